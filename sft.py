@@ -61,7 +61,7 @@ class Args:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "synthetic": dict(base_model=str(utils.SYNTHETIC / "model"), num_epochs=4, lr=3e-3, block_size=96),
+    "synthetic": dict(base_model=str(utils.SYNTHETIC / "model"), num_epochs=4, batch_size=16, lr=3e-3, block_size=96),
     "sentiment": dict(),
     "descriptiveness": dict(),
     "cnndm": dict(block_size=512, batch_size=16, micro_batch_size=4),

@@ -1,11 +1,13 @@
 """Write the synthetic task: short stories from a grammar, a tokenizer of 1000 tokens, a tiny GPT-2 config.
 
     python data/synthetic/generate.py texts [--out DIR]
+    python sft.py --task synthetic && python data/synthetic/generate.py labels [--model DIR] [--out FILE]
 
-Every run writes the same bytes.
+Every run of `texts` writes the same bytes; `labels` depends on the model's last digits too.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import random
@@ -20,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # 
 HERE = Path(__file__).parent
 SEED = 1
 STORIES, EOS_STORIES = 20_000, 12_000
+LABELS = 5504  # 4992 to train, the rest to test
 SENTENCES = {1: 36, 2: 30, 3: 18, 4: 16}  # number of sentences in a story: weight
 MIN_WORDS, MAX_WORDS = 6, 58  # words and punctuation marks of a story; keeps every story below 64 tokens
 MIN_COMPLETION, MAX_COMPLETION = 4, 40  # tokens
@@ -318,6 +321,47 @@ def write_texts(out):
     print_lengths("stories_eos.jsonl, completion", tokenizer, [pair["completion"] for pair in pairs])
 
 
+def write_labels(model, out, count=LABELS, seed=SEED):
+    """Write best-of-4 labels in OpenAI's format: four samples of `model` behind a story, and the one that the judge likes best.
+
+    The samples are cut as the task cuts them for scoring, so the judge and the reward model see the same text.
+    """
+    import sys
+
+    sys.path.insert(0, str(HERE.parents[1]))
+    import numpy as np
+    import torch
+    from judge import best_accuracy, gold_score, human_choice
+
+    import utils
+
+    task = dataclasses.replace(utils.TASKS["synthetic"], base_model=model)
+    tokenizer, _, pad = utils.load_tokenizer(task, task.response_length)
+    ids = utils.task_ids(task, tokenizer, pad)
+    table = utils.load_queries(task, tokenizer, pad)
+    queries = table[utils.rows_of_step(len(table), count, 0, seed)].repeat_interleave(4, dim=0)
+    lm = utils.load_lm(model).eval()
+    samples = utils.sample_all(lm, queries, task, pad, utils.generator(seed, 0, torch.device("cpu")), size=256)
+    cut = utils.truncate(samples, ids.truncate, task.truncate_after, pad)[0]
+    texts = (utils.decode(tokenizer, tokens, pad) for tokens in (queries, cut))
+    scores = np.array(gold_score(*texts)).reshape(count, 4)
+    rng = np.random.default_rng(seed)
+    best = [human_choice(list(row), rng) for row in scores]
+
+    def stored(tokens):  # right-padded with OpenAI's pad id
+        rows = [[token for token in row if token != pad] for row in tokens.tolist()]
+        return [row + [utils.LABEL_PAD] * (tokens.shape[1] - len(row)) for row in rows]
+
+    queries, cut = stored(queries[::4]), stored(cut)
+    rows = [
+        {"query": queries[i], **{f"sample{j}": cut[4 * i + j] for j in range(4)}, "best": best[i]} for i in range(count)
+    ]
+    with open(out, "w") as file:
+        file.write("[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n")
+    print(f"{count} labels; true score: mean {scores.mean():.3f}, standard deviation {scores.std():.3f}; "
+          f"best possible accuracy {best_accuracy(scores.tolist()):.3f}, on the rows behind 4992 {best_accuracy(scores[4992:].tolist()):.3f}")
+
+
 def main():
     """Run the sub-command named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -325,6 +369,10 @@ def main():
     texts = commands.add_parser("texts", help="stories, tokenizer and model config")
     texts.add_argument("--out", type=Path, default=HERE, help="folder to write into")
     texts.set_defaults(run=lambda args: write_texts(args.out))
+    labels = commands.add_parser("labels", help="preference labels on samples of the sft model")
+    labels.add_argument("--model", default="models/synthetic/sft", help="folder that sft.py wrote")
+    labels.add_argument("--out", type=Path, default=HERE / "labels.json", help="file to write")
+    labels.set_defaults(run=lambda args: write_labels(args.model, args.out))
     args = parser.parse_args()
     args.run(args)
 
