@@ -16,15 +16,18 @@ from pathlib import Path
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread counts the words in one order: the same BPE every time
 
-from judge import GROUPS, LEXICON  # noqa: E402
+from judge import GROUPS, LEXICON, gold_score  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
 HERE = Path(__file__).parent
 SEED = 1
 STORIES, EOS_STORIES = 20_000, 12_000
 LABELS = 5504  # 4992 to train, the rest to test
-SENTENCES = {1: 36, 2: 30, 3: 18, 4: 16}  # number of sentences in a story: weight
+SENTENCES = {1: 30, 2: 32, 3: 22, 4: 16}  # number of sentences in a story: weight
 MIN_WORDS, MAX_WORDS = 6, 58  # words and punctuation marks of a story; keeps every story below 64 tokens
+KINDS = {"neutral": 35, "feeling": 53, "negated": 12}  # kind of a sentence: weight
+MOOD = 0.85  # share of a story's sentences with feelings that follow its mood
+MORALS = 0.7  # share of the stories of two and more sentences that end by summing up
 MIN_COMPLETION, MAX_COMPLETION = 4, 40  # tokens
 VOCABULARY, POSITIONS = 1000, 128
 END = "<|endoftext|>"
@@ -44,22 +47,22 @@ neutral: {S} {act}. | {S} {act} {time}. | {Time}, {S} {act}. | {S} {act} and {ac
     | The {food} was on the {top}. | {Time}, {S} had some {food} and some {drink}. | The {person} {habit} {time}.
     | The {person} lived in a {size} house near the {landmark}.
 feeling: {S} was {degree} {feel~}. | {S} felt {degree} {feel~}. | {S} was {feel~} because {event~}.
-    | {S} was {degree} {feel~} when {moment~}. | {S} was {degree} {feel~} because {event~}. | {S} was {not} {feel!}.
-    | {S} was {not} {feel!} because {event~}. | {S} was not {strong} {feel!}. | {S} felt {feel~}, but {F} was {feel!}.
-    | Although {event!}, {S} was {degree} {feel~}. | {Time}, {S} was {degree} {feel~}. | {S} was {feel~} and {feel~}.
-    | {S} was {degree} {feel~} while {weather}. | When {moment~}, {S} {react~}. | {S} {react~} because {event~}.
-    | {F} {react~} when {signal}. | {S} {attitude~} the {thing}. | {S} {attitude~} the {food}.
-    | {S} did not {wish!} the {thing}. | {F} did not {wish!} the {food}.
-    | The {food} was {degree} {taste~}. | The {food} was {degree} {taste~}, but the {drink} was {sip!}.
-    | The {food} was not {strong} {taste!}. | The {person} was {degree} {manner~}. | The {person} was {not} {manner!}.
+    | {S} was {degree} {feel~} when {moment~}. | {S} was {degree} {feel~} because {event~}.
+    | {S} felt {feel~}, but {F} was {feel!}. | Although {event!}, {S} was {degree} {feel~}.
+    | {Time}, {S} was {degree} {feel~}. | {S} was {feel~} and {feel~}. | {S} was {degree} {feel~} while {weather}.
+    | When {moment~}, {S} {react~}. | {S} {react~} because {event~}. | {F} {react~} when {signal}.
+    | {S} {attitude~} the {thing}. | {S} {attitude~} the {food}. | The {food} was {degree} {taste~}.
+    | The {food} was {degree} {taste~}, but the {drink} was {sip!}. | The {person} was {degree} {manner~}.
     | The {person} at the {spot} was {degree} {manner~}. | It was a {strong} {quality~} {thing}.
-    | The {thing} was {degree} {quality~}. | The {thing} was not {quality!}. | {S} said that the {thing} was {quality~}.
-    | {S} {adverb~} {act}. | {F} {adverb~} {act}. | {S} {deed} with {mood~}. | {S} {deed} without {mood!}.
-    | There was no {spirit!} in the {land}. | The {pet} was {degree} {pet_feel~}. | The {pet} was not {pet_feel!}.
+    | The {thing} was {degree} {quality~}. | {S} said that the {thing} was {quality~}. | {S} {adverb~} {act}.
+    | {F} {adverb~} {act}. | {S} {deed} with {mood~}. | The {pet} was {degree} {pet_feel~}.
     | The {person}, who was {manner~}, {act}. | The {food} that {S} had bought was {degree} {taste~}. | {event~}.
-    | {F}, who was {degree} {feel~}, {act}. | {S} had a {strong} {quality~} {day}.
-    | {S} did not have a {quality!} {day}. | {S} talked to the {person}, who was not {manner!}. | {F} was {not} {feel!}.
-    | {S} {react~} when {moment~}.
+    | {F}, who was {degree} {feel~}, {act}. | {S} had a {strong} {quality~} {day}. | {S} {react~} when {moment~}.
+negated: {S} was {not} {feel!}. | {S} was {not} {feel!} because {event~}. | {S} was not {strong} {feel!}.
+    | {S} did not {wish!} the {thing}. | {F} did not {wish!} the {food}. | The {food} was not {strong} {taste!}.
+    | The {person} was {not} {manner!}. | The {thing} was not {quality!}. | {S} {deed} without {mood!}.
+    | There was no {spirit!} in the {land}. | The {pet} was not {pet_feel!}. | {S} did not have a {quality!} {day}.
+    | {S} talked to the {person}, who was not {manner!}. | {F} was {not} {feel!}.
 
 degree: | | | | very | really | extremely | slightly | a little | quite | so
 strong: | very | really
@@ -171,11 +174,11 @@ class Story:
 
     def sentence(self):
         """Return the next sentence."""
-        # The mood of the story ties its sentences together only weakly: 60 % of them follow it.
-        sign = self.mood if self.rng.random() < 0.6 else "+-"[self.mood == "+"]
+        # A language model that wants to guess the next feeling has to know the mood so far.
+        sign = self.mood if self.rng.random() < MOOD else "+-"[self.mood == "+"]
         self.signs = {"~": sign, "!": "+-"[sign == "+"]}
         self.named = False  # once the hero has appeared in the sentence, only pronouns follow
-        text = self.slot("neutral" if self.rng.random() < 0.4 else "feeling")
+        text = self.slot(self.rng.choices(list(KINDS), list(KINDS.values()))[0])
         return tidy(text)
 
     def slot(self, symbol):
@@ -224,9 +227,21 @@ def count_words(text):
 
 
 def tell(rng, count):
-    """Return a new story of so many sentences, as a list."""
+    """Return a new story of so many sentences, as a list. Often the last one sums up the feelings of the others."""
     story = Story(rng)
-    return [story.sentence() for _ in range(count)]
+    sentences = [story.sentence() for _ in range(count)]
+    if count > 1 and rng.random() < MORALS:
+        sentences[-1] = moral(rng, gold_score([""], [" ".join(sentences[:-1])])[0])
+    return sentences
+
+
+def moral(rng, score):
+    """Return the sentence that ends a story of this true score; to guess its word is to have understood the story."""
+    degree = min(int(abs(score) / 0.75), 3)
+    words = {0: ["ordinary", "usual"], 1: ["nice", "pleasant"], 2: ["good", "lovely"], 3: ["great", "wonderful"]}
+    if score < 0 and degree:
+        words = {1: ["dull", "boring"], 2: ["bad", "unpleasant"], 3: ["terrible", "awful"]}
+    return tidy(f"In the end, it was a {rng.choice(words[degree])} {rng.choice(['day', 'story', 'time'])}.")
 
 
 def make_stories(rng, count):
