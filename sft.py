@@ -2,10 +2,13 @@
 
     python sft.py --task synthetic                      # data/synthetic/model holds a configuration only: from scratch
     accelerate launch sft.py --task sentiment --num_epochs 1
+    accelerate launch sft.py --task tldr
 
-Consecutive texts are packed into blocks that start with the start of a text, as the queries of ppo.py do.
+A task with reference responses (`response_column`) learns them behind their prompts; else consecutive texts are packed
+into blocks that start with the start of a text, as the queries of ppo.py do.
 
-Letters: `B` blocks per step, `T` tokens per block, `N` blocks in all.
+Letters: `B` rows per step, `T` tokens per row, `N` rows in all. Only columns `first` … `T − 1` of a row are learned: all
+but the first of a packed block, the response of a prompt. Masks are True at real tokens.
 """
 
 import math
@@ -33,11 +36,11 @@ class Args:
     num_epochs: int = 1
     """passes over the texts"""
     batch_size: int = 32
-    """blocks per optimizer step, over all processes"""
+    """rows per optimizer step, over all processes"""
     micro_batch_size: int = 32
-    """blocks per forward on one process: memory only"""
+    """rows per forward on one process: memory only"""
     block_size: int = 128
-    """tokens per block"""
+    """tokens per row of packed texts; with reference responses it is query_length + response_length"""
     lr: float = 5e-5
     """highest learning rate: warmed up linearly, then falling linearly to 0"""
     warmup: float = 0.05
@@ -47,7 +50,7 @@ class Args:
     max_grad_norm: float = 1.0
     """gradients are scaled down to this norm"""
     num_heldout: int = 256
-    """blocks kept out of training, for the perplexity"""
+    """rows kept out of training, for perplexity and ROUGE-L"""
     gradient_checkpointing: bool = False
     """less memory for activations, one more forward"""
     output_dir: str | None = None
@@ -65,6 +68,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sentiment": dict(),
     "descriptiveness": dict(),
     "cnndm": dict(block_size=512, batch_size=16, micro_batch_size=4),
+    "tldr": dict(base_model="EleutherAI/pythia-1b-deduped", lr=3e-6, batch_size=128, micro_batch_size=8),
+    "synthetic_eos": dict(base_model=str(utils.SYNTHETIC / "model"), num_epochs=5, batch_size=32, lr=3e-3),
     "tldr_2019": dict(block_size=512, batch_size=16, micro_batch_size=4),
 }
 
@@ -81,18 +86,30 @@ def pack(rows: list[list[int]], continued: list[list[int]], block_size: int) -> 
     return torch.tensor(blocks).view(-1, block_size)
 
 
-def load_blocks(args: Args, tokenizer: Any) -> Tensor:
-    """The task's texts as blocks [N, T]. Errors: `InputError` where they do not fill one batch beside the held-out."""
-    texts = [text.strip() for text in utils.load_texts(args.task) if text and text.strip()]
-    rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    continued = tokenizer([" " + text for text in texts], add_special_tokens=False)["input_ids"]
-    blocks = pack(rows, continued, args.block_size)
-    if len(blocks) < args.num_heldout + args.batch_size:
+def load_rows(args: Args, tokenizer: Any, pad_id: int) -> tuple[Tensor, int]:
+    """What to learn from: rows [N, T], and the first column that is learned. Errors: `InputError` where the rows do not
+    fill one batch beside the held-out ones."""
+    task, data = args.task, utils.load_texts(args.task)
+    texts = [text or "" for text in data[task.query_column]]
+    if task.response_column:
+        end = [utils.token_id(tokenizer, task.truncate_token, "--truncate_token")] if task.eos_task else []
+        responses = tokenizer([text or "" for text in data[task.response_column]], add_special_tokens=False)["input_ids"]
+        pairs = zip(utils.tokenise_queries(texts, task, tokenizer), responses, strict=True)
+        pairs = [(query, (response + end)[: task.response_length]) for query, response in pairs if query and response]
+        queries, responses = zip(*pairs, strict=True) if pairs else ([], [])
+        padded = torch.tensor([row + [pad_id] * (task.response_length - len(row)) for row in responses]).view(-1, task.response_length)
+        rows, first = torch.cat([utils.pad_rows(queries, task.query_length, pad_id), padded.long()], dim=1), task.query_length
+    else:
+        texts = [text.strip() for text in texts if text.strip()]
+        starts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        continued = tokenizer([" " + text for text in texts], add_special_tokens=False)["input_ids"]
+        rows, first = pack(starts, continued, args.block_size), 1
+    if len(rows) < args.num_heldout + args.batch_size:
         raise InputError(
-            f"--query_dataset={args.task.query_dataset} fills {len(blocks)} blocks of {args.block_size} tokens; "
+            f"--query_dataset={task.query_dataset} makes {len(rows)} rows of {rows.shape[1]} tokens; "
             f"num_heldout={args.num_heldout} and one batch of {args.batch_size} need {args.num_heldout + args.batch_size}"
         )
-    return blocks
+    return rows, first
 
 
 def lr_at(step: int, steps: int, args: Args) -> float:
@@ -101,20 +118,29 @@ def lr_at(step: int, steps: int, args: Args) -> float:
     return args.lr * min((step + 1) / warmup, (steps - step) / max(steps - warmup, 1), 1.0)
 
 
-def token_losses(lm: nn.Module, tokens: Tensor, pad_id: int) -> Tensor:
-    """[B, T] → cross-entropy [B, T − 1] of every token but the first, in nats."""
-    logits = lm(**utils.model_inputs(tokens, pad_id), use_cache=False).logits[:, :-1].float()
-    return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+def token_losses(lm: nn.Module, rows: Tensor, first: int, pad_id: int) -> tuple[Tensor, Tensor]:
+    """[B, T] → cross-entropy in nats and mask of the learned columns, [B, T − first] each; 0 at pads."""
+    targets = rows[:, first:]
+    logits = lm(**utils.model_inputs(rows, pad_id), use_cache=False, logits_to_keep=targets.shape[1] + 1).logits[:, :-1]
+    mask = targets != pad_id
+    losses = F.cross_entropy(logits.float().transpose(1, 2), targets.masked_fill(~mask, 0), reduction="none")
+    return losses.masked_fill(~mask, 0), mask
 
 
-def train_step(lm: nn.Module, optimizer: Any, tokens: Tensor, pad_id: int, args: Args, accelerator: Accelerator) -> Tensor:
-    """One optimizer step on this process's blocks [B, T]; the mean loss over all processes' blocks."""
-    count, total = utils.all_sum(torch.tensor(float(tokens[:, 1:].numel()), device=tokens.device)), 0.0
-    parts = tokens.split(args.micro_batch_size)
+def micro_batches(rows: Tensor, first: int, pad_id: int, size: int) -> list[Tensor]:
+    """[B, T] → rows of like length, trimmed on the left."""
+    lengths = utils.row_lengths(rows[:, :first], pad_id)
+    return [rows[part][:, first - width :] for part, width in utils.micro_batches(lengths, size)]
+
+
+def train_step(lm: nn.Module, optimizer: Any, rows: Tensor, first: int, pad_id: int, args: Args, accelerator: Accelerator) -> Tensor:
+    """One optimizer step on this process's rows [B, T]; the mean loss per token over all processes' rows."""
+    count, total = utils.all_sum((rows[:, first:] != pad_id).sum()), 0.0
+    parts = micro_batches(rows, first, pad_id, args.micro_batch_size)
     for i, part in enumerate(parts):
         with accelerator.no_sync(lm) if i + 1 < len(parts) else nullcontext():
-            loss = token_losses(lm, part, pad_id).sum() / count
-            accelerator.backward(loss * accelerator.num_processes)
+            loss = token_losses(lm, part, part.shape[1] - rows.shape[1] + first, pad_id)[0].sum() / count
+            accelerator.backward(loss * accelerator.num_processes)  # DDP averages over processes
         total += loss.detach()
     accelerator.clip_grad_norm_(lm.parameters(), args.max_grad_norm)
     optimizer.step()
@@ -123,21 +149,37 @@ def train_step(lm: nn.Module, optimizer: Any, tokens: Tensor, pad_id: int, args:
 
 
 @torch.no_grad()
-def heldout_loss(lm: nn.Module, blocks: Tensor, pad_id: int, args: Args, accelerator: Accelerator) -> float:
-    """Mean loss in nats per token over the held-out blocks [N, T], shared out over the processes."""
+def heldout_loss(lm: nn.Module, rows: Tensor, first: int, pad_id: int, args: Args, accelerator: Accelerator) -> float:
+    """Mean loss in nats per token over the held-out rows [N, T], shared out over the processes."""
     lm.eval()
-    parts = blocks.to(accelerator.device)[accelerator.process_index :: accelerator.num_processes].split(args.micro_batch_size)
-    losses = torch.cat([token_losses(lm, part, pad_id).mean(dim=1) for part in parts])
-    return (utils.all_sum(losses.sum()) / len(blocks)).item()
+    rows = rows.to(accelerator.device)[accelerator.process_index :: accelerator.num_processes]
+    sums = torch.zeros(2, device=rows.device)
+    for part in micro_batches(rows, first, pad_id, args.micro_batch_size):
+        losses, mask = token_losses(lm, part, part.shape[1] - rows.shape[1] + first, pad_id)
+        sums += torch.stack([losses.sum(), mask.sum()])
+    total, count = utils.all_sum(sums).tolist()
+    return total / count
 
 
-def sample_table(lm: nn.Module, blocks: Tensor, tokenizer: Any, pad_id: int, args: Args) -> list[dict[str, Any]]:
-    """What the model writes behind the beginnings of a few blocks [B, T]."""
-    starts = blocks[:, : args.block_size // 4]
+def continuations(lm: nn.Module, rows: Tensor, first: int, tokenizer: Any, pad_id: int, args: Args) -> list[dict[str, str]]:
+    """What the model writes behind the prompts of rows [B, T], or behind the first quarter of packed blocks."""
+    task, ids = args.task, utils.task_ids(args.task, tokenizer, pad_id)
+    prompts = rows[:, :first] if task.response_column else rows[:, : args.block_size // 4]
     lm.eval()
-    tokens = utils.sample(lm, starts, args.task.response_length, args.task.temperature, pad_id, utils.generator(args.seed, 0, blocks.device))
-    texts = (utils.decode(tokenizer, x, pad_id) for x in (starts, tokens))
-    return [{"text": text, "continuation": continuation} for text, continuation in zip(*texts, strict=True)]
+    tokens = utils.sample_all(lm, prompts, task, pad_id, utils.generator(args.seed, 0, rows.device), args.micro_batch_size)
+    if task.eos_task:
+        tokens = utils.truncate(tokens, ids.truncate, task.truncate_after, pad_id)[0]
+    texts = {"text": prompts, "continuation": tokens} | ({"reference": rows[:, first:]} if task.response_column else {})
+    columns = (utils.decode(tokenizer, x, pad_id) for x in texts.values())
+    return [dict(zip(texts, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def rouge_l(samples: list[dict[str, str]]) -> float:
+    """Mean ROUGE-L (F1, 0 … 1) of the continuations against their references."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    return sum(scorer.score(row["reference"], row["continuation"])["rougeL"].fmeasure for row in samples) / len(samples)
 
 
 def check(args: Args, processes: int) -> None:
@@ -158,9 +200,10 @@ def main(args: Args) -> None:
     accelerator = utils.start_accelerator()
     check(args, accelerator.num_processes)
     rank, processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    tokenizer, _, pad_id = utils.load_tokenizer(args.task, max(0, args.block_size - args.task.query_length))
-    blocks = load_blocks(args, tokenizer)
-    heldout, blocks = blocks[: args.num_heldout], blocks[args.num_heldout :]
+    behind = args.task.response_length if args.task.response_column else max(0, args.block_size - args.task.query_length)
+    tokenizer, _, pad_id = utils.load_tokenizer(args.task, behind)
+    rows, first = load_rows(args, tokenizer, pad_id)
+    heldout, rows = rows[: args.num_heldout], rows[args.num_heldout :]
 
     torch.manual_seed(args.seed)
     lm = utils.load_lm(args.task.base_model)
@@ -170,30 +213,33 @@ def main(args: Args) -> None:
     lm, optimizer = accelerator.prepare(lm, optimizer)
     plain = accelerator.unwrap_model(lm)
 
-    steps_per_epoch = len(blocks) // args.batch_size
+    steps_per_epoch = len(rows) // args.batch_size
     steps = args.num_epochs * steps_per_epoch
     run = utils.Run(args, "sft", steps, PANELS, accelerator)
     clock = utils.Clock(device)
     for step in range(steps):
         lm.train()
         epoch, at = divmod(step, steps_per_epoch)
-        order = np.random.default_rng([args.seed, epoch]).permutation(len(blocks))  # the same on every process
-        rows = order[at * args.batch_size : (at + 1) * args.batch_size][rank::processes]
+        order = np.random.default_rng([args.seed, epoch]).permutation(len(rows))  # the same on every process
+        mine = order[at * args.batch_size : (at + 1) * args.batch_size][rank::processes]
         with clock("optimise"):
             utils.set_lr(optimizer, lr := lr_at(step, steps, args))
-            loss = train_step(lm, optimizer, blocks[rows].to(device), pad_id, args, accelerator).item()
+            loss = train_step(lm, optimizer, rows[mine].to(device), first, pad_id, args, accelerator).item()
         metrics = {"loss": loss, "lr": lr, "epoch": step / steps_per_epoch} | clock.pop()
         if (step + 1) % args.eval_every == 0 or step + 1 == steps:
-            metrics["heldout/loss"] = heldout_loss(lm, heldout, pad_id, args, accelerator)
+            metrics["heldout/loss"] = heldout_loss(lm, heldout, first, pad_id, args, accelerator)
             metrics["heldout/perplexity"] = math.exp(metrics["heldout/loss"])
         utils.check_finite(metrics, "loss", step)
         run.log(step, metrics, {"loss": "loss", "heldout/perplexity": "perplexity"})
 
     folder = args.output_dir or f"models/{args.task.task}/sft"
     utils.save_model(plain, tokenizer, folder, accelerator)
+    done = [f"model: {folder}", f"held-out perplexity: {metrics['heldout/perplexity']:.3f}"]
     if accelerator.is_main_process:
-        run.samples(steps, sample_table(plain, heldout[:4].to(device), tokenizer, pad_id, args), "samples behind held-out text")
-    run.finish(f"model: {folder}", f"held-out perplexity: {metrics['heldout/perplexity']:.3f}")
+        samples = continuations(plain, heldout[:64].to(device), first, tokenizer, pad_id, args)
+        run.samples(steps, samples[:4], "samples behind held-out text")
+        done += [f"held-out ROUGE-L: {rouge_l(samples):.3f}"] if args.task.response_column else []
+    run.finish(*done)
     utils.stop_accelerator(accelerator)
 
 

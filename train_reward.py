@@ -61,6 +61,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sentiment": dict(),
     "descriptiveness": dict(),
     "cnndm": dict(num_labels=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128, micro_batch_size=16),
+    "tldr": dict(num_labels=92_832, batch_size=64, lr=3e-6, rollout_batch_size=256, micro_batch_size=16),
+    "synthetic_eos": dict(num_labels=9984, batch_size=16, lr=1e-3),
     "tldr_2019": dict(num_labels=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128, micro_batch_size=16),
 }
 
@@ -188,8 +190,9 @@ def main(args: Args) -> None:
     accelerator = utils.start_accelerator()
     check(args, accelerator.num_processes)
     task, device, rank, processes = args.task, accelerator.device, accelerator.process_index, accelerator.num_processes
-    tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length, f"python sft.py --task {task.task}")
-    labels = utils.load_labels(task, pad_id)
+    tokenizer, config, pad_id = utils.load_tokenizer(task, task.response_length, f"python sft.py --task {task.task}")
+    labels = utils.load_labels(task, tokenizer, pad_id)
+    utils.check_length(config, task.query_length + labels.responses.shape[2], f"--label_dataset={task.label_dataset}")
     if len(labels.best) < args.num_labels:
         raise InputError(f"--label_dataset={task.label_dataset} has {len(labels.best)} labels, num_labels={args.num_labels}; "
                          f"use --num_labels {len(labels.best) // args.batch_size * args.batch_size}")

@@ -85,6 +85,10 @@ class Task:
     """rows of `query_dataset` that are tokenised; a larger data set is sampled without replacement"""
     eos_task: bool = False
     """the response ends at its first `truncate_token`: all behind it is masked out everywhere, not just in scoring (X9)"""
+    response_column: str | None = None
+    """column of `query_dataset` with reference responses; sft.py then learns these, else it learns the texts"""
+    keep_last_line: bool = False
+    """a query that is too long loses lines in front of its last one, such as TL;DR:, instead of its end"""
     gold_fn: str | None = None
     """`module:function` or `path.py:function` of (queries, responses) → floats: the true score, only logged"""
 
@@ -145,6 +149,36 @@ TASKS = {
             truncate_token="\n",
             truncate_after=55,
             query_suffix="\n\nTL;DR:",
+        ),
+        replace(
+            BOOKS,
+            task="tldr",
+            base_model="models/tldr/sft",
+            query_dataset="trl-lib/tldr",
+            query_column="prompt",
+            response_column="completion",
+            label_dataset="trl-lib/tldr-preference",
+            query_length=512,
+            response_length=53,
+            truncate_token="<|endoftext|>",
+            truncate_after=0,
+            eos_task=True,
+            keep_last_line=True,
+        ),
+        replace(
+            BOOKS,
+            task="synthetic_eos",
+            base_model="models/synthetic_eos/sft",
+            query_dataset=str(SYNTHETIC / "stories_eos.jsonl"),
+            query_column="prompt",
+            response_column="completion",
+            label_dataset=str(SYNTHETIC / "pairs_eos.jsonl"),
+            query_length=32,
+            response_length=40,
+            truncate_token="<|endoftext|>",
+            truncate_after=0,
+            eos_task=True,
+            gold_fn=str(SYNTHETIC / "judge.py") + ":gold_score",
         ),
     )
 }
@@ -231,6 +265,16 @@ def cut_query(tokens: list[int], length: int, start: int | None, end: int | None
             return None
         tokens = tokens[: len(tokens) - tokens[::-1].index(end)]
     return tokens
+
+
+def keep_last_line(text: str, length: int, tokenizer: Any) -> list[int]:
+    """A prompt within `length` tokens: cut before the last newline that fits, its last line (TL;DR:) kept."""
+    head, _, last = text.rpartition("\n")
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    while len(ids) > length and "\n" in head.rstrip():
+        head = head.rstrip().rpartition("\n")[0]
+        ids = tokenizer.encode(f"{head.rstrip()}\n\n{last}", add_special_tokens=False)
+    return ids[:length]
 
 
 def truncate(responses: Tensor, token: int | None, after: int, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -336,29 +380,37 @@ def load_rows(source: str, flag: str, split: str = "train") -> datasets.Dataset:
         ) from error
 
 
-def load_texts(task: Task) -> datasets.Column:
-    """The texts of `query_dataset`, at most `num_queries` of them. Errors: `InputError` for a missing column."""
+def load_texts(task: Task) -> datasets.Dataset:
+    """The rows of `query_dataset`, at most `num_queries`. Errors: `InputError` for a missing column."""
     rows = load_rows(task.query_dataset, "--query_dataset")
-    if task.query_column not in rows.column_names:
-        raise InputError(f"--query_column={task.query_column!r} is not in {task.query_dataset}; it has {rows.column_names}")
+    for name in filter(None, (task.query_column, task.response_column)):
+        if name not in rows.column_names:
+            raise InputError(f"column {name!r} is not in --query_dataset={task.query_dataset}; it has {rows.column_names}")
     if len(rows) > task.num_queries:
         rows = rows.select(np.sort(np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)))
-    return rows[task.query_column]
+    return rows
+
+
+def tokenise_queries(texts: list[str], task: Task, tokenizer: Any) -> list[list[int] | None]:
+    """P3: texts → queries as token lists; None where a text is blank or skipped."""
+    start, end = token_id(tokenizer, task.start_text, "start_text"), token_id(tokenizer, task.end_text, "end_text")
+    queries = []
+    for text, ids in zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
+        if task.keep_last_line and len(ids) > task.query_length:
+            ids = keep_last_line(text, task.query_length, tokenizer)
+        queries.append((cut_query(ids, task.query_length, start, end) or None) if text.strip() else None)
+    return queries
 
 
 def load_queries(task: Task, tokenizer: Any, pad_id: int) -> Tensor:
-    """P3, G2: the table of queries [N, Q], padded on the left; a text a row. Errors: `InputError` if none is usable."""
-    texts = load_texts(task)
-    start = token_id(tokenizer, task.start_text, "start_text")
-    end = token_id(tokenizer, task.end_text, "end_text")
-    queries = []
+    """G2: the table of queries [N, Q], padded on the left; a text a row. Errors: `InputError` if none is usable."""
+    texts, queries = load_texts(task)[task.query_column], []
     for i in range(0, len(texts), 10_000):
-        batch = [text for text in texts[i : i + 10_000] if text and text.strip()]
-        ids = tokenizer(batch, add_special_tokens=False)["input_ids"] if batch else []
-        queries += [cut for row in ids if (cut := cut_query(row, task.query_length, start, end))]
+        batch = [text or "" for text in texts[i : i + 10_000]]
+        queries += [query for query in tokenise_queries(batch, task, tokenizer) if query]
     if not queries:
-        wanted = [f"{name}={text!r}" for name, text in (("start_text", start and task.start_text), ("end_text", end and task.end_text)) if text]
-        lack = f" or lack {' and '.join(wanted)}" if wanted else ""
+        wanted = " and ".join(f"{n}={t!r}" for n, t in (("start_text", task.start_text), ("end_text", task.end_text)) if t)
+        lack = f" or lack {wanted}" if wanted else ""
         raise InputError(f"--query_dataset={task.query_dataset} gives no query: all {len(texts)} rows are blank{lack}")
     return pad_rows(queries, task.query_length, pad_id)
 
@@ -383,15 +435,31 @@ class Labels:
         return Labels(self.query.to(device), self.responses.to(device), self.best.to(device))
 
 
-def load_labels(task: Task, pad_id: int) -> Labels:
-    """R4: best-of-K labels in OpenAI's format (`query`, `sample0` …, `best`; token ids). Errors: `InputError` naming row
-    and value for missing keys, wrong lengths, `best` out of range, ids beyond the vocabulary."""
+def load_pairs(rows: datasets.Dataset, task: Task, tokenizer: Any, pad_id: int) -> Labels:
+    """R4: pairs of texts (`prompt`, `chosen`, `rejected`), the chosen one first; each ends with the truncate token."""
+    end = token_id(tokenizer, task.truncate_token, "--truncate_token")
+    queries = tokenise_queries([text or "" for text in rows["prompt"]], task, tokenizer)
+    sides = [tokenizer([text or "" for text in rows[name]], add_special_tokens=False)["input_ids"] for name in ("chosen", "rejected")]
+    for i, row in enumerate(zip(queries, *sides, strict=True)):
+        if not all(row):
+            raise InputError(f"--label_dataset={task.label_dataset} row {i}: prompt, chosen or rejected is blank")
+    sides = [[ids + [end] * (end is not None) for ids in side] for side in sides]
+    length = max(len(ids) for side in sides for ids in side)
+    right = [torch.tensor([ids + [pad_id] * (length - len(ids)) for ids in side]) for side in sides]
+    return Labels(pad_rows(queries, task.query_length, pad_id), torch.stack(right, dim=1), torch.zeros(len(queries)).long())
+
+
+def load_labels(task: Task, tokenizer: Any, pad_id: int) -> Labels:
+    """R4: best-of-K labels in OpenAI's format (`query`, `sample0` …, `best`; token ids), or pairs of texts. Errors:
+    `InputError` naming row and value for missing keys, wrong lengths, `best` out of range, ids beyond the vocabulary."""
     rows = load_rows(task.label_dataset, "--label_dataset")
+    if {"prompt", "chosen", "rejected"} <= set(rows.column_names) and len(rows):
+        return load_pairs(rows, task, tokenizer, pad_id)
     where = f"--label_dataset={task.label_dataset}"
     samples = sorted(name for name in rows.column_names if name.startswith("sample") and name[6:].isdigit())
     missing = [name for name in ("query", "best") if name not in rows.column_names] + ["sample0, sample1"] * (len(samples) < 2)
     if missing or len(rows) == 0:
-        raise InputError(f"{where} has no {', '.join(missing) or 'rows'}; needed are query, sample0 … sampleK, best")
+        raise InputError(f"{where} has no {', '.join(missing) or 'rows'}; needed are query, sample0 … sampleK, best, or prompt, chosen, rejected")
     columns = {}
     for name, length in [("query", task.query_length)] + [(name, task.response_length) for name in samples]:
         for i, row in enumerate(rows[name]):
@@ -474,10 +542,15 @@ def load_tokenizer(task: Task, extra_tokens: int, make: str | None = None) -> tu
         )
     check_architecture(config, name)
     affixes = len(tokenizer.encode(task.query_prefix + task.query_suffix, add_special_tokens=False))
-    needed, longest = task.query_length + affixes + extra_tokens, getattr(config, "max_position_embeddings", None)
-    if longest is not None and needed > longest:
-        raise InputError(f"query and response need {needed} tokens, but {name} reads at most {longest}")
+    check_length(config, task.query_length + affixes + extra_tokens, "query and response")
     return tokenizer, config, max(config.vocab_size, len(tokenizer))
+
+
+def check_length(config: PretrainedConfig, needed: int, what: str) -> None:
+    """Errors: `InputError` where a model's positions are fewer than the tokens that it is to read."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and needed > longest:
+        raise InputError(f"{what} need {needed} tokens, but the model ({config.model_type}) reads at most {longest}")
 
 
 def check_architecture(config: PretrainedConfig, name: str) -> None:

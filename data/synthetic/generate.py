@@ -16,20 +16,21 @@ from pathlib import Path
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread counts the words in one order: the same BPE every time
 
-from judge import GROUPS, LEXICON, gold_score  # noqa: E402
+from judge import GROUPS, LEXICON, LIMIT, gold_score  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
 HERE = Path(__file__).parent
 SEED = 1
 STORIES, EOS_STORIES = 20_000, 12_000
 LABELS = 5504  # 4992 to train, the rest to test
-SENTENCES = {1: 30, 2: 32, 3: 22, 4: 16}  # number of sentences in a story: weight
+SENTENCES = {1: 14, 2: 30, 3: 32, 4: 24}  # number of sentences in a story: weight
 MIN_WORDS, MAX_WORDS = 6, 58  # words and punctuation marks of a story; keeps every story below 64 tokens
 KINDS = {"neutral": 35, "feeling": 53, "negated": 12}  # kind of a sentence: weight
 MOOD = 0.85  # share of a story's sentences with feelings that follow its mood
-MORALS = 0.7  # share of the stories of two and more sentences that end by summing up
+COMMENTED = 0.9  # share of the stories with a comment
+COMMENTS = ["Shame", "Pity", "Alas", "Well", "Fine", "Bravo", "Hurrah"]  # from worst to best; worth nothing to the judge
 MIN_COMPLETION, MAX_COMPLETION = 4, 40  # tokens
-VOCABULARY, POSITIONS = 1000, 128
+VOCABULARY, POSITIONS = 1100, 128
 END = "<|endoftext|>"
 
 # One symbol a line, alternatives between bars, {slots} filled recursively. In a slot, ~ stands for the sign of the
@@ -154,7 +155,7 @@ def read_grammar(text):
 
 GRAMMAR = read_grammar(GRAMMAR_TEXT)
 PRONOUNS = {"she": {"S": "she", "him": "her", "his": "her"}, "he": {"S": "he", "him": "him", "his": "his"}}
-EXTREMES = "|".join(word for word, valence in LEXICON.items() if abs(valence) >= 1.8)
+EXTREMES = "delighted|thrilled|miserable|furious|wonderful|great|terrible|awful|delicious|rotten|cruel"  # take no degree
 
 
 class Story:
@@ -227,21 +228,22 @@ def count_words(text):
 
 
 def tell(rng, count):
-    """Return a new story of so many sentences, as a list. Often the last one sums up the feelings of the others."""
+    """Return a new story of so many sentences, as a list. Most end with the narrator's comment, a sentence of its own."""
     story = Story(rng)
     sentences = [story.sentence() for _ in range(count)]
-    if count > 1 and rng.random() < MORALS:
-        sentences[-1] = moral(rng, gold_score([""], [" ".join(sentences[:-1])])[0])
+    if rng.random() < COMMENTED:
+        sentences.append(comment(gold_score([""], [" ".join(sentences)])[0]))
     return sentences
 
 
-def moral(rng, score):
-    """Return the sentence that ends a story of this true score; to guess its word is to have understood the story."""
-    degree = min(int(abs(score) / 0.75), 3)
-    words = {0: ["ordinary", "usual"], 1: ["nice", "pleasant"], 2: ["good", "lovely"], 3: ["great", "wonderful"]}
-    if score < 0 and degree:
-        words = {1: ["dull", "boring"], 2: ["bad", "unpleasant"], 3: ["terrible", "awful"]}
-    return tidy(f"In the end, it was a {rng.choice(words[degree])} {rng.choice(['day', 'story', 'time'])}.")
+def comment(score):
+    """Return the narrator's word on a story of this true score. To guess it a language model has to keep count of the
+    feelings, with negation and degree, at every full stop: that is what the reward model reads there.
+
+    >>> comment(0.1), comment(-2.9)
+    ('Well.', 'Shame.')
+    """
+    return COMMENTS[round((score + LIMIT) / (2 * LIMIT) * (len(COMMENTS) - 1))] + "."
 
 
 def make_stories(rng, count):

@@ -7,39 +7,39 @@ same groups, so every feeling word of the data is a word that the judge understa
 import math
 import re
 
-# Valences run from -2 to 2. The groups differ in where a sentence can use the word.
+# A word is worth -2, -1, 1 or 2. The groups differ in where a sentence can use the word.
 FEELINGS = {  # Anna was happy
-    "happy": 1.5, "glad": 1.2, "cheerful": 1.5, "proud": 1.2, "calm": 0.7, "excited": 1.2, "delighted": 2.0,
-    "grateful": 1.3, "hopeful": 1.0, "pleased": 1.2, "brave": 1.0, "thrilled": 2.0,
-    "sad": -1.5, "angry": -1.5, "afraid": -1.2, "lonely": -1.3, "worried": -1.2, "upset": -1.3, "bored": -0.7,
-    "miserable": -2.0, "nervous": -1.0, "ashamed": -1.2, "gloomy": -1.2, "furious": -2.0,
+    "happy": 2, "glad": 1, "cheerful": 2, "proud": 1, "calm": 1, "excited": 1, "delighted": 2,
+    "grateful": 1, "hopeful": 1, "pleased": 1, "brave": 1, "thrilled": 2,
+    "sad": -2, "angry": -2, "afraid": -1, "lonely": -1, "worried": -1, "upset": -1, "bored": -1,
+    "miserable": -2, "nervous": -1, "ashamed": -1, "gloomy": -1, "furious": -2,
 }
 PET_FEELINGS = {  # the dog was safe
-    "safe": 0.7, "gentle": 1.0, "clever": 0.8, "happy": 1.5, "ill": -0.9, "afraid": -1.2, "lonely": -1.3, "dirty": -0.8,
+    "safe": 1, "gentle": 1, "clever": 1, "happy": 2, "ill": -1, "afraid": -1, "lonely": -1, "dirty": -1,
 }
 QUALITIES = {  # the party was nice
-    "good": 1.0, "nice": 1.0, "lovely": 1.4, "wonderful": 2.0, "beautiful": 1.5, "pleasant": 1.0, "great": 1.8,
-    "bad": -1.0, "terrible": -2.0, "awful": -2.0, "ugly": -1.4, "boring": -1.0, "dull": -0.8, "unpleasant": -1.0,
+    "good": 1, "nice": 1, "lovely": 1, "wonderful": 2, "beautiful": 2, "pleasant": 1, "great": 2,
+    "bad": -1, "terrible": -2, "awful": -2, "ugly": -1, "boring": -1, "dull": -1, "unpleasant": -1,
 }
 TASTES = {  # the soup was delicious
-    "good": 1.0, "delicious": 2.0, "tasty": 1.2, "fresh": 0.6, "bad": -1.0, "rotten": -1.8, "bitter": -0.8,
-    "sour": -0.7,
+    "good": 1, "delicious": 2, "tasty": 1, "fresh": 1, "bad": -1, "rotten": -2, "bitter": -1,
+    "sour": -1,
 }
 MANNERS = {  # the baker was kind
-    "kind": 1.3, "friendly": 1.3, "funny": 1.0, "polite": 0.9, "gentle": 1.0, "honest": 0.9,
-    "rude": -1.3, "cruel": -2.0, "mean": -1.2, "selfish": -1.2, "nasty": -1.5,
+    "kind": 1, "friendly": 1, "funny": 1, "polite": 1, "gentle": 1, "honest": 1,
+    "rude": -1, "cruel": -2, "mean": -1, "selfish": -1, "nasty": -2,
 }
 REACTIONS = {  # Anna smiled
-    "smiled": 1.0, "laughed": 1.2, "cheered": 1.2, "cried": -1.3, "sighed": -0.7, "complained": -1.0, "frowned": -0.8,
+    "smiled": 1, "laughed": 1, "cheered": 1, "cried": -1, "sighed": -1, "complained": -1, "frowned": -1,
 }
-ATTITUDES = {"loved": 1.6, "liked": 0.9, "enjoyed": 1.2, "hated": -1.7, "disliked": -1.0}  # Anna loved the song
-WISHES = {"love": 1.6, "like": 0.9, "enjoy": 1.2, "hate": -1.7, "dislike": -1.0}  # Anna did not love the song
-ADVERBS = {"happily": 1.3, "gladly": 1.0, "proudly": 1.0, "sadly": -1.3, "angrily": -1.3, "nervously": -0.9}
-MOODS = {"joy": 1.5, "hope": 1.0, "pleasure": 1.2, "fear": -1.1, "anger": -1.3, "sorrow": -1.3}  # with joy, no fear
+ATTITUDES = {"loved": 2, "liked": 1, "enjoyed": 1, "hated": -2, "disliked": -1}  # Anna loved the song
+WISHES = {"love": 2, "like": 1, "enjoy": 1, "hate": -2, "dislike": -1}  # Anna did not love the song
+ADVERBS = {"happily": 1, "gladly": 1, "proudly": 1, "sadly": -1, "angrily": -1, "nervously": -1}
+MOODS = {"joy": 2, "hope": 1, "pleasure": 1, "fear": -1, "anger": -1, "sorrow": -1}  # with joy, no fear
 EVENTS = {  # words of the small events that make people glad or sad
-    "praised": 1.2, "thanked": 0.9, "hugged": 1.1, "helped": 0.8, "gift": 0.8, "won": 1.1, "prize": 0.7, "fun": 1.2,
-    "laughter": 1.2, "scolded": -1.1, "lost": -0.9, "broke": -0.8, "stolen": -1.2, "forgot": -0.8, "hurt": -1.0,
-    "mistake": -0.8, "trouble": -1.0,
+    "praised": 1, "thanked": 1, "hugged": 1, "helped": 1, "gift": 1, "won": 1, "prize": 1, "fun": 1,
+    "laughter": 1, "scolded": -1, "lost": -1, "broke": -1, "stolen": -1, "forgot": -1, "hurt": -1,
+    "mistake": -1, "trouble": -1,
 }
 GROUPS = {
     "feel": FEELINGS, "pet_feel": PET_FEELINGS, "quality": QUALITIES, "taste": TASTES, "manner": MANNERS,
@@ -60,7 +60,7 @@ FLIP = -0.7  # "not happy" is a little weaker than the opposite of "happy"
 REPEAT = 0.5  # the n-th use of the same word counts REPEAT ** (n - 1): all repeats together at most double it
 LIMIT = 3.0  # scores lie between -LIMIT and LIMIT
 
-NOISE = 0.4  # temperature of the labeller, in units of score; the larger, the more random the labels
+NOISE = 0.5  # temperature of the labeller, in units of score; the larger, the more random the labels
 
 
 def gold_score(queries, responses):

@@ -1,0 +1,353 @@
+"""Texts and labels in the very formats of the hub's data sets, from small local files; the embedded synthetic task."""
+
+import doctest
+import filecmp
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import tiny
+import torch
+from tiny import WORDS
+
+import ppo
+import sft
+import train_reward
+import utils
+
+SENTENCES = ["Anna saw the old red house .", "", "  \t", "Ben was glad .", "The cat slept under the table in the kitchen .", "So ."]
+
+
+def tokenizer_of(task: utils.Task):
+    return utils.load_tokenizer(task, task.response_length)[0]
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    """In the format that the file's name ends with."""
+    if path.suffix == ".txt":
+        path.write_text("\n".join(row["text"] for row in rows) + "\n")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+
+
+@pytest.mark.parametrize("name", ["books.txt", "books.jsonl", "books.json", "books.parquet"])
+def test_books_are_one_sentence_a_row_in_any_format_padded_on_the_left(name, task, tmp_path):
+    write_rows(tmp_path / name, [{"text": sentence} for sentence in SENTENCES])
+    task = replace(task, query_dataset=str(tmp_path / name))
+    tokenizer = tokenizer_of(task)
+    table = utils.load_queries(task, tokenizer, WORDS)
+    expected = [tokenizer.encode(SENTENCES[i])[:8] for i in (0, 3, 4, 5)]  # blank rows are no queries
+    assert table.shape == (4, 8) and {len(row) for row in expected} != {8}
+    assert table.tolist() == [[WORDS] * (8 - len(row)) + row for row in expected]
+
+
+def test_a_large_source_is_sampled_without_replacement(task):
+    table = utils.load_queries(replace(task, num_queries=10), tokenizer_of(task), WORDS)
+    everything = {tuple(row) for row in utils.load_queries(task, tokenizer_of(task), WORDS).tolist()}
+    rows = {tuple(row) for row in table.tolist()}
+    assert len(table) == len(rows) == 10 and rows < everything and len(everything) == 40
+    again = utils.load_queries(replace(task, num_queries=10), tokenizer_of(task), WORDS)
+    assert torch.equal(table, again)
+
+
+ARTICLES = [
+    {"article": "Anna won a prize .\nBen was glad .\nIt was a good day and then some more words", "highlights": "x", "id": "1"},
+    {"article": "one line without an end", "highlights": "y", "id": "2"},
+    {"article": "So .\n", "highlights": "z", "id": "3"},
+]
+
+
+def cnndm(task: utils.Task, source: Path) -> utils.Task:
+    """The task's own settings; lengths and model are tiny."""
+    return replace(utils.TASKS["cnndm"], base_model=task.base_model, query_dataset=str(source), query_length=24,
+                   response_length=8, truncate_after=4)
+
+
+def test_P3_cnndm_queries_end_with_a_newline_and_stand_between_prefix_and_suffix(task, tmp_path):
+    write_rows(tmp_path / "cnn.parquet", ARTICLES)
+    task = cnndm(task, tmp_path / "cnn.parquet")
+    tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length)
+    ids = utils.task_ids(task, tokenizer, pad_id)
+    queries = utils.load_queries(task, tokenizer, pad_id)
+    assert utils.decode(tokenizer, queries, pad_id) == ["Anna won a prize .\nBen was glad .\n", "So .\n"]
+    contexts = utils.add_affixes(queries, ids)
+    texts = ["Article:\n\nAnna won a prize .\nBen was glad .\n\n\nTL;DR:", "Article:\n\nSo .\n\n\nTL;DR:"]
+    assert utils.decode(tokenizer, contexts, pad_id) == texts
+    for row in contexts.tolist():  # all pads on the left
+        assert row == sorted(row, key=lambda token: token != pad_id)
+    assert [ids.truncate] == tokenizer.encode("\n")
+
+
+def test_prefix_and_suffix_go_to_the_policy_and_not_to_the_reward_model(task, tmp_path):
+    write_rows(tmp_path / "cnn.parquet", ARTICLES)
+    task = cnndm(task, tmp_path / "cnn.parquet")
+    tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length)
+    queries, seen = utils.load_queries(task, tokenizer, pad_id), []
+    models = ppo.Models(ppo.PolicyAndValue(utils.load_lm(task.base_model), pad_id, 0.7), utils.load_lm(task.base_model),
+                        lambda q, r: seen.append(q) or torch.zeros(2), utils.task_ids(task, tokenizer, pad_id))
+    args = tiny.make_args(task, num_minibatches=1)
+    rollout, _ = ppo.evaluate(models, queries, torch.full((2, 8), 20), np.arange(2), 0.1, args)
+    assert torch.equal(seen[0], queries)
+    assert rollout.contexts.shape[1] > queries.shape[1]
+    assert all(text.endswith("TL;DR:") for text in utils.decode(tokenizer, rollout.contexts, pad_id))
+
+
+def test_a_local_folder_with_parquet_files_is_a_data_source(tmp_path):
+    for split, text in (("train", "Anna ."), ("test", "Ben .")):
+        write_rows(tmp_path / "data" / f"{split}-00000-of-00001.parquet", [{"text": text}] * 3)
+    assert list(utils.load_rows(str(tmp_path), "--query_dataset")["text"]) == ["Anna ."] * 3
+    assert list(utils.load_rows(str(tmp_path), "--query_dataset", split="test")["text"]) == ["Ben ."] * 3
+
+
+def test_the_advice_for_an_unreachable_configuration_works_once_it_is_followed(tmp_path, monkeypatch):
+    """`hf download abisee/cnn_dailymail --local-dir cnn_dailymail` gives a folder of three configurations."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(utils.huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(utils.huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(utils.InputError) as caught:
+        utils.load_rows("abisee/cnn_dailymail:3.0.0", "--query_dataset")
+    advice = str(caught.value).split("--query_dataset ")[-1].split()[0]
+    configs = ""
+    for version in ("1.0.0", "2.0.0", "3.0.0"):
+        write_rows(tmp_path / "cnn_dailymail" / version / "train-00000-of-00001.parquet", [{"article": f"of {version}"}])
+        configs += f"- config_name: {version}\n  data_files:\n  - split: train\n    path: {version}/train-*\n"
+    (tmp_path / "cnn_dailymail" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    assert list(utils.load_rows(advice, "--query_dataset")["article"]) == ["of 3.0.0"]
+
+
+# ------------------------------------------------------------------------------------------------------------ labels
+
+
+@pytest.mark.parametrize("name", ["labels.json", "labels.jsonl"])
+def test_R4_openais_labels_load_from_an_array_and_from_lines_with_their_pad_mapped_to_ours(name, tmp_path):
+    """Queries go to the right, responses keep their pads behind them."""
+    p = 50259
+    rows = [{"query": [7, 8, p, p], "sample0": [1, p, p], "sample1": [2, 3, p], "sample2": [4, 5, 6], "sample3": [9, 9, 9], "best": 2},
+            {"query": [1, 2, 3, 4], "sample0": [5, p, p], "sample1": [6, p, p], "sample2": [7, p, p], "sample3": [0, p, p], "best": 0}]
+    write_rows(tmp_path / name, rows)
+    labels = utils.load_labels(tiny.make_task(query_length=4, response_length=3, label_dataset=str(tmp_path / name)), None, 100)
+    assert labels.query.tolist() == [[100, 100, 7, 8], [1, 2, 3, 4]]
+    assert labels.responses.tolist() == [[[1, 100, 100], [2, 3, 100], [4, 5, 6], [9, 9, 9]],
+                                         [[5, 100, 100], [6, 100, 100], [7, 100, 100], [0, 100, 100]]]
+    assert labels.best.tolist() == [2, 0]
+    tokens = train_reward.candidate_tokens(labels, 100)
+    assert tokens.shape == (2, 4, 7)
+    assert tokens[0, 0].tolist() == [100, 100, 100, 100, 7, 8, 1] and tokens[1, 3].tolist() == [100, 100, 1, 2, 3, 4, 0]
+    assert labels.rows(np.array([1])).best.tolist() == [0]
+
+
+def test_R4_pairs_are_labels_with_two_candidates(tmp_path):
+    rows = [{"query": [7, 8], "sample0": [1, 2], "sample1": [3, 4], "best": 1}]
+    write_rows(tmp_path / "pairs.json", rows)
+    labels = utils.load_labels(tiny.make_task(query_length=2, response_length=2, label_dataset=str(tmp_path / "pairs.json")), None, 100)
+    assert labels.responses.tolist() == [[[1, 2], [3, 4]]] and labels.best.tolist() == [1]
+
+
+def test_gpt2s_own_pad_is_50257_and_the_files_50259_becomes_it(tmp_path):
+    rows = [{"query": [50256, 50259], "sample0": [13, 50259], "sample1": [50256, 13], "best": 1}]
+    write_rows(tmp_path / "l.json", rows)
+    labels = utils.load_labels(tiny.make_task(query_length=2, response_length=2, label_dataset=str(tmp_path / "l.json")), None, 50257)
+    assert labels.query.tolist() == [[50257, 50256]]
+    assert labels.responses.tolist() == [[[13, 50257], [50256, 13]]]
+
+
+# ------------------------------------------------------------------------------------------------------------- order
+
+
+def test_rows_of_step_are_a_pure_function_and_visit_every_row_once_an_epoch():
+    """10 rows, 4 a step: steps 0 to 4 are two whole epochs, whatever was asked for before."""
+    steps = [utils.rows_of_step(10, 4, step, 7).tolist() for step in range(5)]
+    flat = sum(steps, [])
+    assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10)) and flat[:10] != flat[10:]
+    assert [utils.rows_of_step(10, 4, step, 7).tolist() for step in (4, 0, 2)] == [steps[4], steps[0], steps[2]]
+    assert utils.rows_of_step(10, 4, 0, 8).tolist() != steps[0]
+    assert len(utils.rows_of_step(3, 8, 0, 1)) == 8  # a table smaller than a step
+    assert np.bincount(utils.rows_of_step(3, 9, 0, 1)).tolist() == [3, 3, 3]
+
+
+def test_G6_processes_take_other_rows_and_each_visits_all_of_them():
+    orders = [sum((utils.rows_of_step(12, 4, step, utils.process_seed(1, rank)).tolist() for step in range(3)), []) for rank in range(3)]
+    assert all(sorted(order) == list(range(12)) for order in orders)
+    assert len(set(map(tuple, orders))) == 3
+
+
+def test_generators_are_a_pure_function_of_seed_and_step():
+    def numbers(seed, step):
+        return tuple(torch.rand(3, generator=utils.generator(seed, step, torch.device("cpu"))).tolist())
+
+    assert numbers(1, 2) == numbers(1, 2)
+    assert len({numbers(seed, step) for seed in (1, 2, 100_004) for step in range(5)}) == 15
+
+
+# ----------------------------------------------------------------------------------------------- the synthetic task
+
+
+def load_module(name: str):
+    """judge.py or generate.py, which imports it from beside itself."""
+    spec = importlib.util.spec_from_file_location(f"synthetic_{name}", utils.SYNTHETIC / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(utils.SYNTHETIC))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(utils.SYNTHETIC))
+    return module
+
+
+def test_the_synthetic_texts_are_made_again_to_the_byte(tmp_path):
+    command = [sys.executable, str(utils.SYNTHETIC / "generate.py"), "texts", "--out", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    names = ["stories.txt", "stories_eos.jsonl", *(f"model/{n}" for n in ("config.json", "tokenizer.json", "tokenizer_config.json"))]
+    same, different, missing = filecmp.cmpfiles(utils.SYNTHETIC, tmp_path, names, shallow=False)
+    assert (sorted(same), different, missing) == (sorted(names), [], [])
+
+
+@pytest.mark.parametrize("name", ["judge", "generate"])
+def test_the_examples_in_the_synthetic_tasks_docstrings_hold(name):
+    failed, tried = doctest.testmod(load_module(name))
+    assert failed == 0 and tried > 0
+
+
+def synthetic_tokenizer():
+    return tokenizer_of(replace(utils.TASKS["synthetic"], base_model=str(utils.SYNTHETIC / "model")))
+
+
+def test_synthetic_stories_are_5_to_12_and_34_to_46_tokens_at_their_5_and_95_percent_quantiles():
+    stories = (utils.SYNTHETIC / "stories.txt").read_text().splitlines()
+    assert len(stories) == len(set(stories)) == 20_000
+    lengths = sorted(map(len, synthetic_tokenizer()(stories)["input_ids"]))
+    assert 5 <= lengths[1000] <= 12 and 34 <= lengths[19_000] <= 46 and lengths[-1] <= 64
+
+
+def test_the_synthetic_tokenizer_has_its_stop_and_end_as_one_token_each_and_no_pad():
+    tokenizer = synthetic_tokenizer()
+    assert len(tokenizer) == WORDS and tokenizer.pad_token_id is None
+    for text in (".", "<|endoftext|>", "\n"):
+        assert len(tokenizer.encode(text)) == 1
+    assert tokenizer.encode("Anna saw it.")[-1:] == tokenizer.encode(".")  # not merged with a neighbour
+    text = "Anna was not very happy, but Ben smiled."
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_synthetic_eos_rows_are_a_prompt_and_a_completion_that_goes_on_after_a_space():
+    rows = [json.loads(line) for line in (utils.SYNTHETIC / "stories_eos.jsonl").read_text().splitlines()]
+    assert len(rows) == 12_000 and all(set(row) == {"prompt", "completion"} for row in rows)
+    assert all(row["prompt"].endswith(".") and row["completion"].startswith(" ") for row in rows)
+    lengths = list(map(len, synthetic_tokenizer()([row["completion"] for row in rows])["input_ids"]))
+    assert min(lengths) >= 4 and max(lengths) <= 40
+
+
+def test_the_synthetic_labels_are_5504_rows_in_openais_form_cut_for_scoring():
+    task = utils.TASKS["synthetic"]
+    rows = json.loads((utils.SYNTHETIC / "labels.json").read_text())
+    assert len(rows) == 5504 == len(utils.load_labels(task, None, WORDS).best)
+    stop = synthetic_tokenizer().encode(".")[0]
+    for row in rows:
+        assert set(row) == {"query", "sample0", "sample1", "sample2", "sample3", "best"}
+        assert len(row["query"]) == 64 and row["best"] in range(4)
+        for name in ("sample0", "sample1", "sample2", "sample3"):
+            response = row[name]
+            real = [token for token in response if token != 50259]
+            assert len(response) == 24 and response[: len(real)] == real and all(0 <= token < WORDS for token in real)
+            assert stop not in real[16:-1] and (len(real) == 24 or (real[-1] == stop and len(real) > 16))
+    best = np.bincount([row["best"] for row in rows])
+    assert best.min() > 1000  # the order of the candidates tells nothing
+
+
+def test_the_synthetic_labels_prefer_what_the_judge_likes():
+    """A perfect predictor's accuracy on them is near its ceiling, a coin's would be a quarter."""
+    judge, tokenizer = load_module("judge"), synthetic_tokenizer()
+    labels = utils.load_labels(utils.TASKS["synthetic"], None, WORDS)
+    queries = utils.decode(tokenizer, labels.query[:1000], WORDS)
+    scores = np.array([judge.gold_score(queries, utils.decode(tokenizer, labels.responses[:1000, k], WORDS)) for k in range(4)]).T
+    accuracy = (scores.argmax(axis=1) == labels.best[:1000].numpy()).mean()
+    assert accuracy == pytest.approx(judge.best_accuracy(scores.tolist()), abs=0.05)
+    assert accuracy > 0.5
+
+
+# ---------------------------------------------------------------------------------------------------------- presets
+
+SETTINGS = {  # task → (query, response, temperature, stop, from, prefix, suffix) as published
+    "sentiment": (64, 24, 0.7, ".", 16, "", ""),
+    "descriptiveness": (64, 24, 0.7, ".", 16, "", ""),
+    "cnndm": (500, 75, 0.5, "\n", 55, "Article:\n\n", "\n\nTL;DR:"),
+    "tldr_2019": (500, 75, 0.7, "\n", 55, "", "\n\nTL;DR:"),
+    "synthetic": (64, 24, 0.7, ".", 16, "", ""),
+}
+PPO_SETTINGS = {  # task → (lr, episodes, batch, β, target, horizon, whitening of rewards)
+    "sentiment": (1e-5, 1_000_000, 512, 0.15, 6.0, 10_000, True),
+    "descriptiveness": (1e-5, 1_000_000, 512, 0.15, 6.0, 10_000, True),
+    "cnndm": (2e-6, 1_000_000, 32, 0.01, None, 10_000, False),
+    "tldr_2019": (2e-6, 1_000_000, 32, 0.03, None, 10_000, False),
+}
+REWARD_SETTINGS = {"sentiment": (5e-5, 32, 4992), "descriptiveness": (5e-5, 32, 4992), "cnndm": (2.5e-5, 16, 46_000),
+                   "tldr_2019": (2.5e-5, 16, 46_000)}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_tasks_have_their_published_settings(name):
+    task = utils.parse_args(ppo.Args, ppo.PRESETS, ["--task", name]).task
+    found = (task.query_length, task.response_length, task.temperature, task.truncate_token, task.truncate_after,
+             task.query_prefix, task.query_suffix)
+    assert found == SETTINGS[name] and task.missing_eos_penalty == -1.0 and task.start_text is None and task.task == name
+
+
+@pytest.mark.parametrize("name", PPO_SETTINGS)
+def test_ppo_and_reward_training_have_their_published_settings(name):
+    args = utils.parse_args(ppo.Args, ppo.PRESETS, ["--task", name])
+    assert (args.lr, args.total_episodes, args.batch_size, args.kl_coef, args.kl_target, args.kl_horizon,
+            args.whiten_rewards) == PPO_SETTINGS[name]
+    assert (args.num_minibatches, args.num_ppo_epochs, args.gamma, args.lam, args.cliprange, args.cliprange_value,
+            args.vf_coef, args.adam_eps) == (1, 4, 1.0, 0.95, 0.2, 0.2, 0.1, 1e-5)
+    args = utils.parse_args(train_reward.Args, train_reward.PRESETS, ["--task", name])
+    assert (args.lr, args.batch_size, args.num_labels) == REWARD_SETTINGS[name]
+
+
+def shown_help(script, name: str, capsys: pytest.CaptureFixture) -> dict[str, str]:
+    """Flag → its resolved default in `--task NAME --help`."""
+    with pytest.raises(SystemExit) as stop:
+        utils.parse_args(script.Args, script.PRESETS, ["--task", name, "--help"])
+    assert stop.value.code == 0
+    text = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", capsys.readouterr().out)
+    return {flag: " ".join(default.split()) for flag, default in re.findall(r"--([a-z0-9-]+)\b(?:(?!\n\s*--).)*?\(default:\s(.*?)\)\s*\n", text, re.S)}
+
+
+@pytest.mark.parametrize(("script", "name"), [(s, n) for s in (ppo, train_reward, sft) for n in s.PRESETS])
+def test_help_shows_the_resolved_defaults_of_the_task(script, name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = shown_help(script, name, capsys)
+    args = utils.parse_args(script.Args, script.PRESETS, ["--task", name])
+    assert shown["task"] == name
+    for flag, value in (("lr", args.lr), ("batch-size", args.batch_size), ("response-length", args.task.response_length),
+                        ("temperature", args.task.temperature), ("truncate-after", args.task.truncate_after)):
+        assert float(shown[flag]) == value, flag
+    assert Path(shown["base-model"]) == Path(args.task.base_model)
+
+
+def test_help_of_cnndm_shows_its_own_numbers(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = shown_help(ppo, "cnndm", capsys)
+    names = ("lr", "batch-size", "kl-coef", "kl-target", "query-length", "response-length", "temperature")
+    assert [shown[name] for name in names] == ["2e-06", "32", "0.01", "None", "500", "75", "0.5"]
+
+
+def test_flags_override_the_tasks_defaults_in_both_spellings():
+    args = utils.parse_args(ppo.Args, ppo.PRESETS, ["--lr", "3e-5", "--task=cnndm", "--batch_size", "64", "--kl-coef", "0.5",
+                                                    "--response-length", "10", "--no-whiten-rewards", "--kl-target", "None"])
+    assert (args.lr, args.batch_size, args.kl_coef, args.task.response_length) == (3e-5, 64, 0.5, 10)
+    assert args.kl_target is None and not args.whiten_rewards and args.task.task == "cnndm"
+    assert args.task.query_length == 500  # what was not named keeps the task's default
+    assert utils.parse_args(ppo.Args, ppo.PRESETS, []).task.task == "synthetic"

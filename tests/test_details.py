@@ -1,0 +1,701 @@
+"""One property for each implementation detail: G general, R reward model, P policy, A optimizer, X later systems.
+
+Expected values come from the sources' worked examples, from arithmetic by hand, or from a slow loop over unpadded rows.
+"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from tiny import KINDS, PAD, WORDS
+
+import ppo
+import train_reward
+import utils
+
+HAND = dict(atol=1e-4, rtol=0)  # for expected values that are written with four decimals
+SAME = dict(atol=2e-5, rtol=0)  # for the same number by another way through the network
+
+
+def rows_of(tokens: torch.Tensor, pad_id: int = PAD) -> list[list[int]]:
+    """The real tokens of each row."""
+    return [[t for t in row if t != pad_id] for row in tokens.tolist()]
+
+
+def naive_hidden(backbone: torch.nn.Module, row: list[int]) -> torch.Tensor:
+    """Hidden states [T, D] of one row that has no padding and no mask."""
+    with torch.no_grad():
+        return backbone(torch.tensor([row])).last_hidden_state[0]
+
+
+# ----------------------------------------------------------------------------------------------------------- general
+
+
+def test_G1_values_and_rewards_read_query_and_response_one_output_per_token():
+    policy, reward = tiny.make_policy(), tiny.make_reward()
+    contexts, responses = tiny.make_contexts([4, 4], 4), tiny.make_responses(2, 3)
+    values = policy(contexts, responses)[2]
+    assert values.shape == (2, 3)
+    tokens = torch.cat([contexts, responses], dim=1)
+    assert reward.token_rewards(tokens).shape == (2, 7, 1)
+    for i, row in enumerate(tokens.tolist()):
+        for t in range(3):  # the value where token t is predicted has read the query and the tokens before t
+            hidden = naive_hidden(policy.lm.base_model, row[: 4 + t])[-1]
+            torch.testing.assert_close(values[i, t], policy.value_head(hidden)[0], **SAME)
+        expected = reward.head(naive_hidden(reward.backbone, row))
+        torch.testing.assert_close(reward.token_rewards(tokens)[i], expected, **SAME)
+
+
+def test_G2_pad_is_one_past_the_vocabulary_and_the_embedding_is_not_resized(task):
+    tokenizer, config, pad_id = utils.load_tokenizer(task, task.response_length)
+    assert pad_id == config.vocab_size == len(tokenizer) == WORDS
+    assert pad_id != tokenizer.eos_token_id
+    assert utils.load_lm(task.base_model).get_input_embeddings().num_embeddings == WORDS
+
+
+def test_G2_a_longer_query_is_cut_and_a_shorter_one_padded_on_the_left():
+    assert utils.cut_query([4, 5, 6, 7], 3, None, None) == [4, 5, 6]
+    assert utils.pad_rows([[4, 5, 6], [7]], 3, 9).tolist() == [[4, 5, 6], [9, 9, 7]]
+
+
+def test_P9_worked_example_of_query_padding():
+    """[B] pads these to length 5 with 50257, one past GPT-2's vocabulary."""
+    padded = utils.pad_rows([[23073, 11, 339, 561], [7091, 1807, 546, 340]], 5, 50257)
+    assert padded.tolist() == [[50257, 23073, 11, 339, 561], [50257, 7091, 1807, 546, 340]]
+
+
+PADDED = [[PAD, PAD, 23, 11, 39, 56], [PAD, 23, PAD, 11, 39, 56], [23, 11, PAD, PAD, 39, 56], [23, 11, 39, 56, PAD, PAD],
+          [PAD, PAD, PAD, PAD, PAD, 17]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_G3_padding_anywhere_never_changes_the_logits_of_real_tokens(kind):
+    lm, tokens = tiny.make_lm(kind), torch.tensor(PADDED)
+    with torch.no_grad():
+        logits = lm(**utils.model_inputs(tokens, PAD), use_cache=False).logits
+        for i, row in enumerate(rows_of(tokens)):
+            torch.testing.assert_close(logits[i][tokens[i] != PAD], lm(torch.tensor([row])).logits[0], **SAME)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_G3_greedy_sampling_from_padded_rows_equals_re_forwarding_each_row_alone(kind):
+    lm, contexts = tiny.make_lm(kind), tiny.make_contexts([1, 6, 3], 6)
+    responses = utils.sample(lm, contexts, 6, 1e-6, PAD, utils.generator(1, 0, contexts.device))
+    for row, response in zip(rows_of(contexts), responses.tolist(), strict=True):
+        for _ in range(6):
+            with torch.no_grad():
+                row.append(lm(torch.tensor([row])).logits[0, -1].argmax().item())
+        assert response == row[-6:]
+
+
+def test_G3_positions_are_the_exclusive_count_of_real_tokens_and_a_pad_is_never_embedded():
+    inputs = utils.model_inputs(torch.tensor([[9, 9, 4, 9, 5, 6]]), 9)
+    assert inputs["attention_mask"].tolist() == [[0, 0, 1, 0, 1, 1]]
+    positions = inputs["position_ids"][0]
+    assert positions[[2, 4, 5]].tolist() == [0, 1, 2]
+    assert inputs["input_ids"].max() < 9 and inputs["input_ids"][0, [2, 4, 5]].tolist() == [4, 5, 6]
+
+
+def test_G4_a_response_has_its_exact_length_and_never_a_pad_whatever_generation_config_says():
+    """Also pitfall 13: top_k, eos, minimum and maximum length of the checkpoint change nothing."""
+    lm, contexts = tiny.make_lm(vocab=7), tiny.make_contexts([3, 1], 3, vocab=7).repeat(200, 1)
+    expected = utils.sample(lm, contexts, 9, 1.5, 7, utils.generator(1, 0, contexts.device))
+    assert expected.shape == (400, 9)
+    assert sorted(expected.unique().tolist()) == [0, 1, 2, 3, 4, 5, 6]  # the whole vocabulary, EOS 0 too, and no pad
+    assert (expected[expected[:, 3] == 0][:, 4:] != 0).any()  # it goes on behind an EOS
+    settings = dict(top_k=1, top_p=0.1, temperature=0.01, eos_token_id=[0, 1, 2], pad_token_id=0, min_length=50,
+                    max_length=4, max_new_tokens=2, repetition_penalty=9.0, do_sample=False, suppress_tokens=[3])
+    for name, value in settings.items():
+        setattr(lm.generation_config, name, value)
+    ours = utils.sample(lm, contexts, 9, 1.5, 7, utils.generator(1, 0, contexts.device))
+    assert torch.equal(ours, expected)
+
+
+CHI2_9 = 27.88  # 99.9 % of chi-square with 9 degrees of freedom
+
+
+def chi_square(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Against the expected counts."""
+    counts, expected = torch.bincount(tokens, minlength=len(probabilities)), probabilities * len(tokens)
+    return ((counts - expected) ** 2 / expected).sum().item()
+
+
+def test_G4_draw_follows_softmax():
+    logits = torch.linspace(-2, 2, 10)
+    uniform = torch.rand(40_000, 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    tokens = utils.draw(logits.expand(len(uniform), -1), uniform)
+    assert tokens.shape == (40_000, 1)
+    weights = [math.exp(x) for x in logits.tolist()]
+    assert chi_square(tokens[:, 0], torch.tensor([w / sum(weights) for w in weights])) < CHI2_9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_G4_draw_never_takes_a_token_of_probability_zero(dtype):
+    never = float("-inf")
+    logits = torch.tensor([never, never, 0.0, never, 0.0, 1e-3, never, never], dtype=dtype).expand(5, -1)
+    half = 1 / (2 + math.exp(logits[0, 5].item()))  # the border between the first two possible tokens
+    uniform = torch.tensor([0.0, 5e-324, half, 1 - 2**-53, 1 - 2**-24], dtype=torch.float64)[:, None]
+    assert utils.draw(logits, uniform)[[0, 1, 3, 4], 0].tolist() == [2, 2, 5, 5]
+    assert utils.draw(logits, uniform)[2, 0] in (2, 4)  # on the border, never the 3 between them
+
+
+def test_G4_P1_sampled_tokens_follow_softmax_of_logits_over_temperature():
+    lm = tiny.make_lm(vocab=10)
+    contexts = torch.tensor([[10, 10, 3, 8]]).expand(20_000, -1)
+    with torch.no_grad():
+        logits = lm(torch.tensor([[3, 8]])).logits[0, -1]
+    tokens = utils.sample(lm, contexts, 1, 2.0, 10, utils.generator(1, 0, contexts.device))[:, 0]
+    assert chi_square(tokens, (logits / 2).softmax(0)) < CHI2_9
+    assert chi_square(tokens, logits.softmax(0)) > 10 * CHI2_9  # temperature 1 would be told apart
+
+
+def test_G4_rows_draw_alike_whatever_the_batch_they_are_sampled_in_is_trimmed_to():
+    """G3: `sample_all` sorts and trims; greedy, every row is as if sampled alone."""
+    lm, task = tiny.make_lm(), tiny.make_task(temperature=1e-6)
+    contexts = tiny.make_contexts([2, 8, 5, 1, 8], 8)
+    gen = utils.generator(1, 0, contexts.device)
+    together = utils.sample_all(lm, contexts, task, PAD, gen, size=2)
+    alone = [utils.sample(lm, contexts[i : i + 1], 5, 1e-6, PAD, gen) for i in range(5)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_G5_policy_learning_rate_falls_linearly_over_a_number_of_updates_rounded_up(runs):
+    """20 episodes in batches of 8 are ⌈2.5⌉ = 3 updates; lr 1e-3."""
+    assert [line["ppo/lr"] for line in runs.metrics["ppo"]] == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
+    assert [utils.anneal(6.0, update, 3) for update in range(3)] == pytest.approx([6.0, 4.0, 2.0])
+    assert runs.ppo_optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 3)
+
+
+def test_G5_reward_learning_rate_falls_linearly_over_the_labels_one_epoch(runs):
+    """12 labels in batches of 4; lr 1e-3."""
+    rates = [line["lr"] for line in runs.metrics["train_reward"] if "lr" in line]
+    assert rates == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
+
+
+def test_G6_every_process_has_its_own_seed_and_so_its_own_queries_and_samples():
+    assert [utils.process_seed(1, rank) for rank in range(3)] == [1, 100_004, 200_007]
+    lm, contexts = tiny.make_lm(), tiny.make_contexts([4] * 8, 4)
+    samples, queries = [], []
+    for rank in (0, 1, 0):
+        seed = utils.process_seed(1, rank)
+        gen = utils.generator(seed, 0, contexts.device)
+        samples.append(utils.sample(lm, contexts, 5, 1.0, PAD, gen).tolist())
+        queries.append(utils.rows_of_step(100, 8, 0, seed).tolist())
+    assert samples[0] == samples[2] != samples[1] and queries[0] == queries[2] != queries[1]
+
+
+# ------------------------------------------------------------------------------------------------------ reward model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_R1_a_reward_is_of_the_last_real_token_and_knows_neither_padding_nor_the_other_rows(kind):
+    model = tiny.make_reward(kind)
+    rows = [[3, 4, 5], [7], [8, 9, 10, 11, 12], [7, 7]]
+    hidden = [naive_hidden(model.backbone, row)[-1] for row in rows]
+    expected = torch.stack([1.5 * model.head(h)[0] - 0.5 for h in hidden])  # gain 1.5 and bias −0.5 of tiny.make_reward
+    left, right = utils.pad_rows(rows, 9, PAD), torch.tensor([row + [PAD] * (5 - len(row)) for row in rows])
+    middle = torch.tensor([[3, PAD, 4, 5, PAD]])
+    with torch.no_grad():
+        for tokens in (left, right):
+            torch.testing.assert_close(model(tokens), expected, **SAME)
+            torch.testing.assert_close(model(tokens[1:2]), expected[1:2], **SAME)
+        torch.testing.assert_close(model(middle), expected[:1], **SAME)
+        for size in (1, 3):
+            torch.testing.assert_close(utils.reward_scores(model, left[:, :6], left[:, 6:], size), expected, **SAME)
+
+
+def test_R2_the_reward_head_starts_at_one_over_the_root_of_the_width_plus_one(tmp_path):
+    config = tiny.GPT2Config(vocab_size=5, n_embd=1024, n_layer=1, n_head=1, n_inner=1, n_positions=4)
+    model = utils.RewardModel(utils.RewardConfig(config, 5))
+    std = model.head.weight.std().item()
+    assert std == pytest.approx(0.031235, rel=0.08)  # 1/√1025; a sample of 1024 is within 2.2 % (one sigma)
+    assert abs(model.head.weight.mean().item()) < 0.005
+    assert model.head.bias.item() == 0
+
+
+def test_R2_from_lm_takes_the_language_models_backbone_and_a_fresh_head(model_folder):
+    lm, model = utils.load_lm(str(model_folder)), utils.RewardModel.from_lm(str(model_folder), WORDS)
+    expected = lm.base_model.state_dict()
+    assert expected.keys() == model.backbone.state_dict().keys()
+    for name, value in model.backbone.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    assert model.head.weight.std().item() == pytest.approx(1 / math.sqrt(33), rel=0.4)  # 32 numbers
+    assert (model.head.bias.item(), model.gain.item(), model.bias.item()) == (0, 1, 0)
+
+
+def test_R3_gain_and_bias_are_reset_and_then_set_to_mean_0_and_population_std_1():
+    model = tiny.make_reward()
+    queries, responses = tiny.make_contexts(tiny.LENGTHS, 8), tiny.make_responses(8, 5)
+    tokens = torch.cat([queries, responses], dim=1)
+    raw = np.array([model.head(naive_hidden(model.backbone, row)[-1]).item() for row in rows_of(tokens)])
+    mean, std = train_reward.normalise(model, queries, responses, size=3)
+    assert mean.item() == pytest.approx(raw.mean(), abs=1e-5)
+    assert std.item() == pytest.approx(math.sqrt(((raw - raw.mean()) ** 2).sum() / 8), abs=1e-5)
+    assert model.gain.item() == pytest.approx(1 / std.item(), rel=1e-5)
+    assert model.bias.item() == pytest.approx(-mean.item() / std.item(), abs=1e-5)
+    after = utils.reward_scores(model, queries, responses, size=8).numpy()
+    assert after.mean() == pytest.approx(0, abs=1e-5) and after.std() == pytest.approx(1, abs=1e-5)
+
+
+def test_R3_normalisation_reads_untruncated_samples_of_the_pretrained_policy(runs, monkeypatch, accelerator):
+    """5 samples in batches of 4 are ⌈5/4⌉ · 4 = 8, twice, and different ones."""
+    monkeypatch.chdir(runs.folder)
+    loaded, load_lm = [], utils.load_lm
+    monkeypatch.setattr(utils, "load_lm", lambda name: loaded.append(name) or load_lm(name))
+    task = replace(runs.train_reward.task, truncate_token=".", truncate_after=0)
+    args = replace(runs.train_reward, task=task)
+    tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length)
+    before, after = train_reward.policy_samples(args, tokenizer, pad_id, accelerator)
+    assert loaded == ["sft"]
+    for queries, responses in (before, after):
+        assert queries.shape == (8, task.query_length) and responses.shape == (8, task.response_length)
+        assert (responses != pad_id).all()
+    assert not torch.equal(before[1], after[1])
+
+
+def make_labels(candidates: int, rows: int = 6) -> utils.Labels:
+    """Random comparisons; queries padded on the left, responses on the right."""
+    lengths = [8, 1, 3, 5, 2, 8][:rows]
+    responses = torch.stack([tiny.make_responses(rows, 4, seed=k) for k in range(candidates)], dim=1)
+    responses[1, 0, 2:], responses[3, 1, 1:] = PAD, PAD
+    return utils.Labels(tiny.make_contexts(lengths, 8), responses, torch.arange(rows) % candidates)
+
+
+def naive_rewards(model: utils.RewardModel, labels: utils.Labels) -> list[list[float]]:
+    """Reward of every candidate, one unpadded row at a time."""
+    gain, bias = model.gain.item(), model.bias.item()
+
+    def reward(query: torch.Tensor, response: torch.Tensor) -> float:
+        row = rows_of(torch.cat([query, response])[None])[0]
+        return gain * model.head(naive_hidden(model.backbone, row)[-1]).item() + bias
+
+    return [[reward(query, r) for r in responses] for query, responses in zip(labels.query, labels.responses, strict=True)]
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 9, 128])
+def test_R4_best_of_four_is_softmax_cross_entropy_over_the_four_rewards(micro_batch_size, accelerator):
+    model, labels = tiny.make_reward(), make_labels(4)
+    rewards = naive_rewards(model, labels)
+    losses = [-math.log(math.exp(r[b]) / sum(map(math.exp, r))) for r, b in zip(rewards, labels.best.tolist(), strict=True)]
+    right = [max(range(4), key=r.__getitem__) == b for r, b in zip(rewards, labels.best.tolist(), strict=True)]
+    args = train_reward.Args(task=tiny.make_task(), micro_batch_size=micro_batch_size)
+    torch.testing.assert_close(train_reward.predict(model, labels, PAD, args), torch.tensor(rewards), **SAME)
+    stats = train_reward.train_step(model, utils.AdamTF(model.parameters(), lr=0.0), labels, PAD, args, accelerator)
+    assert stats["loss"].item() == pytest.approx(sum(losses) / 6, abs=1e-5)
+    assert stats["accuracy"].item() == pytest.approx(sum(right) / 6)
+
+
+def test_R4_two_candidates_are_minus_log_sigmoid_of_the_difference(accelerator):
+    model, labels = tiny.make_reward(), make_labels(2)
+    margins = [r[b] - r[1 - b] for r, b in zip(naive_rewards(model, labels), labels.best.tolist(), strict=True)]
+    args = train_reward.Args(task=tiny.make_task())
+    stats = train_reward.train_step(model, utils.AdamTF(model.parameters(), lr=0.0), labels, PAD, args, accelerator)
+    assert stats["loss"].item() == pytest.approx(sum(math.log(1 + math.exp(-m)) for m in margins) / 6, abs=1e-5)
+
+
+def test_R4_P7_reward_training_steps_are_the_same_for_all_micro_batch_sizes(accelerator):
+    """R3 too: gain and bias train with the rest."""
+    trained = []
+    for size in (1, 8, 128):
+        model = tiny.make_reward()
+        optimizer = utils.AdamTF(model.parameters(), lr=1e-3)
+        args = train_reward.Args(task=tiny.make_task(), micro_batch_size=size)
+        train_reward.train_step(model, optimizer, make_labels(4), PAD, args, accelerator)
+        trained.append(dict(model.named_parameters()))
+    start = dict(tiny.make_reward().named_parameters())
+    assert not torch.equal(trained[0]["gain"], start["gain"])
+    assert not torch.equal(trained[0]["head.weight"], start["head.weight"])
+    for other in trained[1:]:
+        for name, value in trained[0].items():
+            torch.testing.assert_close(other[name], value, atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# ------------------------------------------------------------------------------------------------------------ policy
+
+
+def test_P1_log_probabilities_and_entropies_divide_the_logits_by_the_temperature():
+    """logits [0, ln 3] at temperature ½ are probabilities 1/10 and 9/10."""
+    logits = torch.tensor([[[0.0, math.log(3)], [0.0, math.log(3)]]])
+    logprobs, entropies = utils.token_logprobs(logits, torch.tensor([[0, 1]]), 0.5)
+    torch.testing.assert_close(logprobs, torch.tensor([[-2.3026, -0.1054]]), **HAND)
+    torch.testing.assert_close(entropies, torch.tensor([[0.3251, 0.3251]]), **HAND)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_P1_policy_and_reference_use_the_temperature_at_exactly_the_response_tokens(kind):
+    policy = tiny.make_policy(kind, temperature=0.5)
+    contexts, responses = tiny.make_contexts([2, 6, 4], 6), tiny.make_responses(3, 4)
+    expected, entropies = torch.zeros(3, 4), torch.zeros(3, 4)
+    for i, row in enumerate(rows_of(contexts)):
+        for t, token in enumerate(responses[i].tolist()):
+            with torch.no_grad():
+                p = (policy.lm(torch.tensor([row])).logits[0, -1] / 0.5).softmax(0)
+            expected[i, t], entropies[i, t] = p[token].log(), -(p * p.log()).sum()
+            row.append(token)
+    ours = policy(contexts, responses)
+    torch.testing.assert_close(ours[0], expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours[1], entropies, atol=1e-4, rtol=0)
+    for size in (1, 2, 3):
+        ref = utils.lm_logprobs(policy.lm, contexts, responses, 0.5, PAD, size)
+        torch.testing.assert_close(ref, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.hub
+def test_P1_gpt2_gives_the_log_probabilities_of_the_blog():
+    lm = utils.load_lm("gpt2").eval()
+    ours = utils.lm_logprobs(lm, torch.tensor([[23073]]), torch.tensor([[11, 339, 561]]), 1.0, 50257, 1)
+    torch.testing.assert_close(ours, torch.tensor([[-3.3213, -4.9980, -3.8690]]), atol=1e-3, rtol=0)
+
+
+def test_P2_the_value_head_starts_at_zero():
+    policy = ppo.PolicyAndValue(tiny.make_lm(), PAD, 0.7)
+    assert not policy.value_head.weight.any() and not policy.value_head.bias.any()
+    values = policy(tiny.make_contexts([2, 4], 4), tiny.make_responses(2, 3))[2]
+    assert torch.equal(values, torch.zeros(2, 3))
+
+
+def test_P3_a_query_starts_after_the_first_start_and_ends_with_the_last_end_inside_the_length():
+    start, end = 13, 99
+    assert utils.cut_query([1, 13, 2, 3, 13, 4], 8, start, None) == [2, 3, 13, 4]
+    assert utils.cut_query([1, 2], 8, start, None) is None
+    assert utils.cut_query([1, 2, 13], 8, start, None) == [1, 2, 13]  # the passage's last token: no cut
+    assert utils.cut_query([1, 99, 2, 99, 3, 99], 5, None, end) == [1, 99, 2, 99]
+    assert utils.cut_query([1, 2, 3, 99], 3, None, end) is None
+    assert utils.cut_query([7, 13, 1, 99, 2], 8, start, end) == [1, 99]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_P4_no_dropout_even_after_train(kind, tmp_path):
+    """Pitfall 12: policy, reference, value and reward model of a checkpoint that asks for dropout 0.5."""
+    folder = str(tiny.write_model(tmp_path / "m", kind, dropout=0.5))
+    reward = utils.RewardModel.from_lm(folder, WORDS)
+    reward.save_pretrained(tmp_path / "r")
+    contexts, responses = tiny.make_contexts([2, 6], 6, vocab=WORDS), tiny.make_responses(2, 4)
+    tokens = torch.cat([contexts, responses], dim=1)
+    policy = ppo.PolicyAndValue(utils.load_lm(folder), WORDS, 0.7)
+    torch.nn.init.normal_(policy.value_head.weight)
+    passes = {
+        "policy": (policy, lambda: torch.cat(policy(contexts, responses))),
+        "reference": (policy.lm, lambda: utils.lm_logprobs(policy.lm, contexts, responses, 0.7, WORDS, 2)),
+        "reward": (reward, lambda: reward(tokens)),
+        "loaded reward": (loaded := utils.load_reward_model(str(tmp_path / "r"), ""), lambda: loaded(tokens)),
+    }
+    for name, (model, forward) in passes.items():
+        assert torch.equal(model.train() and forward(), model.eval() and forward()), name
+        rates = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+        assert not any(rates), name
+
+
+def test_P4_dropout_of_this_checkpoint_would_have_shown(tmp_path):
+    """What the test above stands on: as it is saved, the checkpoint is noisy after `.train()`."""
+    folder = tiny.write_model(tmp_path / "m", dropout=0.5)
+    lm = tiny.AutoModelForCausalLM.from_pretrained(folder).train()
+    tokens = torch.arange(1, 9)[None]
+    assert not torch.equal(lm(tokens).logits, lm(tokens).logits)
+
+
+def test_P5_a_response_is_cut_after_the_first_truncate_token_at_or_after_its_position():
+    responses = torch.tensor([[7, 1, 7, 2, 7, 3], [1, 2, 3, 4, 5, 7], [7, 7, 1, 2, 3, 4], [1, 2, 7, 7, 1, 2]])
+    cut, last, ended = utils.truncate(responses, 7, 2, 99)
+    assert cut.tolist() == [[7, 1, 7, 99, 99, 99], [1, 2, 3, 4, 5, 7], [7, 7, 1, 2, 3, 4], [1, 2, 7, 99, 99, 99]]
+    assert last.tolist() == [2, 5, 5, 2]
+    assert ended.tolist() == [True, True, False, True]
+
+
+def test_P5_only_scoring_sees_the_cut_and_the_score_is_at_the_last_position():
+    seen, args = [], tiny.make_args(tiny.make_task(truncate_after=1))
+    policy, queries = tiny.make_policy(), tiny.make_contexts([3, 2], 8)
+    responses = torch.tensor([[1, 5, 9, 9, 9], [1, 2, 3, 4, 6]])
+    models = tiny.make_models(policy, lambda q, r: seen.append(r) or torch.tensor([7.0, 8.0]))
+    rollout, score = ppo.evaluate(models, queries, responses, np.arange(2), 0.0, replace(args, num_minibatches=1))
+    assert seen[0].tolist() == [[1, 5, PAD, PAD, PAD], [1, 2, 3, 4, 6]]
+    assert score.scores.tolist() == [7, -1]  # the second has no 5: −1 in place of the reward model's 8
+    assert torch.equal(rollout.responses, responses) and rollout.mask.all()
+    assert rollout.rewards.tolist() == [[0, 0, 0, 0, 7], [0, 0, 0, 0, -1]]  # β is 0
+    assert (rollout.logprobs < 0).all() and (rollout.ref_logprobs < 0).all()  # behind the cut too
+
+
+def test_P6_gamma_is_1_and_lambda_095_and_advantages_are_the_sum_of_discounted_errors():
+    args = ppo.Args(task=tiny.make_task())
+    assert (args.gamma, args.lam) == (1.0, 0.95)
+    # r = [1, 0, 2], v = [0.5, 1, 0.25]: δ = 1 + 1 − 0.5, 0 + 0.25 − 1, 2 − 0.25 = 1.5, −0.75, 1.75
+    rewards, values = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([[0.5, 1.0, 0.25]])
+    advantages, returns = ppo.advantages_and_returns(rewards, values, 1.0, 0.95)
+    expected = torch.tensor([[1.5 - 0.95 * 0.75 + 0.9025 * 1.75, -0.75 + 0.95 * 1.75, 1.75]])
+    torch.testing.assert_close(advantages, expected)
+    torch.testing.assert_close(returns, expected + values)
+
+
+def test_P7_batch_8_in_minibatches_of_4_in_micro_batches_of_2_visits_every_row_once_an_epoch(accelerator):
+    """The blog's example. The first token of each context tells the rows apart."""
+    args, policy = tiny.make_args(num_minibatches=2, micro_batch_size=2, num_ppo_epochs=3), tiny.make_policy()
+    rollout = tiny.make_rollout(policy, args)
+    contexts = rollout.contexts.clone()
+    contexts[:, -1] = torch.arange(20, 28)
+    visited, forward = [], policy.forward
+
+    def spy(contexts, responses):
+        visited.append((contexts[:, -1] - 20).tolist())
+        return forward(contexts, responses)
+
+    policy.forward = spy
+    optimizer = utils.AdamTF(policy.parameters(), lr=1e-3)
+    epochs = [np.array([3, 1, 7, 0, 2, 4, 6, 5]), np.array([5, 4, 3, 2, 1, 0, 7, 6]), np.arange(8)]
+    stats = ppo.optimise(policy, optimizer, rollout._replace(contexts=contexts), epochs, args, accelerator)
+    assert [len(rows) for rows in visited] == [2] * 12
+    for epoch, order in enumerate(epochs):
+        halves = visited[4 * epoch : 4 * epoch + 2], visited[4 * epoch + 2 : 4 * epoch + 4]
+        assert [sorted(sum(half, [])) for half in halves] == [sorted(order[:4].tolist()), sorted(order[4:].tolist())]
+    assert len(stats["loss/total"]) == 6  # optimizer steps
+
+
+def test_P7_every_epoch_is_a_fresh_permutation_of_the_batch(runs):
+    orders = [order.tolist() for epochs in runs.epochs for order in epochs]
+    assert len(orders) == 3 * 2  # updates × epochs
+    assert all(sorted(order) == list(range(8)) for order in orders)
+    assert len(set(map(tuple, orders))) == 6
+
+
+@pytest.mark.parametrize("eos_task", [False, True])
+def test_P7_the_micro_batch_size_never_changes_the_gradient(eos_task, accelerator):
+    task = tiny.make_task(eos_task=eos_task, truncate_after=0)
+    policy = tiny.make_policy()
+    rollout = tiny.make_rollout(policy, tiny.make_args(task))
+    results = {}
+    for size in (1, 3, 8):
+        stats = ppo.minibatch_gradient(policy, rollout, tiny.make_args(task, micro_batch_size=size), accelerator)
+        results[size] = stats, tiny.gradients(policy)
+    assert results[8][1]["value_head.weight"].abs().max() > 1e-2
+    for size in (1, 3):
+        for ours, whole in zip(results[size], results[8], strict=True):
+            for name, value in whole.items():
+                torch.testing.assert_close(ours[name], value, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_P8_reward_is_minus_beta_times_the_log_ratio_plus_the_score_on_the_last_token():
+    logprobs, ref = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -1.0, 0.0]]), torch.tensor([[-2.0, -1.0, -3.5], [-3.0, -1.5, 0.0]])
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    rewards = ppo.kl_penalised_rewards(logprobs, ref, torch.tensor([10.0, 20.0]), mask, 0.1)
+    torch.testing.assert_close(rewards, torch.tensor([[-0.1, 0.1, 9.95], [-0.2, 19.95, 0.0]]))
+
+
+def test_P9_whitening_without_moving_the_mean_is_the_blogs_example():
+    x = torch.tensor([[1.2, 1.3, 1.4], [1.5, 1.6, 1.7], [1.8, 1.9, 2.0]])
+    everything = torch.ones(3, 3, dtype=torch.bool)
+    kept = torch.tensor([[0.0508, 0.4381, 0.8254], [1.2127, 1.6000, 1.9873], [2.3746, 2.7619, 3.1492]])
+    torch.testing.assert_close(utils.whiten(x, everything, shift_mean=False), kept, **HAND)
+    torch.testing.assert_close(utils.whiten(x, everything), kept - 1.6, **HAND)
+
+
+def test_P9_the_variance_has_its_epsilon_inside_the_root():
+    """Two numbers 0 and 2e-4 have variance 1e-8: divided by √(2e-8), not by √1e-8."""
+    x = torch.tensor([[0.0, 2e-4]])
+    torch.testing.assert_close(utils.whiten(x, torch.ones(1, 2).bool()), torch.tensor([[-0.7071, 0.7071]]), **HAND)
+
+
+def test_P9_each_minibatch_is_whitened_alone_and_returns_are_built_from_whitened_rewards(accelerator, monkeypatch):
+    args, policy, seen = tiny.make_args(num_ppo_epochs=1), tiny.make_policy(), []
+    rollout = tiny.make_rollout(policy, args)
+    loss_terms = ppo.loss_terms
+    monkeypatch.setattr(ppo, "loss_terms", lambda *x: seen.append((x[3].clone(), x[4].clone())) or loss_terms(*x))
+    order = np.array([6, 2, 0, 5, 1, 3, 4, 7])
+    optimizer = utils.AdamTF(policy.parameters(), lr=0.0)
+    ppo.optimise(policy, optimizer, rollout, [order], replace(args, micro_batch_size=8), accelerator)
+    for rows, (advantages, returns) in zip(np.split(order, 2), seen, strict=True):
+        by_length = sorted(rows, key=lambda row: rollout.lengths[row])
+        r, v = rollout.rewards[by_length].double().numpy(), rollout.values[by_length].double().numpy()
+        r = (r - r.mean()) / math.sqrt(r.var() + 1e-8) + r.mean()
+        a = naive_advantages(r, v, 1.0, 0.95)
+        np.testing.assert_allclose(returns.numpy(), a + v, atol=1e-4)
+        np.testing.assert_allclose(advantages.numpy(), (a - a.mean()) / math.sqrt(a.var() + 1e-8), atol=1e-4)
+
+
+def naive_advantages(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """A_t = Σ_l (γλ)^l δ_{t+l}, every sum written out; the value behind the end is 0."""
+    rows, length = rewards.shape
+    following = np.concatenate([values[:, 1:], np.zeros((rows, 1))], axis=1)
+    delta = rewards + gamma * following - values
+    return np.array([[sum((gamma * lam) ** (k - t) * delta[i, k] for k in range(t, length)) for t in range(length)]
+                     for i in range(rows)])
+
+
+def make_old(values: list[float], logprobs: list[float] | None = None) -> ppo.Rollout:
+    """A rollout of one row with nothing in it but old values and log-probabilities."""
+    values = torch.tensor([values])
+    logprobs = torch.zeros_like(values) if logprobs is None else torch.tensor([logprobs])
+    return ppo.Rollout(None, None, None, values == values, logprobs, values, None, None, None)
+
+
+def test_P10_the_value_loss_is_half_the_larger_of_the_errors_with_and_without_clipping():
+    """v_old 0 and return 1. v = 0.5 clips to 0.2: max(0.25, 0.64)/2. v = 0.1 stays: 0.81/2. v = −0.5 clips to −0.2:
+    max(2.25, 1.44)/2. v = 1.2 clips to 0.2: max(0.04, 0.64)/2."""
+    values = torch.tensor([[0.5, 0.1, -0.5, 1.2]])
+    old, ones = make_old([0.0] * 4), torch.ones(1, 4)
+    terms = ppo.loss_terms(old.logprobs, values, old, ones, ones, ppo.Args(task=tiny.make_task()))
+    torch.testing.assert_close(terms["loss/value_avg"], torch.tensor([[0.32, 0.405, 1.125, 0.32]]))
+    assert terms["val/clipfrac"].tolist() == [[1, 0, 0, 1]]
+
+
+def test_P10_the_value_loss_weighs_a_tenth(accelerator):
+    args, policy = tiny.make_args(), tiny.make_policy()
+    assert args.vf_coef == 0.1
+    stats = ppo.minibatch_gradient(policy, tiny.make_rollout(policy, args), args, accelerator)
+    policy_loss, value_loss = stats["loss/policy_avg"].item(), stats["loss/value_avg"].item()
+    assert value_loss > 0.1 and stats["loss/total"].item() == pytest.approx(policy_loss + 0.1 * value_loss, rel=1e-5)
+
+
+def test_P10_the_policy_loss_is_the_larger_of_the_terms_with_and_without_clipping():
+    """Ratios 1.5 and 0.5 with advantages 2 and −2: −min(3, 2.4), −min(1, 1.6), −min(−3, −2.4), −min(−1, −1.6)."""
+    logprobs = torch.tensor([[1.5, 0.5, 1.5, 0.5]]).log()
+    old, advantages = make_old([0.0] * 4), torch.tensor([[2.0, 2.0, -2.0, -2.0]])
+    terms = ppo.loss_terms(logprobs, old.values, old, advantages, old.values, ppo.Args(task=tiny.make_task()))
+    torch.testing.assert_close(terms["loss/policy_avg"], torch.tensor([[-2.4, -1.0, 3.0, 1.6]]))
+    assert terms["policy/clipfrac_avg"].tolist() == [[1, 0, 0, 1]]
+    torch.testing.assert_close(terms["policy/approxkl_avg"], torch.tensor([[0.0822, 0.2402, 0.0822, 0.2402]]), **HAND)
+
+
+def test_P11_beta_moves_by_the_clipped_relative_error_times_batch_over_horizon():
+    args = ppo.Args(task=tiny.make_task(), batch_size=512, kl_target=6.0, kl_horizon=10_000)
+    assert ppo.next_kl_coef(0.15, 6.6, args) == pytest.approx(0.150768)  # 0.15 · (1 + 0.1 · 0.0512)
+    assert ppo.next_kl_coef(0.15, 60.0, args) == pytest.approx(0.151536)  # saturated at +0.2
+    assert ppo.next_kl_coef(0.15, 0.0, args) == pytest.approx(0.148464)  # saturated at −0.2
+    assert ppo.next_kl_coef(0.15, -60.0, args) == pytest.approx(0.148464)
+    assert ppo.next_kl_coef(0.15, 6.0, args) == 0.15
+    assert ppo.next_kl_coef(0.15, 60.0, replace(args, kl_target=None)) == 0.15
+
+
+def test_P11_beta_moves_once_an_update_after_training_from_the_logged_kl(runs):
+    """Batch 8, horizon 10000; the KL is far below its target 6, so every update has the factor 1 − 0.2 · 0.0008."""
+    lines = runs.metrics["ppo"]
+    assert all(line["objective/kl"] < 4.8 for line in lines)
+    assert [line["objective/kl_coef"] for line in lines] == pytest.approx([0.15, 0.15 * 0.99984, 0.15 * 0.99984**2])
+
+
+def test_A1_adam_adds_epsilon_without_the_bias_correction():
+    """TensorFlow's formula, slowly; for the first step of a gradient of 1e-4 it moves 0.24 lr, PyTorch's 0.91 lr."""
+    weight = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+    optimizer = utils.AdamTF([weight], lr=0.01, eps=1e-5)
+    w, m, v = 1.0, 0.0, 0.0
+    for t, grad in enumerate([1e-4, -3e-4, 2e-3, 0.0, 5.0], start=1):
+        weight.grad = torch.tensor([grad], dtype=torch.float64)
+        optimizer.step()
+        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
+        w -= 0.01 * math.sqrt(1 - 0.999**t) / (1 - 0.9**t) * m / (math.sqrt(v) + 1e-5)
+        assert weight.item() == pytest.approx(w, abs=1e-12)
+        if t == 1:
+            assert 1 - weight.item() == pytest.approx(0.2403 * 0.01, rel=1e-3)
+
+
+def test_A1_adams_state_is_kept_across_updates(runs):
+    """3 updates of 2 epochs of 2 minibatches with one optimizer."""
+    assert runs.ppo_steps == [12]
+    assert runs.ppo_optimizer.param_groups[0]["t"] == 12
+
+
+# ------------------------------------------------------------------------------------------------------- EOS and X11
+
+EOS = 5  # the truncate token of tiny.make_models
+ENDS = [0, 2, 4, None, 3, 1, 4, None]  # position of the first EOS in each response
+
+
+def eos_responses() -> torch.Tensor:
+    """[8, 5] with the first EOS at ENDS and random tokens, EOS among them, behind it."""
+    responses = torch.randint(6, 60, (8, 5), generator=torch.Generator().manual_seed(2))
+    for i, end in enumerate(ENDS):
+        if end is not None:
+            responses[i, end] = EOS
+    responses[0, 3] = EOS
+    return responses
+
+
+def eos_rollout(policy: ppo.PolicyAndValue, responses: torch.Tensor, args: ppo.Args) -> tuple[ppo.Rollout, utils.Score]:
+    """Scored by the number of the row."""
+    models = tiny.make_models(policy, lambda q, r: torch.arange(1.0, 9.0))
+    return ppo.evaluate(models, tiny.make_contexts(tiny.LENGTHS, 8), responses, np.arange(8), 0.15, args)
+
+
+EOS_ARGS = tiny.make_args(tiny.make_task(eos_task=True, truncate_after=0), num_minibatches=1, micro_batch_size=3)
+
+
+def test_X9_the_mask_ends_with_eos_the_score_sits_there_and_a_missing_eos_costs_the_penalty():
+    rollout, score = eos_rollout(tiny.make_policy(), eos_responses(), EOS_ARGS)
+    real = [5 if end is None else end + 1 for end in ENDS]
+    assert rollout.mask.tolist() == [[t < n for t in range(5)] for n in real]
+    assert score.scores.tolist() == [1, 2, 3, -1, 5, 6, 7, -1]
+    assert score.ended.tolist() == [end is not None for end in ENDS]
+    penalty = -0.15 * (rollout.logprobs - rollout.ref_logprobs)
+    for i, n in enumerate(real):
+        torch.testing.assert_close(rollout.rewards[i, n - 1], score.scores[i] + penalty[i, n - 1])
+        torch.testing.assert_close(rollout.rewards[i, : n - 1], penalty[i, : n - 1])
+        assert not rollout.rewards[i, n:].any()
+
+
+def test_X9_what_stands_behind_the_end_changes_nothing(accelerator):
+    policy, responses = tiny.make_policy(), eos_responses()
+    others = responses.clone()
+    for i, end in enumerate(ENDS):
+        if end is not None:
+            others[i, end + 1 :] = torch.randint(1, 60, (4 - end,), generator=torch.Generator().manual_seed(i))
+    assert not torch.equal(responses, others)
+    results = []
+    for tokens in (responses, others):
+        rollout, score = eos_rollout(policy, tokens, EOS_ARGS)
+        stats = ppo.minibatch_gradient(policy, rollout, EOS_ARGS, accelerator)
+        metrics = ppo.summarise(rollout, score, {name: x[None] for name, x in stats.items()}, 0.15)
+        results.append({k: torch.as_tensor(v) for k, v in metrics.items()} | tiny.gradients(policy))
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
+
+
+def test_X9_loss_and_metrics_are_those_of_ragged_rows_in_a_slow_loop(accelerator):
+    policy = tiny.make_policy()
+    rollout, score = eos_rollout(policy, eos_responses(), EOS_ARGS)
+    moved = tiny.make_policy(seed=1)  # other weights, so that ratios and values differ from the old ones
+    moved.lm.load_state_dict({k: v + 0.02 * torch.randn(v.shape, generator=torch.Generator().manual_seed(5))
+                              for k, v in policy.lm.state_dict().items()})
+    moved.lm.tie_weights()
+    with torch.no_grad():
+        new = [x.double().numpy() for x in moved(rollout.contexts, rollout.responses)]
+    stats = ppo.minibatch_gradient(moved, rollout, EOS_ARGS, accelerator)
+
+    real = [5 if end is None else end + 1 for end in ENDS]
+    ragged = [(i, t) for i, n in enumerate(real) for t in range(n)]
+    r, v, old = (x.double().numpy() for x in (rollout.rewards, rollout.values, rollout.logprobs))
+    flat = np.array([r[i, t] for i, t in ragged])
+    scale = 1 / math.sqrt(flat.var() + 1e-8)
+    advantages = {}
+    for i, n in enumerate(real):
+        row = ((r[i, :n] - flat.mean()) * scale + flat.mean())[None]
+        for t, a in enumerate(naive_advantages(row, v[i : i + 1, :n], 1.0, 0.95)[0]):
+            advantages[i, t] = a
+    a = np.array(list(advantages.values()))
+    policy_loss = value_loss = entropy = 0.0
+    for i, t in ragged:
+        ratio, advantage = math.exp(new[0][i, t] - old[i, t]), (advantages[i, t] - a.mean()) / math.sqrt(a.var() + 1e-8)
+        policy_loss += max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2)) / len(ragged)
+        target, clipped = advantages[i, t] + v[i, t], min(max(new[2][i, t], v[i, t] - 0.2), v[i, t] + 0.2)
+        value_loss += 0.5 * max((new[2][i, t] - target) ** 2, (clipped - target) ** 2) / len(ragged)
+        entropy += new[1][i, t] / len(ragged)
+    expected = {"loss/policy_avg": policy_loss, "loss/value_avg": value_loss, "policy/entropy_avg": entropy}
+    assert abs(policy_loss) > 0.01
+    for name, value in expected.items():
+        assert stats[name].item() == pytest.approx(value, abs=1e-4), name
+
+    metrics = ppo.summarise(rollout, score, {name: x[None] for name, x in stats.items()}, 0.15)
+    ref = rollout.ref_logprobs.double().numpy()
+    kl = sum(old[i, t] - ref[i, t] for i, t in ragged) / 8
+    assert float(metrics["objective/kl"]) == pytest.approx(kl, abs=1e-4)
+    assert float(metrics["objective/entropy"]) == pytest.approx(-sum(old[i, t] for i, t in ragged) / 8, abs=1e-4)
+    assert float(metrics["objective/response_length"]) == pytest.approx(sum(real) / 8)
+    assert float(metrics["objective/ended"]) == pytest.approx(6 / 8)
+    assert float(metrics["objective/rlhf_reward"]) == pytest.approx(22 / 8 - 0.15 * kl, abs=1e-4)
+
+
+def test_X11_moments_are_over_the_masked_numbers_of_all_rows():
+    """Population mean and variance of 1, 2, 3, 6 are 3 and 3.5. Over two processes: test_distributed.py."""
+    x = torch.tensor([[1.0, 2.0, 77.0], [3.0, 6.0, -1e30]])
+    mean, variance = utils.moments(x, torch.tensor([[True, True, False], [True, True, False]]))
+    assert (mean.item(), variance.item()) == (3.0, 3.5)

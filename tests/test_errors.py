@@ -1,0 +1,392 @@
+"""Bad input gets one clear `InputError` that names the value and what would be right, before any model's weights load."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import pytest
+import tiny
+import torch
+from transformers import BloomConfig
+
+import ppo
+import sft
+import train_reward
+import utils
+
+pytestmark = pytest.mark.usefixtures("accelerator")  # start_accelerator then finds one CPU process
+
+
+def refuses(call, *words: str) -> str:
+    """That `call` raises an `InputError`, a `ValueError`, whose text holds all the words; its text."""
+    with pytest.raises(utils.InputError) as caught:
+        call()
+    assert isinstance(caught.value, ValueError)
+    for word in words:
+        assert str(word) in str(caught.value), f"{word!r} is not in: {caught.value}"
+    return str(caught.value)
+
+
+@pytest.fixture
+def reward_folder(task: utils.Task, tmp_path: Path) -> str:
+    """A reward model of the task's vocabulary."""
+    tiny.make_reward(pad_id=tiny.WORDS).save_pretrained(tmp_path / "reward")
+    return str(tmp_path / "reward")
+
+
+@pytest.fixture
+def scripts(task: utils.Task, reward_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Arguments with which each script would run on the tiny task."""
+    monkeypatch.chdir(tmp_path)
+    return {
+        "ppo": (ppo.main, tiny.make_args(task, reward_model=reward_folder)),
+        "train_reward": (train_reward.main, train_reward.Args(task=task, num_labels=12, batch_size=4, normalize_samples=4,
+                                                              rollout_batch_size=4)),
+        "sft": (sft.main, sft.Args(task=task, num_heldout=4, batch_size=2, block_size=10)),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize(("batch_size", "minibatches", "processes", "right"), [(10, 4, 1, 12), (500, 8, 64, 512), (7, 1, 2, 8)])
+def test_a_ppo_batch_that_does_not_divide_names_sizes_and_the_next_right_one(batch_size, minibatches, processes, right):
+    args = tiny.make_args(batch_size=batch_size, num_minibatches=minibatches)
+    refuses(lambda: ppo.check(args, processes), f"batch_size={batch_size}", processes, minibatches, f"use {right}")
+    ppo.check(replace(args, batch_size=right), processes)
+
+
+def test_other_sizes_that_do_not_divide():
+    args = train_reward.Args(task=tiny.make_task(), num_labels=12, batch_size=4, rollout_batch_size=6)
+    refuses(lambda: train_reward.check(args, 3), "batch_size=4", 3)
+    refuses(lambda: train_reward.check(args, 4), "rollout_batch_size=6", 4)
+    refuses(lambda: train_reward.check(replace(args, num_labels=13), 1), "num_labels=13", "use 12")
+    refuses(lambda: sft.check(sft.Args(task=tiny.make_task(), batch_size=5), 2), "batch_size=5", "use 6")
+    train_reward.check(args, 2)
+
+
+POSITIVE = {
+    ppo: ("total_episodes", "batch_size", "num_minibatches", "num_ppo_epochs", "micro_batch_size", "rollout_batch_size"),
+    train_reward: ("num_labels", "batch_size", "micro_batch_size", "normalize_samples", "rollout_batch_size"),
+    sft: ("num_epochs", "batch_size", "micro_batch_size", "block_size"),
+}
+
+
+@pytest.mark.parametrize(("script", "name"), [(s, n) for s, names in POSITIVE.items() for n in names])
+@pytest.mark.parametrize("value", [0, -3])
+def test_sizes_have_to_be_positive(script, name, value):
+    args = replace(script.Args(task=tiny.make_task()), **{name: value})
+    refuses(lambda: script.check(args, 1), f"{name}={value}", "positive")
+
+
+@pytest.mark.parametrize("script", [ppo, train_reward, sft])
+@pytest.mark.parametrize("temperature", [0.0, -0.7, float("nan")])
+def test_the_temperature_has_to_be_positive(script, temperature):
+    args = script.Args(task=tiny.make_task(temperature=temperature))
+    refuses(lambda: script.check(args, 1), f"temperature={temperature}", "positive")
+
+
+def test_truncation_has_to_start_inside_the_response_and_the_kl_target_to_be_positive():
+    for after in (-1, 5, 9):
+        args = tiny.make_args(tiny.make_task(truncate_after=after))
+        refuses(lambda args=args: ppo.check(args, 1), f"truncate_after={after}", 4)
+    for target in (0.0, -6.0):
+        refuses(lambda target=target: ppo.check(tiny.make_args(kl_target=target), 1), f"kl_target={target}")
+    ppo.check(tiny.make_args(kl_target=None), 1)
+
+
+# ------------------------------------------------------------- what each script refuses before it loads any weights
+
+
+def test_the_scripts_would_run_but_for_the_mistakes_below(scripts):
+    """What the next tests stand on: the untouched arguments give no error."""
+    for main, args in scripts.values():
+        main(args)
+
+
+def with_task(args, **changes):
+    return replace(args, task=replace(args.task, **changes))
+
+
+MISTAKES = {  # changes of the task → what the error names
+    "response beyond the model": (dict(response_length=60, truncate_after=2), ("68", "64")),
+    "query beyond the model": (dict(query_length=100), ("64",)),
+    "no such model folder": (dict(base_model="./nowhere"), ("./nowhere", "--base_model")),
+    "no such query file": (dict(query_dataset="nowhere.txt"), ("nowhere.txt",)),
+    "no such column": (dict(query_column="story"), ("'story'", "text")),
+    "stop text of two tokens": (dict(truncate_token=". ."), ("truncate_token", "exactly one")),
+    "start text of two tokens": (dict(start_text=". ."), ("start_text", "exactly one")),
+    "no passage with the start": (dict(start_text="!"), ("start_text", "'!'")),
+    "no passage with the end": (dict(end_text="!"), ("end_text", "'!'")),
+    "temperature": (dict(temperature=0.0), ("temperature=0.0",)),
+    "gold_fn without a function": (dict(gold_fn="nothing"), ("nothing", "module:function")),
+}
+SFT_READS = ("no such model folder", "no such query file", "no such column", "temperature", "gold_fn without a function")
+PAIRS = [(script, mistake) for script in ("ppo", "train_reward") for mistake in MISTAKES] + [("sft", m) for m in SFT_READS]
+
+
+@pytest.mark.parametrize(("script", "mistake"), PAIRS)
+def test_a_task_that_cannot_work_is_refused_before_any_weights(script, mistake, scripts, no_weights):
+    changes, words = MISTAKES[mistake]
+    main, args = scripts[script]
+    refuses(lambda: main(with_task(args, **changes)), *words)
+
+
+def test_blocks_longer_than_the_model_reads_are_refused_before_any_weights(scripts, no_weights):
+    main, args = scripts["sft"]
+    refuses(lambda: main(replace(args, block_size=65)), "65", "64")
+
+
+@pytest.mark.parametrize(("name", "content"), [("empty.txt", ""), ("blank.txt", "\n   \n\n\t\n"), ("empty.jsonl", ""),
+                                               ("blank.jsonl", '{"text": "  "}\n{"text": null}\n')])
+@pytest.mark.parametrize("script", ["ppo", "train_reward", "sft"])
+def test_an_empty_or_blank_query_source_is_refused_before_any_weights(script, name, content, scripts, no_weights, tmp_path):
+    (tmp_path / name).write_text(content)
+    main, args = scripts[script]
+    refuses(lambda: main(with_task(args, query_dataset=str(tmp_path / name))), "--query_dataset", tmp_path / name)
+
+
+def test_texts_that_fill_no_batch_are_refused_by_sft(scripts, no_weights, tmp_path):
+    (tmp_path / "few.txt").write_text("Anna saw a cat.\n" * 3)
+    main, args = scripts["sft"]
+    refuses(lambda: main(with_task(args, query_dataset=str(tmp_path / "few.txt"))), "few.txt", "num_heldout=4", 6)
+
+
+@pytest.mark.parametrize("script", ["ppo", "train_reward", "sft"])
+def test_pad_equal_to_eos_is_refused_before_any_weights(script, scripts, no_weights):
+    """Pitfall 4."""
+    main, args = scripts[script]
+    path = Path(args.task.base_model) / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": "<|endoftext|>"}))
+    refuses(lambda: main(args), "pad_token", "eos_token", "<|endoftext|>", args.task.base_model)
+
+
+@pytest.mark.parametrize("script", ["ppo", "train_reward", "sft"])
+def test_a_model_without_position_ids_is_refused_before_any_weights(script, scripts, no_weights):
+    main, args = scripts[script]
+    (Path(args.task.base_model) / "generation_config.json").unlink(missing_ok=True)
+    BloomConfig(vocab_size=tiny.WORDS, hidden_size=32, n_layer=2, n_head=2).save_pretrained(args.task.base_model)
+    refuses(lambda: main(args), "position_ids", "bloom", args.task.base_model)
+
+
+def test_a_model_folder_with_weights_in_another_format_is_not_replaced_by_random_weights(tmp_path):
+    """Only a folder without any weights starts from scratch; a pickle is not unpickled, and not ignored either."""
+    folder = tiny.write_model(tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    torch.save(tiny.make_lm(vocab=tiny.WORDS).state_dict(), folder / "pytorch_model.bin")
+    refuses(lambda: utils.load_lm(str(folder)), folder, "safetensors")
+
+
+def test_a_missing_reward_model_names_the_command_that_makes_it(scripts, no_weights, tmp_path):
+    main, args = scripts["ppo"]
+    refuses(lambda: main(replace(args, reward_model=None)), "models/synthetic/train_reward",
+            "python train_reward.py --task synthetic")
+    (tmp_path / "empty").mkdir()
+    refuses(lambda: main(replace(args, reward_model=str(tmp_path / "empty"))), tmp_path / "empty", "train_reward.py")
+
+
+def test_a_missing_sft_model_names_the_command_that_makes_it(scripts, no_weights):
+    for name in ("ppo", "train_reward"):
+        main, args = scripts[name]
+        refuses(lambda main=main, args=args: main(with_task(args, base_model="models/synthetic/nowhere")),
+                "models/synthetic/nowhere", "python sft.py --task synthetic")
+
+
+def test_a_reward_model_of_another_vocabulary_is_refused(scripts, tmp_path):
+    tiny.make_reward(pad_id=500).save_pretrained(tmp_path / "other")
+    main, args = scripts["ppo"]
+    refuses(lambda: main(replace(args, reward_model=str(tmp_path / "other"))), "other", 500, tiny.WORDS)
+
+
+# ------------------------------------------------------------------------------------------------------------ labels
+
+
+def change(rows: list, **values) -> list:
+    """The second row with other values."""
+    return [rows[0], rows[1] | values, *rows[2:]]
+
+
+LABELS = {  # name → (what becomes of 16 good rows, what the error names)
+    "empty array": (lambda rows: [], ()),
+    "no best": (lambda rows: [{k: v for k, v in row.items() if k != "best"} for row in rows], ("best",)),
+    "no query": (lambda rows: [{k: v for k, v in row.items() if k != "query"} for row in rows], ("query",)),
+    "one candidate": (lambda rows: [{k: row[k] for k in ("query", "sample0", "best")} for row in rows], ("sample1",)),
+    "no candidates": (lambda rows: [{k: row[k] for k in ("query", "best")} for row in rows], ("sample0",)),
+    "a row without a candidate": (lambda rows: [rows[0], {k: v for k, v in rows[1].items() if k != "sample2"}, *rows[2:]],
+                                  ("row 1", "sample2")),
+    "short query": (lambda rows: change(rows, query=[1, 2]), ("row 1", "query", "2 ids", "8")),
+    "long candidate": (lambda rows: change(rows, sample3=[1] * 6), ("row 1", "sample3", "6 ids", "5")),
+    "best too high": (lambda rows: change(rows, best=4), ("row 1", "best=4", "3")),
+    "best negative": (lambda rows: change(rows, best=-1), ("row 1", "best=-1", "0")),
+    "best missing": (lambda rows: change(rows, best=None), ("row 1", "best")),
+    "best between": (lambda rows: change(rows, best=1.5), ("row 1", "best=1.5")),
+    "best in words": (lambda rows: [row | {"best": "first"} for row in rows], ("best", "first")),
+    "id beyond the vocabulary": (lambda rows: change(rows, sample1=[1, 2, 1001, 4, 5]), ("row 1", "sample1", 1001, 999)),
+    "negative id": (lambda rows: change(rows, query=[1, 2, 3, 4, 5, 6, 7, -8]), ("row 1", "query", -8)),
+    "null id": (lambda rows: change(rows, sample0=[1, 2, None, 4, 5]), ("row 1", "sample0")),
+    "fractional id": (lambda rows: change(rows, sample0=[1, 2, 3.5, 4, 5]), ("row 1", "sample0")),
+    "texts for ids": (lambda rows: [row | {"query": "Anna saw"} for row in rows], ("row 0", "query")),
+    "a number for ids": (lambda rows: [row | {"sample0": 7} for row in rows], ("row 0", "sample0")),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_malformed_labels_are_refused_with_row_and_value(name, tmp_path):
+    make, words = LABELS[name]
+    task = tiny.make_task(label_dataset=str(tmp_path / "labels.json"))
+    Path(task.label_dataset).write_text(json.dumps(make(tiny.label_rows(16, 8, 5))))
+    refuses(lambda: utils.load_labels(task, None, 1000), "--label_dataset", task.label_dataset, *words)
+
+
+@pytest.mark.parametrize("content", ["", "[", "not json at all", '[{"query": [1, 2'])
+def test_label_files_that_are_not_json_are_refused(content, tmp_path):
+    task = tiny.make_task(label_dataset=str(tmp_path / "labels.json"))
+    Path(task.label_dataset).write_text(content)
+    refuses(lambda: utils.load_labels(task, None, 1000), "--label_dataset", task.label_dataset)
+
+
+def test_labels_are_checked_before_any_weights(scripts, no_weights):
+    main, args = scripts["train_reward"]
+    refuses(lambda: main(replace(args, num_labels=20)), "16 labels", "num_labels=20", "--num_labels 16")
+    Path(args.task.label_dataset).write_text("[]")
+    refuses(lambda: main(args), "--label_dataset")
+    refuses(lambda: main(with_task(args, label_dataset="nowhere.json")), "nowhere.json")
+
+
+# --------------------------------------------------------------------------------------------------------- functions
+
+
+@pytest.mark.parametrize(("spec", "words"), [
+    ("no_colon", ("no_colon", "module:function")), ("nowhere.py:f", ("nowhere.py",)), ("no_such_module_:f", ("no_such_module_",)),
+    ("math:no_such_function", ("math", "no_such_function")), ("math:pi", ("math", "pi")), ("mine.py:g", ("mine.py", "g")),
+    ("", ()), ("no.such.package:f", ("no.such.package",)),
+])
+def test_a_bad_function_spec_is_refused(spec, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def f(queries, responses):\n    return [1.0] * len(queries)\n")
+    refuses(lambda: utils.load_function(spec), *words)
+    assert utils.load_function("mine.py:f")(["a"], ["b"]) == [1.0]
+
+
+def test_a_bad_reward_fn_is_refused_before_any_weights(scripts, no_weights):
+    main, args = scripts["ppo"]
+    refuses(lambda: main(replace(args, reward_fn="nowhere.py:f")), "nowhere.py")
+
+
+RETURNS = {"too few": "[1.0]", "too many": "[1.0] * 9", "nested": "[[1.0]] * len(queries)", "nan": "[float('nan')] * len(queries)",
+           "infinite": "[1.0, float('inf')] + [0.0] * (len(queries) - 2)", "none": "None", "texts": "['good'] * len(queries)"}
+
+
+@pytest.mark.parametrize("name", RETURNS)
+def test_a_reward_fn_that_returns_no_finite_float_for_each_response_is_refused(name, task, tmp_path):
+    (tmp_path / "mine.py").write_text(f"def f(queries, responses):\n    return {RETURNS[name]}\n")
+    args = tiny.make_args(task, reward_fn=f"{tmp_path}/mine.py:f")
+    tokenizer, _, pad_id = utils.load_tokenizer(task, 5)
+    reward = utils.load_reward(args, tokenizer, pad_id, torch.device("cpu"))
+    tokens = torch.full((4, 3), 14)
+    refuses(lambda: reward(tokens, tokens), "mine.py:f", "4 responses")
+
+
+def test_a_good_reward_fn_reads_texts_and_may_return_any_sequence(task, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import numpy\ndef f(queries, responses):\n    return numpy.array([len(q) + 100 * len(r) for q, r in zip(queries, responses)])\n"
+    )
+    tokenizer, _, pad_id = utils.load_tokenizer(task, 5)
+    reward = utils.load_reward(tiny.make_args(task, reward_fn=f"{tmp_path}/mine.py:f"), tokenizer, pad_id, torch.device("cpu"))
+    queries = utils.pad_rows([tokenizer.encode("Anna saw"), tokenizer.encode("A")], 8, pad_id)
+    assert reward(queries, utils.pad_rows([tokenizer.encode("."), tokenizer.encode(" ..")], 4, pad_id)).tolist() == [108, 301]
+
+
+# ----------------------------------------------------------------------------------------------------------- the hub
+
+
+@pytest.fixture
+def unreachable_hub(monkeypatch, tmp_path):
+    """A hub that refuses connections, and an empty cache."""
+    cache = str(tmp_path / "cache")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", cache)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path(cache))
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
+    for name in ("TRANSFORMERS_CACHE", "HF_HUB_CACHE"):
+        for module in ("transformers.utils.hub",):
+            monkeypatch.setattr(f"{module}.{name}", cache, raising=False)
+
+
+SOURCES = {
+    "abisee/cnn_dailymail:3.0.0": ("hf download abisee/cnn_dailymail --repo-type dataset --local-dir cnn_dailymail",
+                                   "--query_dataset cnn_dailymail"),
+    "SamuelYang/bookcorpus": ("hf download SamuelYang/bookcorpus --repo-type dataset --local-dir bookcorpus",
+                              "--query_dataset bookcorpus"),
+    "vwxyzjn/lm-human-preferences:sentiment/offline_5k.json": (
+        "hf download vwxyzjn/lm-human-preferences sentiment/offline_5k.json --repo-type dataset --local-dir lm-human-preferences",
+        "--query_dataset lm-human-preferences/sentiment/offline_5k.json"),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_data_set_that_cannot_be_reached_names_the_next_command_at_once(source, unreachable_hub):
+    begin = time.perf_counter()
+    refuses(lambda: utils.load_rows(source, "--query_dataset"), source, *SOURCES[source])
+    assert time.perf_counter() - begin < 5
+
+
+def test_a_model_that_cannot_be_reached_names_the_next_command_at_once(unreachable_hub, no_weights):
+    begin = time.perf_counter()
+    task = tiny.make_task(base_model="gpt2")
+    refuses(lambda: utils.load_tokenizer(task, 5), "gpt2", "hf download gpt2 --local-dir gpt2", "--base_model gpt2")
+    assert time.perf_counter() - begin < 5
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+
+def test_an_unknown_task_is_refused_with_the_names_of_those_there_are():
+    for argv in (["--task", "sentimental"], ["--task=sentimental"]):
+        refuses(lambda argv=argv: utils.parse_args(ppo.Args, ppo.PRESETS, argv), "sentimental", "sentiment", "cnndm", "synthetic")
+    refuses(lambda: utils.parse_args(ppo.Args, ppo.PRESETS, ["--task"]), "task")
+
+
+def test_cli_prints_one_line_and_exits_with_2_for_bad_input_only(capsys, monkeypatch):
+    def main(args):
+        raise utils.InputError("batch_size=7 is odd")
+
+    monkeypatch.setattr(sys, "argv", ["/somewhere/ppo.py"])
+    with pytest.raises(SystemExit) as stop:
+        utils.cli(main, lambda: None)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "ppo.py: error: batch_size=7 is odd\n"
+
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        utils.cli(interrupted, lambda: None)
+    assert stop.value.code == 130 and "Traceback" not in capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
+        utils.cli(lambda args: 1 / 0, lambda: None)
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["ppo.py", "--task", "synthetic", "--batch-size", "10", "--num_minibatches", "4"], ("batch_size=10", "use 12")),
+    (["train_reward.py", "--task", "sentimental"], ("sentimental", "descriptiveness")),
+])
+def test_from_the_command_line_bad_input_is_exit_code_2_without_a_traceback(argv, words, tmp_path):
+    script, *flags = argv
+    command = [sys.executable, str(utils.ROOT / script), *flags]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(utils.ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"{script}: error: ") and done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr + done.stdout
+    for word in words:
+        assert word in done.stderr
+    assert not list(tmp_path.iterdir())  # nothing was begun

@@ -1,0 +1,146 @@
+"""Tiny models, data files and settings that the tests build from configurations: no network, nothing that is kept."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, GPTNeoXConfig, LlamaConfig, PretrainedConfig
+
+import ppo
+import utils
+
+VOCAB = 61
+PAD = VOCAB  # one past the vocabulary
+WORDS = json.loads((utils.SYNTHETIC / "model" / "config.json").read_text())["vocab_size"]  # of the synthetic task's tokenizer
+KINDS = ("gpt2", "gpt_neox", "llama", "falcon")
+
+
+def config(kind: str = "gpt2", vocab: int = VOCAB, dropout: float = 0.0, positions: int = 64) -> PretrainedConfig:
+    """A language model of some thousand weights, large enough (0.3) for every mistake to show in its logits."""
+    same = dict(vocab_size=vocab, initializer_range=0.3, bos_token_id=0, eos_token_id=0)
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=positions)
+    if kind == "gpt2":
+        drops = dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+        return GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=positions, **drops, **same)
+    if kind == "gpt_neox":
+        return GPTNeoXConfig(**sizes, intermediate_size=64, hidden_dropout=dropout, attention_dropout=dropout, **same)
+    if kind == "llama":
+        return LlamaConfig(**sizes, intermediate_size=64, num_key_value_heads=1, attention_dropout=dropout, **same)
+    return FalconConfig(**sizes, hidden_dropout=dropout, attention_dropout=dropout, **same)
+
+
+def make_lm(kind: str = "gpt2", seed: int = 0, **settings: Any) -> Any:
+    """A random language model in eval mode."""
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config(kind, **settings)).eval()
+
+
+def make_policy(kind: str = "gpt2", seed: int = 0, temperature: float = 0.7, **settings: Any) -> ppo.PolicyAndValue:
+    """A random policy whose value head is random too."""
+    policy = ppo.PolicyAndValue(make_lm(kind, seed, **settings), settings.get("vocab", VOCAB), temperature)
+    torch.nn.init.normal_(policy.value_head.weight, std=0.3)
+    torch.nn.init.constant_(policy.value_head.bias, 0.1)
+    return policy.eval()
+
+
+def make_reward(kind: str = "gpt2", seed: int = 7, pad_id: int = PAD, **settings: Any) -> utils.RewardModel:
+    """A random reward model; gain and bias are not at their start."""
+    torch.manual_seed(seed)
+    model = utils.RewardModel(utils.RewardConfig(config(kind, vocab=pad_id, **settings), pad_id))
+    torch.nn.init.normal_(model.head.weight, std=0.3)
+    torch.nn.init.constant_(model.head.bias, 0.2)
+    with torch.no_grad():
+        model.gain.fill_(1.5)
+        model.bias.fill_(-0.5)
+    return model.eval()
+
+
+def make_contexts(lengths: list[int], width: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
+    """Left-padded random rows of these lengths: [B, width]."""
+    rng = np.random.default_rng(seed)
+    return torch.tensor([[vocab] * (width - n) + rng.integers(1, vocab, n).tolist() for n in lengths])
+
+
+def make_task(**changes: Any) -> utils.Task:
+    """A task of tiny lengths without files."""
+    values = dict(query_length=8, response_length=5, temperature=0.7, truncate_after=2, gold_fn=None) | changes
+    return replace(utils.TASKS["synthetic"], **values)
+
+
+def make_args(task: utils.Task | None = None, **changes: Any) -> ppo.Args:
+    """PPO settings for a batch of 8."""
+    values = dict(total_episodes=24, batch_size=8, num_minibatches=2, num_ppo_epochs=2, micro_batch_size=2,
+                  rollout_batch_size=3, lr=1e-3) | changes
+    return ppo.Args(task=task or make_task(), **values)
+
+
+LENGTHS = [8, 1, 3, 5, 2, 8, 4, 1]  # of the queries in `make_rollout`: uneven, so that trimming has something to do
+
+
+def make_models(policy: Any, reward: Any = None, ref: Any = None, **ids: Any) -> ppo.Models:
+    """What a rollout is made with; the reward model is random unless it is given as a function of queries, responses."""
+    model = make_reward()
+    reward = reward or (lambda queries, responses: utils.reward_scores(model, queries, responses, 3))
+    values = dict(pad=PAD, truncate=5, prefix=[], suffix=[]) | ids
+    return ppo.Models(policy, ref or make_lm(seed=3), reward, utils.Ids(**values))
+
+
+def make_responses(rows: int, length: int, seed: int = 1) -> Tensor:
+    """Random responses [B, R]; the truncate token 5 is in them now and then."""
+    torch.manual_seed(seed)
+    return torch.randint(1, 8, (rows, length))
+
+
+def make_rollout(policy: Any, args: ppo.Args, order: np.ndarray | None = None, seed: int = 1) -> ppo.Rollout:
+    """What `ppo.evaluate` makes of random queries and responses, with rewards and old numbers off the policy's own."""
+    queries = make_contexts(LENGTHS, args.task.query_length)
+    responses = make_responses(len(LENGTHS), args.task.response_length, seed)
+    order = np.arange(len(queries)) if order is None else order
+    rollout = ppo.evaluate(make_models(policy), queries, responses, order, 0.15, args)[0]
+    noise = torch.randn(3, *rollout.rewards.shape, generator=torch.Generator().manual_seed(seed))
+    return rollout._replace(logprobs=rollout.logprobs + 0.2 * noise[0], values=rollout.values + 0.3 * noise[1],
+                            rewards=(rollout.rewards + noise[2]).masked_fill(~rollout.mask, 0))
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    """A copy of every gradient; they are cleared."""
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return grads
+
+
+def write_model(folder: Path, kind: str = "gpt2", seed: int = 0, dropout: float = 0.1, **settings: Any) -> Path:
+    """A folder with a random language model of the synthetic task's vocabulary, and its tokenizer."""
+    make_lm(kind, seed, vocab=WORDS, dropout=dropout, **settings).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(utils.SYNTHETIC / "model" / name, folder / name)
+    return folder
+
+
+def write_task(folder: Path, kind: str = "gpt2", labels: int = 16, **changes: Any) -> utils.Task:
+    """A task whose model, queries and labels are small local files in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    task = make_task(base_model=str(write_model(folder / "model", kind)), query_dataset=str(folder / "stories.txt"),
+                     label_dataset=str(folder / "labels.json"), **changes)
+    stories = [f"{name} {verb} the {thing}." for name in ("Anna", "Ben", "Clara", "Tom the baker") for verb in ("saw", "found")
+               for thing in ("cat", "old red house", "sea", "bus to the village", "soup that was very good")]
+    (folder / "stories.txt").write_text("\n".join(stories) + "\n")
+    (folder / "labels.json").write_text(json.dumps(label_rows(labels, task.query_length, task.response_length)))
+    return task
+
+
+def label_rows(n: int, query_length: int, response_length: int, pad: int = utils.LABEL_PAD) -> list[dict[str, Any]]:
+    """Rows in OpenAI's label format: token ids, padded on the right."""
+    rng = np.random.default_rng(5)
+
+    def ids(length: int) -> list[int]:
+        real = int(rng.integers(1, length + 1))
+        return rng.integers(1, 200, real).tolist() + [pad] * (length - real)
+
+    return [{"query": ids(query_length), **{f"sample{k}": ids(response_length) for k in range(4)},
+             "best": int(rng.integers(4))} for _ in range(n)]
