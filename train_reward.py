@@ -57,7 +57,7 @@ class Args:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "synthetic": dict(lr=1e-3),
+    "synthetic": dict(lr=1e-3, batch_size=8),
     "sentiment": dict(),
     "descriptiveness": dict(),
     "cnndm": dict(num_labels=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128, micro_batch_size=16),

@@ -1015,7 +1015,7 @@ class Run:
             return
         self.progress.stop()
         self.writer.close()
-        plot_runs({self.folder.name: self.folder}, self.panels, self.folder / "curves.png")
+        plot_runs([(self.folder.name, self.folder)], self.panels, self.folder / "curves.png")
         if self.wandb:
             self.wandb.finish()
         print(*done, f"curves and metrics: {self.folder}/curves.png, metrics.jsonl", sep="\n")
@@ -1050,24 +1050,28 @@ def pyplot() -> Any:
     return matplotlib.pyplot
 
 
-def plot_runs(runs: dict[str, Path], panels: list[str], path: Path) -> None:
-    """One picture, a panel for each metric, a line for each run (label → its folder)."""
+def plot_runs(runs: list[tuple[str, Path]], panels: list[str], path: Path) -> None:
+    """One picture, a panel for each metric, a line for each (label, folder); runs of one label share a colour."""
     plt = pyplot()
     columns = min(3, len(panels))
-    height = math.ceil(len(panels) / columns)
-    figure, axes = plt.subplots(height, columns, figsize=(4.6 * columns, 3.1 * height), squeeze=False, layout="constrained")
-    for label, folder in runs.items():
+    rows = math.ceil(len(panels) / columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.1 * rows), squeeze=False, layout="constrained")
+    labels = list(dict.fromkeys(label for label, _ in runs))
+    for label, folder in runs:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        first = next(i for i, run in enumerate(runs) if run[0] == label)
         for axis, name in zip(axes.flat, panels, strict=False):
             points = [(line["step"], line[name]) for line in lines if name in line]
-            axis.plot(*zip(*points, strict=True), label=label) if points else None
-    for axis, name in zip(axes.flat, panels, strict=False):
-        axis.set_title(name, fontsize=10)
-        axis.set_xlabel("update", fontsize=8)
+            style = dict(color=f"C{labels.index(label)}", label=label if runs[first] == (label, folder) else None, linewidth=1.2)
+            axis.plot([x for x, _ in points], [y for _, y in points], **style)
+    for i, axis in enumerate(axes.flat):
+        if i >= len(panels):
+            axis.axis("off")
+            continue
+        axis.set_title(panels[i], fontsize=10)
+        axis.set_xlabel("step", fontsize=8)
         axis.grid(alpha=0.3)
-    for axis in list(axes.flat)[len(panels):]:
-        axis.axis("off")
-    if len(runs) > 1:
+    if len(labels) > 1:
         axes.flat[0].legend(fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -97,13 +97,22 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
         seen.sft = sft.Args(**common, num_heldout=6, batch_size=2, block_size=10, eval_every=3, lr=1e-3)
         sft.main(seen.sft)
         task = tiny.replace(task, base_model="sft", truncate_token=None)
-        seen.train_reward = train_reward.Args(task=task, num_labels=12, batch_size=4, micro_batch_size=8, lr=1e-3,
-                                              normalize_samples=5, rollout_batch_size=4, output_dir="reward",
-                                              run_name="train_reward")
+        seen.train_reward = train_reward.Args(
+            task=task,
+            num_labels=12,
+            batch_size=4,
+            micro_batch_size=8,
+            lr=1e-3,
+            normalize_samples=5,
+            rollout_batch_size=4,
+            output_dir="reward",
+            run_name="train_reward",
+        )
         train_reward.main(seen.train_reward)
         seen.reward_steps, seen.steps = list(seen.steps.values()), {}
-        seen.ppo = tiny.make_args(task, total_episodes=20, reward_model="reward", output_dir="ppo", run_name="ppo",
-                                  sample_every=2)
+        seen.ppo = tiny.make_args(
+            task, total_episodes=20, reward_model="reward", output_dir="ppo", run_name="ppo", sample_every=2
+        )
         ppo.main(seen.ppo)
         seen.ppo_steps = list(seen.steps.values())
         seen.metrics = {name: read_metrics(name) for name in ("sft", "train_reward", "ppo")}

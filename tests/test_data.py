@@ -22,7 +22,14 @@ import sft
 import train_reward
 import utils
 
-SENTENCES = ["Anna saw the old red house .", "", "  \t", "Ben was glad .", "The cat slept under the table in the kitchen .", "So ."]
+SENTENCES = [
+    "Anna saw the old red house .",
+    "",
+    "  \t",
+    "Ben was glad .",
+    "The cat slept under the table in the kitchen .",
+    "So .",
+]
 
 
 def tokenizer_of(task: utils.Task):
@@ -63,7 +70,11 @@ def test_a_large_source_is_sampled_without_replacement(task):
 
 
 ARTICLES = [
-    {"article": "Anna won a prize .\nBen was glad .\nIt was a good day and then some more words", "highlights": "x", "id": "1"},
+    {
+        "article": "Anna won a prize .\nBen was glad .\nIt was a good day and then some more words",
+        "highlights": "x",
+        "id": "1",
+    },
     {"article": "one line without an end", "highlights": "y", "id": "2"},
     {"article": "So .\n", "highlights": "z", "id": "3"},
 ]
@@ -71,8 +82,14 @@ ARTICLES = [
 
 def cnndm(task: utils.Task, source: Path) -> utils.Task:
     """The task's own settings; lengths and model are tiny."""
-    return replace(utils.TASKS["cnndm"], base_model=task.base_model, query_dataset=str(source), query_length=24,
-                   response_length=8, truncate_after=4)
+    return replace(
+        utils.TASKS["cnndm"],
+        base_model=task.base_model,
+        query_dataset=str(source),
+        query_length=24,
+        response_length=8,
+        truncate_after=4,
+    )
 
 
 def test_P3_cnndm_queries_end_with_a_newline_and_stand_between_prefix_and_suffix(task, tmp_path):
@@ -95,8 +112,12 @@ def test_prefix_and_suffix_go_to_the_policy_and_not_to_the_reward_model(task, tm
     task = cnndm(task, tmp_path / "cnn.parquet")
     tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length)
     queries, seen = utils.load_queries(task, tokenizer, pad_id), []
-    models = ppo.Models(ppo.PolicyAndValue(utils.load_lm(task.base_model), pad_id, 0.7), utils.load_lm(task.base_model),
-                        lambda q, r: seen.append(q) or torch.zeros(2), utils.task_ids(task, tokenizer, pad_id))
+    models = ppo.Models(
+        ppo.PolicyAndValue(utils.load_lm(task.base_model), pad_id, 0.7),
+        utils.load_lm(task.base_model),
+        lambda q, r: seen.append(q) or torch.zeros(2),
+        utils.task_ids(task, tokenizer, pad_id),
+    )
     args = tiny.make_args(task, num_minibatches=1)
     rollout, _ = ppo.evaluate(models, queries, torch.full((2, 8), 20), np.arange(2), 0.1, args)
     assert torch.equal(seen[0], queries)
@@ -122,10 +143,89 @@ def test_the_advice_for_an_unreachable_configuration_works_once_it_is_followed(t
     advice = str(caught.value).split("--query_dataset ")[-1].split()[0]
     configs = ""
     for version in ("1.0.0", "2.0.0", "3.0.0"):
-        write_rows(tmp_path / "cnn_dailymail" / version / "train-00000-of-00001.parquet", [{"article": f"of {version}"}])
+        write_rows(
+            tmp_path / "cnn_dailymail" / version / "train-00000-of-00001.parquet", [{"article": f"of {version}"}]
+        )
         configs += f"- config_name: {version}\n  data_files:\n  - split: train\n    path: {version}/train-*\n"
     (tmp_path / "cnn_dailymail" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
     assert list(utils.load_rows(advice, "--query_dataset")["article"]) == ["of 3.0.0"]
+
+
+POST = "TITLE: soup\n\nPOST: Anna saw it.\nBen saw it too.\nThe end.\n\nTL;DR:"
+SHORTER = [
+    "TITLE: soup\n\nPOST: Anna saw it.\nBen saw it too.\n\nTL;DR:",
+    "TITLE: soup\n\nPOST: Anna saw it.\n\nTL;DR:",
+]
+
+
+def test_a_prompt_that_is_too_long_loses_lines_before_its_last_one(task):
+    """TL;DR: as in [N+]: whole lines go until it fits."""
+    tokenizer = tokenizer_of(task)
+    for text, fitting in ((POST, POST), (POST, SHORTER[0]), (POST, SHORTER[1])):
+        length = len(tokenizer.encode(fitting))
+        task = replace(task, keep_last_line=True, query_length=length)
+        assert utils.tokenise_queries([text], task, tokenizer) == [tokenizer.encode(fitting)]
+    (shorter,) = utils.tokenise_queries(
+        [POST], replace(task, query_length=len(tokenizer.encode(SHORTER[0])) - 1), tokenizer
+    )
+    assert tokenizer.decode(shorter) == SHORTER[1]  # one token less is one line less
+    (cut,) = utils.tokenise_queries(["Anna saw the old red house"], replace(task, query_length=2), tokenizer)
+    assert cut == tokenizer.encode("Anna saw the old red house")[:2]  # there is no other line
+
+
+def eos_task(task: utils.Task, tmp_path: Path) -> utils.Task:
+    """The embedded EOS task's settings on rows that are written by hand."""
+    rows = [
+        {"prompt": "Anna saw it.", "completion": " Ben saw it too."},
+        {"prompt": "Ben saw Anna.", "completion": " So."},
+        {"prompt": " ", "completion": " nothing"},
+        {"prompt": "Anna", "completion": ""},
+        {"prompt": "So", "completion": " the end of the story was that Ben was glad and so was Anna."},
+    ]
+    write_rows(tmp_path / "eos.jsonl", rows)
+    return replace(
+        utils.TASKS["synthetic_eos"],
+        base_model=task.base_model,
+        query_dataset=str(tmp_path / "eos.jsonl"),
+        query_length=6,
+        response_length=8,
+        gold_fn=None,
+    )
+
+
+def test_X9_sft_rows_of_an_eos_task_are_prompt_response_and_end(task, tmp_path):
+    """Prompts are padded on the left, responses behind their end; a response that is too long has none."""
+    task = eos_task(task, tmp_path)
+    tokenizer = tokenizer_of(task)
+    rows, first = sft.load_rows(sft.Args(task=task, num_heldout=1, batch_size=1), tokenizer, WORDS)
+    expected = []
+    for prompt, response in (
+        ("Anna saw it.", " Ben saw it too."),
+        ("Ben saw Anna.", " So."),
+        ("So", " the end of the story was that Ben was glad and so was Anna."),
+    ):
+        prompt, response = tokenizer.encode(prompt)[:6], (tokenizer.encode(response) + [tokenizer.eos_token_id])[:8]
+        expected.append([WORDS] * (6 - len(prompt)) + prompt + response + [WORDS] * (8 - len(response)))
+    assert first == 6 and rows.tolist() == expected
+    assert (rows == tokenizer.eos_token_id).sum(dim=1).tolist() == [1, 1, 0]
+
+
+def test_X9_sft_learns_responses_with_their_end_and_neither_prompts_nor_pads(task, tmp_path):
+    """Each row alone, without padding, token by token."""
+    task = eos_task(task, tmp_path)
+    tokenizer, lm = tokenizer_of(task), utils.load_lm(task.base_model).eval()
+    rows, first = sft.load_rows(sft.Args(task=task, num_heldout=1, batch_size=1), tokenizer, WORDS)
+    losses, mask = sft.token_losses(lm, rows, first, WORDS)
+    for i, row in enumerate(rows.tolist()):
+        prompt = [token for token in row[:6] if token != WORDS]
+        for t in range(8):
+            if row[6 + t] == WORDS:
+                assert not mask[i, t] and losses[i, t] == 0
+                continue
+            logits = lm(torch.tensor([prompt + row[6 : 6 + t]])).logits[0, -1]
+            assert mask[i, t] and losses[i, t].item() == pytest.approx(
+                -logits.log_softmax(0)[row[6 + t]].item(), abs=1e-4
+            )
 
 
 # ------------------------------------------------------------------------------------------------------------ labels
@@ -135,13 +235,33 @@ def test_the_advice_for_an_unreachable_configuration_works_once_it_is_followed(t
 def test_R4_openais_labels_load_from_an_array_and_from_lines_with_their_pad_mapped_to_ours(name, tmp_path):
     """Queries go to the right, responses keep their pads behind them."""
     p = 50259
-    rows = [{"query": [7, 8, p, p], "sample0": [1, p, p], "sample1": [2, 3, p], "sample2": [4, 5, 6], "sample3": [9, 9, 9], "best": 2},
-            {"query": [1, 2, 3, 4], "sample0": [5, p, p], "sample1": [6, p, p], "sample2": [7, p, p], "sample3": [0, p, p], "best": 0}]
+    rows = [
+        {
+            "query": [7, 8, p, p],
+            "sample0": [1, p, p],
+            "sample1": [2, 3, p],
+            "sample2": [4, 5, 6],
+            "sample3": [9, 9, 9],
+            "best": 2,
+        },
+        {
+            "query": [1, 2, 3, 4],
+            "sample0": [5, p, p],
+            "sample1": [6, p, p],
+            "sample2": [7, p, p],
+            "sample3": [0, p, p],
+            "best": 0,
+        },
+    ]
     write_rows(tmp_path / name, rows)
-    labels = utils.load_labels(tiny.make_task(query_length=4, response_length=3, label_dataset=str(tmp_path / name)), None, 100)
+    labels = utils.load_labels(
+        tiny.make_task(query_length=4, response_length=3, label_dataset=str(tmp_path / name)), None, 100
+    )
     assert labels.query.tolist() == [[100, 100, 7, 8], [1, 2, 3, 4]]
-    assert labels.responses.tolist() == [[[1, 100, 100], [2, 3, 100], [4, 5, 6], [9, 9, 9]],
-                                         [[5, 100, 100], [6, 100, 100], [7, 100, 100], [0, 100, 100]]]
+    assert labels.responses.tolist() == [
+        [[1, 100, 100], [2, 3, 100], [4, 5, 6], [9, 9, 9]],
+        [[5, 100, 100], [6, 100, 100], [7, 100, 100], [0, 100, 100]],
+    ]
     assert labels.best.tolist() == [2, 0]
     tokens = train_reward.candidate_tokens(labels, 100)
     assert tokens.shape == (2, 4, 7)
@@ -152,14 +272,42 @@ def test_R4_openais_labels_load_from_an_array_and_from_lines_with_their_pad_mapp
 def test_R4_pairs_are_labels_with_two_candidates(tmp_path):
     rows = [{"query": [7, 8], "sample0": [1, 2], "sample1": [3, 4], "best": 1}]
     write_rows(tmp_path / "pairs.json", rows)
-    labels = utils.load_labels(tiny.make_task(query_length=2, response_length=2, label_dataset=str(tmp_path / "pairs.json")), None, 100)
+    labels = utils.load_labels(
+        tiny.make_task(query_length=2, response_length=2, label_dataset=str(tmp_path / "pairs.json")), None, 100
+    )
     assert labels.responses.tolist() == [[[1, 2], [3, 4]]] and labels.best.tolist() == [1]
+
+
+def test_R4_pairs_of_texts_are_labels_whose_first_candidate_was_chosen(task, tmp_path):
+    """trl-lib/tldr-preference's columns; both candidates end with EOS, the shorter one is padded behind it."""
+    rows = [
+        {"prompt": "Anna saw it.", "chosen": " Ben saw it too.", "rejected": " So."},
+        {"prompt": "So", "chosen": " the end", "rejected": " Ben"},
+    ]
+    write_rows(tmp_path / "pairs.jsonl", rows)
+    task = replace(eos_task(task, tmp_path), label_dataset=str(tmp_path / "pairs.jsonl"))
+    tokenizer = tokenizer_of(task)
+    labels = utils.load_labels(task, tokenizer, WORDS)
+    sides = [
+        [tokenizer.encode(row[name]) + [tokenizer.eos_token_id] for name in ("chosen", "rejected")] for row in rows
+    ]
+    length = max(len(side) for row in sides for side in row)
+    assert labels.responses.tolist() == [[side + [WORDS] * (length - len(side)) for side in row] for row in sides]
+    assert [[t for t in row if t != WORDS] for row in labels.query.tolist()] == [
+        tokenizer.encode(row["prompt"])[:6] for row in rows
+    ]
+    assert labels.best.tolist() == [0, 0]
+    write_rows(tmp_path / "blank.jsonl", [rows[0], rows[1] | {"rejected": ""}])
+    with pytest.raises(utils.InputError, match="row 1"):
+        utils.load_labels(replace(task, label_dataset=str(tmp_path / "blank.jsonl")), tokenizer, WORDS)
 
 
 def test_gpt2s_own_pad_is_50257_and_the_files_50259_becomes_it(tmp_path):
     rows = [{"query": [50256, 50259], "sample0": [13, 50259], "sample1": [50256, 13], "best": 1}]
     write_rows(tmp_path / "l.json", rows)
-    labels = utils.load_labels(tiny.make_task(query_length=2, response_length=2, label_dataset=str(tmp_path / "l.json")), None, 50257)
+    labels = utils.load_labels(
+        tiny.make_task(query_length=2, response_length=2, label_dataset=str(tmp_path / "l.json")), None, 50257
+    )
     assert labels.query.tolist() == [[50257, 50256]]
     assert labels.responses.tolist() == [[[13, 50257], [50256, 13]]]
 
@@ -179,7 +327,10 @@ def test_rows_of_step_are_a_pure_function_and_visit_every_row_once_an_epoch():
 
 
 def test_G6_processes_take_other_rows_and_each_visits_all_of_them():
-    orders = [sum((utils.rows_of_step(12, 4, step, utils.process_seed(1, rank)).tolist() for step in range(3)), []) for rank in range(3)]
+    orders = [
+        sum((utils.rows_of_step(12, 4, step, utils.process_seed(1, rank)).tolist() for step in range(3)), [])
+        for rank in range(3)
+    ]
     assert all(sorted(order) == list(range(12)) for order in orders)
     assert len(set(map(tuple, orders))) == 3
 
@@ -210,7 +361,11 @@ def load_module(name: str):
 def test_the_synthetic_texts_are_made_again_to_the_byte(tmp_path):
     command = [sys.executable, str(utils.SYNTHETIC / "generate.py"), "texts", "--out", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
-    names = ["stories.txt", "stories_eos.jsonl", *(f"model/{n}" for n in ("config.json", "tokenizer.json", "tokenizer_config.json"))]
+    names = [
+        "stories.txt",
+        "stories_eos.jsonl",
+        *(f"model/{n}" for n in ("config.json", "tokenizer.json", "tokenizer_config.json")),
+    ]
     same, different, missing = filecmp.cmpfiles(utils.SYNTHETIC, tmp_path, names, shallow=False)
     assert (sorted(same), different, missing) == (sorted(names), [], [])
 
@@ -272,7 +427,9 @@ def test_the_synthetic_labels_prefer_what_the_judge_likes():
     judge, tokenizer = load_module("judge"), synthetic_tokenizer()
     labels = utils.load_labels(utils.TASKS["synthetic"], None, WORDS)
     queries = utils.decode(tokenizer, labels.query[:1000], WORDS)
-    scores = np.array([judge.gold_score(queries, utils.decode(tokenizer, labels.responses[:1000, k], WORDS)) for k in range(4)]).T
+    scores = np.array(
+        [judge.gold_score(queries, utils.decode(tokenizer, labels.responses[:1000, k], WORDS)) for k in range(4)]
+    ).T
     accuracy = (scores.argmax(axis=1) == labels.best[:1000].numpy()).mean()
     assert accuracy == pytest.approx(judge.best_accuracy(scores.tolist()), abs=0.05)
     assert accuracy > 0.5
@@ -286,6 +443,7 @@ SETTINGS = {  # task → (query, response, temperature, stop, from, prefix, suff
     "cnndm": (500, 75, 0.5, "\n", 55, "Article:\n\n", "\n\nTL;DR:"),
     "tldr_2019": (500, 75, 0.7, "\n", 55, "", "\n\nTL;DR:"),
     "synthetic": (64, 24, 0.7, ".", 16, "", ""),
+    "tldr": (512, 53, 0.7, "<|endoftext|>", 0, "", ""),
 }
 PPO_SETTINGS = {  # task → (lr, episodes, batch, β, target, horizon, whitening of rewards)
     "sentiment": (1e-5, 1_000_000, 512, 0.15, 6.0, 10_000, True),
@@ -293,25 +451,54 @@ PPO_SETTINGS = {  # task → (lr, episodes, batch, β, target, horizon, whitenin
     "cnndm": (2e-6, 1_000_000, 32, 0.01, None, 10_000, False),
     "tldr_2019": (2e-6, 1_000_000, 32, 0.03, None, 10_000, False),
 }
-REWARD_SETTINGS = {"sentiment": (5e-5, 32, 4992), "descriptiveness": (5e-5, 32, 4992), "cnndm": (2.5e-5, 16, 46_000),
-                   "tldr_2019": (2.5e-5, 16, 46_000)}
+REWARD_SETTINGS = {
+    "sentiment": (5e-5, 32, 4992),
+    "descriptiveness": (5e-5, 32, 4992),
+    "cnndm": (2.5e-5, 16, 46_000),
+    "tldr_2019": (2.5e-5, 16, 46_000),
+}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_tasks_have_their_published_settings(name):
     task = utils.parse_args(ppo.Args, ppo.PRESETS, ["--task", name]).task
-    found = (task.query_length, task.response_length, task.temperature, task.truncate_token, task.truncate_after,
-             task.query_prefix, task.query_suffix)
-    assert found == SETTINGS[name] and task.missing_eos_penalty == -1.0 and task.start_text is None and task.task == name
+    found = (
+        task.query_length,
+        task.response_length,
+        task.temperature,
+        task.truncate_token,
+        task.truncate_after,
+        task.query_prefix,
+        task.query_suffix,
+    )
+    assert task.eos_task == (name == "tldr")
+    assert (
+        found == SETTINGS[name] and task.missing_eos_penalty == -1.0 and task.start_text is None and task.task == name
+    )
 
 
 @pytest.mark.parametrize("name", PPO_SETTINGS)
 def test_ppo_and_reward_training_have_their_published_settings(name):
     args = utils.parse_args(ppo.Args, ppo.PRESETS, ["--task", name])
-    assert (args.lr, args.total_episodes, args.batch_size, args.kl_coef, args.kl_target, args.kl_horizon,
-            args.whiten_rewards) == PPO_SETTINGS[name]
-    assert (args.num_minibatches, args.num_ppo_epochs, args.gamma, args.lam, args.cliprange, args.cliprange_value,
-            args.vf_coef, args.adam_eps) == (1, 4, 1.0, 0.95, 0.2, 0.2, 0.1, 1e-5)
+    assert (
+        args.lr,
+        args.total_episodes,
+        args.batch_size,
+        args.kl_coef,
+        args.kl_target,
+        args.kl_horizon,
+        args.whiten_rewards,
+    ) == PPO_SETTINGS[name]
+    assert (
+        args.num_minibatches,
+        args.num_ppo_epochs,
+        args.gamma,
+        args.lam,
+        args.cliprange,
+        args.cliprange_value,
+        args.vf_coef,
+        args.adam_eps,
+    ) == (1, 4, 1.0, 0.95, 0.2, 0.2, 0.1, 1e-5)
     args = utils.parse_args(train_reward.Args, train_reward.PRESETS, ["--task", name])
     assert (args.lr, args.batch_size, args.num_labels) == REWARD_SETTINGS[name]
 
@@ -322,7 +509,10 @@ def shown_help(script, name: str, capsys: pytest.CaptureFixture) -> dict[str, st
         utils.parse_args(script.Args, script.PRESETS, ["--task", name, "--help"])
     assert stop.value.code == 0
     text = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", capsys.readouterr().out)
-    return {flag: " ".join(default.split()) for flag, default in re.findall(r"--([a-z0-9-]+)\b(?:(?!\n\s*--).)*?\(default:\s(.*?)\)\s*\n", text, re.S)}
+    return {
+        flag: " ".join(default.split())
+        for flag, default in re.findall(r"--([a-z0-9-]+)\b(?:(?!\n\s*--).)*?\(default:\s(.*?)\)\s*\n", text, re.S)
+    }
 
 
 @pytest.mark.parametrize(("script", "name"), [(s, n) for s in (ppo, train_reward, sft) for n in s.PRESETS])
@@ -331,8 +521,13 @@ def test_help_shows_the_resolved_defaults_of_the_task(script, name, capsys, monk
     shown = shown_help(script, name, capsys)
     args = utils.parse_args(script.Args, script.PRESETS, ["--task", name])
     assert shown["task"] == name
-    for flag, value in (("lr", args.lr), ("batch-size", args.batch_size), ("response-length", args.task.response_length),
-                        ("temperature", args.task.temperature), ("truncate-after", args.task.truncate_after)):
+    for flag, value in (
+        ("lr", args.lr),
+        ("batch-size", args.batch_size),
+        ("response-length", args.task.response_length),
+        ("temperature", args.task.temperature),
+        ("truncate-after", args.task.truncate_after),
+    ):
         assert float(shown[flag]) == value, flag
     assert Path(shown["base-model"]) == Path(args.task.base_model)
 
@@ -345,8 +540,24 @@ def test_help_of_cnndm_shows_its_own_numbers(capsys, monkeypatch):
 
 
 def test_flags_override_the_tasks_defaults_in_both_spellings():
-    args = utils.parse_args(ppo.Args, ppo.PRESETS, ["--lr", "3e-5", "--task=cnndm", "--batch_size", "64", "--kl-coef", "0.5",
-                                                    "--response-length", "10", "--no-whiten-rewards", "--kl-target", "None"])
+    args = utils.parse_args(
+        ppo.Args,
+        ppo.PRESETS,
+        [
+            "--lr",
+            "3e-5",
+            "--task=cnndm",
+            "--batch_size",
+            "64",
+            "--kl-coef",
+            "0.5",
+            "--response-length",
+            "10",
+            "--no-whiten-rewards",
+            "--kl-target",
+            "None",
+        ],
+    )
     assert (args.lr, args.batch_size, args.kl_coef, args.task.response_length) == (3e-5, 64, 0.5, 10)
     assert args.kl_target is None and not args.whiten_rewards and args.task.task == "cnndm"
     assert args.task.query_length == 500  # what was not named keeps the task's default

@@ -67,8 +67,13 @@ def test_P9_worked_example_of_query_padding():
     assert padded.tolist() == [[50257, 23073, 11, 339, 561], [50257, 7091, 1807, 546, 340]]
 
 
-PADDED = [[PAD, PAD, 23, 11, 39, 56], [PAD, 23, PAD, 11, 39, 56], [23, 11, PAD, PAD, 39, 56], [23, 11, 39, 56, PAD, PAD],
-          [PAD, PAD, PAD, PAD, PAD, 17]]
+PADDED = [
+    [PAD, PAD, 23, 11, 39, 56],
+    [PAD, 23, PAD, 11, 39, 56],
+    [23, 11, PAD, PAD, 39, 56],
+    [23, 11, 39, 56, PAD, PAD],
+    [PAD, PAD, PAD, PAD, PAD, 17],
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,8 +111,19 @@ def test_G4_a_response_has_its_exact_length_and_never_a_pad_whatever_generation_
     assert expected.shape == (400, 9)
     assert sorted(expected.unique().tolist()) == [0, 1, 2, 3, 4, 5, 6]  # the whole vocabulary, EOS 0 too, and no pad
     assert (expected[expected[:, 3] == 0][:, 4:] != 0).any()  # it goes on behind an EOS
-    settings = dict(top_k=1, top_p=0.1, temperature=0.01, eos_token_id=[0, 1, 2], pad_token_id=0, min_length=50,
-                    max_length=4, max_new_tokens=2, repetition_penalty=9.0, do_sample=False, suppress_tokens=[3])
+    settings = dict(
+        top_k=1,
+        top_p=0.1,
+        temperature=0.01,
+        eos_token_id=[0, 1, 2],
+        pad_token_id=0,
+        min_length=50,
+        max_length=4,
+        max_new_tokens=2,
+        repetition_penalty=9.0,
+        do_sample=False,
+        suppress_tokens=[3],
+    )
     for name, value in settings.items():
         setattr(lm.generation_config, name, value)
     ours = utils.sample(lm, contexts, 9, 1.5, 7, utils.generator(1, 0, contexts.device))
@@ -140,6 +156,13 @@ def test_G4_draw_never_takes_a_token_of_probability_zero(dtype):
     uniform = torch.tensor([0.0, 5e-324, half, 1 - 2**-53, 1 - 2**-24], dtype=torch.float64)[:, None]
     assert utils.draw(logits, uniform)[[0, 1, 3, 4], 0].tolist() == [2, 2, 5, 5]
     assert utils.draw(logits, uniform)[2, 0] in (2, 4)  # on the border, never the 3 between them
+
+
+def test_G4_draw_gives_each_of_gpt2s_50257_tokens_its_own_share():
+    """Of V equally likely tokens, u = (k + ½)/V is the k-th."""
+    tokens = torch.linspace(0, 50256, 40).long()
+    uniform = ((tokens.double() + 0.5) / 50257)[:, None]
+    assert torch.equal(utils.draw(torch.full((40, 50257), -3.3), uniform)[:, 0], tokens)
 
 
 def test_G4_P1_sampled_tokens_follow_softmax_of_logits_over_temperature():
@@ -205,15 +228,20 @@ def test_R1_a_reward_is_of_the_last_real_token_and_knows_neither_padding_nor_the
         torch.testing.assert_close(model(middle), expected[:1], **SAME)
         for size in (1, 3):
             torch.testing.assert_close(utils.reward_scores(model, left[:, :6], left[:, 6:], size), expected, **SAME)
+            torch.testing.assert_close(utils.reward_scores(model, right[:, :2], right[:, 2:], size), expected, **SAME)
 
 
-def test_R2_the_reward_head_starts_at_one_over_the_root_of_the_width_plus_one(tmp_path):
+def test_R2_the_reward_head_starts_at_one_over_the_root_of_the_width_plus_one():
+    """1/√(3 + 1) = 0.5 at width 3, where the + 1 shows; 40,000 such heads at once."""
+    model = tiny.make_reward()
+    model.head = torch.nn.Linear(3, 40_000)
+    torch.manual_seed(0)
+    model._init_weights(model.head)
+    assert model.head.weight.std().item() == pytest.approx(0.5, rel=0.01)
+    assert abs(model.head.weight.mean().item()) < 0.01 and not model.head.bias.any()
     config = tiny.GPT2Config(vocab_size=5, n_embd=1024, n_layer=1, n_head=1, n_inner=1, n_positions=4)
-    model = utils.RewardModel(utils.RewardConfig(config, 5))
-    std = model.head.weight.std().item()
-    assert std == pytest.approx(0.031235, rel=0.08)  # 1/√1025; a sample of 1024 is within 2.2 % (one sigma)
-    assert abs(model.head.weight.mean().item()) < 0.005
-    assert model.head.bias.item() == 0
+    head = utils.RewardModel(utils.RewardConfig(config, 5)).head
+    assert head.weight.std().item() == pytest.approx(0.031235, rel=0.08) and head.bias.item() == 0  # 1/√1025
 
 
 def test_R2_from_lm_takes_the_language_models_backbone_and_a_fresh_head(model_folder):
@@ -272,14 +300,18 @@ def naive_rewards(model: utils.RewardModel, labels: utils.Labels) -> list[list[f
         row = rows_of(torch.cat([query, response])[None])[0]
         return gain * model.head(naive_hidden(model.backbone, row)[-1]).item() + bias
 
-    return [[reward(query, r) for r in responses] for query, responses in zip(labels.query, labels.responses, strict=True)]
+    return [
+        [reward(query, r) for r in responses] for query, responses in zip(labels.query, labels.responses, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 9, 128])
 def test_R4_best_of_four_is_softmax_cross_entropy_over_the_four_rewards(micro_batch_size, accelerator):
     model, labels = tiny.make_reward(), make_labels(4)
     rewards = naive_rewards(model, labels)
-    losses = [-math.log(math.exp(r[b]) / sum(map(math.exp, r))) for r, b in zip(rewards, labels.best.tolist(), strict=True)]
+    losses = [
+        -math.log(math.exp(r[b]) / sum(map(math.exp, r))) for r, b in zip(rewards, labels.best.tolist(), strict=True)
+    ]
     right = [max(range(4), key=r.__getitem__) == b for r, b in zip(rewards, labels.best.tolist(), strict=True)]
     args = train_reward.Args(task=tiny.make_task(), micro_batch_size=micro_batch_size)
     torch.testing.assert_close(train_reward.predict(model, labels, PAD, args), torch.tensor(rewards), **SAME)
@@ -476,7 +508,10 @@ def test_P7_the_micro_batch_size_never_changes_the_gradient(eos_task, accelerato
 
 
 def test_P8_reward_is_minus_beta_times_the_log_ratio_plus_the_score_on_the_last_token():
-    logprobs, ref = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -1.0, 0.0]]), torch.tensor([[-2.0, -1.0, -3.5], [-3.0, -1.5, 0.0]])
+    logprobs, ref = (
+        torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -1.0, 0.0]]),
+        torch.tensor([[-2.0, -1.0, -3.5], [-3.0, -1.5, 0.0]]),
+    )
     mask = torch.tensor([[True, True, True], [True, True, False]])
     rewards = ppo.kl_penalised_rewards(logprobs, ref, torch.tensor([10.0, 20.0]), mask, 0.1)
     torch.testing.assert_close(rewards, torch.tensor([[-0.1, 0.1, 9.95], [-0.2, 19.95, 0.0]]))
@@ -518,8 +553,12 @@ def naive_advantages(rewards: np.ndarray, values: np.ndarray, gamma: float, lam:
     rows, length = rewards.shape
     following = np.concatenate([values[:, 1:], np.zeros((rows, 1))], axis=1)
     delta = rewards + gamma * following - values
-    return np.array([[sum((gamma * lam) ** (k - t) * delta[i, k] for k in range(t, length)) for t in range(length)]
-                     for i in range(rows)])
+    return np.array(
+        [
+            [sum((gamma * lam) ** (k - t) * delta[i, k] for k in range(t, length)) for t in range(length)]
+            for i in range(rows)
+        ]
+    )
 
 
 def make_old(values: list[float], logprobs: list[float] | None = None) -> ppo.Rollout:
@@ -654,8 +693,12 @@ def test_X9_loss_and_metrics_are_those_of_ragged_rows_in_a_slow_loop(accelerator
     policy = tiny.make_policy()
     rollout, score = eos_rollout(policy, eos_responses(), EOS_ARGS)
     moved = tiny.make_policy(seed=1)  # other weights, so that ratios and values differ from the old ones
-    moved.lm.load_state_dict({k: v + 0.02 * torch.randn(v.shape, generator=torch.Generator().manual_seed(5))
-                              for k, v in policy.lm.state_dict().items()})
+    moved.lm.load_state_dict(
+        {
+            k: v + 0.02 * torch.randn(v.shape, generator=torch.Generator().manual_seed(5))
+            for k, v in policy.lm.state_dict().items()
+        }
+    )
     moved.lm.tie_weights()
     with torch.no_grad():
         new = [x.double().numpy() for x in moved(rollout.contexts, rollout.responses)]

@@ -46,8 +46,10 @@ def scripts(task: utils.Task, reward_folder: str, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     return {
         "ppo": (ppo.main, tiny.make_args(task, reward_model=reward_folder)),
-        "train_reward": (train_reward.main, train_reward.Args(task=task, num_labels=12, batch_size=4, normalize_samples=4,
-                                                              rollout_batch_size=4)),
+        "train_reward": (
+            train_reward.main,
+            train_reward.Args(task=task, num_labels=12, batch_size=4, normalize_samples=4, rollout_batch_size=4),
+        ),
         "sft": (sft.main, sft.Args(task=task, num_heldout=4, batch_size=2, block_size=10)),
     }
 
@@ -55,7 +57,9 @@ def scripts(task: utils.Task, reward_folder: str, tmp_path: Path, monkeypatch: p
 # ------------------------------------------------------------------------------------------------------------- sizes
 
 
-@pytest.mark.parametrize(("batch_size", "minibatches", "processes", "right"), [(10, 4, 1, 12), (500, 8, 64, 512), (7, 1, 2, 8)])
+@pytest.mark.parametrize(
+    ("batch_size", "minibatches", "processes", "right"), [(10, 4, 1, 12), (500, 8, 64, 512), (7, 1, 2, 8)]
+)
 def test_a_ppo_batch_that_does_not_divide_names_sizes_and_the_next_right_one(batch_size, minibatches, processes, right):
     args = tiny.make_args(batch_size=batch_size, num_minibatches=minibatches)
     refuses(lambda: ppo.check(args, processes), f"batch_size={batch_size}", processes, minibatches, f"use {right}")
@@ -72,7 +76,14 @@ def test_other_sizes_that_do_not_divide():
 
 
 POSITIVE = {
-    ppo: ("total_episodes", "batch_size", "num_minibatches", "num_ppo_epochs", "micro_batch_size", "rollout_batch_size"),
+    ppo: (
+        "total_episodes",
+        "batch_size",
+        "num_minibatches",
+        "num_ppo_epochs",
+        "micro_batch_size",
+        "rollout_batch_size",
+    ),
     train_reward: ("num_labels", "batch_size", "micro_batch_size", "normalize_samples", "rollout_batch_size"),
     sft: ("num_epochs", "batch_size", "micro_batch_size", "block_size"),
 }
@@ -127,8 +138,16 @@ MISTAKES = {  # changes of the task → what the error names
     "temperature": (dict(temperature=0.0), ("temperature=0.0",)),
     "gold_fn without a function": (dict(gold_fn="nothing"), ("nothing", "module:function")),
 }
-SFT_READS = ("no such model folder", "no such query file", "no such column", "temperature", "gold_fn without a function")
-PAIRS = [(script, mistake) for script in ("ppo", "train_reward") for mistake in MISTAKES] + [("sft", m) for m in SFT_READS]
+SFT_READS = (
+    "no such model folder",
+    "no such query file",
+    "no such column",
+    "temperature",
+    "gold_fn without a function",
+)
+PAIRS = [(script, mistake) for script in ("ppo", "train_reward") for mistake in MISTAKES] + [
+    ("sft", m) for m in SFT_READS
+]
 
 
 @pytest.mark.parametrize(("script", "mistake"), PAIRS)
@@ -143,10 +162,19 @@ def test_blocks_longer_than_the_model_reads_are_refused_before_any_weights(scrip
     refuses(lambda: main(replace(args, block_size=65)), "65", "64")
 
 
-@pytest.mark.parametrize(("name", "content"), [("empty.txt", ""), ("blank.txt", "\n   \n\n\t\n"), ("empty.jsonl", ""),
-                                               ("blank.jsonl", '{"text": "  "}\n{"text": null}\n')])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("empty.txt", ""),
+        ("blank.txt", "\n   \n\n\t\n"),
+        ("empty.jsonl", ""),
+        ("blank.jsonl", '{"text": "  "}\n{"text": null}\n'),
+    ],
+)
 @pytest.mark.parametrize("script", ["ppo", "train_reward", "sft"])
-def test_an_empty_or_blank_query_source_is_refused_before_any_weights(script, name, content, scripts, no_weights, tmp_path):
+def test_an_empty_or_blank_query_source_is_refused_before_any_weights(
+    script, name, content, scripts, no_weights, tmp_path
+):
     (tmp_path / name).write_text(content)
     main, args = scripts[script]
     refuses(lambda: main(with_task(args, query_dataset=str(tmp_path / name))), "--query_dataset", tmp_path / name)
@@ -185,8 +213,11 @@ def test_a_model_folder_with_weights_in_another_format_is_not_replaced_by_random
 
 def test_a_missing_reward_model_names_the_command_that_makes_it(scripts, no_weights, tmp_path):
     main, args = scripts["ppo"]
-    refuses(lambda: main(replace(args, reward_model=None)), "models/synthetic/train_reward",
-            "python train_reward.py --task synthetic")
+    refuses(
+        lambda: main(replace(args, reward_model=None)),
+        "models/synthetic/train_reward",
+        "python train_reward.py --task synthetic",
+    )
     (tmp_path / "empty").mkdir()
     refuses(lambda: main(replace(args, reward_model=str(tmp_path / "empty"))), tmp_path / "empty", "train_reward.py")
 
@@ -194,8 +225,11 @@ def test_a_missing_reward_model_names_the_command_that_makes_it(scripts, no_weig
 def test_a_missing_sft_model_names_the_command_that_makes_it(scripts, no_weights):
     for name in ("ppo", "train_reward"):
         main, args = scripts[name]
-        refuses(lambda main=main, args=args: main(with_task(args, base_model="models/synthetic/nowhere")),
-                "models/synthetic/nowhere", "python sft.py --task synthetic")
+        refuses(
+            lambda main=main, args=args: main(with_task(args, base_model="models/synthetic/nowhere")),
+            "models/synthetic/nowhere",
+            "python sft.py --task synthetic",
+        )
 
 
 def test_a_reward_model_of_another_vocabulary_is_refused(scripts, tmp_path):
@@ -218,8 +252,10 @@ LABELS = {  # name → (what becomes of 16 good rows, what the error names)
     "no query": (lambda rows: [{k: v for k, v in row.items() if k != "query"} for row in rows], ("query",)),
     "one candidate": (lambda rows: [{k: row[k] for k in ("query", "sample0", "best")} for row in rows], ("sample1",)),
     "no candidates": (lambda rows: [{k: row[k] for k in ("query", "best")} for row in rows], ("sample0",)),
-    "a row without a candidate": (lambda rows: [rows[0], {k: v for k, v in rows[1].items() if k != "sample2"}, *rows[2:]],
-                                  ("row 1", "sample2")),
+    "a row without a candidate": (
+        lambda rows: [rows[0], {k: v for k, v in rows[1].items() if k != "sample2"}, *rows[2:]],
+        ("row 1", "sample2"),
+    ),
     "short query": (lambda rows: change(rows, query=[1, 2]), ("row 1", "query", "2 ids", "8")),
     "long candidate": (lambda rows: change(rows, sample3=[1] * 6), ("row 1", "sample3", "6 ids", "5")),
     "best too high": (lambda rows: change(rows, best=4), ("row 1", "best=4", "3")),
@@ -227,7 +263,10 @@ LABELS = {  # name → (what becomes of 16 good rows, what the error names)
     "best missing": (lambda rows: change(rows, best=None), ("row 1", "best")),
     "best between": (lambda rows: change(rows, best=1.5), ("row 1", "best=1.5")),
     "best in words": (lambda rows: [row | {"best": "first"} for row in rows], ("best", "first")),
-    "id beyond the vocabulary": (lambda rows: change(rows, sample1=[1, 2, 1001, 4, 5]), ("row 1", "sample1", 1001, 999)),
+    "id beyond the vocabulary": (
+        lambda rows: change(rows, sample1=[1, 2, 1001, 4, 5]),
+        ("row 1", "sample1", 1001, 999),
+    ),
     "negative id": (lambda rows: change(rows, query=[1, 2, 3, 4, 5, 6, 7, -8]), ("row 1", "query", -8)),
     "null id": (lambda rows: change(rows, sample0=[1, 2, None, 4, 5]), ("row 1", "sample0")),
     "fractional id": (lambda rows: change(rows, sample0=[1, 2, 3.5, 4, 5]), ("row 1", "sample0")),
@@ -262,11 +301,19 @@ def test_labels_are_checked_before_any_weights(scripts, no_weights):
 # --------------------------------------------------------------------------------------------------------- functions
 
 
-@pytest.mark.parametrize(("spec", "words"), [
-    ("no_colon", ("no_colon", "module:function")), ("nowhere.py:f", ("nowhere.py",)), ("no_such_module_:f", ("no_such_module_",)),
-    ("math:no_such_function", ("math", "no_such_function")), ("math:pi", ("math", "pi")), ("mine.py:g", ("mine.py", "g")),
-    ("", ()), ("no.such.package:f", ("no.such.package",)),
-])
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("no_colon", ("no_colon", "module:function")),
+        ("nowhere.py:f", ("nowhere.py",)),
+        ("no_such_module_:f", ("no_such_module_",)),
+        ("math:no_such_function", ("math", "no_such_function")),
+        ("math:pi", ("math", "pi")),
+        ("mine.py:g", ("mine.py", "g")),
+        ("", ()),
+        ("no.such.package:f", ("no.such.package",)),
+    ],
+)
 def test_a_bad_function_spec_is_refused(spec, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def f(queries, responses):\n    return [1.0] * len(queries)\n")
@@ -279,8 +326,15 @@ def test_a_bad_reward_fn_is_refused_before_any_weights(scripts, no_weights):
     refuses(lambda: main(replace(args, reward_fn="nowhere.py:f")), "nowhere.py")
 
 
-RETURNS = {"too few": "[1.0]", "too many": "[1.0] * 9", "nested": "[[1.0]] * len(queries)", "nan": "[float('nan')] * len(queries)",
-           "infinite": "[1.0, float('inf')] + [0.0] * (len(queries) - 2)", "none": "None", "texts": "['good'] * len(queries)"}
+RETURNS = {
+    "too few": "[1.0]",
+    "too many": "[1.0] * 9",
+    "nested": "[[1.0]] * len(queries)",
+    "nan": "[float('nan')] * len(queries)",
+    "infinite": "[1.0, float('inf')] + [0.0] * (len(queries) - 2)",
+    "none": "None",
+    "texts": "['good'] * len(queries)",
+}
 
 
 @pytest.mark.parametrize("name", RETURNS)
@@ -298,9 +352,14 @@ def test_a_good_reward_fn_reads_texts_and_may_return_any_sequence(task, tmp_path
         "import numpy\ndef f(queries, responses):\n    return numpy.array([len(q) + 100 * len(r) for q, r in zip(queries, responses)])\n"
     )
     tokenizer, _, pad_id = utils.load_tokenizer(task, 5)
-    reward = utils.load_reward(tiny.make_args(task, reward_fn=f"{tmp_path}/mine.py:f"), tokenizer, pad_id, torch.device("cpu"))
+    reward = utils.load_reward(
+        tiny.make_args(task, reward_fn=f"{tmp_path}/mine.py:f"), tokenizer, pad_id, torch.device("cpu")
+    )
     queries = utils.pad_rows([tokenizer.encode("Anna saw"), tokenizer.encode("A")], 8, pad_id)
-    assert reward(queries, utils.pad_rows([tokenizer.encode("."), tokenizer.encode(" ..")], 4, pad_id)).tolist() == [108, 301]
+    assert reward(queries, utils.pad_rows([tokenizer.encode("."), tokenizer.encode(" ..")], 4, pad_id)).tolist() == [
+        108,
+        301,
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------- the hub
@@ -322,13 +381,18 @@ def unreachable_hub(monkeypatch, tmp_path):
 
 
 SOURCES = {
-    "abisee/cnn_dailymail:3.0.0": ("hf download abisee/cnn_dailymail --repo-type dataset --local-dir cnn_dailymail",
-                                   "--query_dataset cnn_dailymail"),
-    "SamuelYang/bookcorpus": ("hf download SamuelYang/bookcorpus --repo-type dataset --local-dir bookcorpus",
-                              "--query_dataset bookcorpus"),
+    "abisee/cnn_dailymail:3.0.0": (
+        "hf download abisee/cnn_dailymail --repo-type dataset --local-dir cnn_dailymail",
+        "--query_dataset cnn_dailymail",
+    ),
+    "SamuelYang/bookcorpus": (
+        "hf download SamuelYang/bookcorpus --repo-type dataset --local-dir bookcorpus",
+        "--query_dataset bookcorpus",
+    ),
     "vwxyzjn/lm-human-preferences:sentiment/offline_5k.json": (
         "hf download vwxyzjn/lm-human-preferences sentiment/offline_5k.json --repo-type dataset --local-dir lm-human-preferences",
-        "--query_dataset lm-human-preferences/sentiment/offline_5k.json"),
+        "--query_dataset lm-human-preferences/sentiment/offline_5k.json",
+    ),
 }
 
 
@@ -351,7 +415,13 @@ def test_a_model_that_cannot_be_reached_names_the_next_command_at_once(unreachab
 
 def test_an_unknown_task_is_refused_with_the_names_of_those_there_are():
     for argv in (["--task", "sentimental"], ["--task=sentimental"]):
-        refuses(lambda argv=argv: utils.parse_args(ppo.Args, ppo.PRESETS, argv), "sentimental", "sentiment", "cnndm", "synthetic")
+        refuses(
+            lambda argv=argv: utils.parse_args(ppo.Args, ppo.PRESETS, argv),
+            "sentimental",
+            "sentiment",
+            "cnndm",
+            "synthetic",
+        )
     refuses(lambda: utils.parse_args(ppo.Args, ppo.PRESETS, ["--task"]), "task")
 
 
@@ -375,10 +445,16 @@ def test_cli_prints_one_line_and_exits_with_2_for_bad_input_only(capsys, monkeyp
         utils.cli(lambda args: 1 / 0, lambda: None)
 
 
-@pytest.mark.parametrize(("argv", "words"), [
-    (["ppo.py", "--task", "synthetic", "--batch-size", "10", "--num_minibatches", "4"], ("batch_size=10", "use 12")),
-    (["train_reward.py", "--task", "sentimental"], ("sentimental", "descriptiveness")),
-])
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (
+            ["ppo.py", "--task", "synthetic", "--batch-size", "10", "--num_minibatches", "4"],
+            ("batch_size=10", "use 12"),
+        ),
+        (["train_reward.py", "--task", "sentimental"], ("sentimental", "descriptiveness")),
+    ],
+)
 def test_from_the_command_line_bad_input_is_exit_code_2_without_a_traceback(argv, words, tmp_path):
     script, *flags = argv
     command = [sys.executable, str(utils.ROOT / script), *flags]

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 import ppo
 import sft
-import train_reward
 import utils
 
 
@@ -129,8 +128,10 @@ def test_07_nan_and_huge_numbers_at_masked_positions_change_nothing(huge, accele
     outside = ~rollout.mask
     assert outside.any(dim=1).sum() >= 3
     assert not rollout.rewards[outside].any()
-    poison = {name: getattr(rollout, name).masked_fill(outside, huge)
-              for name in ("logprobs", "values", "ref_logprobs", "rewards")}
+    poison = {
+        name: getattr(rollout, name).masked_fill(outside, huge)
+        for name in ("logprobs", "values", "ref_logprobs", "rewards")
+    }
     score = utils.Score(rollout.scores, rollout.responses, rollout.mask.sum(dim=1) - 1, rollout.scores > 0)
     results = []
     for batch in (rollout, rollout._replace(**poison)):
@@ -159,8 +160,9 @@ def test_07_a_policy_that_gives_nan_or_huge_numbers_at_masked_positions_changes_
         return tuple(torch.where(outside, huge, x) for x in forward(contexts, responses))
 
     policy.forward = poisoned
-    for ours, theirs in zip((ppo.minibatch_gradient(policy, rollout, args, accelerator), tiny.gradients(policy)), clean,
-                            strict=True):
+    for ours, theirs in zip(
+        (ppo.minibatch_gradient(policy, rollout, args, accelerator), tiny.gradients(policy)), clean, strict=True
+    ):
         for name, value in theirs.items():
             assert torch.equal(ours[name], value), name
 
@@ -222,9 +224,17 @@ def test_14_kl_is_positive_where_the_policy_is_surer_than_the_reference_and_lowe
     score = utils.Score(scores, None, None, torch.tensor([True, False]))
     stats = {"val/error": torch.tensor([0.5]), "returns/var": torch.tensor([2.0])}
     metrics = {k: float(v) for k, v in ppo.summarise(rollout, score, stats, 0.2).items()}
-    expected = {"objective/kl": 0.75, "objective/entropy": 2.5, "objective/scores": 3.0, "objective/score_total": 2.85,
-                "objective/rlhf_reward": 2.85, "objective/kl_coef": 0.2, "objective/ended": 0.5,
-                "objective/response_length": 2.0, "ppo/val/var_explained": 0.75}
+    expected = {
+        "objective/kl": 0.75,
+        "objective/entropy": 2.5,
+        "objective/scores": 3.0,
+        "objective/score_total": 2.85,
+        "objective/rlhf_reward": 2.85,
+        "objective/kl_coef": 0.2,
+        "objective/ended": 0.5,
+        "objective/response_length": 2.0,
+        "ppo/val/var_explained": 0.75,
+    }
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, abs=1e-6), name
 
@@ -262,7 +272,9 @@ def test_15_a_stop_text_becomes_its_one_token(task):
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_18_a_saved_policy_loads_as_a_language_model_with_the_same_logits_and_tied_weights(kind, task, tmp_path, accelerator):
+def test_18_a_saved_policy_loads_as_a_language_model_with_the_same_logits_and_tied_weights(
+    kind, task, tmp_path, accelerator
+):
     folder = str(tiny.write_model(tmp_path / "start", kind))
     policy = ppo.PolicyAndValue(utils.load_lm(folder), WORDS, 0.7)
     tied = policy.lm.config.tie_word_embeddings
@@ -322,8 +334,15 @@ def test_18_a_reward_model_round_trips_with_one_from_pretrained(kind, tmp_path):
 
 
 def test_19_metrics_are_means_over_all_minibatches_of_the_update():
-    rollout = ppo.Rollout(None, None, None, torch.ones(2, 1).bool(), *(torch.zeros(2, 1) for _ in range(3)),
-                          torch.zeros(2), torch.zeros(2, 1))
+    rollout = ppo.Rollout(
+        None,
+        None,
+        None,
+        torch.ones(2, 1).bool(),
+        *(torch.zeros(2, 1) for _ in range(3)),
+        torch.zeros(2),
+        torch.zeros(2, 1),
+    )
     stats = {name: torch.tensor([1.0, 2.0, 6.0]) for name in ("loss/total", "val/error", "returns/var")}
     score = utils.Score(rollout.scores, None, None, rollout.mask[:, 0])
     assert ppo.summarise(rollout, score, stats, 0.1)["ppo/loss/total"].item() == 3.0
@@ -346,7 +365,7 @@ def test_20_under_bf16_log_softmax_and_statistics_are_fp32_and_so_are_the_weight
         rollout, _ = ppo.evaluate(tiny.make_models(policy), queries, responses, epochs[0], 0.15, args)
     stats = ppo.optimise(policy, optimizer, rollout, epochs, args, bf16_accelerator)
     assert {logits.dtype for logits, *_ in seen} == {torch.bfloat16}  # autocast is on, in both passes
-    for logits, logprobs, entropies in seen:
+    for _, logprobs, entropies in seen:
         assert logprobs.dtype == entropies.dtype == torch.float32
     logits, logprobs, entropies = seen[-1]
     expected = (logits.double() / 0.7).softmax(-1)
@@ -398,6 +417,7 @@ def test_22_held_out_blocks_are_not_trained_on(runs, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     load_rows, saved = sft.load_rows, []
     for shift in (0, 1):
+
         def spy(*args, shift=shift):
             rows, first = load_rows(*args)
             rows[:6] = (rows[:6] + shift) % WORDS

@@ -16,7 +16,9 @@ import utils
 
 VOCAB = 61
 PAD = VOCAB  # one past the vocabulary
-WORDS = json.loads((utils.SYNTHETIC / "model" / "config.json").read_text())["vocab_size"]  # of the synthetic task's tokenizer
+WORDS = json.loads((utils.SYNTHETIC / "model" / "config.json").read_text())[
+    "vocab_size"
+]  # of the synthetic task's tokenizer
 KINDS = ("gpt2", "gpt_neox", "llama", "falcon")
 
 
@@ -74,8 +76,18 @@ def make_task(**changes: Any) -> utils.Task:
 
 def make_args(task: utils.Task | None = None, **changes: Any) -> ppo.Args:
     """PPO settings for a batch of 8."""
-    values = dict(total_episodes=24, batch_size=8, num_minibatches=2, num_ppo_epochs=2, micro_batch_size=2,
-                  rollout_batch_size=3, lr=1e-3) | changes
+    values = (
+        dict(
+            total_episodes=24,
+            batch_size=8,
+            num_minibatches=2,
+            num_ppo_epochs=2,
+            micro_batch_size=2,
+            rollout_batch_size=3,
+            lr=1e-3,
+        )
+        | changes
+    )
     return ppo.Args(task=task or make_task(), **values)
 
 
@@ -103,8 +115,11 @@ def make_rollout(policy: Any, args: ppo.Args, order: np.ndarray | None = None, s
     order = np.arange(len(queries)) if order is None else order
     rollout = ppo.evaluate(make_models(policy), queries, responses, order, 0.15, args)[0]
     noise = torch.randn(3, *rollout.rewards.shape, generator=torch.Generator().manual_seed(seed))
-    return rollout._replace(logprobs=rollout.logprobs + 0.2 * noise[0], values=rollout.values + 0.3 * noise[1],
-                            rewards=(rollout.rewards + noise[2]).masked_fill(~rollout.mask, 0))
+    return rollout._replace(
+        logprobs=rollout.logprobs + 0.2 * noise[0],
+        values=rollout.values + 0.3 * noise[1],
+        rewards=(rollout.rewards + noise[2]).masked_fill(~rollout.mask, 0),
+    )
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -125,10 +140,18 @@ def write_model(folder: Path, kind: str = "gpt2", seed: int = 0, dropout: float 
 def write_task(folder: Path, kind: str = "gpt2", labels: int = 16, **changes: Any) -> utils.Task:
     """A task whose model, queries and labels are small local files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    task = make_task(base_model=str(write_model(folder / "model", kind)), query_dataset=str(folder / "stories.txt"),
-                     label_dataset=str(folder / "labels.json"), **changes)
-    stories = [f"{name} {verb} the {thing}." for name in ("Anna", "Ben", "Clara", "Tom the baker") for verb in ("saw", "found")
-               for thing in ("cat", "old red house", "sea", "bus to the village", "soup that was very good")]
+    task = make_task(
+        base_model=str(write_model(folder / "model", kind)),
+        query_dataset=str(folder / "stories.txt"),
+        label_dataset=str(folder / "labels.json"),
+        **changes,
+    )
+    stories = [
+        f"{name} {verb} the {thing}."
+        for name in ("Anna", "Ben", "Clara", "Tom the baker")
+        for verb in ("saw", "found")
+        for thing in ("cat", "old red house", "sea", "bus to the village", "soup that was very good")
+    ]
     (folder / "stories.txt").write_text("\n".join(stories) + "\n")
     (folder / "labels.json").write_text(json.dumps(label_rows(labels, task.query_length, task.response_length)))
     return task
@@ -142,5 +165,11 @@ def label_rows(n: int, query_length: int, response_length: int, pad: int = utils
         real = int(rng.integers(1, length + 1))
         return rng.integers(1, 200, real).tolist() + [pad] * (length - real)
 
-    return [{"query": ids(query_length), **{f"sample{k}": ids(response_length) for k in range(4)},
-             "best": int(rng.integers(4))} for _ in range(n)]
+    return [
+        {
+            "query": ids(query_length),
+            **{f"sample{k}": ids(response_length) for k in range(4)},
+            "best": int(rng.integers(4)),
+        }
+        for _ in range(n)
+    ]

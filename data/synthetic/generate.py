@@ -2,8 +2,9 @@
 
     python data/synthetic/generate.py texts [--out DIR]
     python sft.py --task synthetic && python data/synthetic/generate.py labels [--model DIR] [--out FILE]
+    python sft.py --task synthetic_eos && python data/synthetic/generate.py pairs [--model DIR] [--out FILE]
 
-Every run of `texts` writes the same bytes; `labels` depends on the model's last digits too.
+Every run of `texts` writes the same bytes; `labels` and `pairs` depend on the model's last digits too.
 """
 
 import argparse
@@ -12,17 +13,19 @@ import json
 import os
 import random
 import re
+import sys
 from pathlib import Path
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread counts the words in one order: the same BPE every time
 
-from judge import GROUPS, LEXICON, LIMIT, gold_score  # noqa: E402
+from judge import GROUPS, LEXICON, LIMIT, best_accuracy, gold_score, human_choice  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
 HERE = Path(__file__).parent
 SEED = 1
 STORIES, EOS_STORIES = 20_000, 12_000
-LABELS = 5504  # 4992 to train, the rest to test
+LABELS, PAIRS = 5504, 10_496  # 4992 and 9984 to train, the rest to test
+OPENAI_PAD = 50259  # what OpenAI's label files are padded with
 SENTENCES = {1: 14, 2: 30, 3: 32, 4: 24}  # number of sentences in a story: weight
 MIN_WORDS, MAX_WORDS = 6, 58  # words and punctuation marks of a story; keeps every story below 64 tokens
 KINDS = {"neutral": 35, "feeling": 53, "negated": 12}  # kind of a sentence: weight
@@ -65,10 +68,10 @@ negated: {S} was {not} {feel!}. | {S} was {not} {feel!} because {event~}. | {S} 
     | There was no {spirit!} in the {land}. | The {pet} was not {pet_feel!}. | {S} did not have a {quality!} {day}.
     | {S} talked to the {person}, who was not {manner!}. | {F} was {not} {feel!}.
 
-degree: | | | | very | really | extremely | slightly | a little | quite | so
+degree: | | | | very | really | extremely | slightly | a little
 strong: | very | really
 not: not | never | no longer
-moment+: {F} praised {him} | {F} thanked {him} | {F} hugged {him} | {F} helped {him} | {F} gave {him} a gift
+moment+: {F} praised {him} | {F} thanked {him} | {F} helped {him} | {F} gave {him} a gift
     | {S} won a prize | {S} won the game
 moment-: {F} scolded {him} | {S} lost the {object} | {S} lost a {look} {object} | {F} forgot {him}
     | {S} broke the {ware} | {S} hurt {his} {limb} | {S} made a mistake | {F} broke the {ware}
@@ -76,7 +79,7 @@ event+: {moment+} | {moment+} | the {food} was {taste+} | the {person} was {mann
     | the {thing} was {quality+} | the {thing} was fun
 event-: {moment-} | {moment-} | the {food} was {taste-} | the {person} was {manner-} | the {pet} was ill
     | the {thing} was {quality-} | the {object} was stolen | {F} was in trouble
-sip+: good | fresh | delicious
+sip+: good | delicious
 sip-: bad | bitter
 spirit+: joy | hope | laughter
 spirit-: fear | anger | trouble
@@ -216,7 +219,7 @@ def tidy(text):
     'It was an awful day, and Tom did not buy any bread.'
     """
     text = re.sub(r" (?=[.,])", "", " ".join(text.split()))
-    text = re.sub(rf"\b(?:very|extremely|slightly|a little|quite|so) ({EXTREMES})\b", r"\1", text)
+    text = re.sub(rf"\b(?:very|extremely|slightly|a little) ({EXTREMES})\b", r"\1", text)
     text = re.sub(r"\b(did not \w+|never \w+) some\b", r"\1 any", text)
     text = re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text)
     return text[0].upper() + text[1:] + "." * (text[-1] != ".")
@@ -338,45 +341,59 @@ def write_texts(out):
     print_lengths("stories_eos.jsonl, completion", tokenizer, [pair["completion"] for pair in pairs])
 
 
-def write_labels(model, out, count=LABELS, seed=SEED):
-    """Write best-of-4 labels in OpenAI's format: four samples of `model` behind a story, and the one that the judge likes best.
+def judged_samples(task_name, model, count, per_query, seed):
+    """Return queries, cut samples [count * per_query, R], their texts, their true scores [count, per_query] and ids.
 
     The samples are cut as the task cuts them for scoring, so the judge and the reward model see the same text.
     """
-    import sys
-
     sys.path.insert(0, str(HERE.parents[1]))
     import numpy as np
     import torch
-    from judge import best_accuracy, gold_score, human_choice
 
     import utils
 
-    task = dataclasses.replace(utils.TASKS["synthetic"], base_model=model)
+    task = dataclasses.replace(utils.TASKS[task_name], base_model=model)
     tokenizer, _, pad = utils.load_tokenizer(task, task.response_length)
     ids = utils.task_ids(task, tokenizer, pad)
     table = utils.load_queries(task, tokenizer, pad)
-    queries = table[utils.rows_of_step(len(table), count, 0, seed)].repeat_interleave(4, dim=0)
-    lm = utils.load_lm(model).eval()
-    samples = utils.sample_all(lm, queries, task, pad, utils.generator(seed, 0, torch.device("cpu")), size=256)
+    queries = table[utils.rows_of_step(len(table), count, 0, seed)].repeat_interleave(per_query, dim=0)
+    gen = utils.generator(seed, 0, torch.device("cpu"))
+    samples = utils.sample_all(utils.load_lm(model).eval(), queries, task, pad, gen, size=256)
     cut = utils.truncate(samples, ids.truncate, task.truncate_after, pad)[0]
-    texts = (utils.decode(tokenizer, tokens, pad) for tokens in (queries, cut))
-    scores = np.array(gold_score(*texts)).reshape(count, 4)
-    rng = np.random.default_rng(seed)
-    best = [human_choice(list(row), rng) for row in scores]
+    texts = [utils.decode(tokenizer, tokens, pad) for tokens in (queries, cut)]
+    scores = np.array(gold_score(*texts)).reshape(count, per_query)
+    print(f"{count} labels; true score: mean {scores.mean():.3f}, standard deviation {scores.std():.3f}; "
+          f"best possible accuracy {best_accuracy(scores.tolist()):.3f}, on the last 512 {best_accuracy(scores[-512:].tolist()):.3f}")
+    return queries, cut, texts, scores, pad
+
+
+def write_labels(model, out, count=LABELS, seed=SEED):
+    """Write best-of-4 labels in OpenAI's format: four samples of `model` behind a story, and the one the judge likes best."""
+    queries, cut, _, scores, pad = judged_samples("synthetic", model, count, 4, seed)
+    rng = random.Random(seed)
 
     def stored(tokens):  # right-padded with OpenAI's pad id
         rows = [[token for token in row if token != pad] for row in tokens.tolist()]
-        return [row + [utils.LABEL_PAD] * (tokens.shape[1] - len(row)) for row in rows]
+        return [row + [OPENAI_PAD] * (tokens.shape[1] - len(row)) for row in rows]
 
     queries, cut = stored(queries[::4]), stored(cut)
     rows = [
-        {"query": queries[i], **{f"sample{j}": cut[4 * i + j] for j in range(4)}, "best": best[i]} for i in range(count)
+        {"query": queries[i], **{f"sample{j}": cut[4 * i + j] for j in range(4)}, "best": human_choice(list(scores[i]), rng)}
+        for i in range(count)
     ]
+    out.write_text("[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n")
+
+
+def write_pairs(model, out, count=PAIRS, seed=SEED):
+    """Write pairs of texts: two samples of `model` behind a prompt, the one that the judge prefers as `chosen`."""
+    _, _, (prompts, responses), scores, _ = judged_samples("synthetic_eos", model, count, 2, seed)
+    rng = random.Random(seed)
     with open(out, "w") as file:
-        file.write("[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n")
-    print(f"{count} labels; true score: mean {scores.mean():.3f}, standard deviation {scores.std():.3f}; "
-          f"best possible accuracy {best_accuracy(scores.tolist()):.3f}, on the rows behind 4992 {best_accuracy(scores[4992:].tolist()):.3f}")
+        for i in range(count):
+            best = 2 * i + human_choice(list(scores[i]), rng)
+            row = {"prompt": prompts[best], "chosen": responses[best], "rejected": responses[4 * i + 1 - best]}
+            if row["chosen"].strip() and row["rejected"].strip():
+                file.write(json.dumps(row) + "\n")
 
 
 def main():
@@ -390,6 +407,10 @@ def main():
     labels.add_argument("--model", default="models/synthetic/sft", help="folder that sft.py wrote")
     labels.add_argument("--out", type=Path, default=HERE / "labels.json", help="file to write")
     labels.set_defaults(run=lambda args: write_labels(args.model, args.out))
+    pairs = commands.add_parser("pairs", help="preference pairs on samples of the sft model of synthetic_eos")
+    pairs.add_argument("--model", default="models/synthetic_eos/sft", help="folder that sft.py wrote")
+    pairs.add_argument("--out", type=Path, default=HERE / "pairs_eos.jsonl", help="file to write")
+    pairs.set_defaults(run=lambda args: write_pairs(args.model, args.out))
     args = parser.parse_args()
     args.run(args)
 

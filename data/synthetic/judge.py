@@ -9,37 +9,24 @@ import re
 
 # A word is worth -2, -1, 1 or 2. The groups differ in where a sentence can use the word.
 FEELINGS = {  # Anna was happy
-    "happy": 2, "glad": 1, "cheerful": 2, "proud": 1, "calm": 1, "excited": 1, "delighted": 2,
-    "grateful": 1, "hopeful": 1, "pleased": 1, "brave": 1, "thrilled": 2,
-    "sad": -2, "angry": -2, "afraid": -1, "lonely": -1, "worried": -1, "upset": -1, "bored": -1,
-    "miserable": -2, "nervous": -1, "ashamed": -1, "gloomy": -1, "furious": -2,
+    "happy": 1, "glad": 1, "proud": 1, "calm": 1, "cheerful": 1, "delighted": 2, "thrilled": 2,
+    "sad": -1, "angry": -1, "afraid": -1, "lonely": -1, "worried": -1, "miserable": -2, "furious": -2,
 }
-PET_FEELINGS = {  # the dog was safe
-    "safe": 1, "gentle": 1, "clever": 1, "happy": 2, "ill": -1, "afraid": -1, "lonely": -1, "dirty": -1,
-}
+PET_FEELINGS = {"safe": 1, "happy": 1, "ill": -1, "afraid": -1}  # the dog was safe
 QUALITIES = {  # the party was nice
-    "good": 1, "nice": 1, "lovely": 1, "wonderful": 2, "beautiful": 2, "pleasant": 1, "great": 2,
-    "bad": -1, "terrible": -2, "awful": -2, "ugly": -1, "boring": -1, "dull": -1, "unpleasant": -1,
+    "good": 1, "nice": 1, "lovely": 1, "wonderful": 2, "great": 2,
+    "bad": -1, "boring": -1, "dull": -1, "terrible": -2, "awful": -2,
 }
-TASTES = {  # the soup was delicious
-    "good": 1, "delicious": 2, "tasty": 1, "fresh": 1, "bad": -1, "rotten": -2, "bitter": -1,
-    "sour": -1,
-}
-MANNERS = {  # the baker was kind
-    "kind": 1, "friendly": 1, "funny": 1, "polite": 1, "gentle": 1, "honest": 1,
-    "rude": -1, "cruel": -2, "mean": -1, "selfish": -1, "nasty": -2,
-}
-REACTIONS = {  # Anna smiled
-    "smiled": 1, "laughed": 1, "cheered": 1, "cried": -1, "sighed": -1, "complained": -1, "frowned": -1,
-}
-ATTITUDES = {"loved": 2, "liked": 1, "enjoyed": 1, "hated": -2, "disliked": -1}  # Anna loved the song
-WISHES = {"love": 2, "like": 1, "enjoy": 1, "hate": -2, "dislike": -1}  # Anna did not love the song
-ADVERBS = {"happily": 1, "gladly": 1, "proudly": 1, "sadly": -1, "angrily": -1, "nervously": -1}
-MOODS = {"joy": 2, "hope": 1, "pleasure": 1, "fear": -1, "anger": -1, "sorrow": -1}  # with joy, no fear
+TASTES = {"good": 1, "tasty": 1, "delicious": 2, "bad": -1, "bitter": -1, "rotten": -2}  # the soup was tasty
+MANNERS = {"kind": 1, "friendly": 1, "funny": 1, "rude": -1, "mean": -1, "cruel": -2}  # the baker was kind
+REACTIONS = {"smiled": 1, "laughed": 1, "cheered": 1, "cried": -1, "sighed": -1, "complained": -1}  # Anna smiled
+ATTITUDES = {"loved": 2, "liked": 1, "hated": -2, "disliked": -1}  # Anna loved the song
+WISHES = {"love": 2, "like": 1, "hate": -2, "dislike": -1}  # Anna did not love the song
+ADVERBS = {"happily": 1, "proudly": 1, "sadly": -1, "angrily": -1}  # Anna happily read a book
+MOODS = {"joy": 1, "hope": 1, "fear": -1, "anger": -1}  # with joy, no fear
 EVENTS = {  # words of the small events that make people glad or sad
-    "praised": 1, "thanked": 1, "hugged": 1, "helped": 1, "gift": 1, "won": 1, "prize": 1, "fun": 1,
-    "laughter": 1, "scolded": -1, "lost": -1, "broke": -1, "stolen": -1, "forgot": -1, "hurt": -1,
-    "mistake": -1, "trouble": -1,
+    "praised": 1, "thanked": 1, "helped": 1, "gift": 1, "won": 1, "prize": 1, "fun": 1, "laughter": 1,
+    "scolded": -1, "lost": -1, "broke": -1, "stolen": -1, "forgot": -1, "hurt": -1, "mistake": -1, "trouble": -1,
 }
 GROUPS = {
     "feel": FEELINGS, "pet_feel": PET_FEELINGS, "quality": QUALITIES, "taste": TASTES, "manner": MANNERS,
@@ -47,7 +34,7 @@ GROUPS = {
 }
 LEXICON = {word: valence for group in GROUPS.values() for word, valence in group.items()}
 
-INTENSITY = {"very": 1.5, "really": 1.4, "extremely": 1.8, "so": 1.3, "quite": 1.2, "slightly": 0.5, "little": 0.5}
+INTENSITY = {"very": 1.5, "really": 1.5, "extremely": 2.0, "slightly": 0.5, "little": 0.5}
 NEGATORS = {"not", "never", "no", "without", "nobody", "nothing", "neither", "hardly"}
 REOPENERS = {"or", "nor"}  # "not sad or angry": the second word is negated too
 CLAUSE_ENDS = {
@@ -60,7 +47,7 @@ FLIP = -0.7  # "not happy" is a little weaker than the opposite of "happy"
 REPEAT = 0.5  # the n-th use of the same word counts REPEAT ** (n - 1): all repeats together at most double it
 LIMIT = 3.0  # scores lie between -LIMIT and LIMIT
 
-NOISE = 0.5  # temperature of the labeller, in units of score; the larger, the more random the labels
+NOISE = 0.6  # temperature of the labeller, in units of score; the larger, the more random the labels
 
 
 def gold_score(queries, responses):
@@ -72,13 +59,13 @@ def gold_score(queries, responses):
     >>> def show(queries, responses):
     ...     return [round(score, 2) for score in gold_score(queries, responses)]
     >>> show(["Anna was", "Anna was", "Anna was not", "Anna was happy"], [" happy.", "", " happy.", " again."])
-    [1.39, 0.0, -1.01, 0.0]
+    [0.96, 0.0, -0.69, 0.0]
     >>> show([""] * 5, ["never sad", "not very happy", "very happy", "a little sad", "not sad or angry"])
-    [1.01, -0.46, 1.91, -0.73, 1.81]
+    [0.69, -0.31, 1.39, -0.5, 1.31]
     >>> show([""] * 3, ["happy happy", "happy happy happy happy happy", "very very very happy"])
-    [1.91, 2.24, 1.91]
+    [1.39, 1.71, 1.39]
     >>> show(["He was no", "He was cheer", "I qz"], [" longer afraid", "ful", "\\x00 #s."])
-    [0.82, 1.39, 0.0]
+    [0.69, 0.96, 0.0]
     """
     return [_score(query, response) for query, response in zip(queries, responses, strict=True)]
 

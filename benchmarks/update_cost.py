@@ -1,0 +1,102 @@
+"""What one PPO or RLOO update costs on the GPT-2 124M shape, as a ratio to a plain forward and backward.
+
+    python benchmarks/update_cost.py                  # a table; each row in a process of its own, one torch thread
+    python benchmarks/update_cost.py --only update
+
+Random weights; 16 episodes, queries padded to 64 with a median of 17 real tokens, responses of 24, 4 epochs, fp32. The unit
+is a forward and backward of the language model over 16 × 88 tokens with all logits. Rows: `plain` that unit, `ppo` and
+`rloo` a whole update (sample, score with reference and reward model, optimise), peak memory of the process.
+"""
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+ROWS = ("plain", "ppo", "rloo")
+
+
+@dataclass(frozen=True)
+class Args:
+    """What one update costs, as a ratio to a plain forward and backward."""
+
+    only: str | None = None
+    """one row, measured in this process; None: all rows, each in a process of its own"""
+    repeats: int = 3
+    """processes per row, rows in turn; the median is shown"""
+    micro_batch_size: int = 4
+    """sequences per training forward"""
+
+
+def query_lengths(n: int) -> list[int]:
+    """Lengths of n queries: median 17, none above 64, like sentences of a novel (5% at 7, 95% at 40)."""
+    return [7, 9, 10, 12, 13, 14, 15, 17, 17, 19, 21, 24, 27, 31, 40, 64][:n]
+
+
+def measure(row: str, args: Args) -> dict[str, float]:
+    """CPU seconds of one unit or update, after a warm-up on one episode, and the peak memory of the process."""
+    import numpy as np
+    import torch
+    from accelerate import Accelerator
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    import ppo
+    import rloo
+    import utils
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    accelerator, pad_id = Accelerator(cpu=True), GPT2Config().vocab_size
+    lm = GPT2LMHeadModel(utils.without_dropout(GPT2Config()))
+    tokens = torch.randint(0, pad_id, (16, 88))
+    if row == "plain":
+        begin = time.process_time()
+        logits = lm(tokens).logits[:, :-1]
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    else:
+        script, batch = {"ppo": (ppo, ppo.PolicyAndValue), "rloo": (rloo, rloo.Policy)}[row]
+        task = replace(utils.TASKS["sentiment"], truncate_token=".")
+        settings = script.Args(task=task, batch_size=16, micro_batch_size=args.micro_batch_size, rollout_batch_size=args.micro_batch_size)
+        policy = batch(lm, pad_id, task.temperature)
+        ref = GPT2LMHeadModel(utils.without_dropout(GPT2Config())).eval().requires_grad_(False)
+        reward = utils.RewardModel(utils.RewardConfig(ref.config, pad_id)).eval().requires_grad_(False)
+        ids = utils.Ids(pad_id, 13, [], [])
+        models = script.Models(policy, ref, lambda q, r: utils.reward_scores(reward, q, r, 16), ids)
+        optimizer = utils.AdamTF(policy.parameters(), lr=1e-5)
+        queries = utils.pad_rows([tokens[i, :n].tolist() for i, n in enumerate(query_lengths(16))], 64, pad_id)
+        epochs = [np.random.default_rng(e).permutation(16) for e in range(settings.num_ppo_epochs)]
+        begin = time.process_time()
+        responses = utils.sample_all(lm, queries, task, pad_id, utils.generator(0, 0, queries.device), 16)
+        rollout, _ = script.evaluate(models, queries, responses, epochs[0], settings.kl_coef, settings)
+        script.optimise(policy, optimizer, rollout, epochs, settings, accelerator)
+    seconds = time.process_time() - begin
+    return {"cpu_s": seconds, "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+
+
+def main(args: Args) -> None:
+    """Measure and print."""
+    if args.only:
+        print(json.dumps(measure(args.only, args)))
+        return
+    results = {row: [] for row in ROWS}
+    for _ in range(args.repeats):
+        for row in ROWS:
+            command = [sys.executable, __file__, "--only", row, "--micro-batch-size", str(args.micro_batch_size)]
+            out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            results[row].append(json.loads(out.splitlines()[-1]))
+    print(f"{'row':8}{'CPU s':>10}{'ratio':>10}{'peak GB':>10}")
+    for row in ROWS:
+        ratio = statistics.median(r["cpu_s"] / plain["cpu_s"] for r, plain in zip(results[row], results["plain"], strict=True))
+        cpu, peak = (statistics.median(r[key] for r in results[row]) for key in ("cpu_s", "peak_gb"))
+        print(f"{row:8}{cpu:10.2f}{ratio:10.2f}{peak:10.2f}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
