@@ -77,10 +77,12 @@ class Args:
 
 
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above
-    "synthetic": dict(total_episodes=12_800, batch_size=128, lr=3e-4, micro_batch_size=128, sample_every=25),
+    "synthetic": dict(total_episodes=5120, batch_size=128, lr=3e-4, micro_batch_size=128, sample_every=20),
+    "synthetic_eos": dict(total_episodes=5120, batch_size=128, lr=3e-4, micro_batch_size=128, sample_every=20),
     "sentiment": dict(),
     "descriptiveness": dict(),
     "cnndm": dict(batch_size=32, lr=2e-6, kl_coef=0.01, kl_target=None, micro_batch_size=8),
+    "tldr": dict(lr=3e-6, kl_coef=0.05, kl_target=None, num_minibatches=1, micro_batch_size=8, rollout_batch_size=64),
     "tldr_2019": dict(batch_size=32, lr=2e-6, kl_coef=0.03, kl_target=None, micro_batch_size=8),
 }
 
@@ -148,6 +150,11 @@ def loss_terms(logprobs: Tensor, old: Rollout, args: Args) -> dict[str, Tensor]:
     }
 
 
+def minibatches(order: np.ndarray, args: Args) -> list[np.ndarray]:
+    """P7: a permutation [B] → the rows of each minibatch; sorted, so that a set of rows always makes the same micro-batches."""
+    return [np.sort(rows) for rows in np.split(order, args.num_minibatches)]
+
+
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
     """P11: β of the next update from this one's KL (nats per response, mean over the batch)."""
     if args.kl_target is None:
@@ -180,7 +187,7 @@ def evaluate(models: Models, queries: Tensor, responses: Tensor, order: np.ndarr
     ref_logprobs = sequence_logprobs(ref_logprobs, mask)
     logprobs = torch.empty_like(ref_logprobs)
     lengths = utils.row_lengths(contexts, pad_id)
-    for rows in np.split(order, args.num_minibatches):  # L6: exactly the forwards of the first epoch
+    for rows in minibatches(order, args):  # L6: exactly the forwards of the first epoch
         for part, width in utils.micro_batches(lengths[rows], args.micro_batch_size):
             index = rows[part]
             logprobs[index] = sequence_logprobs(models.policy(contexts[index, -width:], responses[index])[0], mask[index])
@@ -193,7 +200,7 @@ def optimise(policy: nn.Module, optimizer: Any, rollout: Rollout, epochs: list[n
     """P7: passes over the batch in the orders `epochs` [B] → statistics [optimizer steps], each from before its step."""
     steps = []
     for order in epochs:
-        for rows in np.split(order, args.num_minibatches):
+        for rows in minibatches(order, args):
             steps.append(minibatch_gradient(policy, Rollout(*(x[rows] for x in rollout)), args, accelerator))
             optimizer.step()
             optimizer.zero_grad()
@@ -270,10 +277,10 @@ def main(args: Args) -> None:
     task, device = args.task, accelerator.device
     tokenizer, config, pad_id = utils.load_tokenizer(task, task.response_length, f"python sft.py --task {task.task}")
     ids = utils.task_ids(task, tokenizer, pad_id)
-    reward = utils.load_reward(args, tokenizer, pad_id, device)
     gold = utils.load_function(task.gold_fn) if task.gold_fn else None
     with accelerator.main_process_first():
         table = utils.load_queries(task, tokenizer, pad_id)  # [N, Q]
+    reward = utils.load_reward(args, tokenizer, pad_id, device)
 
     torch.manual_seed(args.seed)
     policy = Policy(utils.load_lm(task.base_model), pad_id, task.temperature)
@@ -298,9 +305,7 @@ def main(args: Args) -> None:
 
         policy.eval()
         if update % args.sample_every == 0 and accelerator.is_main_process:
-            samples = sample_table(models, lm, table[:4].to(device), tokenizer, args)
-            run.samples(update, samples, f"samples before update {update}")
-            before = samples if update == 0 else before
+            run.samples(update, sample_table(models, lm, table[:4].to(device), tokenizer, args), f"samples before update {update}")
         with clock("sample"), accelerator.autocast():
             gen = utils.generator(seed, update, device)
             responses = utils.sample_all(lm, utils.add_affixes(queries, ids), task, pad_id, gen, args.rollout_batch_size)
@@ -324,9 +329,8 @@ def main(args: Args) -> None:
     folder = args.output_dir or f"models/{task.task}/rloo"
     utils.save_model(lm, tokenizer, folder, accelerator)
     if accelerator.is_main_process:
-        samples = sample_table(models, lm, table[:4].to(device), tokenizer, args)
-        run.samples(num_updates, samples, "samples after the last update")
-        run.compare(before, samples)
+        run.samples(num_updates, sample_table(models, lm, table[:4].to(device), tokenizer, args), "samples after the last update")
+        run.compare_samples()
     run.finish(f"policy: {folder}")
     utils.stop_accelerator(accelerator)
 

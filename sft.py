@@ -101,6 +101,8 @@ def load_rows(args: Args, tokenizer: Any, pad_id: int) -> tuple[Tensor, int]:
         rows, first = torch.cat([utils.pad_rows(queries, task.query_length, pad_id), padded.long()], dim=1), task.query_length
     else:
         texts = [text.strip() for text in texts if text.strip()]
+        if not texts:
+            raise InputError(f"--query_dataset={task.query_dataset} gives no text: all {len(data)} rows are blank")
         starts = tokenizer(texts, add_special_tokens=False)["input_ids"]
         continued = tokenizer([" " + text for text in texts], add_special_tokens=False)["input_ids"]
         rows, first = pack(starts, continued, args.block_size), 1
@@ -209,7 +211,7 @@ def main(args: Args) -> None:
     lm = utils.load_lm(args.task.base_model)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(lm.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
     lm, optimizer = accelerator.prepare(lm, optimizer)
     plain = accelerator.unwrap_model(lm)
 

@@ -189,7 +189,7 @@ def parse_args(cls: type, presets: dict[str, dict[str, Any]], argv: list[str] | 
     `presets[NAME]`; so `--task NAME --help` shows them resolved. Errors: `InputError` for an unknown task."""
     argv = sys.argv[1:] if argv is None else argv
     name = next(iter(presets))
-    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
+    for flag, value in zip(argv, [*argv, ""][1:], strict=True):
         if flag.startswith("--task="):
             flag, value = flag.split("=", 1)
         if flag == "--task":
@@ -230,9 +230,10 @@ def load_function(spec: str) -> Callable[[list[str], list[str]], list[float]]:
         module_spec.loader.exec_module(module)
     else:
         sys.path.insert(0, os.getcwd())
-        if importlib.util.find_spec(source) is None:
-            raise InputError(f"{spec!r}: there is no module {source}")
-        module = importlib.import_module(source)
+        try:
+            module = importlib.import_module(source)
+        except ModuleNotFoundError as error:
+            raise InputError(f"{spec!r}: there is no module {error.name}") from error
     if not callable(getattr(module, name, None)):
         raise InputError(f"{spec!r}: {source} has no function {name}")
     return getattr(module, name)
@@ -343,7 +344,7 @@ BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parq
 
 
 def is_local(source: str) -> bool:
-    """Whether a model or data source is a path. Errors: `InputError` for a path that does not exist."""
+    """Whether a source is a path. Errors: `InputError` for what can only be a path and does not exist."""
     if Path(source).exists():
         return True
     if Path(source).suffix in BUILDERS and ":" not in source or source.startswith((".", "/", "~", "models/", "data/")):
@@ -354,30 +355,28 @@ def is_local(source: str) -> bool:
 def load_rows(source: str, flag: str, split: str = "train") -> datasets.Dataset:
     """A data source (see `Task`) → its rows. Errors: `InputError` where it is missing, empty or unreadable."""
     datasets.disable_progress_bars()
+    name, _, part = (source, "", "") if Path(source).exists() else source.partition(":")
     try:
-        if is_local(source) and Path(source).is_file():
-            if Path(source).suffix not in BUILDERS:
+        if not is_local(name):
+            go_offline_if_unreachable()
+        elif Path(name).is_file():
+            if Path(name).suffix not in BUILDERS:
                 raise InputError(f"{flag}={source}: the file has to end in one of {' '.join(BUILDERS)}")
-            if Path(source).stat().st_size == 0:
-                raise InputError(f"{flag}={source} is empty")
-            return datasets.load_dataset(BUILDERS[Path(source).suffix], data_files=source, split="train")
-        if is_local(source):
-            return datasets.load_dataset(source, split=split)
-        go_offline_if_unreachable()
-        name, _, part = source.partition(":")
-        part = {"data_files": part} if Path(part).suffix in BUILDERS else {"name": part or None}
-        return datasets.load_dataset(name, **part, split=split)
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise InputError(f"{flag}={source} cannot be read: {error.__cause__ or error}") from error
+            return datasets.load_dataset(BUILDERS[Path(name).suffix], data_files=name, split="train")
+        what = {"data_files": part} if Path(part).suffix in BUILDERS else {"name": part or None}
+        return datasets.load_dataset(name, **what, split=split)
+    except InputError:
+        raise
     except OSError as error:
-        name, _, part = source.partition(":")
-        file = f" {part}" if Path(part).suffix in BUILDERS else ""
+        file = part if Path(part).suffix in BUILDERS else ""
         folder = name.split("/")[-1]
         raise InputError(
             f"{source} is neither in the cache nor to be reached ({type(error).__name__}). On a connected machine:\n"
-            f"  hf download {name}{file} --repo-type dataset --local-dir {folder}\n"
-            f"then pass  {flag} {folder}{'/' + part if file else ''}"
+            f"  hf download {' '.join(filter(None, (name, file)))} --repo-type dataset --local-dir {folder}\n"
+            f"then pass  {flag} {folder}{':' + part if part else ''}"
         ) from error
+    except (datasets.exceptions.DatasetsError, ValueError) as error:  # no rows, not the format, no such configuration
+        raise InputError(f"{flag}={source} is empty or cannot be read: {error.__cause__ or error}") from error
 
 
 def load_texts(task: Task) -> datasets.Dataset:
@@ -463,8 +462,10 @@ def load_labels(task: Task, tokenizer: Any, pad_id: int) -> Labels:
     columns = {}
     for name, length in [("query", task.query_length)] + [(name, task.response_length) for name in samples]:
         for i, row in enumerate(rows[name]):
-            if row is None or len(row) != length:
-                raise InputError(f"{where} row {i}: {name} has {len(row or [])} ids, not {length}")
+            if not isinstance(row, list) or not all(isinstance(x, int) for x in row):
+                raise InputError(f"{where} row {i}: {name}={str(row)[:60]} is not a list of token ids")
+            if len(row) != length:
+                raise InputError(f"{where} row {i}: {name} has {len(row)} ids, not {length}")
         ids = np.asarray(rows[name][:])
         ids = np.where(ids == LABEL_PAD, pad_id, ids) if LABEL_PAD > pad_id else ids
         bad = np.argwhere((ids < 0) | (ids > pad_id))
@@ -472,11 +473,11 @@ def load_labels(task: Task, tokenizer: Any, pad_id: int) -> Labels:
             i, j = bad[0]
             raise InputError(f"{where} row {i}: {name} holds id {ids[i, j]}; ids are 0 … {pad_id - 1}, padding is {LABEL_PAD}")
         columns[name] = torch.from_numpy(ids)
-    best = np.asarray([-1 if value is None else value for value in rows["best"]])
-    if len(bad := np.flatnonzero((best < 0) | (best >= len(samples)))):
-        raise InputError(f"{where} row {bad[0]}: best={best[bad[0]]} is not in 0 … {len(samples) - 1}")
+    for i, best in enumerate(rows["best"]):
+        if not isinstance(best, int) or not 0 <= best < len(samples):
+            raise InputError(f"{where} row {i}: best={best!r} is not in 0 … {len(samples) - 1}")
     responses = torch.stack([columns[name] for name in samples], dim=1)
-    return Labels(left_align(columns["query"], pad_id), responses, torch.from_numpy(best))
+    return Labels(left_align(columns["query"], pad_id), responses, torch.tensor(rows["best"][:]))
 
 
 def rows_of_step(n: int, size: int, step: int, seed: int) -> np.ndarray:
@@ -572,9 +573,12 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def load_lm(name: str, config: PretrainedConfig | None = None) -> PreTrainedModel:
-    """Causal language model in fp32 without dropout; with random weights where the folder holds a configuration only."""
+    """Causal language model in fp32 without dropout; with random weights where the folder holds a configuration only.
+    Errors: `InputError` for weights in a format that unpickles code."""
     config = without_dropout(config or AutoConfig.from_pretrained(name))
     if Path(name).is_dir() and not any(Path(name).glob("*.safetensors*")):
+        if others := [path.name for pattern in ("*.bin", "*.pt", "*.h5", "*.msgpack") for path in Path(name).glob(pattern)]:
+            raise InputError(f"{name} holds {others[0]} but no safetensors; convert it with `save_pretrained` first")
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32)
 
@@ -739,7 +743,10 @@ def reward_scores(model: RewardModel, queries: Tensor, responses: Tensor, size: 
 def text_scores(function: Callable, spec: str, tokenizer: Any, queries: Tensor, responses: Tensor, pad_id: int) -> Tensor:
     """`--reward_fn` and the like: a Python function of (queries, responses) → B finite floats. Errors: `InputError`."""
     scores = function(decode(tokenizer, queries, pad_id), decode(tokenizer, responses, pad_id))
-    scores = torch.as_tensor(scores, dtype=torch.float32, device=queries.device)
+    try:
+        scores = torch.as_tensor(scores, dtype=torch.float32, device=queries.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{spec} returned {str(scores)[:60]}; it has to return one float for each response") from error
     if scores.shape != (len(queries),) or not scores.isfinite().all():
         raise InputError(f"{spec} returned shape {list(scores.shape)}, finite: {bool(scores.isfinite().all())}; "
                          f"it has to return one finite float for each of the {len(queries)} responses")
@@ -793,10 +800,10 @@ def moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """P9: unit variance over x[mask]; the mean goes to 0 unless it is kept."""
+    """P9: unit variance over x[mask]; the mean goes to 0 unless it is kept. 0 outside the mask."""
     mean, variance = moments(x, mask)
     whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
-    return whitened if shift_mean else whitened + mean
+    return (whitened if shift_mean else whitened + mean).masked_fill(~mask, 0)
 
 
 def anneal(lr: float, step: int, steps: int) -> float:
@@ -861,6 +868,11 @@ def start_accelerator() -> Accelerator:
     transformers.logging.disable_progress_bar()
     accelerator = Accelerator()
     expected = int(os.environ.get("WORLD_SIZE", 1))
+    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise InputError(
+            "the launcher asked for several processes and started one; on a CPU use "
+            "`ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2`"
+        )
     if accelerator.num_processes != expected:
         raise InputError(
             f"{expected} processes were launched but this one sees {accelerator.num_processes}; on a CPU use "
@@ -927,6 +939,7 @@ class Run:
 
     def __init__(self, args: Any, script: str, total: int, panels: list[str], accelerator: Accelerator):
         self.main, self.total, self.panels, self.wandb = accelerator.is_main_process, total, panels, None
+        self.sampled: list[list[dict[str, Any]]] = []  # the first and the latest
         name = args.run_name or f"{args.task.task}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path("runs") / name
         if not self.main:
@@ -973,6 +986,7 @@ class Run:
         with open(self.folder / "samples.jsonl", "a") as file:
             for row in rows:
                 file.write(json.dumps({"step": step, **row}) + "\n")
+        self.sampled = [self.sampled[0] if self.sampled else rows, rows]
         self.table(rows, title)
         if self.wandb:
             import wandb
@@ -980,10 +994,10 @@ class Run:
             table = wandb.Table(columns=list(rows[0]), data=[list(map(str, row.values())) for row in rows])
             self.wandb.log({"samples": table}, step=step)
 
-    def compare(self, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
-        """The same queries' responses before and after training, side by side."""
-        pairs = zip(before, after, strict=True)
-        self.table([b | {"response": b["response"], "trained": a["response"], "trained score": a["score"]} for b, a in pairs], "before and after")
+    def compare_samples(self) -> None:
+        """The responses of the first and of the last samples to the same queries, side by side."""
+        pairs = zip(*self.sampled, strict=True)
+        self.table([first | {"trained": last["response"], "trained score": last["score"]} for first, last in pairs], "before and after")
 
     def table(self, rows: list[dict[str, Any]], title: str) -> None:
         """Show rows of texts and numbers."""

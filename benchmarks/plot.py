@@ -1,8 +1,10 @@
-"""Lay the curves of several runs over each other.
+"""Lay the curves of several runs over each other: a picture, and beside it a CSV with where each curve starts and ends.
 
     python benchmarks/plot.py --runs PPO=runs/demo_ppo RLOO=runs/demo_rloo --out runs/demo.png
 """
 
+import csv
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +29,23 @@ class Args:
     """a panel each"""
 
 
+def write_csv(runs: list[tuple[str, Path]], metrics: tuple[str, ...], path: Path) -> None:
+    """A row for each run and metric: the first update, and the mean of the last five."""
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("label", "run", "metric", "updates", "first", "last five"))
+        for label, folder in runs:
+            lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            for name in metrics:
+                values = [line[name] for line in lines if name in line]
+                if values:
+                    last = sum(values[-5:]) / len(values[-5:])
+                    writer.writerow((label, folder.name, name, len(values), f"{values[0]:.4f}", f"{last:.4f}"))
+
+
 if __name__ == "__main__":
     args = tyro.cli(Args)
     runs = [(label, Path(folder)) for label, folder in (run.split("=", 1) for run in args.runs)]
     utils.plot_runs(runs, list(args.metrics), args.out)
-    print(args.out)
+    write_csv(runs, args.metrics, args.out.with_suffix(".csv"))
+    print(args.out, args.out.with_suffix(".csv"))

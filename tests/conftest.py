@@ -3,6 +3,7 @@
 import os
 
 os.environ["ACCELERATE_USE_CPU"] = "true"  # before accelerate is imported: also where there is a GPU
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for more
 
 import json
 from pathlib import Path
@@ -73,7 +74,7 @@ def read_metrics(name: str) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory):
-    """sft, train_reward and ppo, run once from end to end on tiny files: folders, arguments, metrics and what was seen."""
+    """sft, train_reward and ppo, run once from end to end on tiny files: arguments, metrics and what was seen."""
     folder = tmp_path_factory.mktemp("runs")
     seen = SimpleNamespace(folder=folder, epochs=[], rollouts=[], steps={})
     with pytest.MonkeyPatch.context() as patch:

@@ -51,7 +51,7 @@ def test_G1_values_and_rewards_read_query_and_response_one_output_per_token():
 
 def test_G2_pad_is_one_past_the_vocabulary_and_the_embedding_is_not_resized(task):
     tokenizer, config, pad_id = utils.load_tokenizer(task, task.response_length)
-    assert pad_id == config.vocab_size == len(tokenizer) == WORDS
+    assert pad_id == config.vocab_size == WORDS >= len(tokenizer)
     assert pad_id != tokenizer.eos_token_id
     assert utils.load_lm(task.base_model).get_input_embeddings().num_embeddings == WORDS
 
@@ -281,7 +281,7 @@ def test_R3_normalisation_reads_untruncated_samples_of_the_pretrained_policy(run
     for queries, responses in (before, after):
         assert queries.shape == (8, task.query_length) and responses.shape == (8, task.response_length)
         assert (responses != pad_id).all()
-    assert not torch.equal(before[1], after[1])
+    assert not torch.equal(before[0], after[0]) and not torch.equal(before[1], after[1])
 
 
 def make_labels(candidates: int, rows: int = 6) -> utils.Labels:
@@ -337,6 +337,8 @@ def test_R4_P7_reward_training_steps_are_the_same_for_all_micro_batch_sizes(acce
         args = train_reward.Args(task=tiny.make_task(), micro_batch_size=size)
         train_reward.train_step(model, optimizer, make_labels(4), PAD, args, accelerator)
         trained.append(dict(model.named_parameters()))
+    parts = train_reward.micro_batches(train_reward.candidate_tokens(make_labels(4), PAD), PAD, 8)
+    assert [len(rows) for rows, _ in parts] == [2, 2, 2]  # 4 candidates each: at most 8 sequences
     start = dict(tiny.make_reward().named_parameters())
     assert not torch.equal(trained[0]["gain"], start["gain"])
     assert not torch.equal(trained[0]["head.weight"], start["head.weight"])
@@ -404,6 +406,7 @@ def test_P4_no_dropout_even_after_train(kind, tmp_path):
     """Pitfall 12: policy, reference, value and reward model of a checkpoint that asks for dropout 0.5."""
     folder = str(tiny.write_model(tmp_path / "m", kind, dropout=0.5))
     reward = utils.RewardModel.from_lm(folder, WORDS)
+    reward.config.backbone = tiny.config(kind, vocab=WORDS, dropout=0.5)
     reward.save_pretrained(tmp_path / "r")
     contexts, responses = tiny.make_contexts([2, 6], 6, vocab=WORDS), tiny.make_responses(2, 4)
     tokens = torch.cat([contexts, responses], dim=1)
@@ -482,6 +485,12 @@ def test_P7_batch_8_in_minibatches_of_4_in_micro_batches_of_2_visits_every_row_o
         halves = visited[4 * epoch : 4 * epoch + 2], visited[4 * epoch + 2 : 4 * epoch + 4]
         assert [sorted(sum(half, [])) for half in halves] == [sorted(order[:4].tolist()), sorted(order[4:].tolist())]
     assert len(stats["loss/total"]) == 6  # optimizer steps
+
+
+def test_P7_micro_batches_are_rows_of_like_length_each_as_wide_as_its_longest():
+    parts = utils.micro_batches(np.array([5, 1, 4, 2, 3]), 2)
+    assert [(rows.tolist(), width) for rows, width in parts] == [([1, 3], 2), ([4, 2], 4), ([0], 5)]
+    assert [len(rows) for rows, _ in utils.micro_batches(np.ones(4, dtype=int), 3)] == [3, 1]
 
 
 def test_P7_every_epoch_is_a_fresh_permutation_of_the_batch(runs):

@@ -1,4 +1,4 @@
-"""Two processes on a CPU make the very step that one makes (X11, P7, pitfalls 9, 10, 11, 19). One launch for all tests."""
+"""Two processes on a CPU make the very step that one makes (X11, P7, pitfalls 9, 10, 11, 19). One launch for all."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Bad input gets one clear `InputError` that names the value and what would be right, before any model's weights load."""
+"""Bad input gets one clear `InputError` that names the value and what would be right, before any weights are loaded."""
 
 import json
 import os
@@ -348,9 +348,12 @@ def test_a_reward_fn_that_returns_no_finite_float_for_each_response_is_refused(n
 
 
 def test_a_good_reward_fn_reads_texts_and_may_return_any_sequence(task, tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import numpy\ndef f(queries, responses):\n    return numpy.array([len(q) + 100 * len(r) for q, r in zip(queries, responses)])\n"
+    lines = (
+        "import numpy",
+        "def f(queries, responses):",
+        "    return numpy.array([len(q + 100 * r) for q, r in zip(queries, responses)])",
     )
+    (tmp_path / "mine.py").write_text("\n".join(lines))
     tokenizer, _, pad_id = utils.load_tokenizer(task, 5)
     reward = utils.load_reward(
         tiny.make_args(task, reward_fn=f"{tmp_path}/mine.py:f"), tokenizer, pad_id, torch.device("cpu")
@@ -390,7 +393,8 @@ SOURCES = {
         "--query_dataset bookcorpus",
     ),
     "vwxyzjn/lm-human-preferences:sentiment/offline_5k.json": (
-        "hf download vwxyzjn/lm-human-preferences sentiment/offline_5k.json --repo-type dataset --local-dir lm-human-preferences",
+        "hf download vwxyzjn/lm-human-preferences sentiment/offline_5k.json --repo-type dataset "
+        "--local-dir lm-human-preferences",
         "--query_dataset lm-human-preferences/sentiment/offline_5k.json",
     ),
 }

@@ -52,8 +52,8 @@ def test_01_without_learning_every_ratio_of_every_minibatch_is_1(kind, accelerat
     stats = ppo.optimise(policy, utils.AdamTF(policy.parameters(), lr=0.0), rollout, epochs, args, accelerator)
     assert len(ratios) == 3 * 2 * 3 and sum(map(len, ratios)) == 3 * 16
     assert all(torch.equal(ratio, torch.ones_like(ratio)) for ratio in ratios[:6])
-    assert all((ratio - 1).abs().max() < 2e-5 for ratio in ratios)
-    assert not stats["policy/clipfrac_avg"].any() and stats["policy/approxkl_avg"].max() < 1e-9
+    assert all((ratio - 1).abs().max() < 1e-4 for ratio in ratios)
+    assert not stats["policy/clipfrac_avg"].any() and stats["policy/approxkl_avg"].max() < 1e-8
 
 
 @pytest.mark.parametrize("precision", ["accelerator", "bf16_accelerator"])
@@ -70,6 +70,22 @@ def test_01_the_first_minibatchs_ratios_are_exactly_1_in_fp32_and_bf16(precision
     assert all(torch.equal(ratio, torch.ones_like(ratio)) for ratio in ratios[:3])
     assert stats["policy/clipfrac_avg"][0] == 0 and stats["policy/approxkl_avg"][0] == 0
     assert max((ratio - 1).abs().max() for ratio in ratios[3:]) > 1e-2  # the optimizer has moved the policy
+
+
+def test_01_old_log_probabilities_come_from_the_very_forwards_of_the_first_epoch(accelerator):
+    """L6: the same rows, in the same order, trimmed to the same width, micro-batch by micro-batch."""
+    args, policy, seen = tiny.make_args(batch_size=16, micro_batch_size=3, num_ppo_epochs=1), tiny.make_policy(), []
+    forward = policy.forward
+
+    def spy(contexts, responses):
+        seen.append(torch.cat([contexts, responses], dim=1).tolist())
+        return forward(contexts, responses)
+
+    policy.forward = spy
+    order = np.random.default_rng(0).permutation(16)
+    rollout = collect(policy, args, order, accelerator)
+    ppo.optimise(policy, utils.AdamTF(policy.parameters(), lr=0.0), rollout, [order], args, accelerator)
+    assert len(seen) == 12 and seen[:6] == seen[6:]
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
@@ -157,7 +173,7 @@ def test_07_a_policy_that_gives_nan_or_huge_numbers_at_masked_positions_changes_
 
     def poisoned(contexts, responses):
         outside = responses == PAD
-        return tuple(torch.where(outside, huge, x) for x in forward(contexts, responses))
+        return tuple(x + torch.where(outside, huge, 0.0) for x in forward(contexts, responses))
 
     policy.forward = poisoned
     for ours, theirs in zip(
@@ -206,7 +222,7 @@ def test_10_every_script_takes_exactly_its_steps(runs):
 
 
 def test_10_11_sft_steps_and_rates_are_those_of_a_linear_warm_up_and_decay(runs):
-    """Of so few steps 5 % is the first only: it has the whole rate; n − 1 steps follow with n − 1, n − 2, …, 1 parts."""
+    """Of so few steps 5 % is the first only: it has the whole rate; then come n − 1, n − 2, …, 1 parts of n − 1."""
     rates = [line["lr"] / 1e-3 for line in runs.metrics["sft"]]
     n = len(rates)
     assert 5 < n < 30 and rates == pytest.approx([1.0, *(k / (n - 1) for k in range(n - 1, 0, -1))])
@@ -381,6 +397,9 @@ def test_20_checkpoints_in_half_precision_are_trained_in_fp32(tmp_path):
     tiny.make_lm().bfloat16().save_pretrained(tmp_path)
     assert {p.dtype for p in utils.load_lm(str(tmp_path)).parameters()} == {torch.float32}
     assert {p.dtype for p in utils.RewardModel.from_lm(str(tmp_path), PAD).parameters()} == {torch.float32}
+    (tmp_path / "model.safetensors").unlink()  # from scratch
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {p.dtype for p in utils.load_lm(str(tmp_path)).parameters()} == {torch.float32}
 
 
 def test_21_steps_and_episodes_are_counted_exactly(runs):

@@ -95,7 +95,7 @@ LENGTHS = [8, 1, 3, 5, 2, 8, 4, 1]  # of the queries in `make_rollout`: uneven, 
 
 
 def make_models(policy: Any, reward: Any = None, ref: Any = None, **ids: Any) -> ppo.Models:
-    """What a rollout is made with; the reward model is random unless it is given as a function of queries, responses."""
+    """What a rollout is made with; the reward model is random unless given as a function of queries and responses."""
     model = make_reward()
     reward = reward or (lambda queries, responses: utils.reward_scores(model, queries, responses, 3))
     values = dict(pad=PAD, truncate=5, prefix=[], suffix=[]) | ids

@@ -28,12 +28,12 @@ LABELS, PAIRS = 5504, 10_496  # 4992 and 9984 to train, the rest to test
 OPENAI_PAD = 50259  # what OpenAI's label files are padded with
 SENTENCES = {1: 14, 2: 30, 3: 32, 4: 24}  # number of sentences in a story: weight
 MIN_WORDS, MAX_WORDS = 6, 58  # words and punctuation marks of a story; keeps every story below 64 tokens
-KINDS = {"neutral": 35, "feeling": 53, "negated": 12}  # kind of a sentence: weight
-MOOD = 0.85  # share of a story's sentences with feelings that follow its mood
+KINDS = {"neutral": 30, "feeling": 66, "negated": 4}  # kind of a sentence: weight
+MOOD = 0.9  # share of a story's sentences with feelings that follow its mood
 COMMENTED = 0.9  # share of the stories with a comment
-COMMENTS = ["Shame", "Pity", "Alas", "Well", "Fine", "Bravo", "Hurrah"]  # from worst to best; worth nothing to the judge
+COMMENTS = ["Shame", "Alas", "Well", "Fine", "Hurrah"]  # from worst to best; worth nothing to the judge
 MIN_COMPLETION, MAX_COMPLETION = 4, 40  # tokens
-VOCABULARY, POSITIONS = 1100, 128
+VOCABULARY, POSITIONS = 1000, 128
 END = "<|endoftext|>"
 
 # One symbol a line, alternatives between bars, {slots} filled recursively. In a slot, ~ stands for the sign of the
@@ -68,8 +68,8 @@ negated: {S} was {not} {feel!}. | {S} was {not} {feel!} because {event~}. | {S} 
     | There was no {spirit!} in the {land}. | The {pet} was not {pet_feel!}. | {S} did not have a {quality!} {day}.
     | {S} talked to the {person}, who was not {manner!}. | {F} was {not} {feel!}.
 
-degree: | | | | very | really | extremely | slightly | a little
-strong: | very | really
+degree: | | | | | | | | | | | | very | really | extremely | slightly | a little
+strong: | | | very | really
 not: not | never | no longer
 moment+: {F} praised {him} | {F} thanked {him} | {F} helped {him} | {F} gave {him} a gift
     | {S} won a prize | {S} won the game
@@ -240,13 +240,13 @@ def tell(rng, count):
 
 
 def comment(score):
-    """Return the narrator's word on a story of this true score. To guess it a language model has to keep count of the
-    feelings, with negation and degree, at every full stop: that is what the reward model reads there.
+    """Return the narrator's word on a story of this true score. To guess it a language model has to follow the feelings,
+    with negation and degree: that is what the reward model starts from.
 
     >>> comment(0.1), comment(-2.9)
     ('Well.', 'Shame.')
     """
-    return COMMENTS[round((score + LIMIT) / (2 * LIMIT) * (len(COMMENTS) - 1))] + "."
+    return COMMENTS[round((score / LIMIT + 1) / 2 * (len(COMMENTS) - 1))] + "."
 
 
 def make_stories(rng, count):
