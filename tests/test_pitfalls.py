@@ -56,6 +56,17 @@ def test_01_without_learning_every_ratio_of_every_minibatch_is_1(kind, accelerat
     assert not stats["policy/clipfrac_avg"].any() and stats["policy/approxkl_avg"].max() < 1e-8
 
 
+def test_01_with_one_minibatch_without_learning_every_ratio_of_every_epoch_is_exactly_1(accelerator, monkeypatch):
+    """The batch shuffled anew is the same set of rows, so it makes the same micro-batches."""
+    args = tiny.make_args(num_ppo_epochs=3, num_minibatches=1, batch_size=16, micro_batch_size=3)
+    epochs = [np.random.default_rng(epoch).permutation(16) for epoch in range(3)]
+    policy = tiny.make_policy()
+    rollout = collect(policy, args, epochs[0], accelerator)
+    ratios = spy_ratios(monkeypatch)
+    ppo.optimise(policy, utils.AdamTF(policy.parameters(), lr=0.0), rollout, epochs, args, accelerator)
+    assert len(ratios) == 3 * 6 and all(torch.equal(ratio, torch.ones_like(ratio)) for ratio in ratios)
+
+
 @pytest.mark.parametrize("precision", ["accelerator", "bf16_accelerator"])
 def test_01_the_first_minibatchs_ratios_are_exactly_1_in_fp32_and_bf16(precision, request, monkeypatch):
     """L6: with the prepared policy, in eval mode before and in train mode after, as in ppo.main."""
