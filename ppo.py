@@ -6,8 +6,8 @@
 Deviations from the original: whitening moments are taken over all processes (X11), and old log-probabilities come from
 the training forward instead of the sampling loop (L6); both change nothing on one process in exact arithmetic.
 
-Letters: `B` sequences of one process, `C` context tokens (prefix + query + suffix), `Q` query tokens, `R` response tokens,
-`V` vocabulary. A minibatch is one optimizer step, a micro-batch one forward. Masks are True at real tokens.
+Letters: `B` sequences of one process, `C` context tokens (prefix + query + suffix), `Q` query tokens, `R` response
+tokens, `V` vocabulary. A minibatch is one optimizer step, a micro-batch one forward. Masks are True at real tokens.
 """
 
 import math
@@ -89,7 +89,15 @@ PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above
     "sentiment": dict(),
     "descriptiveness": dict(),
     "cnndm": dict(batch_size=32, lr=2e-6, kl_coef=0.01, kl_target=None, whiten_rewards=False, micro_batch_size=8),
-    "tldr": dict(lr=3e-6, kl_coef=0.05, kl_target=None, whiten_rewards=False, num_minibatches=1, micro_batch_size=8, rollout_batch_size=64),
+    "tldr": dict(
+        lr=3e-6,
+        kl_coef=0.05,
+        kl_target=None,
+        whiten_rewards=False,
+        num_minibatches=1,
+        micro_batch_size=8,
+        rollout_batch_size=64,
+    ),
     "tldr_2019": dict(batch_size=32, lr=2e-6, kl_coef=0.03, kl_target=None, whiten_rewards=False, micro_batch_size=8),
 }
 
@@ -131,7 +139,9 @@ class Rollout(NamedTuple):
 # ---------------------------------------------------------------------------------------- pure functions of tensors
 
 
-def kl_penalised_rewards(logprobs: Tensor, ref_logprobs: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+def kl_penalised_rewards(
+    logprobs: Tensor, ref_logprobs: Tensor, scores: Tensor, mask: Tensor, kl_coef: float
+) -> Tensor:
     """P8: −β·(log π − log π_ref) at every token [B, R], the score [B] added at the last. [B, R]"""
     rewards = (-kl_coef * (logprobs - ref_logprobs)).masked_fill(~mask, 0)
     return rewards.scatter_add(1, mask.sum(dim=1, keepdim=True) - 1, scores[:, None])
@@ -149,8 +159,10 @@ def advantages_and_returns(rewards: Tensor, values: Tensor, gamma: float, lam: f
     return advantages, advantages + values
 
 
-def loss_terms(logprobs: Tensor, values: Tensor, old: Rollout, advantages: Tensor, returns: Tensor, args: Args) -> dict[str, Tensor]:
-    """Clipped policy and value loss, and what to watch, per token [B, R]; means over real tokens are loss and metrics."""
+def loss_terms(
+    logprobs: Tensor, values: Tensor, old: Rollout, advantages: Tensor, returns: Tensor, args: Args
+) -> dict[str, Tensor]:
+    """Clipped policy and value loss, and what to watch, per token [B, R]; their means are loss and metrics."""
     log_ratio = logprobs - old.logprobs
     ratio = log_ratio.exp()
     policy, policy_clipped = -advantages * ratio, -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
@@ -169,7 +181,7 @@ def loss_terms(logprobs: Tensor, values: Tensor, old: Rollout, advantages: Tenso
 
 
 def minibatches(order: np.ndarray, args: Args) -> list[np.ndarray]:
-    """P7: a permutation [B] → the rows of each minibatch; sorted, so that a set of rows always makes the same micro-batches."""
+    """P7: a permutation [B] → the rows of each minibatch; sorted: a set of rows always makes the same micro-batches."""
     return [np.sort(rows) for rows in np.split(order, args.num_minibatches)]
 
 
@@ -194,10 +206,14 @@ class Models(NamedTuple):
 
 
 @torch.no_grad()
-def evaluate(models: Models, queries: Tensor, responses: Tensor, order: np.ndarray, kl_coef: float, args: Args) -> tuple[Rollout, utils.Score]:
+def evaluate(
+    models: Models, queries: Tensor, responses: Tensor, order: np.ndarray, kl_coef: float, args: Args
+) -> tuple[Rollout, utils.Score]:
     """Everything that the update needs to know about sampled responses [B, R]."""
     pad_id, temperature = models.ids.pad, args.task.temperature
-    score = utils.score_responses(models.reward, queries, responses, args.task, models.ids)  # P5: only this sees the cut
+    score = utils.score_responses(
+        models.reward, queries, responses, args.task, models.ids
+    )  # P5: only this sees the cut
     responses = score.cut if args.task.eos_task else responses  # X9
     mask = responses != pad_id
     contexts = utils.add_affixes(queries, models.ids)
@@ -212,8 +228,10 @@ def evaluate(models: Models, queries: Tensor, responses: Tensor, order: np.ndarr
     return Rollout(lengths, contexts, responses, mask, logprobs, values, ref_logprobs, score.scores, rewards), score
 
 
-def optimise(policy: nn.Module, optimizer: Any, rollout: Rollout, epochs: list[np.ndarray], args: Args, accelerator: Accelerator) -> dict[str, Tensor]:
-    """P7: passes over the batch in the orders `epochs` [B] → statistics [optimizer steps], each from before its step."""
+def optimise(
+    policy: nn.Module, optimizer: Any, rollout: Rollout, epochs: list[np.ndarray], args: Args, accelerator: Accelerator
+) -> dict[str, Tensor]:
+    """P7: passes over the batch in the orders `epochs` [B] → statistics [optimizer steps], each before its step."""
     steps = []
     for order in epochs:
         for rows in minibatches(order, args):
@@ -228,7 +246,9 @@ def minibatch_gradient(policy: nn.Module, batch: Rollout, args: Args, accelerato
     """Whiten, GAE, clipped losses: leaves the gradient of one minibatch in the parameters, whatever the micro-batches.
     Returns its statistics as this process's share: they sum to the mean over all processes."""
     mask = batch.mask
-    batch = batch._replace(**{name: getattr(batch, name).masked_fill(~mask, 0) for name in ("logprobs", "values", "rewards")})
+    batch = batch._replace(
+        **{name: getattr(batch, name).masked_fill(~mask, 0) for name in ("logprobs", "values", "rewards")}
+    )
     rewards = utils.whiten(batch.rewards, mask, shift_mean=False) if args.whiten_rewards else batch.rewards  # P9
     advantages, returns = advantages_and_returns(rewards, batch.values, args.gamma, args.lam)
     advantages = utils.whiten(advantages, mask)  # P9
@@ -238,19 +258,29 @@ def minibatch_gradient(policy: nn.Module, batch: Rollout, args: Args, accelerato
         old, outside = Rollout(*(x[part] for x in batch)), ~mask[part]
         with accelerator.no_sync(policy) if i + 1 < len(parts) else nullcontext():
             logprobs, entropies, values = policy(old.contexts[:, -width:], old.responses)
-            logprobs, values = logprobs.masked_fill(outside, 0), values.masked_fill(outside, 0)  # before any arithmetic: NaN · 0 is NaN
-            terms = loss_terms(logprobs, values, old, advantages[part], returns[part], args) | {"policy/entropy_avg": entropies}
+            logprobs, values = (
+                logprobs.masked_fill(outside, 0),
+                values.masked_fill(outside, 0),
+            )  # before any arithmetic: NaN · 0 is NaN
+            terms = loss_terms(logprobs, values, old, advantages[part], returns[part], args) | {
+                "policy/entropy_avg": entropies
+            }
             means = {name: term.masked_fill(outside, 0).sum() / count for name, term in terms.items()}
             means["loss/total"] = means["loss/policy_avg"] + args.vf_coef * means["loss/value_avg"]
             accelerator.backward(means["loss/total"] * accelerator.num_processes)  # DDP averages; P7 wants the sum
         totals = {name: totals.get(name, 0) + mean.detach() for name, mean in means.items()}
     for name, x in (("returns", returns), ("val", batch.values)):
         mean, variance = utils.moments(x, mask)
-        totals |= {f"{name}/mean": mean / accelerator.num_processes, f"{name}/var": variance / accelerator.num_processes}
+        totals |= {
+            f"{name}/mean": mean / accelerator.num_processes,
+            f"{name}/var": variance / accelerator.num_processes,
+        }
     return totals
 
 
-def summarise(rollout: Rollout, score: utils.Score, stats: dict[str, Tensor], kl_coef: float) -> dict[str, Tensor | float]:
+def summarise(
+    rollout: Rollout, score: utils.Score, stats: dict[str, Tensor], kl_coef: float
+) -> dict[str, Tensor | float]:
     """The metrics of one update; README explains each."""
     log_ratio = (rollout.logprobs - rollout.ref_logprobs).masked_fill(~rollout.mask, 0)
     stats = {f"ppo/{name}": values.mean() for name, values in stats.items()}
@@ -258,7 +288,7 @@ def summarise(rollout: Rollout, score: utils.Score, stats: dict[str, Tensor], kl
         "objective/kl": log_ratio.sum(dim=1).mean(),
         "objective/entropy": -rollout.logprobs.masked_fill(~rollout.mask, 0).sum(dim=1).mean(),
         "objective/scores": rollout.scores.mean(),
-        "objective/score_total": rollout.rewards.sum(dim=1).mean(),
+        "objective/score_total": rollout.rewards.masked_fill(~rollout.mask, 0).sum(dim=1).mean(),
         "objective/rlhf_reward": rollout.scores.mean() - kl_coef * log_ratio.sum(dim=1).mean(),
         "objective/kl_coef": kl_coef,
         "objective/ended": score.ended.float().mean(),
@@ -267,32 +297,50 @@ def summarise(rollout: Rollout, score: utils.Score, stats: dict[str, Tensor], kl
     }
 
 
-def sample_table(models: Models, lm: PreTrainedModel, queries: Tensor, tokenizer: Any, args: Args) -> list[dict[str, Any]]:
+def sample_table(
+    models: Models, lm: PreTrainedModel, queries: Tensor, tokenizer: Any, args: Args
+) -> list[dict[str, Any]]:
     """A response to each of a few queries [B, Q], always with the same random numbers: text and score."""
     gen = utils.generator(args.seed, 0, queries.device)
     contexts = utils.add_affixes(queries, models.ids)
     responses = utils.sample(lm, contexts, args.task.response_length, args.task.temperature, models.ids.pad, gen)
     score = utils.score_responses(models.reward, queries, responses, args.task, models.ids)
-    texts = zip(utils.decode(tokenizer, queries, models.ids.pad), utils.decode(tokenizer, score.cut, models.ids.pad), strict=True)
+    texts = zip(
+        utils.decode(tokenizer, queries, models.ids.pad),
+        utils.decode(tokenizer, score.cut, models.ids.pad),
+        strict=True,
+    )
     return [{"query": q, "response": r, "score": s} for (q, r), s in zip(texts, score.scores.tolist(), strict=True)]
 
 
 def check(args: Args, processes: int) -> None:
     """Errors: `InputError` for values that cannot work, before anything is loaded."""
     utils.check_task(args.task)
-    positive = ("total_episodes", "batch_size", "num_minibatches", "num_ppo_epochs", "micro_batch_size", "rollout_batch_size", "kl_horizon", "sample_every")
+    positive = (
+        "total_episodes",
+        "batch_size",
+        "num_minibatches",
+        "num_ppo_epochs",
+        "micro_batch_size",
+        "rollout_batch_size",
+        "kl_horizon",
+        "sample_every",
+    )
     utils.check_positive(args, positive)
-    unit = processes * args.num_minibatches
-    if args.batch_size % unit:
-        raise InputError(
-            f"batch_size={args.batch_size} does not divide over {processes} processes × {args.num_minibatches} minibatches; "
-            f"use {math.ceil(args.batch_size / unit) * unit}"
-        )
+    unit, what = processes * args.num_minibatches, f"{processes} processes × {args.num_minibatches} minibatches"
+    utils.check_divides("batch_size", args.batch_size, unit, what)
     if args.kl_target is not None and args.kl_target <= 0:
         raise InputError(f"kl_target={args.kl_target} has to be positive, or None for a fixed kl_coef")
 
 
-PANELS = ["objective/scores", "objective/gold_score", "objective/kl", "objective/kl_coef", "ppo/loss/value_avg", "objective/entropy"]
+PANELS = [
+    "objective/scores",
+    "objective/gold_score",
+    "objective/kl",
+    "objective/kl_coef",
+    "ppo/loss/value_avg",
+    "objective/entropy",
+]
 SHOWN = {"objective/scores": "score", "objective/kl": "kl", "time/episodes_per_second": "episodes/s"}
 
 
@@ -330,10 +378,16 @@ def main(args: Args) -> None:
 
         policy.eval()
         if update % args.sample_every == 0 and accelerator.is_main_process:
-            run.samples(update, sample_table(models, lm, table[:4].to(device), tokenizer, args), f"samples before update {update}")
+            run.samples(
+                update,
+                sample_table(models, lm, table[:4].to(device), tokenizer, args),
+                f"samples before update {update}",
+            )
         with clock("sample"), accelerator.autocast():
             gen = utils.generator(seed, update, device)
-            responses = utils.sample_all(lm, utils.add_affixes(queries, ids), task, pad_id, gen, args.rollout_batch_size)
+            responses = utils.sample_all(
+                lm, utils.add_affixes(queries, ids), task, pad_id, gen, args.rollout_batch_size
+            )
         with clock("score"), accelerator.autocast():
             rollout, score = evaluate(models, queries, responses, epochs[0], kl_coef, args)
         policy.train()
@@ -343,9 +397,17 @@ def main(args: Args) -> None:
 
         metrics = summarise(rollout, score, stats, kl_coef)
         if gold:
-            metrics["objective/gold_score"] = utils.text_scores(gold, task.gold_fn, tokenizer, queries, score.cut, pad_id).mean()
-        metrics = utils.mean_over_processes(metrics, device) | clock.pop() | {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}
-        metrics["time/episodes_per_second"] = args.batch_size / sum(v for k, v in metrics.items() if k.startswith("time/"))
+            metrics["objective/gold_score"] = utils.text_scores(
+                gold, task.gold_fn, tokenizer, queries, score.cut, pad_id
+            ).mean()
+        metrics = (
+            utils.mean_over_processes(metrics, device)
+            | clock.pop()
+            | {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}
+        )
+        metrics["time/episodes_per_second"] = args.batch_size / sum(
+            v for k, v in metrics.items() if k.startswith("time/")
+        )
         utils.check_finite(metrics, "ppo/loss/total", update)
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)  # P11
         run.log(update, metrics, SHOWN)
@@ -354,7 +416,11 @@ def main(args: Args) -> None:
     folder = args.output_dir or f"models/{task.task}/ppo"
     utils.save_model(lm, tokenizer, folder, accelerator)
     if accelerator.is_main_process:
-        run.samples(num_updates, sample_table(models, lm, table[:4].to(device), tokenizer, args), "samples after the last update")
+        run.samples(
+            num_updates,
+            sample_table(models, lm, table[:4].to(device), tokenizer, args),
+            "samples after the last update",
+        )
         run.compare_samples()
     run.finish(f"policy: {folder}")
     utils.stop_accelerator(accelerator)

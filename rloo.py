@@ -4,11 +4,11 @@
     accelerate launch rloo.py --task sentiment
 
 A whole completion is one action; its baseline is the mean reward of the prompt's other completions; there is no critic.
-`diff ppo.py rloo.py` shows the algorithm. Minibatches are drawn by completion, not by prompt group: advantages are fixed
-before the first step, so a group need not stay together, and minibatches are as mixed as PPO's.
+`diff ppo.py rloo.py` shows the algorithm. Minibatches are drawn by completion, not by prompt group: advantages are
+fixed before the first step, so a group need not stay together, and minibatches are as mixed as PPO's.
 
-Letters: `B` sequences of one process, `K` completions per prompt, `P` prompts (`B = K · P`), `C` context tokens (prefix +
-query + suffix), `Q` query tokens, `R` response tokens, `V` vocabulary. Masks are True at real tokens.
+Letters: `B` sequences of one process, `K` completions per prompt, `P` prompts (`B = K · P`), `C` context tokens (prefix
++ query + suffix), `Q` query tokens, `R` response tokens, `V` vocabulary. Masks are True at real tokens.
 """
 
 import math
@@ -141,7 +141,10 @@ def loss_terms(logprobs: Tensor, old: Rollout, args: Args) -> dict[str, Tensor]:
     """L4: clipped loss on the ratio of whole completions [B], and what to watch; their means are loss and metrics."""
     log_ratio = logprobs - old.logprobs
     ratio = log_ratio.exp()
-    policy, policy_clipped = -old.advantages * ratio, -old.advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
+    policy, policy_clipped = (
+        -old.advantages * ratio,
+        -old.advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange),
+    )
     return {
         "loss/policy_avg": torch.max(policy, policy_clipped),
         "policy/approxkl_avg": 0.5 * log_ratio**2,
@@ -151,7 +154,7 @@ def loss_terms(logprobs: Tensor, old: Rollout, args: Args) -> dict[str, Tensor]:
 
 
 def minibatches(order: np.ndarray, args: Args) -> list[np.ndarray]:
-    """P7: a permutation [B] → the rows of each minibatch; sorted, so that a set of rows always makes the same micro-batches."""
+    """P7: a permutation [B] → the rows of each minibatch; sorted: a set of rows always makes the same micro-batches."""
     return [np.sort(rows) for rows in np.split(order, args.num_minibatches)]
 
 
@@ -176,10 +179,14 @@ class Models(NamedTuple):
 
 
 @torch.no_grad()
-def evaluate(models: Models, queries: Tensor, responses: Tensor, order: np.ndarray, kl_coef: float, args: Args) -> tuple[Rollout, utils.Score]:
+def evaluate(
+    models: Models, queries: Tensor, responses: Tensor, order: np.ndarray, kl_coef: float, args: Args
+) -> tuple[Rollout, utils.Score]:
     """Everything that the update needs to know about sampled responses [B, R]."""
     pad_id, temperature = models.ids.pad, args.task.temperature
-    score = utils.score_responses(models.reward, queries, responses, args.task, models.ids)  # P5: only this sees the cut
+    score = utils.score_responses(
+        models.reward, queries, responses, args.task, models.ids
+    )  # P5: only this sees the cut
     responses = score.cut if args.task.eos_task else responses  # X9
     mask = responses != pad_id
     contexts = utils.add_affixes(queries, models.ids)
@@ -190,14 +197,18 @@ def evaluate(models: Models, queries: Tensor, responses: Tensor, order: np.ndarr
     for rows in minibatches(order, args):  # L6: exactly the forwards of the first epoch
         for part, width in utils.micro_batches(lengths[rows], args.micro_batch_size):
             index = rows[part]
-            logprobs[index] = sequence_logprobs(models.policy(contexts[index, -width:], responses[index])[0], mask[index])
+            logprobs[index] = sequence_logprobs(
+                models.policy(contexts[index, -width:], responses[index])[0], mask[index]
+            )
     rewards = kl_penalised_rewards(logprobs, ref_logprobs, score.scores, kl_coef)
     advantages = leave_one_out_advantages(rewards, args.rloo_k)
     return Rollout(lengths, contexts, responses, mask, logprobs, ref_logprobs, score.scores, rewards, advantages), score
 
 
-def optimise(policy: nn.Module, optimizer: Any, rollout: Rollout, epochs: list[np.ndarray], args: Args, accelerator: Accelerator) -> dict[str, Tensor]:
-    """P7: passes over the batch in the orders `epochs` [B] → statistics [optimizer steps], each from before its step."""
+def optimise(
+    policy: nn.Module, optimizer: Any, rollout: Rollout, epochs: list[np.ndarray], args: Args, accelerator: Accelerator
+) -> dict[str, Tensor]:
+    """P7: passes over the batch in the orders `epochs` [B] → statistics [optimizer steps], each before its step."""
     steps = []
     for order in epochs:
         for rows in minibatches(order, args):
@@ -217,14 +228,19 @@ def minibatch_gradient(policy: nn.Module, batch: Rollout, args: Args, accelerato
         old = Rollout(*(x[part] for x in batch))
         with accelerator.no_sync(policy) if i + 1 < len(parts) else nullcontext():
             logprobs, entropies = policy(old.contexts[:, -width:], old.responses)
-            means = {name: term.sum() / count for name, term in loss_terms(sequence_logprobs(logprobs, old.mask), old, args).items()}
+            means = {
+                name: term.sum() / count
+                for name, term in loss_terms(sequence_logprobs(logprobs, old.mask), old, args).items()
+            }
             accelerator.backward(means["loss/policy_avg"] * accelerator.num_processes)  # DDP averages; P7 wants the sum
         means["policy/entropy_avg"] = entropies.masked_fill(~old.mask, 0).sum() / tokens
         totals = {name: totals.get(name, 0) + mean.detach() for name, mean in means.items()}
     return totals
 
 
-def summarise(rollout: Rollout, score: utils.Score, stats: dict[str, Tensor], kl_coef: float) -> dict[str, Tensor | float]:
+def summarise(
+    rollout: Rollout, score: utils.Score, stats: dict[str, Tensor], kl_coef: float
+) -> dict[str, Tensor | float]:
     """The metrics of one update; README explains each."""
     kl = (rollout.logprobs - rollout.ref_logprobs).mean()
     return {f"ppo/{name}": values.mean() for name, values in stats.items()} | {
@@ -239,34 +255,55 @@ def summarise(rollout: Rollout, score: utils.Score, stats: dict[str, Tensor], kl
     }
 
 
-def sample_table(models: Models, lm: PreTrainedModel, queries: Tensor, tokenizer: Any, args: Args) -> list[dict[str, Any]]:
+def sample_table(
+    models: Models, lm: PreTrainedModel, queries: Tensor, tokenizer: Any, args: Args
+) -> list[dict[str, Any]]:
     """A response to each of a few queries [B, Q], always with the same random numbers: text and score."""
     gen = utils.generator(args.seed, 0, queries.device)
     contexts = utils.add_affixes(queries, models.ids)
     responses = utils.sample(lm, contexts, args.task.response_length, args.task.temperature, models.ids.pad, gen)
     score = utils.score_responses(models.reward, queries, responses, args.task, models.ids)
-    texts = zip(utils.decode(tokenizer, queries, models.ids.pad), utils.decode(tokenizer, score.cut, models.ids.pad), strict=True)
+    texts = zip(
+        utils.decode(tokenizer, queries, models.ids.pad),
+        utils.decode(tokenizer, score.cut, models.ids.pad),
+        strict=True,
+    )
     return [{"query": q, "response": r, "score": s} for (q, r), s in zip(texts, score.scores.tolist(), strict=True)]
 
 
 def check(args: Args, processes: int) -> None:
     """Errors: `InputError` for values that cannot work, before anything is loaded."""
     utils.check_task(args.task)
-    positive = ("total_episodes", "batch_size", "num_minibatches", "num_ppo_epochs", "micro_batch_size", "rollout_batch_size", "kl_horizon", "sample_every")
+    positive = (
+        "total_episodes",
+        "batch_size",
+        "num_minibatches",
+        "num_ppo_epochs",
+        "micro_batch_size",
+        "rollout_batch_size",
+        "kl_horizon",
+        "sample_every",
+    )
     utils.check_positive(args, positive)
     if args.rloo_k < 2:
-        raise InputError(f"rloo_k={args.rloo_k}: the baseline is the mean of the other completions of a prompt, so 2 at least")
-    unit = processes * math.lcm(args.num_minibatches, args.rloo_k)
-    if args.batch_size % unit:
         raise InputError(
-            f"batch_size={args.batch_size} does not divide over {processes} processes × {args.num_minibatches} minibatches and {args.rloo_k} completions per prompt; "
-            f"use {math.ceil(args.batch_size / unit) * unit}"
+            f"rloo_k={args.rloo_k}: the baseline is the mean of the other completions of a prompt, so 2 at least"
         )
+    unit = processes * math.lcm(args.num_minibatches, args.rloo_k)
+    what = f"{processes} processes × {args.num_minibatches} minibatches and {args.rloo_k} completions per prompt"
+    utils.check_divides("batch_size", args.batch_size, unit, what)
     if args.kl_target is not None and args.kl_target <= 0:
         raise InputError(f"kl_target={args.kl_target} has to be positive, or None for a fixed kl_coef")
 
 
-PANELS = ["objective/scores", "objective/gold_score", "objective/kl", "objective/kl_coef", "objective/advantage_std", "objective/entropy"]
+PANELS = [
+    "objective/scores",
+    "objective/gold_score",
+    "objective/kl",
+    "objective/kl_coef",
+    "objective/advantage_std",
+    "objective/entropy",
+]
 SHOWN = {"objective/scores": "score", "objective/kl": "kl", "time/episodes_per_second": "episodes/s"}
 
 
@@ -305,10 +342,16 @@ def main(args: Args) -> None:
 
         policy.eval()
         if update % args.sample_every == 0 and accelerator.is_main_process:
-            run.samples(update, sample_table(models, lm, table[:4].to(device), tokenizer, args), f"samples before update {update}")
+            run.samples(
+                update,
+                sample_table(models, lm, table[:4].to(device), tokenizer, args),
+                f"samples before update {update}",
+            )
         with clock("sample"), accelerator.autocast():
             gen = utils.generator(seed, update, device)
-            responses = utils.sample_all(lm, utils.add_affixes(queries, ids), task, pad_id, gen, args.rollout_batch_size)
+            responses = utils.sample_all(
+                lm, utils.add_affixes(queries, ids), task, pad_id, gen, args.rollout_batch_size
+            )
         with clock("score"), accelerator.autocast():
             rollout, score = evaluate(models, queries, responses, epochs[0], kl_coef, args)
         policy.train()
@@ -318,9 +361,17 @@ def main(args: Args) -> None:
 
         metrics = summarise(rollout, score, stats, kl_coef)
         if gold:
-            metrics["objective/gold_score"] = utils.text_scores(gold, task.gold_fn, tokenizer, queries, score.cut, pad_id).mean()
-        metrics = utils.mean_over_processes(metrics, device) | clock.pop() | {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}
-        metrics["time/episodes_per_second"] = args.batch_size / sum(v for k, v in metrics.items() if k.startswith("time/"))
+            metrics["objective/gold_score"] = utils.text_scores(
+                gold, task.gold_fn, tokenizer, queries, score.cut, pad_id
+            ).mean()
+        metrics = (
+            utils.mean_over_processes(metrics, device)
+            | clock.pop()
+            | {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}
+        )
+        metrics["time/episodes_per_second"] = args.batch_size / sum(
+            v for k, v in metrics.items() if k.startswith("time/")
+        )
         utils.check_finite(metrics, "ppo/loss/policy_avg", update)
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)  # P11
         run.log(update, metrics, SHOWN)
@@ -329,7 +380,11 @@ def main(args: Args) -> None:
     folder = args.output_dir or f"models/{task.task}/rloo"
     utils.save_model(lm, tokenizer, folder, accelerator)
     if accelerator.is_main_process:
-        run.samples(num_updates, sample_table(models, lm, table[:4].to(device), tokenizer, args), "samples after the last update")
+        run.samples(
+            num_updates,
+            sample_table(models, lm, table[:4].to(device), tokenizer, args),
+            "samples after the last update",
+        )
         run.compare_samples()
     run.finish(f"policy: {folder}")
     utils.stop_accelerator(accelerator)

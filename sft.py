@@ -7,8 +7,8 @@
 A task with reference responses (`response_column`) learns them behind their prompts; else consecutive texts are packed
 into blocks that start with the start of a text, as the queries of ppo.py do.
 
-Letters: `B` rows per step, `T` tokens per row, `N` rows in all. Only columns `first` … `T − 1` of a row are learned: all
-but the first of a packed block, the response of a prompt. Masks are True at real tokens.
+Letters: `B` rows per step, `T` tokens per row, `N` rows in all. Only columns `first` … `T − 1` of a row are learned:
+all but the first of a packed block, the response of a prompt. Masks are True at real tokens.
 """
 
 import math
@@ -93,12 +93,19 @@ def load_rows(args: Args, tokenizer: Any, pad_id: int) -> tuple[Tensor, int]:
     texts = [text or "" for text in data[task.query_column]]
     if task.response_column:
         end = [utils.token_id(tokenizer, task.truncate_token, "--truncate_token")] if task.eos_task else []
-        responses = tokenizer([text or "" for text in data[task.response_column]], add_special_tokens=False)["input_ids"]
+        responses = tokenizer([text or "" for text in data[task.response_column]], add_special_tokens=False)[
+            "input_ids"
+        ]
         pairs = zip(utils.tokenise_queries(texts, task, tokenizer), responses, strict=True)
         pairs = [(query, (response + end)[: task.response_length]) for query, response in pairs if query and response]
         queries, responses = zip(*pairs, strict=True) if pairs else ([], [])
-        padded = torch.tensor([row + [pad_id] * (task.response_length - len(row)) for row in responses]).view(-1, task.response_length)
-        rows, first = torch.cat([utils.pad_rows(queries, task.query_length, pad_id), padded.long()], dim=1), task.query_length
+        padded = torch.tensor([row + [pad_id] * (task.response_length - len(row)) for row in responses]).view(
+            -1, task.response_length
+        )
+        rows, first = (
+            torch.cat([utils.pad_rows(queries, task.query_length, pad_id), padded.long()], dim=1),
+            task.query_length,
+        )
     else:
         texts = [text.strip() for text in texts if text.strip()]
         if not texts:
@@ -135,7 +142,9 @@ def micro_batches(rows: Tensor, first: int, pad_id: int, size: int) -> list[Tens
     return [rows[part][:, first - width :] for part, width in utils.micro_batches(lengths, size)]
 
 
-def train_step(lm: nn.Module, optimizer: Any, rows: Tensor, first: int, pad_id: int, args: Args, accelerator: Accelerator) -> Tensor:
+def train_step(
+    lm: nn.Module, optimizer: Any, rows: Tensor, first: int, pad_id: int, args: Args, accelerator: Accelerator
+) -> Tensor:
     """One optimizer step on this process's rows [B, T]; the mean loss per token over all processes' rows."""
     count, total = utils.all_sum((rows[:, first:] != pad_id).sum()), 0.0
     parts = micro_batches(rows, first, pad_id, args.micro_batch_size)
@@ -163,12 +172,16 @@ def heldout_loss(lm: nn.Module, rows: Tensor, first: int, pad_id: int, args: Arg
     return total / count
 
 
-def continuations(lm: nn.Module, rows: Tensor, first: int, tokenizer: Any, pad_id: int, args: Args) -> list[dict[str, str]]:
+def continuations(
+    lm: nn.Module, rows: Tensor, first: int, tokenizer: Any, pad_id: int, args: Args
+) -> list[dict[str, str]]:
     """What the model writes behind the prompts of rows [B, T], or behind the first quarter of packed blocks."""
     task, ids = args.task, utils.task_ids(args.task, tokenizer, pad_id)
     prompts = rows[:, :first] if task.response_column else rows[:, : args.block_size // 4]
     lm.eval()
-    tokens = utils.sample_all(lm, prompts, task, pad_id, utils.generator(args.seed, 0, rows.device), args.micro_batch_size)
+    tokens = utils.sample_all(
+        lm, prompts, task, pad_id, utils.generator(args.seed, 0, rows.device), args.micro_batch_size
+    )
     if task.eos_task:
         tokens = utils.truncate(tokens, ids.truncate, task.truncate_after, pad_id)[0]
     texts = {"text": prompts, "continuation": tokens} | ({"reference": rows[:, first:]} if task.response_column else {})
@@ -187,9 +200,10 @@ def rouge_l(samples: list[dict[str, str]]) -> float:
 def check(args: Args, processes: int) -> None:
     """Errors: `InputError` for values that cannot work, before anything is loaded."""
     utils.check_task(args.task)
-    utils.check_positive(args, ("num_epochs", "batch_size", "micro_batch_size", "block_size", "lr", "num_heldout", "eval_every"))
-    if args.batch_size % processes:
-        raise InputError(f"batch_size={args.batch_size} does not divide over {processes} processes; use {math.ceil(args.batch_size / processes) * processes}")
+    utils.check_positive(
+        args, ("num_epochs", "batch_size", "micro_batch_size", "block_size", "lr", "num_heldout", "eval_every")
+    )
+    utils.check_divides("batch_size", args.batch_size, processes, f"{processes} processes")
     if args.num_heldout < processes:
         raise InputError(f"num_heldout={args.num_heldout} is less than one block for each of {processes} processes")
 
@@ -202,7 +216,9 @@ def main(args: Args) -> None:
     accelerator = utils.start_accelerator()
     check(args, accelerator.num_processes)
     rank, processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    behind = args.task.response_length if args.task.response_column else max(0, args.block_size - args.task.query_length)
+    behind = (
+        args.task.response_length if args.task.response_column else max(0, args.block_size - args.task.query_length)
+    )
     tokenizer, _, pad_id = utils.load_tokenizer(args.task, behind)
     rows, first = load_rows(args, tokenizer, pad_id)
     heldout, rows = rows[: args.num_heldout], rows[args.num_heldout :]
@@ -211,7 +227,9 @@ def main(args: Args) -> None:
     lm = utils.load_lm(args.task.base_model)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(lm.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        lm.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+    )
     lm, optimizer = accelerator.prepare(lm, optimizer)
     plain = accelerator.unwrap_model(lm)
 

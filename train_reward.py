@@ -4,7 +4,8 @@
     accelerate launch train_reward.py --task sentiment
 
 The language model's trunk with a scalar head reads query and response; of K candidate responses the one that a human
-liked best gets the highest softmax probability. One epoch. Before and after, rewards are normalised on the policy's samples.
+liked best gets the highest softmax probability. One epoch. Before and after, rewards are normalised on samples of the
+policy.
 
 Letters: `B` labels, `K` candidates per label, `Q` query tokens, `R` response tokens, `T = Q + R`, `S` samples.
 """
@@ -85,7 +86,9 @@ def micro_batches(tokens: Tensor, pad_id: int, size: int) -> list[tuple[np.ndarr
     return utils.micro_batches(lengths, max(1, size // tokens.shape[1]))
 
 
-def train_step(model: nn.Module, optimizer: Any, labels: Labels, pad_id: int, args: Args, accelerator: Accelerator) -> dict[str, Tensor]:
+def train_step(
+    model: nn.Module, optimizer: Any, labels: Labels, pad_id: int, args: Args, accelerator: Accelerator
+) -> dict[str, Tensor]:
     """R4: one optimizer step on this process's labels; loss and accuracy before it, over all processes."""
     model.train()
     tokens = candidate_tokens(labels, pad_id)
@@ -125,7 +128,11 @@ def policy_samples(args: Args, tokenizer: Any, pad_id: int, accelerator: Acceler
     table = utils.load_queries(task, tokenizer, pad_id)
     lm = utils.load_lm(task.base_model).to(device).eval()
     seed = utils.process_seed(args.seed, accelerator.process_index)  # G6
-    size = math.ceil(args.normalize_samples / args.rollout_batch_size) * args.rollout_batch_size // accelerator.num_processes
+    size = (
+        math.ceil(args.normalize_samples / args.rollout_batch_size)
+        * args.rollout_batch_size
+        // accelerator.num_processes
+    )
     sets = []
     for step in range(2):
         queries = table[utils.rows_of_step(len(table), size, step, seed)].to(device)
@@ -152,7 +159,11 @@ def calibration(rewards: Tensor, best: Tensor, bins: int = 5) -> list[dict[str, 
     top = rewards.softmax(dim=1).max(dim=1)
     right = (top.indices == best).float()
     order = top.values.argsort()
-    groups = [(top.values[rows].mean().item(), right[rows].mean().item(), len(rows)) for rows in order.tensor_split(bins) if len(rows)]
+    groups = [
+        (top.values[rows].mean().item(), right[rows].mean().item(), len(rows))
+        for rows in order.tensor_split(bins)
+        if len(rows)
+    ]
     return [{"labels": n, "predicted": p, "accuracy": a} for p, a, n in groups]
 
 
@@ -161,7 +172,9 @@ def report(run: utils.Run, rewards: Tensor, best: Tensor) -> dict[str, float]:
     rows = calibration(rewards, best)
     run.table(rows, "calibration on held-out labels")
     chosen = torch.zeros_like(rewards, dtype=torch.bool).scatter(1, best[:, None], True)
-    run.histogram({"chosen": rewards[chosen].tolist(), "others": rewards[~chosen].tolist()}, "reward of held-out candidates")
+    run.histogram(
+        {"chosen": rewards[chosen].tolist(), "others": rewards[~chosen].tolist()}, "reward of held-out candidates"
+    )
     error = sum(row["labels"] * abs(row["predicted"] - row["accuracy"]) for row in rows) / len(rewards)
     return {
         "heldout/accuracy": (rewards.argmax(dim=1) == best).float().mean().item(),
@@ -175,9 +188,14 @@ def report(run: utils.Run, rewards: Tensor, best: Tensor) -> dict[str, float]:
 def check(args: Args, processes: int) -> None:
     """Errors: `InputError` for values that cannot work, before anything is loaded."""
     utils.check_task(args.task)
-    utils.check_positive(args, ("num_labels", "batch_size", "micro_batch_size", "lr", "normalize_samples", "rollout_batch_size"))
-    for name, value, unit in (("batch_size", args.batch_size, processes), ("rollout_batch_size", args.rollout_batch_size, processes),
-                              ("num_labels", args.num_labels, args.batch_size)):
+    utils.check_positive(
+        args, ("num_labels", "batch_size", "micro_batch_size", "lr", "normalize_samples", "rollout_batch_size")
+    )
+    for name, value, unit in (
+        ("batch_size", args.batch_size, processes),
+        ("rollout_batch_size", args.rollout_batch_size, processes),
+        ("num_labels", args.num_labels, args.batch_size),
+    ):
         if value % unit:
             raise InputError(f"{name}={value} does not divide by {unit}; use {max(value // unit, 1) * unit}")
 
@@ -194,8 +212,10 @@ def main(args: Args) -> None:
     labels = utils.load_labels(task, tokenizer, pad_id)
     utils.check_length(config, task.query_length + labels.responses.shape[2], f"--label_dataset={task.label_dataset}")
     if len(labels.best) < args.num_labels:
-        raise InputError(f"--label_dataset={task.label_dataset} has {len(labels.best)} labels, num_labels={args.num_labels}; "
-                         f"use --num_labels {len(labels.best) // args.batch_size * args.batch_size}")
+        raise InputError(
+            f"--label_dataset={task.label_dataset} has {len(labels.best)} labels, num_labels={args.num_labels}; "
+            f"use --num_labels {len(labels.best) // args.batch_size * args.batch_size}"
+        )
     before, after = policy_samples(args, tokenizer, pad_id, accelerator)
 
     torch.manual_seed(args.seed)

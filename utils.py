@@ -1,8 +1,8 @@
 """What more than one script needs and is not the algorithm:
 tasks · tokens · data · models · sampling and scoring · statistics · optimizer · run.
 
-Letters: `B` sequences, `Q` query tokens, `R` response tokens, `T` tokens in all, `V` vocabulary, `K` candidates, `D` width.
-Masks are True at real tokens. Tags such as `# G3` name the implementation detail in README's table.
+Letters: `B` sequences, `Q` query tokens, `R` response tokens, `T` tokens in all, `V` vocabulary, `K` candidates,
+`D` width. Masks are True at real tokens. Tags such as `# G3` name the implementation detail in README's table.
 """
 
 import importlib.util
@@ -84,7 +84,7 @@ class Task:
     num_queries: int = 2**20
     """rows of `query_dataset` that are tokenised; a larger data set is sampled without replacement"""
     eos_task: bool = False
-    """the response ends at its first `truncate_token`: all behind it is masked out everywhere, not just in scoring (X9)"""
+    """the response ends at its first `truncate_token`: all behind it is masked out, not just in scoring (X9)"""
     response_column: str | None = None
     """column of `query_dataset` with reference responses; sft.py then learns these, else it learns the texts"""
     keep_last_line: bool = False
@@ -317,7 +317,9 @@ def task_ids(task: Task, tokenizer: Any, pad_id: int) -> Ids:
 
 def add_affixes(queries: Tensor, ids: Ids) -> Tensor:
     """Queries [B, Q] → contexts [B, C]: prefix, query, suffix, with all pads on the left."""
-    prefix, suffix = (torch.tensor(x, device=queries.device).long().expand(len(queries), -1) for x in (ids.prefix, ids.suffix))
+    prefix, suffix = (
+        torch.tensor(x, device=queries.device).long().expand(len(queries), -1) for x in (ids.prefix, ids.suffix)
+    )
     return left_align(torch.cat([prefix, queries, suffix], dim=1), ids.pad)
 
 
@@ -384,7 +386,9 @@ def load_texts(task: Task) -> datasets.Dataset:
     rows = load_rows(task.query_dataset, "--query_dataset")
     for name in filter(None, (task.query_column, task.response_column)):
         if name not in rows.column_names:
-            raise InputError(f"column {name!r} is not in --query_dataset={task.query_dataset}; it has {rows.column_names}")
+            raise InputError(
+                f"column {name!r} is not in --query_dataset={task.query_dataset}; it has {rows.column_names}"
+            )
     if len(rows) > task.num_queries:
         rows = rows.select(np.sort(np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)))
     return rows
@@ -408,7 +412,9 @@ def load_queries(task: Task, tokenizer: Any, pad_id: int) -> Tensor:
         batch = [text or "" for text in texts[i : i + 10_000]]
         queries += [query for query in tokenise_queries(batch, task, tokenizer) if query]
     if not queries:
-        wanted = " and ".join(f"{n}={t!r}" for n, t in (("start_text", task.start_text), ("end_text", task.end_text)) if t)
+        wanted = " and ".join(
+            f"{n}={t!r}" for n, t in (("start_text", task.start_text), ("end_text", task.end_text)) if t
+        )
         lack = f" or lack {wanted}" if wanted else ""
         raise InputError(f"--query_dataset={task.query_dataset} gives no query: all {len(texts)} rows are blank{lack}")
     return pad_rows(queries, task.query_length, pad_id)
@@ -438,14 +444,19 @@ def load_pairs(rows: datasets.Dataset, task: Task, tokenizer: Any, pad_id: int) 
     """R4: pairs of texts (`prompt`, `chosen`, `rejected`), the chosen one first; each ends with the truncate token."""
     end = token_id(tokenizer, task.truncate_token, "--truncate_token")
     queries = tokenise_queries([text or "" for text in rows["prompt"]], task, tokenizer)
-    sides = [tokenizer([text or "" for text in rows[name]], add_special_tokens=False)["input_ids"] for name in ("chosen", "rejected")]
+    sides = [
+        tokenizer([text or "" for text in rows[name]], add_special_tokens=False)["input_ids"]
+        for name in ("chosen", "rejected")
+    ]
     for i, row in enumerate(zip(queries, *sides, strict=True)):
         if not all(row):
             raise InputError(f"--label_dataset={task.label_dataset} row {i}: prompt, chosen or rejected is blank")
     sides = [[ids + [end] * (end is not None) for ids in side] for side in sides]
     length = max(len(ids) for side in sides for ids in side)
     right = [torch.tensor([ids + [pad_id] * (length - len(ids)) for ids in side]) for side in sides]
-    return Labels(pad_rows(queries, task.query_length, pad_id), torch.stack(right, dim=1), torch.zeros(len(queries)).long())
+    return Labels(
+        pad_rows(queries, task.query_length, pad_id), torch.stack(right, dim=1), torch.zeros(len(queries)).long()
+    )
 
 
 def load_labels(task: Task, tokenizer: Any, pad_id: int) -> Labels:
@@ -456,9 +467,13 @@ def load_labels(task: Task, tokenizer: Any, pad_id: int) -> Labels:
         return load_pairs(rows, task, tokenizer, pad_id)
     where = f"--label_dataset={task.label_dataset}"
     samples = sorted(name for name in rows.column_names if name.startswith("sample") and name[6:].isdigit())
-    missing = [name for name in ("query", "best") if name not in rows.column_names] + ["sample0, sample1"] * (len(samples) < 2)
+    missing = [name for name in ("query", "best") if name not in rows.column_names] + ["sample0, sample1"] * (
+        len(samples) < 2
+    )
     if missing or len(rows) == 0:
-        raise InputError(f"{where} has no {', '.join(missing) or 'rows'}; needed are query, sample0 … sampleK, best, or prompt, chosen, rejected")
+        raise InputError(
+            f"{where} has no {', '.join(missing) or 'rows'}; needed are query, sample0 … sampleK, best, or prompt, chosen, rejected"
+        )
     columns = {}
     for name, length in [("query", task.query_length)] + [(name, task.response_length) for name in samples]:
         for i, row in enumerate(rows[name]):
@@ -471,7 +486,9 @@ def load_labels(task: Task, tokenizer: Any, pad_id: int) -> Labels:
         bad = np.argwhere((ids < 0) | (ids > pad_id))
         if len(bad):
             i, j = bad[0]
-            raise InputError(f"{where} row {i}: {name} holds id {ids[i, j]}; ids are 0 … {pad_id - 1}, padding is {LABEL_PAD}")
+            raise InputError(
+                f"{where} row {i}: {name} holds id {ids[i, j]}; ids are 0 … {pad_id - 1}, padding is {LABEL_PAD}"
+            )
         columns[name] = torch.from_numpy(ids)
     for i, best in enumerate(rows["best"]):
         if not isinstance(best, int) or not 0 <= best < len(samples):
@@ -485,9 +502,12 @@ def rows_of_step(n: int, size: int, step: int, seed: int) -> np.ndarray:
     arguments, so that a resumed run goes on with the same rows."""
     positions = np.arange(step * size, (step + 1) * size)
     epochs = positions // n
-    return np.concatenate([
-        np.random.default_rng([seed, epoch]).permutation(n)[positions[epochs == epoch] % n] for epoch in np.unique(epochs)
-    ])
+    return np.concatenate(
+        [
+            np.random.default_rng([seed, epoch]).permutation(n)[positions[epochs == epoch] % n]
+            for epoch in np.unique(epochs)
+        ]
+    )
 
 
 def process_seed(seed: int, rank: int) -> int:
@@ -560,8 +580,10 @@ def check_architecture(config: PretrainedConfig, name: str) -> None:
 
     cls = transformers.MODEL_MAPPING.get(type(config), None)
     if cls is None or "position_ids" not in inspect.signature(cls.forward).parameters:
-        raise InputError(f"{name} ({config.model_type}) takes no position_ids, so left-padded rows would be scored wrongly; "
-                         "GPT-2, GPT-NeoX, Llama, Falcon and their like work")
+        raise InputError(
+            f"{name} ({config.model_type}) takes no position_ids, so left-padded rows would be scored wrongly; "
+            "GPT-2, GPT-NeoX, Llama, Falcon and their like work"
+        )
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
@@ -577,7 +599,9 @@ def load_lm(name: str, config: PretrainedConfig | None = None) -> PreTrainedMode
     Errors: `InputError` for weights in a format that unpickles code."""
     config = without_dropout(config or AutoConfig.from_pretrained(name))
     if Path(name).is_dir() and not any(Path(name).glob("*.safetensors*")):
-        if others := [path.name for pattern in ("*.bin", "*.pt", "*.h5", "*.msgpack") for path in Path(name).glob(pattern)]:
+        if others := [
+            path.name for pattern in ("*.bin", "*.pt", "*.h5", "*.msgpack") for path in Path(name).glob(pattern)
+        ]:
             raise InputError(f"{name} holds {others[0]} but no safetensors; convert it with `save_pretrained` first")
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32)
@@ -650,7 +674,9 @@ class RewardModel(PreTrainedModel):
 def load_reward_model(name: str, make: str) -> RewardModel:
     """A folder that train_reward.py wrote. Errors: `InputError` naming the command that makes it."""
     if not (Path(name) / "config.json").is_file():
-        raise InputError(f"there is no reward model in {name}; make it with `{make}`, or pass --reward_model or --reward_fn")
+        raise InputError(
+            f"there is no reward model in {name}; make it with `{make}`, or pass --reward_model or --reward_fn"
+        )
     return RewardModel.from_pretrained(name, dtype=torch.float32).eval()
 
 
@@ -690,8 +716,9 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sample(lm: PreTrainedModel, contexts: Tensor, response_length: int, temperature: float, pad_id: int,
-           gen: torch.Generator) -> Tensor:
+def sample(
+    lm: PreTrainedModel, contexts: Tensor, response_length: int, temperature: float, pad_id: int, gen: torch.Generator
+) -> Tensor:
     """G4: exactly `response_length` tokens for each left-padded context [B, Q] → [B, R]: the full vocabulary, no stop at
     EOS, nothing of the checkpoint's `generation_config`. Prefill once, then one token a step over a static KV cache."""
     batch, start = contexts.shape
@@ -703,14 +730,22 @@ def sample(lm: PreTrainedModel, contexts: Tensor, response_length: int, temperat
     tokens, begin = inputs["input_ids"][:, :start], 0
     for t in range(response_length):
         end = start + t
-        logits = lm(tokens, attention_mask=mask[:, :end], position_ids=positions[:, begin:end], past_key_values=cache,
-                    use_cache=True, logits_to_keep=1).logits[:, -1]
+        logits = lm(
+            tokens,
+            attention_mask=mask[:, :end],
+            position_ids=positions[:, begin:end],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
         tokens, begin = draw(logits / temperature, uniform[t]), end
         responses[:, t] = tokens[:, 0]
     return responses
 
 
-def sample_all(lm: PreTrainedModel, contexts: Tensor, task: Task, pad_id: int, gen: torch.Generator, size: int) -> Tensor:
+def sample_all(
+    lm: PreTrainedModel, contexts: Tensor, task: Task, pad_id: int, gen: torch.Generator, size: int
+) -> Tensor:
     """`sample` for any number of rows: `size` at a time, by length, trimmed. [B, C] → [B, R]"""
     responses = torch.empty(len(contexts), task.response_length, dtype=torch.long, device=contexts.device)
     for rows, width in micro_batches(row_lengths(contexts, pad_id), size):
@@ -719,7 +754,9 @@ def sample_all(lm: PreTrainedModel, contexts: Tensor, task: Task, pad_id: int, g
 
 
 @torch.no_grad()
-def lm_logprobs(lm: PreTrainedModel, contexts: Tensor, responses: Tensor, temperature: float, pad_id: int, size: int) -> Tensor:
+def lm_logprobs(
+    lm: PreTrainedModel, contexts: Tensor, responses: Tensor, temperature: float, pad_id: int, size: int
+) -> Tensor:
     """Log-probabilities [B, R] of the responses [B, R] behind left-padded contexts [B, C]; the vocabulary head sees
     the R response positions only."""
     out = torch.empty(responses.shape, device=responses.device)
@@ -740,7 +777,9 @@ def reward_scores(model: RewardModel, queries: Tensor, responses: Tensor, size: 
     return out
 
 
-def text_scores(function: Callable, spec: str, tokenizer: Any, queries: Tensor, responses: Tensor, pad_id: int) -> Tensor:
+def text_scores(
+    function: Callable, spec: str, tokenizer: Any, queries: Tensor, responses: Tensor, pad_id: int
+) -> Tensor:
     """`--reward_fn` and the like: a Python function of (queries, responses) → B finite floats. Errors: `InputError`."""
     scores = function(decode(tokenizer, queries, pad_id), decode(tokenizer, responses, pad_id))
     try:
@@ -748,8 +787,10 @@ def text_scores(function: Callable, spec: str, tokenizer: Any, queries: Tensor, 
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"{spec} returned {str(scores)[:60]}; it has to return one float for each response") from error
     if scores.shape != (len(queries),) or not scores.isfinite().all():
-        raise InputError(f"{spec} returned shape {list(scores.shape)}, finite: {bool(scores.isfinite().all())}; "
-                         f"it has to return one finite float for each of the {len(queries)} responses")
+        raise InputError(
+            f"{spec} returned shape {list(scores.shape)}, finite: {bool(scores.isfinite().all())}; "
+            f"it has to return one finite float for each of the {len(queries)} responses"
+        )
     return scores
 
 
@@ -776,7 +817,9 @@ def load_reward(args: Any, tokenizer: Any, pad_id: int, device: torch.device) ->
     folder = args.reward_model or f"models/{args.task.task}/train_reward"
     model = load_reward_model(folder, f"python train_reward.py --task {args.task.task}").to(device)
     if model.config.pad_id != pad_id:
-        raise InputError(f"reward model {folder} was trained with a vocabulary of {model.config.pad_id} tokens, the policy has {pad_id}")
+        raise InputError(
+            f"reward model {folder} was trained with a vocabulary of {model.config.pad_id} tokens, the policy has {pad_id}"
+        )
     return lambda queries, responses: reward_scores(model, queries, responses, args.rollout_batch_size)
 
 
@@ -792,7 +835,7 @@ def all_sum(x: Tensor) -> Tensor:
 
 
 def moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population variance of x[mask] over all processes (X11). What stands outside the mask does not matter."""
+    """Mean and population variance of x[mask] over all processes (X11), whatever stands outside the mask."""
     count = all_sum(mask.sum())
     mean = all_sum(x.masked_fill(~mask, 0).sum()) / count
     variance = all_sum(((x - mean) ** 2).masked_fill(~mask, 0).sum()) / count
@@ -847,11 +890,19 @@ def check_positive(args: Any, names: Sequence[str]) -> None:
             raise InputError(f"{name}={getattr(args, name)} has to be positive")
 
 
+def check_divides(name: str, value: int, unit: int, what: str) -> None:
+    """Errors: `InputError` for a size that cannot be shared out evenly, with the next one that can."""
+    if value % unit:
+        raise InputError(f"{name}={value} does not divide over {what}; use {math.ceil(value / unit) * unit}")
+
+
 def check_task(task: Task) -> None:
     """Errors: `InputError` for values of a task that cannot work, before anything is loaded."""
     check_positive(task, ("temperature", "query_length", "response_length", "num_queries"))
     if not 0 <= task.truncate_after < task.response_length:
-        raise InputError(f"truncate_after={task.truncate_after} has to be in 0 … response_length − 1 = {task.response_length - 1}")
+        raise InputError(
+            f"truncate_after={task.truncate_after} has to be in 0 … response_length − 1 = {task.response_length - 1}"
+        )
     if task.gold_fn:
         load_function(task.gold_fn)
 
@@ -859,7 +910,9 @@ def check_task(task: Task) -> None:
 def check_finite(metrics: dict[str, float], name: str, step: int) -> None:
     """Stop at a loss that is no number, before anything more is made of it."""
     if not math.isfinite(metrics[name]):
-        raise FloatingPointError(f"{name}={metrics[name]} at update {step}; a lower --lr, or fp32 instead of bf16, may help")
+        raise FloatingPointError(
+            f"{name}={metrics[name]} at update {step}; a lower --lr, or fp32 instead of bf16, may help"
+        )
 
 
 def start_accelerator() -> Accelerator:
@@ -955,7 +1008,13 @@ class Run:
         (self.folder / "args.json").write_text(json.dumps(record, indent=1))
         self.writer = SummaryWriter(str(self.folder))
         self.console = Console()
-        columns = (TextColumn(script), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[shown]}"))
+        columns = (
+            TextColumn(script),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[shown]}"),
+        )
         self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.bar = self.progress.add_task(script, total=total, shown="")
         self.progress.start()
@@ -997,7 +1056,10 @@ class Run:
     def compare_samples(self) -> None:
         """The responses of the first and of the last samples to the same queries, side by side."""
         pairs = zip(*self.sampled, strict=True)
-        self.table([first | {"trained": last["response"], "trained score": last["score"]} for first, last in pairs], "before and after")
+        self.table(
+            [first | {"trained": last["response"], "trained score": last["score"]} for first, last in pairs],
+            "before and after",
+        )
 
     def table(self, rows: list[dict[str, Any]], title: str) -> None:
         """Show rows of texts and numbers."""
@@ -1039,7 +1101,11 @@ def environment() -> dict[str, Any]:
     """What a run depends on besides its arguments: commit and versions."""
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     packages = ("torch", "transformers", "accelerate", "datasets", "tyro", "numpy")
-    return {"commit": git.stdout.strip() or None, "python": platform.python_version(), "versions": {p: version(p) for p in packages}}
+    return {
+        "commit": git.stdout.strip() or None,
+        "python": platform.python_version(),
+        "versions": {p: version(p) for p in packages},
+    }
 
 
 def start_wandb(name: str, config: dict[str, Any], folder: Path) -> Any:
@@ -1051,7 +1117,9 @@ def start_wandb(name: str, config: dict[str, Any], folder: Path) -> Any:
         return wandb.init(project="onefile-rlhf", name=name, config=config, dir=str(folder), settings=settings)
     except wandb.Error as error:
         print(f"W&B goes offline ({type(error).__name__}); `wandb sync {folder}/wandb/offline-*` sends it later")
-        return wandb.init(project="onefile-rlhf", name=name, config=config, dir=str(folder), settings=settings, mode="offline")
+        return wandb.init(
+            project="onefile-rlhf", name=name, config=config, dir=str(folder), settings=settings, mode="offline"
+        )
 
 
 def pyplot() -> Any:
@@ -1076,7 +1144,9 @@ def plot_runs(runs: list[tuple[str, Path]], panels: list[str], path: Path) -> No
         first = next(i for i, run in enumerate(runs) if run[0] == label)
         for axis, name in zip(axes.flat, panels, strict=False):
             points = [(line["step"], line[name]) for line in lines if name in line]
-            style = dict(color=f"C{labels.index(label)}", label=label if runs[first] == (label, folder) else None, linewidth=1.2)
+            style = dict(
+                color=f"C{labels.index(label)}", label=label if runs[first] == (label, folder) else None, linewidth=1.2
+            )
             axis.plot([x for x, _ in points], [y for _, y in points], **style)
     for i, axis in enumerate(axes.flat):
         if i >= len(panels):

@@ -41,8 +41,13 @@ def replay(lm: torch.nn.Module, contexts: Tensor, responses: Tensor, temperature
     cache, out, start = None, [], contexts.shape[1]
     for t in range(responses.shape[1]):
         begin, end = (start + t - 1 if cache is not None else 0), start + t
-        step = lm(inputs["input_ids"][:, begin:end], attention_mask=inputs["attention_mask"][:, :end],
-                  position_ids=inputs["position_ids"][:, begin:end], past_key_values=cache, use_cache=True)
+        step = lm(
+            inputs["input_ids"][:, begin:end],
+            attention_mask=inputs["attention_mask"][:, :end],
+            position_ids=inputs["position_ids"][:, begin:end],
+            past_key_values=cache,
+            use_cache=True,
+        )
         cache = step.past_key_values
         out.append(utils.token_logprobs(step.logits[:, -1:], responses[:, t : t + 1], temperature)[0])
     return torch.cat(out, dim=1)
@@ -56,12 +61,16 @@ def main(args: Args) -> None:
     policy = rloo.Policy(utils.load_lm(args.model).eval(), pad_id, task.temperature)
     queries = utils.load_queries(task, tokenizer, pad_id)[: args.completions]
     with torch.autocast("cpu", torch.bfloat16):
-        responses = utils.sample_all(policy.lm, queries, task, pad_id, utils.generator(1, 0, queries.device), args.micro_batch_size)
+        responses = utils.sample_all(
+            policy.lm, queries, task, pad_id, utils.generator(1, 0, queries.device), args.micro_batch_size
+        )
         ratios = {"sampling loop": [], "training forward": []}
         for rows, width in utils.micro_batches(utils.row_lengths(queries, pad_id), args.micro_batch_size):
             contexts, answer = queries[rows, -width:], responses[rows]
             new = policy(contexts, answer)[0].sum(dim=1)
-            ratios["sampling loop"] += (new - replay(policy.lm, contexts, answer, task.temperature, pad_id).sum(dim=1)).exp().tolist()
+            ratios["sampling loop"] += (
+                (new - replay(policy.lm, contexts, answer, task.temperature, pad_id).sum(dim=1)).exp().tolist()
+            )
             ratios["training forward"] += (new - policy(contexts, answer)[0].sum(dim=1)).exp().tolist()
     plt = utils.pyplot()
     figure, axis = plt.subplots(figsize=(6, 3.4), layout="constrained")
@@ -73,7 +82,12 @@ def main(args: Args) -> None:
             writer.writerow(row)
             print(*row, sep="  ")
             axis.hist(values, bins=60, range=(0.5, 1.5), alpha=0.6, label=f"{name}: std {row[1]}")
-    axis.set(title="first ratio of an update, bf16, completions of 24 tokens", xlabel="π_new / π_old", yscale="log", ylabel="completions")
+    axis.set(
+        title="first ratio of an update, bf16, completions of 24 tokens",
+        xlabel="π_new / π_old",
+        yscale="log",
+        ylabel="completions",
+    )
     axis.legend()
     figure.savefig(args.out, dpi=110)
 

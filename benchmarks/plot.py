@@ -1,6 +1,6 @@
 """Lay the curves of several runs over each other: a picture, and beside it a CSV with where each curve starts and ends.
 
-    python benchmarks/plot.py --runs PPO=runs/demo_ppo RLOO=runs/demo_rloo --out runs/demo.png
+python benchmarks/plot.py --runs PPO=runs/demo_ppo RLOO=runs/demo_rloo --out runs/demo.png
 """
 
 import csv
@@ -14,7 +14,14 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import utils  # noqa: E402
 
-PANELS = ("objective/scores", "objective/gold_score", "objective/kl", "objective/kl_coef", "ppo/loss/value_avg", "objective/entropy")
+PANELS = (
+    "objective/scores",
+    "objective/gold_score",
+    "objective/kl",
+    "objective/kl_coef",
+    "ppo/loss/value_avg",
+    "objective/entropy",
+)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,9 @@ def measure(row: str, args: Args) -> dict[str, float]:
     else:
         script, batch = {"ppo": (ppo, ppo.PolicyAndValue), "rloo": (rloo, rloo.Policy)}[row]
         task = replace(utils.TASKS["sentiment"], truncate_token=".")
-        settings = script.Args(task=task, batch_size=16, micro_batch_size=args.micro_batch_size, rollout_batch_size=args.micro_batch_size)
+        settings = script.Args(
+            task=task, batch_size=16, micro_batch_size=args.micro_batch_size, rollout_batch_size=args.micro_batch_size
+        )
         policy = batch(lm, pad_id, task.temperature)
         ref = GPT2LMHeadModel(utils.without_dropout(GPT2Config())).eval().requires_grad_(False)
         reward = utils.RewardModel(utils.RewardConfig(ref.config, pad_id)).eval().requires_grad_(False)
@@ -93,7 +95,9 @@ def main(args: Args) -> None:
             results[row].append(json.loads(out.splitlines()[-1]))
     print(f"{'row':8}{'CPU s':>10}{'ratio':>10}{'peak GB':>10}")
     for row in ROWS:
-        ratio = statistics.median(r["cpu_s"] / plain["cpu_s"] for r, plain in zip(results[row], results["plain"], strict=True))
+        ratio = statistics.median(
+            r["cpu_s"] / plain["cpu_s"] for r, plain in zip(results[row], results["plain"], strict=True)
+        )
         cpu, peak = (statistics.median(r[key] for r in results[row]) for key in ("cpu_s", "peak_gb"))
         print(f"{row:8}{cpu:10.2f}{ratio:10.2f}{peak:10.2f}")
 

@@ -34,24 +34,37 @@ def left(tokens: np.ndarray, pad_id: int) -> torch.Tensor:
 
 
 def make_lm(hparams: dict, weights: dict[str, torch.Tensor]) -> GPT2LMHeadModel:
-    config = GPT2Config(vocab_size=hparams["n_vocab"], n_positions=hparams["n_ctx"], n_embd=hparams["n_embd"],
-                        n_layer=hparams["n_layer"], n_head=hparams["n_head"])
+    config = GPT2Config(
+        vocab_size=hparams["n_vocab"],
+        n_positions=hparams["n_ctx"],
+        n_embd=hparams["n_embd"],
+        n_layer=hparams["n_layer"],
+        n_head=hparams["n_head"],
+    )
     lm = GPT2LMHeadModel(utils.without_dropout(config))
-    missing, unexpected = lm.load_state_dict({k: v for k, v in weights.items() if k.startswith("transformer.")}, strict=False)
+    missing, unexpected = lm.load_state_dict(
+        {k: v for k, v in weights.items() if k.startswith("transformer.")}, strict=False
+    )
     assert missing in ([], ["lm_head.weight"]) and not unexpected
     return lm.eval()
 
 
 def make_policy(hparams: dict, weights: dict[str, torch.Tensor], pad_id: int, temperature: float) -> ppo.PolicyAndValue:
     policy = ppo.PolicyAndValue(make_lm(hparams, weights), pad_id, temperature)
-    policy.value_head.load_state_dict({"weight": weights["value_head.weight"][None], "bias": weights["value_head.bias"][None]})
+    policy.value_head.load_state_dict(
+        {"weight": weights["value_head.weight"][None], "bias": weights["value_head.bias"][None]}
+    )
     return policy
 
 
 def make_reward(hparams: dict, weights: dict[str, torch.Tensor], pad_id: int) -> utils.RewardModel:
     model = utils.RewardModel(utils.RewardConfig(make_lm(hparams, weights).config, pad_id))
-    model.backbone.load_state_dict({k.removeprefix("transformer."): v for k, v in weights.items() if k.startswith("transformer.")})
-    model.head.load_state_dict({"weight": weights["reward_head.weight"][None], "bias": weights["reward_head.bias"][None]})
+    model.backbone.load_state_dict(
+        {k.removeprefix("transformer."): v for k, v in weights.items() if k.startswith("transformer.")}
+    )
+    model.head.load_state_dict(
+        {"weight": weights["reward_head.weight"][None], "bias": weights["reward_head.bias"][None]}
+    )
     with torch.no_grad():
         model.gain.copy_(weights.get("reward_norm.gain", torch.ones(())))
         model.bias.copy_(weights.get("reward_norm.bias", torch.zeros(())))
@@ -60,14 +73,26 @@ def make_reward(hparams: dict, weights: dict[str, torch.Tensor], pad_id: int) ->
 
 def golden_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Our parameters under the names and shapes of the recordings."""
-    renames = {"lm.transformer.": "transformer.", "backbone.": "transformer.", "head.": "reward_head.", "gain": "reward_norm.gain", "bias": "reward_norm.bias"}
+    renames = {
+        "lm.transformer.": "transformer.",
+        "backbone.": "transformer.",
+        "head.": "reward_head.",
+        "gain": "reward_norm.gain",
+        "bias": "reward_norm.bias",
+    }
     out = {}
     for name, value in model.named_parameters():
         for ours, theirs in renames.items():
             if name.startswith(ours):
                 name = theirs + name.removeprefix(ours)
                 break
-        out[name] = value.detach().squeeze(0) if name.endswith("_head.weight") else value.detach().squeeze() if name.endswith("_head.bias") else value.detach()
+        out[name] = (
+            value.detach().squeeze(0)
+            if name.endswith("_head.weight")
+            else value.detach().squeeze()
+            if name.endswith("_head.bias")
+            else value.detach()
+        )
     return out
 
 
@@ -81,9 +106,15 @@ def assert_weights(model: torch.nn.Module, expected: dict[str, torch.Tensor], at
 def make_task(record: dict, **changes) -> utils.Task:
     t = record["hparams"]["task"]
     return replace(
-        utils.BOOKS, task="golden", query_length=t["query_length"], response_length=t["response_length"],
-        temperature=t["policy"]["temperature"], truncate_token=".", truncate_after=t["truncate_after"],
-        missing_eos_penalty=t["penalty_reward_value"], **changes,
+        utils.BOOKS,
+        task="golden",
+        query_length=t["query_length"],
+        response_length=t["response_length"],
+        temperature=t["policy"]["temperature"],
+        truncate_token=".",
+        truncate_after=t["truncate_after"],
+        missing_eos_penalty=t["penalty_reward_value"],
+        **changes,
     )
 
 
@@ -94,7 +125,9 @@ def make_task(record: dict, **changes) -> utils.Task:
 def test_A1_adam_follows_tensorflow(schedule):
     record, arrays = load("adam")
     params = {name: torch.nn.Parameter(torch.from_numpy(np.array(arrays[f"init/{name}"]))) for name in record["shapes"]}
-    optimizer = utils.AdamTF(params.values(), lr=record["base_lr"], betas=(record["beta1"], record["beta2"]), eps=record["epsilon"])
+    optimizer = utils.AdamTF(
+        params.values(), lr=record["base_lr"], betas=(record["beta1"], record["beta2"]), eps=record["epsilon"]
+    )
     for step in range(record["steps"]):
         for name, param in params.items():
             param.grad = torch.from_numpy(np.array(arrays[f"grad/{name}"][step]))
@@ -103,8 +136,15 @@ def test_A1_adam_follows_tensorflow(schedule):
         utils.set_lr(optimizer, lr)
         optimizer.step()
         for name, param in params.items():
-            torch.testing.assert_close(param.detach(), torch.as_tensor(arrays[f"{schedule}/params/{name}"][step]), atol=2e-6, rtol=0)
-            torch.testing.assert_close(optimizer.state[param]["exp_avg_sq"], torch.as_tensor(arrays[f"{schedule}/v/{name}"][step]), atol=1e-7, rtol=1e-4)
+            torch.testing.assert_close(
+                param.detach(), torch.as_tensor(arrays[f"{schedule}/params/{name}"][step]), atol=2e-6, rtol=0
+            )
+            torch.testing.assert_close(
+                optimizer.state[param]["exp_avg_sq"],
+                torch.as_tensor(arrays[f"{schedule}/v/{name}"][step]),
+                atol=1e-7,
+                rtol=1e-4,
+            )
 
 
 # ---------------------------------------------------------------------------------------------------- G1, G3, R1, P1
@@ -114,21 +154,31 @@ def test_A1_adam_follows_tensorflow(schedule):
 def test_G3_logits_values_and_rewards_under_any_padding(batch):
     record, arrays = load("model")
     weights, pad_id = tensors(arrays, "weights/"), record["padding_token"]
-    policy, reward = make_policy(record["model_hparams"], weights, pad_id, 1.0), make_reward(record["model_hparams"], weights, pad_id)
+    policy, reward = (
+        make_policy(record["model_hparams"], weights, pad_id, 1.0),
+        make_reward(record["model_hparams"], weights, pad_id),
+    )
     tokens = torch.from_numpy(arrays[f"{batch}/tokens"]).long()
     real = torch.from_numpy(arrays[f"{batch}/nonpad"])
     assert torch.equal(real, tokens != pad_id)
     with torch.no_grad():
         logits = policy.lm(**utils.model_inputs(tokens, pad_id), use_cache=False).logits
         hidden = utils.hidden_states(policy.lm.base_model, tokens, pad_id)
-        for ours, name in ((logits, "logits"), (hidden, "h"), (policy.value_head(hidden).squeeze(-1), "value"), (reward.token_rewards(tokens).squeeze(-1), "reward")):
+        for ours, name in (
+            (logits, "logits"),
+            (hidden, "h"),
+            (policy.value_head(hidden).squeeze(-1), "value"),
+            (reward.token_rewards(tokens).squeeze(-1), "reward"),
+        ):
             torch.testing.assert_close(ours[real], torch.from_numpy(arrays[f"{batch}/{name}"])[real], atol=1e-5, rtol=0)
 
 
 def test_P1_logprobs_entropies_and_values_of_responses():
     record, arrays = load("model")
     pad_id, key = record["padding_token"], next(k for k in arrays if k.startswith("policy_analyze_T")).split("/")[0]
-    policy = make_policy(record["model_hparams"], tensors(arrays, "weights/"), pad_id, float(key.removeprefix("policy_analyze_T")))
+    policy = make_policy(
+        record["model_hparams"], tensors(arrays, "weights/"), pad_id, float(key.removeprefix("policy_analyze_T"))
+    )
     contexts, responses = left(arrays["queries"], pad_id), torch.from_numpy(arrays["responses"]).long()
     with torch.no_grad():
         ours = policy(contexts, responses)
@@ -141,7 +191,11 @@ def test_P1_logprobs_entropies_and_values_of_responses():
 def test_R1_the_reward_is_read_at_the_last_real_token(batch):
     record, arrays = load("model")
     pad_id, query_length = record["padding_token"], arrays["queries"].shape[1]
-    model = make_reward(record["model_hparams"], tensors(arrays, "weights/") | tensors({k: v for k, v in arrays.items() if k.startswith("reward_norm")}, ""), pad_id)
+    model = make_reward(
+        record["model_hparams"],
+        tensors(arrays, "weights/") | tensors({k: v for k, v in arrays.items() if k.startswith("reward_norm")}, ""),
+        pad_id,
+    )
     tokens = torch.from_numpy(arrays[f"{batch}/tokens"]).long()
     expected = torch.from_numpy(arrays[f"score_fn/{batch}"])
     with torch.no_grad():
@@ -159,7 +213,9 @@ def test_P5_truncation_and_penalty(name):
     config, pad_id = record["configs"][name], record["padding_token"]
     model = make_reward(record["model_hparams"], tensors(arrays, "reward_weights/"), pad_id)
     queries, responses = left(arrays["queries"], pad_id), torch.from_numpy(arrays["responses"]).long()
-    task = replace(utils.BOOKS, truncate_after=config["truncate_after"], missing_eos_penalty=config["penalty_reward_value"])
+    task = replace(
+        utils.BOOKS, truncate_after=config["truncate_after"], missing_eos_penalty=config["penalty_reward_value"]
+    )
     ids = utils.Ids(pad_id, config["truncate_token"], [], [])
     score = utils.score_responses(lambda q, r: utils.reward_scores(model, q, r, size=5), queries, responses, task, ids)
     assert torch.equal(score.cut, torch.from_numpy(arrays[f"{name}/postprocessed"]).long())
@@ -189,10 +245,24 @@ def ppo_args(record: dict, micro_batch_size: int) -> ppo.Args:
     p, r = record["hparams"]["ppo"], record["hparams"]["rewards"]
     kl = r["adaptive_kl"] or {"target": None, "horizon": 1}
     return ppo.Args(
-        task=make_task(record), total_episodes=p["total_episodes"], batch_size=p["batch_size"], num_minibatches=p["nminibatches"],
-        num_ppo_epochs=p["noptepochs"], micro_batch_size=micro_batch_size, rollout_batch_size=5, lr=p["lr"], adam_eps=record["adam"]["epsilon"],
-        kl_coef=r["kl_coef"], kl_target=kl["target"], kl_horizon=kl["horizon"], gamma=p["gamma"], lam=p["lam"], cliprange=p["cliprange"],
-        cliprange_value=p["cliprange_value"], vf_coef=p["vf_coef"], whiten_rewards=p["whiten_rewards"],
+        task=make_task(record),
+        total_episodes=p["total_episodes"],
+        batch_size=p["batch_size"],
+        num_minibatches=p["nminibatches"],
+        num_ppo_epochs=p["noptepochs"],
+        micro_batch_size=micro_batch_size,
+        rollout_batch_size=5,
+        lr=p["lr"],
+        adam_eps=record["adam"]["epsilon"],
+        kl_coef=r["kl_coef"],
+        kl_target=kl["target"],
+        kl_horizon=kl["horizon"],
+        gamma=p["gamma"],
+        lam=p["lam"],
+        cliprange=p["cliprange"],
+        cliprange_value=p["cliprange_value"],
+        vf_coef=p["vf_coef"],
+        whiten_rewards=p["whiten_rewards"],
     )
 
 
@@ -206,7 +276,9 @@ def test_ppo_reproduces_every_update(name, micro_batch_size):
     policy = make_policy(record["model_hparams"], tensors(arrays, "init/policy/"), pad_id, temperature)
     ref = make_lm(record["model_hparams"], tensors(arrays, "init/ref/"))
     reward = make_reward(record["model_hparams"], tensors(arrays, "init/reward/"), pad_id)
-    ids = utils.Ids(pad_id, record["hparams"]["task"]["truncate_token"], record["prefix_tokens"], record["suffix_tokens"])
+    ids = utils.Ids(
+        pad_id, record["hparams"]["task"]["truncate_token"], record["prefix_tokens"], record["suffix_tokens"]
+    )
     models = ppo.Models(policy, ref, lambda q, r: utils.reward_scores(reward, q, r, size=7), ids)
     optimizer = utils.AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
     num_updates = ppo.math.ceil(args.total_episodes / args.batch_size)
@@ -220,7 +292,9 @@ def test_ppo_reproduces_every_update(name, micro_batch_size):
         assert rollout.mask.all()
         atol = 1e-5 if update == 0 else 1e-4  # later, weights that are 2e-5 off are amplified by the network
         for ours in ("logprobs", "values", "ref_logprobs", "scores", "rewards"):
-            torch.testing.assert_close(getattr(rollout, ours), torch.from_numpy(u[ours]), atol=atol, rtol=0, msg=lambda m, n=ours: f"{n}: {m}")
+            torch.testing.assert_close(
+                getattr(rollout, ours), torch.from_numpy(u[ours]), atol=atol, rtol=0, msg=lambda m, n=ours: f"{n}: {m}"
+            )
 
         lr = utils.anneal(args.lr, update, num_updates)
         assert lr == pytest.approx(float(u["lr"]), rel=1e-6)
@@ -229,17 +303,25 @@ def test_ppo_reproduces_every_update(name, micro_batch_size):
         for key in (k for k in u if k.startswith("mb_stats/")):
             theirs = key.removeprefix("mb_stats/")
             ours = stats[theirs] if theirs in stats else stats[f"{theirs}_avg"]
-            torch.testing.assert_close(ours, torch.from_numpy(u[key]), atol=2e-5, rtol=0, msg=lambda m, k=key: f"u{update} {k}: {m}")
+            torch.testing.assert_close(
+                ours, torch.from_numpy(u[key]), atol=2e-5, rtol=0, msg=lambda m, k=key: f"u{update} {k}: {m}"
+            )
         assert_weights(policy, tensors(u, "weights/"), atol=2e-5)
 
         metrics = ppo.summarise(rollout, score, stats, kl_coef)
         for key in (k for k in u if k.startswith("step_stats/") and "elapsed" not in k):
-            theirs = key.removeprefix("step_stats/").replace("objective/score", "objective/scores").replace("scores_total", "score_total")
+            theirs = (
+                key.removeprefix("step_stats/")
+                .replace("objective/score", "objective/scores")
+                .replace("scores_total", "score_total")
+            )
             ours = metrics[theirs] if theirs in metrics else metrics[f"{theirs}_avg"]
             assert float(ours) == pytest.approx(float(u[key]), abs=2e-5), (update, key)
         kl_coef = ppo.next_kl_coef(kl_coef, float(metrics["objective/kl"]), args)
         assert kl_coef == pytest.approx(float(u["kl_coef_after"]), abs=1e-7)
-    optimizer_state = {name: optimizer.state[p] for name, p in zip(golden_names(policy), policy.parameters(), strict=True)}
+    optimizer_state = {
+        name: optimizer.state[p] for name, p in zip(golden_names(policy), policy.parameters(), strict=True)
+    }
     for slot, ours in (("adam_m", "exp_avg"), ("adam_v", "exp_avg_sq")):
         for key, value in tensors(u, f"{slot}/").items():
             torch.testing.assert_close(optimizer_state[key][ours].squeeze(), value.squeeze(), atol=2e-5, rtol=0)
@@ -253,34 +335,52 @@ def test_reward_training_reproduces_every_step(micro_batch_size):
     """R1–R4, A1, G5: normalise, train, normalise again on the recorded samples and labels."""
     record, arrays = load("reward")
     h, pad_id, accelerator = record["hparams"], record["padding_token"], Accelerator(cpu=True)
-    args = train_reward.Args(task=make_task(record), num_labels=h["labels"]["num_train"], batch_size=h["batch_size"], lr=h["lr"],
-                             micro_batch_size=micro_batch_size, normalize_samples=h["normalize_samples"], rollout_batch_size=h["rollout_batch_size"])
+    args = train_reward.Args(
+        task=make_task(record),
+        num_labels=h["labels"]["num_train"],
+        batch_size=h["batch_size"],
+        lr=h["lr"],
+        micro_batch_size=micro_batch_size,
+        normalize_samples=h["normalize_samples"],
+        rollout_batch_size=h["rollout_batch_size"],
+    )
     model = make_reward(record["model_hparams"], tensors(arrays, "init/reward/"), pad_id)
     optimizer = utils.AdamTF(model.parameters(), lr=args.lr)
 
     def normalise(norm: dict) -> None:
-        queries, responses = (torch.from_numpy(arrays[f"norm{norm['index']}/{k}"]).long() for k in ("queries", "responses"))
+        queries, responses = (
+            torch.from_numpy(arrays[f"norm{norm['index']}/{k}"]).long() for k in ("queries", "responses")
+        )
         if norm["kind"].startswith("estimate"):
             mean, std = train_reward.normalise(model, utils.left_align(queries, pad_id), responses, size=5)
             assert (float(mean), float(std)) == pytest.approx((norm["mean"], norm["std"]), abs=2e-5)
-            assert (model.gain.item(), model.bias.item()) == pytest.approx((norm["gain_set"], norm["bias_set"]), abs=2e-5)
+            assert (model.gain.item(), model.bias.item()) == pytest.approx(
+                (norm["gain_set"], norm["bias_set"]), abs=2e-5
+            )
         else:
             rewards = utils.reward_scores(model, queries, responses, size=5)
-            torch.testing.assert_close(rewards, torch.from_numpy(arrays[f"norm{norm['index']}/rewards"]), atol=2e-5, rtol=0)
+            torch.testing.assert_close(
+                rewards, torch.from_numpy(arrays[f"norm{norm['index']}/rewards"]), atol=2e-5, rtol=0
+            )
 
     norms = record["norms"]
     for norm in (n for n in norms if n["after_n_train_steps"] == 0):
         normalise(norm)
     assert_weights(model, tensors(arrays, "before_training/"), atol=2e-5)
     names = sorted(k.removeprefix("labels/") for k in arrays if k.startswith("labels/sample"))
-    labels = utils.Labels(left(arrays["labels/query"], pad_id), torch.stack([torch.from_numpy(arrays[f"labels/{n}"]).long() for n in names], 1),
-                          torch.from_numpy(arrays["labels/best"]).long())
+    labels = utils.Labels(
+        left(arrays["labels/query"], pad_id),
+        torch.stack([torch.from_numpy(arrays[f"labels/{n}"]).long() for n in names], 1),
+        torch.from_numpy(arrays["labels/best"]).long(),
+    )
     order = arrays["order"]
     for step, start in zip(record["steps"], range(0, args.num_labels, args.batch_size), strict=True):
         rows = order[start : start + args.batch_size]
         assert np.array_equal(rows, arrays[f"s{step['step']}/indices"])
         rewards = train_reward.predict(model, labels.rows(rows), pad_id, args)
-        torch.testing.assert_close(rewards, torch.from_numpy(arrays[f"s{step['step']}/logits_before_step"]), atol=2e-5, rtol=0)
+        torch.testing.assert_close(
+            rewards, torch.from_numpy(arrays[f"s{step['step']}/logits_before_step"]), atol=2e-5, rtol=0
+        )
         utils.set_lr(optimizer, lr := utils.anneal(args.lr, start, args.num_labels))
         assert lr == pytest.approx(step["lr"], rel=1e-6)
         stats = train_reward.train_step(model, optimizer, labels.rows(rows), pad_id, args, accelerator)

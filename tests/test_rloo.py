@@ -23,7 +23,9 @@ def tiny_lm() -> GPT2LMHeadModel:
 
 def args_for(script, **changes):
     task = replace(utils.BOOKS, query_length=8, response_length=6, truncate_after=2)
-    settings = dict(batch_size=16, num_minibatches=2, num_ppo_epochs=2, micro_batch_size=3, rollout_batch_size=5, lr=1e-3)
+    settings = dict(
+        batch_size=16, num_minibatches=2, num_ppo_epochs=2, micro_batch_size=3, rollout_batch_size=5, lr=1e-3
+    )
     return script.Args(task=replace(task, **changes), **settings)
 
 
@@ -148,7 +150,9 @@ def test_L5_there_is_no_value_network():
 @pytest.mark.parametrize("script", [ppo, rloo])
 def test_L6_the_first_minibatch_has_ratio_1_and_nothing_clipped(script, autocast, task):
     _, stats, _ = update(script, autocast, **task)
-    ratio, clipped, moved = (stats[name].tolist() for name in ("val/ratio", "policy/clipfrac_avg", "policy/approxkl_avg"))
+    ratio, clipped, moved = (
+        stats[name].tolist() for name in ("val/ratio", "policy/clipfrac_avg", "policy/approxkl_avg")
+    )
     assert abs(ratio[0] - 1) < 1e-6 and clipped[0] == 0 and moved[0] == 0  # the mean's own rounding, then exact zeros
     assert moved[-1] > 0
 
@@ -159,8 +163,13 @@ def sampling_logprobs(lm, contexts, responses, temperature) -> torch.Tensor:
     start, cache, out = contexts.shape[1], None, []
     for end in range(start, start + responses.shape[1]):
         begin = 0 if cache is None else end - 1
-        step = lm(inputs["input_ids"][:, begin:end], attention_mask=inputs["attention_mask"][:, :end],
-                  position_ids=inputs["position_ids"][:, begin:end], past_key_values=cache, use_cache=True)
+        step = lm(
+            inputs["input_ids"][:, begin:end],
+            attention_mask=inputs["attention_mask"][:, :end],
+            position_ids=inputs["position_ids"][:, begin:end],
+            past_key_values=cache,
+            use_cache=True,
+        )
         cache = step.past_key_values
         out.append(utils.token_logprobs(step.logits[:, -1:], responses[:, len(out) : len(out) + 1], temperature)[0])
     return torch.cat(out, dim=1)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread counts the words in one order: the same BPE every time
 
-from judge import GROUPS, LEXICON, LIMIT, best_accuracy, gold_score, human_choice  # noqa: E402
+from judge import GROUPS, LIMIT, best_accuracy, gold_score, human_choice  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -158,7 +158,9 @@ def read_grammar(text):
 
 GRAMMAR = read_grammar(GRAMMAR_TEXT)
 PRONOUNS = {"she": {"S": "she", "him": "her", "his": "her"}, "he": {"S": "he", "him": "him", "his": "his"}}
-EXTREMES = "delighted|thrilled|miserable|furious|wonderful|great|terrible|awful|delicious|rotten|cruel"  # take no degree
+EXTREMES = (
+    "delighted|thrilled|miserable|furious|wonderful|great|terrible|awful|delicious|rotten|cruel"  # take no degree
+)
 
 
 class Story:
@@ -362,8 +364,10 @@ def judged_samples(task_name, model, count, per_query, seed):
     cut = utils.truncate(samples, ids.truncate, task.truncate_after, pad)[0]
     texts = [utils.decode(tokenizer, tokens, pad) for tokens in (queries, cut)]
     scores = np.array(gold_score(*texts)).reshape(count, per_query)
-    print(f"{count} labels; true score: mean {scores.mean():.3f}, standard deviation {scores.std():.3f}; "
-          f"best possible accuracy {best_accuracy(scores.tolist()):.3f}, on the last 512 {best_accuracy(scores[-512:].tolist()):.3f}")
+    print(
+        f"{count} labels; true score: mean {scores.mean():.3f}, standard deviation {scores.std():.3f}; "
+        f"best possible accuracy {best_accuracy(scores.tolist()):.3f}, on the last 512 {best_accuracy(scores[-512:].tolist()):.3f}"
+    )
     return queries, cut, texts, scores, pad
 
 
@@ -378,7 +382,11 @@ def write_labels(model, out, count=LABELS, seed=SEED):
 
     queries, cut = stored(queries[::4]), stored(cut)
     rows = [
-        {"query": queries[i], **{f"sample{j}": cut[4 * i + j] for j in range(4)}, "best": human_choice(list(scores[i]), rng)}
+        {
+            "query": queries[i],
+            **{f"sample{j}": cut[4 * i + j] for j in range(4)},
+            "best": human_choice(list(scores[i]), rng),
+        }
         for i in range(count)
     ]
     out.write_text("[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n")

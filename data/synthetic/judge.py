@@ -9,13 +9,33 @@ import re
 
 # A word is worth -2, -1, 1 or 2. The groups differ in where a sentence can use the word.
 FEELINGS = {  # Anna was happy
-    "happy": 1, "glad": 1, "proud": 1, "calm": 1, "cheerful": 1, "delighted": 2, "thrilled": 2,
-    "sad": -1, "angry": -1, "afraid": -1, "lonely": -1, "worried": -1, "miserable": -2, "furious": -2,
+    "happy": 1,
+    "glad": 1,
+    "proud": 1,
+    "calm": 1,
+    "cheerful": 1,
+    "delighted": 2,
+    "thrilled": 2,
+    "sad": -1,
+    "angry": -1,
+    "afraid": -1,
+    "lonely": -1,
+    "worried": -1,
+    "miserable": -2,
+    "furious": -2,
 }
 PET_FEELINGS = {"safe": 1, "happy": 1, "ill": -1, "afraid": -1}  # the dog was safe
 QUALITIES = {  # the party was nice
-    "good": 1, "nice": 1, "lovely": 1, "wonderful": 2, "great": 2,
-    "bad": -1, "boring": -1, "dull": -1, "terrible": -2, "awful": -2,
+    "good": 1,
+    "nice": 1,
+    "lovely": 1,
+    "wonderful": 2,
+    "great": 2,
+    "bad": -1,
+    "boring": -1,
+    "dull": -1,
+    "terrible": -2,
+    "awful": -2,
 }
 TASTES = {"good": 1, "tasty": 1, "delicious": 2, "bad": -1, "bitter": -1, "rotten": -2}  # the soup was tasty
 MANNERS = {"kind": 1, "friendly": 1, "funny": 1, "rude": -1, "mean": -1, "cruel": -2}  # the baker was kind
@@ -25,12 +45,35 @@ WISHES = {"love": 2, "like": 1, "hate": -2, "dislike": -1}  # Anna did not love 
 ADVERBS = {"happily": 1, "proudly": 1, "sadly": -1, "angrily": -1}  # Anna happily read a book
 MOODS = {"joy": 1, "hope": 1, "fear": -1, "anger": -1}  # with joy, no fear
 EVENTS = {  # words of the small events that make people glad or sad
-    "praised": 1, "thanked": 1, "helped": 1, "gift": 1, "won": 1, "prize": 1, "fun": 1, "laughter": 1,
-    "scolded": -1, "lost": -1, "broke": -1, "stolen": -1, "forgot": -1, "hurt": -1, "mistake": -1, "trouble": -1,
+    "praised": 1,
+    "thanked": 1,
+    "helped": 1,
+    "gift": 1,
+    "won": 1,
+    "prize": 1,
+    "fun": 1,
+    "laughter": 1,
+    "scolded": -1,
+    "lost": -1,
+    "broke": -1,
+    "stolen": -1,
+    "forgot": -1,
+    "hurt": -1,
+    "mistake": -1,
+    "trouble": -1,
 }
 GROUPS = {
-    "feel": FEELINGS, "pet_feel": PET_FEELINGS, "quality": QUALITIES, "taste": TASTES, "manner": MANNERS,
-    "react": REACTIONS, "attitude": ATTITUDES, "wish": WISHES, "adverb": ADVERBS, "mood": MOODS, "event_word": EVENTS,
+    "feel": FEELINGS,
+    "pet_feel": PET_FEELINGS,
+    "quality": QUALITIES,
+    "taste": TASTES,
+    "manner": MANNERS,
+    "react": REACTIONS,
+    "attitude": ATTITUDES,
+    "wish": WISHES,
+    "adverb": ADVERBS,
+    "mood": MOODS,
+    "event_word": EVENTS,
 }
 LEXICON = {word: valence for group in GROUPS.values() for word, valence in group.items()}
 
@@ -38,7 +81,22 @@ INTENSITY = {"very": 1.5, "really": 1.5, "extremely": 2.0, "slightly": 0.5, "lit
 NEGATORS = {"not", "never", "no", "without", "nobody", "nothing", "neither", "hardly"}
 REOPENERS = {"or", "nor"}  # "not sad or angry": the second word is negated too
 CLAUSE_ENDS = {
-    ".", ",", ";", ":", "!", "?", "and", "but", "because", "when", "although", "while", "who", "which", "that", "until",
+    ".",
+    ",",
+    ";",
+    ":",
+    "!",
+    "?",
+    "and",
+    "but",
+    "because",
+    "when",
+    "although",
+    "while",
+    "who",
+    "which",
+    "that",
+    "until",
 }
 KNOWN = {*LEXICON, *INTENSITY, *NEGATORS, *REOPENERS, *CLAUSE_ENDS}
 
