@@ -77,8 +77,12 @@ class Args:
 
 
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above
-    "synthetic": dict(total_episodes=5120, batch_size=128, lr=3e-4, micro_batch_size=128, sample_every=20),
-    "synthetic_eos": dict(total_episodes=5120, batch_size=128, lr=3e-4, micro_batch_size=128, sample_every=20),
+    "synthetic": dict(
+        total_episodes=5120, batch_size=128, lr=5e-4, kl_horizon=1000, micro_batch_size=128, sample_every=20
+    ),
+    "synthetic_eos": dict(
+        total_episodes=5120, batch_size=128, lr=5e-4, kl_horizon=1000, micro_batch_size=128, sample_every=20
+    ),
     "sentiment": dict(),
     "descriptiveness": dict(),
     "cnndm": dict(batch_size=32, lr=2e-6, kl_coef=0.01, kl_target=None, micro_batch_size=8),
@@ -247,6 +251,7 @@ def summarise(
         "objective/kl": kl,
         "objective/entropy": -rollout.logprobs.mean(),
         "objective/scores": rollout.scores.mean(),
+        "objective/scores_std": utils.moments(rollout.scores, torch.ones_like(rollout.scores).bool())[1].sqrt(),
         "objective/rlhf_reward": rollout.rewards.mean(),
         "objective/kl_coef": kl_coef,
         "objective/ended": score.ended.float().mean(),

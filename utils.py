@@ -375,9 +375,13 @@ def load_rows(source: str, flag: str, split: str = "train") -> datasets.Dataset:
         raise InputError(
             f"{source} is neither in the cache nor to be reached ({type(error).__name__}). On a connected machine:\n"
             f"  hf download {' '.join(filter(None, (name, file)))} --repo-type dataset --local-dir {folder}\n"
-            f"then pass  {flag} {folder}{':' + part if part else ''}"
+            f"then pass  {flag} {folder}{'/' + file if file else ':' + part if part else ''}"
         ) from error
-    except (datasets.exceptions.DatasetsError, ValueError) as error:  # no rows, not the format, no such configuration
+    except (
+        datasets.exceptions.DatasetsError,
+        ValueError,
+        StopIteration,
+    ) as error:  # no rows, not the format, no such configuration
         raise InputError(f"{flag}={source} is empty or cannot be read: {error.__cause__ or error}") from error
 
 
@@ -440,6 +444,11 @@ class Labels:
         return Labels(self.query.to(device), self.responses.to(device), self.best.to(device))
 
 
+def is_whole(x: Any) -> bool:
+    """Whether a value read from a label file is a whole number; one fraction in a column makes floats of all its ids."""
+    return isinstance(x, int | float) and float(x).is_integer()
+
+
 def load_pairs(rows: datasets.Dataset, task: Task, tokenizer: Any, pad_id: int) -> Labels:
     """R4: pairs of texts (`prompt`, `chosen`, `rejected`), the chosen one first; each ends with the truncate token."""
     end = token_id(tokenizer, task.truncate_token, "--truncate_token")
@@ -477,7 +486,7 @@ def load_labels(task: Task, tokenizer: Any, pad_id: int) -> Labels:
     columns = {}
     for name, length in [("query", task.query_length)] + [(name, task.response_length) for name in samples]:
         for i, row in enumerate(rows[name]):
-            if not isinstance(row, list) or not all(isinstance(x, int) for x in row):
+            if not isinstance(row, list) or not all(map(is_whole, row)):
                 raise InputError(f"{where} row {i}: {name}={str(row)[:60]} is not a list of token ids")
             if len(row) != length:
                 raise InputError(f"{where} row {i}: {name} has {len(row)} ids, not {length}")
@@ -489,12 +498,12 @@ def load_labels(task: Task, tokenizer: Any, pad_id: int) -> Labels:
             raise InputError(
                 f"{where} row {i}: {name} holds id {ids[i, j]}; ids are 0 … {pad_id - 1}, padding is {LABEL_PAD}"
             )
-        columns[name] = torch.from_numpy(ids)
+        columns[name] = torch.from_numpy(ids).long()
     for i, best in enumerate(rows["best"]):
-        if not isinstance(best, int) or not 0 <= best < len(samples):
+        if not is_whole(best) or not 0 <= best < len(samples):
             raise InputError(f"{where} row {i}: best={best!r} is not in 0 … {len(samples) - 1}")
     responses = torch.stack([columns[name] for name in samples], dim=1)
-    return Labels(left_align(columns["query"], pad_id), responses, torch.tensor(rows["best"][:]))
+    return Labels(left_align(columns["query"], pad_id), responses, torch.tensor(rows["best"][:]).long())
 
 
 def rows_of_step(n: int, size: int, step: int, seed: int) -> np.ndarray:
@@ -785,7 +794,9 @@ def text_scores(
     try:
         scores = torch.as_tensor(scores, dtype=torch.float32, device=queries.device)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"{spec} returned {str(scores)[:60]}; it has to return one float for each response") from error
+        raise InputError(
+            f"{spec} returned {str(scores)[:60]}; it has to return one float for each of the {len(queries)} responses"
+        ) from error
     if scores.shape != (len(queries),) or not scores.isfinite().all():
         raise InputError(
             f"{spec} returned shape {list(scores.shape)}, finite: {bool(scores.isfinite().all())}; "

@@ -142,6 +142,24 @@ def test_L5_there_is_no_value_network():
     assert {name.split(".")[0] for name, _ in policy.named_parameters()} == {"lm"}
 
 
+@pytest.mark.parametrize("script", [ppo, rloo])
+def test_X10_the_rollout_batch_size_never_changes_what_is_scored(script):
+    args = args_for(script)
+    rows = [list(range(1, n)) for n in (3, 9, 5, 4, 7, 9, 2, 6, 8, 3, 5, 9, 4, 4, 2, 7)]
+    queries = utils.pad_rows(rows, 8, PAD)
+    policy = ppo.PolicyAndValue(tiny_lm(), PAD, 0.7) if script is ppo else rloo.Policy(tiny_lm(), PAD, 0.7)
+    responses = torch.randint(0, PAD, (16, 6), generator=torch.Generator().manual_seed(0))
+    reward = utils.RewardModel(utils.RewardConfig(tiny_lm().config, PAD)).eval()
+    rollouts = []
+    for size in (3, 16):
+        score = lambda q, r, size=size: utils.reward_scores(reward, q, r, size)  # noqa: E731
+        models = script.Models(policy, tiny_lm(), score, utils.Ids(PAD, 13, [], []))
+        sized = replace(args, rollout_batch_size=size)
+        rollouts.append(script.evaluate(models, queries, responses, np.arange(16), 0.1, sized)[0])
+    for name in ("ref_logprobs", "scores", "rewards"):
+        torch.testing.assert_close(getattr(rollouts[0], name), getattr(rollouts[1], name), atol=1e-5, rtol=0)
+
+
 # ----------------------------------------------------------------------------------------------------------------- L6
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread counts the words in one order: the same BPE every time
 
-from judge import GROUPS, LIMIT, best_accuracy, gold_score, human_choice  # noqa: E402
+from judge import GROUPS, best_accuracy, gold_score, human_choice  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -28,8 +28,8 @@ LABELS, PAIRS = 5504, 10_496  # 4992 and 9984 to train, the rest to test
 OPENAI_PAD = 50259  # what OpenAI's label files are padded with
 SENTENCES = {1: 14, 2: 30, 3: 32, 4: 24}  # number of sentences in a story: weight
 MIN_WORDS, MAX_WORDS = 6, 58  # words and punctuation marks of a story; keeps every story below 64 tokens
-KINDS = {"neutral": 30, "feeling": 66, "negated": 4}  # kind of a sentence: weight
-MOOD = 0.9  # share of a story's sentences with feelings that follow its mood
+KINDS = {"neutral": 30, "feeling": 67, "negated": 3}  # kind of a sentence: weight
+MOOD = 0.85  # share of a story's sentences with feelings that follow its mood
 COMMENTED = 0.9  # share of the stories with a comment
 COMMENTS = ["Shame", "Alas", "Well", "Fine", "Hurrah"]  # from worst to best; worth nothing to the judge
 MIN_COMPLETION, MAX_COMPLETION = 4, 40  # tokens
@@ -248,7 +248,7 @@ def comment(score):
     >>> comment(0.1), comment(-2.9)
     ('Well.', 'Shame.')
     """
-    return COMMENTS[round((score / LIMIT + 1) / 2 * (len(COMMENTS) - 1))] + "."
+    return COMMENTS[2 + max(-2, min(2, round(score / 1.5)))] + "."
 
 
 def make_stories(rng, count):

@@ -103,9 +103,9 @@ KNOWN = {*LEXICON, *INTENSITY, *NEGATORS, *REOPENERS, *CLAUSE_ENDS}
 SCOPE = 4  # a negation reaches at most this many words ahead, and never past the end of its clause
 FLIP = -0.7  # "not happy" is a little weaker than the opposite of "happy"
 REPEAT = 0.5  # the n-th use of the same word counts REPEAT ** (n - 1): all repeats together at most double it
-LIMIT = 3.0  # scores lie between -LIMIT and LIMIT
+LIMIT = 6.0  # scores lie between -LIMIT and LIMIT
 
-NOISE = 0.6  # temperature of the labeller, in units of score; the larger, the more random the labels
+NOISE = 1.0  # temperature of the labeller, in units of score; the larger, the more random the labels
 
 
 def gold_score(queries, responses):
@@ -117,13 +117,13 @@ def gold_score(queries, responses):
     >>> def show(queries, responses):
     ...     return [round(score, 2) for score in gold_score(queries, responses)]
     >>> show(["Anna was", "Anna was", "Anna was not", "Anna was happy"], [" happy.", "", " happy.", " again."])
-    [0.96, 0.0, -0.69, 0.0]
+    [0.99, 0.0, -0.7, 0.0]
     >>> show([""] * 5, ["never sad", "not very happy", "very happy", "a little sad", "not sad or angry"])
-    [0.69, -0.31, 1.39, -0.5, 1.31]
+    [0.7, -0.31, 1.47, -0.5, 1.38]
     >>> show([""] * 3, ["happy happy", "happy happy happy happy happy", "very very very happy"])
-    [1.39, 1.71, 1.39]
+    [1.47, 1.87, 1.47]
     >>> show(["He was no", "He was cheer", "I qz"], [" longer afraid", "ful", "\\x00 #s."])
-    [0.69, 0.96, 0.0]
+    [0.7, 0.99, 0.0]
     """
     return [_score(query, response) for query, response in zip(queries, responses, strict=True)]
 
