@@ -8,7 +8,7 @@ under bf16 autocast. Prints the ratio's standard deviation and the share of comp
 
 import csv
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +57,7 @@ def replay(lm: torch.nn.Module, contexts: Tensor, responses: Tensor, temperature
 def main(args: Args) -> None:
     """Measure, print, draw."""
     task = utils.TASKS["synthetic"]
-    tokenizer, _, pad_id = utils.load_tokenizer(utils.replace(task, base_model=args.model), task.response_length)
+    tokenizer, _, pad_id = utils.load_tokenizer(replace(task, base_model=args.model), task.response_length)
     policy = rloo.Policy(utils.load_lm(args.model).eval(), pad_id, task.temperature)
     queries = utils.load_queries(task, tokenizer, pad_id)[: args.completions]
     with torch.autocast("cpu", torch.bfloat16):
