@@ -78,10 +78,10 @@ class Args:
 
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above
     "synthetic": dict(
-        total_episodes=5120, batch_size=128, lr=5e-4, kl_horizon=1000, micro_batch_size=128, sample_every=20
+        total_episodes=4096, batch_size=128, lr=5e-4, kl_horizon=1000, micro_batch_size=128, sample_every=20
     ),
     "synthetic_eos": dict(
-        total_episodes=5120, batch_size=128, lr=5e-4, kl_horizon=1000, micro_batch_size=128, sample_every=20
+        total_episodes=4096, batch_size=128, lr=5e-4, kl_horizon=1000, micro_batch_size=128, sample_every=20
     ),
     "sentiment": dict(),
     "descriptiveness": dict(),
