@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import ppo
 import rloo
 import utils
+from benchmarks.bf16_ratio import replay
 
 PAD = 50
 
@@ -175,24 +176,6 @@ def test_L6_the_first_minibatch_has_ratio_1_and_nothing_clipped(script, autocast
     assert moved[-1] > 0
 
 
-def sampling_logprobs(lm, contexts, responses, temperature) -> torch.Tensor:
-    """Log-probabilities as a sampling loop over a KV cache sees them, token by token. [B, R]"""
-    inputs = utils.model_inputs(torch.cat([contexts, responses], dim=1), PAD)
-    start, cache, out = contexts.shape[1], None, []
-    for end in range(start, start + responses.shape[1]):
-        begin = 0 if cache is None else end - 1
-        step = lm(
-            inputs["input_ids"][:, begin:end],
-            attention_mask=inputs["attention_mask"][:, :end],
-            position_ids=inputs["position_ids"][:, begin:end],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        cache = step.past_key_values
-        out.append(utils.token_logprobs(step.logits[:, -1:], responses[:, len(out) : len(out) + 1], temperature)[0])
-    return torch.cat(out, dim=1)
-
-
 def test_L6_sampling_time_logprobs_would_move_ratios_in_bf16():
     """The dark side of bf16: what the rule avoids. Equal in fp32, off by percents in bf16, before any step."""
     lm, spread = tiny_lm(), {}
@@ -201,7 +184,7 @@ def test_L6_sampling_time_logprobs_would_move_ratios_in_bf16():
     for autocast in (False, True):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             trained = utils.lm_logprobs(lm, contexts, responses, 0.7, PAD, size=32)
-            ratio = (trained - sampling_logprobs(lm, contexts, responses, 0.7)).sum(dim=1).exp()
+            ratio = (trained - replay(lm, contexts, responses, 0.7, PAD)).sum(dim=1).exp()
         spread[autocast] = ratio.std().item()
     assert spread[False] < 1e-4
     assert spread[True] > 100 * spread[False] and spread[True] > 1e-3
