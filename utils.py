@@ -645,6 +645,7 @@ class RewardModel(PreTrainedModel):
 
     config_class = RewardConfig
     base_model_prefix = "backbone"
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: RewardConfig):
         super().__init__(config)
