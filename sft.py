@@ -64,7 +64,7 @@ class Args:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "synthetic": dict(base_model=str(utils.SYNTHETIC / "model"), num_epochs=4, batch_size=16, lr=3e-3, block_size=96),
+    "synthetic": dict(base_model=str(utils.SYNTHETIC / "model"), num_epochs=3, batch_size=16, lr=3e-3, block_size=96),
     "sentiment": dict(),
     "descriptiveness": dict(),
     "cnndm": dict(block_size=512, batch_size=16, micro_batch_size=4),
@@ -132,8 +132,8 @@ def token_losses(lm: nn.Module, rows: Tensor, first: int, pad_id: int) -> tuple[
     targets = rows[:, first:]
     logits = lm(**utils.model_inputs(rows, pad_id), use_cache=False, logits_to_keep=targets.shape[1] + 1).logits[:, :-1]
     mask = targets != pad_id
-    losses = F.cross_entropy(logits.float().transpose(1, 2), targets.masked_fill(~mask, 0), reduction="none")
-    return losses.masked_fill(~mask, 0), mask
+    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.masked_fill(~mask, 0).flatten(), reduction="none")
+    return losses.view_as(targets).masked_fill(~mask, 0), mask
 
 
 def micro_batches(rows: Tensor, first: int, pad_id: int, size: int) -> list[Tensor]:

@@ -380,11 +380,11 @@ def synthetic_tokenizer():
     return tokenizer_of(replace(utils.TASKS["synthetic"], base_model=str(utils.SYNTHETIC / "model")))
 
 
-def test_synthetic_stories_are_5_to_12_and_34_to_46_tokens_at_their_5_and_95_percent_quantiles():
+def test_synthetic_stories_are_6_to_8_and_36_to_44_tokens_at_their_5_and_95_percent_quantiles():
     stories = (utils.SYNTHETIC / "stories.txt").read_text().splitlines()
     assert len(stories) == len(set(stories)) == 20_000
     lengths = sorted(map(len, synthetic_tokenizer()(stories)["input_ids"]))
-    assert 5 <= lengths[1000] <= 12 and 34 <= lengths[19_000] <= 46 and lengths[-1] <= 64
+    assert 6 <= lengths[1000] <= 8 and 36 <= lengths[19_000] <= 44 and lengths[-1] <= 64
 
 
 def test_the_synthetic_tokenizer_has_its_stop_and_end_as_one_token_each_and_no_pad():

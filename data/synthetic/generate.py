@@ -26,11 +26,11 @@ SEED = 1
 STORIES, EOS_STORIES = 20_000, 12_000
 LABELS, PAIRS = 5504, 10_496  # 4992 and 9984 to train, the rest to test
 OPENAI_PAD = 50259  # what OpenAI's label files are padded with
-SENTENCES = {1: 14, 2: 30, 3: 32, 4: 24}  # number of sentences in a story: weight
-MIN_WORDS, MAX_WORDS = 6, 58  # words and punctuation marks of a story; keeps every story below 64 tokens
+SENTENCES = {1: 20, 2: 28, 3: 30, 4: 22}  # number of sentences in a story: weight
+MIN_WORDS, MAX_WORDS = 5, 58  # words and punctuation marks of a story; keeps every story below 64 tokens
 KINDS = {"neutral": 30, "feeling": 67, "negated": 3}  # kind of a sentence: weight
 MOOD = 0.85  # share of a story's sentences with feelings that follow its mood
-COMMENTED = 0.9  # share of the stories with a comment
+COMMENTED = 0.9  # share of the stories of two sentences or more that get a comment
 COMMENTS = ["Shame", "Alas", "Well", "Fine", "Hurrah"]  # from worst to best; worth nothing to the judge
 MIN_COMPLETION, MAX_COMPLETION = 4, 40  # tokens
 VOCABULARY, POSITIONS = 1000, 128
@@ -233,10 +233,10 @@ def count_words(text):
 
 
 def tell(rng, count):
-    """Return a new story of so many sentences, as a list. Most end with the narrator's comment, a sentence of its own."""
+    """Return a new story of so many sentences, as a list. Most longer ones end with the narrator's comment, one more."""
     story = Story(rng)
     sentences = [story.sentence() for _ in range(count)]
-    if rng.random() < COMMENTED:
+    if count > 1 and rng.random() < COMMENTED:
         sentences.append(comment(gold_score([""], [" ".join(sentences)])[0]))
     return sentences
 
