@@ -161,6 +161,24 @@ def test_X10_the_rollout_batch_size_never_changes_what_is_scored(script):
         torch.testing.assert_close(getattr(rollouts[0], name), getattr(rollouts[1], name), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("huge", [float("nan"), 1e30])
+def test_X9_what_the_forward_gives_behind_the_end_of_a_completion_changes_nothing(huge, monkeypatch):
+    """Through the whole update: rollout, statistics and the weights after four steps."""
+    eos = {"eos_task": True, "truncate_after": 0}
+    rollout, stats, policy = update(rloo, **eos)
+    assert not rollout.mask.all()
+    forward = rloo.Policy.forward
+
+    def poisoned(self, contexts, responses):
+        return tuple(x + torch.where(responses == PAD, huge, 0.0) for x in forward(self, contexts, responses))
+
+    monkeypatch.setattr(rloo.Policy, "forward", poisoned)
+    rollout_too, stats_too, policy_too = update(rloo, **eos)
+    assert torch.equal(rollout.advantages, rollout_too.advantages)
+    assert all(torch.equal(stats[name], stats_too[name]) and stats[name].isfinite().all() for name in stats)
+    assert all(map(torch.equal, policy.parameters(), policy_too.parameters()))
+
+
 # ----------------------------------------------------------------------------------------------------------------- L6
 
 
