@@ -83,13 +83,20 @@ class Args:
     """updates between two tables of samples"""
 
 
+SMALL = dict(  # 32 updates of a model of one million parameters: a higher lr, and β found faster
+    total_episodes=4096,
+    batch_size=128,
+    num_minibatches=2,
+    num_ppo_epochs=2,
+    lr=5e-4,
+    kl_coef=0.08,
+    kl_target=10.0,
+    kl_horizon=1000,
+    sample_every=20,
+)
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above
-    "synthetic": dict(
-        total_episodes=4096, batch_size=128, lr=5e-4, kl_horizon=1000, micro_batch_size=128, sample_every=20
-    ),
-    "synthetic_eos": dict(
-        total_episodes=4096, batch_size=128, lr=5e-4, kl_horizon=1000, micro_batch_size=128, sample_every=20
-    ),
+    "synthetic": SMALL,
+    "synthetic_eos": SMALL | dict(whiten_rewards=False),  # kept means would reward short responses, see LOG.md
     "sentiment": dict(),
     "descriptiveness": dict(),
     "cnndm": dict(batch_size=32, lr=2e-6, kl_coef=0.01, kl_target=None, whiten_rewards=False, micro_batch_size=8),
@@ -169,7 +176,8 @@ def loss_terms(
     """Clipped policy and value loss, and what to watch, per token [B, R]; their means are loss and metrics."""
     log_ratio = logprobs - old.logprobs
     ratio = log_ratio.exp()
-    policy, policy_clipped = -advantages * ratio, -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
+    clipped_ratio = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
+    policy, policy_clipped = -advantages * ratio, -advantages * clipped_ratio
     values_clipped = values.clamp(old.values - args.cliprange_value, old.values + args.cliprange_value)
     error, error_clipped = (values - returns) ** 2, (values_clipped - returns) ** 2
     return {
@@ -215,9 +223,7 @@ def evaluate(
 ) -> tuple[Rollout, utils.Score]:
     """Everything that the update needs to know about sampled responses [B, R]."""
     pad_id, temperature = models.ids.pad, args.task.temperature
-    score = utils.score_responses(
-        models.reward, queries, responses, args.task, models.ids
-    )  # P5: only this sees the cut
+    score = utils.score_responses(models.reward, queries, responses, args.task, models.ids)  # P5: only this cuts
     responses = score.cut if args.task.eos_task else responses  # X9
     mask = responses != pad_id
     contexts = utils.add_affixes(queries, models.ids)
@@ -250,9 +256,8 @@ def minibatch_gradient(policy: nn.Module, batch: Rollout, args: Args, accelerato
     """Whiten, GAE, clipped losses: leaves the gradient of one minibatch in the parameters, whatever the micro-batches.
     Returns its statistics as this process's share: they sum to the mean over all processes."""
     mask = batch.mask
-    batch = batch._replace(
-        **{name: getattr(batch, name).masked_fill(~mask, 0) for name in ("logprobs", "values", "rewards")}
-    )
+    clean = {name: getattr(batch, name).masked_fill(~mask, 0) for name in ("logprobs", "values", "rewards")}
+    batch = batch._replace(**clean)
     rewards = utils.whiten(batch.rewards, mask, shift_mean=False) if args.whiten_rewards else batch.rewards  # P9
     advantages, returns = advantages_and_returns(rewards, batch.values, args.gamma, args.lam)
     advantages = utils.whiten(advantages, mask)  # P9
@@ -262,29 +267,21 @@ def minibatch_gradient(policy: nn.Module, batch: Rollout, args: Args, accelerato
         old, outside = Rollout(*(x[part] for x in batch)), ~mask[part]
         with accelerator.no_sync(policy) if i + 1 < len(parts) else nullcontext():
             logprobs, entropies, values = policy(old.contexts[:, -width:], old.responses)
-            logprobs, values = (
-                logprobs.masked_fill(outside, 0),
-                values.masked_fill(outside, 0),
-            )  # before any arithmetic: NaN · 0 is NaN
-            terms = loss_terms(logprobs, values, old, advantages[part], returns[part], args) | {
-                "policy/entropy_avg": entropies
-            }
+            logprobs, values = (x.masked_fill(outside, 0) for x in (logprobs, values))  # now: later NaN · 0 is NaN
+            terms = loss_terms(logprobs, values, old, advantages[part], returns[part], args)
+            terms["policy/entropy_avg"] = entropies
             means = {name: term.masked_fill(outside, 0).sum() / count for name, term in terms.items()}
             means["loss/total"] = means["loss/policy_avg"] + args.vf_coef * means["loss/value_avg"]
             accelerator.backward(means["loss/total"] * accelerator.num_processes)  # DDP averages; P7 wants the sum
         totals = {name: totals.get(name, 0) + mean.detach() for name, mean in means.items()}
     for name, x in (("returns", returns), ("val", batch.values)):
         mean, variance = utils.moments(x, mask)
-        totals |= {
-            f"{name}/mean": mean / accelerator.num_processes,
-            f"{name}/var": variance / accelerator.num_processes,
-        }
+        totals[f"{name}/mean"] = mean / accelerator.num_processes
+        totals[f"{name}/var"] = variance / accelerator.num_processes
     return totals
 
 
-def summarise(
-    rollout: Rollout, score: utils.Score, stats: dict[str, Tensor], kl_coef: float
-) -> dict[str, Tensor | float]:
+def summarise(rollout: Rollout, score: utils.Score, stats: dict[str, Tensor], kl_coef: float) -> dict[str, Any]:
     """The metrics of one update; README explains each."""
     log_ratio = (rollout.logprobs - rollout.ref_logprobs).masked_fill(~rollout.mask, 0)
     stats = {f"ppo/{name}": values.mean() for name, values in stats.items()}
@@ -310,12 +307,8 @@ def sample_table(
     contexts = utils.add_affixes(queries, models.ids)
     responses = utils.sample(lm, contexts, args.task.response_length, args.task.temperature, models.ids.pad, gen)
     score = utils.score_responses(models.reward, queries, responses, args.task, models.ids)
-    texts = zip(
-        utils.decode(tokenizer, queries, models.ids.pad),
-        utils.decode(tokenizer, score.cut, models.ids.pad),
-        strict=True,
-    )
-    return [{"query": q, "response": r, "score": s} for (q, r), s in zip(texts, score.scores.tolist(), strict=True)]
+    columns = *(utils.decode(tokenizer, x, models.ids.pad) for x in (queries, score.cut)), score.scores.tolist()
+    return [{"query": q, "response": r, "score": s} for q, r, s in zip(*columns, strict=True)]
 
 
 def check(args: Args, processes: int) -> None:
@@ -346,6 +339,7 @@ PANELS = [
     "ppo/loss/value_avg",
     "objective/entropy",
 ]
+PHASES = ("sample", "score", "optimise")
 SHOWN = {"objective/scores": "score", "objective/kl": "kl", "time/episodes_per_second": "episodes/s"}
 
 
@@ -359,6 +353,7 @@ def main(args: Args) -> None:
     gold = utils.load_function(task.gold_fn) if task.gold_fn else None
     with accelerator.main_process_first():
         table = utils.load_queries(task, tokenizer, pad_id)  # [N, Q]
+    few = table[:4].to(device)  # queries of the sample tables
     reward = utils.load_reward(args, tokenizer, pad_id, device)
 
     torch.manual_seed(args.seed)
@@ -383,16 +378,10 @@ def main(args: Args) -> None:
 
         policy.eval()
         if update % args.sample_every == 0 and accelerator.is_main_process:
-            run.samples(
-                update,
-                sample_table(models, lm, table[:4].to(device), tokenizer, args),
-                f"samples before update {update}",
-            )
+            run.samples(update, sample_table(models, lm, few, tokenizer, args), f"samples before update {update}")
         with clock("sample"), accelerator.autocast():
-            gen = utils.generator(seed, update, device)
-            responses = utils.sample_all(
-                lm, utils.add_affixes(queries, ids), task, pad_id, gen, args.rollout_batch_size
-            )
+            contexts, gen = utils.add_affixes(queries, ids), utils.generator(seed, update, device)
+            responses = utils.sample_all(lm, contexts, task, pad_id, gen, args.rollout_batch_size)
         with clock("score"), accelerator.autocast():
             rollout, score = evaluate(models, queries, responses, epochs[0], kl_coef, args)
         policy.train()
@@ -402,17 +391,11 @@ def main(args: Args) -> None:
 
         metrics = summarise(rollout, score, stats, kl_coef)
         if gold:
-            metrics["objective/gold_score"] = utils.text_scores(
-                gold, task.gold_fn, tokenizer, queries, score.cut, pad_id
-            ).mean()
-        metrics = (
-            utils.mean_over_processes(metrics, device)
-            | clock.pop()
-            | {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}
-        )
-        metrics["time/episodes_per_second"] = args.batch_size / sum(
-            v for k, v in metrics.items() if k.startswith("time/")
-        )
+            gold_scores = utils.text_scores(gold, task.gold_fn, tokenizer, queries, score.cut, pad_id)
+            metrics["objective/gold_score"] = gold_scores.mean()
+        metrics = utils.mean_over_processes(metrics, device) | clock.pop()
+        metrics["time/episodes_per_second"] = args.batch_size / sum(metrics[f"time/{p}"] for p in PHASES)
+        metrics |= {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}
         utils.check_finite(metrics, "ppo/loss/total", update)
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)  # P11
         run.log(update, metrics, SHOWN)
@@ -421,11 +404,7 @@ def main(args: Args) -> None:
     folder = args.output_dir or f"models/{task.task}/ppo"
     utils.save_model(lm, tokenizer, folder, accelerator)
     if accelerator.is_main_process:
-        run.samples(
-            num_updates,
-            sample_table(models, lm, table[:4].to(device), tokenizer, args),
-            "samples after the last update",
-        )
+        run.samples(num_updates, sample_table(models, lm, few, tokenizer, args), "samples after the last update")
         run.compare_samples()
     run.finish(f"policy: {folder}")
     utils.stop_accelerator(accelerator)

@@ -76,13 +76,20 @@ class Args:
     """updates between two tables of samples"""
 
 
+SMALL = dict(  # 32 updates of a model of one million parameters: a higher lr, and β found faster
+    total_episodes=4096,
+    batch_size=128,
+    num_minibatches=2,
+    num_ppo_epochs=2,
+    lr=5e-4,
+    kl_coef=0.08,
+    kl_target=10.0,
+    kl_horizon=1000,
+    sample_every=20,
+)
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above
-    "synthetic": dict(
-        total_episodes=4096, batch_size=128, lr=5e-4, kl_horizon=1000, micro_batch_size=128, sample_every=20
-    ),
-    "synthetic_eos": dict(
-        total_episodes=4096, batch_size=128, lr=5e-4, kl_horizon=1000, micro_batch_size=128, sample_every=20
-    ),
+    "synthetic": SMALL,
+    "synthetic_eos": SMALL,
     "sentiment": dict(),
     "descriptiveness": dict(),
     "cnndm": dict(batch_size=32, lr=2e-6, kl_coef=0.01, kl_target=None, micro_batch_size=8),
@@ -145,10 +152,8 @@ def loss_terms(logprobs: Tensor, old: Rollout, args: Args) -> dict[str, Tensor]:
     """L4: clipped loss on the ratio of whole completions [B], and what to watch; their means are loss and metrics."""
     log_ratio = logprobs - old.logprobs
     ratio = log_ratio.exp()
-    policy, policy_clipped = (
-        -old.advantages * ratio,
-        -old.advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange),
-    )
+    clipped_ratio = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
+    policy, policy_clipped = -old.advantages * ratio, -old.advantages * clipped_ratio
     return {
         "loss/policy_avg": torch.max(policy, policy_clipped),
         "policy/approxkl_avg": 0.5 * log_ratio**2,
@@ -188,9 +193,7 @@ def evaluate(
 ) -> tuple[Rollout, utils.Score]:
     """Everything that the update needs to know about sampled responses [B, R]."""
     pad_id, temperature = models.ids.pad, args.task.temperature
-    score = utils.score_responses(
-        models.reward, queries, responses, args.task, models.ids
-    )  # P5: only this sees the cut
+    score = utils.score_responses(models.reward, queries, responses, args.task, models.ids)  # P5: only this cuts
     responses = score.cut if args.task.eos_task else responses  # X9
     mask = responses != pad_id
     contexts = utils.add_affixes(queries, models.ids)
@@ -201,9 +204,8 @@ def evaluate(
     for rows in minibatches(order, args):  # L6: exactly the forwards of the first epoch
         for part, width in utils.micro_batches(lengths[rows], args.micro_batch_size):
             index = rows[part]
-            logprobs[index] = sequence_logprobs(
-                models.policy(contexts[index, -width:], responses[index])[0], mask[index]
-            )
+            tokens = models.policy(contexts[index, -width:], responses[index])[0]
+            logprobs[index] = sequence_logprobs(tokens, mask[index])
     rewards = kl_penalised_rewards(logprobs, ref_logprobs, score.scores, kl_coef)
     advantages = leave_one_out_advantages(rewards, args.rloo_k)
     return Rollout(lengths, contexts, responses, mask, logprobs, ref_logprobs, score.scores, rewards, advantages), score
@@ -232,19 +234,15 @@ def minibatch_gradient(policy: nn.Module, batch: Rollout, args: Args, accelerato
         old = Rollout(*(x[part] for x in batch))
         with accelerator.no_sync(policy) if i + 1 < len(parts) else nullcontext():
             logprobs, entropies = policy(old.contexts[:, -width:], old.responses)
-            means = {
-                name: term.sum() / count
-                for name, term in loss_terms(sequence_logprobs(logprobs, old.mask), old, args).items()
-            }
+            terms = loss_terms(sequence_logprobs(logprobs, old.mask), old, args)
+            means = {name: term.sum() / count for name, term in terms.items()}
             accelerator.backward(means["loss/policy_avg"] * accelerator.num_processes)  # DDP averages; P7 wants the sum
         means["policy/entropy_avg"] = entropies.masked_fill(~old.mask, 0).sum() / tokens
         totals = {name: totals.get(name, 0) + mean.detach() for name, mean in means.items()}
     return totals
 
 
-def summarise(
-    rollout: Rollout, score: utils.Score, stats: dict[str, Tensor], kl_coef: float
-) -> dict[str, Tensor | float]:
+def summarise(rollout: Rollout, score: utils.Score, stats: dict[str, Tensor], kl_coef: float) -> dict[str, Any]:
     """The metrics of one update; README explains each."""
     kl = (rollout.logprobs - rollout.ref_logprobs).mean()
     return {f"ppo/{name}": values.mean() for name, values in stats.items()} | {
@@ -268,12 +266,8 @@ def sample_table(
     contexts = utils.add_affixes(queries, models.ids)
     responses = utils.sample(lm, contexts, args.task.response_length, args.task.temperature, models.ids.pad, gen)
     score = utils.score_responses(models.reward, queries, responses, args.task, models.ids)
-    texts = zip(
-        utils.decode(tokenizer, queries, models.ids.pad),
-        utils.decode(tokenizer, score.cut, models.ids.pad),
-        strict=True,
-    )
-    return [{"query": q, "response": r, "score": s} for (q, r), s in zip(texts, score.scores.tolist(), strict=True)]
+    columns = *(utils.decode(tokenizer, x, models.ids.pad) for x in (queries, score.cut)), score.scores.tolist()
+    return [{"query": q, "response": r, "score": s} for q, r, s in zip(*columns, strict=True)]
 
 
 def check(args: Args, processes: int) -> None:
@@ -309,6 +303,7 @@ PANELS = [
     "objective/advantage_std",
     "objective/entropy",
 ]
+PHASES = ("sample", "score", "optimise")
 SHOWN = {"objective/scores": "score", "objective/kl": "kl", "time/episodes_per_second": "episodes/s"}
 
 
@@ -322,6 +317,7 @@ def main(args: Args) -> None:
     gold = utils.load_function(task.gold_fn) if task.gold_fn else None
     with accelerator.main_process_first():
         table = utils.load_queries(task, tokenizer, pad_id)  # [N, Q]
+    few = table[:4].to(device)  # queries of the sample tables
     reward = utils.load_reward(args, tokenizer, pad_id, device)
 
     torch.manual_seed(args.seed)
@@ -347,16 +343,10 @@ def main(args: Args) -> None:
 
         policy.eval()
         if update % args.sample_every == 0 and accelerator.is_main_process:
-            run.samples(
-                update,
-                sample_table(models, lm, table[:4].to(device), tokenizer, args),
-                f"samples before update {update}",
-            )
+            run.samples(update, sample_table(models, lm, few, tokenizer, args), f"samples before update {update}")
         with clock("sample"), accelerator.autocast():
-            gen = utils.generator(seed, update, device)
-            responses = utils.sample_all(
-                lm, utils.add_affixes(queries, ids), task, pad_id, gen, args.rollout_batch_size
-            )
+            contexts, gen = utils.add_affixes(queries, ids), utils.generator(seed, update, device)
+            responses = utils.sample_all(lm, contexts, task, pad_id, gen, args.rollout_batch_size)
         with clock("score"), accelerator.autocast():
             rollout, score = evaluate(models, queries, responses, epochs[0], kl_coef, args)
         policy.train()
@@ -366,17 +356,11 @@ def main(args: Args) -> None:
 
         metrics = summarise(rollout, score, stats, kl_coef)
         if gold:
-            metrics["objective/gold_score"] = utils.text_scores(
-                gold, task.gold_fn, tokenizer, queries, score.cut, pad_id
-            ).mean()
-        metrics = (
-            utils.mean_over_processes(metrics, device)
-            | clock.pop()
-            | {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}
-        )
-        metrics["time/episodes_per_second"] = args.batch_size / sum(
-            v for k, v in metrics.items() if k.startswith("time/")
-        )
+            gold_scores = utils.text_scores(gold, task.gold_fn, tokenizer, queries, score.cut, pad_id)
+            metrics["objective/gold_score"] = gold_scores.mean()
+        metrics = utils.mean_over_processes(metrics, device) | clock.pop()
+        metrics["time/episodes_per_second"] = args.batch_size / sum(metrics[f"time/{p}"] for p in PHASES)
+        metrics |= {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}
         utils.check_finite(metrics, "ppo/loss/policy_avg", update)
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)  # P11
         run.log(update, metrics, SHOWN)
@@ -385,11 +369,7 @@ def main(args: Args) -> None:
     folder = args.output_dir or f"models/{task.task}/rloo"
     utils.save_model(lm, tokenizer, folder, accelerator)
     if accelerator.is_main_process:
-        run.samples(
-            num_updates,
-            sample_table(models, lm, table[:4].to(device), tokenizer, args),
-            "samples after the last update",
-        )
+        run.samples(num_updates, sample_table(models, lm, few, tokenizer, args), "samples after the last update")
         run.compare_samples()
     run.finish(f"policy: {folder}")
     utils.stop_accelerator(accelerator)
