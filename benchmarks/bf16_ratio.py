@@ -1,6 +1,6 @@
 """The dark side of bf16: the first ratio of an update, π_new / π_old before any step, should be 1 for every completion (L6).
 
-    python benchmarks/bf16_ratio.py --model models/synthetic/sft --out benchmarks/bf16_ratio.png
+    python sft.py --task synthetic && python benchmarks/bf16_ratio.py
 
 Old log-probabilities from the sampling loop (KV cache, a token at a time) against old ones from the training forward, both
 under bf16 autocast. Prints the ratio's standard deviation and the share of completions outside 1 ± 0.2; draws both.
@@ -25,7 +25,7 @@ import utils  # noqa: E402
 class Args:
     """The first ratio of an update under bf16, with old log-probabilities from two places."""
 
-    out: Path
+    out: Path = Path(__file__).with_suffix(".png")
     """picture to write; a CSV beside it"""
     model: str = "models/synthetic/sft"
     """policy"""

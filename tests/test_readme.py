@@ -1,10 +1,12 @@
 """README says what the code does (pitfall 23)."""
 
+import importlib
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+import tyro
 
 import ppo
 import rloo
@@ -34,6 +36,20 @@ def test_23_commands_parse_as_printed(source):
         argv = [word for word in shlex.split(flags) if word != "…" and word != "--help"]
         args = utils.parse_args(SCRIPTS[script].Args, SCRIPTS[script].PRESETS, argv)
         assert argv == [] or args.task.task == argv[argv.index("--task") + 1]
+
+
+BENCHMARKS = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+PRINTED = TEXTS | BENCHMARKS | {"LOG.md": (ROOT / "LOG.md").read_text()}
+
+
+@pytest.mark.parametrize("source", [name for name, text in PRINTED.items() if "python benchmarks/" in text])
+def test_23_commands_of_benchmarks_parse_as_printed(source):
+    for name, flags in re.findall(r"python benchmarks/(\w+)\.py([^\n`#&:]*)", PRINTED[source]):
+        assert name in BENCHMARKS
+        if "tyro.cli" in BENCHMARKS[name]:
+            tyro.cli(importlib.import_module(f"benchmarks.{name}").Args, args=shlex.split(flags))
+        else:
+            assert not flags.strip()
 
 
 def test_23_the_two_commands_are_there_and_their_files_too():
