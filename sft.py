@@ -116,7 +116,8 @@ def load_rows(args: Args, tokenizer: Any, pad_id: int) -> tuple[Tensor, int]:
     if len(rows) < args.num_heldout + args.batch_size:
         raise InputError(
             f"--query_dataset={task.query_dataset} makes {len(rows)} rows of {rows.shape[1]} tokens; "
-            f"num_heldout={args.num_heldout} and one batch of {args.batch_size} need {args.num_heldout + args.batch_size}"
+            f"num_heldout={args.num_heldout} and one batch of {args.batch_size} need "
+            f"{args.num_heldout + args.batch_size}"
         )
     return rows, first
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -445,7 +446,7 @@ class Labels:
 
 
 def is_whole(x: Any) -> bool:
-    """Whether a value read from a label file is a whole number; one fraction in a column makes floats of all its ids."""
+    """Whether a value of a label file is a whole number; one fraction in a column makes floats of all its ids."""
     return isinstance(x, int | float) and float(x).is_integer()
 
 
@@ -470,7 +471,7 @@ def load_pairs(rows: datasets.Dataset, task: Task, tokenizer: Any, pad_id: int) 
 
 def load_labels(task: Task, tokenizer: Any, pad_id: int) -> Labels:
     """R4: best-of-K labels in OpenAI's format (`query`, `sample0` …, `best`; token ids), or pairs of texts. Errors:
-    `InputError` naming row and value for missing keys, wrong lengths, `best` out of range, ids beyond the vocabulary."""
+    `InputError` with row and value for missing keys, wrong lengths, `best` out of range, ids beyond the vocabulary."""
     rows = load_rows(task.label_dataset, "--label_dataset")
     if {"prompt", "chosen", "rejected"} <= set(rows.column_names) and len(rows):
         return load_pairs(rows, task, tokenizer, pad_id)
@@ -481,7 +482,8 @@ def load_labels(task: Task, tokenizer: Any, pad_id: int) -> Labels:
     )
     if missing or len(rows) == 0:
         raise InputError(
-            f"{where} has no {', '.join(missing) or 'rows'}; needed are query, sample0 … sampleK, best, or prompt, chosen, rejected"
+            f"{where} has no {', '.join(missing) or 'rows'}; needed are query, sample0 … sampleK, best, "
+            "or prompt, chosen, rejected"
         )
     columns = {}
     for name, length in [("query", task.query_length)] + [(name, task.response_length) for name in samples]:
@@ -729,8 +731,8 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 def sample(
     lm: PreTrainedModel, contexts: Tensor, response_length: int, temperature: float, pad_id: int, gen: torch.Generator
 ) -> Tensor:
-    """G4: exactly `response_length` tokens for each left-padded context [B, Q] → [B, R]: the full vocabulary, no stop at
-    EOS, nothing of the checkpoint's `generation_config`. Prefill once, then one token a step over a static KV cache."""
+    """G4: exactly `response_length` tokens for each left-padded context [B, Q] → [B, R]: the full vocabulary, no stop
+    at EOS, nothing of the checkpoint's `generation_config`. Prefill once, then one token a step over a static KV cache."""
     batch, start = contexts.shape
     inputs = model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]
@@ -830,7 +832,8 @@ def load_reward(args: Any, tokenizer: Any, pad_id: int, device: torch.device) ->
     model = load_reward_model(folder, f"python train_reward.py --task {args.task.task}").to(device)
     if model.config.pad_id != pad_id:
         raise InputError(
-            f"reward model {folder} was trained with a vocabulary of {model.config.pad_id} tokens, the policy has {pad_id}"
+            f"reward model {folder} was trained with a vocabulary of {model.config.pad_id} tokens, "
+            f"the policy has {pad_id}"
         )
     return lambda queries, responses: reward_scores(model, queries, responses, args.rollout_batch_size)
 
@@ -963,8 +966,6 @@ def save_model(model: PreTrainedModel, tokenizer: Any, folder: str, accelerator:
         if final.exists():
             final.rename(old := Path(f"{folder}.old{os.getpid()}"))
             beside.rename(final)
-            import shutil
-
             shutil.rmtree(old)
         else:
             beside.rename(final)
