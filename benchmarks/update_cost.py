@@ -5,7 +5,8 @@
 
 Random weights; 16 episodes, queries padded to 64 with a median of 17 real tokens, responses of 24, 4 epochs, fp32. The unit
 is a forward and backward of the language model over 16 × 88 tokens with all logits. Rows: `plain` that unit, `ppo` and
-`rloo` a whole update (sample, score with reference and reward model, optimise), peak memory of the process.
+`rloo` a whole update (sample, score with reference and reward model, optimise). Memory: peak of the process, and in it the
+weights of all models, the gradients, Adam's state, the libraries before any model; the rest are activations.
 """
 
 import json
@@ -16,6 +17,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -40,8 +42,18 @@ def query_lengths(n: int) -> list[int]:
     return [7, 9, 10, 12, 13, 14, 15, 17, 17, 19, 21, 24, 27, 31, 40, 64][:n]
 
 
+def resident_gb() -> float:
+    """Largest memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def size_gb(tensors: Any) -> float:
+    """Memory of tensors; one that is shared counts once."""
+    return sum({t.data_ptr(): t.nbytes for t in tensors}.values()) / 2**30
+
+
 def measure(row: str, args: Args) -> dict[str, float]:
-    """CPU seconds of one unit or update, after a warm-up on one episode, and the peak memory of the process."""
+    """CPU seconds of one unit or update in a fresh process, and its memory in GB."""
     import numpy as np
     import torch
     from accelerate import Accelerator
@@ -53,6 +65,7 @@ def measure(row: str, args: Args) -> dict[str, float]:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    libraries, weights, state = resident_gb(), [], []
     accelerator, pad_id = Accelerator(cpu=True), GPT2Config().vocab_size
     lm = GPT2LMHeadModel(utils.without_dropout(GPT2Config()))
     tokens = torch.randint(0, pad_id, (16, 88))
@@ -78,8 +91,13 @@ def measure(row: str, args: Args) -> dict[str, float]:
         responses = utils.sample_all(lm, queries, task, pad_id, utils.generator(0, 0, queries.device), 16)
         rollout, _ = script.evaluate(models, queries, responses, epochs[0], settings.kl_coef, settings)
         script.optimise(policy, optimizer, rollout, epochs, settings, accelerator)
+        weights = [*ref.parameters(), *reward.parameters()]
+        state = [x for values in optimizer.state.values() for x in values.values()]
     seconds = time.process_time() - begin
-    return {"cpu_s": seconds, "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    trained = list((lm if row == "plain" else policy).parameters())
+    memory = {"peak GB": resident_gb(), "weights": size_gb([*trained, *weights]), "gradients": size_gb(trained)}
+    memory |= {"Adam": size_gb(state), "libraries": libraries}
+    return {"CPU s": seconds} | memory | {"activations": 2 * memory["peak GB"] - sum(memory.values())}
 
 
 def main(args: Args) -> None:
@@ -93,13 +111,14 @@ def main(args: Args) -> None:
             command = [sys.executable, __file__, "--only", row, "--micro-batch-size", str(args.micro_batch_size)]
             out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             results[row].append(json.loads(out.splitlines()[-1]))
-    print(f"{'row':8}{'CPU s':>10}{'ratio':>10}{'peak GB':>10}")
+    columns = list(results["plain"][0])
+    print(f"{'row':8}{'ratio':>8}" + "".join(f"{name:>13}" for name in columns))
     for row in ROWS:
         ratio = statistics.median(
-            r["cpu_s"] / plain["cpu_s"] for r, plain in zip(results[row], results["plain"], strict=True)
+            r["CPU s"] / plain["CPU s"] for r, plain in zip(results[row], results["plain"], strict=True)
         )
-        cpu, peak = (statistics.median(r[key] for r in results[row]) for key in ("cpu_s", "peak_gb"))
-        print(f"{row:8}{cpu:10.2f}{ratio:10.2f}{peak:10.2f}")
+        values = (statistics.median(r[name] for r in results[row]) for name in columns)
+        print(f"{row:8}{ratio:8.2f}" + "".join(f"{value:13.2f}" for value in values))
 
 
 if __name__ == "__main__":
