@@ -17,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -607,7 +607,7 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 def load_lm(name: str, config: PretrainedConfig | None = None) -> PreTrainedModel:
     """Causal language model in fp32 without dropout; with random weights where the folder holds a configuration only.
-    Errors: `InputError` for weights in a format that unpickles code."""
+    Errors: `InputError` for weights in a format that unpickles code, or that are not in the cache and out of reach."""
     config = without_dropout(config or AutoConfig.from_pretrained(name))
     if Path(name).is_dir() and not any(Path(name).glob("*.safetensors*")):
         if others := [
@@ -615,7 +615,8 @@ def load_lm(name: str, config: PretrainedConfig | None = None) -> PreTrainedMode
         ]:
             raise InputError(f"{name} holds {others[0]} but no safetensors; convert it with `save_pretrained` first")
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32)
+    with nullcontext() if Path(name).is_dir() else explain_missing(name, "--base_model"):
+        return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32, use_safetensors=True)
 
 
 def model_inputs(tokens: Tensor, pad_id: int) -> dict[str, Tensor]:

@@ -414,6 +414,17 @@ def test_a_model_that_cannot_be_reached_names_the_next_command_at_once(unreachab
     assert time.perf_counter() - begin < 5
 
 
+def test_a_model_whose_weights_are_not_in_the_cache_names_the_next_command_too(unreachable_hub, tmp_path):
+    """A cache with a model's configuration and no weights, as an interrupted download leaves it."""
+    commit, cached = "0" * 40, tmp_path / "cache" / "models--gpt2"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    tiny.config().save_pretrained(cached / "snapshots" / commit)
+    utils.go_offline_if_unreachable()
+    assert utils.AutoConfig.from_pretrained("gpt2", cache_dir=tmp_path / "cache").vocab_size == tiny.VOCAB
+    refuses(lambda: utils.load_lm("gpt2", tiny.config()), "gpt2", "hf download gpt2 --local-dir gpt2")
+
+
 # ------------------------------------------------------------------------------------------------ the command line
 
 
