@@ -105,7 +105,6 @@ PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above
         kl_coef=0.05,
         kl_target=None,
         whiten_rewards=False,
-        num_minibatches=1,
         micro_batch_size=8,
         rollout_batch_size=64,
     ),

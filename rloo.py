@@ -93,7 +93,7 @@ PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above
     "sentiment": dict(),
     "descriptiveness": dict(),
     "cnndm": dict(batch_size=32, lr=2e-6, kl_coef=0.01, kl_target=None, micro_batch_size=8),
-    "tldr": dict(lr=3e-6, kl_coef=0.05, kl_target=None, num_minibatches=1, micro_batch_size=8, rollout_batch_size=64),
+    "tldr": dict(lr=3e-6, kl_coef=0.05, kl_target=None, micro_batch_size=8, rollout_batch_size=64),
     "tldr_2019": dict(batch_size=32, lr=2e-6, kl_coef=0.03, kl_target=None, micro_batch_size=8),
 }
 

@@ -733,7 +733,7 @@ def sample(
     lm: PreTrainedModel, contexts: Tensor, response_length: int, temperature: float, pad_id: int, gen: torch.Generator
 ) -> Tensor:
     """G4: exactly `response_length` tokens for each left-padded context [B, Q] → [B, R]: the full vocabulary, no stop
-    at EOS, nothing of the checkpoint's `generation_config`. Prefill once, then one token a step over a static KV cache."""
+    at EOS, nothing of the checkpoint's `generation_config`. Prefill once, then a token a step over a static KV cache."""
     batch, start = contexts.shape
     inputs = model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]

@@ -95,9 +95,10 @@ def measure(row: str, args: Args) -> dict[str, float]:
         state = [x for values in optimizer.state.values() for x in values.values()]
     seconds = time.process_time() - begin
     trained = list((lm if row == "plain" else policy).parameters())
-    memory = {"peak GB": resident_gb(), "weights": size_gb([*trained, *weights]), "gradients": size_gb(trained)}
-    memory |= {"Adam": size_gb(state), "libraries": libraries}
-    return {"CPU s": seconds} | memory | {"activations": 2 * memory["peak GB"] - sum(memory.values())}
+    peak = resident_gb()
+    parts = {"weights": size_gb([*trained, *weights]), "gradients": size_gb(trained), "Adam": size_gb(state)}
+    parts["libraries"] = libraries
+    return {"CPU s": seconds, "peak GB": peak} | parts | {"activations": peak - sum(parts.values())}
 
 
 def main(args: Args) -> None:

@@ -16,7 +16,7 @@ import sft
 import train_reward
 import utils
 
-REWARD = "tests.test_scripts:count_e"
+REWARD = "test_scripts:count_e"
 
 
 def count_e(queries, responses):
