@@ -11,20 +11,24 @@ Letters: `B` sequences of one process, `K` completions per prompt, `P` prompts (
 + query + suffix), `Q` query tokens, `R` response tokens, `V` vocabulary. Masks are True at real tokens.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import StaticCache
 
 import utils
-from utils import InputError, Task
+from utils import Bounds, Count, InputError, NonNegative, Positive, Seed, Task
 
 
 @dataclass(frozen=True)
@@ -32,47 +36,48 @@ class Args:
     """RLOO from human preferences."""
 
     task: Task
-    seed: int = 1
+    seed: Seed = 1
     """of everything random; process r uses seed + 100003 r (G6)"""
-    total_episodes: int = 1_000_000
+    total_episodes: Count = 1_000_000
     """responses sampled in the whole run, over all processes"""
-    batch_size: int = 512
+    batch_size: Count = 512
     """episodes per update, over all processes"""
-    rloo_k: int = 4
-    """completions per prompt (L3)"""
-    num_minibatches: int = 1
+    num_minibatches: Count = 1
     """optimizer steps per epoch (P7)"""
-    num_ppo_epochs: int = 4
+    num_ppo_epochs: Count = 4
     """passes over the batch per update"""
-    micro_batch_size: int = 64
+    rloo_k: Annotated[int, Bounds(least=2)] = 4
+    """completions per prompt; the baseline of each is the mean of the others (L3)"""
+    micro_batch_size: Count = 64
     """sequences per training forward on one process: memory only (P7)"""
-    rollout_batch_size: int = 256
+    rollout_batch_size: Count = 256
     """sequences per sampling or scoring forward on one process: memory only (X10)"""
-    lr: float = 1e-5
+    lr: NonNegative = 1e-5
     """learning rate of the first update; falls linearly to 0 (G5)"""
-    adam_eps: float = 1e-5
+    adam_eps: Positive = 1e-5
     """TensorFlow's ε̂ (A1)"""
-    kl_coef: float = 0.15
+    kl_coef: NonNegative = 0.15
     """β at the start: weight of the KL penalty (P8)"""
-    kl_target: float | None = 6.0
+    kl_target: Positive | None = 6.0
     """nats per response that β is steered to; None keeps β fixed (P11)"""
-    kl_horizon: int = 10_000
+    kl_horizon: Count = 10_000
     """episodes over which β moves (P11)"""
-    cliprange: float = 0.2
+    cliprange: Positive = 0.2
     """the probability ratio of a completion is clipped to 1 ± this (L4)"""
     reward_model: str | None = None
-    """folder of the reward model; None: models/<task>/train_reward"""
+    """folder of the reward model; None: models/<task>/train_reward, the last one trained"""
     reward_fn: str | None = None
-    """`module:function` or `path.py:function` of (queries, responses) → floats, in place of the reward model"""
+    """`module:function` or `path.py:function` of (queries, responses) → floats, in place of the reward model; with a
+    third argument it gets the reward model's scores there"""
     gradient_checkpointing: bool = False
     """less memory for activations, one more forward"""
     output_dir: str | None = None
-    """folder of the trained policy; None: models/<task>/rloo"""
+    """new folder for the trained policy; None: the run's, and models/<task>/rloo becomes a link to it"""
     run_name: str | None = None
-    """folder in runs/; None: task, script, seed and time"""
+    """new folder in runs/; None: task, script, seed and time"""
     track: bool = False
     """log to Weights & Biases too"""
-    sample_every: int = 50
+    sample_every: Count = 50
     """updates between two tables of samples"""
 
 
@@ -87,15 +92,27 @@ SMALL = dict(  # 32 updates of a model of one million parameters: a higher lr, a
     kl_horizon=1000,
     sample_every=20,
 )
-PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above
+PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above, by task
     "synthetic": SMALL,
     "synthetic_eos": SMALL,
-    "sentiment": dict(),
-    "descriptiveness": dict(),
     "cnndm": dict(batch_size=32, lr=2e-6, kl_coef=0.01, kl_target=None, micro_batch_size=8),
-    "tldr": dict(lr=3e-6, kl_coef=0.05, kl_target=None, micro_batch_size=8, rollout_batch_size=64),
     "tldr_2019": dict(batch_size=32, lr=2e-6, kl_coef=0.03, kl_target=None, micro_batch_size=8),
+    "tldr": dict(lr=3e-6, kl_coef=0.05, kl_target=None, micro_batch_size=8, rollout_batch_size=64),
 }
+SCRIPT = Path(__file__)  # runs and weights are called after the file: a copy has its own
+
+
+# ------------------------------------------------------------------------------------------------ policy and sampling
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """P1: logits [B, R, V], tokens [B, R] → log-probabilities [B, R] of the tokens and entropies [B, R] (no gradient).
+    At a pad, which is no token of the vocabulary, the log-probability is an arbitrary finite number."""
+    logprobs = F.log_softmax(logits.float() / temperature, dim=-1)  # fp32, also under autocast
+    chosen = logprobs.gather(-1, tokens.clamp(max=logits.shape[-1] - 1)[..., None]).squeeze(-1)
+    with torch.no_grad():
+        entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
+    return chosen, entropies
 
 
 class Policy(nn.Module):
@@ -108,14 +125,151 @@ class Policy(nn.Module):
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
         """[B, C], [B, R] → log-probabilities and entropies [B, R], each where its token is predicted; the vocabulary
         head sees these R positions only. The one forward behind old and new numbers (L6)."""
-        tokens = torch.cat([contexts, responses], dim=1)
-        hidden = utils.hidden_states(self.lm.base_model, tokens, self.pad_id)[:, -responses.shape[1] - 1 : -1]
+        inputs = utils.model_inputs(torch.cat([contexts, responses], dim=1), self.pad_id)  # G3: mask and position ids
+        hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state[:, -responses.shape[1] - 1 : -1]
         logits = self.lm.get_output_embeddings()(hidden)  # [B, R, V]
-        return utils.token_logprobs(logits, responses, self.temperature)
+        return token_logprobs(logits, responses, self.temperature)
+
+
+def draw(logits: Tensor, uniform: Tensor) -> Tensor:
+    """One token a row from softmax(logits) by inverting its CDF. logits [B, V], uniform [B, 1] in [0, 1) → [B, 1].
+
+    In fp64, and below the CDF's very top: a token of probability 0 is never drawn, not even at u = 0 or by rounding."""
+    cdf = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    total = cdf[:, -1:]
+    point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, point, right=True)
+
+
+@torch.no_grad()
+def sample(
+    lm: PreTrainedModel, contexts: Tensor, response_length: int, temperature: float, pad_id: int, gen: torch.Generator
+) -> Tensor:
+    """G4: exactly `response_length` tokens for each left-padded context [B, C] → [B, R]: the full vocabulary, no stop
+    at EOS, nothing of the checkpoint's `generation_config`. Prefill once, then a token a step over a static KV cache."""
+    batch, start = contexts.shape
+    inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
+    mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
+    cache = StaticCache(config=lm.config, max_cache_len=start + response_length)
+    uniform = torch.rand(response_length, batch, 1, generator=gen, device=contexts.device, dtype=torch.float64)
+    responses = torch.empty(batch, response_length, dtype=torch.long, device=contexts.device)
+    tokens, begin = inputs["input_ids"][:, :start], 0
+    for t in range(response_length):
+        end = start + t
+        logits = lm(
+            tokens,
+            attention_mask=mask[:, :end],
+            position_ids=positions[:, begin:end],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        tokens, begin = draw(logits / temperature, uniform[t]), end  # P1
+        responses[:, t] = tokens[:, 0]
+    return responses
+
+
+def sample_all(
+    lm: PreTrainedModel, contexts: Tensor, task: Task, pad_id: int, gen: torch.Generator, size: int
+) -> Tensor:
+    """`sample` for any number of rows: `size` at a time, by length, trimmed. [B, C] → [B, R]"""
+    responses = torch.empty(len(contexts), task.response_length, dtype=torch.long, device=contexts.device)
+    for rows, width in utils.micro_batches(utils.row_lengths(contexts, pad_id), size):
+        responses[rows] = sample(lm, contexts[rows, -width:], task.response_length, task.temperature, pad_id, gen)
+    return responses
+
+
+# --------------------------------------------------------------------------------------------------- reward and score
+
+
+@torch.no_grad()
+def lm_logprobs(
+    lm: PreTrainedModel, contexts: Tensor, responses: Tensor, temperature: float, pad_id: int, size: int
+) -> Tensor:
+    """Log-probabilities [B, R] of the responses [B, R] behind left-padded contexts [B, C], such as the reference's; the
+    vocabulary head sees the R response positions only."""
+    out = torch.empty(responses.shape, device=responses.device)
+    for rows, width in utils.micro_batches(utils.row_lengths(contexts, pad_id), size):
+        inputs = utils.model_inputs(torch.cat([contexts[rows, -width:], responses[rows]], dim=1), pad_id)  # G3
+        logits = lm(**inputs, use_cache=False, logits_to_keep=responses.shape[1] + 1).logits[:, :-1]
+        out[rows] = token_logprobs(logits, responses[rows], temperature)[0]
+    return out
+
+
+def truncate(responses: Tensor, token: int | None, after: int, pad_id: int) -> tuple[Tensor, Tensor]:
+    """P5: cut each response behind its first `token` at or after position `after`, pads behind it.
+
+    [B, R] → the cut responses [B, R], and whether the token was there [B]; always, if there is no such token."""
+    if token is None:
+        return responses, torch.ones_like(responses[:, 0]).bool()
+    positions = torch.arange(responses.shape[1], device=responses.device)
+    hits = (responses == token) & (positions >= after)
+    ended = hits.any(dim=1)
+    last = torch.where(ended, hits.byte().argmax(dim=1), responses.shape[1] - 1)
+    return responses.masked_fill(positions > last[:, None], pad_id), ended
+
+
+class Score(NamedTuple):
+    """What scoring makes of B responses."""
+
+    scores: Tensor  # [B] reward, or the penalty
+    cut: Tensor  # [B, R] what the reward model saw
+    ended: Tensor  # [B] whether the truncate token was there
+
+
+def score_responses(reward: Callable, queries: Tensor, responses: Tensor, task: Task, ids: utils.Ids) -> Score:
+    """P5: cut [B, R], ask `reward`(queries, cut) → [B], and put the penalty where the truncate token is missing."""
+    cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
+    return Score(torch.where(ended, reward(queries, cut), task.missing_eos_penalty), cut, ended)
+
+
+def load_reward(args: Args, tokenizer: Any, pad_id: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """The reward as a function of (queries [B, Q], responses [B, R]) → [B]: the reward model's, or `--reward_fn`'s; one
+    that takes a third argument gets the reward model's scores there. Errors: `InputError` where there is none."""
+    function = utils.load_function(args.reward_fn) if args.reward_fn else None
+    composes = function and len(inspect.signature(function).parameters) > 2
+    if function and not composes:
+        return lambda queries, cut: utils.text_scores(function, args.reward_fn, tokenizer, queries, cut, pad_id)
+    folder = args.reward_model or f"models/{args.task.task}/train_reward"
+    model = utils.RewardModel.from_folder(folder, f"python train_reward.py --task {args.task.task}").to(device)
+    if model.config.pad_id != pad_id:
+        raise InputError(
+            f"reward model {folder} was trained with a vocabulary of {model.config.pad_id} tokens, "
+            f"the policy has {pad_id}"
+        )
+
+    def reward(queries: Tensor, cut: Tensor) -> Tensor:
+        scores = model.score(queries, cut, args.rollout_batch_size)
+        if not composes:
+            return scores
+        return utils.text_scores(function, args.reward_fn, tokenizer, queries, cut, pad_id, scores.tolist())
+
+    return reward
+
+
+def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
+    """L1: the completion is one action: Σ_t log π(y_t) over its real tokens. [B, R] → [B]"""
+    return logprobs.masked_fill(~mask, 0).sum(dim=1)
+
+
+def kl_penalised_rewards(logprobs: Tensor, ref_logprobs: Tensor, scores: Tensor, kl_coef: float) -> Tensor:
+    """L2: score − β·(log π(y) − log π_ref(y)), [B] each."""
+    return scores - kl_coef * (logprobs - ref_logprobs)
+
+
+def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
+    """P11: β of the next update from this one's KL (nats per response, mean over the batch)."""
+    if args.kl_target is None:
+        return kl_coef
+    error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
+
+
+# ------------------------------------------------------------------------------------------------------------ rollout
 
 
 class Rollout(NamedTuple):
-    """What one update learns from; the rows are episodes."""
+    """What one update learns from (X10); the rows are episodes."""
 
     lengths: np.ndarray  # [B] real tokens of each context, on the host: they plan the micro-batches
     contexts: Tensor  # [B, C] prefix + query + suffix, left-padded: what policy and reference read
@@ -128,17 +282,53 @@ class Rollout(NamedTuple):
     advantages: Tensor  # [B] reward less the mean of the prompt's other completions
 
 
-# ---------------------------------------------------------------------------------------- pure functions of tensors
+class Models(NamedTuple):
+    """Everything that a rollout is made with."""
+
+    policy: nn.Module  # Policy, perhaps wrapped for several processes
+    ref: PreTrainedModel
+    reward: Callable[[Tensor, Tensor], Tensor]  # (queries [B, Q], responses [B, R]) → [B]
+    ids: utils.Ids
 
 
-def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
-    """L1: the completion is one action: Σ_t log π(y_t) over its real tokens. [B, R] → [B]"""
-    return logprobs.masked_fill(~mask, 0).sum(dim=1)
+def minibatches(order: np.ndarray, args: Args) -> list[np.ndarray]:
+    """P7: a permutation [B] → the rows of each minibatch; sorted: a set of rows always makes the same micro-batches."""
+    return [np.sort(rows) for rows in np.split(order, args.num_minibatches)]
 
 
-def kl_penalised_rewards(logprobs: Tensor, ref_logprobs: Tensor, scores: Tensor, kl_coef: float) -> Tensor:
-    """L2: score − β·(log π(y) − log π_ref(y)), [B] each."""
-    return scores - kl_coef * (logprobs - ref_logprobs)
+@torch.no_grad()
+def make_rollout(
+    models: Models, queries: Tensor, responses: Tensor, order: np.ndarray, kl_coef: float, args: Args
+) -> tuple[Rollout, Score]:
+    """Everything that the update needs to know about sampled responses [B, R]; `order` [B] is the first epoch's."""
+    pad_id, temperature = models.ids.pad, args.task.temperature
+    score = score_responses(models.reward, queries, responses, args.task, models.ids)  # P5: only this cuts
+    responses = score.cut if args.task.eos_task else responses  # X9
+    mask = responses != pad_id
+    contexts = utils.add_affixes(queries, models.ids)
+    ref_logprobs = lm_logprobs(models.ref, contexts, responses, temperature, pad_id, args.rollout_batch_size)
+    ref_logprobs = sequence_logprobs(ref_logprobs, mask)
+    logprobs = torch.empty_like(ref_logprobs)
+    lengths = utils.row_lengths(contexts, pad_id)
+    for rows in minibatches(order, args):  # L6: exactly the forwards of the first epoch
+        for part, width in utils.micro_batches(lengths[rows], args.micro_batch_size):
+            index = rows[part]
+            tokens = models.policy(contexts[index, -width:], responses[index])[0]
+            logprobs[index] = sequence_logprobs(tokens, mask[index])
+    rewards = kl_penalised_rewards(logprobs, ref_logprobs, score.scores, kl_coef)
+    advantages = leave_one_out_advantages(rewards, args.rloo_k)
+    return Rollout(lengths, contexts, responses, mask, logprobs, ref_logprobs, score.scores, rewards, advantages), score
+
+
+# ----------------------------------------------------------------------------------------------- advantages and loss
+
+
+def moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and population variance of x[mask] over all processes (X11), whatever stands outside the mask."""
+    count = utils.all_sum(mask.sum())
+    mean = utils.all_sum(x.masked_fill(~mask, 0).sum()) / count
+    variance = utils.all_sum(((x - mean) ** 2).masked_fill(~mask, 0).sum()) / count
+    return mean, variance
 
 
 def leave_one_out_advantages(rewards: Tensor, k: int) -> Tensor:
@@ -162,99 +352,84 @@ def loss_terms(logprobs: Tensor, old: Rollout, args: Args) -> dict[str, Tensor]:
     }
 
 
-def minibatches(order: np.ndarray, args: Args) -> list[np.ndarray]:
-    """P7: a permutation [B] → the rows of each minibatch; sorted: a set of rows always makes the same micro-batches."""
-    return [np.sort(rows) for rows in np.split(order, args.num_minibatches)]
+# ------------------------------------------------------------------------------------------------------- optimisation
 
 
-def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """P11: β of the next update from this one's KL (nats per response, mean over the batch)."""
-    if args.kl_target is None:
-        return kl_coef
-    error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
+class AdamTF(torch.optim.Adam):
+    """A1: TensorFlow's Adam. There ε is added to √v without its bias correction (ε̂ in Kingma & Ba); PyTorch's formula
+    with ε_t = ε̂ / √(1 − β₂ᵗ) is the same, so the library's fused kernel does the work."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-5):
+        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
+        for group in self.param_groups:
+            group["eps_hat"], group["t"] = eps, 0  # in the group, so that state_dict() keeps them
+
+    def step(self, closure: Callable | None = None) -> Any:
+        """One step; sets ε_t first."""
+        for group in self.param_groups:
+            group["t"] += 1
+            group["eps"] = group["eps_hat"] / math.sqrt(1 - group["betas"][1] ** group["t"])
+        return super().step(closure)
 
 
-# ------------------------------------------------------------------------------------------------------- the phases
+def anneal(lr: float, step: int, steps: int) -> float:
+    """G5: linear from `lr` at step 0 to 0 at step `steps`."""
+    return lr * (1 - step / steps)
 
 
-class Models(NamedTuple):
-    """Everything that a rollout is made with."""
-
-    policy: nn.Module  # Policy, perhaps wrapped for several processes
-    ref: PreTrainedModel
-    reward: Callable[[Tensor, Tensor], Tensor]  # (queries [B, Q], responses [B, R]) → [B]
-    ids: utils.Ids
+def set_lr(optimizer: Any, lr: float) -> None:
+    """One learning rate for all groups; never a prepared scheduler, which would step once a process."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
 
 
-@torch.no_grad()
-def evaluate(
-    models: Models, queries: Tensor, responses: Tensor, order: np.ndarray, kl_coef: float, args: Args
-) -> tuple[Rollout, utils.Score]:
-    """Everything that the update needs to know about sampled responses [B, R]."""
-    pad_id, temperature = models.ids.pad, args.task.temperature
-    score = utils.score_responses(models.reward, queries, responses, args.task, models.ids)  # P5: only this cuts
-    responses = score.cut if args.task.eos_task else responses  # X9
-    mask = responses != pad_id
-    contexts = utils.add_affixes(queries, models.ids)
-    ref_logprobs = utils.lm_logprobs(models.ref, contexts, responses, temperature, pad_id, args.rollout_batch_size)
-    ref_logprobs = sequence_logprobs(ref_logprobs, mask)
-    logprobs = torch.empty_like(ref_logprobs)
-    lengths = utils.row_lengths(contexts, pad_id)
-    for rows in minibatches(order, args):  # L6: exactly the forwards of the first epoch
-        for part, width in utils.micro_batches(lengths[rows], args.micro_batch_size):
-            index = rows[part]
-            tokens = models.policy(contexts[index, -width:], responses[index])[0]
-            logprobs[index] = sequence_logprobs(tokens, mask[index])
-    rewards = kl_penalised_rewards(logprobs, ref_logprobs, score.scores, kl_coef)
-    advantages = leave_one_out_advantages(rewards, args.rloo_k)
-    return Rollout(lengths, contexts, responses, mask, logprobs, ref_logprobs, score.scores, rewards, advantages), score
+def add_up(sums: dict[str, Tensor], terms: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """Statistics of a minibatch, micro-batch by micro-batch: name → [sum, count] of this process's terms[mask]."""
+    pairs = {name: torch.stack([x.detach().masked_fill(~mask, 0).sum(), mask.sum()]) for name, x in terms.items()}
+    return {name: pair + sums.get(name, 0) for name, pair in pairs.items()}
 
 
-def optimise(
-    policy: nn.Module, optimizer: Any, rollout: Rollout, epochs: list[np.ndarray], args: Args, accelerator: Accelerator
+def means(steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Sums of `add_up` → means [optimizer steps] over all processes; exact with uneven lengths, one crossing an update."""
+    table = utils.all_sum(torch.stack([torch.stack(list(step.values())) for step in steps]))  # [steps, names, 2]
+    return dict(zip(steps[0], (table[..., 0] / table[..., 1]).T, strict=True))
+
+
+def train_step(
+    policy: nn.Module, optimizer: Any, batch: Rollout, args: Args, accelerator: Accelerator
 ) -> dict[str, Tensor]:
-    """P7: passes over the batch in the orders `epochs` [B] → statistics [optimizer steps], each before its step."""
-    steps = []
-    for order in epochs:
-        for rows in minibatches(order, args):
-            steps.append(minibatch_gradient(policy, Rollout(*(x[rows] for x in rollout)), args, accelerator))
-            optimizer.step()
-            optimizer.zero_grad()
-    table = utils.all_sum(torch.stack([torch.stack(list(step.values())) for step in steps], dim=1))
-    return dict(zip(steps[0], table, strict=True))
-
-
-def minibatch_gradient(policy: nn.Module, batch: Rollout, args: Args, accelerator: Accelerator) -> dict[str, Tensor]:
-    """Clipped loss: leaves the gradient of one minibatch in the parameters, whatever the micro-batches. Returns its
-    statistics as this process's share: they sum to the mean over all processes."""
-    count, tokens, totals = len(batch.scores) * accelerator.num_processes, utils.all_sum(batch.mask.sum()), {}
-    parts = utils.micro_batches(batch.lengths, args.micro_batch_size)
+    """One optimizer step on a minibatch, the same whatever its micro-batches (P7); statistics before it, see `add_up`."""
+    count = len(batch.scores)  # completions; the same on every process, and DDP averages the processes' gradients
+    sums, token_sums, parts = {}, {}, utils.micro_batches(batch.lengths, args.micro_batch_size)
     for i, (part, width) in enumerate(parts):
         old = Rollout(*(x[part] for x in batch))
         with accelerator.no_sync(policy) if i + 1 < len(parts) else nullcontext():
             logprobs, entropies = policy(old.contexts[:, -width:], old.responses)
             terms = loss_terms(sequence_logprobs(logprobs, old.mask), old, args)
-            means = {name: term.sum() / count for name, term in terms.items()}
-            accelerator.backward(means["loss/policy_avg"] * accelerator.num_processes)  # DDP averages; P7 wants the sum
-        means["policy/entropy_avg"] = entropies.masked_fill(~old.mask, 0).sum() / tokens
-        totals = {name: totals.get(name, 0) + mean.detach() for name, mean in means.items()}
-    return totals
+            accelerator.backward(terms["loss/policy_avg"].sum() / count)
+        sums = add_up(sums, terms, torch.ones_like(old.scores).bool())
+        token_sums = add_up(token_sums, {"policy/entropy_avg": entropies}, old.mask)
+    optimizer.step()
+    optimizer.zero_grad()
+    return sums | token_sums
 
 
-def summarise(rollout: Rollout, score: utils.Score, stats: dict[str, Tensor], kl_coef: float) -> dict[str, Any]:
-    """The metrics of one update; README explains each."""
-    kl = (rollout.logprobs - rollout.ref_logprobs).mean()
-    return {f"ppo/{name}": values.mean() for name, values in stats.items()} | {
-        "objective/kl": kl,
+# ---------------------------------------------------------------------------------------------------------------- run
+
+
+def summarise(rollout: Rollout, score: Score, steps: list[dict[str, Tensor]], kl_coef: float) -> dict[str, Any]:
+    """The metrics of one update, means over its optimizer steps; README explains each."""
+    every = torch.ones_like(rollout.scores).bool()
+    return {f"ppo/{name}": values.mean() for name, values in means(steps).items()} | {
+        "objective/kl": (rollout.logprobs - rollout.ref_logprobs).mean(),
         "objective/entropy": -rollout.logprobs.mean(),
         "objective/scores": rollout.scores.mean(),
-        "objective/scores_std": utils.moments(rollout.scores, torch.ones_like(rollout.scores).bool())[1].sqrt(),
+        "objective/scores_std": moments(rollout.scores, every)[1].sqrt(),
         "objective/rlhf_reward": rollout.rewards.mean(),
         "objective/kl_coef": kl_coef,
         "objective/ended": score.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
-        "objective/advantage_std": rollout.advantages.std(correction=0),
+        "objective/advantage_std": moments(rollout.advantages, every)[1].sqrt(),
     }
 
 
@@ -264,35 +439,18 @@ def sample_table(
     """A response to each of a few queries [B, Q], always with the same random numbers: text and score."""
     gen = utils.generator(args.seed, 0, queries.device)
     contexts = utils.add_affixes(queries, models.ids)
-    responses = utils.sample(lm, contexts, args.task.response_length, args.task.temperature, models.ids.pad, gen)
-    score = utils.score_responses(models.reward, queries, responses, args.task, models.ids)
+    responses = sample(lm, contexts, args.task.response_length, args.task.temperature, models.ids.pad, gen)
+    score = score_responses(models.reward, queries, responses, args.task, models.ids)
     columns = *(utils.decode(tokenizer, x, models.ids.pad) for x in (queries, score.cut)), score.scores.tolist()
     return [{"query": q, "response": r, "score": s} for q, r, s in zip(*columns, strict=True)]
 
 
 def check(args: Args, processes: int) -> None:
     """Errors: `InputError` for values that cannot work, before anything is loaded."""
-    utils.check_task(args.task)
-    positive = (
-        "total_episodes",
-        "batch_size",
-        "num_minibatches",
-        "num_ppo_epochs",
-        "micro_batch_size",
-        "rollout_batch_size",
-        "kl_horizon",
-        "sample_every",
-    )
-    utils.check_positive(args, positive)
-    if args.rloo_k < 2:
-        raise InputError(
-            f"rloo_k={args.rloo_k}: the baseline is the mean of the other completions of a prompt, so 2 at least"
-        )
+    utils.check_args(args, SCRIPT)
     unit = processes * math.lcm(args.num_minibatches, args.rloo_k)
     what = f"{processes} processes × {args.num_minibatches} minibatches and {args.rloo_k} completions per prompt"
     utils.check_divides("batch_size", args.batch_size, unit, what)
-    if args.kl_target is not None and args.kl_target <= 0:
-        raise InputError(f"kl_target={args.kl_target} has to be positive, or None for a fixed kl_coef")
 
 
 PANELS = [
@@ -308,70 +466,72 @@ SHOWN = {"objective/scores": "score", "objective/kl": "kl", "time/episodes_per_s
 
 
 def main(args: Args) -> None:
-    """The run: sample and score → optimise → log."""
+    """The run: sample → score → a few epochs of minibatches → next β."""
     accelerator = utils.start_accelerator()
     check(args, accelerator.num_processes)
     task, device = args.task, accelerator.device
-    tokenizer, config, pad_id = utils.load_tokenizer(task, task.response_length, f"python sft.py --task {task.task}")
+    tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length, f"python sft.py --task {task.task}")
     ids = utils.task_ids(task, tokenizer, pad_id)
     gold = utils.load_function(task.gold_fn) if task.gold_fn else None
-    with accelerator.main_process_first():
-        table = utils.load_queries(task, tokenizer, pad_id)  # [N, Q]
+    table = utils.load_queries(task, tokenizer, pad_id, args.total_episodes)  # [N, Q]
     few = table[:4].to(device)  # queries of the sample tables
-    reward = utils.load_reward(args, tokenizer, pad_id, device)
+    reward = load_reward(args, tokenizer, pad_id, device)
 
     torch.manual_seed(args.seed)
     policy = Policy(utils.load_lm(task.base_model), pad_id, task.temperature)
     ref = utils.load_lm(task.base_model).to(device).eval().requires_grad_(False)
     if args.gradient_checkpointing:
         policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
-    policy, optimizer = accelerator.prepare(policy, utils.AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps))
+    policy, optimizer = accelerator.prepare(policy, AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps))
     models = Models(policy, ref, reward, ids)
     lm = accelerator.unwrap_model(policy).lm
 
-    seed = utils.process_seed(args.seed, accelerator.process_index)  # G6
+    seed = args.seed + 100003 * accelerator.process_index  # G6
     local_batch = args.batch_size // accelerator.num_processes
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     kl_coef, clock = args.kl_coef, utils.Clock(device)
-    run = utils.Run(args, "rloo", num_updates, PANELS, accelerator)
+    run = utils.Run(args, SCRIPT, num_updates, PANELS, accelerator)
 
     for update in range(num_updates):
         prompts = table[utils.rows_of_step(len(table), local_batch // args.rloo_k, update, seed)].to(device)  # [P, Q]
         queries = prompts.repeat(args.rloo_k, 1)  # [K · P, Q]
-        rng = np.random.default_rng([seed, update])
+        rng, gen = np.random.default_rng([seed, update]), utils.generator(seed, update, device)
         epochs = [rng.permutation(local_batch) for _ in range(args.num_ppo_epochs)]
 
         policy.eval()
         if update % args.sample_every == 0 and accelerator.is_main_process:
             run.samples(update, sample_table(models, lm, few, tokenizer, args), f"samples before update {update}")
         with clock("sample"), accelerator.autocast():
-            contexts, gen = utils.add_affixes(queries, ids), utils.generator(seed, update, device)
-            responses = utils.sample_all(lm, contexts, task, pad_id, gen, args.rollout_batch_size)
+            contexts = utils.add_affixes(queries, ids)
+            responses = sample_all(lm, contexts, task, pad_id, gen, args.rollout_batch_size)  # G4  [B, R]
         with clock("score"), accelerator.autocast():
-            rollout, score = evaluate(models, queries, responses, epochs[0], kl_coef, args)
-        policy.train()
-        with clock("optimise"):
-            utils.set_lr(optimizer, lr := utils.anneal(args.lr, update, num_updates))  # G5
-            stats = optimise(policy, optimizer, rollout, epochs, args, accelerator)
+            rollout, score = make_rollout(models, queries, responses, epochs[0], kl_coef, args)  # L2, L3
 
-        metrics = summarise(rollout, score, stats, kl_coef)
+        policy.train()
+        set_lr(optimizer, lr := anneal(args.lr, update, num_updates))  # G5
+        steps = []
+        with clock("optimise"):
+            for order in epochs:  # P7
+                for rows in minibatches(order, args):
+                    batch = Rollout(*(x[rows] for x in rollout))
+                    steps.append(train_step(policy, optimizer, batch, args, accelerator))
+
+        metrics = summarise(rollout, score, steps, kl_coef)
         if gold:
             gold_scores = utils.text_scores(gold, task.gold_fn, tokenizer, queries, score.cut, pad_id)
             metrics["objective/gold_score"] = gold_scores.mean()
         metrics = utils.mean_over_processes(metrics, device) | clock.pop()
         metrics["time/episodes_per_second"] = args.batch_size / sum(metrics[f"time/{p}"] for p in PHASES)
         metrics |= {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}
-        utils.check_finite(metrics, "ppo/loss/policy_avg", update)
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)  # P11
         run.log(update, metrics, SHOWN)
 
     policy.eval()
-    folder = args.output_dir or f"models/{task.task}/rloo"
-    utils.save_model(lm, tokenizer, folder, accelerator)
+    run.save(lm, tokenizer)
     if accelerator.is_main_process:
         run.samples(num_updates, sample_table(models, lm, few, tokenizer, args), "samples after the last update")
         run.compare_samples()
-    run.finish(f"policy: {folder}")
+    run.finish()
     utils.stop_accelerator(accelerator)
 
 

@@ -14,6 +14,7 @@ all but the first of a packed block, the response of a prompt. Masks are True at
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import StaticCache
 
 import utils
-from utils import InputError, Task
+from utils import Count, InputError, NonNegative, Positive, Seed, Share, Task, TokenTable
 
 
 @dataclass(frozen=True)
@@ -31,91 +34,105 @@ class Args:
     """Supervised fine-tuning."""
 
     task: Task
-    seed: int = 1
+    seed: Seed = 1
     """of the order of the blocks and of the weights, where they start from scratch"""
-    num_epochs: int = 1
+    num_epochs: Count = 1
     """passes over the texts"""
-    batch_size: int = 32
+    batch_size: Count = 32
     """rows per optimizer step, over all processes"""
-    micro_batch_size: int = 32
+    micro_batch_size: Count = 32
     """rows per forward on one process: memory only"""
-    block_size: int = 128
+    block_size: Count = 128
     """tokens per row of packed texts; with reference responses it is query_length + response_length"""
-    lr: float = 5e-5
+    lr: Positive = 5e-5
     """highest learning rate: warmed up linearly, then falling linearly to 0"""
-    warmup: float = 0.05
+    warmup: Share = 0.05
     """share of the steps that warm up"""
-    weight_decay: float = 0.01
+    weight_decay: NonNegative = 0.01
     """AdamW's"""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Positive = 1.0
     """gradients are scaled down to this norm"""
-    num_heldout: int = 256
+    num_heldout: Count = 256
     """rows kept out of training, for perplexity and ROUGE-L"""
     gradient_checkpointing: bool = False
     """less memory for activations, one more forward"""
     output_dir: str | None = None
-    """folder of the trained model; None: models/<task>/sft"""
+    """new folder for the trained model; None: the run's, and models/<task>/sft becomes a link to it"""
     run_name: str | None = None
-    """folder in runs/; None: task, script, seed and time"""
+    """new folder in runs/; None: task, script, seed and time"""
     track: bool = False
     """log to Weights & Biases too"""
-    eval_every: int = 200
+    eval_every: Count = 200
     """steps between two measurements on held-out text"""
 
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above, by task
     "synthetic": dict(base_model=str(utils.SYNTHETIC / "model"), num_epochs=3, batch_size=16, lr=3e-3, block_size=96),
-    "sentiment": dict(),
-    "descriptiveness": dict(),
     "cnndm": dict(block_size=512, batch_size=16, micro_batch_size=4),
     "tldr": dict(base_model="EleutherAI/pythia-1b-deduped", lr=3e-6, batch_size=128, micro_batch_size=8),
     "synthetic_eos": dict(base_model=str(utils.SYNTHETIC / "model"), num_epochs=5, batch_size=32, lr=3e-3),
     "tldr_2019": dict(block_size=512, batch_size=16, micro_batch_size=4),
 }
+SCRIPT = Path(__file__)  # runs and weights are called after the file: a copy has its own
 
 
-def pack(rows: list[list[int]], continued: list[list[int]], block_size: int) -> Tensor:
-    """Texts → blocks [N, T]: a block starts with `rows[i]` and goes on with `continued[i + 1]` … (the same texts behind
-    a space) until it is full; what is left of the last one is dropped, a block that stays short too."""
-    blocks, block = [], []
-    for row, behind in zip(rows, continued, strict=True):
-        block = block + behind if block else list(row)
-        if len(block) >= block_size:
-            blocks.append(block[:block_size])
-            block = []
-    return torch.tensor(blocks).view(-1, block_size)
+def pack(texts: list[list[int]], continued: list[list[int]], left: list[int], block_size: int) -> list[list[int]]:
+    """Texts → blocks [N, T]: a block starts with `texts[i]` and goes on with `continued[i + 1]` … (the same texts behind
+    a space) until it is full; the rest of its last text is dropped. `left`, a block that is not full yet, goes on from
+    call to call."""
+    blocks = []
+    for text, behind in zip(texts, continued, strict=True):
+        left += behind if left else text
+        if len(left) >= block_size:
+            blocks.append(left[:block_size])
+            left.clear()
+    return blocks
 
 
-def load_rows(args: Args, tokenizer: Any, pad_id: int) -> tuple[Tensor, int]:
-    """What to learn from: rows [N, T], and the first column that is learned. Errors: `InputError` where the rows do not
-    fill one batch beside the held-out ones."""
-    task, data = args.task, utils.load_texts(args.task)
-    texts = [text or "" for text in data[task.query_column]]
-    if task.response_column:
-        end = [utils.token_id(tokenizer, task.truncate_token, "--truncate_token")] if task.eos_task else []
-        responses = tokenizer([text or "" for text in data[task.response_column]], add_special_tokens=False)[
-            "input_ids"
-        ]
-        pairs = zip(utils.tokenise_queries(texts, task, tokenizer), responses, strict=True)
-        pairs = [(query, (response + end)[: task.response_length]) for query, response in pairs if query and response]
-        queries, responses = zip(*pairs, strict=True) if pairs else ([], [])
-        padded = torch.tensor([row + [pad_id] * (task.response_length - len(row)) for row in responses]).view(
-            -1, task.response_length
-        )
-        rows, first = (
-            torch.cat([utils.pad_rows(queries, task.query_length, pad_id), padded.long()], dim=1),
-            task.query_length,
-        )
-    else:
-        texts = [text.strip() for text in texts if text.strip()]
+def load_blocks(args: Args, tokenizer: Any, pad_id: int) -> TokenTable:
+    """Consecutive texts in blocks [N, T]."""
+    column, left = args.task.query_column, []
+
+    def blocks(batch: dict[str, list]) -> list[list[int]]:
+        texts = [text.strip() for text in batch[column] if text and text.strip()]
         if not texts:
-            raise InputError(f"--query_dataset={task.query_dataset} gives no text: all {len(data)} rows are blank")
+            return []
         starts = tokenizer(texts, add_special_tokens=False)["input_ids"]
         continued = tokenizer([" " + text for text in texts], add_special_tokens=False)["input_ids"]
-        rows, first = pack(starts, continued, args.block_size), 1
+        return pack(starts, continued, left, args.block_size)
+
+    return utils.tokenise_rows(utils.load_texts(args.task), blocks, args.block_size, tokenizer, pad_id, column)
+
+
+def load_responses(args: Args, tokenizer: Any, pad_id: int) -> TokenTable:
+    """Prompts, padded on the left, with their reference responses, padded on the right: [N, Q + R]."""
+    task = args.task
+    end = [utils.token_id(tokenizer, task.truncate_token, "--truncate_token")] if task.eos_task else []
+
+    def pairs(batch: dict[str, list]) -> list[list[int]]:
+        queries = utils.tokenise_queries(batch[task.query_column], task, tokenizer)
+        texts = [text or "" for text in batch[task.response_column]]
+        rows = []
+        for query, response in zip(queries, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
+            if query and response:
+                row = query + (response + end)[: task.response_length]
+                rows.append(row + [pad_id] * (len(query) + task.response_length - len(row)))
+        return rows
+
+    data, length = utils.load_texts(task), task.query_length + task.response_length
+    columns = task.query_column, task.response_column, task.keep_last_line, task.start_text, task.end_text
+    return utils.tokenise_rows(data, pairs, length, tokenizer, pad_id, task.response_length, end, *columns)
+
+
+def load_rows(args: Args, tokenizer: Any, pad_id: int) -> tuple[TokenTable, int]:
+    """What to learn from: rows [N, T], and the first column that is learned. Errors: `InputError` where the rows do not
+    fill one batch beside the held-out ones."""
+    task = args.task
+    load, first = (load_responses, task.query_length) if task.response_column else (load_blocks, 1)
+    rows = load(args, tokenizer, pad_id)
     if len(rows) < args.num_heldout + args.batch_size:
         raise InputError(
-            f"--query_dataset={task.query_dataset} makes {len(rows)} rows of {rows.shape[1]} tokens; "
+            f"--query_dataset={task.query_dataset} makes {len(rows)} rows of {rows.length} tokens; "
             f"num_heldout={args.num_heldout} and one batch of {args.batch_size} need "
             f"{args.num_heldout + args.batch_size}"
         )
@@ -126,6 +143,12 @@ def lr_at(step: int, steps: int, args: Args) -> float:
     """Linear warm-up to `lr`, then linear to 0."""
     warmup = max(1, round(args.warmup * steps))
     return args.lr * min((step + 1) / warmup, (steps - step) / max(steps - warmup, 1), 1.0)
+
+
+def set_lr(optimizer: Any, lr: float) -> None:
+    """One learning rate for all groups; never a prepared scheduler, which would step once a process."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
 
 
 def token_losses(lm: nn.Module, rows: Tensor, first: int, pad_id: int) -> tuple[Tensor, Tensor]:
@@ -147,30 +170,92 @@ def train_step(
     lm: nn.Module, optimizer: Any, rows: Tensor, first: int, pad_id: int, args: Args, accelerator: Accelerator
 ) -> Tensor:
     """One optimizer step on this process's rows [B, T]; the mean loss per token over all processes' rows."""
-    count, total = utils.all_sum((rows[:, first:] != pad_id).sum()), 0.0
+    count = utils.all_sum((rows[:, first:] != pad_id).sum())  # tokens of all processes
+    share, total = count / accelerator.num_processes, 0.0  # DDP averages the processes' gradients
     parts = micro_batches(rows, first, pad_id, args.micro_batch_size)
     for i, part in enumerate(parts):
         with accelerator.no_sync(lm) if i + 1 < len(parts) else nullcontext():
-            loss = token_losses(lm, part, part.shape[1] - rows.shape[1] + first, pad_id)[0].sum() / count
-            accelerator.backward(loss * accelerator.num_processes)  # DDP averages over processes
+            loss = token_losses(lm, part, part.shape[1] - rows.shape[1] + first, pad_id)[0].sum()
+            accelerator.backward(loss / share)
         total += loss.detach()
     accelerator.clip_grad_norm_(lm.parameters(), args.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return utils.all_sum(total)
+    return utils.all_sum(total) / count
 
 
 @torch.no_grad()
 def heldout_loss(lm: nn.Module, rows: Tensor, first: int, pad_id: int, args: Args, accelerator: Accelerator) -> float:
     """Mean loss in nats per token over the held-out rows [N, T], shared out over the processes."""
     lm.eval()
-    rows = rows.to(accelerator.device)[accelerator.process_index :: accelerator.num_processes]
+    rows = rows[accelerator.process_index :: accelerator.num_processes]
     sums = torch.zeros(2, device=rows.device)
     for part in micro_batches(rows, first, pad_id, args.micro_batch_size):
         losses, mask = token_losses(lm, part, part.shape[1] - rows.shape[1] + first, pad_id)
         sums += torch.stack([losses.sum(), mask.sum()])
     total, count = utils.all_sum(sums).tolist()
     return total / count
+
+
+def draw(logits: Tensor, uniform: Tensor) -> Tensor:
+    """One token a row from softmax(logits) by inverting its CDF. logits [B, V], uniform [B, 1] in [0, 1) → [B, 1].
+
+    In fp64, and below the CDF's very top: a token of probability 0 is never drawn, not even at u = 0 or by rounding."""
+    cdf = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    total = cdf[:, -1:]
+    point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, point, right=True)
+
+
+@torch.no_grad()
+def sample(
+    lm: PreTrainedModel, contexts: Tensor, response_length: int, temperature: float, pad_id: int, gen: torch.Generator
+) -> Tensor:
+    """G4: exactly `response_length` tokens for each left-padded context [B, C] → [B, R]: the full vocabulary, no stop
+    at EOS, nothing of the checkpoint's `generation_config`. Prefill once, then a token a step over a static KV cache."""
+    batch, start = contexts.shape
+    inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
+    mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
+    cache = StaticCache(config=lm.config, max_cache_len=start + response_length)
+    uniform = torch.rand(response_length, batch, 1, generator=gen, device=contexts.device, dtype=torch.float64)
+    responses = torch.empty(batch, response_length, dtype=torch.long, device=contexts.device)
+    tokens, begin = inputs["input_ids"][:, :start], 0
+    for t in range(response_length):
+        end = start + t
+        logits = lm(
+            tokens,
+            attention_mask=mask[:, :end],
+            position_ids=positions[:, begin:end],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        tokens, begin = draw(logits / temperature, uniform[t]), end  # P1
+        responses[:, t] = tokens[:, 0]
+    return responses
+
+
+def sample_all(
+    lm: PreTrainedModel, contexts: Tensor, task: Task, pad_id: int, gen: torch.Generator, size: int
+) -> Tensor:
+    """`sample` for any number of rows: `size` at a time, by length, trimmed. [B, C] → [B, R]"""
+    responses = torch.empty(len(contexts), task.response_length, dtype=torch.long, device=contexts.device)
+    for rows, width in utils.micro_batches(utils.row_lengths(contexts, pad_id), size):
+        responses[rows] = sample(lm, contexts[rows, -width:], task.response_length, task.temperature, pad_id, gen)
+    return responses
+
+
+def truncate(responses: Tensor, token: int | None, after: int, pad_id: int) -> tuple[Tensor, Tensor]:
+    """P5: cut each response behind its first `token` at or after position `after`, pads behind it.
+
+    [B, R] → the cut responses [B, R], and whether the token was there [B]; always, if there is no such token."""
+    if token is None:
+        return responses, torch.ones_like(responses[:, 0]).bool()
+    positions = torch.arange(responses.shape[1], device=responses.device)
+    hits = (responses == token) & (positions >= after)
+    ended = hits.any(dim=1)
+    last = torch.where(ended, hits.byte().argmax(dim=1), responses.shape[1] - 1)
+    return responses.masked_fill(positions > last[:, None], pad_id), ended
 
 
 def continuations(
@@ -180,11 +265,11 @@ def continuations(
     task, ids = args.task, utils.task_ids(args.task, tokenizer, pad_id)
     prompts = rows[:, :first] if task.response_column else rows[:, : args.block_size // 4]
     lm.eval()
-    tokens = utils.sample_all(
+    tokens = sample_all(
         lm, prompts, task, pad_id, utils.generator(args.seed, 0, rows.device), args.micro_batch_size
     )
     if task.eos_task:
-        tokens = utils.truncate(tokens, ids.truncate, task.truncate_after, pad_id)[0]
+        tokens = truncate(tokens, ids.truncate, task.truncate_after, pad_id)[0]
     texts = {"text": prompts, "continuation": tokens} | ({"reference": rows[:, first:]} if task.response_column else {})
     columns = (utils.decode(tokenizer, x, pad_id) for x in texts.values())
     return [dict(zip(texts, values, strict=True)) for values in zip(*columns, strict=True)]
@@ -200,10 +285,7 @@ def rouge_l(samples: list[dict[str, str]]) -> float:
 
 def check(args: Args, processes: int) -> None:
     """Errors: `InputError` for values that cannot work, before anything is loaded."""
-    utils.check_task(args.task)
-    utils.check_positive(
-        args, ("num_epochs", "batch_size", "micro_batch_size", "block_size", "lr", "num_heldout", "eval_every")
-    )
+    utils.check_args(args, SCRIPT)
     utils.check_divides("batch_size", args.batch_size, processes, f"{processes} processes")
     if args.num_heldout < processes:
         raise InputError(f"num_heldout={args.num_heldout} is less than one block for each of {processes} processes")
@@ -220,9 +302,9 @@ def main(args: Args) -> None:
     behind = (
         args.task.response_length if args.task.response_column else max(0, args.block_size - args.task.query_length)
     )
-    tokenizer, _, pad_id = utils.load_tokenizer(args.task, behind)
-    rows, first = load_rows(args, tokenizer, pad_id)
-    heldout, rows = rows[: args.num_heldout], rows[args.num_heldout :]
+    tokenizer, _, pad_id = utils.load_tokenizer(args.task, behind, "sft.py with --base_model, the model to start from")
+    rows, first = load_rows(args, tokenizer, pad_id)  # [N, T]
+    heldout, trained = rows[: args.num_heldout].to(device), len(rows) - args.num_heldout
 
     torch.manual_seed(args.seed)
     lm = utils.load_lm(args.task.base_model)
@@ -234,30 +316,28 @@ def main(args: Args) -> None:
     lm, optimizer = accelerator.prepare(lm, optimizer)
     plain = accelerator.unwrap_model(lm)
 
-    steps_per_epoch = len(rows) // args.batch_size
+    steps_per_epoch = trained // args.batch_size
     steps = args.num_epochs * steps_per_epoch
-    run = utils.Run(args, "sft", steps, PANELS, accelerator)
+    run = utils.Run(args, SCRIPT, steps, PANELS, accelerator)
     clock = utils.Clock(device)
     for step in range(steps):
         lm.train()
         epoch, at = divmod(step, steps_per_epoch)
-        order = np.random.default_rng([args.seed, epoch]).permutation(len(rows))  # the same on every process
-        mine = order[at * args.batch_size : (at + 1) * args.batch_size][rank::processes]
+        order = np.random.default_rng([args.seed, epoch]).permutation(trained)  # the same on every process
+        mine = args.num_heldout + order[at * args.batch_size : (at + 1) * args.batch_size][rank::processes]
         with clock("optimise"):
-            utils.set_lr(optimizer, lr := lr_at(step, steps, args))
+            set_lr(optimizer, lr := lr_at(step, steps, args))
             loss = train_step(lm, optimizer, rows[mine].to(device), first, pad_id, args, accelerator).item()
         metrics = {"loss": loss, "lr": lr, "epoch": step / steps_per_epoch} | clock.pop()
         if (step + 1) % args.eval_every == 0 or step + 1 == steps:
             metrics["heldout/loss"] = heldout_loss(lm, heldout, first, pad_id, args, accelerator)
             metrics["heldout/perplexity"] = math.exp(metrics["heldout/loss"])
-        utils.check_finite(metrics, "loss", step)
         run.log(step, metrics, {"loss": "loss", "heldout/perplexity": "perplexity"})
 
-    folder = args.output_dir or f"models/{args.task.task}/sft"
-    utils.save_model(plain, tokenizer, folder, accelerator)
-    done = [f"model: {folder}", f"held-out perplexity: {metrics['heldout/perplexity']:.3f}"]
+    run.save(plain, tokenizer)
+    done = [f"held-out perplexity: {metrics['heldout/perplexity']:.3f}"]
     if accelerator.is_main_process:
-        samples = continuations(plain, heldout[:64].to(device), first, tokenizer, pad_id, args)
+        samples = continuations(plain, heldout[:64], first, tokenizer, pad_id, args)
         run.samples(steps, samples[:4], "samples behind held-out text")
         done += [f"held-out ROUGE-L: {rouge_l(samples):.3f}"] if args.task.response_column else []
     run.finish(*done)
