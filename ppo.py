@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import StaticCache
 
 import utils
 from utils import Count, InputError, NonNegative, Positive, Seed, Share, Task
@@ -78,6 +77,8 @@ class Args:
     third argument it gets the reward model's scores there"""
     gradient_checkpointing: bool = False
     """less memory for activations, one more forward"""
+    tf32: bool = False
+    """fp32 matrix products in TensorFloat-32 on NVIDIA GPUs: faster, 10 bits of mantissa"""
     output_dir: str | None = None
     """new folder for the trained policy; None: the run's, and models/<task>/ppo becomes a link to it"""
     run_name: str | None = None
@@ -137,21 +138,22 @@ class PolicyAndValue(nn.Module):
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, C], [B, R] → log-probabilities, entropies and values [B, R], each where its token is predicted; the
         vocabulary head sees these R positions only. The one forward behind old and new numbers (L6)."""
-        inputs = utils.model_inputs(torch.cat([contexts, responses], dim=1), self.pad_id)  # G3: mask and position ids
-        hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state[:, -responses.shape[1] - 1 : -1]
-        logits = self.lm.get_output_embeddings()(hidden)  # [B, R, V]
-        values = self.value_head(hidden).squeeze(-1).float()
-        return *token_logprobs(logits, responses, self.temperature), values
+        tokens = torch.cat([contexts, responses], dim=1)
+        where = torch.arange(contexts.shape[1] - 1, tokens.shape[1] - 1, device=tokens.device)  # [R]
+        inputs = utils.model_inputs(tokens, self.pad_id)  # G3: mask and position ids
+        out = self.lm(**inputs, use_cache=False, logits_to_keep=where, output_hidden_states=True)
+        values = self.value_head(out.hidden_states[-1][:, where]).squeeze(-1).float()
+        return *token_logprobs(out.logits, responses, self.temperature), values
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     """One token a row from softmax(logits) by inverting its CDF. logits [B, V], uniform [B, 1] in [0, 1) → [B, 1].
 
     In fp64, and below the CDF's very top: a token of probability 0 is never drawn, not even at u = 0 or by rounding."""
-    cdf = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    cdf = logits.to(uniform.device).double().softmax(dim=-1).cumsum(dim=-1)
     total = cdf[:, -1:]
     point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, point, right=True)
+    return torch.searchsorted(cdf, point, right=True).to(logits.device)
 
 
 @torch.no_grad()
@@ -163,22 +165,23 @@ def sample(
     batch, start = contexts.shape
     inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
-    cache = StaticCache(config=lm.config, max_cache_len=start + response_length)
-    uniform = torch.rand(response_length, batch, 1, generator=gen, device=contexts.device, dtype=torch.float64)
+    mask[:, start:] = 0  # filled in, never grown: static shapes, and alibi is built from it
+    cache = utils.KeyValueCache(config=lm.config, max_cache_len=start + response_length)
+    uniform = torch.rand(response_length, batch, 1, generator=gen, device=gen.device, dtype=torch.float64)
     responses = torch.empty(batch, response_length, dtype=torch.long, device=contexts.device)
     tokens, begin = inputs["input_ids"][:, :start], 0
     for t in range(response_length):
         end = start + t
         logits = lm(
             tokens,
-            attention_mask=mask[:, :end],
+            attention_mask=mask,
             position_ids=positions[:, begin:end],
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        tokens, begin = draw(logits / temperature, uniform[t]), end  # P1
-        responses[:, t] = tokens[:, 0]
+        tokens, begin = draw(logits.float() / temperature, uniform[t]), end  # P1
+        responses[:, t], mask[:, end] = tokens[:, 0], 1
     return responses
 
 
@@ -292,6 +295,11 @@ class Rollout(NamedTuple):
     scores: Tensor  # [B] the reward model's, or the penalty
     rewards: Tensor  # [B, R] KL penalty, and the score on the last token
 
+    def take(self, rows: np.ndarray) -> "Rollout":
+        """Some of the episodes; the index crosses to the device once."""
+        index = torch.as_tensor(rows, device=self.mask.device)
+        return Rollout(self.lengths[rows], *(x[index] for x in self[1:]))
+
 
 class Models(NamedTuple):
     """Everything that a rollout is made with."""
@@ -322,7 +330,7 @@ def make_rollout(
     lengths = utils.row_lengths(contexts, pad_id)
     for rows in minibatches(order, args):  # L6: exactly the forwards of the first epoch
         for part, width in utils.micro_batches(lengths[rows], args.micro_batch_size):
-            index = rows[part]
+            index = torch.as_tensor(rows[part], device=contexts.device)
             logprobs[index], _, values[index] = models.policy(contexts[index, -width:], responses[index])
     logprobs, values, ref_logprobs = (x.masked_fill(~mask, 0) for x in (logprobs, values, ref_logprobs))
     rewards = kl_penalised_rewards(logprobs, ref_logprobs, score.scores, mask, kl_coef)
@@ -444,7 +452,8 @@ def train_step(
     count = utils.all_sum(batch.mask.sum()) / accelerator.num_processes  # DDP averages the processes' gradients
     sums, parts = {}, utils.micro_batches(batch.lengths, args.micro_batch_size)
     for i, (part, width) in enumerate(parts):
-        old, outside = Rollout(*(x[part] for x in batch)), ~batch.mask[part]
+        old = batch.take(part)
+        outside = ~old.mask
         with accelerator.no_sync(policy) if i + 1 < len(parts) else nullcontext():
             logprobs, entropies, values = policy(old.contexts[:, -width:], old.responses)
             logprobs, values = (x.masked_fill(outside, 0) for x in (logprobs, values))  # now: later NaN · 0 is NaN
@@ -453,11 +462,12 @@ def train_step(
                 terms[name].masked_fill(outside, 0).sum() / count for name in ("loss/policy_avg", "loss/value_avg")
             )
             accelerator.backward(policy_loss + args.vf_coef * value_loss)
-        terms |= {"policy/entropy_avg": entropies, "returns/mean": returns[part], "val/mean": old.values}
-        terms |= {"returns/square": returns[part] ** 2, "val/square": old.values**2}
-        sums = add_up(sums, terms, old.mask)
+        sums = add_up(sums, terms | {"policy/entropy_avg": entropies}, old.mask)
     optimizer.step()
     optimizer.zero_grad()
+    for name, x in (("returns", returns), ("val", batch.values)):
+        deviations = x - moments(x, batch.mask)[0]
+        sums |= add_up({}, {f"{name}/mean": x, f"{name}/var": deviations**2}, batch.mask)
     return sums
 
 
@@ -469,8 +479,6 @@ def summarise(
 ) -> dict[str, Any]:
     """The metrics of one update, means over its optimizer steps; README explains each."""
     stats = means(steps)
-    for name in ("returns", "val"):
-        stats[f"{name}/var"] = stats.pop(f"{name}/square") - stats[f"{name}/mean"] ** 2
     stats["loss/total"] = stats["loss/policy_avg"] + args.vf_coef * stats["loss/value_avg"]
     stats = {f"ppo/{name}": values.mean() for name, values in stats.items()}
     kl = (rollout.logprobs - rollout.ref_logprobs).sum(dim=1).mean()
@@ -521,7 +529,7 @@ SHOWN = {"objective/scores": "score", "objective/kl": "kl", "time/episodes_per_s
 
 def main(args: Args) -> None:
     """The run: sample → score → a few epochs of minibatches → next β."""
-    accelerator = utils.start_accelerator()
+    accelerator = utils.start_accelerator(args)
     check(args, accelerator.num_processes)
     task, device = args.task, accelerator.device
     tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length, f"python sft.py --task {task.task}")
@@ -553,7 +561,9 @@ def main(args: Args) -> None:
 
         policy.eval()
         if update % args.sample_every == 0 and accelerator.is_main_process:
-            run.samples(update, sample_table(models, lm, few, tokenizer, args), f"samples before update {update}")
+            with accelerator.autocast():
+                rows = sample_table(models, lm, few, tokenizer, args)
+            run.samples(update, rows, f"samples before update {update}")
         with clock("sample"), accelerator.autocast():
             contexts = utils.add_affixes(queries, ids)
             responses = sample_all(lm, contexts, task, pad_id, gen, args.rollout_batch_size)  # G4  [B, R]
@@ -566,7 +576,7 @@ def main(args: Args) -> None:
         with clock("optimise"):
             for order in epochs:  # P7
                 for rows in minibatches(order, args):
-                    batch = Rollout(*(x[rows] for x in rollout))
+                    batch = rollout.take(rows)
                     advantages, returns = estimate(batch, args)  # P9, P6
                     steps.append(train_step(policy, optimizer, batch, advantages, returns, args, accelerator))
 
@@ -583,7 +593,9 @@ def main(args: Args) -> None:
     policy.eval()
     run.save(lm, tokenizer)
     if accelerator.is_main_process:
-        run.samples(num_updates, sample_table(models, lm, few, tokenizer, args), "samples after the last update")
+        with accelerator.autocast():
+            rows = sample_table(models, lm, few, tokenizer, args)
+        run.samples(num_updates, rows, "samples after the last update")
         run.compare_samples()
     run.finish()
     utils.stop_accelerator(accelerator)

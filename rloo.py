@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import StaticCache
 
 import utils
 from utils import Bounds, Count, InputError, NonNegative, Positive, Seed, Task
@@ -71,6 +70,8 @@ class Args:
     third argument it gets the reward model's scores there"""
     gradient_checkpointing: bool = False
     """less memory for activations, one more forward"""
+    tf32: bool = False
+    """fp32 matrix products in TensorFloat-32 on NVIDIA GPUs: faster, 10 bits of mantissa"""
     output_dir: str | None = None
     """new folder for the trained policy; None: the run's, and models/<task>/rloo becomes a link to it"""
     run_name: str | None = None
@@ -125,9 +126,10 @@ class Policy(nn.Module):
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
         """[B, C], [B, R] → log-probabilities and entropies [B, R], each where its token is predicted; the vocabulary
         head sees these R positions only. The one forward behind old and new numbers (L6)."""
-        inputs = utils.model_inputs(torch.cat([contexts, responses], dim=1), self.pad_id)  # G3: mask and position ids
-        hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state[:, -responses.shape[1] - 1 : -1]
-        logits = self.lm.get_output_embeddings()(hidden)  # [B, R, V]
+        tokens = torch.cat([contexts, responses], dim=1)
+        where = torch.arange(contexts.shape[1] - 1, tokens.shape[1] - 1, device=tokens.device)  # [R]
+        inputs = utils.model_inputs(tokens, self.pad_id)  # G3: mask and position ids
+        logits = self.lm(**inputs, use_cache=False, logits_to_keep=where).logits  # [B, R, V]
         return token_logprobs(logits, responses, self.temperature)
 
 
@@ -135,10 +137,10 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     """One token a row from softmax(logits) by inverting its CDF. logits [B, V], uniform [B, 1] in [0, 1) → [B, 1].
 
     In fp64, and below the CDF's very top: a token of probability 0 is never drawn, not even at u = 0 or by rounding."""
-    cdf = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    cdf = logits.to(uniform.device).double().softmax(dim=-1).cumsum(dim=-1)
     total = cdf[:, -1:]
     point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, point, right=True)
+    return torch.searchsorted(cdf, point, right=True).to(logits.device)
 
 
 @torch.no_grad()
@@ -150,22 +152,23 @@ def sample(
     batch, start = contexts.shape
     inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
-    cache = StaticCache(config=lm.config, max_cache_len=start + response_length)
-    uniform = torch.rand(response_length, batch, 1, generator=gen, device=contexts.device, dtype=torch.float64)
+    mask[:, start:] = 0  # filled in, never grown: static shapes, and alibi is built from it
+    cache = utils.KeyValueCache(config=lm.config, max_cache_len=start + response_length)
+    uniform = torch.rand(response_length, batch, 1, generator=gen, device=gen.device, dtype=torch.float64)
     responses = torch.empty(batch, response_length, dtype=torch.long, device=contexts.device)
     tokens, begin = inputs["input_ids"][:, :start], 0
     for t in range(response_length):
         end = start + t
         logits = lm(
             tokens,
-            attention_mask=mask[:, :end],
+            attention_mask=mask,
             position_ids=positions[:, begin:end],
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        tokens, begin = draw(logits / temperature, uniform[t]), end  # P1
-        responses[:, t] = tokens[:, 0]
+        tokens, begin = draw(logits.float() / temperature, uniform[t]), end  # P1
+        responses[:, t], mask[:, end] = tokens[:, 0], 1
     return responses
 
 
@@ -281,6 +284,11 @@ class Rollout(NamedTuple):
     rewards: Tensor  # [B] score less KL penalty
     advantages: Tensor  # [B] reward less the mean of the prompt's other completions
 
+    def take(self, rows: np.ndarray) -> "Rollout":
+        """Some of the episodes; the index crosses to the device once."""
+        index = torch.as_tensor(rows, device=self.mask.device)
+        return Rollout(self.lengths[rows], *(x[index] for x in self[1:]))
+
 
 class Models(NamedTuple):
     """Everything that a rollout is made with."""
@@ -312,7 +320,7 @@ def make_rollout(
     lengths = utils.row_lengths(contexts, pad_id)
     for rows in minibatches(order, args):  # L6: exactly the forwards of the first epoch
         for part, width in utils.micro_batches(lengths[rows], args.micro_batch_size):
-            index = rows[part]
+            index = torch.as_tensor(rows[part], device=contexts.device)
             tokens = models.policy(contexts[index, -width:], responses[index])[0]
             logprobs[index] = sequence_logprobs(tokens, mask[index])
     rewards = kl_penalised_rewards(logprobs, ref_logprobs, score.scores, kl_coef)
@@ -402,7 +410,7 @@ def train_step(
     count = len(batch.scores)  # completions; the same on every process, and DDP averages the processes' gradients
     sums, token_sums, parts = {}, {}, utils.micro_batches(batch.lengths, args.micro_batch_size)
     for i, (part, width) in enumerate(parts):
-        old = Rollout(*(x[part] for x in batch))
+        old = batch.take(part)
         with accelerator.no_sync(policy) if i + 1 < len(parts) else nullcontext():
             logprobs, entropies = policy(old.contexts[:, -width:], old.responses)
             terms = loss_terms(sequence_logprobs(logprobs, old.mask), old, args)
@@ -467,7 +475,7 @@ SHOWN = {"objective/scores": "score", "objective/kl": "kl", "time/episodes_per_s
 
 def main(args: Args) -> None:
     """The run: sample → score → a few epochs of minibatches → next β."""
-    accelerator = utils.start_accelerator()
+    accelerator = utils.start_accelerator(args)
     check(args, accelerator.num_processes)
     task, device = args.task, accelerator.device
     tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length, f"python sft.py --task {task.task}")
@@ -500,7 +508,9 @@ def main(args: Args) -> None:
 
         policy.eval()
         if update % args.sample_every == 0 and accelerator.is_main_process:
-            run.samples(update, sample_table(models, lm, few, tokenizer, args), f"samples before update {update}")
+            with accelerator.autocast():
+                rows = sample_table(models, lm, few, tokenizer, args)
+            run.samples(update, rows, f"samples before update {update}")
         with clock("sample"), accelerator.autocast():
             contexts = utils.add_affixes(queries, ids)
             responses = sample_all(lm, contexts, task, pad_id, gen, args.rollout_batch_size)  # G4  [B, R]
@@ -513,7 +523,7 @@ def main(args: Args) -> None:
         with clock("optimise"):
             for order in epochs:  # P7
                 for rows in minibatches(order, args):
-                    batch = Rollout(*(x[rows] for x in rollout))
+                    batch = rollout.take(rows)
                     steps.append(train_step(policy, optimizer, batch, args, accelerator))
 
         metrics = summarise(rollout, score, steps, kl_coef)
@@ -529,7 +539,9 @@ def main(args: Args) -> None:
     policy.eval()
     run.save(lm, tokenizer)
     if accelerator.is_main_process:
-        run.samples(num_updates, sample_table(models, lm, few, tokenizer, args), "samples after the last update")
+        with accelerator.autocast():
+            rows = sample_table(models, lm, few, tokenizer, args)
+        run.samples(num_updates, rows, "samples after the last update")
         run.compare_samples()
     run.finish()
     utils.stop_accelerator(accelerator)

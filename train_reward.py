@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import StaticCache
 
 import utils
 from utils import Count, InputError, NonNegative, Positive, RewardModel, Seed, Task
@@ -56,6 +55,8 @@ class Args:
     """samples come in batches of this many, over all processes (R3)"""
     gradient_checkpointing: bool = False
     """less memory for activations, one more forward"""
+    tf32: bool = False
+    """fp32 matrix products in TensorFloat-32 on NVIDIA GPUs: faster, 10 bits of mantissa"""
     output_dir: str | None = None
     """new folder for the reward model; None: the run's, and models/<task>/train_reward becomes a link to it"""
     run_name: str | None = None
@@ -171,10 +172,10 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     """One token a row from softmax(logits) by inverting its CDF. logits [B, V], uniform [B, 1] in [0, 1) → [B, 1].
 
     In fp64, and below the CDF's very top: a token of probability 0 is never drawn, not even at u = 0 or by rounding."""
-    cdf = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    cdf = logits.to(uniform.device).double().softmax(dim=-1).cumsum(dim=-1)
     total = cdf[:, -1:]
     point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, point, right=True)
+    return torch.searchsorted(cdf, point, right=True).to(logits.device)
 
 
 @torch.no_grad()
@@ -186,22 +187,23 @@ def sample(
     batch, start = contexts.shape
     inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
-    cache = StaticCache(config=lm.config, max_cache_len=start + response_length)
-    uniform = torch.rand(response_length, batch, 1, generator=gen, device=contexts.device, dtype=torch.float64)
+    mask[:, start:] = 0  # filled in, never grown: static shapes, and alibi is built from it
+    cache = utils.KeyValueCache(config=lm.config, max_cache_len=start + response_length)
+    uniform = torch.rand(response_length, batch, 1, generator=gen, device=gen.device, dtype=torch.float64)
     responses = torch.empty(batch, response_length, dtype=torch.long, device=contexts.device)
     tokens, begin = inputs["input_ids"][:, :start], 0
     for t in range(response_length):
         end = start + t
         logits = lm(
             tokens,
-            attention_mask=mask[:, :end],
+            attention_mask=mask,
             position_ids=positions[:, begin:end],
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        tokens, begin = draw(logits / temperature, uniform[t]), end  # P1
-        responses[:, t] = tokens[:, 0]
+        tokens, begin = draw(logits.float() / temperature, uniform[t]), end  # P1
+        responses[:, t], mask[:, end] = tokens[:, 0], 1
     return responses
 
 
@@ -407,7 +409,7 @@ PANELS = ["loss", "accuracy", "gain", "bias", "lr"]
 
 def main(args: Args) -> None:
     """The run: normalise → one epoch → normalise → measure."""
-    accelerator = utils.start_accelerator()
+    accelerator = utils.start_accelerator(args)
     check(args, accelerator.num_processes)
     task, device, rank, processes = args.task, accelerator.device, accelerator.process_index, accelerator.num_processes
     tokenizer, config, pad_id = utils.load_tokenizer(task, task.response_length, f"python sft.py --task {task.task}")

@@ -39,6 +39,7 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import StaticCache
 
 ROOT = Path(__file__).parent
 SYNTHETIC = ROOT / "data" / "synthetic"
@@ -240,8 +241,10 @@ def cli(main: Callable, parse: Callable) -> None:
     try:
         main(parse())
     except InputError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        rank = int(os.environ.get("RANK", 0))
+        time.sleep(2 * (rank > 0))  # where all processes fail alike, the launcher ends these first: one message
+        where = f" (process {rank})" * (rank > 0)
+        print(f"{Path(sys.argv[0]).name}: error{where}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
         print(f"\n{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr)
@@ -257,8 +260,8 @@ def load_function(spec: str) -> Callable[..., list[float]]:
     if source.endswith(".py"):
         if not Path(source).is_file():
             raise InputError(f"{spec!r}: there is no file {source}")
-        module_spec = importlib.util.spec_from_file_location(Path(source).stem, source)
-        module = importlib.util.module_from_spec(module_spec)
+        module_spec = importlib.util.spec_from_file_location(source, source)  # under a name that no module has
+        module = sys.modules[source] = importlib.util.module_from_spec(module_spec)  # where dataclasses look it up
         module_spec.loader.exec_module(module)
     else:
         sys.path.insert(0, os.getcwd())
@@ -539,12 +542,13 @@ def load_tokenizer(task: Task, extra_tokens: int, make: str | None = None) -> tu
             f"the tokenizer of {name} has pad_token == eos_token == {tokenizer.eos_token!r}: padding could not be told "
             "from an end of text; take pad_token out of its tokenizer_config.json (padding is an id of our own)"
         )
-    cls = transformers.MODEL_MAPPING.get(type(config), None)
+    cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if cls is None or "position_ids" not in inspect.signature(cls.forward).parameters:  # G3 needs them
-        raise InputError(
-            f"{name} ({config.model_type}) takes no position_ids, so left-padded rows would be scored wrongly; "
-            "GPT-2, GPT-NeoX, Llama, Falcon and their like work"
-        )
+        why = "takes no position_ids, so left-padded rows would be scored wrongly"
+        raise InputError(f"{name} ({config.model_type}) {why}; GPT-2, GPT-NeoX, Llama, Falcon and their like work")
+    if not cls._can_compile_fullgraph:  # GPT-Neo: its local attention takes the cache's length for the text's
+        why = "cannot be sampled from over a static cache"
+        raise InputError(f"{name} ({config.model_type}) {why}; GPT-2, GPT-NeoX, Llama, Falcon and their like work")
     affixes = len(tokenizer.encode(task.query_prefix + task.query_suffix, add_special_tokens=False))
     check_length(config, task.query_length + affixes + extra_tokens, "query and response")
     return tokenizer, config, max(config.vocab_size, len(tokenizer))
@@ -565,16 +569,38 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
+class Float32Head(nn.Linear):
+    """A vocabulary head outside autocast: GPT-2's logits all stand around −70, where bf16 steps by 0.5."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., D], of any dtype → logits [..., V] in fp32."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.float()
+            return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+
+
+class KeyValueCache(StaticCache):
+    """A static cache takes its dtype from the keys, which rotary positions leave in fp32 under autocast, and then cannot
+    hold the bf16 values. Keys become what the values are, as attention makes them anyway; else nothing changes."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, heads, T, D / heads] of one layer → all of them so far."""
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
+
+
 def load_lm(name: str, config: PretrainedConfig | None = None) -> PreTrainedModel:
-    """Causal language model in fp32 without dropout; with random weights where the folder holds a configuration only.
+    """Causal language model in fp32 without dropout, its head outside autocast; with random weights where the folder holds a configuration only.
     Errors: `InputError` for weights in a format that unpickles code, or that are not in the cache and out of reach."""
     config = without_dropout(config or AutoConfig.from_pretrained(name))
     if Path(name).is_dir() and not any(Path(name).glob("*.safetensors*")):
         if others := [p.name for kind in ("*.bin", "*.pt", "*.h5", "*.msgpack") for p in Path(name).glob(kind)]:
             raise InputError(f"{name} holds {others[0]} but no safetensors; convert it with `save_pretrained` first")
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with from_hub_or_folder(name, "--base_model"):
-        return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32, use_safetensors=True)
+        lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    else:
+        with from_hub_or_folder(name, "--base_model"):
+            lm = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32, use_safetensors=True)
+    lm.get_output_embeddings().__class__ = Float32Head  # the same module: names, tied weights and saved files stay
+    return lm
 
 
 def model_inputs(tokens: Tensor, pad_id: int) -> dict[str, Tensor]:
@@ -682,22 +708,39 @@ def text_scores(
 # --------------------------------------------------------------------------------------------------------- processes
 
 
-def start_accelerator() -> Accelerator:
-    """The accelerator of this process. Errors: `InputError` where the launcher's processes did not come up."""
+REFUSED = {  # what a launcher may set up that would silently change the mathematics: environment variable → why
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed takes an optimizer step inside every backward, so each micro-batch would be one",
+    "ACCELERATE_USE_FSDP": "weights that are sharded cannot be sampled from yet",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM has models and optimizers of its own",
+}
+
+
+def start_accelerator(args: Any) -> Accelerator:
+    """The accelerator of this process. Errors: `InputError` where the launcher's processes did not come up, or where it
+    asks for what would silently change the mathematics."""
+    for name, why in REFUSED.items():
+        if os.environ.get(name, "false").lower() in ("true", "1"):
+            raise InputError(f"{name}: {why}; use `accelerate launch --multi_gpu`")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     accelerator = Accelerator()
+    steps, precision = accelerator.gradient_accumulation_steps, accelerator.mixed_precision
+    if steps != 1:
+        raise InputError(
+            f"gradient_accumulation_steps={steps} (ACCELERATE_GRADIENT_ACCUMULATION_STEPS or a configuration file) would "
+            "scale the gradients; leave it at 1 and set --micro_batch_size, which only saves memory"
+        )
+    if precision not in ("no", "bf16"):
+        raise InputError(
+            f"mixed_precision={precision}: its loss scaler skips steps that Adam counts; use --mixed_precision bf16"
+        )
     expected = int(os.environ.get("WORLD_SIZE", 1))
-    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ or accelerator.num_processes != expected:
         raise InputError(
-            "the launcher asked for several processes and started one; on a CPU use "
-            "`ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2`"
+            f"the launcher asked for several processes and this one sees {accelerator.num_processes}; on a CPU use "
+            f"`ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {max(expected, 2)}`"
         )
-    if accelerator.num_processes != expected:
-        raise InputError(
-            f"{expected} processes were launched but this one sees {accelerator.num_processes}; on a CPU use "
-            f"`ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {expected}`"
-        )
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     return accelerator
 
 
@@ -711,7 +754,8 @@ def stop_accelerator(accelerator: Accelerator) -> None:
 def generator(seed: int, step: int, device: torch.device) -> torch.Generator:
     """The torch generator of one step of one process; nothing carries over from step to step."""
     state = np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0]
-    return torch.Generator(device).manual_seed(int(state >> np.uint64(1)))
+    where = "cpu" if device.type == "mps" else device  # MPS has no fp64 to draw with
+    return torch.Generator(where).manual_seed(int(state >> np.uint64(1)))
 
 
 def all_sum(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for mo
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import datasets
 import pytest
@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 import ppo
+import rloo
 import sft
 import train_reward
 import utils
@@ -64,7 +65,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(utils, "load_lm", refuse)
     monkeypatch.setattr(utils.RewardModel, "from_pretrained", refuse)
-    monkeypatch.setattr(utils.RewardModel, "from_lm", refuse)
+    monkeypatch.setattr(train_reward, "new_reward_model", refuse)
 
 
 def read_metrics(name: str) -> list[dict[str, float]]:
@@ -74,25 +75,52 @@ def read_metrics(name: str) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory):
-    """sft, train_reward and ppo, run once from end to end on tiny files: arguments, metrics and what was seen."""
+    """sft, train_reward, ppo and rloo, run once from end to end on tiny files: arguments, metrics and what was seen.
+    `epochs`, `rollouts`, `ppo_optimizer`, `ppo_steps` are ppo's; `of["ppo"]` and `of["rloo"]` hold the same of both."""
     folder = tmp_path_factory.mktemp("runs")
-    seen = SimpleNamespace(folder=folder, epochs=[], rollouts=[], steps={})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        optimise, step = ppo.optimise, utils.AdamTF.step
+    seen = SimpleNamespace(folder=folder, of={})
+    counts: dict[int, int] = {}
 
-        def spy_optimise(policy, optimizer, rollout, epochs, *rest):
-            seen.rollouts.append(rollout)
-            seen.epochs.append(epochs)
-            seen.ppo_optimizer = optimizer
-            return optimise(policy, optimizer, rollout, epochs, *rest)
+    def spy_on(script: ModuleType, patch: pytest.MonkeyPatch) -> SimpleNamespace:
+        """Rollouts, orders of the epochs (without the cut that `make_rollout` makes) and optimizer of a run."""
+        mine = SimpleNamespace(rollouts=[], epochs=[], optimizer=None, looping=False)
+        make_rollout, minibatches, train_step = script.make_rollout, script.minibatches, script.train_step
+
+        def spy_rollout(*args):
+            mine.looping = False
+            rollout, score = make_rollout(*args)
+            mine.looping = True
+            mine.rollouts.append(rollout)
+            mine.epochs.append([])
+            return rollout, score
+
+        def spy_minibatches(order, args):
+            if mine.looping:
+                mine.epochs[-1].append(order)
+            return minibatches(order, args)
+
+        def spy_train_step(policy, optimizer, *rest):
+            mine.optimizer = optimizer
+            return train_step(policy, optimizer, *rest)
+
+        patch.setattr(script, "make_rollout", spy_rollout)
+        patch.setattr(script, "minibatches", spy_minibatches)
+        patch.setattr(script, "train_step", spy_train_step)
+        return mine
+
+    def count_steps(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+        step = script.AdamTF.step
 
         def spy_step(self, closure=None):
-            seen.steps[id(self)] = seen.steps.get(id(self), 0) + 1
+            counts[id(self)] = counts.get(id(self), 0) + 1
             return step(self, closure)
 
-        patch.setattr(ppo, "optimise", spy_optimise)
-        patch.setattr(utils.AdamTF, "step", spy_step)
+        patch.setattr(script.AdamTF, "step", spy_step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for script in (train_reward, ppo, rloo):
+            count_steps(script, patch)
         task = tiny.write_task(folder / "task")
         common = dict(task=task, output_dir="sft", run_name="sft")
         seen.sft = sft.Args(**common, num_heldout=6, batch_size=2, block_size=10, eval_every=3, lr=1e-3)
@@ -110,11 +138,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
             run_name="train_reward",
         )
         train_reward.main(seen.train_reward)
-        seen.reward_steps, seen.steps = list(seen.steps.values()), {}
-        seen.ppo = tiny.make_args(
-            task, total_episodes=20, reward_model="reward", output_dir="ppo", run_name="ppo", sample_every=2
-        )
-        ppo.main(seen.ppo)
-        seen.ppo_steps = list(seen.steps.values())
-        seen.metrics = {name: read_metrics(name) for name in ("sft", "train_reward", "ppo")}
+        seen.reward_steps = list(counts.values())
+        for script, name in ((ppo, "ppo"), (rloo, "rloo")):
+            counts.clear()
+            common = dict(total_episodes=20, reward_model="reward", output_dir=name, run_name=name, sample_every=2)
+            args, mine = tiny.make_args(task, script, **common), spy_on(script, patch)
+            script.main(args)
+            mine.args, mine.steps = args, list(counts.values())
+            seen.of[name] = mine
+        seen.ppo, seen.rollouts, seen.epochs = (getattr(seen.of["ppo"], x) for x in ("args", "rollouts", "epochs"))
+        seen.ppo_optimizer, seen.ppo_steps = seen.of["ppo"].optimizer, seen.of["ppo"].steps
+        seen.metrics = {name: read_metrics(name) for name in ("sft", "train_reward", "ppo", "rloo")}
     return seen

@@ -1,12 +1,17 @@
-"""Texts and labels in the very formats of the hub's data sets, from small local files; the embedded synthetic task."""
+"""Texts and labels in the forms of the hub's data sets, from small local files; the table of tokens and its cache; the
+embedded synthetic task."""
 
+import copy
 import doctest
 import filecmp
 import importlib.util
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +21,10 @@ import pytest
 import tiny
 import torch
 from tiny import WORDS
+from tokenizers.processors import TemplateProcessing
 
 import ppo
+import rloo
 import sft
 import train_reward
 import utils
@@ -54,18 +61,18 @@ def test_books_are_one_sentence_a_row_in_any_format_padded_on_the_left(name, tas
     write_rows(tmp_path / name, [{"text": sentence} for sentence in SENTENCES])
     task = replace(task, query_dataset=str(tmp_path / name))
     tokenizer = tokenizer_of(task)
-    table = utils.load_queries(task, tokenizer, WORDS)
+    table = utils.load_queries(task, tokenizer, WORDS, 1)
     expected = [tokenizer.encode(SENTENCES[i])[:8] for i in (0, 3, 4, 5)]  # blank rows are no queries
-    assert table.shape == (4, 8) and {len(row) for row in expected} != {8}
-    assert table.tolist() == [[WORDS] * (8 - len(row)) + row for row in expected]
+    assert len(table) == 4 and {len(row) for row in expected} != {8}
+    assert table[:].tolist() == [[WORDS] * (8 - len(row)) + row for row in expected]
 
 
 def test_a_large_source_is_sampled_without_replacement(task):
-    table = utils.load_queries(replace(task, num_queries=10), tokenizer_of(task), WORDS)
-    everything = {tuple(row) for row in utils.load_queries(task, tokenizer_of(task), WORDS).tolist()}
+    table = utils.load_queries(replace(task, num_queries=10), tokenizer_of(task), WORDS, 99)[:]
+    everything = {tuple(row) for row in utils.load_queries(task, tokenizer_of(task), WORDS, 99)[:].tolist()}
     rows = {tuple(row) for row in table.tolist()}
     assert len(table) == len(rows) == 10 and rows < everything and len(everything) == 40
-    again = utils.load_queries(replace(task, num_queries=10), tokenizer_of(task), WORDS)
+    again = utils.load_queries(replace(task, num_queries=10), tokenizer_of(task), WORDS, 99)[:]
     assert torch.equal(table, again)
 
 
@@ -97,7 +104,7 @@ def test_P3_cnndm_queries_end_with_a_newline_and_stand_between_prefix_and_suffix
     task = cnndm(task, tmp_path / "cnn.parquet")
     tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length)
     ids = utils.task_ids(task, tokenizer, pad_id)
-    queries = utils.load_queries(task, tokenizer, pad_id)
+    queries = utils.load_queries(task, tokenizer, pad_id, 1)[:]
     assert utils.decode(tokenizer, queries, pad_id) == ["Anna won a prize .\nBen was glad .\n", "So .\n"]
     contexts = utils.add_affixes(queries, ids)
     texts = ["Article:\n\nAnna won a prize .\nBen was glad .\n\n\nTL;DR:", "Article:\n\nSo .\n\n\nTL;DR:"]
@@ -111,7 +118,7 @@ def test_prefix_and_suffix_go_to_the_policy_and_not_to_the_reward_model(task, tm
     write_rows(tmp_path / "cnn.parquet", ARTICLES)
     task = cnndm(task, tmp_path / "cnn.parquet")
     tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length)
-    queries, seen = utils.load_queries(task, tokenizer, pad_id), []
+    queries, seen = utils.load_queries(task, tokenizer, pad_id, 1)[:], []
     models = ppo.Models(
         ppo.PolicyAndValue(utils.load_lm(task.base_model), pad_id, 0.7),
         utils.load_lm(task.base_model),
@@ -119,7 +126,7 @@ def test_prefix_and_suffix_go_to_the_policy_and_not_to_the_reward_model(task, tm
         utils.task_ids(task, tokenizer, pad_id),
     )
     args = tiny.make_args(task, num_minibatches=1)
-    rollout, _ = ppo.evaluate(models, queries, torch.full((2, 8), 20), np.arange(2), 0.1, args)
+    rollout, _ = ppo.make_rollout(models, queries, torch.full((2, 8), 20), np.arange(2), 0.1, args)
     assert torch.equal(seen[0], queries)
     assert rollout.contexts.shape[1] > queries.shape[1]
     assert all(text.endswith("TL;DR:") for text in utils.decode(tokenizer, rollout.contexts, pad_id))
@@ -206,8 +213,8 @@ def test_X9_sft_rows_of_an_eos_task_are_prompt_response_and_end(task, tmp_path):
     ):
         prompt, response = tokenizer.encode(prompt)[:6], (tokenizer.encode(response) + [tokenizer.eos_token_id])[:8]
         expected.append([WORDS] * (6 - len(prompt)) + prompt + response + [WORDS] * (8 - len(response)))
-    assert first == 6 and rows.tolist() == expected
-    assert (rows == tokenizer.eos_token_id).sum(dim=1).tolist() == [1, 1, 0]
+    assert first == 6 and rows[:].tolist() == expected
+    assert (rows[:] == tokenizer.eos_token_id).sum(dim=1).tolist() == [1, 1, 0]
 
 
 def test_X9_sft_learns_responses_with_their_end_and_neither_prompts_nor_pads(task, tmp_path):
@@ -215,8 +222,8 @@ def test_X9_sft_learns_responses_with_their_end_and_neither_prompts_nor_pads(tas
     task = eos_task(task, tmp_path)
     tokenizer, lm = tokenizer_of(task), utils.load_lm(task.base_model).eval()
     rows, first = sft.load_rows(sft.Args(task=task, num_heldout=1, batch_size=1), tokenizer, WORDS)
-    losses, mask = sft.token_losses(lm, rows, first, WORDS)
-    for i, row in enumerate(rows.tolist()):
+    losses, mask = sft.token_losses(lm, rows[:], first, WORDS)
+    for i, row in enumerate(rows[:].tolist()):
         prompt = [token for token in row[:6] if token != WORDS]
         for t in range(8):
             if row[6 + t] == WORDS:
@@ -226,6 +233,304 @@ def test_X9_sft_learns_responses_with_their_end_and_neither_prompts_nor_pads(tas
             assert mask[i, t] and losses[i, t].item() == pytest.approx(
                 -logits.log_softmax(0)[row[6 + t]].item(), abs=1e-4
             )
+
+
+# --------------------------------------------------------------------------------------------- the table of tokens
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every text that is tokenised as a query from now on."""
+    seen, tokenise = [], utils.tokenise_queries
+    monkeypatch.setattr(utils, "tokenise_queries", lambda texts, *rest: (seen.extend(texts), tokenise(texts, *rest))[1])
+    return seen
+
+
+def write_sentences(path: Path, n: int = 100) -> str:
+    """`n` different sentences."""
+    path.write_text("".join(f"Anna saw {i} cats. So did Ben.\n" for i in range(n)))
+    return str(path)
+
+
+@pytest.mark.parametrize(("needed", "tokenised"), [(1, 8), (8, 8), (30, 30), (1000, 100)])
+def test_a_run_of_few_episodes_tokenises_few_rows(needed, tokenised, task, tmp_path, monkeypatch):
+    """A larger table is not worth the wait, one smaller than `FEW` not a cache entry of its own."""
+    monkeypatch.setattr(utils, "FEW", 8)
+    task, seen = replace(task, query_dataset=write_sentences(tmp_path / "many.txt")), counted(monkeypatch)
+    table = utils.load_queries(task, tokenizer_of(task), WORDS, needed)
+    assert len(seen) == len(set(seen)) == len(table) == tokenised
+    assert len(utils.load_queries(replace(task, num_queries=5), tokenizer_of(task), WORDS, needed)) == 5
+
+
+def test_every_script_asks_for_the_rows_that_it_can_use(task, tmp_path, monkeypatch):
+    """PPO one query an episode; the reward model twice its samples, rounded up to whole batches of a rollout (R3)."""
+    seen = []
+
+    def spy(task, tokenizer, pad_id, needed):
+        seen.append(needed)
+        raise KeyError("enough")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(utils, "load_queries", spy)
+    for script in (ppo, rloo):
+        with pytest.raises(KeyError):
+            script.main(script.Args(task=task, total_episodes=1234, batch_size=4))
+    with pytest.raises(KeyError):
+        train_reward.main(
+            train_reward.Args(task=task, num_labels=12, batch_size=4, normalize_samples=5, rollout_batch_size=4)
+        )
+    assert seen == [1234, 1234, 16]
+
+
+def test_the_second_start_tokenises_nothing(task, tmp_path, monkeypatch):
+    task, seen = replace(task, query_dataset=write_sentences(tmp_path / "many.txt")), counted(monkeypatch)
+    first = utils.load_queries(task, tokenizer_of(task), WORDS, 1)
+    assert len(seen) == 100
+    second = utils.load_queries(task, tokenizer_of(task), WORDS, 1)
+    assert len(seen) == 100 and torch.equal(first[:], second[:])
+    for expected in (150, 150):  # a sample is found again too
+        utils.load_queries(replace(task, num_queries=50), tokenizer_of(task), WORDS, 1)
+        assert len(seen) == expected
+    args = sft.Args(task=task, num_heldout=1, batch_size=1, block_size=16)
+    blocks, calls, pack = sft.load_rows(args, tokenizer_of(task), WORDS)[0], [], sft.pack
+    monkeypatch.setattr(sft, "pack", lambda *a: calls.append(a) or pack(*a))
+    assert torch.equal(sft.load_rows(args, tokenizer_of(task), WORDS)[0][:], blocks[:]) and calls == []
+
+
+def test_the_table_is_int32_in_a_file_and_gives_int64_rows_in_any_order(task):
+    table = utils.load_queries(task, tokenizer_of(task), WORDS, 1)
+    assert table.rows.features["tokens"].feature.dtype == "int32" and table.rows.cache_files
+    rows = np.array([5, 0, 39, 5])
+    assert table[rows].dtype == torch.int64 and table[rows].shape == (4, 8)
+    assert torch.equal(table[rows], table[:][rows]) and torch.equal(table[1:3], table[:][1:3])
+
+
+def other_tokenizer(task: utils.Task, tmp_path: Path):
+    """The task's tokenizer without its last merge, saved under another name."""
+    folder = tiny.write_model(tmp_path / "other")
+    words = json.loads((folder / "tokenizer.json").read_text())
+    words["model"]["merges"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    return tokenizer_of(replace(task, base_model=str(folder)))
+
+
+CHANGES = {  # what makes another table
+    "query_length": dict(query_length=7),
+    "query_column": dict(query_column="title"),
+    "start_text": dict(start_text="."),
+    "end_text": dict(end_text="."),
+    "keep_last_line": dict(keep_last_line=True),
+    "num_queries": dict(num_queries=50),
+}
+
+
+@pytest.mark.parametrize("change", [*CHANGES, "source", "content", "tokenizer", "pad"])
+def test_what_a_table_depends_on_makes_another_one(change, task, tmp_path, monkeypatch):
+    """A stale table would be silent: the run trains on other queries than it says."""
+    rows = [{"text": f"Anna saw {i} cats. So did Ben.", "title": f"Ben saw {i}."} for i in range(100)]
+    write_rows(tmp_path / "a.jsonl", rows)
+    task, tokenizer = replace(task, query_dataset=str(tmp_path / "a.jsonl"), truncate_token=None), tokenizer_of(task)
+    before, seen = utils.load_queries(task, tokenizer, WORDS, 1)[:], counted(monkeypatch)
+    pad_id = WORDS + (change == "pad")
+    if change in ("source", "content"):
+        for row in rows:
+            row["text"] = "The " + row["text"]
+        name = "b.jsonl" if change == "source" else "a.jsonl"
+        write_rows(tmp_path / name, rows)
+        task = replace(task, query_dataset=str(tmp_path / name))
+    elif change == "tokenizer":
+        tokenizer = other_tokenizer(task, tmp_path)
+    task = replace(task, **CHANGES.get(change, {}))
+    after = utils.load_queries(task, tokenizer, pad_id, 1)[:]
+    assert len(seen) == len(after) == (50 if change == "num_queries" else 100)
+    same = change in ("keep_last_line", "pad")  # in these rows nothing is cut or padded: only the calls tell
+    assert torch.equal(before, after) if same else before.tolist() != after.tolist()
+
+
+CHILD = """
+import sys, time
+from dataclasses import replace
+from pathlib import Path
+import torch.distributed
+import accelerate
+import tiny, utils
+
+def refuse(*args, **kwargs):
+    raise AssertionError("a collective: one process that fails would leave the others waiting")
+
+for name in ("barrier", "all_reduce", "all_gather_object", "broadcast_object_list", "broadcast", "monitored_barrier"):
+    setattr(torch.distributed, name, refuse)
+accelerate.Accelerator.wait_for_everyone = accelerate.PartialState.wait_for_everyone = refuse
+folder, name, mode = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+task = tiny.make_task(base_model=str(folder / "task/model"), query_dataset=str(folder / "many.txt"))
+tokenizer = utils.load_tokenizer(task, 5)[0]
+tokenise, batches = utils.tokenise_queries, []
+
+def spy(texts, *rest):
+    queries = tokenise(texts, *rest)
+    batches.append(len(texts))
+    (folder / f"{name}.batches").write_text(" ".join(map(str, batches)))
+    if mode == "hang" and len(batches) == 2:
+        time.sleep(600)
+    time.sleep(0.02)
+    return queries
+
+utils.tokenise_queries = spy
+(folder / f"{name}.ready").touch()
+while not (folder / "go").exists():
+    time.sleep(0.01)
+table = utils.load_queries(task, tokenizer, tiny.WORDS, 10**6)
+print(sum(batches), len(table), int(table[:].sum()))
+"""
+
+
+def start_child(folder: Path, name: str, mode: str) -> subprocess.Popen:
+    """A process that makes the table of `many.txt` in a cache of this folder, once there is a file `go`."""
+    paths = os.pathsep.join((str(utils.ROOT), str(Path(__file__).parent)))
+    env = os.environ | {"HF_DATASETS_CACHE": str(folder / "cache"), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", CHILD, str(folder), name, mode]
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def wait_for(path: Path, *children: subprocess.Popen) -> None:
+    """Until a child has written this file."""
+    end = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < end and all(child.poll() is None for child in children), f"no {path}"
+        time.sleep(0.02)
+
+
+def test_two_processes_at_once_tokenise_once_and_wait_at_a_file_not_in_a_collective(task, tmp_path):
+    write_sentences(tmp_path / "many.txt", 25_000)
+    children = [start_child(tmp_path, name, "run") for name in "ab"]
+    for name in "ab":
+        wait_for(tmp_path / f"{name}.ready", *children)
+    (tmp_path / "go").touch()
+    results = []
+    for child in children:
+        out, err = child.communicate(timeout=120)
+        assert child.returncode == 0, err
+        results.append([int(word) for word in out.split()])
+    assert sorted(result[0] for result in results) == [0, 25_000]
+    assert results[0][1:] == results[1][1:] and results[0][1] == 25_000
+
+
+def test_a_process_killed_while_it_tokenises_leaves_nothing_that_is_taken_for_a_table(task, tmp_path, monkeypatch):
+    write_sentences(tmp_path / "many.txt", 25_000)
+    (tmp_path / "go").touch()
+    child = start_child(tmp_path, "a", "hang")
+    wait_for(tmp_path / "a.ready", child)
+    end = time.monotonic() + 120
+    while len((tmp_path / "a.batches").read_text().split() if (tmp_path / "a.batches").exists() else []) < 2:
+        assert time.monotonic() < end and child.poll() is None
+        time.sleep(0.05)
+    child.kill()
+    child.communicate()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    task, seen = replace(task, query_dataset=str(tmp_path / "many.txt")), counted(monkeypatch)
+    tokenizer = tokenizer_of(task)
+    table = utils.load_queries(task, tokenizer, WORDS, 10**6)  # does not wait for the dead process's lock
+    assert len(seen) == len(table) == 25_000
+    for i in (0, 9_999, 10_000, 24_999):
+        assert table[np.array([i])].tolist()[0] == tokenizer.encode(f"Anna saw {i} cats. So did Ben.")[:8]
+    assert len(utils.load_queries(task, tokenizer, WORDS, 10**6)) == len(seen) == 25_000
+
+
+# ---------------------------------------------------------------------------------------------------- rows of sft.py
+
+
+def blocks_by_hand(texts: list[str], tokenizer, size: int) -> list[list[int]]:
+    """Text after text; the first of a block as it stands, those behind it with a space in front; what does not fit into
+    a block that is full is dropped."""
+    blocks, block = [], []
+    for text in map(str.strip, texts):
+        if not text:
+            continue
+        block = block + tokenizer.encode(" " + text if block else text)
+        if len(block) >= size:
+            blocks, block = [*blocks, block[:size]], []
+    return blocks
+
+
+@pytest.mark.parametrize("batch", [1, 3, 7, 10_000])
+def test_sft_blocks_do_not_depend_on_the_batches_that_texts_come_in(batch, task, tmp_path, monkeypatch):
+    """A block goes on from batch to batch, also over blank ones, and starts with the start of a text as it stands."""
+    texts = [f"  {name} saw {i} cats." for i in range(20) for name in ("Anna", "Ben ")] + [""] * 8 + ["The end."] * 30
+    (tmp_path / "t.txt").write_text("\n".join(texts) + "\n")
+    task, dataset_map = replace(task, query_dataset=str(tmp_path / "t.txt")), datasets.Dataset.map
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")  # of its own: nothing is found in it
+    monkeypatch.setattr(datasets.Dataset, "map", lambda *a, **k: dataset_map(*a, **k | dict(batch_size=batch)))
+    tokenizer = tokenizer_of(task)
+    rows, first = sft.load_rows(sft.Args(task=task, num_heldout=1, batch_size=1, block_size=11), tokenizer, WORDS)
+    expected = blocks_by_hand(texts, tokenizer, 11)
+    assert first == 1 and rows[:].tolist() == expected and len(expected) > 20
+    starts = {tokenizer.encode(text)[0] for text in ("Anna", "Ben", "The")}
+    spaced = {tokenizer.encode(text)[0] for text in (" Anna", " Ben", " The")}
+    assert {row[0] for row in expected} <= starts and not starts & spaced
+
+
+def test_pack_goes_on_in_the_block_that_the_last_call_left():
+    texts, behind = [[1, 2], [3, 4, 5], [6], [7, 8]], [[11, 12], [13, 14, 15], [16], [17, 18]]
+    whole = sft.pack(texts, behind, [], 4)
+    assert whole == [[1, 2, 13, 14]]  # and [6, 17, 18] is left
+    for cut in range(5):
+        left = []
+        pieces = sft.pack(texts[:cut], behind[:cut], left, 4) + sft.pack(texts[cut:], behind[cut:], left, 4)
+        assert pieces == whole and left == [6, 17, 18]
+
+
+def test_another_way_to_pack_makes_another_table(task, tmp_path, monkeypatch):
+    """A copy of sft.py whose `pack` was changed never gets the blocks of the original."""
+    for name in ("utils.py", "sft.py"):
+        shutil.copy(utils.ROOT / name, tmp_path / name)
+    source = (tmp_path / "sft.py").read_text()
+    changed = source.replace("blocks.append(left[:block_size])", "blocks.append(left[:block_size][::-1])")
+    assert changed != source
+    (tmp_path / "mine.py").write_text(changed)
+    spec = importlib.util.spec_from_file_location("mine_pack", tmp_path / "mine.py")
+    mine = sys.modules["mine_pack"] = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "mine_pack", mine)
+    spec.loader.exec_module(mine)
+    args, tokenizer = sft.Args(task=task, num_heldout=1, batch_size=1, block_size=10), tokenizer_of(task)
+    original = sft.load_rows(args, tokenizer, WORDS)[0][:]
+    assert torch.equal(mine.load_rows(args, tokenizer, WORDS)[0][:], original.flip(1))
+
+
+def with_bos(tokenizer):
+    """The same tokenizer, but `encode` puts an id in front, as Llama's and Gemma's do."""
+    tokenizer = copy.deepcopy(tokenizer)
+    template = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.backend_tokenizer.post_processor = template
+    assert tokenizer.encode("Anna") == [0, *tokenizer.encode("Anna", add_special_tokens=False)]
+    return tokenizer
+
+
+def test_a_tokenizer_that_adds_an_id_in_front_adds_none_anywhere(task, tmp_path):
+    """Queries, prompts that lose lines, affixes, stop tokens, labels, rows of sft.py: the texts' own ids only."""
+    (tmp_path / "posts.jsonl").write_text(json.dumps({"text": POST}) + "\n")
+    write_rows(tmp_path / "pairs.jsonl", [{"prompt": POST, "chosen": " the end", "rejected": " Ben"}] * 2)
+    plain = tokenizer_of(task)
+    lines = len(plain.encode(SHORTER[0]))
+    books = replace(task, query_prefix="Anna", query_suffix=" the end")
+    post = replace(
+        task, query_dataset=str(tmp_path / "posts.jsonl"), keep_last_line=True, query_length=lines, response_length=5
+    )
+    labels = replace(post, label_dataset=str(tmp_path / "pairs.jsonl"))
+    eos = eos_task(task, tmp_path)
+    sizes = dict(num_heldout=1, batch_size=1)
+
+    def everything(tokenizer):
+        found = [utils.load_queries(t, tokenizer, WORDS, 1)[:].tolist() for t in (books, post)]
+        found += [utils.task_ids(books, tokenizer, WORDS), utils.keep_last_line(POST, lines, tokenizer)]
+        found += [utils.keep_last_line(text, 3, tokenizer) for text in ("Anna saw the old red house", "\n\nTL;DR: Anna")]
+        found += [train_reward.load_labels(labels, tokenizer, WORDS).responses.tolist()]
+        found += [train_reward.load_labels(labels, tokenizer, WORDS).query.tolist()]
+        found += [sft.load_rows(sft.Args(task=eos, **sizes), tokenizer, WORDS)[0][:].tolist()]
+        found += [sft.load_rows(sft.Args(task=books, **sizes, block_size=9), tokenizer, WORDS)[0][:].tolist()]
+        return found
+
+    expected = everything(plain)
+    assert expected[3] == plain.encode(SHORTER[0]) and expected[1] == [expected[3]]
+    assert everything(with_bos(plain)) == expected
 
 
 # ------------------------------------------------------------------------------------------------------------ labels
@@ -254,7 +559,7 @@ def test_R4_openais_labels_load_from_an_array_and_from_lines_with_their_pad_mapp
         },
     ]
     write_rows(tmp_path / name, rows)
-    labels = utils.load_labels(
+    labels = train_reward.load_labels(
         tiny.make_task(query_length=4, response_length=3, label_dataset=str(tmp_path / name)), None, 100
     )
     assert labels.query.tolist() == [[100, 100, 7, 8], [1, 2, 3, 4]]
@@ -272,7 +577,7 @@ def test_R4_openais_labels_load_from_an_array_and_from_lines_with_their_pad_mapp
 def test_R4_pairs_are_labels_with_two_candidates(tmp_path):
     rows = [{"query": [7, 8], "sample0": [1, 2], "sample1": [3, 4], "best": 1}]
     write_rows(tmp_path / "pairs.json", rows)
-    labels = utils.load_labels(
+    labels = train_reward.load_labels(
         tiny.make_task(query_length=2, response_length=2, label_dataset=str(tmp_path / "pairs.json")), None, 100
     )
     assert labels.responses.tolist() == [[[1, 2], [3, 4]]] and labels.best.tolist() == [1]
@@ -287,7 +592,7 @@ def test_R4_pairs_of_texts_are_labels_whose_first_candidate_was_chosen(task, tmp
     write_rows(tmp_path / "pairs.jsonl", rows)
     task = replace(eos_task(task, tmp_path), label_dataset=str(tmp_path / "pairs.jsonl"))
     tokenizer = tokenizer_of(task)
-    labels = utils.load_labels(task, tokenizer, WORDS)
+    labels = train_reward.load_labels(task, tokenizer, WORDS)
     sides = [
         [tokenizer.encode(row[name]) + [tokenizer.eos_token_id] for name in ("chosen", "rejected")] for row in rows
     ]
@@ -299,17 +604,30 @@ def test_R4_pairs_of_texts_are_labels_whose_first_candidate_was_chosen(task, tmp
     assert labels.best.tolist() == [0, 0]
     write_rows(tmp_path / "blank.jsonl", [rows[0], rows[1] | {"rejected": ""}])
     with pytest.raises(utils.InputError, match="row 1"):
-        utils.load_labels(replace(task, label_dataset=str(tmp_path / "blank.jsonl")), tokenizer, WORDS)
+        train_reward.load_labels(replace(task, label_dataset=str(tmp_path / "blank.jsonl")), tokenizer, WORDS)
 
 
 def test_gpt2s_own_pad_is_50257_and_the_files_50259_becomes_it(tmp_path):
     rows = [{"query": [50256, 50259], "sample0": [13, 50259], "sample1": [50256, 13], "best": 1}]
     write_rows(tmp_path / "l.json", rows)
-    labels = utils.load_labels(
+    labels = train_reward.load_labels(
         tiny.make_task(query_length=2, response_length=2, label_dataset=str(tmp_path / "l.json")), None, 50257
     )
     assert labels.query.tolist() == [[50257, 50256]]
     assert labels.responses.tolist() == [[[13, 50257], [50256, 13]]]
+
+
+def test_in_a_vocabulary_of_more_ids_50259_is_a_token_like_any_other(tmp_path):
+    """Only a file of the model's own ids can be meant then; its padding is the model's pad id."""
+    rows = [{"query": [50259, 60_000], "sample0": [50259, 60_000], "sample1": [59_999, 50258], "best": 1}]
+    write_rows(tmp_path / "l.json", rows)
+    task = tiny.make_task(query_length=2, response_length=2, label_dataset=str(tmp_path / "l.json"))
+    labels = train_reward.load_labels(task, None, 60_000)
+    assert labels.query.tolist() == [[60_000, 50259]]
+    assert labels.responses.tolist() == [[[50259, 60_000], [59_999, 50258]]]
+    write_rows(tmp_path / "l.json", [{"query": [7, 50259], "sample0": [1, 50259], "sample1": [2, 3], "best": 0}])
+    for pad_id, query in ((50_260, [7, 50259]), (50_259, [50259, 7])):  # the last id; the pad
+        assert train_reward.load_labels(task, None, pad_id).query.tolist() == [query]
 
 
 # ------------------------------------------------------------------------------------------------------------- order
@@ -328,7 +646,7 @@ def test_rows_of_step_are_a_pure_function_and_visit_every_row_once_an_epoch():
 
 def test_G6_processes_take_other_rows_and_each_visits_all_of_them():
     orders = [
-        sum((utils.rows_of_step(12, 4, step, utils.process_seed(1, rank)).tolist() for step in range(3)), [])
+        sum((utils.rows_of_step(12, 4, step, 1 + 100_003 * rank).tolist() for step in range(3)), [])
         for rank in range(3)
     ]
     assert all(sorted(order) == list(range(12)) for order in orders)
@@ -408,7 +726,7 @@ def test_synthetic_eos_rows_are_a_prompt_and_a_completion_that_goes_on_after_a_s
 def test_the_synthetic_labels_are_5504_rows_in_openais_form_cut_for_scoring():
     task = utils.TASKS["synthetic"]
     rows = json.loads((utils.SYNTHETIC / "labels.json").read_text())
-    assert len(rows) == 5504 == len(utils.load_labels(task, None, WORDS).best)
+    assert len(rows) == 5504 == len(train_reward.load_labels(task, None, WORDS).best)
     stop = synthetic_tokenizer().encode(".")[0]
     for row in rows:
         assert set(row) == {"query", "sample0", "sample1", "sample2", "sample3", "best"}
@@ -425,7 +743,7 @@ def test_the_synthetic_labels_are_5504_rows_in_openais_form_cut_for_scoring():
 def test_the_synthetic_labels_prefer_what_the_judge_likes():
     """A perfect predictor's accuracy on them is near its ceiling, a coin's would be a quarter."""
     judge, tokenizer = load_module("judge"), synthetic_tokenizer()
-    labels = utils.load_labels(utils.TASKS["synthetic"], None, WORDS)
+    labels = train_reward.load_labels(utils.TASKS["synthetic"], None, WORDS)
     queries = utils.decode(tokenizer, labels.query[:1000], WORDS)
     scores = np.array(
         [judge.gold_score(queries, utils.decode(tokenizer, labels.responses[:1000, k], WORDS)) for k in range(4)]
@@ -515,7 +833,7 @@ def shown_help(script, name: str, capsys: pytest.CaptureFixture) -> dict[str, st
     }
 
 
-@pytest.mark.parametrize(("script", "name"), [(s, n) for s in (ppo, train_reward, sft) for n in s.PRESETS])
+@pytest.mark.parametrize(("script", "name"), [(s, n) for s in (ppo, rloo, train_reward, sft) for n in utils.TASKS])
 def test_help_shows_the_resolved_defaults_of_the_task(script, name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     shown = shown_help(script, name, capsys)

@@ -10,14 +10,25 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from tiny import KINDS, PAD, WORDS
+from tiny import EOS, KINDS, PAD, WORDS
 
 import ppo
+import rloo
+import sft
 import train_reward
 import utils
 
 HAND = dict(atol=1e-4, rtol=0)  # for expected values that are written with four decimals
 SAME = dict(atol=2e-5, rtol=0)  # for the same number by another way through the network
+
+
+def every_script_with(name: str) -> pytest.MarkDecorator:
+    """The test runs for each script that has `name`: twins are the same code, and each of them counts."""
+    scripts = [script for script in (ppo, rloo, train_reward, sft) if hasattr(script, name)]
+    return pytest.mark.parametrize("script", scripts, ids=lambda script: script.__name__)
+
+
+both = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
 
 
 def rows_of(tokens: torch.Tensor, pad_id: int = PAD) -> list[list[int]]:
@@ -61,8 +72,8 @@ def test_G2_a_longer_query_is_cut_and_a_shorter_one_padded_on_the_left():
     assert utils.pad_rows([[4, 5, 6], [7]], 3, 9).tolist() == [[4, 5, 6], [9, 9, 7]]
 
 
-def test_P9_worked_example_of_query_padding():
-    """[B] pads these to length 5 with 50257, one past GPT-2's vocabulary."""
+def test_G2_worked_example_of_query_padding():
+    """[B] pads these to length 5 with 50257, one past GPT-2's vocabulary, but on the right (no matter: G3)."""
     padded = utils.pad_rows([[23073, 11, 339, 561], [7091, 1807, 546, 340]], 5, 50257)
     assert padded.tolist() == [[50257, 23073, 11, 339, 561], [50257, 7091, 1807, 546, 340]]
 
@@ -85,10 +96,11 @@ def test_G3_padding_anywhere_never_changes_the_logits_of_real_tokens(kind):
             torch.testing.assert_close(logits[i][tokens[i] != PAD], lm(torch.tensor([row])).logits[0], **SAME)
 
 
+@every_script_with("sample")
 @pytest.mark.parametrize("kind", KINDS)
-def test_G3_greedy_sampling_from_padded_rows_equals_re_forwarding_each_row_alone(kind):
+def test_G3_greedy_sampling_from_padded_rows_equals_re_forwarding_each_row_alone(kind, script):
     lm, contexts = tiny.make_lm(kind), tiny.make_contexts([1, 6, 3], 6)
-    responses = utils.sample(lm, contexts, 6, 1e-6, PAD, utils.generator(1, 0, contexts.device))
+    responses = script.sample(lm, contexts, 6, 1e-6, PAD, utils.generator(1, 0, contexts.device))
     for row, response in zip(rows_of(contexts), responses.tolist(), strict=True):
         for _ in range(6):
             with torch.no_grad():
@@ -104,10 +116,22 @@ def test_G3_positions_are_the_exclusive_count_of_real_tokens_and_a_pad_is_never_
     assert inputs["input_ids"].max() < 9 and inputs["input_ids"][0, [2, 4, 5]].tolist() == [4, 5, 6]
 
 
-def test_G4_a_response_has_its_exact_length_and_never_a_pad_whatever_generation_config_says():
+def test_G3_worked_example_of_position_ids():
+    """[B]: query [23073, 50259, 50259] and response [11, 339, 561], 50259 being the pad, have positions 0 1 1 1 2 3.
+    Pads on the left, as ours are, get other positions that nobody sees; 23073, 11, 339, 561 have 0 1 2 3 both ways."""
+    inputs = utils.model_inputs(torch.tensor([[23073, 50259, 50259, 11, 339, 561]]), 50259)
+    assert inputs["position_ids"].tolist() == [[0, 1, 1, 1, 2, 3]]
+    assert inputs["attention_mask"].tolist() == [[1, 0, 0, 1, 1, 1]]
+    inputs = utils.model_inputs(torch.tensor([[50257, 50257, 23073, 11, 339, 561]]), 50257)
+    assert inputs["position_ids"].tolist() == [[0, 0, 0, 1, 2, 3]]
+    assert inputs["attention_mask"].tolist() == [[0, 0, 1, 1, 1, 1]]
+
+
+@every_script_with("sample")
+def test_G4_a_response_has_its_exact_length_and_never_a_pad_whatever_generation_config_says(script):
     """Also pitfall 13: top_k, eos, minimum and maximum length of the checkpoint change nothing."""
     lm, contexts = tiny.make_lm(vocab=7), tiny.make_contexts([3, 1], 3, vocab=7).repeat(200, 1)
-    expected = utils.sample(lm, contexts, 9, 1.5, 7, utils.generator(1, 0, contexts.device))
+    expected = script.sample(lm, contexts, 9, 1.5, 7, utils.generator(1, 0, contexts.device))
     assert expected.shape == (400, 9)
     assert sorted(expected.unique().tolist()) == [0, 1, 2, 3, 4, 5, 6]  # the whole vocabulary, EOS 0 too, and no pad
     assert (expected[expected[:, 3] == 0][:, 4:] != 0).any()  # it goes on behind an EOS
@@ -126,7 +150,7 @@ def test_G4_a_response_has_its_exact_length_and_never_a_pad_whatever_generation_
     )
     for name, value in settings.items():
         setattr(lm.generation_config, name, value)
-    ours = utils.sample(lm, contexts, 9, 1.5, 7, utils.generator(1, 0, contexts.device))
+    ours = script.sample(lm, contexts, 9, 1.5, 7, utils.generator(1, 0, contexts.device))
     assert torch.equal(ours, expected)
 
 
@@ -139,57 +163,76 @@ def chi_square(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
     return ((counts - expected) ** 2 / expected).sum().item()
 
 
-def test_G4_draw_follows_softmax():
+@every_script_with("draw")
+def test_G4_draw_follows_softmax(script):
     logits = torch.linspace(-2, 2, 10)
     uniform = torch.rand(40_000, 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    tokens = utils.draw(logits.expand(len(uniform), -1), uniform)
+    tokens = script.draw(logits.expand(len(uniform), -1), uniform)
     assert tokens.shape == (40_000, 1)
     weights = [math.exp(x) for x in logits.tolist()]
     assert chi_square(tokens[:, 0], torch.tensor([w / sum(weights) for w in weights])) < CHI2_9
 
 
+@every_script_with("draw")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_G4_draw_never_takes_a_token_of_probability_zero(dtype):
+def test_G4_draw_never_takes_a_token_of_probability_zero(dtype, script):
     never = float("-inf")
     logits = torch.tensor([never, never, 0.0, never, 0.0, 1e-3, never, never], dtype=dtype).expand(5, -1)
     half = 1 / (2 + math.exp(logits[0, 5].item()))  # the border between the first two possible tokens
     uniform = torch.tensor([0.0, 5e-324, half, 1 - 2**-53, 1 - 2**-24], dtype=torch.float64)[:, None]
-    assert utils.draw(logits, uniform)[[0, 1, 3, 4], 0].tolist() == [2, 2, 5, 5]
-    assert utils.draw(logits, uniform)[2, 0] in (2, 4)  # on the border, never the 3 between them
+    assert script.draw(logits, uniform)[[0, 1, 3, 4], 0].tolist() == [2, 2, 5, 5]
+    assert script.draw(logits, uniform)[2, 0] in (2, 4)  # on the border, never the 3 between them
 
 
-def test_G4_draw_gives_each_of_gpt2s_50257_tokens_its_own_share():
+@every_script_with("draw")
+def test_G4_draw_gives_each_of_gpt2s_50257_tokens_its_own_share(script):
     """Of V equally likely tokens, u = (k + ½)/V is the k-th."""
     tokens = torch.linspace(0, 50256, 40).long()
     uniform = ((tokens.double() + 0.5) / 50257)[:, None]
-    assert torch.equal(utils.draw(torch.full((40, 50257), -3.3), uniform)[:, 0], tokens)
+    assert torch.equal(script.draw(torch.full((40, 50257), -3.3), uniform)[:, 0], tokens)
 
 
-def test_G4_P1_sampled_tokens_follow_softmax_of_logits_over_temperature():
+@every_script_with("sample")
+def test_G4_P1_sampled_tokens_follow_softmax_of_logits_over_temperature(script):
     lm = tiny.make_lm(vocab=10)
     contexts = torch.tensor([[10, 10, 3, 8]]).expand(20_000, -1)
     with torch.no_grad():
         logits = lm(torch.tensor([[3, 8]])).logits[0, -1]
-    tokens = utils.sample(lm, contexts, 1, 2.0, 10, utils.generator(1, 0, contexts.device))[:, 0]
+    tokens = script.sample(lm, contexts, 1, 2.0, 10, utils.generator(1, 0, contexts.device))[:, 0]
     assert chi_square(tokens, (logits / 2).softmax(0)) < CHI2_9
     assert chi_square(tokens, logits.softmax(0)) > 10 * CHI2_9  # temperature 1 would be told apart
 
 
-def test_G4_rows_draw_alike_whatever_the_batch_they_are_sampled_in_is_trimmed_to():
+@every_script_with("sample_all")
+def test_G4_rows_draw_alike_whatever_the_batch_they_are_sampled_in_is_trimmed_to(script):
     """G3: `sample_all` sorts and trims; greedy, every row is as if sampled alone."""
     lm, task = tiny.make_lm(), tiny.make_task(temperature=1e-6)
     contexts = tiny.make_contexts([2, 8, 5, 1, 8], 8)
     gen = utils.generator(1, 0, contexts.device)
-    together = utils.sample_all(lm, contexts, task, PAD, gen, size=2)
-    alone = [utils.sample(lm, contexts[i : i + 1], 5, 1e-6, PAD, gen) for i in range(5)]
+    together = script.sample_all(lm, contexts, task, PAD, gen, size=2)
+    alone = [script.sample(lm, contexts[i : i + 1], 5, 1e-6, PAD, gen) for i in range(5)]
     assert torch.equal(together, torch.cat(alone))
 
 
-def test_G5_policy_learning_rate_falls_linearly_over_a_number_of_updates_rounded_up(runs):
+@both
+def test_G5_policy_learning_rate_falls_linearly_over_a_number_of_updates_rounded_up(script, runs):
     """20 episodes in batches of 8 are ⌈2.5⌉ = 3 updates; lr 1e-3."""
-    assert [line["ppo/lr"] for line in runs.metrics["ppo"]] == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
-    assert [utils.anneal(6.0, update, 3) for update in range(3)] == pytest.approx([6.0, 4.0, 2.0])
-    assert runs.ppo_optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 3)
+    rates = [line["ppo/lr"] for line in runs.metrics[script.__name__]]
+    assert rates == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
+    assert runs.of[script.__name__].optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 3)
+
+
+@every_script_with("anneal")
+def test_G5_anneal_falls_linearly_to_0(script):
+    assert [script.anneal(6.0, step, 3) for step in range(4)] == pytest.approx([6.0, 4.0, 2.0, 0.0])
+
+
+@every_script_with("set_lr")
+def test_G5_set_lr_is_for_all_groups(script):
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [weight], "lr": 1.0} for weight in weights])
+    script.set_lr(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
 
 
 def test_G5_reward_learning_rate_falls_linearly_over_the_labels_one_epoch(runs):
@@ -198,16 +241,53 @@ def test_G5_reward_learning_rate_falls_linearly_over_the_labels_one_epoch(runs):
     assert rates == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
 
 
-def test_G6_every_process_has_its_own_seed_and_so_its_own_queries_and_samples():
-    assert [utils.process_seed(1, rank) for rank in range(3)] == [1, 100_004, 200_007]
-    lm, contexts = tiny.make_lm(), tiny.make_contexts([4] * 8, 4)
-    samples, queries = [], []
-    for rank in (0, 1, 0):
-        seed = utils.process_seed(1, rank)
-        gen = utils.generator(seed, 0, contexts.device)
-        samples.append(utils.sample(lm, contexts, 5, 1.0, PAD, gen).tolist())
-        queries.append(utils.rows_of_step(100, 8, 0, seed).tolist())
-    assert samples[0] == samples[2] != samples[1] and queries[0] == queries[2] != queries[1]
+class Stop(Exception):
+    """A run has come as far as the test wants it to."""
+
+
+@pytest.mark.parametrize("script", [ppo, rloo, train_reward], ids=lambda script: script.__name__)
+def test_G6_every_process_has_its_own_seed_and_so_its_own_queries_and_samples(script, task, tmp_path, monkeypatch):
+    """`main` up to the first samples, as process 0, 2 and 0 again."""
+    monkeypatch.chdir(tmp_path)
+    real, seeds, queries, samples = utils.start_accelerator, [], [], []
+    rows_of_step, generator, sample_all = utils.rows_of_step, utils.generator, script.sample_all
+
+    def spy_rows(n, size, step, seed):
+        seeds.append(seed)
+        return rows_of_step(n, size, step, seed)
+
+    def spy_generator(seed, step, device):
+        seeds.append(seed)
+        return generator(seed, step, device)
+
+    def spy_sample_all(lm, contexts, *rest):
+        queries.append(contexts.tolist())
+        samples.append(sample_all(lm, contexts, *rest).tolist())
+        raise Stop
+
+    class Process:
+        """The accelerator as process `rank` sees it; not the main one, which writes a table first."""
+
+        def __init__(self, accelerator, rank):
+            self.accelerator, self.process_index, self.is_main_process = accelerator, rank, False
+
+        def __getattr__(self, name):
+            return getattr(self.accelerator, name)
+
+    monkeypatch.setattr(utils, "rows_of_step", spy_rows)
+    monkeypatch.setattr(utils, "generator", spy_generator)
+    monkeypatch.setattr(script, "sample_all", spy_sample_all)
+    task = replace(task, truncate_token=None)
+    if script is train_reward:
+        args = train_reward.Args(task=task, num_labels=12, batch_size=4, normalize_samples=8, rollout_batch_size=8)
+    else:
+        args = tiny.make_args(task, script, reward_fn="test_scripts:count_e", output_dir="model")
+    for rank in (0, 2, 0):
+        monkeypatch.setattr(utils, "start_accelerator", lambda *a, rank=rank: Process(real(*a), rank))
+        with pytest.raises(Stop):
+            script.main(args)
+    assert seeds == [1, 1, 200_007, 200_007, 1, 1]
+    assert queries[0] == queries[2] != queries[1] and samples[0] == samples[2] != samples[1]
 
 
 # ------------------------------------------------------------------------------------------------------ reward model
@@ -227,8 +307,8 @@ def test_R1_a_reward_is_of_the_last_real_token_and_knows_neither_padding_nor_the
             torch.testing.assert_close(model(tokens[1:2]), expected[1:2], **SAME)
         torch.testing.assert_close(model(middle), expected[:1], **SAME)
         for size in (1, 3):
-            torch.testing.assert_close(utils.reward_scores(model, left[:, :6], left[:, 6:], size), expected, **SAME)
-            torch.testing.assert_close(utils.reward_scores(model, right[:, :2], right[:, 2:], size), expected, **SAME)
+            torch.testing.assert_close(model.score(left[:, :6], left[:, 6:], size), expected, **SAME)
+            torch.testing.assert_close(model.score(right[:, :2], right[:, 2:], size), expected, **SAME)
 
 
 def test_R2_the_reward_head_starts_at_one_over_the_root_of_the_width_plus_one():
@@ -244,8 +324,8 @@ def test_R2_the_reward_head_starts_at_one_over_the_root_of_the_width_plus_one():
     assert head.weight.std().item() == pytest.approx(0.031235, rel=0.08) and head.bias.item() == 0  # 1/√1025
 
 
-def test_R2_from_lm_takes_the_language_models_backbone_and_a_fresh_head(model_folder):
-    lm, model = utils.load_lm(str(model_folder)), utils.RewardModel.from_lm(str(model_folder), WORDS)
+def test_R2_a_new_reward_model_has_the_language_models_backbone_and_a_fresh_head(model_folder):
+    lm, model = utils.load_lm(str(model_folder)), train_reward.new_reward_model(str(model_folder), WORDS)
     expected = lm.base_model.state_dict()
     assert expected.keys() == model.backbone.state_dict().keys()
     for name, value in model.backbone.state_dict().items():
@@ -264,7 +344,7 @@ def test_R3_gain_and_bias_are_reset_and_then_set_to_mean_0_and_population_std_1(
     assert std.item() == pytest.approx(math.sqrt(((raw - raw.mean()) ** 2).sum() / 8), abs=1e-5)
     assert model.gain.item() == pytest.approx(1 / std.item(), rel=1e-5)
     assert model.bias.item() == pytest.approx(-mean.item() / std.item(), abs=1e-5)
-    after = utils.reward_scores(model, queries, responses, size=8).numpy()
+    after = model.score(queries, responses, size=8).numpy()
     assert after.mean() == pytest.approx(0, abs=1e-5) and after.std() == pytest.approx(1, abs=1e-5)
 
 
@@ -284,15 +364,15 @@ def test_R3_normalisation_reads_untruncated_samples_of_the_pretrained_policy(run
     assert not torch.equal(before[0], after[0]) and not torch.equal(before[1], after[1])
 
 
-def make_labels(candidates: int, rows: int = 6) -> utils.Labels:
+def make_labels(candidates: int, rows: int = 6) -> train_reward.Labels:
     """Random comparisons; queries padded on the left, responses on the right."""
     lengths = [8, 1, 3, 5, 2, 8][:rows]
     responses = torch.stack([tiny.make_responses(rows, 4, seed=k) for k in range(candidates)], dim=1)
     responses[1, 0, 2:], responses[3, 1, 1:] = PAD, PAD
-    return utils.Labels(tiny.make_contexts(lengths, 8), responses, torch.arange(rows) % candidates)
+    return train_reward.Labels(tiny.make_contexts(lengths, 8), responses, torch.arange(rows) % candidates)
 
 
-def naive_rewards(model: utils.RewardModel, labels: utils.Labels) -> list[list[float]]:
+def naive_rewards(model: utils.RewardModel, labels: train_reward.Labels) -> list[list[float]]:
     """Reward of every candidate, one unpadded row at a time."""
     gain, bias = model.gain.item(), model.bias.item()
 
@@ -315,7 +395,8 @@ def test_R4_best_of_four_is_softmax_cross_entropy_over_the_four_rewards(micro_ba
     right = [max(range(4), key=r.__getitem__) == b for r, b in zip(rewards, labels.best.tolist(), strict=True)]
     args = train_reward.Args(task=tiny.make_task(), micro_batch_size=micro_batch_size)
     torch.testing.assert_close(train_reward.predict(model, labels, PAD, args), torch.tensor(rewards), **SAME)
-    stats = train_reward.train_step(model, utils.AdamTF(model.parameters(), lr=0.0), labels, PAD, args, accelerator)
+    optimizer = train_reward.AdamTF(model.parameters(), lr=0.0)
+    stats = train_reward.train_step(model, optimizer, labels, PAD, args, accelerator)
     assert stats["loss"].item() == pytest.approx(sum(losses) / 6, abs=1e-5)
     assert stats["accuracy"].item() == pytest.approx(sum(right) / 6)
 
@@ -324,7 +405,8 @@ def test_R4_two_candidates_are_minus_log_sigmoid_of_the_difference(accelerator):
     model, labels = tiny.make_reward(), make_labels(2)
     margins = [r[b] - r[1 - b] for r, b in zip(naive_rewards(model, labels), labels.best.tolist(), strict=True)]
     args = train_reward.Args(task=tiny.make_task())
-    stats = train_reward.train_step(model, utils.AdamTF(model.parameters(), lr=0.0), labels, PAD, args, accelerator)
+    optimizer = train_reward.AdamTF(model.parameters(), lr=0.0)
+    stats = train_reward.train_step(model, optimizer, labels, PAD, args, accelerator)
     assert stats["loss"].item() == pytest.approx(sum(math.log(1 + math.exp(-m)) for m in margins) / 6, abs=1e-5)
 
 
@@ -333,7 +415,7 @@ def test_R4_P7_reward_training_steps_are_the_same_for_all_micro_batch_sizes(acce
     trained = []
     for size in (1, 8, 128):
         model = tiny.make_reward()
-        optimizer = utils.AdamTF(model.parameters(), lr=1e-3)
+        optimizer = train_reward.AdamTF(model.parameters(), lr=1e-3)
         args = train_reward.Args(task=tiny.make_task(), micro_batch_size=size)
         train_reward.train_step(model, optimizer, make_labels(4), PAD, args, accelerator)
         trained.append(dict(model.named_parameters()))
@@ -350,17 +432,19 @@ def test_R4_P7_reward_training_steps_are_the_same_for_all_micro_batch_sizes(acce
 # ------------------------------------------------------------------------------------------------------------ policy
 
 
-def test_P1_log_probabilities_and_entropies_divide_the_logits_by_the_temperature():
+@both
+def test_P1_log_probabilities_and_entropies_divide_the_logits_by_the_temperature(script):
     """logits [0, ln 3] at temperature ½ are probabilities 1/10 and 9/10."""
     logits = torch.tensor([[[0.0, math.log(3)], [0.0, math.log(3)]]])
-    logprobs, entropies = utils.token_logprobs(logits, torch.tensor([[0, 1]]), 0.5)
+    logprobs, entropies = script.token_logprobs(logits, torch.tensor([[0, 1]]), 0.5)
     torch.testing.assert_close(logprobs, torch.tensor([[-2.3026, -0.1054]]), **HAND)
     torch.testing.assert_close(entropies, torch.tensor([[0.3251, 0.3251]]), **HAND)
 
 
+@both
 @pytest.mark.parametrize("kind", KINDS)
-def test_P1_policy_and_reference_use_the_temperature_at_exactly_the_response_tokens(kind):
-    policy = tiny.make_policy(kind, temperature=0.5)
+def test_P1_policy_and_reference_use_the_temperature_at_exactly_the_response_tokens(kind, script):
+    policy = tiny.make_policy(kind, temperature=0.5, script=script)
     contexts, responses = tiny.make_contexts([2, 6, 4], 6), tiny.make_responses(3, 4)
     expected, entropies = torch.zeros(3, 4), torch.zeros(3, 4)
     for i, row in enumerate(rows_of(contexts)):
@@ -373,14 +457,15 @@ def test_P1_policy_and_reference_use_the_temperature_at_exactly_the_response_tok
     torch.testing.assert_close(ours[0], expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(ours[1], entropies, atol=1e-4, rtol=0)
     for size in (1, 2, 3):
-        ref = utils.lm_logprobs(policy.lm, contexts, responses, 0.5, PAD, size)
+        ref = script.lm_logprobs(policy.lm, contexts, responses, 0.5, PAD, size)
         torch.testing.assert_close(ref, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.hub
 def test_P1_gpt2_gives_the_log_probabilities_of_the_blog():
+    """[B]: query [23073] and response [11, 339, 561]."""
     lm = utils.load_lm("gpt2").eval()
-    ours = utils.lm_logprobs(lm, torch.tensor([[23073]]), torch.tensor([[11, 339, 561]]), 1.0, 50257, 1)
+    ours = ppo.lm_logprobs(lm, torch.tensor([[23073]]), torch.tensor([[11, 339, 561]]), 1.0, 50257, 1)
     torch.testing.assert_close(ours, torch.tensor([[-3.3213, -4.9980, -3.8690]]), atol=1e-3, rtol=0)
 
 
@@ -403,20 +488,25 @@ def test_P3_a_query_starts_after_the_first_start_and_ends_with_the_last_end_insi
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_P4_no_dropout_even_after_train(kind, tmp_path):
-    """Pitfall 12: policy, reference, value and reward model of a checkpoint that asks for dropout 0.5."""
+    """Pitfall 12: policies, reference, value and reward model of a checkpoint that asks for dropout 0.5."""
     folder = str(tiny.write_model(tmp_path / "m", kind, dropout=0.5))
-    reward = utils.RewardModel.from_lm(folder, WORDS)
+    reward = train_reward.new_reward_model(folder, WORDS)
     reward.config.backbone = tiny.config(kind, vocab=WORDS, dropout=0.5)
     reward.save_pretrained(tmp_path / "r")
     contexts, responses = tiny.make_contexts([2, 6], 6, vocab=WORDS), tiny.make_responses(2, 4)
     tokens = torch.cat([contexts, responses], dim=1)
     policy = ppo.PolicyAndValue(utils.load_lm(folder), WORDS, 0.7)
     torch.nn.init.normal_(policy.value_head.weight)
+    plain = rloo.Policy(utils.load_lm(folder), WORDS, 0.7)
     passes = {
         "policy": (policy, lambda: torch.cat(policy(contexts, responses))),
-        "reference": (policy.lm, lambda: utils.lm_logprobs(policy.lm, contexts, responses, 0.7, WORDS, 2)),
+        "rloo's policy": (plain, lambda: torch.cat(plain(contexts, responses))),
+        "reference": (policy.lm, lambda: ppo.lm_logprobs(policy.lm, contexts, responses, 0.7, WORDS, 2)),
         "reward": (reward, lambda: reward(tokens)),
-        "loaded reward": (loaded := utils.load_reward_model(str(tmp_path / "r"), ""), lambda: loaded(tokens)),
+        "loaded reward": (
+            loaded := utils.RewardModel.from_folder(str(tmp_path / "r"), ""),
+            lambda: loaded(tokens),
+        ),
     }
     for name, (model, forward) in passes.items():
         assert torch.equal(model.train() and forward(), model.eval() and forward()), name
@@ -432,12 +522,14 @@ def test_P4_dropout_of_this_checkpoint_would_have_shown(tmp_path):
     assert not torch.equal(lm(tokens).logits, lm(tokens).logits)
 
 
-def test_P5_a_response_is_cut_after_the_first_truncate_token_at_or_after_its_position():
+@every_script_with("truncate")
+def test_P5_a_response_is_cut_after_the_first_truncate_token_at_or_after_its_position(script):
     responses = torch.tensor([[7, 1, 7, 2, 7, 3], [1, 2, 3, 4, 5, 7], [7, 7, 1, 2, 3, 4], [1, 2, 7, 7, 1, 2]])
-    cut, last, ended = utils.truncate(responses, 7, 2, 99)
+    cut, ended = script.truncate(responses, 7, 2, 99)
     assert cut.tolist() == [[7, 1, 7, 99, 99, 99], [1, 2, 3, 4, 5, 7], [7, 7, 1, 2, 3, 4], [1, 2, 7, 99, 99, 99]]
-    assert last.tolist() == [2, 5, 5, 2]
     assert ended.tolist() == [True, True, False, True]
+    cut, ended = script.truncate(responses, None, 2, 99)  # a task without such a token cuts nothing
+    assert torch.equal(cut, responses) and ended.tolist() == [True] * 4
 
 
 def test_P5_only_scoring_sees_the_cut_and_the_score_is_at_the_last_position():
@@ -445,12 +537,26 @@ def test_P5_only_scoring_sees_the_cut_and_the_score_is_at_the_last_position():
     policy, queries = tiny.make_policy(), tiny.make_contexts([3, 2], 8)
     responses = torch.tensor([[1, 5, 9, 9, 9], [1, 2, 3, 4, 6]])
     models = tiny.make_models(policy, lambda q, r: seen.append(r) or torch.tensor([7.0, 8.0]))
-    rollout, score = ppo.evaluate(models, queries, responses, np.arange(2), 0.0, replace(args, num_minibatches=1))
+    args = replace(args, num_minibatches=1)
+    rollout, score = ppo.make_rollout(models, queries, responses, np.arange(2), 0.0, args)
     assert seen[0].tolist() == [[1, 5, PAD, PAD, PAD], [1, 2, 3, 4, 6]]
     assert score.scores.tolist() == [7, -1]  # the second has no 5: −1 in place of the reward model's 8
     assert torch.equal(rollout.responses, responses) and rollout.mask.all()
     assert rollout.rewards.tolist() == [[0, 0, 0, 0, 7], [0, 0, 0, 0, -1]]  # β is 0
     assert (rollout.logprobs < 0).all() and (rollout.ref_logprobs < 0).all()  # behind the cut too
+
+
+def test_P5_L2_a_completion_is_scored_cut_and_learned_whole():
+    seen, args = [], tiny.make_args(tiny.make_task(truncate_after=1), rloo, num_minibatches=1, rloo_k=2)
+    policy, queries = tiny.make_policy(script=rloo), tiny.make_contexts([3, 2], 8)
+    responses = torch.tensor([[1, 5, 9, 9, 9], [1, 2, 3, 4, 6]])
+    models = tiny.make_models(policy, lambda q, r: seen.append(r) or torch.tensor([7.0, 8.0]), script=rloo)
+    rollout, score = rloo.make_rollout(models, queries, responses, np.arange(2), 0.0, args)
+    assert seen[0].tolist() == [[1, 5, PAD, PAD, PAD], [1, 2, 3, 4, 6]]
+    assert score.scores.tolist() == rollout.rewards.tolist() == [7, -1]  # β is 0
+    assert torch.equal(rollout.responses, responses) and rollout.mask.all()
+    whole = policy(queries, responses)[0].sum(dim=1)  # behind the cut too
+    torch.testing.assert_close(rollout.logprobs, whole, **SAME)
 
 
 def test_P6_gamma_is_1_and_lambda_095_and_advantages_are_the_sum_of_discounted_errors():
@@ -464,10 +570,12 @@ def test_P6_gamma_is_1_and_lambda_095_and_advantages_are_the_sum_of_discounted_e
     torch.testing.assert_close(returns, expected + values)
 
 
-def test_P7_batch_8_in_minibatches_of_4_in_micro_batches_of_2_visits_every_row_once_an_epoch(accelerator):
+@both
+def test_P7_batch_8_in_minibatches_of_4_in_micro_batches_of_2_visits_every_row_once_an_epoch(script, accelerator):
     """The blog's example. The first token of each context tells the rows apart."""
-    args, policy = tiny.make_args(num_minibatches=2, micro_batch_size=2, num_ppo_epochs=3), tiny.make_policy()
-    rollout = tiny.make_rollout(policy, args)
+    args = tiny.make_args(None, script, num_minibatches=2, micro_batch_size=2, num_ppo_epochs=3)
+    policy = tiny.make_policy(script=script)
+    rollout = tiny.make_rollout(policy, args, script=script)
     contexts = rollout.contexts.clone()
     contexts[:, -1] = torch.arange(20, 28)
     visited, forward = [], policy.forward
@@ -477,14 +585,14 @@ def test_P7_batch_8_in_minibatches_of_4_in_micro_batches_of_2_visits_every_row_o
         return forward(contexts, responses)
 
     policy.forward = spy
-    optimizer = utils.AdamTF(policy.parameters(), lr=1e-3)
+    optimizer = script.AdamTF(policy.parameters(), lr=1e-3)
     epochs = [np.array([3, 1, 7, 0, 2, 4, 6, 5]), np.array([5, 4, 3, 2, 1, 0, 7, 6]), np.arange(8)]
-    stats = ppo.optimise(policy, optimizer, rollout._replace(contexts=contexts), epochs, args, accelerator)
+    steps = tiny.update(script, policy, optimizer, rollout._replace(contexts=contexts), epochs, args, accelerator)
     assert [len(rows) for rows in visited] == [2] * 12
     for epoch, order in enumerate(epochs):
         halves = visited[4 * epoch : 4 * epoch + 2], visited[4 * epoch + 2 : 4 * epoch + 4]
         assert [sorted(sum(half, [])) for half in halves] == [sorted(order[:4].tolist()), sorted(order[4:].tolist())]
-    assert len(stats["loss/total"]) == 6  # optimizer steps
+    assert len(steps) == optimizer.param_groups[0]["t"] == 6  # optimizer steps
 
 
 def test_P7_micro_batches_are_rows_of_like_length_each_as_wide_as_its_longest():
@@ -493,27 +601,42 @@ def test_P7_micro_batches_are_rows_of_like_length_each_as_wide_as_its_longest():
     assert [len(rows) for rows, _ in utils.micro_batches(np.ones(4, dtype=int), 3)] == [3, 1]
 
 
-def test_P7_every_epoch_is_a_fresh_permutation_of_the_batch(runs):
-    orders = [order.tolist() for epochs in runs.epochs for order in epochs]
+@both
+def test_P7_every_epoch_is_a_fresh_permutation_of_the_batch(script, runs):
+    orders = [order.tolist() for epochs in runs.of[script.__name__].epochs for order in epochs]
     assert len(orders) == 3 * 2  # updates × epochs
     assert all(sorted(order) == list(range(8)) for order in orders)
     assert len(set(map(tuple, orders))) == 6
 
 
+@both
 @pytest.mark.parametrize("eos_task", [False, True])
-def test_P7_the_micro_batch_size_never_changes_the_gradient(eos_task, accelerator):
+def test_P7_the_micro_batch_size_never_changes_the_gradient(eos_task, script, accelerator):
     task = tiny.make_task(eos_task=eos_task, truncate_after=0)
-    policy = tiny.make_policy()
-    rollout = tiny.make_rollout(policy, tiny.make_args(task))
+    policy = tiny.make_policy(script=script)
+    rollout = tiny.make_rollout(policy, tiny.make_args(task, script), script=script)
     results = {}
     for size in (1, 3, 8):
-        stats = ppo.minibatch_gradient(policy, rollout, tiny.make_args(task, micro_batch_size=size), accelerator)
-        results[size] = stats, tiny.gradients(policy)
-    assert results[8][1]["value_head.weight"].abs().max() > 1e-2
+        args = tiny.make_args(task, script, micro_batch_size=size)
+        sums, gradients = tiny.step_gradients(script, policy, rollout, args, accelerator)
+        results[size] = script.means([sums]), gradients
+    assert results[8][1]["lm.transformer.wte.weight" if script is rloo else "value_head.weight"].abs().max() > 1e-2
     for size in (1, 3):
         for ours, whole in zip(results[size], results[8], strict=True):
             for name, value in whole.items():
                 torch.testing.assert_close(ours[name], value, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@both
+def test_P7_statistics_are_means_over_real_tokens_whatever_the_micro_batches(script):
+    """1, 2 | 3, 6 (the last two in another micro-batch, what is masked beside them): sum 12 of 4 numbers."""
+    parts = [([[1.0, 2.0], [float("nan"), 9.0]], [[1, 1], [0, 0]]), ([[3.0, 6.0], [1e30, 9.0]], [[1, 1], [0, 0]])]
+    sums = {}
+    for numbers, mask in parts:
+        sums = script.add_up(sums, {"x": torch.tensor(numbers)}, torch.tensor(mask).bool())
+    assert sums["x"].tolist() == [12, 4]
+    other = script.add_up({}, {"x": torch.tensor([5.0])}, torch.tensor([True]))
+    assert script.means([sums, other])["x"].tolist() == [3, 5]
 
 
 def test_P8_reward_is_minus_beta_times_the_log_ratio_plus_the_score_on_the_last_token():
@@ -526,35 +649,69 @@ def test_P8_reward_is_minus_beta_times_the_log_ratio_plus_the_score_on_the_last_
     torch.testing.assert_close(rewards, torch.tensor([[-0.1, 0.1, 9.95], [-0.2, 19.95, 0.0]]))
 
 
+def test_P8_worked_example_of_a_response_that_has_moved_away():
+    """[B]: log π_ref [−3.3213, −4.9980, −3.8690], KL per token [−0.3315, −0.0426, 0.6351], score 0.4 → [β·−0.3315,
+    β·−0.0426, β·0.6351 + 0.4]. There the penalty is added; [O] subtracts it, and so do we: our −0.15 is that 0.15."""
+    ref, mask = torch.tensor([[-3.3213, -4.9980, -3.8690]]), torch.ones(1, 3).bool()
+    logprobs = torch.tensor([[-3.6528, -5.0406, -3.2339]])
+    torch.testing.assert_close(logprobs - ref, torch.tensor([[-0.3315, -0.0426, 0.6351]]), **HAND)
+    score = torch.tensor([0.4])
+    printed = ppo.kl_penalised_rewards(logprobs, ref, score, mask, -0.15)
+    torch.testing.assert_close(printed, torch.tensor([[-0.0497, -0.0064, 0.0953 + 0.4]]), **HAND)
+    ours = ppo.kl_penalised_rewards(logprobs, ref, score, mask, 0.15)
+    torch.testing.assert_close(ours, torch.tensor([[0.0497, 0.0064, 0.4 - 0.0953]]), **HAND)
+    before = ppo.kl_penalised_rewards(ref, ref, score, mask, 0.15)  # [B]: before the first step the KL is [0, 0, 0]
+    torch.testing.assert_close(before, torch.tensor([[0.0, 0.0, 0.4]]))
+
+
+def test_P8_L2_worked_example_of_tokens_and_the_whole_completion():
+    """[R]: log π [−12.3, −8.3, −2.3], reference [−11.3, −8.4, −2.0], score 1, the KL added with weight 1: token rewards
+    [−1, 0.1, 0.7], together the completion's −0.2."""
+    logprobs, ref = torch.tensor([[-12.3, -8.3, -2.3]]), torch.tensor([[-11.3, -8.4, -2.0]])
+    mask, score = torch.ones(1, 3).bool(), torch.tensor([1.0])
+    tokens = ppo.kl_penalised_rewards(logprobs, ref, score, mask, -1.0)
+    torch.testing.assert_close(tokens, torch.tensor([[-1.0, 0.1, 0.7]]), **HAND)
+    whole = rloo.kl_penalised_rewards(logprobs.sum(dim=1), ref.sum(dim=1), score, -1.0)
+    torch.testing.assert_close(whole, torch.tensor([-0.2]), **HAND)
+
+
 def test_P9_whitening_without_moving_the_mean_is_the_blogs_example():
     x = torch.tensor([[1.2, 1.3, 1.4], [1.5, 1.6, 1.7], [1.8, 1.9, 2.0]])
     everything = torch.ones(3, 3, dtype=torch.bool)
     kept = torch.tensor([[0.0508, 0.4381, 0.8254], [1.2127, 1.6000, 1.9873], [2.3746, 2.7619, 3.1492]])
-    torch.testing.assert_close(utils.whiten(x, everything, shift_mean=False), kept, **HAND)
-    torch.testing.assert_close(utils.whiten(x, everything), kept - 1.6, **HAND)
+    torch.testing.assert_close(ppo.whiten(x, everything, shift_mean=False), kept, **HAND)
+    torch.testing.assert_close(ppo.whiten(x, everything), kept - 1.6, **HAND)
 
 
 def test_P9_the_variance_has_its_epsilon_inside_the_root():
     """Two numbers 0 and 2e-4 have variance 1e-8: divided by √(2e-8), not by √1e-8."""
     x = torch.tensor([[0.0, 2e-4]])
-    torch.testing.assert_close(utils.whiten(x, torch.ones(1, 2).bool()), torch.tensor([[-0.7071, 0.7071]]), **HAND)
+    torch.testing.assert_close(ppo.whiten(x, torch.ones(1, 2).bool()), torch.tensor([[-0.7071, 0.7071]]), **HAND)
 
 
-def test_P9_each_minibatch_is_whitened_alone_and_returns_are_built_from_whitened_rewards(accelerator, monkeypatch):
-    args, policy, seen = tiny.make_args(num_ppo_epochs=1), tiny.make_policy(), []
-    rollout = tiny.make_rollout(policy, args)
-    loss_terms = ppo.loss_terms
-    monkeypatch.setattr(ppo, "loss_terms", lambda *x: seen.append((x[3].clone(), x[4].clone())) or loss_terms(*x))
-    order = np.array([6, 2, 0, 5, 1, 3, 4, 7])
-    optimizer = utils.AdamTF(policy.parameters(), lr=0.0)
-    ppo.optimise(policy, optimizer, rollout, [order], replace(args, micro_batch_size=8), accelerator)
-    for rows, (advantages, returns) in zip(np.split(order, 2), seen, strict=True):
-        by_length = sorted(rows, key=lambda row: rollout.lengths[row])
-        r, v = rollout.rewards[by_length].double().numpy(), rollout.values[by_length].double().numpy()
+def test_P9_each_minibatch_is_whitened_alone_and_returns_are_built_from_whitened_rewards():
+    """That `main` does this for each minibatch: test_scripts.py."""
+    args = tiny.make_args()
+    rollout = tiny.make_rollout(tiny.make_policy(), args)
+    minibatches = ppo.minibatches(np.array([6, 2, 0, 5, 1, 3, 4, 7]), args)
+    assert [rows.tolist() for rows in minibatches] == [[0, 2, 5, 6], [1, 3, 4, 7]]
+    for rows in minibatches:
+        advantages, returns = ppo.estimate(ppo.Rollout(*(x[rows] for x in rollout)), args)
+        r, v = rollout.rewards[rows].double().numpy(), rollout.values[rows].double().numpy()
         r = (r - r.mean()) / math.sqrt(r.var() + 1e-8) + r.mean()
         a = naive_advantages(r, v, 1.0, 0.95)
         np.testing.assert_allclose(returns.numpy(), a + v, atol=1e-4)
         np.testing.assert_allclose(advantages.numpy(), (a - a.mean()) / math.sqrt(a.var() + 1e-8), atol=1e-4)
+
+
+def test_P9_without_whiten_rewards_the_rewards_stay_and_the_advantages_are_whitened():
+    args = tiny.make_args(whiten_rewards=False)
+    rollout = tiny.make_rollout(tiny.make_policy(), args)
+    advantages, returns = ppo.estimate(rollout, args)
+    r, v = rollout.rewards.double().numpy(), rollout.values.double().numpy()
+    a = naive_advantages(r, v, 1.0, 0.95)
+    np.testing.assert_allclose(returns.numpy(), a + v, atol=1e-4)
+    np.testing.assert_allclose(advantages.numpy(), (a - a.mean()) / math.sqrt(a.var() + 1e-8), atol=1e-4)
 
 
 def naive_advantages(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
@@ -588,11 +745,22 @@ def test_P10_the_value_loss_is_half_the_larger_of_the_errors_with_and_without_cl
 
 
 def test_P10_the_value_loss_weighs_a_tenth(accelerator):
-    args, policy = tiny.make_args(), tiny.make_policy()
-    assert args.vf_coef == 0.1
-    stats = ppo.minibatch_gradient(policy, tiny.make_rollout(policy, args), args, accelerator)
-    policy_loss, value_loss = stats["loss/policy_avg"].item(), stats["loss/value_avg"].item()
-    assert value_loss > 0.1 and stats["loss/total"].item() == pytest.approx(policy_loss + 0.1 * value_loss, rel=1e-5)
+    """In the gradient, which is linear in the weight, and in the total that is logged."""
+    assert ppo.Args(task=tiny.make_task()).vf_coef == 0.1
+    policy, gradients = tiny.make_policy(), {}
+    rollout = tiny.make_rollout(policy, tiny.make_args())
+    for weight in (0.0, 0.1, 1.0):
+        args = tiny.make_args(vf_coef=weight)
+        sums, gradients[weight] = tiny.step_gradients(ppo, policy, rollout, args, accelerator)
+        score = ppo.Score(rollout.scores, rollout.responses, rollout.mask[:, 0])
+        metrics = ppo.summarise(rollout, score, [sums], 0.15, args)
+        policy_loss, value_loss = metrics["ppo/loss/policy_avg"].item(), metrics["ppo/loss/value_avg"].item()
+        assert value_loss > 0.1
+        assert metrics["ppo/loss/total"].item() == pytest.approx(policy_loss + weight * value_loss, rel=1e-5)
+    assert not gradients[0.0]["value_head.weight"].any() and gradients[1.0]["value_head.weight"].abs().max() > 0.1
+    for name, tenth in gradients[0.1].items():
+        expected = 0.9 * gradients[0.0][name] + 0.1 * gradients[1.0][name]
+        torch.testing.assert_close(tenth, expected, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_P10_the_policy_loss_is_the_larger_of_the_terms_with_and_without_clipping():
@@ -605,27 +773,30 @@ def test_P10_the_policy_loss_is_the_larger_of_the_terms_with_and_without_clippin
     torch.testing.assert_close(terms["policy/approxkl_avg"], torch.tensor([[0.0822, 0.2402, 0.0822, 0.2402]]), **HAND)
 
 
-def test_P11_beta_moves_by_the_clipped_relative_error_times_batch_over_horizon():
-    args = ppo.Args(task=tiny.make_task(), batch_size=512, kl_target=6.0, kl_horizon=10_000)
-    assert ppo.next_kl_coef(0.15, 6.6, args) == pytest.approx(0.150768)  # 0.15 · (1 + 0.1 · 0.0512)
-    assert ppo.next_kl_coef(0.15, 60.0, args) == pytest.approx(0.151536)  # saturated at +0.2
-    assert ppo.next_kl_coef(0.15, 0.0, args) == pytest.approx(0.148464)  # saturated at −0.2
-    assert ppo.next_kl_coef(0.15, -60.0, args) == pytest.approx(0.148464)
-    assert ppo.next_kl_coef(0.15, 6.0, args) == 0.15
-    assert ppo.next_kl_coef(0.15, 60.0, replace(args, kl_target=None)) == 0.15
+@both
+def test_P11_beta_moves_by_the_clipped_relative_error_times_batch_over_horizon(script):
+    args = script.Args(task=tiny.make_task(), batch_size=512, kl_target=6.0, kl_horizon=10_000)
+    assert script.next_kl_coef(0.15, 6.6, args) == pytest.approx(0.150768)  # 0.15 · (1 + 0.1 · 0.0512)
+    assert script.next_kl_coef(0.15, 60.0, args) == pytest.approx(0.151536)  # saturated at +0.2
+    assert script.next_kl_coef(0.15, 0.0, args) == pytest.approx(0.148464)  # saturated at −0.2
+    assert script.next_kl_coef(0.15, -60.0, args) == pytest.approx(0.148464)
+    assert script.next_kl_coef(0.15, 6.0, args) == 0.15
+    assert script.next_kl_coef(0.15, 60.0, replace(args, kl_target=None)) == 0.15
 
 
-def test_P11_beta_moves_once_an_update_after_training_from_the_logged_kl(runs):
+@both
+def test_P11_beta_moves_once_an_update_after_training_from_the_logged_kl(script, runs):
     """Batch 8, horizon 10000; the KL is far below its target 6, so every update has the factor 1 − 0.2 · 0.0008."""
-    lines = runs.metrics["ppo"]
+    lines = runs.metrics[script.__name__]
     assert all(line["objective/kl"] < 4.8 for line in lines)
     assert [line["objective/kl_coef"] for line in lines] == pytest.approx([0.15, 0.15 * 0.99984, 0.15 * 0.99984**2])
 
 
-def test_A1_adam_adds_epsilon_without_the_bias_correction():
+@every_script_with("AdamTF")
+def test_A1_adam_adds_epsilon_without_the_bias_correction(script):
     """TensorFlow's formula, slowly; for the first step of a gradient of 1e-4 it moves 0.24 lr, PyTorch's 0.91 lr."""
     weight = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
-    optimizer = utils.AdamTF([weight], lr=0.01, eps=1e-5)
+    optimizer = script.AdamTF([weight], lr=0.01, eps=1e-5)
     w, m, v = 1.0, 0.0, 0.0
     for t, grad in enumerate([1e-4, -3e-4, 2e-3, 0.0, 5.0], start=1):
         weight.grad = torch.tensor([grad], dtype=torch.float64)
@@ -637,15 +808,16 @@ def test_A1_adam_adds_epsilon_without_the_bias_correction():
             assert 1 - weight.item() == pytest.approx(0.2403 * 0.01, rel=1e-3)
 
 
-def test_A1_adams_state_is_kept_across_updates(runs):
+@both
+def test_A1_adams_state_is_kept_across_updates(script, runs):
     """3 updates of 2 epochs of 2 minibatches with one optimizer."""
-    assert runs.ppo_steps == [12]
-    assert runs.ppo_optimizer.param_groups[0]["t"] == 12
+    run = runs.of[script.__name__]
+    assert run.steps == [12]
+    assert run.optimizer.param_groups[0]["t"] == 12
 
 
 # ------------------------------------------------------------------------------------------------------- EOS and X11
 
-EOS = 5  # the truncate token of tiny.make_models
 ENDS = [0, 2, 4, None, 3, 1, 4, None]  # position of the first EOS in each response
 
 
@@ -659,30 +831,60 @@ def eos_responses() -> torch.Tensor:
     return responses
 
 
-def eos_rollout(policy: ppo.PolicyAndValue, responses: torch.Tensor, args: ppo.Args) -> tuple[ppo.Rollout, utils.Score]:
+def eos_args(script=ppo):
+    """One minibatch, micro-batches that do not divide it."""
+    task = tiny.make_task(eos_task=True, truncate_after=0)
+    return tiny.make_args(task, script, num_minibatches=1, micro_batch_size=3)
+
+
+def eos_rollout(policy: torch.nn.Module, responses: torch.Tensor, script=ppo):
     """Scored by the number of the row."""
-    models = tiny.make_models(policy, lambda q, r: torch.arange(1.0, 9.0))
-    return ppo.evaluate(models, tiny.make_contexts(tiny.LENGTHS, 8), responses, np.arange(8), 0.15, args)
+    models = tiny.make_models(policy, lambda q, r: torch.arange(1.0, 9.0), script=script)
+    queries = tiny.make_contexts(tiny.LENGTHS, 8)
+    return script.make_rollout(models, queries, responses, np.arange(8), 0.15, eos_args(script))
 
 
-EOS_ARGS = tiny.make_args(tiny.make_task(eos_task=True, truncate_after=0), num_minibatches=1, micro_batch_size=3)
+REAL = [5 if end is None else end + 1 for end in ENDS]  # tokens through the end
 
 
 def test_X9_the_mask_ends_with_eos_the_score_sits_there_and_a_missing_eos_costs_the_penalty():
-    rollout, score = eos_rollout(tiny.make_policy(), eos_responses(), EOS_ARGS)
-    real = [5 if end is None else end + 1 for end in ENDS]
-    assert rollout.mask.tolist() == [[t < n for t in range(5)] for n in real]
+    rollout, score = eos_rollout(tiny.make_policy(), eos_responses())
+    assert rollout.mask.tolist() == [[t < n for t in range(5)] for n in REAL]
     assert score.scores.tolist() == [1, 2, 3, -1, 5, 6, 7, -1]
     assert score.ended.tolist() == [end is not None for end in ENDS]
     penalty = -0.15 * (rollout.logprobs - rollout.ref_logprobs)
-    for i, n in enumerate(real):
+    for i, n in enumerate(REAL):
         torch.testing.assert_close(rollout.rewards[i, n - 1], score.scores[i] + penalty[i, n - 1])
         torch.testing.assert_close(rollout.rewards[i, : n - 1], penalty[i, : n - 1])
-        assert not rollout.rewards[i, n:].any()
 
 
-def test_X9_what_stands_behind_the_end_changes_nothing(accelerator):
-    policy, responses = tiny.make_policy(), eos_responses()
+def test_X9_behind_the_end_every_number_of_a_rollout_is_0():
+    rollout, _ = eos_rollout(tiny.make_policy(), eos_responses())
+    for name in ("logprobs", "values", "ref_logprobs", "rewards"):
+        numbers = getattr(rollout, name)
+        assert not numbers[~rollout.mask].any() and numbers[rollout.mask].all(), name
+    assert (rollout.responses[~rollout.mask] == PAD).all()
+    advantages, returns = ppo.estimate(rollout, eos_args())
+    assert not advantages[~rollout.mask].any() and not returns[~rollout.mask].any()
+
+
+def test_X9_L1_a_completion_ends_with_eos_and_its_numbers_are_those_of_its_own_tokens():
+    policy = tiny.make_policy(script=rloo)
+    rollout, score = eos_rollout(policy, eos_responses(), rloo)
+    assert rollout.mask.tolist() == [[t < n for t in range(5)] for n in REAL]
+    assert score.scores.tolist() == [1, 2, 3, -1, 5, 6, 7, -1]
+    for i, n in enumerate(REAL):
+        context, response = rollout.contexts[i : i + 1], rollout.responses[i : i + 1, :n]
+        own = policy(context, response)[0].sum()
+        ref = rloo.lm_logprobs(tiny.make_lm(seed=3), context, response, 0.7, PAD, 1).sum()
+        torch.testing.assert_close(rollout.logprobs[i], own, **SAME)
+        torch.testing.assert_close(rollout.ref_logprobs[i], ref, **SAME)
+        torch.testing.assert_close(rollout.rewards[i], score.scores[i] - 0.15 * (own - ref), **SAME)
+
+
+@both
+def test_X9_what_stands_behind_the_end_changes_nothing(script, accelerator):
+    policy, responses = tiny.make_policy(script=script), eos_responses()
     others = responses.clone()
     for i, end in enumerate(ENDS):
         if end is not None:
@@ -690,17 +892,17 @@ def test_X9_what_stands_behind_the_end_changes_nothing(accelerator):
     assert not torch.equal(responses, others)
     results = []
     for tokens in (responses, others):
-        rollout, score = eos_rollout(policy, tokens, EOS_ARGS)
-        stats = ppo.minibatch_gradient(policy, rollout, EOS_ARGS, accelerator)
-        metrics = ppo.summarise(rollout, score, {name: x[None] for name, x in stats.items()}, 0.15)
-        results.append({k: torch.as_tensor(v) for k, v in metrics.items()} | tiny.gradients(policy))
+        rollout, score = eos_rollout(policy, tokens, script)
+        sums, gradients = tiny.step_gradients(script, policy, rollout, eos_args(script), accelerator)
+        metrics = tiny.summarise(script, rollout, score, [sums], 0.15, eos_args(script))
+        results.append({k: torch.as_tensor(v) for k, v in metrics.items()} | gradients)
     for name, value in results[0].items():
         assert torch.equal(value, results[1][name]), name
 
 
 def test_X9_loss_and_metrics_are_those_of_ragged_rows_in_a_slow_loop(accelerator):
     policy = tiny.make_policy()
-    rollout, score = eos_rollout(policy, eos_responses(), EOS_ARGS)
+    rollout, score = eos_rollout(policy, eos_responses())
     moved = tiny.make_policy(seed=1)  # other weights, so that ratios and values differ from the old ones
     moved.lm.load_state_dict(
         {
@@ -711,43 +913,49 @@ def test_X9_loss_and_metrics_are_those_of_ragged_rows_in_a_slow_loop(accelerator
     moved.lm.tie_weights()
     with torch.no_grad():
         new = [x.double().numpy() for x in moved(rollout.contexts, rollout.responses)]
-    stats = ppo.minibatch_gradient(moved, rollout, EOS_ARGS, accelerator)
+    sums, _ = tiny.step_gradients(ppo, moved, rollout, eos_args(), accelerator)
 
-    real = [5 if end is None else end + 1 for end in ENDS]
-    ragged = [(i, t) for i, n in enumerate(real) for t in range(n)]
+    ragged = [(i, t) for i, n in enumerate(REAL) for t in range(n)]
     r, v, old = (x.double().numpy() for x in (rollout.rewards, rollout.values, rollout.logprobs))
     flat = np.array([r[i, t] for i, t in ragged])
     scale = 1 / math.sqrt(flat.var() + 1e-8)
     advantages = {}
-    for i, n in enumerate(real):
+    for i, n in enumerate(REAL):
         row = ((r[i, :n] - flat.mean()) * scale + flat.mean())[None]
         for t, a in enumerate(naive_advantages(row, v[i : i + 1, :n], 1.0, 0.95)[0]):
             advantages[i, t] = a
     a = np.array(list(advantages.values()))
-    policy_loss = value_loss = entropy = 0.0
+    returns, policy_loss, value_loss, entropy = {}, 0.0, 0.0, 0.0
     for i, t in ragged:
         ratio, advantage = math.exp(new[0][i, t] - old[i, t]), (advantages[i, t] - a.mean()) / math.sqrt(a.var() + 1e-8)
         policy_loss += max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2)) / len(ragged)
-        target, clipped = advantages[i, t] + v[i, t], min(max(new[2][i, t], v[i, t] - 0.2), v[i, t] + 0.2)
+        returns[i, t] = target = advantages[i, t] + v[i, t]
+        clipped = min(max(new[2][i, t], v[i, t] - 0.2), v[i, t] + 0.2)
         value_loss += 0.5 * max((new[2][i, t] - target) ** 2, (clipped - target) ** 2) / len(ragged)
         entropy += new[1][i, t] / len(ragged)
     expected = {"loss/policy_avg": policy_loss, "loss/value_avg": value_loss, "policy/entropy_avg": entropy}
     assert abs(policy_loss) > 0.01
     for name, value in expected.items():
-        assert stats[name].item() == pytest.approx(value, abs=1e-4), name
+        assert ppo.means([sums])[name].item() == pytest.approx(value, abs=1e-4), name
 
-    metrics = ppo.summarise(rollout, score, {name: x[None] for name, x in stats.items()}, 0.15)
+    metrics = ppo.summarise(rollout, score, [sums], 0.15, eos_args())
+    returns, values = (np.array([x[key] for key in ragged]) for x in (returns, v))
+    assert float(metrics["ppo/returns/mean"]) == pytest.approx(returns.mean(), abs=1e-4)
+    assert float(metrics["ppo/returns/var"]) == pytest.approx(returns.var(), abs=1e-4)
+    assert float(metrics["ppo/val/mean"]) == pytest.approx(values.mean(), abs=1e-4)
+    assert float(metrics["ppo/val/var"]) == pytest.approx(values.var(), abs=1e-4)
     ref = rollout.ref_logprobs.double().numpy()
     kl = sum(old[i, t] - ref[i, t] for i, t in ragged) / 8
     assert float(metrics["objective/kl"]) == pytest.approx(kl, abs=1e-4)
     assert float(metrics["objective/entropy"]) == pytest.approx(-sum(old[i, t] for i, t in ragged) / 8, abs=1e-4)
-    assert float(metrics["objective/response_length"]) == pytest.approx(sum(real) / 8)
+    assert float(metrics["objective/response_length"]) == pytest.approx(sum(REAL) / 8)
     assert float(metrics["objective/ended"]) == pytest.approx(6 / 8)
     assert float(metrics["objective/rlhf_reward"]) == pytest.approx(22 / 8 - 0.15 * kl, abs=1e-4)
 
 
-def test_X11_moments_are_over_the_masked_numbers_of_all_rows():
+@every_script_with("moments")
+def test_X11_moments_are_over_the_masked_numbers_of_all_rows(script):
     """Population mean and variance of 1, 2, 3, 6 are 3 and 3.5. Over two processes: test_distributed.py."""
     x = torch.tensor([[1.0, 2.0, 77.0], [3.0, 6.0, -1e30]])
-    mean, variance = utils.moments(x, torch.tensor([[True, True, False], [True, True, False]]))
+    mean, variance = script.moments(x, torch.tensor([[True, True, False], [True, True, False]]))
     assert (mean.item(), variance.item()) == (3.0, 3.5)

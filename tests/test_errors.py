@@ -1,12 +1,14 @@
 """Bad input gets one clear `InputError` that names the value and what would be right, before any weights are loaded."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import datasets
 import huggingface_hub
@@ -16,6 +18,7 @@ import torch
 from transformers import BloomConfig
 
 import ppo
+import rloo
 import sft
 import train_reward
 import utils
@@ -46,12 +49,18 @@ def scripts(task: utils.Task, reward_folder: str, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     return {
         "ppo": (ppo.main, tiny.make_args(task, reward_model=reward_folder)),
+        "rloo": (rloo.main, tiny.make_args(task, rloo, reward_model=reward_folder)),
         "train_reward": (
             train_reward.main,
             train_reward.Args(task=task, num_labels=12, batch_size=4, normalize_samples=4, rollout_batch_size=4),
         ),
         "sft": (sft.main, sft.Args(task=task, num_heldout=4, batch_size=2, block_size=10)),
     }
+
+
+def with_task(args, **changes):
+    """`args` with another task."""
+    return replace(args, task=replace(args.task, **changes))
 
 
 # ------------------------------------------------------------------------------------------------------------- sizes
@@ -75,41 +84,110 @@ def test_other_sizes_that_do_not_divide():
     train_reward.check(args, 2)
 
 
-POSITIVE = {
-    ppo: (
-        "total_episodes",
-        "batch_size",
-        "num_minibatches",
-        "num_ppo_epochs",
-        "micro_batch_size",
-        "rollout_batch_size",
-    ),
-    train_reward: ("num_labels", "batch_size", "micro_batch_size", "normalize_samples", "rollout_batch_size"),
-    sft: ("num_epochs", "batch_size", "micro_batch_size", "block_size"),
+# What every number may be, by hand: a field that is new has to be put here. `nan` and `inf` are never right.
+COUNT = {0, -3}
+POSITIVE = {0.0, -0.2}
+NOT_NEGATIVE = {-1e-9, -1.0}
+SHARE = {-0.1, 1.5, 3.0}
+WRONG = {  # field → values outside its bounds
+    "seed": {-1},
+    **dict.fromkeys(("query_length", "response_length", "num_queries", "num_labels", "normalize_samples"), COUNT),
+    **dict.fromkeys(("total_episodes", "batch_size", "num_minibatches", "num_ppo_epochs", "num_epochs"), COUNT),
+    **dict.fromkeys(("micro_batch_size", "rollout_batch_size", "block_size", "num_heldout"), COUNT),
+    **dict.fromkeys(("kl_horizon", "sample_every", "eval_every"), COUNT),
+    **dict.fromkeys(("temperature", "adam_eps", "kl_target", "max_grad_norm"), POSITIVE),
+    **dict.fromkeys(("cliprange", "cliprange_value"), POSITIVE),
+    **dict.fromkeys(("lr", "kl_coef", "vf_coef", "weight_decay"), NOT_NEGATIVE),
+    **dict.fromkeys(("gamma", "lam", "warmup"), SHARE),
+    "truncate_after": {-1},
+    "rloo_k": {1, 0, -4},
+    "missing_eos_penalty": set(),
 }
+ALLOWED = {  # the ends of the bounds that belong to them
+    "seed": 0,
+    "truncate_after": 0,
+    "rloo_k": 2,
+    "missing_eos_penalty": -1e6,
+    "kl_target": None,
+    **dict.fromkeys(("lr", "kl_coef", "vf_coef", "weight_decay", "gamma", "lam", "warmup"), 0.0),
+}
+SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
 
 
-@pytest.mark.parametrize(("script", "name"), [(s, n) for s, names in POSITIVE.items() for n in names])
-@pytest.mark.parametrize("value", [0, -3])
-def test_sizes_have_to_be_positive(script, name, value):
-    args = replace(script.Args(task=tiny.make_task()), **{name: value})
-    refuses(lambda: script.check(args, 1), f"{name}={value}", "positive")
+def numeric_fields(cls: type) -> dict[str, type]:
+    """Field → int or float, of `Args` or `Task`."""
+    hints = [(name, (hint, *get_args(hint))) for name, hint in get_type_hints(cls).items()]
+    return {name: kind for name, parts in hints for kind in (int, float) if kind in parts}
 
 
-@pytest.mark.parametrize("script", [ppo, train_reward, sft])
-@pytest.mark.parametrize("temperature", [0.0, -0.7, float("nan")])
-def test_the_temperature_has_to_be_positive(script, temperature):
-    args = script.Args(task=tiny.make_task(temperature=temperature))
-    refuses(lambda: script.check(args, 1), f"temperature={temperature}", "positive")
+OF_TASK = numeric_fields(utils.Task)
+NUMBERS = [(script, name) for script, m in SCRIPTS.items() for name in numeric_fields(m.Args) | OF_TASK]
 
 
-def test_truncation_has_to_start_inside_the_response_and_the_kl_target_to_be_positive():
-    for after in (-1, 5, 9):
-        args = tiny.make_args(tiny.make_task(truncate_after=after))
-        refuses(lambda args=args: ppo.check(args, 1), f"truncate_after={after}", 4)
-    for target in (0.0, -6.0):
-        refuses(lambda target=target: ppo.check(tiny.make_args(kl_target=target), 1), f"kl_target={target}")
-    ppo.check(tiny.make_args(kl_target=None), 1)
+def set_number(args, name: str, value: float | None):
+    """`args` with another value of a field of its own or of its task."""
+    if name in OF_TASK:
+        return with_task(args, **{name: value})
+    return replace(args, **{name: value})
+
+
+@pytest.fixture
+def nothing_loads(no_weights, monkeypatch):
+    """Neither weights nor rows nor a tokenizer."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("something was loaded before the numbers were checked")
+
+    for name in ("load_rows", "load_tokenizer", "load_queries"):
+        monkeypatch.setattr(utils, name, refuse)
+
+
+@pytest.mark.parametrize(("script", "name"), NUMBERS)
+def test_a_number_outside_its_bounds_is_refused_by_name_before_anything_loads(script, name, scripts, nothing_loads):
+    main, args = scripts[script]
+    kind = (numeric_fields(SCRIPTS[script].Args) | OF_TASK)[name]
+    never = {math.nan, math.inf, -math.inf} if kind is float else set()
+    for value in WRONG[name] | never:
+        text = refuses(lambda value=value: main(set_number(args, name, value)))
+        assert text.startswith(f"{name}={value} has to be "), text
+    if name in ALLOWED and not (script == "sft" and name == "lr"):  # nothing would be learned
+        utils.check_bounds(set_number(args, name, ALLOWED[name]))
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("ppo", ["--lr", "-1e-5"]),
+        ("ppo", ["--gamma", "3"]),
+        ("ppo", ["--kl_coef", "nan"]),
+        ("ppo", ["--seed", "-1"]),
+        ("ppo", ["--cliprange", "-0.2"]),
+        ("ppo", ["--lam", "2"]),
+        ("ppo", ["--vf_coef", "inf"]),
+        ("rloo", ["--rloo_k", "1"]),
+        ("rloo", ["--kl-target", "0"]),
+        ("train_reward", ["--adam_eps", "0"]),
+        ("sft", ["--warmup", "1.5"]),
+        ("sft", ["--temperature", "0"]),
+    ],
+)
+def test_a_flag_outside_its_bounds_is_refused_by_name(script, flags, nothing_loads, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
+    module = SCRIPTS[script]
+    with pytest.raises(SystemExit) as stop:
+        utils.cli(module.main, lambda: utils.parse_args(module.Args, module.PRESETS))
+    assert stop.value.code == 2 and not list(tmp_path.iterdir())
+    error = capsys.readouterr().err
+    name = flags[0][2:].replace("-", "_")
+    assert error.startswith(f"{script}.py: error: {name}=") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_truncation_has_to_start_inside_the_response(script, scripts, nothing_loads):
+    main, args = scripts[script]
+    for after in (5, 9):  # of responses of 5 tokens
+        refuses(lambda after=after: main(with_task(args, truncate_after=after)), f"truncate_after={after}", 4)
 
 
 # ------------------------------------------------------------- what each script refuses before it loads any weights
@@ -119,10 +197,6 @@ def test_the_scripts_would_run_but_for_the_mistakes_below(scripts):
     """What the next tests stand on: the untouched arguments give no error."""
     for main, args in scripts.values():
         main(args)
-
-
-def with_task(args, **changes):
-    return replace(args, task=replace(args.task, **changes))
 
 
 MISTAKES = {  # changes of the task → what the error names
@@ -145,7 +219,7 @@ SFT_READS = (
     "temperature",
     "gold_fn without a function",
 )
-PAIRS = [(script, mistake) for script in ("ppo", "train_reward") for mistake in MISTAKES] + [
+PAIRS = [(script, mistake) for script in ("ppo", "rloo", "train_reward") for mistake in MISTAKES] + [
     ("sft", m) for m in SFT_READS
 ]
 
@@ -171,7 +245,7 @@ def test_blocks_longer_than_the_model_reads_are_refused_before_any_weights(scrip
         ("blank.jsonl", '{"text": "  "}\n{"text": null}\n'),
     ],
 )
-@pytest.mark.parametrize("script", ["ppo", "train_reward", "sft"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_an_empty_or_blank_query_source_is_refused_before_any_weights(
     script, name, content, scripts, no_weights, tmp_path
 ):
@@ -186,7 +260,7 @@ def test_texts_that_fill_no_batch_are_refused_by_sft(scripts, no_weights, tmp_pa
     refuses(lambda: main(with_task(args, query_dataset=str(tmp_path / "few.txt"))), "few.txt", "num_heldout=4", 6)
 
 
-@pytest.mark.parametrize("script", ["ppo", "train_reward", "sft"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_pad_equal_to_eos_is_refused_before_any_weights(script, scripts, no_weights):
     """Pitfall 4."""
     main, args = scripts[script]
@@ -195,7 +269,7 @@ def test_pad_equal_to_eos_is_refused_before_any_weights(script, scripts, no_weig
     refuses(lambda: main(args), "pad_token", "eos_token", "<|endoftext|>", args.task.base_model)
 
 
-@pytest.mark.parametrize("script", ["ppo", "train_reward", "sft"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_model_without_position_ids_is_refused_before_any_weights(script, scripts, no_weights):
     main, args = scripts[script]
     (Path(args.task.base_model) / "generation_config.json").unlink(missing_ok=True)
@@ -280,14 +354,14 @@ def test_malformed_labels_are_refused_with_row_and_value(name, tmp_path):
     make, words = LABELS[name]
     task = tiny.make_task(label_dataset=str(tmp_path / "labels.json"))
     Path(task.label_dataset).write_text(json.dumps(make(tiny.label_rows(16, 8, 5))))
-    refuses(lambda: utils.load_labels(task, None, 1000), "--label_dataset", task.label_dataset, *words)
+    refuses(lambda: train_reward.load_labels(task, None, 1000), "--label_dataset", task.label_dataset, *words)
 
 
 @pytest.mark.parametrize("content", ["", "[", "not json at all", '[{"query": [1, 2'])
 def test_label_files_that_are_not_json_are_refused(content, tmp_path):
     task = tiny.make_task(label_dataset=str(tmp_path / "labels.json"))
     Path(task.label_dataset).write_text(content)
-    refuses(lambda: utils.load_labels(task, None, 1000), "--label_dataset", task.label_dataset)
+    refuses(lambda: train_reward.load_labels(task, None, 1000), "--label_dataset", task.label_dataset)
 
 
 def test_labels_are_checked_before_any_weights(scripts, no_weights):
@@ -322,8 +396,9 @@ def test_a_bad_function_spec_is_refused(spec, words, tmp_path, monkeypatch):
 
 
 def test_a_bad_reward_fn_is_refused_before_any_weights(scripts, no_weights):
-    main, args = scripts["ppo"]
-    refuses(lambda: main(replace(args, reward_fn="nowhere.py:f")), "nowhere.py")
+    for name in ("ppo", "rloo"):
+        main, args = scripts[name]
+        refuses(lambda main=main, args=args: main(replace(args, reward_fn="nowhere.py:f")), "nowhere.py")
 
 
 RETURNS = {
@@ -342,7 +417,7 @@ def test_a_reward_fn_that_returns_no_finite_float_for_each_response_is_refused(n
     (tmp_path / "mine.py").write_text(f"def f(queries, responses):\n    return {RETURNS[name]}\n")
     args = tiny.make_args(task, reward_fn=f"{tmp_path}/mine.py:f")
     tokenizer, _, pad_id = utils.load_tokenizer(task, 5)
-    reward = utils.load_reward(args, tokenizer, pad_id, torch.device("cpu"))
+    reward = ppo.load_reward(args, tokenizer, pad_id, torch.device("cpu"))
     tokens = torch.full((4, 3), 14)
     refuses(lambda: reward(tokens, tokens), "mine.py:f", "4 responses")
 
@@ -355,7 +430,7 @@ def test_a_good_reward_fn_reads_texts_and_may_return_any_sequence(task, tmp_path
     )
     (tmp_path / "mine.py").write_text("\n".join(lines))
     tokenizer, _, pad_id = utils.load_tokenizer(task, 5)
-    reward = utils.load_reward(
+    reward = ppo.load_reward(
         tiny.make_args(task, reward_fn=f"{tmp_path}/mine.py:f"), tokenizer, pad_id, torch.device("cpu")
     )
     queries = utils.pad_rows([tokenizer.encode("Anna saw"), tokenizer.encode("A")], 8, pad_id)

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ppo
+import rloo
 import train_reward
 import utils
 
@@ -122,18 +124,19 @@ def make_task(record: dict, **changes) -> utils.Task:
 
 
 @pytest.mark.parametrize("schedule", ["const", "anneal"])
-def test_A1_adam_follows_tensorflow(schedule):
+@pytest.mark.parametrize("script", [ppo, rloo, train_reward])
+def test_A1_adam_follows_tensorflow(script, schedule):
     record, arrays = load("adam")
     params = {name: torch.nn.Parameter(torch.from_numpy(np.array(arrays[f"init/{name}"]))) for name in record["shapes"]}
-    optimizer = utils.AdamTF(
+    optimizer = script.AdamTF(
         params.values(), lr=record["base_lr"], betas=(record["beta1"], record["beta2"]), eps=record["epsilon"]
     )
     for step in range(record["steps"]):
         for name, param in params.items():
             param.grad = torch.from_numpy(np.array(arrays[f"grad/{name}"][step]))
-        lr = record["base_lr"] if schedule == "const" else utils.anneal(record["base_lr"], step, record["steps"])
+        lr = record["base_lr"] if schedule == "const" else script.anneal(record["base_lr"], step, record["steps"])
         assert lr == pytest.approx(float(arrays[f"{schedule}/lr"][step]), rel=1e-6)
-        utils.set_lr(optimizer, lr)
+        script.set_lr(optimizer, lr)
         optimizer.step()
         for name, param in params.items():
             torch.testing.assert_close(
@@ -162,8 +165,9 @@ def test_G3_logits_values_and_rewards_under_any_padding(batch):
     real = torch.from_numpy(arrays[f"{batch}/nonpad"])
     assert torch.equal(real, tokens != pad_id)
     with torch.no_grad():
-        logits = policy.lm(**utils.model_inputs(tokens, pad_id), use_cache=False).logits
-        hidden = utils.hidden_states(policy.lm.base_model, tokens, pad_id)
+        inputs = utils.model_inputs(tokens, pad_id)
+        logits = policy.lm(**inputs, use_cache=False).logits
+        hidden = policy.lm.base_model(**inputs, use_cache=False).last_hidden_state
         for ours, name in (
             (logits, "logits"),
             (hidden, "h"),
@@ -173,17 +177,22 @@ def test_G3_logits_values_and_rewards_under_any_padding(batch):
             torch.testing.assert_close(ours[real], torch.from_numpy(arrays[f"{batch}/{name}"])[real], atol=1e-5, rtol=0)
 
 
-def test_P1_logprobs_entropies_and_values_of_responses():
+@pytest.mark.parametrize("script", [ppo, rloo])
+def test_P1_logprobs_entropies_and_values_of_responses(script):
+    """rloo has no values."""
     record, arrays = load("model")
     pad_id, key = record["padding_token"], next(k for k in arrays if k.startswith("policy_analyze_T")).split("/")[0]
     policy = make_policy(
         record["model_hparams"], tensors(arrays, "weights/"), pad_id, float(key.removeprefix("policy_analyze_T"))
     )
+    if script is rloo:
+        policy = rloo.Policy(policy.lm, pad_id, policy.temperature)
     contexts, responses = left(arrays["queries"], pad_id), torch.from_numpy(arrays["responses"]).long()
     with torch.no_grad():
         ours = policy(contexts, responses)
-        ref = utils.lm_logprobs(policy.lm, contexts, responses, policy.temperature, pad_id, size=4)
-    for value, name in zip((*ours, ref), ("logprobs", "entropies", "values", "logprobs"), strict=True):
+        ref = script.lm_logprobs(policy.lm, contexts, responses, policy.temperature, pad_id, size=4)
+    names = ("logprobs", "logprobs", "entropies", "values")[: 3 if script is rloo else 4]
+    for value, name in zip((ref, *ours), names, strict=True):
         torch.testing.assert_close(value, torch.from_numpy(arrays[f"{key}/{name}"]), atol=1e-5, rtol=0)
 
 
@@ -200,7 +209,7 @@ def test_R1_the_reward_is_read_at_the_last_real_token(batch):
     expected = torch.from_numpy(arrays[f"score_fn/{batch}"])
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
-    ours = utils.reward_scores(model, tokens[:, :query_length], tokens[:, query_length:], size=4)
+    ours = model.score(tokens[:, :query_length], tokens[:, query_length:], size=4)
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
 
 
@@ -208,7 +217,8 @@ def test_R1_the_reward_is_read_at_the_last_real_token(batch):
 
 
 @pytest.mark.parametrize("name", json.loads((GOLDEN / "score_fn.json").read_text())["configs"])
-def test_P5_truncation_and_penalty(name):
+@pytest.mark.parametrize("script", [ppo, rloo])
+def test_P5_truncation_and_penalty(script, name):
     record, arrays = load("score_fn")
     config, pad_id = record["configs"][name], record["padding_token"]
     model = make_reward(record["model_hparams"], tensors(arrays, "reward_weights/"), pad_id)
@@ -217,7 +227,7 @@ def test_P5_truncation_and_penalty(name):
         utils.BOOKS, truncate_after=config["truncate_after"], missing_eos_penalty=config["penalty_reward_value"]
     )
     ids = utils.Ids(pad_id, config["truncate_token"], [], [])
-    score = utils.score_responses(lambda q, r: utils.reward_scores(model, q, r, size=5), queries, responses, task, ids)
+    score = script.score_responses(lambda q, r: model.score(q, r, size=5), queries, responses, task, ids)
     assert torch.equal(score.cut, torch.from_numpy(arrays[f"{name}/postprocessed"]).long())
     assert score.ended.tolist() == [config["valid"][row] for row in record["row_names"]]
     torch.testing.assert_close(score.scores, torch.from_numpy(arrays[f"{name}/scores"]), atol=1e-5, rtol=0)
@@ -269,7 +279,7 @@ def ppo_args(record: dict, micro_batch_size: int) -> ppo.Args:
 @pytest.mark.parametrize("micro_batch_size", [3, 64])
 @pytest.mark.parametrize("name", PPO_RECORDS)
 def test_ppo_reproduces_every_update(name, micro_batch_size):
-    """G5, P1, P5–P11, A1: recorded responses in; weights, statistics of each minibatch, β and lr out, update by update."""
+    """G5, P1, P5–P11, A1: recorded responses in; weights, statistics of each minibatch, β, lr out, update by update."""
     record, arrays = load(name)
     args, pad_id, accelerator = ppo_args(record, micro_batch_size), record["padding_token"], Accelerator(cpu=True)
     temperature = args.task.temperature
@@ -279,8 +289,8 @@ def test_ppo_reproduces_every_update(name, micro_batch_size):
     ids = utils.Ids(
         pad_id, record["hparams"]["task"]["truncate_token"], record["prefix_tokens"], record["suffix_tokens"]
     )
-    models = ppo.Models(policy, ref, lambda q, r: utils.reward_scores(reward, q, r, size=7), ids)
-    optimizer = utils.AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
+    models = ppo.Models(policy, ref, lambda q, r: reward.score(q, r, size=7), ids)
+    optimizer = ppo.AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
     num_updates = ppo.math.ceil(args.total_episodes / args.batch_size)
     assert num_updates == record["nupdates"]
     kl_coef = args.kl_coef
@@ -288,27 +298,30 @@ def test_ppo_reproduces_every_update(name, micro_batch_size):
         u = {k.removeprefix(f"u{update}/"): v for k, v in arrays.items() if k.startswith(f"u{update}/")}
         queries, responses = left(u["queries"], pad_id), torch.from_numpy(u["responses"]).long()
         assert kl_coef == pytest.approx(float(u["kl_coef_before"]), abs=1e-7)
-        rollout, score = ppo.evaluate(models, queries, responses, u["order"][0], kl_coef, args)
-        assert rollout.mask.all()
+        rollout, score = ppo.make_rollout(models, queries, responses, u["order"][0], kl_coef, args)
+        assert rollout.mask.all() and torch.equal(rollout.responses, responses)
+        assert torch.equal(score.cut, torch.from_numpy(u["postprocessed_responses"]).long())
         atol = 1e-5 if update == 0 else 1e-4  # later, weights that are 2e-5 off are amplified by the network
         for ours in ("logprobs", "values", "ref_logprobs", "scores", "rewards"):
             torch.testing.assert_close(
                 getattr(rollout, ours), torch.from_numpy(u[ours]), atol=atol, rtol=0, msg=lambda m, n=ours: f"{n}: {m}"
             )
 
-        lr = utils.anneal(args.lr, update, num_updates)
+        lr = ppo.anneal(args.lr, update, num_updates)
         assert lr == pytest.approx(float(u["lr"]), rel=1e-6)
-        utils.set_lr(optimizer, lr)
-        stats = ppo.optimise(policy, optimizer, rollout, list(u["order"]), args, accelerator)
+        ppo.set_lr(optimizer, lr)
+        steps = tiny.update(ppo, policy, optimizer, rollout, list(u["order"]), args, accelerator)
+        each = [ppo.summarise(rollout, score, [step], kl_coef, args) for step in steps]  # of one minibatch
         for key in (k for k in u if k.startswith("mb_stats/")):
-            theirs = key.removeprefix("mb_stats/")
-            ours = stats[theirs] if theirs in stats else stats[f"{theirs}_avg"]
+            theirs = f"ppo/{key.removeprefix('mb_stats/')}"
+            theirs = theirs if theirs in each[0] else f"{theirs}_avg"
+            ours = torch.stack([metrics[theirs] for metrics in each])
             torch.testing.assert_close(
                 ours, torch.from_numpy(u[key]), atol=2e-5, rtol=0, msg=lambda m, k=key: f"u{update} {k}: {m}"
             )
         assert_weights(policy, tensors(u, "weights/"), atol=2e-5)
 
-        metrics = ppo.summarise(rollout, score, stats, kl_coef)
+        metrics = ppo.summarise(rollout, score, steps, kl_coef, args)
         for key in (k for k in u if k.startswith("step_stats/") and "elapsed" not in k):
             theirs = (
                 key.removeprefix("step_stats/")
@@ -317,8 +330,9 @@ def test_ppo_reproduces_every_update(name, micro_batch_size):
             )
             ours = metrics[theirs] if theirs in metrics else metrics[f"{theirs}_avg"]
             assert float(ours) == pytest.approx(float(u[key]), abs=2e-5), (update, key)
-        kl_coef = ppo.next_kl_coef(kl_coef, float(metrics["objective/kl"]), args)
-        assert kl_coef == pytest.approx(float(u["kl_coef_after"]), abs=1e-7)
+        following = [script.next_kl_coef(kl_coef, float(metrics["objective/kl"]), args) for script in (ppo, rloo)]
+        assert following == pytest.approx([float(u["kl_coef_after"])] * 2, abs=1e-7)
+        kl_coef = following[0]
     optimizer_state = {
         name: optimizer.state[p] for name, p in zip(golden_names(policy), policy.parameters(), strict=True)
     }
@@ -345,7 +359,7 @@ def test_reward_training_reproduces_every_step(micro_batch_size):
         rollout_batch_size=h["rollout_batch_size"],
     )
     model = make_reward(record["model_hparams"], tensors(arrays, "init/reward/"), pad_id)
-    optimizer = utils.AdamTF(model.parameters(), lr=args.lr)
+    optimizer = train_reward.AdamTF(model.parameters(), lr=args.lr)
 
     def normalise(norm: dict) -> None:
         queries, responses = (
@@ -358,7 +372,7 @@ def test_reward_training_reproduces_every_step(micro_batch_size):
                 (norm["gain_set"], norm["bias_set"]), abs=2e-5
             )
         else:
-            rewards = utils.reward_scores(model, queries, responses, size=5)
+            rewards = model.score(queries, responses, size=5)
             torch.testing.assert_close(
                 rewards, torch.from_numpy(arrays[f"norm{norm['index']}/rewards"]), atol=2e-5, rtol=0
             )
@@ -368,7 +382,7 @@ def test_reward_training_reproduces_every_step(micro_batch_size):
         normalise(norm)
     assert_weights(model, tensors(arrays, "before_training/"), atol=2e-5)
     names = sorted(k.removeprefix("labels/") for k in arrays if k.startswith("labels/sample"))
-    labels = utils.Labels(
+    labels = train_reward.Labels(
         left(arrays["labels/query"], pad_id),
         torch.stack([torch.from_numpy(arrays[f"labels/{n}"]).long() for n in names], 1),
         torch.from_numpy(arrays["labels/best"]).long(),
@@ -381,7 +395,7 @@ def test_reward_training_reproduces_every_step(micro_batch_size):
         torch.testing.assert_close(
             rewards, torch.from_numpy(arrays[f"s{step['step']}/logits_before_step"]), atol=2e-5, rtol=0
         )
-        utils.set_lr(optimizer, lr := utils.anneal(args.lr, start, args.num_labels))
+        train_reward.set_lr(optimizer, lr := train_reward.anneal(args.lr, start, args.num_labels))
         assert lr == pytest.approx(step["lr"], rel=1e-6)
         stats = train_reward.train_step(model, optimizer, labels.rows(rows), pad_id, args, accelerator)
         assert float(stats["loss"]) == pytest.approx(step["loss"], abs=2e-5)

@@ -1,91 +1,111 @@
 """Where such code went wrong before: pitfalls 1 to 22, where test_details.py does not already show them.
 
 3 and 5 are R1 there, 8 is P9 too, 12 is P4, 13 is G4, 15 is P5 too; 4 is in test_errors.py, 9 and 19 with two processes
-in test_distributed.py.
+in test_distributed.py. What stands in ppo.py and in rloo.py is tested in both.
 """
 
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import tiny
 import torch
+import torch.nn.functional as F
 from tiny import PAD, WORDS
 from transformers import AutoModelForCausalLM
 
 import ppo
+import rloo
 import sft
+import train_reward
 import utils
 
+BOTH = pytest.mark.parametrize("script", [ppo, rloo])
+EOS_TASK = tiny.make_task(eos_task=True, truncate_after=0)
 
-def spy_ratios(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Every ratio [b, R] of every micro-batch from here on."""
-    ratios, loss_terms = [], ppo.loss_terms
+
+def spy_ratios(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Every ratio of every micro-batch from here on: [b, R] of tokens (ppo), [b] of completions (rloo)."""
+    ratios, loss_terms = [], script.loss_terms
 
     def spy(*args):
         terms = loss_terms(*args)
         ratios.append(terms["val/ratio"].detach().clone())
         return terms
 
-    monkeypatch.setattr(ppo, "loss_terms", spy)
+    monkeypatch.setattr(script, "loss_terms", spy)
     return ratios
 
 
-def collect(policy, args: ppo.Args, order: np.ndarray, accelerator) -> ppo.Rollout:
-    """A rollout of 16 rows of uneven length, as ppo.main makes it."""
+def collect(script: ModuleType, policy, args, order: np.ndarray, accelerator):
+    """A rollout of 16 rows of uneven length, as `main` makes it."""
     queries, responses = tiny.make_contexts(tiny.LENGTHS * 2, 8), tiny.make_responses(16, 5)
     with accelerator.autocast():
-        return ppo.evaluate(tiny.make_models(policy), queries, responses, order, 0.15, args)[0]
+        models = tiny.make_models(policy, script=script)
+        return script.make_rollout(models, queries, responses, order, 0.15, args)[0]
 
 
+def permutations(epochs: int) -> list[np.ndarray]:
+    return [np.random.default_rng(epoch).permutation(16) for epoch in range(epochs)]
+
+
+@BOTH
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_01_without_learning_every_ratio_of_every_minibatch_is_1(kind, accelerator, monkeypatch):
+def test_01_without_learning_every_ratio_of_every_minibatch_is_1(script, kind, accelerator, monkeypatch):
     """lr 0, 3 epochs of 2 minibatches of 3 trimmed micro-batches. Within an epoch that is cut otherwise than the
     rollout was, sums are taken in another order: there 1 is 1 to the last digits of fp32."""
-    args = tiny.make_args(num_ppo_epochs=3, batch_size=16, micro_batch_size=3)
-    epochs = [np.random.default_rng(epoch).permutation(16) for epoch in range(3)]
-    policy = tiny.make_policy(kind)
-    rollout = collect(policy, args, epochs[0], accelerator)
-    ratios = spy_ratios(monkeypatch)
-    stats = ppo.optimise(policy, utils.AdamTF(policy.parameters(), lr=0.0), rollout, epochs, args, accelerator)
+    args = tiny.make_args(script=script, num_ppo_epochs=3, batch_size=16, micro_batch_size=3)
+    epochs, policy = permutations(3), tiny.make_policy(kind, script=script)
+    rollout = collect(script, policy, args, epochs[0], accelerator)
+    ratios = spy_ratios(script, monkeypatch)
+    optimizer = script.AdamTF(policy.parameters(), lr=0.0)
+    stats = script.means(tiny.update(script, policy, optimizer, rollout, epochs, args, accelerator))
     assert len(ratios) == 3 * 2 * 3 and sum(map(len, ratios)) == 3 * 16
     assert all(torch.equal(ratio, torch.ones_like(ratio)) for ratio in ratios[:6])
     assert all((ratio - 1).abs().max() < 1e-4 for ratio in ratios)
     assert not stats["policy/clipfrac_avg"].any() and stats["policy/approxkl_avg"].max() < 1e-8
 
 
-def test_01_with_one_minibatch_without_learning_every_ratio_of_every_epoch_is_exactly_1(accelerator, monkeypatch):
+@BOTH
+def test_01_with_one_minibatch_without_learning_every_ratio_of_every_epoch_is_exactly_1(
+    script, accelerator, monkeypatch
+):
     """The batch shuffled anew is the same set of rows, so it makes the same micro-batches."""
-    args = tiny.make_args(num_ppo_epochs=3, num_minibatches=1, batch_size=16, micro_batch_size=3)
-    epochs = [np.random.default_rng(epoch).permutation(16) for epoch in range(3)]
-    policy = tiny.make_policy()
-    rollout = collect(policy, args, epochs[0], accelerator)
-    ratios = spy_ratios(monkeypatch)
-    ppo.optimise(policy, utils.AdamTF(policy.parameters(), lr=0.0), rollout, epochs, args, accelerator)
+    args = tiny.make_args(script=script, num_ppo_epochs=3, num_minibatches=1, batch_size=16, micro_batch_size=3)
+    epochs, policy = permutations(3), tiny.make_policy(script=script)
+    rollout = collect(script, policy, args, epochs[0], accelerator)
+    ratios = spy_ratios(script, monkeypatch)
+    optimizer = script.AdamTF(policy.parameters(), lr=0.0)
+    tiny.update(script, policy, optimizer, rollout, epochs, args, accelerator)
     assert len(ratios) == 3 * 6 and all(torch.equal(ratio, torch.ones_like(ratio)) for ratio in ratios)
 
 
+@BOTH
 @pytest.mark.parametrize("precision", ["accelerator", "bf16_accelerator"])
-def test_01_the_first_minibatchs_ratios_are_exactly_1_in_fp32_and_bf16(precision, request, monkeypatch):
-    """L6: with the prepared policy, in eval mode before and in train mode after, as in ppo.main."""
+def test_01_the_first_minibatchs_ratios_are_exactly_1_in_fp32_and_bf16(script, precision, request, monkeypatch):
+    """L6: with the prepared policy, in eval mode before and in train mode after, as in `main`."""
     accelerator = request.getfixturevalue(precision)
-    args = tiny.make_args(batch_size=16, micro_batch_size=3)
-    plain = tiny.make_policy()
-    policy, optimizer = accelerator.prepare(plain, utils.AdamTF(plain.parameters(), lr=1e-2))
-    epochs = [np.random.default_rng(epoch).permutation(16) for epoch in range(2)]
-    rollout = collect(policy.eval(), args, epochs[0], accelerator)
-    ratios = spy_ratios(monkeypatch)
-    stats = ppo.optimise(policy.train(), optimizer, rollout, epochs, args, accelerator)
+    args = tiny.make_args(script=script, batch_size=16, micro_batch_size=3)
+    plain = tiny.make_policy(script=script)
+    policy, optimizer = accelerator.prepare(plain, script.AdamTF(plain.parameters(), lr=1e-2))
+    epochs = permutations(2)
+    rollout = collect(script, policy.eval(), args, epochs[0], accelerator)
+    ratios = spy_ratios(script, monkeypatch)
+    stats = script.means(tiny.update(script, policy.train(), optimizer, rollout, epochs, args, accelerator))
     assert all(torch.equal(ratio, torch.ones_like(ratio)) for ratio in ratios[:3])
     assert stats["policy/clipfrac_avg"][0] == 0 and stats["policy/approxkl_avg"][0] == 0
     assert max((ratio - 1).abs().max() for ratio in ratios[3:]) > 1e-2  # the optimizer has moved the policy
 
 
-def test_01_old_log_probabilities_come_from_the_very_forwards_of_the_first_epoch(accelerator):
+@BOTH
+def test_01_old_log_probabilities_come_from_the_very_forwards_of_the_first_epoch(script, accelerator):
     """L6: the same rows, in the same order, trimmed to the same width, micro-batch by micro-batch."""
-    args, policy, seen = tiny.make_args(batch_size=16, micro_batch_size=3, num_ppo_epochs=1), tiny.make_policy(), []
+    args = tiny.make_args(script=script, batch_size=16, micro_batch_size=3, num_ppo_epochs=1)
+    policy, seen = tiny.make_policy(script=script), []
     forward = policy.forward
 
     def spy(contexts, responses):
@@ -94,15 +114,17 @@ def test_01_old_log_probabilities_come_from_the_very_forwards_of_the_first_epoch
 
     policy.forward = spy
     order = np.random.default_rng(0).permutation(16)
-    rollout = collect(policy, args, order, accelerator)
-    ppo.optimise(policy, utils.AdamTF(policy.parameters(), lr=0.0), rollout, [order], args, accelerator)
+    rollout = collect(script, policy, args, order, accelerator)
+    optimizer = script.AdamTF(policy.parameters(), lr=0.0)
+    tiny.update(script, policy, optimizer, rollout, [order], args, accelerator)
     assert len(seen) == 12 and seen[:6] == seen[6:]
 
 
+@BOTH
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_02_padded_and_unpadded_rows_have_the_same_log_probabilities_values_and_rewards(kind):
+def test_02_padded_and_unpadded_rows_have_the_same_log_probabilities_values_and_rewards(kind, script):
     """With absolute positions (GPT-2) and rotary ones."""
-    policy, reward = tiny.make_policy(kind), tiny.make_reward(kind)
+    policy, reward = tiny.make_policy(kind, script=script), tiny.make_reward(kind)
     contexts, responses = tiny.make_contexts([3, 7, 1], 7), tiny.make_responses(3, 4)
     wide = torch.cat([torch.full((3, 5), PAD), contexts], dim=1)
     with torch.no_grad():
@@ -120,14 +142,38 @@ def test_02_prefix_and_suffix_join_the_query_without_a_gap():
     assert utils.add_affixes(queries, ids).tolist() == [[9, 9, 1, 2, 5, 6, 3], [1, 2, 4, 4, 4, 4, 3]]
 
 
-def test_06_the_score_sits_on_the_right_index():
+@pytest.mark.parametrize("script", [ppo, rloo, sft])
+def test_06_a_response_is_cut_behind_its_first_eos(script):
     """EOS first, in the middle, last and missing."""
     responses = torch.tensor([[5, 1, 1, 1], [1, 5, 1, 5], [1, 1, 1, 5], [1, 1, 1, 1]])
-    cut, last, ended = utils.truncate(responses, 5, 0, PAD)
-    assert last.tolist() == [0, 1, 3, 3] and ended.tolist() == [True, True, True, False]
+    cut, ended = script.truncate(responses, 5, 0, PAD)
+    assert cut.tolist() == [[5, PAD, PAD, PAD], [1, 5, PAD, PAD], [1, 1, 1, 5], [1, 1, 1, 1]]
+    assert ended.tolist() == [True, True, True, False]
+
+
+def test_06_the_score_sits_on_the_right_index():
+    """On the last real token: EOS first, in the middle, last and missing."""
+    mask = torch.arange(4) <= torch.tensor([0, 1, 3, 3])[:, None]
     zeros = torch.zeros(4, 4)
-    rewards = ppo.kl_penalised_rewards(zeros, zeros, torch.tensor([1.0, 2.0, 3.0, 4.0]), cut != PAD, 0.1)
+    rewards = ppo.kl_penalised_rewards(zeros, zeros, torch.tensor([1.0, 2.0, 3.0, 4.0]), mask, 0.1)
     assert rewards.tolist() == [[1, 0, 0, 0], [0, 2, 0, 0], [0, 0, 0, 3], [0, 0, 0, 4]]
+
+
+@BOTH
+@pytest.mark.parametrize("eos_task", [False, True])
+def test_06_only_the_responses_of_an_eos_task_are_cut_in_the_rollout(script, eos_task):
+    """A task of fixed length learns from every token, also behind the token that its scoring cuts at."""
+    args = tiny.make_args(tiny.make_task(eos_task=eos_task, truncate_after=0), script)
+    responses = torch.tensor([[tiny.EOS, 1, 2, 3, 4], [1, 2, tiny.EOS, 3, tiny.EOS], [1, 2, 3, 4, 6]] * 4)
+    queries, seen = tiny.make_contexts([8, 1, 3] * 4, 8), []
+    models = tiny.make_models(
+        tiny.make_policy(script=script), lambda q, r: seen.append(r) or torch.zeros(len(r)), script=script
+    )
+    rollout, score = script.make_rollout(models, queries, responses, np.arange(12), 0.15, args)
+    cut = torch.tensor([[tiny.EOS] + [PAD] * 4, [1, 2, tiny.EOS, PAD, PAD], [1, 2, 3, 4, 6]] * 4)
+    assert torch.equal(score.cut, cut) and torch.equal(seen[0], cut)
+    assert torch.equal(rollout.responses, cut if eos_task else responses)
+    assert rollout.mask.sum(dim=1).tolist() == ([1, 3, 5] if eos_task else [5, 5, 5]) * 4
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.99, 0.0)])
@@ -147,88 +193,221 @@ def test_06_advantages_equal_a_brute_force_sum_over_each_rows_own_length(gamma, 
         assert not ours[0][i, n:].any() and not ours[1][i, n:].any()
 
 
+def poison(policy, ref, huge: float, length: int) -> None:
+    """From here on the forwards of policy and reference give `huge` wherever a response [B, length] has a pad."""
+    forward = policy.forward
+
+    def poisoned(contexts, responses):
+        return tuple(x + torch.where(responses == PAD, huge, 0.0) for x in forward(contexts, responses))
+
+    def hook(module, args, kwargs, output):
+        outside = kwargs["attention_mask"][:, -length:] == 0
+        output.logits[:, :-1][outside] = huge * torch.linspace(-1, 1, tiny.VOCAB)
+
+    policy.forward = poisoned
+    ref.register_forward_hook(hook, with_kwargs=True)
+
+
+@BOTH
 @pytest.mark.parametrize("huge", [float("nan"), float("inf"), 1e30])
-def test_07_nan_and_huge_numbers_at_masked_positions_change_nothing(huge, accelerator):
-    args = tiny.make_args(tiny.make_task(eos_task=True, truncate_after=0), num_minibatches=1)
-    policy = tiny.make_policy()
-    rollout = tiny.make_rollout(policy, args)
-    outside = ~rollout.mask
-    assert outside.any(dim=1).sum() >= 3
-    assert not rollout.rewards[outside].any()
-    poison = {
-        name: getattr(rollout, name).masked_fill(outside, huge)
-        for name in ("logprobs", "values", "ref_logprobs", "rewards")
-    }
-    score = utils.Score(rollout.scores, rollout.responses, rollout.mask.sum(dim=1) - 1, rollout.scores > 0)
+def test_07_nan_and_huge_numbers_that_the_forwards_give_at_masked_positions_change_nothing(huge, script, accelerator):
+    """Behind the end of a response: neither rollout, nor statistics, nor gradients, nor metrics."""
+    args = tiny.make_args(EOS_TASK, script, num_minibatches=1)
+    queries, responses = tiny.make_contexts(tiny.LENGTHS, 8), tiny.make_responses(8, 5)
     results = []
-    for batch in (rollout, rollout._replace(**poison)):
-        before = [x.clone() if isinstance(x, torch.Tensor) else x.copy() for x in batch]
-        stats = ppo.minibatch_gradient(policy, batch, args, accelerator)
-        for x, y in zip(batch, before, strict=True):  # inputs are never mutated
-            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-        batch = batch._replace(rewards=rollout.rewards)  # summarise sums whole rows: rewards behind an end are 0 (X9)
-        metrics = ppo.summarise(batch, score, {name: x[None] for name, x in stats.items()}, 0.15)
-        results.append({name: torch.as_tensor(x) for name, x in metrics.items()} | tiny.gradients(policy))
+    for poisoned in (False, True):
+        policy, ref = tiny.make_policy(script=script), tiny.make_lm(seed=3)
+        if poisoned:
+            poison(policy, ref, huge, 5)
+        models = tiny.make_models(policy, ref=ref, script=script)
+        rollout, score = script.make_rollout(models, queries, responses, np.arange(8), 0.15, args)
+        assert (~rollout.mask).any(dim=1).sum() >= 3
+        sums, gradients = tiny.step_gradients(script, policy, tiny.add_noise(rollout), args, accelerator)
+        metrics = tiny.summarise(script, rollout, score, [sums], 0.15, args)
+        results.append({f"rollout {name}": torch.as_tensor(x) for name, x in rollout._asdict().items()})
+        results[-1] |= sums | {name: torch.as_tensor(x) for name, x in metrics.items()} | gradients
     for name, value in results[0].items():
         assert value.isfinite().all() and torch.equal(value, results[1][name]), name
 
 
+def test_07_every_number_of_ppos_rollout_is_0_behind_the_end_of_a_response():
+    """So that nothing downstream has to mask: sums over whole rows are sums over real tokens."""
+    policy, ref = tiny.make_policy(), tiny.make_lm(seed=3)
+    poison(policy, ref, float("nan"), 5)
+    models, args = tiny.make_models(policy, ref=ref), tiny.make_args(EOS_TASK)
+    queries, responses = tiny.make_contexts(tiny.LENGTHS, 8), tiny.make_responses(8, 5)
+    rollout, _ = ppo.make_rollout(models, queries, responses, np.arange(8), 0.15, args)
+    for name in ("logprobs", "values", "ref_logprobs", "rewards"):
+        x = getattr(rollout, name)
+        assert not x[~rollout.mask].any() and x[rollout.mask].all(), name
+    for x in ppo.estimate(rollout, args):
+        assert not x[~rollout.mask].any()
+
+
+@BOTH
 @pytest.mark.parametrize("huge", [float("nan"), 1e30])
-def test_07_a_policy_that_gives_nan_or_huge_numbers_at_masked_positions_changes_nothing(huge, accelerator, monkeypatch):
-    """What the forward gives behind the end of a response reaches neither loss nor gradient."""
-    args = tiny.make_args(tiny.make_task(eos_task=True, truncate_after=0), num_minibatches=1, micro_batch_size=8)
-    policy = tiny.make_policy()
-    rollout = tiny.make_rollout(policy, args)
-    clean = ppo.minibatch_gradient(policy, rollout, args, accelerator), tiny.gradients(policy)
-    forward = policy.forward
-
-    def poisoned(contexts, responses):
-        outside = responses == PAD
-        return tuple(x + torch.where(outside, huge, 0.0) for x in forward(contexts, responses))
-
-    policy.forward = poisoned
-    for ours, theirs in zip(
-        (ppo.minibatch_gradient(policy, rollout, args, accelerator), tiny.gradients(policy)), clean, strict=True
-    ):
+def test_07_a_policy_that_gives_nan_or_huge_numbers_at_masked_positions_changes_nothing(huge, script, accelerator):
+    """What the forward gives behind the end of a response reaches neither loss nor gradient: in one micro-batch with
+    rows that have none."""
+    args = tiny.make_args(EOS_TASK, script, num_minibatches=1, micro_batch_size=8)
+    policy = tiny.make_policy(script=script)
+    rollout = tiny.make_rollout(policy, args, script=script)
+    clean = tiny.step_gradients(script, policy, rollout, args, accelerator)
+    poison(policy, tiny.make_lm(), huge, 5)
+    for ours, theirs in zip(tiny.step_gradients(script, policy, rollout, args, accelerator), clean, strict=True):
         for name, value in theirs.items():
-            assert torch.equal(ours[name], value), name
+            assert value.isfinite().all() and torch.equal(ours[name], value), name
 
 
-def test_08_whitening_masks_mean_and_variance():
+@BOTH
+def test_07_a_step_mutates_none_of_its_inputs(script, accelerator):
+    args, policy = tiny.make_args(EOS_TASK, script), tiny.make_policy(script=script)
+    rollout = tiny.make_rollout(policy, args, script=script)
+    before = [x.clone() if isinstance(x, torch.Tensor) else x.copy() for x in rollout]
+    epochs = [np.arange(8), np.arange(8)[::-1].copy()]
+    optimizer = script.AdamTF(policy.parameters(), lr=1e-3)
+    tiny.update(script, policy, optimizer, rollout, epochs, args, accelerator)
+    for x, y in zip(rollout, before, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize("huge", [float("nan"), float("inf"), 1e9])
+def test_08_whitening_masks_mean_and_variance(huge):
     """Population: 1, 3, 5, 7 have mean 4 and variance 5."""
-    x = torch.tensor([[1.0, 3.0, 1e9], [5.0, 7.0, -1e9]])
+    x = torch.tensor([[1.0, 3.0, huge], [5.0, 7.0, -huge]])
     mask = torch.tensor([[True, True, False], [True, True, False]])
     root = math.sqrt(5)
-    expected = torch.tensor([[-3 / root, -1 / root], [1 / root, 3 / root]])
-    torch.testing.assert_close(utils.whiten(x, mask)[:, :2], expected)
-    torch.testing.assert_close(utils.whiten(x, mask, shift_mean=False)[:, :2], expected + 4)
-    assert utils.whiten(torch.full((2, 3), 7.0), mask)[mask].abs().max() == 0  # equal numbers do not blow up
+    expected = torch.tensor([[-3 / root, -1 / root, 0], [1 / root, 3 / root, 0]])
+    torch.testing.assert_close(ppo.whiten(x, mask), expected)
+    torch.testing.assert_close(ppo.whiten(x, mask, shift_mean=False), (expected + 4).masked_fill(~mask, 0))
+    assert ppo.whiten(torch.full((2, 3), 7.0), mask)[mask].abs().max() == 0  # equal numbers do not blow up
+    for script in (ppo, rloo, train_reward):
+        assert [value.item() for value in script.moments(x, mask)] == [4, 5]
 
 
-def test_10_the_number_of_optimizer_steps_is_exact(accelerator):
+def one_by_one(script: ModuleType, policy, rollout, args) -> dict[str, torch.Tensor]:
+    """The gradient of a minibatch by a naive loop over rows without any padding, loss written out."""
+    losses, count = [], 0
+    if script is ppo:
+        advantages, returns = ppo.estimate(rollout, args)
+    for i, width in enumerate(rollout.lengths):
+        n = int(rollout.mask[i].sum())
+        out = policy(rollout.contexts[i : i + 1, -width:], rollout.responses[i : i + 1, :n])
+        old = rollout.logprobs[i]
+        if script is rloo:
+            ratio, advantage = (out[0].sum() - old).exp(), rollout.advantages[i]
+            losses.append(-torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2)))
+            count += 1
+            continue
+        for t in range(n):
+            ratio, advantage, value = (out[0][0, t] - old[t]).exp(), advantages[i, t], out[2][0, t]
+            losses.append(-torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2)))
+            near = value.clamp(rollout.values[i, t] - 0.2, rollout.values[i, t] + 0.2)
+            error = torch.maximum((value - returns[i, t]) ** 2, (near - returns[i, t]) ** 2)
+            losses.append(0.1 * 0.5 * error)
+            count += 1
+    (torch.stack(losses).sum() / count).backward()
+    return tiny.gradients(policy)
+
+
+@BOTH
+@pytest.mark.parametrize("task", [tiny.make_task(), EOS_TASK], ids=["fixed", "eos"])
+def test_09_the_gradient_is_that_of_a_naive_loop_whatever_the_micro_batches(task, script, accelerator):
+    """Rows of uneven length, also of responses: a mean of means would differ. Also counts too high or too low."""
+    policy = tiny.make_policy(script=script)
+    rollout = tiny.make_rollout(policy, tiny.make_args(task, script), script=script)
+    assert rollout.mask.all() != task.eos_task
+    expected = one_by_one(script, policy, rollout, tiny.make_args(task, script))
+    all_sums = []
+    for size in (1, 3, 8):
+        args = tiny.make_args(task, script, micro_batch_size=size)
+        sums, gradients = tiny.step_gradients(script, policy, rollout, args, accelerator)
+        all_sums.append(sums)
+        assert max(value.abs().max() for value in gradients.values()) > 1e-2
+        for name, value in expected.items():
+            torch.testing.assert_close(gradients[name], value, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    for sums in all_sums[1:]:
+        for name, value in all_sums[0].items():
+            torch.testing.assert_close(sums[name], value, atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_09_reward_training_follows_the_gradient_of_the_mean_over_labels_whatever_the_micro_batches(accelerator):
+    model = tiny.make_reward()
+    candidates = torch.stack([tiny.make_responses(6, 4, seed=k) for k in range(4)], dim=1)
+    candidates[1, 0, 2:] = PAD
+    labels = train_reward.Labels(tiny.make_contexts([8, 1, 3, 5, 2, 8], 8), candidates, torch.arange(6) % 4)
+    losses = []
+    for query, responses, best in zip(labels.query, candidates, labels.best, strict=True):
+        rows = [torch.cat([query, response]) for response in responses]
+        rewards = torch.cat([model(row[row != PAD][None]) for row in rows])
+        losses.append(rewards.logsumexp(0) - rewards[best])
+    mean = torch.stack(losses).mean()
+    mean.backward()
+    expected = tiny.gradients(model)
+    for size in (4, 8, 64):
+        args, optimizer = train_reward.Args(task=tiny.make_task(), micro_batch_size=size), tiny.Gradients(model)
+        stats = train_reward.train_step(model, optimizer, labels, PAD, args, accelerator)
+        assert float(stats["loss"]) == pytest.approx(mean.item(), rel=1e-5)
+        for name, value in expected.items():
+            torch.testing.assert_close(optimizer.steps[0][name], value, atol=2e-5, rtol=1e-4)
+
+
+def test_09_sft_follows_the_gradient_of_the_mean_over_tokens_whatever_the_micro_batches(accelerator):
+    """Clipped far above its norm: clipping hides a factor. Real tokens of responses only, rows one by one."""
+    lm = tiny.make_lm()
+    rows = torch.cat([tiny.make_contexts([6, 1, 3, 6], 6), tiny.make_responses(4, 5)], dim=1)
+    rows[0, 8:], rows[2, 10:] = PAD, PAD
+    losses = []
+    for row, prompt in zip(rows, (6, 1, 3, 6), strict=True):
+        real = row[row != PAD][None]
+        losses += F.cross_entropy(lm(real).logits[0, prompt - 1 : -1], real[0, prompt:], reduction="none")
+    assert len(losses) == 2 + 5 + 4 + 5
+    mean = torch.stack(losses).mean()
+    mean.backward()
+    expected = tiny.gradients(lm)
+    for size in (1, 3, 4):
+        args = sft.Args(task=tiny.make_task(), micro_batch_size=size, max_grad_norm=1e6)
+        optimizer = tiny.Gradients(lm)
+        loss = sft.train_step(lm, optimizer, rows, 6, PAD, args, accelerator)
+        assert float(loss) == pytest.approx(mean.item(), rel=1e-5)
+        for name, value in expected.items():
+            torch.testing.assert_close(optimizer.steps[0][name], value, atol=2e-5, rtol=1e-4)
+
+
+def test_09_sft_scales_gradients_down_to_the_norm_that_was_asked_for(accelerator):
+    lm, args = tiny.make_lm(), sft.Args(task=tiny.make_task(), max_grad_norm=0.1)
+    optimizer = tiny.Gradients(lm)
+    sft.train_step(lm, optimizer, tiny.make_contexts([6, 6], 6), 1, PAD, args, accelerator)
+    norm = torch.stack([value.norm() for value in optimizer.steps[0].values()]).norm()
+    assert norm.item() == pytest.approx(0.1, rel=1e-4)
+
+
+@BOTH
+def test_10_the_number_of_optimizer_steps_is_exact(script, accelerator):
     """3 epochs of 2 minibatches of several micro-batches are 6 steps, and the weights move 6 times."""
-    args, policy = tiny.make_args(num_ppo_epochs=3, micro_batch_size=1), tiny.make_policy()
-    rollout = tiny.make_rollout(policy, args)
-    prepared, optimizer = accelerator.prepare(policy, utils.AdamTF(policy.parameters(), lr=1e-3))
-    seen, step = [], optimizer.optimizer.step
+    args = tiny.make_args(script=script, num_ppo_epochs=3, micro_batch_size=1)
+    policy = tiny.make_policy(script=script)
+    rollout = tiny.make_rollout(policy, args, script=script)
+    prepared, optimizer = accelerator.prepare(policy, script.AdamTF(policy.parameters(), lr=1e-3))
+    seen, adam_step, watched = [], optimizer.optimizer.step, policy.lm.get_output_embeddings().weight
 
     def spy(closure=None):
-        before = policy.value_head.weight.detach().clone()
-        step(closure)
-        seen.append(torch.equal(before, policy.value_head.weight))
+        before = watched.detach().clone()
+        adam_step(closure)
+        seen.append(torch.equal(before, watched))
 
     optimizer.optimizer.step = spy
-    stats = ppo.optimise(prepared, optimizer, rollout, [np.arange(8)] * 3, args, accelerator)
+    steps = tiny.update(script, prepared, optimizer, rollout, [np.arange(8)] * 3, args, accelerator)
     assert seen == [False] * 6 and optimizer.param_groups[0]["t"] == 6
-    assert {tuple(values.shape) for values in stats.values()} == {(6,)}
+    assert {tuple(values.shape) for values in script.means(steps).values()} == {(6,)}
     assert all(p.grad is None or not p.grad.any() for p in policy.parameters())  # nothing is left for the next update
 
 
 def test_10_every_script_takes_exactly_its_steps(runs):
-    """ppo: ⌈20/8⌉ updates · 2 epochs · 2 minibatches; train_reward: 12 labels in batches of 4."""
-    assert runs.ppo_steps == [12] and runs.reward_steps == [3]
+    """ppo and rloo: ⌈20/8⌉ updates · 2 epochs · 2 minibatches; train_reward: 12 labels in batches of 4."""
+    assert runs.of["ppo"].steps == runs.of["rloo"].steps == [12] and runs.reward_steps == [3]
     rows, first = sft.load_rows(runs.sft, utils.AutoTokenizer.from_pretrained(runs.sft.task.base_model), WORDS)
-    assert first == 1 and rows.shape[1] == 10
+    assert first == 1 and rows[:].shape[1] == 10
     assert len(runs.metrics["sft"]) == (len(rows) - 6) // 2
 
 
@@ -241,6 +420,13 @@ def test_10_11_sft_steps_and_rates_are_those_of_a_linear_warm_up_and_decay(runs)
     assert [sft.lr_at(step, 5, args) / 1e-3 for step in range(5)] == pytest.approx([0.5, 1.0, 1.0, 2 / 3, 1 / 3])
 
 
+def sums(count: int, **means: float) -> dict[str, torch.Tensor]:
+    """What a `train_step` of ppo or rloo would return for these means over `count` tokens or completions."""
+    names = ("loss/policy_avg", "loss/value_avg", "val/error", "returns/var")
+    means = dict.fromkeys(names, 0.0) | {name.replace("__", "/"): value for name, value in means.items()}
+    return {name: torch.tensor([mean * count, count]) for name, mean in means.items()}
+
+
 def test_14_kl_is_positive_where_the_policy_is_surer_than_the_reference_and_lowers_the_reward():
     """Two responses with log π − log π_ref = 0.5 + 0.25 and −0.25 + 1; mean sum 0.75."""
     logprobs, ref = torch.tensor([[-1.0, -1.0], [-2.0, -1.0]]), torch.tensor([[-1.5, -1.25], [-1.75, -2.0]])
@@ -248,35 +434,86 @@ def test_14_kl_is_positive_where_the_policy_is_surer_than_the_reference_and_lowe
     rewards = ppo.kl_penalised_rewards(logprobs, ref, scores, mask, 0.2)
     torch.testing.assert_close(rewards, torch.tensor([[-0.1, 1.95], [0.05, 3.8]]))
     rollout = ppo.Rollout(None, None, None, mask, logprobs, torch.zeros(2, 2), ref, scores, rewards)
-    score = utils.Score(scores, None, None, torch.tensor([True, False]))
-    stats = {"val/error": torch.tensor([0.5]), "returns/var": torch.tensor([2.0])}
-    metrics = {k: float(v) for k, v in ppo.summarise(rollout, score, stats, 0.2).items()}
+    score, args = ppo.Score(scores, None, torch.tensor([True, False])), tiny.make_args(vf_coef=0.25)
+    step = sums(4, val__error=0.5, returns__var=2.0, loss__value_avg=2.0, loss__policy_avg=1.0)
+    metrics = {k: float(v) for k, v in ppo.summarise(rollout, score, [step], 0.2, args).items()}
     expected = {
         "objective/kl": 0.75,
         "objective/entropy": 2.5,
         "objective/scores": 3.0,
+        "objective/scores_std": 1.0,
         "objective/score_total": 2.85,
         "objective/rlhf_reward": 2.85,
         "objective/kl_coef": 0.2,
         "objective/ended": 0.5,
         "objective/response_length": 2.0,
         "ppo/val/var_explained": 0.75,
+        "ppo/loss/total": 1.5,
     }
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, abs=1e-6), name
 
 
-def test_14_the_kl_that_is_logged_is_the_kl_that_is_trained_on(runs):
+def test_14_rloos_kl_is_positive_where_the_policy_is_surer_than_the_reference_and_lowers_the_reward():
+    """The same two responses as whole completions: log π − log π_ref = 0.75 twice."""
+    logprobs, ref, scores = torch.tensor([-2.0, -3.0]), torch.tensor([-2.75, -3.75]), torch.tensor([2.0, 4.0])
+    rewards = rloo.kl_penalised_rewards(logprobs, ref, scores, 0.2)
+    torch.testing.assert_close(rewards, torch.tensor([1.85, 3.85]))
+    mask, advantages = torch.tensor([[True, True], [True, False]]), torch.tensor([-2.0, 2.0])
+    rollout = rloo.Rollout(None, None, None, mask, logprobs, ref, scores, rewards, advantages)
+    score = rloo.Score(scores, None, torch.tensor([True, False]))
+    steps = [{"val/ratio": torch.tensor([6.0, 4.0])}]
+    metrics = {k: float(v) for k, v in rloo.summarise(rollout, score, steps, 0.2).items()}
+    expected = {
+        "objective/kl": 0.75,
+        "objective/entropy": 2.5,
+        "objective/scores": 3.0,
+        "objective/scores_std": 1.0,
+        "objective/rlhf_reward": 2.85,
+        "objective/kl_coef": 0.2,
+        "objective/ended": 0.5,
+        "objective/response_length": 1.5,
+        "objective/advantage_std": 2.0,
+        "ppo/val/ratio": 1.5,
+    }
+    assert metrics == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo"])
+def test_14_the_kl_that_is_logged_is_the_kl_that_is_trained_on(name, runs):
     """β · logged KL is exactly what the rewards of the rollout that was trained on lack to the scores."""
-    for line, rollout in zip(runs.metrics["ppo"], runs.rollouts, strict=True):
-        taken = (rollout.scores - rollout.rewards.sum(dim=1)).mean().item()
+    lines = runs.metrics[name]
+    for line, rollout in zip(lines, runs.of[name].rollouts, strict=True):
+        total = rollout.rewards.view(len(rollout.scores), -1).sum(dim=1)
+        taken = (rollout.scores - total).mean().item()
         assert line["objective/kl_coef"] * line["objective/kl"] == pytest.approx(taken, abs=1e-5)
-        assert line["objective/score_total"] == pytest.approx(rollout.rewards.sum(dim=1).mean().item(), abs=1e-5)
-    assert abs(runs.metrics["ppo"][-1]["objective/kl"]) > 1e-2
-    assert runs.metrics["ppo"][0]["objective/kl"] == pytest.approx(0, abs=1e-5)  # it starts as the reference
+        logged = "objective/score_total" if name == "ppo" else "objective/rlhf_reward"
+        assert line[logged] == pytest.approx(total.mean().item(), abs=1e-5)
+    assert abs(lines[-1]["objective/kl"]) > 1e-2
+    assert lines[0]["objective/kl"] == pytest.approx(0, abs=1e-5)  # it starts as the reference
 
 
-def test_15_the_penalty_looks_at_the_completion_only_and_honours_another_token_and_another_penalty():
+@BOTH
+def test_14_too_much_kl_raises_beta_and_too_little_lowers_it(script):
+    """P11: at 512 episodes and a horizon of 10 000 β moves by at most 0.2 · 0.0512 = 1.024 % an update."""
+    args = script.Args(task=tiny.make_task(), batch_size=512, kl_target=6.0, kl_horizon=10_000)
+    factors = {12.0: 1.01024, 6.6: 1.00512, 6.0: 1.0, 5.4: 0.99488, 0.0: 0.98976, -3.0: 0.98976}
+    for kl, factor in factors.items():
+        assert script.next_kl_coef(0.15, kl, args) == pytest.approx(0.15 * factor, rel=1e-9), kl
+        assert script.next_kl_coef(0.15, kl, replace(args, kl_target=None)) == 0.15
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo"])
+def test_14_the_next_updates_beta_follows_from_the_kl_that_is_logged(name, runs):
+    """8 episodes an update, target 6, horizon 10 000; a KL near 0 lowers β by 0.2 · 8 / 10 000 each time."""
+    lines = runs.metrics[name]
+    assert max(line["objective/kl"] for line in lines) < 4.8
+    betas = [line["objective/kl_coef"] for line in lines]
+    assert betas == pytest.approx([0.15, 0.15 * (1 - 1.6e-4), 0.15 * (1 - 1.6e-4) ** 2], rel=1e-6)
+
+
+@BOTH
+def test_15_the_penalty_looks_at_the_completion_only_and_honours_another_token_and_another_penalty(script):
     """The queries are full of both stop tokens; the score is replaced, not added to."""
     queries = torch.full((3, 4), 5)
     queries[:, 2:] = 6
@@ -285,7 +522,7 @@ def test_15_the_penalty_looks_at_the_completion_only_and_honours_another_token_a
     scores = {}
     for token in (5, 6, None):
         task = tiny.make_task(truncate_after=0, missing_eos_penalty=-3.5)
-        score = utils.score_responses(reward, queries, responses, task, utils.Ids(PAD, token, [], []))
+        score = script.score_responses(reward, queries, responses, task, utils.Ids(PAD, token, [], []))
         scores[token] = score.scores.tolist()
     assert scores == {5: [-3.5, 20, -3.5], 6: [10, -3.5, -3.5], None: [10, 20, 30]}
 
@@ -299,19 +536,20 @@ def test_15_a_stop_text_becomes_its_one_token(task):
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("make_policy", [ppo.PolicyAndValue, rloo.Policy])
 def test_18_a_saved_policy_loads_as_a_language_model_with_the_same_logits_and_tied_weights(
-    kind, task, tmp_path, accelerator
+    make_policy, kind, task, tmp_path, accelerator
 ):
     folder = str(tiny.write_model(tmp_path / "start", kind))
-    policy = ppo.PolicyAndValue(utils.load_lm(folder), WORDS, 0.7)
+    policy = make_policy(utils.load_lm(folder), WORDS, 0.7)
     tied = policy.lm.config.tie_word_embeddings
-    policy, optimizer = accelerator.prepare(policy, utils.AdamTF(policy.parameters(), lr=1e-2))
+    policy, optimizer = accelerator.prepare(policy, ppo.AdamTF(policy.parameters(), lr=1e-2))
     contexts, responses = tiny.make_contexts([2, 6], 6, vocab=WORDS), tiny.make_responses(2, 4)
     policy(contexts, responses)[0].sum().backward()
     optimizer.step()
     lm = accelerator.unwrap_model(policy).lm
     tokenizer = utils.load_tokenizer(task, task.response_length)[0]
-    utils.save_model(lm, tokenizer, str(tmp_path / "saved"), accelerator)
+    utils.save_model(lm, tokenizer, tmp_path / "saved")
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     tokens = torch.arange(1, 9)[None]
@@ -326,23 +564,61 @@ def test_18_a_saved_policy_loads_as_a_language_model_with_the_same_logits_and_ti
     assert utils.AutoTokenizer.from_pretrained(tmp_path / "saved").encode(" and") == tokenizer.encode(" and")
 
 
-def test_18_ppo_main_saves_the_policy_that_it_trained(runs, monkeypatch):
+@pytest.mark.parametrize("name", ["ppo", "rloo"])
+def test_18_main_saves_the_policy_that_it_trained(name, runs, monkeypatch):
     monkeypatch.chdir(runs.folder)
-    start, trained = (AutoModelForCausalLM.from_pretrained(name) for name in ("sft", "ppo"))
+    start, trained = (AutoModelForCausalLM.from_pretrained(folder) for folder in ("sft", name))
     assert trained.lm_head.weight.data_ptr() == trained.transformer.wte.weight.data_ptr()
     moved = [not torch.equal(a, b) for a, b in zip(start.parameters(), trained.parameters(), strict=True)]
     assert all(moved)
     assert not list(runs.folder.glob("*.tmp*")) and not list(runs.folder.glob("*.old*"))
 
 
-def test_18_saving_over_an_older_model_replaces_it(task, tmp_path, accelerator):
-    tokenizer = utils.load_tokenizer(task, task.response_length)[0]
-    folder = tmp_path / "deep" / "er" / "saved"
+def save_as_run(script: ModuleType, args, seed: int, accelerator):
+    """The weights of a random model as `main` of `script` saves them."""
+    tokenizer = utils.load_tokenizer(args.task, args.task.response_length)[0]
+    run = utils.Run(args, script.SCRIPT, 1, [], accelerator)
+    run.save(lm := tiny.make_lm(seed=seed), tokenizer)
+    run.progress.stop()
+    return lm
+
+
+def test_18_the_link_to_a_tasks_weights_leads_to_the_last_run_and_the_one_before_stays(
+    task, tmp_path, accelerator, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    link, lms = Path("models", task.task, "ppo"), {}
     for seed in (1, 2):
-        utils.save_model(lm := tiny.make_lm(seed=seed), tokenizer, str(folder), accelerator)
+        args = tiny.make_args(task, run_name=f"run{seed}")
+        lms[seed] = save_as_run(ppo, args, seed, accelerator)
+        assert link.is_symlink() and link.resolve() == (tmp_path / f"runs/run{seed}/model")
+        loaded = AutoModelForCausalLM.from_pretrained(link)
+        assert torch.equal(loaded.transformer.wte.weight, lms[seed].transformer.wte.weight)
+    before = AutoModelForCausalLM.from_pretrained("runs/run1/model")
+    assert torch.equal(before.transformer.wte.weight, lms[1].transformer.wte.weight)
+    assert [path.name for path in link.parent.iterdir()] == ["ppo"]  # nothing half-made is left beside it
+
+
+def test_18_weights_in_an_output_dir_touch_no_link(task, tmp_path, accelerator, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "deep" / "er" / "saved"
+    lm = save_as_run(rloo, tiny.make_args(task, rloo, output_dir=str(folder), run_name="r"), 1, accelerator)
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(loaded.transformer.wte.weight, lm.transformer.wte.weight)
     assert [path.name for path in folder.parent.iterdir()] == ["saved"]
+    assert not Path("models").exists() and not Path("runs/r/model").exists()
+
+
+def test_18_saving_over_what_somebody_wrote_meanwhile_fails_and_leaves_it(task, tmp_path, accelerator, monkeypatch):
+    """The folder was empty when the run began."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / "mine.txt").write_text("notes")
+    with pytest.raises(OSError):
+        save_as_run(ppo, tiny.make_args(task, output_dir=str(folder), run_name="r"), 1, accelerator)
+    assert [path.name for path in folder.iterdir()] == ["mine.txt"]
+    assert (folder / "mine.txt").read_text() == "notes"
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
@@ -356,41 +632,59 @@ def test_18_a_reward_model_round_trips_with_one_from_pretrained(kind, tmp_path):
     torch.testing.assert_close(loaded.eval()(tokens), model(tokens), atol=1e-6, rtol=1e-6)
     assert (loaded.gain.item(), loaded.bias.item(), loaded.config.pad_id) == (1.5, -0.5, PAD)
     assert (tmp_path / "r" / "model.safetensors").is_file()
-    again = utils.load_reward_model(str(tmp_path / "r"), "")
+    again = utils.RewardModel.from_folder(str(tmp_path / "r"), "")
     assert not again.training and {p.dtype for p in again.parameters()} == {torch.float32}
 
 
 def test_19_metrics_are_means_over_all_minibatches_of_the_update():
-    rollout = ppo.Rollout(
-        None,
-        None,
-        None,
-        torch.ones(2, 1).bool(),
-        *(torch.zeros(2, 1) for _ in range(3)),
-        torch.zeros(2),
-        torch.zeros(2, 1),
-    )
-    stats = {name: torch.tensor([1.0, 2.0, 6.0]) for name in ("loss/total", "val/error", "returns/var")}
-    score = utils.Score(rollout.scores, None, None, rollout.mask[:, 0])
-    assert ppo.summarise(rollout, score, stats, 0.1)["ppo/loss/total"].item() == 3.0
+    """The update's mean of what its three steps have, and each step's its own mean whatever its number of tokens."""
+    zeros, mask = torch.zeros(2, 1), torch.ones(2, 1).bool()
+    rollout = ppo.Rollout(None, None, None, mask, zeros, zeros, zeros, torch.zeros(2), zeros)
+    steps = [sums(n, loss__policy_avg=x, val__ratio=2 * x) for n, x in ((4, 1.0), (2, 2.0), (8, 6.0))]
+    score = ppo.Score(rollout.scores, None, mask[:, 0])
+    metrics = ppo.summarise(rollout, score, steps, 0.1, tiny.make_args())
+    assert metrics["ppo/loss/total"].item() == metrics["ppo/loss/policy_avg"].item() == 3.0
+    assert metrics["ppo/val/ratio"].item() == 6.0
+    flat = torch.zeros(2)
+    rollout = rloo.Rollout(None, None, None, mask, flat, flat, flat, flat, flat)
+    steps = [{"loss/policy_avg": step["loss/policy_avg"], "val/ratio": step["val/ratio"]} for step in steps]
+    metrics = rloo.summarise(rollout, rloo.Score(flat, None, mask[:, 0]), steps, 0.1)
+    assert (metrics["ppo/loss/policy_avg"].item(), metrics["ppo/val/ratio"].item()) == (3.0, 6.0)
 
 
-def test_20_under_bf16_log_softmax_and_statistics_are_fp32_and_so_are_the_weights(bf16_accelerator, monkeypatch):
-    args, plain = tiny.make_args(), tiny.make_policy()
-    policy, optimizer = bf16_accelerator.prepare(plain, utils.AdamTF(plain.parameters(), lr=1e-3))
-    seen, token_logprobs = [], utils.token_logprobs
+def test_19_variances_are_those_of_each_minibatchs_real_tokens(accelerator):
+    """Population variances, exact to a few digits also where the mean is a hundred times the deviation."""
+    args, policy = tiny.make_args(EOS_TASK, micro_batch_size=3, whiten_rewards=False), tiny.make_policy()
+    rollout = tiny.make_rollout(policy, args)
+    rollout = rollout._replace(values=(100 + rollout.values).masked_fill(~rollout.mask, 0))
+    returns = ppo.estimate(rollout, args)[1]
+    stats = ppo.means([tiny.step_gradients(ppo, policy, rollout, args, accelerator)[0]])
+    for name, x in (("returns", returns), ("val", rollout.values)):
+        real = x[rollout.mask].double().numpy()
+        assert stats[f"{name}/mean"].item() == pytest.approx(real.mean(), rel=1e-5)
+        assert stats[f"{name}/var"].item() == pytest.approx(real.var(), rel=1e-3)
+
+
+@BOTH
+def test_20_under_bf16_log_softmax_and_statistics_are_fp32_and_so_are_the_weights(
+    script, bf16_accelerator, monkeypatch
+):
+    args, plain = tiny.make_args(script=script), tiny.make_policy(script=script)
+    policy, optimizer = bf16_accelerator.prepare(plain, script.AdamTF(plain.parameters(), lr=1e-3))
+    seen, token_logprobs = [], script.token_logprobs
 
     def spy(logits, tokens, temperature):
         out = token_logprobs(logits, tokens, temperature)
         seen.append((logits.detach(), *(x.detach() for x in out)))
         return out
 
-    monkeypatch.setattr(utils, "token_logprobs", spy)
+    monkeypatch.setattr(script, "token_logprobs", spy)
     epochs = [np.arange(8)]
     queries, responses = tiny.make_contexts(tiny.LENGTHS, 8), tiny.make_responses(8, 5)
     with bf16_accelerator.autocast():
-        rollout, _ = ppo.evaluate(tiny.make_models(policy), queries, responses, epochs[0], 0.15, args)
-    stats = ppo.optimise(policy, optimizer, rollout, epochs, args, bf16_accelerator)
+        models = tiny.make_models(policy, script=script)
+        rollout, _ = script.make_rollout(models, queries, responses, epochs[0], 0.15, args)
+    steps = tiny.update(script, policy, optimizer, rollout, epochs, args, bf16_accelerator)
     assert {logits.dtype for logits, *_ in seen} == {torch.bfloat16}  # autocast is on, in both passes
     for _, logprobs, entropies in seen:
         assert logprobs.dtype == entropies.dtype == torch.float32
@@ -399,7 +693,7 @@ def test_20_under_bf16_log_softmax_and_statistics_are_fp32_and_so_are_the_weight
     torch.testing.assert_close(entropies.double(), -(expected * expected.log()).sum(-1), atol=1e-5, rtol=0)
     nearest = (logprobs[..., None] - expected.log()).abs().amin(dim=-1)  # rounded to bf16 it would be 1e-2 off
     assert nearest.max() < 1e-5
-    for tensor in (*rollout[4:], *stats.values(), *plain.parameters()):
+    for tensor in (*rollout[4:], *(pair for step in steps for pair in step.values()), *plain.parameters()):
         assert tensor.dtype == torch.float32
     assert all(s.dtype == torch.float32 for state in optimizer.state.values() for s in state.values())
 
@@ -407,16 +701,17 @@ def test_20_under_bf16_log_softmax_and_statistics_are_fp32_and_so_are_the_weight
 def test_20_checkpoints_in_half_precision_are_trained_in_fp32(tmp_path):
     tiny.make_lm().bfloat16().save_pretrained(tmp_path)
     assert {p.dtype for p in utils.load_lm(str(tmp_path)).parameters()} == {torch.float32}
-    assert {p.dtype for p in utils.RewardModel.from_lm(str(tmp_path), PAD).parameters()} == {torch.float32}
+    assert {p.dtype for p in train_reward.new_reward_model(str(tmp_path), PAD).parameters()} == {torch.float32}
     (tmp_path / "model.safetensors").unlink()  # from scratch
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     assert {p.dtype for p in utils.load_lm(str(tmp_path)).parameters()} == {torch.float32}
 
 
-def test_21_steps_and_episodes_are_counted_exactly(runs):
-    assert [line["step"] for line in runs.metrics["ppo"]] == [0, 1, 2]
-    assert [line["ppo/episode"] for line in runs.metrics["ppo"]] == [8, 16, 24]
-    assert sum(len(rollout.responses) for rollout in runs.rollouts) == 24
+@pytest.mark.parametrize("name", ["ppo", "rloo"])
+def test_21_steps_and_episodes_are_counted_exactly(name, runs):
+    assert [line["step"] for line in runs.metrics[name]] == [0, 1, 2]
+    assert [line["ppo/episode"] for line in runs.metrics[name]] == [8, 16, 24]
+    assert sum(len(rollout.responses) for rollout in runs.of[name].rollouts) == 24
     assert [line["step"] for line in runs.metrics["train_reward"]] == [0, 1, 2, 3]  # the last one is the evaluation
 
 
@@ -424,6 +719,15 @@ def test_21_no_query_comes_twice_before_all_have_come(runs):
     """24 episodes of 40 queries: all different."""
     queries = {tuple(row) for rollout in runs.rollouts for row in rollout.contexts.tolist()}
     assert len(queries) == 24
+
+
+def test_21_rloo_asks_each_prompt_as_often_as_it_has_completions_and_then_never_again(runs):
+    """24 episodes: 6 of the 40 prompts, each four times in one update."""
+    seen = [tuple(row) for rollout in runs.of["rloo"].rollouts for row in rollout.contexts.tolist()]
+    assert len(set(seen)) == 6
+    for rollout in runs.of["rloo"].rollouts:
+        rows = [tuple(row) for row in rollout.contexts.tolist()]
+        assert sorted(rows.count(row) for row in set(rows)) == [4, 4]
 
 
 def test_22_sfts_held_out_evaluation_runs_and_is_logged(runs, monkeypatch, accelerator):
@@ -446,26 +750,35 @@ def test_22_held_out_blocks_are_not_trained_on(runs, monkeypatch, tmp_path):
     """Other texts in the held-out blocks give the very same weights."""
     monkeypatch.chdir(tmp_path)
     load_rows, saved = sft.load_rows, []
-    for shift in (0, 1):
+
+    class Shifted(utils.TokenTable):
+        """Other tokens in the first 6 rows."""
+
+        def __getitem__(self, rows):
+            chosen = np.arange(len(self))[rows]
+            return (super().__getitem__(rows) + torch.from_numpy(chosen < 6)[:, None]) % WORDS
+
+    for shift in (False, True):
 
         def spy(*args, shift=shift):
-            rows, first = load_rows(*args)
-            rows[:6] = (rows[:6] + shift) % WORDS
-            return rows, first
+            table, first = load_rows(*args)
+            return (Shifted(table.rows, table.length, table.pad_id) if shift else table), first
 
         monkeypatch.setattr(sft, "load_rows", spy)
-        sft.main(replace(runs.sft, output_dir=f"sft{shift}"))
+        sft.main(replace(runs.sft, output_dir=f"sft{shift}", run_name=f"sft{shift}"))
         saved.append(utils.load_lm(f"sft{shift}").state_dict())
     for name, value in saved[0].items():
         assert torch.equal(value, saved[1][name]), name
+    lines = [json.loads(Path(f"runs/sft{x}/metrics.jsonl").read_text().splitlines()[-1]) for x in (False, True)]
+    assert lines[0]["heldout/loss"] != lines[1]["heldout/loss"]  # they were other texts
 
 
 def test_22_the_reward_models_held_out_accuracy_is_logged(runs, monkeypatch):
     """Labels 12 to 15 are not trained on; of the saved model."""
     monkeypatch.chdir(runs.folder)
     task = runs.train_reward.task
-    labels = utils.load_labels(task, None, WORDS)
-    model, right = utils.load_reward_model("reward", ""), []
+    labels = train_reward.load_labels(task, None, WORDS)
+    model, right = utils.RewardModel.from_folder("reward", ""), []
     for i in range(12, 16):
         rows = torch.cat([labels.query[i].expand(4, -1), labels.responses[i]], dim=1)
         with torch.no_grad():
@@ -474,8 +787,9 @@ def test_22_the_reward_models_held_out_accuracy_is_logged(runs, monkeypatch):
     assert runs.metrics["train_reward"][-1]["heldout/accuracy"] == pytest.approx(sum(right) / 4)
 
 
-def test_22_samples_are_written_before_during_and_after_training(runs):
+@pytest.mark.parametrize("name", ["ppo", "rloo"])
+def test_22_samples_are_written_before_during_and_after_training(name, runs):
     """Every 2 of 3 updates, and behind the last."""
-    rows = [json.loads(line) for line in (runs.folder / "runs/ppo/samples.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (runs.folder / f"runs/{name}/samples.jsonl").read_text().splitlines()]
     assert sorted({row["step"] for row in rows}) == [0, 2, 3]
     assert all(set(row) == {"step", "query", "response", "score"} for row in rows) and len(rows) == 12

@@ -1,5 +1,6 @@
 """README says what the code does (pitfall 23)."""
 
+import ast
 import importlib
 import re
 import shlex
@@ -18,7 +19,9 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "sft": sft, "train_reward": train_reward}
 CODE = {name: (ROOT / f"{name}.py").read_text() for name in (*SCRIPTS, "utils")}
-DETAILS = re.findall(r"^\| ([GRPALX]\d+) \|", README, flags=re.M)
+ROWS = re.findall(r"^\| ([GRPALX]\d+) \| [^|]+ \| ([^|]+) \| ([^|]+) \|$", README, flags=re.M)
+DETAILS = [detail for detail, _, _ in ROWS]
+TESTS = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
 
 
 def script_commands(text: str) -> list[tuple[str, str]]:
@@ -59,11 +62,62 @@ def test_23_the_two_commands_are_there_and_their_files_too():
         assert (ROOT / picture).is_file(), picture
 
 
-@pytest.mark.parametrize("detail", DETAILS)
-def test_every_detail_of_the_table_is_tagged_in_the_code_and_tested(detail):
-    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py") if path.name != "test_readme.py")
-    assert any(re.search(rf"\b{detail}\b", code) for code in CODE.values())
-    assert re.search(rf"\b(test_)?{detail}(\b|_)", tests)
+def definitions(source: str) -> dict[str, str]:
+    """Functions, classes and methods (`Class.method`) of a source → their text."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = ast.get_source_segment(source, node)
+        if isinstance(node, ast.ClassDef):
+            methods = (method for method in node.body if isinstance(method, ast.FunctionDef))
+            found |= {f"{node.name}.{method.name}": ast.get_source_segment(source, method) for method in methods}
+    return found
+
+
+def mentions(detail: str, text: str) -> bool:
+    """The id stands in a text, alone, in the name of a test or inside a range such as P5–P11."""
+    ranges = ((a, int(first), int(last)) for a, first, last in re.findall(r"\b([GRPALX])(\d+)–\1(\d+)\b", text))
+    inside = any(a == detail[0] and first <= int(detail[1:]) <= last for a, first, last in ranges)
+    return inside or re.search(rf"(?<![A-Za-z0-9]){detail}(?![A-Za-z0-9])", text) is not None
+
+
+@pytest.mark.parametrize(("detail", "where"), [row[:2] for row in ROWS], ids=DETAILS)
+def test_where_of_a_detail_names_code_that_carries_its_tag(detail, where):
+    """`file.name` stands in that file; a bare `name` in two files or more, tagged in each."""
+    names = re.findall(r"`([^`]+)`", where)
+    assert names and re.sub(r"`[^`]+`", "", where).strip(", ") == ""
+    for name in names:
+        file, _, rest = name.partition(".")
+        files = [file] if file in CODE else list(CODE)
+        texts = {f: definitions(CODE[f]).get(rest if file in CODE else name) for f in files}
+        texts = {f: text for f, text in texts.items() if text}
+        assert len(texts) == 1 if file in CODE else len(texts) > 1, name
+        assert all(mentions(detail, text) for text in texts.values()), name
+
+
+@pytest.mark.parametrize(("detail", "test"), [(row[0], row[2]) for row in ROWS], ids=DETAILS)
+def test_the_tests_of_a_detail_exist_and_carry_its_id(detail, test):
+    for word in test.strip().split(", "):
+        if word == "golden":
+            assert mentions(detail, TESTS["test_golden.py"])
+        elif word.endswith(".py`"):
+            assert any(mentions(detail, name) for name in names_of_tests(TESTS[word.strip("`")]))
+        else:
+            prefix = re.fullmatch(r"`(test_\w+_)…`", word)[1]
+            assert mentions(detail, prefix)
+            assert any(name.startswith(prefix) for text in TESTS.values() for name in names_of_tests(text)), prefix
+
+
+def names_of_tests(source: str) -> list[str]:
+    """The test functions of a source."""
+    return re.findall(r"^def (test_\w+)\(", source, flags=re.M)
+
+
+def test_tests_are_named_after_details_that_there_are():
+    """An id in the name of a test is one of the table's, or of the pitfalls, which are numbers alone."""
+    for text in TESTS.values():
+        for name in names_of_tests(text):
+            assert set(re.findall(r"(?<=_)[GRPALX]\d+(?=_)", name)) <= set(DETAILS), name
 
 
 def test_the_table_holds_every_general_reward_policy_and_rloo_detail():
@@ -72,8 +126,10 @@ def test_the_table_holds_every_general_reward_policy_and_rloo_detail():
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_task_has_its_settings_in_every_script(script):
-    assert set(SCRIPTS[script].PRESETS) == set(utils.TASKS)
+def test_presets_are_of_tasks_that_there_are_and_say_something(script):
+    """A task without a preset has the defaults."""
+    for name, preset in SCRIPTS[script].PRESETS.items():
+        assert name in utils.TASKS and preset, name
 
 
 @pytest.mark.parametrize("script", ["ppo", "rloo"])

@@ -1,4 +1,5 @@
-"""The scripts from end to end on tiny files: RLOO, the pipeline of a task that ends at EOS, gradient checkpointing."""
+"""The scripts from end to end on tiny files: RLOO, the pipeline of a task that ends at EOS, gradient checkpointing, and
+what `main` hands from phase to phase."""
 
 import json
 from dataclasses import replace
@@ -29,6 +30,18 @@ def small(script, task, name, **settings):
     sizes = dict(total_episodes=24, batch_size=8, num_ppo_epochs=2, micro_batch_size=3, rollout_batch_size=5, lr=1e-3)
     settings = sizes | dict(reward_fn=REWARD, output_dir=f"{name}_model", run_name=name, sample_every=2) | settings
     return script.Args(task=task, **settings)
+
+
+def spy_on(script, name, monkeypatch):
+    """A list to which every call of the script's function `name` appends its arguments and what it returned."""
+    function, calls = getattr(script, name), []
+
+    def spy(*args):
+        calls.append((args, function(*args)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(script, name, spy)
+    return calls
 
 
 def test_rloo_runs_from_the_command_to_a_policy_that_loads(task, tmp_path, monkeypatch):
@@ -84,9 +97,9 @@ def test_X9_the_whole_pipeline_of_a_task_that_ends_at_eos(eos_task, tmp_path, mo
         )
     )
     for script, extra in ((ppo, {}), (rloo, dict(rloo_k=2))):
-        name, rollouts, optimise = script.__name__, [], script.optimise
-        monkeypatch.setattr(script, "optimise", lambda *a, f=optimise, r=rollouts: (r.append(a[2]), f(*a))[1])
+        name, rollouts = script.__name__, spy_on(script, "make_rollout", monkeypatch)
         script.main(small(script, task, name, reward_fn=None, reward_model="reward", **extra))
+        rollouts = [rollout for _, (rollout, _) in rollouts]
         for rollout, line in zip(rollouts, read_metrics(name), strict=True):
             ended = [row.index(0) if 0 in row else 12 for row in rollout.responses.tolist()]  # 0 is <|endoftext|>
             lengths = np.minimum(np.array(ended) + 1, 12)
@@ -103,17 +116,69 @@ def test_gradient_checkpointing_runs_every_block_once_more_and_changes_nothing(s
     monkeypatch.setattr(GPT2MLP, "forward", lambda self, *a, **k: (calls.append(1), forward(self, *a, **k))[1])
     for on in (False, True):
         calls.clear()
-        flags = dict(gradient_checkpointing=on, output_dir="model", run_name="run")
+        name = f"run{on}"
+        flags = dict(gradient_checkpointing=on, output_dir=f"{name}_model", run_name=name)
         if script is sft:
             args = sft.Args(task=task, num_heldout=6, batch_size=2, block_size=10, lr=1e-3, **flags)
         elif script is train_reward:
             args = train_reward.Args(task=task, num_labels=12, batch_size=4, lr=1e-3, normalize_samples=8, **flags)
         else:
-            args = small(script, task, "run", **{"output_dir": "model", "gradient_checkpointing": on})
+            args = small(script, task, name, gradient_checkpointing=on)
         script.main(args)
-        lines = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in read_metrics("run")]
+        lines = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in read_metrics(name)]
         logs.append((len(calls), lines))
     (plain_calls, plain), (calls_with, with_it) = logs
     assert calls_with > plain_calls  # recomputed in the backward pass
     for a, b in zip(plain, with_it, strict=True):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
+def test_P7_P9_main_takes_a_step_on_every_minibatch_of_every_epoch_with_numbers_of_its_own(
+    script, task, tmp_path, monkeypatch
+):
+    """3 updates × 2 epochs × 2 minibatches of 4; ppo whitens and estimates each minibatch alone."""
+    monkeypatch.chdir(tmp_path)
+    rollouts, steps = (spy_on(script, name, monkeypatch) for name in ("make_rollout", "train_step"))
+    estimates = spy_on(script, "estimate", monkeypatch) if script is ppo else []
+    script.main(small(script, replace(task, truncate_token=None), "run", num_minibatches=2))
+    assert len(rollouts) == 3 and len(steps) == 12 and len(estimates) == 12 * (script is ppo)
+    for i, (step, _) in enumerate(steps):
+        rollout, batch = rollouts[i // 4][1][0], step[2]
+        rows = rows_in(rollout, batch)
+        assert len(rows) == 4
+        if i % 2:  # the second minibatch of an epoch
+            assert sorted(rows + rows_in(rollout, steps[i - 1][0][2])) == list(range(8))
+        if script is ppo:
+            (of, _), (advantages, returns) = estimates[i]
+            assert of is batch and step[3] is advantages and step[4] is returns
+
+
+def rows_in(rollout, batch):
+    """Which rows of the rollout a minibatch holds, by context and response."""
+    rows = torch.cat([rollout.contexts, rollout.responses], dim=1).tolist()
+    return [rows.index(row) for row in torch.cat([batch.contexts, batch.responses], dim=1).tolist()]
+
+
+@pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
+def test_P11_L6_main_makes_each_rollout_with_the_next_beta_and_the_order_of_its_first_epoch(
+    script, task, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    rollouts, cuts = (spy_on(script, name, monkeypatch) for name in ("make_rollout", "minibatches"))
+    script.main(small(script, replace(task, truncate_token=None), "run", kl_target=6.0, kl_horizon=100))
+    lines = read_metrics("run")
+    betas = [args[4] for args, _ in rollouts]
+    assert betas == pytest.approx([line["objective/kl_coef"] for line in lines]) and len(set(betas)) == 3
+    for update in range(3):
+        order = rollouts[update][0][3]
+        inside, first, second = (args[0] for args, _ in cuts[3 * update : 3 * update + 3])
+        assert inside is order and first is order and not np.array_equal(second, order)
+
+
+def test_a_task_without_a_preset_runs_with_the_defaults():
+    """PRESETS hold what differs; descriptiveness differs nowhere."""
+    for script in (ppo, rloo, sft, train_reward):
+        assert "descriptiveness" not in script.PRESETS and set(script.PRESETS) <= set(utils.TASKS)
+        args = utils.parse_args(script.Args, script.PRESETS, ["--task", "descriptiveness"])
+        assert args == script.Args(task=utils.TASKS["descriptiveness"])

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, GPTNeoXConfig, LlamaConfig, PretrainedConfig
 
 import ppo
+import rloo
+import train_reward
 import utils
 
 VOCAB = 61
@@ -42,9 +45,14 @@ def make_lm(kind: str = "gpt2", seed: int = 0, **settings: Any) -> Any:
     return AutoModelForCausalLM.from_config(config(kind, **settings)).eval()
 
 
-def make_policy(kind: str = "gpt2", seed: int = 0, temperature: float = 0.7, **settings: Any) -> ppo.PolicyAndValue:
-    """A random policy whose value head is random too."""
-    policy = ppo.PolicyAndValue(make_lm(kind, seed, **settings), settings.get("vocab", VOCAB), temperature)
+def make_policy(
+    kind: str = "gpt2", seed: int = 0, temperature: float = 0.7, script: Any = ppo, **settings: Any
+) -> ppo.PolicyAndValue | rloo.Policy:
+    """A random policy of `script`; ppo's value head is random too."""
+    lm, pad_id = make_lm(kind, seed, **settings), settings.get("vocab", VOCAB)
+    if script is rloo:
+        return rloo.Policy(lm, pad_id, temperature).eval()
+    policy = ppo.PolicyAndValue(lm, pad_id, temperature)
     torch.nn.init.normal_(policy.value_head.weight, std=0.3)
     torch.nn.init.constant_(policy.value_head.bias, 0.1)
     return policy.eval()
@@ -74,8 +82,8 @@ def make_task(**changes: Any) -> utils.Task:
     return replace(utils.TASKS["synthetic"], **values)
 
 
-def make_args(task: utils.Task | None = None, **changes: Any) -> ppo.Args:
-    """PPO settings for a batch of 8."""
+def make_args(task: utils.Task | None = None, script: Any = ppo, **changes: Any) -> ppo.Args | rloo.Args:
+    """Settings of ppo or rloo for a batch of 8."""
     values = (
         dict(
             total_episodes=24,
@@ -88,38 +96,102 @@ def make_args(task: utils.Task | None = None, **changes: Any) -> ppo.Args:
         )
         | changes
     )
-    return ppo.Args(task=task or make_task(), **values)
+    return script.Args(task=task or make_task(), **values)
 
 
 LENGTHS = [8, 1, 3, 5, 2, 8, 4, 1]  # of the queries in `make_rollout`: uneven, so that trimming has something to do
+EOS = 5  # the truncate token of `make_models`
 
 
-def make_models(policy: Any, reward: Any = None, ref: Any = None, **ids: Any) -> ppo.Models:
+def make_models(policy: Any, reward: Any = None, ref: Any = None, script: Any = ppo, **ids: Any) -> Any:
     """What a rollout is made with; the reward model is random unless given as a function of queries and responses."""
     model = make_reward()
-    reward = reward or (lambda queries, responses: utils.reward_scores(model, queries, responses, 3))
-    values = dict(pad=PAD, truncate=5, prefix=[], suffix=[]) | ids
-    return ppo.Models(policy, ref or make_lm(seed=3), reward, utils.Ids(**values))
+    reward = reward or (lambda queries, responses: model.score(queries, responses, 3))
+    values = dict(pad=PAD, truncate=EOS, prefix=[], suffix=[]) | ids
+    return script.Models(policy, ref or make_lm(seed=3), reward, utils.Ids(**values))
 
 
 def make_responses(rows: int, length: int, seed: int = 1) -> Tensor:
-    """Random responses [B, R]; the truncate token 5 is in them now and then."""
+    """Random responses [B, R]; the truncate token is in them now and then."""
     torch.manual_seed(seed)
     return torch.randint(1, 8, (rows, length))
 
 
-def make_rollout(policy: Any, args: ppo.Args, order: np.ndarray | None = None, seed: int = 1) -> ppo.Rollout:
-    """What `ppo.evaluate` makes of random queries and responses, with rewards and old numbers off the policy's own."""
+def add_noise(rollout: Any, seed: int = 1, rows: Any = slice(None)) -> Any:
+    """A rollout, of ppo or rloo, with rewards, advantages and old numbers off the policy's own: row `i` of it gets the
+    noise of episode `rows[i]`, so that it does not depend on the processes. Still 0 behind the end of a response."""
+    noise = torch.randn(3, len(LENGTHS), *rollout.rewards.shape[1:], generator=torch.Generator().manual_seed(seed))
+    noise = noise[:, rows]
+    if isinstance(rollout, rloo.Rollout):
+        return rollout._replace(
+            logprobs=rollout.logprobs + 0.2 * noise[0],
+            rewards=rollout.rewards + noise[1],
+            advantages=rollout.advantages + noise[2],
+        )
+    changed = dict(
+        logprobs=rollout.logprobs + 0.2 * noise[0],
+        values=rollout.values + 0.3 * noise[1],
+        rewards=rollout.rewards + noise[2],
+    )
+    return rollout._replace(**{name: x.masked_fill(~rollout.mask, 0) for name, x in changed.items()})
+
+
+def make_rollout(
+    policy: Any, args: Any, order: np.ndarray | None = None, seed: int = 1, script: Any = ppo
+) -> ppo.Rollout | rloo.Rollout:
+    """What `make_rollout` of `script` makes of random queries and responses, with noise."""
     queries = make_contexts(LENGTHS, args.task.query_length)
     responses = make_responses(len(LENGTHS), args.task.response_length, seed)
     order = np.arange(len(queries)) if order is None else order
-    rollout = ppo.evaluate(make_models(policy), queries, responses, order, 0.15, args)[0]
-    noise = torch.randn(3, *rollout.rewards.shape, generator=torch.Generator().manual_seed(seed))
-    return rollout._replace(
-        logprobs=rollout.logprobs + 0.2 * noise[0],
-        values=rollout.values + 0.3 * noise[1],
-        rewards=(rollout.rewards + noise[2]).masked_fill(~rollout.mask, 0),
-    )
+    models = make_models(policy, script=script)
+    return add_noise(script.make_rollout(models, queries, responses, order, 0.15, args)[0], seed)
+
+
+def step(script: Any, policy: Any, optimizer: Any, batch: Any, args: Any, accelerator: Any) -> dict[str, Tensor]:
+    """One optimizer step on a minibatch, as `main` of ppo or rloo makes it: name → [sum, count] of this process."""
+    if script is rloo:
+        return rloo.train_step(policy, optimizer, batch, args, accelerator)
+    advantages, returns = ppo.estimate(batch, args)
+    return ppo.train_step(policy, optimizer, batch, advantages, returns, args, accelerator)
+
+
+def update(
+    script: Any, policy: Any, optimizer: Any, rollout: Any, epochs: list[np.ndarray], args: Any, accelerator: Any
+) -> list[dict[str, Tensor]]:
+    """The loops of `main` of ppo or rloo over epochs and minibatches; what each optimizer step gives."""
+    steps = []
+    for order in epochs:
+        for rows in script.minibatches(order, args):
+            steps.append(step(script, policy, optimizer, rollout.take(rows), args, accelerator))
+    return steps
+
+
+class Gradients:
+    """In place of an optimizer: keeps a copy of the gradients of each step and moves nothing."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model, self.steps = model, []
+
+    def step(self, closure: Callable | None = None) -> None:
+        self.steps.append({name: p.grad.clone() for name, p in self.model.named_parameters()})
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+
+def step_gradients(
+    script: Any, policy: Any, batch: Any, args: Any, accelerator: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The sums and the gradient of one `step` on a minibatch; the weights stay."""
+    optimizer = Gradients(accelerator.unwrap_model(policy))
+    sums = step(script, policy, optimizer, batch, args, accelerator)
+    return sums, optimizer.steps[0]
+
+
+def summarise(script: Any, rollout: Any, score: Any, steps: list[dict[str, Tensor]], kl_coef: float, args: Any) -> Any:
+    """`summarise` of ppo or rloo."""
+    more = () if script is rloo else (args,)
+    return script.summarise(rollout, score, steps, kl_coef, *more)
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -157,7 +229,9 @@ def write_task(folder: Path, kind: str = "gpt2", labels: int = 16, **changes: An
     return task
 
 
-def label_rows(n: int, query_length: int, response_length: int, pad: int = utils.LABEL_PAD) -> list[dict[str, Any]]:
+def label_rows(
+    n: int, query_length: int, response_length: int, pad: int = train_reward.LABEL_PAD
+) -> list[dict[str, Any]]:
     """Rows in OpenAI's label format: token ids, padded on the right."""
     rng = np.random.default_rng(5)
 
