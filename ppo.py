@@ -10,7 +10,6 @@ Letters: `B` sequences of one process, `C` context tokens (prefix + query + suff
 tokens, `V` vocabulary. A minibatch is one optimizer step, a micro-batch one forward. Masks are True at real tokens.
 """
 
-import inspect
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 import utils
-from utils import Count, InputError, NonNegative, Positive, Seed, Share, Task
+from tasks import Count, NonNegative, Positive, Seed, Share, Task, check_divides, cli, load_function, parse_args
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,10 @@ class Args:
     """new folder in runs/; None: task, script, seed and time"""
     track: bool = False
     """log to Weights & Biases too"""
-    sample_every: Count = 50
-    """updates between two tables of samples"""
+    eval_every: Count = 50
+    """updates between two evaluations on held-out queries: metrics eval/… and a table of samples"""
+    eval_queries: Count = 256
+    """queries that are kept out of training for that, the first ones"""
 
 
 SMALL = dict(  # 32 updates of a model of one million parameters: a higher lr, and β found faster
@@ -98,16 +99,15 @@ SMALL = dict(  # 32 updates of a model of one million parameters: a higher lr, a
     kl_coef=0.08,
     kl_target=10.0,
     kl_horizon=1000,
-    sample_every=20,
+    eval_every=20,
 )
+SUMMARIES = dict(kl_target=None, whiten_rewards=False, micro_batch_size=8)
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above, by task
     "synthetic": SMALL,
     "synthetic_eos": SMALL | dict(whiten_rewards=False),  # kept means would reward short responses, see LOG.md
-    "cnndm": dict(batch_size=32, lr=2e-6, kl_coef=0.01, kl_target=None, whiten_rewards=False, micro_batch_size=8),
-    "tldr_2019": dict(batch_size=32, lr=2e-6, kl_coef=0.03, kl_target=None, whiten_rewards=False, micro_batch_size=8),
-    "tldr": dict(
-        lr=3e-6, kl_coef=0.05, kl_target=None, whiten_rewards=False, micro_batch_size=8, rollout_batch_size=64
-    ),
+    "cnndm": SUMMARIES | dict(batch_size=32, lr=2e-6, kl_coef=0.01),
+    "tldr_2019": SUMMARIES | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
+    "tldr": SUMMARIES | dict(lr=3e-6, kl_coef=0.05, rollout_batch_size=64),
 }
 SCRIPT = Path(__file__)  # runs and weights are called after the file: a copy has its own
 
@@ -148,7 +148,6 @@ class PolicyAndValue(nn.Module):
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     """One token a row from softmax(logits) by inverting its CDF. logits [B, V], uniform [B, 1] in [0, 1) → [B, 1].
-
     In fp64, and below the CDF's very top: a token of probability 0 is never drawn, not even at u = 0 or by rounding."""
     cdf = logits.to(uniform.device).double().softmax(dim=-1).cumsum(dim=-1)
     total = cdf[:, -1:]
@@ -161,7 +160,7 @@ def sample(
     lm: PreTrainedModel, contexts: Tensor, response_length: int, temperature: float, pad_id: int, gen: torch.Generator
 ) -> Tensor:
     """G4: exactly `response_length` tokens for each left-padded context [B, C] → [B, R]: the full vocabulary, no stop
-    at EOS, nothing of the checkpoint's `generation_config`. Prefill once, then a token a step over a static KV cache."""
+    at EOS, nothing of the checkpoint's `generation_config`. Prefill once, then a token a step over a static cache."""
     batch, start = contexts.shape
     inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
@@ -214,7 +213,6 @@ def lm_logprobs(
 
 def truncate(responses: Tensor, token: int | None, after: int, pad_id: int) -> tuple[Tensor, Tensor]:
     """P5: cut each response behind its first `token` at or after position `after`, pads behind it.
-
     [B, R] → the cut responses [B, R], and whether the token was there [B]; always, if there is no such token."""
     if token is None:
         return responses, torch.ones_like(responses[:, 0]).bool()
@@ -242,20 +240,16 @@ def score_responses(reward: Callable, queries: Tensor, responses: Tensor, task: 
 def load_reward(args: Args, tokenizer: Any, pad_id: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     """The reward as a function of (queries [B, Q], responses [B, R]) → [B]: the reward model's, or `--reward_fn`'s; one
     that takes a third argument gets the reward model's scores there. Errors: `InputError` where there is none."""
-    function = utils.load_function(args.reward_fn) if args.reward_fn else None
-    composes = function and len(inspect.signature(function).parameters) > 2
+    function = load_function(args.reward_fn) if args.reward_fn else None
+    composes = utils.takes_scores(function)
     if function and not composes:
         return lambda queries, cut: utils.text_scores(function, args.reward_fn, tokenizer, queries, cut, pad_id)
     folder = args.reward_model or f"models/{args.task.task}/train_reward"
     model = utils.RewardModel.from_folder(folder, f"python train_reward.py --task {args.task.task}").to(device)
-    if model.config.pad_id != pad_id:
-        raise InputError(
-            f"reward model {folder} was trained with a vocabulary of {model.config.pad_id} tokens, "
-            f"the policy has {pad_id}"
-        )
+    read = utils.reward_reader(model, AutoTokenizer.from_pretrained(folder), tokenizer, pad_id)  # X13
 
     def reward(queries: Tensor, cut: Tensor) -> Tensor:
-        scores = model.score(queries, cut, args.rollout_batch_size)
+        scores = model.score(read(queries, cut), size=args.rollout_batch_size)
         if not composes:
             return scores
         return utils.text_scores(function, args.reward_fn, tokenizer, queries, cut, pad_id, scores.tolist())
@@ -393,6 +387,7 @@ def loss_terms(
         "val/error": error,
         "val/clipfrac": (error_clipped > error).float(),
         "val/ratio": ratio,
+        "val/ratio_spread": (ratio - 1) ** 2,
     }
 
 
@@ -428,27 +423,32 @@ def set_lr(optimizer: Any, lr: float) -> None:
 
 
 def add_up(sums: dict[str, Tensor], terms: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Statistics of a minibatch, micro-batch by micro-batch: name → [sum, count] of this process's terms[mask]."""
-    pairs = {name: torch.stack([x.detach().masked_fill(~mask, 0).sum(), mask.sum()]) for name, x in terms.items()}
-    return {name: pair + sums.get(name, 0) for name, pair in pairs.items()}
+    """Statistics of a minibatch, one micro-batch more: name → [sum, count, −min, max] of this process's terms[mask]."""
+    sums = dict(sums)
+    for name, x in terms.items():
+        low, high = x.masked_fill(~mask, math.inf).min(), x.masked_fill(~mask, -math.inf).max()
+        new = torch.stack([x.masked_fill(~mask, 0).sum(), mask.sum(), -low, high]).detach()
+        old = sums.get(name)
+        sums[name] = new if old is None else torch.cat([old[:2] + new[:2], torch.maximum(old[2:], new[2:])])
+    return sums
 
 
 def means(steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Sums of `add_up` → means [optimizer steps] over all processes; exact with uneven lengths, one crossing an update."""
-    table = utils.all_sum(torch.stack([torch.stack(list(step.values())) for step in steps]))  # [steps, names, 2]
-    return dict(zip(steps[0], (table[..., 0] / table[..., 1]).T, strict=True))
+    """Sums of `add_up` → means [optimizer steps] over all processes: exact with uneven lengths, one crossing."""
+    table = torch.stack([torch.stack(list(step.values())) for step in steps]).permute(2, 1, 0)  # [4, names, steps]
+    total, count = utils.all_sum(table[:2])
+    values = dict(zip(steps[0], total / count, strict=True))
+    values["val/ratio_var"] = values.pop("val/ratio_spread") - (values["val/ratio"] - 1) ** 2
+    low, high = utils.all_max(table[2:, list(steps[0]).index("val/ratio")])
+    return values | {"val/ratio_min": -low, "val/ratio_max": high}
 
 
 def train_step(
-    policy: nn.Module,
-    optimizer: Any,
-    batch: Rollout,
-    advantages: Tensor,
-    returns: Tensor,
-    args: Args,
-    accelerator: Accelerator,
+    policy: nn.Module, optimizer: Any, batch: Rollout, targets: tuple, args: Args, accelerator: Accelerator
 ) -> dict[str, Tensor]:
-    """One optimizer step on a minibatch, the same whatever its micro-batches (P7); statistics before it, see `add_up`."""
+    """One optimizer step on a minibatch and its targets, advantages and returns [B, R]; the same whatever the
+    micro-batches (P7). Statistics from before it, see `add_up`."""
+    advantages, returns = targets
     count = utils.all_sum(batch.mask.sum()) / accelerator.num_processes  # DDP averages the processes' gradients
     sums, parts = {}, utils.micro_batches(batch.lengths, args.micro_batch_size)
     for i, (part, width) in enumerate(parts):
@@ -467,7 +467,7 @@ def train_step(
     optimizer.zero_grad()
     for name, x in (("returns", returns), ("val", batch.values)):
         deviations = x - moments(x, batch.mask)[0]
-        sums |= add_up({}, {f"{name}/mean": x, f"{name}/var": deviations**2}, batch.mask)
+        sums = add_up(sums, {f"{name}/mean": x, f"{name}/var": deviations**2}, batch.mask)
     return sums
 
 
@@ -475,12 +475,13 @@ def train_step(
 
 
 def summarise(
-    rollout: Rollout, score: Score, steps: list[dict[str, Tensor]], kl_coef: float, args: Args
+    rollout: Rollout, score: Score, steps: list[dict[str, Tensor]], kl_coef: float, pad_id: int, args: Args
 ) -> dict[str, Any]:
     """The metrics of one update, means over its optimizer steps; README explains each."""
     stats = means(steps)
     stats["loss/total"] = stats["loss/policy_avg"] + args.vf_coef * stats["loss/value_avg"]
-    stats = {f"ppo/{name}": values.mean() for name, values in stats.items()}
+    extremes = {"val/ratio_min": torch.min, "val/ratio_max": torch.max}
+    stats = {f"ppo/{name}": extremes.get(name, torch.mean)(values) for name, values in stats.items()}
     kl = (rollout.logprobs - rollout.ref_logprobs).sum(dim=1).mean()
     return stats | {
         "objective/kl": kl,
@@ -492,38 +493,48 @@ def summarise(
         "objective/kl_coef": kl_coef,
         "objective/ended": score.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
+        "objective/cut_length": (score.cut != pad_id).sum(dim=1).float().mean(),
         "ppo/val/var_explained": 1 - stats["ppo/val/error"] / stats["ppo/returns/var"],
     }
 
 
-def sample_table(
-    models: Models, lm: PreTrainedModel, queries: Tensor, tokenizer: Any, args: Args
-) -> list[dict[str, Any]]:
-    """A response to each of a few queries [B, Q], always with the same random numbers: text and score."""
-    gen = utils.generator(args.seed, 0, queries.device)
+@torch.no_grad()
+def evaluate(
+    models: Models, lm: PreTrainedModel, queries: Tensor, gold: Callable | None, tokenizer: Any, args: Args
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Held-out queries [B, Q], always with the same random numbers: metrics, and a few samples as text with a score.
+    Every process does the same, so that nothing waits for anybody."""
+    task, pad_id, size = args.task, models.ids.pad, args.rollout_batch_size
     contexts = utils.add_affixes(queries, models.ids)
-    responses = sample(lm, contexts, args.task.response_length, args.task.temperature, models.ids.pad, gen)
-    score = score_responses(models.reward, queries, responses, args.task, models.ids)
-    columns = *(utils.decode(tokenizer, x, models.ids.pad) for x in (queries, score.cut)), score.scores.tolist()
-    return [{"query": q, "response": r, "score": s} for q, r, s in zip(*columns, strict=True)]
+    responses = sample_all(lm, contexts, task, pad_id, utils.generator(args.seed, 0, queries.device), size)
+    score = score_responses(models.reward, queries, responses, task, models.ids)
+    responses = score.cut if task.eos_task else responses
+    mask = responses != pad_id
+    logprobs, ref_logprobs = (
+        lm_logprobs(model, contexts, responses, task.temperature, pad_id, size) for model in (lm, models.ref)
+    )
+    metrics = {
+        "eval/scores": score.scores.mean().item(),
+        "eval/kl": (logprobs - ref_logprobs).masked_fill(~mask, 0).sum(dim=1).mean().item(),
+        "eval/response_length": mask.sum(dim=1).float().mean().item(),
+        "eval/ended": score.ended.float().mean().item(),
+    }
+    if gold:
+        gold_scores = utils.text_scores(gold, task.gold_fn, tokenizer, queries, score.cut, pad_id)
+        metrics["eval/gold_score"] = gold_scores.mean().item()
+    columns = *(utils.decode(tokenizer, x[:4], pad_id) for x in (queries, score.cut)), score.scores[:4].tolist()
+    return metrics, [{"query": q, "response": r, "score": s} for q, r, s in zip(*columns, strict=True)]
 
 
 def check(args: Args, processes: int) -> None:
     """Errors: `InputError` for values that cannot work, before anything is loaded."""
     utils.check_args(args, SCRIPT)
     unit, what = processes * args.num_minibatches, f"{processes} processes × {args.num_minibatches} minibatches"
-    utils.check_divides("batch_size", args.batch_size, unit, what)
+    check_divides("batch_size", args.batch_size, unit, what)
 
 
-PANELS = [
-    "objective/scores",
-    "objective/gold_score",
-    "objective/kl",
-    "objective/kl_coef",
-    "ppo/loss/value_avg",
-    "objective/entropy",
-]
-PHASES = ("sample", "score", "optimise")
+PANELS = ["objective/scores", "objective/gold_score", "objective/kl", "objective/kl_coef"]
+PANELS += ["ppo/loss/value_avg", "objective/entropy"]
 SHOWN = {"objective/scores": "score", "objective/kl": "kl", "time/episodes_per_second": "episodes/s"}
 
 
@@ -532,18 +543,19 @@ def main(args: Args) -> None:
     accelerator = utils.start_accelerator(args)
     check(args, accelerator.num_processes)
     task, device = args.task, accelerator.device
-    tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length, f"python sft.py --task {task.task}")
+    tokenizer, config, pad_id = utils.load_tokenizer(task, task.response_length, f"python sft.py --task {task.task}")
+    utils.check_memory(config, 20, "policy, gradients, Adam's two moments and the reference", device)
     ids = utils.task_ids(task, tokenizer, pad_id)
-    gold = utils.load_function(task.gold_fn) if task.gold_fn else None
-    table = utils.load_queries(task, tokenizer, pad_id, args.total_episodes)  # [N, Q]
-    few = table[:4].to(device)  # queries of the sample tables
+    gold = load_function(task.gold_fn) if task.gold_fn else None
+    table = utils.load_queries(task, tokenizer, pad_id, args.total_episodes)
+    heldout, table = table.hold_out(args.eval_queries, "eval_queries")  # [E, Q], and [N, Q] to train on
     reward = load_reward(args, tokenizer, pad_id, device)
 
     torch.manual_seed(args.seed)
     policy = PolicyAndValue(utils.load_lm(task.base_model), pad_id, task.temperature)
     ref = utils.load_lm(task.base_model).to(device).eval().requires_grad_(False)
     if args.gradient_checkpointing:
-        policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        utils.checkpoint_activations(policy.lm)
     policy, optimizer = accelerator.prepare(policy, AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps))
     models = Models(policy, ref, reward, ids)
     lm = accelerator.unwrap_model(policy).lm
@@ -554,16 +566,20 @@ def main(args: Args) -> None:
     kl_coef, clock = args.kl_coef, utils.Clock(device)
     run = utils.Run(args, SCRIPT, num_updates, PANELS, accelerator)
 
+    def evaluation(update: int) -> dict[str, float]:
+        policy.eval()
+        with accelerator.autocast():
+            metrics, samples = evaluate(models, lm, heldout.to(device), gold, tokenizer, args)
+        run.samples(update, samples)
+        return metrics
+
     for update in range(num_updates):
+        evaluated = evaluation(update) if update % args.eval_every == 0 else {}
         queries = table[utils.rows_of_step(len(table), local_batch, update, seed)].to(device)  # [B, Q]
         rng, gen = np.random.default_rng([seed, update]), utils.generator(seed, update, device)
         epochs = [rng.permutation(local_batch) for _ in range(args.num_ppo_epochs)]
 
         policy.eval()
-        if update % args.sample_every == 0 and accelerator.is_main_process:
-            with accelerator.autocast():
-                rows = sample_table(models, lm, few, tokenizer, args)
-            run.samples(update, rows, f"samples before update {update}")
         with clock("sample"), accelerator.autocast():
             contexts = utils.add_affixes(queries, ids)
             responses = sample_all(lm, contexts, task, pad_id, gen, args.rollout_batch_size)  # G4  [B, R]
@@ -577,29 +593,28 @@ def main(args: Args) -> None:
             for order in epochs:  # P7
                 for rows in minibatches(order, args):
                     batch = rollout.take(rows)
-                    advantages, returns = estimate(batch, args)  # P9, P6
-                    steps.append(train_step(policy, optimizer, batch, advantages, returns, args, accelerator))
+                    targets = estimate(batch, args)  # P9, P6
+                    steps.append(train_step(policy, optimizer, batch, targets, args, accelerator))
 
-        metrics = summarise(rollout, score, steps, kl_coef, args)
+        metrics = summarise(rollout, score, steps, kl_coef, pad_id, args)
         if gold:
             gold_scores = utils.text_scores(gold, task.gold_fn, tokenizer, queries, score.cut, pad_id)
             metrics["objective/gold_score"] = gold_scores.mean()
-        metrics = utils.mean_over_processes(metrics, device) | clock.pop()
-        metrics["time/episodes_per_second"] = args.batch_size / sum(metrics[f"time/{p}"] for p in PHASES)
+        metrics, seconds = utils.mean_over_processes(metrics, device) | evaluated, clock.pop()
+        metrics["objective/kl_per_token"] = metrics["objective/kl"] / metrics["objective/response_length"]
+        metrics["objective/sqrt_kl"] = math.sqrt(max(metrics["objective/kl"], 0))
+        metrics |= seconds | {"time/episodes_per_second": args.batch_size / sum(seconds.values())}
         metrics |= {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)  # P11
         run.log(update, metrics, SHOWN)
 
     policy.eval()
     run.save(lm, tokenizer)
-    if accelerator.is_main_process:
-        with accelerator.autocast():
-            rows = sample_table(models, lm, few, tokenizer, args)
-        run.samples(num_updates, rows, "samples after the last update")
-        run.compare_samples()
+    run.log(num_updates, evaluation(num_updates), SHOWN)
+    run.compare_samples()
     run.finish()
     utils.stop_accelerator(accelerator)
 
 
 if __name__ == "__main__":
-    utils.cli(main, lambda: utils.parse_args(Args, PRESETS))
+    cli(main, lambda: parse_args(Args, PRESETS))

@@ -11,7 +11,6 @@ Letters: `B` sequences of one process, `K` completions per prompt, `P` prompts (
 + query + suffix), `Q` query tokens, `R` response tokens, `V` vocabulary. Masks are True at real tokens.
 """
 
-import inspect
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 import utils
-from utils import Bounds, Count, InputError, NonNegative, Positive, Seed, Task
+from tasks import Bounds, Count, NonNegative, Positive, Seed, Task, check_divides, cli, load_function, parse_args
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,10 @@ class Args:
     """new folder in runs/; None: task, script, seed and time"""
     track: bool = False
     """log to Weights & Biases too"""
-    sample_every: Count = 50
-    """updates between two tables of samples"""
+    eval_every: Count = 50
+    """updates between two evaluations on held-out queries: metrics eval/… and a table of samples"""
+    eval_queries: Count = 256
+    """queries that are kept out of training for that, the first ones"""
 
 
 SMALL = dict(  # 32 updates of a model of one million parameters: a higher lr, and β found faster
@@ -91,7 +92,7 @@ SMALL = dict(  # 32 updates of a model of one million parameters: a higher lr, a
     kl_coef=0.08,
     kl_target=10.0,
     kl_horizon=1000,
-    sample_every=20,
+    eval_every=20,
 )
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above, by task
     "synthetic": SMALL,
@@ -135,7 +136,6 @@ class Policy(nn.Module):
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     """One token a row from softmax(logits) by inverting its CDF. logits [B, V], uniform [B, 1] in [0, 1) → [B, 1].
-
     In fp64, and below the CDF's very top: a token of probability 0 is never drawn, not even at u = 0 or by rounding."""
     cdf = logits.to(uniform.device).double().softmax(dim=-1).cumsum(dim=-1)
     total = cdf[:, -1:]
@@ -148,7 +148,7 @@ def sample(
     lm: PreTrainedModel, contexts: Tensor, response_length: int, temperature: float, pad_id: int, gen: torch.Generator
 ) -> Tensor:
     """G4: exactly `response_length` tokens for each left-padded context [B, C] → [B, R]: the full vocabulary, no stop
-    at EOS, nothing of the checkpoint's `generation_config`. Prefill once, then a token a step over a static KV cache."""
+    at EOS, nothing of the checkpoint's `generation_config`. Prefill once, then a token a step over a static cache."""
     batch, start = contexts.shape
     inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
@@ -201,7 +201,6 @@ def lm_logprobs(
 
 def truncate(responses: Tensor, token: int | None, after: int, pad_id: int) -> tuple[Tensor, Tensor]:
     """P5: cut each response behind its first `token` at or after position `after`, pads behind it.
-
     [B, R] → the cut responses [B, R], and whether the token was there [B]; always, if there is no such token."""
     if token is None:
         return responses, torch.ones_like(responses[:, 0]).bool()
@@ -229,20 +228,16 @@ def score_responses(reward: Callable, queries: Tensor, responses: Tensor, task: 
 def load_reward(args: Args, tokenizer: Any, pad_id: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     """The reward as a function of (queries [B, Q], responses [B, R]) → [B]: the reward model's, or `--reward_fn`'s; one
     that takes a third argument gets the reward model's scores there. Errors: `InputError` where there is none."""
-    function = utils.load_function(args.reward_fn) if args.reward_fn else None
-    composes = function and len(inspect.signature(function).parameters) > 2
+    function = load_function(args.reward_fn) if args.reward_fn else None
+    composes = utils.takes_scores(function)
     if function and not composes:
         return lambda queries, cut: utils.text_scores(function, args.reward_fn, tokenizer, queries, cut, pad_id)
     folder = args.reward_model or f"models/{args.task.task}/train_reward"
     model = utils.RewardModel.from_folder(folder, f"python train_reward.py --task {args.task.task}").to(device)
-    if model.config.pad_id != pad_id:
-        raise InputError(
-            f"reward model {folder} was trained with a vocabulary of {model.config.pad_id} tokens, "
-            f"the policy has {pad_id}"
-        )
+    read = utils.reward_reader(model, AutoTokenizer.from_pretrained(folder), tokenizer, pad_id)  # X13
 
     def reward(queries: Tensor, cut: Tensor) -> Tensor:
-        scores = model.score(queries, cut, args.rollout_batch_size)
+        scores = model.score(read(queries, cut), size=args.rollout_batch_size)
         if not composes:
             return scores
         return utils.text_scores(function, args.reward_fn, tokenizer, queries, cut, pad_id, scores.tolist())
@@ -250,14 +245,9 @@ def load_reward(args: Args, tokenizer: Any, pad_id: int, device: torch.device) -
     return reward
 
 
-def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
-    """L1: the completion is one action: Σ_t log π(y_t) over its real tokens. [B, R] → [B]"""
-    return logprobs.masked_fill(~mask, 0).sum(dim=1)
-
-
 def kl_penalised_rewards(logprobs: Tensor, ref_logprobs: Tensor, scores: Tensor, kl_coef: float) -> Tensor:
-    """L2: score − β·(log π(y) − log π_ref(y)), [B] each."""
-    return scores - kl_coef * (logprobs - ref_logprobs)
+    """L1, L2: the completion is one action: score [B] − β·Σ_t (log π − log π_ref) over its tokens [B, R]. [B]"""
+    return scores - kl_coef * (logprobs - ref_logprobs).sum(dim=1)
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
@@ -272,14 +262,14 @@ def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 class Rollout(NamedTuple):
-    """What one update learns from (X10); the rows are episodes."""
+    """What one update learns from (X10); the rows are episodes. Behind the end of a response every number is 0."""
 
     lengths: np.ndarray  # [B] real tokens of each context, on the host: they plan the micro-batches
     contexts: Tensor  # [B, C] prefix + query + suffix, left-padded: what policy and reference read
     responses: Tensor  # [B, R] as sampled; pads behind the end of an EOS task
     mask: Tensor  # [B, R] True through the end of the response; all True unless the task ends at EOS (X9)
-    logprobs: Tensor  # [B] of whole completions under the sampling policy (L1, L6)
-    ref_logprobs: Tensor  # [B]
+    logprobs: Tensor  # [B, R] of the sampling policy (L6)
+    ref_logprobs: Tensor  # [B, R]
     scores: Tensor  # [B] the reward model's, or the penalty
     rewards: Tensor  # [B] score less KL penalty
     advantages: Tensor  # [B] reward less the mean of the prompt's other completions
@@ -315,14 +305,13 @@ def make_rollout(
     mask = responses != pad_id
     contexts = utils.add_affixes(queries, models.ids)
     ref_logprobs = lm_logprobs(models.ref, contexts, responses, temperature, pad_id, args.rollout_batch_size)
-    ref_logprobs = sequence_logprobs(ref_logprobs, mask)
     logprobs = torch.empty_like(ref_logprobs)
     lengths = utils.row_lengths(contexts, pad_id)
     for rows in minibatches(order, args):  # L6: exactly the forwards of the first epoch
         for part, width in utils.micro_batches(lengths[rows], args.micro_batch_size):
             index = torch.as_tensor(rows[part], device=contexts.device)
-            tokens = models.policy(contexts[index, -width:], responses[index])[0]
-            logprobs[index] = sequence_logprobs(tokens, mask[index])
+            logprobs[index] = models.policy(contexts[index, -width:], responses[index])[0]
+    logprobs, ref_logprobs = (x.masked_fill(~mask, 0) for x in (logprobs, ref_logprobs))
     rewards = kl_penalised_rewards(logprobs, ref_logprobs, score.scores, kl_coef)
     advantages = leave_one_out_advantages(rewards, args.rloo_k)
     return Rollout(lengths, contexts, responses, mask, logprobs, ref_logprobs, score.scores, rewards, advantages), score
@@ -348,7 +337,7 @@ def leave_one_out_advantages(rewards: Tensor, k: int) -> Tensor:
 
 def loss_terms(logprobs: Tensor, old: Rollout, args: Args) -> dict[str, Tensor]:
     """L4: clipped loss on the ratio of whole completions [B], and what to watch; their means are loss and metrics."""
-    log_ratio = logprobs - old.logprobs
+    log_ratio = (logprobs - old.logprobs).sum(dim=1)  # L1: from tokens [B, R]
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     policy, policy_clipped = -old.advantages * ratio, -old.advantages * clipped_ratio
@@ -357,6 +346,7 @@ def loss_terms(logprobs: Tensor, old: Rollout, args: Args) -> dict[str, Tensor]:
         "policy/approxkl_avg": 0.5 * log_ratio**2,
         "policy/clipfrac_avg": (policy_clipped > policy).float(),
         "val/ratio": ratio,
+        "val/ratio_spread": (ratio - 1) ** 2,
     }
 
 
@@ -392,28 +382,37 @@ def set_lr(optimizer: Any, lr: float) -> None:
 
 
 def add_up(sums: dict[str, Tensor], terms: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Statistics of a minibatch, micro-batch by micro-batch: name → [sum, count] of this process's terms[mask]."""
-    pairs = {name: torch.stack([x.detach().masked_fill(~mask, 0).sum(), mask.sum()]) for name, x in terms.items()}
-    return {name: pair + sums.get(name, 0) for name, pair in pairs.items()}
+    """Statistics of a minibatch, one micro-batch more: name → [sum, count, −min, max] of this process's terms[mask]."""
+    sums = dict(sums)
+    for name, x in terms.items():
+        low, high = x.masked_fill(~mask, math.inf).min(), x.masked_fill(~mask, -math.inf).max()
+        new = torch.stack([x.masked_fill(~mask, 0).sum(), mask.sum(), -low, high]).detach()
+        old = sums.get(name)
+        sums[name] = new if old is None else torch.cat([old[:2] + new[:2], torch.maximum(old[2:], new[2:])])
+    return sums
 
 
 def means(steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Sums of `add_up` → means [optimizer steps] over all processes; exact with uneven lengths, one crossing an update."""
-    table = utils.all_sum(torch.stack([torch.stack(list(step.values())) for step in steps]))  # [steps, names, 2]
-    return dict(zip(steps[0], (table[..., 0] / table[..., 1]).T, strict=True))
+    """Sums of `add_up` → means [optimizer steps] over all processes: exact with uneven lengths, one crossing."""
+    table = torch.stack([torch.stack(list(step.values())) for step in steps]).permute(2, 1, 0)  # [4, names, steps]
+    total, count = utils.all_sum(table[:2])
+    values = dict(zip(steps[0], total / count, strict=True))
+    values["val/ratio_var"] = values.pop("val/ratio_spread") - (values["val/ratio"] - 1) ** 2
+    low, high = utils.all_max(table[2:, list(steps[0]).index("val/ratio")])
+    return values | {"val/ratio_min": -low, "val/ratio_max": high}
 
 
 def train_step(
     policy: nn.Module, optimizer: Any, batch: Rollout, args: Args, accelerator: Accelerator
 ) -> dict[str, Tensor]:
-    """One optimizer step on a minibatch, the same whatever its micro-batches (P7); statistics before it, see `add_up`."""
+    """One optimizer step on a minibatch, the same whatever its micro-batches (P7); its statistics, see `add_up`."""
     count = len(batch.scores)  # completions; the same on every process, and DDP averages the processes' gradients
     sums, token_sums, parts = {}, {}, utils.micro_batches(batch.lengths, args.micro_batch_size)
     for i, (part, width) in enumerate(parts):
         old = batch.take(part)
         with accelerator.no_sync(policy) if i + 1 < len(parts) else nullcontext():
             logprobs, entropies = policy(old.contexts[:, -width:], old.responses)
-            terms = loss_terms(sequence_logprobs(logprobs, old.mask), old, args)
+            terms = loss_terms(logprobs.masked_fill(~old.mask, 0), old, args)  # now: later NaN · 0 is NaN
             accelerator.backward(terms["loss/policy_avg"].sum() / count)
         sums = add_up(sums, terms, torch.ones_like(old.scores).bool())
         token_sums = add_up(token_sums, {"policy/entropy_avg": entropies}, old.mask)
@@ -425,32 +424,51 @@ def train_step(
 # ---------------------------------------------------------------------------------------------------------------- run
 
 
-def summarise(rollout: Rollout, score: Score, steps: list[dict[str, Tensor]], kl_coef: float) -> dict[str, Any]:
+def summarise(rollout: Rollout, score: Score, steps: list[dict[str, Tensor]], pad_id: int) -> dict[str, Any]:
     """The metrics of one update, means over its optimizer steps; README explains each."""
     every = torch.ones_like(rollout.scores).bool()
-    return {f"ppo/{name}": values.mean() for name, values in means(steps).items()} | {
-        "objective/kl": (rollout.logprobs - rollout.ref_logprobs).mean(),
-        "objective/entropy": -rollout.logprobs.mean(),
+    stats = means(steps)
+    extremes = {"val/ratio_min": torch.min, "val/ratio_max": torch.max}
+    stats = {f"ppo/{name}": extremes.get(name, torch.mean)(values) for name, values in stats.items()}
+    return stats | {
+        "objective/kl": (rollout.logprobs - rollout.ref_logprobs).sum(dim=1).mean(),
+        "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),
         "objective/scores": rollout.scores.mean(),
         "objective/scores_std": moments(rollout.scores, every)[1].sqrt(),
         "objective/rlhf_reward": rollout.rewards.mean(),
-        "objective/kl_coef": kl_coef,
         "objective/ended": score.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
+        "objective/cut_length": (score.cut != pad_id).sum(dim=1).float().mean(),
         "objective/advantage_std": moments(rollout.advantages, every)[1].sqrt(),
     }
 
 
-def sample_table(
-    models: Models, lm: PreTrainedModel, queries: Tensor, tokenizer: Any, args: Args
-) -> list[dict[str, Any]]:
-    """A response to each of a few queries [B, Q], always with the same random numbers: text and score."""
-    gen = utils.generator(args.seed, 0, queries.device)
+@torch.no_grad()
+def evaluate(
+    models: Models, lm: PreTrainedModel, queries: Tensor, gold: Callable | None, tokenizer: Any, args: Args
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Held-out queries [B, Q], always with the same random numbers: metrics, and a few samples as text with a score.
+    Every process does the same, so that nothing waits for anybody."""
+    task, pad_id, size = args.task, models.ids.pad, args.rollout_batch_size
     contexts = utils.add_affixes(queries, models.ids)
-    responses = sample(lm, contexts, args.task.response_length, args.task.temperature, models.ids.pad, gen)
-    score = score_responses(models.reward, queries, responses, args.task, models.ids)
-    columns = *(utils.decode(tokenizer, x, models.ids.pad) for x in (queries, score.cut)), score.scores.tolist()
-    return [{"query": q, "response": r, "score": s} for q, r, s in zip(*columns, strict=True)]
+    responses = sample_all(lm, contexts, task, pad_id, utils.generator(args.seed, 0, queries.device), size)
+    score = score_responses(models.reward, queries, responses, task, models.ids)
+    responses = score.cut if task.eos_task else responses
+    mask = responses != pad_id
+    logprobs, ref_logprobs = (
+        lm_logprobs(model, contexts, responses, task.temperature, pad_id, size) for model in (lm, models.ref)
+    )
+    metrics = {
+        "eval/scores": score.scores.mean().item(),
+        "eval/kl": (logprobs - ref_logprobs).masked_fill(~mask, 0).sum(dim=1).mean().item(),
+        "eval/response_length": mask.sum(dim=1).float().mean().item(),
+        "eval/ended": score.ended.float().mean().item(),
+    }
+    if gold:
+        gold_scores = utils.text_scores(gold, task.gold_fn, tokenizer, queries, score.cut, pad_id)
+        metrics["eval/gold_score"] = gold_scores.mean().item()
+    columns = *(utils.decode(tokenizer, x[:4], pad_id) for x in (queries, score.cut)), score.scores[:4].tolist()
+    return metrics, [{"query": q, "response": r, "score": s} for q, r, s in zip(*columns, strict=True)]
 
 
 def check(args: Args, processes: int) -> None:
@@ -458,18 +476,11 @@ def check(args: Args, processes: int) -> None:
     utils.check_args(args, SCRIPT)
     unit = processes * math.lcm(args.num_minibatches, args.rloo_k)
     what = f"{processes} processes × {args.num_minibatches} minibatches and {args.rloo_k} completions per prompt"
-    utils.check_divides("batch_size", args.batch_size, unit, what)
+    check_divides("batch_size", args.batch_size, unit, what)
 
 
-PANELS = [
-    "objective/scores",
-    "objective/gold_score",
-    "objective/kl",
-    "objective/kl_coef",
-    "objective/advantage_std",
-    "objective/entropy",
-]
-PHASES = ("sample", "score", "optimise")
+PANELS = ["objective/scores", "objective/gold_score", "objective/kl", "objective/entropy"]
+PANELS += ["objective/advantage_std", "objective/kl_coef"]
 SHOWN = {"objective/scores": "score", "objective/kl": "kl", "time/episodes_per_second": "episodes/s"}
 
 
@@ -478,18 +489,19 @@ def main(args: Args) -> None:
     accelerator = utils.start_accelerator(args)
     check(args, accelerator.num_processes)
     task, device = args.task, accelerator.device
-    tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length, f"python sft.py --task {task.task}")
+    tokenizer, config, pad_id = utils.load_tokenizer(task, task.response_length, f"python sft.py --task {task.task}")
+    utils.check_memory(config, 20, "policy, gradients, Adam's two moments and the reference", device)
     ids = utils.task_ids(task, tokenizer, pad_id)
-    gold = utils.load_function(task.gold_fn) if task.gold_fn else None
-    table = utils.load_queries(task, tokenizer, pad_id, args.total_episodes)  # [N, Q]
-    few = table[:4].to(device)  # queries of the sample tables
+    gold = load_function(task.gold_fn) if task.gold_fn else None
+    table = utils.load_queries(task, tokenizer, pad_id, args.total_episodes)
+    heldout, table = table.hold_out(args.eval_queries, "eval_queries")  # [E, Q], and [N, Q] to train on
     reward = load_reward(args, tokenizer, pad_id, device)
 
     torch.manual_seed(args.seed)
     policy = Policy(utils.load_lm(task.base_model), pad_id, task.temperature)
     ref = utils.load_lm(task.base_model).to(device).eval().requires_grad_(False)
     if args.gradient_checkpointing:
-        policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        utils.checkpoint_activations(policy.lm)
     policy, optimizer = accelerator.prepare(policy, AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps))
     models = Models(policy, ref, reward, ids)
     lm = accelerator.unwrap_model(policy).lm
@@ -497,20 +509,25 @@ def main(args: Args) -> None:
     seed = args.seed + 100003 * accelerator.process_index  # G6
     local_batch = args.batch_size // accelerator.num_processes
     num_updates = math.ceil(args.total_episodes / args.batch_size)
-    kl_coef, clock = args.kl_coef, utils.Clock(device)
+    kl_coef = args.kl_coef
+    clock = utils.Clock(device)
     run = utils.Run(args, SCRIPT, num_updates, PANELS, accelerator)
 
+    def evaluation(update: int) -> dict[str, float]:
+        policy.eval()
+        with accelerator.autocast():
+            metrics, samples = evaluate(models, lm, heldout.to(device), gold, tokenizer, args)
+        run.samples(update, samples)
+        return metrics
+
     for update in range(num_updates):
+        evaluated = evaluation(update) if update % args.eval_every == 0 else {}
         prompts = table[utils.rows_of_step(len(table), local_batch // args.rloo_k, update, seed)].to(device)  # [P, Q]
         queries = prompts.repeat(args.rloo_k, 1)  # [K · P, Q]
         rng, gen = np.random.default_rng([seed, update]), utils.generator(seed, update, device)
         epochs = [rng.permutation(local_batch) for _ in range(args.num_ppo_epochs)]
 
         policy.eval()
-        if update % args.sample_every == 0 and accelerator.is_main_process:
-            with accelerator.autocast():
-                rows = sample_table(models, lm, few, tokenizer, args)
-            run.samples(update, rows, f"samples before update {update}")
         with clock("sample"), accelerator.autocast():
             contexts = utils.add_affixes(queries, ids)
             responses = sample_all(lm, contexts, task, pad_id, gen, args.rollout_batch_size)  # G4  [B, R]
@@ -526,26 +543,26 @@ def main(args: Args) -> None:
                     batch = rollout.take(rows)
                     steps.append(train_step(policy, optimizer, batch, args, accelerator))
 
-        metrics = summarise(rollout, score, steps, kl_coef)
+        metrics = summarise(rollout, score, steps, pad_id)
         if gold:
             gold_scores = utils.text_scores(gold, task.gold_fn, tokenizer, queries, score.cut, pad_id)
             metrics["objective/gold_score"] = gold_scores.mean()
-        metrics = utils.mean_over_processes(metrics, device) | clock.pop()
-        metrics["time/episodes_per_second"] = args.batch_size / sum(metrics[f"time/{p}"] for p in PHASES)
+        metrics, seconds = utils.mean_over_processes(metrics, device) | evaluated, clock.pop()
+        metrics["objective/kl_per_token"] = metrics["objective/kl"] / metrics["objective/response_length"]
+        metrics["objective/sqrt_kl"] = math.sqrt(max(metrics["objective/kl"], 0))
+        metrics |= seconds | {"time/episodes_per_second": args.batch_size / sum(seconds.values())}
         metrics |= {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}
+        metrics["objective/kl_coef"] = kl_coef
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)  # P11
         run.log(update, metrics, SHOWN)
 
     policy.eval()
     run.save(lm, tokenizer)
-    if accelerator.is_main_process:
-        with accelerator.autocast():
-            rows = sample_table(models, lm, few, tokenizer, args)
-        run.samples(num_updates, rows, "samples after the last update")
-        run.compare_samples()
+    run.log(num_updates, evaluation(num_updates), SHOWN)
+    run.compare_samples()
     run.finish()
     utils.stop_accelerator(accelerator)
 
 
 if __name__ == "__main__":
-    utils.cli(main, lambda: utils.parse_args(Args, PRESETS))
+    cli(main, lambda: parse_args(Args, PRESETS))

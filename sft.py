@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import utils
-from utils import Count, InputError, NonNegative, Positive, Seed, Share, Task, TokenTable
+from tasks import SYNTHETIC, Count, NonNegative, Positive, Seed, Share, Task, check_divides, cli, parse_args
+from utils import InputError, TokenTable
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,17 @@ class Args:
 
 
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above, by task
-    "synthetic": dict(base_model=str(utils.SYNTHETIC / "model"), num_epochs=3, batch_size=16, lr=3e-3, block_size=96),
+    "synthetic": dict(base_model=str(SYNTHETIC / "model"), num_epochs=3, batch_size=16, lr=3e-3, block_size=96),
     "cnndm": dict(block_size=512, batch_size=16, micro_batch_size=4),
     "tldr": dict(base_model="EleutherAI/pythia-1b-deduped", lr=3e-6, batch_size=128, micro_batch_size=8),
-    "synthetic_eos": dict(base_model=str(utils.SYNTHETIC / "model"), num_epochs=5, batch_size=32, lr=3e-3),
+    "synthetic_eos": dict(base_model=str(SYNTHETIC / "model"), num_epochs=5, lr=3e-3),
     "tldr_2019": dict(block_size=512, batch_size=16, micro_batch_size=4),
 }
 SCRIPT = Path(__file__)  # runs and weights are called after the file: a copy has its own
 
 
 def pack(texts: list[list[int]], continued: list[list[int]], left: list[int], block_size: int) -> list[list[int]]:
-    """Texts → blocks [N, T]: a block starts with `texts[i]` and goes on with `continued[i + 1]` … (the same texts behind
+    """Texts → blocks [N, T]: a block starts with `texts[i]` and goes on with `continued[i + 1]` … (the same behind
     a space) until it is full; the rest of its last text is dropped. `left`, a block that is not full yet, goes on from
     call to call."""
     blocks = []
@@ -92,17 +93,19 @@ def pack(texts: list[list[int]], continued: list[list[int]], left: list[int], bl
 
 def load_blocks(args: Args, tokenizer: Any, pad_id: int) -> TokenTable:
     """Consecutive texts in blocks [N, T]."""
-    column, left = args.task.query_column, []
+    task, left = args.task, []
 
     def blocks(batch: dict[str, list]) -> list[list[int]]:
-        texts = [text.strip() for text in batch[column] if text and text.strip()]
+        texts = utils.clean_texts(batch[task.query_column], task)
+        texts = [text.strip() for text in texts if text.strip()]
         if not texts:
             return []
         starts = tokenizer(texts, add_special_tokens=False)["input_ids"]
         continued = tokenizer([" " + text for text in texts], add_special_tokens=False)["input_ids"]
         return pack(starts, continued, left, args.block_size)
 
-    return utils.tokenise_rows(utils.load_texts(args.task), blocks, args.block_size, tokenizer, pad_id, column)
+    key = task.query_column, utils.cleaning(task)
+    return utils.tokenise_rows(utils.load_texts(task), blocks, args.block_size, tokenizer, pad_id, *key)
 
 
 def load_responses(args: Args, tokenizer: Any, pad_id: int) -> TokenTable:
@@ -116,13 +119,15 @@ def load_responses(args: Args, tokenizer: Any, pad_id: int) -> TokenTable:
         rows = []
         for query, response in zip(queries, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
             if query and response:
-                row = query + (response + end)[: task.response_length]
+                ending = end if response[-1:] != end else []  # some data sets have it already
+                row = query + (response + ending)[: task.response_length]
                 rows.append(row + [pad_id] * (len(query) + task.response_length - len(row)))
         return rows
 
     data, length = utils.load_texts(task), task.query_length + task.response_length
     columns = task.query_column, task.response_column, task.keep_last_line, task.start_text, task.end_text
-    return utils.tokenise_rows(data, pairs, length, tokenizer, pad_id, task.response_length, end, *columns)
+    key = task.response_length, end, *columns, utils.cleaning(task)
+    return utils.tokenise_rows(data, pairs, length, tokenizer, pad_id, *key)
 
 
 def load_rows(args: Args, tokenizer: Any, pad_id: int) -> tuple[TokenTable, int]:
@@ -200,7 +205,6 @@ def heldout_loss(lm: nn.Module, rows: Tensor, first: int, pad_id: int, args: Arg
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     """One token a row from softmax(logits) by inverting its CDF. logits [B, V], uniform [B, 1] in [0, 1) → [B, 1].
-
     In fp64, and below the CDF's very top: a token of probability 0 is never drawn, not even at u = 0 or by rounding."""
     cdf = logits.to(uniform.device).double().softmax(dim=-1).cumsum(dim=-1)
     total = cdf[:, -1:]
@@ -213,7 +217,7 @@ def sample(
     lm: PreTrainedModel, contexts: Tensor, response_length: int, temperature: float, pad_id: int, gen: torch.Generator
 ) -> Tensor:
     """G4: exactly `response_length` tokens for each left-padded context [B, C] → [B, R]: the full vocabulary, no stop
-    at EOS, nothing of the checkpoint's `generation_config`. Prefill once, then a token a step over a static KV cache."""
+    at EOS, nothing of the checkpoint's `generation_config`. Prefill once, then a token a step over a static cache."""
     batch, start = contexts.shape
     inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
@@ -249,7 +253,6 @@ def sample_all(
 
 def truncate(responses: Tensor, token: int | None, after: int, pad_id: int) -> tuple[Tensor, Tensor]:
     """P5: cut each response behind its first `token` at or after position `after`, pads behind it.
-
     [B, R] → the cut responses [B, R], and whether the token was there [B]; always, if there is no such token."""
     if token is None:
         return responses, torch.ones_like(responses[:, 0]).bool()
@@ -267,9 +270,7 @@ def continuations(
     task, ids = args.task, utils.task_ids(args.task, tokenizer, pad_id)
     prompts = rows[:, :first] if task.response_column else rows[:, : args.block_size // 4]
     lm.eval()
-    tokens = sample_all(
-        lm, prompts, task, pad_id, utils.generator(args.seed, 0, rows.device), args.micro_batch_size
-    )
+    tokens = sample_all(lm, prompts, task, pad_id, utils.generator(args.seed, 0, rows.device), args.micro_batch_size)
     if task.eos_task:
         tokens = truncate(tokens, ids.truncate, task.truncate_after, pad_id)[0]
     texts = {"text": prompts, "continuation": tokens} | ({"reference": rows[:, first:]} if task.response_column else {})
@@ -288,7 +289,7 @@ def rouge_l(samples: list[dict[str, str]]) -> float:
 def check(args: Args, processes: int) -> None:
     """Errors: `InputError` for values that cannot work, before anything is loaded."""
     utils.check_args(args, SCRIPT)
-    utils.check_divides("batch_size", args.batch_size, processes, f"{processes} processes")
+    check_divides("batch_size", args.batch_size, processes, f"{processes} processes")
     if args.num_heldout < processes:
         raise InputError(f"num_heldout={args.num_heldout} is less than one block for each of {processes} processes")
 
@@ -304,29 +305,32 @@ def main(args: Args) -> None:
     behind = (
         args.task.response_length if args.task.response_column else max(0, args.block_size - args.task.query_length)
     )
-    tokenizer, _, pad_id = utils.load_tokenizer(args.task, behind, "sft.py with --base_model, the model to start from")
+    make = f"python sft.py --task {args.task.task} --base_model gpt2"
+    tokenizer, config, pad_id = utils.load_tokenizer(args.task, behind, make)
+    utils.check_memory(config, 16, "weights, gradients and AdamW's two moments", device)
     rows, first = load_rows(args, tokenizer, pad_id)  # [N, T]
-    heldout, trained = rows[: args.num_heldout].to(device), len(rows) - args.num_heldout
+    heldout, rows = rows.hold_out(args.num_heldout, "num_heldout")
+    heldout = heldout.to(device)
 
     torch.manual_seed(args.seed)
     lm = utils.load_lm(args.task.base_model)
     if args.gradient_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
+        utils.checkpoint_activations(lm)
     optimizer = torch.optim.AdamW(
         lm.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
     lm, optimizer = accelerator.prepare(lm, optimizer)
     plain = accelerator.unwrap_model(lm)
 
-    steps_per_epoch = trained // args.batch_size
+    steps_per_epoch = len(rows) // args.batch_size
     steps = args.num_epochs * steps_per_epoch
     run = utils.Run(args, SCRIPT, steps, PANELS, accelerator)
     clock = utils.Clock(device)
     for step in range(steps):
         lm.train()
         epoch, at = divmod(step, steps_per_epoch)
-        order = np.random.default_rng([args.seed, epoch]).permutation(trained)  # the same on every process
-        mine = args.num_heldout + order[at * args.batch_size : (at + 1) * args.batch_size][rank::processes]
+        order = np.random.default_rng([args.seed, epoch]).permutation(len(rows))  # the same on every process
+        mine = order[at * args.batch_size : (at + 1) * args.batch_size][rank::processes]
         with clock("optimise"):
             set_lr(optimizer, lr := lr_at(step, steps, args))
             loss = train_step(lm, optimizer, rows[mine].to(device), first, pad_id, args, accelerator).item()
@@ -340,11 +344,11 @@ def main(args: Args) -> None:
     done = [f"held-out perplexity: {metrics['heldout/perplexity']:.3f}"]
     if accelerator.is_main_process:
         samples = continuations(plain, heldout[:64], first, tokenizer, pad_id, args)
-        run.samples(steps, samples[:4], "samples behind held-out text")
+        run.samples(steps, samples[:4])
         done += [f"held-out ROUGE-L: {rouge_l(samples):.3f}"] if args.task.response_column else []
     run.finish(*done)
     utils.stop_accelerator(accelerator)
 
 
 if __name__ == "__main__":
-    utils.cli(main, lambda: utils.parse_args(Args, PRESETS))
+    cli(main, lambda: parse_args(Args, PRESETS))

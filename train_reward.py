@@ -10,26 +10,29 @@ policy.
 Letters: `B` labels, `K` candidates per label, `Q` query tokens, `R` response tokens, `T = Q + R`, `S` samples.
 """
 
+import copy
 import json
 import math
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 import utils
-from utils import Count, InputError, NonNegative, Positive, RewardModel, Seed, Task
+from tasks import Count, NonNegative, Positive, Seed, Task, cli, parse_args
+from utils import InputError, RewardModel
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Args:
     seed: Seed = 1
     """of head, order of the labels and samples; process r samples with seed + 100003 r (G6)"""
     num_labels: Count = 4992
-    """labels to train on, the file's first; the rest measures accuracy"""
+    """labels to train on, the file's first; the rest, without the queries of these, measures accuracy"""
     batch_size: Count = 32
     """labels per optimizer step, over all processes"""
     micro_batch_size: Count = 128
@@ -49,6 +52,8 @@ class Args:
     """learning rate of the first step; falls linearly to 0 (G5)"""
     adam_eps: Positive = 1e-5
     """TensorFlow's ε̂ (A1)"""
+    policy_model: str | None = None
+    """model whose samples gain and bias are set from (R3): hub name or folder; None: base_model"""
     normalize_samples: Count = 256
     """the policy's samples that gain and bias are set from, at least (R3)"""
     rollout_batch_size: Count = 512
@@ -68,7 +73,7 @@ class Args:
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above, by task
     "synthetic": dict(lr=1e-3, batch_size=8),
     "cnndm": dict(num_labels=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128, micro_batch_size=16),
-    "tldr": dict(num_labels=92_832, batch_size=64, lr=3e-6, rollout_batch_size=256, micro_batch_size=16),
+    "tldr": dict(num_labels=92_800, batch_size=64, lr=3e-6, rollout_batch_size=256, micro_batch_size=16),
     "synthetic_eos": dict(num_labels=9984, batch_size=16, lr=1e-3),
     "tldr_2019": dict(num_labels=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128, micro_batch_size=16),
 }
@@ -98,58 +103,51 @@ class Labels:
         return Labels(self.query.to(device), self.responses.to(device), self.best.to(device))
 
 
-def load_pairs(rows: datasets.Dataset, task: Task, tokenizer: Any, pad_id: int) -> Labels:
-    """R4: pairs of texts (`prompt`, `chosen`, `rejected`), the chosen one first; each ends with the truncate token."""
-    end = utils.token_id(tokenizer, task.truncate_token, "--truncate_token")
-    queries = utils.tokenise_queries(rows["prompt"], task, tokenizer)
-    sides = [
-        tokenizer([text or "" for text in rows[name]], add_special_tokens=False)["input_ids"]
-        for name in ("chosen", "rejected")
-    ]
-    for i, row in enumerate(zip(queries, *sides, strict=True)):
-        if not all(row):
-            raise InputError(f"--label_dataset={task.label_dataset} row {i}: prompt, chosen or rejected is blank")
-    sides = [[ids + [end] * (end is not None) for ids in side] for side in sides]
-    length = max(len(ids) for side in sides for ids in side)
-    right = [torch.tensor([ids + [pad_id] * (length - len(ids)) for ids in side]) for side in sides]
-    return Labels(
-        utils.pad_rows(queries, task.query_length, pad_id), torch.stack(right, dim=1), torch.zeros(len(queries)).long()
-    )
-
-
-def id_column(rows: datasets.Dataset, name: str, length: int, pad_id: int, where: str) -> Tensor:
-    """A column of token ids [N, length], the file's pad made ours, read through Arrow. Errors: `InputError` with the row
-    for what is no list of ids, has another length, or is beyond the vocabulary."""
-    column = rows.with_format("arrow")[:][name].combine_chunks()
-    if not pa.types.is_list(column.type) and not pa.types.is_large_list(column.type):
-        raise InputError(f"{where} row 0: {name}={str(column[0])[:60]} is not a list of token ids")
-    sizes, values = pc.fill_null(pc.list_value_length(column), -1).to_numpy(), column.flatten()
-    numbers = pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
-    ids = values.to_numpy(zero_copy_only=False) if numbers and len(values) else np.full(len(values), np.nan)
-    starts = np.concatenate([[0], np.cumsum(np.maximum(sizes, 0))])
-    broken = np.flatnonzero(ids != np.floor(ids))  # NaN, a null or a fraction
-    if len(broken) or (sizes < 0).any():
-        first = [int(np.searchsorted(starts, broken[0], side="right")) - 1] if len(broken) else []
-        i = min([*first, *np.flatnonzero(sizes < 0)[:1]])
-        raise InputError(f"{where} row {i}: {name}={str(rows[int(i)][name])[:60]} is not a list of token ids")
-    for i in np.flatnonzero(sizes != length)[:1]:
-        raise InputError(f"{where} row {i}: {name} has {sizes[i]} ids, not {length}")
-    ids = ids.astype(np.int64).reshape(len(rows), length)
-    ids = np.where(ids == LABEL_PAD, pad_id, ids) if LABEL_PAD > pad_id else ids
-    for i, j in np.argwhere((ids < 0) | (ids > pad_id))[:1]:
+def load_label_tokenizer(task: Task, tokenizer: Any) -> Any | None:
+    """The tokenizer that made the labels' ids; None where the run's own reads them. Errors: `InputError` where it is
+    not to be had."""
+    name = task.label_tokenizer
+    if name is None or name == task.base_model:
+        return None
+    files = "config.json tokenizer.json tokenizer_config.json"
+    try:
+        with utils.from_hub_or_folder(name, "--label_tokenizer", files=files):
+            other = AutoTokenizer.from_pretrained(name)
+    except InputError as error:
         raise InputError(
-            f"{where} row {i}: {name} holds id {ids[i, j]}; ids are 0 … {pad_id - 1}, padding is {LABEL_PAD}"
-        )
-    return torch.from_numpy(ids)
+            f"--label_dataset={task.label_dataset} holds ids of {name}'s tokenizer. {error}\n"
+            f"If they are the model's own ids, pass  --label_tokenizer {task.base_model}"
+        ) from error
+    return None if utils.reads_ids_of(tokenizer, other) else other
 
 
-def load_labels(task: Task, tokenizer: Any, pad_id: int) -> Labels:
-    """R4: best-of-K labels in OpenAI's format (`query`, `sample0` …, `best`; token ids), or pairs of texts. Errors:
-    `InputError` with row and value for missing keys, wrong lengths, `best` out of range, ids beyond the vocabulary."""
-    rows, where = utils.load_rows(task.label_dataset, "--label_dataset"), f"--label_dataset={task.label_dataset}"
-    if {"prompt", "chosen", "rejected"} <= set(rows.column_names) and len(rows):
-        return load_pairs(rows, task, tokenizer, pad_id)
-    samples = sorted(name for name in rows.column_names if name.startswith("sample") and name[6:].isdigit())
+def id_column(rows: datasets.Dataset, name: str, length: int | None, where: str) -> np.ndarray:
+    """A column of token lists → [N, length] (None: as long as the first). Errors: `InputError` with the first row that
+    is no list of whole numbers or has another length."""
+    column = rows.select_columns(name).with_format("arrow")[:][name].combine_chunks()
+    counts, values = np.full(len(column), -1), np.empty(0)  # of what is no list of numbers at all
+    if isinstance(column, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
+        flat = column.flatten()
+        if any(kind(flat.type) for kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)):
+            counts = column.value_lengths().fill_null(-1).to_numpy(zero_copy_only=False)
+            values = flat.to_numpy(zero_copy_only=False)  # one null makes floats with NaN of all ids
+    broken = counts < 0
+    if values.dtype.kind != "i":
+        values = values.astype(float)
+        broken[np.repeat(np.arange(len(counts)), counts.clip(0))[values % 1 != 0]] = True
+    length = counts[0] if length is None else length
+    bad = np.flatnonzero(broken | (counts != length))
+    if len(bad) and broken[bad[0]]:
+        raise InputError(f"{where} row {bad[0]}: {name}={str(rows[bad[0]][name])[:60]} is not a list of token ids")
+    if len(bad):
+        raise InputError(f"{where} row {bad[0]}: {name} has {counts[bad[0]]} ids, not {length}")
+    return values.astype(np.int64).reshape(len(counts), length)
+
+
+def label_columns(rows: datasets.Dataset, query: int | None, response: int | None, pad_id: int, where: str) -> Labels:
+    """R4: OpenAI's label files (`query`, `sample0` … of ids, `best`) → queries [N, Q] left-padded, responses [N, K, R],
+    best [N]. Ids are 0 … pad_id − 1; the files' own pad becomes `pad_id`. Errors: `InputError` with row and value."""
+    samples = sorted(name for name in rows.column_names if re.fullmatch(r"sample\d+", name))
     missing = [name for name in ("query", "best") if name not in rows.column_names]
     missing += ["sample0, sample1"] * (len(samples) < 2)
     if missing or len(rows) == 0:
@@ -157,12 +155,129 @@ def load_labels(task: Task, tokenizer: Any, pad_id: int) -> Labels:
             f"{where} has no {', '.join(missing) or 'rows'}; needed are query, sample0 … sampleK, best, "
             "or prompt, chosen, rejected"
         )
-    query = id_column(rows, "query", task.query_length, pad_id, where)
-    responses = torch.stack([id_column(rows, name, task.response_length, pad_id, where) for name in samples], dim=1)
-    for i, best in enumerate(rows["best"]):
-        if not isinstance(best, int | float) or best not in range(len(samples)):
-            raise InputError(f"{where} row {i}: best={best!r} is not in 0 … {len(samples) - 1}")
-    return Labels(utils.left_align(query, pad_id), responses, torch.tensor(rows["best"][:]).long())
+    columns = {}
+    for name, length in [("query", query)] + [(name, response) for name in samples]:
+        ids = id_column(rows, name, length, where)
+        if LABEL_PAD > pad_id:
+            ids[ids == LABEL_PAD] = pad_id
+        bad = np.argwhere((ids < 0) | (ids > pad_id))
+        if len(bad):
+            i, j = bad[0]
+            raise InputError(
+                f"{where} row {i}: {name} holds id {ids[i, j]}; ids are 0 … {pad_id - 1}, padding is {LABEL_PAD}"
+            )
+        columns[name] = torch.from_numpy(ids)
+    best = rows["best"][:]
+    for i, value in enumerate(best):
+        if not isinstance(value, int | float) or value not in range(len(samples)):
+            raise InputError(f"{where} row {i}: best={value!r} is not in 0 … {len(samples) - 1}")
+    responses = torch.stack([columns[name] for name in samples], dim=1)
+    return Labels(utils.left_align(columns["query"], pad_id), responses, torch.tensor(best).long())
+
+
+def right_pad(rows: list[list[int]], pad_id: int) -> Tensor:
+    """Token lists → [B, the longest], padded on the right."""
+    length = max(map(len, rows))
+    return torch.tensor([row + [pad_id] * (length - len(row)) for row in rows])
+
+
+def retokenise_labels(labels: Labels, source: Any, source_pad: int, tokenizer: Any, pad_id: int) -> Labels:
+    """Labels in ids of tokenizer `source` → the same texts in ids of `tokenizer`. Nothing is cut: widths become the
+    longest row's, for a reward model reads rows of any width (G3)."""
+    queries = utils.retokenise(labels.query, source, source_pad, tokenizer)
+    candidates = utils.retokenise(labels.responses.flatten(0, 1), source, source_pad, tokenizer)
+    responses = right_pad(candidates, pad_id).view(*labels.responses.shape[:2], -1)
+    return Labels(utils.pad_rows(queries, max(map(len, queries)), pad_id), responses, labels.best)
+
+
+def heldout_rows(queries: Tensor, num_train: int) -> np.ndarray:
+    """The rows behind the first `num_train` whose query [N, Q] is none of the training rows': labels repeat queries."""
+    keys = [row.tobytes() for row in queries.numpy()]
+    seen = set(keys[:num_train])
+    return np.array([i for i in range(num_train, len(keys)) if keys[i] not in seen], dtype=int)
+
+
+def split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Two whole dialogues → prompt, chosen, rejected: parted at the last `\\n\\nAssistant:` (Anthropic's hh-rlhf), else
+    at the last space, of what both begin with."""
+    both = commonprefix([chosen, rejected])
+    turn = both.rfind("\n\nAssistant:")
+    cut = turn + len("\n\nAssistant:") if turn >= 0 else len(re.sub(r"\s*\S*$", "", both))
+    return chosen[:cut], chosen[cut:], rejected[cut:]
+
+
+def split_messages(prompt: str | list | None, chosen: list, rejected: list, tokenizer: Any) -> tuple[str, str, str]:
+    """Lists of messages → the texts that the chat template makes of them. The prompt is a list, or a text or nothing
+    where the lists begin with its messages. Errors: `InputError` without a template, or a prompt in it."""
+    if not tokenizer.chat_template:
+        raise InputError(
+            "the pairs are lists of messages, but the model's tokenizer has no chat template; pass a --base_model that "
+            "has one (its name often ends in Instruct), or pairs of texts"
+        )
+    if not isinstance(prompt, list):
+        same = [a == b for a, b in zip(chosen[:-1], rejected[:-1], strict=False)]  # the last message is the answer
+        shared = chosen[: (same + [False]).index(False)]
+        prompt = shared or ([{"role": "user", "content": prompt}] if prompt else [])
+    if not prompt:
+        raise InputError("chosen and rejected have no message in common that could be the prompt")
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    answers = []
+    for side in (chosen, rejected):
+        messages = side if side[: len(prompt)] == prompt else prompt + side
+        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        if not whole.startswith(text):
+            raise InputError(f"the chat template writes {whole[:60]!r} …, which does not go on from {text[:60]!r} …")
+        answers.append(whole[len(text) :].rstrip())  # a template's newline behind its end of turn is no token of ours
+    return text, *answers
+
+
+def split_pair(row: dict[str, Any], tokenizer: Any) -> tuple[str, str, str]:
+    """A preference as people have it → texts of prompt, chosen, rejected. Errors: `InputError` for what is none."""
+    prompt, chosen, rejected = (row.get(name) for name in ("prompt", "chosen", "rejected"))
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        return split_messages(prompt, chosen, rejected, tokenizer)
+    if not isinstance(chosen, str) or not isinstance(rejected, str):
+        raise InputError("chosen and rejected have to be two texts or two lists of messages")
+    return (prompt, chosen, rejected) if isinstance(prompt, str) else split_texts(chosen, rejected)
+
+
+def with_end(ids: list[int], end: int | None) -> list[int]:
+    """A response with its end token, which data may hold already (`<|endoftext|>` in vwxyzjn's sets): never two."""
+    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
+def load_pairs(rows: datasets.Dataset, task: Task, tokenizer: Any, pad_id: int) -> Labels:
+    """R4: pairs (see `split_pair`) as labels of two candidates, the chosen one first; each ends with the truncate
+    token. Errors: `InputError` with the row."""
+    where = f"--label_dataset={task.label_dataset}"
+    end, texts = utils.token_id(tokenizer, task.truncate_token, "--truncate_token"), []
+    for i, row in enumerate(rows.select_columns([n for n in ("prompt", "chosen", "rejected") if n in rows.features])):
+        try:
+            texts.append(split_pair(row, tokenizer))
+        except InputError as error:
+            raise InputError(f"{where} row {i}: {error}") from error
+    prompts, *sides = zip(*texts, strict=True)
+    queries = utils.tokenise_queries(list(prompts), task, tokenizer)
+    sides = [tokenizer(list(side), add_special_tokens=False)["input_ids"] for side in sides]
+    pairs = [[with_end(ids, end) for ids in pair] for pair in zip(*sides, strict=True)]
+    for i, (query, pair) in enumerate(zip(queries, pairs, strict=True)):
+        if not query or not all(pair):  # an empty answer with its end is an answer
+            raise InputError(f"{where} row {i}: prompt, chosen or rejected is blank")
+    responses = right_pad([ids for pair in pairs for ids in pair], pad_id).view(len(queries), 2, -1)
+    return Labels(utils.pad_rows(queries, task.query_length, pad_id), responses, torch.zeros(len(queries)).long())
+
+
+def load_labels(task: Task, tokenizer: Any, pad_id: int) -> Labels:
+    """R4: best-of-K labels in OpenAI's format, or pairs. Errors: `InputError` with row and value."""
+    rows = utils.load_rows(task.label_dataset, "--label_dataset")
+    if {"chosen", "rejected"} <= set(rows.column_names) and len(rows):
+        return load_pairs(rows, task, tokenizer, pad_id)
+    where = f"--label_dataset={task.label_dataset}"
+    source = load_label_tokenizer(task, tokenizer)
+    if source is None:
+        return label_columns(rows, task.query_length, task.response_length, pad_id, where)
+    labels = label_columns(rows, None, None, len(source), where)
+    return retokenise_labels(labels, source, len(source), tokenizer, pad_id)
 
 
 # ---------------------------------------------------------------------------------------------- samples to normalise on
@@ -170,7 +285,6 @@ def load_labels(task: Task, tokenizer: Any, pad_id: int) -> Labels:
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     """One token a row from softmax(logits) by inverting its CDF. logits [B, V], uniform [B, 1] in [0, 1) → [B, 1].
-
     In fp64, and below the CDF's very top: a token of probability 0 is never drawn, not even at u = 0 or by rounding."""
     cdf = logits.to(uniform.device).double().softmax(dim=-1).cumsum(dim=-1)
     total = cdf[:, -1:]
@@ -183,7 +297,7 @@ def sample(
     lm: PreTrainedModel, contexts: Tensor, response_length: int, temperature: float, pad_id: int, gen: torch.Generator
 ) -> Tensor:
     """G4: exactly `response_length` tokens for each left-padded context [B, C] → [B, R]: the full vocabulary, no stop
-    at EOS, nothing of the checkpoint's `generation_config`. Prefill once, then a token a step over a static KV cache."""
+    at EOS, nothing of the checkpoint's `generation_config`. Prefill once, then a token a step over a static cache."""
     batch, start = contexts.shape
     inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
@@ -225,28 +339,14 @@ def moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variance
 
 
-@torch.no_grad()
-def normalise(model: RewardModel, queries: Tensor, responses: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """R3: set gain and bias so that these samples [S, Q], [S, R] of all processes have mean 0 and standard deviation 1;
-    returns their mean and standard deviation without gain and bias."""
-    model.eval()
-    model.gain.fill_(1)
-    model.bias.fill_(0)
-    rewards = model.score(queries, responses, size)
-    mean, variance = moments(rewards, torch.ones_like(rewards, dtype=torch.bool))
-    model.gain.copy_(1 / variance.sqrt())
-    model.bias.copy_(-model.gain * mean)
-    return mean, variance.sqrt()
-
-
 def policy_samples(args: Args, tokenizer: Any, pad_id: int, accelerator: Accelerator) -> list[tuple[Tensor, Tensor]]:
     """R3: samples of the pretrained policy to normalise on, before and after training: (queries [S, Q], untruncated
-    responses [S, R]) twice. The policy is gone when this returns."""
+    responses [S, R]) twice, in ids of the policy's `tokenizer`. The policy is gone when this returns."""
     task, device = args.task, accelerator.device
     ids = utils.task_ids(task, tokenizer, pad_id)
     size = math.ceil(args.normalize_samples / args.rollout_batch_size) * args.rollout_batch_size
     table = utils.load_queries(task, tokenizer, pad_id, 2 * size)
-    lm = utils.load_lm(task.base_model).to(device).eval()
+    lm = utils.load_lm(args.policy_model or task.base_model).to(device).eval()
     seed = args.seed + 100003 * accelerator.process_index  # G6
     size //= accelerator.num_processes
     sets = []
@@ -256,6 +356,20 @@ def policy_samples(args: Args, tokenizer: Any, pad_id: int, accelerator: Acceler
             contexts, gen = utils.add_affixes(queries, ids), utils.generator(seed, step, device)
             sets.append((queries, sample_all(lm, contexts, task, pad_id, gen, args.micro_batch_size)))
     return sets
+
+
+@torch.no_grad()
+def normalise(model: RewardModel, *parts: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """R3: set gain and bias so that these samples [S, …] (see `score`) of all processes have mean 0 and standard
+    deviation 1; returns their mean and standard deviation without gain and bias."""
+    model.eval()
+    model.gain.fill_(1)
+    model.bias.fill_(0)
+    rewards = model.score(*parts, size=size)
+    mean, variance = moments(rewards, torch.ones_like(rewards, dtype=torch.bool))
+    model.gain.copy_(1 / variance.sqrt())
+    model.bias.copy_(-model.gain * mean)
+    return mean, variance.sqrt()
 
 
 # ----------------------------------------------------------------------------------------------------------- training
@@ -292,9 +406,8 @@ def set_lr(optimizer: Any, lr: float) -> None:
 def new_reward_model(name: str, pad_id: int) -> RewardModel:
     """A language model's backbone with a fresh head (R2)."""
     lm = utils.load_lm(name)
-    model = RewardModel(utils.RewardConfig(lm.config, pad_id))
-    model.backbone.load_state_dict(lm.base_model.state_dict())
-    return model
+    config = copy.deepcopy(lm.config)  # the library writes into it, and the backbone goes on with its own
+    return RewardModel(utils.RewardConfig(config, pad_id), lm.base_model)
 
 
 def candidate_tokens(labels: Labels, pad_id: int) -> Tensor:
@@ -412,24 +525,30 @@ def main(args: Args) -> None:
     accelerator = utils.start_accelerator(args)
     check(args, accelerator.num_processes)
     task, device, rank, processes = args.task, accelerator.device, accelerator.process_index, accelerator.num_processes
-    tokenizer, config, pad_id = utils.load_tokenizer(task, task.response_length, f"python sft.py --task {task.task}")
+    make = f"python sft.py --task {task.task}"
+    tokenizer, config, pad_id = utils.load_tokenizer(task, task.response_length, make)
+    policy_task = replace(task, base_model=args.policy_model or task.base_model)
+    policy_tokenizer, _, policy_pad = utils.load_tokenizer(policy_task, task.response_length, make)
+    utils.check_memory(config, 16, "reward model, gradients and Adam's two moments", device)
     labels = load_labels(task, tokenizer, pad_id)
-    utils.check_length(config, task.query_length + labels.responses.shape[2], f"--label_dataset={task.label_dataset}")
+    longest = labels.query.shape[1] + labels.responses.shape[2]
+    utils.check_length(config, longest, f"--label_dataset={task.label_dataset}")
     if len(labels.best) < args.num_labels:
         raise InputError(
             f"--label_dataset={task.label_dataset} has {len(labels.best)} labels, num_labels={args.num_labels}; "
             f"use --num_labels {len(labels.best) // args.batch_size * args.batch_size}"
         )
-    before, after = policy_samples(args, tokenizer, pad_id, accelerator)
+    before, after = policy_samples(args, policy_tokenizer, policy_pad, accelerator)
 
     torch.manual_seed(args.seed)
     model = new_reward_model(task.base_model, pad_id)
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        utils.checkpoint_activations(model)
     model, optimizer = accelerator.prepare(model, AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps))
     plain = accelerator.unwrap_model(model)
+    read = utils.reward_reader(plain, tokenizer, policy_tokenizer, policy_pad)  # X13
     with accelerator.autocast():
-        normalise(plain, *before, args.micro_batch_size)
+        normalise(plain, read(*before), size=args.micro_batch_size)
 
     run = utils.Run(args, SCRIPT, args.num_labels // args.batch_size, PANELS, accelerator)
     clock = utils.Clock(device)
@@ -444,10 +563,11 @@ def main(args: Args) -> None:
         run.log(step, metrics, {"loss": "loss", "accuracy": "accuracy"})
 
     with accelerator.autocast():
-        mean, std = normalise(plain, *after, args.micro_batch_size)
+        mean, std = normalise(plain, read(*after), size=args.micro_batch_size)
     results = {"samples/mean_before_normalising": mean.item(), "samples/std_before_normalising": std.item()}
-    if len(labels.best) > args.num_labels:
-        heldout = labels.rows(np.arange(args.num_labels, len(labels.best))).to(device)
+    rows = heldout_rows(labels.query, args.num_labels)
+    if len(rows):
+        heldout = labels.rows(rows).to(device)
         with accelerator.autocast():
             results |= report(run, predict(plain, heldout, pad_id, args), heldout.best)
     run.save(plain, tokenizer)
@@ -457,4 +577,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    utils.cli(main, lambda: utils.parse_args(Args, PRESETS))
+    cli(main, lambda: parse_args(Args, PRESETS))

@@ -1,4 +1,4 @@
-"""What no experiment changes: tasks and flags · data → query table · models · processes · runs.
+"""What no experiment changes: arguments · data → query table · models · processes · runs.
 
 Everything of an algorithm stands in the script that runs it; this file imports none of them.
 
@@ -6,9 +6,7 @@ Letters: `B` sequences, `Q` query tokens, `R` response tokens, `T` tokens in all
 True at real tokens. Tags such as `# G3` name the implementation detail in README's table.
 """
 
-import functools
 import hashlib
-import importlib.util
 import inspect
 import json
 import math
@@ -22,10 +20,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import datasets
 import filelock
@@ -34,255 +32,31 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-import tyro
 from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import StaticCache
 
+from tasks import InputError, Task, check_bounds, load_function
+
 ROOT = Path(__file__).parent
-SYNTHETIC = ROOT / "data" / "synthetic"
 
 
-class InputError(ValueError):
-    """Bad input: names the value and what would be right; `cli` prints it without a traceback."""
-
-
-# --------------------------------------------------------------------------------------------------- tasks and flags
-
-
-class Bounds(NamedTuple):
-    """The values that a flag may have; stands beside its type and is checked by `check_bounds`."""
-
-    above: float = -math.inf  # exclusive
-    least: float = -math.inf
-    most: float = math.inf
-
-
-Seed = Annotated[int, Bounds(least=0)]
-Count = Annotated[int, Bounds(least=1)]
-Positive = Annotated[float, Bounds(above=0)]
-NonNegative = Annotated[float, Bounds(least=0)]
-Share = Annotated[float, Bounds(least=0, most=1)]
-
-
-def check_bounds(args: Any) -> None:
-    """Errors: `InputError` for a number that is not finite or outside the bounds beside its field; `None` is inside."""
-    for name, hint in get_type_hints(type(args), include_extras=True).items():
-        value = getattr(args, name)
-        if isinstance(value, Task):
-            check_bounds(value)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            continue
-        parts = getattr(hint, "__args__", ())
-        bounds = [b for part in (hint, *parts) for b in getattr(part, "__metadata__", ()) if isinstance(b, Bounds)]
-        above, least, most = bounds[0] if bounds else Bounds()
-        if not (math.isfinite(value) and value > above and least <= value <= most):
-            words = (("above", above), ("at least", least), ("at most", most))
-            wanted = " and ".join(f"{word} {limit:g}" for word, limit in words if math.isfinite(limit))
-            raise InputError(f"{name}={value} has to be {wanted or 'a finite number'}")
-
-
-def check_divides(name: str, value: int, unit: int, what: str) -> None:
-    """Errors: `InputError` for a size that cannot be shared out evenly, with the next one that can."""
-    if value % unit:
-        raise InputError(f"{name}={value} does not divide over {what}; use {math.ceil(value / unit) * unit}")
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is read and what is written, the same for every script. A data source is a local file (.txt .json .jsonl
-    .parquet .csv), a local folder, a hub name, or `hub name:file` / `hub name:configuration`."""
-
-    task: str
-    """name of the task; picks the defaults of the flags here"""
-    base_model: str
-    """model the run starts from: hub name or folder"""
-    query_dataset: str
-    """data source of the texts that queries are cut from"""
-    query_column: str
-    """column of `query_dataset` that holds the text"""
-    label_dataset: str
-    """data source of the preference labels"""
-    query_length: Count
-    """tokens; a longer query is cut, a shorter one padded on the left (G2)"""
-    response_length: Count
-    """tokens; every response has exactly this many (G4)"""
-    temperature: Positive
-    """sampling temperature; logits are divided by it everywhere (P1)"""
-    truncate_token: str | None
-    """text of one token; for scoring a response is cut after its first one at or after `truncate_after` (P5)"""
-    truncate_after: Annotated[int, Bounds(least=0)]
-    """tokens; see `truncate_token`"""
-    missing_eos_penalty: float = -1.0
-    """score of a response without `truncate_token` there, in place of the reward model's (P5)"""
-    query_prefix: str = ""
-    """text in front of each query; read by policy and reference, not by the reward model"""
-    query_suffix: str = ""
-    """text behind each query; read by policy and reference, not by the reward model"""
-    start_text: str | None = None
-    """one token; a query starts after the first of it, texts without it are skipped (P3)"""
-    end_text: str | None = None
-    """one token; a query ends with the last of it inside the length, texts without it are skipped (P3)"""
-    num_queries: Count = 2**20
-    """rows of `query_dataset` that are used at most; a larger data set is sampled without replacement"""
-    eos_task: bool = False
-    """the response ends at its first `truncate_token`: all behind it is masked out, not just in scoring (X9)"""
-    response_column: str | None = None
-    """column of `query_dataset` with reference responses; sft.py then learns these, else it learns the texts"""
-    keep_last_line: bool = False
-    """a query that is too long loses lines in front of its last one, such as TL;DR:, instead of its end"""
-    gold_fn: str | None = None
-    """`module:function` or `path.py:function` of (queries, responses) → floats: the true score, only logged"""
-
-
-BOOKS = Task(
-    task="sentiment",
-    base_model="gpt2",
-    query_dataset="SamuelYang/bookcorpus",
-    query_column="text",
-    label_dataset="vwxyzjn/lm-human-preferences:sentiment/offline_5k.json",
-    query_length=64,
-    response_length=24,
-    temperature=0.7,
-    truncate_token=".",
-    truncate_after=16,
-)
-SUMMARIES = replace(
-    BOOKS, query_length=500, response_length=75, truncate_token="\n", truncate_after=55, query_suffix="\n\nTL;DR:"
-)
-ENDING = dict(truncate_token="<|endoftext|>", truncate_after=0, eos_task=True)
-STORIES = replace(BOOKS, gold_fn=f"{SYNTHETIC / 'judge.py'}:gold_score")
-
-TASKS = {
-    task.task: task
-    for task in (
-        replace(
-            STORIES,
-            task="synthetic",
-            base_model="models/synthetic/sft",
-            query_dataset=str(SYNTHETIC / "stories.txt"),
-            label_dataset=str(SYNTHETIC / "labels.json"),
-        ),
-        BOOKS,
-        replace(
-            BOOKS,
-            task="descriptiveness",
-            label_dataset="vwxyzjn/lm-human-preferences:descriptiveness/offline_5k.json",
-        ),
-        replace(
-            SUMMARIES,
-            task="cnndm",
-            query_dataset="abisee/cnn_dailymail:3.0.0",
-            query_column="article",
-            label_dataset="vwxyzjn/lm-human-preferences:cnndm/online_45k.json",
-            temperature=0.5,
-            query_prefix="Article:\n\n",
-            end_text="\n",
-        ),
-        replace(
-            SUMMARIES,
-            task="tldr_2019",
-            query_dataset="dim/tldr_17_50k",
-            query_column="content",
-            label_dataset="vwxyzjn/lm-human-preferences:tldr/online_45k.json",
-        ),
-        replace(
-            BOOKS,
-            task="tldr",
-            base_model="models/tldr/sft",
-            query_dataset="trl-lib/tldr",
-            query_column="prompt",
-            response_column="completion",
-            label_dataset="trl-lib/tldr-preference",
-            query_length=512,
-            response_length=53,
-            keep_last_line=True,
-            **ENDING,
-        ),
-        replace(
-            STORIES,
-            task="synthetic_eos",
-            base_model="models/synthetic_eos/sft",
-            query_dataset=str(SYNTHETIC / "stories_eos.jsonl"),
-            query_column="prompt",
-            response_column="completion",
-            label_dataset=str(SYNTHETIC / "pairs_eos.jsonl"),
-            query_length=32,
-            response_length=40,
-            **ENDING,
-        ),
-    )
-}
-
-
-def parse_args(cls: type, presets: dict[str, dict[str, Any]], argv: list[str] | None = None) -> Any:
-    """Command line → frozen `cls`. `--task NAME` picks the defaults: those of `TASKS` and, over them, the script's
-    `presets[NAME]` if it has any; so `--task NAME --help` shows them resolved. Errors: `InputError` for an unknown task."""
-    argv = sys.argv[1:] if argv is None else argv
-    name = next(iter(TASKS))
-    for flag, value in zip(argv, [*argv, ""][1:], strict=True):
-        if flag.startswith("--task="):
-            flag, value = flag.split("=", 1)
-        if flag == "--task":
-            name = value
-    if name not in TASKS:
-        raise InputError(f"task={name!r} is unknown; choose one of {', '.join(TASKS)}, or add it to TASKS in utils.py")
-    preset, task_names = presets.get(name, {}), {f.name for f in fields(Task)}
-    task = replace(TASKS[name], **{k: v for k, v in preset.items() if k in task_names})
-    default = cls(task=task, **{k: v for k, v in preset.items() if k not in task_names})
-    return tyro.cli(tyro.conf.OmitArgPrefixes[cls], default=default, args=argv)
-
-
-def cli(main: Callable, parse: Callable) -> None:
-    """Run a script: bad input is one line and exit code 2, Ctrl-C one line and 130; anything else is a bug and shows
-    its traceback."""
-    try:
-        main(parse())
-    except InputError as error:
-        rank = int(os.environ.get("RANK", 0))
-        time.sleep(2 * (rank > 0))  # where all processes fail alike, the launcher ends these first: one message
-        where = f" (process {rank})" * (rank > 0)
-        print(f"{Path(sys.argv[0]).name}: error{where}: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print(f"\n{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr)
-        sys.exit(130)
-
-
-@functools.cache
-def load_function(spec: str) -> Callable[..., list[float]]:
-    """`module:function` or `path.py:function` → the function of (queries, responses) → floats."""
-    source, _, name = spec.rpartition(":")
-    if not source:
-        raise InputError(f"{spec!r} names no function; write module:function or path.py:function")
-    if source.endswith(".py"):
-        if not Path(source).is_file():
-            raise InputError(f"{spec!r}: there is no file {source}")
-        module_spec = importlib.util.spec_from_file_location(source, source)  # under a name that no module has
-        module = sys.modules[source] = importlib.util.module_from_spec(module_spec)  # where dataclasses look it up
-        module_spec.loader.exec_module(module)
-    else:
-        sys.path.insert(0, os.getcwd())
-        try:
-            module = importlib.import_module(source)
-        except ModuleNotFoundError as error:
-            raise InputError(f"{spec!r}: there is no module {error.name}") from error
-    if not callable(getattr(module, name, None)):
-        raise InputError(f"{spec!r}: {source} has no function {name}")
-    return getattr(module, name)
+# --------------------------------------------------------------------------------------------------------- arguments
 
 
 def check_args(args: Any, script: Path) -> None:
     """Everything about arguments that every script checks before anything is loaded. Errors: `InputError`."""
     check_bounds(args)
     task = args.task
+    if task.end_text and task.keep_last_line:
+        raise InputError("end_text and keep_last_line both say where a query ends; set one of them")
     if task.truncate_after >= task.response_length:
         raise InputError(
             f"truncate_after={task.truncate_after} has to be in 0 … response_length − 1 = {task.response_length - 1}"
         )
-    for function in filter(None, (task.gold_fn, getattr(args, "reward_fn", None))):
+    for function in filter(None, (task.clean_fn, task.gold_fn, getattr(args, "reward_fn", None))):
         load_function(function)
     check_folders(args, script)
 
@@ -301,19 +75,25 @@ def left_align(tokens: Tensor, pad_id: int) -> Tensor:
     return tokens.gather(1, order)
 
 
-def cut_query(tokens: list[int], length: int, start: int | None, end: int | None) -> list[int] | None:
-    """P3: the query inside a passage, or None where the passage is skipped."""
+def ends_of(text: str, offsets: list[tuple[int, int]], end: str) -> list[bool]:
+    """P3: behind which tokens [(begin, end) in `text`] a query may end: where `end` does and no word goes on, so that
+    both GPT-2's "." (13) and its " ." (764) end a sentence and the point of "1.5" or "CNN.com" does not."""
+    closed = (end.isspace() or not text[stop : stop + 1].strip() for _, stop in offsets)
+    return [text.endswith(end, 0, stop) and ok for (_, stop), ok in zip(offsets, closed, strict=True)]
+
+
+def cut_query(tokens: list[int], length: int, start: int | None, ends: list[bool] | None) -> list[int] | None:
+    """P3: the query inside a passage, or None where the passage is skipped. `ends`: behind which tokens it may end."""
+    first = 0
     if start is not None:
         if start not in tokens:
             return None
-        first = tokens.index(start) + 1
-        tokens = tokens[first:] or tokens  # [O]: a start token that is the passage's last cuts nothing
-    tokens = tokens[:length]
-    if end is not None:
-        if end not in tokens:
-            return None
-        tokens = tokens[: len(tokens) - tokens[::-1].index(end)]
-    return tokens
+        first = (tokens.index(start) + 1) % len(tokens)  # [O]: a start token that is the passage's last cuts nothing
+    tokens = tokens[first : first + length]
+    if ends is None:
+        return tokens
+    stops = [i + 1 for i, end in enumerate(ends[first : first + length]) if end]
+    return tokens[: stops[-1]] if stops else None
 
 
 def keep_last_line(text: str, length: int, tokenizer: Any) -> list[int]:
@@ -403,7 +183,7 @@ def load_rows(source: str, flag: str, split: str = "train") -> datasets.Dataset:
             f"  hf download {' '.join(filter(None, (name, file)))} --repo-type dataset --local-dir {folder}\n"
             f"then pass  {flag} {folder}{'/' + file if file else ':' + part if part else ''}"
         ) from error
-    except (datasets.exceptions.DatasetsError, ValueError, StopIteration) as error:  # no rows, format, configuration
+    except (datasets.exceptions.DatasetsError, ValueError, StopIteration, RuntimeError) as error:  # also: a script
         raise InputError(f"{flag}={source} is empty or cannot be read: {error.__cause__ or error}") from error
 
 
@@ -435,6 +215,12 @@ class TokenTable:
     def __getitem__(self, rows: np.ndarray | slice) -> Tensor:
         return pad_rows(self.rows[rows]["tokens"], self.length, self.pad_id)
 
+    def hold_out(self, n: int, flag: str) -> tuple[Tensor, "TokenTable"]:
+        """The first `n` rows [n, length], and a table of the others. Errors: `InputError` where there are no others."""
+        if len(self) <= n:
+            raise InputError(f"{flag}={n} leaves none of the {len(self)} rows to train on")
+        return self[:n], TokenTable(self.rows.select(range(n, len(self))), self.length, self.pad_id)
+
 
 def tokenise_rows(
     rows: datasets.Dataset, function: Callable, length: int, tokenizer: Any, pad_id: int, *key: Any
@@ -443,7 +229,7 @@ def tokenise_rows(
     the data, the tokenizer, `key` and the source code. Other processes wait at a file lock, not in a collective."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = backend.to_str() if backend else str(sorted(tokenizer.get_vocab().items()))
-    code = Path(__file__).read_text() + inspect.getsource(function)
+    code = Path(__file__).read_text() + Path(inspect.getsourcefile(function)).read_text()
     parts = (rows._fingerprint, words, str(length), str(pad_id), repr(key), code)
     fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     Path(datasets.config.HF_DATASETS_CACHE).mkdir(parents=True, exist_ok=True)
@@ -451,7 +237,7 @@ def tokenise_rows(
         table = rows.map(
             lambda batch: {"tokens": function(batch)},
             batched=True,
-            batch_size=10_000,
+            batch_size=1000,  # ten times as many take a GB for articles
             remove_columns=rows.column_names,
             features=datasets.Features({"tokens": datasets.List(datasets.Value("int32"))}),
             new_fingerprint=fingerprint,
@@ -459,15 +245,27 @@ def tokenise_rows(
     return TokenTable(table, length, pad_id)
 
 
+def clean_texts(texts: list[str | None], task: Task) -> list[str]:
+    """Texts of the query data set as the task wants them; "" for none."""
+    clean = load_function(task.clean_fn) if task.clean_fn else str
+    return [clean(text or "") for text in texts]
+
+
+def cleaning(task: Task) -> str:
+    """What a cache of cleaned texts depends on: the source of `clean_fn`."""
+    return Path(inspect.getfile(load_function(task.clean_fn))).read_text() if task.clean_fn else ""
+
+
 def tokenise_queries(texts: list[str | None], task: Task, tokenizer: Any) -> list[list[int] | None]:
     """P3: texts → queries as token lists; None where a text is blank or skipped."""
-    texts = [text or "" for text in texts]
-    start, end = token_id(tokenizer, task.start_text, "start_text"), token_id(tokenizer, task.end_text, "end_text")
-    queries = []
-    for text, ids in zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
+    texts, queries = clean_texts(texts, task), []
+    start = token_id(tokenizer, task.start_text, "start_text")
+    rows = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=task.end_text is not None)
+    for i, (text, ids) in enumerate(zip(texts, rows["input_ids"], strict=True)):
+        ends = ends_of(text, rows["offset_mapping"][i], task.end_text) if task.end_text else None
         if task.keep_last_line and len(ids) > task.query_length:
             ids = keep_last_line(text, task.query_length, tokenizer)
-        queries.append((cut_query(ids, task.query_length, start, end) or None) if text.strip() else None)
+        queries.append((cut_query(ids, task.query_length, start, ends) or None) if text.strip() else None)
     return queries
 
 
@@ -479,13 +277,12 @@ def load_queries(task: Task, tokenizer: Any, pad_id: int, needed: int) -> TokenT
     `InputError` if none is usable."""
     texts = load_texts(task, max(needed, FEW))
     marks = {n: t for n, t in (("start_text", task.start_text), ("end_text", task.end_text)) if t}
-    for name, text in marks.items():
-        token_id(tokenizer, text, name)
+    token_id(tokenizer, task.start_text, "start_text")
 
     def queries(batch: dict[str, list]) -> list[list[int]]:
         return [query for query in tokenise_queries(batch[task.query_column], task, tokenizer) if query]
 
-    key = (task.query_column, task.keep_last_line, *marks.items())
+    key = (task.query_column, task.keep_last_line, *marks.items(), cleaning(task))
     table = tokenise_rows(texts, queries, task.query_length, tokenizer, pad_id, *key)
     if not len(table):
         lack = " or lack " + " and ".join(f"{n}={t!r}" for n, t in marks.items()) if marks else ""
@@ -510,8 +307,8 @@ def rows_of_step(n: int, size: int, step: int, seed: int) -> np.ndarray:
 
 
 @contextmanager
-def from_hub_or_folder(name: str, flag: str, make: str | None = None) -> Iterator[None]:
-    """Around whatever loads model `name`: goes offline quickly if the hub is out of reach. Errors: `InputError` with the
+def from_hub_or_folder(name: str, flag: str, make: str | None = None, files: str = "") -> Iterator[None]:
+    """Around what loads model `name`: goes offline quickly if the hub is out of reach. Errors: `InputError` with the
     command `make` that makes a missing folder, or with the one that fetches what is not in the cache."""
     if not Path(name).is_dir():
         if name.startswith((".", "/", "~", "models/", "data/", "runs/")):
@@ -525,23 +322,18 @@ def from_hub_or_folder(name: str, flag: str, make: str | None = None) -> Iterato
         folder = name.split("/")[-1]
         raise InputError(
             f"model {name} is neither a folder, nor in the cache, nor to be reached. On a connected machine:\n"
-            f"  hf download {name} --local-dir {folder}\nthen pass  {flag} {folder}"
+            f"  hf download {' '.join(filter(None, (name, files)))} --local-dir {folder}\nthen pass  {flag} {folder}"
         ) from error
 
 
 def load_tokenizer(task: Task, extra_tokens: int, make: str | None = None) -> tuple[Any, PretrainedConfig, int]:
     """Tokenizer, model configuration and pad id (G2: one past the vocabulary) of `task.base_model`; loads no weights.
-    `extra_tokens` are generated or read behind the query. Errors: `InputError` for a missing model, pad == eos, an
-    architecture without position ids, a context that is too short."""
+    `extra_tokens` are generated or read behind the query. Errors: `InputError` for a missing model, an
+    architecture without position ids, a context that is too short. A tokenizer's own pad token is never used."""
     name = task.base_model
     with from_hub_or_folder(name, "--base_model", make):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
-    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id:
-        raise InputError(
-            f"the tokenizer of {name} has pad_token == eos_token == {tokenizer.eos_token!r}: padding could not be told "
-            "from an end of text; take pad_token out of its tokenizer_config.json (padding is an id of our own)"
-        )
     cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if cls is None or "position_ids" not in inspect.signature(cls.forward).parameters:  # G3 needs them
         why = "takes no position_ids, so left-padded rows would be scored wrongly"
@@ -580,7 +372,7 @@ class Float32Head(nn.Linear):
 
 
 class KeyValueCache(StaticCache):
-    """A static cache takes its dtype from the keys, which rotary positions leave in fp32 under autocast, and then cannot
+    """A static cache takes its dtype from the keys, which rotary positions leave in fp32 under autocast, and cannot
     hold the bf16 values. Keys become what the values are, as attention makes them anyway; else nothing changes."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -589,8 +381,8 @@ class KeyValueCache(StaticCache):
 
 
 def load_lm(name: str, config: PretrainedConfig | None = None) -> PreTrainedModel:
-    """Causal language model in fp32 without dropout, its head outside autocast; with random weights where the folder holds a configuration only.
-    Errors: `InputError` for weights in a format that unpickles code, or that are not in the cache and out of reach."""
+    """Causal language model in fp32 without dropout, its head outside autocast; random weights where the folder holds a
+    configuration only. Errors: `InputError` for weights that have to be unpickled, or that are out of reach."""
     config = without_dropout(config or AutoConfig.from_pretrained(name))
     if Path(name).is_dir() and not any(Path(name).glob("*.safetensors*")):
         if others := [p.name for kind in ("*.bin", "*.pt", "*.h5", "*.msgpack") for p in Path(name).glob(kind)]:
@@ -622,6 +414,27 @@ def micro_batches(lengths: np.ndarray, size: int) -> list[tuple[np.ndarray, int]
     return [(part, int(lengths[part].max())) for part in np.split(rows, range(size, len(rows), size))]
 
 
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Keep no activations inside the blocks, forward them again in the backward pass."""
+    old = getattr(model, "gradient_checkpointing_enable", None)  # before transformers 5.2
+    getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
+
+
+def check_memory(config: PretrainedConfig, bytes_per_parameter: int, what: str, device: torch.device) -> None:
+    """Before any weights: whether those of a run fit into the device at all. Errors: `InputError` with both sizes."""
+    if device.type != "cuda":
+        return
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    needed = parameters * bytes_per_parameter / 2**30
+    there = torch.cuda.get_device_properties(device).total_memory / 2**30
+    if needed > there:
+        raise InputError(
+            f"{what} take {bytes_per_parameter} bytes per parameter × {parameters / 1e9:.2f}e9 = {needed:.0f} GiB "
+            f"before any activation, and {device} has {there:.0f} GiB; use a smaller --base_model"
+        )
+
+
 class RewardConfig(PretrainedConfig):
     """Configuration of `RewardModel`: the backbone's, and the pad id that it was trained with."""
 
@@ -641,9 +454,9 @@ class RewardModel(PreTrainedModel):
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
 
-    def __init__(self, config: RewardConfig):
+    def __init__(self, config: RewardConfig, backbone: nn.Module | None = None):
         super().__init__(config)
-        self.backbone = AutoModel.from_config(without_dropout(config.backbone))
+        self.backbone = backbone or AutoModel.from_config(without_dropout(config.backbone))
         self.head = nn.Linear(config.backbone.hidden_size, 1)
         self.gain = nn.Parameter(torch.ones(()))
         self.bias = nn.Parameter(torch.zeros(()))
@@ -677,13 +490,55 @@ class RewardModel(PreTrainedModel):
         return self.gain * reward.float() + self.bias
 
     @torch.no_grad()
-    def score(self, queries: Tensor, responses: Tensor, size: int) -> Tensor:
-        """Rewards [B] of [queries [B, Q] | responses [B, R]], pads anywhere; `size` rows a forward, trimmed."""
-        tokens = left_align(torch.cat([queries, responses], dim=1), self.config.pad_id)
+    def score(self, *parts: Tensor, size: int) -> Tensor:
+        """Rewards [B] of what `parts` [B, …] are one behind the other, pads anywhere; `size` rows a forward."""
+        tokens = left_align(torch.cat(parts, dim=1), self.config.pad_id)
         out = torch.empty(len(tokens), device=tokens.device)
         for rows, width in micro_batches(row_lengths(tokens, self.config.pad_id), size):
             out[rows] = self(tokens[rows, -width:])
         return out
+
+
+PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"
+
+
+def reads_ids_of(tokenizer: Any, other: Any) -> bool:
+    """Whether every id of `other` is the same text to `tokenizer`, which may have more (a pad of its own)."""
+    same = other.get_vocab().items() <= tokenizer.get_vocab().items()
+    return same and tokenizer.encode(PROBE, add_special_tokens=False) == other.encode(PROBE, add_special_tokens=False)
+
+
+def retokenise(tokens: Tensor, source: Any, pad_id: int, target: Any) -> list[list[int]]:
+    """[B, T] in ids of tokenizer `source` → B token lists of the same texts by `target`: no pads, an end of text stays
+    one. Nothing is cut."""
+    rows = [[token for token in row if token != pad_id] for row in tokens.tolist()]
+    texts = source.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if end := source.eos_token:
+        texts = [text.replace(end, target.eos_token or "") for text in texts]
+    return target(texts, add_special_tokens=False)["input_ids"]
+
+
+def reward_reader(model: RewardModel, theirs: Any, tokenizer: Any, pad_id: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """X13: queries [B, Q] and responses [B, R] of a policy → [B, T] as a reward model of tokenizer `theirs` reads them:
+    the same ids, or the same texts where the tokenizers differ. A text that is too long loses its beginning."""
+    pad, longest = model.config.pad_id, getattr(model.config.backbone, "max_position_embeddings", None) or 0
+
+    def same_ids(queries: Tensor, responses: Tensor) -> Tensor:
+        tokens = torch.cat([queries, responses], dim=1)
+        return tokens.masked_fill((tokens == pad_id) | (tokens >= pad), pad)  # also ids that are no text to either
+
+    def same_texts(queries: Tensor, responses: Tensor) -> Tensor:
+        sides = (retokenise(side, tokenizer, pad_id, theirs) for side in (queries, responses))
+        rows = [(query + response)[-longest:] for query, response in zip(*sides, strict=True)]
+        return pad_rows(rows, max(map(len, rows)), pad).to(queries.device)
+
+    return same_ids if reads_ids_of(theirs, tokenizer) else same_texts
+
+
+def takes_scores(function: Callable | None) -> bool:
+    """Whether a `--reward_fn` has a third argument, without a default: the reward model's scores."""
+    wanted = inspect.signature(function).parameters.values() if function else ()
+    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in wanted) > 2
 
 
 def text_scores(
@@ -709,7 +564,7 @@ def text_scores(
 
 
 REFUSED = {  # what a launcher may set up that would silently change the mathematics: environment variable → why
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed takes an optimizer step inside every backward, so each micro-batch would be one",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed takes an optimizer step inside every backward, so at each micro-batch",
     "ACCELERATE_USE_FSDP": "weights that are sharded cannot be sampled from yet",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM has models and optimizers of its own",
 }
@@ -727,8 +582,8 @@ def start_accelerator(args: Any) -> Accelerator:
     steps, precision = accelerator.gradient_accumulation_steps, accelerator.mixed_precision
     if steps != 1:
         raise InputError(
-            f"gradient_accumulation_steps={steps} (ACCELERATE_GRADIENT_ACCUMULATION_STEPS or a configuration file) would "
-            "scale the gradients; leave it at 1 and set --micro_batch_size, which only saves memory"
+            f"gradient_accumulation_steps={steps} (ACCELERATE_GRADIENT_ACCUMULATION_STEPS or a configuration file) "
+            "would scale the gradients; leave it at 1 and set --micro_batch_size, which only saves memory"
         )
     if precision not in ("no", "bf16"):
         raise InputError(
@@ -758,12 +613,17 @@ def generator(seed: int, step: int, device: torch.device) -> torch.Generator:
     return torch.Generator(where).manual_seed(int(state >> np.uint64(1)))
 
 
-def all_sum(x: Tensor) -> Tensor:
+def all_sum(x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
     """Sum over all processes; `x` itself where there is one."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        x = x.clone()
-        dist.all_reduce(x)
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, op)
     return x
+
+
+def all_max(x: Tensor) -> Tensor:
+    """Largest over all processes."""
+    return all_sum(x, dist.ReduceOp.MAX)
 
 
 def mean_over_processes(metrics: dict[str, Tensor | float], device: torch.device) -> dict[str, float]:
@@ -805,8 +665,9 @@ def check_folders(args: Any, script: Path) -> None:
     """Nothing that is there is ever overwritten or removed. Errors: `InputError` for a folder that is in the way."""
     if args.run_name and (Path("runs") / args.run_name).exists():
         raise InputError(f"run_name={args.run_name}: runs/{args.run_name} is there already; choose another name")
-    if args.output_dir and Path(args.output_dir).exists() and os.listdir(args.output_dir):
-        raise InputError(f"output_dir={args.output_dir} is not empty; choose another folder, or move what is in it")
+    out = Path(args.output_dir or "")
+    if args.output_dir and out.exists() and not (out.is_dir() and not os.listdir(out)):
+        raise InputError(f"output_dir={args.output_dir} is no empty folder; choose another, or move what is there")
     link = latest(args, script)
     if link.exists() and not link.is_symlink() and not args.output_dir:
         raise InputError(f"{link} is a folder, but has to be free for a link to the run's weights; move it away")
@@ -837,7 +698,8 @@ class Run:
         name = args.run_name or f"{args.task.task}__{script.stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = new_folder(Path("runs") / name)
         shutil.copy(script, self.folder / script.name)
-        record = asdict(args) | {"command": sys.argv, "processes": accelerator.num_processes, **environment(self.folder)}
+        record = asdict(args) | {"command": sys.argv, "processes": accelerator.num_processes}
+        record |= environment(self.folder)
         (self.folder / "args.json").write_text(json.dumps(record, indent=1))
         accelerator.trackers = start_trackers(self.folder, record, args.track)
         self.console, shown = Console(), TextColumn("{task.fields[shown]}")
@@ -868,7 +730,7 @@ class Run:
             left = (time.perf_counter() - self.begin) / (step + 1) * (self.total - step - 1)
             print(f"{step + 1:>6}/{self.total}  {line}  left {left:.0f} s", flush=True)
 
-    def samples(self, step: int, rows: list[dict[str, Any]], title: str) -> None:
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Append samples to samples.jsonl and show them as a table."""
         if not self.main:
             return
@@ -876,7 +738,7 @@ class Run:
             for row in rows:
                 file.write(json.dumps({"step": step, **row}) + "\n")
         self.sampled = [self.sampled[0] if self.sampled else rows, rows]
-        self.table(rows, title)
+        self.table(rows, f"samples of held-out text after {step} updates")
         for tracker in self.accelerator.trackers:
             if tracker.name == "wandb":
                 data = [list(map(str, row.values())) for row in rows]
@@ -913,7 +775,7 @@ class Run:
                 link = latest(self.args, self.script)
                 link.parent.mkdir(parents=True, exist_ok=True)
                 beside = link.with_name(f"{link.name}.tmp{os.getpid()}")
-                beside.symlink_to(os.path.relpath(self.weights, link.parent))
+                beside.symlink_to(os.path.relpath(self.weights.resolve(), link.parent.resolve()))
                 beside.replace(link)
         self.accelerator.wait_for_everyone()
 
@@ -940,9 +802,11 @@ def new_folder(path: Path) -> Path:
 
 
 def environment(folder: Path) -> dict[str, Any]:
-    """What a run depends on besides its arguments: commit and versions; what is not committed goes into changes.diff."""
+    """What a run depends on besides its arguments: commit, versions; what is not committed goes into changes.diff."""
 
     def git(*words: str) -> str:
+        if not shutil.which("git"):
+            return ""
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout
 
     if changes := git("diff", "HEAD"):
@@ -963,8 +827,8 @@ def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[An
     if track:
         import wandb
 
-        settings = wandb.Settings(init_timeout=30, silent=True)
-        trackers.append(WandBTracker("onefile-rlhf", name=folder.name, config=config, dir=str(folder), settings=settings))
+        settings = dict(config=config, dir=str(folder), settings=wandb.Settings(init_timeout=30, silent=True))
+        trackers.append(WandBTracker("onefile-rlhf", name=folder.name, **settings))
     for tracker in trackers:
         try:
             tracker.start()

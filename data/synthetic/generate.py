@@ -352,16 +352,18 @@ def judged_samples(task_name, model, count, per_query, seed):
     import numpy as np
     import torch
 
+    import ppo
+    import tasks
     import utils
 
-    task = dataclasses.replace(utils.TASKS[task_name], base_model=model)
+    task = dataclasses.replace(tasks.TASKS[task_name], base_model=model)
     tokenizer, _, pad = utils.load_tokenizer(task, task.response_length)
     ids = utils.task_ids(task, tokenizer, pad)
-    table = utils.load_queries(task, tokenizer, pad)
+    table = utils.load_queries(task, tokenizer, pad, count)
     queries = table[utils.rows_of_step(len(table), count, 0, seed)].repeat_interleave(per_query, dim=0)
     gen = utils.generator(seed, 0, torch.device("cpu"))
-    samples = utils.sample_all(utils.load_lm(model).eval(), queries, task, pad, gen, size=256)
-    cut = utils.truncate(samples, ids.truncate, task.truncate_after, pad)[0]
+    samples = ppo.sample_all(utils.load_lm(model).eval(), queries, task, pad, gen, size=256)
+    cut = ppo.truncate(samples, ids.truncate, task.truncate_after, pad)[0]
     texts = [utils.decode(tokenizer, tokens, pad) for tokens in (queries, cut)]
     scores = np.array(gold_score(*texts)).reshape(count, per_query)
     print(

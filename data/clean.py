@@ -1,0 +1,33 @@
+"""How OpenAI cleaned its texts, for the form that they have on the hub: functions of a text → text, for `--clean_fn`."""
+
+import re
+
+import ftfy
+
+STAMP = r"\d\d:\d\d \w+, \d{1,2} \w+ \d{4} \. ?"
+BYLINE = re.compile(
+    rf"(?:By \. .{{,300}}?)?(?:PUBLISHED|UPDATED): \. {STAMP}(?:\| \. UPDATED: \. {STAMP})?"
+    r"|By \. [^.]{,100} \. (?:and [^.]{,100} \. )?"  # no date: the name alone
+)
+
+
+def clean_article(text: str) -> str:
+    """A row of `abisee/cnn_dailymail` → what OpenAI's `clean_up_start` and ftfy leave of such an article: no byline,
+    no dates, nothing before (CNN), straight quotes. Its rules are for lines; the hub's rows are one line, so the byline
+    is known by its words. An article of which nothing would be left keeps its beginning."""
+    body = text[match.end() :] if (match := BYLINE.match(text)) else text
+    body = re.split(r"\(CNN\) +--", body)[-1]
+    body = re.split(r"\(CNN\)", body[:100])[-1] + body[100:]
+    return ftfy.fix_text(body).strip() or ftfy.fix_text(text).strip()  # ftfy straightens the quotes
+
+
+def clean_post(text: str) -> str:
+    """A post of TL;DR-17 as OpenAI cleaned it: ftfy, paragraphs one blank line apart, no space around."""
+    return re.sub(r"\n{3,}", "\n\n", ftfy.fix_text(text)).strip()
+
+
+def clean_tldr(prompt: str) -> str:
+    """A prompt of `trl-lib/tldr` with its post as `trl-lib/tldr-preference` has it: one newline between paragraphs."""
+    head, post, rest = prompt.partition("\n\nPOST: ")
+    body, end, last = rest.rpartition("\n\nTL;DR:")
+    return head + post + re.sub(r"\n+", "\n", body) + end + last

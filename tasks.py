@@ -1,0 +1,254 @@
+"""What a run reads and writes: tasks, bounds of the flags, command line. Your own task is one more entry of `TASKS`."""
+
+import functools
+import importlib.util
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import tyro
+
+DATA = Path(__file__).parent / "data"
+SYNTHETIC = DATA / "synthetic"
+
+
+class InputError(ValueError):
+    """Bad input: names the value and what would be right; `cli` prints it without a traceback."""
+
+
+class Bounds(NamedTuple):
+    """The values that a flag may have; stands beside its type and is checked by `check_bounds`."""
+
+    above: float = -math.inf  # exclusive
+    least: float = -math.inf
+    most: float = math.inf
+
+
+Seed = Annotated[int, Bounds(least=0)]
+Count = Annotated[int, Bounds(least=1)]
+Positive = Annotated[float, Bounds(above=0)]
+NonNegative = Annotated[float, Bounds(least=0)]
+Share = Annotated[float, Bounds(least=0, most=1)]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is read and what is written, the same for every script. A data source is a local file (.txt .json .jsonl
+    .parquet .csv), a local folder, a hub name, or `hub name:file` / `hub name:configuration`."""
+
+    task: str
+    """name of the task; picks the defaults of the flags here"""
+    base_model: str
+    """model the run starts from: hub name or folder"""
+    query_dataset: str
+    """data source of the texts that queries are cut from"""
+    query_column: str
+    """column of `query_dataset` that holds the text"""
+    label_dataset: str
+    """data source of the preference labels"""
+    query_length: Count
+    """tokens; a longer query is cut, a shorter one padded on the left (G2)"""
+    response_length: Count
+    """tokens; every response has exactly this many (G4)"""
+    temperature: Positive
+    """sampling temperature; logits are divided by it everywhere (P1)"""
+    truncate_token: str | None
+    """text of one token; for scoring a response is cut after its first one at or after `truncate_after` (P5)"""
+    truncate_after: Annotated[int, Bounds(least=0)]
+    """tokens; see `truncate_token`"""
+    missing_eos_penalty: float = -1.0
+    """score of a response without `truncate_token` there, in place of the reward model's (P5)"""
+    query_prefix: str = ""
+    """text in front of each query; read by policy and reference, not by the reward model"""
+    query_suffix: str = ""
+    """text behind each query; read by policy and reference, not by the reward model"""
+    start_text: str | None = None
+    """one token; a query starts after the first of it, texts without it are skipped (P3)"""
+    end_text: str | None = None
+    """a query ends with the last of it inside the length that ends a word, texts without it are skipped (P3)"""
+    num_queries: Count = 2**20
+    """rows of `query_dataset` that are used at most; a larger data set is sampled without replacement"""
+    eos_task: bool = False
+    """the response ends at its first `truncate_token`: all behind it is masked out, not just in scoring (X9)"""
+    response_column: str | None = None
+    """column of `query_dataset` with reference responses; sft.py then learns these, else it learns the texts"""
+    keep_last_line: bool = False
+    """a query that is too long loses lines in front of its last one, such as TL;DR:, instead of its end"""
+    clean_fn: str | None = None
+    """`module:function` or `path.py:function` of a text → text, before it is tokenised"""
+    label_tokenizer: str | None = None
+    """hub name or folder of the tokenizer that made the labels' ids; None: `base_model`'s own"""
+    gold_fn: str | None = None
+    """`module:function` or `path.py:function` of (queries, responses) → floats: the true score, only logged"""
+
+
+BOOKS = Task(
+    task="sentiment",
+    base_model="gpt2",
+    query_dataset="SamuelYang/bookcorpus",
+    query_column="text",
+    label_dataset="vwxyzjn/lm-human-preferences:sentiment/offline_5k.json",
+    query_length=64,
+    response_length=24,
+    temperature=0.7,
+    truncate_token=".",
+    truncate_after=16,
+    label_tokenizer="gpt2",
+)
+SUMMARIES = replace(
+    BOOKS, query_length=500, response_length=75, truncate_token="\n", truncate_after=55, query_suffix="\n\nTL;DR:"
+)
+ENDING = dict(truncate_token="<|endoftext|>", truncate_after=0, eos_task=True)
+STORIES = replace(BOOKS, label_tokenizer=None, gold_fn=f"{SYNTHETIC / 'judge.py'}:gold_score")
+
+TASKS = {
+    task.task: task
+    for task in (
+        replace(
+            STORIES,
+            task="synthetic",
+            base_model="models/synthetic/sft",
+            query_dataset=str(SYNTHETIC / "stories.txt"),
+            label_dataset=str(SYNTHETIC / "labels.json"),
+        ),
+        BOOKS,
+        replace(
+            BOOKS,
+            task="descriptiveness",
+            label_dataset="vwxyzjn/lm-human-preferences:descriptiveness/offline_5k.json",
+        ),
+        replace(
+            SUMMARIES,
+            task="cnndm",
+            query_dataset="abisee/cnn_dailymail:3.0.0",
+            query_column="article",
+            label_dataset="vwxyzjn/lm-human-preferences:cnndm/online_45k.json",
+            temperature=0.5,
+            query_prefix="Article:\n\n",
+            end_text=".",
+            clean_fn=f"{DATA / 'clean.py'}:clean_article",
+        ),
+        replace(
+            SUMMARIES,
+            task="tldr_2019",
+            query_dataset="dim/tldr_17_50k",
+            query_column="content",
+            label_dataset="vwxyzjn/lm-human-preferences:tldr/online_45k.json",
+            clean_fn=f"{DATA / 'clean.py'}:clean_post",
+        ),
+        replace(
+            BOOKS,
+            task="tldr",
+            base_model="models/tldr/sft",
+            query_dataset="trl-lib/tldr",
+            query_column="prompt",
+            response_column="completion",
+            label_dataset="trl-lib/tldr-preference",
+            query_length=512,
+            response_length=53,
+            keep_last_line=True,
+            label_tokenizer=None,
+            **ENDING,
+        ),
+        replace(
+            STORIES,
+            task="synthetic_eos",
+            base_model="models/synthetic_eos/sft",
+            query_dataset=str(SYNTHETIC / "stories_eos.jsonl"),
+            query_column="prompt",
+            response_column="completion",
+            label_dataset=str(SYNTHETIC / "pairs_eos.jsonl"),
+            query_length=32,
+            response_length=40,
+            **ENDING,
+        ),
+    )
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- flags
+
+
+def check_bounds(args: Any) -> None:
+    """Errors: `InputError` for a number that is not finite or outside the bounds beside its field; `None` is inside."""
+    for name, hint in get_type_hints(type(args), include_extras=True).items():
+        value = getattr(args, name)
+        if isinstance(value, Task):
+            check_bounds(value)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        parts = getattr(hint, "__args__", ())
+        bounds = [b for part in (hint, *parts) for b in getattr(part, "__metadata__", ()) if isinstance(b, Bounds)]
+        above, least, most = bounds[0] if bounds else Bounds()
+        if not (math.isfinite(value) and value > above and least <= value <= most):
+            words = (("above", above), ("at least", least), ("at most", most))
+            wanted = " and ".join(f"{word} {limit:g}" for word, limit in words if math.isfinite(limit))
+            raise InputError(f"{name}={value} has to be {wanted or 'a finite number'}")
+
+
+def check_divides(name: str, value: int, unit: int, what: str) -> None:
+    """Errors: `InputError` for a size that cannot be shared out evenly, with the next one that can."""
+    if value % unit:
+        raise InputError(f"{name}={value} does not divide over {what}; use {math.ceil(value / unit) * unit}")
+
+
+def parse_args(cls: type, presets: dict[str, dict[str, Any]], argv: list[str] | None = None) -> Any:
+    """Command line → frozen `cls`. `--task NAME` picks the defaults: those of `TASKS` and, over them, the script's
+    `presets[NAME]` if it has any; so `--task NAME --help` shows them. Errors: `InputError` for an unknown task."""
+    argv = sys.argv[1:] if argv is None else argv
+    name = next(iter(TASKS))
+    for flag, value in zip(argv, [*argv, ""][1:], strict=True):
+        if flag.startswith("--task="):
+            flag, value = flag.split("=", 1)
+        if flag == "--task":
+            name = value
+    if name not in TASKS:
+        raise InputError(f"task={name!r} is unknown; choose one of {', '.join(TASKS)}, or add it to TASKS in tasks.py")
+    preset, task_names = presets.get(name, {}), {f.name for f in fields(Task)}
+    task = replace(TASKS[name], **{k: v for k, v in preset.items() if k in task_names})
+    default = cls(task=task, **{k: v for k, v in preset.items() if k not in task_names})
+    return tyro.cli(tyro.conf.OmitArgPrefixes[cls], default=default, args=argv)
+
+
+def cli(main: Callable, parse: Callable) -> None:
+    """Run a script: bad input is one line and exit code 2, Ctrl-C one line and 130; anything else is a bug and shows
+    its traceback."""
+    try:
+        main(parse())
+    except InputError as error:
+        rank = int(os.environ.get("RANK", 0))
+        time.sleep(2 * (rank > 0))  # where all processes fail alike, the launcher ends these first: one message
+        where = f" (process {rank})" * (rank > 0)
+        print(f"{Path(sys.argv[0]).name}: error{where}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"\n{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
+
+
+@functools.cache
+def load_function(spec: str) -> Callable:
+    """`module:function` or `path.py:function` → the function, such as one of (queries, responses) → floats."""
+    source, _, name = spec.rpartition(":")
+    if not source:
+        raise InputError(f"{spec!r} names no function; write module:function or path.py:function")
+    if source.endswith(".py"):
+        if not Path(source).is_file():
+            raise InputError(f"{spec!r}: there is no file {source}")
+        module_spec = importlib.util.spec_from_file_location(source, source)  # under a name that no module has
+        module = sys.modules[source] = importlib.util.module_from_spec(module_spec)  # where dataclasses look it up
+        module_spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, os.getcwd())
+        try:
+            module = importlib.import_module(source)
+        except ModuleNotFoundError as error:
+            raise InputError(f"{spec!r}: there is no module {error.name}") from error
+    if not callable(getattr(module, name, None)):
+        raise InputError(f"{spec!r}: {source} has no function {name}")
+    return getattr(module, name)
