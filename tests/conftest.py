@@ -18,6 +18,7 @@ from accelerate.state import AcceleratorState
 import ppo
 import rloo
 import sft
+import tasks
 import train_reward
 import utils
 
@@ -51,7 +52,7 @@ def model_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def task(tmp_path: Path) -> utils.Task:
+def task(tmp_path: Path) -> tasks.Task:
     """A task of small local files."""
     return tiny.write_task(tmp_path / "task")
 
@@ -69,8 +70,9 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_metrics(name: str) -> list[dict[str, float]]:
-    """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
+    """The lines of a run's metrics.jsonl, without the one behind the last update, which is an evaluation alone."""
+    lines = [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if not all(key == "step" or key.startswith("eval/") for key in line)]
 
 
 @pytest.fixture(scope="session")
@@ -141,7 +143,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
         seen.reward_steps = list(counts.values())
         for script, name in ((ppo, "ppo"), (rloo, "rloo")):
             counts.clear()
-            common = dict(total_episodes=20, reward_model="reward", output_dir=name, run_name=name, sample_every=2)
+            common = dict(total_episodes=20, reward_model="reward", output_dir=name, run_name=name, eval_every=2)
             args, mine = tiny.make_args(task, script, **common), spy_on(script, patch)
             script.main(args)
             mine.args, mine.steps = args, list(counts.values())

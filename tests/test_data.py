@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import datasets
+import formats
 import numpy as np
 import pytest
 import tiny
@@ -26,6 +26,7 @@ from tokenizers.processors import TemplateProcessing
 import ppo
 import rloo
 import sft
+import tasks
 import train_reward
 import utils
 
@@ -39,7 +40,7 @@ SENTENCES = [
 ]
 
 
-def tokenizer_of(task: utils.Task):
+def tokenizer_of(task: tasks.Task):
     return utils.load_tokenizer(task, task.response_length)[0]
 
 
@@ -76,39 +77,34 @@ def test_a_large_source_is_sampled_without_replacement(task):
     assert torch.equal(table, again)
 
 
-ARTICLES = [
-    {
-        "article": "Anna won a prize .\nBen was glad .\nIt was a good day and then some more words",
-        "highlights": "x",
-        "id": "1",
-    },
-    {"article": "one line without an end", "highlights": "y", "id": "2"},
-    {"article": "So .\n", "highlights": "z", "id": "3"},
-]
+ARTICLES = [*formats.CNNDM[2:], formats.CNNDM[2] | {"article": "Nothing here ends a sentence"}]
 
 
-def cnndm(task: utils.Task, source: Path) -> utils.Task:
+def cnndm(task: tasks.Task, source: Path) -> tasks.Task:
     """The task's own settings; lengths and model are tiny."""
     return replace(
-        utils.TASKS["cnndm"],
+        tasks.TASKS["cnndm"],
         base_model=task.base_model,
         query_dataset=str(source),
-        query_length=24,
+        query_length=40,
         response_length=8,
         truncate_after=4,
     )
 
 
-def test_P3_cnndm_queries_end_with_a_newline_and_stand_between_prefix_and_suffix(task, tmp_path):
+def test_P3_cnndm_queries_are_cleaned_end_a_sentence_and_stand_between_prefix_and_suffix(task, tmp_path):
     write_rows(tmp_path / "cnn.parquet", ARTICLES)
     task = cnndm(task, tmp_path / "cnn.parquet")
     tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length)
     ids = utils.task_ids(task, tokenizer, pad_id)
     queries = utils.load_queries(task, tokenizer, pad_id, 1)[:]
-    assert utils.decode(tokenizer, queries, pad_id) == ["Anna won a prize .\nBen was glad .\n", "So .\n"]
+    texts = [
+        "The Senate voted on Tuesday. The bill passed by 51 to 49, a clerk said .",
+        "Rain fell on Sunday. It did not stop.",
+    ]
+    assert utils.decode(tokenizer, queries, pad_id) == texts
     contexts = utils.add_affixes(queries, ids)
-    texts = ["Article:\n\nAnna won a prize .\nBen was glad .\n\n\nTL;DR:", "Article:\n\nSo .\n\n\nTL;DR:"]
-    assert utils.decode(tokenizer, contexts, pad_id) == texts
+    assert utils.decode(tokenizer, contexts, pad_id) == [f"Article:\n\n{text}\n\nTL;DR:" for text in texts]
     for row in contexts.tolist():  # all pads on the left
         assert row == sorted(row, key=lambda token: token != pad_id)
     assert [ids.truncate] == tokenizer.encode("\n")
@@ -180,7 +176,7 @@ def test_a_prompt_that_is_too_long_loses_lines_before_its_last_one(task):
     assert cut == tokenizer.encode("Anna saw the old red house")[:2]  # there is no other line
 
 
-def eos_task(task: utils.Task, tmp_path: Path) -> utils.Task:
+def eos_task(task: tasks.Task, tmp_path: Path) -> tasks.Task:
     """The embedded EOS task's settings on rows that are written by hand."""
     rows = [
         {"prompt": "Anna saw it.", "completion": " Ben saw it too."},
@@ -191,7 +187,7 @@ def eos_task(task: utils.Task, tmp_path: Path) -> utils.Task:
     ]
     write_rows(tmp_path / "eos.jsonl", rows)
     return replace(
-        utils.TASKS["synthetic_eos"],
+        tasks.TASKS["synthetic_eos"],
         base_model=task.base_model,
         query_dataset=str(tmp_path / "eos.jsonl"),
         query_length=6,
@@ -304,7 +300,7 @@ def test_the_table_is_int32_in_a_file_and_gives_int64_rows_in_any_order(task):
     assert torch.equal(table[rows], table[:][rows]) and torch.equal(table[1:3], table[:][1:3])
 
 
-def other_tokenizer(task: utils.Task, tmp_path: Path):
+def other_tokenizer(task: tasks.Task, tmp_path: Path):
     """The task's tokenizer without its last merge, saved under another name."""
     folder = tiny.write_model(tmp_path / "other")
     words = json.loads((folder / "tokenizer.json").read_text())
@@ -376,7 +372,9 @@ def spy(texts, *rest):
 
 utils.tokenise_queries = spy
 (folder / f"{name}.ready").touch()
+end = time.monotonic() + 120
 while not (folder / "go").exists():
+    assert time.monotonic() < end  # the test is gone
     time.sleep(0.01)
 table = utils.load_queries(task, tokenizer, tiny.WORDS, 10**6)
 print(sum(batches), len(table), int(table[:].sum()))
@@ -480,9 +478,7 @@ def test_pack_goes_on_in_the_block_that_the_last_call_left():
 
 def test_another_way_to_pack_makes_another_table(task, tmp_path, monkeypatch):
     """A copy of sft.py whose `pack` was changed never gets the blocks of the original."""
-    for name in ("utils.py", "sft.py"):
-        shutil.copy(utils.ROOT / name, tmp_path / name)
-    source = (tmp_path / "sft.py").read_text()
+    source = sft.SCRIPT.read_text()
     changed = source.replace("blocks.append(left[:block_size])", "blocks.append(left[:block_size][::-1])")
     assert changed != source
     (tmp_path / "mine.py").write_text(changed)
@@ -521,7 +517,9 @@ def test_a_tokenizer_that_adds_an_id_in_front_adds_none_anywhere(task, tmp_path)
     def everything(tokenizer):
         found = [utils.load_queries(t, tokenizer, WORDS, 1)[:].tolist() for t in (books, post)]
         found += [utils.task_ids(books, tokenizer, WORDS), utils.keep_last_line(POST, lines, tokenizer)]
-        found += [utils.keep_last_line(text, 3, tokenizer) for text in ("Anna saw the old red house", "\n\nTL;DR: Anna")]
+        found += [
+            utils.keep_last_line(text, 3, tokenizer) for text in ("Anna saw the old red house", "\n\nTL;DR: Anna")
+        ]
         found += [train_reward.load_labels(labels, tokenizer, WORDS).responses.tolist()]
         found += [train_reward.load_labels(labels, tokenizer, WORDS).query.tolist()]
         found += [sft.load_rows(sft.Args(task=eos, **sizes), tokenizer, WORDS)[0][:].tolist()]
@@ -602,7 +600,7 @@ def test_R4_pairs_of_texts_are_labels_whose_first_candidate_was_chosen(task, tmp
         tokenizer.encode(row["prompt"])[:6] for row in rows
     ]
     assert labels.best.tolist() == [0, 0]
-    write_rows(tmp_path / "blank.jsonl", [rows[0], rows[1] | {"rejected": ""}])
+    write_rows(tmp_path / "blank.jsonl", [rows[0], rows[1] | {"prompt": ""}])
     with pytest.raises(utils.InputError, match="row 1"):
         train_reward.load_labels(replace(task, label_dataset=str(tmp_path / "blank.jsonl")), tokenizer, WORDS)
 
@@ -666,25 +664,25 @@ def test_generators_are_a_pure_function_of_seed_and_step():
 
 def load_module(name: str):
     """judge.py or generate.py, which imports it from beside itself."""
-    spec = importlib.util.spec_from_file_location(f"synthetic_{name}", utils.SYNTHETIC / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"synthetic_{name}", tasks.SYNTHETIC / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(utils.SYNTHETIC))
+    sys.path.insert(0, str(tasks.SYNTHETIC))
     try:
         spec.loader.exec_module(module)
     finally:
-        sys.path.remove(str(utils.SYNTHETIC))
+        sys.path.remove(str(tasks.SYNTHETIC))
     return module
 
 
 def test_the_synthetic_texts_are_made_again_to_the_byte(tmp_path):
-    command = [sys.executable, str(utils.SYNTHETIC / "generate.py"), "texts", "--out", str(tmp_path)]
+    command = [sys.executable, str(tasks.SYNTHETIC / "generate.py"), "texts", "--out", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     names = [
         "stories.txt",
         "stories_eos.jsonl",
         *(f"model/{n}" for n in ("config.json", "tokenizer.json", "tokenizer_config.json")),
     ]
-    same, different, missing = filecmp.cmpfiles(utils.SYNTHETIC, tmp_path, names, shallow=False)
+    same, different, missing = filecmp.cmpfiles(tasks.SYNTHETIC, tmp_path, names, shallow=False)
     assert (sorted(same), different, missing) == (sorted(names), [], [])
 
 
@@ -695,11 +693,11 @@ def test_the_examples_in_the_synthetic_tasks_docstrings_hold(name):
 
 
 def synthetic_tokenizer():
-    return tokenizer_of(replace(utils.TASKS["synthetic"], base_model=str(utils.SYNTHETIC / "model")))
+    return tokenizer_of(replace(tasks.TASKS["synthetic"], base_model=str(tasks.SYNTHETIC / "model")))
 
 
 def test_synthetic_stories_are_6_to_8_and_36_to_44_tokens_at_their_5_and_95_percent_quantiles():
-    stories = (utils.SYNTHETIC / "stories.txt").read_text().splitlines()
+    stories = (tasks.SYNTHETIC / "stories.txt").read_text().splitlines()
     assert len(stories) == len(set(stories)) == 20_000
     lengths = sorted(map(len, synthetic_tokenizer()(stories)["input_ids"]))
     assert 6 <= lengths[1000] <= 8 and 36 <= lengths[19_000] <= 44 and lengths[-1] <= 64
@@ -716,7 +714,7 @@ def test_the_synthetic_tokenizer_has_its_stop_and_end_as_one_token_each_and_no_p
 
 
 def test_synthetic_eos_rows_are_a_prompt_and_a_completion_that_goes_on_after_a_space():
-    rows = [json.loads(line) for line in (utils.SYNTHETIC / "stories_eos.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tasks.SYNTHETIC / "stories_eos.jsonl").read_text().splitlines()]
     assert len(rows) == 12_000 and all(set(row) == {"prompt", "completion"} for row in rows)
     assert all(row["prompt"].endswith(".") and row["completion"].startswith(" ") for row in rows)
     lengths = list(map(len, synthetic_tokenizer()([row["completion"] for row in rows])["input_ids"]))
@@ -724,8 +722,8 @@ def test_synthetic_eos_rows_are_a_prompt_and_a_completion_that_goes_on_after_a_s
 
 
 def test_the_synthetic_labels_are_5504_rows_in_openais_form_cut_for_scoring():
-    task = utils.TASKS["synthetic"]
-    rows = json.loads((utils.SYNTHETIC / "labels.json").read_text())
+    task = tasks.TASKS["synthetic"]
+    rows = json.loads((tasks.SYNTHETIC / "labels.json").read_text())
     assert len(rows) == 5504 == len(train_reward.load_labels(task, None, WORDS).best)
     stop = synthetic_tokenizer().encode(".")[0]
     for row in rows:
@@ -743,7 +741,7 @@ def test_the_synthetic_labels_are_5504_rows_in_openais_form_cut_for_scoring():
 def test_the_synthetic_labels_prefer_what_the_judge_likes():
     """A perfect predictor's accuracy on them is near its ceiling, a coin's would be a quarter."""
     judge, tokenizer = load_module("judge"), synthetic_tokenizer()
-    labels = train_reward.load_labels(utils.TASKS["synthetic"], None, WORDS)
+    labels = train_reward.load_labels(tasks.TASKS["synthetic"], None, WORDS)
     queries = utils.decode(tokenizer, labels.query[:1000], WORDS)
     scores = np.array(
         [judge.gold_score(queries, utils.decode(tokenizer, labels.responses[:1000, k], WORDS)) for k in range(4)]
@@ -779,7 +777,7 @@ REWARD_SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_tasks_have_their_published_settings(name):
-    task = utils.parse_args(ppo.Args, ppo.PRESETS, ["--task", name]).task
+    task = tasks.parse_args(ppo.Args, ppo.PRESETS, ["--task", name]).task
     found = (
         task.query_length,
         task.response_length,
@@ -797,7 +795,7 @@ def test_the_tasks_have_their_published_settings(name):
 
 @pytest.mark.parametrize("name", PPO_SETTINGS)
 def test_ppo_and_reward_training_have_their_published_settings(name):
-    args = utils.parse_args(ppo.Args, ppo.PRESETS, ["--task", name])
+    args = tasks.parse_args(ppo.Args, ppo.PRESETS, ["--task", name])
     assert (
         args.lr,
         args.total_episodes,
@@ -817,14 +815,14 @@ def test_ppo_and_reward_training_have_their_published_settings(name):
         args.vf_coef,
         args.adam_eps,
     ) == (1, 4, 1.0, 0.95, 0.2, 0.2, 0.1, 1e-5)
-    args = utils.parse_args(train_reward.Args, train_reward.PRESETS, ["--task", name])
+    args = tasks.parse_args(train_reward.Args, train_reward.PRESETS, ["--task", name])
     assert (args.lr, args.batch_size, args.num_labels) == REWARD_SETTINGS[name]
 
 
 def shown_help(script, name: str, capsys: pytest.CaptureFixture) -> dict[str, str]:
     """Flag → its resolved default in `--task NAME --help`."""
     with pytest.raises(SystemExit) as stop:
-        utils.parse_args(script.Args, script.PRESETS, ["--task", name, "--help"])
+        tasks.parse_args(script.Args, script.PRESETS, ["--task", name, "--help"])
     assert stop.value.code == 0
     text = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", capsys.readouterr().out)
     return {
@@ -833,11 +831,11 @@ def shown_help(script, name: str, capsys: pytest.CaptureFixture) -> dict[str, st
     }
 
 
-@pytest.mark.parametrize(("script", "name"), [(s, n) for s in (ppo, rloo, train_reward, sft) for n in utils.TASKS])
+@pytest.mark.parametrize(("script", "name"), [(s, n) for s in (ppo, rloo, train_reward, sft) for n in tasks.TASKS])
 def test_help_shows_the_resolved_defaults_of_the_task(script, name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     shown = shown_help(script, name, capsys)
-    args = utils.parse_args(script.Args, script.PRESETS, ["--task", name])
+    args = tasks.parse_args(script.Args, script.PRESETS, ["--task", name])
     assert shown["task"] == name
     for flag, value in (
         ("lr", args.lr),
@@ -858,7 +856,7 @@ def test_help_of_cnndm_shows_its_own_numbers(capsys, monkeypatch):
 
 
 def test_flags_override_the_tasks_defaults_in_both_spellings():
-    args = utils.parse_args(
+    args = tasks.parse_args(
         ppo.Args,
         ppo.PRESETS,
         [
@@ -879,4 +877,4 @@ def test_flags_override_the_tasks_defaults_in_both_spellings():
     assert (args.lr, args.batch_size, args.kl_coef, args.task.response_length) == (3e-5, 64, 0.5, 10)
     assert args.kl_target is None and not args.whiten_rewards and args.task.task == "cnndm"
     assert args.task.query_length == 500  # what was not named keeps the task's default
-    assert utils.parse_args(ppo.Args, ppo.PRESETS, []).task.task == "synthetic"
+    assert tasks.parse_args(ppo.Args, ppo.PRESETS, []).task.task == "synthetic"

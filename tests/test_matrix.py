@@ -1,0 +1,130 @@
+"""Every script × model kind × precision × fixed length or EOS, from the command's own `main`, on one process; and every
+script × model kind on two (bf16): finite, the first ratio exactly 1, the saved folder loads. And every script × task's
+preset × number of processes passes its own checks.
+"""
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from accelerate.state import AcceleratorState
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tasks
+import utils
+
+SCRIPTS = ("ppo", "rloo", "train_reward", "sft")
+FORMS = ("fixed", "eos")
+
+
+def one_update(folder: Path, script: str, kind: str, form: str, rank: int = 0) -> Any:
+    """Arguments of one update, or step, of a random tiny model of this kind on local files, into `folder`/out."""
+    files = folder / f"files{rank}"
+    task = tiny.write_task(files, kind)
+    task = tiny.eos_task(task, files) if form == "eos" else replace(task, truncate_token=None)
+    lm, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(task.base_model),
+        AutoTokenizer.from_pretrained(task.base_model),
+    )
+    with torch.no_grad():  # a response without its end scores the penalty, as all others do: nothing to learn from
+        lm.get_output_embeddings().weight[tokenizer.eos_token_id] *= 4
+    lm.save_pretrained(task.base_model)
+    common = dict(run_name=folder.name, output_dir=str(folder / "out"), lr=1e-3)
+    if script == "sft":
+        sizes = dict(num_heldout=2, batch_size=8, micro_batch_size=3, block_size=10)
+        task = replace(task, num_queries=20)
+    elif script == "train_reward":
+        sizes = dict(num_labels=8, batch_size=8, micro_batch_size=8, normalize_samples=8, rollout_batch_size=8)
+    else:
+        reward = tiny.write_reward(files / "reward", kind)
+        sizes = dict(total_episodes=32, batch_size=32, micro_batch_size=9, rollout_batch_size=13, eval_queries=4)
+        sizes |= dict(num_ppo_epochs=1, reward_model=reward)
+    return importlib.import_module(script).Args(task=task, **common, **sizes)
+
+
+def check_update(folder: Path, script: str) -> None:
+    """What one update has to leave behind."""
+    lines = [json.loads(line) for line in Path("runs", folder.name, "metrics.jsonl").read_text().splitlines()]
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    if script == "train_reward":
+        assert utils.RewardModel.from_pretrained(folder / "out").config.pad_id == tiny.WORDS
+        return
+    before = utils.load_lm(str(folder / "files0" / "model")).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(folder / "out").state_dict()
+    assert before.keys() == after.keys() and any(not before[name].equal(after[name]) for name in before)
+    if script in ("ppo", "rloo"):  # L6: of every token or completion, before the only step
+        assert lines[0]["ppo/val/ratio_min"] == lines[0]["ppo/val/ratio_max"] == 1
+        assert lines[0]["objective/ended"] > 0
+        assert abs(lines[0]["objective/kl"]) < 0.05  # the reference is the policy, forwarded in other batches
+
+
+@pytest.fixture
+def precision(request, monkeypatch):
+    """fp32, or bf16 autocast as the launcher asks for it."""
+    AcceleratorState._reset_state(True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", request.param)
+    yield request.param
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("precision", ["no", "bf16"], indirect=True)
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_24_every_script_takes_an_update_of_every_kind_of_model(script, kind, precision, form, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    importlib.import_module(script).main(one_update(folder, script, kind, form))
+    check_update(folder, script)
+
+
+def test_24_on_two_processes_in_bf16(tmp_path):
+    """All kinds and scripts one after the other, in one launch."""
+    env = os.environ | {"ACCELERATE_MIXED_PRECISION": "bf16", "PYTHONPATH": f"{utils.ROOT}:{utils.ROOT / 'tests'}"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("passed") == len(SCRIPTS) * len(tiny.KINDS), done.stdout[-2000:]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+@pytest.mark.parametrize("task", tasks.TASKS)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_25_every_preset_passes_its_own_checks(script, task, processes):
+    module = importlib.import_module(script)
+    module.check(tasks.parse_args(module.Args, module.PRESETS, ["--task", task]), processes)
+
+
+def two_processes() -> None:
+    """This file under a launcher: every kind and script, the two forms in turn."""
+    rank, stop = int(os.environ["RANK"]), utils.stop_accelerator
+    utils.stop_accelerator = lambda accelerator: accelerator.wait_for_everyone()  # one process group for all
+    pairs = [(kind, script) for kind in tiny.KINDS for script in SCRIPTS]
+    runs = [
+        (
+            Path(f"{kind}_{script}"),
+            script,
+            one_update(Path(f"{kind}_{script}"), script, kind, FORMS[(i + i // 4) % 2], rank),
+        )
+        for i, (kind, script) in enumerate(pairs)
+    ]
+    for folder, script, args in runs:
+        AcceleratorState._reset_state(True)
+        importlib.import_module(script).main(args)
+        if rank == 0:
+            check_update(folder, script)
+            print(folder, "passed", flush=True)
+    stop(utils.Accelerator())
+
+
+if __name__ == "__main__":
+    two_processes()
