@@ -1,11 +1,14 @@
-"""The dark side of bf16: the first ratio of an update, π_new / π_old before any step, should be 1 for every completion (L6).
+"""What half precision does to log-probabilities: the first ratio of an update, and the error of log π.
 
     python sft.py --task synthetic && python benchmarks/bf16_ratio.py
 
-Old log-probabilities from the sampling loop (KV cache, a token at a time) against old ones from the training forward, both
-under bf16 autocast. Prints the ratio's standard deviation and the share of completions outside 1 ± 0.2; draws both.
+Before any step π_new / π_old should be 1 for every completion (L6). Old log-probabilities from the sampling loop (KV cache, a
+token at a time) against old ones from the training forward; and log π of completions against fp32. Under bf16 and fp16
+autocast, with the vocabulary head in fp32 (ours) or under autocast too, and with all logits moved to −70, where GPT-2's really
+stand and bf16 steps by 0.5. Prints a table, writes it as CSV, draws the first ratio.
 """
 
+import copy
 import csv
 import sys
 from dataclasses import dataclass, replace
@@ -14,28 +17,31 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
-from torch import Tensor
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import rloo  # noqa: E402
 import utils  # noqa: E402
+from tasks import TASKS  # noqa: E402
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Args:
-    """The first ratio of an update under bf16, with old log-probabilities from two places."""
+    """What half precision does to log-probabilities."""
 
     out: Path = Path(__file__).with_suffix(".png")
     """picture to write; a CSV beside it"""
     model: str = "models/synthetic/sft"
-    """policy"""
-    completions: int = 512
+    """policy, a GPT-2"""
+    completions: int = 256
     """completions to look at"""
     micro_batch_size: int = 64
     """sequences per forward"""
 
 
-def replay(lm: torch.nn.Module, contexts: Tensor, responses: Tensor, temperature: float, pad_id: int) -> Tensor:
+def replay(lm: nn.Module, contexts: Tensor, responses: Tensor, temperature: float, pad_id: int) -> Tensor:
     """Log-probabilities [B, R] as the sampling loop sees them: one token a step over a KV cache."""
     inputs = utils.model_inputs(torch.cat([contexts, responses], dim=1), pad_id)
     cache, out, start = None, [], contexts.shape[1]
@@ -49,46 +55,71 @@ def replay(lm: torch.nn.Module, contexts: Tensor, responses: Tensor, temperature
             use_cache=True,
         )
         cache = step.past_key_values
-        out.append(utils.token_logprobs(step.logits[:, -1:], responses[:, t : t + 1], temperature)[0])
+        out.append(rloo.token_logprobs(step.logits[:, -1:], responses[:, t : t + 1], temperature)[0])
     return torch.cat(out, dim=1)
+
+
+def move_logits(lm: nn.Module, tokens: Tensor, pad_id: int, offset: float) -> nn.Module:
+    """A GPT-2 whose logits all stand at about `offset` more, with the same probabilities: a direction u that all hidden
+    states share is added to the tied embedding, and taken from the positions, so that the input stays what it was."""
+    lm = copy.deepcopy(lm)
+    hidden = lm.base_model(**utils.model_inputs(tokens, pad_id), use_cache=False).last_hidden_state[tokens != pad_id]
+    u = torch.linalg.lstsq(hidden.double(), torch.full((len(hidden), 1), offset).double()).solution[:, 0].float()
+    lm.transformer.wte.weight.add_(u)
+    lm.transformer.wpe.weight.sub_(u)
+    return lm
 
 
 @torch.no_grad()
 def main(args: Args) -> None:
     """Measure, print, draw."""
-    task = utils.TASKS["synthetic"]
+    task = TASKS["synthetic"]
     tokenizer, _, pad_id = utils.load_tokenizer(replace(task, base_model=args.model), task.response_length)
-    policy = rloo.Policy(utils.load_lm(args.model).eval(), pad_id, task.temperature)
-    queries = utils.load_queries(task, tokenizer, pad_id)[: args.completions]
-    with torch.autocast("cpu", torch.bfloat16):
-        responses = utils.sample_all(
-            policy.lm, queries, task, pad_id, utils.generator(1, 0, queries.device), args.micro_batch_size
-        )
-        ratios = {"sampling loop": [], "training forward": []}
-        for rows, width in utils.micro_batches(utils.row_lengths(queries, pad_id), args.micro_batch_size):
-            contexts, answer = queries[rows, -width:], responses[rows]
-            new = policy(contexts, answer)[0].sum(dim=1)
-            ratios["sampling loop"] += (
-                (new - replay(policy.lm, contexts, answer, task.temperature, pad_id).sum(dim=1)).exp().tolist()
-            )
-            ratios["training forward"] += (new - policy(contexts, answer)[0].sum(dim=1)).exp().tolist()
-    plt = utils.pyplot()
-    figure, axis = plt.subplots(figsize=(6, 3.4), layout="constrained")
-    with open(args.out.with_suffix(".csv"), "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("old log-probabilities from", "std of the ratio", "share outside 1 ± 0.2"))
-        for name, values in ratios.items():
-            row = (name, f"{np.std(values):.4f}", f"{np.mean(np.abs(np.array(values) - 1) > 0.2):.4f}")
-            writer.writerow(row)
-            print(*row, sep="  ")
-            axis.hist(values, bins=60, range=(0.5, 1.5), alpha=0.6, label=f"{name}: std {row[1]}")
-    axis.set(
-        title="first ratio of an update, bf16, completions of 24 tokens",
-        xlabel="π_new / π_old",
-        yscale="log",
-        ylabel="completions",
+    queries = utils.load_queries(task, tokenizer, pad_id, args.completions)[: args.completions]
+    plain, gen = utils.load_lm(args.model).eval(), utils.generator(1, 0, queries.device)
+    responses = rloo.sample_all(plain, queries, task, pad_id, gen, args.micro_batch_size)
+    parts = utils.micro_batches(utils.row_lengths(queries, pad_id), args.micro_batch_size)
+    parts = [(queries[rows, -width:], responses[rows]) for rows, width in parts]
+    rows, shown = [], {}
+    for offset in (0.0, -70.0):
+        lm = move_logits(plain, torch.cat([queries, responses], dim=1), pad_id, offset) if offset else plain
+        exact = torch.cat([rloo.Policy(lm, pad_id, task.temperature)(*part)[0] for part in parts])
+        for precision, dtype in PRECISIONS.items():
+            for head in ("fp32", precision) if dtype else ("fp32",):
+                model = copy.deepcopy(lm)
+                if head != "fp32":
+                    model.get_output_embeddings().__class__ = nn.Linear
+                policy = rloo.Policy(model, pad_id, task.temperature)
+                with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                    new = torch.cat([policy(*part)[0] for part in parts])
+                    again = torch.cat([policy(*part)[0] for part in parts])
+                    loop = torch.cat([replay(model, *part, task.temperature, pad_id) for part in parts])
+                ratios = [(new - old).sum(dim=1).exp().numpy() for old in (loop, again)]
+                shown[f"{precision}, logits at {int(offset)}, head {head}"] = ratios[0]
+                error = (new - exact).sum(dim=1).std().item()
+                outside = np.mean(np.abs(ratios[0] - 1) > 0.2)
+                rows.append((precision, head, int(offset), ratios[0].std(), outside, ratios[1].std(), error))
+    names = (
+        "precision",
+        "head",
+        "offset",
+        "ratio std, sampling loop",
+        "outside 1 ± 0.2",
+        "ratio std, forward",
+        "log π std",
     )
-    axis.legend()
+    with open(args.out.with_suffix(".csv"), "w", newline="") as file:
+        csv.writer(file).writerows([names, *([*row[:3], *(f"{x:.5f}" for x in row[3:])] for row in rows)])
+    print(args.out.with_suffix(".csv").read_text())
+    plt = utils.pyplot()
+    figure, axis = plt.subplots(figsize=(7, 3.8), layout="constrained")
+    for name, values in shown.items():
+        if name.startswith("bf16"):
+            axis.hist(values, bins=60, range=(0.5, 1.5), alpha=0.5, label=f"{name}: std {values.std():.3f}")
+    title = "first ratio of an update in bf16, old log π from the sampling loop (from the forward it is 1)"
+    axis.set(title=title, xlabel="π_new / π_old", yscale="log", ylabel="completions")
+    axis.title.set_size(9)
+    axis.legend(fontsize=8)
     figure.savefig(args.out, dpi=110)
 
 

@@ -57,7 +57,16 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("X11", "utils.py", "dist.all_reduce(x)", "pass"),
 )  # fmt: skip
 # Where a change shows in a picture, in a table's layout, in a message's wording or in how often a line is printed:
-SHOWN = {"plot_runs", "pyplot", "draw_histogram", "table", "environment", "from_hub_or_folder", "start_trackers", "Clock"}
+SHOWN = {
+    "plot_runs",
+    "pyplot",
+    "draw_histogram",
+    "table",
+    "environment",
+    "from_hub_or_folder",
+    "start_trackers",
+    "Clock",
+}
 OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.Mod: "//", ast.FloorDiv: "%", ast.BitAnd: "|"}
 COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in"}
 COMPARISONS |= {ast.Is: "is not", ast.IsNot: "is", ast.NotIn: "in"}
@@ -107,7 +116,14 @@ def candidates(file: str) -> list[tuple[str, int, int, str]]:
             operator = node.op if isinstance(node, ast.BinOp) else node.ops[0]
             left, right = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.left, node.comparators[0])
             if type(operator) in text:
-                found.append((f"{file}:{node.lineno} {ast.unparse(node)}", span(left)[1], span(right)[0], f" {text[type(operator)]} "))
+                found.append(
+                    (
+                        f"{file}:{node.lineno} {ast.unparse(node)}",
+                        span(left)[1],
+                        span(right)[0],
+                        f" {text[type(operator)]} ",
+                    )
+                )
         if inside and isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.Invert):
             found.append((f"{file}:{node.lineno} {ast.unparse(node)}", span(node)[0], span(node.operand)[0], ""))
         if inside and isinstance(node, ast.Constant) and isinstance(node.value, int | float):
@@ -129,7 +145,9 @@ def random_mistakes(count: int, seed: int) -> list[tuple[str, str, bytes]]:
         old = source[begin:end].decode()
         brackets = "(" * old.count("(") + ")" * old.count(")")  # around an operand, they stay
         text = f"{')' * old.count(')')}{new}{'(' * old.count('(')}" if brackets and new.strip() else new + brackets
-        mistakes.append((f"{what}: {old.strip()!r} → {new.strip()!r}", file, source[:begin] + text.encode() + source[end:]))
+        mistakes.append(
+            (f"{what}: {old.strip()!r} → {new.strip()!r}", file, source[:begin] + text.encode() + source[end:])
+        )
     return mistakes
 
 

@@ -5,11 +5,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 task=${TASK:-synthetic}
 export OMP_NUM_THREADS=1
+stamp=$(date +%Y%m%d-%H%M%S)
 runs=()
 for seed in 1 2 3; do
   for script in ppo rloo; do
-    name=bench_${task}_${script}_$seed
-    python $script.py --task $task --seed $seed --run_name $name --output_dir models/bench/$name &
+    name=bench_${task}_${script}_${seed}_$stamp
+    python $script.py --task $task --seed $seed --run_name $name --output_dir runs/$name/model &
     runs+=("$(echo $script | tr a-z A-Z)=runs/$name")
   done
   wait

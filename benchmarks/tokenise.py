@@ -78,11 +78,12 @@ def measure(kind: str, folder: Path) -> dict[str, float]:
     """One call of `load_queries` in this process."""
     from transformers import AutoTokenizer
 
+    import tasks
     import utils
 
     name, column = KINDS[kind]
-    task = replace(utils.TASKS[name], query_dataset=str(folder / f"{kind}.parquet"), query_column=column, end_text=".")
-    tokenizer = AutoTokenizer.from_pretrained(utils.SYNTHETIC / "model")
+    task = replace(tasks.TASKS[name], query_dataset=str(folder / f"{kind}.parquet"), query_column=column, end_text=".")
+    tokenizer = AutoTokenizer.from_pretrained(tasks.SYNTHETIC / "model")
     own, done = [own_gb()], threading.Event()
 
     def watch() -> None:

@@ -61,6 +61,7 @@ def measure(row: str, args: Args) -> dict[str, float]:
 
     import ppo
     import rloo
+    import tasks
     import utils
 
     torch.set_num_threads(1)
@@ -75,7 +76,7 @@ def measure(row: str, args: Args) -> dict[str, float]:
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     else:
         script, batch = {"ppo": (ppo, ppo.PolicyAndValue), "rloo": (rloo, rloo.Policy)}[row]
-        task = replace(utils.TASKS["sentiment"], truncate_token=".")
+        task = replace(tasks.TASKS["sentiment"], truncate_token=".")
         settings = script.Args(
             task=task, batch_size=16, micro_batch_size=args.micro_batch_size, rollout_batch_size=args.micro_batch_size
         )
@@ -83,14 +84,18 @@ def measure(row: str, args: Args) -> dict[str, float]:
         ref = GPT2LMHeadModel(utils.without_dropout(GPT2Config())).eval().requires_grad_(False)
         reward = utils.RewardModel(utils.RewardConfig(ref.config, pad_id)).eval().requires_grad_(False)
         ids = utils.Ids(pad_id, 13, [], [])
-        models = script.Models(policy, ref, lambda q, r: utils.reward_scores(reward, q, r, 16), ids)
-        optimizer = utils.AdamTF(policy.parameters(), lr=1e-5)
+        models = script.Models(policy, ref, lambda q, r: reward.score(q, r, size=16), ids)
+        optimizer = script.AdamTF(policy.parameters(), lr=1e-5)
         queries = utils.pad_rows([tokens[i, :n].tolist() for i, n in enumerate(query_lengths(16))], 64, pad_id)
         epochs = [np.random.default_rng(e).permutation(16) for e in range(settings.num_ppo_epochs)]
         begin = time.process_time()
-        responses = utils.sample_all(lm, queries, task, pad_id, utils.generator(0, 0, queries.device), 16)
-        rollout, _ = script.evaluate(models, queries, responses, epochs[0], settings.kl_coef, settings)
-        script.optimise(policy, optimizer, rollout, epochs, settings, accelerator)
+        responses = script.sample_all(lm, queries, task, pad_id, utils.generator(0, 0, queries.device), 16)
+        rollout, _ = script.make_rollout(models, queries, responses, epochs[0], settings.kl_coef, settings)
+        for order in epochs:
+            for rows in script.minibatches(order, settings):
+                part = rollout.take(rows)
+                targets = (ppo.estimate(part, settings),) if row == "ppo" else ()
+                script.train_step(policy, optimizer, part, *targets, settings, accelerator)
         weights = [*ref.parameters(), *reward.parameters()]
         state = [x for values in optimizer.state.values() for x in values.values()]
     seconds = time.process_time() - begin
