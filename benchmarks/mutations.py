@@ -22,7 +22,7 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ("ppo.py", "rloo.py", "train_reward.py", "sft.py", "utils.py")
+SCRIPTS = ("ppo.py", "rloo.py", "train_reward.py", "sft.py", "tasks.py", "utils.py")
 DETAILS = (  # detail, file, right, wrong; the test that notices has the detail's id in its name
     ("G1", "ppo.py", "out.hidden_states[-1][:, where]", "out.hidden_states[-1][:, where - 1]"),
     ("G2", "utils.py", "return tokenizer, config, max(config.vocab_size, len(tokenizer))", "return tokenizer, config, 0"),
@@ -36,7 +36,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("R4", "train_reward.py", 'F.cross_entropy(rewards, labels.best[rows], reduction="sum")', "-rewards[:, 0].sum()"),
     ("P1", "ppo.py", "F.log_softmax(logits.float() / temperature", "F.log_softmax(logits.float()"),
     ("P2", "ppo.py", "nn.init.zeros_(self.value_head.weight)", "nn.init.ones_(self.value_head.weight)"),
-    ("P3", "utils.py", "tokens = tokens[first:] or tokens", "tokens = tokens[first:]"),
+    ("P3", "utils.py", "(tokens.index(start) + 1) % len(tokens)", "tokens.index(start) + 1"),
     ("P4", "utils.py", 'if "drop" in key and isinstance(value, float):', "if False:"),
     ("P5", "ppo.py", "(positions >= after)", "(positions > after)"),
     ("P6", "ppo.py", "following = delta + gamma * lam * following", "following = delta + gamma * following"),
@@ -46,7 +46,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("P10", "ppo.py", "0.5 * torch.max(error, error_clipped)", "0.5 * error"),
     ("P11", "rloo.py", "-0.2), 0.2)", "-0.2), 1.0)"),
     ("A1", "ppo.py", 'group["eps"] = group["eps_hat"] / math.sqrt', 'group["eps"] = group["eps_hat"] * math.sqrt'),
-    ("L1", "rloo.py", "return logprobs.masked_fill(~mask, 0).sum(dim=1)", "return logprobs.masked_fill(~mask, 0).mean(dim=1)"),
+    ("L1", "rloo.py", "log_ratio = (logprobs - old.logprobs).sum(dim=1)", "log_ratio = (logprobs - old.logprobs).mean(dim=1)"),
     ("L2", "rloo.py", "return scores - kl_coef * (logprobs", "return scores + kl_coef * (logprobs"),
     ("L3", "rloo.py", "/ (k - 1)).flatten()", "/ k).flatten()"),
     ("L4", "rloo.py", '"loss/policy_avg": torch.max(policy, policy_clipped)', '"loss/policy_avg": policy_clipped'),
@@ -54,7 +54,8 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("L6", "ppo.py", "return [np.sort(rows) for rows", "return [np.flip(np.sort(rows)) if rows[0] % 2 else np.sort(rows) for rows"),
     ("X9", "ppo.py", "mask.sum(dim=1, keepdim=True) - 1", "torch.full_like(mask[:, :1], 0).long()"),
     ("X10", "rloo.py", "out[rows] = token_logprobs(logits, responses[rows], temperature)[0]", "out[: len(rows)] = token_logprobs(logits, responses[rows], temperature)[0]"),
-    ("X11", "utils.py", "dist.all_reduce(x)", "pass"),
+    ("X11", "utils.py", "dist.all_reduce(x, op)", "pass"),
+    ("X13", "utils.py", "return same_ids if reads_ids_of(theirs, tokenizer) else same_texts", "return same_ids"),
 )  # fmt: skip
 # Where a change shows in a picture, in a table's layout, in a message's wording or in how often a line is printed:
 SHOWN = {
@@ -75,6 +76,7 @@ FIRST = {  # the tests that know most about a file run first
     "rloo.py": ("rloo", "details", "pitfalls", "distributed"),
     "train_reward.py": ("golden", "data", "details", "errors"),
     "sft.py": ("data", "pitfalls", "scripts", "details"),
+    "tasks.py": ("errors", "readme", "runs", "matrix"),
     "utils.py": ("golden", "details", "data", "errors", "runs"),
 }
 LEFT_OUT = ("test_twins.py", "test_readme.py", "test_diffs.py")
