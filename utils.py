@@ -187,18 +187,16 @@ def load_rows(source: str, flag: str, split: str = "train") -> datasets.Dataset:
         raise InputError(f"{flag}={source} is empty or cannot be read: {error.__cause__ or error}") from error
 
 
-def load_texts(task: Task, most: int | None = None) -> datasets.Dataset:
-    """The rows of `query_dataset`, at most `num_queries`, and at most `most`, where that is enough. Errors:
-    `InputError` for a missing column."""
+def load_texts(task: Task) -> datasets.Dataset:
+    """The rows of `query_dataset`, at most `num_queries`. Errors: `InputError` for a missing column."""
     rows = load_rows(task.query_dataset, "--query_dataset")
     for name in filter(None, (task.query_column, task.response_column)):
         if name not in rows.column_names:
             raise InputError(
                 f"column {name!r} is not in --query_dataset={task.query_dataset}; it has {rows.column_names}"
             )
-    size = min(task.num_queries, most or task.num_queries)
-    if len(rows) > size:
-        rows = rows.select(np.sort(np.random.default_rng(0).choice(len(rows), size, replace=False)))
+    if len(rows) > task.num_queries:
+        rows = rows.select(np.sort(np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)))
     return rows
 
 
@@ -272,10 +270,15 @@ def tokenise_queries(texts: list[str | None], task: Task, tokenizer: Any) -> lis
 FEW = 2**15  # rows that take a second or two: not worth a smaller table for a shorter run
 
 
+def shuffled_texts(task: Task, needed: int) -> datasets.Dataset:
+    """As many rows as a run of `needed` queries can use, in an order whose beginning is the same for every run."""
+    texts = load_texts(task)
+    return texts.select(np.random.default_rng(0).permutation(len(texts))[: max(needed, FEW)])
+
+
 def load_queries(task: Task, tokenizer: Any, pad_id: int, needed: int) -> TokenTable:
-    """G2: the table of queries [N, Q]; only as many texts are tokenised as a run of `needed` queries can use. Errors:
-    `InputError` if none is usable."""
-    texts = load_texts(task, max(needed, FEW))
+    """G2: the table of queries [N, Q] of `shuffled_texts`. Errors: `InputError` if none is usable."""
+    texts = shuffled_texts(task, needed)
     marks = {n: t for n, t in (("start_text", task.start_text), ("end_text", task.end_text)) if t}
     token_id(tokenizer, task.start_text, "start_text")
 

@@ -170,16 +170,17 @@ def run_tests(copy: Path, file: str, words: list[str]) -> str | None:
         options = ["-q", "-x", "-p", "no:cacheprovider", "--basetemp", str(copy / "tmp"), *words]
         os._exit(pytest.main([*options, *order]))
     begin = time.time()
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
         time.sleep(0.2)
         if time.time() - begin > 900:
             os.kill(child, 9)
             os.waitpid(child, 0)
             return "ran into the time limit"
+    if ended[1] == 0:
+        return None
     lines = log.read_text().splitlines()
     failed = [line.split(" - ")[0].split(" ", 1)[1] for line in lines if line.startswith(("FAILED", "ERROR"))]
-    passed = any(" passed" in line and "failed" not in line and "error" not in line for line in lines[-3:])
-    return failed[0] if failed else None if passed else "the tests did not start"
+    return failed[0] if failed else f"the tests did not run: {lines[-1] if lines else 'no output'}"
 
 
 def main(args: Args) -> None:

@@ -36,27 +36,27 @@ class Args:
     judge: str | None = None
     """`module:function` or `path.py:function` of (queries, responses) → floats; None: the task's gold_fn"""
     queries: int = 256
-    """held-out queries: the first of the table, of which training with as many --eval_queries sees none"""
+    """held-out queries: those that a run with as many --eval_queries does not train on"""
     batch_size: int = 64
     """sequences per forward"""
     seed: int = 1
     """of the samples and of the bootstrap"""
 
 
-def answers(model: str, args: Args) -> tuple[list[str], list[str]]:
-    """Queries and responses of a policy, or the data's own, as texts."""
-    task = tasks.TASKS[args.task]
-    if model == "data":
-        if task.response_column is None:
-            raise utils.InputError(f"the task {task.task} has no responses of its own (response_column)")
-        rows = utils.load_texts(task, max(args.queries, utils.FEW))[: args.queries]
-        return rows[task.query_column], rows[task.response_column]
-    task = replace(task, base_model=model)
+def answers(model: str, other: str, args: Args) -> tuple[list[str], list[str]]:
+    """Queries and responses of a policy, or the data's own to the queries that `other` reads, as texts."""
+    task = replace(tasks.TASKS[args.task], base_model=other if model == "data" else model)
     tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length)
+    if model == "data":
+        rows = utils.shuffled_texts(task, args.queries)
+        queries = utils.tokenise_queries(rows[task.query_column][:], task, tokenizer)
+        rows = rows.select([i for i, query in enumerate(queries) if query][: args.queries])
+        return rows[task.query_column][:], rows[task.response_column][:]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ids = utils.task_ids(task, tokenizer, pad_id)
-    queries = utils.load_queries(task, tokenizer, pad_id, args.queries)[: args.queries]
-    lm = utils.load_lm(model).eval()
-    gen = utils.generator(args.seed, 0, torch.device("cpu"))
+    queries = utils.load_queries(task, tokenizer, pad_id, args.queries)[: args.queries].to(device)
+    lm = utils.load_lm(model).to(device).eval()
+    gen = utils.generator(args.seed, 0, device)
     responses = ppo.sample_all(lm, utils.add_affixes(queries, ids), task, pad_id, gen, args.batch_size)
     cut = ppo.truncate(responses, ids.truncate, task.truncate_after, pad_id)[0]
     return utils.decode(tokenizer, queries, pad_id), utils.decode(tokenizer, cut, pad_id)
@@ -75,8 +75,10 @@ def main(args: Args) -> None:
     spec = args.judge or tasks.TASKS[args.task].gold_fn
     if spec is None:
         raise utils.InputError(f"the task {args.task} knows no true score; pass --judge path.py:function")
-    judge = utils.load_function(spec)
-    scores = [np.array(judge(*answers(model, args)), dtype=float) for model in (args.a, args.b)]
+    if "data" in (args.a, args.b) and tasks.TASKS[args.task].response_column is None:
+        raise utils.InputError(f"the task {args.task} has no responses of its own (response_column)")
+    judge, pairs = utils.load_function(spec), ((args.a, args.b), (args.b, args.a))
+    scores = [np.array(judge(*answers(model, other, args)), dtype=float) for model, other in pairs]
     rate, low, high = win_rate(*scores, args.seed)
     print(f"{args.a} beats {args.b} on {rate:.1%} of {len(scores[0])} held-out queries (95%: {low:.1%} … {high:.1%})")
     means = {"mean_a": scores[0].mean(), "mean_b": scores[1].mean()}

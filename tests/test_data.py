@@ -65,7 +65,7 @@ def test_books_are_one_sentence_a_row_in_any_format_padded_on_the_left(name, tas
     table = utils.load_queries(task, tokenizer, WORDS, 1)
     expected = [tokenizer.encode(SENTENCES[i])[:8] for i in (0, 3, 4, 5)]  # blank rows are no queries
     assert len(table) == 4 and {len(row) for row in expected} != {8}
-    assert table[:].tolist() == [[WORDS] * (8 - len(row)) + row for row in expected]
+    assert sorted(table[:].tolist()) == sorted([WORDS] * (8 - len(row)) + row for row in expected)
 
 
 def test_a_large_source_is_sampled_without_replacement(task):
@@ -245,6 +245,21 @@ def write_sentences(path: Path, n: int = 100) -> str:
     """`n` different sentences."""
     path.write_text("".join(f"Anna saw {i} cats. So did Ben.\n" for i in range(n)))
     return str(path)
+
+
+def test_the_heldout_queries_are_the_same_for_a_run_of_any_length(task, tmp_path, monkeypatch):
+    write_sentences(tmp_path / "many.txt", 100)
+    task = replace(task, query_dataset=str(tmp_path / "many.txt"))
+    monkeypatch.setattr(utils, "FEW", 8)
+    heldout = []
+    for needed in (1, 30, 1000):
+        held, rest = utils.load_queries(task, tokenizer_of(task), WORDS, needed).hold_out(5, "eval_queries")
+        rows = {tuple(row) for row in rest[:].tolist()}
+        assert len(rest) == len(rows) and not rows & {tuple(row) for row in held.tolist()}
+        heldout.append(held.tolist())
+    assert heldout[0] == heldout[1] == heldout[2] and len(heldout[0]) == 5
+    with pytest.raises(utils.InputError, match="eval_queries=100 leaves none of the 100 rows"):
+        utils.load_queries(task, tokenizer_of(task), WORDS, 1000).hold_out(100, "eval_queries")
 
 
 @pytest.mark.parametrize(("needed", "tokenised"), [(1, 8), (8, 8), (30, 30), (1000, 100)])
@@ -428,8 +443,9 @@ def test_a_process_killed_while_it_tokenises_leaves_nothing_that_is_taken_for_a_
     tokenizer = tokenizer_of(task)
     table = utils.load_queries(task, tokenizer, WORDS, 10**6)  # does not wait for the dead process's lock
     assert len(seen) == len(table) == 25_000
+    order = np.random.default_rng(0).permutation(25_000)
     for i in (0, 9_999, 10_000, 24_999):
-        assert table[np.array([i])].tolist()[0] == tokenizer.encode(f"Anna saw {i} cats. So did Ben.")[:8]
+        assert table[np.array([i])].tolist()[0] == tokenizer.encode(f"Anna saw {order[i]} cats. So did Ben.")[:8]
     assert len(utils.load_queries(task, tokenizer, WORDS, 10**6)) == len(seen) == 25_000
 
 

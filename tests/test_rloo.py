@@ -141,10 +141,10 @@ def test_L4_the_gradient_at_ratio_1_is_reinforces():
 
 
 def test_L4_the_ratio_of_the_whole_completion_is_clipped():
-    old, new = torch.zeros(3, 2), torch.log(torch.tensor([[1.5, 1.0], [0.55, 2.0], [0.5, 1.0]]))
-    terms = rloo.loss_terms(new, rollout_of(old, torch.tensor([2.0, 2.0, -1.0])), args_for(rloo))
-    torch.testing.assert_close(terms["loss/policy_avg"], torch.tensor([-2.4, -2.2, 0.8]))
-    assert terms["policy/clipfrac_avg"].tolist() == [1, 0, 1]
+    old, new = torch.zeros(4, 2), torch.log(torch.tensor([[1.5, 1.0], [0.55, 2.0], [0.5, 1.0], [1.5, 1.0]]))
+    terms = rloo.loss_terms(new, rollout_of(old, torch.tensor([2.0, 2.0, -1.0, -1.0])), args_for(rloo))
+    torch.testing.assert_close(terms["loss/policy_avg"], torch.tensor([-2.4, -2.2, 0.8, 1.5]))  # the larger loss
+    assert terms["policy/clipfrac_avg"].tolist() == [1, 0, 1, 0]
 
 
 def test_L5_there_is_no_value_network():
