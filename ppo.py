@@ -34,9 +34,9 @@ class Args:
 
     task: Task
     seed: Seed = 1
-    """of everything random; process r uses seed + 100003 r (G6)"""
+    """random seed; process r uses seed + 100003 r (G6)"""
     total_episodes: Count = 1_000_000
-    """responses sampled in the whole run, over all processes"""
+    """responses sampled in the whole run, over all processes; rounded up to whole batches"""
     batch_size: Count = 512
     """episodes per update, over all processes"""
     num_minibatches: Count = 1
@@ -56,7 +56,7 @@ class Args:
     kl_target: Positive | None = 6.0
     """nats per response that β is steered to; None keeps β fixed (P11)"""
     kl_horizon: Count = 10_000
-    """episodes over which β moves (P11)"""
+    """time scale of β's changes, in episodes (P11)"""
     gamma: Share = 1.0
     """discount (P6)"""
     lam: Share = 0.95
@@ -85,9 +85,9 @@ class Args:
     track: bool = False
     """log to Weights & Biases too"""
     eval_every: Count = 50
-    """updates between two evaluations on held-out queries: metrics eval/… and a table of samples"""
+    """updates between evaluations on held-out queries: metrics eval/… and a table of samples"""
     eval_queries: Count = 256
-    """queries that are kept out of training for that, the first ones"""
+    """number of queries that are kept out of training for evaluation"""
 
 
 SMALL = dict(  # 32 updates of a model of one million parameters: a higher lr, and β found faster
@@ -109,7 +109,7 @@ PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above, 
     "tldr_2019": SUMMARIES | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
     "tldr": SUMMARIES | dict(lr=3e-6, kl_coef=0.05, rollout_batch_size=64),
 }
-SCRIPT = Path(__file__)  # runs and weights are called after the file: a copy has its own
+SCRIPT = Path(__file__)  # run and weight folders are named after this file: a copy has its own
 
 
 # ------------------------------------------------------------------------------------------------ policy and sampling
@@ -131,7 +131,7 @@ class PolicyAndValue(nn.Module):
     def __init__(self, lm: PreTrainedModel, pad_id: int, temperature: float):
         super().__init__()
         self.lm, self.pad_id, self.temperature = lm, pad_id, temperature
-        self.value_head = nn.Linear(lm.config.hidden_size, 1)
+        self.value_head = utils.Float32Head(lm.config.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)  # P2
         nn.init.zeros_(self.value_head.bias)
 
@@ -142,7 +142,7 @@ class PolicyAndValue(nn.Module):
         where = torch.arange(contexts.shape[1] - 1, tokens.shape[1] - 1, device=tokens.device)  # [R]
         inputs = utils.model_inputs(tokens, self.pad_id)  # G3: mask and position ids
         out = self.lm(**inputs, use_cache=False, logits_to_keep=where, output_hidden_states=True)
-        values = self.value_head(out.hidden_states[-1][:, where]).squeeze(-1).float()
+        values = self.value_head(out.hidden_states[-1][:, where]).squeeze(-1)
         return *token_logprobs(out.logits, responses, self.temperature), values
 
 
@@ -156,18 +156,15 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sample(
-    lm: PreTrainedModel, contexts: Tensor, response_length: int, temperature: float, pad_id: int, gen: torch.Generator
-) -> Tensor:
-    """G4: exactly `response_length` tokens for each left-padded context [B, C] → [B, R]: the full vocabulary, no stop
-    at EOS, nothing of the checkpoint's `generation_config`. Prefill once, then a token a step over a static cache."""
-    batch, start = contexts.shape
+def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, temperature: float, pad_id: int) -> Tensor:
+    """G4: exactly R tokens for each left-padded context [B, C], drawn with `uniform` [R, B, 1] → [B, R]: full vocabulary,
+    no stop at EOS, no `generation_config` of the checkpoint. Prefill once, then a token a step over a static cache."""
+    start, response_length = contexts.shape[1], len(uniform)
     inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
     mask[:, start:] = 0  # filled in, never grown: static shapes, and alibi is built from it
     cache = utils.KeyValueCache(config=lm.config, max_cache_len=start + response_length)
-    uniform = torch.rand(response_length, batch, 1, generator=gen, device=gen.device, dtype=torch.float64)
-    responses = torch.empty(batch, response_length, dtype=torch.long, device=contexts.device)
+    responses = torch.empty(len(contexts), response_length, dtype=torch.long, device=contexts.device)
     tokens, begin = inputs["input_ids"][:, :start], 0
     for t in range(response_length):
         end = start + t
@@ -187,10 +184,13 @@ def sample(
 def sample_all(
     lm: PreTrainedModel, contexts: Tensor, task: Task, pad_id: int, gen: torch.Generator, size: int
 ) -> Tensor:
-    """`sample` for any number of rows: `size` at a time, by length, trimmed. [B, C] → [B, R]"""
-    responses = torch.empty(len(contexts), task.response_length, dtype=torch.long, device=contexts.device)
+    """`sample` for any number of rows: `size` at a time, by length, trimmed; each with its own random numbers (X10).
+    [B, C] → [B, R]"""
+    shape = task.response_length, len(contexts), 1
+    uniform = torch.rand(shape, generator=gen, device=gen.device, dtype=torch.float64)
+    responses = torch.empty(shape[1], shape[0], dtype=torch.long, device=contexts.device)
     for rows, width in utils.micro_batches(utils.row_lengths(contexts, pad_id), size):
-        responses[rows] = sample(lm, contexts[rows, -width:], task.response_length, task.temperature, pad_id, gen)
+        responses[rows] = sample(lm, contexts[rows, -width:], uniform[:, rows], task.temperature, pad_id)
     return responses
 
 
@@ -213,7 +213,7 @@ def lm_logprobs(
 
 def truncate(responses: Tensor, token: int | None, after: int, pad_id: int) -> tuple[Tensor, Tensor]:
     """P5: cut each response behind its first `token` at or after position `after`, pads behind it.
-    [B, R] → the cut responses [B, R], and whether the token was there [B]; always, if there is no such token."""
+    [B, R] → the cut responses [B, R], and whether the token was there [B]; always True if `token` is None."""
     if token is None:
         return responses, torch.ones_like(responses[:, 0]).bool()
     positions = torch.arange(responses.shape[1], device=responses.device)
@@ -277,11 +277,11 @@ def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 class Rollout(NamedTuple):
-    """What one update learns from (X10); the rows are episodes. Behind the end of a response every number is 0."""
+    """What one update learns from (X10); the rows are episodes. Past a response's end the [B, R] numbers are 0."""
 
     lengths: np.ndarray  # [B] real tokens of each context, on the host: they plan the micro-batches
     contexts: Tensor  # [B, C] prefix + query + suffix, left-padded: what policy and reference read
-    responses: Tensor  # [B, R] as sampled; pads behind the end of an EOS task
+    responses: Tensor  # [B, R] as sampled; pads after EOS in an EOS task
     mask: Tensor  # [B, R] True through the end of the response; all True unless the task ends at EOS (X9)
     logprobs: Tensor  # [B, R] of the sampling policy (L6)
     values: Tensor  # [B, R]
@@ -350,7 +350,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 
 
 def advantages_and_returns(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """P6: generalised advantage estimation, [B, R] each. Behind an end rewards and values are 0, and so are both."""
+    """P6: generalised advantage estimation, [B, R] each. Past an end rewards and values are 0, and so are both."""
     advantages, following, next_value = [], 0.0, 0.0
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
@@ -456,7 +456,7 @@ def train_step(
         outside = ~old.mask
         with accelerator.no_sync(policy) if i + 1 < len(parts) else nullcontext():
             logprobs, entropies, values = policy(old.contexts[:, -width:], old.responses)
-            logprobs, values = (x.masked_fill(outside, 0) for x in (logprobs, values))  # now: later NaN · 0 is NaN
+            logprobs, values = (x.masked_fill(outside, 0) for x in (logprobs, values))  # past an end
             terms = loss_terms(logprobs, values, old, advantages[part], returns[part], args)
             policy_loss, value_loss = (
                 terms[name].masked_fill(outside, 0).sum() / count for name in ("loss/policy_avg", "loss/value_avg")
@@ -503,7 +503,7 @@ def evaluate(
     models: Models, lm: PreTrainedModel, queries: Tensor, gold: Callable | None, tokenizer: Any, args: Args
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Held-out queries [B, Q], always with the same random numbers: metrics, and a few samples as text with a score.
-    Every process does the same, so that nothing waits for anybody."""
+    Every process repeats it; nothing waits for anybody."""
     task, pad_id, size = args.task, models.ids.pad, args.rollout_batch_size
     contexts = utils.add_affixes(queries, models.ids)
     responses = sample_all(lm, contexts, task, pad_id, utils.generator(args.seed, 0, queries.device), size)
@@ -559,6 +559,7 @@ def main(args: Args) -> None:
     policy, optimizer = accelerator.prepare(policy, AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps))
     models = Models(policy, ref, reward, ids)
     lm = accelerator.unwrap_model(policy).lm
+    utils.check_policy(policy, heldout[:1].to(device), task.temperature, accelerator)
 
     seed = args.seed + 100003 * accelerator.process_index  # G6
     local_batch = args.batch_size // accelerator.num_processes
@@ -586,7 +587,7 @@ def main(args: Args) -> None:
         with clock("score"), accelerator.autocast():
             rollout, score = make_rollout(models, queries, responses, epochs[0], kl_coef, args)  # P5, P8
 
-        policy.train()
+        policy.train()  # no dropout (P4); checkpointing needs it
         set_lr(optimizer, lr := anneal(args.lr, update, num_updates))  # G5
         steps = []
         with clock("optimise"):
@@ -608,7 +609,6 @@ def main(args: Args) -> None:
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)  # P11
         run.log(update, metrics, SHOWN)
 
-    policy.eval()
     run.save(lm, tokenizer)
     run.log(num_updates, evaluation(num_updates), SHOWN)
     run.compare_samples()

@@ -35,9 +35,9 @@ class Args:
 
     task: Task
     seed: Seed = 1
-    """of everything random; process r uses seed + 100003 r (G6)"""
+    """random seed; process r uses seed + 100003 r (G6)"""
     total_episodes: Count = 1_000_000
-    """responses sampled in the whole run, over all processes"""
+    """responses sampled in the whole run, over all processes; rounded up to whole batches"""
     batch_size: Count = 512
     """episodes per update, over all processes"""
     num_minibatches: Count = 1
@@ -59,7 +59,7 @@ class Args:
     kl_target: Positive | None = 6.0
     """nats per response that β is steered to; None keeps β fixed (P11)"""
     kl_horizon: Count = 10_000
-    """episodes over which β moves (P11)"""
+    """time scale of β's changes, in episodes (P11)"""
     cliprange: Positive = 0.2
     """the probability ratio of a completion is clipped to 1 ± this (L4)"""
     reward_model: str | None = None
@@ -78,9 +78,9 @@ class Args:
     track: bool = False
     """log to Weights & Biases too"""
     eval_every: Count = 50
-    """updates between two evaluations on held-out queries: metrics eval/… and a table of samples"""
+    """updates between evaluations on held-out queries: metrics eval/… and a table of samples"""
     eval_queries: Count = 256
-    """queries that are kept out of training for that, the first ones"""
+    """number of queries that are kept out of training for evaluation"""
 
 
 SMALL = dict(  # 32 updates of a model of one million parameters: a higher lr, and β found faster
@@ -101,7 +101,7 @@ PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above, 
     "tldr_2019": dict(batch_size=32, lr=2e-6, kl_coef=0.03, kl_target=None, micro_batch_size=8),
     "tldr": dict(lr=3e-6, kl_coef=0.05, kl_target=None, micro_batch_size=8, rollout_batch_size=64),
 }
-SCRIPT = Path(__file__)  # runs and weights are called after the file: a copy has its own
+SCRIPT = Path(__file__)  # run and weight folders are named after this file: a copy has its own
 
 
 # ------------------------------------------------------------------------------------------------ policy and sampling
@@ -144,18 +144,15 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sample(
-    lm: PreTrainedModel, contexts: Tensor, response_length: int, temperature: float, pad_id: int, gen: torch.Generator
-) -> Tensor:
-    """G4: exactly `response_length` tokens for each left-padded context [B, C] → [B, R]: the full vocabulary, no stop
-    at EOS, nothing of the checkpoint's `generation_config`. Prefill once, then a token a step over a static cache."""
-    batch, start = contexts.shape
+def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, temperature: float, pad_id: int) -> Tensor:
+    """G4: exactly R tokens for each left-padded context [B, C], drawn with `uniform` [R, B, 1] → [B, R]: full vocabulary,
+    no stop at EOS, no `generation_config` of the checkpoint. Prefill once, then a token a step over a static cache."""
+    start, response_length = contexts.shape[1], len(uniform)
     inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
     mask[:, start:] = 0  # filled in, never grown: static shapes, and alibi is built from it
     cache = utils.KeyValueCache(config=lm.config, max_cache_len=start + response_length)
-    uniform = torch.rand(response_length, batch, 1, generator=gen, device=gen.device, dtype=torch.float64)
-    responses = torch.empty(batch, response_length, dtype=torch.long, device=contexts.device)
+    responses = torch.empty(len(contexts), response_length, dtype=torch.long, device=contexts.device)
     tokens, begin = inputs["input_ids"][:, :start], 0
     for t in range(response_length):
         end = start + t
@@ -175,10 +172,13 @@ def sample(
 def sample_all(
     lm: PreTrainedModel, contexts: Tensor, task: Task, pad_id: int, gen: torch.Generator, size: int
 ) -> Tensor:
-    """`sample` for any number of rows: `size` at a time, by length, trimmed. [B, C] → [B, R]"""
-    responses = torch.empty(len(contexts), task.response_length, dtype=torch.long, device=contexts.device)
+    """`sample` for any number of rows: `size` at a time, by length, trimmed; each with its own random numbers (X10).
+    [B, C] → [B, R]"""
+    shape = task.response_length, len(contexts), 1
+    uniform = torch.rand(shape, generator=gen, device=gen.device, dtype=torch.float64)
+    responses = torch.empty(shape[1], shape[0], dtype=torch.long, device=contexts.device)
     for rows, width in utils.micro_batches(utils.row_lengths(contexts, pad_id), size):
-        responses[rows] = sample(lm, contexts[rows, -width:], task.response_length, task.temperature, pad_id, gen)
+        responses[rows] = sample(lm, contexts[rows, -width:], uniform[:, rows], task.temperature, pad_id)
     return responses
 
 
@@ -201,7 +201,7 @@ def lm_logprobs(
 
 def truncate(responses: Tensor, token: int | None, after: int, pad_id: int) -> tuple[Tensor, Tensor]:
     """P5: cut each response behind its first `token` at or after position `after`, pads behind it.
-    [B, R] → the cut responses [B, R], and whether the token was there [B]; always, if there is no such token."""
+    [B, R] → the cut responses [B, R], and whether the token was there [B]; always True if `token` is None."""
     if token is None:
         return responses, torch.ones_like(responses[:, 0]).bool()
     positions = torch.arange(responses.shape[1], device=responses.device)
@@ -262,11 +262,11 @@ def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 class Rollout(NamedTuple):
-    """What one update learns from (X10); the rows are episodes. Behind the end of a response every number is 0."""
+    """What one update learns from (X10); the rows are episodes. Past a response's end the [B, R] numbers are 0."""
 
     lengths: np.ndarray  # [B] real tokens of each context, on the host: they plan the micro-batches
     contexts: Tensor  # [B, C] prefix + query + suffix, left-padded: what policy and reference read
-    responses: Tensor  # [B, R] as sampled; pads behind the end of an EOS task
+    responses: Tensor  # [B, R] as sampled; pads after EOS in an EOS task
     mask: Tensor  # [B, R] True through the end of the response; all True unless the task ends at EOS (X9)
     logprobs: Tensor  # [B, R] of the sampling policy (L6)
     ref_logprobs: Tensor  # [B, R]
@@ -412,7 +412,7 @@ def train_step(
         old = batch.take(part)
         with accelerator.no_sync(policy) if i + 1 < len(parts) else nullcontext():
             logprobs, entropies = policy(old.contexts[:, -width:], old.responses)
-            terms = loss_terms(logprobs.masked_fill(~old.mask, 0), old, args)  # now: later NaN · 0 is NaN
+            terms = loss_terms(logprobs.masked_fill(~old.mask, 0), old, args)  # past an end
             accelerator.backward(terms["loss/policy_avg"].sum() / count)
         sums = add_up(sums, terms, torch.ones_like(old.scores).bool())
         token_sums = add_up(token_sums, {"policy/entropy_avg": entropies}, old.mask)
@@ -448,7 +448,7 @@ def evaluate(
     models: Models, lm: PreTrainedModel, queries: Tensor, gold: Callable | None, tokenizer: Any, args: Args
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Held-out queries [B, Q], always with the same random numbers: metrics, and a few samples as text with a score.
-    Every process does the same, so that nothing waits for anybody."""
+    Every process repeats it; nothing waits for anybody."""
     task, pad_id, size = args.task, models.ids.pad, args.rollout_batch_size
     contexts = utils.add_affixes(queries, models.ids)
     responses = sample_all(lm, contexts, task, pad_id, utils.generator(args.seed, 0, queries.device), size)
@@ -505,6 +505,7 @@ def main(args: Args) -> None:
     policy, optimizer = accelerator.prepare(policy, AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps))
     models = Models(policy, ref, reward, ids)
     lm = accelerator.unwrap_model(policy).lm
+    utils.check_policy(policy, heldout[:1].to(device), task.temperature, accelerator)
 
     seed = args.seed + 100003 * accelerator.process_index  # G6
     local_batch = args.batch_size // accelerator.num_processes
@@ -556,7 +557,6 @@ def main(args: Args) -> None:
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)  # P11
         run.log(update, metrics, SHOWN)
 
-    policy.eval()
     run.save(lm, tokenizer)
     run.log(num_updates, evaluation(num_updates), SHOWN)
     run.compare_samples()

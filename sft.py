@@ -75,7 +75,7 @@ PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above, 
     "synthetic_eos": dict(base_model=str(SYNTHETIC / "model"), num_epochs=5, lr=3e-3),
     "tldr_2019": dict(block_size=512, batch_size=16, micro_batch_size=4),
 }
-SCRIPT = Path(__file__)  # runs and weights are called after the file: a copy has its own
+SCRIPT = Path(__file__)  # run and weight folders are named after this file: a copy has its own
 
 
 def pack(texts: list[list[int]], continued: list[list[int]], left: list[int], block_size: int) -> list[list[int]]:
@@ -213,18 +213,15 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sample(
-    lm: PreTrainedModel, contexts: Tensor, response_length: int, temperature: float, pad_id: int, gen: torch.Generator
-) -> Tensor:
-    """G4: exactly `response_length` tokens for each left-padded context [B, C] → [B, R]: the full vocabulary, no stop
-    at EOS, nothing of the checkpoint's `generation_config`. Prefill once, then a token a step over a static cache."""
-    batch, start = contexts.shape
+def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, temperature: float, pad_id: int) -> Tensor:
+    """G4: exactly R tokens for each left-padded context [B, C], drawn with `uniform` [R, B, 1] → [B, R]: full vocabulary,
+    no stop at EOS, no `generation_config` of the checkpoint. Prefill once, then a token a step over a static cache."""
+    start, response_length = contexts.shape[1], len(uniform)
     inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
     mask[:, start:] = 0  # filled in, never grown: static shapes, and alibi is built from it
     cache = utils.KeyValueCache(config=lm.config, max_cache_len=start + response_length)
-    uniform = torch.rand(response_length, batch, 1, generator=gen, device=gen.device, dtype=torch.float64)
-    responses = torch.empty(batch, response_length, dtype=torch.long, device=contexts.device)
+    responses = torch.empty(len(contexts), response_length, dtype=torch.long, device=contexts.device)
     tokens, begin = inputs["input_ids"][:, :start], 0
     for t in range(response_length):
         end = start + t
@@ -244,16 +241,19 @@ def sample(
 def sample_all(
     lm: PreTrainedModel, contexts: Tensor, task: Task, pad_id: int, gen: torch.Generator, size: int
 ) -> Tensor:
-    """`sample` for any number of rows: `size` at a time, by length, trimmed. [B, C] → [B, R]"""
-    responses = torch.empty(len(contexts), task.response_length, dtype=torch.long, device=contexts.device)
+    """`sample` for any number of rows: `size` at a time, by length, trimmed; each with its own random numbers (X10).
+    [B, C] → [B, R]"""
+    shape = task.response_length, len(contexts), 1
+    uniform = torch.rand(shape, generator=gen, device=gen.device, dtype=torch.float64)
+    responses = torch.empty(shape[1], shape[0], dtype=torch.long, device=contexts.device)
     for rows, width in utils.micro_batches(utils.row_lengths(contexts, pad_id), size):
-        responses[rows] = sample(lm, contexts[rows, -width:], task.response_length, task.temperature, pad_id, gen)
+        responses[rows] = sample(lm, contexts[rows, -width:], uniform[:, rows], task.temperature, pad_id)
     return responses
 
 
 def truncate(responses: Tensor, token: int | None, after: int, pad_id: int) -> tuple[Tensor, Tensor]:
     """P5: cut each response behind its first `token` at or after position `after`, pads behind it.
-    [B, R] → the cut responses [B, R], and whether the token was there [B]; always, if there is no such token."""
+    [B, R] → the cut responses [B, R], and whether the token was there [B]; always True if `token` is None."""
     if token is None:
         return responses, torch.ones_like(responses[:, 0]).bool()
     positions = torch.arange(responses.shape[1], device=responses.device)

@@ -365,7 +365,7 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 
 class Float32Head(nn.Linear):
-    """A vocabulary head outside autocast: GPT-2's logits all stand around −70, where bf16 steps by 0.5."""
+    """A head outside autocast: GPT-2's logits all stand around −70, where bf16 steps by 0.5."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., D], of any dtype → logits [..., V] in fp32."""
@@ -403,6 +403,24 @@ def model_inputs(tokens: Tensor, pad_id: int) -> dict[str, Tensor]:
     mask = tokens != pad_id
     positions = mask.cumsum(dim=1) - mask.long()  # exclusive: a pad does not move what follows it
     return dict(input_ids=tokens.masked_fill(~mask, 0), attention_mask=mask.long(), position_ids=positions)
+
+
+@torch.no_grad()
+def check_policy(policy: nn.Module, queries: Tensor, temperature: float, accelerator: Accelerator) -> None:
+    """Whether the policy's log-probabilities of a padded row [1, Q] are those of plain `lm(…)` without padding, as they are
+    unless a model computes something of its own behind or besides its head. Errors: `InputError` where they are not."""
+    plain = accelerator.unwrap_model(policy)
+    row = queries[queries != plain.pad_id][None]
+    with accelerator.autocast():
+        ours = policy(queries, row)[0][0]
+        logits = plain.lm(torch.cat([row, row], dim=1)).logits[0, row.shape[1] - 1 : -1].float() / temperature
+    theirs = logits.log_softmax(dim=-1).gather(-1, row.T)[:, 0]
+    gap, most = (ours - theirs).abs().max().item(), 0.01 if accelerator.mixed_precision == "no" else 0.5
+    if not gap <= most:
+        raise InputError(
+            f"the policy's log-probabilities are up to {gap:.2g} nats off those of {plain.lm.config.model_type}'s own "
+            "forward without padding; this architecture cannot be used, GPT-2, GPT-NeoX, Llama and their like can"
+        )
 
 
 def row_lengths(tokens: Tensor, pad_id: int) -> np.ndarray:
@@ -460,7 +478,7 @@ class RewardModel(PreTrainedModel):
     def __init__(self, config: RewardConfig, backbone: nn.Module | None = None):
         super().__init__(config)
         self.backbone = backbone or AutoModel.from_config(without_dropout(config.backbone))
-        self.head = nn.Linear(config.backbone.hidden_size, 1)
+        self.head = Float32Head(config.backbone.hidden_size, 1)
         self.gain = nn.Parameter(torch.ones(()))
         self.bias = nn.Parameter(torch.zeros(()))
         self.post_init()
@@ -490,7 +508,7 @@ class RewardModel(PreTrainedModel):
         last = torch.where(tokens != self.config.pad_id, columns, 0).amax(dim=1)  # R1: the last real token
         hidden = self.backbone(**model_inputs(tokens, self.config.pad_id), use_cache=False).last_hidden_state
         reward = self.head(hidden[torch.arange(len(tokens), device=tokens.device), last]).squeeze(-1)
-        return self.gain * reward.float() + self.bias
+        return self.gain * reward + self.bias
 
     @torch.no_grad()
     def score(self, *parts: Tensor, size: int) -> Tensor:

@@ -100,7 +100,7 @@ def test_G3_padding_anywhere_never_changes_the_logits_of_real_tokens(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_G3_greedy_sampling_from_padded_rows_equals_re_forwarding_each_row_alone(kind, script):
     lm, contexts = tiny.make_lm(kind), tiny.make_contexts([1, 6, 3], 6)
-    responses = script.sample(lm, contexts, 6, 1e-6, PAD, utils.generator(1, 0, contexts.device))
+    responses = script.sample(lm, contexts, tiny.uniform(6, 3), 1e-6, PAD)
     for row, response in zip(rows_of(contexts), responses.tolist(), strict=True):
         for _ in range(6):
             with torch.no_grad():
@@ -131,7 +131,7 @@ def test_G3_worked_example_of_position_ids():
 def test_G4_a_response_has_its_exact_length_and_never_a_pad_whatever_generation_config_says(script):
     """Also pitfall 13: top_k, eos, minimum and maximum length of the checkpoint change nothing."""
     lm, contexts = tiny.make_lm(vocab=7), tiny.make_contexts([3, 1], 3, vocab=7).repeat(200, 1)
-    expected = script.sample(lm, contexts, 9, 1.5, 7, utils.generator(1, 0, contexts.device))
+    expected = script.sample(lm, contexts, tiny.uniform(9, 400), 1.5, 7)
     assert expected.shape == (400, 9)
     assert sorted(expected.unique().tolist()) == [0, 1, 2, 3, 4, 5, 6]  # the whole vocabulary, EOS 0 too, and no pad
     assert (expected[expected[:, 3] == 0][:, 4:] != 0).any()  # it goes on behind an EOS
@@ -150,7 +150,7 @@ def test_G4_a_response_has_its_exact_length_and_never_a_pad_whatever_generation_
     )
     for name, value in settings.items():
         setattr(lm.generation_config, name, value)
-    ours = script.sample(lm, contexts, 9, 1.5, 7, utils.generator(1, 0, contexts.device))
+    ours = script.sample(lm, contexts, tiny.uniform(9, 400), 1.5, 7)
     assert torch.equal(ours, expected)
 
 
@@ -198,7 +198,7 @@ def test_G4_P1_sampled_tokens_follow_softmax_of_logits_over_temperature(script):
     contexts = torch.tensor([[10, 10, 3, 8]]).expand(20_000, -1)
     with torch.no_grad():
         logits = lm(torch.tensor([[3, 8]])).logits[0, -1]
-    tokens = script.sample(lm, contexts, 1, 2.0, 10, utils.generator(1, 0, contexts.device))[:, 0]
+    tokens = script.sample(lm, contexts, tiny.uniform(1, 20_000), 2.0, 10)[:, 0]
     assert chi_square(tokens, (logits / 2).softmax(0)) < CHI2_9
     assert chi_square(tokens, logits.softmax(0)) > 10 * CHI2_9  # temperature 1 would be told apart
 
@@ -210,8 +210,19 @@ def test_G4_rows_draw_alike_whatever_the_batch_they_are_sampled_in_is_trimmed_to
     contexts = tiny.make_contexts([2, 8, 5, 1, 8], 8)
     gen = utils.generator(1, 0, contexts.device)
     together = script.sample_all(lm, contexts, task, PAD, gen, size=2)
-    alone = [script.sample(lm, contexts[i : i + 1], 5, 1e-6, PAD, gen) for i in range(5)]
+    alone = [script.sample(lm, contexts[i : i + 1], tiny.uniform(5, 1), 1e-6, PAD) for i in range(5)]
     assert torch.equal(together, torch.cat(alone))
+
+
+@every_script_with("sample_all")
+def test_X10_the_rollout_batch_size_never_changes_what_is_sampled(script):
+    """A row's random numbers are its own, whatever its chunk and its place in it."""
+    lm, task, contexts = tiny.make_lm(), tiny.make_task(), tiny.make_contexts([2, 8, 5, 1, 8, 3], 8)
+    sampled = [
+        script.sample_all(lm, contexts, task, PAD, utils.generator(1, 0, contexts.device), size) for size in (1, 4, 6)
+    ]
+    assert torch.equal(sampled[0], sampled[2]) and torch.equal(sampled[1], sampled[2])
+    assert len({tuple(row) for row in sampled[0].tolist()}) == 6
 
 
 @both

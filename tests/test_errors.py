@@ -15,6 +15,7 @@ import huggingface_hub
 import pytest
 import tiny
 import torch
+from accelerate.state import AcceleratorState
 from transformers import BloomConfig
 
 import ppo
@@ -380,6 +381,31 @@ def test_a_bad_function_spec_is_refused(spec, words, tmp_path, monkeypatch):
     assert utils.load_function("mine.py:f")(["a"], ["b"]) == [1.0]
 
 
+WITH_A_DATACLASS = """
+from __future__ import annotations
+from dataclasses import dataclass
+from pathlib import Path
+
+@dataclass
+class Weights:
+    length: float = 2.0
+
+with Path("loaded").open("a") as file:
+    file.write("once\\n")
+
+def f(queries, responses):
+    return [Weights().length] * len(queries)
+"""
+
+
+def test_a_function_of_a_file_with_a_dataclass_loads_once(tmp_path, monkeypatch):
+    """A judge that loads a model at its top must not do so for every use."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judge.py").write_text(WITH_A_DATACLASS)
+    assert [utils.load_function("judge.py:f")(["a"], ["b"]) for _ in range(3)] == [[2.0]] * 3
+    assert (tmp_path / "loaded").read_text() == "once\n"
+
+
 def test_a_bad_reward_fn_is_refused_before_any_weights(scripts, no_weights):
     for name in ("ppo", "rloo"):
         main, args = scripts[name]
@@ -485,6 +511,46 @@ def test_a_model_whose_weights_are_not_in_the_cache_names_the_next_command_too(u
     refuses(lambda: utils.load_lm("gpt2", tiny.config()), "gpt2", "hf download gpt2 --local-dir gpt2")
 
 
+# -------------------------------------------------------------------- what a launcher may set up and must not be set up
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    """A function that starts the accelerator as a launcher with this environment would."""
+
+    def start(args=None, **env):
+        AcceleratorState._reset_state(True)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        return utils.start_accelerator(args or tiny.make_args())
+
+    yield start
+    AcceleratorState._reset_state(True)
+    torch.set_float32_matmul_precision("highest")
+
+
+LAUNCHED = {  # environment → what the error names
+    ("ACCELERATE_MIXED_PRECISION", "fp16"): ("fp16", "--mixed_precision bf16"),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"): ("gradient_accumulation_steps=4", "--micro_batch_size"),
+    ("ACCELERATE_USE_DEEPSPEED", "true"): ("DeepSpeed", "accelerate launch --multi_gpu"),
+    ("ACCELERATE_USE_FSDP", "true"): ("sharded", "accelerate launch --multi_gpu"),
+    ("ACCELERATE_USE_MEGATRON_LM", "true"): ("Megatron", "accelerate launch --multi_gpu"),
+}
+
+
+@pytest.mark.parametrize("env", LAUNCHED)
+def test_what_would_silently_change_the_mathematics_is_refused_by_name(env, launcher):
+    refuses(lambda: launcher(**dict([env])), *LAUNCHED[env])
+
+
+def test_bf16_and_fp32_are_started_and_tf32_is_a_flag(launcher):
+    for precision in ("no", "bf16"):
+        assert launcher(ACCELERATE_MIXED_PRECISION=precision).mixed_precision == precision
+        assert torch.get_float32_matmul_precision() == "highest"
+    launcher(tiny.make_args(tf32=True))
+    assert torch.get_float32_matmul_precision() == "high"
+
+
 # ------------------------------------------------------------------------------------------------ the command line
 
 
@@ -518,6 +584,27 @@ def test_cli_prints_one_line_and_exits_with_2_for_bad_input_only(capsys, monkeyp
     assert stop.value.code == 130 and "Traceback" not in capsys.readouterr().err
     with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
         tasks.cli(lambda args: 1 / 0, lambda: None)
+
+
+ONE_FAILS = """
+import utils, tasks, torch
+def main(args):
+    accelerator = utils.Accelerator()
+    if accelerator.process_index == 1:
+        raise tasks.InputError("labels.json is not on this machine")
+    utils.all_sum(torch.ones(1))
+tasks.cli(main, lambda: None)
+"""
+
+
+def test_bad_input_of_another_process_is_printed_with_its_number_and_ends_all(tmp_path):
+    (tmp_path / "one.py").write_text(ONE_FAILS)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(utils.ROOT), "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "one.py"]
+    begin = time.monotonic()
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0 and time.monotonic() - begin < 60
+    assert "one.py: error (process 1): labels.json is not on this machine" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def update(script, autocast: bool = False, **task):
     rng, copies = np.random.default_rng(0), args.rloo_k if script is rloo else 1
     rows = [rng.integers(0, PAD, n).tolist() for n in rng.integers(2, 9, 16 // copies)]
     queries = utils.pad_rows(rows * copies, 8, PAD)
-    models = script.Models(policy, tiny_lm(), lambda q, r: (r == 7).sum(dim=1).float(), utils.Ids(PAD, 13, [], []))
+    models = script.Models(policy, tiny_lm(), lambda q, r: (r == 7).sum(dim=1).float(), utils.Ids(PAD, 49, [], []))
     epochs, optimizer = [rng.permutation(16) for _ in range(2)], script.AdamTF(policy.parameters(), lr=1e-3)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         responses = script.sample_all(policy.lm, queries, args.task, PAD, utils.generator(1, 0, queries.device), 5)
@@ -163,7 +163,7 @@ def test_X10_the_rollout_batch_size_never_changes_what_is_scored(script):
     rollouts = []
     for size in (3, 16):
         score = lambda q, r, size=size: reward.score(q, r, size=size)  # noqa: E731
-        models = script.Models(policy, tiny_lm(), score, utils.Ids(PAD, 13, [], []))
+        models = script.Models(policy, tiny_lm(), score, utils.Ids(PAD, 49, [], []))
         sized = replace(args, rollout_batch_size=size)
         rollouts.append(script.make_rollout(models, queries, responses, np.arange(16), 0.1, sized)[0])
     for name in ("ref_logprobs", "scores", "rewards"):

@@ -1,6 +1,7 @@
 """The scripts from end to end on tiny files: RLOO, the pipeline of a task that ends at EOS, gradient checkpointing, and
 what `main` hands from phase to phase."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import tiny
 import torch
 from conftest import read_metrics
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
@@ -163,6 +165,50 @@ def test_P11_L6_main_makes_each_rollout_with_the_next_beta_and_the_order_of_its_
         order = rollouts[update][0][3]
         inside, first, second = (args[0] for args, _ in cuts[3 * update : 3 * update + 3])
         assert inside is order and first is order and not np.array_equal(second, order)
+
+
+@pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
+def test_the_evaluation_is_of_queries_that_training_never_sees_with_the_same_random_numbers(
+    script, task, tmp_path, monkeypatch
+):
+    """With a learning rate of 0 every evaluation gives the same numbers; 40 queries, of which 10 are held out."""
+    monkeypatch.chdir(tmp_path)
+    evaluations, rollouts = (spy_on(script, name, monkeypatch) for name in ("evaluate", "make_rollout"))
+    sizes = dict(total_episodes=80, batch_size=40, micro_batch_size=20, rollout_batch_size=20, eval_queries=10)
+    script.main(small(script, replace(task, truncate_token=None), "run", lr=0.0, eval_every=1, **sizes))
+    heldout = evaluations[0][0][2]
+    assert len(evaluations) == 3 and len(heldout) == 10
+    assert all(torch.equal(args[2], heldout) for args, _ in evaluations)
+    metrics = [found for _, (found, _) in evaluations]
+    assert metrics[0] == metrics[1] == metrics[2] and metrics[0]["eval/kl"] == 0
+    seen = {tuple(row) for (_, queries, *_), _ in rollouts for row in queries.tolist()}
+    assert len(seen) == (30 if script is ppo else 20) and not seen & {tuple(row) for row in heldout.tolist()}
+    lines = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    assert [line["eval/scores"] for line in lines] == [metrics[0]["eval/scores"]] * 3
+
+
+@pytest.mark.parametrize("script", [sft, train_reward, ppo, rloo])
+def test_a_tokenizer_whose_pad_is_its_eos_changes_nothing(script, eos_task, tmp_path, monkeypatch):
+    """Pitfall 4: our pad is an id of our own."""
+    monkeypatch.chdir(tmp_path)
+    config, logs = tmp_path / "task" / "model" / "tokenizer_config.json", []
+    for name in ("plain", "same"):
+        if name == "same":
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token": "<|endoftext|>"}))
+            tokenizer = utils.AutoTokenizer.from_pretrained(eos_task.base_model)
+            assert tokenizer.pad_token_id == tokenizer.eos_token_id
+        flags = dict(output_dir=f"{name}_model", run_name=name)
+        if script is sft:
+            args = sft.Args(task=eos_task, num_heldout=4, batch_size=4, lr=1e-3, **flags)
+        elif script is train_reward:
+            args = train_reward.Args(task=eos_task, num_labels=12, batch_size=4, lr=1e-3, normalize_samples=8, **flags)
+        else:
+            args = small(script, eos_task, name)
+        script.main(args)
+        lines = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in read_metrics(name)]
+        logs.append((lines, load_file(f"{name}_model/model.safetensors")))
+    assert logs[0][0] == logs[1][0]
+    assert all(torch.equal(value, logs[1][1][name]) for name, value in logs[0][1].items())
 
 
 def test_a_task_without_a_preset_runs_with_the_defaults():

@@ -91,6 +91,11 @@ def make_contexts(lengths: list[int], width: int, seed: int = 0, vocab: int = VO
     return torch.tensor([[vocab] * (width - n) + rng.integers(1, vocab, n).tolist() for n in lengths])
 
 
+def uniform(length: int, rows: int) -> Tensor:
+    """The random numbers [R, B, 1] of B responses."""
+    return torch.rand(length, rows, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
 def make_task(**changes: Any) -> tasks.Task:
     """A task of tiny lengths without files."""
     values = dict(query_length=8, response_length=5, temperature=0.7, truncate_after=2, gold_fn=None) | changes
