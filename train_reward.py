@@ -136,10 +136,10 @@ def id_column(rows: datasets.Dataset, name: str, length: int | None, where: str)
         values = values.astype(float)
         broken[np.repeat(np.arange(len(counts)), counts.clip(0))[values % 1 != 0]] = True
     length = counts[0] if length is None else length
-    bad = np.flatnonzero(broken | (counts != length))
-    if len(bad) and broken[bad[0]]:
+    bad = np.flatnonzero(broken | (counts != length)).tolist()
+    if bad and broken[bad[0]]:
         raise InputError(f"{where} row {bad[0]}: {name}={str(rows[bad[0]][name])[:60]} is not a list of token ids")
-    if len(bad):
+    if bad:
         raise InputError(f"{where} row {bad[0]}: {name} has {counts[bad[0]]} ids, not {length}")
     return values.astype(np.int64).reshape(len(counts), length)
 
