@@ -544,7 +544,7 @@ def main(args: Args) -> None:
     check(args, accelerator.num_processes)
     task, device = args.task, accelerator.device
     tokenizer, config, pad_id = utils.load_tokenizer(task, task.response_length, f"python sft.py --task {task.task}")
-    utils.check_memory(config, 20, "policy, gradients, Adam's two moments and the reference", device)
+    utils.check_memory(config, 20, "policy, gradients, Adam's two moments and the reference", device, args)
     ids = utils.task_ids(task, tokenizer, pad_id)
     gold = load_function(task.gold_fn) if task.gold_fn else None
     table = utils.load_queries(task, tokenizer, pad_id, args.total_episodes)

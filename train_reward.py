@@ -528,8 +528,10 @@ def main(args: Args) -> None:
     make = f"python sft.py --task {task.task}"
     tokenizer, config, pad_id = utils.load_tokenizer(task, task.response_length, make)
     policy_task = replace(task, base_model=args.policy_model or task.base_model)
-    policy_tokenizer, _, policy_pad = utils.load_tokenizer(policy_task, task.response_length, make)
-    utils.check_memory(config, 16, "reward model, gradients and Adam's two moments", device)
+    policy_tokenizer, policy_config, policy_pad = utils.load_tokenizer(policy_task, task.response_length, make)
+    utils.check_memory(policy_config, 4, "the policy that samples", device)  # gone before the other is there
+    backbone = utils.RewardConfig(copy.deepcopy(config), pad_id)
+    utils.check_memory(backbone, 16, "reward model, gradients and Adam's two moments", device)
     labels = load_labels(task, tokenizer, pad_id)
     longest = labels.query.shape[1] + labels.responses.shape[2]
     utils.check_length(config, longest, f"--label_dataset={task.label_dataset}")

@@ -441,18 +441,35 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
 
 
-def check_memory(config: PretrainedConfig, bytes_per_parameter: int, what: str, device: torch.device) -> None:
-    """Before any weights: whether those of a run fit into the device at all. Errors: `InputError` with both sizes."""
+def count_parameters(config: PretrainedConfig) -> int:
+    """Of a causal language model, or of a `RewardModel`, without its weights."""
+    with torch.device("meta"):
+        reward = isinstance(config, RewardConfig)
+        return (RewardModel(config) if reward else AutoModelForCausalLM.from_config(config)).num_parameters()
+
+
+def reward_config(args: Any) -> "RewardConfig | None":
+    """Of the reward model that a run loads; None where `--reward_fn` replaces it, or where there is none to load."""
+    function = load_function(args.reward_fn) if args.reward_fn else None
+    folder = Path(args.reward_model or f"models/{args.task.task}/train_reward")
+    replaced = function and not takes_scores(function)
+    return None if replaced or not (folder / "config.json").is_file() else RewardConfig.from_pretrained(folder)
+
+
+def check_memory(config: PretrainedConfig, each: int, what: str, device: torch.device, args: Any = None) -> None:
+    """Before any weights: whether `what`, `each` bytes per parameter, fits into the device at all; with `args`, beside
+    the reward model that a run with them loads. Errors: `InputError` with all sizes."""
     if device.type != "cuda":
         return
-    with torch.device("meta"):
-        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
-    needed = parameters * bytes_per_parameter / 2**30
+    sizes = [(count_parameters(config), each, what)]
+    if args and (reward := reward_config(args)):
+        sizes.append((count_parameters(reward), 4, "reward model"))
+    needed = sum(parameters * each for parameters, each, _ in sizes) / 2**30
     there = torch.cuda.get_device_properties(device).total_memory / 2**30
     if needed > there:
+        words = " and ".join(f"{n / 1e9:.2f}e9 parameters × {each} bytes ({name})" for n, each, name in sizes)
         raise InputError(
-            f"{what} take {bytes_per_parameter} bytes per parameter × {parameters / 1e9:.2f}e9 = {needed:.0f} GiB "
-            f"before any activation, and {device} has {there:.0f} GiB; use a smaller --base_model"
+            f"{words} are {needed:.0f} GiB before any activation, and {device} has {there:.0f} GiB; use a smaller model"
         )
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import datasets
@@ -449,6 +450,78 @@ def test_a_good_reward_fn_reads_texts_and_may_return_any_sequence(task, tmp_path
         108,
         301,
     ]
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+PARAMETERS = dict(d=32, layers=2, positions=64)  # of tiny.config(): GPT-2, the head tied to the embedding
+
+
+def by_hand(vocab: int, head: int = 0) -> int:
+    """Parameters of the tiny GPT-2: embeddings, blocks (weights and biases), last norm."""
+    d, layers, positions = PARAMETERS.values()
+    block = (d * 3 * d + 3 * d) + (d * d + d) + (d * 4 * d + 4 * d) + (4 * d * d + d) + 4 * d
+    return vocab * d + positions * d + layers * block + 2 * d + head
+
+
+POLICY = by_hand(tiny.WORDS)
+REWARD = by_hand(tiny.WORDS, head=32 + 1 + 2)  # a weight of each width, bias; gain and bias of R3
+NEEDED = {  # bytes before any activation: weights 4, gradients 4, Adam 8, a frozen model 4
+    "ppo": (4 + 4 + 8 + 4) * POLICY + 4 * REWARD,
+    "rloo": (4 + 4 + 8 + 4) * POLICY + 4 * REWARD,
+    "train_reward": (4 + 4 + 8) * REWARD,
+    "sft": (4 + 4 + 8) * POLICY,
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch, no_weights):
+    """A CUDA device of `gpu.total_memory` bytes that is not there; what gets past the check stops at the data."""
+    card, refused = SimpleNamespace(total_memory=0), utils.check_memory
+
+    def check_memory(config, each, what, device, *args):
+        refused(config, each, what, torch.device("cuda"), *args)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(utils, "check_memory", check_memory)
+    return card
+
+
+@pytest.mark.parametrize("script", NEEDED)
+def test_a_run_whose_weights_cannot_fit_is_refused_with_all_sizes_before_any_weights(script, scripts, gpu):
+    """A byte less than weights, gradients, Adam's moments and frozen models together is too little; as many pass."""
+    main, args = scripts[script]
+    gpu.total_memory = NEEDED[script] - 1
+    words = ("GiB", "cuda", "smaller", "16 bytes" if script in ("train_reward", "sft") else "20 bytes")
+    text = refuses(lambda: main(args), *words)
+    assert ("reward model" in text) == (script != "sft")
+    gpu.total_memory = NEEDED[script]
+    with pytest.raises(AssertionError, match="weights were loaded"):
+        main(args)
+
+
+@pytest.mark.parametrize("script", ["ppo", "rloo"])
+def test_memory_counts_the_reward_model_only_where_one_is_loaded(script, scripts, gpu, tmp_path):
+    main, args = scripts[script]
+    (tmp_path / "mine.py").write_text("def f(q, r):\n    return [0.0] * len(q)\ndef g(q, r, s):\n    return s\n")
+    gpu.total_memory = 20 * POLICY
+    with pytest.raises(AssertionError, match="weights were loaded"):
+        main(replace(args, reward_fn="mine.py:f"))
+    refuses(
+        lambda: main(replace(args, reward_fn="mine.py:g")), "reward model", "4 bytes"
+    )  # it reads the model's scores
+
+
+def test_memory_of_the_policy_that_samples_for_a_smaller_reward_model(scripts, gpu, tmp_path):
+    """X13: 4 bytes of the policy are more than 16 of the reward model."""
+    main, args = scripts["train_reward"]
+    large = tiny.config(vocab=tiny.WORDS)
+    large.n_layer = 20
+    large.save_pretrained(tmp_path / "large")
+    tiny.write_tokenizer(tmp_path / "large")
+    gpu.total_memory = 16 * REWARD
+    refuses(lambda: main(replace(args, policy_model=str(tmp_path / "large"))), "policy that samples", "4 bytes")
 
 
 # ----------------------------------------------------------------------------------------------------------- the hub
