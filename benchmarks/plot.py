@@ -37,17 +37,17 @@ class Args:
 
 
 def write_csv(runs: list[tuple[str, Path]], metrics: tuple[str, ...], path: Path) -> None:
-    """A row for each run and metric: the first update, and the mean of the last five."""
+    """A row for each run and metric: the first value, the mean of the last five, and the last."""
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(("label", "run", "metric", "updates", "first", "last five"))
+        writer.writerow(("label", "run", "metric", "values", "first", "last five", "last"))
         for label, folder in runs:
             lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
             for name in metrics:
                 values = [line[name] for line in lines if name in line]
                 if values:
-                    last = sum(values[-5:]) / len(values[-5:])
-                    writer.writerow((label, folder.name, name, len(values), f"{values[0]:.4f}", f"{last:.4f}"))
+                    shown = (values[0], sum(values[-5:]) / len(values[-5:]), values[-1])
+                    writer.writerow((label, folder.name, name, len(values), *(f"{value:.4f}" for value in shown)))
 
 
 if __name__ == "__main__":
