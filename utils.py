@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -708,45 +709,37 @@ def check_same(record: dict[str, Any], run: Path) -> None:
         )
 
 
-def contents(thing: Path | TokenTable | Tensor) -> Iterator[bytes | np.ndarray]:
-    """All bytes that a fingerprint is taken of: those of a file, of a model's folder, of tokens."""
-    if isinstance(thing, Path):
-        for path in sorted(thing.glob("*")) if thing.is_dir() else [thing]:
-            if path.suffix in (".safetensors", ".json", ".py"):
-                with open(path, "rb") as file:
-                    yield hashlib.file_digest(file, "sha256").digest()
-    elif isinstance(thing, TokenTable):
-        for batch in thing.rows.with_format("arrow").iter(2**14):
-            rows = batch["tokens"].combine_chunks()
-            yield from (rows.value_lengths().to_numpy(), rows.flatten().to_numpy())
-    else:
-        yield thing.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-
-
-def sha256(*things: Path | TokenTable | Tensor | bytes) -> str:
-    """Of everything in them, one behind the other."""
+def sha256(*things: Path | TokenTable | Tensor | str) -> str:
+    """Of all that is in them: a file or a model's folder, a table, a tensor, a text."""
     sha = hashlib.sha256()
     for thing in things:
-        for part in [thing] if isinstance(thing, bytes) else contents(thing):
-            sha.update(part)
+        if isinstance(thing, str):
+            sha.update(thing.encode())
+        elif isinstance(thing, Tensor):
+            sha.update(thing.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        elif isinstance(thing, TokenTable):
+            for batch in thing.rows.with_format("arrow").iter(2**14):
+                rows = batch["tokens"].combine_chunks()
+                sha.update(rows.value_lengths().to_numpy())
+                sha.update(rows.flatten().to_numpy())
+        else:
+            files = sorted(thing.glob("*.safetensors")) + sorted(thing.glob("*.json")) if thing.is_dir() else [thing]
+            for path in files:
+                with open(path, "rb") as file:
+                    sha.update(hashlib.file_digest(file, "sha256").digest())
     return sha.hexdigest()
 
 
 def fingerprints(args: Any, data: tuple[TokenTable | Tensor, ...]) -> dict[str, str]:
     """What a run reads besides its flags: local models, functions in files, tokens; name → sha256 of the contents."""
-    names = {name: getattr(args, name, None) for name in ("policy_model", "reward_model", "reward_fn")}
-    names |= {"base_model": args.task.base_model, "gold_fn": args.task.gold_fn}
-    reads_reward = not names["reward_fn"] or takes_scores(load_function(names["reward_fn"]))
-    if hasattr(args, "reward_model") and reads_reward:
-        names["reward_model"] = args.reward_model or f"models/{args.task.task}/train_reward"
-    paths = {
-        name: Path(value.rpartition(".py:")[0] + ".py" if ".py:" in value else value)
-        for name, value in names.items()
-        if value
-    }
-    return {f"contents of {name}": sha256(path) for name, path in paths.items() if path.exists()} | {
-        "contents of the data": sha256(*data)
-    }
+    names = {name: getattr(args, name, None) or "" for name in ("policy_model", "reward_model", "reward_fn")}
+    names |= {"base_model": args.task.base_model, "gold_fn": args.task.gold_fn or ""}
+    reads_reward = hasattr(args, "reward_model") and (not args.reward_fn or takes_scores(load_function(args.reward_fn)))
+    if reads_reward and not args.reward_model:
+        names["reward_model"] = f"models/{args.task.task}/train_reward"
+    paths = {name: Path(re.sub(r"(?<=\.py):.*", "", value)) for name, value in names.items() if value}
+    found = {f"contents of {name}": sha256(path) for name, path in paths.items() if path.exists()}
+    return found | {"contents of the data": sha256(*data)}
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -785,7 +778,7 @@ def unpack_state(tensors: dict[str, Tensor], groups: list[dict[str, float]], mod
 def checksum(state: str, tensors: dict[str, Tensor]) -> str:
     """sha256 of everything in a checkpoint."""
     names = json.dumps([[name, str(x.dtype), list(x.shape)] for name, x in sorted(tensors.items())])
-    return sha256(state.encode(), names.encode(), *(x for _, x in sorted(tensors.items())))
+    return sha256(state, names, *(x for _, x in sorted(tensors.items())))
 
 
 def write_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -823,7 +816,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             f"{path} is damaged ({'its checksum is wrong' if broken is True else broken}); "
             + (f"the one before it: --resume {before[-1]}" if before else "there is none before it")
         )
-    return tensors, json.loads(header["state"])
+    return tensors, json.loads(header["state"]) | {"sha256": header["sha256"]}
 
 
 # -------------------------------------------------------------------------------------------------------------- runs
@@ -880,8 +873,9 @@ class Run:
         self.args, self.script, self.total, self.panels = args, script, total, panels
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.sampled: list[list[dict[str, Any]]] = []  # the first and the latest
-        self.source, self.start, self.saved, self.asked = find_checkpoint(args, script), 0, time.monotonic(), 0
-        self.handlers = {n: signal.signal(n, self.ask_to_stop) for n in (signal.SIGTERM, signal.SIGUSR1)}
+        self.source, self.start, self.saved = find_checkpoint(args, script), 0, time.monotonic()
+        asked = self.asked = []  # signals so far; a handler that held the run would hold its lock behind an error too
+        self.handlers = {n: signal.signal(n, lambda *x: asked.append(x)) for n in (signal.SIGTERM, signal.SIGUSR1)}
         if not self.main:
             return
         from rich.console import Console
@@ -892,6 +886,7 @@ class Run:
         if self.source:
             self.folder = self.source.parents[1]
             check_same(record, self.folder)
+            self.note_changes()
         else:
             name = args.run_name or f"{args.task.task}__{script.stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
             self.folder = new_folder(Path("runs") / name)
@@ -911,9 +906,13 @@ class Run:
         self.progress.start()
         self.begin = time.perf_counter()
 
-    def ask_to_stop(self, number: int, frame: Any) -> None:
-        """What a signal does: `checkpoint` sees it at the end of the update."""
-        self.asked = 1
+    def note_changes(self) -> None:
+        """Say what code is another one since the run began: the same flags then need not make the same numbers."""
+        versions = json.loads((self.folder / "args.json").read_text())["versions"]
+        names = [name for name, old in versions.items() if version(name) != old]
+        names += [self.script.name] * ((self.folder / self.script.name).read_bytes() != self.script.read_bytes())
+        if names:
+            print(f"changed since {self.folder} began, so its numbers may too: {', '.join(names)}", flush=True)
 
     def restore(self, model: nn.Module, optimizer: Any, rest: Any = None) -> tuple[int, Any]:
         """What was done already: updates, and `rest` as it was then. Without `--resume` that is 0 and `rest` as given;
@@ -922,11 +921,9 @@ class Run:
         if self.source is None:
             return 0, rest
         tensors, state = read_checkpoint(self.source)
-        step = torch.tensor([state["step"], -state["step"]], device=self.accelerator.device)
-        if all_max(step).sum() != 0:
-            raise InputError(
-                f"--resume {self.args.resume} means {self.source} here, and another one to other processes"
-            )
+        mark = torch.tensor(int(state["sha256"][:12], 16), device=self.accelerator.device)
+        if all_max(mark) + all_max(-mark) != 0:
+            raise InputError(f"--resume {self.args.resume} is {self.source} here and something else to another process")
         unpack_state(tensors, state["groups"], self.accelerator.unwrap_model(model), optimizer)
         self.start = state["step"]
         if self.main:
@@ -959,7 +956,7 @@ class Run:
         needs none."""
         every, minutes = self.args.save_every, self.args.save_minutes
         due = bool(every and step % every == 0 or minutes and time.monotonic() - self.saved >= 60 * minutes)
-        due, asked = all_max(torch.tensor([due, self.asked], device=self.accelerator.device)).tolist()
+        due, asked = all_max(torch.tensor([due, bool(self.asked)], device=self.accelerator.device).int()).tolist()
         if step == self.total or not (due or asked):
             return
         self.saved = time.monotonic()
