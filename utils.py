@@ -37,6 +37,7 @@ import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker, WandBTracker
+from accelerate.utils import DistributedDataParallelKwargs
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -585,7 +586,11 @@ def start_accelerator(args: Any) -> Accelerator:
             raise InputError(f"{name}: {why}; use `accelerate launch --multi_gpu`")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    accelerator = Accelerator()
+    expected = int(os.environ.get("WORLD_SIZE", 1))
+    # DDP makes its buckets anew behind a process's first step, but for this flag; where an element stands in one decides
+    # the order in which three processes or more add it up, and a resumed run would differ in the last bits
+    same_buckets = DistributedDataParallelKwargs(find_unused_parameters=expected > 2)
+    accelerator = Accelerator(kwargs_handlers=[same_buckets])
     steps, precision = accelerator.gradient_accumulation_steps, accelerator.mixed_precision
     if steps != 1:
         raise InputError(
@@ -596,7 +601,6 @@ def start_accelerator(args: Any) -> Accelerator:
         raise InputError(
             f"mixed_precision={precision}: its loss scaler skips steps that Adam counts; use --mixed_precision bf16"
         )
-    expected = int(os.environ.get("WORLD_SIZE", 1))
     if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ or accelerator.num_processes != expected:
         raise InputError(
             f"the launcher asked for several processes and this one sees {accelerator.num_processes}; on a CPU use "

@@ -288,6 +288,15 @@ def two(tmp_path_factory: pytest.TempPathFactory):
     return run_jobs(tmp_path_factory.mktemp("two") / "home", jobs, 2)
 
 
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory):
+    """sft on three, whose sums depend on the order: 3 rows a step."""
+    jobs, sizes = [], dict(batch_size=3, block_size=4, num_epochs=3)
+    for name, kills in (("straight", []), ("killed", [["before the rename", 2, 0]])):
+        jobs.append(dict(script="sft", name=name, flags=sizes | dict(save_every=2), kills=kills))
+    return run_jobs(tmp_path_factory.mktemp("three") / "home", jobs, 3)
+
+
 def assert_same_run(runs: Path, name: str, straight: str) -> None:
     """Compared by file, so that a difference is shown and not megabytes."""
     found, expected = written(runs / name), written(runs / straight)
@@ -333,6 +342,12 @@ def test_17_on_two_processes_of_which_one_is_killed(script, two):
             assert ends[rank][i] == -9 and ends[1 - rank][i] != 0, two.logs
     assert [ends[0][-1], ends[1][-1]] == [0, 0], two.logs
     assert_same_run(two.runs, f"{script}_killed", f"{script}_straight")
+
+
+def test_17_on_three_processes_that_add_up_in_the_same_order_behind_a_resume(three):
+    """DDP would make other buckets behind the first step of every process, and the straight run has one such step."""
+    assert three.ends == {"straight": [[0]] * 3, "killed": [[-9, 0], [1, 0], [1, 0]]}, three.logs
+    assert_same_run(three.runs, "killed", "straight")
 
 
 # ------------------------------------------------------------------------------------------- one run, looked at closely
