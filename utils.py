@@ -810,7 +810,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     take instead."""
     try:
         with safe_open(path, "pt") as file:
-            tensors, header = {name: file.get_tensor(name) for name in file.offset_keys()}, file.metadata()
+            names, header = file.keys(), file.metadata()
+            tensors = {name: file.get_tensor(name) for name in names}
         broken = checksum(header["state"], tensors) != header["sha256"]
     except (SafetensorError, OSError, KeyError, TypeError) as error:
         broken = f"{type(error).__name__}: {error}"
@@ -939,18 +940,18 @@ class Run:
         for name, length in lengths.items():
             if length_of(self.folder / name) < length:
                 raise InputError(f"{self.folder / name} was changed: it had {length} bytes at {self.source}")
-            os.truncate(self.folder / name, length) if length else (self.folder / name).unlink(missing_ok=True)
         for later in self.source.parent.glob("*.safetensors"):
             if later.name > self.source.name:
-                later.unlink()
+                later.unlink()  # first: where a kill comes between, the newest one still has its lines
+        for name in (name for name in lengths if (self.folder / name).exists()):
+            os.truncate(self.folder / name, lengths[name])
         for unfinished in self.folder.glob("model.tmp*"):
             shutil.rmtree(unfinished)
-        if (self.folder / "samples.jsonl").exists():
+        if lengths["samples.jsonl"]:
             rows = [json.loads(line) for line in (self.folder / "samples.jsonl").read_text().splitlines()]
             steps = [row.pop("step") for row in rows]
-            self.sampled = [
-                [row for row, s in zip(rows, steps, strict=True) if s == at] for at in (steps[0], steps[-1])
-            ]
+            tables = ([row for row, s in zip(rows, steps, strict=True) if s == step] for step in (steps[0], steps[-1]))
+            self.sampled = list(tables)
         self.progress.update(self.bar, completed=self.start)
         print(f"{self.folder} goes on after {self.start} of {self.total}", flush=True)
 
