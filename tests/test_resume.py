@@ -651,16 +651,33 @@ def test_a_signal_waits_for_the_end_of_the_update_and_is_what_it_was_behind_the_
     assert signal.getsignal(signal.SIGUSR1) is before[1]
 
 
-def test_a_loss_that_is_no_number_leaves_the_last_checkpoint(home):
-    def broken(script, n):
-        at_call(script, "summarise", n, lambda f, *args: f(*args) | {"ppo/loss/total": torch.tensor(math.nan)})
+def test_a_loss_that_is_no_number_leaves_the_last_checkpoint_and_no_later_one(ran, home, monkeypatch):
+    """Resumed from the older of two, whose lines alone are left then: the newer one would miss its own."""
+    monkeypatch.setattr(ppo, "summarise", ppo.summarise)
+    at_call(ppo, "summarise", 1, lambda f, *args: f(*args) | {"ppo/loss/total": torch.tensor(math.nan)})
+    with pytest.raises(FloatingPointError):
+        ppo.main(again(resume=str(checkpoints()[0])))
+    gc.collect()
+    assert [path.name for path in checkpoints()] == ["00000004.safetensors"]
+    assert len(written(home / "runs/ran")["metrics.jsonl"]) == 4
+    ppo.main(again())
+    assert_same_run(home / "runs", "ran", ran / "runs/ran")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppo, "summarise", ppo.summarise)
-        broken(ppo, 2)
-        with pytest.raises(FloatingPointError):
-            ppo.main(again(resume=str(checkpoints()[0])))
-    assert utils.read_checkpoint(checkpoints()[-1])[1]["step"] == 5
+
+def test_the_table_of_before_and_after_begins_with_the_first_samples_of_the_run(home, monkeypatch):
+    seen = []
+    monkeypatch.setattr(utils.Run, "compare_samples", lambda run: seen.extend(run.sampled))
+    ppo.main(again())
+    rows = written(home / "runs/ran")["samples.jsonl"]
+    assert [len(table) for table in seen] == [4, 4] and {row["step"] for row in rows} == {0, 2, 4, 6}
+    for table, step in zip(seen, (0, 6), strict=True):
+        assert [row | {"step": step} for row in table] == [row for row in rows if row["step"] == step]
+
+
+def test_processes_that_mean_different_checkpoints_stop(home, monkeypatch):
+    monkeypatch.setattr(utils, "all_max", lambda x: torch.maximum(x, torch.tensor(7)))  # what the other one has
+    with raises("is runs/ran/checkpoints/00000005.safetensors here and something else to another process"):
+        ppo.main(again())
 
 
 def test_weights_of_another_model_are_refused_by_name(tmp_path):
