@@ -77,23 +77,21 @@ class Args:
     """new folder in runs/; None: task, script, seed and time"""
     track: bool = False
     """log to Weights & Biases too"""
+    save_every: Count | None = None
+    """updates between two checkpoints that `--resume` goes on from; None: see save_minutes"""
+    save_minutes: Positive | None = None
+    """minutes between two checkpoints; with neither there is one only at SIGTERM or SIGUSR1, which stop the run"""
+    resume: str | None = None
+    """runs/<name> to go on with, by the same command; `latest`: the newest of this task and script with a checkpoint"""
     eval_every: Count = 50
     """updates between evaluations on held-out queries: metrics eval/… and a table of samples"""
     eval_queries: Count = 256
     """number of queries that are kept out of training for evaluation"""
 
 
-SMALL = dict(  # 32 updates of a model of one million parameters: a higher lr, and β found faster
-    total_episodes=4096,
-    batch_size=128,
-    num_minibatches=2,
-    num_ppo_epochs=2,
-    lr=5e-4,
-    kl_coef=0.08,
-    kl_target=10.0,
-    kl_horizon=1000,
-    eval_every=20,
-)
+SMALL = dict(total_episodes=4096, batch_size=128, num_minibatches=2, num_ppo_epochs=2, lr=5e-4) | dict(
+    kl_coef=0.08, kl_target=10.0, kl_horizon=1000, eval_every=20
+)  # 32 updates of a model of one million parameters: a higher lr, and β found faster
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above, by task
     "synthetic": SMALL,
     "synthetic_eos": SMALL,
@@ -473,7 +471,7 @@ def evaluate(
 
 def check(args: Args, processes: int) -> None:
     """Errors: `InputError` for values that cannot work, before anything is loaded."""
-    utils.check_args(args, SCRIPT)
+    utils.check_args(args, SCRIPT, processes)
     unit = processes * math.lcm(args.num_minibatches, args.rloo_k)
     what = f"{processes} processes × {args.num_minibatches} minibatches and {args.rloo_k} completions per prompt"
     check_divides("batch_size", args.batch_size, unit, what)
@@ -510,9 +508,9 @@ def main(args: Args) -> None:
     seed = args.seed + 100003 * accelerator.process_index  # G6
     local_batch = args.batch_size // accelerator.num_processes
     num_updates = math.ceil(args.total_episodes / args.batch_size)
-    kl_coef = args.kl_coef
     clock = utils.Clock(device)
-    run = utils.Run(args, SCRIPT, num_updates, PANELS, accelerator)
+    run = utils.Run(args, SCRIPT, num_updates, PANELS, accelerator, heldout, table)
+    start, kl_coef = run.restore(policy, optimizer, args.kl_coef)
 
     def evaluation(update: int) -> dict[str, float]:
         policy.eval()
@@ -521,7 +519,7 @@ def main(args: Args) -> None:
         run.samples(update, samples)
         return metrics
 
-    for update in range(num_updates):
+    for update in range(start, num_updates):
         evaluated = evaluation(update) if update % args.eval_every == 0 else {}
         prompts = table[utils.rows_of_step(len(table), local_batch // args.rloo_k, update, seed)].to(device)  # [P, Q]
         queries = prompts.repeat(args.rloo_k, 1)  # [K · P, Q]
@@ -556,6 +554,7 @@ def main(args: Args) -> None:
         metrics["objective/kl_coef"] = kl_coef
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)  # P11
         run.log(update, metrics, SHOWN)
+        run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer)
     run.log(num_updates, evaluation(num_updates), SHOWN)

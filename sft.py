@@ -64,6 +64,12 @@ class Args:
     """new folder in runs/; None: task, script, seed and time"""
     track: bool = False
     """log to Weights & Biases too"""
+    save_every: Count | None = None
+    """steps between two checkpoints that `--resume` goes on from; None: see save_minutes"""
+    save_minutes: Positive | None = None
+    """minutes between two checkpoints; with neither there is one only at SIGTERM or SIGUSR1, which stop the run"""
+    resume: str | None = None
+    """runs/<name> to go on with, by the same command; `latest`: the newest of this task and script with a checkpoint"""
     eval_every: Count = 200
     """steps between two measurements on held-out text"""
 
@@ -288,7 +294,7 @@ def rouge_l(samples: list[dict[str, str]]) -> float:
 
 def check(args: Args, processes: int) -> None:
     """Errors: `InputError` for values that cannot work, before anything is loaded."""
-    utils.check_args(args, SCRIPT)
+    utils.check_args(args, SCRIPT, processes)
     check_divides("batch_size", args.batch_size, processes, f"{processes} processes")
     if args.num_heldout < processes:
         raise InputError(f"num_heldout={args.num_heldout} is less than one block for each of {processes} processes")
@@ -324,9 +330,10 @@ def main(args: Args) -> None:
 
     steps_per_epoch = len(rows) // args.batch_size
     steps = args.num_epochs * steps_per_epoch
-    run = utils.Run(args, SCRIPT, steps, PANELS, accelerator)
+    run = utils.Run(args, SCRIPT, steps, PANELS, accelerator, heldout, rows)
+    start, _ = run.restore(lm, optimizer)
     clock = utils.Clock(device)
-    for step in range(steps):
+    for step in range(start, steps):
         lm.train()
         epoch, at = divmod(step, steps_per_epoch)
         order = np.random.default_rng([args.seed, epoch]).permutation(len(rows))  # the same on every process
@@ -339,6 +346,7 @@ def main(args: Args) -> None:
             metrics["heldout/loss"] = heldout_loss(lm, heldout, first, pad_id, args, accelerator)
             metrics["heldout/perplexity"] = math.exp(metrics["heldout/loss"])
         run.log(step, metrics, {"loss": "loss", "heldout/perplexity": "perplexity"})
+        run.checkpoint(step + 1, lm, optimizer)
 
     run.save(plain, tokenizer)
     done = [f"held-out perplexity: {metrics['heldout/perplexity']:.3f}"]

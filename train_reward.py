@@ -68,6 +68,12 @@ class Args:
     """new folder in runs/; None: task, script, seed and time"""
     track: bool = False
     """log to Weights & Biases too"""
+    save_every: Count | None = None
+    """steps between two checkpoints that `--resume` goes on from; None: see save_minutes"""
+    save_minutes: Positive | None = None
+    """minutes between two checkpoints; with neither there is one only at SIGTERM or SIGUSR1, which stop the run"""
+    resume: str | None = None
+    """runs/<name> to go on with, by the same command; `latest`: the newest of this task and script with a checkpoint"""
 
 
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above, by task
@@ -507,7 +513,7 @@ def report(run: utils.Run, rewards: Tensor, best: Tensor) -> dict[str, float]:
 
 def check(args: Args, processes: int) -> None:
     """Errors: `InputError` for values that cannot work, before anything is loaded."""
-    utils.check_args(args, SCRIPT)
+    utils.check_args(args, SCRIPT, processes)
     for name, value, unit in (
         ("batch_size", args.batch_size, processes),
         ("rollout_batch_size", args.rollout_batch_size, processes),
@@ -552,17 +558,21 @@ def main(args: Args) -> None:
     with accelerator.autocast():
         normalise(plain, read(*before), size=args.micro_batch_size)
 
-    run = utils.Run(args, SCRIPT, args.num_labels // args.batch_size, PANELS, accelerator)
+    steps, data = args.num_labels // args.batch_size, (labels.query, labels.responses, labels.best)
+    run = utils.Run(args, SCRIPT, steps, PANELS, accelerator, *data, before[0], after[0])
+    start, _ = run.restore(model, optimizer)
     clock = utils.Clock(device)
     order = np.random.default_rng([args.seed, 0]).permutation(args.num_labels)  # the same on every process
-    for step, start in enumerate(range(0, args.num_labels, args.batch_size)):
-        batch = labels.rows(order[start : start + args.batch_size][rank::processes]).to(device)
+    for step in range(start, steps):
+        done = step * args.batch_size
+        batch = labels.rows(order[done : done + args.batch_size][rank::processes]).to(device)
         with clock("optimise"):
-            set_lr(optimizer, lr := anneal(args.lr, start, args.num_labels))  # G5
+            set_lr(optimizer, lr := anneal(args.lr, done, args.num_labels))  # G5
             stats = train_step(model, optimizer, batch, pad_id, args, accelerator)
         stats |= {"gain": plain.gain.detach(), "bias": plain.bias.detach()}
         metrics = utils.mean_over_processes(stats, device) | {"lr": lr} | clock.pop()
         run.log(step, metrics, {"loss": "loss", "accuracy": "accuracy"})
+        run.checkpoint(step + 1, model, optimizer)
 
     with accelerator.autocast():
         mean, std = normalise(plain, read(*after), size=args.micro_batch_size)
@@ -573,7 +583,7 @@ def main(args: Args) -> None:
         with accelerator.autocast():
             results |= report(run, predict(plain, heldout, pad_id, args), heldout.best)
     run.save(plain, tokenizer)
-    run.log(step + 1, results, {})
+    run.log(steps, results, {})
     run.finish(json.dumps({name: round(value, 4) for name, value in results.items()}))
     utils.stop_accelerator(accelerator)
 

@@ -96,8 +96,8 @@ WRONG = {  # field → values outside its bounds
     **dict.fromkeys(("query_length", "response_length", "num_queries", "num_labels", "normalize_samples"), COUNT),
     **dict.fromkeys(("total_episodes", "batch_size", "num_minibatches", "num_ppo_epochs", "num_epochs"), COUNT),
     **dict.fromkeys(("micro_batch_size", "rollout_batch_size", "block_size", "num_heldout"), COUNT),
-    **dict.fromkeys(("kl_horizon", "eval_every", "eval_queries"), COUNT),
-    **dict.fromkeys(("temperature", "adam_eps", "kl_target", "max_grad_norm"), POSITIVE),
+    **dict.fromkeys(("kl_horizon", "eval_every", "eval_queries", "save_every"), COUNT),
+    **dict.fromkeys(("temperature", "adam_eps", "kl_target", "max_grad_norm", "save_minutes"), POSITIVE),
     **dict.fromkeys(("cliprange", "cliprange_value"), POSITIVE),
     **dict.fromkeys(("lr", "kl_coef", "vf_coef", "weight_decay"), NOT_NEGATIVE),
     **dict.fromkeys(("gamma", "lam", "warmup"), SHARE),
@@ -110,7 +110,7 @@ ALLOWED = {  # the ends of the bounds that belong to them
     "truncate_after": 0,
     "rloo_k": 2,
     "missing_eos_penalty": -1e6,
-    "kl_target": None,
+    **dict.fromkeys(("kl_target", "save_every", "save_minutes")),
     **dict.fromkeys(("lr", "kl_coef", "vf_coef", "weight_decay", "gamma", "lam", "warmup"), 0.0),
 }
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}

@@ -137,9 +137,9 @@ def scripts(folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     save = utils.Run.save
 
-    def spy_save(run, model, tokenizer):
+    def spy_save(run, model, tokenizer, **heads):
         seen[run.script.stem]["weights"] = {name: value.clone() for name, value in model.state_dict().items()}
-        save(run, model, tokenizer)
+        save(run, model, tokenizer, **heads)
 
     utils.Run.save = spy_save
     for script, name in ((ppo, "ppo"), (rloo, "rloo")):
