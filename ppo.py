@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
+import records
 import utils
 from tasks import Count, NonNegative, Positive, Seed, Share, Task, check_divides, cli, load_function, parse_args
 
@@ -500,8 +501,7 @@ def summarise(
 def evaluate(
     models: Models, lm: PreTrainedModel, queries: Tensor, gold: Callable | None, tokenizer: Any, args: Args
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Held-out queries [B, Q], always with the same random numbers: metrics, and a few samples as text with a score.
-    Every process repeats it; nothing waits for anybody."""
+    """Held-out queries [B, Q], always the same random numbers → metrics, a few samples. Every process repeats it."""
     task, pad_id, size = args.task, models.ids.pad, args.rollout_batch_size
     contexts = utils.add_affixes(queries, models.ids)
     responses = sample_all(lm, contexts, task, pad_id, utils.generator(args.seed, 0, queries.device), size)
@@ -526,7 +526,7 @@ def evaluate(
 
 def check(args: Args, processes: int) -> None:
     """Errors: `InputError` for values that cannot work, before anything is loaded."""
-    utils.check_args(args, SCRIPT, processes)
+    records.check_args(args, SCRIPT, processes)
     unit, what = processes * args.num_minibatches, f"{processes} processes × {args.num_minibatches} minibatches"
     check_divides("batch_size", args.batch_size, unit, what)
 
@@ -563,7 +563,7 @@ def main(args: Args) -> None:
     local_batch = args.batch_size // accelerator.num_processes
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     clock = utils.Clock(device)
-    run = utils.Run(args, SCRIPT, num_updates, PANELS, accelerator, heldout, table)
+    run = records.Run(args, SCRIPT, num_updates, PANELS, accelerator, heldout, table)
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)
 
     def evaluation(update: int) -> dict[str, float]:

@@ -25,6 +25,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
+import records
 import utils
 from tasks import Bounds, Count, NonNegative, Positive, Seed, Task, check_divides, cli, load_function, parse_args
 
@@ -45,7 +46,7 @@ class Args:
     num_ppo_epochs: Count = 4
     """passes over the batch per update"""
     rloo_k: Annotated[int, Bounds(least=2)] = 4
-    """completions per prompt; the baseline of each is the mean of the others (L3)"""
+    """completions per prompt; each is compared with the others (L3)"""
     micro_batch_size: Count = 64
     """sequences per training forward on one process: memory only (P7)"""
     rollout_batch_size: Count = 256
@@ -445,8 +446,7 @@ def summarise(rollout: Rollout, score: Score, steps: list[dict[str, Tensor]], pa
 def evaluate(
     models: Models, lm: PreTrainedModel, queries: Tensor, gold: Callable | None, tokenizer: Any, args: Args
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Held-out queries [B, Q], always with the same random numbers: metrics, and a few samples as text with a score.
-    Every process repeats it; nothing waits for anybody."""
+    """Held-out queries [B, Q], always the same random numbers → metrics, a few samples. Every process repeats it."""
     task, pad_id, size = args.task, models.ids.pad, args.rollout_batch_size
     contexts = utils.add_affixes(queries, models.ids)
     responses = sample_all(lm, contexts, task, pad_id, utils.generator(args.seed, 0, queries.device), size)
@@ -471,14 +471,14 @@ def evaluate(
 
 def check(args: Args, processes: int) -> None:
     """Errors: `InputError` for values that cannot work, before anything is loaded."""
-    utils.check_args(args, SCRIPT, processes)
+    records.check_args(args, SCRIPT, processes)
     unit = processes * math.lcm(args.num_minibatches, args.rloo_k)
     what = f"{processes} processes × {args.num_minibatches} minibatches and {args.rloo_k} completions per prompt"
     check_divides("batch_size", args.batch_size, unit, what)
 
 
-PANELS = ["objective/scores", "objective/gold_score", "objective/kl", "objective/entropy"]
-PANELS += ["objective/advantage_std", "objective/kl_coef"]
+PANELS = ["objective/scores", "objective/gold_score", "objective/kl", "objective/entropy", "objective/advantage_std"]
+PANELS += ["objective/kl_coef"]
 SHOWN = {"objective/scores": "score", "objective/kl": "kl", "time/episodes_per_second": "episodes/s"}
 
 
@@ -509,7 +509,7 @@ def main(args: Args) -> None:
     local_batch = args.batch_size // accelerator.num_processes
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     clock = utils.Clock(device)
-    run = utils.Run(args, SCRIPT, num_updates, PANELS, accelerator, heldout, table)
+    run = records.Run(args, SCRIPT, num_updates, PANELS, accelerator, heldout, table)
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)
 
     def evaluation(update: int) -> dict[str, float]:

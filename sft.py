@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import records
 import utils
 from tasks import SYNTHETIC, Count, NonNegative, Positive, Seed, Share, Task, check_divides, cli, parse_args
 from utils import InputError, TokenTable
@@ -294,7 +295,7 @@ def rouge_l(samples: list[dict[str, str]]) -> float:
 
 def check(args: Args, processes: int) -> None:
     """Errors: `InputError` for values that cannot work, before anything is loaded."""
-    utils.check_args(args, SCRIPT, processes)
+    records.check_args(args, SCRIPT, processes)
     check_divides("batch_size", args.batch_size, processes, f"{processes} processes")
     if args.num_heldout < processes:
         raise InputError(f"num_heldout={args.num_heldout} is less than one block for each of {processes} processes")
@@ -330,7 +331,7 @@ def main(args: Args) -> None:
 
     steps_per_epoch = len(rows) // args.batch_size
     steps = args.num_epochs * steps_per_epoch
-    run = utils.Run(args, SCRIPT, steps, PANELS, accelerator, heldout, rows)
+    run = records.Run(args, SCRIPT, steps, PANELS, accelerator, heldout, rows)
     start, _ = run.restore(lm, optimizer)
     clock = utils.Clock(device)
     for step in range(start, steps):

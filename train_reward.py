@@ -30,6 +30,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
+import records
 import utils
 from tasks import Count, NonNegative, Positive, Seed, Task, cli, parse_args
 from utils import InputError, RewardModel
@@ -484,7 +485,7 @@ def calibration(rewards: Tensor, best: Tensor, bins: int = 5) -> list[dict[str, 
 
 def draw_histogram(groups: dict[str, list[float]], title: str, path: Path) -> None:
     """The distributions of a few groups of numbers as a picture."""
-    plt = utils.pyplot()
+    plt = records.pyplot()
     figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
     axis.hist(list(groups.values()), bins=40, density=True, histtype="stepfilled", alpha=0.5, label=list(groups))
     axis.set(title=title, ylabel="density")
@@ -493,7 +494,7 @@ def draw_histogram(groups: dict[str, list[float]], title: str, path: Path) -> No
     plt.close(figure)
 
 
-def report(run: utils.Run, rewards: Tensor, best: Tensor) -> dict[str, float]:
+def report(run: records.Run, rewards: Tensor, best: Tensor) -> dict[str, float]:
     """Held-out accuracy, calibration table and picture of the rewards [B, K] of chosen and other candidates."""
     rows = calibration(rewards, best)
     run.table(rows, "calibration on held-out labels")
@@ -513,7 +514,7 @@ def report(run: utils.Run, rewards: Tensor, best: Tensor) -> dict[str, float]:
 
 def check(args: Args, processes: int) -> None:
     """Errors: `InputError` for values that cannot work, before anything is loaded."""
-    utils.check_args(args, SCRIPT, processes)
+    records.check_args(args, SCRIPT, processes)
     for name, value, unit in (
         ("batch_size", args.batch_size, processes),
         ("rollout_batch_size", args.rollout_batch_size, processes),
@@ -559,7 +560,7 @@ def main(args: Args) -> None:
         normalise(plain, read(*before), size=args.micro_batch_size)
 
     steps, data = args.num_labels // args.batch_size, (labels.query, labels.responses, labels.best)
-    run = utils.Run(args, SCRIPT, steps, PANELS, accelerator, *data, before[0], after[0])
+    run = records.Run(args, SCRIPT, steps, PANELS, accelerator, *data, before[0], after[0])
     start, _ = run.restore(model, optimizer)
     clock = utils.Clock(device)
     order = np.random.default_rng([args.seed, 0]).permutation(args.num_labels)  # the same on every process

@@ -26,9 +26,9 @@ from transformers import GPT2Config
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import ppo  # noqa: E402
+import records  # noqa: E402
 import sft  # noqa: E402
 import tasks  # noqa: E402
-import utils  # noqa: E402
 
 BETA2, EPS = 0.999, 1e-5
 ADAMS = {  # what `ppo.AdamTF` is replaced with
@@ -135,7 +135,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Both effective ε over the steps; and for each model how far every epoch moves it, a line for each seed."""
-    plt = utils.pyplot()
+    plt = records.pyplot()
     sizes = list(dict.fromkeys(row["parameters"] for row in rows))
     figure, axes = plt.subplots(1, 1 + len(sizes), figsize=(4.4 * (1 + len(sizes)), 3.6), layout="constrained")
     t = np.arange(1, 5001)

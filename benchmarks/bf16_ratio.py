@@ -20,6 +20,7 @@ import tyro
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import records  # noqa: E402
 import rloo  # noqa: E402
 import utils  # noqa: E402
 from tasks import TASKS  # noqa: E402
@@ -111,7 +112,7 @@ def main(args: Args) -> None:
     with open(args.out.with_suffix(".csv"), "w", newline="") as file:
         csv.writer(file).writerows([names, *([*row[:3], *(f"{x:.5f}" for x in row[3:])] for row in rows)])
     print(args.out.with_suffix(".csv").read_text())
-    plt = utils.pyplot()
+    plt = records.pyplot()
     figure, axis = plt.subplots(figsize=(7, 3.8), layout="constrained")
     for name, values in shown.items():
         if name.startswith("bf16"):

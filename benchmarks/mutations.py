@@ -22,7 +22,7 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ("ppo.py", "rloo.py", "train_reward.py", "sft.py", "tasks.py", "utils.py")
+SCRIPTS = ("ppo.py", "rloo.py", "train_reward.py", "sft.py", "tasks.py", "records.py", "utils.py")
 DETAILS = (  # detail, file, right, wrong; the test that notices has the detail's id in its name
     ("G1", "ppo.py", "out.hidden_states[-1][:, where]", "out.hidden_states[-1][:, where - 1]"),
     ("G2", "utils.py", "return tokenizer, config, max(config.vocab_size, len(tokenizer))", "return tokenizer, config, 0"),
@@ -77,6 +77,7 @@ FIRST = {  # the tests that know most about a file run first
     "train_reward.py": ("golden", "data", "details", "errors"),
     "sft.py": ("data", "pitfalls", "scripts", "details"),
     "tasks.py": ("errors", "readme", "runs", "matrix"),
+    "records.py": ("runs", "resume", "errors"),
     "utils.py": ("golden", "details", "data", "errors", "runs"),
 }
 LEFT_OUT = ("test_twins.py", "test_readme.py", "test_diffs.py")

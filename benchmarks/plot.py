@@ -12,7 +12,7 @@ from pathlib import Path
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import utils  # noqa: E402
+import records  # noqa: E402
 
 PANELS = (
     "objective/scores",
@@ -53,6 +53,6 @@ def write_csv(runs: list[tuple[str, Path]], metrics: tuple[str, ...], path: Path
 if __name__ == "__main__":
     args = tyro.cli(Args)
     runs = [(label, Path(folder)) for label, folder in (run.split("=", 1) for run in args.runs)]
-    utils.plot_runs(runs, list(args.metrics), args.out)
+    records.plot_runs(runs, list(args.metrics), args.out)
     write_csv(runs, args.metrics, args.out.with_suffix(".csv"))
     print(args.out, args.out.with_suffix(".csv"))

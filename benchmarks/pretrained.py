@@ -11,7 +11,7 @@ from pathlib import Path
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import utils  # noqa: E402
+import records  # noqa: E402
 
 ANALYZER = SentimentIntensityAnalyzer()
 PROMPT = "The capital of France is"
@@ -37,7 +37,7 @@ def convert(out: Path) -> None:
     copy = LlamaForCausalLM(read.config)
     copy.load_state_dict(read.state_dict())
     out.parent.mkdir(parents=True, exist_ok=True)
-    utils.save_model(copy, tokenizer, out)
+    records.save_model(copy, tokenizer, out)
 
     saved = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     inputs = AutoTokenizer.from_pretrained(out)(PROMPT, return_tensors="pt")

@@ -19,6 +19,7 @@ from tiny import PAD, WORDS
 from transformers import AutoModelForCausalLM
 
 import ppo
+import records
 import rloo
 import sft
 import train_reward
@@ -555,7 +556,7 @@ def test_18_a_saved_policy_loads_as_a_language_model_with_the_same_logits_and_ti
     optimizer.step()
     lm = accelerator.unwrap_model(policy).lm
     tokenizer = utils.load_tokenizer(task, task.response_length)[0]
-    utils.save_model(lm, tokenizer, tmp_path / "saved")
+    records.save_model(lm, tokenizer, tmp_path / "saved")
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     tokens = torch.arange(1, 9)[None]
@@ -583,7 +584,7 @@ def test_18_main_saves_the_policy_that_it_trained(name, runs, monkeypatch):
 def save_as_run(script: ModuleType, args, seed: int, accelerator):
     """The weights of a random model as `main` of `script` saves them."""
     tokenizer = utils.load_tokenizer(args.task, args.task.response_length)[0]
-    run = utils.Run(args, script.SCRIPT, 1, [], accelerator)
+    run = records.Run(args, script.SCRIPT, 1, [], accelerator)
     run.save(lm := tiny.make_lm(seed=seed), tokenizer)
     run.progress.stop()
     return lm

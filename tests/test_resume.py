@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import ppo
+import records
 import rloo
 import sft
 import tasks
@@ -105,7 +106,7 @@ def half_a_file(function: Callable, *args) -> None:
     kill()
 
 
-def half_a_line(function: Callable, run: utils.Run, *args) -> None:
+def half_a_line(function: Callable, run: records.Run, *args) -> None:
     if run.main:
         with open(run.folder / "metrics.jsonl", "a") as file:
             file.write('{"step": 3, "objective/kl": 0.1')
@@ -124,13 +125,15 @@ KILLS = {  # where a process of `script` ends, at the n-th time
     "inside a checkpoint": lambda script, n: at_call(
         utils, "save_file", n, half_a_file, lambda tensors, path, *_: path.name == "unfinished.tmp"
     ),
-    "before the rename": lambda script, n: at_call(utils, "sync", n, kill, lambda path: path.name == "unfinished.tmp"),
-    "behind the rename": lambda script, n: at_call(utils, "sync", n, kill, lambda path: path.name == "checkpoints"),
+    "before the rename": lambda script, n: at_call(
+        records, "sync", n, kill, lambda path: path.name == "unfinished.tmp"
+    ),
+    "behind the rename": lambda script, n: at_call(records, "sync", n, kill, lambda path: path.name == "checkpoints"),
     "inside an update": lambda script, n: at_call(script, "train_step", n, kill),
-    "inside a line": lambda script, n: at_call(utils.Run, "log", n, half_a_line),
-    "behind samples": lambda script, n: at_call(utils.Run, "samples", n, behind),
+    "inside a line": lambda script, n: at_call(records.Run, "log", n, half_a_line),
+    "behind samples": lambda script, n: at_call(records.Run, "samples", n, behind),
     "before the weights": lambda script, n: at_call(Path, "rename", n, kill, lambda a, b: ".tmp" in a.name),
-    "behind the weights": lambda script, n: at_call(utils, "save_model", n, behind),
+    "behind the weights": lambda script, n: at_call(records, "save_model", n, behind),
     "SIGTERM": lambda script, n: at_call(script, "train_step", n, ask(signal.SIGTERM)),
     "SIGUSR1": lambda script, n: at_call(script, "train_step", n, ask(signal.SIGUSR1)),
 }
@@ -183,7 +186,7 @@ def drive(jobs: list[dict]) -> None:
     rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # every run has a store of its own
     datasets.config.HF_DATASETS_CACHE = Path("cache").resolve()
-    utils.pyplot()
+    records.pyplot()
     for module in ("rich.progress", "rich.table", "torch.utils.tensorboard"):
         importlib.import_module(module)  # once, and not in every fork
     for job in jobs:
@@ -404,7 +407,7 @@ def raises(message: str):
 def test_a_checkpoint_is_one_safetensors_file_and_the_newest_two_are_kept(home):
     """Weights and moments by name, tied weights once; all else is JSON in the header."""
     assert [path.name for path in checkpoints()] == ["00000004.safetensors", "00000005.safetensors"]
-    tensors, state = utils.read_checkpoint(checkpoints()[-1])
+    tensors, state = records.read_checkpoint(checkpoints()[-1])
     policy = ppo.PolicyAndValue(utils.load_lm("task/model"), tiny.WORDS, 0.7)
     names = [name for name, _ in policy.named_parameters()]
     assert "lm.lm_head.weight" not in names and "value_head.bias" in names
@@ -439,23 +442,23 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_offered(how, ran,
     assert len(written_so_far["metrics.jsonl"]) == 7  # nothing was cut
     ppo.main(again(resume=str(before)))
     assert_same_run(home / "runs", "ran", ran / "runs/ran")
-    assert utils.read_checkpoint(checkpoints()[-1])[1]["step"] == 5
+    assert records.read_checkpoint(checkpoints()[-1])[1]["step"] == 5
 
 
 def test_every_byte_of_a_checkpoint_counts(tmp_path):
     """Any flipped bit is found, or reads as what was written; any shorter file is found."""
     path, wrong = tmp_path / "checkpoints/1.safetensors", tmp_path / "wrong.safetensors"
     tensors = {"weight/a": torch.tensor([[1.5, -2.0]]), "step/a": torch.tensor(3.0), "b": torch.tensor([1, 2])}
-    utils.write_checkpoint(path, tensors, {"step": 3, "rest": 0.1})
+    records.write_checkpoint(path, tensors, {"step": 3, "rest": 0.1})
     data = path.read_bytes()
-    expected, state = utils.read_checkpoint(path)
+    expected, state = records.read_checkpoint(path)
     found = 0
     for i in range(len(data)):
         flipped = bytearray(data)
         flipped[i] ^= 1 << i % 7
         wrong.write_bytes(flipped)
         try:
-            tensors, other = utils.read_checkpoint(wrong)
+            tensors, other = records.read_checkpoint(wrong)
         except utils.InputError:
             found += 1
             continue
@@ -464,7 +467,7 @@ def test_every_byte_of_a_checkpoint_counts(tmp_path):
     for length in range(0, len(data), 5):
         wrong.write_bytes(data[:length])
         with pytest.raises(utils.InputError, match="there is none before it"):
-            utils.read_checkpoint(wrong)
+            records.read_checkpoint(wrong)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -483,10 +486,10 @@ def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(script
         Path("runs/ran/args.json").write_text(json.dumps(record))
         free = {"save_every", "save_minutes", "resume", "output_dir", "track"}
         if owner is args and field.name in free:
-            utils.check_same(asdict(changed) | dict(processes=1), Path("runs/ran"))
+            records.check_same(asdict(changed) | dict(processes=1), Path("runs/ran"))
         else:
             with pytest.raises(utils.InputError, match=rf"{field.name}={new} \(it has {value}\)"):
-                utils.check_same(asdict(changed) | dict(processes=1), Path("runs/ran"))
+                records.check_same(asdict(changed) | dict(processes=1), Path("runs/ran"))
 
 
 def test_changed_arguments_are_all_listed_before_anything_is_loaded(home, no_weights):
@@ -547,7 +550,7 @@ def test_a_policy_of_another_reward_model_folder_is_another_input(tmp_path, monk
         path = tmp_path / "models/synthetic/train_reward/model.safetensors"
         path.write_bytes(path.read_bytes() + b" " * (seed - 1))
         options = (None, "third.py:f", "reward.py:score")
-        found.append([utils.fingerprints(settings("ppo", tmp_path, reward_fn=each), ()) for each in options])
+        found.append([records.fingerprints(settings("ppo", tmp_path, reward_fn=each), ()) for each in options])
     for first, second, uses in zip(*found, (True, True, False), strict=True):
         assert ("contents of reward_model" in first) == uses and (first != second) == uses
 
@@ -567,9 +570,9 @@ def test_latest_is_the_newest_run_of_this_task_and_script_that_has_a_checkpoint(
     shutil.rmtree(copy("bare", 30) / "checkpoints")
     copy("task", 40, task=task | dict(task="sentiment"))
     (copy("script", 50) / "ppo.py").rename("runs/script/mine.py")
-    assert utils.find_checkpoint(again(resume="latest"), ppo.SCRIPT) == new / "checkpoints/00000005.safetensors"
-    assert utils.find_checkpoint(again(resume=str(old)), ppo.SCRIPT) == old / "checkpoints/00000005.safetensors"
-    assert utils.find_checkpoint(again(resume="latest"), Path("mine.py")).parents[1] == Path("runs/script")
+    assert records.find_checkpoint(again(resume="latest"), ppo.SCRIPT) == new / "checkpoints/00000005.safetensors"
+    assert records.find_checkpoint(again(resume=str(old)), ppo.SCRIPT) == old / "checkpoints/00000005.safetensors"
+    assert records.find_checkpoint(again(resume="latest"), Path("mine.py")).parents[1] == Path("runs/script")
     for name in ("latest", "runs/bare", "runs/nowhere", "runs/ran/args.json"):
         args = settings("rloo", home, resume=name)
         refused(args, f"--resume {name}:", "no checkpoint of rloo.py on task synthetic", script=rloo)
@@ -605,7 +608,7 @@ class Stepper:
         self.accelerator = utils.Accelerator(cpu=True)
         self.model = torch.nn.Linear(2, 1)
         self.optimizer = ppo.AdamTF(self.model.parameters(), lr=1e-3)
-        self.run = utils.Run(tiny.make_args(task, **flags), ppo.SCRIPT, total, [], self.accelerator)
+        self.run = records.Run(tiny.make_args(task, **flags), ppo.SCRIPT, total, [], self.accelerator)
 
     def step(self, n: int) -> list[int]:
         """The updates behind which there are checkpoints now."""
@@ -666,7 +669,7 @@ def test_a_loss_that_is_no_number_leaves_the_last_checkpoint_and_no_later_one(ra
 
 def test_the_table_of_before_and_after_begins_with_the_first_samples_of_the_run(home, monkeypatch):
     seen = []
-    monkeypatch.setattr(utils.Run, "compare_samples", lambda run: seen.extend(run.sampled))
+    monkeypatch.setattr(records.Run, "compare_samples", lambda run: seen.extend(run.sampled))
     ppo.main(again())
     rows = written(home / "runs/ran")["samples.jsonl"]
     assert [len(table) for table in seen] == [4, 4] and {row["step"] for row in rows} == {0, 2, 4, 6}
@@ -682,9 +685,9 @@ def test_processes_that_mean_different_checkpoints_stop(home, monkeypatch):
 
 def test_weights_of_another_model_are_refused_by_name(tmp_path):
     model, other = torch.nn.Linear(2, 1), torch.nn.Sequential(torch.nn.Linear(2, 1))
-    packed = utils.pack_state(model, torch.optim.AdamW(model.parameters()))
+    packed = records.pack_state(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(utils.InputError, match="another model, see 0.bias"):
-        utils.unpack_state(*packed, other, torch.optim.AdamW(other.parameters()))
+        records.unpack_state(*packed, other, torch.optim.AdamW(other.parameters()))
 
 
 def test_the_value_head_lies_beside_the_policy_which_still_loads(ran):
@@ -694,7 +697,7 @@ def test_the_value_head_lies_beside_the_policy_which_still_loads(ran):
     policy = ppo.PolicyAndValue(utils.load_lm(str(folder)), tiny.WORDS, 0.7)
     policy.value_head.load_state_dict(load_file(folder / "value_head.safetensors"))
     assert policy.value_head.weight.abs().max() > 0
-    tensors, _ = utils.read_checkpoint(ran / "runs/ran/checkpoints/00000005.safetensors")
+    tensors, _ = records.read_checkpoint(ran / "runs/ran/checkpoints/00000005.safetensors")
     moved = (policy.value_head.weight - tensors["weight/value_head.weight"]).abs().max()
     assert 0 < moved < 4 * 1e-2 / 6 * 1.01  # four steps of the last update, whose lr is a sixth
     assert lm.config.vocab_size == tiny.WORDS

@@ -16,6 +16,7 @@ from conftest import read_metrics
 from transformers import AutoModelForCausalLM
 
 import ppo
+import records
 import rloo
 import sft
 import tasks
@@ -58,9 +59,9 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def new_run(args, script: Path = ppo.SCRIPT) -> utils.Run:
+def new_run(args, script: Path = ppo.SCRIPT) -> records.Run:
     """A run's folder without a run."""
-    return utils.Run(args, script, 1, [], utils.Accelerator(cpu=True))
+    return records.Run(args, script, 1, [], utils.Accelerator(cpu=True))
 
 
 # ------------------------------------------------------------------------------------------------------------ copies
@@ -69,7 +70,7 @@ def new_run(args, script: Path = ppo.SCRIPT) -> utils.Run:
 @pytest.mark.parametrize("name", ["ppo", "sft"])
 def test_a_copy_of_a_script_has_runs_and_weights_of_its_own(name, task, home):
     """`cp ppo.py mine.py`, a line changed: the baseline's link and weights stay what they were."""
-    for module in ("utils.py", "tasks.py"):
+    for module in ("utils.py", "tasks.py", "records.py"):
         shutil.copy(utils.ROOT / module, home)
     copy = home / "mine.py"
     copy.write_text((utils.ROOT / f"{name}.py").read_text().replace("PANELS = [", 'PANELS = [\n    "ppo/lr",', 1))
@@ -130,7 +131,7 @@ def test_runs_that_begin_at_the_same_instant_never_share_a_folder(task, home):
 
     def begin():
         barrier.wait()
-        folders.append(utils.new_folder(Path("runs/one__name")))
+        folders.append(records.new_folder(Path("runs/one__name")))
 
     threads = [threading.Thread(target=begin) for _ in range(16)]
     for thread in threads:
@@ -215,7 +216,7 @@ def test_the_link_moves_to_the_new_run_and_the_old_ones_weights_stay(task, home)
     assert all((Path("models/synthetic") / link / "model.safetensors").is_file() for link in links)
     assert os.listdir("models/synthetic") == ["ppo"]
     shutil.rmtree(Path("models/synthetic") / links[1])  # a link to nothing is in nobody's way
-    utils.check_folders(tiny.make_args(task), ppo.SCRIPT)
+    records.check_folders(tiny.make_args(task), ppo.SCRIPT)
 
 
 @pytest.mark.parametrize("linked", ["models", "runs"])
@@ -240,12 +241,12 @@ def git(folder: Path, *words: str) -> str:
 def test_a_run_keeps_its_source_and_what_is_not_committed(task, home, tmp_path, monkeypatch):
     checkout = tmp_path / "checkout"
     checkout.mkdir()
-    for name in ("utils.py", "ppo.py"):
+    for name in ("utils.py", "tasks.py", "records.py", "ppo.py"):
         shutil.copy(utils.ROOT / name, checkout)
     git(checkout, "init", "-q")
     git(checkout, "add", ".")
     git(checkout, "commit", "-qm", "one")
-    monkeypatch.setattr(utils, "ROOT", checkout)
+    monkeypatch.setattr(records, "ROOT", checkout)
 
     clean = new_run(tiny.make_args(task), checkout / "ppo.py").folder
     record = json.loads((clean / "args.json").read_text())
@@ -267,7 +268,7 @@ def test_a_run_keeps_its_source_and_what_is_not_committed(task, home, tmp_path, 
 def test_a_machine_without_git_and_a_folder_without_a_repository_run_too(lack, task, home, tmp_path, monkeypatch):
     if lack == "git":
         monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    monkeypatch.setattr(utils, "ROOT", home)
+    monkeypatch.setattr(records, "ROOT", home)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     record = json.loads((new_run(tiny.make_args(task)).folder / "args.json").read_text())
     assert record["commit"] is None and record["changes"] is False

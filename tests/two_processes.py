@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 
 import ppo
+import records
 import rloo
 import sft
 import train_reward
@@ -135,13 +136,13 @@ def scripts(folder: Path) -> dict[str, Any]:
         )
     )
     seen: dict[str, Any] = {}
-    save = utils.Run.save
+    save = records.Run.save
 
     def spy_save(run, model, tokenizer, **heads):
         seen[run.script.stem]["weights"] = {name: value.clone() for name, value in model.state_dict().items()}
         save(run, model, tokenizer, **heads)
 
-    utils.Run.save = spy_save
+    records.Run.save = spy_save
     for script, name in ((ppo, "ppo"), (rloo, "rloo")):
         seen[name] = {"contexts": [], "responses": []}
         if script is rloo:
