@@ -266,40 +266,6 @@ TWO = {
 }
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory):
-    """On one process: every script straight, without a checkpoint; killed again and again; and stopped by a signal."""
-    jobs, seconds = [], random.Random(1)
-    for script, kills in ONE.items():
-        jobs.append(dict(script=script, name=f"{script}_straight", flags={}, kills=[]))
-        kills = [[where, n, 0] for where, n in kills]
-        jobs.append(dict(script=script, name=f"{script}_killed", flags=dict(save_every=2), kills=kills))
-    times = [["some time", seconds.uniform(0.3, 2.5), 0] for _ in range(4)]
-    jobs.append(dict(script="ppo", name="ppo_times", flags=dict(save_every=1), kills=times))
-    stops = [["SIGTERM", 5, 0], ["SIGUSR1", 8, 0]]
-    jobs.append(dict(script="ppo", name="ppo_stopped", flags={}, kills=stops, resume="latest"))
-    return run_jobs(tmp_path_factory.mktemp("one") / "home", jobs, 1)
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory):
-    """The same on two processes; a kill is of one of them."""
-    jobs = []
-    for script, kills in TWO.items():
-        jobs.append(dict(script=script, name=f"{script}_straight", flags={}, kills=[]))
-        jobs.append(dict(script=script, name=f"{script}_killed", flags=dict(save_every=2), kills=kills))
-    return run_jobs(tmp_path_factory.mktemp("two") / "home", jobs, 2)
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory):
-    """sft on three, whose sums depend on the order: 3 rows a step."""
-    jobs, sizes = [], dict(batch_size=3, block_size=4, num_epochs=3)
-    for name, kills in (("straight", []), ("killed", [["before the rename", 2, 0]])):
-        jobs.append(dict(script="sft", name=name, flags=sizes | dict(save_every=2), kills=kills))
-    return run_jobs(tmp_path_factory.mktemp("three") / "home", jobs, 3)
-
-
 def assert_same_run(runs: Path, name: str, straight: str) -> None:
     """Compared by file, so that a difference is shown and not megabytes."""
     found, expected = written(runs / name), written(runs / straight)
@@ -309,48 +275,68 @@ def assert_same_run(runs: Path, name: str, straight: str) -> None:
     assert [file for file in expected if found.get(file) != expected[file]] == [] and found.keys() == expected.keys()
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_17_a_run_that_is_killed_anywhere_and_resumed_is_the_run_that_nobody_killed(script, one):
-    """Inside the writing of a checkpoint too. Every kill really was one, and all runs but the first are resumed."""
-    assert one.ends[f"{script}_straight"] == [[0]], one.logs
-    assert one.ends[f"{script}_killed"] == [[-9] * len(ONE[script]) + [0]], one.logs
-    log = (one.folder / f"{script}_killed.0.log").read_text()
-    assert log.count("goes on after") == len(ONE[script])
-    assert_same_run(one.runs, f"{script}_killed", f"{script}_straight")
+def straight_and_killed(script: str, kills: list[list], **flags: Any) -> list[dict]:
+    """A run without a checkpoint that nobody kills, and one that is killed again and again."""
+    killed = dict(flags, save_every=2)
+    kills = [[where, n, *(rank or [0])] for where, n, *rank in kills]
+    return [
+        dict(script=script, name=f"{script}_straight", flags=flags, kills=[]),
+        dict(script=script, name=f"{script}_killed", flags=killed, kills=kills),
+    ]
 
 
-def test_17_a_run_that_is_killed_at_random_instants_too(one):
-    assert one.ends["ppo_times"][0][-1] == 0 and -9 in one.ends["ppo_times"][0], one.logs
-    assert_same_run(one.runs, "ppo_times", "ppo_straight")
+def test_17_a_run_that_is_killed_anywhere_and_resumed_is_the_run_that_nobody_killed(tmp_path):
+    """Of every script; inside the writing of a checkpoint too. Every kill really was one, and each was resumed from."""
+    jobs = [job for script, kills in ONE.items() for job in straight_and_killed(script, kills)]
+    done = run_jobs(tmp_path / "home", jobs, 1)
+    for script, kills in ONE.items():
+        assert done.ends[f"{script}_straight"] == [[0]], done.logs
+        assert done.ends[f"{script}_killed"] == [[-9] * len(kills) + [0]], done.logs
+        assert (done.folder / f"{script}_killed.0.log").read_text().count("goes on after") == len(kills)
+        assert_same_run(done.runs, f"{script}_killed", f"{script}_straight")
 
 
-def test_17_SIGTERM_and_SIGUSR1_save_at_the_end_of_the_update_and_exit_with_143(one):
-    """Without --save_every; the command that goes on is `--resume latest`."""
-    assert one.ends["ppo_stopped"] == [[143, 143, 0]], one.logs
-    log = (one.folder / "ppo_stopped.0.log").read_text()
-    assert "stopped after update 2 of 6; add  --resume runs/ppo_stopped " in log
+def test_17_random_instants_and_signals(tmp_path):
+    """SIGTERM and SIGUSR1 save at the end of the update, without --save_every, and exit with 143; on with `latest`."""
+    seconds, stops = random.Random(1), [["SIGTERM", 5, 0], ["SIGUSR1", 8, 0]]
+    times = [["some time", seconds.uniform(0.3, 2), 0] for _ in range(4)]
+    jobs = [
+        dict(script="ppo", name="straight", flags={}, kills=[]),
+        dict(script="ppo", name="times", flags=dict(save_every=1), kills=times),
+        dict(script="ppo", name="stopped", flags={}, kills=stops, resume="latest"),
+    ]
+    done = run_jobs(tmp_path / "home", jobs, 1)
+    assert done.ends["times"][0][-1] == 0 and -9 in done.ends["times"][0], done.logs
+    assert_same_run(done.runs, "times", "straight")
+    assert done.ends["stopped"] == [[143, 143, 0]], done.logs
+    log = (done.folder / "stopped.0.log").read_text()
+    assert "stopped after update 2 of 6; add  --resume runs/stopped " in log
     assert "goes on after 2 of 6" in log and "goes on after 4 of 6" in log
-    assert_same_run(one.runs, "ppo_stopped", "ppo_straight")
+    assert_same_run(done.runs, "stopped", "straight")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_17_on_two_processes_of_which_one_is_killed(script, two):
+def test_17_on_two_processes_of_which_one_is_killed(tmp_path):
     """Or gets the signal: both leave with 143."""
-    assert two.ends[f"{script}_straight"] == [[0], [0]], two.logs
-    ends = two.ends[f"{script}_killed"]
-    for i, (where, _, rank) in enumerate(TWO[script]):
-        if where.startswith("SIG"):
-            assert [ends[0][i], ends[1][i]] == [143, 143], two.logs
-        else:
-            assert ends[rank][i] == -9 and ends[1 - rank][i] != 0, two.logs
-    assert [ends[0][-1], ends[1][-1]] == [0, 0], two.logs
-    assert_same_run(two.runs, f"{script}_killed", f"{script}_straight")
+    jobs = [job for script, kills in TWO.items() for job in straight_and_killed(script, kills)]
+    done = run_jobs(tmp_path / "home", jobs, 2)
+    for script, kills in TWO.items():
+        assert done.ends[f"{script}_straight"] == [[0], [0]], done.logs
+        ends = done.ends[f"{script}_killed"]
+        for i, (where, _, rank) in enumerate(kills):
+            if where.startswith("SIG"):
+                assert [ends[0][i], ends[1][i]] == [143, 143], done.logs
+            else:
+                assert ends[rank][i] == -9 and ends[1 - rank][i] != 0, done.logs
+        assert [ends[0][-1], ends[1][-1]] == [0, 0], done.logs
+        assert_same_run(done.runs, f"{script}_killed", f"{script}_straight")
 
 
-def test_17_on_three_processes_that_add_up_in_the_same_order_behind_a_resume(three):
+def test_17_three_processes_add_up_in_the_same_order_behind_a_resume(tmp_path):
     """DDP would make other buckets behind the first step of every process, and the straight run has one such step."""
-    assert three.ends == {"straight": [[0]] * 3, "killed": [[-9, 0], [1, 0], [1, 0]]}, three.logs
-    assert_same_run(three.runs, "killed", "straight")
+    jobs = straight_and_killed("sft", [["before the rename", 2]], batch_size=3, block_size=4, num_epochs=2)
+    done = run_jobs(tmp_path / "home", jobs, 3)
+    assert done.ends == {"sft_straight": [[0]] * 3, "sft_killed": [[-9, 0], [1, 0], [1, 0]]}, done.logs
+    assert_same_run(done.runs, "sft_killed", "sft_straight")
 
 
 # ------------------------------------------------------------------------------------------- one run, looked at closely
