@@ -79,7 +79,7 @@ def test_nothing_of_the_script_is_left_dead(name, script_of):
     for word in re.findall(r"^(?:def|class) (\w+)|^([A-Z]+) = ", code, flags=re.M):
         word = word[0] or word[1]
         assert len(re.findall(rf"\b{word}\b", code)) > 1, word
-    used = code + (ROOT / "utils.py").read_text()
+    used = code + "".join((ROOT / name).read_text() for name in ("utils.py", "records.py"))
     assert not [f.name for f in fields(script.Args) if f"args.{f.name}" not in used]
 
 
@@ -311,8 +311,8 @@ def batch():
 def test_separate_critic_neither_loss_reaches_the_others_weights(script_of, tmp_path, batch, critic_from):
     policy = critic_and_policy(script_of("separate_critic"), critic_from, tmp_path)
     if critic_from == "policy":
-        torch.nn.init.normal_(policy.critic.head.weight)  # a head of zeros passes nothing on
-    for name, wanted in (("values", "critic"), ("logprobs", "lm")):
+        torch.nn.init.normal_(policy.value_head.head.weight)  # a head of zeros passes nothing on
+    for name, wanted in (("values", "value_head"), ("logprobs", "lm")):
         policy.zero_grad()
         logprobs, _, values = policy(*batch)
         ((values if name == "values" else logprobs) ** 2).sum().backward()
@@ -332,8 +332,8 @@ def test_separate_critic_starts_as_the_policys_trunk_under_a_head_of_zeros(scrip
     policy = critic_and_policy(script_of("separate_critic"), "policy", tmp_path)
     assert (policy(*batch)[2] == 0).all()
     trunk = policy.lm.base_model.state_dict()
-    assert all(torch.equal(x, trunk[name]) for name, x in policy.critic.backbone.state_dict().items())
-    assert not {p.data_ptr() for p in policy.lm.parameters()} & {p.data_ptr() for p in policy.critic.parameters()}
+    assert all(torch.equal(x, trunk[name]) for name, x in policy.value_head.backbone.state_dict().items())
+    assert not {p.data_ptr() for p in policy.lm.parameters()} & {p.data_ptr() for p in policy.value_head.parameters()}
 
 
 @pytest.mark.parametrize(("critic_lr", "expected"), [(3e-3, 3e-3), (None, 1e-2)])
@@ -341,7 +341,7 @@ def test_separate_critic_has_a_learning_rate_of_its_own(run_of, critic_lr, expec
     run = run_of("separate_critic", critic_lr=critic_lr)
     assert run.lrs == [pytest.approx(lrs) for lrs in 4 * [[1e-2, expected]] + 4 * [[5e-3, expected / 2]]]
     held = [{p.data_ptr() for p in group["params"]} for group in run.optimizer.param_groups]
-    assert held == [{p.data_ptr() for p in m.parameters()} for m in (run.policy.lm, run.policy.critic)]
+    assert held == [{p.data_ptr() for p in m.parameters()} for m in (run.policy.lm, run.policy.value_head)]
 
 
 # ---------------------------------------------------------------------------------------------------- length_penalty

@@ -123,7 +123,7 @@ def ask(number: int) -> Callable:
 
 KILLS = {  # where a process of `script` ends, at the n-th time
     "inside a checkpoint": lambda script, n: at_call(
-        utils, "save_file", n, half_a_file, lambda tensors, path, *_: path.name == "unfinished.tmp"
+        records, "save_file", n, half_a_file, lambda tensors, path, *_: path.name == "unfinished.tmp"
     ),
     "before the rename": lambda script, n: at_call(
         records, "sync", n, kill, lambda path: path.name == "unfinished.tmp"
@@ -664,7 +664,7 @@ def test_the_table_of_before_and_after_begins_with_the_first_samples_of_the_run(
 
 
 def test_processes_that_mean_different_checkpoints_stop(home, monkeypatch):
-    monkeypatch.setattr(utils, "all_max", lambda x: torch.maximum(x, torch.tensor(7)))  # what the other one has
+    monkeypatch.setattr(records, "all_max", lambda x: torch.maximum(x, torch.tensor(7)))  # what the other one has
     with raises("is runs/ran/checkpoints/00000005.safetensors here and something else to another process"):
         ppo.main(again())
 
