@@ -387,7 +387,7 @@ def check_policy(policy: nn.Module, queries: Tensor, temperature: float, acceler
     plain = accelerator.unwrap_model(policy)
     row = queries[queries != plain.pad_id][None]
     with accelerator.autocast():
-        ours = policy(queries, row)[0][0]
+        ours = policy(nn.functional.pad(queries, (3, 0), value=plain.pad_id), row)[0][0]
         logits = plain.lm(torch.cat([row, row], dim=1)).logits[0, row.shape[1] - 1 : -1].float() / temperature
     theirs = logits.log_softmax(dim=-1).gather(-1, row.T)[:, 0]
     gap, most = (ours - theirs).abs().max().item(), 0.01 if accelerator.mixed_precision == "no" else 0.5

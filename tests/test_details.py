@@ -654,6 +654,7 @@ def test_P7_statistics_are_means_over_real_tokens_whatever_the_micro_batches(scr
     steps = [{"x": x["x"], "val/ratio": x["x"], "val/ratio_spread": 2 * x["x"]} for x in (sums, other)]
     stats = script.means(steps)
     assert stats["x"].tolist() == [3, 5]
+    assert stats["val/ratio_var"].tolist() == [6 - (3 - 1) ** 2, 10 - (5 - 1) ** 2]  # E[(r − 1)²] − (E[r] − 1)²
     assert stats["val/ratio_min"].tolist() == [1, 5] and stats["val/ratio_max"].tolist() == [6, 5]
 
 

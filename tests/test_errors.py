@@ -1,5 +1,6 @@
 """Bad input gets one clear `InputError` that names the value and what would be right, before any weights are loaded."""
 
+import functools
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import pytest
 import tiny
 import torch
 from accelerate.state import AcceleratorState
-from transformers import BloomConfig
+from transformers import BloomConfig, GPT2LMHeadModel
 
 import ppo
 import rloo
@@ -582,6 +583,43 @@ def test_a_model_whose_weights_are_not_in_the_cache_names_the_next_command_too(u
     utils.go_offline_if_unreachable()
     assert utils.AutoConfig.from_pretrained("gpt2", cache_dir=tmp_path / "cache").vocab_size == tiny.VOCAB
     refuses(lambda: utils.load_lm("gpt2", tiny.config()), "gpt2", "hf download gpt2 --local-dir gpt2")
+
+
+# ------------------------------------------------------------------------- models whose forward is not what it seems
+
+
+@pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
+def test_a_policy_whose_logprobs_are_not_its_models_is_refused_at_start(script, task, tmp_path, monkeypatch):
+    """A model that scales its logits where only some are kept, and one that does not heed positions."""
+    monkeypatch.chdir(tmp_path)
+    forward = GPT2LMHeadModel.forward
+
+    @functools.wraps(forward)
+    def scaled(self, *args, logits_to_keep=0, **kwargs):
+        out = forward(self, *args, logits_to_keep=logits_to_keep, **kwargs)
+        out.logits = out.logits * (1 if isinstance(logits_to_keep, int) and logits_to_keep < 2 else 2)
+        return out
+
+    @functools.wraps(forward)
+    def unplaced(self, *args, position_ids=None, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    args = tiny.make_args(task, script, reward_fn="math:f", eval_queries=4)
+    monkeypatch.setattr(utils, "load_function", lambda spec: lambda queries, responses: [0.0] * len(queries))
+    monkeypatch.setattr(script, "load_function", utils.load_function)
+    monkeypatch.setattr("records.load_function", utils.load_function)
+    for broken in (scaled, unplaced):
+        monkeypatch.setattr(GPT2LMHeadModel, "forward", broken)
+        refuses(lambda: script.main(args), "nats off", "gpt2's own forward")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("kind", (*tiny.KINDS, "gemma2"))
+def test_the_policys_logprobs_are_its_models_for_every_kind(kind, accelerator):
+    """Gemma 2 has a soft cap behind its head."""
+    for script in (ppo, rloo):
+        policy = tiny.make_policy(kind, script=script)
+        utils.check_policy(policy, tiny.make_contexts([5], 8), 0.7, accelerator)
 
 
 # -------------------------------------------------------------------- what a launcher may set up and must not be set up

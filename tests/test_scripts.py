@@ -96,6 +96,8 @@ def test_X9_the_whole_pipeline_of_a_task_that_ends_at_eos(eos_task, tmp_path, mo
             lengths = np.minimum(np.array(ended) + 1, 12)
             assert rollout.mask.sum(dim=1).tolist() == lengths.tolist()
             assert line["objective/response_length"] == pytest.approx(lengths.mean())
+            assert line["objective/kl_per_token"] == pytest.approx(line["objective/kl"] / lengths.mean(), abs=1e-6)
+            assert line["objective/sqrt_kl"] == pytest.approx(max(line["objective/kl"], 0) ** 0.5, abs=1e-6)
             assert line["objective/ended"] == pytest.approx(np.mean(np.array(ended) < 12))
         assert read_metrics(name)[0]["objective/ended"] > 0
 
