@@ -651,7 +651,8 @@ def test_P7_statistics_are_means_over_real_tokens_whatever_the_micro_batches(scr
         sums = script.add_up(sums, {"x": torch.tensor(numbers)}, torch.tensor(mask).bool())
     assert sums["x"].tolist() == [12, 4, -1, 6]  # and minus the least, and the largest
     other = script.add_up({}, {"x": torch.tensor([5.0])}, torch.tensor([True]))
-    steps = [{"x": x["x"], "val/ratio": x["x"], "val/ratio_spread": 2 * x["x"]} for x in (sums, other)]
+    twice = torch.tensor([2.0, 1, 1, 1])  # a sum twice as large of as many numbers
+    steps = [{"x": x["x"], "val/ratio": x["x"], "val/ratio_spread": x["x"] * twice} for x in (sums, other)]
     stats = script.means(steps)
     assert stats["x"].tolist() == [3, 5]
     assert stats["val/ratio_var"].tolist() == [6 - (3 - 1) ** 2, 10 - (5 - 1) ** 2]  # E[(r − 1)²] − (E[r] − 1)²
