@@ -551,10 +551,10 @@ def main(args: Args) -> None:
 
     torch.manual_seed(args.seed)
     policy = PolicyAndValue(utils.load_lm(task.base_model), pad_id, task.temperature)
-    ref = utils.load_lm(task.base_model).to(device).eval().requires_grad_(False)
+    ref = utils.freeze(accelerator, utils.load_lm(task.base_model))
     if args.gradient_checkpointing:
         utils.checkpoint_activations(policy.lm)
-    policy, optimizer = accelerator.prepare(policy, AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps))
+    policy, optimizer = utils.prepare(accelerator, policy, AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps))
     models = Models(policy, ref, reward, ids)
     lm = accelerator.unwrap_model(policy).lm
     utils.check_policy(policy, heldout[:1].to(device), task.temperature, accelerator)
@@ -567,8 +567,7 @@ def main(args: Args) -> None:
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)
 
     def evaluation(update: int) -> dict[str, float]:
-        policy.eval()
-        with accelerator.autocast():
+        with utils.inference(accelerator, policy):
             metrics, samples = evaluate(models, lm, heldout.to(device), gold, tokenizer, args)
         run.samples(update, samples)
         return metrics
@@ -579,8 +578,7 @@ def main(args: Args) -> None:
         rng, gen = np.random.default_rng([seed, update]), utils.generator(seed, update, device)
         epochs = [rng.permutation(local_batch) for _ in range(args.num_ppo_epochs)]
 
-        policy.eval()
-        with clock("sample"), accelerator.autocast():
+        with clock("sample"), utils.inference(accelerator, policy):
             contexts = utils.add_affixes(queries, ids)
             responses = sample_all(lm, contexts, task, pad_id, gen, args.rollout_batch_size)  # G4  [B, R]
         with clock("score"), accelerator.autocast():

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tasks import InputError, check_bounds, load_function
-from utils import ROOT, TokenTable, all_max, stop_accelerator, takes_scores
+from utils import ROOT, TokenTable, all_max, shared_out, stop_accelerator, takes_scores, whole
 
 # --------------------------------------------------------------------------------------------------------- arguments
 
@@ -141,14 +141,20 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: weights[name] for name in first.values()}
 
 
-def pack_state(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
-    """`weight/<name>` and, for all that the optimizer keeps of it, `exp_avg/<name>` and so on, on the CPU; and the
+def on_host(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """All of them whole and on the CPU; none unless this process is to `keep` them. All processes have to call it."""
+    pairs = ((name, whole(x.detach())) for name, x in tensors.items())
+    return {name: x.cpu().contiguous() for name, x in pairs if keep}
+
+
+def pack_state(model: nn.Module, optimizer: Any, keep: bool) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+    """`weight/<name>` and, for all that the optimizer keeps of it, `exp_avg/<name>` and so on, see `on_host`; and the
     numbers of the optimizer's groups."""
     tensors = {}
     for name, weight in named_weights(model).items():
         for kind, x in ({"weight": weight} | optimizer.state.get(weight, {})).items():
-            tensors[f"{kind}/{name}"] = x.detach().cpu().contiguous()
-    return tensors, [{k: v for k, v in g.items() if isinstance(v, int | float)} for g in optimizer.param_groups]
+            tensors[f"{kind}/{name}"] = x
+    return on_host(tensors, keep), [{k: v for k, v in g.items() if isinstance(v, int | float)} for g in optimizer.param_groups]
 
 
 @torch.no_grad()
@@ -159,10 +165,12 @@ def unpack_state(tensors: dict[str, Tensor], groups: list[dict[str, float]], mod
         raise InputError(f"the checkpoint is of another model, see {sorted(other)[0]}")
     for name, x in tensors.items():
         kind, _, name = name.partition("/")
+        weight = weights[name]
+        x = shared_out(x, weight) if x.shape == weight.shape else x.to(weight.device)
         if kind == "weight":
-            weights[name].copy_(x)
+            weight.copy_(x)
         else:
-            optimizer.state[weights[name]][kind] = x.to(weights[name].device, copy=True)
+            optimizer.state[weight][kind] = x.clone()
     for group, numbers in zip(optimizer.param_groups, groups, strict=True):
         group.update(numbers)
 
@@ -232,14 +240,14 @@ def check_folders(args: Any, script: Path) -> None:
         raise InputError(f"{link} is a folder, but has to be free for a link to the run's weights; move it away")
 
 
-def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path, **heads: nn.Module) -> None:
-    """A folder that `from_pretrained` loads, with the tokenizer, and each head as `<name>.safetensors`: written beside
-    its final name and renamed."""
+def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path, weights: dict[str, dict[str, Tensor]]) -> None:
+    """A folder that `from_pretrained` loads, with the tokenizer; `weights` are the `model`'s own, and those of each head
+    for `<name>.safetensors`. Written beside its final name and renamed."""
     beside = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
-    model.save_pretrained(beside)
+    model.save_pretrained(beside, state_dict=weights.pop("model"))
     tokenizer.save_pretrained(beside)
-    for name, head in heads.items():
-        save_file({key: x.cpu().contiguous() for key, x in head.state_dict().items()}, beside / f"{name}.safetensors")
+    for name, head in weights.items():
+        save_file(head, beside / f"{name}.safetensors")
     try:
         beside.rename(folder)  # fails where somebody has put files meanwhile, and leaves both alone
     except OSError:
@@ -353,8 +361,8 @@ class Run:
         if step == self.total or not (due or asked):
             return
         self.saved = time.monotonic()
+        tensors, groups = pack_state(self.accelerator.unwrap_model(model), optimizer, self.main)
         if self.main:
-            tensors, groups = pack_state(self.accelerator.unwrap_model(model), optimizer)
             lengths = {name: length_of(self.folder / name) for name in ("metrics.jsonl", "samples.jsonl")}
             state = {"step": step, "rest": rest, "groups": groups, "lengths": lengths}
             write_checkpoint(self.folder / "checkpoints" / f"{step:08}.safetensors", tensors, state)
@@ -425,11 +433,11 @@ class Run:
     def save(self, model: PreTrainedModel, tokenizer: Any, **heads: nn.Module) -> None:
         """The weights into the run's folder, `models/<task>/<script>` linked to them; or into `--output_dir` alone. A
         head's are `<name>.safetensors` there."""
-        self.accelerator.wait_for_everyone()
+        weights = {n: on_host(named_weights(m), self.main) for n, m in ({"model": model} | heads).items()}
         if self.main:
             self.weights = Path(self.args.output_dir or self.folder / "model")
             self.weights.parent.mkdir(parents=True, exist_ok=True)
-            save_model(model, tokenizer, self.weights, **heads)
+            save_model(model, tokenizer, self.weights, weights)
             if not self.args.output_dir:
                 link = latest(self.args, self.script)
                 link.parent.mkdir(parents=True, exist_ok=True)

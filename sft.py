@@ -326,7 +326,7 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(
         lm.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    lm, optimizer = accelerator.prepare(lm, optimizer)
+    lm, optimizer = utils.prepare(accelerator, lm, optimizer)
     plain = accelerator.unwrap_model(lm)
 
     steps_per_epoch = len(rows) // args.batch_size
@@ -351,8 +351,9 @@ def main(args: Args) -> None:
 
     run.save(plain, tokenizer)
     done = [f"held-out perplexity: {metrics['heldout/perplexity']:.3f}"]
-    if accelerator.is_main_process:
+    with utils.inference(accelerator, lm):
         samples = continuations(plain, heldout[:64], first, tokenizer, pad_id, args)
+    if accelerator.is_main_process:
         run.samples(steps, samples[:4])
         done += [f"held-out ROUGE-L: {rouge_l(samples):.3f}"] if args.task.response_column else []
     run.finish(*done)

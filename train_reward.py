@@ -374,8 +374,8 @@ def normalise(model: RewardModel, *parts: Tensor, size: int) -> tuple[Tensor, Te
     model.bias.fill_(0)
     rewards = model.score(*parts, size=size)
     mean, variance = moments(rewards, torch.ones_like(rewards, dtype=torch.bool))
-    model.gain.copy_(1 / variance.sqrt())
-    model.bias.copy_(-model.gain * mean)
+    model.gain.fill_((1 / variance.sqrt()).item())
+    model.bias.fill_(-(1 / variance.sqrt() * mean).item())
     return mean, variance.sqrt()
 
 
@@ -553,7 +553,7 @@ def main(args: Args) -> None:
     model = new_reward_model(task.base_model, pad_id)
     if args.gradient_checkpointing:
         utils.checkpoint_activations(model)
-    model, optimizer = accelerator.prepare(model, AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps))
+    model, optimizer = utils.prepare(accelerator, model, AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps))
     plain = accelerator.unwrap_model(model)
     read = utils.reward_reader(plain, tokenizer, policy_tokenizer, policy_pad)  # X13
     with accelerator.autocast():
@@ -570,7 +570,7 @@ def main(args: Args) -> None:
         with clock("optimise"):
             set_lr(optimizer, lr := anneal(args.lr, done, args.num_labels))  # G5
             stats = train_step(model, optimizer, batch, pad_id, args, accelerator)
-        stats |= {"gain": plain.gain.detach(), "bias": plain.bias.detach()}
+        stats |= {"gain": utils.whole(plain.gain)[0], "bias": utils.whole(plain.bias)[0]}
         metrics = utils.mean_over_processes(stats, device) | {"lr": lr} | clock.pop()
         run.log(step, metrics, {"loss": "loss", "accuracy": "accuracy"})
         run.checkpoint(step + 1, model, optimizer)

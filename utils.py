@@ -27,7 +27,10 @@ import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import StaticCache
 
@@ -386,7 +389,7 @@ def check_policy(policy: nn.Module, queries: Tensor, temperature: float, acceler
     unless a model computes something of its own behind or besides its head. Errors: `InputError` where they are not."""
     plain = accelerator.unwrap_model(policy)
     row = queries[queries != plain.pad_id][None]
-    with accelerator.autocast():
+    with inference(accelerator, policy):
         ours = policy(nn.functional.pad(queries, (3, 0), value=plain.pad_id), row)[0][0]
         logits = plain.lm(torch.cat([row, row], dim=1)).logits[0, row.shape[1] - 1 : -1].float() / temperature
     theirs = logits.log_softmax(dim=-1).gather(-1, row.T)[:, 0]
@@ -471,8 +474,8 @@ class RewardModel(PreTrainedModel):
         super().__init__(config)
         self.backbone = backbone or AutoModel.from_config(without_dropout(config.backbone))
         self.head = Float32Head(config.backbone.hidden_size, 1)
-        self.gain = nn.Parameter(torch.ones(()))
-        self.bias = nn.Parameter(torch.zeros(()))
+        self.gain = nn.Parameter(torch.ones(1))  # [1], since FSDP2 shards no scalar
+        self.bias = nn.Parameter(torch.zeros(1))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -578,8 +581,9 @@ def text_scores(
 
 REFUSED = {  # what a launcher may set up that would silently change the mathematics: environment variable → why
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed takes an optimizer step inside every backward, so at each micro-batch",
-    "ACCELERATE_USE_FSDP": "weights that are sharded cannot be sampled from yet",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM has models and optimizers of its own",
+    "FSDP_OFFLOAD_PARAMS": "weights on the host are not sampled from",
+    "FSDP_ACTIVATION_CHECKPOINTING": "the scripts have --gradient_checkpointing, for every kind of run",
 }
 
 
@@ -588,7 +592,7 @@ def start_accelerator(args: Any) -> Accelerator:
     asks for what would silently change the mathematics."""
     for name, why in REFUSED.items():
         if os.environ.get(name, "false").lower() in ("true", "1"):
-            raise InputError(f"{name}: {why}; use `accelerate launch --multi_gpu`")
+            raise InputError(f"{name}: {why}; use `accelerate launch --config_file` with a file of configs/")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     expected = int(os.environ.get("WORLD_SIZE", 1))
@@ -611,8 +615,64 @@ def start_accelerator(args: Any) -> Accelerator:
             f"the launcher asked for several processes and this one sees {accelerator.num_processes}; on a CPU use "
             f"`ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {max(expected, 2)}`"
         )
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1"):
+        if not accelerator.is_fsdp2:
+            got = "FSDP 1" if accelerator.distributed_type == "FSDP" else accelerator.distributed_type.value
+            raise InputError(
+                f"FSDP was asked for and {got} came up, as it does on a CPU or without --fsdp_version 2; "
+                "use `accelerate launch --config_file configs/fsdp2.yaml` on GPUs"
+            )
+        plugin = accelerator.state.fsdp_plugin
+        plugin.mixed_precision_policy = MixedPrecisionPolicy()  # fp32 weights under autocast, just as under DDP
+        plugin.cpu_ram_efficient_loading = False  # it leaves every model empty on all processes but one
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     return accelerator
+
+
+def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    """`accelerator.prepare` for DDP, and for FSDP2, which shards block by block and has to know what a block is."""
+    if accelerator.is_fsdp2:
+        model._no_split_modules = getattr(model, "lm", model)._no_split_modules
+        model.forward = accelerator.autocast()(model.forward)  # DDP's wrapper does so itself
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if accelerator.is_fsdp2:
+        model.set_reshard_after_forward(True)  # of the root too: between two forwards weights are always in shards
+    return model, optimizer
+
+
+def freeze(accelerator: Accelerator, model: PreTrainedModel) -> PreTrainedModel:
+    """A model that never learns, on this process's device; under FSDP2 sharded as the one that learns is."""
+    model = model.eval().requires_grad_(False)
+    return fsdp2_prepare_model(accelerator, model) if accelerator.is_fsdp2 else model.to(accelerator.device)
+
+
+@contextmanager
+def inference(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, in the run's precision. Under FSDP2 every process holds all weights meanwhile: the language model
+    in a policy can be called by itself, token by token; `model` has to have been called once before."""
+    model.eval()
+    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in shards:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    with accelerator.autocast():
+        yield
+    for module in shards:
+        module.set_reshard_after_forward(True, recurse=False)
+        module.reshard()
+
+
+def whole(x: Tensor) -> Tensor:
+    """What FSDP2 has shared out over the processes, which all have to ask for it; any other tensor as it is."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def shared_out(x: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `whole` where `like` is sharded: this process's part of `x`, which all of them have."""
+    if not isinstance(like, DTensor):
+        return x.to(like.device)
+    return distribute_tensor(x.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def stop_accelerator(accelerator: Accelerator) -> None:

@@ -32,7 +32,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("G6", "ppo.py", "seed = args.seed + 100003 * accelerator.process_index", "seed = args.seed"),
     ("R1", "utils.py", "columns, 0).amax(dim=1)", "columns, 0).amax(dim=1).amax().expand(len(tokens))"),
     ("R2", "utils.py", "std=1 / math.sqrt(module.in_features + 1)", "std=0.02"),
-    ("R3", "train_reward.py", "model.gain.copy_(1 / variance.sqrt())", "model.gain.copy_(1 / variance)"),
+    ("R3", "train_reward.py", "model.gain.fill_((1 / variance.sqrt())", "model.gain.fill_((1 / variance)"),
     ("R4", "train_reward.py", 'F.cross_entropy(rewards, labels.best[rows], reduction="sum")', "-rewards[:, 0].sum()"),
     ("P1", "ppo.py", "F.log_softmax(logits.float() / temperature", "F.log_softmax(logits.float()"),
     ("P2", "ppo.py", "nn.init.zeros_(self.value_head.weight)", "nn.init.ones_(self.value_head.weight)"),

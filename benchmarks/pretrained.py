@@ -37,7 +37,7 @@ def convert(out: Path) -> None:
     copy = LlamaForCausalLM(read.config)
     copy.load_state_dict(read.state_dict())
     out.parent.mkdir(parents=True, exist_ok=True)
-    records.save_model(copy, tokenizer, out)
+    records.save_model(copy, tokenizer, out, {"model": copy.state_dict()})
 
     saved = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     inputs = AutoTokenizer.from_pretrained(out)(PROMPT, return_tensors="pt")

@@ -93,7 +93,7 @@ def golden_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             value.detach().squeeze(0)
             if name.endswith("_head.weight")
             else value.detach().squeeze()
-            if name.endswith("_head.bias")
+            if name.endswith(("_head.bias", "_norm.gain", "_norm.bias"))
             else value.detach()
         )
     return out

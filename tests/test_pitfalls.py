@@ -556,7 +556,7 @@ def test_18_a_saved_policy_loads_as_a_language_model_with_the_same_logits_and_ti
     optimizer.step()
     lm = accelerator.unwrap_model(policy).lm
     tokenizer = utils.load_tokenizer(task, task.response_length)[0]
-    records.save_model(lm, tokenizer, tmp_path / "saved")
+    records.save_model(lm, tokenizer, tmp_path / "saved", {"model": lm.state_dict()})
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     tokens = torch.arange(1, 9)[None]

@@ -671,7 +671,7 @@ def test_processes_that_mean_different_checkpoints_stop(home, monkeypatch):
 
 def test_weights_of_another_model_are_refused_by_name(tmp_path):
     model, other = torch.nn.Linear(2, 1), torch.nn.Sequential(torch.nn.Linear(2, 1))
-    packed = records.pack_state(model, torch.optim.AdamW(model.parameters()))
+    packed = records.pack_state(model, torch.optim.AdamW(model.parameters()), keep=True)
     with pytest.raises(utils.InputError, match="another model, see 0.bias"):
         records.unpack_state(*packed, other, torch.optim.AdamW(other.parameters()))
 
