@@ -1,0 +1,383 @@
+"""Does a script compute the same whatever it runs on? For a copy of yours, before it goes to a cluster:
+
+    python benchmarks/same.py                       # ppo.py and rloo.py
+    python benchmarks/same.py mine.py --only fsdp2
+
+Launches it on tiny models on the CPU: again, in other micro-batches, on 1, 2 and 4 processes, sharded by FSDP2, killed and
+resumed, in bf16. Every run has the same queries, random numbers and minibatches: four shares, each drawn as a process
+of its own would draw it (G6), however few processes have them. Prints for each whether weights, optimizer, metrics and
+samples after every update are equal to the bit, equal within rounding, or the first that is not. Exit code 1 if one is
+not what it should be.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {"TQDM_DISABLE": "1"}
+
+import datasets  # noqa: E402
+import numpy as np  # noqa: E402
+import tiny  # noqa: E402
+import torch  # noqa: E402
+import tyro  # noqa: E402
+from accelerate.state import AcceleratorState, PartialState  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import records  # noqa: E402
+import utils  # noqa: E402
+
+SHARES = 4  # of a batch; 1, 2 or 4 processes have them
+ROUNDING = 1e-6  # most that a weight may be off after three updates or more; 1000 times that for anything else
+SIZES = dict(total_episodes=48, batch_size=16, num_minibatches=2, num_ppo_epochs=2, micro_batch_size=3, rloo_k=2)
+SIZES |= dict(rollout_batch_size=5, eval_queries=4, eval_every=2, kl_horizon=20, lr=3e-4)
+OTHERS = {  # where a script has other fields than ppo.py
+    "num_labels": dict(num_labels=16, batch_size=4, normalize_samples=16, rollout_batch_size=16, micro_batch_size=3),
+    "num_heldout": dict(num_heldout=4, batch_size=8, num_epochs=4, micro_batch_size=3, eval_every=2, lr=1e-4),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a script is run."""
+
+    processes: int = 1
+    fsdp2: bool = False
+    precision: str = "no"
+    killed: bool = False
+    """after the second update; then resumed"""
+    flags: tuple[tuple[str, Any], ...] = ()
+    then_ddp: bool = False
+    """resumed so"""
+    once_more: bool = False
+
+
+STEP = (("num_ppo_epochs", 1), ("num_minibatches", 1))  # one optimizer step an update: all its ratios are first ones
+COLUMNS = {  # name: a way, the way that it has to be equal to, and whether to the bit
+    "again": (Way(once_more=True), Way(), True),
+    "micro-batches of 1": (Way(flags=(("micro_batch_size", 1),)), Way(), False),
+    "micro-batches of 16": (Way(flags=(("micro_batch_size", 16),)), Way(), False),
+    "2 processes": (Way(2), Way(), False),
+    "4 processes": (Way(4), Way(), False),
+    "resumed": (Way(killed=True), Way(), True),
+    "2 processes, resumed": (Way(2, killed=True), Way(2), True),
+    "fsdp2": (Way(2, fsdp2=True), Way(2), False),
+    "fsdp2, resumed": (Way(2, fsdp2=True, killed=True), Way(2, fsdp2=True), True),
+    "fsdp2, resumed without": (Way(2, fsdp2=True, killed=True, then_ddp=True), Way(2), False),
+    "bf16, first ratio": (Way(2, precision="bf16", flags=STEP), None, True),
+    "bf16, fsdp2, first ratio": (Way(2, fsdp2=True, precision="bf16", flags=STEP), None, True),
+}
+
+
+@dataclass(frozen=True)
+class Args:
+    """Whether scripts compute the same whatever they run on."""
+
+    scripts: tyro.conf.Positional[tuple[Path, ...]] = (ROOT / "ppo.py", ROOT / "rloo.py")
+    """files with `Args` and `main`, such as a changed copy of ppo.py"""
+    only: tuple[str, ...] = ()
+    """names of columns; empty: all"""
+    kind: str = "gpt2"
+    """of model, see `KINDS` in tests/tiny.py"""
+
+
+def load(path: Path) -> ModuleType:
+    """A script as a module of its own."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def settings(module: ModuleType, folder: Path, way: Way, name: str, kind: str) -> Any:
+    """Arguments of three updates or more, of an EOS task where responses are of uneven length."""
+    task = tiny.eos_task(tiny.make_task(base_model=str(folder / "task" / "model")), folder / "task")
+    names = {field.name for field in fields(module.Args)}
+    other = next((values for field, values in OTHERS.items() if field in names), {})
+    values = SIZES | other | dict(way.flags) | dict(reward_model=str(folder / "reward"), save_every=1)
+    values |= dict(resume=f"runs/{name}") if (Path("runs") / name).exists() else dict(run_name=name)
+    return module.Args(task=task, **{key: value for key, value in values.items() if key in names})
+
+
+def write_files(folder: Path, kind: str) -> None:
+    """A random model that ends some of its responses, its data, a random reward model."""
+    task = tiny.write_task(folder / "task", kind)
+    lm = AutoModelForCausalLM.from_pretrained(task.base_model)
+    with torch.no_grad():
+        lm.get_output_embeddings().weight[lm.config.eos_token_id] *= 4
+    lm.save_pretrained(task.base_model)
+    tiny.write_reward(folder / "reward", kind)
+
+
+# ------------------------------------------------------------------------------------------------- inside one process
+
+
+def shard_on_a_cpu() -> None:
+    """On a CPU accelerate makes DDP of FSDP2, without a word: put its own FSDP2 code in its place."""
+    init = AcceleratorState.__init__
+
+    def forced(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **more: Any) -> None:
+        init(self, *args, fsdp_plugin=fsdp_plugin, **more)
+        if fsdp_plugin is not None:
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+
+    AcceleratorState.__init__ = forced
+
+
+def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> None:
+    """Queries, random numbers and minibatches of this process: those of its shares, laid out as it lays out its own."""
+    each, k = SHARES // processes, getattr(args, "rloo_k", 1)
+    seeds = [args.seed + 100003 * share for share in range(rank * each, (rank + 1) * each)]
+    mine, step = seeds[0] if each == 1 else args.seed + 100003 * rank, [0]
+    rows_of_step, generator, sample_all = utils.rows_of_step, utils.generator, module.sample_all
+    default_rng, shared = np.random.default_rng, [True]
+
+    def place(share: int, local: np.ndarray, rows: int) -> np.ndarray:
+        """Rows of a share [K · p] among the process's `rows` [K · shares · p]."""
+        p = rows // each // k
+        return local // p * (each * p) + share * p + local % p
+
+    def all_rows(n: int, size: int, at: int, seed: int) -> np.ndarray:
+        shared[0] = False
+        rows = np.concatenate([rows_of_step(n, size // each, at, seed) for seed in seeds])
+        shared[0] = True
+        return rows
+
+    def remember(seed: int, at: int, device: Any) -> torch.Generator:
+        step[0] = at
+        return generator(seed, at, device)
+
+    def sample_shares(lm: Any, contexts: torch.Tensor, task: Any, pad_id: int, gen: Any, size: int) -> torch.Tensor:
+        if not shared[0]:
+            return sample_all(lm, contexts, task, pad_id, gen, size)
+        out = torch.empty(len(contexts), task.response_length, dtype=torch.long)
+        for share, seed in enumerate(seeds):
+            rows = place(share, np.arange(len(contexts) // each), len(contexts))
+            gen = generator(seed, step[0], contexts.device)
+            out[rows] = sample_all(lm, contexts[rows], task, pad_id, gen, size)
+        return out
+
+    class Permutations:
+        """In place of a process's generator of minibatches."""
+
+        def __init__(self, at: int):
+            self.each = [default_rng([seed, at]) for seed in seeds]
+
+        def permutation(self, rows: int) -> np.ndarray:
+            orders = [rng.permutation(rows // each).reshape(args.num_minibatches, -1) for rng in self.each]
+            return np.concatenate(
+                [place(i, order[m], rows) for m in range(args.num_minibatches) for i, order in enumerate(orders)]
+            )
+
+    def rng(seed: Any = None) -> Any:
+        own = shared[0] and isinstance(seed, list) and seed[0] == mine
+        return Permutations(seed[1]) if own else default_rng(seed)
+
+    def on_all(function: Any) -> Any:  # evaluations: every process does the same
+        def alone(*arguments: Any, **more: Any) -> Any:
+            shared[0] = False
+            result = function(*arguments, **more)
+            shared[0] = True
+            return result
+
+        return alone
+
+    utils.rows_of_step, utils.generator, module.sample_all = all_rows, remember, sample_shares
+    for name in {"evaluate", "continuations"} & set(vars(module)):
+        setattr(module, name, on_all(getattr(module, name)))
+    if hasattr(args, "num_minibatches"):
+        np.random.default_rng = rng
+
+
+def keep_states(stop_after: int | None) -> None:
+    """Weights and optimizer of every update into the run's folder; end without a word after one of them."""
+    checkpoint = records.Run.checkpoint
+
+    def keep(run: records.Run, step: int, model: Any, optimizer: Any, rest: Any = None) -> None:
+        tensors, _ = records.pack_state(run.accelerator.unwrap_model(model), optimizer, run.main)
+        if run.main:
+            save_file(tensors, run.folder / f"state{step}.safetensors")
+        checkpoint(run, step, model, optimizer, rest)
+        if step == stop_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    records.Run.checkpoint = keep
+
+
+def fork(path: Path, folder: Path, way: Way, name: str, kind: str, rank: int, port: int, stop: int | None) -> int:
+    """One process of a run; its id."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        random.seed(), np.random.seed(), torch.seed()  # a script that draws from them draws something else each time
+        out = os.open(folder / f"{name}.{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(out, 1), os.dup2(out, 2)
+        os.chdir(folder)
+        os.environ |= {"ACCELERATE_MIXED_PRECISION": way.precision}
+        if way.processes > 1:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(way.processes)}
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if way.fsdp2 and not (way.then_ddp and stop is None):
+            os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+            os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
+            shard_on_a_cpu()
+        module = load(path)
+        args = settings(module, folder, way, name, kind)
+        draw_by_share(module, args, rank, way.processes)
+        keep_states(stop)
+        module.main(args)
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+
+
+# ------------------------------------------------------------------------------------------------------- beside it all
+
+
+def wait(pids: list[int], seconds: float) -> list[int]:
+    """How processes ended, as `subprocess` says it; one that failed is the end of the others, a while later."""
+    codes, end = {}, time.monotonic() + seconds
+    while len(codes) < len(pids):
+        for pid in set(pids) - set(codes):
+            if (done := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[pid] = os.waitstatus_to_exitcode(done[1])
+                end = end if codes[pid] == 0 else min(end, time.monotonic() + 10)
+            elif time.monotonic() > end:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return [codes[pid] for pid in pids]
+
+
+def run(path: Path, folder: Path, way: Way, name: str, kind: str) -> str | None:
+    """A run from its beginning to its end; what went wrong."""
+    for stop in (2, None) if way.killed else (None,):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        pids = [fork(path, folder, way, name, kind, rank, port, stop) for rank in range(way.processes)]
+        codes = wait(pids, 120)
+        if set(codes) != {-signal.SIGKILL if stop else 0}:
+            rank = next((i for i, code in enumerate(codes) if code not in (0, -signal.SIGKILL)), 0)
+            lines = (folder / f"{name}.{rank}.log").read_text().split("\nTraceback")[-1].strip().splitlines()
+            return next((x.strip() for x in reversed(lines) if "Error" in x), f"ended with {codes}")
+    return None
+
+
+def written(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Of every update: what the model and its optimizer were; of every line: metrics and samples, times aside."""
+    states = sorted(folder.glob("state*.safetensors"), key=lambda path: int(path.stem.removeprefix("state")))
+    out = {"after update": [load_file(path) for path in states]}
+    for name, x in ((name, x) for state in out["after update"] for name, x in state.items()):
+        if (
+            name.endswith("c_attn.bias") and x.ndim
+        ):  # of GPT-2: a key's bias changes nothing, its gradient is rounding alone
+            x.view(3, -1)[1] = 0
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        text = (folder / name).read_text() if (folder / name).exists() else ""
+        lines = [json.loads(line) for line in text.splitlines()]
+        out[f"{name}, line"] = [{k: v for k, v in line.items() if "time/" not in k} for line in lines]
+    return out
+
+
+def difference(ours: Path, theirs: Path) -> tuple[float, str]:
+    """The largest difference of a weight, 0 only where everything is equal; and the first that is more than rounding,
+    also of anything else, relative to what it is a part of."""
+    a, b, largest = written(ours), written(theirs), 0.0
+    if not a["after update"]:
+        return float("inf"), "the script never calls run.checkpoint"
+    for kind in b:
+        if len(a[kind]) != len(b[kind]):
+            return float("inf"), f"{kind}s: {len(a[kind])} and {len(b[kind])}"
+        for at, (x, y) in enumerate(zip(a[kind], b[kind], strict=True), start=1):
+            if x.keys() != y.keys():
+                return float("inf"), f"{kind} {at}: {sorted(x.keys() ^ y.keys())[0]} is in one only"
+            for name in y:
+                if isinstance(y[name], str):
+                    gap, unit = (0.0 if x[name] == y[name] else float("inf")), 1
+                else:
+                    ours_, theirs_ = (torch.as_tensor(z).double() for z in (x[name], y[name]))
+                    unit = 1 if name.startswith("weight/") else 1000 * max(1e-2, theirs_.abs().max().item())
+                    gap = (ours_ - theirs_).abs().max().item() / unit
+                if not gap <= ROUNDING:
+                    return gap, f"{kind} {at}: {name} is off by {gap * unit:.1g}"
+                largest = max(largest, gap)
+    return largest, ""
+
+
+def first_ratio(folder: Path) -> str:
+    """What is not 1 of the ratios before the only optimizer step of each update; the script's name of it may be another."""
+    lines = written(folder)["metrics.jsonl, line"]
+    found = {name: line[name] for line in lines for name in line if "val/ratio_m" in name and line[name] != 1}
+    if not any("val/ratio_min" in name for line in lines for name in line):
+        return "no metric val/ratio_min"
+    return ", ".join(f"{name} is {value}" for name, value in found.items())
+
+
+def table(script: Path, kind: str, only: tuple[str, ...] = ()) -> dict[str, tuple[bool, str]]:
+    """Prints a line a column, and returns them: whether it is as it should be, and what was found."""
+    print(f"{script.name}, {kind}", flush=True)
+    found: dict[str, tuple[bool, str]] = {}
+    with tempfile.TemporaryDirectory() as home:
+        folder, done = Path(home), {}
+        datasets.config.HF_DATASETS_CACHE = folder / "cache"
+        write_files(folder, kind)
+        has_ratio = "num_minibatches" in script.read_text()
+        for column, (way, other, to_the_bit) in COLUMNS.items():
+            if only and column not in only or other is None and not has_ratio:
+                continue
+            for each in {other, way} - {None} - set(done):
+                done[each] = f"run{len(done)}", run(script.resolve(), folder, each, f"run{len(done)}", kind)
+            (name, error), text = done[way], "exactly 1"
+            if other is None:
+                error = error or first_ratio(folder / "runs" / name)
+            else:
+                error = error or done[other][1]
+                if not error:
+                    gap, error = difference(folder / "runs" / name, folder / "runs" / done[other][0])
+                    text = "equal to the bit" if gap == 0 else f"weights equal to {gap:.0e}"
+                    error = error or (f"{text}, and has to be to the bit" if gap and to_the_bit else "")
+            found[column] = not error, error or text
+            print(f"  {column:26} {'✗' if error else '✓'} {error or text}", flush=True)
+    return found
+
+
+def warm_up() -> None:
+    """What every run needs, once and not in every fork."""
+    for module in ("rich.progress", "rich.table", "torch.utils.tensorboard", "matplotlib.pyplot"):
+        importlib.import_module(module)
+    torch.set_num_threads(1)
+
+
+def main(args: Args) -> None:
+    """A table for each script."""
+    warm_up()
+    tables = [table(script, args.kind, args.only) for script in args.scripts]
+    sys.exit(not all(fine for lines in tables for fine, _ in lines.values()))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
