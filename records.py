@@ -154,7 +154,9 @@ def pack_state(model: nn.Module, optimizer: Any, keep: bool) -> tuple[dict[str, 
     for name, weight in named_weights(model).items():
         for kind, x in ({"weight": weight} | optimizer.state.get(weight, {})).items():
             tensors[f"{kind}/{name}"] = x
-    return on_host(tensors, keep), [{k: v for k, v in g.items() if isinstance(v, int | float)} for g in optimizer.param_groups]
+    return on_host(tensors, keep), [
+        {k: v for k, v in g.items() if isinstance(v, int | float)} for g in optimizer.param_groups
+    ]
 
 
 @torch.no_grad()

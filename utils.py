@@ -442,10 +442,13 @@ def check_memory(config: PretrainedConfig, each: int, what: str, device: torch.d
     sizes = [(count_parameters(config), each, what)]
     if args and (reward := reward_config(args)):
         sizes.append((count_parameters(reward), 4, "reward model"))
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1"):
+        each = min(each, each / int(os.environ.get("WORLD_SIZE", 1)) + 4)  # its share, and all weights while sampling
+        sizes[0] = sizes[0][0], each, what
     needed = sum(parameters * each for parameters, each, _ in sizes) / 2**30
     there = torch.cuda.get_device_properties(device).total_memory / 2**30
     if needed > there:
-        words = " and ".join(f"{n / 1e9:.2f}e9 parameters × {each} bytes ({name})" for n, each, name in sizes)
+        words = " and ".join(f"{n / 1e9:.2f}e9 parameters × {each:g} bytes ({name})" for n, each, name in sizes)
         raise InputError(
             f"{words} are {needed:.0f} GiB before any activation, and {device} has {there:.0f} GiB; use a smaller model"
         )
@@ -592,7 +595,7 @@ def start_accelerator(args: Any) -> Accelerator:
     asks for what would silently change the mathematics."""
     for name, why in REFUSED.items():
         if os.environ.get(name, "false").lower() in ("true", "1"):
-            raise InputError(f"{name}: {why}; use `accelerate launch --config_file` with a file of configs/")
+            raise InputError(f"{name}: {why}; use `accelerate launch --config_file configs/ddp.yaml`, or fsdp2.yaml")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     expected = int(os.environ.get("WORLD_SIZE", 1))

@@ -19,6 +19,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -127,8 +128,8 @@ def write_files(folder: Path, kind: str) -> None:
 # ------------------------------------------------------------------------------------------------- inside one process
 
 
-def shard_on_a_cpu() -> None:
-    """On a CPU accelerate makes DDP of FSDP2, without a word: put its own FSDP2 code in its place."""
+def shard_on_a_cpu(put: Callable = setattr) -> None:
+    """On a CPU accelerate makes DDP of FSDP2, without a word: `put` its own FSDP2 code in its place."""
     init = AcceleratorState.__init__
 
     def forced(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **more: Any) -> None:
@@ -139,7 +140,7 @@ def shard_on_a_cpu() -> None:
             if self._mixed_precision != "no":
                 fsdp_plugin.set_mixed_precision(self._mixed_precision)
 
-    AcceleratorState.__init__ = forced
+    put(AcceleratorState, "__init__", forced)
 
 
 def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> None:

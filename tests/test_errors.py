@@ -26,6 +26,7 @@ import sft
 import tasks
 import train_reward
 import utils
+from benchmarks.same import shard_on_a_cpu
 
 pytestmark = pytest.mark.usefixtures("accelerator")  # start_accelerator then finds one CPU process
 
@@ -643,15 +644,25 @@ def launcher(monkeypatch):
 LAUNCHED = {  # environment → what the error names
     ("ACCELERATE_MIXED_PRECISION", "fp16"): ("fp16", "--mixed_precision bf16"),
     ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"): ("gradient_accumulation_steps=4", "--micro_batch_size"),
-    ("ACCELERATE_USE_DEEPSPEED", "true"): ("DeepSpeed", "accelerate launch --multi_gpu"),
-    ("ACCELERATE_USE_FSDP", "true"): ("sharded", "accelerate launch --multi_gpu"),
-    ("ACCELERATE_USE_MEGATRON_LM", "true"): ("Megatron", "accelerate launch --multi_gpu"),
+    ("ACCELERATE_USE_DEEPSPEED", "true"): ("DeepSpeed", "accelerate launch --config_file configs/ddp.yaml"),
+    ("ACCELERATE_USE_FSDP", "true"): ("FSDP was asked for and NO came up", "configs/fsdp2.yaml"),
+    ("FSDP_OFFLOAD_PARAMS", "true"): ("FSDP_OFFLOAD_PARAMS", "accelerate launch --config_file configs/ddp.yaml"),
+    ("FSDP_ACTIVATION_CHECKPOINTING", "true"): (
+        "--gradient_checkpointing",
+        "accelerate launch --config_file configs/ddp.yaml",
+    ),
+    ("ACCELERATE_USE_MEGATRON_LM", "true"): ("Megatron", "accelerate launch --config_file configs/ddp.yaml"),
 }
 
 
 @pytest.mark.parametrize("env", LAUNCHED)
 def test_what_would_silently_change_the_mathematics_is_refused_by_name(env, launcher):
     refuses(lambda: launcher(**dict([env])), *LAUNCHED[env])
+
+
+def test_fsdp_1_is_refused_with_what_works(launcher, monkeypatch):
+    shard_on_a_cpu(monkeypatch.setattr)
+    refuses(lambda: launcher(ACCELERATE_USE_FSDP="true", FSDP_VERSION="1"), "FSDP 1 came up", "--fsdp_version 2")
 
 
 def test_bf16_and_fp32_are_started_and_tf32_is_a_flag(launcher):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from accelerate.state import AcceleratorState
 from conftest import read_metrics
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -187,6 +188,30 @@ def test_the_evaluation_is_of_queries_that_training_never_sees_with_the_same_ran
     assert len(seen) == (30 if script is ppo else 20) and not seen & {tuple(row) for row in heldout.tolist()}
     lines = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
     assert [line["eval/scores"] for line in lines] == [metrics[0]["eval/scores"]] * 3
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
+def test_33_with_a_learning_rate_of_0_nothing_drifts_over_a_hundred_updates(
+    script, precision, task, tmp_path, monkeypatch
+):
+    """The policy stays the reference; the same held-out queries give the same numbers, to the bit."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    AcceleratorState._reset_state(True)
+    script.main(small(script, replace(task, truncate_token=None), "run", lr=0.0, total_episodes=800, eval_every=50))
+    AcceleratorState._reset_state(True)
+    lines = read_metrics("run")
+    assert len(lines) == 100
+    rounding = 1e-4 if precision == "no" else 0.05
+    for name in ("ppo/val/ratio_min", "ppo/val/ratio_max"):
+        assert all(abs(line[name] - 1) < rounding for line in lines)
+    assert all(abs(line["objective/kl"]) < rounding for line in lines)
+    assert {k: v for k, v in lines[0].items() if "eval/" in k} == {k: v for k, v in lines[50].items() if "eval/" in k}
+    assert "eval/scores" in lines[50]
+    before = utils.load_lm(task.base_model).state_dict()
+    after = load_file("run_model/model.safetensors")
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
 @pytest.mark.parametrize("script", [sft, train_reward, ppo, rloo])

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Two nodes of eight GPUs under Slurm. Pre-empted, or five minutes before its time is up, the run writes a checkpoint and
+# leaves; the job is queued again under its number and goes on where it was, to the same numbers.
+#     sbatch configs/slurm.sh ppo.py --task tldr
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+set -u
+name="slurm-$SLURM_JOB_ID"
+if compgen -G "runs/$name/checkpoints/*.safetensors" > /dev/null; then
+    set -- "$@" --resume "runs/$name"
+elif [ -e "runs/$name" ]; then # ended before its first checkpoint
+    mv "runs/$name" "runs/$name-$(date +%s)"
+    set -- "$@" --run_name "$name"
+else
+    set -- "$@" --run_name "$name"
+fi
+export WORLD_SIZE="$SLURM_NTASKS" MASTER_PORT="${MASTER_PORT:-29500}" ACCELERATE_MIXED_PRECISION=bf16
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR
+# sharded: export ACCELERATE_USE_FSDP=true FSDP_VERSION=2 FSDP_AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP
+
+trap : USR1 TERM # they are for the run, which leaves with exit code 143
+# a process for each GPU and no launcher between, so that signals reach every one of them
+srun --kill-on-bad-exit=1 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec python "$@"' - "$@" --save_minutes 30
+code=$?
+if [ "$code" -eq 143 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
