@@ -3,6 +3,7 @@
 Machinery like `utils.py`, which it builds on; no algorithm, and no experiment changes it.
 """
 
+import atexit
 import filecmp
 import hashlib
 import json
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tasks import InputError, check_bounds, load_function
+from tasks import WHERE, InputError, RunError, check_bounds, check_writable, load_function, writing
 from utils import ROOT, TokenTable, all_max, stop_accelerator, takes_scores
 
 # --------------------------------------------------------------------------------------------------------- arguments
@@ -130,8 +132,9 @@ def fingerprints(args: Any, data: tuple[TokenTable | Tensor, ...]) -> dict[str, 
     if reads_reward and not args.reward_model:
         names["reward_model"] = f"models/{args.task.task}/train_reward"
     paths = {name: Path(re.sub(r"(?<=\.py):.*", "", value)) for name, value in names.items() if value}
-    found = {f"contents of {name}": sha256(path) for name, path in paths.items() if path.exists()}
-    return found | {"contents of the data": sha256(*data)}
+    found = {f"contents of {name} {path}": sha256(path)[:16] for name, path in paths.items() if path.exists()}
+    sources = args.task.query_dataset + f" and {args.task.label_dataset}" * hasattr(args, "num_labels")
+    return found | {f"contents of the data of {sources}": sha256(*data)[:16]}
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -176,12 +179,13 @@ def checksum(state: str, tensors: dict[str, Tensor]) -> str:
 def write_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
     """One safetensors file, `state` as JSON in its header; whole or not there, whenever the process is killed. Only the
     newest `KEPT` stay."""
-    path.parent.mkdir(exist_ok=True)
     beside, text = path.parent / "unfinished.tmp", json.dumps(state)
-    save_file(tensors, beside, {"state": text, "sha256": checksum(text, tensors)})
-    sync(beside)
-    os.replace(beside, path)
-    sync(path.parent)
+    with writing(path, beside):
+        path.parent.mkdir(exist_ok=True)
+        save_file(tensors, beside, {"state": text, "sha256": checksum(text, tensors)})
+        sync(beside)
+        os.replace(beside, path)
+        sync(path.parent)
     for old in sorted(path.parent.glob("*.safetensors"))[:-KEPT]:
         old.unlink()
 
@@ -221,25 +225,36 @@ def latest(args: Any, script: Path) -> Path:
 
 
 def check_folders(args: Any, script: Path) -> None:
-    """Nothing that is there is ever overwritten or removed. Errors: `InputError` for a folder that is in the way."""
+    """Nothing that is there is ever overwritten. Errors: `InputError` for a folder in the way, or that cannot be made."""
     if args.run_name and (Path("runs") / args.run_name).exists() and not args.resume:
         raise InputError(f"run_name={args.run_name}: runs/{args.run_name} is there already; choose another name")
     out = Path(args.output_dir or "")
     if args.output_dir and out.exists() and not (out.is_dir() and not os.listdir(out)) and not args.resume:
         raise InputError(f"output_dir={args.output_dir} is no empty folder; choose another, or move what is there")
     link = latest(args, script)
+    if int(os.environ.get("RANK", 0)) == 0:  # the main process writes
+        check_writable(Path("runs") / (args.run_name or ""), "run in another folder")
+        check_writable(out if args.output_dir else link.parent, "choose an --output_dir that can be written")
     if link.exists() and not link.is_symlink() and not args.output_dir:
         raise InputError(f"{link} is a folder, but has to be free for a link to the run's weights; move it away")
+
+
+def append(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Rows behind a file's lines, all or none; a kill behind this loses none."""
+    with writing(path), open(path, "a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path, **heads: nn.Module) -> None:
     """A folder that `from_pretrained` loads, with the tokenizer, and each head as `<name>.safetensors`: written beside
     its final name and renamed."""
     beside = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
-    model.save_pretrained(beside)
-    tokenizer.save_pretrained(beside)
-    for name, head in heads.items():
-        save_file({key: x.cpu().contiguous() for key, x in head.state_dict().items()}, beside / f"{name}.safetensors")
+    with writing(folder, beside):
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+        for name, head in heads.items():
+            weights = {key: x.cpu().contiguous() for key, x in head.state_dict().items()}
+            save_file(weights, beside / f"{name}.safetensors")
     try:
         beside.rename(folder)  # fails where somebody has put files meanwhile, and leaves both alone
     except OSError:
@@ -268,7 +283,9 @@ class Run:
         self.sampled: list[list[dict[str, Any]]] = []  # the first and the latest
         self.source, self.start, self.saved = find_checkpoint(args, script), 0, time.monotonic()
         asked = self.asked = []  # signals so far; a handler that held the run would hold its lock behind an error too
-        self.handlers = {n: signal.signal(n, lambda *x: asked.append(x)) for n in (signal.SIGTERM, signal.SIGUSR1)}
+        numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP  # the last: its terminal is closed, without nohup
+        heeded = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
+        self.handlers = {n: signal.signal(n, lambda *x: asked.append(x)) for n in heeded}
         if not self.main:
             return
         from rich.console import Console
@@ -283,9 +300,10 @@ class Run:
         else:
             name = args.run_name or f"{args.task.task}__{script.stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
             self.folder = new_folder(Path("runs") / name)
-            shutil.copy(script, self.folder / script.name)
-            record |= {"command": sys.argv} | environment(self.folder)
-            (self.folder / "args.json").write_text(json.dumps(record, indent=1))
+            with writing(self.folder / "args.json", self.folder):
+                shutil.copy(script, self.folder / script.name)
+                record |= {"command": sys.argv} | environment(self.folder)
+                (self.folder / "args.json").write_text(json.dumps(record, indent=1))
         self.lock = filelock.FileLock(self.folder / ".lock")  # the system lets go of it when the process is killed
         try:
             self.lock.acquire(timeout=0)
@@ -297,6 +315,7 @@ class Run:
         self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.bar = self.progress.add_task(script.stem, total=total, shown="")
         self.progress.start()
+        atexit.register(self.progress.stop)  # behind an error too: it has hidden the terminal's cursor
         self.begin = time.perf_counter()
 
     def note_changes(self) -> None:
@@ -311,6 +330,7 @@ class Run:
         """What was done already: updates, and `rest` as it was then. Without `--resume` that is 0 and `rest` as given;
         with it weights and optimizer are what the checkpoint holds, and metrics and samples are cut back to it. Errors:
         `InputError` for a checkpoint that is damaged, or not the same to all processes."""
+        self.say_where(0)
         if self.source is None:
             return 0, rest
         tensors, state = read_checkpoint(self.source)
@@ -321,6 +341,7 @@ class Run:
         self.start = state["step"]
         if self.main:
             self.cut_back(state["lengths"])
+        self.say_where(self.start)
         return self.start, state["rest"]
 
     def cut_back(self, lengths: dict[str, int]) -> None:
@@ -358,6 +379,7 @@ class Run:
             lengths = {name: length_of(self.folder / name) for name in ("metrics.jsonl", "samples.jsonl")}
             state = {"step": step, "rest": rest, "groups": groups, "lengths": lengths}
             write_checkpoint(self.folder / "checkpoints" / f"{step:08}.safetensors", tensors, state)
+            self.say_where(step)
         if asked:
             self.close()
             if self.main:
@@ -367,18 +389,24 @@ class Run:
             stop_accelerator(self.accelerator)
             sys.exit(143)
 
+    def say_where(self, done: int) -> None:
+        """For the words of an error that ends the run: which update it is in, and how to go on."""
+        WHERE[:] = [f"in update {done + 1} of {self.total}" if done < self.total else "behind the last update"]
+        if self.main and (there := sorted(self.folder.glob("checkpoints/*.safetensors"))):
+            WHERE.append(f"add  --resume {self.folder}  to the command to go on after update {int(there[-1].stem)}")
+        elif self.main:
+            WHERE.append("no checkpoint to go on from: --save_every and --save_minutes write them")
+
     def log(self, step: int, metrics: dict[str, float], shown: dict[str, str]) -> None:
         """Write one line of metrics; `shown` is metric name → its short name in the progress line. Errors:
-        `FloatingPointError` on every process for a loss that is no number, before anything more is made of it."""
+        `RunError` on every process for a loss that is no number, before anything more is made of it."""
         for name, value in metrics.items():
             if "loss" in name and not math.isfinite(value):
-                raise FloatingPointError(
-                    f"{name}={value} at update {step}; a lower --lr, or fp32 instead of bf16, may help"
-                )
+                raise RunError(f"{name} is {value}; a lower --lr, or fp32 instead of bf16, may help")
+        self.say_where(step + 1)
         if not self.main:
             return
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        append(self.folder / "metrics.jsonl", [{"step": step, **metrics}])
         self.accelerator.log(metrics, step=step)
         if step >= self.total:  # results behind the last step
             return
@@ -392,9 +420,7 @@ class Run:
         """Append samples to samples.jsonl and show them as a table."""
         if not self.main:
             return
-        with open(self.folder / "samples.jsonl", "a") as file:
-            for row in rows:
-                file.write(json.dumps({"step": step, **row}) + "\n")
+        append(self.folder / "samples.jsonl", [{"step": step, **row} for row in rows])
         self.sampled = [self.sampled[0] if self.sampled else rows, rows]
         self.table(rows, f"samples of held-out text after {step} updates")
         for tracker in self.accelerator.trackers:
@@ -440,6 +466,7 @@ class Run:
 
     def close(self) -> None:
         """Signals mean again what they did, and others may write the folder."""
+        WHERE.clear()
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if self.main:
@@ -451,9 +478,10 @@ class Run:
         self.close()
         if not self.main:
             return
-        plot_runs([(self.folder.name, self.folder)], self.panels, self.folder / "curves.png")
+        with writing(curves := self.folder / "curves.png", curves):
+            plot_runs([(self.folder.name, self.folder)], self.panels, curves)
         link = "" if self.args.output_dir else f", linked as {latest(self.args, self.script)}"
-        print(*done, f"weights: {self.weights}{link}", f"curves and metrics: {self.folder}/curves.png", sep="\n")
+        print(*done, f"weights: {self.weights}{link}", f"curves and metrics: {curves}", sep="\n")
 
 
 def length_of(path: Path) -> int:
@@ -494,23 +522,41 @@ def environment(folder: Path) -> dict[str, Any]:
     }
 
 
+class Tracker:
+    """One of accelerate's, which is let go at its first error: no tracker ever stops training."""
+
+    def __init__(self, tracker: Any):
+        self.tracker, self.name = tracker, tracker.name
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*args, **kwargs) -> None:
+            try:
+                if self.tracker:
+                    getattr(self.tracker, name)(*args, **kwargs)
+            except Exception as error:  # whatever its library raises
+                print(f"nothing more goes to {self.name} ({type(error).__name__}: {error}); metrics.jsonl has it all")
+                self.tracker = None
+
+        return call
+
+
 def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[Any]:
-    """TensorBoard's, and W&B's with `track`: offline where it cannot be reached or nobody is logged in, since a tracker
-    never stops training."""
+    """TensorBoard's, and W&B's with `track`: offline where it cannot be reached or nobody is logged in."""
     trackers = [TensorBoardTracker("", folder)]
+    trackers[0].start()
     if track:
         import wandb
 
-        settings = dict(config=config, dir=str(folder), settings=wandb.Settings(init_timeout=30, silent=True))
+        patience = wandb.Settings(init_timeout=30, finish_timeout=60, silent=True)  # without it it tries for hours
+        settings = dict(config=config, dir=str(folder), settings=patience)
         trackers.append(WandBTracker("onefile-rlhf", name=folder.name, **settings))
-    for tracker in trackers:
         try:
-            tracker.start()
+            trackers[1].start()
         except wandb.Error as error:
             print(f"W&B goes offline ({type(error).__name__}); `wandb sync {folder}/wandb/offline-*` sends it later")
-            tracker.init_kwargs["mode"] = "offline"
-            tracker.start()
-    return trackers
+            trackers[1].init_kwargs["mode"] = "offline"
+            trackers[1].start()
+    return [Tracker(tracker) for tracker in trackers]
 
 
 def pyplot() -> Any:

@@ -1,0 +1,448 @@
+"""What goes wrong around a run ends it in one sentence with the way on, or does not touch it; nothing logged is lost.
+
+Checkpoints that are damaged and inputs that changed are in test_resume.py, bad flags and data in test_errors.py. This file
+is also the program whose runs lose their terminal or another process: it imports everything once and forks each of them.
+"""
+
+import ast
+import fcntl
+import json
+import math
+import os
+import pickle
+import pty
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tarfile
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import test_resume
+import tiny
+import torch
+import wandb
+from conftest import read_metrics
+from safetensors.torch import load_file, save_file
+from test_resume import SCRIPTS, at_call, free_ports, meet, settings, wait, write_files
+
+import ppo
+import records
+import tasks
+import utils
+
+pytestmark = pytest.mark.usefixtures("accelerator")
+ALL = pytest.mark.parametrize("script", SCRIPTS)
+BOTH = pytest.mark.parametrize("script", ["ppo", "rloo"])
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of `settings` in a folder to work in; what a test patches in a script or in records is put back."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    write_files(folder)
+    for owner in (*SCRIPTS.values(), records, records.Run, utils):
+        for name, value in list(vars(owner).items()):
+            if callable(value):
+                monkeypatch.setattr(owner, name, value)
+    return folder
+
+
+def ends(script: str, args: Any) -> int:
+    """A script's exit code, as from the command line."""
+    with pytest.raises(SystemExit) as stop:
+        tasks.cli(SCRIPTS[script].main, lambda: args)
+    return stop.value.code
+
+
+def sentence(capsys: pytest.CaptureFixture, *words: str) -> str:
+    """The one line on stderr, which holds all the words."""
+    line = capsys.readouterr().err.removeprefix("\n")
+    assert line.count("\n") == 1 and line.startswith("script.py: "), line
+    for word in words:
+        assert str(word) in line, f"{word!r} is not in: {line}"
+    return line
+
+
+def small(script: str, home: Path, **changes: Any) -> Any:
+    """Six updates with a checkpoint behind each, in runs/ran; the cheapest that there are."""
+    cheap = dict(num_ppo_epochs=1, eval_every=100) if script in ("ppo", "rloo") else {}
+    return settings(script, home, **dict(run_name="ran", save_every=1) | cheap | changes)
+
+
+def steps_kept() -> list[int]:
+    """The updates behind which runs/ran has checkpoints, each of which reads."""
+    return [records.read_checkpoint(path)[1]["step"] for path in test_resume.checkpoints()]
+
+
+def function_file(folder: Path, name: str, body: str) -> str:
+    """The flag of a reward function of this body, which knows `calls`, the number of its calls so far. The evaluation in
+    front of update 1 is the first."""
+    path = folder / f"{name}.py"  # never the same: a function is loaded once
+    lines = ["import os, signal, time", "count = []", "def score(queries, responses):", "    count.append(1)"]
+    lines += ["    calls = len(count)", *(f"    {line}" for line in body.splitlines())]
+    path.write_text("\n".join([*lines, "    return [len(r) / 10 for r in responses]", ""]))
+    return f"{path}:score"
+
+
+# ------------------------------------------------------------------------------------------------------- a full disk
+
+
+@contextmanager
+def full_at(owner: Any, name: str, n: int, room: Callable[[], int]) -> Iterator[None]:
+    """From the `n`-th call of `owner.name` on no file can be longer than `room()`: the kernel refuses to write more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(function: Callable, *args: Any, **heads: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room(), hard))
+        return function(*args, **heads)
+
+    at_call(owner, name, n, fill)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@ALL
+@pytest.mark.parametrize("file", ["checkpoint", "metrics", "weights"])
+def test_a_full_disk_leaves_the_last_checkpoint_whole_lines_and_nothing_half(script, file, home, capsys):
+    """And says which file, and how to go on, which works once there is room."""
+    metrics = Path("runs/ran/metrics.jsonl")
+    where = {
+        "checkpoint": (records, "write_checkpoint", 3, lambda: 50_000),  # a tenth of one
+        "metrics": (records.Run, "log", 4, lambda: metrics.stat().st_size + 20),  # in the middle of a line
+        "weights": (records, "save_model", 1, lambda: 50_000),
+    }[file]
+    with full_at(*where):
+        assert ends(script, small(script, home)) == 1
+    named = {"checkpoint": "runs/ran/checkpoints/00000003.safetensors", "metrics": metrics, "weights": "runs/ran/model"}
+    done = {"checkpoint": 2, "metrics": 3, "weights": 5}[file]
+    lines = {"checkpoint": 3, "metrics": 3, "weights": 6}[file]
+    line = sentence(capsys, f"{named[file]} could not be written", "File too large", "make room")
+    assert line.endswith(f"add  --resume runs/ran  to the command to go on after update {done}\n")
+    assert steps_kept() == [done - 1, done]
+    rows = [json.loads(row) for row in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows][:lines] == list(range(lines)) and metrics.read_text().endswith("\n")
+    assert not list(Path().rglob("*tmp*")) and not Path("runs/ran/model").exists()
+    if script == "ppo":
+        ppo.main(small(script, home, run_name=None, resume="runs/ran"))
+        assert len(read_metrics("ran")) == 6 and Path("runs/ran/model/model.safetensors").is_file()
+
+
+def test_a_disk_that_is_full_from_the_start_leaves_no_folder(home, capsys):
+    with full_at(records, "new_folder", 1, lambda: 100):
+        assert ends("ppo", small("ppo", home)) == 1
+    sentence(capsys, "runs/ran/args.json could not be written", "File too large")
+    assert not Path("runs/ran").exists()
+
+
+def test_a_row_is_on_the_disk_when_log_returns(home, monkeypatch):
+    """Seen from another process, as behind a SIGKILL."""
+    seen, log = [], records.Run.log
+
+    def spy(run, step, *args):
+        log(run, step, *args)
+        seen.append(subprocess.run(["cat", run.folder / "metrics.jsonl"], capture_output=True, check=True).stdout)
+
+    monkeypatch.setattr(records.Run, "log", spy)
+    ppo.main(small("ppo", home, total_episodes=16))
+    assert [[json.loads(line)["step"] for line in text.splitlines()] for text in seen] == [[0], [0, 1], [0, 1, 2]]
+
+
+# --------------------------------------------------------------------------------------------------- reward functions
+
+
+@BOTH
+@pytest.mark.parametrize("what", ["reward_fn", "gold_fn"])
+def test_a_function_that_raises_is_named_with_its_line_its_words_and_the_update(script, what, home, capsys):
+    body = "scores = {}\nif calls == 4:\n    scores['mood']"  # line 8 of the file; the first call is the evaluation's
+    spec = function_file(home, f"raises_{script}_{what}", body)
+    args = small(script, home, **{what: spec} if what == "reward_fn" else {})
+    if what == "gold_fn":
+        args = replace(args, task=replace(args.task, gold_fn=spec))
+    assert ends(script, args) == 1
+    sentence(capsys, f"{spec} raised KeyError: 'mood' at {spec.removesuffix(':score')}:8; in update 3 of 6; add  --resume")
+    assert steps_kept() == [1, 2]
+
+
+RETURNS = {  # what the function returns in update 2 → what the error says of it
+    "[1.0] * 7 + [float('nan')]": "returned nan for 1 responses",
+    "[float('-inf')] * 2 + [0.0] * 6": "returned -inf for 2 responses",
+    "[1e39] + [0.0] * 7": "returned inf for 1 responses",
+    "[1.0] * 9": "returned shape [9]",
+    "[[1.0]] * 8": "returned shape [8, 1]",
+    "1.0": "returned shape []",
+    "[0.5, None] * 4": "returned list [0.5, None, 0.5",
+    "{'good': 1.0}": "returned dict {'good': 1.0}",
+    "(1.0 for _ in responses)": "returned generator",
+}
+
+
+@pytest.mark.parametrize("returned", RETURNS)
+def test_a_function_that_returns_no_finite_scores_is_told_what_it_returned_for_which_rows(returned, home, capsys):
+    body = f"open('seen', 'w').write(repr([queries, responses]))\nif calls == 3:\n    return {returned}"
+    spec = function_file(home, "returns", body)
+    assert ends("ppo", small("ppo", home, reward_fn=spec)) == 2
+    line = sentence(capsys, f"{spec} {RETURNS[returned]}", "one finite float for each of the 8", "in update 2 of 6")
+    if "for" in RETURNS[returned]:
+        queries, responses = ast.literal_eval(Path("seen").read_text())
+        row = {"nan": 7, "-inf": 0, "inf": 0}[RETURNS[returned].split()[1]]
+        assert f"such as {responses[row][:60]!r} to {queries[row][:60]!r}" in line
+    assert steps_kept() == [1]
+
+
+def test_a_function_that_takes_a_minute_says_so_and_the_run_goes_on(home, capsys, monkeypatch):
+    seconds, timer = [], threading.Timer
+
+    def soon(after, *args):
+        seconds.append(after)
+        return timer(0.05, *args)
+
+    monkeypatch.setattr(tasks.threading, "Timer", soon)
+    spec = function_file(home, "slow", "time.sleep(0.3 * (calls == 2))")
+    ppo.main(small("ppo", home, reward_fn=spec, total_episodes=8))
+    said = [line for line in capsys.readouterr().out.splitlines() if "minute" in line]
+    assert said == [f"{spec} has been at 8 responses for a minute; SIGTERM waits for it, Ctrl-C does not"]
+    assert set(seconds) == {60} and len(read_metrics("ran")) == 1
+
+
+def test_ctrl_c_ends_a_function_that_hangs_and_names_the_way_on(home, capsys):
+    spec = function_file(home, "hangs", "if calls == 3:\n    signal.alarm(1)\n    time.sleep(60)")
+    before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    begin = time.monotonic()
+    try:
+        assert ends("ppo", small("ppo", home, reward_fn=spec)) == 130
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    sentence(capsys, "stopped by Ctrl-C; in update 2 of 6; add  --resume runs/ran ", "after update 1")
+    assert time.monotonic() - begin < 30 and steps_kept() == [1]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_while_the_function_runs_still_writes_a_checkpoint(name, home, capsys):
+    """SIGHUP is what a closed terminal sends."""
+    spec = function_file(home, name, f"if calls == 3:\n    os.kill(os.getpid(), signal.{name})")
+    assert ends("ppo", small("ppo", home, reward_fn=spec, save_every=None)) == 143
+    assert steps_kept() == [2] and "add  --resume runs/ran  to the command" in capsys.readouterr().out
+    assert signal.getsignal(getattr(signal, name)) == signal.SIG_DFL
+
+
+# ------------------------------------------------------------------------------------- numbers that are not finite
+
+
+def poison(script: str, home: Path) -> list[str]:
+    """In the second update one row's number is no number: the rows' texts, once there are any."""
+    texts, tokenizer = [], utils.load_tokenizer(settings(script, home).task, 0)[0]
+
+    def text(row: torch.Tensor) -> str:
+        return tokenizer.decode([token for token in row.tolist() if token < tiny.WORDS])[:60]
+
+    def reference(function: Callable, lm: Any, contexts: torch.Tensor, *args: Any) -> torch.Tensor:
+        out = function(lm, contexts, *args)
+        out[2, 1] = math.nan
+        texts.append(text(contexts[2]))
+        return out
+
+    def rewards(function: Callable, model: Any, tokens: torch.Tensor, width: int) -> torch.Tensor:
+        texts.append(text(tokens[1][0]))
+        return function(model, tokens, width) * torch.tensor([[1.0], [math.inf]])
+
+    def losses(function: Callable, lm: Any, rows: torch.Tensor, *args: Any) -> Any:
+        loss, mask = function(lm, rows, *args)
+        texts.append(text(rows[2]))
+        return loss.index_fill(0, torch.tensor([2]), math.nan), mask
+
+    module = SCRIPTS[script]
+    if script == "train_reward":
+        at_call(module, "candidate_rewards", 2, rewards)
+    elif script == "sft":
+        at_call(module, "token_losses", 2, losses)
+    else:  # each evaluation asks for two
+        at_call(module, "lm_logprobs", 2, reference, lambda lm, *_: not lm.training and len(_[0]) == 8)
+    return texts
+
+
+@ALL
+def test_a_number_that_is_not_finite_stops_the_run_with_its_row_and_without_the_step(script, home, capsys, monkeypatch):
+    """In ppo and rloo it is one of the reference's: whitening and baselines carry it into other rows' losses."""
+    texts, weights, check = poison(script, home), [], utils.check_gradients
+
+    def spy(model: Any, *args: Any, **numbers: Any) -> None:
+        weights[:] = [model, *(p.detach().clone() for p in model.parameters())]
+        check(model, *args, **numbers)
+
+    monkeypatch.setattr(utils, "check_gradients", spy)
+    assert ends(script, small(script, home)) == 1
+    name = {"train_reward": "reward", "sft": "loss"}.get(script, "ref_logprobs")
+    line = sentence(capsys, "the norm of the gradient is nan", f"{name} is not finite either for 1 rows, such as ")
+    assert texts and all(text in ast.literal_eval(line.split("such as ")[1].partition("; the step")[0]) for text in texts)
+    assert "; in update 2 of 6; add  --resume runs/ran " in line and line.endswith("after update 1\n")
+    model, *before = weights
+    assert all(p.equal(old) for p, old in zip(model.parameters(), before, strict=True))
+    assert all(p.isfinite().all() for p in before) and steps_kept() == [1]
+    assert [row["step"] for row in read_metrics("ran")] == [0]
+
+
+@ALL
+def test_a_run_that_diverges_stops_at_once(script, home, capsys):
+    """A step of 1e30 is finite itself; no forward behind it is."""
+    assert ends(script, small(script, home, lr=1e30, save_every=None)) == 1
+    line = sentence(capsys, "the norm of the gradient is", "the step was not taken", "no checkpoint to go on from")
+    assert "not finite either for" in line and ("in update 1 of 6" in line or "in update 2 of 6" in line)
+
+
+# ----------------------------------------------------------------------------------------------------------- folders
+
+IN_THE_WAY = {  # flags → the file that is where a folder has to be, or nothing that can be written
+    "runs": ({}, "runs", "is no folder"),
+    "a sweep": (dict(run_name="sweep/one"), "runs/sweep", "is no folder"),
+    "models": ({}, "models", "is no folder"),
+    "output": (dict(output_dir="out/deep/model"), "out", "is no folder"),
+    "output, no disk": (dict(output_dir="/proc/model"), None, "cannot be written"),
+    "runs, no disk": (dict(run_name="/proc/ran"), None, "cannot be written"),
+}
+
+
+@ALL
+@pytest.mark.parametrize("what", IN_THE_WAY)
+def test_a_folder_that_cannot_be_written_is_found_before_anything_loads(
+    script, what, home, capsys, monkeypatch, no_weights
+):
+    flags, file, why = IN_THE_WAY[what]
+    if file:
+        Path(file).parent.mkdir(exist_ok=True)
+        Path(file).write_text("mine")
+    monkeypatch.setattr(utils, "load_rows", lambda *a, **k: pytest.fail("rows were loaded"))
+    assert ends(script, settings(script, home, **flags)) == 2
+    sentence(capsys, why, file or "/proc", "out" if "output" in what else "")
+    assert not file or Path(file).read_text() == "mine"
+
+
+# ---------------------------------------------------------------------------------------------------------- trackers
+
+
+class Server(ThreadingHTTPServer):
+    """As much of W&B's as a run needs to begin; once `gone` it answers nobody."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.gone, self.asked = False, 0
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class Answer(BaseHTTPRequestHandler):
+    """To one request."""
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing."""
+
+    def do_POST(self) -> None:
+        """GraphQL, or a piece of the metrics' file."""
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked += 1
+        self.close_connection = True
+        if self.server.gone:
+            return
+        project = {"id": "p", "name": "onefile-rlhf", "entity": {"id": "e", "name": "me"}}
+        bucket = {"id": "b", "name": "n", "displayName": "d", "config": "{}", "project": project, "historyLineCount": 0}
+        data = {"upsertBucket": {"bucket": bucket, "inserted": True}} if b"upsertBucket" in body else {}
+        answer = json.dumps({"data": data}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+
+@pytest.fixture
+def wandb_server(monkeypatch: pytest.MonkeyPatch):
+    """A server that W&B is logged in to; its patience is a second or three."""
+    server, timeouts = Server(), {}
+    settings = wandb.Settings
+
+    def impatient(**values: Any) -> wandb.Settings:
+        timeouts.update({name: value for name, value in values.items() if "timeout" in name})
+        return settings(**values | dict(init_timeout=2, finish_timeout=1))
+
+    monkeypatch.setattr(wandb, "Settings", impatient)
+    for name, value in (("BASE_URL", f"http://127.0.0.1:{server.server_port}"), ("API_KEY", "0" * 40)):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    yield server
+    server.shutdown()
+    assert timeouts == dict(init_timeout=30, finish_timeout=60)
+
+
+@pytest.mark.parametrize("when", ["at the start", "in the middle"])
+def test_training_goes_on_without_wandb(when, home, wandb_server, monkeypatch, capfd):
+    wandb_server.gone = when == "at the start"
+    log = records.Run.log
+
+    def spy(run: records.Run, step: int, *args: Any) -> None:
+        wandb_server.gone |= step == 2
+        log(run, step, *args)
+
+    monkeypatch.setattr(records.Run, "log", spy)
+    begin = time.monotonic()
+    ppo.main(small("ppo", home, track=True))
+    assert time.monotonic() - begin < 30 and wandb_server.asked > 0
+    assert [row["step"] for row in read_metrics("ran")] == list(range(6))
+    assert Path("runs/ran/model/model.safetensors").is_file()
+    assert ("W&B goes offline" in capfd.readouterr().out) == (when == "at the start")
+    kind = "offline-run" if when == "at the start" else "run"
+    (data,) = Path("runs/ran/wandb").glob(f"{kind}-*/*.wandb")
+    assert b"objective/kl_coef" in data.read_bytes()  # to be sent later
+
+
+@pytest.mark.parametrize("name", ["log", "finish"])
+def test_a_tracker_that_raises_is_let_go(name, home, monkeypatch, capsys):
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise BrokenPipeError("the service is gone")
+
+    monkeypatch.setattr(records.TensorBoardTracker, name, broken)
+    ppo.main(small("ppo", home, total_episodes=16))
+    assert len(read_metrics("ran")) == 2
+    assert capsys.readouterr().out.count("nothing more goes to tensorboard (BrokenPipeError: the service is gone)") == 1
+
+
+# -------------------------------------------------------------------------------------------------- two runs, one name
+
+
+def test_two_processes_that_begin_a_run_of_one_name_at_one_instant_have_a_folder_each(home):
+    pids = []
+    for lr in (0.1, 0.2):
+        if not (pid := os.fork()):
+            try:
+                Path(f"at{lr}").touch()
+                while not (Path("at0.1").exists() and Path("at0.2").exists()):
+                    pass
+                args = small("ppo", home, lr=lr)
+                run = records.Run(args, ppo.SCRIPT, 1, [], utils.Accelerator(cpu=True))
+                run.log(0, {"lr": lr}, {})
+                os._exit(0)
+            finally:
+                os._exit(1)
+        pids.append(pid)
+    assert [wait(pid, 30) for pid in pids] == [0, 0]
+    assert sorted(os.listdir("runs")) == ["ran", "ran-2"]
+    found = []
+    for name in ("ran", "ran-2"):
+        (row,) = read_metrics(name)
+        found.append(row["lr"])
+        assert json.loads(Path("runs", name, "args.json").read_text())["lr"] == row["lr"]
+    assert sorted(found) == [0.1, 0.2]
