@@ -523,19 +523,19 @@ def environment(folder: Path) -> dict[str, Any]:
 
 
 class Tracker:
-    """One of accelerate's, which is let go at its first error: no tracker ever stops training."""
+    """One of accelerate's whose errors are said once and then passed over: no tracker ever stops training."""
 
     def __init__(self, tracker: Any):
-        self.tracker, self.name = tracker, tracker.name
+        self.tracker, self.name, self.failed = tracker, tracker.name, False
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def call(*args, **kwargs) -> None:
             try:
-                if self.tracker:
-                    getattr(self.tracker, name)(*args, **kwargs)
+                getattr(self.tracker, name)(*args, **kwargs)
             except Exception as error:  # whatever its library raises
-                print(f"nothing more goes to {self.name} ({type(error).__name__}: {error}); metrics.jsonl has it all")
-                self.tracker = None
+                if not self.failed:
+                    print(f"{self.name} lacks something ({type(error).__name__}: {error}); metrics.jsonl has it all")
+                self.failed = True
 
         return call
 
@@ -548,7 +548,7 @@ def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[An
         import wandb
 
         patience = wandb.Settings(init_timeout=30, finish_timeout=60, silent=True)  # without it it tries for hours
-        settings = dict(config=config, dir=str(folder), settings=patience)
+        settings = dict(config=config, dir=str(folder.absolute()), settings=patience)
         trackers.append(WandBTracker("onefile-rlhf", name=folder.name, **settings))
         try:
             trackers[1].start()
