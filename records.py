@@ -6,6 +6,7 @@ Machinery like `utils.py`, which it builds on; no algorithm, and no experiment c
 import atexit
 import filecmp
 import hashlib
+import html
 import json
 import math
 import os
@@ -63,7 +64,7 @@ FREE = ("save_every", "save_minutes", "resume", "run_name", "output_dir", "track
 
 def by_flag(record: dict[str, Any]) -> dict[str, Any]:
     """What args.json holds, with the task's flags and the inputs' fingerprints beside the others."""
-    return record | record["task"] | record.get("inputs", {})
+    return record | record["task"] | record.get("inputs", {}) | {"inputs": None}
 
 
 def find_checkpoint(args: Any, script: Path) -> Path | None:
@@ -423,10 +424,12 @@ class Run:
         append(self.folder / "samples.jsonl", [{"step": step, **row} for row in rows])
         self.sampled = [self.sampled[0] if self.sampled else rows, rows]
         self.table(rows, f"samples of held-out text after {step} updates")
-        for tracker in self.accelerator.trackers:
-            if tracker.name == "wandb":
-                data = [list(map(str, row.values())) for row in rows]
-                tracker.log_table("samples", columns=list(rows[0]), data=data, step=step)
+        if self.args.track:  # not as W&B's own table, for which its client waits until the server is back
+            import wandb
+
+            lines = [rows[0], *(row.values() for row in rows)]
+            cells = "<tr>".join("".join(f"<td>{html.escape(str(cell))}" for cell in line) for line in lines)
+            self.accelerator.trackers[-1].log({"samples": wandb.Html(f"<table><tr>{cells}</table>")}, step=step)
 
     def compare_samples(self) -> None:
         """The responses of the first and of the last samples to the same queries, side by side."""

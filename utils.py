@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import datasets
@@ -160,7 +161,13 @@ def load_rows(source: str, flag: str, split: str = "train") -> datasets.Dataset:
             f"  hf download {' '.join(filter(None, (name, file)))} --repo-type dataset --local-dir {folder}\n"
             f"then pass  {flag} {folder}{'/' + file if file else ':' + part if part else ''}"
         ) from error
-    except (datasets.exceptions.DatasetsError, ValueError, StopIteration, RuntimeError) as error:  # also: a script
+    except (
+        datasets.exceptions.DatasetsError,
+        ValueError,
+        StopIteration,
+        RuntimeError,
+        UnpicklingError,
+    ) as error:  # a script
         raise InputError(f"{flag}={source} is empty or cannot be read: {error.__cause__ or error}") from error
 
 

@@ -5,25 +5,23 @@ is also the program whose runs lose their terminal or another process: it import
 """
 
 import ast
-import fcntl
 import gc
 import json
 import math
 import os
 import pickle
 import pty
+import re
 import resource
-import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tarfile
-import termios
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -37,7 +35,7 @@ import torch
 import wandb
 from conftest import read_metrics
 from safetensors.torch import load_file, save_file
-from test_resume import SCRIPTS, at_call, free_ports, meet, settings, wait, write_files
+from test_resume import SCRIPTS, at_call, settings, wait, write_files
 
 import ppo
 import records
@@ -184,7 +182,9 @@ def test_a_function_that_raises_is_named_with_its_line_its_words_and_the_update(
     if what == "gold_fn":
         args = replace(args, task=replace(args.task, gold_fn=spec))
     assert ends(script, args) == 1
-    sentence(capsys, f"{spec} raised KeyError: 'mood' at {spec.removesuffix(':score')}:8; in update 3 of 6; add  --resume")
+    sentence(
+        capsys, f"{spec} raised KeyError: 'mood' at {spec.removesuffix(':score')}:8; in update 3 of 6; add  --resume"
+    )
     assert steps_kept() == [1, 2]
 
 
@@ -268,8 +268,9 @@ def poison(script: str, home: Path) -> list[str]:
 
     def step(function: Callable, model: Any, optimizer: Any, labels: Any, *args: Any) -> Any:
         texts.extend(map(text, labels.query))
+        rewards = module.candidate_rewards
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model.head.bias, "data", torch.tensor([math.inf]))
+            patch.setattr(module, "candidate_rewards", lambda *args: rewards(*args) * math.inf)
             return function(model, optimizer, labels, *args)
 
     def losses(function: Callable, lm: Any, rows: torch.Tensor, *args: Any) -> Any:
@@ -364,7 +365,7 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """GraphQL, or a piece of the metrics' file."""
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.rfile.read(int(self.headers["Content-Length"]))
         self.server.asked += 1
         self.close_connection = True
         if self.server.gone:
@@ -395,7 +396,6 @@ def wandb_server(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv(f"WANDB_{name}", value)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     yield server
-    wandb.teardown()  # its service knows this server alone
     server.shutdown()
     server.server_close()
     assert timeouts == dict(init_timeout=30, finish_timeout=60)
@@ -418,9 +418,13 @@ def test_training_goes_on_without_wandb(when, home, wandb_server, monkeypatch, c
     assert Path("runs/ran/model/model.safetensors").is_file()
     out, err = capfd.readouterr()
     assert ("W&B goes offline" in out) == (when == "at the start")
+    wandb.teardown()  # as at the end of the process; its service knows this server alone, too
     kind = "offline-run" if when == "at the start" else "run"
     (data,) = Path("runs/ran/wandb").glob(f"{kind}-*/*.wandb")
     assert b"objective/kl_coef" in data.read_bytes()  # to be sent later
+    pages = {path.name: path.read_text() for path in Path("runs/ran/wandb").glob("*run-*/files/media/html/*.html")}
+    assert len(pages) == 2  # of both evaluations
+    assert all("<td>query<td>response<td>score" in page and "Clara" in page for page in pages.values())
 
 
 @pytest.mark.parametrize("name", ["log", "finish"])
@@ -460,3 +464,242 @@ def test_two_processes_that_begin_a_run_of_one_name_at_one_instant_have_a_folder
         found.append(row["lr"])
         assert json.loads(Path("runs", name, "args.json").read_text())["lr"] == row["lr"]
     assert sorted(found) == [0.1, 0.2]
+
+
+# ------------------------------------------------------------------------------------- what must not get in, or out
+
+
+class Bomb:
+    """Whoever unpickles it makes a folder."""
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, ("exploded",)
+
+
+def bomb(path: Path) -> None:
+    """A pickle in a file, or a file of torch's with one in it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix in (".bin", ".pt", ".pth"):
+        torch.save({"weight": Bomb()}, path)
+    else:
+        path.write_bytes(pickle.dumps(Bomb()))
+
+
+def test_the_bomb_works(home):
+    bomb(Path("bomb.pt"))
+    torch.load("bomb.pt", weights_only=False)
+    assert Path("exploded").is_dir()
+
+
+@ALL
+def test_a_model_folder_with_a_pickle_in_place_of_its_weights_is_refused(script, home, capsys):
+    Path("task/model/model.safetensors").unlink()
+    bomb(Path("task/model/pytorch_model.bin"))
+    assert ends(script, settings(script, home)) == 2
+    sentence(capsys, "task/model holds pytorch_model.bin but no safetensors")
+    assert not Path("exploded").exists()
+
+
+@BOTH
+def test_a_reward_folder_with_a_pickle_in_place_of_its_weights_is_refused(script, home, capsys):
+    tiny.write_reward(home / "reward")
+    Path("reward/model.safetensors").unlink()
+    bomb(Path("reward/pytorch_model.bin"))
+    assert ends(script, settings(script, home, reward_fn=None, reward_model="reward")) == 2
+    sentence(capsys, "there is no reward model in reward")
+    assert not Path("exploded").exists()
+
+
+@ALL
+def test_pickles_beside_the_weights_and_in_checkpoints_are_not_read(script, home, capsys):
+    for name in ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "tokenizer.pkl"):
+        bomb(Path("task/model", name))
+    SCRIPTS[script].main(small(script, home, save_every=3))
+    bomb(Path("runs/ran/checkpoints/00000099.safetensors"))
+    assert ends(script, small(script, home, save_every=3, run_name=None, resume="runs/ran")) == 2
+    assert "00000099.safetensors is damaged" in capsys.readouterr().err and not Path("exploded").exists()
+
+
+@pytest.mark.parametrize("name", ["rows.pkl", "rows.pt", "folder/rows.pkl", "folder/rows.tar"])
+@pytest.mark.parametrize("script", ["sft", "train_reward", "ppo"])
+def test_pickled_data_is_refused_unread(name, script, home, capsys):
+    path = Path(name)
+    bomb(path.with_suffix(".pickle") if path.suffix == ".tar" else path)
+    if path.suffix == ".tar":
+        with tarfile.open(path, "w") as file:
+            for suffix in (".pickle", ".pyd", ".pth"):
+                bomb(home / f"0{suffix}")
+                file.add(f"0{suffix}")
+        path.with_suffix(".pickle").unlink()
+    source = str(path if path.parent == Path() else path.parent)
+    args = settings(script, home)
+    changed = {"label_dataset": source} if script == "train_reward" else {"query_dataset": source}
+    assert ends(script, replace(args, task=replace(args.task, **changed))) == 2
+    assert source in capsys.readouterr().err and not Path("exploded").exists()
+
+
+@ALL
+def test_a_model_that_brings_its_own_code_is_refused_and_nobody_is_asked(script, home, capsys, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    Path("task/model/mine.py").write_text("import os\nos.mkdir('exploded')\n")
+    tokenizer, config = Path("task/model/tokenizer_config.json"), Path("task/model/config.json")
+    brought = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | brought))
+    SCRIPTS[script].main(small(script, home))  # with the library's own, which there is
+    auto = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "mine", "auto_map": auto}))
+    capsys.readouterr()
+    assert ends(script, settings(script, home)) == 2
+    sentence(capsys, "--base_model=task/model cannot be loaded", "custom code")
+    assert not Path("exploded").exists()
+
+
+SECRETS = {
+    "HF_TOKEN": "hf_" + "Qx7" * 11,
+    "WANDB_API_KEY": "ab12cd34" * 5,
+    "OPENAI_API_KEY": "sk-" + "Zt9" * 12,
+    "AWS_SECRET_ACCESS_KEY": "Kp5" * 12,
+}
+
+
+@ALL
+def test_keys_of_the_environment_are_in_nothing_that_a_run_writes_or_says(script, home, monkeypatch, capfd):
+    """With W&B, offline; its file holds a value that is no secret, so that it is known to be read."""
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    SCRIPTS[script].main(small(script, home, save_every=3, seed=7654321, track=True))
+    wandb.teardown()
+    texts = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
+    out, err = capfd.readouterr()
+    texts["said"] = (out + err).encode()
+    for secret in SECRETS.values():
+        assert [path for path, text in texts.items() if secret.encode() in text] == []
+    found = {str(path) for path, text in texts.items() if b"7654321" in text}
+    assert any(name.endswith("args.json") for name in found) and any(name.endswith(".wandb") for name in found)
+
+
+@pytest.mark.parametrize("what", ["reward model", "gold_fn"])
+def test_what_a_run_read_and_that_changed_since_is_refused_by_name(what, home, capsys):
+    """Data, labels, policy, --reward_fn: in test_resume.py."""
+    tiny.write_reward(home / "reward")
+    spec = function_file(home, "gold", "")
+    args = small("ppo", home, reward_fn=None, reward_model="reward", total_episodes=16)
+    args = replace(args, task=replace(args.task, gold_fn=spec))
+    ppo.main(args)
+    file = {"reward model": "reward/model.safetensors", "gold_fn": "gold.py"}[what]
+    if what == "gold_fn":
+        Path(file).write_text(Path(file).read_text().replace("/ 10", "/ 11"))
+    else:
+        weights = load_file(file)
+        weights["bias"] += 1
+        save_file(weights, file, {"format": "pt"})
+    assert ends("ppo", replace(args, run_name=None, resume="runs/ran")) == 2
+    line = sentence(capsys, "--resume goes on with runs/ran, and these would change its numbers: contents of ")
+    named = {"reward model": "reward_model reward=", "gold_fn": f"gold_fn {home}/gold.py="}[what]
+    assert f"contents of {named}" in line and line.count("contents of") == 1
+
+
+# ------------------------------------------------------------------------------------- terminals that are odd or go away
+
+
+def in_terminal(name: str, script: str) -> dict[str, Any]:
+    """A run in a terminal of its own, in a fork: how it ends and what it showed. `closed` and `nohup` lose theirs as soon
+    as an update is done; `head` writes into a pipe that nobody reads any more."""
+    pipe = os.pipe() if name == "head" else None
+    pid, master = pty.fork()  # the child's only terminal
+    if not pid:
+        if pipe:
+            os.dup2(pipe[1], 1)
+        sys.stdout, sys.stderr = open(1, "w"), open(2, "w")
+        os.environ.update(
+            {"narrow": {"COLUMNS": "20"}, "plain": {"NO_COLOR": "1"}}.get(name, {}), TERM="xterm-256color"
+        )
+        if name == "nohup":
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            args = settings(script, Path(), run_name=f"{name}_{script}", reward_fn="slow.py:score", eval_every=100)
+            tasks.cli(SCRIPTS[script].main, lambda: args)
+            os._exit(0)
+        except SystemExit as error:
+            os._exit(error.code)
+        except BaseException:
+            traceback.print_exc(file=open(f"{name}.log", "w"))
+        finally:
+            os._exit(99)
+    shown, source = b"", master
+    if pipe:
+        os.close(pipe[1])
+        source = pipe[0]
+    lost = name in ("closed", "nohup", "head")
+    with suppress(OSError):  # the other side is gone
+        while not (lost and Path("runs", f"{name}_{script}", "metrics.jsonl").exists()):
+            if not (part := os.read(source, 2**16)):
+                break
+            shown += part
+    os.close(source)
+    return {"code": wait(pid, 60), "shown": shown.decode()}
+
+
+TERMINALS = ("narrow", "plain", "closed", "nohup", "head")
+
+
+@pytest.fixture(scope="module")
+def terminals(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """`in_terminal` of each, in a process that has done nothing else."""
+    folder = tmp_path_factory.mktemp("terminals")
+    write_files(folder)
+    body = (
+        "import time\ndef score(queries, responses):\n    time.sleep(0.2)\n    return [len(r) / 9 for r in responses]\n"
+    )
+    (folder / "slow.py").write_text(body)
+    env = {k: v for k, v in os.environ.items() if k != "COLUMNS"} | {"ACCELERATE_USE_CPU": "true"}
+    env["PYTHONPATH"] = os.pathsep.join([str(utils.ROOT), str(Path(__file__).parent)])
+    command = [sys.executable, __file__, "terminals"]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return SimpleNamespace(folder=folder, **json.loads((folder / "terminals.json").read_text()))
+
+
+def visible(shown: str) -> list[str]:
+    """The lines of a terminal, without what colours them and moves its cursor."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).replace("\r", "\n").splitlines()
+
+
+def rows_of(terminals: SimpleNamespace, name: str) -> list[int]:
+    """Updates in the metrics of a run."""
+    lines = (terminals.folder / "runs" / f"{name}_ppo" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+@pytest.mark.parametrize("name", ["narrow", "plain"])
+def test_progress_is_readable_in_a_narrow_terminal_and_without_colours(name, terminals):
+    run = getattr(terminals, name)
+    lines = visible(run["shown"])
+    assert run["code"] == 0 and any("6/6" in line for line in lines), run
+    assert any("score" in line and "kl" in line for line in lines) or name == "narrow"
+    bars = [line for line in lines if "/6" in line]
+    assert bars and all(len(line) <= (20 if name == "narrow" else 80) for line in bars), bars
+    coloured = re.search(r"\x1b\[[0-9;]*(3[0-7]|38;[0-9;]+|9[0-7])m", run["shown"])
+    assert not coloured if name == "plain" else coloured
+    assert run["shown"].rindex("\x1b[?25h") > run["shown"].rindex("\x1b[?25l")  # the cursor is back
+
+
+def test_a_closed_terminal_leaves_a_checkpoint(terminals):
+    assert terminals.closed["code"] == 143
+    done = len(rows_of(terminals, "closed"))
+    (path,) = (terminals.folder / "runs/closed_ppo/checkpoints").glob("*.safetensors")
+    assert records.read_checkpoint(path)[1]["step"] == done < 6
+
+
+@pytest.mark.parametrize("name", ["nohup", "head"])
+def test_a_run_outlives_a_terminal_under_nohup_and_the_reader_of_its_pipe(name, terminals):
+    assert getattr(terminals, name)["code"] == 0, getattr(terminals, name)
+    assert rows_of(terminals, name) == [0, 1, 2, 3, 4, 5, 6]
+    assert (terminals.folder / f"runs/{name}_ppo/model/model.safetensors").is_file()
+    assert (terminals.folder / f"runs/{name}_ppo/curves.png").is_file()
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
+    Path("terminals.json").write_text(json.dumps({name: in_terminal(name, "ppo") for name in TERMINALS}))
