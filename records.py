@@ -241,7 +241,7 @@ def check_folders(args: Any, script: Path) -> None:
 
 
 def append(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Rows behind a file's lines, all or none; a kill behind this loses none."""
+    """Rows behind a file's lines, all or none."""
     with writing(path), open(path, "a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -313,7 +313,8 @@ class Run:
         accelerator.trackers = start_trackers(self.folder, record, args.track)
         self.console, shown = Console(), TextColumn("{task.fields[shown]}")
         columns = (TextColumn(script.stem), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), shown)
-        self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self.live = self.console.is_terminal and self.console.width >= 60  # else lines, which may break
+        self.progress = Progress(*columns, console=self.console, disable=not self.live)
         self.bar = self.progress.add_task(script.stem, total=total, shown="")
         self.progress.start()
         atexit.register(self.progress.stop)  # behind an error too: it has hidden the terminal's cursor
@@ -413,7 +414,7 @@ class Run:
             return
         line = "  ".join(f"{short} {metrics[name]:.3g}" for name, short in shown.items() if name in metrics)
         self.progress.update(self.bar, completed=step + 1, shown=line)
-        if not self.console.is_terminal and (step % max(self.total // 20, 1) == 0 or step + 1 == self.total):
+        if not self.live and (step % max(self.total // 20, 1) == 0 or step + 1 == self.total):
             left = (time.perf_counter() - self.begin) / (step + 1 - self.start) * (self.total - step - 1)
             print(f"{step + 1:>6}/{self.total}  {line}  left {left:.0f} s", flush=True)
 
@@ -446,14 +447,15 @@ class Run:
         from rich.markup import escape
         from rich.table import Table
 
+        if self.console.width < 60:
+            return print(title, *rows, sep="\n")
         table = Table(*rows[0], title=title, show_lines=True)
         for row in rows:
             table.add_row(*(f"{v:.2f}" if isinstance(v, float) else escape(str(v)) for v in row.values()))
         self.console.print(table)
 
     def save(self, model: PreTrainedModel, tokenizer: Any, **heads: nn.Module) -> None:
-        """The weights into the run's folder, `models/<task>/<script>` linked to them; or into `--output_dir` alone. A
-        head's are `<name>.safetensors` there."""
+        """The weights into the run's folder, `models/<task>/<script>` linked to them; or into `--output_dir` alone."""
         self.accelerator.wait_for_everyone()
         if self.main:
             self.weights = Path(self.args.output_dir or self.folder / "model")
@@ -550,9 +552,9 @@ def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[An
     if track:
         import wandb
 
-        patience = wandb.Settings(init_timeout=30, finish_timeout=60, silent=True)  # without it it tries for hours
-        settings = dict(config=config, dir=str(folder.absolute()), settings=patience)
-        trackers.append(WandBTracker("onefile-rlhf", name=folder.name, **settings))
+        patience = wandb.Settings(init_timeout=30, finish_timeout=60, silent=True)  # else it tries for hours
+        where = dict(name=folder.name, dir=str(folder.absolute()))
+        trackers.append(WandBTracker("onefile-rlhf", config=config, settings=patience, **where))
         try:
             trackers[1].start()
         except wandb.Error as error:

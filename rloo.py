@@ -406,8 +406,8 @@ def train_step(
 ) -> dict[str, Tensor]:
     """One optimizer step on a minibatch, the same whatever its micro-batches (P7); its statistics, see `add_up`."""
     count = len(batch.scores)  # completions; the same on every process, and DDP averages the processes' gradients
-    sums, token_sums, losses = {}, {}, torch.empty_like(batch.scores)
-    parts = utils.micro_batches(batch.lengths, args.micro_batch_size)
+    sums, token_sums, parts = {}, {}, utils.micro_batches(batch.lengths, args.micro_batch_size)
+    losses = torch.empty_like(batch.scores)
     for i, (part, width) in enumerate(parts):
         old = batch.take(part)
         with accelerator.no_sync(policy) if i + 1 < len(parts) else nullcontext():
