@@ -613,6 +613,7 @@ def in_terminal(name: str, script: str) -> dict[str, Any]:
     if not pid:
         if pipe:
             os.dup2(pipe[1], 1)
+            os.close(pipe[0])  # else somebody might still read it
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         os.environ.update(
             {"narrow": {"COLUMNS": "20"}, "plain": {"NO_COLOR": "1"}}.get(name, {}), TERM="xterm-256color"
