@@ -445,9 +445,8 @@ def means(steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def train_step(
     policy: nn.Module, optimizer: Any, batch: Rollout, targets: tuple, args: Args, accelerator: Accelerator
 ) -> dict[str, Tensor]:
-    """One optimizer step on a minibatch and its targets, advantages and returns [B, R]; the same whatever the
-    micro-batches (P7). Statistics from before it, see `add_up`."""
-    advantages, returns = targets
+    """One optimizer step on a minibatch and its advantages and returns [B, R] (P7); its statistics, see `add_up`."""
+    (advantages, returns), losses = targets, torch.empty_like(batch.scores)
     count = utils.all_sum(batch.mask.sum()) / accelerator.num_processes  # DDP averages the processes' gradients
     sums, parts = {}, utils.micro_batches(batch.lengths, args.micro_batch_size)
     for i, (part, width) in enumerate(parts):
@@ -457,11 +456,12 @@ def train_step(
             logprobs, entropies, values = policy(old.contexts[:, -width:], old.responses)
             logprobs, values = (x.masked_fill(outside, 0) for x in (logprobs, values))  # past an end
             terms = loss_terms(logprobs, values, old, advantages[part], returns[part], args)
-            policy_loss, value_loss = (
-                terms[name].masked_fill(outside, 0).sum() / count for name in ("loss/policy_avg", "loss/value_avg")
-            )
+            parted = [terms[name].masked_fill(outside, 0) for name in ("loss/policy_avg", "loss/value_avg")]
+            policy_loss, value_loss = (x.sum() / count for x in parted)
+            losses[part] = sum(parted).detach().sum(dim=1)
             accelerator.backward(policy_loss + args.vf_coef * value_loss)
         sums = add_up(sums, terms | {"policy/entropy_avg": entropies}, old.mask)
+    utils.check_gradients(policy, args.task, batch.contexts, **batch._asdict() | {"loss": losses})
     optimizer.step()
     optimizer.zero_grad()
     for name, x in (("returns", returns), ("val", batch.values)):

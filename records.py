@@ -3,8 +3,10 @@
 Machinery like `utils.py`, which it builds on; no algorithm, and no experiment changes it.
 """
 
+import atexit
 import filecmp
 import hashlib
+import html
 import json
 import math
 import os
@@ -15,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tasks import InputError, check_bounds, load_function
+from tasks import WHERE, InputError, RunError, check_bounds, check_writable, load_function, writing
 from utils import ROOT, TokenTable, all_max, shared_out, stop_accelerator, takes_scores, whole
 
 # --------------------------------------------------------------------------------------------------------- arguments
@@ -61,7 +64,7 @@ FREE = ("save_every", "save_minutes", "resume", "run_name", "output_dir", "track
 
 def by_flag(record: dict[str, Any]) -> dict[str, Any]:
     """What args.json holds, with the task's flags and the inputs' fingerprints beside the others."""
-    return record | record["task"] | record.get("inputs", {})
+    return record | record["task"] | record.get("inputs", {}) | {"inputs": None}
 
 
 def find_checkpoint(args: Any, script: Path) -> Path | None:
@@ -130,8 +133,9 @@ def fingerprints(args: Any, data: tuple[TokenTable | Tensor, ...]) -> dict[str, 
     if reads_reward and not args.reward_model:
         names["reward_model"] = f"models/{args.task.task}/train_reward"
     paths = {name: Path(re.sub(r"(?<=\.py):.*", "", value)) for name, value in names.items() if value}
-    found = {f"contents of {name}": sha256(path) for name, path in paths.items() if path.exists()}
-    return found | {"contents of the data": sha256(*data)}
+    found = {f"contents of {name} {path}": sha256(path)[:16] for name, path in paths.items() if path.exists()}
+    sources = args.task.query_dataset + f" and {args.task.label_dataset}" * hasattr(args, "num_labels")
+    return found | {f"contents of the data of {sources}": sha256(*data)[:16]}
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -186,12 +190,13 @@ def checksum(state: str, tensors: dict[str, Tensor]) -> str:
 def write_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
     """One safetensors file, `state` as JSON in its header; whole or not there, whenever the process is killed. Only the
     newest `KEPT` stay."""
-    path.parent.mkdir(exist_ok=True)
     beside, text = path.parent / "unfinished.tmp", json.dumps(state)
-    save_file(tensors, beside, {"state": text, "sha256": checksum(text, tensors)})
-    sync(beside)
-    os.replace(beside, path)
-    sync(path.parent)
+    with writing(path, beside):
+        path.parent.mkdir(exist_ok=True)
+        save_file(tensors, beside, {"state": text, "sha256": checksum(text, tensors)})
+        sync(beside)
+        os.replace(beside, path)
+        sync(path.parent)
     for old in sorted(path.parent.glob("*.safetensors"))[:-KEPT]:
         old.unlink()
 
@@ -231,25 +236,35 @@ def latest(args: Any, script: Path) -> Path:
 
 
 def check_folders(args: Any, script: Path) -> None:
-    """Nothing that is there is ever overwritten or removed. Errors: `InputError` for a folder that is in the way."""
+    """Nothing that is there is ever overwritten. Errors: `InputError` for a folder in the way, or that cannot be made."""
     if args.run_name and (Path("runs") / args.run_name).exists() and not args.resume:
         raise InputError(f"run_name={args.run_name}: runs/{args.run_name} is there already; choose another name")
     out = Path(args.output_dir or "")
     if args.output_dir and out.exists() and not (out.is_dir() and not os.listdir(out)) and not args.resume:
         raise InputError(f"output_dir={args.output_dir} is no empty folder; choose another, or move what is there")
     link = latest(args, script)
+    if int(os.environ.get("RANK", 0)) == 0:  # the main process writes
+        check_writable(Path("runs") / (args.run_name or ""), "run in another folder")
+        check_writable(out if args.output_dir else link.parent, "choose an --output_dir that can be written")
     if link.exists() and not link.is_symlink() and not args.output_dir:
         raise InputError(f"{link} is a folder, but has to be free for a link to the run's weights; move it away")
+
+
+def append(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Rows behind a file's lines, all or none."""
+    with writing(path), open(path, "a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path, weights: dict[str, dict[str, Tensor]]) -> None:
     """A folder that `from_pretrained` loads, with the tokenizer; `weights` are the `model`'s own, and those of each head
     for `<name>.safetensors`. Written beside its final name and renamed."""
     beside = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
-    model.save_pretrained(beside, state_dict=weights.pop("model"))
-    tokenizer.save_pretrained(beside)
-    for name, head in weights.items():
-        save_file(head, beside / f"{name}.safetensors")
+    with writing(folder, beside):
+        model.save_pretrained(beside, state_dict=weights.pop("model"))
+        tokenizer.save_pretrained(beside)
+        for name, head in weights.items():
+            save_file(head, beside / f"{name}.safetensors")
     try:
         beside.rename(folder)  # fails where somebody has put files meanwhile, and leaves both alone
     except OSError:
@@ -278,7 +293,9 @@ class Run:
         self.sampled: list[list[dict[str, Any]]] = []  # the first and the latest
         self.source, self.start, self.saved = find_checkpoint(args, script), 0, time.monotonic()
         asked = self.asked = []  # signals so far; a handler that held the run would hold its lock behind an error too
-        self.handlers = {n: signal.signal(n, lambda *x: asked.append(x)) for n in (signal.SIGTERM, signal.SIGUSR1)}
+        numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP  # the last: its terminal is closed, without nohup
+        heeded = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
+        self.handlers = {n: signal.signal(n, lambda *x: asked.append(x)) for n in heeded}
         if not self.main:
             return
         from rich.console import Console
@@ -293,9 +310,10 @@ class Run:
         else:
             name = args.run_name or f"{args.task.task}__{script.stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
             self.folder = new_folder(Path("runs") / name)
-            shutil.copy(script, self.folder / script.name)
-            record |= {"command": sys.argv} | environment(self.folder)
-            (self.folder / "args.json").write_text(json.dumps(record, indent=1))
+            with writing(self.folder / "args.json", self.folder):
+                shutil.copy(script, self.folder / script.name)
+                record |= {"command": sys.argv} | environment(self.folder)
+                (self.folder / "args.json").write_text(json.dumps(record, indent=1))
         self.lock = filelock.FileLock(self.folder / ".lock")  # the system lets go of it when the process is killed
         try:
             self.lock.acquire(timeout=0)
@@ -304,9 +322,11 @@ class Run:
         accelerator.trackers = start_trackers(self.folder, record, args.track)
         self.console, shown = Console(), TextColumn("{task.fields[shown]}")
         columns = (TextColumn(script.stem), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), shown)
-        self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self.live = self.console.is_terminal and self.console.width >= 60  # else lines, which may break
+        self.progress = Progress(*columns, console=self.console, disable=not self.live)
         self.bar = self.progress.add_task(script.stem, total=total, shown="")
         self.progress.start()
+        atexit.register(self.progress.stop)  # behind an error too: it has hidden the terminal's cursor
         self.begin = time.perf_counter()
 
     def note_changes(self) -> None:
@@ -321,6 +341,7 @@ class Run:
         """What was done already: updates, and `rest` as it was then. Without `--resume` that is 0 and `rest` as given;
         with it weights and optimizer are what the checkpoint holds, and metrics and samples are cut back to it. Errors:
         `InputError` for a checkpoint that is damaged, or not the same to all processes."""
+        self.say_where(0)
         if self.source is None:
             return 0, rest
         tensors, state = read_checkpoint(self.source)
@@ -331,6 +352,7 @@ class Run:
         self.start = state["step"]
         if self.main:
             self.cut_back(state["lengths"])
+        self.say_where(self.start)
         return self.start, state["rest"]
 
     def cut_back(self, lengths: dict[str, int]) -> None:
@@ -368,6 +390,7 @@ class Run:
             lengths = {name: length_of(self.folder / name) for name in ("metrics.jsonl", "samples.jsonl")}
             state = {"step": step, "rest": rest, "groups": groups, "lengths": lengths}
             write_checkpoint(self.folder / "checkpoints" / f"{step:08}.safetensors", tensors, state)
+            self.say_where(step)
         if asked:
             self.close()
             if self.main:
@@ -377,24 +400,30 @@ class Run:
             stop_accelerator(self.accelerator)
             sys.exit(143)
 
+    def say_where(self, done: int) -> None:
+        """For the words of an error that ends the run: which update it is in, and how to go on."""
+        WHERE[:] = [f"in update {done + 1} of {self.total}" if done < self.total else "behind the last update"]
+        if self.main and (there := sorted(self.folder.glob("checkpoints/*.safetensors"))):
+            WHERE.append(f"add  --resume {self.folder}  to the command to go on after update {int(there[-1].stem)}")
+        elif self.main:
+            WHERE.append("no checkpoint to go on from: --save_every and --save_minutes write them")
+
     def log(self, step: int, metrics: dict[str, float], shown: dict[str, str]) -> None:
         """Write one line of metrics; `shown` is metric name → its short name in the progress line. Errors:
-        `FloatingPointError` on every process for a loss that is no number, before anything more is made of it."""
+        `RunError` on every process for a loss that is no number, before anything more is made of it."""
         for name, value in metrics.items():
             if "loss" in name and not math.isfinite(value):
-                raise FloatingPointError(
-                    f"{name}={value} at update {step}; a lower --lr, or fp32 instead of bf16, may help"
-                )
+                raise RunError(f"{name} is {value}; a lower --lr, or fp32 instead of bf16, may help")
+        self.say_where(step + 1)
         if not self.main:
             return
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        append(self.folder / "metrics.jsonl", [{"step": step, **metrics}])
         self.accelerator.log(metrics, step=step)
         if step >= self.total:  # results behind the last step
             return
         line = "  ".join(f"{short} {metrics[name]:.3g}" for name, short in shown.items() if name in metrics)
         self.progress.update(self.bar, completed=step + 1, shown=line)
-        if not self.console.is_terminal and (step % max(self.total // 20, 1) == 0 or step + 1 == self.total):
+        if not self.live and (step % max(self.total // 20, 1) == 0 or step + 1 == self.total):
             left = (time.perf_counter() - self.begin) / (step + 1 - self.start) * (self.total - step - 1)
             print(f"{step + 1:>6}/{self.total}  {line}  left {left:.0f} s", flush=True)
 
@@ -402,15 +431,15 @@ class Run:
         """Append samples to samples.jsonl and show them as a table."""
         if not self.main:
             return
-        with open(self.folder / "samples.jsonl", "a") as file:
-            for row in rows:
-                file.write(json.dumps({"step": step, **row}) + "\n")
+        append(self.folder / "samples.jsonl", [{"step": step, **row} for row in rows])
         self.sampled = [self.sampled[0] if self.sampled else rows, rows]
         self.table(rows, f"samples of held-out text after {step} updates")
-        for tracker in self.accelerator.trackers:
-            if tracker.name == "wandb":
-                data = [list(map(str, row.values())) for row in rows]
-                tracker.log_table("samples", columns=list(rows[0]), data=data, step=step)
+        if self.args.track:  # not as W&B's own table, for which its client waits until the server is back
+            import wandb
+
+            lines = [rows[0], *(row.values() for row in rows)]
+            cells = "<tr>".join("".join(f"<td>{html.escape(str(cell))}" for cell in line) for line in lines)
+            self.accelerator.trackers[-1].log({"samples": wandb.Html(f"<table><tr>{cells}</table>")}, step=step)
 
     def compare_samples(self) -> None:
         """The responses of the first and of the last samples to the same queries, side by side."""
@@ -427,14 +456,15 @@ class Run:
         from rich.markup import escape
         from rich.table import Table
 
+        if self.console.width < 60:
+            return print(title, *rows, sep="\n")
         table = Table(*rows[0], title=title, show_lines=True)
         for row in rows:
             table.add_row(*(f"{v:.2f}" if isinstance(v, float) else escape(str(v)) for v in row.values()))
         self.console.print(table)
 
     def save(self, model: PreTrainedModel, tokenizer: Any, **heads: nn.Module) -> None:
-        """The weights into the run's folder, `models/<task>/<script>` linked to them; or into `--output_dir` alone. A
-        head's are `<name>.safetensors` there."""
+        """The weights into the run's folder, `models/<task>/<script>` linked to them; or into `--output_dir` alone."""
         weights = {n: on_host(named_weights(m), self.main) for n, m in ({"model": model} | heads).items()}
         if self.main:
             self.weights = Path(self.args.output_dir or self.folder / "model")
@@ -450,6 +480,7 @@ class Run:
 
     def close(self) -> None:
         """Signals mean again what they did, and others may write the folder."""
+        WHERE.clear()
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if self.main:
@@ -461,9 +492,10 @@ class Run:
         self.close()
         if not self.main:
             return
-        plot_runs([(self.folder.name, self.folder)], self.panels, self.folder / "curves.png")
+        with writing(curves := self.folder / "curves.png", curves):
+            plot_runs([(self.folder.name, self.folder)], self.panels, curves)
         link = "" if self.args.output_dir else f", linked as {latest(self.args, self.script)}"
-        print(*done, f"weights: {self.weights}{link}", f"curves and metrics: {self.folder}/curves.png", sep="\n")
+        print(*done, f"weights: {self.weights}{link}", f"curves and metrics: {curves}", sep="\n")
 
 
 def length_of(path: Path) -> int:
@@ -504,23 +536,41 @@ def environment(folder: Path) -> dict[str, Any]:
     }
 
 
+class Tracker:
+    """One of accelerate's whose errors are said once and then passed over: no tracker ever stops training."""
+
+    def __init__(self, tracker: Any):
+        self.tracker, self.name, self.failed = tracker, tracker.name, False
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*args, **kwargs) -> None:
+            try:
+                getattr(self.tracker, name)(*args, **kwargs)
+            except Exception as error:  # whatever its library raises
+                if not self.failed:
+                    print(f"{self.name} lacks something ({type(error).__name__}: {error}); metrics.jsonl has it all")
+                self.failed = True
+
+        return call
+
+
 def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[Any]:
-    """TensorBoard's, and W&B's with `track`: offline where it cannot be reached or nobody is logged in, since a tracker
-    never stops training."""
+    """TensorBoard's, and W&B's with `track`: offline where it cannot be reached or nobody is logged in."""
     trackers = [TensorBoardTracker("", folder)]
+    trackers[0].start()
     if track:
         import wandb
 
-        settings = dict(config=config, dir=str(folder), settings=wandb.Settings(init_timeout=30, silent=True))
-        trackers.append(WandBTracker("onefile-rlhf", name=folder.name, **settings))
-    for tracker in trackers:
+        patience = wandb.Settings(init_timeout=30, finish_timeout=60, silent=True)  # else it tries for hours
+        where = dict(name=folder.name, dir=str(folder.absolute()))
+        trackers.append(WandBTracker("onefile-rlhf", config=config, settings=patience, **where))
         try:
-            tracker.start()
+            trackers[1].start()
         except wandb.Error as error:
             print(f"W&B goes offline ({type(error).__name__}); `wandb sync {folder}/wandb/offline-*` sends it later")
-            tracker.init_kwargs["mode"] = "offline"
-            tracker.start()
-    return trackers
+            trackers[1].init_kwargs["mode"] = "offline"
+            trackers[1].start()
+    return [Tracker(tracker) for tracker in trackers]
 
 
 def pyplot() -> Any:

@@ -407,14 +407,17 @@ def train_step(
     """One optimizer step on a minibatch, the same whatever its micro-batches (P7); its statistics, see `add_up`."""
     count = len(batch.scores)  # completions; the same on every process, and DDP averages the processes' gradients
     sums, token_sums, parts = {}, {}, utils.micro_batches(batch.lengths, args.micro_batch_size)
+    losses = torch.empty_like(batch.scores)
     for i, (part, width) in enumerate(parts):
         old = batch.take(part)
         with accelerator.no_sync(policy) if i + 1 < len(parts) else nullcontext():
             logprobs, entropies = policy(old.contexts[:, -width:], old.responses)
             terms = loss_terms(logprobs.masked_fill(~old.mask, 0), old, args)  # past an end
             accelerator.backward(terms["loss/policy_avg"].sum() / count)
+            losses[part] = terms["loss/policy_avg"].detach()
         sums = add_up(sums, terms, torch.ones_like(old.scores).bool())
         token_sums = add_up(token_sums, {"policy/entropy_avg": entropies}, old.mask)
+    utils.check_gradients(policy, args.task, batch.contexts, **batch._asdict() | {"loss": losses})
     optimizer.step()
     optimizer.zero_grad()
     return sums | token_sums

@@ -184,17 +184,18 @@ def train_step(
 ) -> Tensor:
     """One optimizer step on this process's rows [B, T]; the mean loss per token over all processes' rows."""
     count = utils.all_sum((rows[:, first:] != pad_id).sum())  # tokens of all processes
-    share, total = count / accelerator.num_processes, 0.0  # DDP averages the processes' gradients
+    share, losses = count / accelerator.num_processes, []  # DDP averages the processes' gradients
     parts = micro_batches(rows, first, pad_id, args.micro_batch_size)
     for i, part in enumerate(parts):
         with accelerator.no_sync(lm) if i + 1 < len(parts) else nullcontext():
-            loss = token_losses(lm, part, part.shape[1] - rows.shape[1] + first, pad_id)[0].sum()
-            accelerator.backward(loss / share)
-        total += loss.detach()
+            loss = token_losses(lm, part, part.shape[1] - rows.shape[1] + first, pad_id)[0]
+            accelerator.backward(loss.sum() / share)
+        losses.append(loss.detach().sum(dim=1))
+    utils.check_gradients(lm, args.task, [row for part in parts for row in part], loss=torch.cat(losses))
     accelerator.clip_grad_norm_(lm.parameters(), args.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return utils.all_sum(total) / count
+    return utils.all_sum(sum(x.sum() for x in losses)) / count
 
 
 @torch.no_grad()

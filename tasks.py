@@ -4,14 +4,20 @@ import functools
 import importlib.util
 import math
 import os
+import shutil
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import tyro
+from safetensors import SafetensorError
 
 DATA = Path(__file__).parent / "data"
 SYNTHETIC = DATA / "synthetic"
@@ -19,6 +25,10 @@ SYNTHETIC = DATA / "synthetic"
 
 class InputError(ValueError):
     """Bad input: names the value and what would be right; `cli` prints it without a traceback."""
+
+
+class RunError(RuntimeError):
+    """A run cannot go on, and its flags are not to blame; `cli` prints it without a traceback."""
 
 
 class Bounds(NamedTuple):
@@ -215,20 +225,81 @@ def parse_args(cls: type, presets: dict[str, dict[str, Any]], argv: list[str] | 
     return tyro.cli(tyro.conf.OmitArgPrefixes[cls], default=default, args=argv)
 
 
-def cli(main: Callable, parse: Callable) -> None:
-    """Run a script: bad input is one line and exit code 2, Ctrl-C one line and 130; anything else is a bug and shows
-    its traceback."""
+def check_writable(folder: Path, flag: str) -> None:
+    """Errors: `InputError` where nothing can be written into a folder, or into the one that it is to be made in."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
-        main(parse())
-    except InputError as error:
-        rank = int(os.environ.get("RANK", 0))
-        time.sleep(2 * (rank > 0))  # where all processes fail alike, the launcher ends these first: one message
-        where = f" (process {rank})" * (rank > 0)
-        print(f"{Path(sys.argv[0]).name}: error{where}: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print(f"\n{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr)
-        sys.exit(130)
+        tempfile.TemporaryFile(dir=there).close()  # to ask for permissions is not enough: root has them all
+    except OSError as error:
+        why = "is no folder" if there.is_file() else f"cannot be written ({error.strerror})"
+        raise InputError(f"{there} {why}, but {folder} has to be made there; {flag}") from error
+
+
+@contextmanager
+def writing(path: Path, beside: Path | None = None) -> Iterator[None]:
+    """Around what writes `path`, perhaps as `beside` first. Errors: `RunError` on a full disk; nothing half is left."""
+    length = path.stat().st_size if path.is_file() else 0
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if path.is_file():
+            os.truncate(path, length)  # the lines that it had
+        if beside:
+            shutil.rmtree(beside) if beside.is_dir() else beside.unlink(missing_ok=True)
+        raise RunError(f"{path} could not be written ({error}); make room on its disk") from error
+
+
+class Lasting:
+    """A terminal or a pipe that may go away, as with `| head` or a closed window, without taking the run along."""
+
+    def __init__(self, file: Any):
+        self.file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def lose(self) -> None:
+        """From now on everything goes nowhere, also what is in the buffer."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+    def write(self, text: str) -> int:
+        """As a file does."""
+        try:
+            return self.file.write(text)
+        except OSError:
+            self.lose()
+            return len(text)
+
+    def flush(self) -> None:
+        """As a file does."""
+        try:
+            self.file.flush()
+        except OSError:
+            self.lose()
+
+
+WHERE: list[str] = []  # for the words of whatever ends it: where this process's run is, and how to go on with it
+
+
+def cli(main: Callable, parse: Callable) -> None:
+    """Run a script: bad input is one line and exit code 2, what ends a run one line and 1, Ctrl-C one line and 130;
+    anything else is a bug and shows its traceback. A terminal that goes away ends nothing."""
+    WHERE.clear()
+    script, rank = Path(sys.argv[0]).name, int(os.environ.get("RANK", 0))
+    with redirect_stdout(Lasting(sys.stdout)), redirect_stderr(Lasting(sys.stderr)):
+        try:
+            main(parse())
+        except (InputError, RunError) as error:
+            time.sleep(2 * (rank > 0))  # where all processes fail alike, the launcher ends these first: one message
+            where = f" (process {rank})" * (rank > 0)
+            print("; ".join([f"{script}: error{where}: {error}", *WHERE]), file=sys.stderr, flush=True)
+            sys.exit(2 if isinstance(error, InputError) else 1)
+        except KeyboardInterrupt:
+            print("; ".join([f"\n{script}: stopped by Ctrl-C", *WHERE]), file=sys.stderr)
+            sys.exit(130)
+        except Exception as error:
+            error.add_note("; ".join(WHERE))
+            raise
 
 
 @functools.cache
@@ -252,3 +323,19 @@ def load_function(spec: str) -> Callable:
     if not callable(getattr(module, name, None)):
         raise InputError(f"{spec!r}: {source} has no function {name}")
     return getattr(module, name)
+
+
+def call_function(function: Callable, spec: str, *columns: list) -> Any:
+    """What a function of `load_function` returns. Errors: `RunError` for what it raises, with the line."""
+    slow = f"{spec} has been at {len(columns[0])} responses for a minute; SIGTERM waits for it, Ctrl-C does not"
+    timer = threading.Timer(60, print, [slow], {"flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        return function(*columns)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # the function's own, and what it calls
+        at = [f" at {frame.filename}:{frame.lineno}" for frame in frames if frame.filename == frames[0].filename]
+        raise RunError(f"{spec} raised {type(error).__name__}: {error}{at[-1] if at else ''}") from error
+    finally:
+        timer.cancel()

@@ -442,14 +442,16 @@ def train_step(
     model.train()
     tokens = candidate_tokens(labels, pad_id)
     parts = micro_batches(tokens, pad_id, args.micro_batch_size)
-    loss_sum, correct = 0.0, 0.0
+    loss_sum, correct, seen = 0.0, 0.0, torch.empty(tokens.shape[:2], device=tokens.device)
     for i, (rows, width) in enumerate(parts):
         with accelerator.no_sync(model) if i + 1 < len(parts) else nullcontext():
             rewards = candidate_rewards(model, tokens[rows], width)  # [b, K]
             loss = F.cross_entropy(rewards, labels.best[rows], reduction="sum") / len(tokens)
             accelerator.backward(loss)  # every process has as many labels, and DDP averages the processes' gradients
+        seen[rows] = rewards.detach()
         loss_sum += loss.detach()
         correct += (rewards.argmax(dim=1) == labels.best[rows]).sum() / len(tokens)
+    utils.check_gradients(model, args.task, labels.query, reward=seen)
     optimizer.step()
     optimizer.zero_grad()
     return {"loss": loss_sum, "accuracy": correct}

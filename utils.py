@@ -13,9 +13,11 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import datasets
@@ -26,7 +28,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -34,9 +36,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import StaticCache
 
-from tasks import InputError, Task, load_function
+from tasks import InputError, RunError, Task, call_function, load_function
 
 ROOT = Path(__file__).parent
+transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # a model that brings code: refuse it, ask nobody
 
 
 # ----------------------------------------------------------------------------------------------- data → query table
@@ -161,7 +164,13 @@ def load_rows(source: str, flag: str, split: str = "train") -> datasets.Dataset:
             f"  hf download {' '.join(filter(None, (name, file)))} --repo-type dataset --local-dir {folder}\n"
             f"then pass  {flag} {folder}{'/' + file if file else ':' + part if part else ''}"
         ) from error
-    except (datasets.exceptions.DatasetsError, ValueError, StopIteration, RuntimeError) as error:  # also: a script
+    except (
+        datasets.exceptions.DatasetsError,
+        ValueError,
+        StopIteration,
+        RuntimeError,
+        UnpicklingError,
+    ) as error:  # a script
         raise InputError(f"{flag}={source} is empty or cannot be read: {error.__cause__ or error}") from error
 
 
@@ -297,6 +306,8 @@ def from_hub_or_folder(name: str, flag: str, make: str | None = None, files: str
         go_offline_if_unreachable()
     try:
         yield
+    except ValueError as error:  # an unknown architecture, or one that brings its own code
+        raise InputError(f"{flag}={name} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
     except OSError as error:
         if Path(name).is_dir():
             raise
@@ -489,11 +500,11 @@ class RewardModel(PreTrainedModel):
     @classmethod
     def from_folder(cls, name: str, make: str) -> "RewardModel":
         """A folder that train_reward.py wrote. Errors: `InputError` naming the command that makes it."""
-        if not (Path(name) / "config.json").is_file():
+        if not (Path(name) / "config.json").is_file() or not any(Path(name).glob("*.safetensors*")):
             raise InputError(
                 f"there is no reward model in {name}; make it with `{make}`, or pass --reward_model or --reward_fn"
             )
-        return cls.from_pretrained(name, dtype=torch.float32).eval()
+        return cls.from_pretrained(name, dtype=torch.float32, use_safetensors=True).eval()
 
     def token_rewards(self, tokens: Tensor) -> Tensor:
         """[B, T] → [B, T, 1] at every token, before gain and bias."""
@@ -564,19 +575,19 @@ def text_scores(
     function: Callable, spec: str, tokenizer: Any, queries: Tensor, responses: Tensor, pad_id: int, *more: list[float]
 ) -> Tensor:
     """`--reward_fn` and the like: a Python function of (queries, responses) → B finite floats. Errors: `InputError`."""
-    scores = function(decode(tokenizer, queries, pad_id), decode(tokenizer, responses, pad_id), *more)
+    texts, n = [decode(tokenizer, tokens, pad_id) for tokens in (queries, responses)], len(queries)
+    scores = call_function(function, spec, *texts, *more)
+    wanted = f"it has to return one finite float for each of the {n} responses"
     try:
-        scores = torch.as_tensor(scores, dtype=torch.float32, device=queries.device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"{spec} returned {str(scores)[:60]}; it has to return one float for each of the {len(queries)} responses"
-        ) from error
-    if scores.shape != (len(queries),) or not scores.isfinite().all():
-        raise InputError(
-            f"{spec} returned shape {list(scores.shape)}, finite: {bool(scores.isfinite().all())}; "
-            f"it has to return one finite float for each of the {len(queries)} responses"
-        )
-    return scores
+        tensor = torch.as_tensor(scores, dtype=torch.float32, device=queries.device)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InputError(f"{spec} returned {type(scores).__name__} {str(scores)[:60]}; {wanted}") from error
+    if tensor.shape != (n,):
+        raise InputError(f"{spec} returned shape {list(tensor.shape)}; {wanted}")
+    if bad := (~tensor.isfinite()).nonzero().flatten().tolist():
+        first = " to ".join(repr(side[bad[0]][:60]) for side in texts[::-1])
+        raise InputError(f"{spec} returned {tensor[bad[0]]} for {len(bad)} responses, such as {first}; {wanted}")
+    return tensor
 
 
 # --------------------------------------------------------------------------------------------------------- processes
@@ -602,7 +613,8 @@ def start_accelerator(args: Any) -> Accelerator:
     # DDP makes its buckets anew behind a process's first step, but for this flag; where an element stands in one decides
     # the order in which three processes or more add it up, and a resumed run would differ in the last bits
     same_buckets = DistributedDataParallelKwargs(find_unused_parameters=expected > 2)
-    accelerator = Accelerator(kwargs_handlers=[same_buckets])
+    patience = InitProcessGroupKwargs(timeout=timedelta(days=1))  # of the others, where one's reward function is slow
+    accelerator = Accelerator(kwargs_handlers=[same_buckets, patience])
     steps, precision = accelerator.gradient_accumulation_steps, accelerator.mixed_precision
     if steps != 1:
         raise InputError(
@@ -710,6 +722,22 @@ def mean_over_processes(metrics: dict[str, Tensor | float], device: torch.device
     world = dist.get_world_size() if dist.is_initialized() else 1
     values = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=device) for v in metrics.values()])
     return dict(zip(metrics, (all_sum(values) / world).tolist(), strict=True))
+
+
+def check_gradients(model: nn.Module, task: Task, tokens: Iterable[Tensor], **numbers: Any) -> None:
+    """Before an optimizer step. Errors: `RunError` on every process where the gradient is not finite, with the rows
+    `tokens` [B, …] of all processes behind it: those of the first of `numbers` [B, …] that is not finite somewhere."""
+    norm = whole(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    if norm.isfinite():  # the processes' gradients are the same
+        return
+    tokenizer, why = AutoTokenizer.from_pretrained(task.base_model), "every number that it was made of is finite"
+    for name, x in numbers.items():
+        bad = ~x.isfinite().reshape(len(x), -1).all(dim=1) if isinstance(x, Tensor) else []
+        rows = [row for row, is_bad in zip(tokens, bad, strict=False) if is_bad]
+        if texts := gather_object([decode(tokenizer, row[row < len(tokenizer)][None], -1)[0][:60] for row in rows]):
+            why = f"{name} is not finite either for {len(texts)} rows, such as {', '.join(map(repr, texts[:3]))}"
+            break
+    raise RunError(f"the norm of the gradient is {norm}: {why}; the step was not taken; a lower --lr may help")
 
 
 class Clock:

@@ -538,7 +538,7 @@ def test_a_policy_of_another_reward_model_folder_is_another_input(tmp_path, monk
         options = (None, "third.py:f", "reward.py:score")
         found.append([records.fingerprints(settings("ppo", tmp_path, reward_fn=each), ()) for each in options])
     for first, second, uses in zip(*found, (True, True, False), strict=True):
-        assert ("contents of reward_model" in first) == uses and (first != second) == uses
+        assert any("contents of reward_model" in name for name in first) == uses and (first != second) == uses
 
 
 def test_latest_is_the_newest_run_of_this_task_and_script_that_has_a_checkpoint(home):
@@ -644,7 +644,7 @@ def test_a_loss_that_is_no_number_leaves_the_last_checkpoint_and_no_later_one(ra
     """Resumed from the older of two, whose lines alone are left then: the newer one would miss its own."""
     monkeypatch.setattr(ppo, "summarise", ppo.summarise)
     at_call(ppo, "summarise", 1, lambda f, *args: f(*args) | {"ppo/loss/total": torch.tensor(math.nan)})
-    with pytest.raises(FloatingPointError):
+    with pytest.raises(tasks.RunError, match="ppo/loss/total is nan"):
         ppo.main(again(resume=str(checkpoints()[0])))
     gc.collect()
     assert [path.name for path in checkpoints()] == ["00000004.safetensors"]
