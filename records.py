@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -451,7 +452,7 @@ class Run:
         self.close()
         if not self.main:
             return
-        plot_runs([(self.folder.name, self.folder)], self.panels, self.folder / "curves.png")
+        plot_run(self.folder, self.panels)
         link = "" if self.args.output_dir else f", linked as {latest(self.args, self.script)}"
         print(*done, f"weights: {self.weights}{link}", f"curves and metrics: {self.folder}/curves.png", sep="\n")
 
@@ -523,27 +524,28 @@ def pyplot() -> Any:
     return matplotlib.pyplot
 
 
-def plot_runs(runs: list[tuple[str, Path]], panels: list[str], path: Path) -> None:
-    """One picture, a panel for each metric, a line for each (label, folder); runs of one label share a colour."""
-    plt = pyplot()
-    columns = min(3, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.1 * rows), squeeze=False, layout="constrained")
-    labels = list(dict.fromkeys(label for label, _ in runs))
-    for i, (label, folder) in enumerate(runs):
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        shown = label if label not in [other for other, _ in runs[:i]] else None  # once in the legend
-        for axis, name in zip(axes.flat, panels, strict=False):
-            points = [(line["step"], line[name]) for line in lines if name in line]
-            xs, ys = [x for x, _ in points], [y for _, y in points]
-            axis.plot(xs, ys, color=f"C{labels.index(label)}", label=shown, linewidth=1.2)
-    for axis, name in zip(axes.flat, panels, strict=False):
+def panels(names: Iterable[str], x: str) -> tuple[Any, dict[str, Any]]:
+    """A figure, and a panel for each name."""
+    names = list(names)
+    columns = min(3, len(names))
+    rows = math.ceil(len(names) / columns)
+    size = 4.6 * columns, 3.1 * rows
+    figure, axes = pyplot().subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis, name in zip(axes.flat, names, strict=False):
         axis.set_title(name, fontsize=10)
-        axis.set_xlabel("step", fontsize=8)
+        axis.set_xlabel(x, fontsize=8)
         axis.grid(alpha=0.3)
-    for axis in axes.flat[len(panels) :]:
+    for axis in axes.flat[len(names) :]:
         axis.axis("off")
-    if len(labels) > 1:
-        axes.flat[0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return figure, dict(zip(names, axes.flat, strict=False))
+
+
+def plot_run(folder: Path, names: list[str]) -> None:
+    """curves.png of a run: a panel for each of these metrics. Several runs: benchmarks/curves.py."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    figure, axes = panels(names, "step")
+    for name, axis in axes.items():
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        axis.plot([x for x, _ in points], [y for _, y in points], linewidth=1.2)
+    figure.savefig(folder / "curves.png", dpi=110)
+    pyplot().close(figure)
