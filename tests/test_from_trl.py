@@ -1,8 +1,7 @@
 """docs/from_trl.md says what is so, and what TRL saves loads here; the models are built in its form, without TRL."""
 
 import re
-import types
-import typing
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,10 +12,26 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo
 import rloo
-import sft
 import tasks
-import train_reward
 import utils
+from benchmarks import curves
+
+PAGE = (utils.ROOT / "docs/from_trl.md").read_text()
+# The fields that each class has of its own, in the order of its source; what they inherit is TrainingArguments'
+PPO_CONFIG = """learning_rate dataset_num_proc num_mini_batches total_episodes local_rollout_forward_batch_size
+    num_sample_generations response_length stop_token stop_token_id temperature missing_eos_penalty sft_model_path world_size
+    num_total_batches micro_batch_size local_batch_size batch_size local_mini_batch_size mini_batch_size push_to_hub
+    reward_model_path model_adapter_name ref_adapter_name num_ppo_epochs whiten_rewards kl_coef kl_estimator cliprange vf_coef
+    cliprange_value gamma lam ds3_gather_for_generation"""  # TRL 1.12.0, trl.experimental.ppo
+RLOO_CONFIG = """learning_rate model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout remove_unused_columns
+    num_generations num_generations_eval max_completion_length ds3_gather_for_generation shuffle_dataset pad_to_multiple_of
+    generation_batch_size steps_per_generation temperature top_p top_k min_p generation_kwargs chat_template_kwargs
+    repetition_penalty cache_implementation use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode
+    vllm_structured_outputs_regex vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port
+    vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size beta num_iterations epsilon epsilon_high
+    reward_weights normalize_advantages reward_clip_range mask_truncated_completions sync_ref_model ref_model_mixup_alpha
+    ref_model_sync_steps log_completions log_multimodal num_completions_to_print log_unique_prompts
+    use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged"""  # 1.16.0
 
 both = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
 
@@ -108,3 +123,59 @@ def test_a_run_goes_on_from_a_policy_and_a_reward_model_that_trl_saved(
             assert classifier(row, attention_mask=torch.ones_like(row)).logits.item() == pytest.approx(
                 found.item(), abs=1e-4
             )
+
+
+# ----------------------------------------------------------------------------------------------------------- the page
+
+
+def flags_of(text: str) -> set[str]:
+    """Every `--flag` in a text, without its `no-`; --help is everybody's, --mixed_precision the launcher's."""
+    return set(re.findall(r"--(?:no-)?([a-z][a-z0-9_]*)", text)) - {"help", "mixed_precision"}
+
+
+def names_of(script) -> set[str]:
+    """The flags of ppo or rloo."""
+    return {field.name for cls in (script.Args, tasks.Task) for field in fields(cls)}
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "script"), [("PPOConfig", PPO_CONFIG, ppo), ("RLOOConfig", RLOO_CONFIG, rloo)]
+)
+def test_the_page_names_every_field_once_beside_flags_that_the_script_has(name, wanted, script):
+    (section,) = re.findall(rf"^## Every field of `{name}`\n(.*?)(?=^## )", PAGE, flags=re.M | re.S)
+    rows = re.findall(r"^\| (`.+?) \| (.+) \|$", section, flags=re.M)
+    found = [field for left, _ in rows for field in re.findall(r"`(\w+)`", left)]
+    assert sorted(found) == sorted(wanted.split()) and len(found) == {"PPOConfig": 33, "RLOOConfig": 53}[name]
+    assert flags_of(section) <= names_of(script)
+    for left, right in rows:
+        assert right.startswith(("`--", "none")), left
+
+
+def test_the_page_names_no_flag_that_there_is_not():
+    ours = names_of(ppo) | names_of(rloo) | {field.name for field in fields(curves.Args)}
+    assert flags_of(PAGE) <= ours and len(flags_of(PAGE)) > 30
+
+
+def test_the_page_names_files_and_details_that_there_are():
+    for path in re.findall(r"`((?:diffs|tests|benchmarks)/\w+\.\w+)`", PAGE):
+        assert (utils.ROOT / path).is_file(), path
+    details = set(re.findall(r"\b([GRPALX]\d+)\b", PAGE))
+    assert len(details) > 15
+    readme = (utils.ROOT / "README.md").read_text()
+    assert all(f"| {detail} |" in readme for detail in details)
+    assert "(docs/from_trl.md)" in readme
+
+
+def test_the_pages_command_is_the_run_of_its_configuration():
+    (command,) = re.findall(r"ppo\.py (--task.*?)\n```", PAGE, flags=re.S)
+    args = tasks.parse_args(ppo.Args, ppo.PRESETS, shlex.split(command.replace("\\\n", " ")))
+    (config,) = re.findall(r"PPOConfig\((.*?)\n\)", PAGE, flags=re.S)
+    theirs = {name: float(value) for name, value in re.findall(r"(\w+)=([\d._e-]+)", config)}
+    for name in ("total_episodes", "num_ppo_epochs", "kl_coef"):
+        assert getattr(args, name) == theirs[name]
+    assert (args.lr, args.num_minibatches) == (theirs["learning_rate"], theirs["num_mini_batches"])
+    assert (args.task.response_length, args.task.temperature) == (theirs["response_length"], theirs["temperature"])
+    sizes = theirs["per_device_train_batch_size"], theirs["gradient_accumulation_steps"]
+    assert (args.micro_batch_size, args.batch_size) == (sizes[0], sizes[0] * sizes[1] * 8)
+    assert args.task.missing_eos_penalty == -theirs["missing_eos_penalty"]
+    assert (args.kl_target, args.whiten_rewards, args.task.eos_task) == (None, False, True)
