@@ -1,4 +1,4 @@
-"""What a run leaves and goes on from: checks before it starts, its folder, metrics, samples, checkpoints, weights, curves.
+"""What a run leaves and goes on from: checks before it starts, folder, metrics, samples, checkpoints, weights, their card.
 
 Machinery like `utils.py`, which it builds on; no algorithm, and no experiment changes it.
 """
@@ -22,15 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+import huggingface_hub
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker, WandBTracker
+from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tasks import InputError, check_bounds, load_function
+from tasks import InputError, Shown, check_bounds, load_function
 from utils import ROOT, TokenTable, all_max, stop_accelerator, takes_scores
 
 # --------------------------------------------------------------------------------------------------------- arguments
@@ -48,6 +50,11 @@ def check_args(args: Any, script: Path, processes: int) -> None:
         )
     for function in filter(None, (task.clean_fn, task.gold_fn, getattr(args, "reward_fn", None))):
         load_function(function)
+    for name, other in (("wandb_project", "track"), ("wandb_entity", "track"), ("push_public", "push_to_hub")):
+        if getattr(args.shown, name) and not getattr(args.shown, other):
+            raise InputError(f"--{name} changes nothing without --{other}")
+    if args.shown.push_to_hub and not huggingface_hub.get_token():
+        raise InputError(f"--push_to_hub {args.shown.push_to_hub} needs a token that may write; run `hf auth login`")
     check_folders(args, script)
     if checkpoint := find_checkpoint(args, script):
         check_same(asdict(args) | {"processes": processes}, checkpoint.parents[1])
@@ -57,7 +64,7 @@ def check_args(args: Any, script: Path, processes: int) -> None:
 
 
 KEPT = 2  # checkpoints of a run: the newest, and the one before it
-FREE = ("save_every", "save_minutes", "resume", "run_name", "output_dir", "track")  # change no byte of what is written
+FREE = ("save_every", "save_minutes", "resume", "run_name", "output_dir", "shown")  # change no byte of what is written
 
 
 def by_flag(record: dict[str, Any]) -> dict[str, Any]:
@@ -277,6 +284,8 @@ class Run:
 
         record = asdict(args) | {"processes": accelerator.num_processes, "inputs": fingerprints(args, data)}
         record |= {"mixed_precision": accelerator.mixed_precision, "device": accelerator.device.type}
+        if args.shown.push_to_hub:
+            make_repository(args.shown.push_to_hub, args.shown.push_public)
         if self.source:
             self.folder = self.source.parents[1]
             check_same(record, self.folder)
@@ -292,7 +301,7 @@ class Run:
             self.lock.acquire(timeout=0)
         except filelock.Timeout:
             raise InputError(f"--resume: another process is still writing {self.folder}") from None
-        accelerator.trackers = start_trackers(self.folder, record, args.track)
+        accelerator.trackers = start_trackers(self.folder, record, args.shown)
         self.console, shown = Console(), TextColumn("{task.fields[shown]}")
         columns = (TextColumn(script.stem), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), shown)
         self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
@@ -453,6 +462,9 @@ class Run:
         if not self.main:
             return
         plot_run(self.folder, self.panels)
+        write_card(self.args, self.folder, self.script.stem, self.weights)
+        if self.args.shown.push_to_hub:
+            done = (*done, push(self.args.shown.push_to_hub, self.weights))
         link = "" if self.args.output_dir else f", linked as {latest(self.args, self.script)}"
         print(*done, f"weights: {self.weights}{link}", f"curves and metrics: {self.folder}/curves.png", sep="\n")
 
@@ -495,15 +507,16 @@ def environment(folder: Path) -> dict[str, Any]:
     }
 
 
-def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[Any]:
-    """TensorBoard's, and W&B's with `track`: offline where it cannot be reached or nobody is logged in, since a tracker
+def start_trackers(folder: Path, config: dict[str, Any], shown: Shown) -> list[Any]:
+    """TensorBoard's, and W&B's with `--track`: offline where it cannot be reached or nobody is logged in, since a tracker
     never stops training."""
     trackers = [TensorBoardTracker("", folder)]
-    if track:
+    if shown.track:
         import wandb
 
         settings = dict(config=config, dir=str(folder), settings=wandb.Settings(init_timeout=30, silent=True))
-        trackers.append(WandBTracker("onefile-rlhf", name=folder.name, **settings))
+        settings |= dict(name=folder.name, entity=shown.wandb_entity)
+        trackers.append(WandBTracker(shown.wandb_project or "onefile-rlhf", **settings))
     for tracker in trackers:
         try:
             tracker.start()
@@ -512,6 +525,41 @@ def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[An
             tracker.init_kwargs["mode"] = "offline"
             tracker.start()
     return trackers
+
+
+def make_repository(name: str, public: bool) -> None:
+    """On the hub, private unless `public`. Errors: `InputError` where that fails, or where it is there and public."""
+    try:
+        huggingface_hub.create_repo(name, private=not public, exist_ok=True)
+        if not public and not huggingface_hub.model_info(name).private:
+            raise ValueError("it is there already and public; add --push_public if it shall be")
+    except (HTTPError, OSError, ValueError) as error:
+        raise InputError(f"--push_to_hub {name}: {error}") from error
+
+
+def push(name: str, weights: Path) -> str:
+    """Upload the folder of the weights; says where it is or, where that failed, how to do it later."""
+    try:
+        return f"on the hub: {huggingface_hub.upload_folder(repo_id=name, folder_path=weights)}"
+    except (HTTPError, OSError, ValueError) as error:
+        return f"not on the hub ({type(error).__name__}: {error}); `hf upload {name} {weights}` sends it later"
+
+
+def write_card(args: Any, run: Path, script: str, weights: Path) -> None:
+    """README.md beside the weights: task, scores, curves, arguments, versions; no command, nothing of the environment."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first, last = ({name: x for line in part for name, x in line.items()} for part in (lines[::-1], lines))
+    names = [name for name in first if not name.startswith(("step", "time/", "ppo/"))]
+    rows = "".join(f"| `{name}` | {first[name]:.4g} | {last[name]:.4g} |\n" for name in sorted(names))
+    record, base = json.loads((run / "args.json").read_text()), args.task.base_model
+    setting = {k: v for k, v in asdict(args).items() if k not in FREE}
+    setting |= {k: record[k] for k in ("processes", "mixed_precision", "device", "python", "versions")}
+    shutil.copy(run / "curves.png", weights)
+    data = huggingface_hub.ModelCardData(tags=["rlhf", script], base_model=None if Path(base).exists() else base)
+    card = f"---\n{data.to_yaml()}\n---\n\n# {script} on {args.task.task}\n\nFrom `{base}`, with onefile-rlhf.\n\n"
+    card += f"| metric | first | last |\n|---|---|---|\n{rows}\n![Learning curves](curves.png)\n\n"
+    card += f"```json\n{json.dumps(setting, indent=1)}\n```\n"
+    (weights / "README.md").write_text(card.replace(f"{ROOT}/", "").replace(str(Path.home()), "~"))
 
 
 def pyplot() -> Any:
