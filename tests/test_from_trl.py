@@ -135,7 +135,7 @@ def flags_of(text: str) -> set[str]:
 
 def names_of(script) -> set[str]:
     """The flags of ppo or rloo."""
-    return {field.name for cls in (script.Args, tasks.Task) for field in fields(cls)}
+    return {field.name for cls in (script.Args, tasks.Task, tasks.Shown) for field in fields(cls)}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_the_page_names_every_field_once_beside_flags_that_the_script_has(name, 
 
 
 def test_the_page_names_no_flag_that_there_is_not():
-    ours = names_of(ppo) | names_of(rloo) | {field.name for field in fields(curves.Args)}
+    ours = names_of(ppo) | names_of(rloo) | {field.name for field in fields(curves.Args)}  # trl_ppo.py has --out too
     assert flags_of(PAGE) <= ours and len(flags_of(PAGE)) > 30
 
 
@@ -166,9 +166,12 @@ def test_the_page_names_files_and_details_that_there_are():
     assert "(docs/from_trl.md)" in readme
 
 
-def test_the_pages_command_is_the_run_of_its_configuration():
-    (command,) = re.findall(r"ppo\.py (--task.*?)\n```", PAGE, flags=re.S)
-    args = tasks.parse_args(ppo.Args, ppo.PRESETS, shlex.split(command.replace("\\\n", " ")))
+def test_the_pages_commands_parse_and_the_first_is_the_run_of_its_configuration():
+    commands = re.findall(r"^.*?ppo\.py (--task(?:.*\\\n)*.*)$", PAGE, flags=re.M)
+    assert len(commands) == 2
+    runs = [tasks.parse_args(ppo.Args, ppo.PRESETS, shlex.split(text.replace("\\\n", " "))) for text in commands]
+    assert [run.task.task for run in runs] == ["tldr", "synthetic_eos"]
+    args = runs[0]
     (config,) = re.findall(r"PPOConfig\((.*?)\n\)", PAGE, flags=re.S)
     theirs = {name: float(value) for name, value in re.findall(r"(\w+)=([\d._e-]+)", config)}
     for name in ("total_episodes", "num_ppo_epochs", "kl_coef"):
