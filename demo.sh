@@ -7,5 +7,5 @@ python sft.py --task synthetic --run_name ${name}_sft
 python train_reward.py --task synthetic --run_name ${name}_reward
 python ppo.py --task synthetic --run_name ${name}_ppo
 python rloo.py --task synthetic --run_name ${name}_rloo
-python benchmarks/plot.py --runs PPO=runs/${name}_ppo RLOO=runs/${name}_rloo --out runs/$name.png
+python benchmarks/curves.py PPO=runs/${name}_ppo RLOO=runs/${name}_rloo --out runs/$name.png
 echo "curves of PPO and RLOO: runs/$name.png"

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 import records
 import utils
-from tasks import Count, NonNegative, Positive, Seed, Share, Task, check_divides, cli, load_function, parse_args
+from tasks import Count, NonNegative, Positive, Seed, Share, Shown, Task, check_divides, cli, load_function, parse_args
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,7 @@ class Args:
     """new folder for the trained policy; None: the run's, and models/<task>/ppo becomes a link to it"""
     run_name: str | None = None
     """new folder in runs/; None: task, script, seed and time"""
-    track: bool = False
-    """log to Weights & Biases too"""
+    shown: Shown = Shown()
     save_every: Count | None = None
     """updates between two checkpoints that `--resume` goes on from; None: see save_minutes"""
     save_minutes: Positive | None = None

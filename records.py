@@ -1,4 +1,4 @@
-"""What a run leaves and goes on from: checks before it starts, its folder, metrics, samples, checkpoints, weights, curves.
+"""What a run leaves and goes on from: checks before it starts, folder, metrics, samples, checkpoints, weights, their card.
 
 Machinery like `utils.py`, which it builds on; no algorithm, and no experiment changes it.
 """
@@ -17,22 +17,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import filelock
+import huggingface_hub
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker, WandBTracker
+from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tasks import WHERE, InputError, RunError, check_bounds, check_writable, load_function, writing
+from tasks import WHERE, InputError, RunError, Shown, check_bounds, check_writable, load_function, writing
 from utils import ROOT, TokenTable, all_max, shared_out, stop_accelerator, takes_scores, whole
 
 # --------------------------------------------------------------------------------------------------------- arguments
@@ -50,6 +52,11 @@ def check_args(args: Any, script: Path, processes: int) -> None:
         )
     for function in filter(None, (task.clean_fn, task.gold_fn, getattr(args, "reward_fn", None))):
         load_function(function)
+    for name, other in (("wandb_project", "track"), ("wandb_entity", "track"), ("push_public", "push_to_hub")):
+        if getattr(args.shown, name) and not getattr(args.shown, other):
+            raise InputError(f"--{name} changes nothing without --{other}")
+    if args.shown.push_to_hub and not huggingface_hub.get_token():
+        raise InputError(f"--push_to_hub {args.shown.push_to_hub} needs a token that may write; run `hf auth login`")
     check_folders(args, script)
     if checkpoint := find_checkpoint(args, script):
         check_same(asdict(args) | {"processes": processes}, checkpoint.parents[1])
@@ -59,7 +66,7 @@ def check_args(args: Any, script: Path, processes: int) -> None:
 
 
 KEPT = 2  # checkpoints of a run: the newest, and the one before it
-FREE = ("save_every", "save_minutes", "resume", "run_name", "output_dir", "track")  # change no byte of what is written
+FREE = ("save_every", "save_minutes", "resume", "run_name", "output_dir", "shown")  # change no byte of what is written
 
 
 def by_flag(record: dict[str, Any]) -> dict[str, Any]:
@@ -303,6 +310,8 @@ class Run:
 
         record = asdict(args) | {"processes": accelerator.num_processes, "inputs": fingerprints(args, data)}
         record |= {"mixed_precision": accelerator.mixed_precision, "device": accelerator.device.type}
+        if args.shown.push_to_hub:
+            make_repository(args.shown.push_to_hub, args.shown.push_public)
         if self.source:
             self.folder = self.source.parents[1]
             check_same(record, self.folder)
@@ -319,7 +328,7 @@ class Run:
             self.lock.acquire(timeout=0)
         except filelock.Timeout:
             raise InputError(f"--resume: another process is still writing {self.folder}") from None
-        accelerator.trackers = start_trackers(self.folder, record, args.track)
+        accelerator.trackers = start_trackers(self.folder, record, args.shown)
         self.console, shown = Console(), TextColumn("{task.fields[shown]}")
         columns = (TextColumn(script.stem), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), shown)
         self.live = self.console.is_terminal and self.console.width >= 60  # else lines, which may break
@@ -434,7 +443,7 @@ class Run:
         append(self.folder / "samples.jsonl", [{"step": step, **row} for row in rows])
         self.sampled = [self.sampled[0] if self.sampled else rows, rows]
         self.table(rows, f"samples of held-out text after {step} updates")
-        if self.args.track:  # not as W&B's own table, for which its client waits until the server is back
+        if self.args.shown.track:  # not as W&B's own table, for which its client waits until the server is back
             import wandb
 
             lines = [rows[0], *(row.values() for row in rows)]
@@ -493,7 +502,11 @@ class Run:
         if not self.main:
             return
         with writing(curves := self.folder / "curves.png", curves):
-            plot_runs([(self.folder.name, self.folder)], self.panels, curves)
+            plot_run(self.folder, self.panels)
+        with writing(self.weights / "README.md", self.weights / "README.md"):
+            write_card(self.args, self.folder, self.script.stem, self.weights)
+        if self.args.shown.push_to_hub:
+            done = (*done, push(self.args.shown.push_to_hub, self.weights))
         link = "" if self.args.output_dir else f", linked as {latest(self.args, self.script)}"
         print(*done, f"weights: {self.weights}{link}", f"curves and metrics: {curves}", sep="\n")
 
@@ -554,16 +567,16 @@ class Tracker:
         return call
 
 
-def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[Any]:
-    """TensorBoard's, and W&B's with `track`: offline where it cannot be reached or nobody is logged in."""
+def start_trackers(folder: Path, config: dict[str, Any], shown: Shown) -> list[Any]:
+    """TensorBoard's, and W&B's with `--track`: offline where it cannot be reached or nobody is logged in."""
     trackers = [TensorBoardTracker("", folder)]
     trackers[0].start()
-    if track:
+    if shown.track:
         import wandb
 
         patience = wandb.Settings(init_timeout=30, finish_timeout=60, silent=True)  # else it tries for hours
-        where = dict(name=folder.name, dir=str(folder.absolute()))
-        trackers.append(WandBTracker("onefile-rlhf", config=config, settings=patience, **where))
+        where = dict(name=folder.name, dir=str(folder.absolute()), entity=shown.wandb_entity)
+        trackers.append(WandBTracker(shown.wandb_project or "onefile-rlhf", config=config, settings=patience, **where))
         try:
             trackers[1].start()
         except wandb.Error as error:
@@ -571,6 +584,41 @@ def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[An
             trackers[1].init_kwargs["mode"] = "offline"
             trackers[1].start()
     return [Tracker(tracker) for tracker in trackers]
+
+
+def make_repository(name: str, public: bool) -> None:
+    """On the hub, private unless `public`. Errors: `InputError` where that fails, or where it is there and public."""
+    try:
+        huggingface_hub.create_repo(name, private=not public, exist_ok=True)
+        if not public and not huggingface_hub.model_info(name).private:
+            raise ValueError("it is there already and public; add --push_public if it shall be")
+    except (HTTPError, OSError, ValueError) as error:
+        raise InputError(f"--push_to_hub {name}: {error}") from error
+
+
+def push(name: str, weights: Path) -> str:
+    """Upload the folder of the weights; says where it is or, where that failed, how to do it later."""
+    try:
+        return f"on the hub: {huggingface_hub.upload_folder(repo_id=name, folder_path=weights)}"
+    except (HTTPError, OSError, ValueError) as error:
+        return f"not on the hub ({type(error).__name__}: {error}); `hf upload {name} {weights}` sends it later"
+
+
+def write_card(args: Any, run: Path, script: str, weights: Path) -> None:
+    """README.md beside the weights: task, scores, curves, arguments, versions; no command, nothing of the environment."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first, last = ({name: x for line in part for name, x in line.items()} for part in (lines[::-1], lines))
+    names = [name for name in first if not name.startswith(("step", "time/", "ppo/"))]
+    rows = "".join(f"| `{name}` | {first[name]:.4g} | {last[name]:.4g} |\n" for name in sorted(names))
+    record, base = json.loads((run / "args.json").read_text()), args.task.base_model
+    setting = {k: v for k, v in asdict(args).items() if k not in FREE}
+    setting |= {k: record[k] for k in ("processes", "mixed_precision", "device", "python", "versions")}
+    shutil.copy(run / "curves.png", weights)
+    data = huggingface_hub.ModelCardData(tags=["rlhf", script], base_model=None if Path(base).exists() else base)
+    card = f"---\n{data.to_yaml()}\n---\n\n# {script} on {args.task.task}\n\nFrom `{base}`, with onefile-rlhf.\n\n"
+    card += f"| metric | first | last |\n|---|---|---|\n{rows}\n![Learning curves](curves.png)\n\n"
+    card += f"```json\n{json.dumps(setting, indent=1)}\n```\n"
+    (weights / "README.md").write_text(card.replace(f"{ROOT}/", "").replace(str(Path.home()), "~"))
 
 
 def pyplot() -> Any:
@@ -583,27 +631,28 @@ def pyplot() -> Any:
     return matplotlib.pyplot
 
 
-def plot_runs(runs: list[tuple[str, Path]], panels: list[str], path: Path) -> None:
-    """One picture, a panel for each metric, a line for each (label, folder); runs of one label share a colour."""
-    plt = pyplot()
-    columns = min(3, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.1 * rows), squeeze=False, layout="constrained")
-    labels = list(dict.fromkeys(label for label, _ in runs))
-    for i, (label, folder) in enumerate(runs):
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        shown = label if label not in [other for other, _ in runs[:i]] else None  # once in the legend
-        for axis, name in zip(axes.flat, panels, strict=False):
-            points = [(line["step"], line[name]) for line in lines if name in line]
-            xs, ys = [x for x, _ in points], [y for _, y in points]
-            axis.plot(xs, ys, color=f"C{labels.index(label)}", label=shown, linewidth=1.2)
-    for axis, name in zip(axes.flat, panels, strict=False):
+def panels(names: Iterable[str], x: str) -> tuple[Any, dict[str, Any]]:
+    """A figure, and a panel for each name."""
+    names = list(names)
+    columns = min(3, len(names))
+    rows = math.ceil(len(names) / columns)
+    size = 4.6 * columns, 3.1 * rows
+    figure, axes = pyplot().subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis, name in zip(axes.flat, names, strict=False):
         axis.set_title(name, fontsize=10)
-        axis.set_xlabel("step", fontsize=8)
+        axis.set_xlabel(x, fontsize=8)
         axis.grid(alpha=0.3)
-    for axis in axes.flat[len(panels) :]:
+    for axis in axes.flat[len(names) :]:
         axis.axis("off")
-    if len(labels) > 1:
-        axes.flat[0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return figure, dict(zip(names, axes.flat, strict=False))
+
+
+def plot_run(folder: Path, names: list[str]) -> None:
+    """curves.png of a run: a panel for each of these metrics. Several runs: benchmarks/curves.py."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    figure, axes = panels(names, "step")
+    for name, axis in axes.items():
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        axis.plot([x for x, _ in points], [y for _, y in points], linewidth=1.2)
+    figure.savefig(folder / "curves.png", dpi=110)
+    pyplot().close(figure)

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 import records
 import utils
-from tasks import Bounds, Count, NonNegative, Positive, Seed, Task, check_divides, cli, load_function, parse_args
+from tasks import Bounds, Count, NonNegative, Positive, Seed, Shown, Task, check_divides, cli, load_function, parse_args
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,7 @@ class Args:
     """new folder for the trained policy; None: the run's, and models/<task>/rloo becomes a link to it"""
     run_name: str | None = None
     """new folder in runs/; None: task, script, seed and time"""
-    track: bool = False
-    """log to Weights & Biases too"""
+    shown: Shown = Shown()
     save_every: Count | None = None
     """updates between two checkpoints that `--resume` goes on from; None: see save_minutes"""
     save_minutes: Positive | None = None

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 import records
 import utils
-from tasks import SYNTHETIC, Count, NonNegative, Positive, Seed, Share, Task, check_divides, cli, parse_args
+from tasks import SYNTHETIC, Count, NonNegative, Positive, Seed, Share, Shown, Task, check_divides, cli, parse_args
 from utils import InputError, TokenTable
 
 
@@ -63,8 +63,7 @@ class Args:
     """new folder for the trained model; None: the run's, and models/<task>/sft becomes a link to it"""
     run_name: str | None = None
     """new folder in runs/; None: task, script, seed and time"""
-    track: bool = False
-    """log to Weights & Biases too"""
+    shown: Shown = Shown()
     save_every: Count | None = None
     """steps between two checkpoints that `--resume` goes on from; None: see save_minutes"""
     save_minutes: Positive | None = None

@@ -97,6 +97,22 @@ class Task:
     """`module:function` or `path.py:function` of (queries, responses) → floats: the true score, only logged"""
 
 
+@dataclass(frozen=True)
+class Shown:
+    """Where a run is shown besides its own folder, the same for every script; changes no number of it."""
+
+    track: bool = False
+    """log to Weights & Biases too"""
+    wandb_project: str | None = None
+    """project there; None: onefile-rlhf"""
+    wandb_entity: str | None = None
+    """team or user there; None: your own"""
+    push_to_hub: str | None = None
+    """the hub's repository, owner/name, that the weights go to at the end; made before training, private"""
+    push_public: bool = False
+    """everybody may read that repository"""
+
+
 BOOKS = Task(
     task="sentiment",
     base_model="gpt2",

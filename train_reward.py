@@ -32,7 +32,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 import records
 import utils
-from tasks import Count, NonNegative, Positive, Seed, Task, cli, parse_args
+from tasks import Count, NonNegative, Positive, Seed, Shown, Task, cli, parse_args
 from utils import InputError, RewardModel
 
 
@@ -67,8 +67,7 @@ class Args:
     """new folder for the reward model; None: the run's, and models/<task>/train_reward becomes a link to it"""
     run_name: str | None = None
     """new folder in runs/; None: task, script, seed and time"""
-    track: bool = False
-    """log to Weights & Biases too"""
+    shown: Shown = Shown()
     save_every: Count | None = None
     """steps between two checkpoints that `--resume` goes on from; None: see save_minutes"""
     save_minutes: Positive | None = None

@@ -442,7 +442,7 @@ def reward_config(args: Any) -> "RewardConfig | None":
     function = load_function(args.reward_fn) if args.reward_fn else None
     folder = Path(args.reward_model or f"models/{args.task.task}/train_reward")
     replaced = function and not takes_scores(function)
-    return None if replaced or not (folder / "config.json").is_file() else RewardConfig.from_pretrained(folder)
+    return None if replaced or not (folder / "config.json").is_file() else RewardConfig.from_folder(folder)
 
 
 def check_memory(config: PretrainedConfig, each: int, what: str, device: torch.device, args: Any = None) -> None:
@@ -466,15 +466,24 @@ def check_memory(config: PretrainedConfig, each: int, what: str, device: torch.d
 
 
 class RewardConfig(PretrainedConfig):
-    """Configuration of `RewardModel`: the backbone's, and the pad id that it was trained with."""
+    """Configuration of `RewardModel`: the backbone's, the pad id that it was trained with, and an id that never carries
+    the reward: a classifier's own pad, often the end of text."""
 
     model_type = "scalar_reward"
     sub_configs = {"backbone": AutoConfig}
 
-    def __init__(self, backbone: PretrainedConfig | dict | None = None, pad_id: int = 0, **kwargs):
+    def __init__(self, backbone: PretrainedConfig | dict | None = None, pad_id: int = 0, unread_id: int = -1, **kwargs):
         self.backbone = AutoConfig.for_model(**backbone) if isinstance(backbone, dict) else backbone
-        self.pad_id = pad_id
+        self.pad_id, self.unread_id = pad_id, unread_id
         super().__init__(**kwargs)
+
+    @classmethod
+    def from_folder(cls, name: Path | str) -> "RewardConfig":
+        """What train_reward.py wrote; or one around a classifier's, and then without `architectures`."""
+        if cls.get_config_dict(name)[0].get("model_type") == cls.model_type:
+            return cls.from_pretrained(name)
+        config = without_dropout(AutoConfig.from_pretrained(name))
+        return cls(config, config.vocab_size, -1 if config.pad_token_id is None else config.pad_token_id)
 
 
 class RewardModel(PreTrainedModel):
@@ -499,12 +508,24 @@ class RewardModel(PreTrainedModel):
 
     @classmethod
     def from_folder(cls, name: str, make: str) -> "RewardModel":
-        """A folder that train_reward.py wrote. Errors: `InputError` naming the command that makes it."""
+        """A folder that train_reward.py wrote; or a sequence classifier of one label as TRL trains it, whose head `score`
+        has no bias: gain stays 1, bias 0. Errors: `InputError` naming the command that makes one."""
         if not (Path(name) / "config.json").is_file() or not any(Path(name).glob("*.safetensors*")):
             raise InputError(
                 f"there is no reward model in {name}; make it with `{make}`, or pass --reward_model or --reward_fn"
             )
-        return cls.from_pretrained(name, dtype=torch.float32, use_safetensors=True).eval()
+        config, load = RewardConfig.from_folder(name), dict(dtype=torch.float32, use_safetensors=True)
+        if config.architectures:
+            return cls.from_pretrained(name, **load).eval()
+        kind, load = transformers.AutoModelForSequenceClassification, load | dict(output_loading_info=True)
+        classifier, found = kind.from_pretrained(name, config=config.backbone, **load)
+        if found["missing_keys"] or classifier.num_labels != 1 or not hasattr(classifier, "score"):
+            raise InputError(
+                f"{name} is neither a reward model nor a classifier of one label with a trained head `score`"
+            )
+        model = cls(config, classifier.base_model)
+        model.head.weight = classifier.score.weight
+        return model.eval()
 
     def token_rewards(self, tokens: Tensor) -> Tensor:
         """[B, T] → [B, T, 1] at every token, before gain and bias."""
@@ -514,7 +535,8 @@ class RewardModel(PreTrainedModel):
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T], pads anywhere → rewards [B] in fp32."""
         columns = torch.arange(tokens.shape[1], device=tokens.device)
-        last = torch.where(tokens != self.config.pad_id, columns, 0).amax(dim=1)  # R1: the last real token
+        real = (tokens != self.config.pad_id) & (tokens != self.config.unread_id)
+        last = torch.where(real, columns, 0).amax(dim=1)  # R1: the last real token
         hidden = self.backbone(**model_inputs(tokens, self.config.pad_id), use_cache=False).last_hidden_state
         reward = self.head(hidden[torch.arange(len(tokens), device=tokens.device), last]).squeeze(-1)
         return self.gain * reward + self.bias

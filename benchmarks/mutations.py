@@ -59,7 +59,8 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
 )  # fmt: skip
 # Where a change shows in a picture, in a table's layout, in a message's wording or in how often a line is printed:
 SHOWN = {
-    "plot_runs",
+    "panels",
+    "plot_run",
     "pyplot",
     "draw_histogram",
     "table",

@@ -55,4 +55,4 @@ for script in ppo rloo; do
 done
 for pid in "${pids[@]}"; do wait "$pid"; done
 metrics="objective/scores eval/scores objective/ended objective/kl ppo/policy/approxkl_avg objective/entropy"
-python benchmarks/plot.py --runs "${runs[@]}" --out benchmarks/pretrained.png --metrics $metrics
+python benchmarks/curves.py "${runs[@]}" --out benchmarks/pretrained.png --metrics $metrics

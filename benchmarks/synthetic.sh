@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Three seeds of PPO and RLOO at the same number of episodes, the two side by side on a core each; needs the demo's models.
-# TASK=synthetic_eos METRIC=objective/response_length for the EOS form.
+# PPO and RLOO, three seeds each, at the same number of episodes, the two side by side on a core each; needs the demo's models.
+# TASK=synthetic_eos METRIC=objective/response_length for the EOS form; SEEDS="$(seq -s ' ' 10)" for ten seeds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 task=${TASK:-synthetic}
 export OMP_NUM_THREADS=1
 stamp=$(date +%Y%m%d-%H%M%S)
 runs=()
-for seed in 1 2 3; do
+for seed in ${SEEDS:-1 2 3}; do
   for script in ppo rloo; do
     name=bench_${task}_${script}_${seed}_$stamp
     python $script.py --task $task --seed $seed --run_name $name --output_dir runs/$name/model &
@@ -16,4 +16,4 @@ for seed in 1 2 3; do
   wait
 done
 metrics="objective/scores objective/gold_score objective/kl objective/kl_coef ${METRIC:-ppo/loss/value_avg} objective/entropy"
-python benchmarks/plot.py --runs "${runs[@]}" --out benchmarks/$task.png --metrics $metrics
+python benchmarks/curves.py "${runs[@]}" --out benchmarks/$task.png --metrics $metrics

@@ -470,7 +470,7 @@ def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(script
         changed = changed if owner is args else replace(args, task=changed)
         record = asdict(args) | dict(processes=1, inputs={})
         Path("runs/ran/args.json").write_text(json.dumps(record))
-        free = {"save_every", "save_minutes", "resume", "output_dir", "track"}
+        free = {"save_every", "save_minutes", "resume", "output_dir", "shown"}
         if owner is args and field.name in free:
             records.check_same(asdict(changed) | dict(processes=1), Path("runs/ran"))
         else:
