@@ -413,7 +413,7 @@ def train_step(
             logprobs, entropies = policy(old.contexts[:, -width:], old.responses)
             terms = loss_terms(logprobs.masked_fill(~old.mask, 0), old, args)  # past an end
             accelerator.backward(terms["loss/policy_avg"].sum() / count)
-            losses[part] = terms["loss/policy_avg"].detach()
+            losses[part] = terms["loss/policy_avg"].detach().reshape(len(part), -1).sum(dim=1)
         sums = add_up(sums, terms, torch.ones_like(old.scores).bool())
         token_sums = add_up(token_sums, {"policy/entropy_avg": entropies}, old.mask)
     utils.check_gradients(policy, args.task, batch.contexts, **batch._asdict() | {"loss": losses})

@@ -244,6 +244,7 @@ def test_ctrl_c_ends_a_function_that_hangs_and_names_the_way_on(home, capsys):
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_signal_while_the_function_runs_still_writes_a_checkpoint(name, home, capsys):
     """SIGHUP is what a closed terminal sends."""
+    signal.signal(getattr(signal, name), signal.SIG_DFL)  # a test's run that ended by an error has left its own
     spec = function_file(home, name, f"if calls == 3:\n    os.kill(os.getpid(), signal.{name})")
     assert ends("ppo", small("ppo", home, reward_fn=spec, save_every=None)) == 143
     assert steps_kept() == [2] and "add  --resume runs/ran  to the command" in capsys.readouterr().out
@@ -414,7 +415,7 @@ def test_training_goes_on_without_wandb(when, home, wandb_server, monkeypatch, c
 
     monkeypatch.setattr(records.Run, "log", spy)
     begin = time.monotonic()
-    ppo.main(small("ppo", home, track=True))
+    ppo.main(small("ppo", home, shown=tasks.Shown(track=True)))
     assert time.monotonic() - begin < 30 and wandb_server.asked > 0
     assert [row["step"] for row in read_metrics("ran")] == list(range(6))
     assert Path("runs/ran/model/model.safetensors").is_file()
@@ -570,7 +571,7 @@ def test_keys_of_the_environment_are_in_nothing_that_a_run_writes_or_says(script
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    SCRIPTS[script].main(small(script, home, save_every=3, seed=7654321, track=True))
+    SCRIPTS[script].main(small(script, home, save_every=3, seed=7654321, shown=tasks.Shown(track=True)))
     wandb.teardown()
     texts = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
     out, err = capfd.readouterr()
