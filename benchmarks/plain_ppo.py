@@ -154,7 +154,9 @@ class PlainPPO:
             return ppo.sample_all(lm, queries, self.task, self.pad_id, gen, self.args.rollout_batch_size)
         torch.manual_seed(seed)
         mask = queries != self.pad_id
-        how = GenerationConfig(max_new_tokens=length, do_sample=True, temperature=self.task.temperature, top_k=0, top_p=1.0)
+        how = GenerationConfig(
+            max_new_tokens=length, do_sample=True, temperature=self.task.temperature, top_k=0, top_p=1.0
+        )
         how.pad_token_id, lm.generation_config.eos_token_id = 0, None  # exactly R tokens
         out = lm.generate(queries.masked_fill(~mask, 0), attention_mask=mask.long(), generation_config=how)
         return out[:, queries.shape[1] :]
