@@ -1,6 +1,4 @@
-"""One contestant of speed.py in a process of its own: its seconds by update and phase, and its peak memory, as JSON.
-
-    python benchmarks/contestants.py '{"kind": "ppo", "folder": "/tmp/…", …}'       # speed.py writes the job
+"""What speed.py runs in a process of its own: a contestant's seconds by update and phase, and its peak memory, as JSON.
 
 The phases are the same for all: `sample` until the responses are there, `score` until the first forward with a gradient,
 `optimise` until the update is logged. The first update warms up. TRL's trainers run in virtual environments that lack what

@@ -24,6 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -150,7 +152,7 @@ def run(
     (folder / "queries.txt").write_text("\n".join([*texts[:held_out], "w1 w2 w3", *texts[held_out:]]) + "\n")
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
     command = [peer_python(one.kind), *launch, str(HERE / "contestants.py"), json.dumps(job)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     if done.returncode:
         raise SystemExit(f"{one.name} failed:\n{done.stderr[-3000:]}")
@@ -158,45 +160,53 @@ def run(
     return json.loads(last) | {"printed": "\n".join(printed)}
 
 
-def seconds(update: dict[str, list[float]], which: int) -> float:
-    """Of all phases; which: 0 CPU, 1 wall."""
-    return sum(phase[which] for phase in update.values())
+@contextmanager
+def made(work: Work) -> Iterator[Path]:
+    """A folder with the work's models, for as long as it is needed."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(Path(folder), work, Contestant("make", "make"), 0)
+        yield Path(folder)
+
+
+def seconds(found: dict[str, Any], which: int, phases: tuple[str, ...] = PHASES) -> float:
+    """Median over a process's updates behind its first, in these phases; which: 0 CPU, 1 wall."""
+    updates = found["updates"][1:] or found["updates"]
+    return statistics.median(sum(update[phase][which] for phase in phases if phase in update) for update in updates)
 
 
 def best_micro(folder: Path, work: Work, one: Contestant) -> int:
     """Of a peer: the micro-batch with the fewest CPU seconds in one update of one epoch."""
     if one.kind in ("ppo", "rloo"):
         return 0  # its own default
-    tried = {n: run(folder, work, replace(one, epochs=1), 0, n)["updates"][0] for n in work.micro}
-    return min(tried, key=lambda n: seconds(tried[n], 0))
+    if len(work.micro) == 1:
+        return work.micro[0]
+    return min(work.micro, key=lambda micro: seconds(run(folder, work, replace(one, epochs=1), 0, micro), 0))
 
 
 def race(work: Work, field: list[Contestant], updates: int, rounds: int) -> dict[str, dict[str, Any]]:
     """Everybody in turn, `rounds` times → name → medians."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        run(folder, work, Contestant("make", "make"), 0)
+    heats: list[dict[str, Any]] = []
+    with made(work) as folder:
         micro = {one.name: best_micro(folder, work, one) for one in field}
-        heats: list[dict[str, Any]] = []
-        for i in range(rounds):
+        for _ in range(rounds):
             heats.append({one.name: run(folder, work, one, updates, micro[one.name]) for one in field})
             heats[-1]["matmul"] = run(folder, work, Contestant("matmul", "matmul"), updates)
-            print(f"round {i + 1} of {rounds}", *os.getloadavg(), file=sys.stderr)
-    cpu = [{name: statistics.median(seconds(u, 0) for u in x["updates"][1:]) for name, x in h.items()} for h in heats]
-    median = statistics.median
-    rate = median(PRODUCTS * PRODUCT / heat["matmul"] for heat in cpu)
+
+    def median(function: Callable) -> float:
+        return statistics.median(map(function, heats))
+
+    rate = PRODUCTS * PRODUCT / median(lambda heat: seconds(heat["matmul"], 0))
     table = {}
     for one in field:
-        measured = [update for heat in heats for update in heat[one.name]["updates"][1:]]
-        row = {"micro": micro[one.name] or "default", "cpu": median(heat[one.name] for heat in cpu)}
-        row["wall"] = median(seconds(update, 1) for update in measured)
+        name, rival = one.name, one.rival or one.name
+        row = {"micro": micro[name] or "default", "cpu": median(lambda heat: seconds(heat[name], 0))}
+        row["wall"] = median(lambda heat: seconds(heat[name], 1))
         row["episodes/s"] = work.episodes / row["wall"]
-        row["peak GB"] = median(heat[one.name]["peak"] for heat in heats)
-        row |= {phase: median(update[phase][0] for update in measured) for phase in PHASES}
-        row["ratio"] = median(heat[one.name] / heat[one.rival] for heat in cpu) if one.rival else 1.0
+        row["peak GB"] = median(lambda heat: heat[name]["peak"])
+        row |= {phase: median(lambda heat: seconds(heat[name], 0, (phase,))) for phase in PHASES}
+        row["ratio"] = median(lambda heat: seconds(heat[name], 0) / seconds(heat[rival], 0))
         row["bound"] = operations(work, one.kind, one.epochs) / rate / row["cpu"]
-        row |= {"rival": one.rival or "", "rate": rate / 1e9, "versions": heats[0][one.name]["versions"]}
-        table[one.name] = row
+        table[name] = row | {"of": rival, "GFLOP/s": rate / 1e9, "versions": heats[0][name]["versions"]}
     return table
 
 
@@ -215,21 +225,18 @@ def write(path: Path, workload: str, table: dict[str, dict[str, Any]]) -> list[d
     for name, row in table.items():
         cells = (f"{x:11.3g}" if isinstance(x, float) else f"{x:>11}" for x in (row[n] for n in shown))
         print(f"{name:34}" + "".join(cells))
-    about = dict(
-        date=time.strftime("%Y-%m-%d"),
-        hardware=processor(),
-        command=" ".join(["python benchmarks/speed.py", *sys.argv[1:]]),
-    )
-    rows = [
-        {"workload": workload, "contestant": name}
-        | {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in (row | about).items()}
-        for name, row in table.items()
-    ]
-    if path.is_file():
-        with open(path, newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["workload"] != workload] + rows
+    rows = [{"workload": workload, "contestant": name} | row for name, row in table.items()]
+    old = list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
+    return write_csv(path, [row for row in old if row["workload"] != workload], rows)
+
+
+def write_csv(path: Path, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, to the new ones of which date, machine and command are added."""
+    command = " ".join(["python", "benchmarks/speed.py", *sys.argv[1:]])
+    about = dict(date=time.strftime("%Y-%m-%d"), hardware=processor(), command=command)
+    rows = old + [{k: f"{v:.4g}" if isinstance(v, float) else v for k, v in (row | about).items()} for row in new]
     with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[-1].keys())
+        writer = csv.DictWriter(file, rows[-1])
         writer.writeheader()
         writer.writerows(rows)
     return rows
@@ -247,9 +254,9 @@ def draw_race(rows: list[dict[str, str]], path: Path) -> None:
             width = np.array([float(row[phase]) for row in mine])
             axis.barh(names, width, left=left, label=phase)
             left += width
-        axis.set(title=f"{panel}: CPU seconds per update, one thread", xlim=(0, 1.12 * left.max()))
+        axis.set(title=f"{panel}: CPU seconds per update, one thread", xlim=(0, 1.15 * left.max()))
         for i, row in enumerate(mine):
-            axis.text(left[i], i, f" {float(row['cpu']):.3g}", va="center", fontsize=8)
+            axis.text(left[i], i, f" {float(row['ratio']):.2f} ×", va="center", fontsize=8)
         axis.legend(fontsize=8)
     figure.savefig(path, dpi=110)
 
@@ -264,12 +271,9 @@ def pyplot() -> Any:
 
 def waterfall() -> list[Contestant]:
     """The plain way, one idea more in each row, and ppo.py."""
-    steps = (IDEAS[:n] for n in range(len(IDEAS) + 1))
-    named = ((f"+ {ideas[-1]}" if ideas else "plain", ideas) for ideas in steps)
-    return [
-        *(Contestant(name, "plain", ideas=ideas, rival="plain") for name, ideas in named),
-        Contestant("ppo", "ppo", rival="plain"),
-    ]
+    steps = [IDEAS[:n] for n in range(len(IDEAS) + 1)]
+    rows = [Contestant(f"+ {ideas[-1]}" if ideas else "plain", "plain", ideas=ideas, rival="plain") for ideas in steps]
+    return [*rows, Contestant("ppo", "ppo", rival="plain")]
 
 
 def scaled() -> dict[str, dict[str, tuple[Work, int]]]:
@@ -284,62 +288,50 @@ def scaled() -> dict[str, dict[str, tuple[Work, int]]]:
     }
 
 
-def scale(args: Args) -> None:
+def scale(args: Args, out: Path) -> None:
     """ppo.py as one thing at a time grows: print, write, draw."""
-    plt, rows = None, []
-    for what, values in scaled().items():
+    rows, whats = [], scaled()
+    for what, values in whats.items():
         for value, (work, processes) in values.items():
-            with tempfile.TemporaryDirectory() as folder:
-                run(Path(folder), work, Contestant("make", "make"), 0)
-                found = run(Path(folder), work, Contestant("ppo", "ppo"), args.updates, processes=processes)
-            wall = statistics.median(seconds(update, 1) for update in found["updates"][1:])
-            cpu = statistics.median(seconds(update, 0) for update in found["updates"][1:])
-            row = dict(what=what, value=value, cpu=cpu, wall=wall)
-            row |= {"episodes/s": work.episodes / wall, "episodes/cpu s": work.episodes / cpu / processes}
-            rows.append(row | {"peak GB": found["peak"]})
+            with made(work) as folder:
+                found = run(folder, work, Contestant("ppo", "ppo"), args.updates, processes=processes)
+            row = dict(what=what, value=value, cpu=seconds(found, 0), wall=seconds(found, 1))
+            rows.append(row | {"episodes/s": work.episodes / row["wall"], "peak GB": found["peak"]})
             print(*(f"{x:.3g}" if isinstance(x, float) else x for x in rows[-1].values()), flush=True)
+    write_csv(out.with_suffix(".csv"), [], rows)
     plt = pyplot()
-    whats = list(scaled())
     figure, axes = plt.subplots(2, len(whats), figsize=(3.2 * len(whats), 5), layout="constrained", sharey="row")
-    for i, what in enumerate(whats):
+    for column, what in zip(axes.T, whats, strict=True):
         mine = [row for row in rows if row["what"] == what]
-        for axis, name in zip(axes[:, i], ("episodes/s", "peak GB"), strict=True):
+        for axis, name in zip(column, ("episodes/s", "peak GB"), strict=True):
             axis.plot([row["value"] for row in mine], [row[name] for row in mine], "o-")
-            axis.set(xlabel=what, ylabel=name if i == 0 else "", yscale="log")
-    figure.savefig(args.out.with_suffix(".png"), dpi=110)
-    with open(args.out.with_suffix(".csv"), "w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], "date", "hardware"])
-        writer.writeheader()
-        about = dict(date=time.strftime("%Y-%m-%d"), hardware=processor())
-        writer.writerows({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()} | about for row in rows)
+            axis.set(xlabel=what, ylabel=name, yscale="log")
+    figure.savefig(out.with_suffix(".png"), dpi=110)
+
+
+def profile(workload: str) -> None:
+    """Where ours spends its CPU time in an update."""
+    with made(WORKS[workload]) as folder:
+        for name in ("ppo", "rloo"):
+            printed = run(folder, WORKS[workload], Contestant(name, name), 1, profile=True)["printed"]
+            print(name, workload, printed[printed.index("\n---") :])
 
 
 def main(args: Args) -> None:
     """Measure, print, write, draw."""
-    work, kind = WORKS[args.workload], "_waterfall" if args.waterfall else "_scale" if args.scale else ""
-    out = args.out.with_name(args.out.name + kind)
     if args.profile:
-        for name in ("ppo", "rloo"):
-            with tempfile.TemporaryDirectory() as folder:
-                run(Path(folder), work, Contestant("make", "make"), 0)
-                printed = run(Path(folder), work, Contestant(name, name), 1, profile=True)["printed"]
-            print(name, args.workload, printed[printed.index("\n---") :])
-        return
+        return profile(args.workload)
     if args.scale:
-        scale(replace(args, out=out))
-        return
+        return scale(args, args.out.with_name(f"{args.out.name}_scale"))
     field = waterfall() if args.waterfall else contestants(args.peers.split(","))
-    table = race(work, field, args.updates, args.rounds)
+    out = args.out.with_name(f"{args.out.name}_waterfall" if args.waterfall else args.out.name)
+    table = race(WORKS[args.workload], field, args.updates, args.rounds)
     draw_race(write(out.with_suffix(".csv"), args.workload, table), out.with_suffix(".png"))
-    ratios = {f"{name} / {row['rival']}": row["ratio"] for name, row in table.items() if row["rival"]}
-    peaks = {
-        f"{row['rival']} / {name}": table[row["rival"]]["peak GB"] / row["peak GB"]
-        for name, row in table.items()
-        if row["rival"]
-    }
-    medians = {name: {k: x for k, x in row.items() if isinstance(x, float)} for name, row in table.items()}
-    result = {"medians": medians, "ratios": ratios, "peaks": peaks}
-    print(json.dumps({"workload": args.workload} | result))
+    rivals = [(name, row, table[row["of"]]) for name, row in table.items() if row["of"] != name]
+    ratios = {f"{name} / {row['of']}": row["ratio"] for name, row, _ in rivals}
+    peaks = {f"{row['of']} / {name}": of["peak GB"] / row["peak GB"] for name, row, of in rivals}
+    result = {"workload": args.workload, "medians": table, "ratios": ratios, "peaks": peaks}
+    print(json.dumps(json.loads(json.dumps(result), parse_float=lambda x: float(f"{float(x):.4g}"))))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""benchmarks/plain_ppo.py, written apart from ppo.py, makes the same update of it; and what speed.py computes by hand."""
+"""benchmarks/plain_ppo.py, written apart from ppo.py, makes the same update of it; speed.py measures what it says."""
 
 import copy
 from dataclasses import replace
@@ -9,7 +9,7 @@ import tiny
 import torch
 
 import ppo
-from benchmarks import plain_ppo
+from benchmarks import plain_ppo, speed
 
 EPOCHS = [np.random.default_rng(epoch).permutation(8) for epoch in range(4)]
 WAYS = [(), *((idea,) for idea in plain_ppo.IDEAS), tuple(plain_ppo.IDEAS)]
@@ -59,3 +59,47 @@ def test_plain_samples_have_the_response_length_also_where_the_model_knows_an_en
     responses = plain.sample(tiny.make_contexts([3] * 200, 8), seed=1)
     assert responses.shape == (200, 5)
     assert (responses[:, :-1] == 0).any()  # ends were drawn, and sampling went on behind them
+
+
+def test_query_lengths_are_those_of_the_workloads():
+    lengths = np.array(speed.query_lengths(2000))
+    assert np.quantile(lengths, [0.05, 0.5, 0.95]).tolist() == [7, 17, 40] and 60 < lengths.max() <= 64
+    assert len(speed.query_lengths(16)) == 16 and max(speed.query_lengths(16)) > 40  # small batches have long rows too
+
+
+def test_operations_are_those_counted_by_hand():
+    """A layer of width 2 over one row of 17 + 1 tokens: 12 · 2² weights, twice that in operations a token (1728 in all);
+    scores and their sums over 1 + 2 + … + 18 = 171 keys, 8 operations each (1368); a word of 3 predicted, 12."""
+    work = speed.Work(dict(n_layer=1, n_embd=2, vocab_size=3), 1, (), response_length=1)
+    forward = 1728 + 1368 + 12
+    assert speed.operations(work, "ppo", 1) == 2 * forward + (1728 + 1368) + 3 * forward
+    assert speed.operations(work, "ppo", 4) == speed.operations(work, "ppo", 1) + 9 * forward
+
+
+def test_the_waterfall_adds_every_idea_that_there_is():
+    assert speed.IDEAS == tuple(plain_ppo.IDEAS)
+    assert [row.ideas for row in speed.waterfall()][:-1] == [speed.IDEAS[:n] for n in range(len(speed.IDEAS) + 1)]
+
+
+def test_a_race_of_real_processes_gives_every_phase_and_keeps_the_rows_of_other_workloads(tmp_path, capfd):
+    """ppo.py from its own command line, and the plain way; TRL's need virtual environments and a connection."""
+    sizes = dict(n_layer=1, n_embd=32, n_head=2, vocab_size=101, n_positions=96)
+    field = [speed.Contestant("ppo", "ppo", 1), speed.Contestant("plain", "plain", 1, rival="ppo")]
+    table = speed.race(speed.Work(sizes, 8, (4,)), field, updates=2, rounds=1)
+    for name, row in table.items():
+        assert row["cpu"] > 0 and all(row[phase] > 0 for phase in speed.PHASES), name
+        assert 0.1 < row["peak GB"] < 3 and 0 < row["bound"] < 1
+        assert row["episodes/s"] == 8 / row["wall"]
+    assert table["plain"]["ratio"] == pytest.approx(table["plain"]["cpu"] / table["ppo"]["cpu"])
+    assert (table["ppo"]["micro"], table["plain"]["micro"]) == ("default", 4)
+
+    for workload in ("first", "second", "first"):
+        rows = speed.write(tmp_path / "speed.csv", workload, table)
+    assert [row["workload"] for row in rows] == ["second", "second", "first", "first"]
+    speed.draw_race(rows, tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").stat().st_size > 1000
+
+
+def test_a_peer_that_fails_ends_the_race_with_what_it_said(tmp_path):
+    with pytest.raises(SystemExit, match="nobody failed:\n(.|\n)*KeyError"):
+        speed.run(tmp_path, speed.WORKS["tiny"], speed.Contestant("nobody", "nobody"), 1)
