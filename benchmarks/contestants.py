@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -37,6 +38,8 @@ class Stopwatch:
 
     def __call__(self, phase: str | None) -> None:
         """From now on it is `phase`; None: between two updates."""
+        if phase == self.phase:
+            return
         now = time.process_time(), time.perf_counter()
         if self.phase:
             seconds = self.updates[-1].setdefault(self.phase, [0.0, 0.0])
@@ -113,8 +116,9 @@ def ours(job: Job, watch: Stopwatch) -> None:
     script.main(script_args(script, job))
 
 
-def load(job: Job, name: str, kind: type = AutoModelForCausalLM) -> Any:
+def load(job: Job, name: str) -> Any:
     """A model of `make`."""
+    kind = AutoModelForSequenceClassification if name == "classifier" else AutoModelForCausalLM
     return kind.from_pretrained(f"{job.folder}/{name}", dtype=torch.float32)
 
 
@@ -138,8 +142,7 @@ def plain(job: Job, watch: Stopwatch) -> None:
         episodes = contestant.rollout(queries, responses, KL_COEF)
         watch("optimise")
         rng = np.random.default_rng(update)
-        stats = contestant.train(episodes, [rng.permutation(len(queries)) for _ in range(job.epochs)])
-        print(update, stats, file=sys.stderr)
+        contestant.train(episodes, [rng.permutation(len(queries)) for _ in range(job.epochs)])
         watch(None)
 
 
@@ -166,10 +169,7 @@ def trl_ppo(job: Job, watch: Stopwatch) -> None:
     episodes, tokenizer = len(job.queries), trl_tokenizer(job, "<pad>")
     pad = tokenizer.pad_token_id
     queries = torch.tensor([[pad] * (job.query_length - len(row)) + row for row in job.queries])
-    policy, classifiers = (
-        load(job, "policy"),
-        (load(job, "classifier", AutoModelForSequenceClassification) for _ in "rv"),
-    )
+    policy = load(job, "policy")
     args = PPOConfig(
         **trl_settings(job, episodes),
         total_episodes=episodes * (job.updates + 1),
@@ -184,8 +184,8 @@ def trl_ppo(job: Job, watch: Stopwatch) -> None:
         tokenizer,
         model=policy,
         ref_model=load(job, "policy"),
-        reward_model=next(classifiers),
-        value_model=next(classifiers),
+        reward_model=load(job, "classifier"),
+        value_model=load(job, "classifier"),
         train_dataset=Dataset.from_dict({"row": range(episodes * (job.updates + 2))}),  # never at its end: an end of
         data_collator=lambda rows: {"input_ids": queries},  # the data makes each micro-batch an optimizer step
         eval_dataset=Dataset.from_dict({"row": []}),
@@ -209,8 +209,7 @@ def trl_rloo(job: Job, watch: Stopwatch) -> None:
         shuffle_dataset=False,
         beta=KL_COEF,
     )
-    reward = load(job, "classifier", AutoModelForSequenceClassification)
-    data = Dataset.from_dict({"prompt": rows})
+    reward, data = load(job, "classifier"), Dataset.from_dict({"prompt": rows})
     trainer = RLOOTrainer(policy, reward, args, data, processing_class=tokenizer, reward_processing_classes=tokenizer)
     race(trainer, policy, watch)
 
@@ -244,15 +243,17 @@ def versions() -> str:
 
 
 def main(text: str) -> None:
-    """Run the job; the last line is what it took."""
-    job = Job(**json.loads(text))
+    """Run the job; the last line is what it took. Errors: where the optimizer took another number of steps than asked."""
+    job, steps = Job(**json.loads(text)), []
     torch.set_num_threads(1)
+    register_optimizer_step_post_hook(lambda *_: steps.append(1))
     watch = Stopwatch(job.profile)
     CONTESTANTS[job.kind](job, watch)
+    if job.kind not in ("make", "matmul") and len(steps) != job.epochs * (job.updates + 1):
+        raise RuntimeError(f"{len(steps)} optimizer steps in {job.updates + 1} updates of {job.epochs} epochs")
     if job.profile:
-        print(
-            watch.profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=50)
-        )
+        table = watch.profiler.key_averages().table
+        print(table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=50))
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps({"updates": watch.updates, "peak": watch.peak, "versions": versions()}))
 

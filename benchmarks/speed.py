@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -175,19 +176,20 @@ def seconds(found: dict[str, Any], which: int, phases: tuple[str, ...] = PHASES)
 
 
 def best_micro(folder: Path, work: Work, one: Contestant) -> int:
-    """Of a peer: the micro-batch with the fewest CPU seconds in one update of one epoch."""
+    """Of a peer: the micro-batch with the fewest CPU seconds in one update."""
     if one.kind in ("ppo", "rloo"):
         return 0  # its own default
     if len(work.micro) == 1:
         return work.micro[0]
-    return min(work.micro, key=lambda micro: seconds(run(folder, work, replace(one, epochs=1), 0, micro), 0))
+    return min(work.micro, key=lambda micro: seconds(run(folder, work, one, 0, micro), 0))
 
 
 def race(work: Work, field: list[Contestant], updates: int, rounds: int) -> dict[str, dict[str, Any]]:
     """Everybody in turn, `rounds` times → name → medians."""
     heats: list[dict[str, Any]] = []
     with made(work) as folder:
-        micro = {one.name: best_micro(folder, work, one) for one in field}
+        tuned = cache(lambda kind, ideas: best_micro(folder, work, Contestant("tuning", kind, epochs=1, ideas=ideas)))
+        micro = {one.name: tuned(one.kind, one.ideas) for one in field}
         for _ in range(rounds):
             heats.append({one.name: run(folder, work, one, updates, micro[one.name]) for one in field})
             heats[-1]["matmul"] = run(folder, work, Contestant("matmul", "matmul"), updates)
@@ -314,7 +316,7 @@ def profile(workload: str) -> None:
     with made(WORKS[workload]) as folder:
         for name in ("ppo", "rloo"):
             printed = run(folder, WORKS[workload], Contestant(name, name), 1, profile=True)["printed"]
-            print(name, workload, printed[printed.index("\n---") :])
+            print(name, workload, printed[printed.index("---") :])
 
 
 def main(args: Args) -> None:
