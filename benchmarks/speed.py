@@ -159,7 +159,10 @@ def run(
     if done.returncode:
         raise SystemExit(f"{one.name} failed:\n{done.stderr[-3000:]}")
     *printed, last = done.stdout.strip().splitlines()
-    return json.loads(last) | {"printed": "\n".join(printed)}
+    found = json.loads(last) | {"printed": "\n".join(printed)}
+    if found["updates"]:
+        print(f"{one.name}, micro-batch {micro or 'default'}: {seconds(found, 0):.3g} CPU s an update", file=sys.stderr)
+    return found
 
 
 @contextmanager
@@ -260,7 +263,7 @@ def draw_race(rows: list[dict[str, str]], path: Path) -> None:
         axis.set(title=f"{panel}: CPU seconds per update, one thread", xlim=(0, 1.15 * left.max()))
         for i, row in enumerate(mine):
             axis.text(left[i], i, f" {float(row['ratio']):.2f} ×", va="center", fontsize=8)
-        axis.legend(fontsize=8)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=110)
 
 
@@ -302,6 +305,8 @@ def scale(args: Args, out: Path) -> None:
             rows.append(row | {"episodes/s": work.episodes / row["wall"], "peak GB": found["peak"]})
             print(*(f"{x:.3g}" if isinstance(x, float) else x for x in rows[-1].values()), flush=True)
     write_csv(out.with_suffix(".csv"), [], rows)
+    alone, two = (row["episodes/s"] for row in rows[-2:])
+    print(f"two processes on two cores: {two / alone / 2:.0%} of twice the episodes per second of one")
     plt = pyplot()
     figure, axes = plt.subplots(2, len(whats), figsize=(3.2 * len(whats), 5), layout="constrained", sharey="row")
     for column, what in zip(axes.T, whats, strict=True):
