@@ -192,7 +192,7 @@ def race(work: Work, field: list[Contestant], updates: int, rounds: int) -> dict
     """Everybody in turn, `rounds` times → name → medians."""
     heats: list[dict[str, Any]] = []
     with made(work) as folder:
-        tuned = cache(lambda kind, ideas: best_micro(folder, work, Contestant("tuning", kind, epochs=1, ideas=ideas)))
+        tuned = cache(lambda kind, ideas: best_micro(folder, work, Contestant(kind, kind, epochs=1, ideas=ideas)))
         micro = {one.name: tuned(one.kind, one.ideas) for one in field}
         for _ in range(rounds):
             heats.append({one.name: run(folder, work, one, updates, micro[one.name]) for one in field})
