@@ -79,7 +79,7 @@ class Work:
 
 TINY = dict(n_layer=4, n_embd=128, n_head=4, vocab_size=1000, n_positions=1024)
 GPT2 = dict(n_layer=12, n_embd=768, n_head=12, vocab_size=50257, n_positions=1024)
-WORKS = {"tiny": Work(TINY, 64, (16, 32, 64)), "gpt2": Work(GPT2, 16, (4, 8, 16))}
+WORKS = {"tiny": Work(TINY, 64, (8, 16, 32, 64)), "gpt2": Work(GPT2, 16, (2, 4, 8, 16))}
 
 
 @dataclass(frozen=True)

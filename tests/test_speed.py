@@ -81,7 +81,7 @@ def test_the_waterfall_adds_every_idea_that_there_is():
     assert [row.ideas for row in speed.waterfall()][:-1] == [speed.IDEAS[:n] for n in range(len(speed.IDEAS) + 1)]
 
 
-def test_a_race_of_real_processes_gives_every_phase_and_keeps_the_rows_of_other_workloads(tmp_path, capfd):
+def test_a_race_of_real_processes_gives_every_phase_and_keeps_the_rows_of_other_workloads(tmp_path):
     """ppo.py from its own command line, and the plain way; TRL's need virtual environments and a connection."""
     sizes = dict(n_layer=1, n_embd=32, n_head=2, vocab_size=101, n_positions=96)
     field = [speed.Contestant("ppo", "ppo", 1), speed.Contestant("plain", "plain", 1, rival="ppo")]
