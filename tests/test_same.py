@@ -13,7 +13,7 @@ import utils
 
 FAULTS = {  # column: the line of ppo.py that is right, and what a copy has in its place
     "again": ("rng.permutation(local_batch)", "np.random.permutation(local_batch)"),
-    "micro-batches of 16": (".masked_fill(outside, 0).sum() / count", ".masked_fill(outside, 0).sum() / old.mask.sum()"),
+    "micro-batches of 16": ("(x.sum() / count for x in parted)", "(x.sum() / old.mask.sum() for x in parted)"),
     "2 processes": ("utils.all_sum(batch.mask.sum()) / accelerator.num_processes", "utils.all_sum(batch.mask.sum())"),
     "resumed": ("run.checkpoint(update + 1, policy, optimizer, kl_coef)", "run.checkpoint(update + 1, policy, optimizer, 0.1)"),
     "fsdp2": ('clock("sample"), utils.inference(accelerator, policy):', 'clock("sample"), accelerator.autocast():'),

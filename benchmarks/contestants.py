@@ -1,0 +1,262 @@
+"""What speed.py runs in a process of its own: a contestant's seconds by update and phase, and its peak memory, as JSON.
+
+The phases are the same for all: `sample` until the responses are there, `score` until the first forward with a gradient,
+`optimise` until the update is logged. The first update warms up. TRL's trainers run in virtual environments that lack what
+this project needs, so everything else is imported where it is needed.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+Job = SimpleNamespace  # what `run` of speed.py puts together
+LR, TEMPERATURE, KL_COEF = 1e-5, 0.7, 0.15
+CPU = [torch.profiler.ProfilerActivity.CPU]
+
+
+class Stopwatch:
+    """CPU and wall seconds of each phase of each update, the process's largest memory, and a profile if wanted."""
+
+    def __init__(self, profile: bool = False):
+        self.updates, self.phase, self.then, self.peak = [], None, (0.0, 0.0), 0.0
+        self.profiler = torch.profiler.profile(activities=CPU) if profile else None
+
+    def __call__(self, phase: str | None) -> None:
+        """From now on it is `phase`; None: between two updates."""
+        if phase == self.phase:
+            return
+        now = time.process_time(), time.perf_counter()
+        if self.phase:
+            seconds = self.updates[-1].setdefault(self.phase, [0.0, 0.0])
+            seconds[:] = (sum(x) - then for *x, then in zip(seconds, now, self.then, strict=True))
+        if phase == "sample" and self.phase in (None, "optimise"):
+            self.updates.append({})
+        self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        if self.profiler and len(self.updates) == 2 and phase in ("sample", None):  # the first behind the warm-up
+            (self.profiler.start if phase else self.profiler.stop)()
+        self.phase, self.then = phase, (time.process_time(), time.perf_counter())
+
+    def around(self, function: Callable, before: str | None, after: str | None) -> Callable:
+        """`function`, in phase `before`; then phase `after` begins."""
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self(before)
+            out = function(*args, **kwargs)
+            self(after)
+            return out
+
+        return marked
+
+    def at_gradients(self, *_: Any) -> None:
+        """A hook before a forward: training begins with the first that has a gradient."""
+        if torch.is_grad_enabled() and self.phase == "score":
+            self("optimise")
+
+
+def make(job: Job, watch: Stopwatch) -> None:
+    """Random models, and a tokenizer of as many words, into the folder; all contestants read these."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    import utils
+
+    folder, ends = Path(job.folder), dict(bos_token_id=None, eos_token_id=None)
+    config = utils.without_dropout(GPT2Config(**job.config, **ends, num_labels=1, pad_token_id=0))
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    torch.manual_seed(1)
+    classifier = AutoModelForSequenceClassification.from_config(config)
+    reward = utils.RewardModel(utils.RewardConfig(config, config.vocab_size))
+    reward.backbone.load_state_dict(classifier.base_model.state_dict())
+    policy = AutoModelForCausalLM.from_config(config)
+    for name, model in (("policy", policy), ("classifier", classifier), ("reward", reward)):
+        model.save_pretrained(folder / name)
+        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder / name)
+
+
+def script_args(script: Any, job: Job) -> Any:
+    """What a user's command line gives: the script's defaults, but for what makes the work the same for all."""
+    import tasks
+
+    data, batch = f"{job.folder}/queries.txt", len(job.queries) * (job.k if script.__name__ == "rloo" else 1)
+    flags = dict(base_model=f"{job.folder}/policy", reward_model=f"{job.folder}/reward", query_dataset=data, lr=LR)
+    flags |= dict(truncate_token=None, response_length=job.response_length, eval_queries=1, num_ppo_epochs=job.epochs)
+    flags |= dict(batch_size=batch, total_episodes=batch * (job.updates + 1))
+    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    return tasks.parse_args(script.Args, script.PRESETS, ["--task", "sentiment", *words])
+
+
+def ours(job: Job, watch: Stopwatch) -> None:
+    """The script's own `main`, from its command line; only its clock and its checkpoints say when a phase begins."""
+    import records
+    import utils
+
+    class Clock(utils.Clock):
+        def __call__(self, phase: str) -> Any:
+            watch(phase)
+            return super().__call__(phase)
+
+    utils.Clock = Clock
+    records.Run.checkpoint = watch.around(records.Run.checkpoint, None, None)
+    script = importlib.import_module(job.kind)
+    script.main(script_args(script, job))
+
+
+def load(job: Job, name: str) -> Any:
+    """A model of `make`."""
+    kind = AutoModelForSequenceClassification if name == "classifier" else AutoModelForCausalLM
+    return kind.from_pretrained(f"{job.folder}/{name}", dtype=torch.float32)
+
+
+def plain(job: Job, watch: Stopwatch) -> None:
+    """`PlainPPO`, with some of our ideas."""
+    from dataclasses import replace
+
+    import ppo
+    import utils
+    from benchmarks import plain_ppo
+
+    args = replace(script_args(ppo, job), micro_batch_size=job.micro)
+    reward = plain_ppo.reward_from(utils.RewardModel.from_pretrained(f"{job.folder}/reward"))
+    vocabulary = reward.lm.config.vocab_size
+    contestant = plain_ppo.PlainPPO(load(job, "policy"), load(job, "policy"), reward, args, vocabulary, job.ideas)
+    queries = utils.pad_rows(job.queries, args.task.query_length, vocabulary)
+    for update in range(job.updates + 1):
+        watch("sample")
+        responses = contestant.sample(queries, update)
+        watch("score")
+        episodes = contestant.rollout(queries, responses, KL_COEF)
+        watch("optimise")
+        rng = np.random.default_rng(update)
+        contestant.train(episodes, [rng.permutation(len(queries)) for _ in range(job.epochs)])
+        watch(None)
+
+
+def trl_settings(job: Job, episodes: int) -> dict[str, Any]:
+    """The same work for both of TRL's trainers."""
+    off = dict(bf16=False, gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True)
+    batch = dict(per_device_train_batch_size=job.micro, gradient_accumulation_steps=episodes // job.micro)
+    where = dict(output_dir=f"{job.folder}/{job.kind}", use_cpu=True, learning_rate=LR, seed=1, max_grad_norm=0)
+    return where | batch | off | dict(temperature=TEMPERATURE)
+
+
+def trl_tokenizer(job: Job, pad: str) -> Any:
+    """The tokenizer of `make` with a pad, and an end that no model can sample: every response has its full length."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(f"{job.folder}/policy")
+    tokenizer.add_special_tokens({"pad_token": pad, "eos_token": "<end>"})
+    return tokenizer
+
+
+def trl_ppo(job: Job, watch: Stopwatch) -> None:
+    """TRL's `PPOTrainer`: a critic of the policy's size beside it, as it demands."""
+    from datasets import Dataset
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    episodes, tokenizer = len(job.queries), trl_tokenizer(job, "<pad>")
+    pad = tokenizer.pad_token_id
+    queries = torch.tensor([[pad] * (job.query_length - len(row)) + row for row in job.queries])
+    policy = load(job, "policy")
+    args = PPOConfig(
+        **trl_settings(job, episodes),
+        total_episodes=episodes * (job.updates + 1),
+        num_ppo_epochs=job.epochs,
+        response_length=job.response_length,
+        whiten_rewards=True,
+        num_sample_generations=0,
+        kl_coef=KL_COEF,
+    )
+    trainer = PPOTrainer(
+        args,
+        tokenizer,
+        model=policy,
+        ref_model=load(job, "policy"),
+        reward_model=load(job, "classifier"),
+        value_model=load(job, "classifier"),
+        train_dataset=Dataset.from_dict({"row": range(episodes * (job.updates + 2))}),  # never at its end: an end of
+        data_collator=lambda rows: {"input_ids": queries},  # the data makes each micro-batch an optimizer step
+        eval_dataset=Dataset.from_dict({"row": []}),
+    )
+    race(trainer, policy, watch)
+
+
+def trl_rloo(job: Job, watch: Stopwatch) -> None:
+    """TRL's `RLOOTrainer`, with a reward model."""
+    from datasets import Dataset
+    from trl import RLOOConfig, RLOOTrainer
+
+    rows = [" ".join(f"w{token}" for token in row) + " " for row in job.queries] * (job.updates + 1)
+    policy, tokenizer = load(job, "policy"), trl_tokenizer(job, "w0")
+    args = RLOOConfig(
+        **trl_settings(job, job.k * len(job.queries)),
+        max_steps=job.epochs * (job.updates + 1),
+        num_generations=job.k,
+        num_iterations=job.epochs,
+        max_completion_length=job.response_length,
+        shuffle_dataset=False,
+        beta=KL_COEF,
+    )
+    reward, data = load(job, "classifier"), Dataset.from_dict({"prompt": rows})
+    trainer = RLOOTrainer(policy, reward, args, data, processing_class=tokenizer, reward_processing_classes=tokenizer)
+    race(trainer, policy, watch)
+
+
+def race(trainer: Any, policy: Any, watch: Stopwatch) -> None:
+    """Train, with marks at sampling and at the first forward of training."""
+    policy.generate = watch.around(policy.generate, "sample", "score")
+    trainer.model.register_forward_pre_hook(watch.at_gradients)
+    trainer.train()
+    watch(None)
+
+
+def matmul(job: Job, watch: Stopwatch) -> None:
+    """The machine's matrix-product rate: so many products of GPT-2's width an update."""
+    x, w = torch.randn(512, 768), torch.randn(768, 3072)
+    for _ in range(job.updates + 1):
+        watch("sample")
+        for _ in range(job.products):
+            x @ w
+        watch(None)
+
+
+CONTESTANTS = {"ppo": ours, "rloo": ours}
+CONTESTANTS |= {f.__name__: f for f in (make, plain, trl_ppo, trl_rloo, matmul)}
+
+
+def versions() -> str:
+    """Of the libraries that count."""
+    names = ("torch", "transformers", "accelerate", "trl")
+    return ", ".join(f"{n} {importlib.metadata.version(n)}" for n in names if importlib.util.find_spec(n))
+
+
+def main(text: str) -> None:
+    """Run the job; the last line is what it took. Errors: where the optimizer took another number of steps than asked."""
+    job, steps = Job(**json.loads(text)), []
+    torch.set_num_threads(1)
+    register_optimizer_step_post_hook(lambda *_: steps.append(1))
+    watch = Stopwatch(job.profile)
+    CONTESTANTS[job.kind](job, watch)
+    if job.kind not in ("make", "matmul") and len(steps) != job.epochs * (job.updates + 1):
+        raise RuntimeError(f"{len(steps)} optimizer steps in {job.updates + 1} updates of {job.epochs} epochs")
+    if job.profile:
+        table = watch.profiler.key_averages().table
+        print(table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=50))
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps({"updates": watch.updates, "peak": watch.peak, "versions": versions()}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,220 @@
+"""PPO written straight down, as the reproduction of 2023 has it: what `ppo.py` is measured and tested against.
+
+The library's `generate`, logits at all positions of policy, reference and reward model, every row at full width, log-probabilities
+by a forward of their own, the entropy by a second softmax, TensorFlow's Adam as a loop over the parameters. The mathematics
+shares no line with `ppo.py`, and one update on the same responses gives the same weights (tests/test_speed.py).
+Each of `IDEAS` swaps one part for what `ppo.py` does instead; `speed.py --waterfall` shows what it gains.
+
+Letters: `B` sequences, `Q` query tokens, `R` response tokens, `T = Q + R`, `V` vocabulary. Queries are padded on the left.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import ppo  # noqa: E402
+import utils  # noqa: E402
+
+IDEAS = {  # in the order of the waterfall
+    "sampler": "own sampling loop over a static cache",
+    "logits": "logits at the response's positions only",
+    "reward": "no vocabulary head in the reward model",
+    "adam": "fused kernel for TensorFlow's Adam",
+    "trim": "rows by length, each micro-batch trimmed",
+}
+
+
+class LMWithScalar(nn.Module):
+    """A language model, and a scalar on every token: policy with its value, or reward model."""
+
+    def __init__(self, lm: nn.Module, head: nn.Linear | None = None):
+        super().__init__()
+        self.lm, self.head = lm, head or nn.Linear(lm.config.hidden_size, 1)
+        if head is None:
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens: Tensor, pad_id: int, keep: int = 0, vocabulary: bool = True) -> tuple[Tensor, Tensor]:
+        """[B, T], pads anywhere → logits at the last `keep` positions (0: all) [B, keep, V], scalars [B, T]."""
+        mask = tokens != pad_id
+        inputs = dict(input_ids=tokens.masked_fill(~mask, 0), attention_mask=mask, use_cache=False)
+        inputs["position_ids"] = mask.cumsum(dim=1) - mask.long()
+        if not vocabulary:
+            return None, self.head(self.lm.base_model(**inputs).last_hidden_state).squeeze(-1)
+        out = self.lm(**inputs, logits_to_keep=keep, output_hidden_states=True)
+        return out.logits, self.head(out.hidden_states[-1]).squeeze(-1)
+
+
+def reward_from(model: utils.RewardModel) -> LMWithScalar:
+    """The reward model with the language model's head on it, which nobody reads; gain and bias go into the scalar's."""
+    lm = AutoModelForCausalLM.from_config(model.config.backbone).eval()
+    lm.base_model.load_state_dict(model.backbone.state_dict())
+    head = nn.Linear(model.head.in_features, 1)
+    with torch.no_grad():
+        head.weight.copy_(model.gain * model.head.weight)
+        head.bias.copy_(model.gain * model.head.bias + model.bias)
+    return LMWithScalar(lm, head).requires_grad_(False)
+
+
+class AdamLoop(torch.optim.Optimizer):
+    """TensorFlow's Adam, one parameter at a time."""
+
+    def __init__(self, params: Any, lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-5):
+        super().__init__(params, dict(lr=lr, beta1=beta1, beta2=beta2, eps=eps))
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["beta1"], group["beta2"]
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state |= dict(t=0, m=torch.zeros_like(param), v=torch.zeros_like(param))
+                state["t"] += 1
+                state["m"].mul_(beta1).add_(param.grad, alpha=1 - beta1)
+                state["v"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
+                lr = group["lr"] * (1 - beta2 ** state["t"]) ** 0.5 / (1 - beta1 ** state["t"])
+                param.addcdiv_(state["m"], state["v"].sqrt().add_(group["eps"]), value=-lr)
+
+
+class Episodes(NamedTuple):
+    """What an update learns from; [B, R] each but the tokens [B, T]."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+
+def left_aligned(tokens: Tensor, pad_id: int) -> Tensor:
+    """All pads of a row to its left."""
+    rows = []
+    for row in tokens:
+        real = row[row != pad_id]
+        rows.append(torch.cat([row.new_full((len(row) - len(real),), pad_id), real]))
+    return torch.stack(rows)
+
+
+def whitened(x: Tensor, shift_mean: bool = True) -> Tensor:
+    """Unit variance over the batch."""
+    y = (x - x.mean()) / torch.sqrt(x.var(unbiased=False) + 1e-8)
+    return y if shift_mean else y + x.mean()
+
+
+class PlainPPO:
+    """Policy, reference, reward model and optimizer of a run with one minibatch; `args` are those of `ppo.py`."""
+
+    def __init__(
+        self, lm: nn.Module, ref: nn.Module, reward: LMWithScalar, args: Any, pad_id: int, ideas: tuple[str, ...] = ()
+    ):
+        if unknown := set(ideas) - set(IDEAS):
+            raise ValueError(f"ideas={sorted(unknown)} are none of {list(IDEAS)}")
+        self.policy, self.ref, self.reward = LMWithScalar(lm), LMWithScalar(ref).requires_grad_(False), reward
+        self.args, self.task, self.pad_id, self.ideas = args, args.task, pad_id, ideas
+        adam = ppo.AdamTF if "adam" in ideas else AdamLoop
+        self.optimizer = adam(self.policy.parameters(), lr=args.lr, eps=args.adam_eps)
+
+    def parts(self, tokens: Tensor, rows: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+        """(some of the rows, their tokens), a micro-batch at a time."""
+        size = self.args.micro_batch_size
+        if "trim" in self.ideas:
+            lengths = (tokens[rows] != self.pad_id).sum(dim=1).numpy()
+            for part, width in utils.micro_batches(lengths, size):
+                yield torch.as_tensor(rows[part]), tokens[rows[part], -width:]
+        else:
+            for part in np.split(rows, range(size, len(rows), size)):
+                yield torch.as_tensor(part), tokens[part]
+
+    def forward(self, model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T] → logits over temperature [B, R, V], scalars [B, R], where the response's tokens are predicted."""
+        length = self.task.response_length
+        logits, scalars = model(tokens, self.pad_id, keep=length + 1 if "logits" in self.ideas else 0)
+        return logits[:, -length - 1 : -1] / self.task.temperature, scalars[:, -length - 1 : -1]
+
+    def token_logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Of the response's tokens, [B, R]."""
+        logprobs = F.log_softmax(logits, dim=-1)
+        return logprobs.gather(2, tokens[:, -self.task.response_length :, None]).squeeze(2)
+
+    @torch.no_grad()
+    def sample(self, queries: Tensor, seed: int) -> Tensor:
+        """[B, Q] → responses [B, R]."""
+        lm, length = self.policy.lm, self.task.response_length
+        if "sampler" in self.ideas:
+            gen = torch.Generator().manual_seed(seed)
+            return ppo.sample_all(lm, queries, self.task, self.pad_id, gen, self.args.rollout_batch_size)
+        torch.manual_seed(seed)
+        mask = queries != self.pad_id
+        how = GenerationConfig(
+            max_new_tokens=length, do_sample=True, temperature=self.task.temperature, top_k=0, top_p=1.0
+        )
+        how.pad_token_id, lm.generation_config.eos_token_id = 0, None  # exactly R tokens
+        out = lm.generate(queries.masked_fill(~mask, 0), attention_mask=mask.long(), generation_config=how)
+        return out[:, queries.shape[1] :]
+
+    @torch.no_grad()
+    def scores(self, queries: Tensor, responses: Tensor, truncate: int | None) -> Tensor:
+        """Rewards [B] of the responses, each cut behind its first `truncate` token; the penalty where there is none."""
+        cut, ended = responses.clone(), torch.ones(len(responses), dtype=torch.bool)
+        if truncate is not None:
+            for i, row in enumerate(responses.tolist()):
+                ended[i] = truncate in row[self.task.truncate_after :]
+                if ended[i]:
+                    cut[i, row.index(truncate, self.task.truncate_after) + 1 :] = self.pad_id
+        tokens, scores = left_aligned(torch.cat([queries, cut], dim=1), self.pad_id), torch.empty(len(queries))
+        for rows, part in self.parts(tokens, np.arange(len(tokens))):
+            scores[rows] = self.reward(part, self.pad_id, vocabulary="reward" not in self.ideas)[1][:, -1]
+        scores[~ended] = self.task.missing_eos_penalty
+        return scores
+
+    @torch.no_grad()
+    def rollout(self, queries: Tensor, responses: Tensor, kl_coef: float, truncate: int | None = None) -> Episodes:
+        """Old log-probabilities and values, KL-penalised rewards, advantages of responses [B, R]."""
+        args, tokens = self.args, torch.cat([queries, responses], dim=1)
+        logprobs, ref_logprobs, values = (torch.empty(responses.shape) for _ in range(3))
+        for rows, part in self.parts(tokens, np.arange(len(tokens))):
+            logits, values[rows] = self.forward(self.policy, part)
+            logprobs[rows] = self.token_logprobs(logits, part)
+            ref_logprobs[rows] = self.token_logprobs(self.forward(self.ref, part)[0], part)
+        rewards = -kl_coef * (logprobs - ref_logprobs)
+        rewards[:, -1] += self.scores(queries, responses, truncate)
+        if args.whiten_rewards:
+            rewards = whitened(rewards, shift_mean=False)
+        advantages, last = torch.zeros_like(rewards), torch.zeros(len(rewards))
+        for t in range(rewards.shape[1] - 1, -1, -1):
+            following = values[:, t + 1] if t + 1 < rewards.shape[1] else 0
+            last = rewards[:, t] + args.gamma * following - values[:, t] + args.gamma * args.lam * last
+            advantages[:, t] = last
+        return Episodes(tokens, logprobs, values, whitened(advantages), advantages + values)
+
+    def train(self, old: Episodes, epochs: list[np.ndarray]) -> dict[str, float]:
+        """An optimizer step over all rows for each epoch, in the order it gives; means of what is watched."""
+        args, watched = self.args, []
+        for order in epochs:
+            for rows, tokens in self.parts(old.tokens, order):
+                logits, values = self.forward(self.policy, tokens)
+                log_ratio = self.token_logprobs(logits, tokens) - old.logprobs[rows]
+                ratio, advantages, returns = log_ratio.exp(), old.advantages[rows], old.returns[rows]
+                losses = -advantages * ratio, -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
+                before, most = old.values[rows], args.cliprange_value
+                errors = (values - returns) ** 2, (values.clamp(before - most, before + most) - returns) ** 2
+                policy_loss, value_loss = torch.max(*losses).mean(), 0.5 * torch.max(*errors).mean()
+                ((policy_loss + args.vf_coef * value_loss) * len(rows) / len(order)).backward()
+                with torch.no_grad():
+                    entropy = logits.logsumexp(dim=-1) - (logits.softmax(dim=-1) * logits).sum(dim=-1)
+                    clipped = (losses[1] > losses[0]).float(), (errors[1] > errors[0]).float()
+                    stats = (entropy, 0.5 * log_ratio**2, ratio, *clipped)
+                    watched.append(torch.stack([policy_loss, value_loss, *(x.mean() for x in stats)]))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        names = "policy_loss", "value_loss", "entropy", "approxkl", "ratio", "clipfrac", "value_clipfrac"
+        return dict(zip(names, torch.stack(watched).mean(dim=0).tolist(), strict=True))
