@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.activations import NewGELUActivation
 from transformers.cache_utils import StaticCache
 
 from tasks import InputError, RunError, Task, call_function, load_function
@@ -384,7 +385,16 @@ def load_lm(name: str, config: PretrainedConfig | None = None) -> PreTrainedMode
         with from_hub_or_folder(name, "--base_model"):
             lm = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32, use_safetensors=True)
     lm.get_output_embeddings().__class__ = Float32Head  # the same module: names, tied weights and saved files stay
-    return lm
+    return fuse_gelu(lm)
+
+
+def fuse_gelu(model: PreTrainedModel) -> PreTrainedModel:
+    """GPT-2's `gelu_new` as the one kernel that torch has of it; the configuration, which is saved, keeps the name."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, NewGELUActivation):
+                setattr(module, name, nn.GELU(approximate="tanh"))
+    return model
 
 
 def model_inputs(tokens: Tensor, pad_id: int) -> dict[str, Tensor]:
@@ -495,7 +505,7 @@ class RewardModel(PreTrainedModel):
 
     def __init__(self, config: RewardConfig, backbone: nn.Module | None = None):
         super().__init__(config)
-        self.backbone = backbone or AutoModel.from_config(without_dropout(config.backbone))
+        self.backbone = fuse_gelu(backbone or AutoModel.from_config(without_dropout(config.backbone)))
         self.head = Float32Head(config.backbone.hidden_size, 1)
         self.gain = nn.Parameter(torch.ones(1))  # [1], since FSDP2 shards no scalar
         self.bias = nn.Parameter(torch.zeros(1))

@@ -49,7 +49,7 @@ def make_lm(hparams: dict, weights: dict[str, torch.Tensor]) -> GPT2LMHeadModel:
         {k: v for k, v in weights.items() if k.startswith("transformer.")}, strict=False
     )
     assert missing in ([], ["lm_head.weight"]) and not unexpected
-    return lm.eval()
+    return utils.fuse_gelu(lm).eval()  # as `load_lm` does
 
 
 def make_policy(hparams: dict, weights: dict[str, torch.Tensor], pad_id: int, temperature: float) -> ppo.PolicyAndValue:
@@ -333,7 +333,7 @@ def test_ppo_reproduces_every_update(name, micro_batch_size):
             ours = metrics[theirs] if theirs in metrics else metrics[f"{theirs}_avg"]
             assert float(ours) == pytest.approx(float(u[key]), abs=2e-5), (update, key)
         following = [script.next_kl_coef(kl_coef, float(metrics["objective/kl"]), args) for script in (ppo, rloo)]
-        assert following == pytest.approx([float(u["kl_coef_after"])] * 2, abs=1e-7)
+        assert following == pytest.approx([float(u["kl_coef_after"])] * 2, rel=2e-6)  # from the KL, in fp32
         kl_coef = following[0]
     optimizer_state = {
         name: optimizer.state[p] for name, p in zip(golden_names(policy), policy.parameters(), strict=True)

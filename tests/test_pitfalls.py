@@ -561,7 +561,7 @@ def test_18_a_saved_policy_loads_as_a_language_model_with_the_same_logits_and_ti
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     tokens = torch.arange(1, 9)[None]
     with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens).logits, lm.eval()(tokens).logits, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(loaded(tokens).logits, lm.eval()(tokens).logits, atol=1e-5, rtol=0)
         start = AutoModelForCausalLM.from_pretrained(folder).eval()
         assert not torch.allclose(loaded(tokens).logits, start(tokens).logits)
     for model in (lm, loaded):
@@ -569,6 +569,22 @@ def test_18_a_saved_policy_loads_as_a_language_model_with_the_same_logits_and_ti
         assert same == tied
     assert loaded.get_input_embeddings().num_embeddings == WORDS  # no pad was added
     assert utils.AutoTokenizer.from_pretrained(tmp_path / "saved").encode(" and") == tokenizer.encode(" and")
+
+
+def test_18_gelu_is_one_kernel_and_the_saved_configuration_keeps_its_name(tmp_path):
+    """Of the language model and of the reward model; the same logits as the library's own model gives."""
+    folder = tiny.write_model(tmp_path / "model")
+    lm, reward = utils.load_lm(str(folder)), utils.RewardModel(utils.RewardConfig(tiny.config(), PAD))
+    for model in (lm, reward):
+        kinds = [type(module).__name__ for module in model.modules()]
+        assert kinds.count("GELU") == 2 and "NewGELUActivation" not in kinds  # of two layers
+        model.save_pretrained(tmp_path / "saved")
+        config = json.loads((tmp_path / "saved" / "config.json").read_text())
+        assert config.get("backbone", config)["activation_function"] == "gelu_new"
+    tokens = torch.arange(1, 30)[None]
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
+        torch.testing.assert_close(lm.eval()(tokens).logits, theirs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
