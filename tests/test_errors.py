@@ -526,6 +526,17 @@ def test_memory_of_the_policy_that_samples_for_a_smaller_reward_model(scripts, g
     refuses(lambda: main(replace(args, policy_model=str(tmp_path / "large"))), "policy that samples", "4 bytes")
 
 
+def test_memory_of_shards_is_a_share_and_the_whole_policy_while_it_samples(gpu, monkeypatch):
+    """FSDP2 on 8 processes: 20 / 8 + 4 bytes of each parameter instead of 20."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    device, config = torch.device("cuda"), tiny.config(vocab=tiny.WORDS)
+    gpu.total_memory = 6.5 * POLICY
+    utils.check_memory(config, 20, "policy", device)
+    gpu.total_memory -= 1
+    refuses(lambda: utils.check_memory(config, 20, "policy", device), "6.5 bytes (policy)")
+
+
 # ----------------------------------------------------------------------------------------------------------- the hub
 
 
