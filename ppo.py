@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 import records
 import utils
-from tasks import Count, NonNegative, Positive, Seed, Share, Shown, Task, check_divides, cli, load_function, parse_args
+from tasks import Count, NonNegative, Positive, Seed, Share, Shown, Size, Task, cli, load_function, parse_args
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Args:
     """random seed; process r uses seed + 100003 r (G6)"""
     total_episodes: Count = 1_000_000
     """responses sampled in the whole run, over all processes; rounded up to whole batches"""
-    batch_size: Count = 512
+    batch_size: Size = 512
     """episodes per update, over all processes"""
     num_minibatches: Count = 1
     """optimizer steps per epoch (P7)"""
-    num_ppo_epochs: Count = 4
+    num_ppo_epochs: Size = 4
     """passes over the batch per update"""
     micro_batch_size: Count = 64
     """sequences per training forward on one process: memory only (P7)"""
@@ -527,7 +527,7 @@ def check(args: Args, processes: int) -> None:
     """Errors: `InputError` for values that cannot work, before anything is loaded."""
     records.check_args(args, SCRIPT, processes)
     unit, what = processes * args.num_minibatches, f"{processes} processes × {args.num_minibatches} minibatches"
-    check_divides("batch_size", args.batch_size, unit, what)
+    records.check_divides("batch_size", args.batch_size, unit, what)
 
 
 PANELS = ["objective/scores", "objective/gold_score", "objective/kl", "objective/kl_coef"]

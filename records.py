@@ -46,12 +46,18 @@ def check_args(args: Any, script: Path, processes: int) -> None:
     task = args.task
     if task.end_text and task.keep_last_line:
         raise InputError("end_text and keep_last_line both say where a query ends; set one of them")
+    if task.eos_task and task.truncate_token is None:
+        raise InputError("eos_task needs truncate_token, the token that ends a response")
     if task.truncate_after >= task.response_length:
         raise InputError(
             f"truncate_after={task.truncate_after} has to be in 0 … response_length − 1 = {task.response_length - 1}"
         )
-    for function in filter(None, (task.clean_fn, task.gold_fn, getattr(args, "reward_fn", None))):
-        load_function(function)
+    functions = {"clean_fn": task.clean_fn, "gold_fn": task.gold_fn, "reward_fn": getattr(args, "reward_fn", None)}
+    for name, function in functions.items():
+        try:
+            load_function(function) if function else None
+        except InputError as error:
+            raise InputError(f"{name}={error}") from error
     for name, other in (("wandb_project", "track"), ("wandb_entity", "track"), ("push_public", "push_to_hub")):
         if getattr(args.shown, name) and not getattr(args.shown, other):
             raise InputError(f"--{name} changes nothing without --{other}")
@@ -60,6 +66,12 @@ def check_args(args: Any, script: Path, processes: int) -> None:
     check_folders(args, script)
     if checkpoint := find_checkpoint(args, script):
         check_same(asdict(args) | {"processes": processes}, checkpoint.parents[1])
+
+
+def check_divides(name: str, value: int, unit: int, what: str) -> None:
+    """Errors: `InputError` for a size that cannot be shared out evenly, with the next one that can."""
+    if value % unit:
+        raise InputError(f"{name}={value} does not divide over {what}; use {math.ceil(value / unit) * unit}")
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
@@ -87,7 +99,8 @@ def find_checkpoint(args: Any, script: Path) -> Path | None:
                 began[run] = record.stat().st_mtime_ns
         folder = max(began, key=began.get, default=Path("runs"))
     found = [folder] if folder.is_file() else sorted(folder.glob("checkpoints/*.safetensors"))
-    if not found or not (found[-1].parents[1] / script.name).is_file():
+    of_run = [found[-1].parent.parent / name for name in (script.name, "args.json")] if found else []
+    if not found or not all(path.is_file() for path in of_run):
         raise InputError(
             f"--resume {args.resume}: {folder} holds no checkpoint of {script.name} on task {args.task.task}; "
             "runs write them with --save_every or --save_minutes, and at SIGTERM"
@@ -244,9 +257,14 @@ def latest(args: Any, script: Path) -> Path:
 
 def check_folders(args: Any, script: Path) -> None:
     """Nothing that is there is ever overwritten. Errors: `InputError` for a folder in the way, or that cannot be made."""
-    if args.run_name and (Path("runs") / args.run_name).exists() and not args.resume:
+    runs, out = Path("runs").resolve(), Path(args.output_dir or "")
+    folder = (runs / (args.run_name or "new")).resolve()
+    if runs not in folder.parents:
+        raise InputError(f"run_name={args.run_name} is no folder in runs/; choose a name without ..")
+    if args.run_name and folder.exists() and not args.resume:
         raise InputError(f"run_name={args.run_name}: runs/{args.run_name} is there already; choose another name")
-    out = Path(args.output_dir or "")
+    if args.output_dir and out.resolve() in (folder, *folder.parents):
+        raise InputError(f"output_dir={args.output_dir} is where the run itself is written; choose another folder")
     if args.output_dir and out.exists() and not (out.is_dir() and not os.listdir(out)) and not args.resume:
         raise InputError(f"output_dir={args.output_dir} is no empty folder; choose another, or move what is there")
     link = latest(args, script)

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 import records
 import utils
-from tasks import Bounds, Count, NonNegative, Positive, Seed, Shown, Task, check_divides, cli, load_function, parse_args
+from tasks import Bounds, Count, NonNegative, Positive, Seed, Shown, Size, Task, cli, load_function, parse_args
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Args:
     """random seed; process r uses seed + 100003 r (G6)"""
     total_episodes: Count = 1_000_000
     """responses sampled in the whole run, over all processes; rounded up to whole batches"""
-    batch_size: Count = 512
+    batch_size: Size = 512
     """episodes per update, over all processes"""
     num_minibatches: Count = 1
     """optimizer steps per epoch (P7)"""
-    num_ppo_epochs: Count = 4
+    num_ppo_epochs: Size = 4
     """passes over the batch per update"""
-    rloo_k: Annotated[int, Bounds(least=2)] = 4
+    rloo_k: Annotated[int, Bounds(2, 2**20)] = 4
     """completions per prompt; each is compared with the others (L3)"""
     micro_batch_size: Count = 64
     """sequences per training forward on one process: memory only (P7)"""
@@ -476,7 +476,7 @@ def check(args: Args, processes: int) -> None:
     records.check_args(args, SCRIPT, processes)
     unit = processes * math.lcm(args.num_minibatches, args.rloo_k)
     what = f"{processes} processes × {args.num_minibatches} minibatches and {args.rloo_k} completions per prompt"
-    check_divides("batch_size", args.batch_size, unit, what)
+    records.check_divides("batch_size", args.batch_size, unit, what)
 
 
 PANELS = ["objective/scores", "objective/gold_score", "objective/kl", "objective/entropy", "objective/advantage_std"]

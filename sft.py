@@ -15,7 +15,7 @@ import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 import records
 import utils
-from tasks import SYNTHETIC, Count, NonNegative, Positive, Seed, Share, Shown, Task, check_divides, cli, parse_args
+from tasks import SYNTHETIC, Bounds, Count, NonNegative, Positive, Seed, Share, Shown, Task, cli, parse_args
 from utils import InputError, TokenTable
 
 
@@ -43,7 +43,7 @@ class Args:
     """rows per optimizer step, over all processes"""
     micro_batch_size: Count = 32
     """rows per forward on one process: memory only"""
-    block_size: Count = 128
+    block_size: Annotated[int, Bounds(4, 2**20)] = 128
     """tokens per row of packed texts; with reference responses it is query_length + response_length"""
     lr: Positive = 5e-5
     """highest learning rate: warmed up linearly, then falling linearly to 0"""
@@ -296,7 +296,7 @@ def rouge_l(samples: list[dict[str, str]]) -> float:
 def check(args: Args, processes: int) -> None:
     """Errors: `InputError` for values that cannot work, before anything is loaded."""
     records.check_args(args, SCRIPT, processes)
-    check_divides("batch_size", args.batch_size, processes, f"{processes} processes")
+    records.check_divides("batch_size", args.batch_size, processes, f"{processes} processes")
     if args.num_heldout < processes:
         raise InputError(f"num_heldout={args.num_heldout} is less than one block for each of {processes} processes")
 
@@ -314,6 +314,9 @@ def main(args: Args) -> None:
     )
     make = f"python sft.py --task {args.task.task} --base_model gpt2"
     tokenizer, config, pad_id = utils.load_tokenizer(args.task, behind, make)
+    if not args.task.response_column:
+        longest = args.block_size // 4 + args.task.response_length
+        utils.check_length(config, longest, "a quarter of block_size and response_length")
     utils.check_memory(config, 16, "weights, gradients and AdamW's two moments", device)
     rows, first = load_rows(args, tokenizer, pad_id)  # [N, T]
     heldout, rows = rows.hold_out(args.num_heldout, "num_heldout")

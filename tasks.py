@@ -34,16 +34,17 @@ class RunError(RuntimeError):
 class Bounds(NamedTuple):
     """The values that a flag may have; stands beside its type and is checked by `check_bounds`."""
 
-    above: float = -math.inf  # exclusive
     least: float = -math.inf
     most: float = math.inf
 
 
-Seed = Annotated[int, Bounds(least=0)]
-Count = Annotated[int, Bounds(least=1)]
-Positive = Annotated[float, Bounds(above=0)]
-NonNegative = Annotated[float, Bounds(least=0)]
-Share = Annotated[float, Bounds(least=0, most=1)]
+Seed = Annotated[int, Bounds(0, 2**63 - 1)]
+Count = Annotated[int, Bounds(1, 2**31 - 1)]
+Size = Annotated[int, Bounds(1, 2**20)]  # of what is held in memory at once
+Positive = Annotated[float, Bounds(1e-30, 10**6)]  # far from where fp32 makes 0 of it, or of two of them infinity
+NonNegative = Annotated[float, Bounds(0, 10**6)]
+Share = Annotated[float, Bounds(0, 1)]
+Affix = Annotated[str, Bounds()]  # any text; one without bounds is a name, which is not empty
 
 
 @dataclass(frozen=True)
@@ -65,17 +66,17 @@ class Task:
     """tokens; a longer query is cut, a shorter one padded on the left (G2)"""
     response_length: Count
     """tokens; every response has exactly this many (G4)"""
-    temperature: Positive
+    temperature: Annotated[float, Bounds(1e-4, 10**4)]
     """sampling temperature; logits are divided by it everywhere (P1)"""
     truncate_token: str | None
     """text of one token; for scoring a response is cut after its first one at or after `truncate_after` (P5)"""
-    truncate_after: Annotated[int, Bounds(least=0)]
+    truncate_after: Annotated[int, Bounds(0, 2**31 - 1)]
     """tokens; see `truncate_token`"""
-    missing_eos_penalty: float = -1.0
+    missing_eos_penalty: Annotated[float, Bounds(-(10**6), 10**6)] = -1.0
     """score of a response without `truncate_token` there, in place of the reward model's (P5)"""
-    query_prefix: str = ""
+    query_prefix: Affix = ""
     """text in front of each query; read by policy and reference, not by the reward model"""
-    query_suffix: str = ""
+    query_suffix: Affix = ""
     """text behind each query; read by policy and reference, not by the reward model"""
     start_text: str | None = None
     """one token; a query starts after the first of it, texts without it are skipped (P3)"""
@@ -201,26 +202,36 @@ TASKS = {
 
 
 def check_bounds(args: Any) -> None:
-    """Errors: `InputError` for a number that is not finite or outside the bounds beside its field; `None` is inside."""
+    """Errors: `InputError` for a number that is not finite or outside the bounds beside its field, and for a text that
+    can be no name; `None` is inside."""
     for name, hint in get_type_hints(type(args), include_extras=True).items():
-        value = getattr(args, name)
+        value, parts = getattr(args, name), getattr(hint, "__args__", ())
+        bounds = [b for part in (hint, *parts) for b in getattr(part, "__metadata__", ()) if isinstance(b, Bounds)]
         if isinstance(value, Task):
             check_bounds(value)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            continue
-        parts = getattr(hint, "__args__", ())
-        bounds = [b for part in (hint, *parts) for b in getattr(part, "__metadata__", ()) if isinstance(b, Bounds)]
-        above, least, most = bounds[0] if bounds else Bounds()
-        if not (math.isfinite(value) and value > above and least <= value <= most):
-            words = (("above", above), ("at least", least), ("at most", most))
-            wanted = " and ".join(f"{word} {limit:g}" for word, limit in words if math.isfinite(limit))
-            raise InputError(f"{name}={value} has to be {wanted or 'a finite number'}")
+        elif isinstance(value, str):
+            check_text(name, value, is_name=not bounds)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            least, most = bounds[0] if bounds else Bounds()
+            if not (-math.inf < value < math.inf and least <= value <= most):
+                words = (("at least", least), ("at most", most))
+                wanted = " and ".join(f"{word} {limit}" for word, limit in words if math.isfinite(limit))
+                raise InputError(f"{name}={value} has to be {wanted or 'a finite number'}")
 
 
-def check_divides(name: str, value: int, unit: int, what: str) -> None:
-    """Errors: `InputError` for a size that cannot be shared out evenly, with the next one that can."""
-    if value % unit:
-        raise InputError(f"{name}={value} does not divide over {what}; use {math.ceil(value / unit) * unit}")
+def check_text(name: str, text: str, is_name: bool) -> None:
+    """Errors: `InputError` for a text that UTF-8 cannot hold or, of a file, a column or a token, no name can be."""
+    try:
+        text.encode()
+        if is_name:
+            os.stat(f"{text}.tmp{os.getpid()}")  # the longest name that is made of it
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass
+    except (OSError, ValueError) as error:  # half a surrogate pair, a NUL, longer than the system allows
+        why = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"{name}={text[:40]!r}{' …' * (len(text) > 40)} cannot be used: {why}") from error
+    if is_name and not text:
+        raise InputError(f"{name}={text!r} is empty; leave --{name} out for its default")
 
 
 def parse_args(cls: type, presets: dict[str, dict[str, Any]], argv: list[str] | None = None) -> Any:
@@ -324,18 +335,22 @@ def load_function(spec: str) -> Callable:
     source, _, name = spec.rpartition(":")
     if not source:
         raise InputError(f"{spec!r} names no function; write module:function or path.py:function")
-    if source.endswith(".py"):
-        if not Path(source).is_file():
-            raise InputError(f"{spec!r}: there is no file {source}")
-        module_spec = importlib.util.spec_from_file_location(source, source)  # under a name that no module has
-        module = sys.modules[source] = importlib.util.module_from_spec(module_spec)  # where dataclasses look it up
-        module_spec.loader.exec_module(module)
-    else:
-        sys.path.insert(0, os.getcwd())
-        try:
+    if source.endswith(".py") and not Path(source).is_file():
+        raise InputError(f"{spec!r}: there is no file {source}")
+    try:
+        if source.endswith(".py"):
+            module_spec = importlib.util.spec_from_file_location(source, source)  # under a name that no module has
+            module = sys.modules[source] = importlib.util.module_from_spec(module_spec)  # where dataclasses look it up
+            module_spec.loader.exec_module(module)
+        else:
+            sys.path.insert(0, os.getcwd())
             module = importlib.import_module(source)
-        except ModuleNotFoundError as error:
-            raise InputError(f"{spec!r}: there is no module {error.name}") from error
+    except ModuleNotFoundError as error:
+        raise InputError(f"{spec!r}: there is no module {error.name}") from error
+    except Exception as error:  # whatever its code raises
+        frames = traceback.extract_tb(error.__traceback__)
+        at = ([frame for frame in frames if frame.filename == source] or frames)[-1]  # its own line, if it has one
+        raise InputError(f"{spec!r} cannot be imported: {error!r} at {at.filename}:{at.lineno}") from error
     if not callable(getattr(module, name, None)):
         raise InputError(f"{spec!r}: {source} has no function {name}")
     return getattr(module, name)

@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import datasets
 import numpy as np
@@ -27,12 +27,13 @@ import pyarrow as pa
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from jinja2 import TemplateError
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 import records
 import utils
-from tasks import Count, NonNegative, Positive, Seed, Shown, Task, cli, parse_args
+from tasks import Bounds, Count, NonNegative, Positive, Seed, Shown, Size, Task, cli, parse_args
 from utils import InputError, RewardModel
 
 
@@ -45,7 +46,7 @@ class Args:
     """of head, order of the labels and samples; process r samples with seed + 100003 r (G6)"""
     num_labels: Count = 4992
     """labels to train on, the file's first; the rest, without the queries of these, measures accuracy"""
-    batch_size: Count = 32
+    batch_size: Size = 32
     """labels per optimizer step, over all processes"""
     micro_batch_size: Count = 128
     """sequences per forward on one process (K for each label): memory only"""
@@ -55,9 +56,9 @@ class Args:
     """TensorFlow's ε̂ (A1)"""
     policy_model: str | None = None
     """model whose samples gain and bias are set from (R3): hub name or folder; None: base_model"""
-    normalize_samples: Count = 256
+    normalize_samples: Annotated[int, Bounds(2, 2**20)] = 256
     """the policy's samples that gain and bias are set from, at least (R3)"""
-    rollout_batch_size: Count = 512
+    rollout_batch_size: Size = 512
     """samples come in batches of this many, over all processes (R3)"""
     gradient_checkpointing: bool = False
     """less memory for activations, one more forward"""
@@ -140,11 +141,14 @@ def id_column(rows: datasets.Dataset, name: str, length: int | None, where: str)
     broken = counts < 0
     if values.dtype.kind != "i":
         values = values.astype(float)
-        broken[np.repeat(np.arange(len(counts)), counts.clip(0))[values % 1 != 0]] = True
+        no_id = (values % 1 != 0) | (abs(values) > 2**53)
+        broken[np.repeat(np.arange(len(counts)), counts.clip(0))[no_id]] = True
     length = counts[0] if length is None else length
     bad = np.flatnonzero(broken | (counts != length)).tolist()
-    if bad and broken[bad[0]]:
-        raise InputError(f"{where} row {bad[0]}: {name}={str(rows[bad[0]][name])[:60]} is not a list of token ids")
+    if bad and broken[bad[0]]:  # all rows are where one is of another type, and the library has made texts of all
+        types = [[type(i) for i in ids] if isinstance(ids, list) else None for ids in rows[name]]
+        i = next((i for i, kinds in enumerate(types) if kinds is None or set(kinds) - {int, float}), bad[0])
+        raise InputError(f"{where} row {i}: {name}={str(rows[i][name])[:60]} is not a list of token ids")
     if bad:
         raise InputError(f"{where} row {bad[0]}: {name} has {counts[bad[0]]} ids, not {length}")
     return values.astype(np.int64).reshape(len(counts), length)
@@ -153,30 +157,33 @@ def id_column(rows: datasets.Dataset, name: str, length: int | None, where: str)
 def label_columns(rows: datasets.Dataset, query: int | None, response: int | None, pad_id: int, where: str) -> Labels:
     """R4: OpenAI's label files (`query`, `sample0` … of ids, `best`) → queries [N, Q] left-padded, responses [N, K, R],
     best [N]. Ids are 0 … pad_id − 1; the files' own pad becomes `pad_id`. Errors: `InputError` with row and value."""
-    samples = sorted(name for name in rows.column_names if re.fullmatch(r"sample\d+", name))
-    missing = [name for name in ("query", "best") if name not in rows.column_names]
-    missing += ["sample0, sample1"] * (len(samples) < 2)
+    count = sum(re.fullmatch(r"sample\d+", name) is not None for name in rows.column_names)
+    samples = [f"sample{k}" for k in range(max(count, 2))]  # in the order of `best`, sample10 behind sample9
+    missing = [name for name in ("query", "best", *samples) if name not in rows.column_names]
     if missing or len(rows) == 0:
         raise InputError(
             f"{where} has no {', '.join(missing) or 'rows'}; needed are query, sample0 … sampleK, best, "
             "or prompt, chosen, rejected"
         )
-    columns = {}
+    columns, pad = {}, max(LABEL_PAD, pad_id)
     for name, length in [("query", query)] + [(name, response) for name in samples]:
         ids = id_column(rows, name, length, where)
-        if LABEL_PAD > pad_id:
-            ids[ids == LABEL_PAD] = pad_id
-        bad = np.argwhere((ids < 0) | (ids > pad_id))
+        bad = np.argwhere((ids < 0) | (ids >= pad_id) & (ids != pad))
         if len(bad):
             i, j = bad[0]
             raise InputError(
-                f"{where} row {i}: {name} holds id {ids[i, j]}; ids are 0 … {pad_id - 1}, padding is {LABEL_PAD}"
+                f"{where} row {i}: {name} holds id {ids[i, j]}; ids are 0 … {pad_id - 1}, padding is {pad}"
             )
+        ids[ids == pad] = pad_id
         columns[name] = torch.from_numpy(ids)
+    if len(blank := np.flatnonzero((columns["query"] == pad_id).all(dim=1))):
+        raise InputError(f"{where} row {blank[0]}: query holds nothing but padding")
     best = rows["best"][:]
     for i, value in enumerate(best):
-        if not isinstance(value, int | float) or value not in range(len(samples)):
+        if type(value) not in (int, float) or value not in range(len(samples)):
             raise InputError(f"{where} row {i}: best={value!r} is not in 0 … {len(samples) - 1}")
+    if not isinstance(rows.features["best"], datasets.Value):  # the library has made numbers of all
+        raise InputError(f"{where}: best is a number in some rows and a text in others; it has to be a number")
     responses = torch.stack([columns[name] for name in samples], dim=1)
     return Labels(utils.left_align(columns["query"], pad_id), responses, torch.tensor(best).long())
 
@@ -215,6 +222,9 @@ def split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
 def split_messages(prompt: str | list | None, chosen: list, rejected: list, tokenizer: Any) -> tuple[str, str, str]:
     """Lists of messages → the texts that the chat template makes of them. The prompt is a list, or a text or nothing
     where the lists begin with its messages. Errors: `InputError` without a template, or a prompt in it."""
+    for message in [*(prompt if isinstance(prompt, list) else []), *chosen, *rejected]:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise InputError(f"{str(message)[:60]} is no message, whose role and content are texts")
     if not tokenizer.chat_template:
         raise InputError(
             "the pairs are lists of messages, but the model's tokenizer has no chat template; pass a --base_model that "
@@ -240,11 +250,14 @@ def split_messages(prompt: str | list | None, chosen: list, rejected: list, toke
 def split_pair(row: dict[str, Any], tokenizer: Any) -> tuple[str, str, str]:
     """A preference as people have it → texts of prompt, chosen, rejected. Errors: `InputError` for what is none."""
     prompt, chosen, rejected = (row.get(name) for name in ("prompt", "chosen", "rejected"))
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        return split_messages(prompt, chosen, rejected, tokenizer)
-    if not isinstance(chosen, str) or not isinstance(rejected, str):
+    lists = isinstance(chosen, list) and isinstance(rejected, list)
+    if not lists and not (isinstance(chosen, str) and isinstance(rejected, str)):
         raise InputError("chosen and rejected have to be two texts or two lists of messages")
-    return (prompt, chosen, rejected) if isinstance(prompt, str) else split_texts(chosen, rejected)
+    if "prompt" in row and not (isinstance(prompt, str) or lists and isinstance(prompt, list)):
+        raise InputError(f"prompt={str(prompt)[:60]} has to be a text" + " or a list of messages" * lists)
+    if lists:
+        return split_messages(prompt, chosen, rejected, tokenizer)
+    return (prompt, chosen, rejected) if "prompt" in row else split_texts(chosen, rejected)
 
 
 def with_end(ids: list[int], end: int | None) -> list[int]:
@@ -260,7 +273,7 @@ def load_pairs(rows: datasets.Dataset, task: Task, tokenizer: Any, pad_id: int) 
     for i, row in enumerate(rows.select_columns([n for n in ("prompt", "chosen", "rejected") if n in rows.features])):
         try:
             texts.append(split_pair(row, tokenizer))
-        except InputError as error:
+        except (InputError, TemplateError) as error:
             raise InputError(f"{where} row {i}: {error}") from error
     prompts, *sides = zip(*texts, strict=True)
     queries = utils.tokenise_queries(list(prompts), task, tokenizer)
@@ -373,6 +386,8 @@ def normalise(model: RewardModel, *parts: Tensor, size: int) -> tuple[Tensor, Te
     model.bias.fill_(0)
     rewards = model.score(*parts, size=size)
     mean, variance = moments(rewards, torch.ones_like(rewards, dtype=torch.bool))
+    if not variance > 0:
+        raise InputError("all samples of the policy have one and the same reward; use more --normalize_samples")
     model.gain.fill_((1 / variance.sqrt()).item())
     model.bias.fill_(-(1 / variance.sqrt() * mean).item())
     return mean, variance.sqrt()
@@ -536,7 +551,8 @@ def main(args: Args) -> None:
     make = f"python sft.py --task {task.task}"
     tokenizer, config, pad_id = utils.load_tokenizer(task, task.response_length, make)
     policy_task = replace(task, base_model=args.policy_model or task.base_model)
-    policy_tokenizer, policy_config, policy_pad = utils.load_tokenizer(policy_task, task.response_length, make)
+    flag = "--policy_model" if args.policy_model else "--base_model"
+    policy_tokenizer, policy_config, policy_pad = utils.load_tokenizer(policy_task, task.response_length, make, flag)
     utils.check_memory(policy_config, 4, "the policy that samples", device)  # gone before the other is there
     backbone = utils.RewardConfig(copy.deepcopy(config), pad_id)
     utils.check_memory(backbone, 16, "reward model, gradients and Adam's two moments", device)
@@ -544,9 +560,10 @@ def main(args: Args) -> None:
     longest = labels.query.shape[1] + labels.responses.shape[2]
     utils.check_length(config, longest, f"--label_dataset={task.label_dataset}")
     if len(labels.best) < args.num_labels:
+        fitting = len(labels.best) // args.batch_size * args.batch_size
         raise InputError(
             f"--label_dataset={task.label_dataset} has {len(labels.best)} labels, num_labels={args.num_labels}; "
-            f"use --num_labels {len(labels.best) // args.batch_size * args.batch_size}"
+            + (f"use --num_labels {fitting}" if fitting else f"a batch_size={args.batch_size} is more than that too")
         )
     before, after = policy_samples(args, policy_tokenizer, policy_pad, accelerator)
 

@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import math
 import os
+import re
 import time
 import urllib.error
 import urllib.request
@@ -17,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import datasets
@@ -138,12 +138,15 @@ def go_offline_if_unreachable() -> None:
 
 
 BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+AS_WRITTEN = {".txt": dict(encoding="utf-8-sig"), ".csv": dict(keep_default_na=False)}  # a BOM is no text, "NA" is one
 
 
 def load_rows(source: str, flag: str, split: str = "train") -> datasets.Dataset:
     """A data source (see `Task`) → its rows. Errors: `InputError` where it is missing, empty or unreadable."""
     datasets.disable_progress_bars()
     name, _, part = (source, "", "") if Path(source).exists() else source.partition(":")
+    if Path.cwd().is_relative_to(Path(name).resolve()):  # all files below would be read, or just looked for
+        raise InputError(f"{flag}={source} is the folder that the run is in, or one above it; name the data's own")
     if not Path(name).exists():
         if Path(name).suffix in BUILDERS and not part or name.startswith((".", "/", "~", "models/", "data/")):
             raise InputError(f"{flag}={source} does not exist")
@@ -152,12 +155,18 @@ def load_rows(source: str, flag: str, split: str = "train") -> datasets.Dataset:
         if Path(name).is_file():
             if Path(name).suffix not in BUILDERS:
                 raise InputError(f"{flag}={source}: the file has to end in one of {' '.join(BUILDERS)}")
-            return datasets.load_dataset(BUILDERS[Path(name).suffix], data_files=name, split="train")
+            with open(name, "rb") as file:
+                if "json" in Path(name).suffix and re.match(rb"(\xef\xbb\xbf)?[\s\[]*null", file.read(99)):
+                    raise InputError(f"{flag}={source} begins with null, which is no row")  # the library dies of it
+            how = AS_WRITTEN.get(Path(name).suffix, {})
+            return datasets.load_dataset(BUILDERS[Path(name).suffix], data_files=name, split="train", **how)
         what = {"data_files": part} if Path(part).suffix in BUILDERS else {"name": part or None}
         return datasets.load_dataset(name, **what, split=split)
     except InputError:
         raise
     except OSError as error:
+        if Path(name).exists():
+            raise InputError(f"{flag}={source} cannot be read: {error}") from error
         file = part if Path(part).suffix in BUILDERS else ""
         folder = name.split("/")[-1]
         raise InputError(
@@ -165,13 +174,7 @@ def load_rows(source: str, flag: str, split: str = "train") -> datasets.Dataset:
             f"  hf download {' '.join(filter(None, (name, file)))} --repo-type dataset --local-dir {folder}\n"
             f"then pass  {flag} {folder}{'/' + file if file else ':' + part if part else ''}"
         ) from error
-    except (
-        datasets.exceptions.DatasetsError,
-        ValueError,
-        StopIteration,
-        RuntimeError,
-        UnpicklingError,
-    ) as error:  # a script
+    except Exception as error:  # whatever its libraries raise for a file that is something else, or for a script
         raise InputError(f"{flag}={source} is empty or cannot be read: {error.__cause__ or error}") from error
 
 
@@ -182,6 +185,11 @@ def load_texts(task: Task) -> datasets.Dataset:
         if name not in rows.column_names:
             raise InputError(
                 f"column {name!r} is not in --query_dataset={task.query_dataset}; it has {rows.column_names}"
+            )
+        kind = rows.features[name]
+        if getattr(kind, "dtype", None) not in ("string", "large_string", "null"):
+            raise InputError(
+                f"column {name!r} of --query_dataset={task.query_dataset} holds {kind}, and not only texts"
             )
     if len(rows) > task.num_queries:
         rows = rows.select(np.sort(np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)))
@@ -233,13 +241,25 @@ def tokenise_rows(
 
 def clean_texts(texts: list[str | None], task: Task) -> list[str]:
     """Texts of the query data set as the task wants them; "" for none."""
-    clean = load_function(task.clean_fn) if task.clean_fn else str
-    return [clean(text or "") for text in texts]
+    if not task.clean_fn:
+        return [text or "" for text in texts]
+    clean, cleaned = load_function(task.clean_fn), []
+    for text in texts:
+        try:
+            cleaned.append(clean(text or ""))
+        except Exception as error:  # whatever it raises
+            raise InputError(f"clean_fn={task.clean_fn} raises {error!r} for the text {text!r:.60}") from error
+        if not isinstance(cleaned[-1], str):
+            raise InputError(f"clean_fn={task.clean_fn} returns {cleaned[-1]!r:.60}; it has to return a text")
+    return cleaned
 
 
 def cleaning(task: Task) -> str:
     """What a cache of cleaned texts depends on: the source of `clean_fn`."""
-    return Path(inspect.getfile(load_function(task.clean_fn))).read_text() if task.clean_fn else ""
+    try:
+        return Path(inspect.getfile(load_function(task.clean_fn))).read_text() if task.clean_fn else ""
+    except TypeError:  # a builtin has none
+        return task.clean_fn
 
 
 def tokenise_queries(texts: list[str | None], task: Task, tokenizer: Any) -> list[list[int] | None]:
@@ -301,6 +321,8 @@ def rows_of_step(n: int, size: int, step: int, seed: int) -> np.ndarray:
 def from_hub_or_folder(name: str, flag: str, make: str | None = None, files: str = "") -> Iterator[None]:
     """Around what loads model `name`: goes offline quickly if the hub is out of reach. Errors: `InputError` with the
     command `make` that makes a missing folder, or with the one that fetches what is not in the cache."""
+    if Path(name).is_file():
+        raise InputError(f"{flag}={name} is a file; name the folder of a model")
     if not Path(name).is_dir():
         if name.startswith((".", "/", "~", "models/", "data/", "runs/")):
             raise InputError(f"{flag}={name} does not exist" + f"; make it with `{make}`" * bool(make))
@@ -311,7 +333,7 @@ def from_hub_or_folder(name: str, flag: str, make: str | None = None, files: str
         raise InputError(f"{flag}={name} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
     except OSError as error:
         if Path(name).is_dir():
-            raise
+            raise InputError(f"{flag}={name} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
         folder = name.split("/")[-1]
         raise InputError(
             f"model {name} is neither a folder, nor in the cache, nor to be reached. On a connected machine:\n"
@@ -319,12 +341,14 @@ def from_hub_or_folder(name: str, flag: str, make: str | None = None, files: str
         ) from error
 
 
-def load_tokenizer(task: Task, extra_tokens: int, make: str | None = None) -> tuple[Any, PretrainedConfig, int]:
+def load_tokenizer(
+    task: Task, extra_tokens: int, make: str | None = None, flag: str = "--base_model"
+) -> tuple[Any, PretrainedConfig, int]:
     """Tokenizer, model configuration and pad id (G2: one past the vocabulary) of `task.base_model`; loads no weights.
     `extra_tokens` are generated or read behind the query. Errors: `InputError` for a missing model, an
     architecture without position ids, a context that is too short. A tokenizer's own pad token is never used."""
     name = task.base_model
-    with from_hub_or_folder(name, "--base_model", make):
+    with from_hub_or_folder(name, flag, make):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
     cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -335,7 +359,7 @@ def load_tokenizer(task: Task, extra_tokens: int, make: str | None = None) -> tu
         why = "cannot be sampled from over a static cache"
         raise InputError(f"{name} ({config.model_type}) {why}; GPT-2, GPT-NeoX, Llama, Falcon and their like work")
     affixes = len(tokenizer.encode(task.query_prefix + task.query_suffix, add_special_tokens=False))
-    check_length(config, task.query_length + affixes + extra_tokens, "query and response")
+    check_length(config, task.query_length + affixes + extra_tokens, "query_length and what is behind it")
     return tokenizer, config, max(config.vocab_size, len(tokenizer))
 
 
@@ -599,7 +623,10 @@ def reward_reader(model: RewardModel, theirs: Any, tokenizer: Any, pad_id: int) 
 
 def takes_scores(function: Callable | None) -> bool:
     """Whether a `--reward_fn` has a third argument, without a default: the reward model's scores."""
-    wanted = inspect.signature(function).parameters.values() if function else ()
+    try:
+        wanted = inspect.signature(function).parameters.values() if function else ()
+    except ValueError:  # some builtins have none
+        return False
     return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in wanted) > 2
 
 

@@ -56,10 +56,19 @@ def measure(args: Args) -> list[dict[str, Any]]:
 
     def look(run: records.Run, step: int, metrics: dict, shown: dict) -> None:
         log(run, step, metrics, shown)
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free goes back to the system, else it comes and goes by chance
+        ctypes.CDLL("libc.so.6").malloc_trim(
+            0
+        )  # what is free goes back to the system, else it comes and goes by chance
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         mib = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-        rows.append(dict(script=run.script.stem, mib=mib, files=len(os.listdir("/proc/self/fd")), threads=threading.active_count()))
+        rows.append(
+            dict(
+                script=run.script.stem,
+                mib=mib,
+                files=len(os.listdir("/proc/self/fd")),
+                threads=threading.active_count(),
+            )
+        )
 
     records.Run.log = look
     task = tasks.TASKS["synthetic"]
