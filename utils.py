@@ -555,7 +555,7 @@ class RewardModel(PreTrainedModel):
         classifier, found = kind.from_pretrained(name, config=config.backbone, **load)
         if found["missing_keys"] or classifier.num_labels != 1 or not hasattr(classifier, "score"):
             raise InputError(
-                f"{name} is neither a reward model nor a classifier of one label with a trained head `score`"
+                f"--reward_model={name} is neither a reward model nor a classifier of one label with a trained head `score`"
             )
         model = cls(config, classifier.base_model)
         model.head.weight = classifier.score.weight

@@ -13,7 +13,7 @@ import re
 import shutil
 import signal
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -37,7 +37,6 @@ import utils
 
 pytestmark = pytest.mark.usefixtures("home")
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
-OF_TASK = {field.name for field in fields(tasks.Task)}
 LONG = "a" * 100_000
 
 
@@ -89,20 +88,23 @@ def home_folder(home: Any) -> Path:
 
 def kinds(cls: type) -> dict[str, tuple[type, bool]]:
     """Field of `Args` or `Task` → its type, and whether it may be None."""
-    hints = {name: (hint, *get_args(hint)) for name, hint in get_type_hints(cls).items() if hint is not tasks.Task}
+    hints = get_type_hints(cls).items()
+    hints = {name: (hint, *get_args(hint)) for name, hint in hints if hint not in (tasks.Task, tasks.Shown)}
     return {
         name: (next(kind for kind in (bool, int, float, str) if kind in parts), type(None) in parts)
         for name, parts in hints.items()
     }
 
 
-FIELDS = {name: kinds(script.Args) | kinds(tasks.Task) for name, script in SCRIPTS.items()}
+FIELDS = {name: kinds(script.Args) | kinds(tasks.Task) | kinds(tasks.Shown) for name, script in SCRIPTS.items()}
 
 
 def changed(args: Any, **values: Any) -> Any:
-    """`args` with other values of its own fields and of its task's."""
-    own = {name: value for name, value in values.items() if name not in OF_TASK}
-    return replace(args, task=replace(args.task, **{n: v for n, v in values.items() if n in OF_TASK}), **own)
+    """`args` with other values of its own fields, of its task's and of where it is shown."""
+    of = {cls: {n: v for n, v in values.items() if n in kinds(cls)} for cls in (tasks.Task, tasks.Shown)}
+    own = {name: value for name, value in values.items() if not any(name in part for part in of.values())}
+    parts = {"task": replace(args.task, **of[tasks.Task]), "shown": replace(args.shown, **of[tasks.Shown])}
+    return replace(args, **parts, **own)
 
 
 def refusal(call: Any) -> str | None:
@@ -283,7 +285,7 @@ def test_any_start_gets_to_its_first_update_or_names_a_flag(script, accelerator,
         ("train_reward", dict(policy_model="folder"), "--policy_model=folder cannot be loaded"),
         ("train_reward", dict(base_model="file.txt"), "--base_model=file.txt is a file"),
         ("train_reward", dict(num_labels=32, batch_size=32), "16 labels, num_labels=32; a batch_size=32 is more"),
-        ("ppo", dict(reward_model="task/model"), "--reward_model=task/model is no reward model"),
+        ("ppo", dict(reward_model="task/model"), "--reward_model=task/model is neither a reward model"),
     ],
 )
 def test_what_files_and_flags_do_not_allow_together_is_refused_before_any_update(script, values, words, accelerator):
