@@ -103,7 +103,7 @@ def main(args: Args) -> None:
             grows |= each > max(3 * noise, 0.01) if name == "mib" else late[-1] > late[0]
             ends = f"{late[:20].mean():.1f} … {late[-20:].mean():.1f}, most {values.max():.1f}"
             print(f"{script:5} {name:8} {ends}; {each:+.4f} ± {noise:.4f} an update")
-        axis.set_ylim(0, None)
+        axis.set_ylim(0, 1.2 * max(row[name] for row in rows))
     axes[0].legend()
     figure.savefig(ROOT / "benchmarks" / "flat.png", dpi=110)
     sys.exit(int(grows))
