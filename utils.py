@@ -527,7 +527,7 @@ class RewardModel(PreTrainedModel):
                 f"there is no reward model in {name}; make it with `{make}`, or pass --reward_model or --reward_fn"
             )
         if RewardConfig.from_pretrained(name).backbone is None:
-            raise InputError(f"--reward_model={name} is no reward model; make one with `{make}`")
+            raise InputError(f"--reward_model={name} is not a reward model; make one with `{make}`")
         return cls.from_pretrained(name, dtype=torch.float32).eval()
 
     def token_rewards(self, tokens: Tensor) -> Tensor:
