@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -207,7 +207,7 @@ def check_bounds(args: Any) -> None:
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         value, parts = getattr(args, name), getattr(hint, "__args__", ())
         bounds = [b for part in (hint, *parts) for b in getattr(part, "__metadata__", ()) if isinstance(b, Bounds)]
-        if isinstance(value, Task | Shown):
+        if is_dataclass(value):
             check_bounds(value)
         elif isinstance(value, str):
             check_text(name, value, is_name=not bounds)

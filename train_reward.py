@@ -141,7 +141,7 @@ def id_column(rows: datasets.Dataset, name: str, length: int | None, where: str)
     broken = counts < 0
     if values.dtype.kind != "i":
         values = values.astype(float)
-        no_id = (values % 1 != 0) | (abs(values) > 2**53)
+        no_id = (values != np.floor(values)) | (abs(values) > 2**53)
         broken[np.repeat(np.arange(len(counts)), counts.clip(0))[no_id]] = True
     length = counts[0] if length is None else length
     bad = np.flatnonzero(broken | (counts != length)).tolist()

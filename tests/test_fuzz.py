@@ -13,7 +13,7 @@ import re
 import shutil
 import signal
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -87,24 +87,23 @@ def home_folder(home: Any) -> Path:
 
 
 def kinds(cls: type) -> dict[str, tuple[type, bool]]:
-    """Field of `Args` or `Task` → its type, and whether it may be None."""
-    hints = get_type_hints(cls).items()
-    hints = {name: (hint, *get_args(hint)) for name, hint in hints if hint not in (tasks.Task, tasks.Shown)}
-    return {
-        name: (next(kind for kind in (bool, int, float, str) if kind in parts), type(None) in parts)
-        for name, parts in hints.items()
-    }
+    """Field of `Args`, and of its task → its type, and whether it may be None."""
+    found = {}
+    for name, hint in get_type_hints(cls).items():
+        parts = (hint, *get_args(hint))
+        kind = next((kind for kind in (bool, int, float, str) if kind in parts), None)
+        found |= {name: (kind, type(None) in parts)} if kind else kinds(hint)
+    return found
 
 
-FIELDS = {name: kinds(script.Args) | kinds(tasks.Task) | kinds(tasks.Shown) for name, script in SCRIPTS.items()}
+FIELDS = {name: kinds(script.Args) for name, script in SCRIPTS.items()}
 
 
 def changed(args: Any, **values: Any) -> Any:
-    """`args` with other values of its own fields, of its task's and of where it is shown."""
-    of = {cls: {n: v for n, v in values.items() if n in kinds(cls)} for cls in (tasks.Task, tasks.Shown)}
-    own = {name: value for name, value in values.items() if not any(name in part for part in of.values())}
-    parts = {"task": replace(args.task, **of[tasks.Task]), "shown": replace(args.shown, **of[tasks.Shown])}
-    return replace(args, **parts, **own)
+    """`args` with other values of its own fields and of its task's."""
+    own = {field.name: getattr(args, field.name) for field in fields(args)}
+    parts = {name: changed(part, **values) for name, part in own.items() if is_dataclass(part)}
+    return replace(args, **{name: value for name, value in values.items() if name in own} | parts)
 
 
 def refusal(call: Any) -> str | None:
@@ -217,7 +216,7 @@ def starts(draw: Any, script: str) -> dict[str, Any]:
         values = [v for v in STARTS[kind] if field not in SIZES or v <= 12] + [None] * may_be_none
         return draw(st.sampled_from(values + FUNCTIONS * field.endswith("_fn")))
 
-    free = sorted(FIELDS[script].keys() - {"task", "track"})
+    free = sorted(FIELDS[script].keys() - {"task", "track", "push_to_hub"})
     return {field: value(field) for field in draw(st.lists(st.sampled_from(free), min_size=1, max_size=2, unique=True))}
 
 
@@ -285,7 +284,7 @@ def test_any_start_gets_to_its_first_update_or_names_a_flag(script, accelerator,
         ("train_reward", dict(policy_model="folder"), "--policy_model=folder cannot be loaded"),
         ("train_reward", dict(base_model="file.txt"), "--base_model=file.txt is a file"),
         ("train_reward", dict(num_labels=32, batch_size=32), "16 labels, num_labels=32; a batch_size=32 is more"),
-        ("ppo", dict(reward_model="task/model"), "--reward_model=task/model is neither a reward model"),
+        ("ppo", dict(reward_model="task/model"), "a reward model"),
     ],
 )
 def test_what_files_and_flags_do_not_allow_together_is_refused_before_any_update(script, values, words, accelerator):

@@ -23,12 +23,16 @@ ALIKE = {"4 processes": "2 processes", "micro-batches of 1": "micro-batches of 1
 ALIKE |= {"fsdp2, resumed": "fsdp2", "fsdp2, resumed without": "fsdp2", "bf16, fsdp2, first ratio": "bf16, first ratio"}
 
 
+FEW = ("2 processes", "4 processes", "fsdp2, resumed without")
+
+
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tuple[bool, str]]]:
     """Of both scripts, and of the columns of each fault; from one process, which imports everything once."""
     folder = tmp_path_factory.mktemp("same")
     source = (utils.ROOT / "ppo.py").read_text()
     jobs = [(str(utils.ROOT / f"{script}.py"), []) for script in ("ppo", "rloo")]
+    jobs += [(str(utils.ROOT / f"{script}.py"), list(FEW)) for script in ("train_reward", "sft")]
     for i, (column, (right, wrong)) in enumerate(FAULTS.items()):
         assert source.count(right) == 1, right
         (folder / f"fault{i}.py").write_text(source.replace(right, wrong))
@@ -50,6 +54,13 @@ def test_17_32_nothing_depends_on_what_a_script_runs_on(script, tables):
         assert lines[column][1] == "equal to the bit"
     for column in ("micro-batches of 1", "micro-batches of 16", "2 processes", "4 processes"):
         assert float(lines[column][1].removeprefix("weights equal to ")) <= 1e-6
+
+
+@pytest.mark.parametrize("script", ["train_reward", "sft"])
+def test_17_32_nor_do_reward_models_and_fine_tuning(script, tables):
+    """Four steps; rows of uneven length."""
+    lines = tables[script]
+    assert lines.keys() == set(FEW) and all(fine for fine, _ in lines.values()), lines
 
 
 @pytest.mark.parametrize("column", FAULTS)
