@@ -315,7 +315,7 @@ def test_a_number_that_is_not_finite_stops_the_run_with_its_row_and_without_the_
 
 @ALL
 def test_a_run_that_diverges_stops_at_once(script, home, capsys):
-    """A step of 1e30 is finite itself; no forward behind it is."""
+    """A step of a million is finite itself; no forward behind it is."""
     assert ends(script, small(script, home, lr=1e6, save_every=None)) == 1
     line = sentence(capsys, "the norm of the gradient is", "the step was not taken", "no checkpoint to go on from")
     assert "not finite either for" in line and ("in update 1 of 6" in line or "in update 2 of 6" in line)
@@ -329,7 +329,7 @@ IN_THE_WAY = {  # flags → the file that is where a folder has to be, or nothin
     "models": ({}, "models", "is no folder"),
     "output": (dict(output_dir="out/deep/model"), "out", "is no folder"),
     "output, no disk": (dict(output_dir="/proc/model"), None, "cannot be written"),
-    "runs, no disk": (dict(run_name="/proc/ran"), None, "cannot be written"),
+    "runs elsewhere": (dict(run_name="/proc/ran"), None, "is no folder in runs/"),
 }
 
 
