@@ -56,7 +56,7 @@ def test_23_commands_of_benchmarks_parse_as_printed(source):
 
 
 def test_23_the_two_commands_are_there_and_their_files_too():
-    assert "pip install -e . && ./demo.sh" in README and "pip install -e '.[dev]' && pytest" in README
+    assert "pip install -e . && ./demo.sh" in README and "pip install -e '.[dev]' && pytest -n 2" in README
     assert (ROOT / "demo.sh").stat().st_mode & 0o111
     for picture in re.findall(r"!\[.*?\]\((.*?)\)", README):
         assert (ROOT / picture).is_file(), picture
