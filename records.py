@@ -1,4 +1,4 @@
-"""What a run leaves and goes on from: checks before it starts, folder, metrics, samples, checkpoints, weights, their card.
+"""What a run leaves and goes on from: checks before it starts, folder, metrics, samples, checkpoints, weights, card.
 
 Machinery like `utils.py`, which it builds on; no algorithm, and no experiment changes it.
 """
@@ -32,10 +32,11 @@ from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from tasks import WHERE, InputError, RunError, Shown, check_bounds, check_writable, load_function, writing
-from utils import ROOT, TokenTable, all_max, shared_out, stop_accelerator, takes_scores, whole
+from utils import ROOT, TokenTable, all_max, stop_accelerator, takes_scores, whole
 
 # --------------------------------------------------------------------------------------------------------- arguments
 
@@ -183,6 +184,13 @@ def pack_state(model: nn.Module, optimizer: Any, keep: bool) -> tuple[dict[str, 
     ]
 
 
+def shared_out(x: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `whole` where `like` is sharded: this process's part of `x`, which all of them have."""
+    if not isinstance(like, DTensor):
+        return x.to(like.device)
+    return distribute_tensor(x.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
 @torch.no_grad()
 def unpack_state(tensors: dict[str, Tensor], groups: list[dict[str, float]], model: nn.Module, optimizer: Any) -> None:
     """The inverse of `pack_state`, in place. Errors: `InputError` for weights of another model."""
@@ -256,7 +264,7 @@ def latest(args: Any, script: Path) -> Path:
 
 
 def check_folders(args: Any, script: Path) -> None:
-    """Nothing that is there is ever overwritten. Errors: `InputError` for a folder in the way, or that cannot be made."""
+    """Nothing that is there is overwritten. Errors: `InputError` for a folder in the way, or that cannot be made."""
     runs, out = Path("runs").resolve(), Path(args.output_dir or "")
     folder = (runs / (args.run_name or "new")).resolve()
     if runs not in folder.parents:
@@ -282,8 +290,8 @@ def append(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path, weights: dict[str, dict[str, Tensor]]) -> None:
-    """A folder that `from_pretrained` loads, with the tokenizer; `weights` are the `model`'s own, and those of each head
-    for `<name>.safetensors`. Written beside its final name and renamed."""
+    """A folder that `from_pretrained` loads, with the tokenizer; `weights` are the `model`'s own, and those of each
+    head for `<name>.safetensors`. Written beside its final name and renamed."""
     beside = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
     with writing(folder, beside):
         model.save_pretrained(beside, state_dict=weights.pop("model"))
@@ -623,7 +631,7 @@ def push(name: str, weights: Path) -> str:
 
 
 def write_card(args: Any, run: Path, script: str, weights: Path) -> None:
-    """README.md beside the weights: task, scores, curves, arguments, versions; no command, nothing of the environment."""
+    """README.md beside the weights: task, scores, curves, arguments, versions; no command, no environment."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first, last = ({name: x for line in part for name, x in line.items()} for part in (lines[::-1], lines))
     names = [name for name in first if not name.startswith(("step", "time/", "ppo/"))]

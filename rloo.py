@@ -143,8 +143,9 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, temperature: float, pad_id: int) -> Tensor:
-    """G4: exactly R tokens for each left-padded context [B, C], drawn with `uniform` [R, B, 1] → [B, R]: full vocabulary,
-    no stop at EOS, no `generation_config` of the checkpoint. Prefill once, then a token a step over a static cache."""
+    """G4: exactly R tokens for each left-padded context [B, C], drawn with `uniform` [R, B, 1] → [B, R]: full
+    vocabulary, no stop at EOS, no `generation_config` of the checkpoint. Prefill once, then a token a step over a
+    static cache."""
     start, response_length = contexts.shape[1], len(uniform)
     inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
@@ -416,7 +417,7 @@ def train_step(
             losses[part] = terms["loss/policy_avg"].detach().reshape(len(part), -1).sum(dim=1)
         sums = add_up(sums, terms, torch.ones_like(old.scores).bool())
         token_sums = add_up(token_sums, {"policy/entropy_avg": entropies}, old.mask)
-    utils.check_gradients(policy, args.task, batch.contexts, **batch._asdict() | {"loss": losses})
+    utils.check_gradients(utils.gradient_norm(policy), args.task, batch.contexts, **batch._asdict() | {"loss": losses})
     optimizer.step()
     optimizer.zero_grad()
     return sums | token_sums

@@ -190,8 +190,8 @@ def train_step(
             loss = token_losses(lm, part, part.shape[1] - rows.shape[1] + first, pad_id)[0]
             accelerator.backward(loss.sum() / share)
         losses.append(loss.detach().sum(dim=1))
-    utils.check_gradients(lm, args.task, [row for part in parts for row in part], loss=torch.cat(losses))
-    accelerator.clip_grad_norm_(lm.parameters(), args.max_grad_norm)
+    norm = accelerator.clip_grad_norm_(lm.parameters(), args.max_grad_norm)
+    utils.check_gradients(norm, args.task, [row for part in parts for row in part], loss=torch.cat(losses))
     optimizer.step()
     optimizer.zero_grad()
     return utils.all_sum(sum(x.sum() for x in losses)) / count
@@ -221,8 +221,9 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, temperature: float, pad_id: int) -> Tensor:
-    """G4: exactly R tokens for each left-padded context [B, C], drawn with `uniform` [R, B, 1] → [B, R]: full vocabulary,
-    no stop at EOS, no `generation_config` of the checkpoint. Prefill once, then a token a step over a static cache."""
+    """G4: exactly R tokens for each left-padded context [B, C], drawn with `uniform` [R, B, 1] → [B, R]: full
+    vocabulary, no stop at EOS, no `generation_config` of the checkpoint. Prefill once, then a token a step over a
+    static cache."""
     start, response_length = contexts.shape[1], len(uniform)
     inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3

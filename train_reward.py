@@ -313,8 +313,9 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, temperature: float, pad_id: int) -> Tensor:
-    """G4: exactly R tokens for each left-padded context [B, C], drawn with `uniform` [R, B, 1] → [B, R]: full vocabulary,
-    no stop at EOS, no `generation_config` of the checkpoint. Prefill once, then a token a step over a static cache."""
+    """G4: exactly R tokens for each left-padded context [B, C], drawn with `uniform` [R, B, 1] → [B, R]: full
+    vocabulary, no stop at EOS, no `generation_config` of the checkpoint. Prefill once, then a token a step over a
+    static cache."""
     start, response_length = contexts.shape[1], len(uniform)
     inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
@@ -465,7 +466,7 @@ def train_step(
         seen[rows] = rewards.detach()
         loss_sum += loss.detach()
         correct += (rewards.argmax(dim=1) == labels.best[rows]).sum() / len(tokens)
-    utils.check_gradients(model, args.task, labels.query, reward=seen)
+    utils.check_gradients(utils.gradient_norm(model), args.task, labels.query, reward=seen)
     optimizer.step()
     optimizer.zero_grad()
     return {"loss": loss_sum, "accuracy": correct}

@@ -32,7 +32,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.activations import NewGELUActivation
 from transformers.cache_utils import StaticCache
@@ -430,8 +430,9 @@ def model_inputs(tokens: Tensor, pad_id: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def check_policy(policy: nn.Module, queries: Tensor, temperature: float, accelerator: Accelerator) -> None:
-    """Whether the policy's log-probabilities of a padded row [1, Q] are those of plain `lm(…)` without padding, as they are
-    unless a model computes something of its own behind or besides its head. Errors: `InputError` where they are not."""
+    """Whether the policy's log-probabilities of a padded row [1, Q] are those of plain `lm(…)` without padding, as they
+    are unless a model computes something of its own behind or besides its head. Errors: `InputError` where they differ.
+    """
     plain = accelerator.unwrap_model(policy)
     row = queries[queries != plain.pad_id][None]
     with inference(accelerator, policy):
@@ -542,8 +543,8 @@ class RewardModel(PreTrainedModel):
 
     @classmethod
     def from_folder(cls, name: str, make: str) -> "RewardModel":
-        """A folder that train_reward.py wrote; or a sequence classifier of one label as TRL trains it, whose head `score`
-        has no bias: gain stays 1, bias 0. Errors: `InputError` naming the command that makes one."""
+        """A folder that train_reward.py wrote; or a sequence classifier of one label as TRL trains it, whose head
+        `score` has no bias: gain stays 1, bias 0. Errors: `InputError` naming the command that makes one."""
         if not (Path(name) / "config.json").is_file() or not any(Path(name).glob("*.safetensors*")):
             raise InputError(
                 f"there is no reward model in {name}; make it with `{make}`, or pass --reward_model or --reward_fn"
@@ -555,7 +556,7 @@ class RewardModel(PreTrainedModel):
         classifier, found = kind.from_pretrained(name, config=config.backbone, **load)
         if found["missing_keys"] or classifier.num_labels != 1 or not hasattr(classifier, "score"):
             raise InputError(
-                f"--reward_model={name} is neither a reward model nor a classifier of one label with a trained head `score`"
+                f"--reward_model={name} is neither a reward model nor a classifier of one label with a head `score`"
             )
         model = cls(config, classifier.base_model)
         model.head.weight = classifier.score.weight
@@ -669,8 +670,8 @@ def start_accelerator(args: Any) -> Accelerator:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     expected = int(os.environ.get("WORLD_SIZE", 1))
-    # DDP makes its buckets anew behind a process's first step, but for this flag; where an element stands in one decides
-    # the order in which three processes or more add it up, and a resumed run would differ in the last bits
+    # DDP makes its buckets anew behind a process's first step, but for this flag; where an element stands in one
+    # decides the order in which three processes or more add it up, and a resumed run would differ in the last bits
     same_buckets = DistributedDataParallelKwargs(find_unused_parameters=expected > 2)
     patience = InitProcessGroupKwargs(timeout=timedelta(days=1))  # of the others, where one's reward function is slow
     accelerator = Accelerator(kwargs_handlers=[same_buckets, patience])
@@ -697,6 +698,10 @@ def start_accelerator(args: Any) -> Accelerator:
                 "use `accelerate launch --config_file configs/fsdp2.yaml` on GPUs"
             )
         plugin = accelerator.state.fsdp_plugin
+        if not plugin.reshard_after_forward:
+            raise InputError(
+                "fsdp_reshard_after_forward: false is not kept, weights are always sharded; set it to true"
+            )
         plugin.mixed_precision_policy = MixedPrecisionPolicy()  # fp32 weights under autocast, just as under DDP
         plugin.cpu_ram_efficient_loading = False  # it leaves every model empty on all processes but one
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -723,8 +728,8 @@ def freeze(accelerator: Accelerator, model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def inference(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, in the run's precision. Under FSDP2 every process holds all weights meanwhile: the language model
-    in a policy can be called by itself, token by token; `model` has to have been called once before."""
+    """Evaluation mode, in the run's precision. Under FSDP2 every process holds all weights meanwhile: the language
+    model in a policy can be called by itself, token by token; `model` has to have been called once before."""
     model.eval()
     shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in shards:
@@ -740,13 +745,6 @@ def inference(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
 def whole(x: Tensor) -> Tensor:
     """What FSDP2 has shared out over the processes, which all have to ask for it; any other tensor as it is."""
     return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def shared_out(x: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `whole` where `like` is sharded: this process's part of `x`, which all of them have."""
-    if not isinstance(like, DTensor):
-        return x.to(like.device)
-    return distribute_tensor(x.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def stop_accelerator(accelerator: Accelerator) -> None:
@@ -783,10 +781,15 @@ def mean_over_processes(metrics: dict[str, Tensor | float], device: torch.device
     return dict(zip(metrics, (all_sum(values) / world).tolist(), strict=True))
 
 
-def check_gradients(model: nn.Module, task: Task, tokens: Iterable[Tensor], **numbers: Any) -> None:
-    """Before an optimizer step. Errors: `RunError` on every process where the gradient is not finite, with the rows
-    `tokens` [B, …] of all processes behind it: those of the first of `numbers` [B, …] that is not finite somewhere."""
-    norm = whole(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+def gradient_norm(model: nn.Module) -> Tensor:
+    """Euclidean norm of the gradient, the same on every process."""
+    return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+
+def check_gradients(norm: Tensor, task: Task, tokens: Iterable[Tensor], **numbers: Any) -> None:
+    """Before an optimizer step. Errors: `RunError` on every process where the gradient's norm is not finite, with the
+    rows `tokens` [B, …] of all processes behind it: those of the first of `numbers` [B, …] that is not finite there."""
+    norm = whole(norm)
     if norm.isfinite():  # the processes' gradients are the same
         return
     tokenizer, why = AutoTokenizer.from_pretrained(task.base_model), "every number that it was made of is finite"

@@ -78,6 +78,7 @@ COLUMNS = {  # name: a way, the way that it has to be equal to, and whether to t
     "resumed": (Way(killed=True), Way(), True),
     "2 processes, resumed": (Way(2, killed=True), Way(2), True),
     "fsdp2": (Way(2, fsdp2=True), Way(2), False),
+    "fsdp2, 4 processes": (Way(4, fsdp2=True), Way(4), False),
     "fsdp2, resumed": (Way(2, fsdp2=True, killed=True), Way(2, fsdp2=True), True),
     "fsdp2, resumed without": (Way(2, fsdp2=True, killed=True, then_ddp=True), Way(2), False),
     "bf16, first ratio": (Way(2, precision="bf16", flags=STEP), None, True),
@@ -147,7 +148,7 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
     """Queries, random numbers and minibatches of this process: those of its shares, laid out as it lays out its own."""
     each, k = SHARES // processes, getattr(args, "rloo_k", 1)
     seeds = [args.seed + 100003 * share for share in range(rank * each, (rank + 1) * each)]
-    mine, step = seeds[0] if each == 1 else args.seed + 100003 * rank, [0]
+    mine, step = args.seed + 100003 * rank, [0]  # the seed that the script has here
     rows_of_step, generator, sample_all = utils.rows_of_step, utils.generator, module.sample_all
     default_rng, shared = np.random.default_rng, [True]
 

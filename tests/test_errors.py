@@ -676,6 +676,13 @@ def test_fsdp_1_is_refused_with_what_works(launcher, monkeypatch):
     refuses(lambda: launcher(ACCELERATE_USE_FSDP="true", FSDP_VERSION="1"), "FSDP 1 came up", "--fsdp_version 2")
 
 
+def test_fsdp_that_keeps_weights_whole_is_refused(launcher, monkeypatch):
+    shard_on_a_cpu(monkeypatch.setattr)
+    env = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    refuses(lambda: launcher(**env, FSDP_RESHARD_AFTER_FORWARD="false"), "fsdp_reshard_after_forward", "true")
+    assert launcher(**env, FSDP_RESHARD_AFTER_FORWARD="true").is_fsdp2
+
+
 def test_bf16_and_fp32_are_started_and_tf32_is_a_flag(launcher):
     for precision in ("no", "bf16"):
         assert launcher(ACCELERATE_MIXED_PRECISION=precision).mixed_precision == precision

@@ -18,6 +18,8 @@ import tiny
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tasks
@@ -123,11 +125,28 @@ def test_25_every_preset_passes_its_own_checks(script, task, processes):
     module.check(tasks.parse_args(module.Args, module.PRESETS, ["--task", task]), processes)
 
 
+def spy_on_shards(name: str) -> list[tuple[int, bool]]:
+    """Of every model that `utils.prepare` or `utils.freeze` returns: how many units it is sharded in, and whether all
+    of its parameters are."""
+    function, seen = getattr(utils, name), []
+
+    def spy(*args):
+        made = function(*args)
+        model = made[0] if isinstance(made, tuple) else made
+        units = sum(isinstance(module, FSDPModule) for module in model.modules())
+        seen.append((units, all(isinstance(p, DTensor) for p in model.parameters())))
+        return made
+
+    setattr(utils, name, spy)
+    return seen
+
+
 def two_processes() -> None:
     """This file under a launcher: every kind and script, the two forms in turn."""
     rank, stop = int(os.environ["RANK"]), utils.stop_accelerator
     utils.stop_accelerator = lambda accelerator: accelerator.wait_for_everyone()  # one process group for all
     shard_on_a_cpu()
+    learning, frozen = spy_on_shards("prepare"), spy_on_shards("freeze")
     os.environ |= {"FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
     pairs, ways = [(kind, script) for kind in tiny.KINDS for script in SCRIPTS], ("ddp", "fsdp2")
     runs = []  # before there is a process group, in which the library saves nothing on rank 1
@@ -138,8 +157,13 @@ def two_processes() -> None:
     for script, folders, arguments in runs:
         for way, folder, args in zip(ways, folders, arguments, strict=True):
             os.environ["ACCELERATE_USE_FSDP"] = str(way == "fsdp2").lower()
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"  # the launcher's default
             AcceleratorState._reset_state(True)
             importlib.import_module(script).main(args)
+            assert len(learning) == 1 and len(frozen) == (script in ("ppo", "rloo"))
+            while learning or frozen:
+                units, of_parameters = (learning or frozen).pop()
+                assert (units >= 3, of_parameters) == (way == "fsdp2", way == "fsdp2")  # two blocks and the root
             if rank == 0:
                 check_update(folder, script)
                 print(folder, "passed", flush=True)

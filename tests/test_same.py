@@ -20,7 +20,12 @@ FAULTS = {  # column: the line of ppo.py that is right, and what a copy has in i
     "bf16, first ratio": ("= (x.masked_fill(~mask, 0) for x in", "= (x.bfloat16().float().masked_fill(~mask, 0) for x in"),
 }  # fmt: skip
 ALIKE = {"4 processes": "2 processes", "micro-batches of 1": "micro-batches of 16", "2 processes, resumed": "resumed"}
-ALIKE |= {"fsdp2, resumed": "fsdp2", "fsdp2, resumed without": "fsdp2", "bf16, fsdp2, first ratio": "bf16, first ratio"}
+ALIKE |= {
+    "fsdp2, 4 processes": "fsdp2",
+    "fsdp2, resumed": "fsdp2",
+    "fsdp2, resumed without": "fsdp2",
+    "bf16, fsdp2, first ratio": "bf16, first ratio",
+}
 
 
 FEW = ("2 processes", "4 processes", "fsdp2, resumed without")
