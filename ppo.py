@@ -44,10 +44,10 @@ class Args:
     """optimizer steps per epoch (P7)"""
     num_ppo_epochs: Size = 4
     """passes over the batch per update"""
-    micro_batch_size: Count = 64
-    """sequences per training forward on one process: memory only (P7)"""
+    micro_batch_tokens: Count = 4096
+    """tokens per forward of policy, reference and reward model on one process: memory only (P7)"""
     rollout_batch_size: Count = 256
-    """sequences per sampling or scoring forward on one process: memory only (X10)"""
+    """sequences sampled at a time on one process: memory only (X10)"""
     lr: NonNegative = 1e-5
     """learning rate of the first update; falls linearly to 0 (G5)"""
     adam_eps: Positive = 1e-5
@@ -99,7 +99,7 @@ class Args:
 SMALL = dict(total_episodes=4096, batch_size=128, num_minibatches=2, num_ppo_epochs=2, lr=5e-4) | dict(
     kl_coef=0.08, kl_target=10.0, kl_horizon=1000, eval_every=20
 )  # 32 updates of a model of one million parameters: a higher lr, and β found faster
-SUMMARIES = dict(kl_target=None, whiten_rewards=False, micro_batch_size=8)
+SUMMARIES = dict(kl_target=None, whiten_rewards=False)
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above, by task
     "synthetic": SMALL,
     "synthetic_eos": SMALL | dict(whiten_rewards=False),  # kept means would reward short responses, see LOG.md
@@ -123,25 +123,41 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[
     return chosen, entropies
 
 
-class PolicyAndValue(nn.Module):
-    """One trunk, two heads: the language model's and a scalar value on every token (G1)."""
+class Policy(nn.Module):
+    """A language model that gives log-probabilities: a policy without a critic (L5), or the reference."""
 
     def __init__(self, lm: PreTrainedModel, pad_id: int, temperature: float):
         super().__init__()
         self.lm, self.pad_id, self.temperature = lm, pad_id, temperature
+
+    def hidden_states(self, contexts: Tensor, responses: Tensor) -> Tensor:
+        """[B, C], [B, R] → [B, R, D], each where its token is predicted; the vocabulary head sees these only."""
+        tokens = torch.cat([contexts, responses], dim=1)
+        where = torch.arange(contexts.shape[1] - 1, tokens.shape[1] - 1, device=tokens.device).expand_as(responses)
+        return utils.hidden_states(self.lm.base_model, tokens, where, self.pad_id)  # G3
+
+    def logprobs(self, hidden: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, R, D], [B, R] → log-probabilities and entropies [B, R]."""
+        return token_logprobs(utils.vocabulary_logits(self.lm, hidden), responses, self.temperature)
+
+    def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, C], [B, R] → log-probabilities and entropies [B, R]. The one forward behind old and new numbers (L6)."""
+        return self.logprobs(self.hidden_states(contexts, responses), responses)
+
+
+class PolicyAndValue(Policy):
+    """One trunk, two heads: the language model's and a scalar value on every token (G1)."""
+
+    def __init__(self, lm: PreTrainedModel, pad_id: int, temperature: float):
+        super().__init__(lm, pad_id, temperature)
         self.value_head = utils.Float32Head(lm.config.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)  # P2
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, C], [B, R] → log-probabilities, entropies and values [B, R], each where its token is predicted; the
-        vocabulary head sees these R positions only. The one forward behind old and new numbers (L6)."""
-        tokens = torch.cat([contexts, responses], dim=1)
-        where = torch.arange(contexts.shape[1] - 1, tokens.shape[1] - 1, device=tokens.device)  # [R]
-        inputs = utils.model_inputs(tokens, self.pad_id)  # G3: mask and position ids
-        out = self.lm(**inputs, use_cache=False, logits_to_keep=where, output_hidden_states=True)
-        values = self.value_head(out.hidden_states[-1][:, where]).squeeze(-1)
-        return *token_logprobs(out.logits, responses, self.temperature), values
+        """[B, C], [B, R] → log-probabilities, entropies and values [B, R] (L6), see `Policy`."""
+        hidden = self.hidden_states(contexts, responses)
+        return *self.logprobs(hidden, responses), self.value_head(hidden).squeeze(-1)
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
@@ -188,7 +204,7 @@ def sample_all(
     shape = task.response_length, len(contexts), 1
     uniform = torch.rand(shape, generator=gen, device=gen.device, dtype=torch.float64)
     responses = torch.empty(shape[1], shape[0], dtype=torch.long, device=contexts.device)
-    for rows, width in utils.micro_batches(utils.row_lengths(contexts, pad_id), size):
+    for rows, width in utils.by_length(utils.row_lengths(contexts, pad_id), size):
         responses[rows] = sample(lm, contexts[rows, -width:], uniform[:, rows], task.temperature, pad_id)
     return responses
 
@@ -197,16 +213,12 @@ def sample_all(
 
 
 @torch.no_grad()
-def lm_logprobs(
-    lm: PreTrainedModel, contexts: Tensor, responses: Tensor, temperature: float, pad_id: int, size: int
-) -> Tensor:
-    """Log-probabilities [B, R] of the responses [B, R] behind left-padded contexts [B, C], such as the reference's; the
-    vocabulary head sees the R response positions only."""
+def logprobs_of(policy: nn.Module, contexts: Tensor, responses: Tensor, lengths: np.ndarray, size: int) -> Tensor:
+    """Log-probabilities [B, R] that a policy, such as the reference, gives the responses [B, R] behind contexts [B, C];
+    `lengths` [B] of both together, `size` tokens a forward."""
     out = torch.empty(responses.shape, device=responses.device)
-    for rows, width in utils.micro_batches(utils.row_lengths(contexts, pad_id), size):
-        inputs = utils.model_inputs(torch.cat([contexts[rows, -width:], responses[rows]], dim=1), pad_id)  # G3
-        logits = lm(**inputs, use_cache=False, logits_to_keep=responses.shape[1] + 1).logits[:, :-1]
-        out[rows] = token_logprobs(logits, responses[rows], temperature)[0]
+    for rows in utils.micro_batches(lengths, size):
+        out[rows] = policy(contexts[rows], responses[rows])[0]
     return out
 
 
@@ -248,7 +260,7 @@ def load_reward(args: Args, tokenizer: Any, pad_id: int, device: torch.device) -
     read = utils.reward_reader(model, AutoTokenizer.from_pretrained(folder), tokenizer, pad_id)  # X13
 
     def reward(queries: Tensor, cut: Tensor) -> Tensor:
-        scores = model.score(read(queries, cut), size=args.rollout_batch_size)
+        scores = model.score(read(queries, cut), size=args.micro_batch_tokens)
         if not composes:
             return scores
         return utils.text_scores(function, args.reward_fn, tokenizer, queries, cut, pad_id, scores.tolist())
@@ -278,7 +290,7 @@ def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 class Rollout(NamedTuple):
     """What one update learns from (X10); the rows are episodes. Past a response's end the [B, R] numbers are 0."""
 
-    lengths: np.ndarray  # [B] real tokens of each context, on the host: they plan the micro-batches
+    lengths: np.ndarray  # [B] real tokens of each episode, on the host: they plan the micro-batches
     contexts: Tensor  # [B, C] prefix + query + suffix, left-padded: what policy and reference read
     responses: Tensor  # [B, R] as sampled; pads after EOS in an EOS task
     mask: Tensor  # [B, R] True through the end of the response; all True unless the task ends at EOS (X9)
@@ -298,7 +310,7 @@ class Models(NamedTuple):
     """Everything that a rollout is made with."""
 
     policy: nn.Module  # PolicyAndValue, perhaps wrapped for several processes
-    ref: PreTrainedModel
+    ref: Policy  # what the policy was at the start
     reward: Callable[[Tensor, Tensor], Tensor]  # (queries [B, Q], responses [B, R]) → [B]
     ids: utils.Ids
 
@@ -313,18 +325,18 @@ def make_rollout(
     models: Models, queries: Tensor, responses: Tensor, order: np.ndarray, kl_coef: float, args: Args
 ) -> tuple[Rollout, Score]:
     """Everything that the update needs to know about sampled responses [B, R]; `order` [B] is the first epoch's."""
-    pad_id, temperature = models.ids.pad, args.task.temperature
+    pad_id = models.ids.pad
     score = score_responses(models.reward, queries, responses, args.task, models.ids)  # P5: only this cuts
     responses = score.cut if args.task.eos_task else responses  # X9
     mask = responses != pad_id
     contexts = utils.add_affixes(queries, models.ids)
-    ref_logprobs = lm_logprobs(models.ref, contexts, responses, temperature, pad_id, args.rollout_batch_size)
+    lengths = utils.row_lengths(torch.cat([contexts, responses], dim=1), pad_id)
+    ref_logprobs = logprobs_of(models.ref, contexts, responses, lengths, args.micro_batch_tokens)
     logprobs, values = torch.empty_like(ref_logprobs), torch.empty_like(ref_logprobs)
-    lengths = utils.row_lengths(contexts, pad_id)
     for rows in minibatches(order, args):  # L6: exactly the forwards of the first epoch
-        for part, width in utils.micro_batches(lengths[rows], args.micro_batch_size):
+        for part in utils.micro_batches(lengths[rows], args.micro_batch_tokens):
             index = torch.as_tensor(rows[part], device=contexts.device)
-            logprobs[index], _, values[index] = models.policy(contexts[index, -width:], responses[index])
+            logprobs[index], _, values[index] = models.policy(contexts[index], responses[index])
     logprobs, values, ref_logprobs = (x.masked_fill(~mask, 0) for x in (logprobs, values, ref_logprobs))
     rewards = kl_penalised_rewards(logprobs, ref_logprobs, score.scores, mask, kl_coef)
     return Rollout(lengths, contexts, responses, mask, logprobs, values, ref_logprobs, score.scores, rewards), score
@@ -448,12 +460,12 @@ def train_step(
     """One optimizer step on a minibatch and its advantages and returns [B, R] (P7); its statistics, see `add_up`."""
     (advantages, returns), losses = targets, torch.empty_like(batch.scores)
     count = utils.all_sum(batch.mask.sum()) / accelerator.num_processes  # DDP averages the processes' gradients
-    sums, parts = {}, utils.micro_batches(batch.lengths, args.micro_batch_size)
-    for i, (part, width) in enumerate(parts):
+    sums, parts = {}, utils.micro_batches(batch.lengths, args.micro_batch_tokens)
+    for i, part in enumerate(parts):
         old = batch.take(part)
         outside = ~old.mask
         with accelerator.no_sync(policy) if i + 1 < len(parts) else nullcontext():
-            logprobs, entropies, values = policy(old.contexts[:, -width:], old.responses)
+            logprobs, entropies, values = policy(old.contexts, old.responses)
             logprobs, values = (x.masked_fill(outside, 0) for x in (logprobs, values))  # past an end
             terms = loss_terms(logprobs, values, old, advantages[part], returns[part], args)
             parted = [terms[name].masked_fill(outside, 0) for name in ("loss/policy_avg", "loss/value_avg")]
@@ -502,15 +514,14 @@ def evaluate(
     models: Models, lm: PreTrainedModel, queries: Tensor, gold: Callable | None, tokenizer: Any, args: Args
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Held-out queries [B, Q], always the same random numbers → metrics, a few samples. Every process repeats it."""
-    task, pad_id, size = args.task, models.ids.pad, args.rollout_batch_size
+    task, pad_id, gen = args.task, models.ids.pad, utils.generator(args.seed, 0, queries.device)
     contexts = utils.add_affixes(queries, models.ids)
-    responses = sample_all(lm, contexts, task, pad_id, utils.generator(args.seed, 0, queries.device), size)
+    responses = sample_all(lm, contexts, task, pad_id, gen, args.rollout_batch_size)
     score = score_responses(models.reward, queries, responses, task, models.ids)
     responses = score.cut if task.eos_task else responses
     mask = responses != pad_id
-    logprobs, ref_logprobs = (
-        lm_logprobs(model, contexts, responses, task.temperature, pad_id, size) for model in (lm, models.ref)
-    )
+    episodes = contexts, responses, utils.row_lengths(torch.cat([contexts, responses], dim=1), pad_id)
+    logprobs, ref_logprobs = (logprobs_of(x, *episodes, args.micro_batch_tokens) for x in (models.policy, models.ref))
     metrics = {
         "eval/scores": score.scores.mean().item(),
         "eval/kl": (logprobs - ref_logprobs).masked_fill(~mask, 0).sum(dim=1).mean().item(),
@@ -551,7 +562,7 @@ def main(args: Args) -> None:
 
     torch.manual_seed(args.seed)
     policy = PolicyAndValue(utils.load_lm(task.base_model), pad_id, task.temperature)
-    ref = utils.freeze(accelerator, utils.load_lm(task.base_model))
+    ref = utils.freeze(accelerator, Policy(utils.load_lm(task.base_model), pad_id, task.temperature))
     if args.gradient_checkpointing:
         utils.checkpoint_activations(policy.lm)
     policy, optimizer = utils.prepare(accelerator, policy, AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps))

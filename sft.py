@@ -41,8 +41,8 @@ class Args:
     """passes over the texts"""
     batch_size: Count = 32
     """rows per optimizer step, over all processes"""
-    micro_batch_size: Count = 32
-    """rows per forward on one process: memory only"""
+    micro_batch_tokens: Count = 4096
+    """tokens per forward on one process: memory only"""
     block_size: Annotated[int, Bounds(4, 2**20)] = 128
     """tokens per row of packed texts; with reference responses it is query_length + response_length"""
     lr: Positive = 5e-5
@@ -76,10 +76,10 @@ class Args:
 
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above, by task
     "synthetic": dict(base_model=str(SYNTHETIC / "model"), num_epochs=3, batch_size=16, lr=3e-3, block_size=96),
-    "cnndm": dict(block_size=512, batch_size=16, micro_batch_size=4),
-    "tldr": dict(base_model="EleutherAI/pythia-1b-deduped", lr=3e-6, batch_size=128, micro_batch_size=8),
+    "cnndm": dict(block_size=512, batch_size=16),
+    "tldr": dict(base_model="EleutherAI/pythia-1b-deduped", lr=3e-6, batch_size=128),
     "synthetic_eos": dict(base_model=str(SYNTHETIC / "model"), num_epochs=5, lr=3e-3),
-    "tldr_2019": dict(block_size=512, batch_size=16, micro_batch_size=4),
+    "tldr_2019": dict(block_size=512, batch_size=16),
 }
 SCRIPT = Path(__file__)  # run and weight folders are named after this file: a copy has its own
 
@@ -172,10 +172,10 @@ def token_losses(lm: nn.Module, rows: Tensor, first: int, pad_id: int) -> tuple[
     return losses.view_as(targets).masked_fill(~mask, 0), mask
 
 
-def micro_batches(rows: Tensor, first: int, pad_id: int, size: int) -> list[Tensor]:
-    """[B, T] → rows of like length, trimmed on the left."""
-    lengths = utils.row_lengths(rows[:, :first], pad_id)
-    return [rows[part][:, first - width :] for part, width in utils.micro_batches(lengths, size)]
+def micro_batches(rows: Tensor, first: int, pad_id: int, tokens: int) -> list[Tensor]:
+    """[B, T] → rows of like length, trimmed on the left; at most `tokens` a forward, untrimmed."""
+    lengths, size = utils.row_lengths(rows[:, :first], pad_id), tokens // rows.shape[1] or 1
+    return [rows[part][:, first - width :] for part, width in utils.by_length(lengths, size)]
 
 
 def train_step(
@@ -184,7 +184,7 @@ def train_step(
     """One optimizer step on this process's rows [B, T]; the mean loss per token over all processes' rows."""
     count = utils.all_sum((rows[:, first:] != pad_id).sum())  # tokens of all processes
     share, losses = count / accelerator.num_processes, []  # DDP averages the processes' gradients
-    parts = micro_batches(rows, first, pad_id, args.micro_batch_size)
+    parts = micro_batches(rows, first, pad_id, args.micro_batch_tokens)
     for i, part in enumerate(parts):
         with accelerator.no_sync(lm) if i + 1 < len(parts) else nullcontext():
             loss = token_losses(lm, part, part.shape[1] - rows.shape[1] + first, pad_id)[0]
@@ -203,7 +203,7 @@ def heldout_loss(lm: nn.Module, rows: Tensor, first: int, pad_id: int, args: Arg
     lm.eval()
     rows = rows[accelerator.process_index :: accelerator.num_processes]
     sums = torch.zeros(2, device=rows.device)
-    for part in micro_batches(rows, first, pad_id, args.micro_batch_size):
+    for part in micro_batches(rows, first, pad_id, args.micro_batch_tokens):
         losses, mask = token_losses(lm, part, part.shape[1] - rows.shape[1] + first, pad_id)
         sums += torch.stack([losses.sum(), mask.sum()])
     total, count = utils.all_sum(sums).tolist()
@@ -254,7 +254,7 @@ def sample_all(
     shape = task.response_length, len(contexts), 1
     uniform = torch.rand(shape, generator=gen, device=gen.device, dtype=torch.float64)
     responses = torch.empty(shape[1], shape[0], dtype=torch.long, device=contexts.device)
-    for rows, width in utils.micro_batches(utils.row_lengths(contexts, pad_id), size):
+    for rows, width in utils.by_length(utils.row_lengths(contexts, pad_id), size):
         responses[rows] = sample(lm, contexts[rows, -width:], uniform[:, rows], task.temperature, pad_id)
     return responses
 
@@ -277,8 +277,9 @@ def continuations(
     """What the model writes behind the prompts of rows [B, T], or behind the first quarter of packed blocks."""
     task, ids = args.task, utils.task_ids(args.task, tokenizer, pad_id)
     prompts = rows[:, :first] if task.response_column else rows[:, : args.block_size // 4]
+    size, gen = args.micro_batch_tokens // rows.shape[1] or 1, utils.generator(args.seed, 0, rows.device)
     lm.eval()
-    tokens = sample_all(lm, prompts, task, pad_id, utils.generator(args.seed, 0, rows.device), args.micro_batch_size)
+    tokens = sample_all(lm, prompts, task, pad_id, gen, size)
     if task.eos_task:
         tokens = truncate(tokens, ids.truncate, task.truncate_after, pad_id)[0]
     texts = {"text": prompts, "continuation": tokens} | ({"reference": rows[:, first:]} if task.response_column else {})

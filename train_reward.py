@@ -48,8 +48,8 @@ class Args:
     """labels to train on, the file's first; the rest, without the queries of these, measures accuracy"""
     batch_size: Size = 32
     """labels per optimizer step, over all processes"""
-    micro_batch_size: Count = 128
-    """sequences per forward on one process (K for each label): memory only"""
+    micro_batch_tokens: Count = 4096
+    """tokens per forward on one process, a label's K sequences together: memory only"""
     lr: NonNegative = 5e-5
     """learning rate of the first step; falls linearly to 0 (G5)"""
     adam_eps: Positive = 1e-5
@@ -79,10 +79,10 @@ class Args:
 
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above, by task
     "synthetic": dict(lr=1e-3, batch_size=8),
-    "cnndm": dict(num_labels=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128, micro_batch_size=16),
-    "tldr": dict(num_labels=92_800, batch_size=64, lr=3e-6, rollout_batch_size=256, micro_batch_size=16),
+    "cnndm": dict(num_labels=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128),
+    "tldr": dict(num_labels=92_800, batch_size=64, lr=3e-6, rollout_batch_size=256),
     "synthetic_eos": dict(num_labels=9984, batch_size=16, lr=1e-3),
-    "tldr_2019": dict(num_labels=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128, micro_batch_size=16),
+    "tldr_2019": dict(num_labels=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128),
 }
 SCRIPT = Path(__file__)  # run and weight folders are named after this file: a copy has its own
 
@@ -346,7 +346,7 @@ def sample_all(
     shape = task.response_length, len(contexts), 1
     uniform = torch.rand(shape, generator=gen, device=gen.device, dtype=torch.float64)
     responses = torch.empty(shape[1], shape[0], dtype=torch.long, device=contexts.device)
-    for rows, width in utils.micro_batches(utils.row_lengths(contexts, pad_id), size):
+    for rows, width in utils.by_length(utils.row_lengths(contexts, pad_id), size):
         responses[rows] = sample(lm, contexts[rows, -width:], uniform[:, rows], task.temperature, pad_id)
     return responses
 
@@ -374,7 +374,8 @@ def policy_samples(args: Args, tokenizer: Any, pad_id: int, accelerator: Acceler
         queries = table[utils.rows_of_step(len(table), size, step, seed)].to(device)
         with accelerator.autocast():
             contexts, gen = utils.add_affixes(queries, ids), utils.generator(seed, step, device)
-            sets.append((queries, sample_all(lm, contexts, task, pad_id, gen, args.micro_batch_size)))
+            rows = args.micro_batch_tokens // contexts.shape[1] or 1
+            sets.append((queries, sample_all(lm, contexts, task, pad_id, gen, rows)))
     return sets
 
 
@@ -432,22 +433,20 @@ def new_reward_model(name: str, pad_id: int) -> RewardModel:
     return RewardModel(utils.RewardConfig(config, pad_id), lm.base_model)
 
 
-def candidate_tokens(labels: Labels, pad_id: int) -> Tensor:
-    """Each query with each of its candidates, pads on the left: [B, K, T]."""
+def candidate_tokens(labels: Labels) -> Tensor:
+    """Each query with each of its candidates: [B, K, T]."""
     queries = labels.query[:, None].expand(-1, labels.responses.shape[1], -1)
-    tokens = torch.cat([queries, labels.responses], dim=2)
-    return utils.left_align(tokens.flatten(0, 1), pad_id).view(tokens.shape)
+    return torch.cat([queries, labels.responses], dim=2)
 
 
-def candidate_rewards(model: nn.Module, tokens: Tensor, width: int) -> Tensor:
-    """[B, K, T] whose longest row is `width` → rewards [B, K]."""
-    return model(tokens[..., -width:].flatten(0, 1)).view(tokens.shape[:2])
+def candidate_rewards(model: nn.Module, tokens: Tensor) -> Tensor:
+    """[B, K, T] → rewards [B, K]."""
+    return model(tokens.flatten(0, 1)).view(tokens.shape[:2])
 
 
-def micro_batches(tokens: Tensor, pad_id: int, size: int) -> list[tuple[np.ndarray, int]]:
-    """[B, K, T] → [(labels, longest row)] of at most `size` sequences; a label's candidates stay together."""
-    lengths = utils.row_lengths(tokens.flatten(0, 1), pad_id).reshape(tokens.shape[:2]).max(axis=1)
-    return utils.micro_batches(lengths, max(1, size // tokens.shape[1]))
+def micro_batches(tokens: Tensor, pad_id: int, size: int) -> list[np.ndarray]:
+    """[B, K, T] → labels of about `size` tokens in all; a label's candidates stay together."""
+    return utils.micro_batches(utils.row_lengths(tokens.flatten(1), pad_id), size)
 
 
 def train_step(
@@ -455,12 +454,12 @@ def train_step(
 ) -> dict[str, Tensor]:
     """R4: one optimizer step on this process's labels, as many as every process has; their loss and accuracy before."""
     model.train()
-    tokens = candidate_tokens(labels, pad_id)
-    parts = micro_batches(tokens, pad_id, args.micro_batch_size)
+    tokens = candidate_tokens(labels)
+    parts = micro_batches(tokens, pad_id, args.micro_batch_tokens)
     loss_sum, correct, seen = 0.0, 0.0, torch.empty(tokens.shape[:2], device=tokens.device)
-    for i, (rows, width) in enumerate(parts):
+    for i, rows in enumerate(parts):
         with accelerator.no_sync(model) if i + 1 < len(parts) else nullcontext():
-            rewards = candidate_rewards(model, tokens[rows], width)  # [b, K]
+            rewards = candidate_rewards(model, tokens[rows])  # [b, K]
             loss = F.cross_entropy(rewards, labels.best[rows], reduction="sum") / len(tokens)
             accelerator.backward(loss)  # every process has as many labels, and DDP averages the processes' gradients
         seen[rows] = rewards.detach()
@@ -479,10 +478,10 @@ def train_step(
 def predict(model: nn.Module, labels: Labels, pad_id: int, args: Args) -> Tensor:
     """Rewards [B, K] of the candidates of all labels."""
     model.eval()
-    tokens = candidate_tokens(labels, pad_id)
+    tokens = candidate_tokens(labels)
     out = torch.empty(tokens.shape[:2], device=tokens.device)
-    for rows, width in micro_batches(tokens, pad_id, args.micro_batch_size):
-        out[rows] = candidate_rewards(model, tokens[rows], width).float()
+    for rows in micro_batches(tokens, pad_id, args.micro_batch_tokens):
+        out[rows] = candidate_rewards(model, tokens[rows]).float()
     return out
 
 
@@ -576,7 +575,7 @@ def main(args: Args) -> None:
     plain = accelerator.unwrap_model(model)
     read = utils.reward_reader(plain, tokenizer, policy_tokenizer, policy_pad)  # X13
     with accelerator.autocast():
-        normalise(plain, read(*before), size=args.micro_batch_size)
+        normalise(plain, read(*before), size=args.micro_batch_tokens)
 
     steps, data = args.num_labels // args.batch_size, (labels.query, labels.responses, labels.best)
     run = records.Run(args, SCRIPT, steps, PANELS, accelerator, *data, before[0], after[0])
@@ -595,7 +594,7 @@ def main(args: Args) -> None:
         run.checkpoint(step + 1, model, optimizer)
 
     with accelerator.autocast():
-        mean, std = normalise(plain, read(*after), size=args.micro_batch_size)
+        mean, std = normalise(plain, read(*after), size=args.micro_batch_tokens)
     results = {"samples/mean_before_normalising": mean.item(), "samples/std_before_normalising": std.item()}
     rows = heldout_rows(labels.query, args.num_labels)
     if len(rows):

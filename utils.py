@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
@@ -428,17 +428,72 @@ def model_inputs(tokens: Tensor, pad_id: int) -> dict[str, Tensor]:
     return dict(input_ids=tokens.masked_fill(~mask, 0), attention_mask=mask.long(), position_ids=positions)
 
 
+LINE = 128  # tokens: attention costs a line's square, everything else what is left empty at its end
+
+
+def lay_out(lengths: np.ndarray) -> tuple[np.ndarray, int, int]:
+    """Rows one behind the other in lines, first fit, the longest first: where each begins when the lines are laid end to
+    end [B], number of lines, tokens of a line."""
+    width, free, begins = max(LINE, int(lengths.max())), [], np.empty(len(lengths), dtype=np.int64)
+    for row in np.argsort(-lengths, kind="stable"):
+        line = next((i for i, left in enumerate(free) if left >= lengths[row]), len(free))
+        free += [width] * (line == len(free))
+        begins[row] = line * width + width - free[line]
+        free[line] -= lengths[row]
+    return begins, len(free), width
+
+
+@torch.no_grad()
+def keeps_rows_apart(base: PreTrainedModel) -> bool:
+    """Whether rows in one line are read as if alone. The library makes the mask for it out of position ids that start
+    anew, in most of its models: measured, once a model."""
+    if not hasattr(base, "_keeps_rows_apart"):
+        ids = torch.arange(6, device=base.device)[None]
+        with torch.autocast(base.device.type, enabled=False):
+            line = base(input_ids=ids, position_ids=ids % 3, use_cache=False).last_hidden_state[:, 3:]
+            alone = base(input_ids=ids[:, 3:], position_ids=ids[:, :3], use_cache=False).last_hidden_state
+        base._keeps_rows_apart = torch.allclose(line.float(), alone.float(), rtol=0, atol=5e-3)  # TF32 is 1e-3 off
+    return base._keeps_rows_apart
+
+
+def hidden_states(base: PreTrainedModel, tokens: Tensor, columns: Tensor, pad_id: int) -> Tensor:
+    """Last hidden states [B, n, D] at `columns` [B, n] of rows [B, T] with pads anywhere, which cost nothing: the rows
+    stand one behind the other in lines. At a pad an arbitrary finite number."""
+    real = tokens != pad_id
+    if not keeps_rows_apart(base):  # Falcon: trimmed rows, the pads masked
+        first = int(real.any(dim=0).byte().argmax())
+        hidden = base(**model_inputs(tokens[:, first:], pad_id), use_cache=False).last_hidden_state
+        return hidden[torch.arange(len(tokens), device=tokens.device)[:, None], columns - first]
+    begins, count, width = lay_out(row_lengths(tokens, pad_id))
+    positions = (real.cumsum(dim=1) - 1).clamp(min=0)  # G3
+    where = torch.as_tensor(begins, device=tokens.device)[:, None] + positions
+    target = where.masked_fill(~real, count * width).flatten()  # pads go behind the last line, and are cut off
+    inputs = {"input_ids": tokens, "position_ids": positions}
+    for name, x in inputs.items():  # 0 where a line stays empty: positions that start anew at every token
+        inputs[name] = x.new_zeros(count * width + 1).scatter(0, target, x.flatten())[:-1].view(count, width)
+    return base(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where.gather(1, columns)]
+
+
+def vocabulary_logits(lm: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """What `lm` makes of its last hidden states: [..., D] → [..., V]. Errors: see `check_policy`."""
+    logits, config = lm.get_output_embeddings()(hidden), lm.config
+    logits = logits * getattr(config, "logit_scale", 1) / getattr(config, "logits_scaling", 1)  # Cohere, Granite
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 @torch.no_grad()
 def check_policy(policy: nn.Module, queries: Tensor, temperature: float, accelerator: Accelerator) -> None:
-    """Whether the policy's log-probabilities of a padded row [1, Q] are those of plain `lm(…)` without padding, as they
-    are unless a model computes something of its own behind or besides its head. Errors: `InputError` where they differ.
-    """
+    """Whether the policy's log-probabilities behind half of a query [1, Q], with the whole of it beside it, are those of
+    plain `lm(…)` alone: not if a model computes something of its own behind its head. Errors: `InputError` then."""
     plain = accelerator.unwrap_model(policy)
-    row = queries[queries != plain.pad_id][None]
+    row = queries[queries != plain.pad_id]
+    half = row[len(row) // 2 :]  # the one that is looked at; beside it a longer one
+    contexts = pad_rows([row.tolist(), half.tolist()], len(row), plain.pad_id).to(row.device)
     with inference(accelerator, policy):
-        ours = policy(nn.functional.pad(queries, (3, 0), value=plain.pad_id), row)[0][0]
-        logits = plain.lm(torch.cat([row, row], dim=1)).logits[0, row.shape[1] - 1 : -1].float() / temperature
-    theirs = logits.log_softmax(dim=-1).gather(-1, row.T)[:, 0]
+        ours = policy(contexts, row.expand(2, -1))[0][1]
+        logits = plain.lm(torch.cat([half, row])[None]).logits[0, len(half) - 1 : -1].float() / temperature
+    theirs = logits.log_softmax(dim=-1).gather(-1, row[:, None])[:, 0]
     gap, most = (ours - theirs).abs().max().item(), 0.01 if accelerator.mixed_precision == "no" else 0.5
     if not gap <= most:
         raise InputError(
@@ -452,11 +507,20 @@ def row_lengths(tokens: Tensor, pad_id: int) -> np.ndarray:
     return (tokens != pad_id).sum(dim=1).cpu().numpy()
 
 
-def micro_batches(lengths: np.ndarray, size: int) -> list[tuple[np.ndarray, int]]:
-    """Rows of like length, `size` at a time: [(rows, length of the longest)]. Each is trimmed to its own longest row;
-    only memory and speed depend on it (G3, P7)."""
+def by_length(lengths: np.ndarray, size: int) -> list[tuple[np.ndarray, int]]:
+    """Rows of like length, `size` at a time: [(rows, length of the longest)], for what is trimmed instead of packed."""
     rows = np.argsort(lengths, kind="stable")
     return [(part, int(lengths[part].max())) for part in np.split(rows, range(size, len(rows), size))]
+
+
+def micro_batches(lengths: np.ndarray, tokens: int) -> list[np.ndarray]:
+    """Rows of about `tokens` tokens in all, long and short ones mixed; only memory and speed depend on it (G3, P7). As
+    many micro-batches on every process: under FSDP2 they forward in step, and all of them have to ask."""
+    count = torch.tensor(min(math.ceil(lengths.sum() / tokens), len(lengths)))
+    if dist.is_initialized():
+        count = all_max(count.to(PartialState().device))
+    rows = np.argsort(lengths, kind="stable")
+    return [rows[i :: int(count)] for i in range(int(count))]
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -564,25 +628,24 @@ class RewardModel(PreTrainedModel):
 
     def token_rewards(self, tokens: Tensor) -> Tensor:
         """[B, T] → [B, T, 1] at every token, before gain and bias."""
-        inputs = model_inputs(tokens, self.config.pad_id)  # G3
-        return self.head(self.backbone(**inputs, use_cache=False).last_hidden_state)
+        columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return self.head(hidden_states(self.backbone, tokens, columns, self.config.pad_id))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T], pads anywhere → rewards [B] in fp32."""
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         real = (tokens != self.config.pad_id) & (tokens != self.config.unread_id)
         last = torch.where(real, columns, 0).amax(dim=1)  # R1: the last real token
-        hidden = self.backbone(**model_inputs(tokens, self.config.pad_id), use_cache=False).last_hidden_state
-        reward = self.head(hidden[torch.arange(len(tokens), device=tokens.device), last]).squeeze(-1)
-        return self.gain * reward + self.bias
+        hidden = hidden_states(self.backbone, tokens, last[:, None], self.config.pad_id)  # [B, 1, D]
+        return self.gain * self.head(hidden).flatten() + self.bias
 
     @torch.no_grad()
     def score(self, *parts: Tensor, size: int) -> Tensor:
-        """Rewards [B] of what `parts` [B, …] are one behind the other, pads anywhere; `size` rows a forward."""
-        tokens = left_align(torch.cat(parts, dim=1), self.config.pad_id)
+        """Rewards [B] of what `parts` [B, …] are one behind the other, pads anywhere; `size` tokens a forward."""
+        tokens = torch.cat(parts, dim=1)
         out = torch.empty(len(tokens), device=tokens.device)
-        for rows, width in micro_batches(row_lengths(tokens, self.config.pad_id), size):
-            out[rows] = self(tokens[rows, -width:])
+        for rows in micro_batches(row_lengths(tokens, self.config.pad_id), size):
+            out[rows] = self(tokens[rows])
         return out
 
 
@@ -679,7 +742,7 @@ def start_accelerator(args: Any) -> Accelerator:
     if steps != 1:
         raise InputError(
             f"gradient_accumulation_steps={steps} (ACCELERATE_GRADIENT_ACCUMULATION_STEPS or a configuration file) "
-            "would scale the gradients; leave it at 1 and set --micro_batch_size, which only saves memory"
+            "would scale the gradients; leave it at 1 and set --micro_batch_tokens, which only saves memory"
         )
     if precision not in ("no", "bf16"):
         raise InputError(
@@ -709,10 +772,15 @@ def start_accelerator(args: Any) -> Accelerator:
     return accelerator
 
 
+def blocks(model: nn.Module) -> Any:
+    """What FSDP2 shards apart: names of the classes of a language model's or a policy's blocks."""
+    return getattr(model, "lm", model)._no_split_modules
+
+
 def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
     """`accelerator.prepare` for DDP, and for FSDP2, which shards block by block and has to know what a block is."""
     if accelerator.is_fsdp2:
-        model._no_split_modules = getattr(model, "lm", model)._no_split_modules
+        model._no_split_modules = blocks(model)
         model.forward = accelerator.autocast()(model.forward)  # DDP's wrapper does so itself
     model, optimizer = accelerator.prepare(model, optimizer)
     if accelerator.is_fsdp2:
@@ -720,9 +788,10 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> tuple
     return model, optimizer
 
 
-def freeze(accelerator: Accelerator, model: PreTrainedModel) -> PreTrainedModel:
+def freeze(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """A model that never learns, on this process's device; under FSDP2 sharded as the one that learns is."""
     model = model.eval().requires_grad_(False)
+    model._no_split_modules = blocks(model)
     return fsdp2_prepare_model(accelerator, model) if accelerator.is_fsdp2 else model.to(accelerator.device)
 
 

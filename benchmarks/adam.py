@@ -78,8 +78,7 @@ def train_larger(args: Args, folder: Path) -> Path:
 
 def after_step(policy: ppo.PolicyAndValue, batch: ppo.Rollout, targets: tuple, args: ppo.Args) -> dict[str, float]:
     """How far the policy is from the one that sampled `batch`, over all tokens; `kl` is that one's from the reference."""
-    sizes = args.task.temperature, policy.pad_id, args.micro_batch_size
-    logprobs = ppo.lm_logprobs(policy.lm, batch.contexts, batch.responses, *sizes)
+    logprobs = ppo.logprobs_of(policy, batch.contexts, batch.responses, batch.lengths, args.micro_batch_tokens)
     terms = ppo.loss_terms(logprobs, batch.values, batch, *targets, args)
     found = {"logratio": logprobs - batch.logprobs, "ratio": terms["val/ratio"]}
     row = {f"{n}_{f}": getattr(x, f)().item() for n, x in found.items() for f in ("mean", "min", "max")}
@@ -96,7 +95,7 @@ def measure(model: Path, adam: str, seed: int, args: Args) -> list[dict[str, Any
         seed=seed,
         total_episodes=args.updates * args.batch_size,
         batch_size=args.batch_size,
-        micro_batch_size=16,
+        micro_batch_tokens=1024,
         lr=args.lr,
         adam_eps=EPS,
         reward_model=str(args.reward_model),

@@ -124,16 +124,15 @@ def load(job: Job, name: str) -> Any:
 
 def plain(job: Job, watch: Stopwatch) -> None:
     """`PlainPPO`, with some of our ideas."""
-    from dataclasses import replace
-
     import ppo
     import utils
     from benchmarks import plain_ppo
 
-    args = replace(script_args(ppo, job), micro_batch_size=job.micro)
+    args = script_args(ppo, job)
     reward = plain_ppo.reward_from(utils.RewardModel.from_pretrained(f"{job.folder}/reward"))
     vocabulary = reward.lm.config.vocab_size
-    contestant = plain_ppo.PlainPPO(load(job, "policy"), load(job, "policy"), reward, args, vocabulary, job.ideas)
+    models = load(job, "policy"), load(job, "policy"), reward
+    contestant = plain_ppo.PlainPPO(*models, args, vocabulary, job.micro, job.ideas)
     queries = utils.pad_rows(job.queries, args.task.query_length, vocabulary)
     for update in range(job.updates + 1):
         watch("sample")

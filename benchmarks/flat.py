@@ -72,7 +72,7 @@ def measure(args: Args) -> list[dict[str, Any]]:
 
     records.Run.log = look
     task = tasks.TASKS["synthetic"]
-    sizes = dict(total_episodes=args.updates // 2 * args.batch_size, batch_size=args.batch_size, micro_batch_size=16)
+    sizes = dict(total_episodes=args.updates // 2 * args.batch_size, batch_size=args.batch_size, micro_batch_tokens=192)
     sizes |= dict(save_every=5, eval_every=25, eval_queries=64, reward_fn=task.gold_fn, lr=1e-4)
     task = tasks.replace(task, base_model=str(tasks.SYNTHETIC / "model"))
     for script in (ppo, rloo):

@@ -128,7 +128,7 @@ def parts(config: PretrainedConfig, task: tasks.Task, micro: int, rollout: int, 
         "policy, gradients, Adam, reference": 20 * utils.count_parameters(config),  # 4 + 4 + 8 + 4
         "reward model": 4 * utils.count_parameters(reward),
         "cache": 2 * text.num_hidden_layers * width * rollout * tokens,
-        "logits of a micro-batch, one copy": 4 * micro * task.response_length * text.vocab_size,
+        "logits of a micro-batch, one copy": 4 * micro * task.response_length * text.vocab_size // tokens,
     }
 
 
@@ -140,13 +140,15 @@ def run_update(script: Any, name: str, args: Any, precision: str, fake: bool) ->
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext(), Tracker() as tracker:
         kind = script.PolicyAndValue if script is ppo else script.Policy
         policy = kind(utils.load_lm(name), pad_id, task.temperature)
-        ref = utils.load_lm(name).eval().requires_grad_(False)
-        reward = utils.RewardModel(utils.RewardConfig(ref.config, pad_id)).eval().requires_grad_(False)
+        ref = script.Policy(utils.load_lm(name), pad_id, task.temperature).eval().requires_grad_(False)
+        reward = utils.RewardModel(utils.RewardConfig(ref.lm.config, pad_id)).eval().requires_grad_(False)
+        for base in (policy.lm.base_model, ref.lm.base_model, reward.backbone):
+            base._keeps_rows_apart = True  # not to be measured on what is fake
         if args.gradient_checkpointing:
             utils.checkpoint_activations(policy.lm)
         lm, optimizer = policy.lm, script.AdamTF(policy.parameters(), lr=1e-5)
         policy, optimizer = accelerator.prepare(policy, optimizer, device_placement=[False, False])
-        score = lambda queries, cut: reward.score(queries, cut, size=args.rollout_batch_size)  # noqa: E731
+        score = lambda queries, cut: reward.score(queries, cut, size=args.micro_batch_tokens)  # noqa: E731
         models = script.Models(policy, ref, score, utils.Ids(pad_id, 13, [], []))
 
         def step(batch: Any) -> int:
@@ -159,7 +161,7 @@ def run_update(script: Any, name: str, args: Any, precision: str, fake: bool) ->
         peaks, (rows, r) = {}, (args.batch_size, task.response_length)
         with accelerator.autocast():
             contexts = torch.randint(0, pad_id, (rows, task.query_length + r - 2))  # the last two tokens: a full cache
-            script.sample(lm, contexts, 2, task.temperature, pad_id, utils.generator(0, 0, contexts.device))
+            script.sample(lm, contexts, torch.rand(2, rows, 1, dtype=torch.float64), task.temperature, pad_id)
             peaks["sample"] = tracker.restart()
             order, queries = np.arange(rows), torch.randint(0, pad_id, (rows, task.query_length))
             responses = torch.randint(0, pad_id, (rows, r))
@@ -169,7 +171,7 @@ def run_update(script: Any, name: str, args: Any, precision: str, fake: bool) ->
         step(rollout.take(order[:1]))
         state = tracker.now - before  # Adam's, from the second update on there while sampling too
         peaks = {name: peak + state for name, peak in peaks.items()}
-        batch = rollout.take(order[: 2 * args.micro_batch_size])
+        batch = rollout.take(order[: 2 * args.micro_batch_tokens // (task.query_length + r)])  # two micro-batches
         peaks["optimise"] = step(batch)
         if fake and not args.gradient_checkpointing:
             utils.checkpoint_activations(lm)
@@ -196,7 +198,7 @@ def one_row(only: str) -> dict[str, float]:
     """A row of the check: peaks in GiB, and the largest memory of this process less that of the libraries."""
     script, checkpointing, real = only.split(",")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    sizes = dict(micro_batch_size=8, rollout_batch_size=8, gradient_checkpointing=checkpointing == "1")
+    sizes = dict(micro_batch_tokens=704, rollout_batch_size=8, gradient_checkpointing=checkpointing == "1")
     peaks = compute("GPT-2 124M", script, settings(script, "sentiment", **sizes), "no", fake=real == "0")
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"peak": peaks["optimise"] / GIB, "process": (after - before) / 2**20}
@@ -232,7 +234,7 @@ def main(args: Args) -> None:
     rows = []
     for script, shape, task in product(args.scripts, args.shapes, ("sentiment", "tldr")):
         run = settings(script, task)
-        sizes = run.task, run.micro_batch_size, run.rollout_batch_size, args.precision
+        sizes = run.task, run.micro_batch_tokens, run.rollout_batch_size, args.precision
         found = parts(SHAPES[shape], *sizes) | compute(shape, script, run, args.precision)
         row = {"script": script, "shape": shape, "task": task}
         row |= {name: f"{size / GIB:.2f}" for name, size in found.items()}

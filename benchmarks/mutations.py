@@ -24,9 +24,9 @@ import tyro
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ("ppo.py", "rloo.py", "train_reward.py", "sft.py", "tasks.py", "records.py", "utils.py")
 DETAILS = (  # detail, file, right, wrong; the test that notices has the detail's id in its name
-    ("G1", "ppo.py", "out.hidden_states[-1][:, where]", "out.hidden_states[-1][:, where - 1]"),
+    ("G1", "ppo.py", "self.value_head(hidden).squeeze(-1)", "self.value_head(hidden.roll(1, dims=1)).squeeze(-1)"),
     ("G2", "utils.py", "return tokenizer, config, max(config.vocab_size, len(tokenizer))", "return tokenizer, config, 0"),
-    ("G3", "utils.py", "mask.cumsum(dim=1) - mask.long()", "torch.arange(mask.shape[1]).expand(mask.shape)"),
+    ("G3", "utils.py", "(real.cumsum(dim=1) - 1).clamp(min=0)", "torch.arange(real.shape[1]).expand(real.shape)"),
     ("G4", "rloo.py", "cdf = logits.to(uniform.device).double()", "cdf = logits.topk(5).values.double()"),
     ("G5", "ppo.py", "return lr * (1 - step / steps)", "return lr * (1 - (step + 1) / steps)"),
     ("G6", "ppo.py", "seed = args.seed + 100003 * accelerator.process_index", "seed = args.seed"),
@@ -53,7 +53,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("L5", "rloo.py", "self.lm, self.pad_id, self.temperature = lm, pad_id, temperature", "self.lm, self.pad_id, self.temperature = lm, pad_id, temperature\n        self.value_head = nn.Linear(lm.config.hidden_size, 1)"),
     ("L6", "ppo.py", "return [np.sort(rows) for rows", "return [np.flip(np.sort(rows)) if rows[0] % 2 else np.sort(rows) for rows"),
     ("X9", "ppo.py", "mask.sum(dim=1, keepdim=True) - 1", "torch.full_like(mask[:, :1], 0).long()"),
-    ("X10", "rloo.py", "out[rows] = token_logprobs(logits, responses[rows], temperature)[0]", "out[: len(rows)] = token_logprobs(logits, responses[rows], temperature)[0]"),
+    ("X10", "rloo.py", "out[rows] = policy(contexts[rows], responses[rows])[0]", "out[: len(rows)] = policy(contexts[rows], responses[rows])[0]"),
     ("X11", "utils.py", "dist.all_reduce(x, op)", "pass"),
     ("X13", "utils.py", "return same_ids if reads_ids_of(theirs, tokenizer) else same_texts", "return same_ids"),
 )  # fmt: skip

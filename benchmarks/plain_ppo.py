@@ -28,7 +28,8 @@ IDEAS = {  # in the order of the waterfall
     "logits": "logits at the response's positions only",
     "reward": "no vocabulary head in the reward model",
     "adam": "fused kernel for TensorFlow's Adam",
-    "trim": "rows by length, each micro-batch trimmed",
+    "gelu": "gelu in one kernel",
+    "pack": "rows one behind the other in lines, no padding",
 }
 
 
@@ -114,29 +115,40 @@ class PlainPPO:
     """Policy, reference, reward model and optimizer of a run with one minibatch; `args` are those of `ppo.py`."""
 
     def __init__(
-        self, lm: nn.Module, ref: nn.Module, reward: LMWithScalar, args: Any, pad_id: int, ideas: tuple[str, ...] = ()
+        self,
+        lm: nn.Module,
+        ref: nn.Module,
+        reward: LMWithScalar,
+        args: Any,
+        pad_id: int,
+        micro: int,
+        ideas: tuple[str, ...] = (),
     ):
         if unknown := set(ideas) - set(IDEAS):
             raise ValueError(f"ideas={sorted(unknown)} are none of {list(IDEAS)}")
         self.policy, self.ref, self.reward = LMWithScalar(lm), LMWithScalar(ref).requires_grad_(False), reward
-        self.args, self.task, self.pad_id, self.ideas = args, args.task, pad_id, ideas
+        self.args, self.task, self.pad_id, self.micro, self.ideas = args, args.task, pad_id, micro, ideas
+        for model in (lm, ref, reward) if "gelu" in ideas else ():
+            utils.fuse_gelu(model)
         adam = ppo.AdamTF if "adam" in ideas else AdamLoop
         self.optimizer = adam(self.policy.parameters(), lr=args.lr, eps=args.adam_eps)
 
     def parts(self, tokens: Tensor, rows: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
-        """(some of the rows, their tokens), a micro-batch at a time."""
-        size = self.args.micro_batch_size
-        if "trim" in self.ideas:
+        """(some of the rows, their tokens), a micro-batch of `micro` rows at a time, or of so many tokens."""
+        parts = np.split(rows, range(self.micro, len(rows), self.micro))
+        if "pack" in self.ideas:
             lengths = (tokens[rows] != self.pad_id).sum(dim=1).numpy()
-            for part, width in utils.micro_batches(lengths, size):
-                yield torch.as_tensor(rows[part]), tokens[rows[part], -width:]
-        else:
-            for part in np.split(rows, range(size, len(rows), size)):
-                yield torch.as_tensor(part), tokens[part]
+            parts = [rows[part] for part in utils.micro_batches(lengths, self.args.micro_batch_tokens)]
+        for part in parts:
+            yield torch.as_tensor(part), tokens[part]
 
     def forward(self, model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T] → logits over temperature [B, R, V], scalars [B, R], where the response's tokens are predicted."""
         length = self.task.response_length
+        if "pack" in self.ideas:
+            columns = torch.arange(tokens.shape[1])[-length - 1 : -1].expand(len(tokens), -1)
+            hidden = utils.hidden_states(model.lm.base_model, tokens, columns, self.pad_id)
+            return model.lm.lm_head(hidden) / self.task.temperature, model.head(hidden).squeeze(-1)
         logits, scalars = model(tokens, self.pad_id, keep=length + 1 if "logits" in self.ideas else 0)
         return logits[:, -length - 1 : -1] / self.task.temperature, scalars[:, -length - 1 : -1]
 

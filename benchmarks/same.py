@@ -45,11 +45,11 @@ import utils  # noqa: E402
 
 SHARES = 4  # of a batch; 1, 2 or 4 processes have them
 ROUNDING = 1e-6  # most that a weight may be off after three updates or more; 1000 times that for anything else
-SIZES = dict(total_episodes=48, batch_size=16, num_minibatches=2, num_ppo_epochs=2, micro_batch_size=3, rloo_k=2)
+SIZES = dict(total_episodes=48, batch_size=16, num_minibatches=2, num_ppo_epochs=2, micro_batch_tokens=36, rloo_k=2)
 SIZES |= dict(rollout_batch_size=5, eval_queries=4, eval_every=2, kl_horizon=20, lr=3e-4)
 OTHERS = {  # where a script has other fields than ppo.py
-    "num_labels": dict(num_labels=16, batch_size=4, normalize_samples=16, rollout_batch_size=16, micro_batch_size=3),
-    "num_heldout": dict(num_heldout=4, batch_size=8, num_epochs=4, micro_batch_size=3, eval_every=2, lr=1e-4),
+    "num_labels": dict(num_labels=16, batch_size=4, normalize_samples=16, rollout_batch_size=16, micro_batch_tokens=36),
+    "num_heldout": dict(num_heldout=4, batch_size=8, num_epochs=4, micro_batch_tokens=36, eval_every=2, lr=1e-4),
 }
 
 
@@ -71,8 +71,8 @@ class Way:
 STEP = (("num_ppo_epochs", 1), ("num_minibatches", 1))  # one optimizer step an update: all its ratios are first ones
 COLUMNS = {  # name: a way, the way that it has to be equal to, and whether to the bit
     "again": (Way(once_more=True), Way(), True),
-    "micro-batches of 1": (Way(flags=(("micro_batch_size", 1),)), Way(), False),
-    "micro-batches of 16": (Way(flags=(("micro_batch_size", 16),)), Way(), False),
+    "micro-batches of a row": (Way(flags=(("micro_batch_tokens", 1),)), Way(), False),
+    "one micro-batch": (Way(flags=(("micro_batch_tokens", 4096),)), Way(), False),
     "2 processes": (Way(2), Way(), False),
     "4 processes": (Way(4), Way(), False),
     "resumed": (Way(killed=True), Way(), True),

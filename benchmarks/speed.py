@@ -37,7 +37,7 @@ import tyro
 HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "onefile-rlhf"
 TRL = {"trl-ppo": "trl==1.12.0", "trl-rloo": "trl==1.16.0"}
-IDEAS = ("sampler", "logits", "reward", "adam", "trim")  # of plain_ppo.py, in the order of the waterfall
+IDEAS = ("sampler", "logits", "reward", "adam", "gelu", "pack")  # of plain_ppo.py, in the order of the waterfall
 PHASES = ("sample", "score", "optimise")
 K = 4  # completions per prompt
 PRODUCTS, PRODUCT = 50, 2 * 512 * 768 * 3072  # an update of contestants.matmul, and the operations of each

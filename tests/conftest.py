@@ -132,7 +132,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
             task=task,
             num_labels=12,
             batch_size=4,
-            micro_batch_size=8,
+            micro_batch_tokens=96,
             lr=1e-3,
             normalize_samples=5,
             rollout_batch_size=4,

@@ -285,9 +285,9 @@ def poison(script: str, home: Path, call: int = 2) -> list[str]:
     elif script == "sft":
         at_call(module, "token_losses", 2, losses)
     elif call == 2:  # of a batch of 8; the evaluation has 4
-        at_call(module, "lm_logprobs", call, reference, lambda lm, contexts, *_: len(contexts) == 8)
+        at_call(module, "logprobs_of", call, reference, lambda lm, contexts, *_: len(contexts) == 8)
     else:
-        at_call(module, "lm_logprobs", call, reference)
+        at_call(module, "logprobs_of", call, reference)
     return texts
 
 

@@ -117,7 +117,7 @@ def test_prefix_and_suffix_go_to_the_policy_and_not_to_the_reward_model(task, tm
     queries, seen = utils.load_queries(task, tokenizer, pad_id, 1)[:], []
     models = ppo.Models(
         ppo.PolicyAndValue(utils.load_lm(task.base_model), pad_id, 0.7),
-        utils.load_lm(task.base_model),
+        ppo.PolicyAndValue(utils.load_lm(task.base_model), pad_id, 0.7),
         lambda q, r: seen.append(q) or torch.zeros(2),
         utils.task_ids(task, tokenizer, pad_id),
     )
@@ -582,9 +582,9 @@ def test_R4_openais_labels_load_from_an_array_and_from_lines_with_their_pad_mapp
         [[5, 100, 100], [6, 100, 100], [7, 100, 100], [0, 100, 100]],
     ]
     assert labels.best.tolist() == [2, 0]
-    tokens = train_reward.candidate_tokens(labels, 100)
+    tokens = train_reward.candidate_tokens(labels)
     assert tokens.shape == (2, 4, 7)
-    assert tokens[0, 0].tolist() == [100, 100, 100, 100, 7, 8, 1] and tokens[1, 3].tolist() == [100, 100, 1, 2, 3, 4, 0]
+    assert tokens[0, 0].tolist() == [100, 100, 7, 8, 1, 100, 100] and tokens[1, 3].tolist() == [1, 2, 3, 4, 0, 100, 100]
     assert labels.rows(np.array([1])).best.tolist() == [0]
 
 

@@ -398,15 +398,15 @@ def naive_rewards(model: utils.RewardModel, labels: train_reward.Labels) -> list
     ]
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 9, 128])
-def test_R4_best_of_four_is_softmax_cross_entropy_over_the_four_rewards(micro_batch_size, accelerator):
+@pytest.mark.parametrize("micro_batch_tokens", [1, 100, 4096])
+def test_R4_best_of_four_is_softmax_cross_entropy_over_the_four_rewards(micro_batch_tokens, accelerator):
     model, labels = tiny.make_reward(), make_labels(4)
     rewards = naive_rewards(model, labels)
     losses = [
         -math.log(math.exp(r[b]) / sum(map(math.exp, r))) for r, b in zip(rewards, labels.best.tolist(), strict=True)
     ]
     right = [max(range(4), key=r.__getitem__) == b for r, b in zip(rewards, labels.best.tolist(), strict=True)]
-    args = train_reward.Args(task=tiny.make_task(), micro_batch_size=micro_batch_size)
+    args = train_reward.Args(task=tiny.make_task(), micro_batch_tokens=micro_batch_tokens)
     torch.testing.assert_close(train_reward.predict(model, labels, PAD, args), torch.tensor(rewards), **SAME)
     optimizer = train_reward.AdamTF(model.parameters(), lr=0.0)
     stats = train_reward.train_step(model, optimizer, labels, PAD, args, accelerator)
@@ -426,14 +426,15 @@ def test_R4_two_candidates_are_minus_log_sigmoid_of_the_difference(accelerator):
 def test_R4_P7_reward_training_steps_are_the_same_for_all_micro_batch_sizes(accelerator):
     """R3 too: gain and bias train with the rest."""
     trained = []
-    for size in (1, 8, 128):
+    for size in (1, 100, 4096):
         model = tiny.make_reward()
         optimizer = train_reward.AdamTF(model.parameters(), lr=1e-3)
-        args = train_reward.Args(task=tiny.make_task(), micro_batch_size=size)
+        args = train_reward.Args(task=tiny.make_task(), micro_batch_tokens=size)
         train_reward.train_step(model, optimizer, make_labels(4), PAD, args, accelerator)
         trained.append(dict(model.named_parameters()))
-    parts = train_reward.micro_batches(train_reward.candidate_tokens(make_labels(4), PAD), PAD, 8)
-    assert [len(rows) for rows, _ in parts] == [2, 2, 2]  # 4 candidates each: at most 8 sequences
+    tokens = train_reward.candidate_tokens(make_labels(4))
+    parts = train_reward.micro_batches(tokens, PAD, math.ceil((tokens != PAD).sum().item() / 3))
+    assert [len(rows) for rows in parts] == [2, 2, 2]  # a third of the tokens each
     start = dict(tiny.make_reward().named_parameters())
     assert not torch.equal(trained[0]["gain"], start["gain"])
     assert not torch.equal(trained[0]["head.weight"], start["head.weight"])
@@ -469,8 +470,8 @@ def test_P1_policy_and_reference_use_the_temperature_at_exactly_the_response_tok
     ours = policy(contexts, responses)
     torch.testing.assert_close(ours[0], expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(ours[1], entropies, atol=1e-4, rtol=0)
-    for size in (1, 2, 3):
-        ref = script.lm_logprobs(policy.lm, contexts, responses, 0.5, PAD, size)
+    for size in (1, 15, 30):  # tokens of a forward; the rows have 6, 10 and 8
+        ref = script.logprobs_of(policy, contexts, responses, np.array([6, 10, 8]), size)
         torch.testing.assert_close(ref, expected, atol=1e-4, rtol=0)
 
 
@@ -478,7 +479,8 @@ def test_P1_policy_and_reference_use_the_temperature_at_exactly_the_response_tok
 def test_P1_gpt2_gives_the_log_probabilities_of_the_blog():
     """[B]: query [23073] and response [11, 339, 561]."""
     lm = utils.load_lm("gpt2").eval()
-    ours = ppo.lm_logprobs(lm, torch.tensor([[23073]]), torch.tensor([[11, 339, 561]]), 1.0, 50257, 1)
+    policy = rloo.Policy(lm, 50257, 1.0)
+    ours = rloo.logprobs_of(policy, torch.tensor([[23073]]), torch.tensor([[11, 339, 561]]), np.array([4]), 1)
     torch.testing.assert_close(ours, torch.tensor([[-3.3213, -4.9980, -3.8690]]), atol=1e-3, rtol=0)
 
 
@@ -517,7 +519,7 @@ def test_P4_no_dropout_even_after_train(kind, tmp_path):
     passes = {
         "policy": (policy, lambda: torch.cat(policy(contexts, responses))),
         "rloo's policy": (plain, lambda: torch.cat(plain(contexts, responses))),
-        "reference": (policy.lm, lambda: ppo.lm_logprobs(policy.lm, contexts, responses, 0.7, WORDS, 2)),
+        "reference": (policy.lm, lambda: ppo.logprobs_of(policy, contexts, responses, np.array([6, 10]), 12)),
         "reward": (reward, lambda: reward(tokens)),
         "loaded reward": (
             loaded := utils.RewardModel.from_folder(str(tmp_path / "r"), ""),
@@ -588,7 +590,7 @@ def test_P6_gamma_is_1_and_lambda_095_and_advantages_are_the_sum_of_discounted_e
 @both
 def test_P7_batch_8_in_minibatches_of_4_in_micro_batches_of_2_visits_every_row_once_an_epoch(script, accelerator):
     """The blog's example. The first token of each context tells the rows apart."""
-    args = tiny.make_args(None, script, num_minibatches=2, micro_batch_size=2, num_ppo_epochs=3)
+    args = tiny.make_args(None, script, num_minibatches=2, micro_batch_tokens=24, num_ppo_epochs=3)
     policy = tiny.make_policy(script=script)
     rollout = tiny.make_rollout(policy, args, script=script)
     contexts = rollout.contexts.clone()
@@ -610,10 +612,53 @@ def test_P7_batch_8_in_minibatches_of_4_in_micro_batches_of_2_visits_every_row_o
     assert len(steps) == optimizer.param_groups[0]["t"] == 6  # optimizer steps
 
 
-def test_P7_micro_batches_are_rows_of_like_length_each_as_wide_as_its_longest():
-    parts = utils.micro_batches(np.array([5, 1, 4, 2, 3]), 2)
+def test_P7_micro_batches_hold_long_and_short_rows_of_so_many_tokens_in_all():
+    lengths = np.array([5, 1, 4, 2, 3])  # 15 in all; sorted: 1, 3, 4, 2, 0
+    for tokens, expected in ((15, [[1, 3, 4, 2, 0]]), (8, [[1, 4, 0], [3, 2]]), (1, [[1], [3], [4], [2], [0]])):
+        assert [rows.tolist() for rows in utils.micro_batches(lengths, tokens)] == expected
+
+
+def test_G4_rows_of_like_length_are_sampled_together_each_part_as_wide_as_its_longest():
+    parts = utils.by_length(np.array([5, 1, 4, 2, 3]), 2)
     assert [(rows.tolist(), width) for rows, width in parts] == [([1, 3], 2), ([4, 2], 4), ([0], 5)]
-    assert [len(rows) for rows, _ in utils.micro_batches(np.ones(4, dtype=int), 3)] == [3, 1]
+    assert [len(rows) for rows, _ in utils.by_length(np.ones(4, dtype=int), 3)] == [3, 1]
+
+
+@pytest.mark.parametrize("line", [1, 11, 16, 128])
+@pytest.mark.parametrize("kind", (*KINDS, "gemma2"))
+def test_G3_packed_rows_are_read_as_if_alone(kind, line, monkeypatch):
+    """Whatever the lines: hidden states, their gradient, and logits; pads anywhere, and no token of one row in another."""
+    monkeypatch.setattr(utils, "LINE", line)
+    lm = tiny.make_lm(kind)
+    rows = [[3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [1, 2, 3, 4, 5], [6, 6]]
+    tokens = torch.full((5, 12), PAD)
+    for i, row in enumerate(rows):  # some pads in front, some inside, some behind
+        tokens[i, i : i + 1], tokens[i, 12 - len(row) - i % 2 + 1 : 12 - i % 2] = row[0], torch.tensor(row[1:])
+    tokens[2] = torch.tensor([PAD, PAD, *rows[2], PAD])
+    columns = torch.arange(12).expand(5, -1)
+    hidden = utils.hidden_states(lm.base_model, tokens, columns, PAD)
+    assert hidden.isfinite().all() and hidden.shape == (5, 12, 32)
+    grads = torch.autograd.grad(
+        utils.vocabulary_logits(lm, hidden)[tokens != PAD].square().sum(), list(lm.parameters())
+    )
+    alone = [lm(torch.tensor([row])).logits[0] for row in rows]
+    torch.testing.assert_close(utils.vocabulary_logits(lm, hidden)[tokens != PAD], torch.cat(alone), atol=2e-4, rtol=0)
+    expected = torch.autograd.grad(torch.cat(alone).square().sum(), list(lm.parameters()))
+    for ours, theirs in zip(grads, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4 * theirs.abs().max().item() + 1e-4, rtol=0)
+
+
+def test_G3_lines_are_filled_first_fit_the_longest_rows_first(monkeypatch):
+    monkeypatch.setattr(utils, "LINE", 10)
+    begins, count, width = utils.lay_out(np.array([3, 7, 5, 4, 1]))  # 7 + 3 | 5 + 4 + 1
+    assert (begins.tolist(), count, width) == ([7, 0, 10, 15, 19], 2, 10)
+    begins, count, width = utils.lay_out(np.array([3, 12]))  # a row longer than a line makes the lines longer
+    assert (begins.tolist(), count, width) == ([12, 0], 2, 12)
+
+
+def test_G3_only_falcon_of_the_kinds_here_does_not_keep_packed_rows_apart():
+    apart = {kind: utils.keeps_rows_apart(tiny.make_lm(kind).base_model) for kind in (*KINDS, "gemma2")}
+    assert apart == {kind: "falcon" not in kind for kind in apart}
 
 
 @both
@@ -632,7 +677,7 @@ def test_P7_the_micro_batch_size_never_changes_the_gradient(eos_task, script, ac
     rollout = tiny.make_rollout(policy, tiny.make_args(task, script), script=script)
     results = {}
     for size in (1, 3, 8):
-        args = tiny.make_args(task, script, micro_batch_size=size)
+        args = tiny.make_args(task, script, micro_batch_tokens=size)
         sums, gradients = tiny.step_gradients(script, policy, rollout, args, accelerator)
         results[size] = script.means([sums]), gradients
     assert results[8][1]["lm.transformer.wte.weight" if script is rloo else "value_head.weight"].abs().max() > 1e-2
@@ -854,7 +899,7 @@ def eos_responses() -> torch.Tensor:
 def eos_args(script=ppo):
     """One minibatch, micro-batches that do not divide it."""
     task = tiny.make_task(eos_task=True, truncate_after=0)
-    return tiny.make_args(task, script, num_minibatches=1, micro_batch_size=3)
+    return tiny.make_args(task, script, num_minibatches=1, micro_batch_tokens=36)
 
 
 def eos_rollout(policy: torch.nn.Module, responses: torch.Tensor, script=ppo):
@@ -896,7 +941,7 @@ def test_X9_L1_a_completion_ends_with_eos_and_its_numbers_are_those_of_its_own_t
     for i, n in enumerate(REAL):
         context, response = rollout.contexts[i : i + 1], rollout.responses[i : i + 1, :n]
         own = policy(context, response)[0].sum()
-        ref = rloo.lm_logprobs(tiny.make_lm(seed=3), context, response, 0.7, PAD, 1).sum()
+        ref = tiny.make_policy(seed=3, script=rloo)(context, response)[0].sum()
         torch.testing.assert_close(rollout.logprobs[i].sum(), own, **SAME)
         torch.testing.assert_close(rollout.ref_logprobs[i].sum(), ref, **SAME)
         torch.testing.assert_close(rollout.rewards[i], score.scores[i] - 0.15 * (own - ref), **SAME)

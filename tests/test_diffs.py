@@ -138,7 +138,7 @@ def two_updates(script, folder, precision="no", **flags):
         AcceleratorState._reset_state(True)
         seen.task = tiny.write_task(folder / "task", truncate_token=None)
         write_reward(seen.task, folder / "reward")
-        sizes = dict(num_minibatches=2, num_ppo_epochs=2, micro_batch_size=3, rollout_batch_size=5)
+        sizes = dict(num_minibatches=2, num_ppo_epochs=2, micro_batch_tokens=36, rollout_batch_size=5)
         names = dict(reward_model="reward", output_dir="model", run_name="run", eval_queries=4, eval_every=1)
         flags = dict(total_episodes=2 * 4 * K, batch_size=4 * K, lr=1e-2) | sizes | names | flags
         seen.args = script.Args(task=seen.task, **flags)
@@ -259,20 +259,20 @@ def slow_gradient(new, old, ref, kl_coef, weight):
     return x.grad.float()
 
 
-@pytest.mark.parametrize("micro_batch_size", [4, 3])
+@pytest.mark.parametrize("micro_batch_tokens", [4, 30])
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
 def test_grpo_loss_is_per_token_with_k3_averaged_over_each_completion_then_over_completions(
-    script_of, kl_coef, micro_batch_size
+    script_of, kl_coef, micro_batch_tokens
 ):
-    args = script_of("grpo").Args(task=tiny.make_task(), kl_coef=kl_coef, micro_batch_size=micro_batch_size)
+    args = script_of("grpo").Args(task=tiny.make_task(), kl_coef=kl_coef, micro_batch_tokens=micro_batch_tokens)
     got, new, old, ref = gradient(script_of("grpo"), args)
     torch.testing.assert_close(got, slow_gradient(new, old, ref, kl_coef, lambda length: 1 / length / 4))
 
 
-@pytest.mark.parametrize("micro_batch_size", [4, 3])
-def test_dr_grpo_divides_sums_over_tokens_by_a_constant(script_of, micro_batch_size):
+@pytest.mark.parametrize("micro_batch_tokens", [4, 30])
+def test_dr_grpo_divides_sums_over_tokens_by_a_constant(script_of, micro_batch_tokens):
     task = tiny.make_task(response_length=3)
-    args = script_of("dr_grpo").Args(task=task, micro_batch_size=micro_batch_size)
+    args = script_of("dr_grpo").Args(task=task, micro_batch_tokens=micro_batch_tokens)
     got, new, old, ref = gradient(script_of("dr_grpo"), args)
     torch.testing.assert_close(got, slow_gradient(new, old, ref, 0.0, lambda length: 1 / 3 / 4))
 
@@ -352,7 +352,7 @@ def test_length_penalty_takes_the_coefficient_off_the_score_for_each_token_of_th
     task = tiny.make_task(truncate_after=0, missing_eos_penalty=-3.0)
     args = script.Args(task=task, num_minibatches=1, length_penalty=0.25)
     responses = torch.tensor([[9, 5, 9, 9, 9], [5, 5, 5, 5, 5], [9, 9, 9, 9, 5], [9, 9, 9, 9, 9]])  # 5 is the end
-    policy, ref = script.PolicyAndValue(tiny.make_lm(), tiny.PAD, 0.7), tiny.make_lm()
+    policy, ref = script.PolicyAndValue(tiny.make_lm(), tiny.PAD, 0.7), script.Policy(tiny.make_lm(), tiny.PAD, 0.7)
     reward = torch.tensor([1.0, 2.0, 3.0, 4.0])
     models = script.Models(policy, ref, lambda queries, cut: reward, utils.Ids(tiny.PAD, 5, [], []))
     contexts = tiny.make_contexts([3, 8, 1, 5], 8)

@@ -18,7 +18,7 @@ import pytest
 import tiny
 import torch
 from accelerate.state import AcceleratorState
-from transformers import BloomConfig, GPT2LMHeadModel
+from transformers import BloomConfig, GPT2LMHeadModel, GPT2Model
 
 import ppo
 import rloo
@@ -97,7 +97,7 @@ WRONG = {  # field → values outside its bounds
     "seed": {-1},
     **dict.fromkeys(("query_length", "response_length", "num_queries", "num_labels", "normalize_samples"), COUNT),
     **dict.fromkeys(("total_episodes", "batch_size", "num_minibatches", "num_ppo_epochs", "num_epochs"), COUNT),
-    **dict.fromkeys(("micro_batch_size", "rollout_batch_size", "block_size", "num_heldout"), COUNT),
+    **dict.fromkeys(("micro_batch_tokens", "rollout_batch_size", "block_size", "num_heldout"), COUNT),
     **dict.fromkeys(("kl_horizon", "eval_every", "eval_queries", "save_every"), COUNT),
     **dict.fromkeys(("temperature", "adam_eps", "kl_target", "max_grad_norm", "save_minutes"), POSITIVE),
     **dict.fromkeys(("cliprange", "cliprange_value"), POSITIVE),
@@ -602,27 +602,28 @@ def test_a_model_whose_weights_are_not_in_the_cache_names_the_next_command_too(u
 
 @pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
 def test_a_policy_whose_logprobs_are_not_its_models_is_refused_at_start(script, task, tmp_path, monkeypatch):
-    """A model that scales its logits where only some are kept, and one that does not heed positions."""
+    """A model that does something behind its head which nobody knows of, and one that does not heed positions."""
     monkeypatch.chdir(tmp_path)
-    forward = GPT2LMHeadModel.forward
+    forward, base_forward = GPT2LMHeadModel.forward, GPT2Model.forward
 
     @functools.wraps(forward)
-    def scaled(self, *args, logits_to_keep=0, **kwargs):
-        out = forward(self, *args, logits_to_keep=logits_to_keep, **kwargs)
-        out.logits = out.logits * (1 if isinstance(logits_to_keep, int) and logits_to_keep < 2 else 2)
+    def scaled(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        out.logits = 2 * out.logits
         return out
 
-    @functools.wraps(forward)
+    @functools.wraps(base_forward)
     def unplaced(self, *args, position_ids=None, **kwargs):
-        return forward(self, *args, **kwargs)
+        return base_forward(self, *args, **kwargs)
 
     args = tiny.make_args(task, script, reward_fn="math:f", eval_queries=4)
     monkeypatch.setattr(utils, "load_function", lambda spec: lambda queries, responses: [0.0] * len(queries))
     monkeypatch.setattr(script, "load_function", utils.load_function)
     monkeypatch.setattr("records.load_function", utils.load_function)
-    for broken in (scaled, unplaced):
-        monkeypatch.setattr(GPT2LMHeadModel, "forward", broken)
-        refuses(lambda: script.main(args), "nats off", "gpt2's own forward")
+    for kind, broken in ((GPT2LMHeadModel, scaled), (GPT2Model, unplaced)):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "forward", broken)
+            refuses(lambda: script.main(args), "nats off", "gpt2's own forward")
     assert not (tmp_path / "runs").exists()
 
 
@@ -654,7 +655,7 @@ def launcher(monkeypatch):
 
 LAUNCHED = {  # environment → what the error names
     ("ACCELERATE_MIXED_PRECISION", "fp16"): ("fp16", "--mixed_precision bf16"),
-    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"): ("gradient_accumulation_steps=4", "--micro_batch_size"),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"): ("gradient_accumulation_steps=4", "--micro_batch_tokens"),
     ("ACCELERATE_USE_DEEPSPEED", "true"): ("DeepSpeed", "accelerate launch --config_file configs/ddp.yaml"),
     ("ACCELERATE_USE_FSDP", "true"): ("FSDP was asked for and NO came up", "configs/fsdp2.yaml"),
     ("FSDP_OFFLOAD_PARAMS", "true"): ("FSDP_OFFLOAD_PARAMS", "accelerate launch --config_file configs/ddp.yaml"),

@@ -179,6 +179,6 @@ def test_the_pages_commands_parse_and_the_first_is_the_run_of_its_configuration(
     assert (args.lr, args.num_minibatches) == (theirs["learning_rate"], theirs["num_mini_batches"])
     assert (args.task.response_length, args.task.temperature) == (theirs["response_length"], theirs["temperature"])
     sizes = theirs["per_device_train_batch_size"], theirs["gradient_accumulation_steps"]
-    assert (args.micro_batch_size, args.batch_size) == (sizes[0], sizes[0] * sizes[1] * 8)
+    assert args.batch_size == sizes[0] * sizes[1] * 8
     assert args.task.missing_eos_penalty == -theirs["missing_eos_penalty"]
     assert (args.kl_target, args.whiten_rewards, args.task.eos_task) == (None, False, True)

@@ -191,7 +191,8 @@ def test_P1_logprobs_entropies_and_values_of_responses(script):
     contexts, responses = left(arrays["queries"], pad_id), torch.from_numpy(arrays["responses"]).long()
     with torch.no_grad():
         ours = policy(contexts, responses)
-        ref = script.lm_logprobs(policy.lm, contexts, responses, policy.temperature, pad_id, size=4)
+        lengths = utils.row_lengths(torch.cat([contexts, responses], dim=1), pad_id)
+        ref = script.logprobs_of(policy, contexts, responses, lengths, size=40)
     names = ("logprobs", "logprobs", "entropies", "values")[: 3 if script is rloo else 4]
     for value, name in zip((ref, *ours), names, strict=True):
         torch.testing.assert_close(value, torch.from_numpy(arrays[f"{key}/{name}"]), atol=1e-5, rtol=0)
@@ -210,7 +211,7 @@ def test_R1_the_reward_is_read_at_the_last_real_token(batch):
     expected = torch.from_numpy(arrays[f"score_fn/{batch}"])
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
-    ours = model.score(tokens[:, :query_length], tokens[:, query_length:], size=4)
+    ours = model.score(tokens[:, :query_length], tokens[:, query_length:], size=40)
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
 
 
@@ -228,7 +229,7 @@ def test_P5_truncation_and_penalty(script, name):
         tasks.BOOKS, truncate_after=config["truncate_after"], missing_eos_penalty=config["penalty_reward_value"]
     )
     ids = utils.Ids(pad_id, config["truncate_token"], [], [])
-    score = script.score_responses(lambda q, r: model.score(q, r, size=5), queries, responses, task, ids)
+    score = script.score_responses(lambda q, r: model.score(q, r, size=50), queries, responses, task, ids)
     assert torch.equal(score.cut, torch.from_numpy(arrays[f"{name}/postprocessed"]).long())
     assert score.ended.tolist() == [config["valid"][row] for row in record["row_names"]]
     torch.testing.assert_close(score.scores, torch.from_numpy(arrays[f"{name}/scores"]), atol=1e-5, rtol=0)
@@ -253,7 +254,7 @@ def test_P3_queries_start_and_end_where_openais_do(setting):
 # ---------------------------------------------------------------------------------------------------------- ppo runs
 
 
-def ppo_args(record: dict, micro_batch_size: int) -> ppo.Args:
+def ppo_args(record: dict, micro_batch_tokens: int) -> ppo.Args:
     p, r = record["hparams"]["ppo"], record["hparams"]["rewards"]
     kl = r["adaptive_kl"] or {"target": None, "horizon": 1}
     return ppo.Args(
@@ -262,7 +263,7 @@ def ppo_args(record: dict, micro_batch_size: int) -> ppo.Args:
         batch_size=p["batch_size"],
         num_minibatches=p["nminibatches"],
         num_ppo_epochs=p["noptepochs"],
-        micro_batch_size=micro_batch_size,
+        micro_batch_tokens=micro_batch_tokens,
         rollout_batch_size=5,
         lr=p["lr"],
         adam_eps=record["adam"]["epsilon"],
@@ -278,20 +279,20 @@ def ppo_args(record: dict, micro_batch_size: int) -> ppo.Args:
     )
 
 
-@pytest.mark.parametrize("micro_batch_size", [3, 64])
+@pytest.mark.parametrize("micro_batch_tokens", [36, 4096])
 @pytest.mark.parametrize("name", PPO_RECORDS)
-def test_ppo_reproduces_every_update(name, micro_batch_size):
+def test_ppo_reproduces_every_update(name, micro_batch_tokens):
     """G5, P1, P5–P11, A1: recorded responses in; weights, statistics of each minibatch, β, lr out, update by update."""
     record, arrays = load(name)
-    args, pad_id, accelerator = ppo_args(record, micro_batch_size), record["padding_token"], Accelerator(cpu=True)
+    args, pad_id, accelerator = ppo_args(record, micro_batch_tokens), record["padding_token"], Accelerator(cpu=True)
     temperature = args.task.temperature
     policy = make_policy(record["model_hparams"], tensors(arrays, "init/policy/"), pad_id, temperature)
-    ref = make_lm(record["model_hparams"], tensors(arrays, "init/ref/"))
+    ref = ppo.PolicyAndValue(make_lm(record["model_hparams"], tensors(arrays, "init/ref/")), pad_id, temperature)
     reward = make_reward(record["model_hparams"], tensors(arrays, "init/reward/"), pad_id)
     ids = utils.Ids(
         pad_id, record["hparams"]["task"]["truncate_token"], record["prefix_tokens"], record["suffix_tokens"]
     )
-    models = ppo.Models(policy, ref, lambda q, r: reward.score(q, r, size=7), ids)
+    models = ppo.Models(policy, ref, lambda q, r: reward.score(q, r, size=70), ids)
     optimizer = ppo.AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
     num_updates = ppo.math.ceil(args.total_episodes / args.batch_size)
     assert num_updates == record["nupdates"]
@@ -346,8 +347,8 @@ def test_ppo_reproduces_every_update(name, micro_batch_size):
 # ----------------------------------------------------------------------------------------------------- reward training
 
 
-@pytest.mark.parametrize("micro_batch_size", [8, 128])
-def test_reward_training_reproduces_every_step(micro_batch_size):
+@pytest.mark.parametrize("micro_batch_tokens", [96, 4096])
+def test_reward_training_reproduces_every_step(micro_batch_tokens):
     """R1–R4, A1, G5: normalise, train, normalise again on the recorded samples and labels."""
     record, arrays = load("reward")
     h, pad_id, accelerator = record["hparams"], record["padding_token"], Accelerator(cpu=True)
@@ -356,7 +357,7 @@ def test_reward_training_reproduces_every_step(micro_batch_size):
         num_labels=h["labels"]["num_train"],
         batch_size=h["batch_size"],
         lr=h["lr"],
-        micro_batch_size=micro_batch_size,
+        micro_batch_tokens=micro_batch_tokens,
         normalize_samples=h["normalize_samples"],
         rollout_batch_size=h["rollout_batch_size"],
     )
@@ -374,7 +375,7 @@ def test_reward_training_reproduces_every_step(micro_batch_size):
                 (norm["gain_set"], norm["bias_set"]), abs=2e-5
             )
         else:
-            rewards = model.score(queries, responses, size=5)
+            rewards = model.score(queries, responses, size=50)
             torch.testing.assert_close(
                 rewards, torch.from_numpy(arrays[f"norm{norm['index']}/rewards"]), atol=2e-5, rtol=0
             )

@@ -44,13 +44,13 @@ def one_update(folder: Path, script: str, kind: str, form: str, rank: int = 0) -
     lm.save_pretrained(task.base_model)
     common = dict(run_name=folder.name, output_dir=str(folder / "out"), lr=1e-3)
     if script == "sft":
-        sizes = dict(num_heldout=2, batch_size=8, micro_batch_size=3, block_size=10)
+        sizes = dict(num_heldout=2, batch_size=8, micro_batch_tokens=36, block_size=10)
         task = replace(task, num_queries=20)
     elif script == "train_reward":
-        sizes = dict(num_labels=8, batch_size=8, micro_batch_size=8, normalize_samples=8, rollout_batch_size=8)
+        sizes = dict(num_labels=8, batch_size=8, micro_batch_tokens=96, normalize_samples=8, rollout_batch_size=8)
     else:
         reward = tiny.write_reward(files / "reward", kind)
-        sizes = dict(total_episodes=32, batch_size=32, micro_batch_size=9, rollout_batch_size=13, eval_queries=4)
+        sizes = dict(total_episodes=32, batch_size=32, micro_batch_tokens=108, rollout_batch_size=13, eval_queries=4)
         sizes |= dict(num_ppo_epochs=1, reward_model=reward)
     return importlib.import_module(script).Args(task=task, **common, **sizes)
 

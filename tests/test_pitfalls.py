@@ -57,9 +57,9 @@ def permutations(epochs: int) -> list[np.ndarray]:
 @BOTH
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_01_without_learning_every_ratio_of_every_minibatch_is_1(script, kind, accelerator, monkeypatch):
-    """lr 0, 3 epochs of 2 minibatches of 3 trimmed micro-batches. Within an epoch that is cut otherwise than the
+    """lr 0, 3 epochs of 2 minibatches of 3 packed micro-batches. Within an epoch that is cut otherwise than the
     rollout was, sums are taken in another order: there 1 is 1 to the last digits of fp32."""
-    args = tiny.make_args(script=script, num_ppo_epochs=3, batch_size=16, micro_batch_size=3)
+    args = tiny.make_args(script=script, num_ppo_epochs=3, batch_size=16, micro_batch_tokens=26)
     epochs, policy = permutations(3), tiny.make_policy(kind, script=script)
     rollout = collect(script, policy, args, epochs[0], accelerator)
     ratios = spy_ratios(script, monkeypatch)
@@ -76,7 +76,7 @@ def test_01_with_one_minibatch_without_learning_every_ratio_of_every_epoch_is_ex
     script, accelerator, monkeypatch
 ):
     """The batch shuffled anew is the same set of rows, so it makes the same micro-batches."""
-    args = tiny.make_args(script=script, num_ppo_epochs=3, num_minibatches=1, batch_size=16, micro_batch_size=3)
+    args = tiny.make_args(script=script, num_ppo_epochs=3, num_minibatches=1, batch_size=16, micro_batch_tokens=26)
     epochs, policy = permutations(3), tiny.make_policy(script=script)
     rollout = collect(script, policy, args, epochs[0], accelerator)
     ratios = spy_ratios(script, monkeypatch)
@@ -90,7 +90,7 @@ def test_01_with_one_minibatch_without_learning_every_ratio_of_every_epoch_is_ex
 def test_01_the_first_minibatchs_ratios_are_exactly_1_in_fp32_and_bf16(script, precision, request, monkeypatch):
     """L6: with the prepared policy, in eval mode before and in train mode after, as in `main`."""
     accelerator = request.getfixturevalue(precision)
-    args = tiny.make_args(script=script, batch_size=16, micro_batch_size=3)
+    args = tiny.make_args(script=script, batch_size=16, micro_batch_tokens=26)
     plain = tiny.make_policy(script=script)
     policy, optimizer = accelerator.prepare(plain, script.AdamTF(plain.parameters(), lr=1e-2))
     epochs = permutations(2)
@@ -104,8 +104,8 @@ def test_01_the_first_minibatchs_ratios_are_exactly_1_in_fp32_and_bf16(script, p
 
 @BOTH
 def test_01_old_log_probabilities_come_from_the_very_forwards_of_the_first_epoch(script, accelerator):
-    """L6: the same rows, in the same order, trimmed to the same width, micro-batch by micro-batch."""
-    args = tiny.make_args(script=script, batch_size=16, micro_batch_size=3, num_ppo_epochs=1)
+    """L6: the same rows, in the same order, micro-batch by micro-batch."""
+    args = tiny.make_args(script=script, batch_size=16, micro_batch_tokens=26, num_ppo_epochs=1)
     policy, seen = tiny.make_policy(script=script), []
     forward = policy.forward
 
@@ -194,19 +194,14 @@ def test_06_advantages_equal_a_brute_force_sum_over_each_rows_own_length(gamma, 
         assert not ours[0][i, n:].any() and not ours[1][i, n:].any()
 
 
-def poison(policy, ref, huge: float, length: int) -> None:
-    """From here on the forwards of policy and reference give `huge` wherever a response [B, length] has a pad."""
-    forward = policy.forward
+def poison(huge: float, *policies) -> None:
+    """From here on the forwards of policies, such as the reference, give `huge` wherever a response has a pad."""
+    for policy in policies:
 
-    def poisoned(contexts, responses):
-        return tuple(x + torch.where(responses == PAD, huge, 0.0) for x in forward(contexts, responses))
+        def poisoned(contexts, responses, forward=policy.forward):
+            return tuple(x + torch.where(responses == PAD, huge, 0.0) for x in forward(contexts, responses))
 
-    def hook(module, args, kwargs, output):
-        outside = kwargs["attention_mask"][:, -length:] == 0
-        output.logits[:, :-1][outside] = huge * torch.linspace(-1, 1, tiny.VOCAB)
-
-    policy.forward = poisoned
-    ref.register_forward_hook(hook, with_kwargs=True)
+        policy.forward = poisoned
 
 
 @BOTH
@@ -217,9 +212,9 @@ def test_07_nan_and_huge_numbers_that_the_forwards_give_at_masked_positions_chan
     queries, responses = tiny.make_contexts(tiny.LENGTHS, 8), tiny.make_responses(8, 5)
     results = []
     for poisoned in (False, True):
-        policy, ref = tiny.make_policy(script=script), tiny.make_lm(seed=3)
+        policy, ref = tiny.make_policy(script=script), tiny.make_policy(seed=3, script=script)
         if poisoned:
-            poison(policy, ref, huge, 5)
+            poison(huge, policy, ref)
         models = tiny.make_models(policy, ref=ref, script=script)
         rollout, score = script.make_rollout(models, queries, responses, np.arange(8), 0.15, args)
         assert (~rollout.mask).any(dim=1).sum() >= 3
@@ -233,8 +228,8 @@ def test_07_nan_and_huge_numbers_that_the_forwards_give_at_masked_positions_chan
 
 def test_07_every_number_of_ppos_rollout_is_0_behind_the_end_of_a_response():
     """So that nothing downstream has to mask: sums over whole rows are sums over real tokens."""
-    policy, ref = tiny.make_policy(), tiny.make_lm(seed=3)
-    poison(policy, ref, float("nan"), 5)
+    policy, ref = tiny.make_policy(), tiny.make_policy(seed=3)
+    poison(float("nan"), policy, ref)
     models, args = tiny.make_models(policy, ref=ref), tiny.make_args(EOS_TASK)
     queries, responses = tiny.make_contexts(tiny.LENGTHS, 8), tiny.make_responses(8, 5)
     rollout, _ = ppo.make_rollout(models, queries, responses, np.arange(8), 0.15, args)
@@ -250,11 +245,11 @@ def test_07_every_number_of_ppos_rollout_is_0_behind_the_end_of_a_response():
 def test_07_a_policy_that_gives_nan_or_huge_numbers_at_masked_positions_changes_nothing(huge, script, accelerator):
     """What the forward gives behind the end of a response reaches neither loss nor gradient: in one micro-batch with
     rows that have none."""
-    args = tiny.make_args(EOS_TASK, script, num_minibatches=1, micro_batch_size=8)
+    args = tiny.make_args(EOS_TASK, script, num_minibatches=1, micro_batch_tokens=96)
     policy = tiny.make_policy(script=script)
     rollout = tiny.make_rollout(policy, args, script=script)
     clean = tiny.step_gradients(script, policy, rollout, args, accelerator)
-    poison(policy, tiny.make_lm(), huge, 5)
+    poison(huge, policy)
     for ours, theirs in zip(tiny.step_gradients(script, policy, rollout, args, accelerator), clean, strict=True):
         for name, value in theirs.items():
             assert value.isfinite().all() and torch.equal(ours[name], value), name
@@ -291,9 +286,9 @@ def one_by_one(script: ModuleType, policy, rollout, args) -> dict[str, torch.Ten
     losses, count = [], 0
     if script is ppo:
         advantages, returns = ppo.estimate(rollout, args)
-    for i, width in enumerate(rollout.lengths):
+    for i, length in enumerate(rollout.lengths):
         n = int(rollout.mask[i].sum())
-        out = policy(rollout.contexts[i : i + 1, -width:], rollout.responses[i : i + 1, :n])
+        out = policy(rollout.contexts[i : i + 1, n - length :], rollout.responses[i : i + 1, :n])
         old = rollout.logprobs[i]
         if script is rloo:
             ratio, advantage = (out[0].sum() - old.sum()).exp(), rollout.advantages[i]
@@ -321,7 +316,7 @@ def test_09_the_gradient_is_that_of_a_naive_loop_whatever_the_micro_batches(task
     expected = one_by_one(script, policy, rollout, tiny.make_args(task, script))
     all_sums = []
     for size in (1, 3, 8):
-        args = tiny.make_args(task, script, micro_batch_size=size)
+        args = tiny.make_args(task, script, micro_batch_tokens=size)
         sums, gradients = tiny.step_gradients(script, policy, rollout, args, accelerator)
         all_sums.append(sums)
         assert max(value.abs().max() for value in gradients.values()) > 1e-2
@@ -346,7 +341,7 @@ def test_09_reward_training_follows_the_gradient_of_the_mean_over_labels_whateve
     mean.backward()
     expected = tiny.gradients(model)
     for size in (4, 8, 64):
-        args, optimizer = train_reward.Args(task=tiny.make_task(), micro_batch_size=size), tiny.Gradients(model)
+        args, optimizer = train_reward.Args(task=tiny.make_task(), micro_batch_tokens=size), tiny.Gradients(model)
         stats = train_reward.train_step(model, optimizer, labels, PAD, args, accelerator)
         assert float(stats["loss"]) == pytest.approx(mean.item(), rel=1e-5)
         for name, value in expected.items():
@@ -367,7 +362,7 @@ def test_09_sft_follows_the_gradient_of_the_mean_over_tokens_whatever_the_micro_
     mean.backward()
     expected = tiny.gradients(lm)
     for size in (1, 3, 4):
-        args = sft.Args(task=tiny.make_task(), micro_batch_size=size, max_grad_norm=1e6)
+        args = sft.Args(task=tiny.make_task(), micro_batch_tokens=size, max_grad_norm=1e6)
         optimizer = tiny.Gradients(lm)
         loss = sft.train_step(lm, optimizer, rows, 6, PAD, args, accelerator)
         assert float(loss) == pytest.approx(mean.item(), rel=1e-5)
@@ -386,7 +381,7 @@ def test_09_sft_scales_gradients_down_to_the_norm_that_was_asked_for(accelerator
 @BOTH
 def test_10_the_number_of_optimizer_steps_is_exact(script, accelerator):
     """3 epochs of 2 minibatches of several micro-batches are 6 steps, and the weights move 6 times."""
-    args = tiny.make_args(script=script, num_ppo_epochs=3, micro_batch_size=1)
+    args = tiny.make_args(script=script, num_ppo_epochs=3, micro_batch_tokens=12)
     policy = tiny.make_policy(script=script)
     rollout = tiny.make_rollout(policy, args, script=script)
     prepared, optimizer = accelerator.prepare(policy, script.AdamTF(policy.parameters(), lr=1e-3))
@@ -676,7 +671,7 @@ def test_19_metrics_are_means_over_all_minibatches_of_the_update():
 
 def test_19_variances_are_those_of_each_minibatchs_real_tokens(accelerator):
     """Population variances, exact to a few digits also where the mean is a hundred times the deviation."""
-    args, policy = tiny.make_args(EOS_TASK, micro_batch_size=3, whiten_rewards=False), tiny.make_policy()
+    args, policy = tiny.make_args(EOS_TASK, micro_batch_tokens=36, whiten_rewards=False), tiny.make_policy()
     rollout = tiny.make_rollout(policy, args)
     rollout = rollout._replace(values=(100 + rollout.values).masked_fill(~rollout.mask, 0))
     returns = ppo.estimate(rollout, args)[1]

@@ -53,7 +53,7 @@ def settings(script: str, folder: Path, **changes: Any) -> Any:
     elif script == "train_reward":
         values = dict(num_labels=12, batch_size=2, normalize_samples=4, rollout_batch_size=4, lr=1e-2)
     else:
-        values = dict(total_episodes=48, batch_size=8, num_minibatches=2, num_ppo_epochs=2, micro_batch_size=3)
+        values = dict(total_episodes=48, batch_size=8, num_minibatches=2, num_ppo_epochs=2, micro_batch_tokens=36)
         values |= dict(rollout_batch_size=5, lr=1e-2, eval_queries=4, eval_every=2, reward_fn="reward.py:score")
         values |= dict(kl_horizon=20, rloo_k=2) if script == "rloo" else dict(kl_horizon=20)
     return SCRIPTS[script].Args(task=task, **values | changes)
@@ -479,8 +479,8 @@ def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(script
 
 
 def test_changed_arguments_are_all_listed_before_anything_is_loaded(home, no_weights):
-    message = refused(again(lr=0.5, seed=3, micro_batch_size=2), "seed=3 (it has 1)", "lr=0.5 (it has 0.01)")
-    assert "micro_batch_size=2 (it has 3)" in message and "add --resume" in message and "longer" not in message
+    message = refused(again(lr=0.5, seed=3, micro_batch_tokens=24), "seed=3 (it has 1)", "lr=0.5 (it has 0.01)")
+    assert "micro_batch_tokens=24 (it has 36)" in message and "add --resume" in message and "longer" not in message
     refused(again(total_episodes=480), "total_episodes=480 (it has 48)", "lr falls over the whole run")
     refused(again(run_name="other"), "run_name=other")
     refused(replace(again(), task=replace(again().task, temperature=0.6)), "temperature=0.6 (it has 0.7)")

@@ -82,7 +82,7 @@ def test_a_copy_of_a_script_has_runs_and_weights_of_its_own(name, task, home):
     link.symlink_to("../../runs/baseline/model")
 
     flags = dict(base_model=task.base_model, query_dataset=task.query_dataset, query_length=8, response_length=5)
-    flags |= dict(truncate_after=2, batch_size=8, micro_batch_size=4)
+    flags |= dict(truncate_after=2, batch_size=8, micro_batch_tokens=48)
     if name == "ppo":
         flags |= dict(total_episodes=8, reward_fn="lengths.py:reward", num_ppo_epochs=1, eval_queries=4)
     else:

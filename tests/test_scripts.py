@@ -35,7 +35,7 @@ def small(script, task, name, **settings):
         total_episodes=24,
         batch_size=8,
         num_ppo_epochs=2,
-        micro_batch_size=3,
+        micro_batch_tokens=36,
         rollout_batch_size=5,
         lr=1e-3,
         eval_queries=4,
@@ -177,7 +177,7 @@ def test_the_evaluation_is_of_queries_that_training_never_sees_with_the_same_ran
     """With a learning rate of 0 every evaluation gives the same numbers; 40 queries, of which 10 are held out."""
     monkeypatch.chdir(tmp_path)
     evaluations, rollouts = (spy_on(script, name, monkeypatch) for name in ("evaluate", "make_rollout"))
-    sizes = dict(total_episodes=80, batch_size=40, micro_batch_size=20, rollout_batch_size=20, eval_queries=10)
+    sizes = dict(total_episodes=80, batch_size=40, micro_batch_tokens=240, rollout_batch_size=20, eval_queries=10)
     script.main(small(script, replace(task, truncate_token=None), "run", lr=0.0, eval_every=1, **sizes))
     heldout = evaluations[0][0][2]
     assert len(evaluations) == 3 and len(heldout) == 10

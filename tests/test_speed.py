@@ -17,13 +17,13 @@ WAYS = [(), *((idea,) for idea in plain_ppo.IDEAS), tuple(plain_ppo.IDEAS)]
 
 def settings(**changes):
     """One minibatch of 8 in micro-batches of 3, four epochs; steps of up to 4e-3 in all, 400 times the tolerance."""
-    return replace(tiny.make_args(micro_batch_size=3, num_minibatches=1, num_ppo_epochs=4, lr=1e-3), **changes)
+    return replace(tiny.make_args(micro_batch_tokens=36, num_minibatches=1, num_ppo_epochs=4, lr=1e-3), **changes)
 
 
 def plain_of(policy, ideas, args):
     """The same models as `tiny.make_models(policy)`, in the plain way."""
     reward = plain_ppo.reward_from(tiny.make_reward())
-    plain = plain_ppo.PlainPPO(copy.deepcopy(policy.lm), tiny.make_lm(seed=3), reward, args, tiny.PAD, ideas)
+    plain = plain_ppo.PlainPPO(copy.deepcopy(policy.lm), tiny.make_lm(seed=3), reward, args, tiny.PAD, 3, ideas)
     plain.policy.head.load_state_dict(policy.value_head.state_dict())
     return plain
 

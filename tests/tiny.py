@@ -110,7 +110,7 @@ def make_args(task: tasks.Task | None = None, script: Any = ppo, **changes: Any)
             batch_size=8,
             num_minibatches=2,
             num_ppo_epochs=2,
-            micro_batch_size=2,
+            micro_batch_tokens=24,
             rollout_batch_size=3,
             lr=1e-3,
             eval_queries=4,
@@ -127,9 +127,9 @@ EOS = 5  # the truncate token of `make_models`
 def make_models(policy: Any, reward: Any = None, ref: Any = None, script: Any = ppo, **ids: Any) -> Any:
     """What a rollout is made with; the reward model is random unless given as a function of queries and responses."""
     model = make_reward()
-    reward = reward or (lambda queries, responses: model.score(queries, responses, size=3))
+    reward = reward or (lambda queries, responses: model.score(queries, responses, size=36))
     values = dict(pad=PAD, truncate=EOS, prefix=[], suffix=[]) | ids
-    return script.Models(policy, ref or make_lm(seed=3), reward, utils.Ids(**values))
+    return script.Models(policy, ref or make_policy(seed=3, script=script), reward, utils.Ids(**values))
 
 
 def make_responses(rows: int, length: int, seed: int = 1) -> Tensor:

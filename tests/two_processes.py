@@ -39,7 +39,7 @@ def update(script: ModuleType, accelerator: Accelerator) -> dict[str, Any]:
         rows = np.arange(8)[rank::processes]
     order = np.array([rows.tolist().index(row) for half in halves for row in half])
     epochs = [order, np.roll(order, len(order) // 2)]
-    args = tiny.make_args(EOS_TASK, script, micro_batch_size=1)
+    args = tiny.make_args(EOS_TASK, script, micro_batch_tokens=12)
     plain = tiny.make_policy(script=script)
     policy, optimizer = accelerator.prepare(plain, script.AdamTF(plain.parameters(), lr=1e-3))
     queries = tiny.make_contexts(tiny.LENGTHS, 8) if script is ppo else tiny.make_contexts([8, 3], 8).repeat(4, 1)
@@ -71,7 +71,7 @@ def update(script: ModuleType, accelerator: Accelerator) -> dict[str, Any]:
 def reward_steps(accelerator: Accelerator) -> dict[str, Any]:
     """Normalise, the gradient of 6 labels, two steps on 6 labels each, normalise again."""
     rank, processes = accelerator.process_index, accelerator.num_processes
-    args = train_reward.Args(task=tiny.make_task(), micro_batch_size=4)
+    args = train_reward.Args(task=tiny.make_task(), micro_batch_tokens=48)
     plain = tiny.make_reward()
     model, optimizer = accelerator.prepare(plain, train_reward.AdamTF(plain.parameters(), lr=1e-3))
     queries, responses = tiny.make_contexts(tiny.LENGTHS, 8), tiny.make_responses(8, 5)
@@ -99,7 +99,7 @@ def reward_steps(accelerator: Accelerator) -> dict[str, Any]:
 
 def sft_step(accelerator: Accelerator) -> dict[str, Any]:
     """The gradient of 4 rows of uneven prompts and responses, a clipped step on them, and the loss on them after it."""
-    free, clipped = (sft.Args(task=tiny.make_task(), micro_batch_size=1, max_grad_norm=norm) for norm in (1e6, 0.1))
+    free, clipped = (sft.Args(task=tiny.make_task(), micro_batch_tokens=12, max_grad_norm=norm) for norm in (1e6, 0.1))
     plain = tiny.make_lm()
     lm, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     recorder = tiny.Gradients(plain)
