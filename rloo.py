@@ -35,47 +35,31 @@ class Args:
     """RLOO from human preferences."""
 
     task: Task
-    seed: Seed = 1
-    """random seed; process r uses seed + 100003 r (G6)"""
+    seed: Seed = 1  # random seed; process r uses seed + 100003 r (G6)
     total_episodes: Count = 1_000_000
     """responses sampled in the whole run, over all processes; rounded up to whole batches"""
-    batch_size: Size = 512
-    """episodes per update, over all processes"""
-    num_minibatches: Count = 1
-    """optimizer steps per epoch (P7)"""
-    num_ppo_epochs: Size = 4
-    """passes over the batch per update"""
-    rloo_k: Annotated[int, Bounds(2, 2**20)] = 4
-    """completions per prompt; each is compared with the others (L3)"""
-    micro_batch_size: Count = 64
-    """sequences per training forward on one process: memory only (P7)"""
-    rollout_batch_size: Count = 256
-    """sequences per sampling or scoring forward on one process: memory only (X10)"""
-    lr: NonNegative = 1e-5
-    """learning rate of the first update; falls linearly to 0 (G5)"""
-    adam_eps: Positive = 1e-5
-    """TensorFlow's ε̂ (A1)"""
-    kl_coef: NonNegative = 0.15
-    """β at the start: weight of the KL penalty (P8)"""
-    kl_target: Positive | None = 6.0
-    """nats per response that β is steered to; None keeps β fixed (P11)"""
-    kl_horizon: Count = 10_000
-    """time scale of β's changes, in episodes (P11)"""
-    cliprange: Positive = 0.2
-    """the probability ratio of a completion is clipped to 1 ± this (L4)"""
+    batch_size: Size = 512  # episodes per update, over all processes
+    num_minibatches: Count = 1  # optimizer steps per epoch (P7)
+    num_ppo_epochs: Size = 4  # passes over the batch per update
+    rloo_k: Annotated[int, Bounds(2, 2**20)] = 4  # completions per prompt; each is compared with the others (L3)
+    micro_batch_size: Count = 64  # sequences per training forward on one process: memory only (P7)
+    rollout_batch_size: Count = 256  # sequences per sampling or scoring forward on one process: memory only (X10)
+    lr: NonNegative = 1e-5  # learning rate of the first update; falls linearly to 0 (G5)
+    adam_eps: Positive = 1e-5  # TensorFlow's ε̂ (A1)
+    kl_coef: NonNegative = 0.15  # β at the start: weight of the KL penalty (P8)
+    kl_target: Positive | None = 6.0  # nats per response that β is steered to; None keeps β fixed (P11)
+    kl_horizon: Count = 10_000  # time scale of β's changes, in episodes (P11)
+    cliprange: Positive = 0.2  # the probability ratio of a completion is clipped to 1 ± this (L4)
     reward_model: str | None = None
     """folder of the reward model; None: models/<task>/train_reward, the last one trained"""
     reward_fn: str | None = None
     """`module:function` or `path.py:function` of (queries, responses) → floats, in place of the reward model; with a
     third argument it gets the reward model's scores there"""
-    gradient_checkpointing: bool = False
-    """less memory for activations, one more forward"""
-    tf32: bool = False
-    """fp32 matrix products in TensorFloat-32 on NVIDIA GPUs: faster, 10 bits of mantissa"""
+    gradient_checkpointing: bool = False  # less memory for activations, one more forward
+    tf32: bool = False  # fp32 matrix products in TensorFloat-32 on NVIDIA GPUs: faster, 10 bits of mantissa
     output_dir: str | None = None
     """new folder for the trained policy; None: the run's, and models/<task>/rloo becomes a link to it"""
-    run_name: str | None = None
-    """new folder in runs/; None: task, script, seed and time"""
+    run_name: str | None = None  # new folder in runs/; None: task, script, seed and time
     shown: Shown = Shown()
     save_every: Count | None = None
     """updates between two checkpoints that `--resume` goes on from; None: see save_minutes"""
@@ -83,10 +67,8 @@ class Args:
     """minutes between two checkpoints; with neither there is one only at SIGTERM or SIGUSR1, which stop the run"""
     resume: str | None = None
     """runs/<name> to go on with, by the same command; `latest`: the newest of this task and script with a checkpoint"""
-    eval_every: Count = 50
-    """updates between evaluations on held-out queries: metrics eval/… and a table of samples"""
-    eval_queries: Count = 256
-    """number of queries that are kept out of training for evaluation"""
+    eval_every: Count = 50  # updates between evaluations on held-out queries: metrics eval/… and a table of samples
+    eval_queries: Count = 256  # number of queries that are kept out of training for evaluation
 
 
 SMALL = dict(total_episodes=4096, batch_size=128, num_minibatches=2, num_ppo_epochs=2, lr=5e-4) | dict(

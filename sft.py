@@ -35,34 +35,22 @@ class Args:
     """Supervised fine-tuning."""
 
     task: Task
-    seed: Seed = 1
-    """of the order of the blocks and of the weights, where they start from scratch"""
-    num_epochs: Count = 1
-    """passes over the texts"""
-    batch_size: Count = 32
-    """rows per optimizer step, over all processes"""
-    micro_batch_size: Count = 32
-    """rows per forward on one process: memory only"""
+    seed: Seed = 1  # of the order of the blocks and of the weights, where they start from scratch
+    num_epochs: Count = 1  # passes over the texts
+    batch_size: Count = 32  # rows per optimizer step, over all processes
+    micro_batch_size: Count = 32  # rows per forward on one process: memory only
     block_size: Annotated[int, Bounds(4, 2**20)] = 128
     """tokens per row of packed texts; with reference responses it is query_length + response_length"""
-    lr: Positive = 5e-5
-    """highest learning rate: warmed up linearly, then falling linearly to 0"""
-    warmup: Share = 0.05
-    """share of the steps that warm up"""
-    weight_decay: NonNegative = 0.01
-    """AdamW's"""
-    max_grad_norm: Positive = 1.0
-    """gradients are scaled down to this norm"""
-    num_heldout: Count = 256
-    """rows kept out of training, for perplexity and ROUGE-L"""
-    gradient_checkpointing: bool = False
-    """less memory for activations, one more forward"""
-    tf32: bool = False
-    """fp32 matrix products in TensorFloat-32 on NVIDIA GPUs: faster, 10 bits of mantissa"""
+    lr: Positive = 5e-5  # highest learning rate: warmed up linearly, then falling linearly to 0
+    warmup: Share = 0.05  # share of the steps that warm up
+    weight_decay: NonNegative = 0.01  # AdamW's
+    max_grad_norm: Positive = 1.0  # gradients are scaled down to this norm
+    num_heldout: Count = 256  # rows kept out of training, for perplexity and ROUGE-L
+    gradient_checkpointing: bool = False  # less memory for activations, one more forward
+    tf32: bool = False  # fp32 matrix products in TensorFloat-32 on NVIDIA GPUs: faster, 10 bits of mantissa
     output_dir: str | None = None
     """new folder for the trained model; None: the run's, and models/<task>/sft becomes a link to it"""
-    run_name: str | None = None
-    """new folder in runs/; None: task, script, seed and time"""
+    run_name: str | None = None  # new folder in runs/; None: task, script, seed and time
     shown: Shown = Shown()
     save_every: Count | None = None
     """steps between two checkpoints that `--resume` goes on from; None: see save_minutes"""
@@ -70,8 +58,7 @@ class Args:
     """minutes between two checkpoints; with neither there is one only at SIGTERM or SIGUSR1, which stop the run"""
     resume: str | None = None
     """runs/<name> to go on with, by the same command; `latest`: the newest of this task and script with a checkpoint"""
-    eval_every: Count = 200
-    """steps between two measurements on held-out text"""
+    eval_every: Count = 200  # steps between two measurements on held-out text
 
 
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above, by task

@@ -42,32 +42,23 @@ class Args:
     """Reward model from preference labels."""
 
     task: Task
-    seed: Seed = 1
-    """of head, order of the labels and samples; process r samples with seed + 100003 r (G6)"""
+    seed: Seed = 1  # of head, order of the labels and samples; process r samples with seed + 100003 r (G6)
     num_labels: Count = 4992
     """labels to train on, the file's first; the rest, without the queries of these, measures accuracy"""
-    batch_size: Size = 32
-    """labels per optimizer step, over all processes"""
-    micro_batch_size: Count = 128
-    """sequences per forward on one process (K for each label): memory only"""
-    lr: NonNegative = 5e-5
-    """learning rate of the first step; falls linearly to 0 (G5)"""
-    adam_eps: Positive = 1e-5
-    """TensorFlow's ε̂ (A1)"""
+    batch_size: Size = 32  # labels per optimizer step, over all processes
+    micro_batch_size: Count = 128  # sequences per forward on one process (K for each label): memory only
+    lr: NonNegative = 5e-5  # learning rate of the first step; falls linearly to 0 (G5)
+    adam_eps: Positive = 1e-5  # TensorFlow's ε̂ (A1)
     policy_model: str | None = None
     """model whose samples gain and bias are set from (R3): hub name or folder; None: base_model"""
     normalize_samples: Annotated[int, Bounds(2, 2**20)] = 256
     """the policy's samples that gain and bias are set from, at least (R3)"""
-    rollout_batch_size: Size = 512
-    """samples come in batches of this many, over all processes (R3)"""
-    gradient_checkpointing: bool = False
-    """less memory for activations, one more forward"""
-    tf32: bool = False
-    """fp32 matrix products in TensorFloat-32 on NVIDIA GPUs: faster, 10 bits of mantissa"""
+    rollout_batch_size: Size = 512  # samples come in batches of this many, over all processes (R3)
+    gradient_checkpointing: bool = False  # less memory for activations, one more forward
+    tf32: bool = False  # fp32 matrix products in TensorFloat-32 on NVIDIA GPUs: faster, 10 bits of mantissa
     output_dir: str | None = None
     """new folder for the reward model; None: the run's, and models/<task>/train_reward becomes a link to it"""
-    run_name: str | None = None
-    """new folder in runs/; None: task, script, seed and time"""
+    run_name: str | None = None  # new folder in runs/; None: task, script, seed and time
     shown: Shown = Shown()
     save_every: Count | None = None
     """steps between two checkpoints that `--resume` goes on from; None: see save_minutes"""
