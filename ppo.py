@@ -549,7 +549,7 @@ def main(args: Args) -> None:
     if args.gradient_checkpointing:
         utils.checkpoint_activations(policy.lm)
     groups = [{"params": part.parameters()} for part in (policy.lm, policy.value_head)]
-    adam = dict(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps, weight_decay=args.weight_decay)
+    adam = dict(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps, weight_decay=args.weight_decay)  # X8
     policy, optimizer = utils.prepare(accelerator, policy, AdamTF(groups, lr=args.lr, **adam))
     models = Models(policy, ref, reward, ids)
     lm = accelerator.unwrap_model(policy).lm

@@ -511,7 +511,7 @@ def main(args: Args) -> None:
     ref = utils.freeze(accelerator, utils.load_lm(task.base_model))
     if args.gradient_checkpointing:
         utils.checkpoint_activations(policy.lm)
-    adam = dict(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps, weight_decay=args.weight_decay)
+    adam = dict(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps, weight_decay=args.weight_decay)  # X8
     policy, optimizer = utils.prepare(accelerator, policy, AdamTF(policy.parameters(), lr=args.lr, **adam))
     models = Models(policy, ref, reward, ids)
     lm = accelerator.unwrap_model(policy).lm

@@ -217,7 +217,7 @@ def check_bounds(args: Any) -> None:
             check_bounds(value)
         elif get_origin(hint) is Literal:
             if value not in parts:
-                raise InputError(f"{name}={value!r} has to be one of {', '.join(parts)}")
+                raise InputError(f"{name}={value!r:.60} has to be one of {', '.join(parts)}")
         elif isinstance(value, str):
             check_text(name, value, is_name=not bounds)
         elif isinstance(value, int | float) and not isinstance(value, bool):
