@@ -53,6 +53,9 @@ def check_args(args: Any, script: Path, processes: int) -> None:
         raise InputError(
             f"truncate_after={task.truncate_after} has to be in 0 … response_length − 1 = {task.response_length - 1}"
         )
+    if task.min_response_length > (most := task.response_length if task.truncate_token else 1):
+        why = "response_length" if task.truncate_token else "there is no truncate_token"
+        raise InputError(f"min_response_length={task.min_response_length} has to be at most {most}: {why}")
     functions = {"clean_fn": task.clean_fn, "gold_fn": task.gold_fn, "reward_fn": getattr(args, "reward_fn", None)}
     for name, function in functions.items():
         try:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 import records
 import utils
-from tasks import Bounds, Count, NonNegative, Positive, Seed, Shown, Size, Task, cli, load_function, parse_args
+from tasks import Beta, Bounds, Count, NonNegative, Positive, Shown, Size, Task, Whole, cli, load_function, parse_args
 
 
 @dataclass(frozen=True)
@@ -35,58 +35,48 @@ class Args:
     """RLOO from human preferences."""
 
     task: Task
-    seed: Seed = 1
-    """random seed; process r uses seed + 100003 r (G6)"""
-    total_episodes: Count = 1_000_000
-    """responses sampled in the whole run, over all processes; rounded up to whole batches"""
-    batch_size: Size = 512
-    """episodes per update, over all processes"""
-    num_minibatches: Count = 1
-    """optimizer steps per epoch (P7)"""
-    num_ppo_epochs: Size = 4
-    """passes over the batch per update"""
-    rloo_k: Annotated[int, Bounds(2, 2**20)] = 4
-    """completions per prompt; each is compared with the others (L3)"""
-    micro_batch_tokens: Count = 4096
-    """tokens per forward of policy, reference and reward model on one process: memory only (P7)"""
-    rollout_batch_size: Count = 256
-    """sequences sampled at a time on one process: memory only (X10)"""
-    lr: NonNegative = 1e-5
-    """learning rate of the first update; falls linearly to 0 (G5)"""
-    adam_eps: Positive = 1e-5
-    """TensorFlow's ε̂ (A1)"""
-    kl_coef: NonNegative = 0.15
-    """β at the start: weight of the KL penalty (P8)"""
-    kl_target: Positive | None = 6.0
-    """nats per response that β is steered to; None keeps β fixed (P11)"""
-    kl_horizon: Count = 10_000
-    """time scale of β's changes, in episodes (P11)"""
-    cliprange: Positive = 0.2
-    """the probability ratio of a completion is clipped to 1 ± this (L4)"""
-    reward_model: str | None = None
-    """folder of the reward model; None: models/<task>/train_reward, the last one trained"""
+    seed: Whole = 1  # random seed; process r uses seed + 100003 r (G6)
+    total_episodes: Count = 1_000_000  # responses of the whole run, over all processes; rounded up to whole batches
+    batch_size: Size = 512  # episodes per update, over all processes
+    num_minibatches: Count = 1  # optimizer steps per epoch (P7)
+    num_ppo_epochs: Size = 4  # passes over the batch per update
+    max_kl: Positive | None = None  # an epoch with a ppo/policy/approxkl_avg above this is its update's last (X12)
+    rloo_k: Annotated[int, Bounds(2, 2**20)] = 4  # completions per prompt; each is compared with the others (L3)
+    micro_batch_tokens: Count = (
+        4096  # per forward of policy, reference and reward model on one process: memory only (P7)
+    )
+    rollout_batch_size: Count = 256  # sequences sampled at a time on one process: memory only (X10)
+    lr: NonNegative = 1e-5  # learning rate of the first update, or behind the warm-up; falls linearly to 0 (G5)
+    lr_schedule: Literal["linear", "constant", "cosine"] = "linear"  # how lr falls, or that it does not (X8)
+    warmup_updates: Whole = 0  # updates in which lr rises linearly, from lr / warmup_updates (X8)
+    adam_eps: Positive = 1e-5  # TensorFlow's ε̂ (A1)
+    adam_beta1: Beta = 0.9  # Adam's decay of the gradient's running mean (X8)
+    adam_beta2: Beta = 0.999  # and of its square's (X8)
+    weight_decay: NonNegative = 0.0  # AdamW's: a step takes lr times this share off every weight (X8)
+    max_grad_norm: Positive | None = None  # gradients are scaled down to this norm (X8)
+    kl_coef: NonNegative = 0.15  # β at the start: weight of the KL penalty (P8)
+    kl_target: Positive | None = 6.0  # nats per response that β is steered to; None keeps β fixed (P11)
+    kl_horizon: Count = 10_000  # time scale of β's changes, in episodes (P11)
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # of log π − log π_ref = x: x, x² / 2, or exp(−x) − 1 + x (X3)
+    clip_score: Positive | None = None  # scores are clipped to ± this (X2)
+    cliprange: Positive = 0.2  # the probability ratio of a completion is clipped to 1 ± this (L4)
+    whiten_advantages: bool = False  # scale the advantages of a batch to unit variance, mean 0 (X14)
+    reward_model: str | None = None  # its folder; None: models/<task>/train_reward, the last one trained
     reward_fn: str | None = None
     """`module:function` or `path.py:function` of (queries, responses) → floats, in place of the reward model; with a
     third argument it gets the reward model's scores there"""
-    gradient_checkpointing: bool = False
-    """less memory for activations, one more forward"""
-    tf32: bool = False
-    """fp32 matrix products in TensorFloat-32 on NVIDIA GPUs: faster, 10 bits of mantissa"""
-    output_dir: str | None = None
-    """new folder for the trained policy; None: the run's, and models/<task>/rloo becomes a link to it"""
-    run_name: str | None = None
-    """new folder in runs/; None: task, script, seed and time"""
+    gradient_checkpointing: bool = False  # less memory for activations, one more forward
+    tf32: bool = False  # fp32 matrix products in TensorFloat-32 on NVIDIA GPUs: faster, 10 bits of mantissa
+    output_dir: str | None = None  # new folder for the policy; None: the run's, with a link to it at models/<task>/rloo
+    run_name: str | None = None  # new folder in runs/; None: task, script, seed and time
     shown: Shown = Shown()
-    save_every: Count | None = None
-    """updates between two checkpoints that `--resume` goes on from; None: see save_minutes"""
+    save_every: Count | None = None  # updates between checkpoints that `--resume` goes on from; None: see save_minutes
     save_minutes: Positive | None = None
     """minutes between two checkpoints; with neither there is one only at SIGTERM or SIGUSR1, which stop the run"""
     resume: str | None = None
     """runs/<name> to go on with, by the same command; `latest`: the newest of this task and script with a checkpoint"""
-    eval_every: Count = 50
-    """updates between evaluations on held-out queries: metrics eval/… and a table of samples"""
-    eval_queries: Count = 256
-    """number of queries that are kept out of training for evaluation"""
+    eval_every: Count = 50  # updates between evaluations on held-out queries: metrics eval/… and a table of samples
+    eval_queries: Count = 256  # number of queries that are kept out of training for evaluation
 
 
 SMALL = dict(total_episodes=4096, batch_size=128, num_minibatches=2, num_ppo_epochs=2, lr=5e-4) | dict(
@@ -137,52 +127,52 @@ class Policy(nn.Module):
         return self.logprobs(self.hidden_states(contexts, responses), responses)
 
 
-def draw(logits: Tensor, uniform: Tensor) -> Tensor:
+def draw(logits: Tensor, uniform: Tensor, top_p: float = 1.0) -> Tensor:
     """One token a row from softmax(logits) by inverting its CDF. logits [B, V], uniform [B, 1] in [0, 1) → [B, 1].
     In fp64, and below the CDF's very top: a token of probability 0 is never drawn, not even at u = 0 or by rounding."""
-    cdf = logits.to(uniform.device).double().softmax(dim=-1).cumsum(dim=-1)
+    probs = logits.to(uniform.device).double().softmax(dim=-1)
+    if top_p < 1:  # X7: only the likeliest tokens, the fewest that together have this probability
+        falling = probs.sort(dim=-1, descending=True).values
+        least = falling.where(falling.cumsum(dim=-1) - falling < top_p, 1).amin(dim=-1, keepdim=True)
+        probs = probs.masked_fill(probs < least, 0)
+    cdf = probs.cumsum(dim=-1)
     total = cdf[:, -1:]
     point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, point, right=True).to(logits.device)
 
 
 @torch.no_grad()
-def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, temperature: float, pad_id: int) -> Tensor:
+def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, task: Task, ids: utils.Ids) -> Tensor:
     """G4: exactly R tokens for each left-padded context [B, C], drawn with `uniform` [R, B, 1] → [B, R]: full
-    vocabulary, no stop at EOS, no `generation_config` of the checkpoint. Prefill once, then a token a step over a
-    static cache."""
+    vocabulary unless the task says otherwise (X7), no stop at EOS, no `generation_config` of the checkpoint. Prefill
+    once, then a token a step over a static cache."""
     start, response_length = contexts.shape[1], len(uniform)
-    inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
+    inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), ids.pad)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
     mask[:, start:] = 0  # filled in, never grown: static shapes, and alibi is built from it
     cache = utils.KeyValueCache(config=lm.config, max_cache_len=start + response_length)
     responses = torch.empty(len(contexts), response_length, dtype=torch.long, device=contexts.device)
     tokens, begin = inputs["input_ids"][:, :start], 0
+    every = dict(attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
     for t in range(response_length):
         end = start + t
-        logits = lm(
-            tokens,
-            attention_mask=mask,
-            position_ids=positions[:, begin:end],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        tokens, begin = draw(logits.float() / temperature, uniform[t]), end  # P1
+        logits = lm(tokens, position_ids=positions[:, begin:end], **every).logits[:, -1]
+        logits = logits.float() / task.temperature  # P1
+        if t + 1 < task.min_response_length:
+            logits[:, ids.truncate] = -math.inf  # X7: no end yet
+        tokens, begin = draw(logits, uniform[t], task.top_p), end
         responses[:, t], mask[:, end] = tokens[:, 0], 1
     return responses
 
 
-def sample_all(
-    lm: PreTrainedModel, contexts: Tensor, task: Task, pad_id: int, gen: torch.Generator, size: int
-) -> Tensor:
+def sample_all(lm: nn.Module, contexts: Tensor, task: Task, ids: utils.Ids, gen: torch.Generator, size: int) -> Tensor:
     """`sample` for any number of rows: `size` at a time, by length, trimmed; each with its own random numbers (X10).
     [B, C] → [B, R]"""
     shape = task.response_length, len(contexts), 1
     uniform = torch.rand(shape, generator=gen, device=gen.device, dtype=torch.float64)
     responses = torch.empty(shape[1], shape[0], dtype=torch.long, device=contexts.device)
-    for rows, width in utils.by_length(utils.row_lengths(contexts, pad_id), size):
-        responses[rows] = sample(lm, contexts[rows, -width:], uniform[:, rows], task.temperature, pad_id)
+    for rows, width in utils.by_length(utils.row_lengths(contexts, ids.pad), size):
+        responses[rows] = sample(lm, contexts[rows, -width:], uniform[:, rows], task, ids)
     return responses
 
 
@@ -245,9 +235,16 @@ def load_reward(args: Args, tokenizer: Any, pad_id: int, device: torch.device) -
     return reward
 
 
-def kl_penalised_rewards(logprobs: Tensor, ref_logprobs: Tensor, scores: Tensor, kl_coef: float) -> Tensor:
+def kl_terms(log_ratio: Tensor, estimator: str) -> Tensor:
+    """X3: KL(π‖π_ref) as each token [B, R] that π drew estimates it, from log π − log π_ref; k3's r is π_ref / π."""
+    return {"k1": log_ratio, "k2": 0.5 * log_ratio**2, "k3": (-log_ratio).expm1() + log_ratio}[estimator]
+
+
+def kl_penalised_rewards(
+    logprobs: Tensor, ref_logprobs: Tensor, scores: Tensor, kl_coef: float, estimator: str = "k1"
+) -> Tensor:
     """L1, L2: the completion is one action: score [B] − β·Σ_t (log π − log π_ref) over its tokens [B, R]. [B]"""
-    return scores - kl_coef * (logprobs - ref_logprobs).sum(dim=1)
+    return scores - kl_coef * kl_terms(logprobs - ref_logprobs, estimator).sum(dim=1)
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
@@ -301,6 +298,8 @@ def make_rollout(
     """Everything that the update needs to know about sampled responses [B, R]; `order` [B] is the first epoch's."""
     pad_id = models.ids.pad
     score = score_responses(models.reward, queries, responses, args.task, models.ids)  # P5: only this cuts
+    limit = args.clip_score or math.inf
+    score = score._replace(scores=score.scores.clamp(-limit, limit))  # X2
     responses = score.cut if args.task.eos_task else responses  # X9
     mask = responses != pad_id
     contexts = utils.add_affixes(queries, models.ids)
@@ -312,8 +311,10 @@ def make_rollout(
             index = torch.as_tensor(rows[part], device=contexts.device)
             logprobs[index] = models.policy(contexts[index], responses[index])[0]
     logprobs, ref_logprobs = (x.masked_fill(~mask, 0) for x in (logprobs, ref_logprobs))
-    rewards = kl_penalised_rewards(logprobs, ref_logprobs, score.scores, kl_coef)
+    rewards = kl_penalised_rewards(logprobs, ref_logprobs, score.scores, kl_coef, args.kl_estimator)
     advantages = leave_one_out_advantages(rewards, args.rloo_k)
+    if args.whiten_advantages:
+        advantages = whiten(advantages, torch.ones_like(advantages).bool())  # X14
     return Rollout(lengths, contexts, responses, mask, logprobs, ref_logprobs, score.scores, rewards, advantages), score
 
 
@@ -326,6 +327,13 @@ def moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     mean = utils.all_sum(x.masked_fill(~mask, 0).sum()) / count
     variance = utils.all_sum(((x - mean) ** 2).masked_fill(~mask, 0).sum()) / count
     return mean, variance
+
+
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """P9: unit variance over x[mask]; the mean goes to 0 unless it is kept. 0 outside the mask."""
+    mean, variance = moments(x, mask)
+    whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
+    return (whitened if shift_mean else whitened + mean).masked_fill(~mask, 0)
 
 
 def leave_one_out_advantages(rewards: Tensor, k: int) -> Tensor:
@@ -357,8 +365,8 @@ class AdamTF(torch.optim.Adam):
     """A1: TensorFlow's Adam. There ε is added to √v without its bias correction (ε̂ in Kingma & Ba); PyTorch's formula
     with ε_t = ε̂ / √(1 − β₂ᵗ) is the same, so the library's fused kernel does the work."""
 
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-5):
-        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
+    def __init__(self, params: Any, lr: float, eps: float = 1e-5, **settings: Any):
+        super().__init__(params, lr=lr, eps=eps, fused=True, decoupled_weight_decay=True, **settings)
         for group in self.param_groups:
             group["eps_hat"], group["t"] = eps, 0  # in the group, so that state_dict() keeps them
 
@@ -370,15 +378,12 @@ class AdamTF(torch.optim.Adam):
         return super().step(closure)
 
 
-def anneal(lr: float, step: int, steps: int) -> float:
-    """G5: linear from `lr` at step 0 to 0 at step `steps`."""
-    return lr * (1 - step / steps)
-
-
-def set_lr(optimizer: Any, lr: float) -> None:
-    """One learning rate for all groups; never a prepared scheduler, which would step once a process."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def anneal(lr: float, step: int, steps: int, schedule: str = "linear", warmup: int = 0) -> float:
+    """G5: linear from `lr` at step 0 to 0 at step `steps`. X8: or otherwise, and behind `warmup` steps up to `lr`."""
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    done = (step - warmup) / (steps - warmup)
+    return lr * {"linear": 1 - done, "constant": 1.0, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[schedule]
 
 
 def add_up(sums: dict[str, Tensor], terms: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
@@ -418,7 +423,10 @@ def train_step(
             losses[part] = terms["loss/policy_avg"].detach().reshape(len(part), -1).sum(dim=1)
         sums = add_up(sums, terms, torch.ones_like(old.scores).bool())
         token_sums = add_up(token_sums, {"policy/entropy_avg": entropies}, old.mask)
-    utils.check_gradients(utils.gradient_norm(policy), args.task, batch.contexts, **batch._asdict() | {"loss": losses})
+    norm = utils.gradient_norm(policy)
+    utils.check_gradients(norm, args.task, batch.contexts, **batch._asdict() | {"loss": losses})
+    if args.max_grad_norm:
+        nn.utils.clip_grads_with_norm_(policy.parameters(), args.max_grad_norm, norm)  # X8
     optimizer.step()
     optimizer.zero_grad()
     return sums | token_sums
@@ -427,14 +435,16 @@ def train_step(
 # ---------------------------------------------------------------------------------------------------------------- run
 
 
-def summarise(rollout: Rollout, score: Score, steps: list[dict[str, Tensor]], pad_id: int) -> dict[str, Any]:
+def summarise(
+    rollout: Rollout, score: Score, steps: list[dict[str, Tensor]], pad_id: int, args: Args
+) -> dict[str, Any]:
     """The metrics of one update, means over its optimizer steps; README explains each."""
     every = torch.ones_like(rollout.scores).bool()
     stats = means(steps)
     extremes = {"val/ratio_min": torch.min, "val/ratio_max": torch.max}
     stats = {f"ppo/{name}": extremes.get(name, torch.mean)(values) for name, values in stats.items()}
     return stats | {
-        "objective/kl": (rollout.logprobs - rollout.ref_logprobs).sum(dim=1).mean(),
+        "objective/kl": kl_terms(rollout.logprobs - rollout.ref_logprobs, args.kl_estimator).sum(dim=1).mean(),
         "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),
         "objective/scores": rollout.scores.mean(),
         "objective/scores_std": moments(rollout.scores, every)[1].sqrt(),
@@ -453,7 +463,7 @@ def evaluate(
     """Held-out queries [B, Q], always the same random numbers → metrics, a few samples. Every process repeats it."""
     task, pad_id, gen = args.task, models.ids.pad, utils.generator(args.seed, 0, queries.device)
     contexts = utils.add_affixes(queries, models.ids)
-    responses = sample_all(lm, contexts, task, pad_id, gen, args.rollout_batch_size)
+    responses = sample_all(lm, contexts, task, models.ids, gen, args.rollout_batch_size)
     score = score_responses(models.reward, queries, responses, task, models.ids)
     responses = score.cut if task.eos_task else responses
     mask = responses != pad_id
@@ -461,7 +471,7 @@ def evaluate(
     logprobs, ref_logprobs = (logprobs_of(x, *episodes, args.micro_batch_tokens) for x in (models.policy, models.ref))
     metrics = {
         "eval/scores": score.scores.mean().item(),
-        "eval/kl": (logprobs - ref_logprobs).masked_fill(~mask, 0).sum(dim=1).mean().item(),
+        "eval/kl": kl_terms(logprobs - ref_logprobs, args.kl_estimator).masked_fill(~mask, 0).sum(dim=1).mean().item(),
         "eval/response_length": mask.sum(dim=1).float().mean().item(),
         "eval/ended": score.ended.float().mean().item(),
     }
@@ -503,7 +513,8 @@ def main(args: Args) -> None:
     ref = utils.freeze(accelerator, Policy(utils.load_lm(task.base_model), pad_id, task.temperature))
     if args.gradient_checkpointing:
         utils.checkpoint_activations(policy.lm)
-    policy, optimizer = utils.prepare(accelerator, policy, AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps))
+    adam = dict(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps, weight_decay=args.weight_decay)  # X8
+    policy, optimizer = utils.prepare(accelerator, policy, AdamTF(policy.parameters(), lr=args.lr, **adam))
     models = Models(policy, ref, reward, ids)
     lm = accelerator.unwrap_model(policy).lm
     utils.check_policy(policy, heldout[:1].to(device), task.temperature, accelerator)
@@ -530,20 +541,24 @@ def main(args: Args) -> None:
 
         with clock("sample"), utils.inference(accelerator, policy):
             contexts = utils.add_affixes(queries, ids)
-            responses = sample_all(lm, contexts, task, pad_id, gen, args.rollout_batch_size)  # G4  [B, R]
+            responses = sample_all(lm, contexts, task, ids, gen, args.rollout_batch_size)  # G4  [B, R]
         with clock("score"), accelerator.autocast():
             rollout, score = make_rollout(models, queries, responses, epochs[0], kl_coef, args)  # L2, L3
 
         policy.train()
-        set_lr(optimizer, lr := anneal(args.lr, update, num_updates))  # G5
+        lr = anneal(args.lr, update, num_updates, args.lr_schedule, args.warmup_updates)  # G5
+        for group in optimizer.param_groups:  # no prepared scheduler, which would step once a process
+            group["lr"] = lr
         steps = []
         with clock("optimise"):
             for order in epochs:  # P7
                 for rows in minibatches(order, args):
                     batch = rollout.take(rows)
                     steps.append(train_step(policy, optimizer, batch, args, accelerator))
+                if args.max_kl and means(steps[-args.num_minibatches :])["policy/approxkl_avg"].mean() > args.max_kl:
+                    break  # X12: on all processes alike
 
-        metrics = summarise(rollout, score, steps, pad_id)
+        metrics = summarise(rollout, score, steps, pad_id, args)
         if gold:
             gold_scores = utils.text_scores(gold, task.gold_fn, tokenizer, queries, score.cut, pad_id)
             metrics["objective/gold_score"] = gold_scores.mean()

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 import records
 import utils
-from tasks import SYNTHETIC, Bounds, Count, NonNegative, Positive, Seed, Share, Shown, Task, cli, parse_args
+from tasks import SYNTHETIC, Bounds, Count, NonNegative, Positive, Share, Shown, Task, Whole, cli, parse_args
 from utils import InputError, TokenTable
 
 
@@ -35,43 +35,29 @@ class Args:
     """Supervised fine-tuning."""
 
     task: Task
-    seed: Seed = 1
-    """of the order of the blocks and of the weights, where they start from scratch"""
-    num_epochs: Count = 1
-    """passes over the texts"""
-    batch_size: Count = 32
-    """rows per optimizer step, over all processes"""
-    micro_batch_tokens: Count = 4096
-    """tokens per forward on one process: memory only"""
+    seed: Whole = 1  # of the order of the blocks and of the weights, where they start from scratch
+    num_epochs: Count = 1  # passes over the texts
+    batch_size: Count = 32  # rows per optimizer step, over all processes
+    micro_batch_tokens: Count = 4096  # per forward on one process: memory only
     block_size: Annotated[int, Bounds(4, 2**20)] = 128
     """tokens per row of packed texts; with reference responses it is query_length + response_length"""
-    lr: Positive = 5e-5
-    """highest learning rate: warmed up linearly, then falling linearly to 0"""
-    warmup: Share = 0.05
-    """share of the steps that warm up"""
-    weight_decay: NonNegative = 0.01
-    """AdamW's"""
-    max_grad_norm: Positive = 1.0
-    """gradients are scaled down to this norm"""
-    num_heldout: Count = 256
-    """rows kept out of training, for perplexity and ROUGE-L"""
-    gradient_checkpointing: bool = False
-    """less memory for activations, one more forward"""
-    tf32: bool = False
-    """fp32 matrix products in TensorFloat-32 on NVIDIA GPUs: faster, 10 bits of mantissa"""
+    lr: Positive = 5e-5  # highest learning rate: warmed up linearly, then falling linearly to 0
+    warmup: Share = 0.05  # share of the steps that warm up
+    weight_decay: NonNegative = 0.01  # AdamW's
+    max_grad_norm: Positive = 1.0  # gradients are scaled down to this norm
+    num_heldout: Count = 256  # rows kept out of training, for perplexity and ROUGE-L
+    gradient_checkpointing: bool = False  # less memory for activations, one more forward
+    tf32: bool = False  # fp32 matrix products in TensorFloat-32 on NVIDIA GPUs: faster, 10 bits of mantissa
     output_dir: str | None = None
     """new folder for the trained model; None: the run's, and models/<task>/sft becomes a link to it"""
-    run_name: str | None = None
-    """new folder in runs/; None: task, script, seed and time"""
+    run_name: str | None = None  # new folder in runs/; None: task, script, seed and time
     shown: Shown = Shown()
-    save_every: Count | None = None
-    """steps between two checkpoints that `--resume` goes on from; None: see save_minutes"""
+    save_every: Count | None = None  # steps between checkpoints that `--resume` goes on from; None: see save_minutes
     save_minutes: Positive | None = None
     """minutes between two checkpoints; with neither there is one only at SIGTERM or SIGUSR1, which stop the run"""
     resume: str | None = None
     """runs/<name> to go on with, by the same command; `latest`: the newest of this task and script with a checkpoint"""
-    eval_every: Count = 200
-    """steps between two measurements on held-out text"""
+    eval_every: Count = 200  # steps between two measurements on held-out text
 
 
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above, by task
@@ -157,12 +143,6 @@ def lr_at(step: int, steps: int, args: Args) -> float:
     return args.lr * min((step + 1) / warmup, (steps - step) / max(steps - warmup, 1), 1.0)
 
 
-def set_lr(optimizer: Any, lr: float) -> None:
-    """One learning rate for all groups; never a prepared scheduler, which would step once a process."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 def token_losses(lm: nn.Module, rows: Tensor, first: int, pad_id: int) -> tuple[Tensor, Tensor]:
     """[B, T] → cross-entropy in nats and mask of the learned columns, [B, T − first] each; 0 at pads."""
     targets = rows[:, first:]
@@ -210,52 +190,52 @@ def heldout_loss(lm: nn.Module, rows: Tensor, first: int, pad_id: int, args: Arg
     return total / count
 
 
-def draw(logits: Tensor, uniform: Tensor) -> Tensor:
+def draw(logits: Tensor, uniform: Tensor, top_p: float = 1.0) -> Tensor:
     """One token a row from softmax(logits) by inverting its CDF. logits [B, V], uniform [B, 1] in [0, 1) → [B, 1].
     In fp64, and below the CDF's very top: a token of probability 0 is never drawn, not even at u = 0 or by rounding."""
-    cdf = logits.to(uniform.device).double().softmax(dim=-1).cumsum(dim=-1)
+    probs = logits.to(uniform.device).double().softmax(dim=-1)
+    if top_p < 1:  # X7: only the likeliest tokens, the fewest that together have this probability
+        falling = probs.sort(dim=-1, descending=True).values
+        least = falling.where(falling.cumsum(dim=-1) - falling < top_p, 1).amin(dim=-1, keepdim=True)
+        probs = probs.masked_fill(probs < least, 0)
+    cdf = probs.cumsum(dim=-1)
     total = cdf[:, -1:]
     point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, point, right=True).to(logits.device)
 
 
 @torch.no_grad()
-def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, temperature: float, pad_id: int) -> Tensor:
+def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, task: Task, ids: utils.Ids) -> Tensor:
     """G4: exactly R tokens for each left-padded context [B, C], drawn with `uniform` [R, B, 1] → [B, R]: full
-    vocabulary, no stop at EOS, no `generation_config` of the checkpoint. Prefill once, then a token a step over a
-    static cache."""
+    vocabulary unless the task says otherwise (X7), no stop at EOS, no `generation_config` of the checkpoint. Prefill
+    once, then a token a step over a static cache."""
     start, response_length = contexts.shape[1], len(uniform)
-    inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
+    inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), ids.pad)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
     mask[:, start:] = 0  # filled in, never grown: static shapes, and alibi is built from it
     cache = utils.KeyValueCache(config=lm.config, max_cache_len=start + response_length)
     responses = torch.empty(len(contexts), response_length, dtype=torch.long, device=contexts.device)
     tokens, begin = inputs["input_ids"][:, :start], 0
+    every = dict(attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
     for t in range(response_length):
         end = start + t
-        logits = lm(
-            tokens,
-            attention_mask=mask,
-            position_ids=positions[:, begin:end],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        tokens, begin = draw(logits.float() / temperature, uniform[t]), end  # P1
+        logits = lm(tokens, position_ids=positions[:, begin:end], **every).logits[:, -1]
+        logits = logits.float() / task.temperature  # P1
+        if t + 1 < task.min_response_length:
+            logits[:, ids.truncate] = -math.inf  # X7: no end yet
+        tokens, begin = draw(logits, uniform[t], task.top_p), end
         responses[:, t], mask[:, end] = tokens[:, 0], 1
     return responses
 
 
-def sample_all(
-    lm: PreTrainedModel, contexts: Tensor, task: Task, pad_id: int, gen: torch.Generator, size: int
-) -> Tensor:
+def sample_all(lm: nn.Module, contexts: Tensor, task: Task, ids: utils.Ids, gen: torch.Generator, size: int) -> Tensor:
     """`sample` for any number of rows: `size` at a time, by length, trimmed; each with its own random numbers (X10).
     [B, C] → [B, R]"""
     shape = task.response_length, len(contexts), 1
     uniform = torch.rand(shape, generator=gen, device=gen.device, dtype=torch.float64)
     responses = torch.empty(shape[1], shape[0], dtype=torch.long, device=contexts.device)
-    for rows, width in utils.by_length(utils.row_lengths(contexts, pad_id), size):
-        responses[rows] = sample(lm, contexts[rows, -width:], uniform[:, rows], task.temperature, pad_id)
+    for rows, width in utils.by_length(utils.row_lengths(contexts, ids.pad), size):
+        responses[rows] = sample(lm, contexts[rows, -width:], uniform[:, rows], task, ids)
     return responses
 
 
@@ -279,7 +259,7 @@ def continuations(
     prompts = rows[:, :first] if task.response_column else rows[:, : args.block_size // 4]
     size, gen = args.micro_batch_tokens // rows.shape[1] or 1, utils.generator(args.seed, 0, rows.device)
     lm.eval()
-    tokens = sample_all(lm, prompts, task, pad_id, gen, size)
+    tokens = sample_all(lm, prompts, task, ids, gen, size)
     if task.eos_task:
         tokens = truncate(tokens, ids.truncate, task.truncate_after, pad_id)[0]
     texts = {"text": prompts, "continuation": tokens} | ({"reference": rows[:, first:]} if task.response_column else {})
@@ -345,7 +325,9 @@ def main(args: Args) -> None:
         order = np.random.default_rng([args.seed, epoch]).permutation(len(rows))  # the same on every process
         mine = order[at * args.batch_size : (at + 1) * args.batch_size][rank::processes]
         with clock("optimise"):
-            set_lr(optimizer, lr := lr_at(step, steps, args))
+            lr = lr_at(step, steps, args)
+            for group in optimizer.param_groups:  # no prepared scheduler, which would step once a process
+                group["lr"] = lr
             loss = train_step(lm, optimizer, rows[mine].to(device), first, pad_id, args, accelerator).item()
         metrics = {"loss": loss, "lr": lr, "epoch": step / steps_per_epoch} | clock.pop()
         if (step + 1) % args.eval_every == 0 or step + 1 == steps:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_origin, get_type_hints
 
 import tyro
 from safetensors import SafetensorError
@@ -38,12 +38,13 @@ class Bounds(NamedTuple):
     most: float = math.inf
 
 
-Seed = Annotated[int, Bounds(0, 2**63 - 1)]
+Whole = Annotated[int, Bounds(0, 2**63 - 1)]
 Count = Annotated[int, Bounds(1, 2**31 - 1)]
 Size = Annotated[int, Bounds(1, 2**20)]  # of what is held in memory at once
 Positive = Annotated[float, Bounds(1e-30, 10**6)]  # far from where fp32 makes 0 of it, or of two of them infinity
 NonNegative = Annotated[float, Bounds(0, 10**6)]
 Share = Annotated[float, Bounds(0, 1)]
+Beta = Annotated[float, Bounds(0, 0.999999)]  # of Adam, which divides by 1 − β
 Affix = Annotated[str, Bounds()]  # any text; one without bounds is a name, which is not empty
 
 
@@ -74,6 +75,11 @@ class Task:
     """tokens; see `truncate_token`"""
     missing_eos_penalty: Annotated[float, Bounds(-(10**6), 10**6)] = -1.0
     """score of a response without `truncate_token` there, in place of the reward model's (P5)"""
+    top_p: Annotated[float, Bounds(1e-30, 1)] = 1.0
+    """samples are drawn from the likeliest tokens, the fewest that together have this probability; log-probabilities
+    stay those of the full vocabulary (X7)"""
+    min_response_length: Count = 1
+    """tokens; `truncate_token` is not drawn before the response has this many with it (X7)"""
     query_prefix: Affix = ""
     """text in front of each query; read by policy and reference, not by the reward model"""
     query_suffix: Affix = ""
@@ -209,6 +215,9 @@ def check_bounds(args: Any) -> None:
         bounds = [b for part in (hint, *parts) for b in getattr(part, "__metadata__", ()) if isinstance(b, Bounds)]
         if is_dataclass(value):
             check_bounds(value)
+        elif get_origin(hint) is Literal:
+            if value not in parts:
+                raise InputError(f"{name}={value!r:.60} has to be one of {', '.join(parts)}")
         elif isinstance(value, str):
             check_text(name, value, is_name=not bounds)
         elif isinstance(value, int | float) and not isinstance(value, bool):

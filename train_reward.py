@@ -33,7 +33,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 import records
 import utils
-from tasks import Bounds, Count, NonNegative, Positive, Seed, Shown, Size, Task, cli, parse_args
+from tasks import Bounds, Count, NonNegative, Positive, Shown, Size, Task, Whole, cli, parse_args
 from utils import InputError, RewardModel
 
 
@@ -42,35 +42,25 @@ class Args:
     """Reward model from preference labels."""
 
     task: Task
-    seed: Seed = 1
-    """of head, order of the labels and samples; process r samples with seed + 100003 r (G6)"""
+    seed: Whole = 1  # of head, order of the labels and samples; process r samples with seed + 100003 r (G6)
     num_labels: Count = 4992
     """labels to train on, the file's first; the rest, without the queries of these, measures accuracy"""
-    batch_size: Size = 32
-    """labels per optimizer step, over all processes"""
-    micro_batch_tokens: Count = 4096
-    """tokens per forward on one process, a label's K sequences together: memory only"""
-    lr: NonNegative = 5e-5
-    """learning rate of the first step; falls linearly to 0 (G5)"""
-    adam_eps: Positive = 1e-5
-    """TensorFlow's ε̂ (A1)"""
+    batch_size: Size = 32  # labels per optimizer step, over all processes
+    micro_batch_tokens: Count = 4096  # per forward on one process, a label's K sequences together: memory only
+    lr: NonNegative = 5e-5  # learning rate of the first step; falls linearly to 0 (G5)
+    adam_eps: Positive = 1e-5  # TensorFlow's ε̂ (A1)
     policy_model: str | None = None
     """model whose samples gain and bias are set from (R3): hub name or folder; None: base_model"""
     normalize_samples: Annotated[int, Bounds(2, 2**20)] = 256
     """the policy's samples that gain and bias are set from, at least (R3)"""
-    rollout_batch_size: Size = 512
-    """samples come in batches of this many, over all processes (R3)"""
-    gradient_checkpointing: bool = False
-    """less memory for activations, one more forward"""
-    tf32: bool = False
-    """fp32 matrix products in TensorFloat-32 on NVIDIA GPUs: faster, 10 bits of mantissa"""
+    rollout_batch_size: Size = 512  # samples come in batches of this many, over all processes (R3)
+    gradient_checkpointing: bool = False  # less memory for activations, one more forward
+    tf32: bool = False  # fp32 matrix products in TensorFloat-32 on NVIDIA GPUs: faster, 10 bits of mantissa
     output_dir: str | None = None
     """new folder for the reward model; None: the run's, and models/<task>/train_reward becomes a link to it"""
-    run_name: str | None = None
-    """new folder in runs/; None: task, script, seed and time"""
+    run_name: str | None = None  # new folder in runs/; None: task, script, seed and time
     shown: Shown = Shown()
-    save_every: Count | None = None
-    """steps between two checkpoints that `--resume` goes on from; None: see save_minutes"""
+    save_every: Count | None = None  # steps between checkpoints that `--resume` goes on from; None: see save_minutes
     save_minutes: Positive | None = None
     """minutes between two checkpoints; with neither there is one only at SIGTERM or SIGUSR1, which stop the run"""
     resume: str | None = None
@@ -302,52 +292,52 @@ def load_labels(task: Task, tokenizer: Any, pad_id: int) -> Labels:
 # ---------------------------------------------------------------------------------------------- samples to normalise on
 
 
-def draw(logits: Tensor, uniform: Tensor) -> Tensor:
+def draw(logits: Tensor, uniform: Tensor, top_p: float = 1.0) -> Tensor:
     """One token a row from softmax(logits) by inverting its CDF. logits [B, V], uniform [B, 1] in [0, 1) → [B, 1].
     In fp64, and below the CDF's very top: a token of probability 0 is never drawn, not even at u = 0 or by rounding."""
-    cdf = logits.to(uniform.device).double().softmax(dim=-1).cumsum(dim=-1)
+    probs = logits.to(uniform.device).double().softmax(dim=-1)
+    if top_p < 1:  # X7: only the likeliest tokens, the fewest that together have this probability
+        falling = probs.sort(dim=-1, descending=True).values
+        least = falling.where(falling.cumsum(dim=-1) - falling < top_p, 1).amin(dim=-1, keepdim=True)
+        probs = probs.masked_fill(probs < least, 0)
+    cdf = probs.cumsum(dim=-1)
     total = cdf[:, -1:]
     point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, point, right=True).to(logits.device)
 
 
 @torch.no_grad()
-def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, temperature: float, pad_id: int) -> Tensor:
+def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, task: Task, ids: utils.Ids) -> Tensor:
     """G4: exactly R tokens for each left-padded context [B, C], drawn with `uniform` [R, B, 1] → [B, R]: full
-    vocabulary, no stop at EOS, no `generation_config` of the checkpoint. Prefill once, then a token a step over a
-    static cache."""
+    vocabulary unless the task says otherwise (X7), no stop at EOS, no `generation_config` of the checkpoint. Prefill
+    once, then a token a step over a static cache."""
     start, response_length = contexts.shape[1], len(uniform)
-    inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), pad_id)  # 0 stands for a token to come
+    inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), ids.pad)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
     mask[:, start:] = 0  # filled in, never grown: static shapes, and alibi is built from it
     cache = utils.KeyValueCache(config=lm.config, max_cache_len=start + response_length)
     responses = torch.empty(len(contexts), response_length, dtype=torch.long, device=contexts.device)
     tokens, begin = inputs["input_ids"][:, :start], 0
+    every = dict(attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
     for t in range(response_length):
         end = start + t
-        logits = lm(
-            tokens,
-            attention_mask=mask,
-            position_ids=positions[:, begin:end],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        tokens, begin = draw(logits.float() / temperature, uniform[t]), end  # P1
+        logits = lm(tokens, position_ids=positions[:, begin:end], **every).logits[:, -1]
+        logits = logits.float() / task.temperature  # P1
+        if t + 1 < task.min_response_length:
+            logits[:, ids.truncate] = -math.inf  # X7: no end yet
+        tokens, begin = draw(logits, uniform[t], task.top_p), end
         responses[:, t], mask[:, end] = tokens[:, 0], 1
     return responses
 
 
-def sample_all(
-    lm: PreTrainedModel, contexts: Tensor, task: Task, pad_id: int, gen: torch.Generator, size: int
-) -> Tensor:
+def sample_all(lm: nn.Module, contexts: Tensor, task: Task, ids: utils.Ids, gen: torch.Generator, size: int) -> Tensor:
     """`sample` for any number of rows: `size` at a time, by length, trimmed; each with its own random numbers (X10).
     [B, C] → [B, R]"""
     shape = task.response_length, len(contexts), 1
     uniform = torch.rand(shape, generator=gen, device=gen.device, dtype=torch.float64)
     responses = torch.empty(shape[1], shape[0], dtype=torch.long, device=contexts.device)
-    for rows, width in utils.by_length(utils.row_lengths(contexts, pad_id), size):
-        responses[rows] = sample(lm, contexts[rows, -width:], uniform[:, rows], task.temperature, pad_id)
+    for rows, width in utils.by_length(utils.row_lengths(contexts, ids.pad), size):
+        responses[rows] = sample(lm, contexts[rows, -width:], uniform[:, rows], task, ids)
     return responses
 
 
@@ -375,7 +365,7 @@ def policy_samples(args: Args, tokenizer: Any, pad_id: int, accelerator: Acceler
         with accelerator.autocast():
             contexts, gen = utils.add_affixes(queries, ids), utils.generator(seed, step, device)
             rows = args.micro_batch_tokens // contexts.shape[1] or 1
-            sets.append((queries, sample_all(lm, contexts, task, pad_id, gen, rows)))
+            sets.append((queries, sample_all(lm, contexts, task, ids, gen, rows)))
     return sets
 
 
@@ -402,8 +392,8 @@ class AdamTF(torch.optim.Adam):
     """A1: TensorFlow's Adam. There ε is added to √v without its bias correction (ε̂ in Kingma & Ba); PyTorch's formula
     with ε_t = ε̂ / √(1 − β₂ᵗ) is the same, so the library's fused kernel does the work."""
 
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-5):
-        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
+    def __init__(self, params: Any, lr: float, eps: float = 1e-5, **settings: Any):
+        super().__init__(params, lr=lr, eps=eps, fused=True, decoupled_weight_decay=True, **settings)
         for group in self.param_groups:
             group["eps_hat"], group["t"] = eps, 0  # in the group, so that state_dict() keeps them
 
@@ -415,15 +405,12 @@ class AdamTF(torch.optim.Adam):
         return super().step(closure)
 
 
-def anneal(lr: float, step: int, steps: int) -> float:
-    """G5: linear from `lr` at step 0 to 0 at step `steps`."""
-    return lr * (1 - step / steps)
-
-
-def set_lr(optimizer: Any, lr: float) -> None:
-    """One learning rate for all groups; never a prepared scheduler, which would step once a process."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def anneal(lr: float, step: int, steps: int, schedule: str = "linear", warmup: int = 0) -> float:
+    """G5: linear from `lr` at step 0 to 0 at step `steps`. X8: or otherwise, and behind `warmup` steps up to `lr`."""
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    done = (step - warmup) / (steps - warmup)
+    return lr * {"linear": 1 - done, "constant": 1.0, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[schedule]
 
 
 def new_reward_model(name: str, pad_id: int) -> RewardModel:
@@ -586,7 +573,9 @@ def main(args: Args) -> None:
         done = step * args.batch_size
         batch = labels.rows(order[done : done + args.batch_size][rank::processes]).to(device)
         with clock("optimise"):
-            set_lr(optimizer, lr := anneal(args.lr, done, args.num_labels))  # G5
+            lr = anneal(args.lr, done, args.num_labels)  # G5
+            for group in optimizer.param_groups:  # no prepared scheduler, which would step once a process
+                group["lr"] = lr
             stats = train_step(model, optimizer, batch, pad_id, args, accelerator)
         stats |= {"gain": utils.whole(plain.gain)[0], "bias": utils.whole(plain.bias)[0]}
         metrics = utils.mean_over_processes(stats, device) | {"lr": lr} | clock.pop()

@@ -33,7 +33,7 @@ import tasks  # noqa: E402
 BETA2, EPS = 0.999, 1e-5
 ADAMS = {  # what `ppo.AdamTF` is replaced with
     "TensorFlow": ppo.AdamTF,
-    "PyTorch": lambda params, lr, eps: torch.optim.Adam(params, lr=lr, eps=eps, fused=True),
+    "PyTorch": lambda params, lr, **settings: torch.optim.Adam(params, lr=lr, fused=True, **settings),
 }
 ROW = ("parameters", "adam", "seed", "update", "epoch")
 STATISTICS = ("logratio_mean", "logratio_var", "logratio_min", "logratio_max")
@@ -113,7 +113,7 @@ def measure(model: Path, adam: str, seed: int, args: Args) -> list[dict[str, Any
         rows.append(names | after_step(policy, batch, targets, settings))
         return sums
 
-    replaced = dict(AdamTF=ADAMS[adam], train_step=watched, anneal=lambda lr, step, steps: lr)
+    replaced = dict(AdamTF=ADAMS[adam], train_step=watched, anneal=lambda lr, *_: lr)
     with patch.multiple(ppo, **replaced):
         ppo.main(settings)
     return rows

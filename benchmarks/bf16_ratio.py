@@ -78,7 +78,7 @@ def main(args: Args) -> None:
     tokenizer, _, pad_id = utils.load_tokenizer(replace(task, base_model=args.model), task.response_length)
     queries = utils.load_queries(task, tokenizer, pad_id, args.completions)[: args.completions]
     plain, gen = utils.load_lm(args.model).eval(), utils.generator(1, 0, queries.device)
-    responses = rloo.sample_all(plain, queries, task, pad_id, gen, args.batch_size)
+    responses = rloo.sample_all(plain, queries, task, utils.Ids(pad_id, None, [], []), gen, args.batch_size)
     parts = utils.by_length(utils.row_lengths(queries, pad_id), args.batch_size)
     parts = [(queries[rows, -width:], responses[rows]) for rows, width in parts]
     rows, shown = [], {}

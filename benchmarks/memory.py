@@ -161,7 +161,7 @@ def run_update(script: Any, name: str, args: Any, precision: str, fake: bool) ->
         peaks, (rows, r) = {}, (args.batch_size, task.response_length)
         with accelerator.autocast():
             contexts = torch.randint(0, pad_id, (rows, task.query_length + r - 2))  # the last two tokens: a full cache
-            script.sample(lm, contexts, torch.rand(2, rows, 1, dtype=torch.float64), task.temperature, pad_id)
+            script.sample(lm, contexts, torch.rand(2, rows, 1, dtype=torch.float64), task, models.ids)
             peaks["sample"] = tracker.restart()
             order, queries = np.arange(rows), torch.randint(0, pad_id, (rows, task.query_length))
             responses = torch.randint(0, pad_id, (rows, r))

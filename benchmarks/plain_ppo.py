@@ -163,7 +163,8 @@ class PlainPPO:
         lm, length = self.policy.lm, self.task.response_length
         if "sampler" in self.ideas:
             gen = torch.Generator().manual_seed(seed)
-            return ppo.sample_all(lm, queries, self.task, self.pad_id, gen, self.args.rollout_batch_size)
+            ids = utils.Ids(self.pad_id, None, [], [])
+            return ppo.sample_all(lm, queries, self.task, ids, gen, self.args.rollout_batch_size)
         torch.manual_seed(seed)
         mask = queries != self.pad_id
         how = GenerationConfig(

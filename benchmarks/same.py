@@ -167,14 +167,14 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
         step[0] = at
         return generator(seed, at, device)
 
-    def sample_shares(lm: Any, contexts: torch.Tensor, task: Any, pad_id: int, gen: Any, size: int) -> torch.Tensor:
+    def sample_shares(lm: Any, contexts: torch.Tensor, task: Any, ids: Any, gen: Any, size: int) -> torch.Tensor:
         if not shared[0]:
-            return sample_all(lm, contexts, task, pad_id, gen, size)
+            return sample_all(lm, contexts, task, ids, gen, size)
         out = torch.empty(len(contexts), task.response_length, dtype=torch.long)
         for share, seed in enumerate(seeds):
             rows = place(share, np.arange(len(contexts) // each), len(contexts))
             gen = generator(seed, step[0], contexts.device)
-            out[rows] = sample_all(lm, contexts[rows], task, pad_id, gen, size)
+            out[rows] = sample_all(lm, contexts[rows], task, ids, gen, size)
         return out
 
     class Permutations:

@@ -57,7 +57,7 @@ def answers(model: str, other: str, args: Args) -> tuple[list[str], list[str]]:
     queries = utils.load_queries(task, tokenizer, pad_id, args.queries)[: args.queries].to(device)
     lm = utils.load_lm(model).to(device).eval()
     gen = utils.generator(args.seed, 0, device)
-    responses = ppo.sample_all(lm, utils.add_affixes(queries, ids), task, pad_id, gen, args.batch_size)
+    responses = ppo.sample_all(lm, utils.add_affixes(queries, ids), task, ids, gen, args.batch_size)
     cut = ppo.truncate(responses, ids.truncate, task.truncate_after, pad_id)[0]
     return utils.decode(tokenizer, queries, pad_id), utils.decode(tokenizer, cut, pad_id)
 

@@ -100,7 +100,7 @@ def test_G3_padding_anywhere_never_changes_the_logits_of_real_tokens(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_G3_greedy_sampling_from_padded_rows_equals_re_forwarding_each_row_alone(kind, script):
     lm, contexts = tiny.make_lm(kind), tiny.make_contexts([1, 6, 3], 6)
-    responses = script.sample(lm, contexts, tiny.uniform(6, 3), 1e-6, PAD)
+    responses = script.sample(lm, contexts, tiny.uniform(6, 3), *tiny.sampling(1e-6))
     for row, response in zip(rows_of(contexts), responses.tolist(), strict=True):
         for _ in range(6):
             with torch.no_grad():
@@ -131,7 +131,7 @@ def test_G3_worked_example_of_position_ids():
 def test_G4_a_response_has_its_exact_length_and_never_a_pad_whatever_generation_config_says(script):
     """Also pitfall 13: top_k, eos, minimum and maximum length of the checkpoint change nothing."""
     lm, contexts = tiny.make_lm(vocab=7), tiny.make_contexts([3, 1], 3, vocab=7).repeat(200, 1)
-    expected = script.sample(lm, contexts, tiny.uniform(9, 400), 1.5, 7)
+    expected = script.sample(lm, contexts, tiny.uniform(9, 400), *tiny.sampling(1.5, 7))
     assert expected.shape == (400, 9)
     assert sorted(expected.unique().tolist()) == [0, 1, 2, 3, 4, 5, 6]  # the whole vocabulary, EOS 0 too, and no pad
     assert (expected[expected[:, 3] == 0][:, 4:] != 0).any()  # it goes on behind an EOS
@@ -150,7 +150,7 @@ def test_G4_a_response_has_its_exact_length_and_never_a_pad_whatever_generation_
     )
     for name, value in settings.items():
         setattr(lm.generation_config, name, value)
-    ours = script.sample(lm, contexts, tiny.uniform(9, 400), 1.5, 7)
+    ours = script.sample(lm, contexts, tiny.uniform(9, 400), *tiny.sampling(1.5, 7))
     assert torch.equal(ours, expected)
 
 
@@ -198,7 +198,7 @@ def test_G4_P1_sampled_tokens_follow_softmax_of_logits_over_temperature(script):
     contexts = torch.tensor([[10, 10, 3, 8]]).expand(20_000, -1)
     with torch.no_grad():
         logits = lm(torch.tensor([[3, 8]])).logits[0, -1]
-    tokens = script.sample(lm, contexts, tiny.uniform(1, 20_000), 2.0, 10)[:, 0]
+    tokens = script.sample(lm, contexts, tiny.uniform(1, 20_000), *tiny.sampling(2.0, 10))[:, 0]
     assert chi_square(tokens, (logits / 2).softmax(0)) < CHI2_9
     assert chi_square(tokens, logits.softmax(0)) > 10 * CHI2_9  # temperature 1 would be told apart
 
@@ -209,8 +209,8 @@ def test_G4_rows_draw_alike_whatever_the_batch_they_are_sampled_in_is_trimmed_to
     lm, task = tiny.make_lm(), tiny.make_task(temperature=1e-6)
     contexts = tiny.make_contexts([2, 8, 5, 1, 8], 8)
     gen = utils.generator(1, 0, contexts.device)
-    together = script.sample_all(lm, contexts, task, PAD, gen, size=2)
-    alone = [script.sample(lm, contexts[i : i + 1], tiny.uniform(5, 1), 1e-6, PAD) for i in range(5)]
+    together = script.sample_all(lm, contexts, task, tiny.IDS, gen, size=2)
+    alone = [script.sample(lm, contexts[i : i + 1], tiny.uniform(5, 1), task, tiny.IDS) for i in range(5)]
     assert torch.equal(together, torch.cat(alone))
 
 
@@ -219,7 +219,8 @@ def test_X10_the_rollout_batch_size_never_changes_what_is_sampled(script):
     """A row's random numbers are its own, whatever its chunk and its place in it."""
     lm, task, contexts = tiny.make_lm(), tiny.make_task(), tiny.make_contexts([2, 8, 5, 1, 8, 3], 8)
     sampled = [
-        script.sample_all(lm, contexts, task, PAD, utils.generator(1, 0, contexts.device), size) for size in (1, 4, 6)
+        script.sample_all(lm, contexts, task, tiny.IDS, utils.generator(1, 0, contexts.device), size)
+        for size in (1, 4, 6)
     ]
     assert torch.equal(sampled[0], sampled[2]) and torch.equal(sampled[1], sampled[2])
     assert len({tuple(row) for row in sampled[0].tolist()}) == 6
@@ -236,14 +237,6 @@ def test_G5_policy_learning_rate_falls_linearly_over_a_number_of_updates_rounded
 @every_script_with("anneal")
 def test_G5_anneal_falls_linearly_to_0(script):
     assert [script.anneal(6.0, step, 3) for step in range(4)] == pytest.approx([6.0, 4.0, 2.0, 0.0])
-
-
-@every_script_with("set_lr")
-def test_G5_set_lr_is_for_all_groups(script):
-    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
-    optimizer = torch.optim.SGD([{"params": [weight], "lr": 1.0} for weight in weights])
-    script.set_lr(optimizer, 0.25)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
 
 
 def test_G5_reward_learning_rate_falls_linearly_over_the_labels_one_epoch(runs):

@@ -100,7 +100,11 @@ WRONG = {  # field → values outside its bounds
     **dict.fromkeys(("micro_batch_tokens", "rollout_batch_size", "block_size", "num_heldout"), COUNT),
     **dict.fromkeys(("kl_horizon", "eval_every", "eval_queries", "save_every"), COUNT),
     **dict.fromkeys(("temperature", "adam_eps", "kl_target", "max_grad_norm", "save_minutes"), POSITIVE),
-    **dict.fromkeys(("cliprange", "cliprange_value"), POSITIVE),
+    **dict.fromkeys(("cliprange", "cliprange_value", "clip_score", "max_kl"), POSITIVE),
+    **dict.fromkeys(("samples_per_prompt", "min_response_length"), COUNT),
+    **dict.fromkeys(("warmup_updates", "value_warmup_updates"), {-1}),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), {-0.1, 1.0}),
+    "top_p": {0.0, -0.5, 1.001},
     **dict.fromkeys(("lr", "kl_coef", "vf_coef", "weight_decay"), NOT_NEGATIVE),
     **dict.fromkeys(("gamma", "lam", "warmup"), SHARE),
     "truncate_after": {-1},
@@ -112,8 +116,10 @@ ALLOWED = {  # the ends of the bounds that belong to them
     "truncate_after": 0,
     "rloo_k": 2,
     "missing_eos_penalty": -1e6,
-    **dict.fromkeys(("kl_target", "save_every", "save_minutes")),
-    **dict.fromkeys(("lr", "kl_coef", "vf_coef", "weight_decay", "gamma", "lam", "warmup"), 0.0),
+    **dict.fromkeys(("kl_target", "save_every", "save_minutes", "clip_score", "max_kl")),
+    **dict.fromkeys(("lr", "kl_coef", "vf_coef", "weight_decay", "gamma", "lam", "warmup", "adam_beta1"), 0.0),
+    **dict.fromkeys(("warmup_updates", "value_warmup_updates"), 0),
+    **dict.fromkeys(("samples_per_prompt", "min_response_length", "top_p"), 1),
 }
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
 
@@ -192,6 +198,25 @@ def test_truncation_has_to_start_inside_the_response(script, scripts, nothing_lo
     main, args = scripts[script]
     for after in (5, 9):  # of responses of 5 tokens
         refuses(lambda after=after: main(with_task(args, truncate_after=after)), f"truncate_after={after}", 4)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_response_can_be_no_longer_than_it_is_and_without_its_end_has_no_least_length(script, scripts, nothing_loads):
+    main, args = scripts[script]
+    refuses(
+        lambda: main(with_task(args, min_response_length=6)), "min_response_length=6", "at most 5", "response_length"
+    )
+    wanted = dict(min_response_length=2, truncate_token=None)
+    refuses(lambda: main(with_task(args, **wanted)), "min_response_length=2", "at most 1", "no truncate_token")
+
+
+@pytest.mark.parametrize("script", ["ppo", "rloo"])
+@pytest.mark.parametrize(
+    ("name", "known"), [("kl_estimator", "k1, k2, k3"), ("lr_schedule", "linear, constant, cosine")]
+)
+def test_a_choice_that_there_is_not_is_refused_by_name(script, name, known, scripts, nothing_loads):
+    main, args = scripts[script]
+    refuses(lambda: main(replace(args, **{name: "k4"})), f"{name}='k4' has to be one of {known}")
 
 
 # ------------------------------------------------------------- what each script refuses before it loads any weights

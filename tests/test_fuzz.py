@@ -15,7 +15,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import datasets
 import huggingface_hub
@@ -91,7 +91,9 @@ def kinds(cls: type) -> dict[str, tuple[type, bool]]:
     found = {}
     for name, hint in get_type_hints(cls).items():
         parts = (hint, *get_args(hint))
-        kind = next((kind for kind in (bool, int, float, str) if kind in parts), None)
+        kind = next(
+            (kind for kind in (bool, int, float, str) if kind in parts), str if get_origin(hint) is Literal else None
+        )
         found |= {name: (kind, type(None) in parts)} if kind else kinds(hint)
     return found
 
@@ -193,7 +195,15 @@ def test_what_would_fail_late_or_write_elsewhere_is_refused_by_name_before_anyth
 
 # --------------------------------------------------------------------------------------------- starts, to one update
 
-SIZES = ("batch_size", "num_ppo_epochs", "rollout_batch_size", "normalize_samples", "rloo_k", "num_minibatches")
+SIZES = (
+    "batch_size",
+    "num_ppo_epochs",
+    "rollout_batch_size",
+    "normalize_samples",
+    "rloo_k",
+    "num_minibatches",
+    "samples_per_prompt",
+)
 FUNCTIONS = ["odd.py:number", "broken.py:f", "builtins:max"]
 NO_TEXTS = ["odd.py:number", "odd.py:raises", "broken.py:f", "builtins:len", "json:loads"]
 STARTS = {

@@ -137,7 +137,7 @@ def test_A1_adam_follows_tensorflow(script, schedule):
             param.grad = torch.from_numpy(np.array(arrays[f"grad/{name}"][step]))
         lr = record["base_lr"] if schedule == "const" else script.anneal(record["base_lr"], step, record["steps"])
         assert lr == pytest.approx(float(arrays[f"{schedule}/lr"][step]), rel=1e-6)
-        script.set_lr(optimizer, lr)
+        optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
         for name, param in params.items():
             torch.testing.assert_close(
@@ -312,7 +312,7 @@ def test_ppo_reproduces_every_update(name, micro_batch_tokens):
 
         lr = ppo.anneal(args.lr, update, num_updates)
         assert lr == pytest.approx(float(u["lr"]), rel=1e-6)
-        ppo.set_lr(optimizer, lr)
+        optimizer.param_groups[0]["lr"] = lr
         steps = tiny.update(ppo, policy, optimizer, rollout, list(u["order"]), args, accelerator)
         each = [ppo.summarise(rollout, score, [step], kl_coef, pad_id, args) for step in steps]  # of one minibatch
         for key in (k for k in u if k.startswith("mb_stats/")):
@@ -398,7 +398,7 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens):
         torch.testing.assert_close(
             rewards, torch.from_numpy(arrays[f"s{step['step']}/logits_before_step"]), atol=2e-5, rtol=0
         )
-        train_reward.set_lr(optimizer, lr := train_reward.anneal(args.lr, start, args.num_labels))
+        optimizer.param_groups[0]["lr"] = lr = train_reward.anneal(args.lr, start, args.num_labels)
         assert lr == pytest.approx(step["lr"], rel=1e-6)
         stats = train_reward.train_step(model, optimizer, labels.rows(rows), pad_id, args, accelerator)
         assert float(stats["loss"]) == pytest.approx(step["loss"], abs=2e-5)

@@ -54,7 +54,7 @@ def update(script, autocast: bool = False, **task):
     )
     epochs, optimizer = [rng.permutation(16) for _ in range(2)], script.AdamTF(policy.parameters(), lr=1e-3)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        responses = script.sample_all(policy.lm, queries, args.task, PAD, utils.generator(1, 0, queries.device), 5)
+        responses = script.sample_all(policy.lm, queries, args.task, tiny.IDS, utils.generator(1, 0, queries.device), 5)
         rollout, _ = script.make_rollout(models, queries, responses, epochs[0], 0.1, args)
         steps = tiny.update(script, policy, optimizer, rollout, epochs, args, accelerator)
     return rollout, script.means(steps), policy

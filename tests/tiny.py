@@ -122,14 +122,19 @@ def make_args(task: tasks.Task | None = None, script: Any = ppo, **changes: Any)
 
 LENGTHS = [8, 1, 3, 5, 2, 8, 4, 1]  # of the queries in `make_rollout`: uneven, so that trimming has something to do
 EOS = 5  # the truncate token of `make_models`
+IDS = utils.Ids(PAD, EOS, [], [])
+
+
+def sampling(temperature: float, pad_id: int = PAD, **changes: Any) -> tuple[tasks.Task, utils.Ids]:
+    """What `sample` has to know of a task."""
+    return make_task(temperature=temperature, **changes), IDS._replace(pad=pad_id)
 
 
 def make_models(policy: Any, reward: Any = None, ref: Any = None, script: Any = ppo, **ids: Any) -> Any:
     """What a rollout is made with; the reward model is random unless given as a function of queries and responses."""
     model = make_reward()
     reward = reward or (lambda queries, responses: model.score(queries, responses, size=36))
-    values = dict(pad=PAD, truncate=EOS, prefix=[], suffix=[]) | ids
-    return script.Models(policy, ref or make_policy(seed=3, script=script), reward, utils.Ids(**values))
+    return script.Models(policy, ref or make_policy(seed=3, script=script), reward, IDS._replace(**ids))
 
 
 def make_responses(rows: int, length: int, seed: int = 1) -> Tensor:
@@ -210,7 +215,7 @@ def step_gradients(
 
 def summarise(script: Any, rollout: Any, score: Any, steps: list[dict[str, Tensor]], kl_coef: float, args: Any) -> Any:
     """`summarise` of ppo or rloo."""
-    return script.summarise(rollout, score, steps, *((PAD,) if script is rloo else (kl_coef, PAD, args)))
+    return script.summarise(rollout, score, steps, *(() if script is rloo else (kl_coef,)), PAD, args)
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -362,7 +362,7 @@ def judged_samples(task_name, model, count, per_query, seed):
     table = utils.load_queries(task, tokenizer, pad, count)
     queries = table[utils.rows_of_step(len(table), count, 0, seed)].repeat_interleave(per_query, dim=0)
     gen = utils.generator(seed, 0, torch.device("cpu"))
-    samples = ppo.sample_all(utils.load_lm(model).eval(), queries, task, pad, gen, size=256)
+    samples = ppo.sample_all(utils.load_lm(model).eval(), queries, task, ids, gen, size=256)
     cut = ppo.truncate(samples, ids.truncate, task.truncate_after, pad)[0]
     texts = [utils.decode(tokenizer, tokens, pad) for tokens in (queries, cut)]
     scores = np.array(gold_score(*texts)).reshape(count, per_query)
