@@ -71,6 +71,7 @@ class Args:
     """`module:function` or `path.py:function` of (queries, responses) → floats, in place of the reward model; with a
     third argument it gets the reward model's scores there"""
     gradient_checkpointing: bool = False  # less memory for activations, one more forward
+    compile: bool = False  # sample with a compiled step, on a GPU as a CUDA graph: faster, behind a minute of compiling
     tf32: bool = False  # fp32 matrix products in TensorFloat-32 on NVIDIA GPUs: faster, 10 bits of mantissa
     output_dir: str | None = None  # new folder for the policy; None: the run's, with a link to it at models/<task>/ppo
     run_name: str | None = None  # new folder in runs/; None: task, script, seed and time
@@ -171,7 +172,7 @@ def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, task: Task, i
     inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), ids.pad)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
     mask[:, start:] = 0  # filled in, never grown: static shapes, and alibi is built from it
-    cache = utils.KeyValueCache(config=lm.config, max_cache_len=start + response_length)
+    cache = utils.empty_cache(lm, len(contexts), start + response_length)
     responses = torch.empty(len(contexts), response_length, dtype=torch.long, device=contexts.device)
     tokens, begin = inputs["input_ids"][:, :start], 0
     every = dict(attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -566,6 +567,7 @@ def main(args: Args) -> None:
     policy, optimizer = utils.prepare(accelerator, policy, AdamTF(groups, lr=args.lr, **adam))
     models = Models(policy, ref, reward, ids)
     lm = accelerator.unwrap_model(policy).lm
+    decoder = utils.Decoder(lm, args.compile)
     utils.check_policy(policy, heldout[:1].to(device), task.temperature, accelerator)
 
     seed = args.seed + 100003 * accelerator.process_index  # G6
@@ -577,7 +579,7 @@ def main(args: Args) -> None:
 
     def evaluation(update: int) -> dict[str, float]:
         with utils.inference(accelerator, policy):
-            metrics, samples = evaluate(models, lm, heldout.to(device), gold, tokenizer, args)
+            metrics, samples = evaluate(models, decoder, heldout.to(device), gold, tokenizer, args)
         run.samples(update, samples)
         return metrics
 
@@ -590,7 +592,7 @@ def main(args: Args) -> None:
 
         with clock("sample"), utils.inference(accelerator, policy):
             contexts = utils.add_affixes(queries, ids)
-            responses = sample_all(lm, contexts, task, ids, gen, args.rollout_batch_size)  # G4  [B, R]
+            responses = sample_all(decoder, contexts, task, ids, gen, args.rollout_batch_size)  # G4  [B, R]
         with clock("score"), accelerator.autocast():
             rollout, score = make_rollout(models, queries, responses, epochs[0], kl_coef, args)  # P5, P8
 

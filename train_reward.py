@@ -315,7 +315,7 @@ def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, task: Task, i
     inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), ids.pad)  # 0 stands for a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
     mask[:, start:] = 0  # filled in, never grown: static shapes, and alibi is built from it
-    cache = utils.KeyValueCache(config=lm.config, max_cache_len=start + response_length)
+    cache = utils.empty_cache(lm, len(contexts), start + response_length)
     responses = torch.empty(len(contexts), response_length, dtype=torch.long, device=contexts.device)
     tokens, begin = inputs["input_ids"][:, :start], 0
     every = dict(attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)

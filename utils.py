@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.activations import NewGELUActivation
-from transformers.cache_utils import StaticCache
+from transformers.cache_utils import StaticCache, StaticLayer
 
 from tasks import InputError, RunError, Task, call_function, load_function
 
@@ -392,9 +392,78 @@ class KeyValueCache(StaticCache):
     """A static cache takes its dtype from the keys, which rotary positions leave in fp32 under autocast, and cannot
     hold the bf16 values. Keys become what the values are, as attention makes them anyway; else nothing changes."""
 
+    def __init__(self, config: PretrainedConfig, length: int):
+        super().__init__(config=config, max_cache_len=length)
+        self.length, self.begun = length, False
+        if length <= (getattr(config, "sliding_window", None) or 0):  # no window slides, and layers that have one count
+            self.layers = [StaticLayer(max_cache_len=length) for _ in self.layers]  # in Python: compiled at every step
+
+    def reset(self) -> None:
+        """Empty it; the memory stays where it is."""
+        super().reset()
+        self.begun = False
+
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Keys and values [B, heads, T, D / heads] of one layer → all of them so far."""
         return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
+
+
+class Decoder:
+    """A language model to sample with. A prompt that stands in several rows is read once. With `compiled` the step of a
+    token is compiled and, on a GPU, replayed as a CUDA graph: then caches stay where they are, one for each shape."""
+
+    def __init__(self, lm: PreTrainedModel, compiled: bool = False):
+        self.lm, self.config, self.compiled, self.caches = lm, lm.config, compiled, {}
+        self.step = torch.compile(lm, mode="reduce-overhead", fullgraph=True, dynamic=False) if compiled else lm
+        torch._dynamo.config.recompile_limit = 64  # shapes: of whole parts and of the last, by multiples of 128
+
+    def cache(self, rows: int, length: int) -> KeyValueCache:
+        """An empty cache for so many rows and tokens; compiled, for 128 tokens or a multiple, and kept."""
+        if not self.compiled:
+            return KeyValueCache(self.config, length)
+        shape = rows, -(-length // 128) * 128
+        if shape not in self.caches:
+            self.caches[shape] = KeyValueCache(self.config, shape[1])
+        self.caches[shape].reset()
+        return self.caches[shape]
+
+    def __call__(self, tokens: Tensor, attention_mask: Tensor, past_key_values: KeyValueCache, **more: Any) -> Any:
+        """What `lm(…)` gives for prompts [B, C], or for one token more [B, 1]."""
+        attention_mask = nn.functional.pad(attention_mask, (0, past_key_values.length - attention_mask.shape[1]))
+        if not past_key_values.begun:
+            past_key_values.begun = True
+            return self.prefill(tokens, attention_mask, past_key_values, **more)
+        if self.compiled:
+            torch.compiler.cudagraph_mark_step_begin()
+        return self.step(tokens, attention_mask=attention_mask, past_key_values=past_key_values, **more)
+
+    def prefill(
+        self, tokens: Tensor, attention_mask: Tensor, cache: KeyValueCache, position_ids: Tensor, **more: Any
+    ) -> Any:
+        """Reads every prompt once, and copies keys and values to the rows that have it."""
+        rows = torch.cat([tokens, attention_mask], dim=1).unique(dim=0, return_inverse=True)[1]  # [B]: which prompt
+        count = int(rows.max()) + 1
+        if count == len(tokens):
+            inputs = dict(attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache)
+            return self.lm(tokens, **inputs, **more)
+        some = rows.new_empty(count).scatter_(0, rows, torch.arange(len(rows), device=rows.device))  # a row of each
+        few = KeyValueCache(self.config, cache.length)
+        inputs = dict(attention_mask=attention_mask[some], position_ids=position_ids[some], past_key_values=few)
+        out = self.lm(tokens[some], **inputs, **more)
+        for to, of in zip(cache.layers, few.layers, strict=True):
+            keys, values = of.keys[rows], of.values[rows]
+            if not to.is_initialized:
+                to.lazy_initialization(keys, values)
+            to.keys.copy_(keys), to.values.copy_(values), to.cumulative_length.copy_(of.cumulative_length)
+            if hasattr(of, "cumulative_length_int"):  # of a sliding window
+                to.cumulative_length_int = of.cumulative_length_int
+        out.logits = out.logits[rows]
+        return out
+
+
+def empty_cache(lm: PreTrainedModel | Decoder, rows: int, length: int) -> KeyValueCache:
+    """Room for `length` tokens in each of the rows."""
+    return (lm if isinstance(lm, Decoder) else Decoder(lm)).cache(rows, length)
 
 
 def load_lm(name: str, config: PretrainedConfig | None = None) -> PreTrainedModel:
@@ -765,6 +834,8 @@ def start_accelerator(args: Any) -> Accelerator:
             raise InputError(
                 "fsdp_reshard_after_forward: false is not kept, weights are always sharded; set it to true"
             )
+        if getattr(args, "compile", False):
+            raise InputError("--compile replays steps with weights where they were, and FSDP2 moves them; leave it off")
         plugin.mixed_precision_policy = MixedPrecisionPolicy()  # fp32 weights under autocast, just as under DDP
         plugin.cpu_ram_efficient_loading = False  # it leaves every model empty on all processes but one
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"

@@ -617,6 +617,25 @@ def test_G4_rows_of_like_length_are_sampled_together_each_part_as_wide_as_its_lo
     assert [len(rows) for rows, _ in utils.by_length(np.ones(4, dtype=int), 3)] == [3, 1]
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", (*KINDS, "gemma2"))
+def test_G4_the_decoder_samples_token_by_token_what_the_model_does(kind, compiled, monkeypatch):
+    """Prompts that are read once for the rows that have them; caches that are used again; whole graphs without a break,
+    here without the code that is generated from them, which needs a compiler."""
+    read, compile = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda lm, mode, **how: compile(lm, backend="eager", **how))
+    lm, (task, ids) = tiny.make_lm(kind, positions=256), tiny.sampling(0.7)
+    decoder = utils.Decoder(lm, compiled)
+    decoder.lm = lambda tokens, **inputs: read.append(len(tokens)) or lm(tokens, **inputs)
+    contexts, uniform = tiny.make_contexts([8, 3, 5, 8, 1], 8).repeat(3, 1), tiny.uniform(12, 15)
+    expected = ppo.sample(lm, contexts, uniform, task, ids)
+    for _ in range(2):
+        assert torch.equal(ppo.sample(decoder, contexts, uniform, task, ids), expected)
+    assert read == [5, 5]
+    some = ppo.sample(decoder, contexts[1:3, 3:], uniform[:, 1:3], task, ids)  # another shape, no prompt twice
+    assert torch.equal(some, expected[1:3]) and set(decoder.caches) == ({(15, 128), (2, 128)} if compiled else set())
+
+
 @pytest.mark.parametrize("line", [1, 11, 16, 128])
 @pytest.mark.parametrize("kind", (*KINDS, "gemma2"))
 def test_G3_packed_rows_are_read_as_if_alone(kind, line, monkeypatch):
