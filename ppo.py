@@ -123,7 +123,7 @@ class Policy(nn.Module):
         """[B, C], [B, R] → [B, R, D], each where its token is predicted; the vocabulary head sees these only."""
         tokens = torch.cat([contexts, responses], dim=1)
         where = torch.arange(contexts.shape[1] - 1, tokens.shape[1] - 1, device=tokens.device).expand_as(responses)
-        return utils.hidden_states(self.lm.base_model, tokens, where, self.pad_id)  # G3
+        return utils.hidden_states(self.lm.base_model, tokens, where, self.pad_id, prompt=contexts.shape[1])  # G3
 
     def logprobs(self, hidden: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
         """[B, R, D], [B, R] → log-probabilities and entropies [B, R]."""
@@ -202,11 +202,11 @@ def sample_all(lm: nn.Module, contexts: Tensor, task: Task, ids: utils.Ids, gen:
 
 
 @torch.no_grad()
-def logprobs_of(policy: nn.Module, contexts: Tensor, responses: Tensor, lengths: np.ndarray, size: int) -> Tensor:
+def logprobs_of(policy: nn.Module, contexts: Tensor, responses: Tensor, sizes: np.ndarray, size: int) -> Tensor:
     """Log-probabilities [B, R] that a policy, such as the reference, gives the responses [B, R] behind contexts [B, C];
-    `lengths` [B] of both together, `size` tokens a forward."""
+    `sizes` [B, 2] as in `Rollout`, `size` tokens a forward."""
     out = torch.empty(responses.shape, device=responses.device)
-    for rows in utils.micro_batches(lengths, size):
+    for rows in utils.micro_batches(sizes, size):
         out[rows] = policy(contexts[rows], responses[rows])[0]
     return out
 
@@ -284,7 +284,7 @@ def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 class Rollout(NamedTuple):
     """What one update learns from (X10); the rows are episodes. Past a response's end the [B, R] numbers are 0."""
 
-    lengths: np.ndarray  # [B] real tokens of each episode, on the host: they plan the micro-batches
+    sizes: np.ndarray  # [B, 2] tokens of each episode, and a number for its prompt, on the host: for micro-batches
     contexts: Tensor  # [B, C] prefix + query + suffix, left-padded: what policy and reference read
     responses: Tensor  # [B, R] as sampled; pads after EOS in an EOS task
     mask: Tensor  # [B, R] True through the end of the response; all True unless the task ends at EOS (X9)
@@ -297,7 +297,7 @@ class Rollout(NamedTuple):
     def take(self, rows: np.ndarray) -> "Rollout":
         """Some of the episodes; the index crosses to the device once."""
         index = torch.as_tensor(rows, device=self.mask.device)
-        return Rollout(self.lengths[rows], *(x[index] for x in self[1:]))
+        return Rollout(self.sizes[rows], *(x[index] for x in self[1:]))
 
 
 class Models(NamedTuple):
@@ -326,16 +326,16 @@ def make_rollout(
     responses = score.cut if args.task.eos_task else responses  # X9
     mask = responses != pad_id
     contexts = utils.add_affixes(queries, models.ids)
-    lengths = utils.row_lengths(torch.cat([contexts, responses], dim=1), pad_id)
-    ref_logprobs = logprobs_of(models.ref, contexts, responses, lengths, args.micro_batch_tokens)
+    sizes = utils.row_sizes(torch.cat([contexts, responses], dim=1), pad_id, contexts.shape[1])
+    ref_logprobs = logprobs_of(models.ref, contexts, responses, sizes, args.micro_batch_tokens)
     logprobs, values = torch.empty_like(ref_logprobs), torch.empty_like(ref_logprobs)
     for rows in minibatches(order, args):  # L6: exactly the forwards of the first epoch
-        for part in utils.micro_batches(lengths[rows], args.micro_batch_tokens):
+        for part in utils.micro_batches(sizes[rows], args.micro_batch_tokens):
             index = torch.as_tensor(rows[part], device=contexts.device)
             logprobs[index], _, values[index] = models.policy(contexts[index], responses[index])
     logprobs, values, ref_logprobs = (x.masked_fill(~mask, 0) for x in (logprobs, values, ref_logprobs))
     rewards = kl_penalised_rewards(logprobs, ref_logprobs, score.scores, mask, kl_coef, args.kl_estimator)
-    return Rollout(lengths, contexts, responses, mask, logprobs, values, ref_logprobs, score.scores, rewards), score
+    return Rollout(sizes, contexts, responses, mask, logprobs, values, ref_logprobs, score.scores, rewards), score
 
 
 # ----------------------------------------------------------------------------------------------- advantages and losses
@@ -453,7 +453,7 @@ def train_step(
     """One optimizer step on a minibatch and its advantages and returns [B, R] (P7); its statistics, see `add_up`."""
     (advantages, returns), losses = targets, torch.empty_like(batch.scores)
     count = utils.all_sum(batch.mask.sum()) / accelerator.num_processes  # DDP averages the processes' gradients
-    sums, parts = {}, utils.micro_batches(batch.lengths, args.micro_batch_tokens)
+    sums, parts = {}, utils.micro_batches(batch.sizes, args.micro_batch_tokens)
     for i, part in enumerate(parts):
         old = batch.take(part)
         outside = ~old.mask
@@ -516,8 +516,10 @@ def evaluate(
     score = score_responses(models.reward, queries, responses, task, models.ids)
     responses = score.cut if task.eos_task else responses
     mask = responses != pad_id
-    episodes = contexts, responses, utils.row_lengths(torch.cat([contexts, responses], dim=1), pad_id)
-    logprobs, ref_logprobs = (logprobs_of(x, *episodes, args.micro_batch_tokens) for x in (models.policy, models.ref))
+    sizes = utils.row_sizes(torch.cat([contexts, responses], dim=1), pad_id, contexts.shape[1])
+    logprobs, ref_logprobs = (
+        logprobs_of(x, contexts, responses, sizes, args.micro_batch_tokens) for x in (models.policy, models.ref)
+    )
     metrics = {
         "eval/scores": score.scores.mean().item(),
         "eval/kl": kl_terms(logprobs - ref_logprobs, args.kl_estimator).masked_fill(~mask, 0).sum(dim=1).mean().item(),

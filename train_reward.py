@@ -433,7 +433,7 @@ def candidate_rewards(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def micro_batches(tokens: Tensor, pad_id: int, size: int) -> list[np.ndarray]:
     """[B, K, T] → labels of about `size` tokens in all; a label's candidates stay together."""
-    return utils.micro_batches(utils.row_lengths(tokens.flatten(1), pad_id), size)
+    return utils.micro_batches(utils.row_sizes(tokens.flatten(1), pad_id), size)
 
 
 def train_step(

@@ -525,21 +525,51 @@ def keeps_rows_apart(base: PreTrainedModel) -> bool:
     return base._keeps_rows_apart
 
 
-def hidden_states(base: PreTrainedModel, tokens: Tensor, columns: Tensor, pad_id: int) -> Tensor:
+def shared_prompts(tokens: Tensor, real: Tensor, prompt: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows [B, T] whose first `prompt` columns are the same make a block, the prompt and then what follows it in each:
+    the block of each row [B], tokens of the others between prompt and row [B], and tokens of each block, on the host."""
+    blocks = tokens[:, :prompt].unique(dim=0, return_inverse=True)[1]
+    blocks, prompts, own = torch.stack([blocks, real[:, :prompt].sum(dim=1), real[:, prompt:].sum(dim=1)]).cpu().numpy()
+    rows = np.argsort(blocks, kind="stable")
+    before = (np.cumsum(own[rows]) - own[rows])[np.argsort(rows, kind="stable")]
+    first = rows[np.unique(blocks[rows], return_index=True)[1]]
+    return blocks, before - before[first][blocks], prompts[first] + np.bincount(blocks, own).astype(int)
+
+
+def hidden_states(base: PreTrainedModel, tokens: Tensor, columns: Tensor, pad_id: int, prompt: int = 0) -> Tensor:
     """Last hidden states [B, n, D] at `columns` [B, n] of rows [B, T] with pads anywhere, which cost nothing: the rows
-    stand one behind the other in lines. At a pad an arbitrary finite number."""
-    real = tokens != pad_id
+    stand one behind the other in lines. At a pad an arbitrary finite number. What rows have in common in their first
+    `prompt` columns is read once."""
+    real, window = tokens != pad_id, getattr(base.config, "sliding_window", None) or math.inf
     if not keeps_rows_apart(base):  # Falcon: trimmed rows, the pads masked
         first = int(real.any(dim=0).byte().argmax())
         hidden = base(**model_inputs(tokens[:, first:], pad_id), use_cache=False).last_hidden_state
         return hidden[torch.arange(len(tokens), device=tokens.device)[:, None], columns - first]
-    begins, count, width = lay_out(row_lengths(tokens, pad_id))
+    if prompt and tokens.shape[1] <= window:
+        blocks, before, lengths = shared_prompts(tokens, real, prompt)
+    else:
+        blocks, before, lengths = np.arange(len(tokens)), np.zeros(len(tokens), dtype=int), row_lengths(tokens, pad_id)
+    begins, count, width = lay_out(lengths)
     positions = (real.cumsum(dim=1) - 1).clamp(min=0)  # G3
-    where = torch.as_tensor(begins, device=tokens.device)[:, None] + positions
+    begins, before, blocks = torch.as_tensor(np.stack([begins[blocks], before, blocks]), device=tokens.device)[
+        ..., None
+    ]
+    where = begins + positions
+    where[:, prompt:] += before
     target = where.masked_fill(~real, count * width).flatten()  # pads go behind the last line, and are cut off
-    inputs = {"input_ids": tokens, "position_ids": positions}
-    for name, x in inputs.items():  # 0 where a line stays empty: positions that start anew at every token
-        inputs[name] = x.new_zeros(count * width + 1).scatter(0, target, x.flatten())[:-1].view(count, width)
+
+    def lines(x: Tensor) -> Tensor:
+        """[B, T] → [lines, tokens of a line], 0 where a line stays empty."""
+        return x.new_zeros(count * width + 1).scatter(0, target, x.flatten())[:-1].view(count, width)
+
+    inputs = dict(input_ids=lines(tokens), position_ids=lines(positions))  # these start anew, also where it is empty
+    if len(lengths) < len(tokens):  # a tree: every row sees its prompt and itself
+        rows = torch.arange(1, len(tokens) + 1, device=tokens.device)[:, None].expand_as(tokens).clone()
+        rows[:, :prompt] = 0
+        rows, blocks = lines(rows), lines((blocks + 1).expand_as(tokens))
+        sees = (rows[:, None] == 0) | (rows[:, None] == rows[:, :, None])
+        sees &= (blocks[:, None] == blocks[:, :, None]) & sees.new_ones(width, width).tril()
+        inputs["attention_mask"] = torch.zeros(sees.shape, device=tokens.device).masked_fill(~sees, -1e30)[:, None]
     return base(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where.gather(1, columns)]
 
 
@@ -576,20 +606,32 @@ def row_lengths(tokens: Tensor, pad_id: int) -> np.ndarray:
     return (tokens != pad_id).sum(dim=1).cpu().numpy()
 
 
+def row_sizes(tokens: Tensor, pad_id: int, prompt: int = 0) -> np.ndarray:
+    """[B, T] → [B, 2]: real tokens of each row, and a number that it shares with the rows which are the same in their
+    first `prompt` columns, on the host."""
+    prompts = tokens[:, :prompt].unique(dim=0, return_inverse=True)[1] if prompt else torch.arange(len(tokens))
+    return np.stack([row_lengths(tokens, pad_id), prompts.cpu().numpy()], axis=1)
+
+
 def by_length(lengths: np.ndarray, size: int) -> list[tuple[np.ndarray, int]]:
     """Rows of like length, `size` at a time: [(rows, length of the longest)], for what is trimmed instead of packed."""
     rows = np.argsort(lengths, kind="stable")
     return [(part, int(lengths[part].max())) for part in np.split(rows, range(size, len(rows), size))]
 
 
-def micro_batches(lengths: np.ndarray, tokens: int) -> list[np.ndarray]:
-    """Rows of about `tokens` tokens in all, long and short ones mixed; only memory and speed depend on it (G3, P7). As
-    many micro-batches on every process: under FSDP2 they forward in step, and all of them have to ask."""
-    count = torch.tensor(min(math.ceil(lengths.sum() / tokens), len(lengths)))
+def micro_batches(sizes: np.ndarray, tokens: int) -> list[np.ndarray]:
+    """Rows of about `tokens` tokens in all, long and short ones mixed, those of a prompt together (`sizes` [B, 2], see
+    `row_sizes`); only memory and speed depend on it (G3, P7). As many micro-batches on every process: under FSDP2 they
+    forward in step, and all of them have to ask."""
+    lengths, which = sizes[:, 0], np.unique(sizes[:, 1], return_inverse=True)[1]
+    longest = np.zeros(which.max() + 1, dtype=int)
+    np.maximum.at(longest, which, lengths)
+    counts = torch.tensor([math.ceil(lengths.sum() / tokens), -len(longest)])
     if dist.is_initialized():
-        count = all_max(count.to(PartialState().device))
-    rows = np.argsort(lengths, kind="stable")
-    return [rows[i :: int(count)] for i in range(int(count))]
+        counts = all_max(counts.to(PartialState().device))
+    count = min(int(counts[0]), -int(counts[1]))
+    rank = np.argsort(np.argsort(longest, kind="stable"), kind="stable")[which]
+    return [np.flatnonzero(rank % count == i) for i in range(count)]
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -713,7 +755,7 @@ class RewardModel(PreTrainedModel):
         """Rewards [B] of what `parts` [B, …] are one behind the other, pads anywhere; `size` tokens a forward."""
         tokens = torch.cat(parts, dim=1)
         out = torch.empty(len(tokens), device=tokens.device)
-        for rows in micro_batches(row_lengths(tokens, self.config.pad_id), size):
+        for rows in micro_batches(row_sizes(tokens, self.config.pad_id), size):
             out[rows] = self(tokens[rows])
         return out
 

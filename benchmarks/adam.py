@@ -78,7 +78,7 @@ def train_larger(args: Args, folder: Path) -> Path:
 
 def after_step(policy: ppo.PolicyAndValue, batch: ppo.Rollout, targets: tuple, args: ppo.Args) -> dict[str, float]:
     """How far the policy is from the one that sampled `batch`, over all tokens; `kl` is that one's from the reference."""
-    logprobs = ppo.logprobs_of(policy, batch.contexts, batch.responses, batch.lengths, args.micro_batch_tokens)
+    logprobs = ppo.logprobs_of(policy, batch.contexts, batch.responses, batch.sizes, args.micro_batch_tokens)
     terms = ppo.loss_terms(logprobs, batch.values, batch, *targets, args)
     found = {"logratio": logprobs - batch.logprobs, "ratio": terms["val/ratio"]}
     row = {f"{n}_{f}": getattr(x, f)().item() for n, x in found.items() for f in ("mean", "min", "max")}

@@ -464,7 +464,7 @@ def test_P1_policy_and_reference_use_the_temperature_at_exactly_the_response_tok
     torch.testing.assert_close(ours[0], expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(ours[1], entropies, atol=1e-4, rtol=0)
     for size in (1, 15, 30):  # tokens of a forward; the rows have 6, 10 and 8
-        ref = script.logprobs_of(policy, contexts, responses, np.array([6, 10, 8]), size)
+        ref = script.logprobs_of(policy, contexts, responses, np.array([[6, 0], [10, 1], [8, 2]]), size)
         torch.testing.assert_close(ref, expected, atol=1e-4, rtol=0)
 
 
@@ -473,7 +473,7 @@ def test_P1_gpt2_gives_the_log_probabilities_of_the_blog():
     """[B]: query [23073] and response [11, 339, 561]."""
     lm = utils.load_lm("gpt2").eval()
     policy = rloo.Policy(lm, 50257, 1.0)
-    ours = rloo.logprobs_of(policy, torch.tensor([[23073]]), torch.tensor([[11, 339, 561]]), np.array([4]), 1)
+    ours = rloo.logprobs_of(policy, torch.tensor([[23073]]), torch.tensor([[11, 339, 561]]), np.array([[4, 0]]), 1)
     torch.testing.assert_close(ours, torch.tensor([[-3.3213, -4.9980, -3.8690]]), atol=1e-3, rtol=0)
 
 
@@ -512,7 +512,7 @@ def test_P4_no_dropout_even_after_train(kind, tmp_path):
     passes = {
         "policy": (policy, lambda: torch.cat(policy(contexts, responses))),
         "rloo's policy": (plain, lambda: torch.cat(plain(contexts, responses))),
-        "reference": (policy.lm, lambda: ppo.logprobs_of(policy, contexts, responses, np.array([6, 10]), 12)),
+        "reference": (policy.lm, lambda: ppo.logprobs_of(policy, contexts, responses, np.array([[6, 0], [10, 1]]), 12)),
         "reward": (reward, lambda: reward(tokens)),
         "loaded reward": (
             loaded := utils.RewardModel.from_folder(str(tmp_path / "r"), ""),
@@ -588,6 +588,7 @@ def test_P7_batch_8_in_minibatches_of_4_in_micro_batches_of_2_visits_every_row_o
     rollout = tiny.make_rollout(policy, args, script=script)
     contexts = rollout.contexts.clone()
     contexts[:, -1] = torch.arange(20, 28)
+    rollout.sizes[:, 1] = np.arange(8)  # no two prompts are the same
     visited, forward = [], policy.forward
 
     def spy(contexts, responses):
@@ -606,9 +607,12 @@ def test_P7_batch_8_in_minibatches_of_4_in_micro_batches_of_2_visits_every_row_o
 
 
 def test_P7_micro_batches_hold_long_and_short_rows_of_so_many_tokens_in_all():
-    lengths = np.array([5, 1, 4, 2, 3])  # 15 in all; sorted: 1, 3, 4, 2, 0
-    for tokens, expected in ((15, [[1, 3, 4, 2, 0]]), (8, [[1, 4, 0], [3, 2]]), (1, [[1], [3], [4], [2], [0]])):
-        assert [rows.tolist() for rows in utils.micro_batches(lengths, tokens)] == expected
+    sizes = np.stack([[5, 1, 4, 2, 3], np.arange(5)], axis=1)  # 15 in all; sorted: 1, 3, 4, 2, 0
+    for tokens, expected in ((15, [[0, 1, 2, 3, 4]]), (8, [[0, 1, 4], [2, 3]]), (1, [[1], [3], [4], [2], [0]])):
+        assert [rows.tolist() for rows in utils.micro_batches(sizes, tokens)] == expected
+    sizes[:, 1] = [7, 2, 2, 7, 9]  # three prompts, whose longest rows have 5, 4 and 3 tokens
+    for tokens, expected in ((8, [[0, 3, 4], [1, 2]]), (1, [[4], [1, 2], [0, 3]])):
+        assert [rows.tolist() for rows in utils.micro_batches(sizes, tokens)] == expected
 
 
 def test_G4_rows_of_like_length_are_sampled_together_each_part_as_wide_as_its_longest():
@@ -658,6 +662,38 @@ def test_G3_packed_rows_are_read_as_if_alone(kind, line, monkeypatch):
     expected = torch.autograd.grad(torch.cat(alone).square().sum(), list(lm.parameters()))
     for ours, theirs in zip(grads, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4 * theirs.abs().max().item() + 1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("line", [1, 30])
+@pytest.mark.parametrize("kind", (*KINDS, "gemma2"))
+def test_G3_a_prompt_that_rows_share_is_read_once_and_every_row_as_if_alone(kind, line, dtype, monkeypatch):
+    """Also its gradient; responses of uneven length, and one that is the beginning of another."""
+    monkeypatch.setattr(utils, "LINE", line)
+    lm, read = tiny.make_lm(kind), []
+    prompts = [[3, 4, 5], [7], [3, 4, 5], [9, 8, 7, 6], [7], [3, 4, 5]]
+    own = [[1, 2, 3], [4, 4], [1, 2], [5, 6, 7, 8], [9], [6]]
+    tokens = torch.tensor(
+        [[PAD] * (5 - len(p)) + p + r + [PAD] * (4 - len(r)) for p, r in zip(prompts, own, strict=True)]
+    )
+    columns, real = torch.arange(4, 9).expand(6, -1), tokens[:, 4:] != PAD
+    utils.keeps_rows_apart(lm.base_model)  # measured before
+    lm.get_input_embeddings().register_forward_pre_hook(
+        lambda module, args: read.append(args[0].count_nonzero().item())
+    )
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        hidden = utils.hidden_states(lm.base_model, tokens, columns, PAD, prompt=5)
+        ours = utils.vocabulary_logits(lm, hidden)[real].float()
+    assert read == [sum(map(len, prompts if "falcon" in kind else [prompts[0], prompts[1], prompts[3]])) + 13]
+    alone = [lm(torch.tensor([p + r])).logits[0, len(p) - 1 :] for p, r in zip(prompts, own, strict=True)]
+    if dtype == torch.bfloat16:
+        assert (ours - torch.cat(alone)).square().mean().sqrt() < 0.03 * torch.cat(alone).std()
+        return
+    torch.testing.assert_close(ours, torch.cat(alone), atol=2e-4, rtol=0)
+    weights = list(lm.parameters())
+    grads, expected = (torch.autograd.grad(x.square().sum(), weights) for x in (ours, torch.cat(alone)))
+    for mine, theirs in zip(grads, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4 * theirs.abs().max().item() + 1e-4, rtol=0)
 
 
 def test_G3_lines_are_filled_first_fit_the_longest_rows_first(monkeypatch):

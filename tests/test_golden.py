@@ -191,8 +191,8 @@ def test_P1_logprobs_entropies_and_values_of_responses(script):
     contexts, responses = left(arrays["queries"], pad_id), torch.from_numpy(arrays["responses"]).long()
     with torch.no_grad():
         ours = policy(contexts, responses)
-        lengths = utils.row_lengths(torch.cat([contexts, responses], dim=1), pad_id)
-        ref = script.logprobs_of(policy, contexts, responses, lengths, size=40)
+        sizes = utils.row_sizes(torch.cat([contexts, responses], dim=1), pad_id)
+        ref = script.logprobs_of(policy, contexts, responses, sizes, size=40)
     names = ("logprobs", "logprobs", "entropies", "values")[: 3 if script is rloo else 4]
     for value, name in zip((ref, *ours), names, strict=True):
         torch.testing.assert_close(value, torch.from_numpy(arrays[f"{key}/{name}"]), atol=1e-5, rtol=0)

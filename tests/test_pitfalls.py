@@ -286,7 +286,7 @@ def one_by_one(script: ModuleType, policy, rollout, args) -> dict[str, torch.Ten
     losses, count = [], 0
     if script is ppo:
         advantages, returns = ppo.estimate(rollout, args)
-    for i, length in enumerate(rollout.lengths):
+    for i, length in enumerate(rollout.sizes[:, 0]):
         n = int(rollout.mask[i].sum())
         out = policy(rollout.contexts[i : i + 1, n - length :], rollout.responses[i : i + 1, :n])
         old = rollout.logprobs[i]
