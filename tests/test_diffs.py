@@ -6,7 +6,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +17,16 @@ import tiny
 import torch
 from accelerate.state import AcceleratorState
 from conftest import read_metrics
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import ppo
 import tasks
 import utils
 
 ROOT = Path(utils.__file__).parent
-NAMES = ("grpo", "dr_grpo", "separate_critic", "length_penalty", "lora")
+NAMES = ("grpo", "dr_grpo", "reinforce", "separate_critic", "length_penalty", "lora")
+NAMES += ("ptx", "ema", "dense_rewards", "reference_on_cpu")
 K = 4
 
 
@@ -89,6 +92,8 @@ def script_of(tmp_path_factory):
     folder, modules = tmp_path_factory.mktemp("patched"), {}
 
     def script_of(name):
+        if name == "ppo":
+            return ppo
         if name not in modules:
             path = folder / f"mine_{name}.py"
             command = ["patch", "--fuzz=0", "-o", path, ROOT / source(name), ROOT / "diffs" / f"{name}.diff"]
@@ -112,7 +117,7 @@ def write_reward(task, folder):
 
 def two_updates(script, folder, precision="no", **flags):
     """`main` of a patched script over two updates of tiny models: its metrics and what was seen of it."""
-    seen = SimpleNamespace(rollouts=[], scores=[], steps=[], lrs=[], loaded=[], weights=folder / "model")
+    seen = SimpleNamespace(rollouts=[], scores=[], steps=[], lrs=[], after=[], loaded=[], weights=folder / "model")
     make_rollout, train_step, load_lm = script.make_rollout, script.train_step, utils.load_lm
 
     def spy_rollout(models, *args):
@@ -127,6 +132,7 @@ def two_updates(script, folder, precision="no", **flags):
         seen.policy, seen.optimizer = policy, optimizer
         seen.lrs.append([group["lr"] for group in optimizer.param_groups])
         seen.steps[-1].append(train_step(policy, optimizer, *args))
+        seen.after.append({name: x.detach().clone() for name, x in policy.lm.named_parameters()})
         return seen.steps[-1][-1]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -229,14 +235,17 @@ LENGTHS = (3, 1, 2, 3)  # of four completions of at most three tokens
 ADVANTAGES = (1.5, -0.5, 2.0, -1.0)
 
 
-def gradient(script, args):
+TOKEN_ADVANTAGES = ((1.5, -0.5, 2.0), (-1.0, 0.0, 0.0), (0.3, -2.0, 0.0), (1.0, -1.5, 0.7))
+
+
+def gradient(script, args, advantages=ADVANTAGES):
     """What `train_step` gives the log-probabilities of four completions; and new, old and the reference's ones."""
     new, old, ref = -torch.rand(3, 4, 3, generator=torch.Generator().manual_seed(3)) * 2
     mask = torch.arange(3) < torch.tensor(LENGTHS)[:, None]
     old, ref = old.masked_fill(~mask, 0), ref.masked_fill(~mask, 0)
     values = dict(lengths=np.ones(4, dtype=int), contexts=torch.arange(4)[:, None], responses=torch.zeros(4, 3).long())
     values |= dict(mask=mask, logprobs=old, ref_logprobs=ref, scores=torch.zeros(4), rewards=torch.zeros(4))
-    values |= dict(advantages=torch.tensor(ADVANTAGES))
+    values |= dict(advantages=torch.tensor(advantages))
     rollout = script.Rollout(*(values[name] for name in script.Rollout._fields))
     policy, grads = Table(new), []
     accelerator = SimpleNamespace(backward=lambda x: x.backward(), no_sync=lambda _: nullcontext(), num_processes=1)
@@ -245,12 +254,12 @@ def gradient(script, args):
     return grads[0], new, old, ref
 
 
-def slow_gradient(new, old, ref, kl_coef, weight):
+def slow_gradient(new, old, ref, kl_coef, weight, advantages=tuple((x,) * 3 for x in ADVANTAGES)):
     """Token by token: minus the clipped objective and the k3 term, each times its completion's `weight`."""
     x = new.double().requires_grad_()
     loss = 0.0
-    for i, (length, advantage) in enumerate(zip(LENGTHS, ADVANTAGES, strict=True)):
-        for t in range(length):
+    for i, length in enumerate(LENGTHS):
+        for t, advantage in enumerate(advantages[i][:length]):
             ratio = torch.exp(x[i, t] - old[i, t])
             objective = min(ratio * advantage, min(max(ratio, torch.tensor(0.8)), torch.tensor(1.2)) * advantage)
             r = torch.exp(ref[i, t] - x[i, t])
@@ -288,6 +297,42 @@ def test_dr_grpo_an_advantage_is_the_penalised_score_less_its_groups_mean(run_of
             for i, reward in zip(group, rewards, strict=True):
                 expected = reward - statistics.mean(rewards)
                 assert rollout.advantages[i].item() == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------------- reinforce
+
+
+def test_reinforce_an_advantage_is_the_return_from_its_token_on_whitened(run_of):
+    run = run_of("reinforce")
+    for rollout, line in zip(run.rollouts, run.metrics, strict=True):
+        returns = []
+        for row, score in zip((rollout.logprobs - rollout.ref_logprobs).tolist(), rollout.scores.tolist(), strict=True):
+            returns += [score - line["objective/kl_coef"] * sum(row[t:]) for t in range(len(row))]
+        mean, deviation = statistics.mean(returns), statistics.pstdev(returns)
+        assert deviation > 0.01
+        expected = [(x - mean) / deviation for x in returns]
+        assert rollout.advantages.flatten().tolist() == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+def test_reinforce_the_score_sits_on_the_last_token_and_nothing_behind_it(script_of):
+    script = script_of("reinforce")
+    task = tiny.make_task(truncate_after=0, eos_task=True)
+    args = script.Args(task=task, num_minibatches=1, rloo_k=2, whiten_advantages=False)
+    responses = torch.tensor([[9, 5, 9, 9, 9], [9, 9, 9, 9, 5]])  # 5 is the end
+    policy = script.Policy(tiny.make_lm(), tiny.PAD, 0.7)
+    reward = torch.tensor([1.0, 2.0])
+    models = tiny.make_models(policy, lambda queries, cut: reward, policy.lm, script)  # no KL
+    rollout, _ = script.make_rollout(models, tiny.make_contexts([3, 8], 8), responses, np.arange(2), 0.15, args)
+    expected = torch.tensor([[1.0, 1, 0, 0, 0], [2, 2, 2, 2, 2]])
+    torch.testing.assert_close(rollout.advantages, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("micro_batch_size", [4, 3])
+def test_reinforce_loss_is_the_mean_over_tokens_each_with_its_own_advantage(script_of, micro_batch_size):
+    args = script_of("reinforce").Args(task=tiny.make_task(), micro_batch_size=micro_batch_size)
+    got, new, old, ref = gradient(script_of("reinforce"), args, TOKEN_ADVANTAGES)
+    expected = slow_gradient(new, old, ref, 0.0, lambda length: 1 / sum(LENGTHS), TOKEN_ADVANTAGES)
+    torch.testing.assert_close(got, expected)
 
 
 # --------------------------------------------------------------------------------------------------- separate_critic
@@ -405,3 +450,137 @@ def test_lora_the_saved_folder_is_a_merged_model(run_of):
     assert changed == {f"transformer.h.{i}.{layer}.weight" for i in range(2) for layer in layers}
     for name in changed:
         assert torch.linalg.matrix_rank((after[name] - before[name]).double(), rtol=1e-4) <= 2
+
+
+# --------------------------------------------------------------------------------------------------------------- ptx
+
+
+def test_ptx_a_step_follows_the_gradient_of_the_texts_mean_loss(script_of, accelerator):
+    """Of every token that has one in front of it, at the policy's temperature; the coefficient is a factor."""
+    script = script_of("ptx")
+    policy = tiny.make_policy(script=script, temperature=0.7)
+    texts, optimizer = tiny.make_contexts([8, 3, 1, 5], 8), tiny.Gradients(policy)
+    args = script.Args(task=tiny.make_task(), ptx_coef=0.5)
+    sums = script.ptx_step(policy, optimizer, texts, {"mine": torch.ones(4)}, args, accelerator)
+    losses = []
+    for row in texts:
+        row = row[row != tiny.PAD]
+        logprobs = (policy.lm(row[None]).logits[0] / 0.7).log_softmax(dim=-1)
+        losses += [-logprobs[t, row[t + 1]] for t in range(len(row) - 1)]
+    assert len(losses) == 7 + 2 + 0 + 4
+    (sum(losses) / 13 * 0.5).backward()
+    for name, x in policy.lm.named_parameters():
+        torch.testing.assert_close(optimizer.steps[0][f"lm.{name}"], x.grad, atol=1e-5, rtol=1e-3)
+    assert not optimizer.steps[0]["value_head.weight"].any()
+    assert sums["mine"].sum() == 4 and sums["loss/ptx"][1] == 13
+    assert sums["loss/ptx"][0].item() == pytest.approx(sum(losses).item(), rel=1e-5)
+
+
+def test_ptx_every_step_of_ppo_is_followed_by_one_on_other_texts_and_the_loss_falls(run_of):
+    run = run_of("ptx", num_ppo_epochs=8)
+    assert {group["t"] for group in run.optimizer.param_groups} == {2 * 2 * 8 * 2}
+    first, second = (line["ppo/loss/ptx"] for line in run.metrics)
+    assert second < first - 0.1
+
+
+# --------------------------------------------------------------------------------------------------------------- ema
+
+
+def test_ema_is_the_moving_average_of_the_weights_behind_every_step_and_saved_beside_the_policy(run_of):
+    run = run_of("ema", ema_decay=0.9)
+    average = {name: x.double() for name, x in utils.load_lm(run.task.base_model).named_parameters()}
+    assert len(run.after) == 8
+    for weights in run.after:
+        average = {name: 0.9 * x + 0.1 * weights[name].double() for name, x in average.items()}
+    saved = load_file(run.weights / "ema.safetensors")
+    assert saved.keys() == average.keys()
+    for name, x in saved.items():
+        torch.testing.assert_close(x, average[name].float(), atol=1e-6, rtol=0)
+    assert any(not torch.equal(x, run.after[-1][name]) for name, x in saved.items())
+
+
+def test_ema_does_not_learn_and_changes_nothing_of_ppo(run_of):
+    run, plain = run_of("ema"), run_of("ppo")
+    held = {p.data_ptr() for group in run.optimizer.param_groups for p in group["params"]}
+    assert not held & {p.data_ptr() for p in run.policy.ema.parameters()}
+    assert without_times(run.metrics) == without_times(plain.metrics)
+
+
+def without_times(lines):
+    return [{key: x for key, x in line.items() if not key.startswith("time/")} for line in lines]
+
+
+# ----------------------------------------------------------------------------------------------------- dense_rewards
+
+
+def test_dense_rewards_a_token_gets_what_it_adds_to_the_reward_and_the_sum_stays(run_of):
+    run = run_of("dense_rewards")
+    model = tiny.make_reward(pad_id=tiny.WORDS)
+    rollout, line = run.rollouts[0], run.metrics[0]  # the policy is the reference: no KL
+    for i, (context, response) in enumerate(zip(rollout.contexts, rollout.responses, strict=True)):
+        query = context[context != tiny.WORDS]
+        with torch.no_grad():
+            rewards = [model(torch.cat([query, response[:t]])[None]).item() for t in range(len(response) + 1)]
+        expected = [after - before for before, after in zip(rewards, rewards[1:], strict=False)]
+        expected[-1] += rewards[0]
+        assert rollout.rewards[i].tolist() == pytest.approx(expected, abs=2e-4)
+    for rollout, line in zip(run.rollouts, run.metrics, strict=True):
+        kl = (rollout.logprobs - rollout.ref_logprobs).sum(dim=1)
+        expected = rollout.scores - line["objective/kl_coef"] * kl
+        torch.testing.assert_close(rollout.rewards.sum(dim=1), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_dense_rewards_nothing_behind_the_cut_and_the_penalty_at_the_end(script_of):
+    """The reward of a text is the sum of its ids; 5 is the end of two of three responses."""
+    script = script_of("dense_rewards")
+    args = script.Args(task=tiny.make_task(truncate_after=0, missing_eos_penalty=-3.0), num_minibatches=1)
+    responses = torch.tensor([[2, 5, 9, 9, 9], [2, 3, 4, 1, 5], [2, 3, 4, 1, 1]])
+    policy = tiny.make_policy(script=script)
+    total = lambda x: x.masked_fill(x == tiny.PAD, 0).sum(dim=1).float()  # noqa: E731
+    models = tiny.make_models(policy, lambda queries, cut: total(queries) + total(cut), policy.lm, script)
+    queries = torch.full((3, 8), tiny.PAD).index_fill(1, torch.tensor([7]), 10)
+    rollout, _ = script.make_rollout(models, queries, responses, np.arange(3), 0.0, args)
+    expected = [[2, 5, 0, 0, 10], [2, 3, 4, 1, 15], [2, 3, 4, 1, 1 - 3 - 11]]
+    assert rollout.rewards.tolist() == expected
+
+
+# -------------------------------------------------------------------------------------------------- reference_on_cpu
+
+
+def test_reference_on_cpu_visits_the_device_for_as_long_as_it_scores(script_of, tmp_path, monkeypatch):
+    script, visits = script_of("reference_on_cpu"), []
+
+    class Model:
+        def to(self, device):
+            visits.append(str(device))
+            return self
+
+    with script.visiting(Model(), torch.device("cuda:3")) as model:
+        assert isinstance(model, Model) and visits == ["cuda:3"]
+    assert visits == ["cuda:3", "cpu"]
+
+    seen = SimpleNamespace(inside=False, hooked=set(), forwards=0)
+    visiting = script.visiting
+
+    def count(*args):
+        assert seen.inside, "the reference was asked while it was away"
+        seen.forwards += 1
+
+    @contextmanager
+    def spy(model, device):
+        if id(model) not in seen.hooked:
+            model.register_forward_pre_hook(count)
+            seen.hooked.add(id(model))
+        with visiting(model, device):
+            seen.inside = True
+            yield
+            seen.inside = False
+
+    monkeypatch.setattr(script, "visiting", spy)
+    run = two_updates(script, tmp_path)
+    assert seen.hooked == {id(run.models.ref)} and seen.forwards > 4
+    assert not any(p.requires_grad for p in run.models.ref.parameters()) and not run.models.ref.training
+
+
+def test_reference_on_cpu_changes_no_number(run_of):
+    assert without_times(run_of("reference_on_cpu").metrics) == without_times(run_of("ppo").metrics)
