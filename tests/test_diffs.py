@@ -1,6 +1,7 @@
 """diffs/: each applies to today's script, and what comes out runs and does what its header says."""
 
 import importlib.util
+import math
 import re
 import shutil
 import statistics
@@ -95,7 +96,7 @@ def script_of(tmp_path_factory):
         if name == "ppo":
             return ppo
         if name not in modules:
-            path = folder / f"mine_{name}.py"
+            path = folder / f"mine_{name.replace('/', '_')}.py"
             command = ["patch", "--fuzz=0", "-o", path, ROOT / source(name), ROOT / "diffs" / f"{name}.diff"]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, done.stdout + done.stderr
@@ -164,7 +165,7 @@ def run_of(script_of, tmp_path_factory):
     def run_of(name, **flags):
         key = (name, *flags.items())
         if key not in runs:
-            runs[key] = two_updates(script_of(name), tmp_path_factory.mktemp(name), **flags)
+            runs[key] = two_updates(script_of(name), tmp_path_factory.mktemp(Path(name).name), **flags)
         return runs[key]
 
     return run_of
@@ -584,3 +585,134 @@ def test_reference_on_cpu_visits_the_device_for_as_long_as_it_scores(script_of, 
 
 def test_reference_on_cpu_changes_no_number(run_of):
     assert without_times(run_of("reference_on_cpu").metrics) == without_times(run_of("ppo").metrics)
+
+
+# ----------------------------------------------------------------------------------------------------------- recipes
+
+FIXED = dict(kl_target=None, cliprange=0.2, gamma=1.0, lam=0.95)
+RECIPES = {  # the published values, by hand; for a task without a preset of ours, such as descriptiveness
+    "instructgpt": dict(
+        **(FIXED | dict(total_episodes=256_000, batch_size=512, num_minibatches=8, num_ppo_epochs=1, kl_coef=0.02)),
+        **dict(lr=5e-6, lr_schedule="constant", warmup_updates=10, ptx_coef=27.8, ema_decay=0.992, temperature=1.0),
+    ),
+    "llama2": dict(
+        **(FIXED | dict(batch_size=512, num_minibatches=8, num_ppo_epochs=1, kl_coef=0.01, lr=1e-6)),
+        **dict(
+            lr_schedule="constant", adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-5, weight_decay=0.1, max_grad_norm=1.0
+        ),
+    ),
+    "qwen": dict(
+        **(FIXED | dict(samples_per_prompt=2, kl_coef=0.04, cliprange_value=0.15, value_warmup_updates=50)),
+        **dict(lr=1e-6, critic_lr=5e-6, top_p=0.9),
+    ),
+    "chinese_llama": FIXED | dict(lr=5e-7, critic_lr=1.65e-6, kl_coef=0.1),
+    "deepspeed_chat": dict(
+        **(
+            FIXED
+            | dict(batch_size=32, num_minibatches=1, num_ppo_epochs=1, kl_coef=0.1, clip_score=5.0, adam_beta2=0.95)
+        ),
+        **dict(lr=9.65e-6, critic_lr=5e-6, lr_schedule="cosine", warmup_updates=100, whiten_rewards=False),
+        **dict(whiten_advantages=False, ptx_coef=27.8, ema_decay=0.992, min_response_length=2, cliprange_value=0.2),
+    ),
+    "openrlhf": dict(
+        **(FIXED | dict(batch_size=512, num_minibatches=4, num_ppo_epochs=1, kl_coef=0.01, adam_beta2=0.95)),
+        **dict(lr=1e-6, critic_lr=9e-6, lr_schedule="cosine", max_grad_norm=1.0, whiten_rewards=False),
+        **dict(whiten_advantages=True, weight_decay=0.0, temperature=1.0, cliprange_value=0.2, adam_eps=1e-8),
+    ),
+    "trlx": dict(
+        **(
+            FIXED
+            | dict(batch_size=128, num_minibatches=4, num_ppo_epochs=4, kl_coef=0.001, clip_score=10.0, vf_coef=1.0)
+        ),
+        **dict(lr=3e-5, lr_schedule="constant", adam_beta2=0.95, adam_eps=1e-8, weight_decay=1e-6, unfrozen_layers=2),
+        **dict(whiten_rewards=False, whiten_advantages=True, cliprange_value=0.2, kl_estimator="k1"),
+    ),
+}
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+def recipe_header(name):
+    return header(f"recipes/{name}")
+
+
+def test_every_recipe_is_tested():
+    assert {path.stem for path in (ROOT / "diffs" / "recipes").glob("*.diff")} == set(RECIPES)
+
+
+@every_recipe
+def test_a_recipe_says_its_sources_its_command_and_what_cannot_be_here(name, script_of):
+    parts, script = recipe_header(name), script_of(f"recipes/{name}")
+    assert list(parts) == [name, "Source", "Command", "Differs"]
+    assert parts["Command"].startswith(
+        f"patch -o mine.py ppo.py diffs/recipes/{name}.diff && python mine.py --task synthetic"
+    )
+    flags = parts["Command"].split("mine.py")[-1].replace("\\", "").split()
+    tasks.parse_args(script.Args, script.PRESETS, flags)
+    assert f"`{name}`" in readme()
+    assert max(map(len, added(f"recipes/{name}"))) <= 120
+
+
+@every_recipe
+def test_a_recipe_has_the_published_values_and_passes_its_checks_on_every_task(name, script_of):
+    script = script_of(f"recipes/{name}")
+    args = tasks.parse_args(script.Args, script.PRESETS, ["--task", "descriptiveness"])
+    found = {key: getattr(args, key, getattr(args.task, key, None)) for key in RECIPES[name]}
+    assert found == RECIPES[name]
+    if name == "openrlhf":  # 3% of the updates
+        assert args.warmup_updates == math.ceil(0.03 * math.ceil(args.total_episodes / args.batch_size))
+    for task in tasks.TASKS:
+        script.check(tasks.parse_args(script.Args, script.PRESETS, ["--task", task]), 1)
+
+
+@every_recipe
+def test_nothing_of_a_recipe_is_left_dead(name, script_of):
+    test_nothing_of_the_script_is_left_dead(f"recipes/{name}", script_of)
+
+
+def recipe_run(name, run_of, script_of):
+    """Two updates at the recipe's own values, its critic from the reward model; sizes for tiny models."""
+    own = {f.name: f.default for f in fields(script_of(f"recipes/{name}").Args)}
+    flags = {key: own[key] for key in ("num_minibatches", "num_ppo_epochs")} | dict(value_warmup_updates=1)
+    flags |= dict(critic_from="reward") if "critic_from" in own else {}
+    return run_of(f"recipes/{name}", **flags)
+
+
+@every_recipe
+def test_L6_a_recipe_runs_and_its_first_ratio_is_exactly_1(name, run_of, script_of):
+    run = recipe_run(name, run_of, script_of)
+    for update in run.steps:
+        total, count, low, high = update[0]["val/ratio"].tolist()
+        assert total == count and -low == high == 1
+    steps = run.args.num_minibatches * run.args.num_ppo_epochs
+    assert [len(update) for update in run.steps] == [steps, steps]
+    assert {group["betas"] for group in run.optimizer.param_groups} == {(0.9, RECIPES[name].get("adam_beta2", 0.999))}
+    AutoModelForCausalLM.from_pretrained(run.weights)
+
+
+@every_recipe
+def test_a_recipes_critic_average_and_texts_are_there_where_they_are_published(name, run_of, script_of):
+    run = recipe_run(name, run_of, script_of)
+    critic = ("instructgpt", "qwen", "chinese_llama", "deepspeed_chat", "openrlhf")
+    assert isinstance(run.policy.value_head, utils.RewardModel) == (name in critic)
+    assert (run.weights / "ema.safetensors").is_file() == (name in ("instructgpt", "deepspeed_chat"))
+    assert ("ppo/loss/ptx" in run.metrics[0]) == (name in ("instructgpt", "deepspeed_chat"))
+    policy_lr, critic_lr = run.lrs[-1]
+    assert policy_lr == run.metrics[1]["ppo/lr"] > 0
+    wanted = RECIPES[name].get("critic_lr", run.args.lr) / run.args.lr  # both follow one schedule
+    assert critic_lr / policy_lr == pytest.approx(wanted)
+
+
+def test_trlx_lower_layers_and_embeddings_stay_the_references(script_of, run_of):
+    run = run_of("recipes/trlx", unfrozen_layers=1)
+    before, after = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (run.task.base_model, run.weights))
+    changed = {name.split(".")[1] + name.split(".")[2] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"h1", "ln_fweight", "ln_fbias"}
+
+
+def test_trlx_logs_k3_and_penalises_k1(run_of):
+    run = run_of("recipes/trlx", unfrozen_layers=1)
+    rollout, line = run.rollouts[1], run.metrics[1]
+    x = (rollout.logprobs - rollout.ref_logprobs).double()
+    assert line["objective/kl"] == pytest.approx(((-x).exp() - 1 + x).sum(dim=1).mean().item(), rel=1e-4)
+    penalty = rollout.rewards.sum(dim=1).double() - rollout.scores
+    torch.testing.assert_close(penalty, -line["objective/kl_coef"] * x.sum(dim=1), atol=1e-5, rtol=1e-3)
