@@ -244,7 +244,11 @@ def gradient(script, args, advantages=ADVANTAGES):
     new, old, ref = -torch.rand(3, 4, 3, generator=torch.Generator().manual_seed(3)) * 2
     mask = torch.arange(3) < torch.tensor(LENGTHS)[:, None]
     old, ref = old.masked_fill(~mask, 0), ref.masked_fill(~mask, 0)
-    values = dict(lengths=np.ones(4, dtype=int), contexts=torch.arange(4)[:, None], responses=torch.zeros(4, 3).long())
+    values = dict(
+        sizes=np.stack([np.ones(4, dtype=int), np.arange(4)], axis=1),
+        contexts=torch.arange(4)[:, None],
+        responses=torch.zeros(4, 3).long(),
+    )
     values |= dict(mask=mask, logprobs=old, ref_logprobs=ref, scores=torch.zeros(4), rewards=torch.zeros(4))
     values |= dict(advantages=torch.tensor(advantages))
     rollout = script.Rollout(*(values[name] for name in script.Rollout._fields))
@@ -269,7 +273,7 @@ def slow_gradient(new, old, ref, kl_coef, weight, advantages=tuple((x,) * 3 for 
     return x.grad.float()
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [4, 30])
+@pytest.mark.parametrize("micro_batch_tokens", [4, 1])
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
 def test_grpo_loss_is_per_token_with_k3_averaged_over_each_completion_then_over_completions(
     script_of, kl_coef, micro_batch_tokens
@@ -279,7 +283,7 @@ def test_grpo_loss_is_per_token_with_k3_averaged_over_each_completion_then_over_
     torch.testing.assert_close(got, slow_gradient(new, old, ref, kl_coef, lambda length: 1 / length / 4))
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [4, 30])
+@pytest.mark.parametrize("micro_batch_tokens", [4, 1])
 def test_dr_grpo_divides_sums_over_tokens_by_a_constant(script_of, micro_batch_tokens):
     task = tiny.make_task(response_length=3)
     args = script_of("dr_grpo").Args(task=task, micro_batch_tokens=micro_batch_tokens)
@@ -322,15 +326,15 @@ def test_reinforce_the_score_sits_on_the_last_token_and_nothing_behind_it(script
     responses = torch.tensor([[9, 5, 9, 9, 9], [9, 9, 9, 9, 5]])  # 5 is the end
     policy = script.Policy(tiny.make_lm(), tiny.PAD, 0.7)
     reward = torch.tensor([1.0, 2.0])
-    models = tiny.make_models(policy, lambda queries, cut: reward, policy.lm, script)  # no KL
+    models = tiny.make_models(policy, lambda queries, cut: reward, policy, script)  # no KL
     rollout, _ = script.make_rollout(models, tiny.make_contexts([3, 8], 8), responses, np.arange(2), 0.15, args)
     expected = torch.tensor([[1.0, 1, 0, 0, 0], [2, 2, 2, 2, 2]])
     torch.testing.assert_close(rollout.advantages, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("micro_batch_size", [4, 3])
-def test_reinforce_loss_is_the_mean_over_tokens_each_with_its_own_advantage(script_of, micro_batch_size):
-    args = script_of("reinforce").Args(task=tiny.make_task(), micro_batch_size=micro_batch_size)
+@pytest.mark.parametrize("micro_batch_tokens", [4, 1])
+def test_reinforce_loss_is_the_mean_over_tokens_each_with_its_own_advantage(script_of, micro_batch_tokens):
+    args = script_of("reinforce").Args(task=tiny.make_task(), micro_batch_tokens=micro_batch_tokens)
     got, new, old, ref = gradient(script_of("reinforce"), args, TOKEN_ADVANTAGES)
     expected = slow_gradient(new, old, ref, 0.0, lambda length: 1 / sum(LENGTHS), TOKEN_ADVANTAGES)
     torch.testing.assert_close(got, expected)
@@ -538,7 +542,7 @@ def test_dense_rewards_nothing_behind_the_cut_and_the_penalty_at_the_end(script_
     responses = torch.tensor([[2, 5, 9, 9, 9], [2, 3, 4, 1, 5], [2, 3, 4, 1, 1]])
     policy = tiny.make_policy(script=script)
     total = lambda x: x.masked_fill(x == tiny.PAD, 0).sum(dim=1).float()  # noqa: E731
-    models = tiny.make_models(policy, lambda queries, cut: total(queries) + total(cut), policy.lm, script)
+    models = tiny.make_models(policy, lambda queries, cut: total(queries) + total(cut), policy, script)
     queries = torch.full((3, 8), tiny.PAD).index_fill(1, torch.tensor([7]), 10)
     rollout, _ = script.make_rollout(models, queries, responses, np.arange(3), 0.0, args)
     expected = [[2, 5, 0, 0, 10], [2, 3, 4, 1, 15], [2, 3, 4, 1, 1 - 3 - 11]]
