@@ -468,8 +468,9 @@ def evaluate(
     score = score_responses(models.reward, queries, responses, task, models.ids)
     responses = score.cut if task.eos_task else responses
     mask = responses != pad_id
-    episodes = contexts, responses, utils.row_sizes(torch.cat([contexts, responses], dim=1), pad_id, contexts.shape[1])
-    logprobs, ref_logprobs = (logprobs_of(x, *episodes, args.micro_batch_tokens) for x in (models.policy, models.ref))
+    sizes = utils.row_sizes(torch.cat([contexts, responses], dim=1), pad_id, contexts.shape[1])
+    episodes = contexts, responses, sizes, args.micro_batch_tokens
+    logprobs, ref_logprobs = (logprobs_of(x, *episodes) for x in (models.policy, models.ref))
     metrics = {
         "eval/scores": score.scores.mean().item(),
         "eval/kl": kl_terms(logprobs - ref_logprobs, args.kl_estimator).masked_fill(~mask, 0).sum(dim=1).mean().item(),

@@ -464,7 +464,7 @@ def test_14_rloos_kl_is_positive_where_the_policy_is_surer_than_the_reference_an
     rollout = rloo.Rollout(None, None, None, mask, logprobs, ref, scores, rewards, advantages)
     score = rloo.Score(scores, torch.tensor([[3, 4], [3, PAD]]), torch.tensor([True, False]))
     steps = [sums(4, val__ratio=1.5)]
-    metrics = {k: float(v) for k, v in rloo.summarise(rollout, score, steps, PAD).items()}
+    metrics = {k: float(v) for k, v in rloo.summarise(rollout, score, steps, PAD, tiny.make_args(script=rloo)).items()}
     expected = {
         "objective/kl": 0.75,
         "objective/entropy": 2.5,
@@ -665,7 +665,9 @@ def test_19_metrics_are_means_over_all_minibatches_of_the_update():
     assert metrics["ppo/val/ratio"].item() == 6.0
     flat = torch.zeros(2)
     rollout = rloo.Rollout(None, None, None, mask, zeros, zeros, flat, flat, flat)
-    metrics = rloo.summarise(rollout, rloo.Score(flat, torch.zeros(2, 1), mask[:, 0]), steps, PAD)
+    metrics = rloo.summarise(
+        rollout, rloo.Score(flat, torch.zeros(2, 1), mask[:, 0]), steps, PAD, tiny.make_args(script=rloo)
+    )
     assert (metrics["ppo/loss/policy_avg"].item(), metrics["ppo/val/ratio"].item()) == (3.0, 6.0)
 
 

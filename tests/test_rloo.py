@@ -54,7 +54,9 @@ def update(script, autocast: bool = False, **task):
     )
     epochs, optimizer = [rng.permutation(16) for _ in range(2)], script.AdamTF(policy.parameters(), lr=1e-3)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        responses = script.sample_all(policy.lm, queries, args.task, tiny.IDS, utils.generator(1, 0, queries.device), 5)
+        responses = script.sample_all(
+            policy.lm, queries, args.task, models.ids, utils.generator(1, 0, queries.device), 5
+        )
         rollout, _ = script.make_rollout(models, queries, responses, epochs[0], 0.1, args)
         steps = tiny.update(script, policy, optimizer, rollout, epochs, args, accelerator)
     return rollout, script.means(steps), policy
@@ -228,7 +230,7 @@ def test_X9_L1_L4_loss_and_metrics_are_those_of_ragged_rows_in_a_slow_loop(accel
     assert len(entropies) == rollout.mask.sum() < 16 * 6 and max(ratios) > 1.2
     sums, _ = tiny.step_gradients(rloo, policy, rollout, args, accelerator)
     score = rloo.Score(rollout.scores, rollout.responses, rollout.mask[:, -1])
-    metrics = {name: float(value) for name, value in rloo.summarise(rollout, score, [sums], PAD).items()}
+    metrics = {name: float(value) for name, value in rloo.summarise(rollout, score, [sums], PAD, args).items()}
     assert metrics["ppo/loss/policy_avg"] == pytest.approx(np.mean(losses), rel=1e-4)
     assert metrics["ppo/val/ratio"] == pytest.approx(np.mean(ratios), rel=1e-4)
     assert metrics["ppo/policy/entropy_avg"] == pytest.approx(np.mean(entropies), abs=1e-4)
