@@ -133,12 +133,13 @@ def parts(config: PretrainedConfig, task: tasks.Task, micro: int, rollout: int, 
 
 
 def run_update(script: Any, name: str, args: Any, precision: str, fake: bool) -> dict[str, int]:
-    """The peak in bytes of each phase of an update of `script` with the model in folder `name`."""
+    """The peak in bytes of each phase of an update of `script` with the model in folder `name`, and what is alive between
+    two updates."""
     accelerator, task = Accelerator(cpu=True, mixed_precision=precision), args.task
     pad_id = utils.AutoConfig.from_pretrained(name).vocab_size
     utils.row_lengths = lambda tokens, pad_id: np.full(len(tokens), tokens.shape[1])  # what is fake has no pads
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext(), Tracker() as tracker:
-        kind = script.PolicyAndValue if script is ppo else script.Policy
+        kind = getattr(script, "PolicyAndValue", None) or script.Policy
         policy = kind(utils.load_lm(name), pad_id, task.temperature)
         ref = utils.load_lm(name).eval().requires_grad_(False)
         reward = utils.RewardModel(utils.RewardConfig(ref.config, pad_id)).eval().requires_grad_(False)
@@ -151,7 +152,7 @@ def run_update(script: Any, name: str, args: Any, precision: str, fake: bool) ->
 
         def step(batch: Any) -> int:
             policy.train()
-            targets = (script.estimate(batch, args),) if script is ppo else ()
+            targets = (script.estimate(batch, args),) if hasattr(script, "estimate") else ()
             script.train_step(policy, optimizer, batch, *targets, args, accelerator)
             return tracker.restart()
 
@@ -159,7 +160,7 @@ def run_update(script: Any, name: str, args: Any, precision: str, fake: bool) ->
         peaks, (rows, r) = {}, (args.batch_size, task.response_length)
         with accelerator.autocast():
             contexts = torch.randint(0, pad_id, (rows, task.query_length + r - 2))  # the last two tokens: a full cache
-            script.sample(lm, contexts, 2, task.temperature, pad_id, utils.generator(0, 0, contexts.device))
+            script.sample(lm, contexts, torch.rand(2, rows, 1, dtype=torch.float64), task.temperature, pad_id)
             peaks["sample"] = tracker.restart()
             order, queries = np.arange(rows), torch.randint(0, pad_id, (rows, task.query_length))
             responses = torch.randint(0, pad_id, (rows, r))
@@ -168,7 +169,7 @@ def run_update(script: Any, name: str, args: Any, precision: str, fake: bool) ->
         before = tracker.now
         step(rollout.take(order[:1]))
         state = tracker.now - before  # Adam's, from the second update on there while sampling too
-        peaks = {name: peak + state for name, peak in peaks.items()}
+        peaks = {"live": tracker.now} | {name: peak + state for name, peak in peaks.items()}
         batch = rollout.take(order[: 2 * args.micro_batch_size])
         peaks["optimise"] = step(batch)
         if fake and not args.gradient_checkpointing:
