@@ -1,4 +1,4 @@
-"""What each implementation detail is worth on the synthetic task: runs with one of them switched off, beside runs with all.
+"""What each implementation detail is worth on the synthetic task: runs with one switched off, beside runs with all.
 
     python sft.py --task synthetic && python train_reward.py --task synthetic
     python benchmarks/ablations.py                                  # ablations.csv, .png, and the table on the terminal
@@ -7,12 +7,13 @@
 A detail is switched off by flags, or by replacing a function of the script from outside. Score, true score and KL are of the
 policy at the end, on held-out queries, measured by ppo.py as it is and with the reward model that has all details: a run
 without P1 or G3 measures itself wrongly. The rest is the run's own: approxkl of its first update, and means over all updates.
-A band is the 95% interval of a bootstrap over the seeds; Δ is the true score less that of the run with all details and
-the same seed. Of twenty details that are worth nothing, one or two will still have a Δ whose band leaves out 0.
+A band is the 95% interval of a bootstrap over the seeds, which is narrow with five; Δ the true score less that of the run with
+all details and the same seed, with Student's interval: of twenty details worth nothing one seems to be worth something.
 """
 
 import importlib
 import json
+import math
 import os
 import pkgutil
 import sys
@@ -37,6 +38,7 @@ from benchmarks import sweep  # noqa: E402
 
 METRICS = ("score", "true score", "KL", "first approxkl", "approxkl", "clip fraction")
 BOTH = ("ppo", "rloo")
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # t's 97.5% quantile for 2 … 10 seeds
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,13 @@ def one_process_alone(old: Callable, *args: Any) -> Any:
         return old(*args)
 
 
+def forgotten(old: Callable, optimizer: Any, lr: float) -> None:
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group["t"] = 0
+    old(optimizer, lr)
+
+
 def unchecked(*args: Any) -> None:
     """In place of `utils.check_policy`, which refuses such a run."""
 
@@ -126,7 +135,10 @@ def unchecked(*args: Any) -> None:
 FIRST = 100_003  # modulo this, the seed of every process is that of the first
 OFF = (
     Off("", "all details", scripts=BOTH),
-    Off("A1", "PyTorch's Adam", {"{script}.AdamTF.step": lambda old, *args: torch.optim.Adam.step(*args)}, scripts=BOTH),
+    Off(
+        "A1", "PyTorch's Adam", {"{script}.AdamTF.step": lambda old, *args: torch.optim.Adam.step(*args)}, scripts=BOTH
+    ),
+    Off("A1", "Adam begins anew every update", {"ppo.set_lr": forgotten}),
     Off("G3", "position ids count pads", {"utils.model_inputs": pads_counted, "utils.check_policy": unchecked}),
     Off("G4", "samples from the top 50 tokens", {"ppo.draw": top_50}),
     Off("G5", "constant learning rate", {"{script}.anneal": lambda old, lr, *rest: lr}, scripts=BOTH),
@@ -155,6 +167,7 @@ OFF = (
     Off("P9", "rewards whitened to mean 0", {"ppo.whiten": lambda old, x, mask, shift_mean=True: old(x, mask)}),
     Off("P10", "values not clipped", flags="--cliprange_value 1e6"),
     Off("P10", "value loss without ½", flags="--vf_coef 0.2"),
+    Off("P10", "no critic: values stay 0", flags="--vf_coef 0"),
     Off("P11", "fixed β", flags="--kl_target None", scripts=BOTH),
     Off("L3", "no baseline", {"rloo.leave_one_out_advantages": lambda old, rewards, k: rewards}, scripts=("rloo",)),
     Off(
@@ -204,7 +217,7 @@ def judge(policy: str, args: ppo.Args) -> dict[str, float]:
 def measure(job: sweep.Job) -> list[dict[str, float]]:
     """The row of one run, in this folder; none on any process but the first."""
     off = next(off for off in OFF if off.processes == job["processes"] and off[:2] == (job["detail"], job["what"]))
-    script, begin = importlib.import_module(job["script"]), time.perf_counter()
+    script, begin = importlib.import_module(job["script"]), time.process_time()
     flags = f"--run_name run --output_dir policy {job['flags']} --seed {job['seed']} {off.flags}"
     with switched_off(off, job["script"]):
         if off.new_reward:
@@ -212,7 +225,7 @@ def measure(job: sweep.Job) -> list[dict[str, float]]:
         script.main(sweep.settings(script, flags))
     if os.environ.get("RANK", "0") != "0":
         return []
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     kls, clipped = (
         [line[name] for line in sweep.metrics("run") if name in line]
         for name in ("ppo/policy/approxkl_avg", "ppo/policy/clipfrac_avg")
@@ -233,19 +246,26 @@ def seeds_of(rows: list[dict[str, str]], metric: str) -> dict[tuple, dict[str, f
     return found
 
 
+def student(values: list[float]) -> str:
+    """Mean and Student's 95% interval; nothing of fewer than two."""
+    if len(values) < 2:
+        return ""
+    half = STUDENT[min(len(values), 10) - 2] * np.std(values, ddof=1) / math.sqrt(len(values))
+    return f"{np.mean(values):.2g} ± {half:.2g}"
+
+
 def table(rows: list[dict[str, str]]) -> str:
     """Markdown: a line for each detail, means and bands over its seeds."""
     names = ("", "detail", "switched off", "seeds", *METRICS[:2], "Δ", *METRICS[2:])
     lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     found = {metric: seeds_of(rows, metric) for metric in METRICS}
     for key, values in found["true score"].items():
-        base = found["true score"].get((*key[:2], "", "all details"), {})
-        differences = [value - base[seed] for seed, value in values.items() if seed in base]
-        cells = [sweep.interval(list(found[metric][key].values())) for metric in METRICS]
-        cells.insert(2, sweep.interval(differences) if differences and key[2] else None)
-        words = ("" if cell is None else "{:.3g} ({:.3g} … {:.3g})".format(*cell) for cell in cells)
+        base = found["true score"].get((*key[:2], "", "all details"), {}) if key[2] else {}
+        bands = (sweep.interval(list(found[metric][key].values())) for metric in METRICS)
+        cells = ["{:.3g} ({:.3g} … {:.3g})".format(*band) for band in bands]
+        cells.insert(2, student([value - base[seed] for seed, value in values.items() if seed in base]))
         where = key[0] + " on two processes" * (key[1] == "2")
-        lines.append(f"| {where} | {key[2]} | {key[3]} | {len(values)} | {' | '.join(words)} |")
+        lines.append(f"| {where} | {key[2]} | {key[3]} | {len(values)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -290,8 +310,7 @@ def jobs(args: Args) -> list[sweep.Job]:
 def main(args: Args) -> None:
     """Measure what the CSV lacks, print, draw."""
     if args.only:
-        rows = measure(json.loads(args.only))
-        print(f"\n{json.dumps(rows)}" if rows else "")
+        print(json.dumps(measure(json.loads(args.only))))
         return
     rows = sweep.sweep(__file__, jobs(args), args.out, args.workers)
     print(table(rows))

@@ -138,6 +138,7 @@ def run_update(script: Any, name: str, args: Any, precision: str, fake: bool) ->
     accelerator, task = Accelerator(cpu=True, mixed_precision=precision), args.task
     pad_id = utils.AutoConfig.from_pretrained(name).vocab_size
     utils.row_lengths = lambda tokens, pad_id: np.full(len(tokens), tokens.shape[1])  # what is fake has no pads
+    utils.check_gradients = lambda *args, **numbers: None  # and no numbers that could be looked at
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext(), Tracker() as tracker:
         kind = getattr(script, "PolicyAndValue", None) or script.Policy
         policy = kind(utils.load_lm(name), pad_id, task.temperature)

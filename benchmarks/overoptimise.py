@@ -113,7 +113,9 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
     and a point where each seed ends."""
     plt, labels = records.pyplot(), list(dict.fromkeys(row["labels"] for row in rows))
     size = 4.4 * len(labels), 6.4
-    figure, axes = plt.subplots(2, len(labels), figsize=size, sharex=True, sharey="row", squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        2, len(labels), figsize=size, sharex=True, sharey="row", squeeze=False, layout="constrained"
+    )
     shown = {}
     for (way, count, beta), found in curves_of(rows).items():
         for axis, values in zip(axes[:, labels.index(count)], found[1:], strict=True):
@@ -148,7 +150,7 @@ def jobs(args: Args) -> list[sweep.Job]:
 def main(args: Args) -> None:
     """Measure what the CSV lacks, print, draw."""
     if args.only:
-        print(f"\n{json.dumps(measure(json.loads(args.only)))}")
+        print(json.dumps(measure(json.loads(args.only))))
         return
     rows = sweep.sweep(__file__, jobs(args), args.out, args.workers)
     print(table(rows))

@@ -1,8 +1,8 @@
 """What ablations.py, overoptimise.py and what_rloo_saves.py share: many runs, each in processes of its own of one thread, as
 many at a time as there are cores, and a CSV that knows which are done.
 
-For a job that its CSV lacks a tool calls itself with `--only JOB`, in a folder that is gone afterwards, and prints rows as JSON
-in its last line. To measure something again, take its rows out of the CSV, or name another with `--out`.
+For a job that its CSV lacks a tool calls itself with `--only JOB`, in a folder that is gone afterwards, and prints its rows as a
+line of JSON. To measure something again, take its rows out of the CSV, or name another with `--out`.
 """
 
 import csv
@@ -67,7 +67,8 @@ def measure_alone(tool: str, job: Job) -> list[dict[str, Any]]:
         done = subprocess.run(command, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{job} failed:\n{done.stderr[-2000:]}")
-    return [job | row for row in json.loads(done.stdout.splitlines()[-1])]
+    line = [line for line in done.stdout.splitlines() if line.startswith("[{")][-1]
+    return [job | row for row in json.loads(line)]
 
 
 def sweep(tool: str, jobs: list[Job], out: Path, workers: int) -> list[dict[str, str]]:
@@ -116,7 +117,9 @@ def held_out(args: ppo.Args) -> tuple[Tensor, Any, ppo.Models]:
     """What ppo.py measures policies on: queries [E, Q], tokenizer, and models without a policy."""
     task, device = args.task, torch.device("cpu")
     tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length)
-    queries, _ = utils.load_queries(task, tokenizer, pad_id, args.total_episodes).hold_out(args.eval_queries, "eval_queries")
+    queries, _ = utils.load_queries(task, tokenizer, pad_id, args.total_episodes).hold_out(
+        args.eval_queries, "eval_queries"
+    )
     reward, ref = ppo.load_reward(args, tokenizer, pad_id, device), utils.load_lm(task.base_model).eval()
     return queries, tokenizer, ppo.Models(None, ref, reward, utils.task_ids(task, tokenizer, pad_id))
 
