@@ -2,10 +2,10 @@
 
     python sft.py --task synthetic && python benchmarks/overoptimise.py     # overoptimise.csv, .png, and a table
 
-Reward models from a few, more and all labels; PPO and RLOO with each at several fixed β; beside them best of n: of n responses
-of the reference the one with the highest score, whose KL is log n − (n − 1)/n. All on the held-out queries, after Gao,
-Schulman and Hilton, "Scaling Laws for Reward Model Overoptimization" (2022), where a larger reward model plays the truth.
-Score 0 is the reference's mean, 1 its standard deviation (R3), so scores of two reward models have no unit in common.
+A reward model each of a few, of more and of all labels, the same for all seeds; PPO and RLOO with it at several fixed β; beside
+them best of n: of n responses of the reference the one with the highest score, at a KL of log n − (n − 1)/n. All on the
+held-out queries, after Gao, Schulman and Hilton 2022, "Scaling Laws for Reward Model Overoptimization" (arXiv 2210.10760), where
+a larger reward model plays the truth. A score is in standard deviations of the reference's (R3), each reward model's own.
 """
 
 import importlib

@@ -74,7 +74,7 @@ def measure_alone(tool: str, job: Job) -> list[dict[str, Any]]:
 def sweep(tool: str, jobs: list[Job], out: Path, workers: int) -> list[dict[str, str]]:
     """The rows of all jobs, those that `out` has not measured now. Errors: `SystemExit` behind the last with those that
     failed."""
-    missing, failed, lock = [job for job in jobs if not rows_of([job], read_rows(out))], [], Lock()
+    there, failed, lock = read_rows(out), [], Lock()
 
     def work(job: Job) -> None:
         try:
@@ -87,7 +87,7 @@ def sweep(tool: str, jobs: list[Job], out: Path, workers: int) -> list[dict[str,
             print(*rows[-1].values(), file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(work, missing))
+        list(pool.map(work, (job for job in jobs if not rows_of([job], there))))
     if failed:
         sys.exit("\n".join(failed))
     return rows_of(jobs, read_rows(out))
@@ -117,9 +117,8 @@ def held_out(args: ppo.Args) -> tuple[Tensor, Any, ppo.Models]:
     """What ppo.py measures policies on: queries [E, Q], tokenizer, and models without a policy."""
     task, device = args.task, torch.device("cpu")
     tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length)
-    queries, _ = utils.load_queries(task, tokenizer, pad_id, args.total_episodes).hold_out(
-        args.eval_queries, "eval_queries"
-    )
+    table = utils.load_queries(task, tokenizer, pad_id, args.total_episodes)
+    queries, _ = table.hold_out(args.eval_queries, "eval_queries")
     reward, ref = ppo.load_reward(args, tokenizer, pad_id, device), utils.load_lm(task.base_model).eval()
     return queries, tokenizer, ppo.Models(None, ref, reward, utils.task_ids(task, tokenizer, pad_id))
 

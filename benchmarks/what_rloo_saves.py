@@ -2,11 +2,11 @@
 
     python benchmarks/what_rloo_saves.py      # what_rloo_saves.csv, and a table on the terminal
 
-Ahmadian et al. 2024 and their implementers report 50–70% less memory and 2–3 times the speed, against a PPO with four models:
-`diffs/separate_critic.diff`. Memory is computed (benchmarks/memory.py) at the sizes of `sentiment`, in bf16; live is what is there
-between two updates. Seconds are CPU seconds of an update on one thread in fp32, of real models with random weights: 16 episodes
-of the synthetic task, 4 epochs of one minibatch, the median behind the first update. All three have a reward model of the
-policy's shape, and rows run one at a time.
+"Putting RL back in RLHF" (2024) reports 50–70% less memory and 2–3 times the speed, against a PPO with four models, as
+`diffs/separate_critic.diff` makes one. Memory, GiB, is computed (benchmarks/memory.py) at the sizes of `sentiment`, in bf16; live
+is what there is between two updates, the others are the largest in a phase. Seconds are CPU seconds of an update on one thread
+in fp32, real models of random weights: 16 episodes of the synthetic task, 4 epochs of one minibatch, the median behind the
+first update. All three have a reward model of the policy's shape.
 """
 
 import copy
@@ -66,7 +66,6 @@ def load_script(way: str) -> ModuleType:
 
 def computed(shape: str, way: str, script: ModuleType) -> dict[str, float]:
     """GiB that are alive between two updates, and the largest of each phase."""
-
     memory.SCRIPTS[way] = script
     if way == "separate_critic":
         kind = script.PolicyAndValue
