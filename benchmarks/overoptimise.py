@@ -81,7 +81,7 @@ def measure(job: sweep.Job) -> list[dict[str, float]]:
     if job["way"] == "best_of_n":
         return best_of_n(sweep.settings(ppo, flags))
     script = importlib.import_module(job["way"])
-    flags += f" --kl_coef {job['beta']} --kl_target None --eval_every 4 --run_name run --output_dir policy"
+    flags += f" --kl_coef {job['beta']} --kl_target None --eval_every 2 --run_name run --output_dir policy"
     script.main(sweep.settings(script, flags))
     names = dict(zip(METRICS, ("eval/kl", "eval/scores", "eval/gold_score"), strict=True))
     lines = [line for line in sweep.metrics("run") if "eval/kl" in line]
@@ -128,6 +128,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
     for axis in axes.flat:
         axis.grid(alpha=0.3)
         axis.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))  # as Gao et al. draw it
+        axis.set_xlim(left=0)
     for row, name in zip(axes, METRICS[1:], strict=True):
         row[0].set_ylabel(name)
     figure.supxlabel("KL from the reference, nats", fontsize=10)
