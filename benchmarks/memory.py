@@ -133,12 +133,17 @@ def parts(config: PretrainedConfig, task: tasks.Task, micro: int, rollout: int, 
 
 
 def run_update(script: Any, name: str, args: Any, precision: str, fake: bool) -> dict[str, int]:
-    """The peak in bytes of each phase of an update of `script` with the model in folder `name`."""
+    """The peak in bytes of each phase of an update of `script` with the model in folder `name`, and what is alive between
+    two updates."""
     accelerator, task = Accelerator(cpu=True, mixed_precision=precision), args.task
     pad_id = utils.AutoConfig.from_pretrained(name).vocab_size
-    utils.row_lengths = lambda tokens, pad_id: np.full(len(tokens), tokens.shape[1])  # what is fake has no pads
+    full = lambda tokens: (np.arange(len(tokens)), np.zeros(len(tokens), int), np.full(len(tokens), tokens.shape[1]))  # noqa: E731
+    utils.shared_prompts = lambda tokens, real, prompt: full(tokens)  # what is fake has no pads, and no row twice
+    utils.row_lengths = lambda tokens, pad_id: full(tokens)[2]
+    utils.row_sizes = lambda tokens, pad_id, prompt=0: np.stack(full(tokens)[::-2], axis=1)
+    utils.check_gradients = lambda *args, **numbers: None  # and no numbers that could be looked at
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext(), Tracker() as tracker:
-        kind = script.PolicyAndValue if script is ppo else script.Policy
+        kind = getattr(script, "PolicyAndValue", None) or script.Policy
         policy = kind(utils.load_lm(name), pad_id, task.temperature)
         ref = script.Policy(utils.load_lm(name), pad_id, task.temperature).eval().requires_grad_(False)
         reward = utils.RewardModel(utils.RewardConfig(ref.lm.config, pad_id)).eval().requires_grad_(False)
@@ -153,7 +158,7 @@ def run_update(script: Any, name: str, args: Any, precision: str, fake: bool) ->
 
         def step(batch: Any) -> int:
             policy.train()
-            targets = (script.estimate(batch, args),) if script is ppo else ()
+            targets = (script.estimate(batch, args),) if hasattr(script, "estimate") else ()
             script.train_step(policy, optimizer, batch, *targets, args, accelerator)
             return tracker.restart()
 
@@ -170,7 +175,7 @@ def run_update(script: Any, name: str, args: Any, precision: str, fake: bool) ->
         before = tracker.now
         step(rollout.take(order[:1]))
         state = tracker.now - before  # Adam's, from the second update on there while sampling too
-        peaks = {name: peak + state for name, peak in peaks.items()}
+        peaks = {"live": tracker.now} | {name: peak + state for name, peak in peaks.items()}
         batch = rollout.take(order[: 2 * args.micro_batch_tokens // (task.query_length + r)])  # two micro-batches
         peaks["optimise"] = step(batch)
         if fake and not args.gradient_checkpointing:
