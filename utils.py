@@ -626,10 +626,10 @@ def micro_batches(sizes: np.ndarray, tokens: int) -> list[np.ndarray]:
     lengths, which = sizes[:, 0], np.unique(sizes[:, 1], return_inverse=True)[1]
     longest = np.zeros(which.max() + 1, dtype=int)
     np.maximum.at(longest, which, lengths)
-    counts = torch.tensor([math.ceil(lengths.sum() / tokens), -len(longest)])
+    counts = [math.ceil(lengths.sum() / tokens), -len(longest)]
     if dist.is_initialized():
-        counts = all_max(counts.to(PartialState().device))
-    count = min(int(counts[0]), -int(counts[1]))
+        counts = all_max(torch.tensor(counts, device=PartialState().device)).tolist()
+    count = min(counts[0], -counts[1])
     rank = np.argsort(np.argsort(longest, kind="stable"), kind="stable")[which]
     return [np.flatnonzero(rank % count == i) for i in range(count)]
 

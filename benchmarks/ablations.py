@@ -90,16 +90,21 @@ def never_missing(old: Callable, responses: Any, *rest: Any) -> tuple[Any, Any]:
     return old(responses, *rest)[0], torch.ones_like(responses[:, 0]).bool()
 
 
-def penalty_at_the_end(old: Callable, logprobs: Any, ref_logprobs: Any, scores: Any, mask: Any, kl_coef: float) -> Any:
-    return old(logprobs, logprobs, scores - kl_coef * (logprobs - ref_logprobs).sum(dim=1), mask, kl_coef)
+def penalty_at_the_end(old: Callable, logprobs: Any, ref: Any, scores: Any, mask: Any, beta: float, *rest: Any) -> Any:
+    return old(logprobs, logprobs, scores - beta * (logprobs - ref).sum(dim=1), mask, beta, *rest)
 
 
 def pads_counted(old: Callable, tokens: Any, pad_id: int) -> dict[str, Any]:
     return old(tokens, pad_id) | {"position_ids": torch.arange(tokens.shape[1]).expand(tokens.shape)}
 
 
-def top_50(old: Callable, logits: Any, uniform: Any) -> Any:
-    return old(logits.masked_fill(logits < logits.topk(50).values[:, -1:], -torch.inf), uniform)
+def padded(old: Callable, base: Any, tokens: Any, columns: Any, pad_id: int, prompt: int = 0) -> Any:
+    hidden = base(**utils.model_inputs(tokens, pad_id), use_cache=False).last_hidden_state
+    return hidden[torch.arange(len(tokens))[:, None], columns]
+
+
+def top_50(old: Callable, logits: Any, *rest: Any) -> Any:
+    return old(logits.masked_fill(logits < logits.topk(50).values[:, -1:], -torch.inf), *rest)
 
 
 def small_head(old: Callable, self: Any, module: Any) -> None:
@@ -121,11 +126,11 @@ def one_process_alone(old: Callable, *args: Any) -> Any:
         return old(*args)
 
 
-def forgotten(old: Callable, optimizer: Any, lr: float) -> None:
+def forgotten(old: Callable, run: Any, update: int, policy: Any, optimizer: Any, *rest: Any) -> None:
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group["t"] = 0
-    old(optimizer, lr)
+    old(run, update, policy, optimizer, *rest)
 
 
 def unchecked(*args: Any) -> None:
@@ -138,8 +143,16 @@ OFF = (
     Off(
         "A1", "PyTorch's Adam", {"{script}.AdamTF.step": lambda old, *args: torch.optim.Adam.step(*args)}, scripts=BOTH
     ),
-    Off("A1", "Adam begins anew every update", {"ppo.set_lr": forgotten}),
-    Off("G3", "position ids count pads", {"utils.model_inputs": pads_counted, "utils.check_policy": unchecked}),
+    Off("A1", "Adam begins anew every update", {"records.Run.checkpoint": forgotten}),
+    Off(
+        "G3",
+        "position ids count pads",
+        {
+            "utils.model_inputs": pads_counted,
+            "utils.hidden_states": padded,
+            "utils.check_policy": unchecked,
+        },
+    ),
     Off("G4", "samples from the top 50 tokens", {"ppo.draw": top_50}),
     Off("G5", "constant learning rate", {"{script}.anneal": lambda old, lr, *rest: lr}, scripts=BOTH),
     Off("R2", "reward head of std 0.02", {"utils.RewardModel._init_weights": small_head}, new_reward=True),
@@ -210,6 +223,7 @@ def judge(policy: str, args: ppo.Args) -> dict[str, float]:
     """Score, true score and KL of a policy on held-out queries, four responses to each, the same random numbers for all."""
     queries, tokenizer, models = sweep.held_out(args)
     gold, lm = tasks.load_function(args.task.gold_fn), utils.load_lm(policy).eval()
+    models = models._replace(policy=ppo.Policy(lm, models.ids.pad, args.task.temperature).eval())
     found, _ = ppo.evaluate(models, lm, queries.repeat(4, 1), gold, tokenizer, args)
     return dict(zip(METRICS, (found["eval/scores"], found["eval/gold_score"], found["eval/kl"]), strict=False))
 

@@ -63,11 +63,14 @@ def best_of(values: Tensor, n: int) -> Tensor:
 def best_of_n(args: ppo.Args) -> list[dict[str, float]]:
     """A row for each of NS, from as many responses of the reference to each held-out query as the last of them."""
     queries, tokenizer, models = sweep.held_out(args)
-    rows, (task, pad_id) = queries.repeat_interleave(NS[-1], dim=0), (args.task, models.ids.pad)
+    rows, task = queries.repeat_interleave(NS[-1], dim=0), args.task
     contexts, gen = utils.add_affixes(rows, models.ids), utils.generator(args.seed, 0, rows.device)
-    responses = ppo.sample_all(models.ref, contexts, task, pad_id, gen, args.rollout_batch_size)
+    decoder = utils.Decoder(models.ref.lm)
+    responses = ppo.sample_all(decoder, contexts, task, models.ids, gen, args.rollout_batch_size)
     score = ppo.score_responses(models.reward, rows, responses, task, models.ids)
-    gold = utils.text_scores(tasks.load_function(task.gold_fn), task.gold_fn, tokenizer, rows, score.cut, pad_id)
+    gold = utils.text_scores(
+        tasks.load_function(task.gold_fn), task.gold_fn, tokenizer, rows, score.cut, models.ids.pad
+    )
     scores, order = score.scores.view(len(queries), -1).double().sort(dim=1)
     pairs = scores, gold.view(len(queries), -1).double().gather(1, order)
     means = {n: [best_of(x, n).mean().item() for x in pairs] for n in NS}

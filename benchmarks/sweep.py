@@ -119,7 +119,8 @@ def held_out(args: ppo.Args) -> tuple[Tensor, Any, ppo.Models]:
     tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length)
     table = utils.load_queries(task, tokenizer, pad_id, args.total_episodes)
     queries, _ = table.hold_out(args.eval_queries, "eval_queries")
-    reward, ref = ppo.load_reward(args, tokenizer, pad_id, device), utils.load_lm(task.base_model).eval()
+    ref = ppo.Policy(utils.load_lm(task.base_model), pad_id, task.temperature).eval()
+    reward = ppo.load_reward(args, tokenizer, pad_id, device)
     return queries, tokenizer, ppo.Models(None, ref, reward, utils.task_ids(task, tokenizer, pad_id))
 
 

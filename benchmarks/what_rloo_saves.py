@@ -75,7 +75,8 @@ def computed(shape: str, way: str, script: ModuleType) -> dict[str, float]:
             return kind(lm, critic, pad_id, temperature)
 
         script.PolicyAndValue = with_critic
-    with patch.multiple(utils, row_lengths=None, check_gradients=None):  # back behind `compute`, which replaces them
+    replaced = ("keeps_rows_apart", "row_lengths", "row_sizes", "shared_prompts", "check_gradients")
+    with patch.multiple(utils, **dict.fromkeys(replaced)):  # back behind `compute`, which replaces them
         found = memory.compute(shape, way, memory.settings(way, "sentiment"), "bf16")
     return {name: found[name] / memory.GIB for name in ("live", "sample", "score", "optimise")}
 

@@ -89,13 +89,15 @@ def adam(script, folder):
 
 
 def adams_memory(script, folder):
-    """How many weights and steps it remembers, when the next update's learning rate is set."""
+    """How many weights and steps it remembers behind an update."""
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.ones(1)
     optimizer = script.AdamTF([weight], lr=1.0)
     optimizer.step()
-    script.set_lr(optimizer, 0.5)
-    return [len(optimizer.state), optimizer.param_groups[0]["t"], optimizer.param_groups[0]["lr"]]
+    args, cpu = SimpleNamespace(save_every=None, save_minutes=None), SimpleNamespace(device="cpu")
+    run = SimpleNamespace(args=args, asked=None, accelerator=cpu, total=1)
+    records.Run.checkpoint(run, 1, None, optimizer)
+    return [len(optimizer.state), optimizer.param_groups[0]["t"]]
 
 
 def position_ids(script, folder):
@@ -184,7 +186,7 @@ def same_draws(script, folder):
 
 PROBES = {  # what is replaced → numbers, with the detail, without it
     "PyTorch's Adam": (adam, [1 / (1 + math.sqrt(1000))], [1 / 2]),
-    "Adam begins anew every update": (adams_memory, [1, 1, 0.5], [0, 0, 0.5]),
+    "Adam begins anew every update": (adams_memory, [1, 1], [0, 0]),
     "position ids count pads": (position_ids, [0, 0, 0, 1], [0, 1, 2, 3]),
     "samples from the top 50 tokens": (lowest_draw, [0], [50]),
     "constant learning rate": (learning_rate, [1.5], [3]),
