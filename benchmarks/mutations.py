@@ -247,7 +247,7 @@ class Chooser:
 
 def make_copy(folder: Path) -> Path:
     """Of the project, without what runs leave."""
-    kept = shutil.ignore_patterns(".git", "runs", "models", "__pycache__", "wandb", "*.png", "*.egg-info")
+    kept = shutil.ignore_patterns(".git", "runs", "models", "wandb", "*.png", "*.egg-info")
     return Path(shutil.copytree(ROOT, folder, ignore=kept))
 
 

@@ -213,6 +213,15 @@ def test_X9_sft_rows_of_an_eos_task_are_prompt_response_and_end(task, tmp_path):
     assert (rows[:] == tokenizer.eos_token_id).sum(dim=1).tolist() == [1, 1, 0]
 
 
+def test_X9_a_response_that_has_its_end_already_gets_no_second_one(task, tmp_path):
+    task = eos_task(task, tmp_path)
+    row = {"prompt": "Ben saw Anna.", "completion": " So."}
+    write_rows(tmp_path / "eos.jsonl", [row, row | {"completion": " So.<|endoftext|>"}])
+    rows, _ = sft.load_rows(sft.Args(task=task, num_heldout=1, batch_size=1), tokenizer_of(task), WORDS)
+    first, second = rows[:].tolist()
+    assert first == second and first.count(tokenizer_of(task).eos_token_id) == 1
+
+
 def test_X9_sft_learns_responses_with_their_end_and_neither_prompts_nor_pads(task, tmp_path):
     """Each row alone, without padding, token by token."""
     task = eos_task(task, tmp_path)
