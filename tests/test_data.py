@@ -525,6 +525,12 @@ def with_bos(tokenizer):
     return tokenizer
 
 
+def test_29_a_tokenizer_that_adds_an_id_in_front_reads_the_ids_of_one_that_does_not(task):
+    plain = tokenizer_of(task)
+    adds = with_bos(plain)
+    assert utils.reads_ids_of(adds, plain) and utils.reads_ids_of(plain, adds)
+
+
 def test_a_tokenizer_that_adds_an_id_in_front_adds_none_anywhere(task, tmp_path):
     """Queries, prompts that lose lines, affixes, stop tokens, labels, rows of sft.py: the texts' own ids only."""
     (tmp_path / "posts.jsonl").write_text(json.dumps({"text": POST}) + "\n")

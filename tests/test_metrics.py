@@ -67,3 +67,15 @@ def test_X10_a_micro_batch_of_labels_holds_no_more_sequences_than_were_asked_for
     for size, labels in ((1, 1), (4, 1), (7, 1), (8, 2), (12, 3)):
         parts = train_reward.micro_batches(tokens, PAD, size)
         assert [len(rows) for rows, _ in parts] == [labels] * (6 // labels)
+
+
+def test_P7_the_spread_of_ratios_is_their_squared_distance_from_1():
+    """Ratios 2, 1/2 and 1; of tokens in ppo.py, of completions in rloo.py."""
+    logprobs, wanted = torch.tensor([2.0, 0.5, 1.0]).log(), [1.0, 0.25, 0.0]
+    zeros, args = torch.zeros(1, 3), tiny.make_args()
+    old = SimpleNamespace(logprobs=zeros, values=zeros)
+    terms = ppo.loss_terms(logprobs[None], zeros, old, zeros, zeros, args)
+    assert terms["val/ratio_spread"].flatten().tolist() == pytest.approx(wanted)
+    old = SimpleNamespace(logprobs=zeros.T, advantages=zeros[0])
+    terms = rloo.loss_terms(logprobs[:, None], old, tiny.make_args(script=rloo))
+    assert terms["val/ratio_spread"].tolist() == pytest.approx(wanted)
