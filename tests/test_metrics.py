@@ -79,3 +79,20 @@ def test_P7_the_spread_of_ratios_is_their_squared_distance_from_1():
     old = SimpleNamespace(logprobs=zeros.T, advantages=zeros[0])
     terms = rloo.loss_terms(logprobs[:, None], old, tiny.make_args(script=rloo))
     assert terms["val/ratio_spread"].tolist() == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("labels", [12, 16])
+def test_R4_a_run_may_use_every_label_that_there_is(labels, task, tmp_path, monkeypatch):
+    """Of 16; it gets as far as the policy's samples."""
+
+    class Reached(Exception):
+        pass
+
+    def reach(*args):
+        raise Reached
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_reward, "policy_samples", reach)
+    sizes = dict(num_labels=labels, batch_size=4, normalize_samples=4, rollout_batch_size=4)
+    with pytest.raises(Reached):
+        train_reward.main(train_reward.Args(task=task, **sizes))
