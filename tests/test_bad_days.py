@@ -188,6 +188,12 @@ def test_a_function_that_raises_is_named_with_its_line_its_words_and_the_update(
     assert steps_kept() == [1, 2]
 
 
+def test_without_any_checkpoint_the_update_is_named_too(home, capsys):
+    spec = function_file(home, "raises_alone", "if calls == 4:\n    raise ValueError('tired')")
+    assert ends("ppo", small("ppo", home, reward_fn=spec, save_every=None)) == 1
+    sentence(capsys, "in update 3 of 6; no checkpoint to go on from")
+
+
 RETURNS = {  # what the function returns in update 2 → what the error says of it
     "[1.0] * 7 + [float('nan')]": "returned nan for 1 responses",
     "[float('-inf')] * 2 + [0.0] * 6": "returned -inf for 2 responses",

@@ -213,6 +213,15 @@ def test_X9_sft_rows_of_an_eos_task_are_prompt_response_and_end(task, tmp_path):
     assert (rows[:] == tokenizer.eos_token_id).sum(dim=1).tolist() == [1, 1, 0]
 
 
+def test_X9_a_response_that_has_its_end_already_gets_no_second_one(task, tmp_path):
+    task = eos_task(task, tmp_path)
+    row = {"prompt": "Ben saw Anna.", "completion": " So."}
+    write_rows(tmp_path / "eos.jsonl", [row, row | {"completion": " So.<|endoftext|>"}])
+    rows, _ = sft.load_rows(sft.Args(task=task, num_heldout=1, batch_size=1), tokenizer_of(task), WORDS)
+    first, second = rows[:].tolist()
+    assert first == second and first.count(tokenizer_of(task).eos_token_id) == 1
+
+
 def test_X9_sft_learns_responses_with_their_end_and_neither_prompts_nor_pads(task, tmp_path):
     """Each row alone, without padding, token by token."""
     task = eos_task(task, tmp_path)
@@ -514,6 +523,12 @@ def with_bos(tokenizer):
     tokenizer.backend_tokenizer.post_processor = template
     assert tokenizer.encode("Anna") == [0, *tokenizer.encode("Anna", add_special_tokens=False)]
     return tokenizer
+
+
+def test_29_a_tokenizer_that_adds_an_id_in_front_reads_the_ids_of_one_that_does_not(task):
+    plain = tokenizer_of(task)
+    adds = with_bos(plain)
+    assert utils.reads_ids_of(adds, plain) and utils.reads_ids_of(plain, adds)
 
 
 def test_a_tokenizer_that_adds_an_id_in_front_adds_none_anywhere(task, tmp_path):

@@ -763,6 +763,23 @@ tasks.cli(main, lambda: None)
 """
 
 
+@pytest.mark.parametrize(("rank", "seconds", "where"), [("0", 0, ""), ("1", 2, " (process 1)")])
+def test_the_main_process_speaks_at_once_and_the_others_two_seconds_later(rank, seconds, where, monkeypatch, capsys):
+    """Where all fail alike, the launcher ends the others meanwhile."""
+    slept = []
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(sys, "argv", ["ppo.py"])
+    monkeypatch.setattr(tasks.time, "sleep", slept.append)
+
+    def main(args: None):
+        raise tasks.InputError("no labels")
+
+    with pytest.raises(SystemExit) as stop:
+        tasks.cli(main, lambda: None)
+    assert (stop.value.code, slept) == (2, [seconds])
+    assert capsys.readouterr().err == f"ppo.py: error{where}: no labels\n"
+
+
 def test_bad_input_of_another_process_is_printed_with_its_number_and_ends_all(tmp_path):
     (tmp_path / "one.py").write_text(ONE_FAILS)
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(utils.ROOT), "ACCELERATE_USE_CPU": "true"}
