@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
+import packing
 import records
 import utils
 from tasks import Beta, Bounds, Count, NonNegative, Positive, Shown, Size, Task, Whole, cli, load_function, parse_args
@@ -42,9 +43,7 @@ class Args:
     num_ppo_epochs: Size = 4  # passes over the batch per update
     max_kl: Positive | None = None  # an epoch with a ppo/policy/approxkl_avg above this is its update's last (X12)
     rloo_k: Annotated[int, Bounds(2, 2**20)] = 4  # completions per prompt; each is compared with the others (L3)
-    micro_batch_tokens: Count = (
-        4096  # per forward of policy, reference and reward model on one process: memory only (P7)
-    )
+    micro_batch_tokens: Count = 4096  # tokens per forward of each model on one process: memory only (P7)
     rollout_batch_size: Count = 256  # sequences sampled at a time on one process: memory only (X10)
     lr: NonNegative = 1e-5  # learning rate of the first update, or behind the warm-up; falls linearly to 0 (G5)
     lr_schedule: Literal["linear", "constant", "cosine"] = "linear"  # how lr falls, or that it does not (X8)
@@ -117,15 +116,12 @@ class Policy(nn.Module):
         """[B, C], [B, R] → [B, R, D], each where its token is predicted; the vocabulary head sees these only."""
         tokens = torch.cat([contexts, responses], dim=1)
         where = torch.arange(contexts.shape[1] - 1, tokens.shape[1] - 1, device=tokens.device).expand_as(responses)
-        return utils.hidden_states(self.lm.base_model, tokens, where, self.pad_id, prompt=contexts.shape[1])  # G3
-
-    def logprobs(self, hidden: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, R, D], [B, R] → log-probabilities and entropies [B, R]."""
-        return token_logprobs(utils.vocabulary_logits(self.lm, hidden), responses, self.temperature)
+        return packing.hidden_states(self.lm.base_model, tokens, where, self.pad_id, prompt=contexts.shape[1])  # G3
 
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
         """[B, C], [B, R] → log-probabilities and entropies [B, R]. The one forward behind old and new numbers (L6)."""
-        return self.logprobs(self.hidden_states(contexts, responses), responses)
+        logits = packing.vocabulary_logits(self.lm, self.hidden_states(contexts, responses))
+        return token_logprobs(logits, responses, self.temperature)
 
 
 def draw(logits: Tensor, uniform: Tensor, top_p: float = 1.0) -> Tensor:
@@ -148,10 +144,10 @@ def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, task: Task, i
     vocabulary unless the task says otherwise (X7), no stop at EOS, no `generation_config` of the checkpoint. Prefill
     once, then a token a step over a static cache."""
     start, response_length = contexts.shape[1], len(uniform)
-    inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), ids.pad)  # 0 stands for a token to come
+    inputs = packing.model_inputs(F.pad(contexts, (0, response_length), value=0), ids.pad)  # 0: a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
     mask[:, start:] = 0  # filled in, never grown: static shapes, and alibi is built from it
-    cache = utils.empty_cache(lm, len(contexts), start + response_length)
+    cache = packing.empty_cache(lm, len(contexts), start + response_length)
     responses = torch.empty(len(contexts), response_length, dtype=torch.long, device=contexts.device)
     tokens, begin = inputs["input_ids"][:, :start], 0
     every = dict(attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -172,7 +168,7 @@ def sample_all(lm: nn.Module, contexts: Tensor, task: Task, ids: utils.Ids, gen:
     shape = task.response_length, len(contexts), 1
     uniform = torch.rand(shape, generator=gen, device=gen.device, dtype=torch.float64)
     responses = torch.empty(shape[1], shape[0], dtype=torch.long, device=contexts.device)
-    for rows, width in utils.by_length(utils.row_lengths(contexts, ids.pad), size):
+    for rows, width in packing.by_length(packing.row_lengths(contexts, ids.pad), size):
         responses[rows] = sample(lm, contexts[rows, -width:], uniform[:, rows], task, ids)
     return responses
 
@@ -214,26 +210,6 @@ def score_responses(reward: Callable, queries: Tensor, responses: Tensor, task: 
     """P5: cut [B, R], ask `reward`(queries, cut) → [B], and put the penalty where the truncate token is missing."""
     cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
     return Score(torch.where(ended, reward(queries, cut), task.missing_eos_penalty), cut, ended)
-
-
-def load_reward(args: Args, tokenizer: Any, pad_id: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """The reward as a function of (queries [B, Q], responses [B, R]) → [B]: the reward model's, or `--reward_fn`'s; one
-    that takes a third argument gets the reward model's scores there. Errors: `InputError` where there is none."""
-    function = load_function(args.reward_fn) if args.reward_fn else None
-    composes = utils.takes_scores(function)
-    if function and not composes:
-        return lambda queries, cut: utils.text_scores(function, args.reward_fn, tokenizer, queries, cut, pad_id)
-    folder = args.reward_model or f"models/{args.task.task}/train_reward"
-    model = utils.RewardModel.from_folder(folder, f"python train_reward.py --task {args.task.task}").to(device)
-    read = utils.reward_reader(model, AutoTokenizer.from_pretrained(folder), tokenizer, pad_id)  # X13
-
-    def reward(queries: Tensor, cut: Tensor) -> Tensor:
-        scores = model.score(read(queries, cut), size=args.micro_batch_tokens)
-        if not composes:
-            return scores
-        return utils.text_scores(function, args.reward_fn, tokenizer, queries, cut, pad_id, scores.tolist())
-
-    return reward
 
 
 def kl_terms(log_ratio: Tensor, estimator: str) -> Tensor:
@@ -304,7 +280,7 @@ def make_rollout(
     responses = score.cut if args.task.eos_task else responses  # X9
     mask = responses != pad_id
     contexts = utils.add_affixes(queries, models.ids)
-    sizes = utils.row_sizes(torch.cat([contexts, responses], dim=1), pad_id, contexts.shape[1])
+    sizes = packing.row_sizes(torch.cat([contexts, responses], dim=1), pad_id, contexts.shape[1])
     ref_logprobs = logprobs_of(models.ref, contexts, responses, sizes, args.micro_batch_tokens)
     logprobs = torch.empty_like(ref_logprobs)
     for rows in minibatches(order, args):  # L6: exactly the forwards of the first epoch
@@ -468,7 +444,7 @@ def evaluate(
     score = score_responses(models.reward, queries, responses, task, models.ids)
     responses = score.cut if task.eos_task else responses
     mask = responses != pad_id
-    sizes = utils.row_sizes(torch.cat([contexts, responses], dim=1), pad_id, contexts.shape[1])
+    sizes = packing.row_sizes(torch.cat([contexts, responses], dim=1), pad_id, contexts.shape[1])
     episodes = contexts, responses, sizes, args.micro_batch_tokens
     logprobs, ref_logprobs = (logprobs_of(x, *episodes) for x in (models.policy, models.ref))
     metrics = {
@@ -508,7 +484,7 @@ def main(args: Args) -> None:
     gold = load_function(task.gold_fn) if task.gold_fn else None
     table = utils.load_queries(task, tokenizer, pad_id, args.total_episodes)
     heldout, table = table.hold_out(args.eval_queries, "eval_queries")  # [E, Q], and [N, Q] to train on
-    reward = load_reward(args, tokenizer, pad_id, device)
+    reward = utils.load_reward(args, tokenizer, pad_id, device)
 
     torch.manual_seed(args.seed)
     policy = Policy(utils.load_lm(task.base_model), pad_id, task.temperature)
@@ -519,7 +495,7 @@ def main(args: Args) -> None:
     policy, optimizer = utils.prepare(accelerator, policy, AdamTF(policy.parameters(), lr=args.lr, **adam))
     models = Models(policy, ref, reward, ids)
     lm = accelerator.unwrap_model(policy).lm
-    decoder = utils.Decoder(lm, args.compile)
+    decoder = packing.Decoder(lm, args.compile)
     utils.check_policy(policy, heldout[:1].to(device), task.temperature, accelerator)
 
     seed = args.seed + 100003 * accelerator.process_index  # G6

@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import packing
 import records
 import utils
 from tasks import SYNTHETIC, Bounds, Count, NonNegative, Positive, Share, Shown, Task, Whole, cli, parse_args
@@ -146,7 +147,9 @@ def lr_at(step: int, steps: int, args: Args) -> float:
 def token_losses(lm: nn.Module, rows: Tensor, first: int, pad_id: int) -> tuple[Tensor, Tensor]:
     """[B, T] → cross-entropy in nats and mask of the learned columns, [B, T − first] each; 0 at pads."""
     targets = rows[:, first:]
-    logits = lm(**utils.model_inputs(rows, pad_id), use_cache=False, logits_to_keep=targets.shape[1] + 1).logits[:, :-1]
+    logits = lm(**packing.model_inputs(rows, pad_id), use_cache=False, logits_to_keep=targets.shape[1] + 1).logits[
+        :, :-1
+    ]
     mask = targets != pad_id
     losses = F.cross_entropy(logits.float().flatten(0, 1), targets.masked_fill(~mask, 0).flatten(), reduction="none")
     return losses.view_as(targets).masked_fill(~mask, 0), mask
@@ -154,8 +157,8 @@ def token_losses(lm: nn.Module, rows: Tensor, first: int, pad_id: int) -> tuple[
 
 def micro_batches(rows: Tensor, first: int, pad_id: int, tokens: int) -> list[Tensor]:
     """[B, T] → rows of like length, trimmed on the left; at most `tokens` a forward, untrimmed."""
-    lengths, size = utils.row_lengths(rows[:, :first], pad_id), tokens // rows.shape[1] or 1
-    return [rows[part][:, first - width :] for part, width in utils.by_length(lengths, size)]
+    lengths, size = packing.row_lengths(rows[:, :first], pad_id), tokens // rows.shape[1] or 1
+    return [rows[part][:, first - width :] for part, width in packing.by_length(lengths, size)]
 
 
 def train_step(
@@ -210,10 +213,10 @@ def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, task: Task, i
     vocabulary unless the task says otherwise (X7), no stop at EOS, no `generation_config` of the checkpoint. Prefill
     once, then a token a step over a static cache."""
     start, response_length = contexts.shape[1], len(uniform)
-    inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), ids.pad)  # 0 stands for a token to come
+    inputs = packing.model_inputs(F.pad(contexts, (0, response_length), value=0), ids.pad)  # 0: a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
     mask[:, start:] = 0  # filled in, never grown: static shapes, and alibi is built from it
-    cache = utils.empty_cache(lm, len(contexts), start + response_length)
+    cache = packing.empty_cache(lm, len(contexts), start + response_length)
     responses = torch.empty(len(contexts), response_length, dtype=torch.long, device=contexts.device)
     tokens, begin = inputs["input_ids"][:, :start], 0
     every = dict(attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -234,7 +237,7 @@ def sample_all(lm: nn.Module, contexts: Tensor, task: Task, ids: utils.Ids, gen:
     shape = task.response_length, len(contexts), 1
     uniform = torch.rand(shape, generator=gen, device=gen.device, dtype=torch.float64)
     responses = torch.empty(shape[1], shape[0], dtype=torch.long, device=contexts.device)
-    for rows, width in utils.by_length(utils.row_lengths(contexts, ids.pad), size):
+    for rows, width in packing.by_length(packing.row_lengths(contexts, ids.pad), size):
         responses[rows] = sample(lm, contexts[rows, -width:], uniform[:, rows], task, ids)
     return responses
 

@@ -31,6 +31,7 @@ from jinja2 import TemplateError
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
+import packing
 import records
 import utils
 from tasks import Bounds, Count, NonNegative, Positive, Shown, Size, Task, Whole, cli, parse_args
@@ -312,10 +313,10 @@ def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, task: Task, i
     vocabulary unless the task says otherwise (X7), no stop at EOS, no `generation_config` of the checkpoint. Prefill
     once, then a token a step over a static cache."""
     start, response_length = contexts.shape[1], len(uniform)
-    inputs = utils.model_inputs(F.pad(contexts, (0, response_length), value=0), ids.pad)  # 0 stands for a token to come
+    inputs = packing.model_inputs(F.pad(contexts, (0, response_length), value=0), ids.pad)  # 0: a token to come
     mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
     mask[:, start:] = 0  # filled in, never grown: static shapes, and alibi is built from it
-    cache = utils.empty_cache(lm, len(contexts), start + response_length)
+    cache = packing.empty_cache(lm, len(contexts), start + response_length)
     responses = torch.empty(len(contexts), response_length, dtype=torch.long, device=contexts.device)
     tokens, begin = inputs["input_ids"][:, :start], 0
     every = dict(attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -336,7 +337,7 @@ def sample_all(lm: nn.Module, contexts: Tensor, task: Task, ids: utils.Ids, gen:
     shape = task.response_length, len(contexts), 1
     uniform = torch.rand(shape, generator=gen, device=gen.device, dtype=torch.float64)
     responses = torch.empty(shape[1], shape[0], dtype=torch.long, device=contexts.device)
-    for rows, width in utils.by_length(utils.row_lengths(contexts, ids.pad), size):
+    for rows, width in packing.by_length(packing.row_lengths(contexts, ids.pad), size):
         responses[rows] = sample(lm, contexts[rows, -width:], uniform[:, rows], task, ids)
     return responses
 
@@ -433,7 +434,7 @@ def candidate_rewards(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def micro_batches(tokens: Tensor, pad_id: int, size: int) -> list[np.ndarray]:
     """[B, K, T] → labels of about `size` tokens in all; a label's candidates stay together."""
-    return utils.micro_batches(utils.row_sizes(tokens.flatten(1), pad_id), size)
+    return utils.micro_batches(packing.row_sizes(tokens.flatten(1), pad_id), size)
 
 
 def train_step(

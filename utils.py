@@ -1,4 +1,5 @@
-"""What no experiment changes: data → query table · models · processes. What a run leaves is in `records.py`.
+"""What no experiment changes: data → query table · models · processes. What a run leaves is in
+`records.py`, how a model reads its rows in `packing.py`.
 
 Everything of an algorithm stands in the script that runs it; this file imports none of them.
 
@@ -35,8 +36,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.activations import NewGELUActivation
-from transformers.cache_utils import StaticCache, StaticLayer
 
+import packing
 from tasks import InputError, RunError, Task, call_function, load_function
 
 ROOT = Path(__file__).parent
@@ -388,84 +389,6 @@ class Float32Head(nn.Linear):
             return nn.functional.linear(hidden.float(), self.weight.float(), bias)
 
 
-class KeyValueCache(StaticCache):
-    """A static cache takes its dtype from the keys, which rotary positions leave in fp32 under autocast, and cannot
-    hold the bf16 values. Keys become what the values are, as attention makes them anyway; else nothing changes."""
-
-    def __init__(self, config: PretrainedConfig, length: int):
-        super().__init__(config=config, max_cache_len=length)
-        self.length, self.begun = length, False
-        if length <= (getattr(config, "sliding_window", None) or 0):  # no window slides, and layers that have one count
-            self.layers = [StaticLayer(max_cache_len=length) for _ in self.layers]  # in Python: compiled at every step
-
-    def reset(self) -> None:
-        """Empty it; the memory stays where it is."""
-        super().reset()
-        self.begun = False
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, heads, T, D / heads] of one layer → all of them so far."""
-        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
-
-
-class Decoder:
-    """A language model to sample with. A prompt that stands in several rows is read once. With `compiled` the step of a
-    token is compiled and, on a GPU, replayed as a CUDA graph: then caches stay where they are, one for each shape."""
-
-    def __init__(self, lm: PreTrainedModel, compiled: bool = False):
-        self.lm, self.config, self.compiled, self.caches = lm, lm.config, compiled, {}
-        self.step = torch.compile(lm, mode="reduce-overhead", fullgraph=True, dynamic=False) if compiled else lm
-        torch._dynamo.config.recompile_limit = 64  # shapes: of whole parts and of the last, by multiples of 128
-
-    def cache(self, rows: int, length: int) -> KeyValueCache:
-        """An empty cache for so many rows and tokens; compiled, for 128 tokens or a multiple, and kept."""
-        if not self.compiled:
-            return KeyValueCache(self.config, length)
-        shape = rows, -(-length // 128) * 128
-        if shape not in self.caches:
-            self.caches[shape] = KeyValueCache(self.config, shape[1])
-        self.caches[shape].reset()
-        return self.caches[shape]
-
-    def __call__(self, tokens: Tensor, attention_mask: Tensor, past_key_values: KeyValueCache, **more: Any) -> Any:
-        """What `lm(…)` gives for prompts [B, C], or for one token more [B, 1]."""
-        attention_mask = nn.functional.pad(attention_mask, (0, past_key_values.length - attention_mask.shape[1]))
-        if not past_key_values.begun:
-            past_key_values.begun = True
-            return self.prefill(tokens, attention_mask, past_key_values, **more)
-        if self.compiled:
-            torch.compiler.cudagraph_mark_step_begin()
-        return self.step(tokens, attention_mask=attention_mask, past_key_values=past_key_values, **more)
-
-    def prefill(
-        self, tokens: Tensor, attention_mask: Tensor, cache: KeyValueCache, position_ids: Tensor, **more: Any
-    ) -> Any:
-        """Reads every prompt once, and copies keys and values to the rows that have it."""
-        rows = torch.cat([tokens, attention_mask], dim=1).unique(dim=0, return_inverse=True)[1]  # [B]: which prompt
-        count = int(rows.max()) + 1
-        if count == len(tokens):
-            inputs = dict(attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache)
-            return self.lm(tokens, **inputs, **more)
-        some = rows.new_empty(count).scatter_(0, rows, torch.arange(len(rows), device=rows.device))  # a row of each
-        few = KeyValueCache(self.config, cache.length)
-        inputs = dict(attention_mask=attention_mask[some], position_ids=position_ids[some], past_key_values=few)
-        out = self.lm(tokens[some], **inputs, **more)
-        for to, of in zip(cache.layers, few.layers, strict=True):
-            keys, values = of.keys[rows], of.values[rows]
-            if not to.is_initialized:
-                to.lazy_initialization(keys, values)
-            to.keys.copy_(keys), to.values.copy_(values), to.cumulative_length.copy_(of.cumulative_length)
-            if hasattr(of, "cumulative_length_int"):  # of a sliding window
-                to.cumulative_length_int = of.cumulative_length_int
-        out.logits = out.logits[rows]
-        return out
-
-
-def empty_cache(lm: PreTrainedModel | Decoder, rows: int, length: int) -> KeyValueCache:
-    """Room for `length` tokens in each of the rows."""
-    return (lm if isinstance(lm, Decoder) else Decoder(lm)).cache(rows, length)
-
-
 def load_lm(name: str, config: PretrainedConfig | None = None) -> PreTrainedModel:
     """Causal language model in fp32 without dropout, its head outside autocast; random weights where the folder holds a
     configuration only. Errors: `InputError` for weights that have to be unpickled, or that are out of reach."""
@@ -490,97 +413,6 @@ def fuse_gelu(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def model_inputs(tokens: Tensor, pad_id: int) -> dict[str, Tensor]:
-    """G3: [B, T] → the arguments that make padding invisible, wherever it is. A pad's id is never embedded."""
-    mask = tokens != pad_id
-    positions = mask.cumsum(dim=1) - mask.long()  # exclusive: a pad does not move what follows it
-    return dict(input_ids=tokens.masked_fill(~mask, 0), attention_mask=mask.long(), position_ids=positions)
-
-
-LINE = 128  # tokens: attention costs a line's square, everything else what is left empty at its end
-
-
-def lay_out(lengths: np.ndarray) -> tuple[np.ndarray, int, int]:
-    """Rows one behind the other in lines, first fit, the longest first: where each begins when the lines are laid end to
-    end [B], number of lines, tokens of a line."""
-    width, free, begins = max(LINE, int(lengths.max())), [], np.empty(len(lengths), dtype=np.int64)
-    for row in np.argsort(-lengths, kind="stable"):
-        line = next((i for i, left in enumerate(free) if left >= lengths[row]), len(free))
-        free += [width] * (line == len(free))
-        begins[row] = line * width + width - free[line]
-        free[line] -= lengths[row]
-    return begins, len(free), width
-
-
-@torch.no_grad()
-def keeps_rows_apart(base: PreTrainedModel) -> bool:
-    """Whether rows in one line are read as if alone. The library makes the mask for it out of position ids that start
-    anew, in most of its models: measured, once a model."""
-    if not hasattr(base, "_keeps_rows_apart"):
-        ids = torch.arange(6, device=base.device)[None]
-        with torch.autocast(base.device.type, enabled=False):
-            line = base(input_ids=ids, position_ids=ids % 3, use_cache=False).last_hidden_state[:, 3:]
-            alone = base(input_ids=ids[:, 3:], position_ids=ids[:, :3], use_cache=False).last_hidden_state
-        base._keeps_rows_apart = torch.allclose(line.float(), alone.float(), rtol=0, atol=5e-3)  # TF32 is 1e-3 off
-    return base._keeps_rows_apart
-
-
-def shared_prompts(tokens: Tensor, real: Tensor, prompt: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows [B, T] whose first `prompt` columns are the same make a block, the prompt and then what follows it in each:
-    the block of each row [B], tokens of the others between prompt and row [B], and tokens of each block, on the host."""
-    blocks = tokens[:, :prompt].unique(dim=0, return_inverse=True)[1]
-    blocks, prompts, own = torch.stack([blocks, real[:, :prompt].sum(dim=1), real[:, prompt:].sum(dim=1)]).cpu().numpy()
-    rows = np.argsort(blocks, kind="stable")
-    before = (np.cumsum(own[rows]) - own[rows])[np.argsort(rows, kind="stable")]
-    first = rows[np.unique(blocks[rows], return_index=True)[1]]
-    return blocks, before - before[first][blocks], prompts[first] + np.bincount(blocks, own).astype(int)
-
-
-def hidden_states(base: PreTrainedModel, tokens: Tensor, columns: Tensor, pad_id: int, prompt: int = 0) -> Tensor:
-    """Last hidden states [B, n, D] at `columns` [B, n] of rows [B, T] with pads anywhere, which cost nothing: the rows
-    stand one behind the other in lines. At a pad an arbitrary finite number. What rows have in common in their first
-    `prompt` columns is read once."""
-    real, window = tokens != pad_id, getattr(base.config, "sliding_window", None) or math.inf
-    if not keeps_rows_apart(base):  # Falcon: trimmed rows, the pads masked
-        first = int(real.any(dim=0).byte().argmax())
-        hidden = base(**model_inputs(tokens[:, first:], pad_id), use_cache=False).last_hidden_state
-        return hidden[torch.arange(len(tokens), device=tokens.device)[:, None], columns - first]
-    if prompt and tokens.shape[1] <= window:
-        blocks, before, lengths = shared_prompts(tokens, real, prompt)
-    else:
-        blocks, before, lengths = np.arange(len(tokens)), np.zeros(len(tokens), dtype=int), row_lengths(tokens, pad_id)
-    begins, count, width = lay_out(lengths)
-    positions = (real.cumsum(dim=1) - 1).clamp(min=0)  # G3
-    begins, before, blocks = torch.as_tensor(np.stack([begins[blocks], before, blocks]), device=tokens.device)[
-        ..., None
-    ]
-    where = begins + positions
-    where[:, prompt:] += before
-    target = where.masked_fill(~real, count * width).flatten()  # pads go behind the last line, and are cut off
-
-    def lines(x: Tensor) -> Tensor:
-        """[B, T] → [lines, tokens of a line], 0 where a line stays empty."""
-        return x.new_zeros(count * width + 1).scatter(0, target, x.flatten())[:-1].view(count, width)
-
-    inputs = dict(input_ids=lines(tokens), position_ids=lines(positions))  # these start anew, also where it is empty
-    if len(lengths) < len(tokens):  # a tree: every row sees its prompt and itself
-        rows = torch.arange(1, len(tokens) + 1, device=tokens.device)[:, None].expand_as(tokens).clone()
-        rows[:, :prompt] = 0
-        rows, blocks = lines(rows), lines((blocks + 1).expand_as(tokens))
-        sees = (rows[:, None] == 0) | (rows[:, None] == rows[:, :, None])
-        sees &= (blocks[:, None] == blocks[:, :, None]) & sees.new_ones(width, width).tril()
-        inputs["attention_mask"] = torch.zeros(sees.shape, device=tokens.device).masked_fill(~sees, -1e30)[:, None]
-    return base(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where.gather(1, columns)]
-
-
-def vocabulary_logits(lm: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """What `lm` makes of its last hidden states: [..., D] → [..., V]. Errors: see `check_policy`."""
-    logits, config = lm.get_output_embeddings()(hidden), lm.config
-    logits = logits * getattr(config, "logit_scale", 1) / getattr(config, "logits_scaling", 1)  # Cohere, Granite
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-    return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
 @torch.no_grad()
 def check_policy(policy: nn.Module, queries: Tensor, temperature: float, accelerator: Accelerator) -> None:
     """Whether the policy's log-probabilities behind half of a query [1, Q], with the whole of it beside it, are those of
@@ -601,27 +433,9 @@ def check_policy(policy: nn.Module, queries: Tensor, temperature: float, acceler
         )
 
 
-def row_lengths(tokens: Tensor, pad_id: int) -> np.ndarray:
-    """Real tokens of each row, on the host: they plan the micro-batches."""
-    return (tokens != pad_id).sum(dim=1).cpu().numpy()
-
-
-def row_sizes(tokens: Tensor, pad_id: int, prompt: int = 0) -> np.ndarray:
-    """[B, T] → [B, 2]: real tokens of each row, and a number that it shares with the rows which are the same in their
-    first `prompt` columns, on the host."""
-    prompts = tokens[:, :prompt].unique(dim=0, return_inverse=True)[1] if prompt else torch.arange(len(tokens))
-    return np.stack([row_lengths(tokens, pad_id), prompts.cpu().numpy()], axis=1)
-
-
-def by_length(lengths: np.ndarray, size: int) -> list[tuple[np.ndarray, int]]:
-    """Rows of like length, `size` at a time: [(rows, length of the longest)], for what is trimmed instead of packed."""
-    rows = np.argsort(lengths, kind="stable")
-    return [(part, int(lengths[part].max())) for part in np.split(rows, range(size, len(rows), size))]
-
-
 def micro_batches(sizes: np.ndarray, tokens: int) -> list[np.ndarray]:
     """Rows of about `tokens` tokens in all, long and short ones mixed, those of a prompt together (`sizes` [B, 2], see
-    `row_sizes`); only memory and speed depend on it (G3, P7). As many micro-batches on every process: under FSDP2 they
+    `packing.row_sizes`); only memory and speed depend on it (G3, P7). As many micro-batches on every process: under FSDP2 they
     forward in step, and all of them have to ask."""
     lengths, which = sizes[:, 0], np.unique(sizes[:, 1], return_inverse=True)[1]
     longest = np.zeros(which.max() + 1, dtype=int)
@@ -740,14 +554,14 @@ class RewardModel(PreTrainedModel):
     def token_rewards(self, tokens: Tensor) -> Tensor:
         """[B, T] → [B, T, 1] at every token, before gain and bias."""
         columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return self.head(hidden_states(self.backbone, tokens, columns, self.config.pad_id))
+        return self.head(packing.hidden_states(self.backbone, tokens, columns, self.config.pad_id))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T], pads anywhere → rewards [B] in fp32."""
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         real = (tokens != self.config.pad_id) & (tokens != self.config.unread_id)
         last = torch.where(real, columns, 0).amax(dim=1)  # R1: the last real token
-        hidden = hidden_states(self.backbone, tokens, last[:, None], self.config.pad_id)  # [B, 1, D]
+        hidden = packing.hidden_states(self.backbone, tokens, last[:, None], self.config.pad_id)  # [B, 1, D]
         return self.gain * self.head(hidden).flatten() + self.bias
 
     @torch.no_grad()
@@ -755,7 +569,7 @@ class RewardModel(PreTrainedModel):
         """Rewards [B] of what `parts` [B, …] are one behind the other, pads anywhere; `size` tokens a forward."""
         tokens = torch.cat(parts, dim=1)
         out = torch.empty(len(tokens), device=tokens.device)
-        for rows in micro_batches(row_sizes(tokens, self.config.pad_id), size):
+        for rows in micro_batches(packing.row_sizes(tokens, self.config.pad_id), size):
             out[rows] = self(tokens[rows])
         return out
 
@@ -822,6 +636,26 @@ def text_scores(
         first = " to ".join(repr(side[bad[0]][:60]) for side in texts[::-1])
         raise InputError(f"{spec} returned {tensor[bad[0]]} for {len(bad)} responses, such as {first}; {wanted}")
     return tensor
+
+
+def load_reward(args: Any, tokenizer: Any, pad_id: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """The reward as a function of (queries [B, Q], responses [B, R]) → [B]: the reward model's, or `--reward_fn`'s; one
+    that takes a third argument gets the reward model's scores there. Errors: `InputError` where there is none."""
+    function = load_function(args.reward_fn) if args.reward_fn else None
+    composes = takes_scores(function)
+    if function and not composes:
+        return lambda queries, cut: text_scores(function, args.reward_fn, tokenizer, queries, cut, pad_id)
+    folder = args.reward_model or f"models/{args.task.task}/train_reward"
+    model = RewardModel.from_folder(folder, f"python train_reward.py --task {args.task.task}").to(device)
+    read = reward_reader(model, AutoTokenizer.from_pretrained(folder), tokenizer, pad_id)  # X13
+
+    def reward(queries: Tensor, cut: Tensor) -> Tensor:
+        scores = model.score(read(queries, cut), size=args.micro_batch_tokens)
+        if not composes:
+            return scores
+        return text_scores(function, args.reward_fn, tokenizer, queries, cut, pad_id, scores.tolist())
+
+    return reward
 
 
 # --------------------------------------------------------------------------------------------------------- processes

@@ -30,6 +30,7 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import packing
 import ppo  # noqa: E402
 import records  # noqa: E402
 import tasks  # noqa: E402
@@ -99,7 +100,7 @@ def pads_counted(old: Callable, tokens: Any, pad_id: int) -> dict[str, Any]:
 
 
 def padded(old: Callable, base: Any, tokens: Any, columns: Any, pad_id: int, prompt: int = 0) -> Any:
-    hidden = base(**utils.model_inputs(tokens, pad_id), use_cache=False).last_hidden_state
+    hidden = base(**packing.model_inputs(tokens, pad_id), use_cache=False).last_hidden_state
     return hidden[torch.arange(len(tokens))[:, None], columns]
 
 
@@ -148,8 +149,8 @@ OFF = (
         "G3",
         "position ids count pads",
         {
-            "utils.model_inputs": pads_counted,
-            "utils.hidden_states": padded,
+            "packing.model_inputs": pads_counted,
+            "packing.hidden_states": padded,
             "utils.check_policy": unchecked,
         },
     ),

@@ -20,6 +20,7 @@ import tyro
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import packing
 import records  # noqa: E402
 import rloo  # noqa: E402
 import utils  # noqa: E402
@@ -44,7 +45,7 @@ class Args:
 
 def replay(lm: nn.Module, contexts: Tensor, responses: Tensor, temperature: float, pad_id: int) -> Tensor:
     """Log-probabilities [B, R] as the sampling loop sees them: one token a step over a KV cache."""
-    inputs = utils.model_inputs(torch.cat([contexts, responses], dim=1), pad_id)
+    inputs = packing.model_inputs(torch.cat([contexts, responses], dim=1), pad_id)
     cache, out, start = None, [], contexts.shape[1]
     for t in range(responses.shape[1]):
         begin, end = (start + t - 1 if cache is not None else 0), start + t
@@ -64,7 +65,7 @@ def move_logits(lm: nn.Module, tokens: Tensor, pad_id: int, offset: float) -> nn
     """A GPT-2 whose logits all stand at about `offset` more, with the same probabilities: a direction u that all hidden
     states share is added to the tied embedding, and taken from the positions, so that the input stays what it was."""
     lm = copy.deepcopy(lm)
-    hidden = lm.base_model(**utils.model_inputs(tokens, pad_id), use_cache=False).last_hidden_state[tokens != pad_id]
+    hidden = lm.base_model(**packing.model_inputs(tokens, pad_id), use_cache=False).last_hidden_state[tokens != pad_id]
     u = torch.linalg.lstsq(hidden.double(), torch.full((len(hidden), 1), offset).double()).solution[:, 0].float()
     lm.transformer.wte.weight.add_(u)
     lm.transformer.wpe.weight.sub_(u)
@@ -79,7 +80,7 @@ def main(args: Args) -> None:
     queries = utils.load_queries(task, tokenizer, pad_id, args.completions)[: args.completions]
     plain, gen = utils.load_lm(args.model).eval(), utils.generator(1, 0, queries.device)
     responses = rloo.sample_all(plain, queries, task, utils.Ids(pad_id, None, [], []), gen, args.batch_size)
-    parts = utils.by_length(utils.row_lengths(queries, pad_id), args.batch_size)
+    parts = packing.by_length(packing.row_lengths(queries, pad_id), args.batch_size)
     parts = [(queries[rows, -width:], responses[rows]) for rows, width in parts]
     rows, shown = [], {}
     for offset in (0.0, -70.0):

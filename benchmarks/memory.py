@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig, PretrainedConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import packing
 import ppo  # noqa: E402
 import rloo  # noqa: E402
 import tasks  # noqa: E402
@@ -138,10 +139,10 @@ def run_update(script: Any, name: str, args: Any, precision: str, fake: bool) ->
     accelerator, task = Accelerator(cpu=True, mixed_precision=precision), args.task
     pad_id = utils.AutoConfig.from_pretrained(name).vocab_size
     full = lambda tokens: (np.arange(len(tokens)), np.zeros(len(tokens), int), np.full(len(tokens), tokens.shape[1]))  # noqa: E731
-    utils.shared_prompts = lambda tokens, real, prompt: full(tokens)  # what is fake has no pads, and no row twice
-    utils.keeps_rows_apart = lambda base: True
-    utils.row_lengths = lambda tokens, pad_id: full(tokens)[2]
-    utils.row_sizes = lambda tokens, pad_id, prompt=0: np.stack(full(tokens)[::-2], axis=1)
+    packing.shared_prompts = lambda tokens, real, prompt: full(tokens)  # what is fake has no pads, and no row twice
+    packing.keeps_rows_apart = lambda base: True
+    packing.row_lengths = lambda tokens, pad_id: full(tokens)[2]
+    packing.row_sizes = lambda tokens, pad_id, prompt=0: np.stack(full(tokens)[::-2], axis=1)
     utils.check_gradients = lambda *args, **numbers: None  # and no numbers that could be looked at
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext(), Tracker() as tracker:
         kind = getattr(script, "PolicyAndValue", None) or script.Policy

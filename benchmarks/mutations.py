@@ -34,11 +34,11 @@ import pytest
 import tyro
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ("ppo.py", "rloo.py", "train_reward.py", "sft.py", "tasks.py", "records.py", "utils.py")
+SCRIPTS = ("ppo.py", "rloo.py", "train_reward.py", "sft.py", "tasks.py", "records.py", "packing.py", "utils.py")
 DETAILS = (  # detail, file, right, wrong; the test that notices has the detail's id in its name
     ("G1", "ppo.py", "self.value_head(hidden).squeeze(-1)", "self.value_head(hidden.roll(1, dims=1)).squeeze(-1)"),
     ("G2", "utils.py", "return tokenizer, config, max(config.vocab_size, len(tokenizer))", "return tokenizer, config, 0"),
-    ("G3", "utils.py", "(real.cumsum(dim=1) - 1).clamp(min=0)", "torch.arange(real.shape[1]).expand(real.shape)"),
+    ("G3", "packing.py", "(real.cumsum(dim=1) - 1).clamp(min=0)", "torch.arange(real.shape[1]).expand(real.shape)"),
     ("G4", "rloo.py", "probs = logits.to(uniform.device).double()", "probs = logits.topk(5).values.double()"),
     ("G5", "ppo.py", '"linear": 1 - done', '"linear": 1 - done - 1 / steps'),
     ("G6", "ppo.py", "seed = args.seed + 100003 * accelerator.process_index", "seed = args.seed"),

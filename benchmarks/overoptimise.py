@@ -22,6 +22,7 @@ import tyro
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import packing
 import ppo  # noqa: E402
 import records  # noqa: E402
 import tasks  # noqa: E402
@@ -65,7 +66,7 @@ def best_of_n(args: ppo.Args) -> list[dict[str, float]]:
     queries, tokenizer, models = sweep.held_out(args)
     rows, task = queries.repeat_interleave(NS[-1], dim=0), args.task
     contexts, gen = utils.add_affixes(rows, models.ids), utils.generator(args.seed, 0, rows.device)
-    decoder = utils.Decoder(models.ref.lm)
+    decoder = packing.Decoder(models.ref.lm)
     responses = ppo.sample_all(decoder, contexts, task, models.ids, gen, args.rollout_batch_size)
     score = ppo.score_responses(models.reward, rows, responses, task, models.ids)
     gold = utils.text_scores(

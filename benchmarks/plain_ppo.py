@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import packing
 import ppo  # noqa: E402
 import utils  # noqa: E402
 
@@ -147,7 +148,7 @@ class PlainPPO:
         length = self.task.response_length
         if "pack" in self.ideas:
             columns = torch.arange(tokens.shape[1])[-length - 1 : -1].expand(len(tokens), -1)
-            hidden = utils.hidden_states(model.lm.base_model, tokens, columns, self.pad_id)
+            hidden = packing.hidden_states(model.lm.base_model, tokens, columns, self.pad_id)
             return model.lm.lm_head(hidden) / self.task.temperature, model.head(hidden).squeeze(-1)
         logits, scalars = model(tokens, self.pad_id, keep=length + 1 if "logits" in self.ideas else 0)
         return logits[:, -length - 1 : -1] / self.task.temperature, scalars[:, -length - 1 : -1]

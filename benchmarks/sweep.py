@@ -120,7 +120,7 @@ def held_out(args: ppo.Args) -> tuple[Tensor, Any, ppo.Models]:
     table = utils.load_queries(task, tokenizer, pad_id, args.total_episodes)
     queries, _ = table.hold_out(args.eval_queries, "eval_queries")
     ref = ppo.Policy(utils.load_lm(task.base_model), pad_id, task.temperature).eval()
-    reward = ppo.load_reward(args, tokenizer, pad_id, device)
+    reward = utils.load_reward(args, tokenizer, pad_id, device)
     return queries, tokenizer, ppo.Models(None, ref, reward, utils.task_ids(task, tokenizer, pad_id))
 
 

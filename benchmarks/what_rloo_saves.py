@@ -27,6 +27,7 @@ from accelerate.state import AcceleratorState
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import packing  # noqa: E402
 import records  # noqa: E402
 import tasks  # noqa: E402
 import utils  # noqa: E402
@@ -75,8 +76,8 @@ def computed(shape: str, way: str, script: ModuleType) -> dict[str, float]:
             return kind(lm, critic, pad_id, temperature)
 
         script.PolicyAndValue = with_critic
-    replaced = ("keeps_rows_apart", "row_lengths", "row_sizes", "shared_prompts", "check_gradients")
-    with patch.multiple(utils, **dict.fromkeys(replaced)):  # back behind `compute`, which replaces them
+    replaced = dict.fromkeys(("keeps_rows_apart", "row_lengths", "row_sizes", "shared_prompts"))
+    with patch.multiple(packing, **replaced), patch.multiple(utils, check_gradients=None):  # `compute` replaces them
         found = memory.compute(shape, way, memory.settings(way, "sentiment"), "bf16")
     return {name: found[name] / memory.GIB for name in ("live", "sample", "score", "optimise")}
 

@@ -12,6 +12,7 @@ import tiny
 import torch
 from tiny import EOS, KINDS, PAD, WORDS
 
+import packing
 import ppo
 import rloo
 import sft
@@ -91,7 +92,7 @@ PADDED = [
 def test_G3_padding_anywhere_never_changes_the_logits_of_real_tokens(kind):
     lm, tokens = tiny.make_lm(kind), torch.tensor(PADDED)
     with torch.no_grad():
-        logits = lm(**utils.model_inputs(tokens, PAD), use_cache=False).logits
+        logits = lm(**packing.model_inputs(tokens, PAD), use_cache=False).logits
         for i, row in enumerate(rows_of(tokens)):
             torch.testing.assert_close(logits[i][tokens[i] != PAD], lm(torch.tensor([row])).logits[0], **SAME)
 
@@ -109,7 +110,7 @@ def test_G3_greedy_sampling_from_padded_rows_equals_re_forwarding_each_row_alone
 
 
 def test_G3_positions_are_the_exclusive_count_of_real_tokens_and_a_pad_is_never_embedded():
-    inputs = utils.model_inputs(torch.tensor([[9, 9, 4, 9, 5, 6]]), 9)
+    inputs = packing.model_inputs(torch.tensor([[9, 9, 4, 9, 5, 6]]), 9)
     assert inputs["attention_mask"].tolist() == [[0, 0, 1, 0, 1, 1]]
     positions = inputs["position_ids"][0]
     assert positions[[2, 4, 5]].tolist() == [0, 1, 2]
@@ -119,10 +120,10 @@ def test_G3_positions_are_the_exclusive_count_of_real_tokens_and_a_pad_is_never_
 def test_G3_worked_example_of_position_ids():
     """[B]: query [23073, 50259, 50259] and response [11, 339, 561], 50259 being the pad, have positions 0 1 1 1 2 3.
     Pads on the left, as ours are, get other positions that nobody sees; 23073, 11, 339, 561 have 0 1 2 3 both ways."""
-    inputs = utils.model_inputs(torch.tensor([[23073, 50259, 50259, 11, 339, 561]]), 50259)
+    inputs = packing.model_inputs(torch.tensor([[23073, 50259, 50259, 11, 339, 561]]), 50259)
     assert inputs["position_ids"].tolist() == [[0, 1, 1, 1, 2, 3]]
     assert inputs["attention_mask"].tolist() == [[1, 0, 0, 1, 1, 1]]
-    inputs = utils.model_inputs(torch.tensor([[50257, 50257, 23073, 11, 339, 561]]), 50257)
+    inputs = packing.model_inputs(torch.tensor([[50257, 50257, 23073, 11, 339, 561]]), 50257)
     assert inputs["position_ids"].tolist() == [[0, 0, 0, 1, 2, 3]]
     assert inputs["attention_mask"].tolist() == [[0, 0, 1, 1, 1, 1]]
 
@@ -616,9 +617,9 @@ def test_P7_micro_batches_hold_long_and_short_rows_of_so_many_tokens_in_all():
 
 
 def test_G4_rows_of_like_length_are_sampled_together_each_part_as_wide_as_its_longest():
-    parts = utils.by_length(np.array([5, 1, 4, 2, 3]), 2)
+    parts = packing.by_length(np.array([5, 1, 4, 2, 3]), 2)
     assert [(rows.tolist(), width) for rows, width in parts] == [([1, 3], 2), ([4, 2], 4), ([0], 5)]
-    assert [len(rows) for rows, _ in utils.by_length(np.ones(4, dtype=int), 3)] == [3, 1]
+    assert [len(rows) for rows, _ in packing.by_length(np.ones(4, dtype=int), 3)] == [3, 1]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -629,7 +630,7 @@ def test_G4_the_decoder_samples_token_by_token_what_the_model_does(kind, compile
     read, compile = [], torch.compile
     monkeypatch.setattr(torch, "compile", lambda lm, mode, **how: compile(lm, backend="eager", **how))
     lm, (task, ids) = tiny.make_lm(kind, positions=256), tiny.sampling(0.7)
-    decoder = utils.Decoder(lm, compiled)
+    decoder = packing.Decoder(lm, compiled)
     decoder.lm = lambda tokens, **inputs: read.append(len(tokens)) or lm(tokens, **inputs)
     contexts, uniform = tiny.make_contexts([8, 3, 5, 8, 1], 8).repeat(3, 1), tiny.uniform(12, 15)
     expected = ppo.sample(lm, contexts, uniform, task, ids)
@@ -644,7 +645,7 @@ def test_G4_the_decoder_samples_token_by_token_what_the_model_does(kind, compile
 @pytest.mark.parametrize("kind", (*KINDS, "gemma2"))
 def test_G3_packed_rows_are_read_as_if_alone(kind, line, monkeypatch):
     """Whatever the lines: hidden states, their gradient, and logits; pads anywhere, and no token of one row in another."""
-    monkeypatch.setattr(utils, "LINE", line)
+    monkeypatch.setattr(packing, "LINE", line)
     lm = tiny.make_lm(kind)
     rows = [[3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [1, 2, 3, 4, 5], [6, 6]]
     tokens = torch.full((5, 12), PAD)
@@ -652,13 +653,15 @@ def test_G3_packed_rows_are_read_as_if_alone(kind, line, monkeypatch):
         tokens[i, i : i + 1], tokens[i, 12 - len(row) - i % 2 + 1 : 12 - i % 2] = row[0], torch.tensor(row[1:])
     tokens[2] = torch.tensor([PAD, PAD, *rows[2], PAD])
     columns = torch.arange(12).expand(5, -1)
-    hidden = utils.hidden_states(lm.base_model, tokens, columns, PAD)
+    hidden = packing.hidden_states(lm.base_model, tokens, columns, PAD)
     assert hidden.isfinite().all() and hidden.shape == (5, 12, 32)
     grads = torch.autograd.grad(
-        utils.vocabulary_logits(lm, hidden)[tokens != PAD].square().sum(), list(lm.parameters())
+        packing.vocabulary_logits(lm, hidden)[tokens != PAD].square().sum(), list(lm.parameters())
     )
     alone = [lm(torch.tensor([row])).logits[0] for row in rows]
-    torch.testing.assert_close(utils.vocabulary_logits(lm, hidden)[tokens != PAD], torch.cat(alone), atol=2e-4, rtol=0)
+    torch.testing.assert_close(
+        packing.vocabulary_logits(lm, hidden)[tokens != PAD], torch.cat(alone), atol=2e-4, rtol=0
+    )
     expected = torch.autograd.grad(torch.cat(alone).square().sum(), list(lm.parameters()))
     for ours, theirs in zip(grads, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4 * theirs.abs().max().item() + 1e-4, rtol=0)
@@ -669,7 +672,7 @@ def test_G3_packed_rows_are_read_as_if_alone(kind, line, monkeypatch):
 @pytest.mark.parametrize("kind", (*KINDS, "gemma2"))
 def test_G3_a_prompt_that_rows_share_is_read_once_and_every_row_as_if_alone(kind, line, dtype, monkeypatch):
     """Also its gradient; responses of uneven length, and one that is the beginning of another."""
-    monkeypatch.setattr(utils, "LINE", line)
+    monkeypatch.setattr(packing, "LINE", line)
     lm, read = tiny.make_lm(kind), []
     prompts = [[3, 4, 5], [7], [3, 4, 5], [9, 8, 7, 6], [7], [3, 4, 5]]
     own = [[1, 2, 3], [4, 4], [1, 2], [5, 6, 7, 8], [9], [6]]
@@ -677,13 +680,13 @@ def test_G3_a_prompt_that_rows_share_is_read_once_and_every_row_as_if_alone(kind
         [[PAD] * (5 - len(p)) + p + r + [PAD] * (4 - len(r)) for p, r in zip(prompts, own, strict=True)]
     )
     columns, real = torch.arange(4, 9).expand(6, -1), tokens[:, 4:] != PAD
-    utils.keeps_rows_apart(lm.base_model)  # measured before
+    packing.keeps_rows_apart(lm.base_model)  # measured before
     lm.get_input_embeddings().register_forward_pre_hook(
         lambda module, args: read.append(args[0].count_nonzero().item())
     )
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        hidden = utils.hidden_states(lm.base_model, tokens, columns, PAD, prompt=5)
-        ours = utils.vocabulary_logits(lm, hidden)[real].float()
+        hidden = packing.hidden_states(lm.base_model, tokens, columns, PAD, prompt=5)
+        ours = packing.vocabulary_logits(lm, hidden)[real].float()
     assert read == [sum(map(len, prompts if "falcon" in kind else [prompts[0], prompts[1], prompts[3]])) + 13]
     alone = [lm(torch.tensor([p + r])).logits[0, len(p) - 1 :] for p, r in zip(prompts, own, strict=True)]
     if dtype == torch.bfloat16:
@@ -697,15 +700,15 @@ def test_G3_a_prompt_that_rows_share_is_read_once_and_every_row_as_if_alone(kind
 
 
 def test_G3_lines_are_filled_first_fit_the_longest_rows_first(monkeypatch):
-    monkeypatch.setattr(utils, "LINE", 10)
-    begins, count, width = utils.lay_out(np.array([3, 7, 5, 4, 1]))  # 7 + 3 | 5 + 4 + 1
+    monkeypatch.setattr(packing, "LINE", 10)
+    begins, count, width = packing.lay_out(np.array([3, 7, 5, 4, 1]))  # 7 + 3 | 5 + 4 + 1
     assert (begins.tolist(), count, width) == ([7, 0, 10, 15, 19], 2, 10)
-    begins, count, width = utils.lay_out(np.array([3, 12]))  # a row longer than a line makes the lines longer
+    begins, count, width = packing.lay_out(np.array([3, 12]))  # a row longer than a line makes the lines longer
     assert (begins.tolist(), count, width) == ([12, 0], 2, 12)
 
 
 def test_G3_only_falcon_of_the_kinds_here_does_not_keep_packed_rows_apart():
-    apart = {kind: utils.keeps_rows_apart(tiny.make_lm(kind).base_model) for kind in (*KINDS, "gemma2")}
+    apart = {kind: packing.keeps_rows_apart(tiny.make_lm(kind).base_model) for kind in (*KINDS, "gemma2")}
     assert apart == {kind: "falcon" not in kind for kind in apart}
 
 

@@ -21,6 +21,7 @@ from conftest import read_metrics
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import packing
 import ppo
 import tasks
 import utils
@@ -83,7 +84,7 @@ def test_nothing_of_the_script_is_left_dead(name, script_of):
     for word in re.findall(r"^(?:def|class) (\w+)|^([A-Z]+) = ", code, flags=re.M):
         word = word[0] or word[1]
         assert len(re.findall(rf"\b{word}\b", code)) > 1, word
-    used = code + "".join((ROOT / name).read_text() for name in ("utils.py", "records.py"))
+    used = code + "".join((ROOT / name).read_text() for name in ("utils.py", "records.py", "packing.py"))
     assert not [f.name for f in fields(script.Args) if f"args.{f.name}" not in used]
 
 
@@ -439,7 +440,7 @@ def test_lora_the_policy_with_its_adapter_off_is_the_base_model_and_the_only_cop
     assert not torch.equal(second.logprobs, second.ref_logprobs)
     base = utils.load_lm(run.task.base_model)
     tokens = torch.cat([second.contexts, second.responses], dim=1)
-    logits = base(**utils.model_inputs(tokens, tiny.WORDS)).logits[:, -second.responses.shape[1] - 1 : -1]
+    logits = base(**packing.model_inputs(tokens, tiny.WORDS)).logits[:, -second.responses.shape[1] - 1 : -1]
     logprobs = (logits / run.task.temperature).log_softmax(dim=-1).gather(-1, second.responses[..., None])[..., 0]
     torch.testing.assert_close(second.ref_logprobs, logprobs, rtol=1e-4, atol=1e-4)
 

@@ -456,7 +456,7 @@ def test_a_reward_fn_that_returns_no_finite_float_for_each_response_is_refused(n
     (tmp_path / "mine.py").write_text(f"def f(queries, responses):\n    return {RETURNS[name]}\n")
     args = tiny.make_args(task, reward_fn=f"{tmp_path}/mine.py:f")
     tokenizer, _, pad_id = utils.load_tokenizer(task, 5)
-    reward = ppo.load_reward(args, tokenizer, pad_id, torch.device("cpu"))
+    reward = utils.load_reward(args, tokenizer, pad_id, torch.device("cpu"))
     tokens = torch.full((4, 3), 14)
     refuses(lambda: reward(tokens, tokens), "mine.py:f", "4 responses")
 
@@ -469,7 +469,7 @@ def test_a_good_reward_fn_reads_texts_and_may_return_any_sequence(task, tmp_path
     )
     (tmp_path / "mine.py").write_text("\n".join(lines))
     tokenizer, _, pad_id = utils.load_tokenizer(task, 5)
-    reward = ppo.load_reward(
+    reward = utils.load_reward(
         tiny.make_args(task, reward_fn=f"{tmp_path}/mine.py:f"), tokenizer, pad_id, torch.device("cpu")
     )
     queries = utils.pad_rows([tokenizer.encode("Anna saw"), tokenizer.encode("A")], 8, pad_id)

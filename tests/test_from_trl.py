@@ -53,7 +53,7 @@ def test_a_classifier_of_one_label_scores_as_it_does_in_its_own_forward(kind, tm
     classifier = write_classifier(tmp_path / "reward", kind)
     args = tiny.make_args(task, reward_model=str(tmp_path / "reward"), rollout_batch_size=2)
     tokenizer = AutoTokenizer.from_pretrained(task.base_model)
-    reward = ppo.load_reward(args, tokenizer, tiny.WORDS, torch.device("cpu"))
+    reward = utils.load_reward(args, tokenizer, tiny.WORDS, torch.device("cpu"))
     lengths, ends = [8, 3, 1, 5], [5, 1, 3, 2]
     queries = tiny.make_contexts(lengths, 8, vocab=tiny.WORDS)
     responses = tiny.make_contexts([5] * 4, 5, seed=1, vocab=tiny.WORDS)
@@ -72,7 +72,7 @@ def test_a_classifier_is_read_by_text_where_its_tokenizer_is_another(tmp_path, t
     seen = []
     monkeypatch.setattr(utils, "reward_reader", lambda model, theirs, *rest: seen.append(theirs.get_vocab()))
     args = tiny.make_args(task, reward_model=str(tmp_path / "reward"))
-    ppo.load_reward(args, None, tiny.WORDS, torch.device("cpu"))
+    utils.load_reward(args, None, tiny.WORDS, torch.device("cpu"))
     assert seen == [AutoTokenizer.from_pretrained(tmp_path / "reward").get_vocab()]
 
 

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import packing
 import ppo
 import rloo
 import tasks
@@ -166,7 +167,7 @@ def test_G3_logits_values_and_rewards_under_any_padding(batch):
     real = torch.from_numpy(arrays[f"{batch}/nonpad"])
     assert torch.equal(real, tokens != pad_id)
     with torch.no_grad():
-        inputs = utils.model_inputs(tokens, pad_id)
+        inputs = packing.model_inputs(tokens, pad_id)
         logits = policy.lm(**inputs, use_cache=False).logits
         hidden = policy.lm.base_model(**inputs, use_cache=False).last_hidden_state
         for ours, name in (
@@ -191,7 +192,7 @@ def test_P1_logprobs_entropies_and_values_of_responses(script):
     contexts, responses = left(arrays["queries"], pad_id), torch.from_numpy(arrays["responses"]).long()
     with torch.no_grad():
         ours = policy(contexts, responses)
-        sizes = utils.row_sizes(torch.cat([contexts, responses], dim=1), pad_id)
+        sizes = packing.row_sizes(torch.cat([contexts, responses], dim=1), pad_id)
         ref = script.logprobs_of(policy, contexts, responses, sizes, size=40)
     names = ("logprobs", "logprobs", "entropies", "values")[: 3 if script is rloo else 4]
     for value, name in zip((ref, *ours), names, strict=True):

@@ -18,7 +18,7 @@ import train_reward
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "sft": sft, "train_reward": train_reward}
-CODE = {name: (ROOT / f"{name}.py").read_text() for name in (*SCRIPTS, "utils")}
+CODE = {name: (ROOT / f"{name}.py").read_text() for name in (*SCRIPTS, "utils", "packing")}
 ROWS = re.findall(r"^\| ([GRPALX]\d+) \| [^|]+ \| ([^|]+) \| ([^|]+) \|$", README, flags=re.M)
 DETAILS = [detail for detail, _, _ in ROWS]
 TESTS = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}

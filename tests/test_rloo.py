@@ -177,7 +177,7 @@ def test_X10_the_rollout_batch_size_never_changes_what_is_scored(script):
 @both
 def test_X10_the_reward_model_reads_micro_batch_tokens_at_a_time(script, tmp_path):
     args = replace(args_for(script), reward_model=tiny.write_reward(tmp_path, pad_id=PAD), micro_batch_tokens=70)
-    reward, sizes = script.load_reward(args, AutoTokenizer.from_pretrained(tmp_path), PAD, torch.device("cpu")), []
+    reward, sizes = utils.load_reward(args, AutoTokenizer.from_pretrained(tmp_path), PAD, torch.device("cpu")), []
     forward = utils.RewardModel.forward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils.RewardModel, "forward", lambda self, x: sizes.append(len(x)) or forward(self, x))

@@ -70,7 +70,7 @@ def new_run(args, script: Path = ppo.SCRIPT) -> records.Run:
 @pytest.mark.parametrize("name", ["ppo", "sft"])
 def test_a_copy_of_a_script_has_runs_and_weights_of_its_own(name, task, home):
     """`cp ppo.py mine.py`, a line changed: the baseline's link and weights stay what they were."""
-    for module in ("utils.py", "tasks.py", "records.py"):
+    for module in ("utils.py", "tasks.py", "records.py", "packing.py"):
         shutil.copy(utils.ROOT / module, home)
     copy = home / "mine.py"
     copy.write_text((utils.ROOT / f"{name}.py").read_text().replace("PANELS = [", 'PANELS = [\n    "ppo/lr",', 1))
@@ -241,7 +241,7 @@ def git(folder: Path, *words: str) -> str:
 def test_a_run_keeps_its_source_and_what_is_not_committed(task, home, tmp_path, monkeypatch):
     checkout = tmp_path / "checkout"
     checkout.mkdir()
-    for name in ("utils.py", "tasks.py", "records.py", "ppo.py"):
+    for name in ("utils.py", "tasks.py", "records.py", "packing.py", "ppo.py"):
         shutil.copy(utils.ROOT / name, checkout)
     git(checkout, "init", "-q")
     git(checkout, "add", ".")
@@ -353,7 +353,7 @@ def test_a_reward_function_with_a_third_argument_gets_the_reward_models_scores(s
     device = torch.device("cpu")
     for function, expected in ((None, alone), ("composed", 10 + 2 * alone), ("plain", torch.ones(4))):
         args = tiny.make_args(task, script, **settings, reward_fn=function and f"mine.py:{function}")
-        found = script.load_reward(args, tokenizer, pad_id, device)(queries, cut)
+        found = utils.load_reward(args, tokenizer, pad_id, device)(queries, cut)
         assert torch.allclose(found, expected, atol=1e-5), function
     assert alone.std() > 0.1
 
@@ -363,8 +363,8 @@ def test_a_composed_reward_needs_the_reward_model_and_a_plain_one_does_not(scrip
     tokenizer, _, pad_id = utils.load_tokenizer(task, 5)
     args = tiny.make_args(task, script, reward_fn="mine.py:composed", reward_model="nowhere")
     with pytest.raises(utils.InputError, match="no reward model in nowhere"):
-        script.load_reward(args, tokenizer, pad_id, torch.device("cpu"))
-    script.load_reward(replace(args, reward_fn="mine.py:plain"), tokenizer, pad_id, torch.device("cpu"))
+        utils.load_reward(args, tokenizer, pad_id, torch.device("cpu"))
+    utils.load_reward(replace(args, reward_fn="mine.py:plain"), tokenizer, pad_id, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("script", [ppo, rloo])
@@ -382,5 +382,5 @@ def test_a_setting_of_a_reward_function_is_not_taken_for_the_scores(task, reward
     (home / "weighted.py").write_text("def f(queries, responses, weight=2.0):\n    return [weight] * len(responses)\n")
     tokenizer, _, pad_id = utils.load_tokenizer(task, 5)
     args = tiny.make_args(task, reward_fn="weighted.py:f", reward_model=reward_folder)
-    reward = ppo.load_reward(args, tokenizer, pad_id, torch.device("cpu"))
+    reward = utils.load_reward(args, tokenizer, pad_id, torch.device("cpu"))
     assert reward(torch.full((3, 2), 7), torch.full((3, 2), 7)).tolist() == [2.0, 2.0, 2.0]

@@ -12,6 +12,7 @@ import tiny
 import torch
 from transformers import AutoTokenizer
 
+import packing
 import ppo
 import records
 import rloo
@@ -101,7 +102,7 @@ def adams_memory(script, folder):
 
 
 def position_ids(script, folder):
-    return utils.model_inputs(torch.tensor([[9, 9, 3, 4]]), 9)["position_ids"][0].tolist()
+    return packing.model_inputs(torch.tensor([[9, 9, 3, 4]]), 9)["position_ids"][0].tolist()
 
 
 def lowest_draw(script, folder):
