@@ -79,6 +79,14 @@ def shared_prompts(tokens: Tensor, real: Tensor, prompt: int) -> tuple[np.ndarra
     return blocks, before - before[first][blocks], prompts[first] + np.bincount(blocks, own).astype(int)
 
 
+def tree_mask(rows: Tensor, blocks: Tensor) -> Tensor:
+    """Of lines [L, W] with the row that a token belongs to, 0 in a prompt, and its block: a float mask [L, 1, W, W] by
+    which every token sees what stands before it of its row and of its block's prompt."""
+    sees = (rows[:, None] == 0) | (rows[:, None] == rows[:, :, None])
+    sees &= (blocks[:, None] == blocks[:, :, None]) & sees.new_ones(sees.shape[-2:]).tril()
+    return torch.zeros(sees.shape, device=rows.device).masked_fill(~sees, -1e30)[:, None]
+
+
 def hidden_states(base: PreTrainedModel, tokens: Tensor, columns: Tensor, pad_id: int, prompt: int = 0) -> Tensor:
     """Last hidden states [B, n, D] at `columns` [B, n] of rows [B, T] with pads anywhere, which cost nothing: the rows
     stand one behind the other in lines. At a pad an arbitrary finite number. What rows have in common in their first
@@ -94,9 +102,8 @@ def hidden_states(base: PreTrainedModel, tokens: Tensor, columns: Tensor, pad_id
         blocks, before, lengths = np.arange(len(tokens)), np.zeros(len(tokens), dtype=int), row_lengths(tokens, pad_id)
     begins, count, width = lay_out(lengths)
     positions = (real.cumsum(dim=1) - 1).clamp(min=0)  # G3
-    begins, before, blocks = torch.as_tensor(np.stack([begins[blocks], before, blocks]), device=tokens.device)[
-        ..., None
-    ]
+    plan = torch.as_tensor(np.stack([begins[blocks], before, blocks + 1]), device=tokens.device)
+    begins, before, blocks = plan[:, :, None]  # [B, 1] each
     where = begins + positions
     where[:, prompt:] += before
     target = where.masked_fill(~real, count * width).flatten()  # pads go behind the last line, and are cut off
@@ -106,13 +113,10 @@ def hidden_states(base: PreTrainedModel, tokens: Tensor, columns: Tensor, pad_id
         return x.new_zeros(count * width + 1).scatter(0, target, x.flatten())[:-1].view(count, width)
 
     inputs = dict(input_ids=lines(tokens), position_ids=lines(positions))  # these start anew, also where it is empty
-    if len(lengths) < len(tokens):  # a tree: every row sees its prompt and itself
+    if len(lengths) < len(tokens):
         rows = torch.arange(1, len(tokens) + 1, device=tokens.device)[:, None].expand_as(tokens).clone()
         rows[:, :prompt] = 0
-        rows, blocks = lines(rows), lines((blocks + 1).expand_as(tokens))
-        sees = (rows[:, None] == 0) | (rows[:, None] == rows[:, :, None])
-        sees &= (blocks[:, None] == blocks[:, :, None]) & sees.new_ones(width, width).tril()
-        inputs["attention_mask"] = torch.zeros(sees.shape, device=tokens.device).masked_fill(~sees, -1e30)[:, None]
+        inputs["attention_mask"] = tree_mask(lines(rows), lines(blocks.expand_as(tokens)))
     return base(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where.gather(1, columns)]
 
 
