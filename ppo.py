@@ -304,12 +304,12 @@ def make_rollout(
     mask = responses != pad_id
     contexts = utils.add_affixes(queries, models.ids)
     sizes = packing.row_sizes(torch.cat([contexts, responses], dim=1), pad_id, contexts.shape[1])
-    ref_logprobs = logprobs_of(models.ref, contexts, responses, sizes, args.micro_batch_tokens)
-    logprobs, values = torch.empty_like(ref_logprobs), torch.empty_like(ref_logprobs)
+    logprobs, values, ref_logprobs = (torch.empty(responses.shape, device=responses.device) for _ in range(3))
     for rows in minibatches(order, args):  # L6: exactly the forwards of the first epoch
         for part in utils.micro_batches(sizes[rows], args.micro_batch_tokens):
             index = torch.as_tensor(rows[part], device=contexts.device)
             logprobs[index], _, values[index] = models.policy(contexts[index], responses[index])
+            ref_logprobs[index] = models.ref(contexts[index], responses[index])[0]
     logprobs, values, ref_logprobs = (x.masked_fill(~mask, 0) for x in (logprobs, values, ref_logprobs))
     rewards = kl_penalised_rewards(logprobs, ref_logprobs, score.scores, mask, kl_coef, args.kl_estimator)
     return Rollout(sizes, contexts, responses, mask, logprobs, values, ref_logprobs, score.scores, rewards), score

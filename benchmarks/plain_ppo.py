@@ -138,8 +138,8 @@ class PlainPPO:
         """(some of the rows, their tokens), a micro-batch of `micro` rows at a time, or of so many tokens."""
         parts = np.split(rows, range(self.micro, len(rows), self.micro))
         if "pack" in self.ideas:
-            lengths = (tokens[rows] != self.pad_id).sum(dim=1).numpy()
-            parts = [rows[part] for part in utils.micro_batches(lengths, self.args.micro_batch_tokens)]
+            sizes = packing.row_sizes(tokens[rows], self.pad_id)
+            parts = [rows[part] for part in utils.micro_batches(sizes, self.args.micro_batch_tokens)]
         for part in parts:
             yield torch.as_tensor(part), tokens[part]
 

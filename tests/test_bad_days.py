@@ -260,18 +260,21 @@ def test_a_signal_while_the_function_runs_still_writes_a_checkpoint(name, home, 
 # ------------------------------------------------------------------------------------- numbers that are not finite
 
 
-def poison(script: str, home: Path, call: int = 2) -> list[str]:
+def poison(script: str, home: Path) -> list[str]:
     """In the second update one row's number is no number: the rows' texts, once there are any."""
     texts, tokenizer = [], utils.load_tokenizer(settings(script, home).task, 0)[0]
 
     def text(row: torch.Tensor) -> str:
         return tokenizer.decode([token for token in row.tolist() if token < tiny.WORDS])[:60]
 
-    def reference(function: Callable, lm: Any, contexts: torch.Tensor, *args: Any) -> torch.Tensor:
-        out = function(lm, contexts, *args)
-        out[2, 1] = math.nan
-        texts.append(text(contexts[2]))
-        return out
+    def rollout(function: Callable, models: Any, queries: torch.Tensor, responses: torch.Tensor, *args: Any) -> Any:
+        def ref(contexts: torch.Tensor, answers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            out = models.ref(contexts, answers)
+            out[0][(answers == responses[2]).all(dim=1), 1] = math.nan
+            return out
+
+        texts.append(text(queries[2]))
+        return function(models._replace(ref=ref), queries, responses, *args)
 
     def step(function: Callable, model: Any, optimizer: Any, labels: Any, *args: Any) -> Any:
         texts.extend(map(text, labels.query))
@@ -290,10 +293,8 @@ def poison(script: str, home: Path, call: int = 2) -> list[str]:
         at_call(module, "train_step", 2, step)
     elif script == "sft":
         at_call(module, "token_losses", 2, losses)
-    elif call == 2:  # of a batch of 8; the evaluation has 4
-        at_call(module, "logprobs_of", call, reference, lambda lm, contexts, *_: len(contexts) == 8)
     else:
-        at_call(module, "logprobs_of", call, reference)
+        at_call(module, "make_rollout", 2, rollout)
     return texts
 
 
@@ -752,7 +753,7 @@ def other_row() -> None:
     """The run of that test, on each of its processes."""
     args = small("ppo", Path(), reward_fn="reward.py:score")
     if os.environ["RANK"] == "1":
-        texts = poison("ppo", Path(), call=4)  # the evaluation makes two, and update 1 one
+        texts = poison("ppo", Path())
         check = utils.check_gradients
 
         def spy(*args: Any, **numbers: Any) -> None:

@@ -83,7 +83,7 @@ def moved(before, after):
 def test_X2_a_score_is_clipped_before_it_becomes_a_reward(script):
     policy = tiny.make_policy(script=script)
     scores = torch.tensor([-9.0, 0.5, 2.5, 1e4])
-    models = tiny.make_models(policy, lambda queries, cut: scores, policy.lm, script, truncate=None)  # no KL
+    models = tiny.make_models(policy, lambda queries, cut: scores, policy, script, truncate=None)  # no KL
 
     def rollout(**flags):
         args = tiny.make_args(script=script, num_minibatches=1, **flags)

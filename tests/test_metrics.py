@@ -22,7 +22,7 @@ def test_22_evaluation_counts_up_to_the_end_of_a_response_and_all_of_one_without
     models = tiny.make_models("policy", reward=lambda queries, cut: (cut != PAD).sum(dim=1).float(), ref="reference")
     gaps = {"policy": torch.arange(1.0, 6).expand(4, 5) - 7, "reference": torch.full((4, 5), -7.0)}
     monkeypatch.setattr(script, "sample_all", lambda *args: responses)
-    monkeypatch.setattr(script, "lm_logprobs", lambda lm, *args: gaps[lm])
+    monkeypatch.setattr(script, "logprobs_of", lambda policy, *args: gaps[policy])
     tokenizer = SimpleNamespace(decode=lambda row, **how: " ".join(map(str, row.tolist())))
     monkeypatch.setattr(script.utils, "decode", lambda tokenizer, rows, pad_id: [tokenizer.decode(row) for row in rows])
     queries, args = tiny.make_contexts([8, 1, 3, 5], 8), tiny.make_args(task, script)
@@ -61,12 +61,12 @@ def test_22_calibration_compares_stated_and_true_confidence_in_fifths_of_the_lab
     )
 
 
-def test_X10_a_micro_batch_of_labels_holds_no_more_sequences_than_were_asked_for():
-    """Labels of 4 candidates; a label's stay together, so that it is one label at least."""
+def test_P7_a_micro_batch_of_labels_holds_no_more_tokens_than_were_asked_for():
+    """Labels of 4 candidates of 3 tokens; a label's stay together, so that it is one label at least."""
     tokens = torch.ones(6, 4, 3, dtype=torch.long)
-    for size, labels in ((1, 1), (4, 1), (7, 1), (8, 2), (12, 3)):
+    for size, labels in ((1, 1), (12, 1), (24, 2), (36, 3), (72, 6), (999, 6)):
         parts = train_reward.micro_batches(tokens, PAD, size)
-        assert [len(rows) for rows, _ in parts] == [labels] * (6 // labels)
+        assert [len(rows) for rows in parts] == [labels] * (6 // labels)
 
 
 def test_P7_the_spread_of_ratios_is_their_squared_distance_from_1():
