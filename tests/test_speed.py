@@ -72,8 +72,13 @@ def test_operations_are_those_counted_by_hand():
     scores and their sums over 1 + 2 + … + 65 = 2145 keys, 8 operations each (17160); a word of 3 predicted, 12."""
     work = speed.Work(dict(n_layer=1, n_embd=2, vocab_size=3), 1, (), response_length=1)
     trunk, head = 6240 + 17160, 12
-    assert speed.operations(work, "ppo", 1) == (2 + 3) * (trunk + head) + trunk
-    assert speed.operations(work, "ppo", 4) == speed.operations(work, "ppo", 1) + 9 * (trunk + head)
+    assert speed.operations(work, "ppo", 1) == {
+        "sample": trunk + head,
+        "score": 2 * trunk + head,
+        "optimise": 3 * (trunk + head),
+    }
+    assert speed.operations(work, "ppo", 4)["optimise"] == 12 * (trunk + head)
+    assert speed.operations(work, "separate_critic", 4)["optimise"] == 12 * (2 * trunk + head)
 
 
 def test_the_waterfall_adds_every_idea_that_there_is():
