@@ -45,7 +45,11 @@ def fail() -> None:
 
 @pytest.mark.parametrize(
     ("function", "said"),
-    [(fail, "SystemExit: this is why"), (lambda: time.sleep(60), "stopped after 1 s"), (os.abort, "the process died")],
+    [
+        (fail, "SystemExit: this is why"),
+        (lambda: time.sleep(60), "stopped after 1 s"),
+        (lambda: os._exit(1), "the process died"),
+    ],
     ids=["raises", "hangs", "dies"],
 )
 def test_a_row_that_fails_says_why_and_ends(function, said, tmp_path):
