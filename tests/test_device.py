@@ -215,3 +215,28 @@ def test_a_language_model_is_tuned_elsewhere_to_the_same_numbers(elsewhere, acce
         found = tuned(AWAY)
     for x, expected in zip(found, tuned(HERE), strict=True):
         torch.testing.assert_close(x, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture
+def tf32():
+    """As `--tf32` has it, which changes nothing on a CPU."""
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_whether_rows_are_kept_apart_is_measured_in_fp32(tf32):
+    """GPT-2's last states reach hundreds, and TF32 keeps three digits of them."""
+    base, seen = tiny.make_lm().base_model, []
+    base.register_forward_pre_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
+    assert utils.keeps_rows_apart(base) and seen == ["highest"] * 2
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+@pytest.mark.parametrize(("precision", "passes"), [("highest", False), ("high", True)])
+def test_a_policy_is_checked_as_closely_as_its_precision_allows(precision, passes, tf32, accelerator, monkeypatch):
+    torch.set_float32_matmul_precision(precision)
+    right = ppo.token_logprobs
+    monkeypatch.setattr(ppo, "token_logprobs", lambda *inputs: [x + 0.1 for x in right(*inputs)])
+    with nullcontext() if passes else pytest.raises(utils.InputError, match="0.1 nats off"):
+        utils.check_policy(tiny.make_policy(), tiny.make_contexts([8], 8), 0.7, accelerator)
