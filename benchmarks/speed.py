@@ -308,7 +308,7 @@ def scale(args: Args, out: Path) -> None:
     for what, values in whats.items():
         for value, (work, processes) in values.items():
             with made(work) as folder:
-                found = run(folder, work, Contestant("ppo", "ppo"), args.updates, processes=processes)
+                found = run(folder, work, Contestant("ppo", "ppo"), args.updates, 0, processes)
             row = dict(what=what, value=value, cpu=seconds(found, 0), wall=seconds(found, 1))
             rows.append(row | {"episodes/s": work.episodes / row["wall"], "peak GB": found["peak"]})
             print(*(f"{x:.3g}" if isinstance(x, float) else x for x in rows[-1].values()), flush=True)
@@ -316,7 +316,9 @@ def scale(args: Args, out: Path) -> None:
     alone, two = (row["episodes/s"] for row in rows[-2:])
     print(f"two processes on two cores: {two / alone / 2:.0%} of twice the episodes per second of one")
     plt = pyplot()
-    figure, axes = plt.subplots(2, len(whats), figsize=(3.2 * len(whats), 5), layout="constrained", sharey="row")
+    figure, axes = plt.subplots(
+        2, len(whats), figsize=(3.2 * len(whats), 5), layout="constrained", sharey="row", squeeze=False
+    )
     for column, what in zip(axes.T, whats, strict=True):
         mine = [row for row in rows if row["what"] == what]
         for axis, name in zip(column, ("episodes/s", "peak GB"), strict=True):
