@@ -1,20 +1,22 @@
-"""What a GPU makes of the scripts: checks, then speed, in less than ten minutes on a machine that starts bare.
+r"""What a GPU makes of the scripts: checks, then speed, in less than ten minutes on a machine that starts bare.
 
     pip download -q -d wheels --no-deps --only-binary=:all: --python-version 3.12 datasets==5.2.0 dill==0.4.1 \
         multiprocess==0.70.19 tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0
-    pip install -q --no-index --no-deps --target wheels/site wheels/*.whl && \
-        PYTHONPATH="$PWD/wheels/site" python benchmarks/gpu.py --out "${OUT:-benchmarks}/gpu"
+    python3 -m pip install -q --no-index --no-deps --target wheels/site wheels/*.whl && \
+        PYTHONPATH="$PWD/wheels/site" python3 benchmarks/gpu.py --out "${OUT:-benchmarks}/gpu"
 
 The first command fetches what a machine with torch, transformers and accelerate may lack; the second stands there, in the
-project's root, with the folder `wheels` beside it. Every row is a process of its own, forked from one that has imported
-everything and never touched the GPU; what fails, or is stopped at the time limit, is a row with its reason.
+project's root, with the folder `wheels`, which git ignores, carried along. Every row is a process of its own, forked from
+one that has imported everything and never touched the GPU; what fails, or is stopped at the time limit, is a row with its
+reason.
 
 Checks: the golden tests with all of their tensors on the GPU, in units of their own tolerances (`LIMITS` of them are
-allowed); an update of each script on a tiny model. Speed: `ppo.py` and `rloo.py` from their command lines at the defaults
-of `--task sentiment`, on benchmarks/speed.py's queries, weights random. `ok` is said of an update whose first ratio is
-exactly 1 (L6). MFU: operations of the matrix products over real tokens alone, over what the data sheet promises for the
-precision; the head is fp32 in bf16 too, and `tf32` is `--tf32`. Of bandwidth: how long reading the weights once a token
-would take, over how long sampling did. `1M min`: minutes of OpenAI's million episodes at this pace, without evaluations.
+allowed); an update of each script on a tiny model; sampling with `--compile` has to draw the tokens that it draws without.
+Speed: `ppo.py` and `rloo.py` from their command lines at the defaults of `--task sentiment`, on benchmarks/speed.py's
+queries, weights random. `ok` is said of an update whose first ratio is exactly 1 (L6). MFU: operations of the matrix
+products over real tokens alone, over what the data sheet promises for the precision; the head is fp32 in bf16 too, and
+`tf32` is `--tf32`. Of bandwidth: how long reading the weights once a token would take, over how long sampling did.
+`1M min`: minutes of OpenAI's million episodes at this pace, without evaluations.
 """
 
 import csv
@@ -24,6 +26,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -43,16 +46,15 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has touched 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import tiny
 import torch
 
 import ppo
-import rloo
-import sft
-import train_reward
+import utils
 from benchmarks import contestants, speed
 
 HERE = Path(__file__).parent
-SCRIPTS = {"sft": sft, "train_reward": train_reward, "ppo": ppo, "rloo": rloo}
+SCRIPTS = ("sft", "train_reward", "ppo", "rloo")
 PRECISIONS = {"fp32": [], "tf32": ["--tf32"], "bf16": [], "bf16 tf32": ["--tf32"]}  # and the flags that make it
 LIMITS = {"fp32": 1, "tf32": 2e3, "bf16": 1e4}  # tolerances of the golden tests, most of which are 1e-5
 PEAKS = {  # operations a second by precision, dense, and bytes a second, by the makers' data sheets
@@ -141,43 +143,53 @@ def golden(precision: str) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.from_numpy = lambda array: from_numpy(array).to(device)
     torch.testing.assert_close, pytest.approx, test_golden.Accelerator = close, Approx, lambda cpu: Accelerator()
-    cases = [(f, mark_values(f)) for name, f in vars(test_golden).items() if name.startswith("test_")]
-    for test, values in ((test, values) for test, some in cases for values in some):
-        if precision != "fp32" and "reproduces" in test.__name__:
+    for name, test in [(name, f) for name, f in vars(test_golden).items() if name.startswith("test_")]:
+        if precision != "fp32" and "reproduces" in name:
             continue  # training makes rounding grow: 4e5 tolerances in bf16
-        case = " ".join(map(str, (test.__name__, *values.values())))
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            test(**values)
+        names, values = zip(*(mark.args for mark in test.pytestmark), strict=True)
+        for chosen in itertools.product(*values):
+            case = f"{name}{list(chosen)}"
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+                test(**dict(zip(names, chosen, strict=True)))
     off, case = max(found)
     said = "ok" if off <= limit else "too far off"
     return {"result": f"{said}: {len(found)} numbers, at most {off:.2g} tolerances ({limit:g} allowed) in {case}"}
 
 
-def mark_values(test: Callable) -> Iterator[dict[str, Any]]:
-    """The arguments that pytest would call a test with."""
-    names, values = zip(*(mark.args for mark in getattr(test, "pytestmark", [])), strict=True)
-    return (dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*values))
+def compiled() -> dict[str, Any]:
+    """Whether a step that is replayed draws the tokens of a plain one, also when other weights stand in its place."""
+    device = utils.start_accelerator(tiny.make_args()).device
+    lm, uniform = tiny.make_lm().to(device), tiny.uniform(24, 8).to(device)
+    contexts, same = tiny.make_contexts(tiny.LENGTHS, 8).to(device), []
+    for decoders in [[utils.Decoder(lm), utils.Decoder(lm, compiled=True)]] * 3:
+        plain, replayed = (ppo.sample(x, contexts, uniform, *tiny.sampling(0.7)) for x in decoders)
+        same.append((plain == replayed).float().mean().item())
+        with torch.no_grad():
+            lm.lm_head.weight.mul_(1.1)
+    said = "ok" if min(same) == 1 else "not the same"
+    return {"result": f"{said}: of 192 tokens {' '.join(f'{x:.1%}' for x in same)}{graphs_skipped()}"}
+
+
+def graphs_skipped() -> str:
+    """What torch.compile did not make a CUDA graph of, which it says in its log only."""
+    skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    return f", {skipped} CUDA graphs skipped" if skipped else ""
 
 
 def tiny_update(name: str, precision: str, folder: Path) -> dict[str, Any]:
     """One run of a script on tiny files: a few steps of sft.py, one of the others."""
-    import tiny
-
-    script, task = SCRIPTS[name], tiny.write_task(enter(folder, precision) / "task")
+    script, task = importlib.import_module(name), tiny.write_task(enter(folder, precision) / "task")
     common = dict(task=task, batch_size=4, tf32=bool(PRECISIONS[precision]), output_dir="out", run_name=name)
-    own = {
-        "sft": dict(num_heldout=6, block_size=10),
-        "train_reward": dict(num_labels=4, normalize_samples=8, rollout_batch_size=4),
-    }
-    if name not in own:
-        own[name] = dict(total_episodes=4, eval_queries=4, reward_model=tiny.write_reward(folder / "reward"))
+    own = dict(total_episodes=4, eval_queries=4, reward_model=tiny.write_reward(folder / "reward"))
+    own = {"sft": dict(num_heldout=6, block_size=10)}.get(name, own)
+    own = {"train_reward": dict(num_labels=4, normalize_samples=8, rollout_batch_size=4)}.get(name, own)
     ratios = first_ratios(script)
-    script.main(script.Args(**common, **own[name]))
+    script.main(script.Args(**common, **own))
     return {"result": said_of(ratios)}
 
 
 def enter(folder: Path, precision: str) -> Path:
-    """What a script finds when it starts: a folder of its own, and accelerate's setting."""
+    """What a script finds when it starts: a folder, and accelerate's setting."""
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if "bf16" in precision else "no"
@@ -227,7 +239,8 @@ def update(work: speed.Work, folder: Path, kind: str, precision: str, flags: lis
     contestants.ours(SimpleNamespace(**speed.job(folder, work, one, updates, flags=flags)), watch)
     took = {"updates": watch.updates}
     found = {phase: speed.seconds(took, 1, (phase,)) for phase in speed.PHASES} | {"seconds": speed.seconds(took, 1)}
-    found |= {"result": said_of(ratios), "episodes/s": work.episodes / found["seconds"]}
+    shutil.rmtree("runs")  # the weights: no disk has room for those of all rows
+    found |= {"result": said_of(ratios) + graphs_skipped(), "episodes/s": work.episodes / found["seconds"]}
     found["tokens/s"] = work.episodes * work.response_length / found["sample"]
     found["peak GB"] = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else watch.peak
     if work is GPT2:
@@ -256,6 +269,7 @@ def plan(small: bool, folder: Path) -> Iterator[tuple[Any, ...]]:
         yield f"golden numbers, {precision}", golden, precision
     for name, precision in itertools.product(SCRIPTS, LIMITS):
         yield f"{name} tiny, {precision}", tiny_update, name, precision, folder / f"{name} {precision}"
+    yield "sampling compiled, fp32", compiled
     works = {"one layer": SMALL} if small else {"GPT-2 124M": GPT2, "GPT-2 large": LARGE, "Pythia 1B": PYTHIA}
     fast = "bf16 tf32"
     for size, work in works.items():
@@ -267,12 +281,7 @@ def plan(small: bool, folder: Path) -> Iterator[tuple[Any, ...]]:
         for kind, precision, flags in rows:
             what = " ".join([f"{size}: {kind},", precision, *flags])
             yield what, update, work, where, kind, precision, flags, updates
-
-
-def show(row: dict[str, Any]) -> None:
-    """A row of the table; of a check, or of what failed, its words."""
-    numbers = (f"{name} {row[name]:.3g}" for name in COLUMNS[2:] if name in row)
-    print(f"{row['what']:40} {row['result'].splitlines()[0][:150]:4} ", *numbers, sep="  ", flush=True)
+        shutil.rmtree(where, ignore_errors=True)
 
 
 def write(rows: list[dict[str, Any]], path: Path) -> None:
@@ -310,16 +319,15 @@ def main(args: Args) -> None:
             seconds = min(end - begin, 60 * args.minutes / 4)  # one that hangs leaves time for the others
             found = alone(seconds, folder / "log", function, *rest) if seconds > 0 else {"result": "no time was left"}
             rows.append({"what": what, "took": time.monotonic() - begin} | found | about)
-            show(rows[-1])
+            numbers = (f"{name} {rows[-1][name]:.3g}" for name in COLUMNS[2:] if name in rows[-1])
+            print(f"{what:40} {found['result'][:200]:4}", *numbers, sep="  ", flush=True)
             write(rows, args.out.with_suffix(".csv"))
-            if not found["result"].startswith("ok") and (folder / "log").exists():
+            if seconds > 0 and not found["result"].startswith("ok"):
                 print((folder / "log").read_text()[-1500:], file=sys.stderr, flush=True)
     if timed := [row for row in rows if "seconds" in row]:
         draw(timed, args.out.with_suffix(".png"), device or "CPU")
     if minutes := [row["1M min"] for row in timed if "1M min" in row]:
-        print(
-            f"OpenAI's million episodes: {min(minutes):.1f} min at the fastest; {ORIGINAL / 60:.0f} min on eight V100s"
-        )
+        print(f"OpenAI's million episodes: {min(minutes):.1f} min, and {ORIGINAL / 60:.0f} min on their eight V100s")
     print(json.dumps(about | {"rows": [{k: v for k, v in row.items() if k not in about} for row in rows]}))
 
 

@@ -24,7 +24,7 @@ def test_every_row_of_the_small_table_is_ok_and_is_written_and_printed(tmp_path)
     rows = list(csv.DictReader((tmp_path / "gpu.csv").read_text().splitlines()))
     planned = [what for what, *_ in gpu.plan(True, tmp_path)]
     assert [row["what"] for row in rows] == [row["what"] for row in found] == planned
-    assert len(planned) == 3 + 4 * 3 + 1 + 8
+    assert len(planned) == 3 + 4 * 3 + 1 + 1 + 8
     assert all(row["result"].startswith("ok") for row in found), done.stderr
     for row in (row for row in found if "ppo," in row["what"] or "critic" in row["what"]):
         assert row["seconds"] == pytest.approx(sum(row[phase] for phase in ("sample", "score", "optimise")))
