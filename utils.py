@@ -425,7 +425,8 @@ def check_policy(policy: nn.Module, queries: Tensor, temperature: float, acceler
         ours = policy(contexts, row.expand(2, -1))[0][1]
         logits = plain.lm(torch.cat([half, row])[None]).logits[0, len(half) - 1 : -1].float() / temperature
     theirs = logits.log_softmax(dim=-1).gather(-1, row[:, None])[:, 0]
-    gap, most = (ours - theirs).abs().max().item(), 0.01 if accelerator.mixed_precision == "no" else 0.5
+    exact = accelerator.mixed_precision == "no" and torch.get_float32_matmul_precision() == "highest"
+    gap, most = (ours - theirs).abs().max().item(), 0.01 if exact else 0.5
     if not gap <= most:
         raise InputError(
             f"the policy's log-probabilities are up to {gap:.2g} nats off those of {plain.lm.config.model_type}'s own "

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 Job = SimpleNamespace  # what `run` of speed.py puts together
@@ -75,7 +75,8 @@ def make(job: Job, watch: Stopwatch) -> None:
     import utils
 
     folder, ends = Path(job.folder), dict(bos_token_id=None, eos_token_id=None)
-    config = utils.without_dropout(GPT2Config(**job.config, **ends, num_labels=1, pad_token_id=0))
+    config = AutoConfig.for_model(**{"model_type": "gpt2"} | job.config, **ends, num_labels=1, pad_token_id=0)
+    config = utils.without_dropout(config)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     torch.manual_seed(1)
@@ -97,7 +98,7 @@ def script_args(script: Any, job: Job) -> Any:
     flags |= dict(truncate_token=None, response_length=job.response_length, eval_queries=1, num_ppo_epochs=job.epochs)
     flags |= dict(batch_size=batch, total_episodes=batch * (job.updates + 1))
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-    return tasks.parse_args(script.Args, script.PRESETS, ["--task", "sentiment", *words])
+    return tasks.parse_args(script.Args, script.PRESETS, ["--task", "sentiment", *words, *job.flags])
 
 
 def ours(job: Job, watch: Stopwatch) -> None:

@@ -115,14 +115,16 @@ def query_lengths(n: int) -> list[int]:
     return [*lengths[:-1].tolist(), 64]
 
 
-def operations(work: Work, kind: str, epochs: int) -> float:
-    """Floating-point operations of the matrix products that an update needs, over real tokens."""
+def operations(work: Work, kind: str, epochs: int) -> dict[str, float]:
+    """Floating-point operations of the matrix products that an update's phases need, over real tokens."""
     layers, width = work.config["n_layer"], work.config["n_embd"]
     group = K if "rloo" in kind else 1
     lengths = np.array(query_lengths(work.episodes // group) * group) + work.response_length
     trunk = 24 * layers * width**2 * lengths.sum() + 2 * layers * width * (lengths * (lengths + 1)).sum()
-    head = 2 * width * work.config["vocab_size"] * work.response_length * len(lengths)
-    return float((2 + 3 * epochs) * (trunk + head) + trunk)
+    lm = trunk + 2 * width * work.config["vocab_size"] * work.response_length * len(lengths)
+    critic = trunk if kind == "separate_critic" else 0
+    found = {"sample": lm, "score": lm + trunk, "optimise": 3 * epochs * (lm + critic)}
+    return {phase: float(x) for phase, x in found.items()}
 
 
 def peer_python(peer: str) -> str:
@@ -140,20 +142,26 @@ def peer_python(peer: str) -> str:
     return str(folder / "bin" / "python")
 
 
+def job(folder: Path, work: Work, one: Contestant, updates: int, micro: int = 1, **more: Any) -> dict[str, Any]:
+    """What contestants.py has to know; the queries are written into the folder."""
+    rng = np.random.default_rng(0)
+    lengths = query_lengths(work.episodes // (K if "rloo" in one.kind else 1))
+    queries = [rng.integers(1, work.config["vocab_size"], n).tolist() for n in lengths]
+    wanted = asdict(work) | dict(kind=one.kind.replace("-", "_"), folder=str(folder), queries=queries, updates=updates)
+    wanted |= dict(epochs=one.epochs, ideas=one.ideas, micro=micro, k=K, products=PRODUCTS, profile=False, flags=[])
+    held_out = np.random.default_rng(0).permutation(len(queries) + 1)[0]  # the row that ours keep for evaluation
+    texts = [" ".join(f"w{token}" for token in row) for row in queries]
+    (folder / "queries.txt").write_text("\n".join([*texts[:held_out], "w1 w2 w3", *texts[held_out:]]) + "\n")
+    return wanted | more
+
+
 def run(
     folder: Path, work: Work, one: Contestant, updates: int, micro: int = 1, processes: int = 1, **more: Any
 ) -> Any:
     """One contestant in a process of its own (or `processes`) → what it printed: seconds of each update, peak, …"""
-    rng = np.random.default_rng(0)
-    lengths = query_lengths(work.episodes // (K if "rloo" in one.kind else 1))
-    queries = [rng.integers(1, work.config["vocab_size"], n).tolist() for n in lengths]
-    job = asdict(work) | dict(kind=one.kind.replace("-", "_"), folder=str(folder), queries=queries, updates=updates)
-    job |= dict(epochs=one.epochs, ideas=one.ideas, micro=micro, k=K, products=PRODUCTS, profile=False) | more
-    held_out = np.random.default_rng(0).permutation(len(queries) + 1)[0]  # the row that ours keep for evaluation
-    texts = [" ".join(f"w{token}" for token in row) for row in queries]
-    (folder / "queries.txt").write_text("\n".join([*texts[:held_out], "w1 w2 w3", *texts[held_out:]]) + "\n")
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
-    command = [peer_python(one.kind), *launch, str(HERE / "contestants.py"), json.dumps(job)]
+    command = [peer_python(one.kind), *launch, str(HERE / "contestants.py")]
+    command.append(json.dumps(job(folder, work, one, updates, micro, **more)))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     if done.returncode:
@@ -211,7 +219,7 @@ def race(work: Work, field: list[Contestant], updates: int, rounds: int) -> dict
         row["peak GB"] = median(lambda heat: heat[name]["peak"])
         row |= {phase: median(lambda heat: seconds(heat[name], 0, (phase,))) for phase in PHASES}
         row["ratio"] = median(lambda heat: seconds(heat[name], 0) / seconds(heat[rival], 0))
-        row["bound"] = operations(work, one.kind, one.epochs) / rate / row["cpu"]
+        row["bound"] = sum(operations(work, one.kind, one.epochs).values()) / rate / row["cpu"]
         table[name] = row | {"of": rival, "GFLOP/s": rate / 1e9, "versions": heats[0][name]["versions"]}
     return table
 
@@ -300,7 +308,7 @@ def scale(args: Args, out: Path) -> None:
     for what, values in whats.items():
         for value, (work, processes) in values.items():
             with made(work) as folder:
-                found = run(folder, work, Contestant("ppo", "ppo"), args.updates, processes=processes)
+                found = run(folder, work, Contestant("ppo", "ppo"), args.updates, 0, processes)
             row = dict(what=what, value=value, cpu=seconds(found, 0), wall=seconds(found, 1))
             rows.append(row | {"episodes/s": work.episodes / row["wall"], "peak GB": found["peak"]})
             print(*(f"{x:.3g}" if isinstance(x, float) else x for x in rows[-1].values()), flush=True)
@@ -308,7 +316,9 @@ def scale(args: Args, out: Path) -> None:
     alone, two = (row["episodes/s"] for row in rows[-2:])
     print(f"two processes on two cores: {two / alone / 2:.0%} of twice the episodes per second of one")
     plt = pyplot()
-    figure, axes = plt.subplots(2, len(whats), figsize=(3.2 * len(whats), 5), layout="constrained", sharey="row")
+    figure, axes = plt.subplots(
+        2, len(whats), figsize=(3.2 * len(whats), 5), layout="constrained", sharey="row", squeeze=False
+    )
     for column, what in zip(axes.T, whats, strict=True):
         mine = [row for row in rows if row["what"] == what]
         for axis, name in zip(column, ("episodes/s", "peak GB"), strict=True):

@@ -299,7 +299,9 @@ def test_L6_sampling_time_logprobs_would_move_ratios_in_bf16():
     contexts, responses = rows[:, :8], rows[:, 8:]
     for autocast in (False, True):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            trained = rloo.logprobs_of(policy, contexts, responses, np.stack([np.full(32, 20), np.arange(32)], axis=1), size=4096)
+            trained = rloo.logprobs_of(
+                policy, contexts, responses, np.stack([np.full(32, 20), np.arange(32)], axis=1), size=4096
+            )
             ratio = (trained - replay(lm, contexts, responses, 0.7, PAD)).sum(dim=1).exp()
         spread[autocast] = ratio.std().item()
     assert spread[False] < 1e-4

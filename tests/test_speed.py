@@ -1,6 +1,7 @@
 """benchmarks/plain_ppo.py, written apart from ppo.py, makes the same update of it; speed.py measures what it says."""
 
 import copy
+import csv
 from dataclasses import replace
 
 import numpy as np
@@ -72,8 +73,13 @@ def test_operations_are_those_counted_by_hand():
     scores and their sums over 1 + 2 + … + 65 = 2145 keys, 8 operations each (17160); a word of 3 predicted, 12."""
     work = speed.Work(dict(n_layer=1, n_embd=2, vocab_size=3), 1, (), response_length=1)
     trunk, head = 6240 + 17160, 12
-    assert speed.operations(work, "ppo", 1) == (2 + 3) * (trunk + head) + trunk
-    assert speed.operations(work, "ppo", 4) == speed.operations(work, "ppo", 1) + 9 * (trunk + head)
+    assert speed.operations(work, "ppo", 1) == {
+        "sample": trunk + head,
+        "score": 2 * trunk + head,
+        "optimise": 3 * (trunk + head),
+    }
+    assert speed.operations(work, "ppo", 4)["optimise"] == 12 * (trunk + head)
+    assert speed.operations(work, "separate_critic", 4)["optimise"] == 12 * (2 * trunk + head)
 
 
 def test_the_waterfall_adds_every_idea_that_there_is():
@@ -98,6 +104,20 @@ def test_a_race_of_real_processes_gives_every_phase_and_keeps_the_rows_of_other_
     assert [row["workload"] for row in rows] == ["second", "second", "first", "first"]
     speed.draw_race(rows, tmp_path / "speed.png")
     assert (tmp_path / "speed.png").stat().st_size > 1000
+
+
+def test_scaling_is_measured_written_and_drawn_also_over_two_processes(tmp_path, monkeypatch, capsys):
+    small = speed.Work(dict(n_layer=1, n_embd=32, n_head=2, vocab_size=101, n_positions=96), 8, (4,))
+    monkeypatch.setattr(speed, "scaled", lambda: {"processes": {"1": (small, 1), "2": (small, 2)}})
+    speed.scale(speed.Args(updates=1), tmp_path / "scale")
+    rows = list(csv.DictReader((tmp_path / "scale.csv").read_text().splitlines()))
+    assert [row["value"] for row in rows] == ["1", "2"]
+    for row in rows:
+        assert float(row["episodes/s"]) == pytest.approx(8 / float(row["wall"]), rel=1e-3)
+    share = float(rows[1]["episodes/s"]) / float(rows[0]["episodes/s"]) / 2
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert float(said.split(": ")[1].split("%")[0]) == pytest.approx(100 * share, abs=1)
+    assert (tmp_path / "scale.png").stat().st_size > 1000
 
 
 def test_a_peer_that_fails_ends_the_race_with_what_it_said(tmp_path):
