@@ -663,6 +663,15 @@ def test_the_table_of_before_and_after_begins_with_the_first_samples_of_the_run(
         assert [row | {"step": step} for row in table] == [row for row in rows if row["step"] == step]
 
 
+def test_a_run_with_a_single_sample_so_far_goes_on(home, monkeypatch):
+    seen, flags = [], dict(run_name="one", eval_queries=1, eval_every=6)
+    monkeypatch.setattr(records.Run, "compare_samples", lambda run: seen.append(run.sampled))
+    ppo.main(again(**flags, resume=None))
+    shutil.rmtree("runs/one/model")
+    ppo.main(again(**flags, resume="runs/one"))
+    assert seen[0] == seen[1] and [len(table) for table in seen[1]] == [1, 1]
+
+
 def test_processes_that_mean_different_checkpoints_stop(home, monkeypatch):
     monkeypatch.setattr(records, "all_max", lambda x: torch.maximum(x, torch.tensor(7)))  # what the other one has
     with raises("is runs/ran/checkpoints/00000005.safetensors here and something else to another process"):
