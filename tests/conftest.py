@@ -1,6 +1,7 @@
 """Fixtures that more than one test file uses. All tests run on a CPU, without a network."""
 
 import os
+import signal
 
 os.environ["ACCELERATE_USE_CPU"] = "true"  # before accelerate is imported: also where there is a GPU
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for more
@@ -21,6 +22,9 @@ import sft
 import tasks
 import train_reward
 import utils
+
+for number, action in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    signal.signal(number, action)  # behind `nohup` or `&` both are ignored, and so they would be in what tests start
 
 
 @pytest.fixture(autouse=True, scope="session")
