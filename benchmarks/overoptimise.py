@@ -9,7 +9,6 @@ a larger reward model plays the truth. A score is in standard deviations of the 
 """
 
 import importlib
-import json
 import math
 import os
 import sys
@@ -152,15 +151,5 @@ def jobs(args: Args) -> list[sweep.Job]:
     ]
 
 
-def main(args: Args) -> None:
-    """Measure what the CSV lacks, print, draw."""
-    if args.only:
-        print(json.dumps(measure(json.loads(args.only))))
-        return
-    rows = sweep.sweep(__file__, jobs(args), args.out, args.workers)
-    print(table(rows))
-    draw(rows, args.out.with_suffix(".png"))
-
-
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    sweep.main(__file__, tyro.cli(Args), measure, jobs, table, draw)

@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -127,3 +128,17 @@ def held_out(args: ppo.Args) -> tuple[Tensor, Any, ppo.Models]:
 def interval(values: list[float]) -> tuple[float, float, float]:
     """Centre of a few seeds, and the ends of its band."""
     return tuple(x.item() for x in curves.band(np.array(values)[:, None]))
+
+
+def main(
+    tool: str, args: Any, measure: Callable, jobs: Callable, table: Callable, draw: Callable | None = None
+) -> None:
+    """A tool's command line: `--only` measures one job in this process; else what the CSV lacks is measured, one process a
+    job, then all is printed and drawn."""
+    if args.only:
+        print(json.dumps(measure(json.loads(args.only))))
+        return
+    rows = sweep(tool, jobs(args), args.out, getattr(args, "workers", 1))
+    print(table(rows))
+    if draw:
+        draw(rows, args.out.with_suffix(".png"))

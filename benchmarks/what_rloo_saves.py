@@ -11,7 +11,6 @@ first update. All three have a reward model of the policy's shape.
 
 import copy
 import importlib
-import json
 import statistics
 import subprocess
 import sys
@@ -124,15 +123,11 @@ def table(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def main(args: Args) -> None:
-    """Measure what the CSV lacks, print."""
-    if args.only:
-        print(json.dumps(measure(json.loads(args.only))))
-        return
+def jobs(args: Args) -> list[sweep.Job]:
+    """Every shape and way."""
     sizes = dict(episodes=args.episodes, updates=args.updates)
-    jobs = [dict(shape=shape, way=way) | sizes for shape in args.shapes for way in WAYS]
-    print(table(sweep.sweep(__file__, jobs, args.out, workers=1)))
+    return [dict(shape=shape, way=way) | sizes for shape in args.shapes for way in WAYS]
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    sweep.main(__file__, tyro.cli(Args), measure, jobs, table)
