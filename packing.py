@@ -44,8 +44,8 @@ LINE = 128  # tokens: attention costs a line's square, everything else what is l
 
 
 def lay_out(lengths: np.ndarray) -> tuple[np.ndarray, int, int]:
-    """Rows one behind the other in lines, first fit, the longest first: where each begins when the lines are laid end to
-    end [B], number of lines, tokens of a line."""
+    """Rows one behind the other in lines, first fit, the longest first: where each begins when the lines are laid end
+    to end [B], number of lines, tokens of a line."""
     width, free, begins = max(LINE, int(lengths.max())), [], np.empty(len(lengths), dtype=np.int64)
     for row in np.argsort(-lengths, kind="stable"):
         line = next((i for i, left in enumerate(free) if left >= lengths[row]), len(free))
@@ -72,7 +72,7 @@ def keeps_rows_apart(base: PreTrainedModel) -> bool:
 
 def shared_prompts(tokens: Tensor, real: Tensor, prompt: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows [B, T] whose first `prompt` columns are the same make a block, the prompt and then what follows it in each:
-    the block of each row [B], tokens of the others between prompt and row [B], and tokens of each block, on the host."""
+    the block of each row [B], tokens of others between prompt and row [B], and tokens of each block, on the host."""
     blocks = tokens[:, :prompt].unique(dim=0, return_inverse=True)[1]
     blocks, prompts, own = torch.stack([blocks, real[:, :prompt].sum(dim=1), real[:, prompt:].sum(dim=1)]).cpu().numpy()
     rows = np.argsort(blocks, kind="stable")
@@ -160,7 +160,8 @@ class Decoder:
     def __init__(self, lm: PreTrainedModel, compiled: bool = False):
         self.lm, self.config, self.compiled, self.caches = lm, lm.config, compiled, {}
         self.step = torch.compile(lm, mode="reduce-overhead", fullgraph=True, dynamic=False) if compiled else lm
-        torch._dynamo.config.recompile_limit = 64  # shapes: of whole parts and of the last, by multiples of 128
+        if compiled:
+            torch._dynamo.config.recompile_limit = 64  # shapes: of whole parts and of the last, by multiples of 128
 
     def cache(self, rows: int, length: int) -> KeyValueCache:
         """An empty cache for so many rows and tokens; compiled, for 128 tokens or a multiple, and kept."""
@@ -208,4 +209,4 @@ class Decoder:
 
 def empty_cache(lm: PreTrainedModel | Decoder, rows: int, length: int) -> KeyValueCache:
     """Room for `length` tokens in each of the rows."""
-    return (lm if isinstance(lm, Decoder) else Decoder(lm)).cache(rows, length)
+    return lm.cache(rows, length) if isinstance(lm, Decoder) else KeyValueCache(lm.config, length)

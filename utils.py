@@ -415,8 +415,8 @@ def fuse_gelu(model: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def check_policy(policy: nn.Module, queries: Tensor, temperature: float, accelerator: Accelerator) -> None:
-    """Whether the policy's log-probabilities behind half of a query [1, Q], with the whole of it beside it, are those of
-    plain `lm(…)` alone: not if a model computes something of its own behind its head. Errors: `InputError` then."""
+    """Whether the policy's log-probabilities behind half of a query [1, Q], with the whole of it beside it, are those
+    of plain `lm(…)` alone: not if a model computes something of its own behind its head. Errors: `InputError` then."""
     plain = accelerator.unwrap_model(policy)
     row = queries[queries != plain.pad_id]
     half = row[len(row) // 2 :]  # the one that is looked at; beside it a longer one
@@ -436,8 +436,8 @@ def check_policy(policy: nn.Module, queries: Tensor, temperature: float, acceler
 
 def micro_batches(sizes: np.ndarray, tokens: int) -> list[np.ndarray]:
     """Rows of about `tokens` tokens in all, long and short ones mixed, those of a prompt together (`sizes` [B, 2], see
-    `packing.row_sizes`); only memory and speed depend on it (G3, P7). As many micro-batches on every process: under FSDP2 they
-    forward in step, and all of them have to ask."""
+    `packing.row_sizes`); only memory and speed depend on it (G3, P7). As many micro-batches on every process: under
+    FSDP2 they forward in step, and all of them have to ask."""
     lengths, which = sizes[:, 0], np.unique(sizes[:, 1], return_inverse=True)[1]
     longest = np.zeros(which.max() + 1, dtype=int)
     np.maximum.at(longest, which, lengths)

@@ -709,6 +709,13 @@ def test_fsdp_that_keeps_weights_whole_is_refused(launcher, monkeypatch):
     assert launcher(**env, FSDP_RESHARD_AFTER_FORWARD="true").is_fsdp2
 
 
+def test_fsdp_moves_the_weights_that_a_compiled_step_would_find_again(launcher, monkeypatch):
+    shard_on_a_cpu(monkeypatch.setattr)
+    env = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    refuses(lambda: launcher(tiny.make_args(compile=True), **env), "--compile", "leave it off")
+    assert launcher(tiny.make_args(), **env).is_fsdp2
+
+
 def test_bf16_and_fp32_are_started_and_tf32_is_a_flag(launcher):
     for precision in ("no", "bf16"):
         assert launcher(ACCELERATE_MIXED_PRECISION=precision).mixed_precision == precision

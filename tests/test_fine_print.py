@@ -9,6 +9,7 @@ import torch
 from test_resume import settings, write_files
 from transformers import AutoTokenizer
 
+import packing
 import ppo
 import records
 import rloo
@@ -133,3 +134,17 @@ def test_a_reward_models_run_is_known_by_the_queries_that_it_is_normalised_on(tm
     monkeypatch.setattr(records, "Run", known_by)
     with pytest.raises(utils.InputError, match="seen"):
         train_reward.main(settings("train_reward", tmp_path))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("script", [ppo, rloo], ids=lambda script: script.__name__)
+def test_compile_reaches_the_decoder_that_samples(script, compiled, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path)
+
+    def seen(lm, asked):
+        raise utils.InputError(f"asked for {asked}")
+
+    monkeypatch.setattr(packing, "Decoder", seen)
+    with pytest.raises(utils.InputError, match=f"asked for {compiled}"):
+        script.main(settings(script.__name__, tmp_path, compile=compiled))
