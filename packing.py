@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import StaticCache, StaticLayer
+from transformers.modeling_outputs import CausalLMOutput
 
 # ------------------------------------------------------------------------------------------------- rows without padding
 
@@ -73,7 +74,7 @@ def keeps_rows_apart(base: PreTrainedModel) -> bool:
 def shared_prompts(tokens: Tensor, real: Tensor, prompt: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows [B, T] whose first `prompt` columns are the same make a block, the prompt and then what follows it in each:
     the block of each row [B], tokens of others between prompt and row [B], and tokens of each block, on the host."""
-    blocks = tokens[:, :prompt].unique(dim=0, return_inverse=True)[1]
+    blocks = tokens.masked_fill(~real, -1)[:, :prompt].unique(dim=0, return_inverse=True)[1]
     blocks, prompts, own = torch.stack([blocks, real[:, :prompt].sum(dim=1), real[:, prompt:].sum(dim=1)]).cpu().numpy()
     rows = np.argsort(blocks, kind="stable")
     before = (np.cumsum(own[rows]) - own[rows])[np.argsort(rows, kind="stable")]
@@ -89,19 +90,15 @@ def tree_mask(rows: Tensor, blocks: Tensor) -> Tensor:
     return torch.zeros(sees.shape, device=rows.device).masked_fill(~sees, -1e30)[:, None]
 
 
-def hidden_states(base: PreTrainedModel, tokens: Tensor, columns: Tensor, pad_id: int, prompt: int = 0) -> Tensor:
-    """Last hidden states [B, n, D] at `columns` [B, n] of rows [B, T] with pads anywhere, which cost nothing: the rows
-    stand one behind the other in lines. At a pad an arbitrary finite number. What rows have in common in their first
-    `prompt` columns is read once."""
-    real, window = tokens != pad_id, getattr(base.config, "sliding_window", None) or math.inf
-    if not keeps_rows_apart(base):  # Falcon: trimmed rows, the pads masked
-        first = int(real.any(dim=0).byte().argmax())
-        hidden = base(**model_inputs(tokens[:, first:], pad_id), use_cache=False).last_hidden_state
-        return hidden[torch.arange(len(tokens), device=tokens.device)[:, None], columns - first]
-    if prompt and tokens.shape[1] <= window:
+def pack(tokens: Tensor, real: Tensor, prompt: int = 0, cached: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+    """Rows [B, T] with pads anywhere → the arguments of a model that reads them one behind the other in lines, and where
+    each token stands when the lines are laid end to end [B, T]. What rows have in common in their first `prompt` columns
+    stands there once. `cached`: for a model that keeps keys and values, which does not make the mask by itself."""
+    if prompt:
         blocks, before, lengths = shared_prompts(tokens, real, prompt)
     else:
-        blocks, before, lengths = np.arange(len(tokens)), np.zeros(len(tokens), dtype=int), row_lengths(tokens, pad_id)
+        lengths = real.sum(dim=1).cpu().numpy()
+        blocks, before = np.arange(len(tokens)), np.zeros(len(tokens), dtype=int)
     begins, count, width = lay_out(lengths)
     positions = (real.cumsum(dim=1) - 1).clamp(min=0)  # G3
     plan = torch.as_tensor(np.stack([begins[blocks], before, blocks + 1]), device=tokens.device)
@@ -115,10 +112,27 @@ def hidden_states(base: PreTrainedModel, tokens: Tensor, columns: Tensor, pad_id
         return x.new_zeros(count * width + 1).scatter(0, target, x.flatten())[:-1].view(count, width)
 
     inputs = dict(input_ids=lines(tokens), position_ids=lines(positions))  # these start anew, also where it is empty
-    if len(lengths) < len(tokens):
+    if cached or len(lengths) < len(tokens):
         rows = torch.arange(1, len(tokens) + 1, device=tokens.device)[:, None].expand_as(tokens).clone()
         rows[:, :prompt] = 0
         inputs["attention_mask"] = tree_mask(lines(rows), lines(blocks.expand_as(tokens)))
+    return inputs, where
+
+
+def in_window(config: PretrainedConfig, tokens: int) -> bool:
+    """Whether so many tokens see each other in all layers; the mask of shared prompts knows no sliding windows."""
+    return tokens <= (getattr(config, "sliding_window", None) or math.inf)
+
+
+def hidden_states(base: PreTrainedModel, tokens: Tensor, columns: Tensor, pad_id: int, prompt: int = 0) -> Tensor:
+    """Last hidden states [B, n, D] at `columns` [B, n] of rows [B, T] with pads anywhere, which cost nothing. At a pad
+    an arbitrary finite number. What rows have in common in their first `prompt` columns is read once."""
+    real = tokens != pad_id
+    if not keeps_rows_apart(base):  # Falcon: trimmed rows, the pads masked
+        first = int(real.any(dim=0).byte().argmax())
+        hidden = base(**model_inputs(tokens[:, first:], pad_id), use_cache=False).last_hidden_state
+        return hidden[torch.arange(len(tokens), device=tokens.device)[:, None], columns - first]
+    inputs, where = pack(tokens, real, prompt if in_window(base.config, tokens.shape[1]) else 0)
     return base(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where.gather(1, columns)]
 
 
@@ -137,11 +151,12 @@ class KeyValueCache(StaticCache):
     """A static cache takes its dtype from the keys, which rotary positions leave in fp32 under autocast, and cannot
     hold the bf16 values. Keys become what the values are, as attention makes them anyway; else nothing changes."""
 
-    def __init__(self, config: PretrainedConfig, length: int):
+    def __init__(self, config: PretrainedConfig, length: int, row: int | None = None):
+        """`row`: tokens of the longest row, where several stand in a line of `length`."""
         super().__init__(config=config, max_cache_len=length)
         self.length, self.begun = length, False
-        if length <= (getattr(config, "sliding_window", None) or 0):  # no window slides, and layers that have one count
-            self.layers = [StaticLayer(max_cache_len=length) for _ in self.layers]  # in Python: compiled at every step
+        if in_window(config, row or length):  # no window slides, and layers that have one count in Python: compiled
+            self.layers = [StaticLayer(max_cache_len=length) for _ in self.layers]  # anew at every step
 
     def reset(self) -> None:
         """Empty it; the memory stays where it is."""
@@ -183,28 +198,18 @@ class Decoder:
             torch.compiler.cudagraph_mark_step_begin()
         return self.step(tokens, attention_mask=attention_mask, past_key_values=past_key_values, **more)
 
-    def prefill(
-        self, tokens: Tensor, attention_mask: Tensor, cache: KeyValueCache, position_ids: Tensor, **more: Any
-    ) -> Any:
-        """Reads every prompt once, and copies keys and values to the rows that have it."""
-        rows = torch.cat([tokens, attention_mask], dim=1).unique(dim=0, return_inverse=True)[1]  # [B]: which prompt
-        count = int(rows.max()) + 1
-        if count == len(tokens):
-            inputs = dict(attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache)
-            return self.lm(tokens, **inputs, **more)
-        some = rows.new_empty(count).scatter_(0, rows, torch.arange(len(rows), device=rows.device))  # a row of each
-        few = KeyValueCache(self.config, cache.length)
-        inputs = dict(attention_mask=attention_mask[some], position_ids=position_ids[some], past_key_values=few)
-        out = self.lm(tokens[some], **inputs, **more)
-        for to, of in zip(cache.layers, few.layers, strict=True):
-            keys, values = of.keys[rows], of.values[rows]
-            if not to.is_initialized:
-                to.lazy_initialization(keys, values)
-            to.keys.copy_(keys), to.values.copy_(values), to.cumulative_length.copy_(of.cumulative_length)
-            if hasattr(of, "cumulative_length_int"):  # of a sliding window
-                to.cumulative_length_int = of.cumulative_length_int
-        out.logits = out.logits[rows]
-        return out
+    def prefill(self, tokens: Tensor, attention_mask: Tensor, cache: KeyValueCache, **more: Any) -> Any:
+        """Reads every prompt once and without its pads, and copies keys and values to where the rows have them."""
+        if not (keeps_rows_apart(self.lm.base_model) and in_window(self.config, cache.length)):
+            return self.lm(tokens, attention_mask=attention_mask, past_key_values=cache, **more)
+        inputs, where = pack(tokens, attention_mask[:, : tokens.shape[1]] > 0, prompt=tokens.shape[1], cached=True)
+        lines = KeyValueCache(self.config, inputs["input_ids"].shape[1], row=cache.length)
+        hidden = self.lm.base_model(**inputs, past_key_values=lines, use_cache=True).last_hidden_state.flatten(0, 1)
+        for i, layer in enumerate(lines.layers):
+            cache.update(
+                *(x.transpose(1, 2).flatten(0, 1)[where].transpose(1, 2) for x in (layer.keys, layer.values)), i
+            )
+        return CausalLMOutput(logits=vocabulary_logits(self.lm, hidden[where[:, -1:]]))
 
 
 def empty_cache(lm: PreTrainedModel | Decoder, rows: int, length: int) -> KeyValueCache:
