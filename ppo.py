@@ -270,11 +270,12 @@ class Rollout(NamedTuple):
     ref_logprobs: Tensor  # [B, R]
     scores: Tensor  # [B] the reward model's, or the penalty
     rewards: Tensor  # [B, R] KL penalty, and the score on the last token
+    forward: tuple | None = None  # [B, R] each, with its graph: where one micro-batch is all, the first step's too
 
     def take(self, rows: np.ndarray) -> "Rollout":
         """Some of the episodes; the index crosses to the device once."""
         index = torch.as_tensor(rows, device=self.mask.device)
-        return Rollout(self.sizes[rows], *(x[index] for x in self[1:]))
+        return Rollout(self.sizes[rows], *(x[index] for x in self[1:-1]))
 
 
 class Models(NamedTuple):
@@ -308,11 +309,14 @@ def make_rollout(
     for rows in minibatches(order, args):  # L6: exactly the forwards of the first epoch
         for part in utils.micro_batches(sizes[rows], args.micro_batch_tokens):
             index = torch.as_tensor(rows[part], device=contexts.device)
-            logprobs[index], _, values[index] = models.policy(contexts[index], responses[index])
+            with torch.set_grad_enabled(len(part) == len(order)):
+                forward = models.policy(contexts[index], responses[index])
+            logprobs[index], _, values[index] = forward
             ref_logprobs[index] = models.ref(contexts[index], responses[index])[0]
     logprobs, values, ref_logprobs = (x.masked_fill(~mask, 0) for x in (logprobs, values, ref_logprobs))
     rewards = kl_penalised_rewards(logprobs, ref_logprobs, score.scores, mask, kl_coef, args.kl_estimator)
-    return Rollout(sizes, contexts, responses, mask, logprobs, values, ref_logprobs, score.scores, rewards), score
+    rollout = Rollout(sizes, contexts, responses, mask, logprobs, values, ref_logprobs, score.scores, rewards)
+    return rollout._replace(forward=forward if forward[0].requires_grad else None), score
 
 
 # ----------------------------------------------------------------------------------------------- advantages and losses
@@ -435,7 +439,7 @@ def train_step(
         old = batch.take(part)
         outside = ~old.mask
         with accelerator.no_sync(policy) if i + 1 < len(parts) else nullcontext():
-            logprobs, entropies, values = policy(old.contexts, old.responses)
+            logprobs, entropies, values = batch.forward or policy(old.contexts, old.responses)
             logprobs, values = (x.masked_fill(outside, 0) for x in (logprobs, values))  # past an end
             terms = loss_terms(logprobs, values, old, advantages[part], returns[part], args)
             parted = [terms[name].masked_fill(outside, 0) for name in ("loss/policy_avg", "loss/value_avg")]
@@ -571,10 +575,10 @@ def main(args: Args) -> None:
         with clock("sample"), utils.inference(accelerator, policy):
             contexts = utils.add_affixes(queries, ids)
             responses = sample_all(decoder, contexts, task, ids, gen, args.rollout_batch_size)  # G4  [B, R]
+        policy.train()  # no dropout (P4); checkpointing needs it
         with clock("score"), accelerator.autocast():
             rollout, score = make_rollout(models, queries, responses, epochs[0], kl_coef, args)  # P5, P8
 
-        policy.train()  # no dropout (P4); checkpointing needs it
         lr = anneal(args.lr, update, num_updates, args.lr_schedule, args.warmup_updates)  # G5
         for i, group in enumerate(optimizer.param_groups):  # no prepared scheduler, which would step once a process
             group["lr"] = lr * (i > 0 or update >= args.value_warmup_updates)  # X6
@@ -582,7 +586,7 @@ def main(args: Args) -> None:
         with clock("optimise"):
             for order in epochs:  # P7
                 for rows in minibatches(order, args):
-                    batch = rollout.take(rows)
+                    batch = rollout.take(rows)._replace(forward=None if steps else rollout.forward)
                     targets = estimate(batch, args)  # P9, P6
                     steps.append(train_step(policy, optimizer, batch, targets, args, accelerator))
                 if args.max_kl and means(steps[-args.num_minibatches :])["policy/approxkl_avg"].mean() > args.max_kl:

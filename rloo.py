@@ -247,11 +247,12 @@ class Rollout(NamedTuple):
     scores: Tensor  # [B] the reward model's, or the penalty
     rewards: Tensor  # [B] score less KL penalty
     advantages: Tensor  # [B] reward less the mean of the prompt's other completions
+    forward: tuple | None = None  # [B, R] each, with its graph: where one micro-batch is all, the first step's too
 
     def take(self, rows: np.ndarray) -> "Rollout":
         """Some of the episodes; the index crosses to the device once."""
         index = torch.as_tensor(rows, device=self.mask.device)
-        return Rollout(self.sizes[rows], *(x[index] for x in self[1:]))
+        return Rollout(self.sizes[rows], *(x[index] for x in self[1:-1]))
 
 
 class Models(NamedTuple):
@@ -285,14 +286,17 @@ def make_rollout(
     for rows in minibatches(order, args):  # L6: exactly the forwards of the first epoch
         for part in utils.micro_batches(sizes[rows], args.micro_batch_tokens):
             index = torch.as_tensor(rows[part], device=contexts.device)
-            logprobs[index] = models.policy(contexts[index], responses[index])[0]
+            with torch.set_grad_enabled(len(part) == len(order)):
+                forward = models.policy(contexts[index], responses[index])
+            logprobs[index] = forward[0]
             ref_logprobs[index] = models.ref(contexts[index], responses[index])[0]
     logprobs, ref_logprobs = (x.masked_fill(~mask, 0) for x in (logprobs, ref_logprobs))
     rewards = kl_penalised_rewards(logprobs, ref_logprobs, score.scores, kl_coef, args.kl_estimator)
     advantages = leave_one_out_advantages(rewards, args.rloo_k)
     if args.whiten_advantages:
         advantages = whiten(advantages, torch.ones_like(advantages).bool())  # X14
-    return Rollout(sizes, contexts, responses, mask, logprobs, ref_logprobs, score.scores, rewards, advantages), score
+    rollout = Rollout(sizes, contexts, responses, mask, logprobs, ref_logprobs, score.scores, rewards, advantages)
+    return rollout._replace(forward=forward if forward[0].requires_grad else None), score
 
 
 # ----------------------------------------------------------------------------------------------- advantages and loss
@@ -394,7 +398,7 @@ def train_step(
     for i, part in enumerate(parts):
         old = batch.take(part)
         with accelerator.no_sync(policy) if i + 1 < len(parts) else nullcontext():
-            logprobs, entropies = policy(old.contexts, old.responses)
+            logprobs, entropies = batch.forward or policy(old.contexts, old.responses)
             terms = loss_terms(logprobs.masked_fill(~old.mask, 0), old, args)  # past an end
             accelerator.backward(terms["loss/policy_avg"].sum() / count)
             losses[part] = terms["loss/policy_avg"].detach().reshape(len(part), -1).sum(dim=1)
@@ -521,10 +525,10 @@ def main(args: Args) -> None:
         with clock("sample"), utils.inference(accelerator, policy):
             contexts = utils.add_affixes(queries, ids)
             responses = sample_all(decoder, contexts, task, ids, gen, args.rollout_batch_size)  # G4  [B, R]
+        policy.train()
         with clock("score"), accelerator.autocast():
             rollout, score = make_rollout(models, queries, responses, epochs[0], kl_coef, args)  # L2, L3
 
-        policy.train()
         lr = anneal(args.lr, update, num_updates, args.lr_schedule, args.warmup_updates)  # G5
         for group in optimizer.param_groups:  # no prepared scheduler, which would step once a process
             group["lr"] = lr
@@ -532,7 +536,7 @@ def main(args: Args) -> None:
         with clock("optimise"):
             for order in epochs:  # P7
                 for rows in minibatches(order, args):
-                    batch = rollout.take(rows)
+                    batch = rollout.take(rows)._replace(forward=None if steps else rollout.forward)
                     steps.append(train_step(policy, optimizer, batch, args, accelerator))
                 if args.max_kl and means(steps[-args.num_minibatches :])["policy/approxkl_avg"].mean() > args.max_kl:
                     break  # X12: on all processes alike

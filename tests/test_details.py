@@ -816,7 +816,7 @@ def test_P9_each_minibatch_is_whitened_alone_and_returns_are_built_from_whitened
     minibatches = ppo.minibatches(np.array([6, 2, 0, 5, 1, 3, 4, 7]), args)
     assert [rows.tolist() for rows in minibatches] == [[0, 2, 5, 6], [1, 3, 4, 7]]
     for rows in minibatches:
-        advantages, returns = ppo.estimate(ppo.Rollout(*(x[rows] for x in rollout)), args)
+        advantages, returns = ppo.estimate(ppo.Rollout(*(x[rows] for x in rollout[:-1])), args)
         r, v = rollout.rewards[rows].double().numpy(), rollout.values[rows].double().numpy()
         r = (r - r.mean()) / math.sqrt(r.var() + 1e-8) + r.mean()
         a = naive_advantages(r, v, 1.0, 0.95)

@@ -252,7 +252,7 @@ def gradient(script, args, advantages=ADVANTAGES):
     )
     values |= dict(mask=mask, logprobs=old, ref_logprobs=ref, scores=torch.zeros(4), rewards=torch.zeros(4))
     values |= dict(advantages=torch.tensor(advantages))
-    rollout = script.Rollout(*(values[name] for name in script.Rollout._fields))
+    rollout = script.Rollout(*(values[name] for name in script.Rollout._fields[:-1]))
     policy, grads = Table(new), []
     accelerator = SimpleNamespace(backward=lambda x: x.backward(), no_sync=lambda _: nullcontext(), num_processes=1)
     keep = SimpleNamespace(step=lambda: grads.append(policy.weights.grad.clone()), zero_grad=lambda: None)

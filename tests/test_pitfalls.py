@@ -122,6 +122,33 @@ def test_01_old_log_probabilities_come_from_the_very_forwards_of_the_first_epoch
 
 
 @BOTH
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("minibatches, again", [(1, 0), (2, 1)], ids=["all at once", "two minibatches"])
+def test_01_where_one_micro_batch_is_all_its_forward_serves_the_first_step_too(
+    script, precision, minibatches, again, accelerator, bf16_accelerator
+):
+    """The same weights, with one forward of the policy less; and none is kept where there is more than one."""
+    accelerator = bf16_accelerator if precision == "bf16" else accelerator
+    args = tiny.make_args(EOS_TASK, script, num_minibatches=minibatches, micro_batch_tokens=4096)
+    epochs = [np.arange(8), np.arange(8)[::-1]]
+    queries, responses = tiny.make_contexts(tiny.LENGTHS, 8), tiny.make_responses(8, 5)
+    weights = []
+    for reused in (True, False):
+        plain, calls = tiny.make_policy(script=script), []
+        plain.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        policy, optimizer = accelerator.prepare(plain, script.AdamTF(plain.parameters(), lr=1e-3))
+        with accelerator.autocast():
+            models = tiny.make_models(policy, script=script)
+            rollout, _ = script.make_rollout(models, queries, responses, epochs[0], 0.15, args)
+        assert (rollout.forward is None) == again and not rollout.logprobs.requires_grad
+        rollout = rollout if reused else rollout._replace(forward=None)
+        tiny.update(script, policy, optimizer, rollout, epochs, args, accelerator)
+        assert len(calls) == minibatches * 3 - (reused and not again)
+        weights.append(list(plain.parameters()))
+    assert all(map(torch.equal, *weights))
+
+
+@BOTH
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_02_padded_and_unpadded_rows_have_the_same_log_probabilities_values_and_rewards(kind, script):
     """With absolute positions (GPT-2) and rotary ones."""
@@ -220,7 +247,9 @@ def test_07_nan_and_huge_numbers_that_the_forwards_give_at_masked_positions_chan
         assert (~rollout.mask).any(dim=1).sum() >= 3
         sums, gradients = tiny.step_gradients(script, policy, tiny.add_noise(rollout), args, accelerator)
         metrics = tiny.summarise(script, rollout, score, [sums], 0.15, args)
-        results.append({f"rollout {name}": torch.as_tensor(x) for name, x in rollout._asdict().items()})
+        results.append(
+            {f"rollout {name}": torch.as_tensor(x) for name, x in rollout._asdict().items() if name != "forward"}
+        )
         results[-1] |= sums | {name: torch.as_tensor(x) for name, x in metrics.items()} | gradients
     for name, value in results[0].items():
         assert value.isfinite().all() and torch.equal(value, results[1][name]), name
@@ -259,11 +288,11 @@ def test_07_a_policy_that_gives_nan_or_huge_numbers_at_masked_positions_changes_
 def test_07_a_step_mutates_none_of_its_inputs(script, accelerator):
     args, policy = tiny.make_args(EOS_TASK, script), tiny.make_policy(script=script)
     rollout = tiny.make_rollout(policy, args, script=script)
-    before = [x.clone() if isinstance(x, torch.Tensor) else x.copy() for x in rollout]
+    before = [x.clone() if isinstance(x, torch.Tensor) else x.copy() for x in rollout[:-1]]
     epochs = [np.arange(8), np.arange(8)[::-1].copy()]
     optimizer = script.AdamTF(policy.parameters(), lr=1e-3)
     tiny.update(script, policy, optimizer, rollout, epochs, args, accelerator)
-    for x, y in zip(rollout, before, strict=True):
+    for x, y in zip(rollout[:-1], before, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
@@ -712,7 +741,7 @@ def test_20_under_bf16_log_softmax_and_statistics_are_fp32_and_so_are_the_weight
     torch.testing.assert_close(entropies.double(), -(expected * expected.log()).sum(-1), atol=1e-5, rtol=0)
     nearest = (logprobs[..., None] - expected.log()).abs().amin(dim=-1)  # rounded to bf16 it would be 1e-2 off
     assert nearest.max() < 1e-5
-    for tensor in (*rollout[4:], *(pair for step in steps for pair in step.values()), *plain.parameters()):
+    for tensor in (*rollout[4:-1], *(pair for step in steps for pair in step.values()), *plain.parameters()):
         assert tensor.dtype == torch.float32
     assert all(s.dtype == torch.float32 for state in optimizer.state.values() for s in state.values())
 

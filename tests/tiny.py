@@ -170,7 +170,8 @@ def make_rollout(
     responses = make_responses(len(LENGTHS), args.task.response_length, seed)
     order = np.arange(len(queries)) if order is None else order
     models = make_models(policy, script=script)
-    return add_noise(script.make_rollout(models, queries, responses, order, 0.15, args)[0], seed)
+    rollout, _ = script.make_rollout(models, queries, responses, order, 0.15, args)
+    return add_noise(rollout._replace(forward=None), seed)
 
 
 def step(script: Any, policy: Any, optimizer: Any, batch: Any, args: Any, accelerator: Any) -> dict[str, Tensor]:
@@ -187,7 +188,8 @@ def update(
     steps = []
     for order in epochs:
         for rows in script.minibatches(order, args):
-            steps.append(step(script, policy, optimizer, rollout.take(rows), args, accelerator))
+            batch = rollout.take(rows)._replace(forward=None if steps else rollout.forward)
+            steps.append(step(script, policy, optimizer, batch, args, accelerator))
     return steps
 
 
