@@ -97,7 +97,7 @@ def pack(tokens: Tensor, real: Tensor, prompt: int = 0, cached: bool = False) ->
     if prompt:
         blocks, before, lengths = shared_prompts(tokens, real, prompt)
     else:
-        lengths = real.sum(dim=1).cpu().numpy()
+        lengths = row_lengths(real, False)
         blocks, before = np.arange(len(tokens)), np.zeros(len(tokens), dtype=int)
     begins, count, width = lay_out(lengths)
     positions = (real.cumsum(dim=1) - 1).clamp(min=0)  # G3

@@ -53,7 +53,7 @@ def update(script: ModuleType, accelerator: Accelerator) -> dict[str, Any]:
     metrics = tiny.summarise(script, rollout, score, steps, 0.15, args)
     return {
         "rows": rows,
-        "made": made._asdict(),
+        "made": dict(zip(made._fields[:-1], made[:-1], strict=True)),
         "gradients": gradients,
         "sums": sums,
         "loss": script.means([sums])["loss/policy_avg"],
