@@ -1,106 +1,125 @@
-"""Every recipe of diffs/recipes/ beside ppo.py on the synthetic task: score, true score, KL, seconds and peak memory.
+"""Every diff and every recipe beside the script that it is made of, on the synthetic task: score, true score, KL, time, memory.
 
-    python benchmarks/recipes.py                                # three seeds of each: half an hour and more on an idle core
-    python benchmarks/recipes.py --names qwen --seeds 1         # one run
-    python benchmarks/recipes.py --table                        # of what is in the CSV
+    python sft.py --task synthetic && python train_reward.py --task synthetic
+    python benchmarks/recipes.py                                # recipes.csv, .png and the tables
+    python benchmarks/recipes.py --names qwen ptx --seeds 1 --out mine.csv
 
-One process of one thread at a time. Scores and KL are means of the last five lines, seconds the CPU time of the whole run over its
-updates, peak memory the process's. Needs the weights of `synthetic`, see demo.sh.
+Each run at the defaults of its patch. Of a run's updates the first and the mean of the last five, over the seeds their mean
+and range; seconds are CPU seconds of the whole run over its updates, peak memory the process's. `lora` needs peft.
 """
 
-import csv
-import json
 import os
-import subprocess
+import resource
 import sys
-import tempfile
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+import numpy as np
 import tyro
 
-ROOT = Path(__file__).parents[1]
-NAMES = ("ppo", *sorted(path.stem for path in (ROOT / "diffs" / "recipes").glob("*.diff")))
-COLUMNS = {"objective/scores": "score", "objective/gold_score": "true score", "objective/kl": "KL"}
-ROW = ("name", "seed", "updates", *COLUMNS.values(), "seconds", "peak MiB")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import records  # noqa: E402
+from benchmarks import sweep  # noqa: E402
+
+METRICS = {"score": "objective/scores", "true score": "objective/gold_score", "KL": "objective/kl"}
+
+
+def made_of(folder: str, source: str) -> tuple[str, ...]:
+    """`source`, and the names of the diffs in `folder` that start from it."""
+    diffs = sorted((sweep.ROOT / folder).glob("*.diff"))
+    return (source, *(path.stem for path in diffs if f"\n--- {source}.py" in path.read_text()))
+
+
+GROUPS = {"diffs of ppo.py": made_of("diffs", "ppo"), "diffs of rloo.py": made_of("diffs", "rloo")}
+GROUPS |= {"recipes": made_of("diffs/recipes", "ppo")}
 
 
 @dataclass(frozen=True)
 class Args:
-    """Which runs."""
+    """Every diff and every recipe on the synthetic task."""
 
-    names: tuple[str, ...] = NAMES  # recipes, and ppo
-    seeds: tuple[int, ...] = (1, 2, 3)
-    total_episodes: int = 4096  # of each run
-    models: Path = ROOT / "models" / "synthetic"  # folder with sft and train_reward
-    out: Path = ROOT / "benchmarks" / "recipes.csv"  # rows are added; a run that has one is not repeated
-    table: bool = False  # run nothing
-
-
-def run(name: str, seed: int, args: Args) -> dict[str, float | str]:
-    """One run of the patched script, in a folder of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, f"{name}.py")
-        if name == "ppo":
-            script.write_text((ROOT / "ppo.py").read_text())
-        else:
-            patch = ROOT / "diffs" / "recipes" / f"{name}.diff"
-            subprocess.run(["patch", "-s", "-o", script, ROOT / "ppo.py", patch], check=True)
-        flags = ["--task", "synthetic", "--seed", seed, "--total_episodes", args.total_episodes, "--run_name", "run"]
-        flags += [
-            "--base_model",
-            args.models / "sft",
-            "--reward_model",
-            args.models / "train_reward",
-            "--output_dir",
-            "out",
-        ]
-        if "critic_from:" in script.read_text():
-            flags += ["--critic_from", args.models / "train_reward"]
-        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-        child = subprocess.Popen(
-            [sys.executable, script, *map(str, flags)], cwd=folder, env=env, stdout=subprocess.DEVNULL
-        )
-        _, status, usage = os.wait4(child.pid, 0)
-        if status:
-            sys.exit(f"{name}, seed {seed}: exit code {os.waitstatus_to_exitcode(status)}")
-        lines = map(json.loads, Path(folder, "runs/run/metrics.jsonl").read_text().splitlines())
-        lines = [line for line in lines if "objective/kl" in line]
-    means = {short: sum(line[long] for line in lines[-5:]) / len(lines[-5:]) for long, short in COLUMNS.items()}
-    seconds = (usage.ru_utime + usage.ru_stime) / len(lines)
-    return dict(name=name, seed=seed, updates=len(lines), **means, seconds=seconds) | {
-        "peak MiB": usage.ru_maxrss / 1024
-    }
+    out: Path = Path(__file__).with_suffix(".csv")
+    """CSV to write, or to go on with; a picture beside it"""
+    names: tuple[str, ...] = tuple(dict.fromkeys(name for group in GROUPS.values() for name in group))
+    """scripts, diffs and recipes"""
+    seeds: int = 3
+    """runs of each"""
+    workers: int = os.cpu_count() or 1
+    """runs at a time"""
+    flags: str = ""
+    """for every run; write --flags="--total_episodes 512" with its ="""
+    only: str | None = None
+    """one job as JSON, in this process"""
 
 
-def show(rows: list[dict[str, str]]) -> None:
-    """A Markdown table: the mean over the seeds, and their range."""
-    print(f"| recipe | seeds | {' | '.join(ROW[2:])} |\n|{'---|' * (len(ROW))}")
-    for name in NAMES:
-        mine = [row for row in rows if row["name"] == name]
-        cells = []
-        for column in ROW[2:] if mine else ():
-            values = [float(row[column]) for row in mine]
-            digits = {"updates": 0, "peak MiB": 0, "KL": 1}.get(column, 2)
-            low, mean, high = (f"{x:.{digits}f}" for x in (min(values), sum(values) / len(values), max(values)))
-            cells.append(mean if low == high else f"{mean} ({low} … {high})")
-        if mine:
-            print(f"| `{name}` | {len(mine)} | {' | '.join(cells)} |".replace("-", "−"))
+def measure(job: sweep.Job) -> list[dict[str, float]]:
+    """A row for each update of one run."""
+    script, begin = sweep.load_script(job["name"]), time.process_time()
+    flags = f"--run_name run --output_dir policy --seed {job['seed']} {job['flags']}"
+    if "critic_from" in {field.name for field in fields(script.Args)}:
+        flags += " --critic_from models/synthetic/train_reward"
+    script.main(sweep.settings(script, flags))
+    lines = [line for line in sweep.metrics("run") if "objective/kl" in line]
+    seconds = (time.process_time() - begin) / len(lines)
+    run = {"seconds": seconds, "peak MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    rows = [{"at": line["step"]} | {name: line[theirs] for name, theirs in METRICS.items()} for line in lines]
+    return [{name: float(f"{x:.4g}") for name, x in (row | run).items()} for row in rows]
 
 
-def main(args: Args) -> None:
-    """Run what the CSV lacks, then show it."""
-    rows = list(csv.DictReader(args.out.open())) if args.out.exists() else []
-    for seed in () if args.table else args.seeds:
-        for name in args.names:
-            if not any(row["name"] == name and row["seed"] == str(seed) for row in rows):
-                rows.append(run(name, seed, args))
-                with args.out.open("w", newline="") as file:
-                    writer = csv.DictWriter(file, ROW)
-                    writer.writeheader()
-                    writer.writerows(rows)
-    show(rows)
+def curves_of(rows: list[dict[str, str]], metric: str) -> dict[str, np.ndarray]:
+    """Script, diff or recipe → [seeds, updates]."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        found.setdefault(row["name"], {}).setdefault(row["seed"], []).append(float(row[metric]))
+    return {name: np.array(list(seeds.values())) for name, seeds in found.items()}
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """Markdown: a table for each group."""
+    columns = {metric: curves_of(rows, metric) for metric in (*METRICS, "seconds", "peak MiB")}
+    lines = []
+    for group, names in GROUPS.items():
+        lines += ["", f"| {group} | seeds | {' | '.join(columns)} |", "|" + "---|" * (len(columns) + 2)]
+        for name in names:
+            if name in columns["KL"]:
+                cells = [cell(curves[name], metric in METRICS) for metric, curves in columns.items()]
+                lines.append(f"| `{name}` | {len(columns['KL'][name])} | {' | '.join(cells)} |".replace("-", "−"))
+    return "\n".join(lines)
+
+
+def cell(curves: np.ndarray, ends: bool) -> str:
+    """[seeds, updates]: the mean of the last five updates over the seeds, and its range, if there is one."""
+    last = curves[:, -5:].mean(axis=1) if ends else curves[:, -1]
+    low, mean, high = (f"{x:.3g}" if abs(x) < 1000 else f"{x:.0f}" for x in (last.min(), last.mean(), last.max()))
+    return mean if low == high else f"{mean} ({low} … {high})"
+
+
+def draw(rows: list[dict[str, str]], path: Path) -> None:
+    """A row of panels for each group: means over the seeds, the script that all start from in black with its range."""
+    plt = records.pyplot()
+    figure, axes = plt.subplots(3, len(METRICS), figsize=(13, 10), sharex=True, sharey="col", layout="constrained")
+    for line, (group, names) in zip(axes, GROUPS.items(), strict=True):
+        for axis, metric in zip(line, METRICS, strict=True):
+            found = curves_of(rows, metric)
+            for i, name in enumerate(name for name in names if name in found):
+                color = "black" if name == names[0] else f"C{i - 1}"
+                axis.plot(found[name].mean(axis=0), color=color, linewidth=1.2, label=name)
+                if name == names[0]:
+                    low, high = found[name].min(axis=0), found[name].max(axis=0)
+                    axis.fill_between(range(len(low)), low, high, color=color, alpha=0.12, linewidth=0)
+            axis.set_title(f"{group}: {metric}", fontsize=10)
+            axis.grid(alpha=0.3)
+        line[0].legend(fontsize=7)
+    figure.supxlabel("update", fontsize=10)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def jobs(args: Args) -> list[sweep.Job]:
+    """Every name and seed, a seed of all first."""
+    return [dict(name=name, seed=seed, flags=args.flags) for seed in range(1, args.seeds + 1) for name in args.names]
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    sweep.main(__file__, tyro.cli(Args), measure, jobs, table, draw)

@@ -6,6 +6,7 @@ line of JSON. To measure something again, take its rows out of the CSV, or name 
 """
 
 import csv
+import importlib
 import json
 import os
 import shlex
@@ -92,6 +93,16 @@ def sweep(tool: str, jobs: list[Job], out: Path, workers: int) -> list[dict[str,
     if failed:
         sys.exit("\n".join(failed))
     return rows_of(jobs, read_rows(out))
+
+
+def load_script(name: str) -> ModuleType:
+    """ppo, rloo, or what the diff of this name makes of the script that it is for, as a file in this folder."""
+    for diff in (ROOT / "diffs").rglob(f"{name}.diff"):
+        source = next(line.split()[1] for line in diff.read_text().splitlines() if line.startswith("--- "))
+        command = ["patch", "--fuzz=0", "-o", f"{name}.py", ROOT / source, diff]
+        subprocess.run(command, check=True, capture_output=True)
+        sys.path.insert(0, str(Path.cwd()))
+    return importlib.import_module(name)
 
 
 def settings(script: ModuleType, flags: str) -> Any:

@@ -10,9 +10,7 @@ first update. All three have a reward model of the policy's shape.
 """
 
 import copy
-import importlib
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -53,17 +51,6 @@ class Args:
     """one job as JSON, in this process"""
 
 
-def load_script(way: str) -> ModuleType:
-    """ppo, rloo, or what a diff makes of the script that it is for, as a file in this folder."""
-    diff = sweep.ROOT / "diffs" / f"{way}.diff"
-    if diff.exists():
-        source = next(line.split()[1] for line in diff.read_text().splitlines() if line.startswith("--- "))
-        command = ["patch", "--fuzz=0", "-o", f"{way}.py", sweep.ROOT / source, diff]
-        subprocess.run(command, check=True, capture_output=True)
-        sys.path.insert(0, str(Path.cwd()))
-    return importlib.import_module(way)
-
-
 def computed(shape: str, way: str, script: ModuleType) -> dict[str, float]:
     """GiB that are alive between two updates, and the largest of each phase."""
     memory.SCRIPTS[way] = script
@@ -101,7 +88,7 @@ def timed(shape: str, script: ModuleType, flags: str, updates: int) -> float:
 
 def measure(job: sweep.Job) -> list[dict[str, float]]:
     """The row of one shape and way."""
-    script = load_script(job["way"])
+    script = sweep.load_script(job["way"])
     sizes = f"--batch_size {job['episodes']} --total_episodes {job['episodes'] * (job['updates'] + 1)}"
     seconds = timed(job["shape"], script, sizes, job["updates"])
     AcceleratorState._reset_state(True)  # another precision

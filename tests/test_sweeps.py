@@ -19,7 +19,7 @@ import rloo
 import tasks
 import train_reward
 import utils
-from benchmarks import ablations, memory, overoptimise, sweep, what_rloo_saves
+from benchmarks import ablations, memory, overoptimise, recipes, sweep, what_rloo_saves
 
 TOOL = """
 import json, os, sys
@@ -414,6 +414,38 @@ def test_the_table_says_where_a_way_ends_and_where_its_true_score_was_highest():
     (line,) = overoptimise.table(rows).splitlines()[2:]
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
     assert cells == ["9", "ppo", "0.0", "4 (4 … 4)", "4 (3 … 5)", "6 (5 … 7)", "7, 2"]
+
+
+# ------------------------------------------------------------------------------------------------------------- recipes
+
+
+def test_diffs_and_recipes_run_beside_the_script_that_they_are_made_of(measure_in, tmp_path):
+    names = ("ppo", "rloo", "ema", "dr_grpo", "openrlhf")  # the last needs a critic to start from
+    jobs = recipes.jobs(recipes.Args(names=names, seeds=1, flags=FLAGS))
+    found = {job["name"]: measure_in(recipes, job) for job in jobs}
+    rows = [row for mine, _ in found.values() for row in mine]
+    for name, (mine, folder) in found.items():
+        assert [row["at"] for row in mine] == [0, 1, 2] and mine[0]["KL"] == 0 and mine[0]["seconds"] > 0
+        assert (folder / f"{name}.py").exists() == (name not in ("ppo", "rloo"))
+        last = json.loads((folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()[2])
+        assert mine[2]["true score"] == pytest.approx(last["objective/gold_score"], rel=1e-3)
+    curves = recipes.curves_of([{name: str(x) for name, x in row.items()} for row in rows], "KL")
+    assert (curves["ppo"] == curves["ema"]).all() and (curves["ppo"] != curves["openrlhf"])[0, 1:].all()
+    assert len(recipes.table(rows).splitlines()) == 3 * 3 + 2 + 2 + 2
+    recipes.draw(rows, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+def test_every_diff_and_recipe_is_in_the_table_with_the_mean_of_its_last_five_updates():
+    patches = [path.stem for path in sorted((sweep.ROOT / "diffs").rglob("*.diff"))]
+    assert sorted(recipes.Args.names) == sorted(["ppo", "rloo", *patches])
+    rows = [
+        dict(name="ppo", seed=seed, at=at, score=at + shift, KL=0.5, seconds=1, **{"true score": at, "peak MiB": 1250})
+        for seed, shift in ((1, 0), (2, -10))
+        for at in range(7)
+    ]
+    line = recipes.table(rows).splitlines()[3]
+    assert line == "| `ppo` | 2 | −1 (−6 … 4) | 4 | 0.5 | 1 | 1250 |"
 
 
 # -------------------------------------------------------------------------------------------------- what RLOO saves
