@@ -703,12 +703,23 @@ def test_G3_a_prompt_that_rows_share_is_read_once_and_every_row_as_if_alone(kind
         torch.testing.assert_close(mine, theirs, atol=1e-4 * theirs.abs().max().item() + 1e-4, rtol=0)
 
 
-def test_G3_lines_are_filled_first_fit_the_longest_rows_first(monkeypatch):
-    monkeypatch.setattr(packing, "LINE", 10)
-    begins, count, width = packing.lay_out(np.array([3, 7, 5, 4, 1]))  # 7 + 3 | 5 + 4 + 1
-    assert (begins.tolist(), count, width) == ([7, 0, 10, 15, 19], 2, 10)
-    begins, count, width = packing.lay_out(np.array([3, 12]))  # a row longer than a line makes the lines longer
-    assert (begins.tolist(), count, width) == ([12, 0], 2, 12)
+def test_G3_lines_are_filled_first_fit_the_longest_rows_first():
+    begins, count = packing.first_fit(np.array([3, 7, 5, 4, 1]), 10)  # 7 + 3 | 5 + 4 + 1
+    assert (begins.tolist(), count) == ([7, 0, 10, 15, 19], 2)
+
+
+@pytest.mark.parametrize(
+    "lengths, features, expected",
+    [
+        ([56, 40, 40], 768, ([0, 56, 96], 1, 136)),  # 136 · (3072 + 136) < 3 · 56 · (3072 + 56), < 2 · 80 · (3072 + 80)
+        ([56, 40, 40], 16, ([0, 56, 112], 3, 56)),  # 3 · 56 · (64 + 56) < 2 · 80 · (64 + 80) < 136 · (64 + 136)
+        ([3, 61], 768, ([61, 0], 1, 64)),  # a multiple of 8
+        ([300, 290], 768, ([0, 304], 2, 304)),  # no line takes both: 2 · 304 at most
+    ],
+)
+def test_G3_lines_are_as_long_as_costs_least(lengths, features, expected):
+    begins, count, width = packing.lay_out(np.array(lengths), features)
+    assert (begins.tolist(), count, width) == expected
 
 
 def test_G3_only_falcon_of_the_kinds_here_does_not_keep_packed_rows_apart():
