@@ -57,6 +57,8 @@ class Args:
     """processes of each contestant, in turn"""
     out: Path = HERE / "speed"
     """.csv and .png to write; rows of the other workload stay"""
+    micro: int | None = None
+    """the peers' micro-batch; None: the best of a few"""
     waterfall: bool = False
     """the plain way with our ideas, one more in each row; out gets _waterfall behind its name"""
     scale: bool = False
@@ -343,7 +345,9 @@ def main(args: Args) -> None:
         return scale(args, args.out.with_name(f"{args.out.name}_scale"))
     field = waterfall() if args.waterfall else contestants(args.peers.split(","))
     out = args.out.with_name(f"{args.out.name}_waterfall" if args.waterfall else args.out.name)
-    table = race(WORKS[args.workload], field, args.updates, args.rounds)
+    work = WORKS[args.workload]
+    work = replace(work, micro=(args.micro,)) if args.micro else work
+    table = race(work, field, args.updates, args.rounds)
     draw_race(write(out.with_suffix(".csv"), args.workload, table), out.with_suffix(".png"))
     rivals = [(name, row, table[row["of"]]) for name, row in table.items() if row["of"] != name]
     ratios = {f"{name} / {row['of']}": row["ratio"] for name, row, _ in rivals}
