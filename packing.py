@@ -215,12 +215,16 @@ class Decoder:
             torch.compiler.cudagraph_mark_step_begin()
         return self.step(tokens, attention_mask=attention_mask, past_key_values=past_key_values, **more)
 
-    def prefill(self, tokens: Tensor, attention_mask: Tensor, cache: KeyValueCache, **more: Any) -> Any:
+    def prefill(
+        self, tokens: Tensor, attention_mask: Tensor, cache: KeyValueCache, position_ids: Tensor, **more: Any
+    ) -> Any:
         """Reads every prompt once and without its pads, and copies keys and values to where the rows have them."""
         if not (keeps_rows_apart(self.lm.base_model) and in_window(self.config, cache.length)):
-            return self.lm(tokens, attention_mask=attention_mask, past_key_values=cache, **more)
+            inputs = dict(attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache)
+            return self.lm(tokens, **inputs, **more)
         real, length = attention_mask[:, : tokens.shape[1]] > 0, tokens.shape[1]
         inputs, where = pack(self.config, tokens, real, prompt=length, cached=True)
+        inputs["position_ids"].view(-1)[where[real]] = position_ids[real]  # as they are asked for
         lines = KeyValueCache(self.config, inputs["input_ids"].shape[1], row=cache.length)
         hidden = self.lm.base_model(**inputs, past_key_values=lines, use_cache=True).last_hidden_state.flatten(0, 1)
         for i, layer in enumerate(lines.layers):

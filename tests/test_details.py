@@ -641,6 +641,13 @@ def test_G4_the_decoder_samples_token_by_token_what_the_model_does(kind, compile
         read.clear()
         assert torch.equal(ppo.sample(decoder, contexts, uniform, task, ids), expected)
         assert compiled or read[0] == (8 + 3 + 5 + 8 + 1) * (3 if "falcon" in kind else 1) and len(read) == 12
+    inputs = packing.model_inputs
+    count_pads = lambda *args: inputs(*args) | {"position_ids": torch.arange(20).expand(15, -1)}  # noqa: E731
+    with monkeypatch.context() as patch:  # positions are those that it is given
+        patch.setattr(packing, "model_inputs", count_pads)
+        others = ppo.sample(lm, contexts, uniform, task, ids)
+        assert torch.equal(ppo.sample(decoder, contexts, uniform, task, ids), others)
+    assert torch.equal(others, expected) == (kind != "gpt2")  # the others' are relative
     some = ppo.sample(decoder, contexts[1:3, 3:], uniform[:, 1:3], task, ids)  # another shape, no prompt twice
     assert torch.equal(some, expected[1:3]) and set(decoder.caches) == ({(15, 128), (2, 128)} if compiled else set())
 
