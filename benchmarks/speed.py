@@ -294,7 +294,7 @@ def waterfall() -> list[Contestant]:
 
 def scaled() -> dict[str, dict[str, tuple[Work, int]]]:
     """What grows → its values → (the work, processes)."""
-    tiny, sizes = WORKS["tiny"], ((2, 64), (4, 128), (6, 256), (8, 512), (12, 768))
+    tiny, sizes = WORKS["tiny"], ((2, 64), (4, 128), (6, 256), (8, 512))
     shapes = {f"{n}×{d}": replace(tiny, config=TINY | dict(n_layer=n, n_embd=d, n_head=d // 32)) for n, d in sizes}
     return {
         "episodes": {str(n): (replace(tiny, episodes=n), 1) for n in (16, 64, 128, 256, 512)},
@@ -312,7 +312,8 @@ def scale(args: Args, out: Path) -> None:
             with made(work) as folder:
                 found = run(folder, work, Contestant("ppo", "ppo"), args.updates, 0, processes)
             row = dict(what=what, value=value, cpu=seconds(found, 0), wall=seconds(found, 1))
-            rows.append(row | {"episodes/s": work.episodes / row["wall"], "peak GB": found["peak"]})
+            took = row["wall" if what == "processes" else "cpu"]  # of one thread: what it takes on an idle machine
+            rows.append(row | {"episodes/s": work.episodes / took, "peak GB": found["peak"]})
             print(*(f"{x:.3g}" if isinstance(x, float) else x for x in rows[-1].values()), flush=True)
     write_csv(out.with_suffix(".csv"), [], rows)
     alone, two = (row["episodes/s"] for row in rows[-2:])
