@@ -286,7 +286,7 @@ def make_rollout(
     for rows in minibatches(order, args):  # L6: exactly the forwards of the first epoch
         for part in utils.micro_batches(sizes[rows], args.micro_batch_tokens):
             index = torch.as_tensor(rows[part], device=contexts.device)
-            with torch.set_grad_enabled(len(part) == len(order)):
+            with torch.set_grad_enabled(len(part) == len(order)):  # see Rollout.forward
                 forward = models.policy(contexts[index], responses[index])
             logprobs[index] = forward[0]
             ref_logprobs[index] = models.ref(contexts[index], responses[index])[0]
