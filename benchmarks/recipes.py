@@ -102,16 +102,17 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
     for line, (group, names) in zip(axes, GROUPS.items(), strict=True):
         for axis, metric in zip(line, METRICS, strict=True):
             found = curves_of(rows, metric)
-            for i, name in enumerate(name for name in names if name in found):
-                color = "black" if name == names[0] else f"C{i - 1}"
-                axis.plot(found[name].mean(axis=0), color=color, linewidth=1.2, label=name)
-                if name == names[0]:
-                    low, high = found[name].min(axis=0), found[name].max(axis=0)
-                    axis.fill_between(range(len(low)), low, high, color=color, alpha=0.12, linewidth=0)
+            for i, name in enumerate(names):
+                if name in found:
+                    color, at = "black" if i == 0 else f"C{i - 1}", np.linspace(0, 1, found[name].shape[1])
+                    axis.plot(at, found[name].mean(axis=0), color=color, linewidth=1.2, label=name)
+            if names[0] in found:
+                low, high = found[names[0]].min(axis=0), found[names[0]].max(axis=0)
+                axis.fill_between(np.linspace(0, 1, len(low)), low, high, color="black", alpha=0.12, linewidth=0)
             axis.set_title(f"{group}: {metric}", fontsize=10)
             axis.grid(alpha=0.3)
-        line[0].legend(fontsize=7)
-    figure.supxlabel("update", fontsize=10)
+        line[0].legend(*line[0].get_legend_handles_labels(), fontsize=7)
+    figure.supxlabel("share of the run", fontsize=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -432,8 +432,9 @@ def test_diffs_and_recipes_run_beside_the_script_that_they_are_made_of(measure_i
     curves = recipes.curves_of([{name: str(x) for name, x in row.items()} for row in rows], "KL")
     assert (curves["ppo"] == curves["ema"]).all() and (curves["ppo"] != curves["openrlhf"])[0, 1:].all()
     assert len(recipes.table(rows).splitlines()) == 3 * 3 + 2 + 2 + 2
-    recipes.draw(rows, tmp_path / "x.png")
-    assert (tmp_path / "x.png").stat().st_size > 1000
+    for some in (rows, [row for row in rows if row["name"] == "openrlhf"]):
+        recipes.draw(some, tmp_path / "x.png")
+        assert (tmp_path / "x.png").stat().st_size > 1000
 
 
 def test_every_diff_and_recipe_is_in_the_table_with_the_mean_of_its_last_five_updates():
