@@ -111,7 +111,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
                 axis.fill_between(np.linspace(0, 1, len(low)), low, high, color="black", alpha=0.12, linewidth=0)
             axis.set_title(f"{group}: {metric}", fontsize=10)
             axis.grid(alpha=0.3)
-        line[0].legend(*line[0].get_legend_handles_labels(), fontsize=7)
+        axis.legend(*axis.get_legend_handles_labels(), fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.supxlabel("share of the run", fontsize=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)
