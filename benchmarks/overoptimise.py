@@ -132,6 +132,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
         axis.grid(alpha=0.3)
         axis.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))  # as Gao et al. draw it
         axis.set_xlim(left=0)
+        axis.locator_params(axis="x", nbins=5)
     for row, name in zip(axes, METRICS[1:], strict=True):
         row[0].set_ylabel(name)
     figure.supxlabel("KL from the reference, nats", fontsize=10)
