@@ -50,7 +50,8 @@ def one_update(folder: Path, script: str, kind: str, form: str, rank: int = 0) -
         sizes = dict(num_labels=8, batch_size=8, micro_batch_tokens=96, normalize_samples=8, rollout_batch_size=8)
     else:
         reward = tiny.write_reward(files / "reward", kind)
-        sizes = dict(total_episodes=32, batch_size=32, micro_batch_tokens=108, rollout_batch_size=13, eval_queries=4)
+        tokens = (108, 4096)[list(tiny.KINDS).index(kind) % 2]  # several micro-batches, or one whose forward is kept
+        sizes = dict(total_episodes=32, batch_size=32, micro_batch_tokens=tokens, rollout_batch_size=13, eval_queries=4)
         sizes |= dict(num_ppo_epochs=1, reward_model=reward)
     return importlib.import_module(script).Args(task=task, **common, **sizes)
 
