@@ -105,7 +105,7 @@ def tree_mask(rows: Tensor, blocks: Tensor) -> Tensor:
     return torch.zeros(sees.shape, device=rows.device).masked_fill(~sees, -1e30)[:, None]
 
 
-def pack(
+def into_lines(
     config: PretrainedConfig, tokens: Tensor, real: Tensor, prompt: int = 0, cached: bool = False
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Rows [B, T] with pads anywhere → the arguments of a model that reads them one behind the other in lines, and where
@@ -149,7 +149,7 @@ def hidden_states(base: PreTrainedModel, tokens: Tensor, columns: Tensor, pad_id
         first = int(real.any(dim=0).byte().argmax())
         hidden = base(**model_inputs(tokens[:, first:], pad_id), use_cache=False).last_hidden_state
         return hidden[torch.arange(len(tokens), device=tokens.device)[:, None], columns - first]
-    inputs, where = pack(base.config, tokens, real, prompt if in_window(base.config, tokens.shape[1]) else 0)
+    inputs, where = into_lines(base.config, tokens, real, prompt if in_window(base.config, tokens.shape[1]) else 0)
     return base(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where.gather(1, columns)]
 
 
@@ -223,7 +223,7 @@ class Decoder:
             inputs = dict(attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache)
             return self.lm(tokens, **inputs, **more)
         real, length = attention_mask[:, : tokens.shape[1]] > 0, tokens.shape[1]
-        inputs, where = pack(self.config, tokens, real, prompt=length, cached=True)
+        inputs, where = into_lines(self.config, tokens, real, prompt=length, cached=True)
         inputs["position_ids"].view(-1)[where[real]] = position_ids[real]  # as they are asked for
         lines = KeyValueCache(self.config, inputs["input_ids"].shape[1], row=cache.length)
         hidden = self.lm.base_model(**inputs, past_key_values=lines, use_cache=True).last_hidden_state.flatten(0, 1)
