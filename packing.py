@@ -4,11 +4,13 @@ Machinery that `utils.py` and the scripts build on. The letters are those of `ut
 """
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.modeling_outputs import CausalLMOutput
@@ -57,15 +59,16 @@ def first_fit(lengths: np.ndarray, width: int) -> tuple[np.ndarray, int]:
     return begins, len(free)
 
 
-def lay_out(lengths: np.ndarray, features: int) -> tuple[np.ndarray, int, int]:
+@lru_cache(maxsize=64)
+def lay_out(lengths: tuple[int, ...], features: int) -> tuple[np.ndarray, int, int]:
     """Rows one behind the other in lines, which are as long as costs least: where each begins when the lines are laid
     end to end [B], number of lines, tokens of a line. In lines of four times a model's `features` tokens attention
-    takes half of the time, as measured with 128 and 768."""
-    total, longest, least, best = int(lengths.sum()), -(-int(lengths.max()) // 8) * 8, math.inf, None
+    takes half of the time, as measured with 128 and 768. Remembered: epochs and models ask again."""
+    total, longest, least, best = sum(lengths), -(-max(lengths) // 8) * 8, math.inf, None
     for width in range(longest, 2 * max(longest, LINE) + 1, 8):
         price = width * (4 * features + width)  # of a line
         if math.ceil(total / width) * price < least:  # as few lines as there could be
-            begins, count = first_fit(lengths, width)
+            begins, count = first_fit(np.array(lengths), width)
             if count * price < least:
                 least, best = count * price, (begins, count, width)
     return best
@@ -116,7 +119,7 @@ def into_lines(
     else:
         lengths = row_lengths(real, False)
         blocks, before = np.arange(len(tokens)), np.zeros(len(tokens), dtype=int)
-    begins, count, width = lay_out(lengths, config.hidden_size)
+    begins, count, width = lay_out(tuple(lengths.tolist()), config.hidden_size)
     positions = (real.cumsum(dim=1) - 1).clamp(min=0)  # G3
     plan = torch.as_tensor(np.stack([begins[blocks], before, blocks + 1]), device=tokens.device)
     begins, before, blocks = plan[:, :, None]  # [B, 1] each
@@ -159,6 +162,29 @@ def vocabulary_logits(lm: PreTrainedModel, hidden: Tensor) -> Tensor:
     logits = logits * getattr(config, "logit_scale", 1) / getattr(config, "logits_scaling", 1)  # Cohere, Granite
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
     return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+class ChosenLogprobs(torch.autograd.Function):
+    """P1: logits [..., V] and tokens [...] → the tokens' log-probabilities at a temperature, and entropies, [...] each. The
+    gradient, of the former alone, is one pass over one copy of the logits; autograd makes three."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """log softmax(logits / temperature) at the tokens; −Σ p log p."""
+        logprobs = (logits / temperature).log_softmax(dim=-1)
+        chosen, probs = logprobs.gather(-1, tokens[..., None]).squeeze(-1), logprobs.exp()
+        entropies = -logprobs.mul_(probs).sum(dim=-1)
+        ctx.save_for_backward(probs, tokens)
+        ctx.mark_non_differentiable(entropies)
+        ctx.temperature = temperature
+        return chosen, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        """∂ log p(a) / ∂ logits = (1[a] − p) / temperature."""
+        (probs, tokens), grad = ctx.saved_tensors, grad[..., None] / ctx.temperature
+        return (probs * -grad).scatter_add_(-1, tokens[..., None], grad), None, None
 
 
 # ------------------------------------------------------------------------------------------------------ token by token

@@ -104,11 +104,8 @@ SCRIPT = Path(__file__)  # run and weight folders are named after this file: a c
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """P1: logits [B, R, V], tokens [B, R] → log-probabilities [B, R] of the tokens and entropies [B, R] (no gradient).
     At a pad, which is no token of the vocabulary, the log-probability is an arbitrary finite number."""
-    logprobs = F.log_softmax(logits.float() / temperature, dim=-1)  # fp32, also under autocast
-    chosen = logprobs.gather(-1, tokens.clamp(max=logits.shape[-1] - 1)[..., None]).squeeze(-1)
-    with torch.no_grad():
-        entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
-    return chosen, entropies
+    tokens = tokens.clamp(max=logits.shape[-1] - 1)
+    return packing.ChosenLogprobs.apply(logits.float(), tokens, temperature)  # fp32, also under autocast
 
 
 class Policy(nn.Module):

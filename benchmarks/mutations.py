@@ -46,7 +46,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("R2", "utils.py", "std=1 / math.sqrt(module.in_features + 1)", "std=0.02"),
     ("R3", "train_reward.py", "model.gain.fill_((1 / variance.sqrt())", "model.gain.fill_((1 / variance)"),
     ("R4", "train_reward.py", 'F.cross_entropy(rewards, labels.best[rows], reduction="sum")', "-rewards[:, 0].sum()"),
-    ("P1", "ppo.py", "F.log_softmax(logits.float() / temperature", "F.log_softmax(logits.float()"),
+    ("P1", "packing.py", "(logits / temperature).log_softmax(", "logits.log_softmax("),
     ("P2", "ppo.py", "nn.init.zeros_(self.value_head.weight)", "nn.init.ones_(self.value_head.weight)"),
     ("P3", "utils.py", "(tokens.index(start) + 1) % len(tokens)", "tokens.index(start) + 1"),
     ("P4", "utils.py", 'if "drop" in key and isinstance(value, float):', "if False:"),

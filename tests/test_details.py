@@ -449,6 +449,13 @@ def test_P1_log_probabilities_and_entropies_divide_the_logits_by_the_temperature
     torch.testing.assert_close(entropies, torch.tensor([[0.3251, 0.3251]]), **HAND)
 
 
+def test_P1_the_gradient_of_log_probabilities_is_the_slope_of_their_differences():
+    logits, tokens = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True), torch.randint(5, (2, 3))
+    first = lambda x: packing.ChosenLogprobs.apply(x, tokens, 0.7)[0]  # noqa: E731
+    assert torch.autograd.gradcheck(first, (logits,), atol=1e-8)
+    assert not packing.ChosenLogprobs.apply(logits, tokens, 0.7)[1].requires_grad
+
+
 @both
 @pytest.mark.parametrize("kind", KINDS)
 def test_P1_policy_and_reference_use_the_temperature_at_exactly_the_response_tokens(kind, script):
@@ -726,7 +733,7 @@ def test_G3_lines_are_filled_first_fit_the_longest_rows_first():
     ],
 )
 def test_G3_lines_are_as_long_as_costs_least(lengths, features, expected):
-    begins, count, width = packing.lay_out(np.array(lengths), features)
+    begins, count, width = packing.lay_out(tuple(lengths), features)
     assert (begins.tolist(), count, width) == expected
 
 
