@@ -172,6 +172,7 @@ def run_update(script: Any, name: str, args: Any, precision: str, fake: bool) ->
             responses = torch.randint(0, pad_id, (rows, r))
             rollout, _ = script.make_rollout(models, queries, responses, order, 0.15, args)
             peaks["score"] = tracker.restart()
+        rollout = rollout._replace(forward=None)  # a run's first step frees its graph
         before = tracker.now
         step(rollout.take(order[:1]))
         state = tracker.now - before  # Adam's, from the second update on there while sampling too
