@@ -7,6 +7,7 @@
 A random mistake meets the tests that execute its statement, the quickest first. Which those are, also in processes that a test
 starts, is found out by running every test once under coverage, and is kept among the temporary files until the code changes.
 The tests of twins, README, patches and planted faults are left out: they notice that a text has changed, not that it is wrong.
+A mistake in a patch meets the tests of patches.
 Exit code 1 if a mistake was not noticed.
 """
 
@@ -64,8 +65,11 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("L4", "rloo.py", '"loss/policy_avg": torch.max(policy, policy_clipped)', '"loss/policy_avg": policy_clipped'),
     ("L5", "rloo.py", "self.lm, self.pad_id, self.temperature = lm, pad_id, temperature", "self.lm, self.pad_id, self.temperature = lm, pad_id, temperature\n        self.value_head = nn.Linear(lm.config.hidden_size, 1)"),
     ("L6", "ppo.py", "return [np.sort(rows) for rows", "return [np.flip(np.sort(rows)) if rows[0] % 2 else np.sort(rows) for rows"),
+    ("X1", "diffs/separate_critic.diff", "rates = args.critic_lr or args.lr,", "rates = args.lr,"),
     ("X2", "rloo.py", "score.scores.clamp(-limit, limit)", "score.scores.clamp(max=limit)"),
     ("X3", "ppo.py", "(-log_ratio).expm1() + log_ratio", "log_ratio.expm1() - log_ratio"),
+    ("X4", "diffs/ptx.diff", "losses = -logprobs.masked_fill", "losses = logprobs.masked_fill"),
+    ("X5", "diffs/ema.diff", "average([*ema.parameters()], [*lm.parameters()], None)", "average([*lm.parameters()], [*ema.parameters()], None)"),
     ("X6", "ppo.py", 'group["lr"] = lr * (i > 0 or update >= args.value_warmup_updates)', 'group["lr"] = lr'),
     ("X7", "rloo.py", "falling.cumsum(dim=-1) - falling < top_p", "falling.cumsum(dim=-1) < top_p"),
     ("X8", "ppo.py", "return lr * (step + 1) / warmup", "return lr * step / warmup"),
@@ -368,6 +372,7 @@ def main(args: Args) -> None:
             quick, test = sorted(contexts, key=lambda name: seconds.get(name, 0))[:20], None
             for part in (set(quick), contexts):  # the test files of a few are read in no time
                 files = [path for path in test_files(copy) if {"", path} & {name.partition("::")[0] for name in part}]
+                files = ["tests/test_diffs.py"] if file.endswith(".diff") else files
                 if files and not test:
                     chooser = partial(Chooser, scratch, part, seconds, args.minutes)
                     test = run_pytest(copy, scratch, ["-x", *words, *files], chooser)

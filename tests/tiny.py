@@ -194,13 +194,14 @@ def update(
 
 
 class Gradients:
-    """In place of an optimizer: keeps a copy of the gradients of each step and moves nothing."""
+    """In place of an optimizer: keeps a copy of the gradients that there are at each step and moves nothing."""
 
     def __init__(self, model: torch.nn.Module):
         self.model, self.steps = model, []
 
     def step(self, closure: Callable | None = None) -> None:
-        self.steps.append({name: p.grad.clone() for name, p in self.model.named_parameters()})
+        grads = {name: p.grad for name, p in self.model.named_parameters()}
+        self.steps.append({name: grad.clone() for name, grad in grads.items() if grad is not None})
 
     def zero_grad(self) -> None:
         self.model.zero_grad()
