@@ -301,9 +301,12 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
         axis.set_title(metric, fontsize=10)
         axis.grid(alpha=0.3, axis="x")
         axis.set_xscale("log" if "approxkl" in metric or metric == "KL" else "linear")
+        if metric == "KL":
+            axis.set_xticks((10, 20, 40), ("10", "20", "40"))
+            axis.minorticks_off()
     labels = [" ".join(filter(None, (key[0], "× 2" * (key[1] == "2"), *key[2:]))) for key in keys]
     axes[0].set_yticks(range(len(keys)), labels, fontsize=8)
-    axes[0].invert_yaxis()
+    axes[0].set_ylim(len(keys) - 0.4, -0.6)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
