@@ -111,9 +111,9 @@ def tree_mask(rows: Tensor, blocks: Tensor) -> Tensor:
 def into_lines(
     config: PretrainedConfig, tokens: Tensor, real: Tensor, prompt: int = 0, cached: bool = False
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Rows [B, T] with pads anywhere → the arguments of a model that reads them one behind the other in lines, and where
-    each token stands when the lines are laid end to end [B, T]. What rows have in common in their first `prompt` columns
-    stands there once. `cached`: for a model that keeps keys and values, which does not make the mask by itself."""
+    """Rows [B, T] with pads anywhere → the arguments of a model that reads them one behind the other in lines, and
+    where each token stands when the lines are laid end to end [B, T]. What rows have in common in their first `prompt`
+    columns stands there once. `cached`: for a model that keeps keys and values and does not make the mask by itself."""
     if prompt:
         blocks, before, lengths = shared_prompts(tokens, real, prompt)
     else:
@@ -165,8 +165,8 @@ def vocabulary_logits(lm: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 class ChosenLogprobs(torch.autograd.Function):
-    """P1: logits [..., V] and tokens [...] → the tokens' log-probabilities at a temperature, and entropies, [...] each. The
-    gradient, of the former alone, is one pass over one copy of the logits; autograd makes three."""
+    """P1: logits [..., V] and tokens [...] → the tokens' log-probabilities at a temperature, and entropies, [...] each.
+    The gradient, of the former alone, is one pass over one copy of the logits; autograd makes three."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -349,10 +349,11 @@ class AdamTF(torch.optim.Adam):
             group["eps_hat"], group["t"] = eps, 0  # in the group, so that state_dict() keeps them
 
     def step(self, closure: Callable | None = None) -> Any:
-        """One step; sets ε_t first."""
+        """One step; sets ε_t first. A group without gradients takes none."""
         for group in self.param_groups:
-            group["t"] += 1
-            group["eps"] = group["eps_hat"] / math.sqrt(1 - group["betas"][1] ** group["t"])
+            if any(x.grad is not None for x in group["params"]):
+                group["t"] += 1
+                group["eps"] = group["eps_hat"] / math.sqrt(1 - group["betas"][1] ** group["t"])
         return super().step(closure)
 
 

@@ -940,13 +940,18 @@ def test_P11_beta_moves_once_an_update_after_training_from_the_logged_kl(script,
 
 @every_script_with("AdamTF")
 def test_A1_adam_adds_epsilon_without_the_bias_correction(script):
-    """TensorFlow's formula, slowly; for the first step of a gradient of 1e-4 it moves 0.24 lr, PyTorch's 0.91 lr."""
+    """TensorFlow's formula, slowly; for the first step of a gradient of 1e-4 it moves 0.24 lr, PyTorch's 0.91 lr. Without
+    a gradient there is no step, and none is counted."""
     weight = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
     optimizer = script.AdamTF([weight], lr=0.01, eps=1e-5)
-    w, m, v = 1.0, 0.0, 0.0
-    for t, grad in enumerate([1e-4, -3e-4, 2e-3, 0.0, 5.0], start=1):
-        weight.grad = torch.tensor([grad], dtype=torch.float64)
+    w, m, v, t = 1.0, 0.0, 0.0, 0
+    for grad in (None, 1e-4, -3e-4, None, 2e-3, 0.0, 5.0):
+        weight.grad = None if grad is None else torch.tensor([grad], dtype=torch.float64)
         optimizer.step()
+        if grad is None:
+            assert weight.item() == pytest.approx(w, abs=1e-12)
+            continue
+        t += 1
         m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
         w -= 0.01 * math.sqrt(1 - 0.999**t) / (1 - 0.9**t) * m / (math.sqrt(v) + 1e-5)
         assert weight.item() == pytest.approx(w, abs=1e-12)

@@ -130,6 +130,13 @@ def test_the_table_holds_every_general_reward_policy_and_rloo_detail():
     assert set(wanted) == set(DETAILS)
 
 
+def test_every_detail_has_a_mutation_whose_text_stands_in_its_file_once():
+    mutations = importlib.import_module("benchmarks.mutations").DETAILS
+    assert {detail for detail, *_ in mutations} == set(DETAILS)
+    for detail, file, right, wrong in mutations:
+        assert (ROOT / file).read_text().count(right) == 1 and right != wrong, detail
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_presets_are_of_tasks_that_there_are_and_say_something(script):
     """A task without a preset has the defaults."""
