@@ -239,6 +239,10 @@ class Decoder:
             return self.prefill(tokens, attention_mask, past_key_values, **more)
         if self.compiled:
             torch.compiler.cudagraph_mark_step_begin()
+            # a column of a wider tensor has its strides, for which the step would be compiled anew
+            tokens, more["position_ids"] = (
+                x.clone(memory_format=torch.contiguous_format) for x in (tokens, more["position_ids"])
+            )
         return self.step(tokens, attention_mask=attention_mask, past_key_values=past_key_values, **more)
 
     def prefill(

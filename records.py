@@ -56,6 +56,9 @@ def check_args(args: Any, script: Path, processes: int) -> None:
     if task.min_response_length > (most := task.response_length if task.truncate_token else 1):
         why = "response_length" if task.truncate_token else "there is no truncate_token"
         raise InputError(f"min_response_length={task.min_response_length} has to be at most {most}: {why}")
+    if getattr(args, "kl_target", None) and args.batch_size >= 5 * args.kl_horizon:
+        why = f"more than a fifth of batch_size={args.batch_size}, or β could turn negative (P11)"
+        raise InputError(f"kl_horizon={args.kl_horizon} has to be {why}")
     functions = {"clean_fn": task.clean_fn, "gold_fn": task.gold_fn, "reward_fn": getattr(args, "reward_fn", None)}
     for name, function in functions.items():
         try:
@@ -306,7 +309,7 @@ def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path, weights: di
     except OSError:
         there = [folder / path.name for path in beside.iterdir()]
         if not all(path.is_file() and filecmp.cmp(path, beside / path.name, shallow=False) for path in there):
-            raise
+            raise RunError(f"{folder} holds other files than this run made, which are in {beside}") from None
         shutil.rmtree(beside)  # a run that was killed behind the rename, and resumed, has written the very same
 
 
@@ -629,7 +632,7 @@ def push(name: str, weights: Path) -> str:
     """Upload the folder of the weights; says where it is or, where that failed, how to do it later."""
     try:
         return f"on the hub: {huggingface_hub.upload_folder(repo_id=name, folder_path=weights)}"
-    except (HTTPError, OSError, ValueError) as error:
+    except Exception as error:  # whatever its transports raise: the weights are there
         return f"not on the hub ({type(error).__name__}: {error}); `hf upload {name} {weights}` sends it later"
 
 
@@ -647,7 +650,9 @@ def write_card(args: Any, run: Path, script: str, weights: Path) -> None:
     card = f"---\n{data.to_yaml()}\n---\n\n# {script} on {args.task.task}\n\nFrom `{base}`, with onefile-rlhf.\n\n"
     card += f"| metric | first | last |\n|---|---|---|\n{rows}\n![Learning curves](curves.png)\n\n"
     card += f"```json\n{json.dumps(setting, indent=1)}\n```\n"
-    (weights / "README.md").write_text(card.replace(f"{ROOT}/", "").replace(str(Path.home()), "~"))
+    home = f"{Path.home()}/".replace("//", "")  # "" where it is the root
+    card = card.replace(f"{ROOT}/", "")
+    (weights / "README.md").write_text(card.replace(home, "~/") if home else card)
 
 
 def pyplot() -> Any:

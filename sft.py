@@ -102,8 +102,10 @@ def load_blocks(args: Args, tokenizer: Any, pad_id: int) -> TokenTable:
 
 
 def load_responses(args: Args, tokenizer: Any, pad_id: int) -> TokenTable:
-    """Prompts, padded on the left, with their reference responses, padded on the right: [N, Q + R]."""
+    """Prompts, with the texts around them that a policy sees, padded on the left, and their reference responses, padded
+    on the right: [N, C + R]."""
     task = args.task
+    prefix, suffix = (tokenizer.encode(x, add_special_tokens=False) for x in (task.query_prefix, task.query_suffix))
     end = [utils.token_id(tokenizer, task.truncate_token, "--truncate_token")] if task.eos_task else []
 
     def pairs(batch: dict[str, list]) -> list[list[int]]:
@@ -113,13 +115,14 @@ def load_responses(args: Args, tokenizer: Any, pad_id: int) -> TokenTable:
         for query, response in zip(queries, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
             if query and response:
                 ending = end if response[-1:] != end else []  # some data sets have it already
-                row = query + (response + ending)[: task.response_length]
-                rows.append(row + [pad_id] * (len(query) + task.response_length - len(row)))
+                learned = (response + ending)[: task.response_length]
+                pads = [pad_id] * (task.response_length - len(learned))
+                rows.append(prefix + query + suffix + learned + pads)
         return rows
 
-    data, length = utils.load_texts(task), task.query_length + task.response_length
+    data, length = utils.load_texts(task), len(prefix) + task.query_length + len(suffix) + task.response_length
     columns = task.query_column, task.response_column, task.keep_last_line, task.start_text, task.end_text
-    key = task.response_length, end, *columns, utils.cleaning(task)
+    key = task.response_length, prefix, suffix, end, *columns, utils.cleaning(task)
     return utils.tokenise_rows(data, pairs, length, tokenizer, pad_id, *key)
 
 
@@ -127,8 +130,8 @@ def load_rows(args: Args, tokenizer: Any, pad_id: int) -> tuple[TokenTable, int]
     """What to learn from: rows [N, T], and the first column that is learned. Errors: `InputError` where the rows do not
     fill one batch beside the held-out ones."""
     task = args.task
-    load, first = (load_responses, task.query_length) if task.response_column else (load_blocks, 1)
-    rows = load(args, tokenizer, pad_id)
+    rows = (load_responses if task.response_column else load_blocks)(args, tokenizer, pad_id)
+    first = rows.length - task.response_length if task.response_column else 1
     if len(rows) < args.num_heldout + args.batch_size:
         raise InputError(
             f"--query_dataset={task.query_dataset} makes {len(rows)} rows of {rows.length} tokens; "
@@ -182,9 +185,13 @@ def train_step(
 
 @torch.no_grad()
 def heldout_loss(lm: nn.Module, rows: Tensor, first: int, pad_id: int, args: Args, accelerator: Accelerator) -> float:
-    """Mean loss in nats per token over the held-out rows [N, T], shared out over the processes."""
+    """Mean loss in nats per token over the held-out rows [N, T], shared out over the processes; as many on each, since
+    under FSDP2 they forward in step, and nothing to learn in those that are there twice."""
     lm.eval()
-    rows = rows[accelerator.process_index :: accelerator.num_processes]
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    mine = torch.arange(rank, math.ceil(len(rows) / processes) * processes, processes)
+    rows, twice = rows[mine % len(rows)], mine >= len(rows)
+    rows[twice, first:] = pad_id
     sums = torch.zeros(2, device=rows.device)
     for part in micro_batches(rows, first, pad_id, args.micro_batch_tokens):
         losses, mask = token_losses(lm, part, part.shape[1] - rows.shape[1] + first, pad_id)

@@ -90,10 +90,12 @@ def keep_last_line(text: str, length: int, tokenizer: Any) -> list[int]:
 
 
 def token_id(tokenizer: Any, text: str | None, flag: str) -> int | None:
-    """The id of a text that is a single token. Errors: `InputError` where it is not."""
+    """The id of a text that is a single token. Errors: `InputError` where it is not. Some tokenizers, such as Llama 2's,
+    put a space before what they encode, and the "." of "dog." is another token than ".": the vocabulary's comes first."""
     if text is None:
         return None
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    known = tokenizer.get_vocab().get(text)
+    ids = tokenizer.encode(text, add_special_tokens=False) if known is None else [known]
     if len(ids) != 1:
         raise InputError(f"{flag}={text!r} is {len(ids)} tokens {ids} to this tokenizer; it has to be exactly one")
     return ids[0]
@@ -211,10 +213,14 @@ class TokenTable:
         return pad_rows(self.rows[rows]["tokens"], self.length, self.pad_id)
 
     def hold_out(self, n: int, flag: str) -> tuple[Tensor, "TokenTable"]:
-        """The first `n` rows [n, length], and a table of the others. Errors: `InputError` where there are no others."""
-        if len(self) <= n:
+        """The first `n` rows [n, length], and a table of those that are not among them. Errors: `InputError` where
+        there are none."""
+        heldout = {tuple(tokens) for tokens in self.rows[:n]["tokens"]}
+        rows = (tuple(tokens) for batch in self.rows.iter(1000) for tokens in batch["tokens"])
+        kept = [i for i, tokens in enumerate(rows) if tokens not in heldout]
+        if not kept:
             raise InputError(f"{flag}={n} leaves none of the {len(self)} rows to train on")
-        return self[:n], TokenTable(self.rows.select(range(n, len(self))), self.length, self.pad_id)
+        return self[:n], TokenTable(self.rows.select(kept), self.length, self.pad_id)
 
 
 def tokenise_rows(
@@ -256,9 +262,11 @@ def clean_texts(texts: list[str | None], task: Task) -> list[str]:
 
 
 def cleaning(task: Task) -> str:
-    """What a cache of cleaned texts depends on: the source of `clean_fn`."""
+    """What a cache of cleaned texts depends on: `clean_fn`'s name and its file's source."""
+    if not task.clean_fn:
+        return ""
     try:
-        return Path(inspect.getfile(load_function(task.clean_fn))).read_text() if task.clean_fn else ""
+        return f"{task.clean_fn}\0{Path(inspect.getfile(load_function(task.clean_fn))).read_text()}"
     except TypeError:  # a builtin has none
         return task.clean_fn
 
@@ -391,7 +399,8 @@ class Float32Head(nn.Linear):
 
 def load_lm(name: str, config: PretrainedConfig | None = None) -> PreTrainedModel:
     """Causal language model in fp32 without dropout, its head outside autocast; random weights where the folder holds a
-    configuration only. Errors: `InputError` for weights that have to be unpickled, or that are out of reach."""
+    configuration only. Errors: `InputError` for weights that have to be unpickled, that are out of reach, or that are
+    another kind of model's."""
     config = without_dropout(config or AutoConfig.from_pretrained(name))
     if Path(name).is_dir() and not any(Path(name).glob("*.safetensors*")):
         if others := [p.name for kind in ("*.bin", "*.pt", "*.h5", "*.msgpack") for p in Path(name).glob(kind)]:
@@ -399,7 +408,12 @@ def load_lm(name: str, config: PretrainedConfig | None = None) -> PreTrainedMode
         lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     else:
         with from_hub_or_folder(name, "--base_model"):
-            lm = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32, use_safetensors=True)
+            load = dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
+            lm, found = AutoModelForCausalLM.from_pretrained(name, config=config, **load)
+        if missing := sorted(found["missing_keys"]):  # else they would be random
+            raise InputError(
+                f"--base_model={name} ({config.architectures}) is no language model: {missing[0]} is missing"
+            )
     lm.get_output_embeddings().__class__ = Float32Head  # the same module: names, tied weights and saved files stay
     return fuse_gelu(lm)
 
@@ -419,6 +433,7 @@ def check_policy(policy: nn.Module, queries: Tensor, temperature: float, acceler
     of plain `lm(…)` alone: not if a model computes something of its own behind its head. Errors: `InputError` then."""
     plain = accelerator.unwrap_model(policy)
     row = queries[queries != plain.pad_id]
+    row = row[: (getattr(plain.lm.config, "max_position_embeddings", None) or 2 * len(row)) // 2]
     half = row[len(row) // 2 :]  # the one that is looked at; beside it a longer one
     contexts = pad_rows([row.tolist(), half.tolist()], len(row), plain.pad_id).to(row.device)
     with inference(accelerator, policy):

@@ -146,7 +146,7 @@ def shard_on_a_cpu(put: Callable = setattr) -> None:
 
 def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> None:
     """Queries, random numbers and minibatches of this process: those of its shares, laid out as it lays out its own."""
-    each, k = SHARES // processes, getattr(args, "rloo_k", 1)
+    each, k = SHARES // processes, getattr(args, "rloo_k", getattr(args, "samples_per_prompt", 1))
     seeds = [args.seed + 100003 * share for share in range(rank * each, (rank + 1) * each)]
     mine, step = args.seed + 100003 * rank, [0]  # the seed that the script has here
     rows_of_step, generator, sample_all = utils.rows_of_step, utils.generator, module.sample_all
@@ -158,6 +158,8 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
         return local // p * (each * p) + share * p + local % p
 
     def all_rows(n: int, size: int, at: int, seed: int) -> np.ndarray:
+        if seed != mine:  # not what this process alone draws
+            return rows_of_step(n, size, at, seed)
         shared[0] = False
         rows = np.concatenate([rows_of_step(n, size // each, at, seed) for seed in seeds])
         shared[0] = True

@@ -19,7 +19,9 @@ import formats
 import numpy as np
 import pytest
 import tiny
+import tokenizers
 import torch
+import transformers
 from tiny import WORDS
 from tokenizers.processors import TemplateProcessing
 
@@ -213,6 +215,19 @@ def test_X9_sft_rows_of_an_eos_task_are_prompt_response_and_end(task, tmp_path):
     assert (rows[:] == tokenizer.eos_token_id).sum(dim=1).tolist() == [1, 1, 0]
 
 
+def test_sft_rows_have_the_texts_around_a_query_that_a_policy_sees(task, tmp_path):
+    task = replace(eos_task(task, tmp_path), query_prefix="So", query_suffix=" was Anna.")
+    tokenizer = tokenizer_of(task)
+    table, first = sft.load_rows(sft.Args(task=task, num_heldout=1, batch_size=1), tokenizer, WORDS)
+    queries = utils.load_queries(task, tokenizer, WORDS, 10)
+    contexts = utils.add_affixes(queries[:], utils.task_ids(task, tokenizer, WORDS)).tolist()
+    rows = table[:]
+    assert first == 6 + len(tokenizer.encode("So")) + len(tokenizer.encode(" was Anna."))
+    assert {tuple(row) for row in rows[:, :first].tolist()} <= {tuple(row) for row in contexts}
+    without, _ = sft.load_rows(sft.Args(task=eos_task(task, tmp_path), num_heldout=1, batch_size=1), tokenizer, WORDS)
+    assert torch.equal(without[:][:, 6:], rows[:, first:])
+
+
 def test_X9_a_response_that_has_its_end_already_gets_no_second_one(task, tmp_path):
     task = eos_task(task, tmp_path)
     row = {"prompt": "Ben saw Anna.", "completion": " So."}
@@ -269,6 +284,48 @@ def test_the_heldout_queries_are_the_same_for_a_run_of_any_length(task, tmp_path
     assert heldout[0] == heldout[1] == heldout[2] and len(heldout[0]) == 5
     with pytest.raises(utils.InputError, match="eval_queries=100 leaves none of the 100 rows"):
         utils.load_queries(task, tokenizer_of(task), WORDS, 1000).hold_out(100, "eval_queries")
+
+
+def test_a_heldout_query_is_not_trained_on_where_it_stands_once_more(task, tmp_path):
+    write_sentences(tmp_path / "many.txt", 30)
+    lines = (tmp_path / "many.txt").read_text().splitlines()
+    (tmp_path / "twice.txt").write_text("\n".join(lines * 2))
+    task = replace(task, query_dataset=str(tmp_path / "twice.txt"))
+    held, rest = utils.load_queries(task, tokenizer_of(task), WORDS, 100).hold_out(10, "eval_queries")
+    held, rest = ([tuple(row) for row in rows[:].tolist()] for rows in (held, rest))
+    assert not set(held) & set(rest) and len(set(held) | set(rest)) == 30  # others may be there twice
+    assert len(held) + len(rest) == 60 - len(set(held)) * 2 + len(held)
+    (tmp_path / "one.txt").write_text("Anna saw it. Ben saw it too.\n" * 8)
+    task = replace(task, query_dataset=str(tmp_path / "one.txt"))
+    with pytest.raises(utils.InputError, match="eval_queries=2 leaves none of the 8 rows"):
+        utils.load_queries(task, tokenizer_of(task), WORDS, 100).hold_out(2, "eval_queries")
+
+
+def test_functions_of_one_file_that_clean_have_caches_of_their_own(task, tmp_path):
+    write_sentences(tmp_path / "many.txt", 8)
+    (tmp_path / "clean.py").write_text("def alike(x):\n    return x\ndef twice(x):\n    return f'{x} {x}'\n")
+    task = replace(task, query_dataset=str(tmp_path / "many.txt"), end_text=None)
+    tables = []
+    for name in ("alike", "twice", "alike"):
+        cleaned = replace(task, clean_fn=f"{tmp_path}/clean.py:{name}", query_length=64)
+        tables.append(utils.load_queries(cleaned, tokenizer_of(task), WORDS, 8)[:])
+    once, twice, again = ((table != WORDS).sum(dim=1) for table in tables)
+    assert (twice >= 2 * once).all() and torch.equal(once, again)
+
+
+def test_the_id_of_a_text_is_the_one_that_it_has_inside_of_a_text():
+    """Llama 2's form of tokenizer puts a space before what it encodes: "." alone is another token than that of "dog."."""
+    pieces = {piece: i for i, piece in enumerate(["<unk>", "▁", ".", "d", "o", "g", "▁.", "▁d", "▁do", "▁dog"])}
+    merges = [("▁", "."), ("▁", "d"), ("▁d", "o"), ("▁do", "g")]
+    words = tokenizers.Tokenizer(tokenizers.models.BPE(pieces, merges, unk_token="<unk>"))
+    spaces = tokenizers.normalizers.Replace(" ", "▁")
+    words.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend("▁"), spaces])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+    assert tokenizer.encode(".") == [6] and tokenizer.encode("dog. dog.") == [9, 2, 9, 2]
+    assert utils.token_id(tokenizer, ".", "--truncate_token") == 2
+    assert utils.token_id(tokenizer, "dog", "--truncate_token") == 9  # as it stands in a text
+    with pytest.raises(utils.InputError, match="--truncate_token='dog.' is 2 tokens"):
+        utils.token_id(tokenizer, "dog.", "--truncate_token")
 
 
 @pytest.mark.parametrize(("needed", "tokenised"), [(1, 8), (8, 8), (30, 30), (1000, 100)])

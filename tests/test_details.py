@@ -634,8 +634,9 @@ def test_G4_rows_of_like_length_are_sampled_together_each_part_as_wide_as_its_lo
 def test_G4_the_decoder_samples_token_by_token_what_the_model_does(kind, compiled, monkeypatch):
     """Prompts that are read once for the rows that have them; caches that are used again; whole graphs without a break,
     here without the code that is generated from them, which needs a compiler."""
-    read, compile = [], torch.compile
-    monkeypatch.setattr(torch, "compile", lambda lm, mode, **how: compile(lm, backend="eager", **how))
+    read, graphs, compile = [], [], torch.compile
+    backend = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
+    monkeypatch.setattr(torch, "compile", lambda lm, mode, **how: compile(lm, backend=backend, **how))
     lm, (task, ids) = tiny.make_lm(kind, positions=256), tiny.sampling(0.7)
     decoder = packing.Decoder(lm, compiled)
     packing.keeps_rows_apart(lm.base_model)  # measured before
@@ -649,6 +650,9 @@ def test_G4_the_decoder_samples_token_by_token_what_the_model_does(kind, compile
         assert torch.equal(ppo.sample(decoder, contexts, uniform, task, ids), expected)
         prompts = (3 * 25, 15 * 8) if "falcon" in kind else (25, 4 * 8)  # in lines of 8: 8, 8, 5 + 3, 1
         assert compiled or read[0] == prompts and len(read) == 12
+    wider = torch.nn.functional.pad(contexts, (3, 0), value=tiny.PAD)
+    assert torch.equal(ppo.sample(decoder, wider, uniform, task, ids), expected)
+    assert len(graphs) == compiled  # one, whatever the width of the prompts
     inputs = packing.model_inputs
     count_pads = lambda *args: inputs(*args) | {"position_ids": torch.arange(20).expand(15, -1)}  # noqa: E731
     with monkeypatch.context() as patch:  # positions are those that it is given

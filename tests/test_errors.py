@@ -17,6 +17,7 @@ import huggingface_hub
 import pytest
 import tiny
 import torch
+import transformers
 from accelerate.state import AcceleratorState
 from transformers import BloomConfig, GPT2LMHeadModel, GPT2Model
 
@@ -81,6 +82,9 @@ def test_a_ppo_batch_that_does_not_divide_names_sizes_and_the_next_right_one(bat
 
 def test_other_sizes_that_do_not_divide():
     args = train_reward.Args(task=tiny.make_task(), num_labels=12, batch_size=4, rollout_batch_size=6)
+    refuses(lambda: ppo.check(tiny.make_args(batch_size=40, kl_horizon=8), 1), "kl_horizon=8", "batch_size=40", "P11")
+    ppo.check(tiny.make_args(batch_size=40, kl_horizon=9), 1)
+    ppo.check(tiny.make_args(batch_size=40, kl_horizon=8, kl_target=None), 1)
     refuses(lambda: train_reward.check(args, 3), "batch_size=4", 3)
     refuses(lambda: train_reward.check(args, 4), "rollout_batch_size=6", 4)
     refuses(lambda: train_reward.check(replace(args, num_labels=13), 1), "num_labels=13", "use 12")
@@ -303,6 +307,17 @@ def test_a_model_folder_with_weights_in_another_format_is_not_replaced_by_random
     (folder / "model.safetensors").unlink()
     torch.save(tiny.make_lm(vocab=tiny.WORDS).state_dict(), folder / "pytorch_model.bin")
     refuses(lambda: utils.load_lm(str(folder)), folder, "safetensors")
+
+
+def test_a_classifier_is_no_base_model(tmp_path):
+    """Its language-model head would be random, and the policy's another than the reference's."""
+    config = tiny.config("llama")
+    config.num_labels = 1
+    classifier = transformers.AutoModelForSequenceClassification.from_config(config)
+    classifier.save_pretrained(tmp_path / "classifier")
+    refuses(lambda: utils.load_lm(str(tmp_path / "classifier")), "--base_model", "lm_head.weight")
+    tiny.make_lm("llama").save_pretrained(tmp_path / "lm")
+    assert torch.equal(utils.load_lm(str(tmp_path / "lm")).lm_head.weight, tiny.make_lm("llama").lm_head.weight)
 
 
 def test_a_missing_reward_model_names_the_command_that_makes_it(scripts, no_weights, tmp_path):
@@ -658,6 +673,7 @@ def test_the_policys_logprobs_are_its_models_for_every_kind(kind, accelerator):
     for script in (ppo, rloo):
         policy = tiny.make_policy(kind, script=script)
         utils.check_policy(policy, tiny.make_contexts([5], 8), 0.7, accelerator)
+        utils.check_policy(policy, tiny.make_contexts([60], 60), 0.7, accelerator)  # of the model's 64 positions
 
 
 # -------------------------------------------------------------------- what a launcher may set up and must not be set up

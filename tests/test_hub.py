@@ -39,13 +39,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Somebody is logged in; what is asked of the API is in `calls`. `public`: the repositories that everybody reads;
-    `down`: the function that fails."""
-    stand_in = SimpleNamespace(calls=[], public=set(), down=None)
+    `down`: the function that fails, and `error` how."""
+    stand_in = SimpleNamespace(calls=[], public=set(), down=None, error=HTTPError("no connection"))
 
     def call(function, repo_id, **settings):
         stand_in.calls.append((function, repo_id, settings))
         if stand_in.down == function:
-            raise HTTPError("no connection")
+            raise stand_in.error
 
     def create_repo(repo_id, *, private, exist_ok):
         call("create_repo", repo_id, private=private)
@@ -112,7 +112,10 @@ def test_the_card_holds_no_secret_and_no_path_of_the_project_or_of_its_user(task
     assert "argv_secret" in Path("runs/a/args.json").read_text()
 
 
-def test_a_base_model_of_the_hub_is_named_in_the_cards_header(tmp_path, task):
+@pytest.mark.parametrize("home", ["/", "/somebody"])
+def test_a_base_model_of_the_hub_is_named_in_the_cards_header(tmp_path, task, home, monkeypatch):
+    """In a container whose user has the root for a home, too."""
+    monkeypatch.setenv("HOME", home)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.5}\n')
     (tmp_path / "curves.png").write_bytes(b"")
     (tmp_path / "model").mkdir()
@@ -169,6 +172,8 @@ def test_a_hub_that_is_down_stops_a_run_before_training_and_never_behind_it(task
         in capsys.readouterr().out
     )
     assert Path("models/synthetic/ppo/model.safetensors").is_file()
+    hub.error = RuntimeError("Data processing error: CAS service error")  # as hf_xet raises
+    assert "not on the hub (RuntimeError: Data" in records.push("me/it", Path("runs/a/model"))
 
 
 def test_what_the_library_raises_without_a_token_is_caught_too(monkeypatch):

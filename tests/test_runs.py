@@ -198,7 +198,7 @@ def test_a_file_that_appears_in_the_output_folder_during_the_run_survives(task, 
     Path("out").mkdir()
     Path("out/thesis.tex").write_text("mine")
     tokenizer = utils.load_tokenizer(task, 5)[0]
-    with pytest.raises(OSError):
+    with pytest.raises(tasks.RunError, match=r"out holds other files than this run made, which are in out\.tmp\d+"):
         run.save(utils.load_lm(task.base_model), tokenizer)
     assert Path("out/thesis.tex").read_text() == "mine"
     (beside,) = [path for path in home.iterdir() if path.name.startswith("out.tmp")]

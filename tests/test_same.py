@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import utils
+from benchmarks import sweep
 
 FAULTS = {  # column: the line of ppo.py that is right, and what a copy has in its place
     "again": ("rng.permutation(local_batch)", "np.random.permutation(local_batch)"),
@@ -29,15 +30,19 @@ ALIKE |= {
 
 
 FEW = ("2 processes", "4 processes", "fsdp2, resumed without")
+PATCHES = sorted(path.stem for path in (utils.ROOT / "diffs").rglob("*.diff"))
 
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tuple[bool, str]]]:
-    """Of both scripts, and of the columns of each fault; from one process, which imports everything once."""
+    """Of all scripts and patches, and of the columns of each fault; from one process, which imports everything once."""
     folder = tmp_path_factory.mktemp("same")
     source = (utils.ROOT / "ppo.py").read_text()
     jobs = [(str(utils.ROOT / f"{script}.py"), []) for script in ("ppo", "rloo")]
     jobs += [(str(utils.ROOT / f"{script}.py"), list(FEW)) for script in ("train_reward", "sft")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        jobs += [(sweep.load_script(name).__file__, ["2 processes"]) for name in PATCHES]
     for i, (column, (right, wrong)) in enumerate(FAULTS.items()):
         assert source.count(right) == 1, right
         (folder / f"fault{i}.py").write_text(source.replace(right, wrong))
@@ -66,6 +71,12 @@ def test_17_32_nor_do_reward_models_and_fine_tuning(script, tables):
     """Four steps; rows of uneven length."""
     lines = tables[script]
     assert lines.keys() == set(FEW) and all(fine for fine, _ in lines.values()), lines
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_17_32_nor_do_diffs_and_recipes(name, tables):
+    fine, text = tables[name]["2 processes"]
+    assert fine, text
 
 
 @pytest.mark.parametrize("column", [*FAULTS, *ALIKE])

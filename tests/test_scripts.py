@@ -3,6 +3,7 @@ what `main` hands from phase to phase."""
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -244,3 +245,23 @@ def test_a_task_without_a_preset_runs_with_the_defaults():
         assert "descriptiveness" not in script.PRESETS and set(script.PRESETS) <= set(tasks.TASKS)
         args = tasks.parse_args(script.Args, script.PRESETS, ["--task", "descriptiveness"])
         assert args == script.Args(task=tasks.TASKS["descriptiveness"])
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4, 7])
+def test_heldout_rows_make_as_many_forwards_on_every_process_and_count_once(processes, accelerator, monkeypatch):
+    """Five rows of uneven length, in forwards of one row or of two."""
+    rows, lm = torch.cat([tiny.make_contexts([6, 1, 3, 6, 2], 6), tiny.make_responses(5, 7)], dim=1), tiny.make_lm()
+    rows[0, 8:], rows[2, 10:] = tiny.PAD, tiny.PAD
+    for tokens in (13, 26):
+        args, forwards, sums = sft.Args(task=tiny.make_task(), micro_batch_tokens=tokens), [], []
+        alone = sft.heldout_loss(lm, rows, 6, tiny.PAD, args, accelerator)
+        with monkeypatch.context() as patch:
+            patch.setattr(utils, "all_sum", lambda x, sums=sums: sums.append(x) or x + 1)
+            counted, losses = forwards.append, sft.token_losses
+            patch.setattr(sft, "token_losses", lambda *x: counted(len(sums)) or losses(*x))
+            for rank in range(processes):
+                process = SimpleNamespace(process_index=rank, num_processes=processes)
+                sft.heldout_loss(lm, rows, 6, tiny.PAD, args, process)
+        assert len({forwards.count(rank) for rank in range(processes)}) == 1
+        total, count = sum(sums).tolist()
+        assert count == 2 + 7 + 4 + 7 + 7 and total / count == pytest.approx(alone, rel=1e-5)
