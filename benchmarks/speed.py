@@ -117,15 +117,21 @@ def query_lengths(n: int) -> list[int]:
     return [*lengths[:-1].tolist(), 64]
 
 
-def operations(work: Work, kind: str, epochs: int) -> dict[str, float]:
-    """Floating-point operations of the matrix products that an update's phases need, over real tokens."""
+def operations(work: Work, kind: str, epochs: int, once: bool = False) -> dict[str, float]:
+    """Floating-point operations of the matrix products that an update's phases need, over real tokens; of the language
+    model with a prompt `once` for all of its completions."""
     layers, width = work.config["n_layer"], work.config["n_embd"]
     group = K if "rloo" in kind else 1
-    lengths = np.array(query_lengths(work.episodes // group) * group) + work.response_length
-    trunk = 24 * layers * width**2 * lengths.sum() + 2 * layers * width * (lengths * (lengths + 1)).sum()
-    lm = trunk + 2 * width * work.config["vocab_size"] * work.response_length * len(lengths)
-    critic = trunk if kind == "separate_critic" else 0
-    found = {"sample": lm, "score": lm + trunk, "optimise": 3 * epochs * (lm + critic)}
+    prompts = np.array(query_lengths(work.episodes // group))
+    lengths = np.tile(prompts, group) + work.response_length
+
+    def trunk(rows: np.ndarray) -> int:
+        return 24 * layers * width**2 * rows.sum() + 2 * layers * width * (rows * (rows + 1)).sum()
+
+    lm = trunk(lengths) + 2 * width * work.config["vocab_size"] * work.response_length * len(lengths)
+    lm -= (group - 1) * trunk(prompts) * once
+    critic = trunk(lengths) if kind == "separate_critic" else 0
+    found = {"sample": lm, "score": lm + trunk(lengths), "optimise": 3 * epochs * (lm + critic)}
     return {phase: float(x) for phase, x in found.items()}
 
 

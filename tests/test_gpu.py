@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, speed
 
 SCRIPT = Path(gpu.__file__)
 
@@ -24,7 +25,7 @@ def test_every_row_of_the_small_table_is_ok_and_is_written_and_printed(tmp_path)
     rows = list(csv.DictReader((tmp_path / "gpu.csv").read_text().splitlines()))
     planned = [what for what, *_ in gpu.plan(True, tmp_path)]
     assert [row["what"] for row in rows] == [row["what"] for row in found] == planned
-    assert len(planned) == 3 + 4 * 3 + 1 + 1 + 8
+    assert len(planned) == 3 + 3 + 1 + 1 + 8
     assert all(row["result"].startswith("ok") for row in found), done.stderr
     for row in (row for row in found if "ppo," in row["what"] or "critic" in row["what"]):
         assert row["seconds"] == pytest.approx(sum(row[phase] for phase in ("sample", "score", "optimise")))
@@ -63,7 +64,38 @@ def test_a_first_ratio_that_is_not_exactly_1_is_not_ok():
     assert gpu.said_of([1.0, 1.0 + 2**-20]) == "first ratio 1 … 1.00000095"
 
 
-def test_the_bytes_of_a_token_are_those_of_the_weights():
-    """GPT-2: 12 layers of 12 · 768², and 50,257 words of 768."""
-    assert gpu.weight_bytes(gpu.GPT2, "fp32") == 4 * 84_934_656 + 4 * 38_597_376
-    assert gpu.weight_bytes(gpu.GPT2, "bf16 tf32") == 2 * 84_934_656 + 4 * 38_597_376
+def test_the_bytes_that_are_read_are_those_of_weights_keys_and_values():
+    """GPT-2: 12 layers of 12 · 768², 50,257 words of 768, keys and values of 768 in 12 layers; 512 rows in two parts, of
+    which the shorter have 17 tokens or fewer and the others up to 64."""
+    weights, head = 84_934_656, 38_597_376
+    for kind in ("ppo", "rloo"):
+        cells = 256 * (17 + 24) + 256 * (64 + 24)
+        assert gpu.bytes_read(gpu.GPT2, kind, "fp32", False) == 24 * 4 * (2 * (weights + head) + 2 * 12 * 768 * cells)
+    blocks = 2 * weights + 2 * 12 * 768 * 512 * 128
+    assert gpu.bytes_read(gpu.GPT2, "ppo", "bf16 tf32", True) == 24 * (2 * blocks + 4 * 2 * head)
+
+
+def test_a_prompts_operations_count_once_where_it_is_read_once():
+    work = speed.Work(dict(n_layer=2, n_embd=16, vocab_size=100), 8, (), response_length=3)
+    prompts = speed.query_lengths(2)
+    rows = [p + 3 for p in prompts] * 4
+    blocks = lambda n: 2 * (24 * 16**2 * n + 2 * 16 * n * (n + 1))  # noqa: E731
+    head = 2 * 16 * 100 * 3 * 8
+    each = speed.operations(work, "rloo", 1)["sample"]
+    assert each == sum(map(blocks, rows)) + head
+    assert speed.operations(work, "rloo", 1, once=True)["sample"] == each - 3 * sum(map(blocks, prompts))
+    assert speed.operations(work, "ppo", 1, once=True) == speed.operations(work, "ppo", 1)
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo"])
+def test_noise_in_every_forward_is_seen_in_the_tiny_scripts_too(name, monkeypatch, tmp_path):
+    """They have several micro-batches, so that a second forward has to make the same numbers (L6)."""
+
+    def noisy(lm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        logits = right(lm, hidden)
+        return logits + 1e-3 * torch.randn(logits.shape)
+
+    right = gpu.packing.vocabulary_logits
+    monkeypatch.setattr(gpu.packing, "vocabulary_logits", noisy)
+    found = gpu.alone(100, tmp_path / "log", gpu.tiny_update, name, "fp32", tmp_path / name)
+    assert found.startswith("first ratio")
