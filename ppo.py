@@ -3,8 +3,9 @@
     python sft.py --task synthetic && python train_reward.py --task synthetic && python ppo.py --task synthetic
     accelerate launch ppo.py --task sentiment
 
-Deviations from the original: whitening moments are taken over all processes (X11), and old log-probabilities come from
-the training forward instead of the sampling loop (L6); both change nothing on one process in exact arithmetic.
+Deviations from its algorithm: whitening moments are taken over all processes (X11), and old log-probabilities come from
+the training forward instead of the sampling loop (L6); both change nothing on one process in exact arithmetic. Those
+of its data: README.
 
 Letters: `B` sequences of one process, `C` context tokens (prefix + query + suffix), `Q` query tokens, `R` response
 tokens, `V` vocabulary. A minibatch is one optimizer step, a micro-batch one forward. Masks are True at real tokens.
@@ -77,7 +78,7 @@ class Args:
     shown: Shown = Shown()
     save_every: Count | None = None  # updates between checkpoints that `--resume` goes on from; None: see save_minutes
     save_minutes: Positive | None = None
-    """minutes between two checkpoints; with neither there is one only at SIGTERM or SIGUSR1, which stop the run"""
+    """minutes between two checkpoints; with neither only SIGTERM, SIGUSR1 and SIGHUP make one, and stop the run"""
     resume: str | None = None
     """runs/<name> to go on with, by the same command; `latest`: the newest of this task and script with a checkpoint"""
     eval_every: Count = 50  # updates between evaluations on held-out queries: metrics eval/… and a table of samples

@@ -63,7 +63,7 @@ class Args:
     shown: Shown = Shown()
     save_every: Count | None = None  # steps between checkpoints that `--resume` goes on from; None: see save_minutes
     save_minutes: Positive | None = None
-    """minutes between two checkpoints; with neither there is one only at SIGTERM or SIGUSR1, which stop the run"""
+    """minutes between two checkpoints; with neither only SIGTERM, SIGUSR1 and SIGHUP make one, and stop the run"""
     resume: str | None = None
     """runs/<name> to go on with, by the same command; `latest`: the newest of this task and script with a checkpoint"""
 

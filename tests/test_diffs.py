@@ -532,7 +532,7 @@ def without_times(lines):
 # ----------------------------------------------------------------------------------------------------- dense_rewards
 
 
-def test_dense_rewards_a_token_gets_what_it_adds_to_the_reward_and_the_sum_stays(run_of):
+def test_X14_dense_rewards_a_token_gets_what_it_adds_to_the_reward_and_the_sum_stays(run_of):
     run = run_of("dense_rewards")
     model = tiny.make_reward(pad_id=tiny.WORDS)
     rollout, line = run.rollouts[0], run.metrics[0]  # the policy is the reference: no KL
