@@ -101,9 +101,15 @@ def curves_of(rows: list[dict[str, str]]) -> dict[tuple[str, str, str], np.ndarr
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Markdown: where each way ends, means and bands over the seeds."""
+    """Markdown: where each way ends, means and bands over the seeds; above them where each number of labels begins."""
     lines = [f"| labels | way | β | {' | '.join(METRICS)} | highest true score, at a KL of |", "|" + "---|" * 7]
+    begun = set()
     for (way, labels, beta), found in curves_of(rows).items():
+        if labels not in begun:
+            lines.append(
+                f"| {labels} | reference | | {' | '.join(f'{x:.3g}' for x in found[:, :, 0].mean(axis=1))} | |"
+            )
+            begun.add(labels)
         cells = ["{:.3g} ({:.3g} … {:.3g})".format(*sweep.interval(values[:, -1])) for values in found]
         kl, _, true = found.mean(axis=1)
         best = f"{true.max():.3g}, {kl[true.argmax()]:.3g}"
@@ -115,6 +121,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
     """A column for each number of labels, above the score, below the true one: a line through the means of each way and β,
     and a point where each seed ends."""
     plt, labels = records.pyplot(), list(dict.fromkeys(row["labels"] for row in rows))
+    styles = dict(zip(dict.fromkeys(row["beta"] for row in rows if row["beta"]), ("-", "--", ":", "-."), strict=False))
     size = 4.4 * len(labels), 6.4
     figure, axes = plt.subplots(
         2, len(labels), figsize=size, sharex=True, sharey="row", squeeze=False, layout="constrained"
@@ -122,21 +129,22 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
     shown = {}
     for (way, count, beta), found in curves_of(rows).items():
         for axis, values in zip(axes[:, labels.index(count)], found[1:], strict=True):
-            (shown[way],) = axis.plot(found[0].mean(axis=0), values.mean(axis=0), color=WAYS[way], linewidth=1.2)
+            look = dict(color=WAYS[way], linestyle=styles.get(beta, "-"), linewidth=1.2)
+            (shown[f"{way}, β {beta}" if beta else way],) = axis.plot(
+                found[0].mean(axis=0), values.mean(axis=0), **look
+            )
             axis.plot(found[0][:, -1], values[:, -1], "o", color=WAYS[way], markersize=3)
-            if beta:
-                axis.annotate(f"β {beta}", (found[0][:, -1].mean(), values[:, -1].mean()), fontsize=7, color=WAYS[way])
     for axis, count in zip(axes[0], labels, strict=True):
         axis.set_title(f"{count} labels", fontsize=10)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
         axis.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))  # as Gao et al. draw it
         axis.set_xlim(left=0)
-        axis.locator_params(axis="x", nbins=5)
+        axis.set_xticks((0, 3, 10, 30, 100), ("0", "3", "10", "30", "100"))
     for row, name in zip(axes, METRICS[1:], strict=True):
         row[0].set_ylabel(name)
-    figure.supxlabel("KL from the reference, nats", fontsize=10)
-    axes[0, 0].legend(shown.values(), shown, fontsize=8)
+    figure.supxlabel("KL from the reference, nats (square-root scale)", fontsize=10)
+    axes[1, 0].legend(shown.values(), shown, fontsize=7)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

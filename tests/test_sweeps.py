@@ -390,7 +390,7 @@ def test_runs_and_best_of_n_are_measured_alike_and_drawn_together(measure_in, tm
         scores = [row["score"] for row in best.values()]
         assert scores == sorted(scores) and scores[0] < scores[-1]
     texts = [{name: str(value) for name, value in row.items()} for row in rows]
-    assert len(overoptimise.table(texts).splitlines()) == 2 + len(jobs)
+    assert len(overoptimise.table(texts).splitlines()) == 2 + 2 + len(jobs)
     overoptimise.draw(texts, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000
 
@@ -411,7 +411,8 @@ def test_the_table_says_where_a_way_ends_and_where_its_true_score_was_highest():
         for seed in (1, 3)
         for at, true in enumerate((0, 5, 4))
     ]
-    (line,) = overoptimise.table(rows).splitlines()[2:]
+    before, line = overoptimise.table(rows).splitlines()[2:]
+    assert before == "| 9 | reference | | 0 | 2 | 2 | |"
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
     assert cells == ["9", "ppo", "0.0", "4 (4 … 4)", "4 (3 … 5)", "6 (5 … 7)", "7, 2"]
 
