@@ -117,7 +117,9 @@ def main(args: Args) -> None:
     figure, axis = plt.subplots(figsize=(7, 3.8), layout="constrained")
     for name, values in shown.items():
         if name.startswith("bf16"):
-            axis.hist(values, bins=60, range=(0.5, 1.5), alpha=0.5, label=f"{name}: std {values.std():.3f}")
+            outside = int(((values < 0.5) | (values > 1.5)).sum())
+            label = f"{name}: σ {values.std():.3f}, {outside} of {len(values)} further off"
+            axis.hist(values, bins=60, range=(0.5, 1.5), alpha=0.5, label=label)
     title = "first ratio of an update in bf16, old log π from the sampling loop (from the forward it is 1)"
     axis.set(title=title, xlabel="π_new / π_old", yscale="log", ylabel="completions")
     axis.title.set_size(9)
