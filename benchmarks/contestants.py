@@ -1,7 +1,8 @@
 """What speed.py runs in a process of its own: a contestant's seconds by update and phase, and its peak memory, as JSON.
 
 The phases are the same for all: `sample` until the responses are there, `score` until the first forward with a gradient,
-`optimise` until the update is logged. The first update warms up. TRL's trainers run in virtual environments that lack what
+`optimise` until the update is logged; where a batch of ours is one micro-batch, the first of these forwards is in `score`, as
+the one that the old log-probabilities come from. The first update warms up. TRL's trainers run in virtual environments that lack what
 this project needs, so everything else is imported where it is needed.
 """
 

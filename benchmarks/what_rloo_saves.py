@@ -5,7 +5,7 @@
 "Putting RL back in RLHF" (2024) reports 50–70% less memory and 2–3 times the speed, against a PPO with four models, as
 `diffs/separate_critic.diff` makes one. Memory, GiB, is computed (benchmarks/memory.py) at the sizes of `sentiment`, in bf16; live
 is what there is between two updates, the others are the largest in a phase. Seconds are CPU seconds of an update on one thread
-in fp32, real models of random weights: 16 episodes of the synthetic task, 4 epochs of one minibatch, the median behind the
+in fp32, real models of random weights: `--episodes` of the synthetic task, 4 epochs of one minibatch, the median behind the
 first update. All three have a reward model of the policy's shape.
 """
 
