@@ -22,6 +22,7 @@ import ppo
 import records
 import rloo
 import sft
+import tasks
 import train_reward
 import utils
 
@@ -662,7 +663,7 @@ def test_18_saving_over_what_somebody_wrote_meanwhile_fails_and_leaves_it(task, 
     folder = tmp_path / "saved"
     folder.mkdir()
     (folder / "mine.txt").write_text("notes")
-    with pytest.raises(OSError):
+    with pytest.raises(tasks.RunError, match="holds other files"):
         save_as_run(ppo, tiny.make_args(task, output_dir=str(folder), run_name="r"), 1, accelerator)
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
     assert (folder / "mine.txt").read_text() == "notes"
