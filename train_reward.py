@@ -342,6 +342,18 @@ def sample_all(lm: nn.Module, contexts: Tensor, task: Task, ids: utils.Ids, gen:
     return responses
 
 
+def truncate(responses: Tensor, token: int | None, after: int, pad_id: int) -> tuple[Tensor, Tensor]:
+    """P5: cut each response behind its first `token` at or after position `after`, pads behind it.
+    [B, R] → the cut responses [B, R], and whether the token was there [B]; always True if `token` is None."""
+    if token is None:
+        return responses, torch.ones_like(responses[:, 0]).bool()
+    positions = torch.arange(responses.shape[1], device=responses.device)
+    hits = (responses == token) & (positions >= after)
+    ended = hits.any(dim=1)
+    last = torch.where(ended, hits.byte().argmax(dim=1), responses.shape[1] - 1)
+    return responses.masked_fill(positions > last[:, None], pad_id), ended
+
+
 def moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and population variance of x[mask] over all processes (X11), whatever stands outside the mask."""
     count = utils.all_sum(mask.sum())
@@ -351,8 +363,9 @@ def moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def policy_samples(args: Args, tokenizer: Any, pad_id: int, accelerator: Accelerator) -> list[tuple[Tensor, Tensor]]:
-    """R3: samples of the pretrained policy to normalise on, before and after training: (queries [S, Q], untruncated
-    responses [S, R]) twice, in ids of the policy's `tokenizer`. The policy is gone when this returns."""
+    """R3: samples of the pretrained policy to normalise on, before and after training: (queries [S, Q], responses
+    [S, R], untruncated unless the task ends at EOS) twice, in ids of the policy's `tokenizer`. The policy is gone when
+    this returns."""
     task, device = args.task, accelerator.device
     ids = utils.task_ids(task, tokenizer, pad_id)
     size = math.ceil(args.normalize_samples / args.rollout_batch_size) * args.rollout_batch_size
@@ -366,7 +379,10 @@ def policy_samples(args: Args, tokenizer: Any, pad_id: int, accelerator: Acceler
         with accelerator.autocast():
             contexts, gen = utils.add_affixes(queries, ids), utils.generator(seed, step, device)
             rows = args.micro_batch_tokens // contexts.shape[1] or 1
-            sets.append((queries, sample_all(lm, contexts, task, ids, gen, rows)))
+            responses = sample_all(lm, contexts, task, ids, gen, rows)
+        if task.eos_task:  # X9: what is behind the end is no part of it
+            responses, _ = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
+        sets.append((queries, responses))
     return sets
 
 

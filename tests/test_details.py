@@ -371,6 +371,25 @@ def test_R3_normalisation_reads_untruncated_samples_of_the_pretrained_policy(run
     assert not torch.equal(before[0], after[0]) and not torch.equal(before[1], after[1])
 
 
+def test_R3_X9_normalisation_reads_samples_of_an_eos_task_through_their_end(runs, monkeypatch, accelerator):
+    """As they are scored later; what the policy writes behind it is no text."""
+    monkeypatch.chdir(runs.folder)
+    sets, end = [], utils.token_id((tokenizer := utils.load_tokenizer(runs.train_reward.task, 5)[0]), ".", "")
+    for eos_task in (False, True):  # the second time a token that was sampled the first time is the end
+        text = tokenizer.convert_ids_to_tokens(end)
+        task = replace(runs.train_reward.task, truncate_token=text, truncate_after=0, eos_task=eos_task)
+        args = replace(runs.train_reward, task=task)
+        pad_id = utils.load_tokenizer(task, task.response_length)[2]
+        sets.append(train_reward.policy_samples(args, tokenizer, pad_id, accelerator))
+        end = sets[0][0][1][0, 1].item()
+    for (queries, whole), (same, cut) in zip(*sets, strict=True):
+        assert torch.equal(queries, same)
+        for row, expected in zip(cut.tolist(), whole.tolist(), strict=True):
+            length = expected.index(end) + 1 if end in expected else len(expected)
+            assert row == expected[:length] + [pad_id] * (len(row) - length)
+    assert any((cut == pad_id).any() for _, cut in sets[1])
+
+
 def make_labels(candidates: int, rows: int = 6) -> train_reward.Labels:
     """Random comparisons; queries padded on the left, responses on the right."""
     lengths = [8, 1, 3, 5, 2, 8][:rows]
