@@ -303,7 +303,8 @@ def written(folder: Path) -> dict[str, list[dict[str, Any]]]:
     for name in ("metrics.jsonl", "samples.jsonl"):
         text = (folder / name).read_text() if (folder / name).exists() else ""
         lines = [json.loads(line) for line in text.splitlines()]
-        aside = "time/", "sqrt_kl"  # a root makes 4e-5 of a KL that is off by 2e-9
+        # a root makes 4e-5 of a KL that is off by 2e-9; which of two losses is larger is chance where the advantage is 0
+        aside = "time/", "sqrt_kl", "clipfrac"
         out[f"{name}, line"] = [{k: v for k, v in line.items() if not any(x in k for x in aside)} for line in lines]
     return out
 
