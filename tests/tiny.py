@@ -271,7 +271,9 @@ def eos_task(task: tasks.Task, folder: Path) -> tasks.Task:
     """A task of `write_task` in the columns of TL;DR, its files in `folder`: prompts with completions, and pairs; a
     completion ends at <|endoftext|>."""
     names, things = ("Anna", "Ben", "Clara", "Tom"), ("cat", "old red house", "sea", "bus to the village")
-    rows = [{"prompt": f"{n} found the {thing}.", "completion": f" {n} saw the {thing}."} for n in names for thing in things]
+    rows = [
+        {"prompt": f"{n} found the {thing}.", "completion": f" {n} saw the {thing}."} for n in names for thing in things
+    ]
     pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": " It was cold."} for row in rows]
     for name, content in (("rows", rows), ("pairs", pairs)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)) + "\n")
