@@ -31,9 +31,8 @@ ALIKE |= {
 
 FEW = ("2 processes", "4 processes", "fsdp2, resumed without")
 PATCHES = sorted(path.stem for path in (utils.ROOT / "diffs").rglob("*.diff"))
-PATCHES.remove(
-    "grpo"
-)  # divides by σ + 1e-4 of a prompt's scores, which makes 1e-3 of two equal ones that are off by 1e-7
+# It divides by σ + 1e-4 of a prompt's scores, which makes 1e-3 of two equal ones that are off by 1e-7.
+PATCHES.remove("grpo")
 
 
 @pytest.fixture(scope="module")
