@@ -66,7 +66,7 @@ class Task:
     query_length: Count
     """tokens; a longer query is cut, a shorter one padded on the left (G2)"""
     response_length: Count
-    """tokens that are sampled for every response (G4); where a task ends at EOS, those through its first end count (X9)"""
+    """tokens that are sampled for every response (G4); of an EOS task those through its end count (X9)"""
     temperature: Annotated[float, Bounds(1e-4, 10**4)]
     """sampling temperature; logits are divided by it everywhere (P1)"""
     truncate_token: str | None

@@ -90,8 +90,8 @@ def keep_last_line(text: str, length: int, tokenizer: Any) -> list[int]:
 
 
 def token_id(tokenizer: Any, text: str | None, flag: str) -> int | None:
-    """The id of a text that is a single token. Errors: `InputError` where it is not. Some tokenizers, such as Llama 2's,
-    put a space before what they encode, and the "." of "dog." is another token than ".": the vocabulary's comes first."""
+    """The id of a text that is a single token. Errors: `InputError` where it is not. Some tokenizers, such as Llama
+    2's, put a space before what they encode; the "." of "dog." is another token: the vocabulary's comes first."""
     if text is None:
         return None
     known = tokenizer.get_vocab().get(text)

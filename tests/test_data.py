@@ -314,7 +314,7 @@ def test_functions_of_one_file_that_clean_have_caches_of_their_own(task, tmp_pat
 
 
 def test_the_id_of_a_text_is_the_one_that_it_has_inside_of_a_text():
-    """Llama 2's form of tokenizer puts a space before what it encodes: "." alone is another token than that of "dog."."""
+    """Llama 2's form (Prepend and Replace, as transformers' converter of it makes them): "." alone is not the token that ends "dog."."""
     pieces = {piece: i for i, piece in enumerate(["<unk>", "▁", ".", "d", "o", "g", "▁.", "▁d", "▁do", "▁dog"])}
     merges = [("▁", "."), ("▁", "d"), ("▁d", "o"), ("▁do", "g")]
     words = tokenizers.Tokenizer(tokenizers.models.BPE(pieces, merges, unk_token="<unk>"))
