@@ -4,6 +4,8 @@ Machinery that `utils.py` and the scripts build on. The letters are those of `ut
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -144,6 +146,37 @@ def in_window(config: PretrainedConfig, tokens: int) -> bool:
     return tokens <= (getattr(config, "sliding_window", None) or math.inf)
 
 
+def distinct(places: Tensor) -> Tensor:
+    """Each place once: what is written twice would have its gradient twice."""
+    return places.unique()
+
+
+@contextmanager
+def last_mlp_at(base: PreTrainedModel, index: Tensor) -> Iterator[None]:
+    """Inside, the MLP of the last block, which reads each token alone, leaves 0 where nobody looks: all but `index`, of
+    tokens laid end to end. Recomputed activations would not know of it, so not with gradient checkpointing."""
+    kinds, modules = set(base._no_split_modules or ()), reversed([*base.modules()])
+    block = next((x for x in modules if kinds & {kind.__name__ for kind in type(x).__mro__}), base)
+    mlp = getattr(block, "mlp", None)
+    if mlp is None or any(getattr(x, "gradient_checkpointing", False) for x in (base, block)):
+        yield
+        return
+    full, index = mlp.forward, distinct(index)
+
+    def forward(hidden: Tensor) -> Tensor:
+        """[lines, width, D] → [lines, width, D]"""
+        part = full(hidden.flatten(0, 1)[index][None])
+        if not isinstance(part, Tensor):  # experts that tell more
+            return full(hidden)
+        return part.new_zeros(hidden.shape).flatten(0, 1).index_copy(0, index, part[0]).view(hidden.shape)
+
+    mlp.forward = forward
+    try:
+        yield
+    finally:
+        del mlp.forward
+
+
 def hidden_states(base: PreTrainedModel, tokens: Tensor, columns: Tensor, pad_id: int, prompt: int = 0) -> Tensor:
     """Last hidden states [B, n, D] at `columns` [B, n] of rows [B, T] with pads anywhere, which cost nothing. At a pad
     an arbitrary finite number. What rows have in common in their first `prompt` columns is read once."""
@@ -153,15 +186,38 @@ def hidden_states(base: PreTrainedModel, tokens: Tensor, columns: Tensor, pad_id
         hidden = base(**model_inputs(tokens[:, first:], pad_id), use_cache=False).last_hidden_state
         return hidden[torch.arange(len(tokens), device=tokens.device)[:, None], columns - first]
     inputs, where = into_lines(base.config, tokens, real, prompt if in_window(base.config, tokens.shape[1]) else 0)
-    return base(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where.gather(1, columns)]
+    where = where.gather(1, columns)
+    with last_mlp_at(base, where):
+        return base(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
 
 
 def vocabulary_logits(lm: PreTrainedModel, hidden: Tensor) -> Tensor:
     """What `lm` makes of its last hidden states: [..., D] → [..., V]. Errors: see `check_policy`."""
     logits, config = lm.get_output_embeddings()(hidden), lm.config
-    logits = logits * getattr(config, "logit_scale", 1) / getattr(config, "logits_scaling", 1)  # Cohere, Granite
+    if scale := getattr(config, "logit_scale", None):  # Cohere
+        logits = logits * scale
+    if scale := getattr(config, "logits_scaling", None):  # Granite
+        logits = logits / scale
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
     return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+class Product(torch.autograd.Function):
+    """Rows [N, D] by a weight [V, D] → [N, V], as `linear` does it. There the weight's gradient is a view, to which
+    autograd adds what a tied embedding's is in a third tensor [V, D]; here it is none, and that is added in place."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        """rows · weightᵀ"""
+        ctx.save_for_backward(rows, weight)
+        return rows @ weight.T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Of rows and weight, where wanted."""
+        (rows, weight), (first, second) = ctx.saved_tensors, ctx.needs_input_grad
+        return grad @ weight if first else None, grad.T @ rows if second else None
 
 
 class ChosenLogprobs(torch.autograd.Function):
@@ -256,12 +312,13 @@ class Decoder:
         inputs, where = into_lines(self.config, tokens, real, prompt=length, cached=True)
         inputs["position_ids"].view(-1)[where[real]] = position_ids[real]  # as they are asked for
         lines = KeyValueCache(self.config, inputs["input_ids"].shape[1], row=cache.length)
-        hidden = self.lm.base_model(**inputs, past_key_values=lines, use_cache=True).last_hidden_state.flatten(0, 1)
+        with last_mlp_at(self.lm.base_model, where[:, -1]):
+            states = self.lm.base_model(**inputs, past_key_values=lines, use_cache=True).last_hidden_state
         for i, layer in enumerate(lines.layers):
             cache.update(
                 *(x.transpose(1, 2).flatten(0, 1)[where].transpose(1, 2) for x in (layer.keys, layer.values)), i
             )
-        return CausalLMOutput(logits=vocabulary_logits(self.lm, hidden[where[:, -1:]]))
+        return CausalLMOutput(logits=vocabulary_logits(self.lm, states.flatten(0, 1)[where[:, -1:]]))
 
 
 def empty_cache(lm: PreTrainedModel | Decoder, rows: int, length: int) -> KeyValueCache:

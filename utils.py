@@ -393,8 +393,9 @@ class Float32Head(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., D], of any dtype → logits [..., V] in fp32."""
         with torch.autocast(hidden.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.float()
-            return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+            logits = packing.Product.apply(hidden.float().reshape(-1, self.in_features), self.weight.float())
+            logits = logits.view(*hidden.shape[:-1], -1)
+            return logits if self.bias is None else logits + self.bias.float()
 
 
 def load_lm(name: str, config: PretrainedConfig | None = None) -> PreTrainedModel:

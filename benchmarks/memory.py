@@ -140,6 +140,7 @@ def run_update(script: Any, name: str, args: Any, precision: str, fake: bool) ->
     pad_id = utils.AutoConfig.from_pretrained(name).vocab_size
     full = lambda tokens: (np.arange(len(tokens)), np.zeros(len(tokens), int), np.full(len(tokens), tokens.shape[1]))  # noqa: E731
     packing.shared_prompts = lambda tokens, real, prompt: full(tokens)  # what is fake has no pads, and no row twice
+    packing.distinct = torch.flatten  # so no place either
     packing.keeps_rows_apart = lambda base: True
     packing.row_lengths = lambda tokens, pad_id: full(tokens)[2]
     packing.row_sizes = lambda tokens, pad_id, prompt=0: np.stack(full(tokens)[::-2], axis=1)

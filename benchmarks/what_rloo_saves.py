@@ -62,7 +62,7 @@ def computed(shape: str, way: str, script: ModuleType) -> dict[str, float]:
             return kind(lm, critic, pad_id, temperature)
 
         script.PolicyAndValue = with_critic
-    replaced = dict.fromkeys(("keeps_rows_apart", "row_lengths", "row_sizes", "shared_prompts"))
+    replaced = dict.fromkeys(("distinct", "keeps_rows_apart", "row_lengths", "row_sizes", "shared_prompts"))
     with patch.multiple(packing, **replaced), patch.multiple(utils, check_gradients=None):  # `compute` replaces them
         found = memory.compute(shape, way, memory.settings(way, "sentiment"), "bf16")
     return {name: found[name] / memory.GIB for name in ("live", "sample", "score", "optimise")}

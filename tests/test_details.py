@@ -468,6 +468,19 @@ def test_P1_log_probabilities_and_entropies_divide_the_logits_by_the_temperature
     torch.testing.assert_close(entropies, torch.tensor([[0.3251, 0.3251]]), **HAND)
 
 
+def test_a_heads_gradient_is_linears_and_takes_the_tied_embeddings_in_place():
+    lm, tokens, grads = tiny.make_lm(), torch.randint(61, (2, 8)), []
+    embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
+    head.__class__ = utils.Float32Head
+    assert embedding.weight is head.weight
+    for product in (head, lambda x: torch.nn.functional.linear(x, head.weight)):
+        with torch.profiler.profile(record_shapes=True) as profile:
+            grads.append(torch.autograd.grad(product(embedding(tokens)).square().sum(), [head.weight])[0])
+        sums = [x.name for x in profile.events() if "aten::add" in x.name and x.input_shapes[0] == [*head.weight.shape]]
+        assert sums == ["aten::add_" if product is head else "aten::add"]
+    torch.testing.assert_close(*grads)
+
+
 def test_P1_the_gradient_of_log_probabilities_is_the_slope_of_their_differences():
     logits, tokens = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True), torch.randint(5, (2, 3))
     first = lambda x: packing.ChosenLogprobs.apply(x, tokens, 0.7)[0]  # noqa: E731
@@ -739,6 +752,24 @@ def test_G3_a_prompt_that_rows_share_is_read_once_and_every_row_as_if_alone(kind
     grads, expected = (torch.autograd.grad(x.square().sum(), weights) for x in (ours, torch.cat(alone)))
     for mine, theirs in zip(grads, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-4 * theirs.abs().max().item() + 1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", (*KINDS, "gemma2"))
+def test_G3_the_last_mlp_reads_only_tokens_whose_state_is_wanted(kind):
+    """Also where FSDP2 has given the block's class another name; all of them where activations are computed again."""
+    base, read = tiny.make_lm(kind).base_model, []
+    tokens, columns = tiny.make_contexts([8, 3, 5, 8, 1], 8), torch.tensor([[6, 7]]).expand(5, -1)  # the last row: 1, 1
+    packing.keeps_rows_apart(base)  # measured before
+    block = [x for x in base.modules() if type(x).__name__ in base._no_split_modules][-1]
+    [*block.mlp.children()][0].register_forward_pre_hook(lambda _, args: read.append(args[0][..., 0].numel()))
+    everything = 40 if "falcon" in kind else 4 * 8  # in lines of 8: 8, 8, 5 + 3, 1
+    packing.hidden_states(base, tokens, columns, PAD)
+    block.__class__ = type(f"FSDP{type(block).__name__}", (type(block),), {})
+    packing.hidden_states(base, tokens, columns, PAD)
+    utils.checkpoint_activations(base)
+    packing.hidden_states(base.train(), tokens, columns, PAD)
+    assert read == [everything if "falcon" in kind else 9] * 2 + [everything]
+    assert "forward" not in vars(block.mlp)
 
 
 def test_G3_lines_are_filled_first_fit_the_longest_rows_first():
