@@ -48,17 +48,26 @@ def by_length(lengths: np.ndarray, size: int) -> list[tuple[np.ndarray, int]]:
 LINE = 128  # tokens: a line is up to twice as long, or twice as the longest row
 
 
-def first_fit(lengths: np.ndarray, width: int) -> tuple[np.ndarray, int]:
-    """Rows in lines of `width` tokens, the longest first, each in the first line that has room: where each begins when
-    the lines are laid end to end [B], and number of lines."""
-    free, begins, needs = [], np.empty(len(lengths), dtype=np.int64), lengths.tolist()
-    for row in np.argsort(-lengths, kind="stable"):
-        need = needs[row]
-        line = next((i for i, left in enumerate(free) if left >= need), len(free))
-        free += [width] * (line == len(free))
-        begins[row] = line * width + width - free[line]
-        free[line] -= need
-    return begins, len(free)
+def fill_lines(lengths: list[int], width: int) -> tuple[np.ndarray, int]:
+    """Rows in lines of `width` tokens: in each the longest row that is left and, of all choices of others, one that
+    leaves least of it empty. Where each row begins when the lines are laid end to end [B], and number of lines."""
+    left = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    begins, count = np.empty(len(lengths), dtype=np.int64), 0
+    while left:
+        line = [left.pop(0)]
+        room, sums = width - lengths[line[0]], [1]  # bit s of sums[i]: some of the first i rows have s tokens in all
+        for row in left:
+            if sums[-1] >> room:
+                break
+            sums.append((sums[-1] | sums[-1] << lengths[row]) & (2 << room) - 1)
+        filled = sums[-1].bit_length() - 1
+        for i in range(len(sums) - 2, -1, -1):
+            if not sums[i] >> filled & 1:  # not without the row behind these
+                line.append(left.pop(i))
+                filled -= lengths[line[-1]]
+        begins[line] = count * width + np.cumsum([0, *(lengths[row] for row in line)])[:-1]
+        count += 1
+    return begins, count
 
 
 @lru_cache(maxsize=64)
@@ -67,12 +76,13 @@ def lay_out(lengths: tuple[int, ...], features: int) -> tuple[np.ndarray, int, i
     end to end [B], number of lines, tokens of a line. In lines of four times a model's `features` tokens attention
     takes half of the time, as measured with 128 and 768. Remembered: epochs and models ask again."""
     total, longest, least, best = sum(lengths), -(-max(lengths) // 8) * 8, math.inf, None
-    for width in range(longest, 2 * max(longest, LINE) + 1, 8):
-        price = width * (4 * features + width)  # of a line
-        if math.ceil(total / width) * price < least:  # as few lines as there could be
-            begins, count = first_fit(np.array(lengths), width)
-            if count * price < least:
-                least, best = count * price, (begins, count, width)
+    prices = {width: width * (4 * features + width) for width in range(longest, 2 * max(longest, LINE) + 1, 8)}
+    for width in sorted(prices, key=lambda width: math.ceil(total / width) * prices[width]):
+        if math.ceil(total / width) * prices[width] >= least:  # with as few lines as there could be
+            break
+        begins, count = fill_lines(lengths, width)
+        if count * prices[width] < least:
+            least, best = count * prices[width], (begins, count, width)
     return best
 
 

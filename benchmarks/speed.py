@@ -348,6 +348,7 @@ def main(args: Args) -> None:
     """Measure, print, write, draw."""
     if args.profile:
         return profile(args.workload)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.scale:
         return scale(args, args.out.with_name(f"{args.out.name}_scale"))
     field = waterfall() if args.waterfall else contestants(args.peers.split(","))

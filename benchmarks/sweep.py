@@ -77,6 +77,7 @@ def sweep(tool: str, jobs: list[Job], out: Path, workers: int) -> list[dict[str,
     """The rows of all jobs, those that `out` has not measured now. Errors: `SystemExit` behind the last with those that
     failed."""
     there, failed, lock = read_rows(out), [], Lock()
+    out.parent.mkdir(parents=True, exist_ok=True)
 
     def work(job: Job) -> None:
         try:

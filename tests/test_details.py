@@ -772,15 +772,25 @@ def test_G3_the_last_mlp_reads_only_tokens_whose_state_is_wanted(kind):
     assert "forward" not in vars(block.mlp)
 
 
-def test_G3_lines_are_filled_first_fit_the_longest_rows_first():
-    begins, count = packing.first_fit(np.array([3, 7, 5, 4, 1]), 10)  # 7 + 3 | 5 + 4 + 1
-    assert (begins.tolist(), count) == ([7, 0, 10, 15, 19], 2)
+def test_G3_lines_are_filled_with_the_longest_row_and_those_that_leave_least_of_them_empty():
+    begins, count = packing.fill_lines([6, 5, 3, 2, 2, 2], 10)  # 6 + 2 + 2 | 5 + 2 + 3; first fit makes three lines
+    assert (begins.tolist(), count) == ([0, 10, 17, 8, 6, 15], 2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_G3_no_two_tokens_share_a_place_and_no_row_two_lines(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 90, rng.integers(1, 100))
+    begins, count, width = packing.lay_out(tuple(lengths.tolist()), 128)
+    places = np.concatenate([np.arange(begin, begin + n) for begin, n in zip(begins, lengths, strict=True)])
+    assert len(set(places)) == lengths.sum() and places.max() < count * width
+    assert (begins // width == (begins + lengths - 1) // width).all()
 
 
 @pytest.mark.parametrize(
     "lengths, features, expected",
     [
-        ([56, 40, 40], 768, ([0, 56, 96], 1, 136)),  # 136 · (3072 + 136) < 3 · 56 · (3072 + 56), < 2 · 80 · (3072 + 80)
+        ([56, 40, 40], 768, ([0, 96, 56], 1, 136)),  # 136 · (3072 + 136) < 3 · 56 · (3072 + 56), < 2 · 80 · (3072 + 80)
         ([56, 40, 40], 16, ([0, 56, 112], 3, 56)),  # 3 · 56 · (64 + 56) < 2 · 80 · (64 + 80) < 136 · (64 + 136)
         ([3, 61], 768, ([61, 0], 1, 64)),  # a multiple of 8
         ([300, 290], 768, ([0, 304], 2, 304)),  # no line takes both: 2 · 304 at most

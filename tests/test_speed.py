@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -104,6 +105,12 @@ def test_a_race_of_real_processes_gives_every_phase_and_keeps_the_rows_of_other_
     assert [row["workload"] for row in rows] == ["second", "second", "first", "first"]
     speed.draw_race(rows, tmp_path / "speed.png")
     assert (tmp_path / "speed.png").stat().st_size > 1000
+
+
+def test_the_folder_to_write_into_is_there_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "race", lambda *args: sys.exit(str((tmp_path / "new").is_dir())))
+    with pytest.raises(SystemExit, match="True"):
+        speed.main(speed.Args(out=tmp_path / "new" / "speed"))
 
 
 def test_scaling_is_measured_written_and_drawn_also_over_two_processes(tmp_path, monkeypatch, capsys):

@@ -45,7 +45,11 @@ def told(tmp_path, monkeypatch):
 
 
 def test_a_job_is_measured_once_and_one_that_fails_stops_no_other(told, monkeypatch):
-    jobs, out, tool = [dict(way="a, b", seed=seed) for seed in (1, 2, 3)], told / "out.csv", str(told / "tool.py")
+    jobs, out, tool = (
+        [dict(way="a, b", seed=seed) for seed in (1, 2, 3)],
+        told / "new" / "out.csv",
+        str(told / "tool.py"),
+    )
     with pytest.raises(SystemExit, match="'seed': 2} failed:\nno luck with 2"):
         sweep.sweep(tool, jobs, out, workers=1)
     lines = ["way,seed,at,x", *(f'"a, b",{seed},{rest}' for seed in (1, 3) for rest in ("0,0.5", "1,1.5"))]
@@ -54,7 +58,7 @@ def test_a_job_is_measured_once_and_one_that_fails_stops_no_other(told, monkeypa
     rows = sweep.sweep(tool, jobs, out, workers=1)
     assert [(row["seed"], row["at"]) for row in rows] == [(seed, at) for seed in "123" for at in "01"]
     assert (told / "told").read_text().splitlines() == [f"{seed} 0 1 True" for seed in (1, 2, 3, 2)]
-    assert {path.name for path in told.iterdir()} == {"models", "tool.py", "told", "out.csv"}
+    assert {path.name for path in told.iterdir()} == {"models", "tool.py", "told", "new"}
 
 
 def test_a_job_of_two_processes_has_them(told):
