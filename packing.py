@@ -88,14 +88,15 @@ def lay_out(lengths: tuple[int, ...], features: int) -> tuple[np.ndarray, int, i
 
 @torch.no_grad()
 def keeps_rows_apart(base: PreTrainedModel) -> bool:
-    """Whether rows in one line are read as if alone. The library makes the mask for it out of position ids that start
-    anew, in most of its models: measured, once a model."""
+    """Whether rows in one line are read as if alone, also with the last MLP at one of their tokens. The library makes
+    the mask for it out of position ids that start anew, in most of its models: measured, once a model."""
     if not hasattr(base, "_keeps_rows_apart"):
         ids, precision = torch.arange(6, device=base.device)[None], torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")  # TF32 is further off than rows that see each other may be
         with torch.autocast(base.device.type, enabled=False):
-            line = base(input_ids=ids, position_ids=ids % 3, use_cache=False).last_hidden_state[:, 3:]
-            alone = base(input_ids=ids[:, 3:], position_ids=ids[:, :3], use_cache=False).last_hidden_state
+            with last_mlp_at(base, ids[0, -1:]):
+                line = base(input_ids=ids, position_ids=ids % 3, use_cache=False).last_hidden_state[:, -1]
+            alone = base(input_ids=ids[:, 3:], position_ids=ids[:, :3], use_cache=False).last_hidden_state[:, -1]
         torch.set_float32_matmul_precision(precision)
         base._keeps_rows_apart = torch.allclose(line.float(), alone.float(), rtol=1e-3, atol=5e-3)
     return base._keeps_rows_apart

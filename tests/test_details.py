@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+import transformers
 from tiny import EOS, KINDS, PAD, WORDS
 
 import packing
@@ -770,6 +771,33 @@ def test_G3_the_last_mlp_reads_only_tokens_whose_state_is_wanted(kind):
     packing.hidden_states(base.train(), tokens, columns, PAD)
     assert read == [everything if "falcon" in kind else 9] * 2 + [everything]
     assert "forward" not in vars(block.mlp)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "one MLP in all layers", "cohere", "granite"])
+def test_G3_other_models_are_read_as_if_alone_too(kind):
+    """Experts, experts that tell more than a tensor, an MLP that is not the last block's alone, and logits that are scaled."""
+    sizes = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes |= dict(intermediate_size=48, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    experts = dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8)
+    more = {
+        "mixtral": experts,
+        "gpt_oss": experts,
+        "cohere": dict(logit_scale=0.2),
+        "granite": dict(logits_scaling=3.0),
+    }
+    name = kind if kind in more else "llama"
+    config = transformers.AutoConfig.for_model(name, **sizes, **more.get(kind, {}))
+    torch.manual_seed(0)
+    lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    if name == "llama":
+        lm.model.layers[0].mlp = lm.model.layers[1].mlp
+        torch.nn.init.normal_(lm.model.layers[0].mlp.down_proj.weight)  # else as small as what is no difference
+    rows = [[3, 4, 5], [7, 8], [9, 8, 7, 6, 5, 4, 3, 2, 1]]
+    tokens = torch.tensor([[PAD] * (9 - len(row)) + row for row in rows])
+    hidden = packing.hidden_states(lm.base_model, tokens, torch.tensor([[7, 8]]).expand(3, -1), PAD)
+    alone = torch.stack([lm(torch.tensor([row])).logits[0, -2:] for row in rows])
+    torch.testing.assert_close(packing.vocabulary_logits(lm, hidden), alone, atol=1e-5, rtol=0)
+    assert packing.keeps_rows_apart(lm.base_model) == (kind in ("mixtral", "cohere", "granite"))
 
 
 def test_G3_lines_are_filled_with_the_longest_row_and_those_that_leave_least_of_them_empty():
