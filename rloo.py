@@ -1,564 +1,579 @@
-"""RLOO (REINFORCE leave-one-out) from human preferences, as Ahmadian et al. 2024 describe it, in one file.
+"""RLOO (REINFORCE leave-one-out) from human preferences in one file.
 
-    python sft.py --task synthetic && python train_reward.py --task synthetic && python rloo.py --task synthetic
-    accelerate launch rloo.py --task sentiment
+Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization for Learning from
+Human Feedback in LLMs, arXiv 2402.14740.
 
-A whole completion is one action; its baseline is the mean reward of the prompt's other completions; there is no critic.
-`diff ppo.py rloo.py` shows the algorithm. Minibatches are drawn by completion, not by prompt group: advantages are
-fixed before the first step, so a group need not stay together, and minibatches are as mixed as PPO's.
+    python sft.py --task synthetic              # the initial policy, which is also the reference
+    python train_reward.py --task synthetic     # the reward model
+    python rloo.py --task synthetic
+    accelerate launch --mixed_precision bf16 rloo.py --task sentiment
 
-Letters: `B` sequences of one process, `K` completions per prompt, `P` prompts (`B = K · P`), `C` context tokens (prefix
-+ query + suffix), `Q` query tokens, `R` response tokens, `V` vocabulary. Masks are True at real tokens.
+One update:
+
+    sample K completions of each prompt
+    score each completion with the reward model
+    reward of a completion = score - kl_coef * (log pi - log pi_ref), summed over its tokens
+    advantage = reward - mean reward of the prompt's K - 1 other completions
+    for each epoch, for each minibatch:
+        take one Adam step on the clipped policy loss of whole completions
+    adapt kl_coef to the measured KL
+
+A whole completion is one action, and there is no value function. Minibatches are random subsets of
+all completions. The rest, such as the names of flags and metrics, is as in ppo.py.
+
+Tasks are of two kinds. By default completions have a fixed length: only the reward model sees them
+cut after their truncate token, and all their tokens are trained on. In EOS tasks the completion
+ends at this token, and what follows is masked out everywhere.
+
+Shapes: P prompts, K completions of each, B = K * P sequences, Q query tokens, C context tokens
+(prefix + query + suffix), R response tokens, T = C + R, N real response tokens, V vocabulary size,
+D hidden size. Masks are True at real tokens. Tags such as (L3) number the implementation details
+in docs/details.md.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import packing
-import records
-import utils
-from tasks import Beta, Bounds, Count, NonNegative, Positive, Shown, Size, Task, Whole, cli, load_function, parse_args
+from data.tasks import Task
+from machinery import cli, distributed
+from machinery.data import load_queries
+from machinery.decoding import Decoder
+from machinery.models import compute_logits, enable_gradient_checkpointing, load_lm
+from machinery.models import load_tokenizer
+from machinery.packing import packed
+from machinery.rewards import load_reward, text_scorer
+from machinery.runs import Run, check_run
+from train_reward import RewardModel
+from utils import Timer, TokenIds, add_affixes, all_sum, decode, generator
+from utils import mean_and_var, mean_over_processes, micro_batches, query_rows, truncate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"allow_inf_nan": False})
 class Args:
     """RLOO from human preferences."""
 
     task: Task
-    seed: Whole = 1  # random seed; process r uses seed + 100003 r (G6)
-    total_episodes: Count = 1_000_000  # responses of the whole run, over all processes; rounded up to whole batches
-    batch_size: Size = 512  # episodes per update, over all processes
-    num_minibatches: Count = 1  # optimizer steps per epoch (P7)
-    num_ppo_epochs: Size = 4  # passes over the batch per update
-    max_kl: Positive | None = None  # an epoch with a ppo/policy/approxkl_avg above this is its update's last (X12)
-    rloo_k: Annotated[int, Bounds(2, 2**20)] = 4  # completions per prompt; each is compared with the others (L3)
-    micro_batch_tokens: Count = 4096  # tokens per forward of each model on one process: memory only (P7)
-    rollout_batch_size: Count = 256  # sequences sampled at a time on one process: memory only (X10)
-    lr: NonNegative = 1e-5  # learning rate of the first update, or behind the warm-up; falls linearly to 0 (G5)
-    lr_schedule: Literal["linear", "constant", "cosine"] = "linear"  # how lr falls, or that it does not (X8)
-    warmup_updates: Whole = 0  # updates in which lr rises linearly, from lr / warmup_updates (X8)
-    adam_eps: Positive = 1e-5  # TensorFlow's ε̂ (A1)
-    adam_beta1: Beta = 0.9  # Adam's decay of the gradient's running mean (X8)
-    adam_beta2: Beta = 0.999  # and of its square's (X8)
-    weight_decay: NonNegative = 0.0  # AdamW's: a step takes lr times this share off every weight (X8)
-    max_grad_norm: Positive | None = None  # gradients are scaled down to this norm (X8)
-    kl_coef: NonNegative = 0.15  # β at the start: weight of the KL penalty (P8)
-    kl_target: Positive | None = 6.0  # nats per response that β is steered to; None keeps β fixed (P11)
-    kl_horizon: Count = 10_000  # time scale of β's changes, in episodes (P11)
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # of log π − log π_ref = x: x, x² / 2, or exp(−x) − 1 + x (X3)
-    clip_score: Positive | None = None  # scores are clipped to ± this (X2)
-    cliprange: Positive = 0.2  # the probability ratio of a completion is clipped to 1 ± this (L4)
-    whiten_advantages: bool = False  # scale the advantages of a batch to unit variance, mean 0 (X14)
-    reward_model: str | None = None  # its folder; None: models/<task>/train_reward, the last one trained
+
+    # Run
+    seed: NonNegativeInt = 1
+    """random seed; process r uses seed + 100003 * r (G6)"""
+    total_episodes: PositiveInt = 1_000_000
+    """responses of the whole run, rounded up to whole batches"""
+    eval_every: PositiveInt = 50
+    """updates between evaluations on held-out queries"""
+    eval_queries: PositiveInt = 256
+    """number of held-out queries"""
+
+    # Optimization
+    batch_size: PositiveInt = 512
+    """episodes per update, over all processes"""
+    num_ppo_epochs: PositiveInt = 4
+    """passes over the batch per update"""
+    num_minibatches: PositiveInt = 1
+    """optimizer steps per epoch (P7)"""
+    rloo_k: Annotated[int, Field(ge=2)] = 4
+    """completions per prompt (L3)"""
+    lr: NonNegativeFloat = 1e-5
+    """learning rate of the first update"""
+    anneal_lr: bool = True
+    """decay the learning rate linearly to 0 (G5)"""
+    adam_eps: PositiveFloat = 1e-5
+    """epsilon of TensorFlow's Adam (A1)"""
+    max_grad_norm: PositiveFloat | None = None
+    """clip the norm of the gradient (X8)"""
+
+    # Algorithm
+    reward_model: str | None = None
+    """folder of the reward model; None: models/<task>/train_reward"""
     reward_fn: str | None = None
-    """`module:function` or `path.py:function` of (queries, responses) → floats, in place of the reward model; with a
-    third argument it gets the reward model's scores there"""
-    gradient_checkpointing: bool = False  # less memory for activations, one more forward
-    compile: bool = False  # sample with a compiled step, on a GPU as a CUDA graph: faster, behind a minute of compiling
-    tf32: bool = False  # fp32 matrix products in TensorFloat-32 on NVIDIA GPUs: faster, 10 bits of mantissa
-    output_dir: str | None = None  # new folder for the policy; None: the run's, with a link to it at models/<task>/rloo
-    run_name: str | None = None  # new folder in runs/; None: task, script, seed and time
-    shown: Shown = Shown()
-    save_every: Count | None = None  # updates between checkpoints that `--resume` goes on from; None: see save_minutes
-    save_minutes: Positive | None = None
-    """minutes between two checkpoints; with neither only SIGTERM, SIGUSR1 and SIGHUP make one, and stop the run"""
+    """module:function or path.py:function of (queries, responses[, scores])"""
+    kl_coef: NonNegativeFloat = 0.15
+    """initial coefficient of the KL penalty (P8)"""
+    kl_target: PositiveFloat | None = 6.0
+    """target KL per response for the adaptive kl_coef; None: fixed (P11)"""
+    kl_horizon: PositiveInt = 10_000
+    """episodes over which kl_coef adapts (P11)"""
+    cliprange: PositiveFloat = 0.2
+    """clip the probability ratio of a completion to 1 +- this (L4)"""
+
+    # Later systems
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Schulman's estimator of the KL, in the penalty and in the logs (X3)"""
+    clip_score: PositiveFloat | None = None
+    """clip scores to +- this (X2)"""
+    whiten_advantages: bool = False
+    """whiten the advantages of a batch (X14)"""
+
+    # Memory and speed
+    micro_batch_tokens: PositiveInt = 4096
+    """tokens per forward pass; does not change results (P7)"""
+    rollout_batch_size: PositiveInt = 256
+    """sequences sampled at a time; does not change results (X10)"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    compile: bool = False
+    """sample with a compiled step, after about a minute of compilation"""
+    tf32: bool = False
+    """fp32 matrix products in TensorFloat-32 on NVIDIA GPUs"""
+
+    # Files
+    run_name: str | None = None
+    """new folder in runs/; None: task, script, seed and time"""
+    output_dir: str | None = None
+    """new folder for the policy; None: in the run, linked as models/<task>/rloo"""
+    save_every: PositiveInt | None = None
+    """updates between checkpoints; SIGTERM and SIGUSR1 always write one"""
     resume: str | None = None
-    """runs/<name> to go on with, by the same command; `latest`: the newest of this task and script with a checkpoint"""
-    eval_every: Count = 50  # updates between evaluations on held-out queries: metrics eval/… and a table of samples
-    eval_queries: Count = 256  # number of queries that are kept out of training for evaluation
+    """resume runs/<name>, or the latest run, by the same command"""
+    track: bool = False
+    """also log to Weights & Biases"""
+    push_to_hub: str | None = None
+    """upload the policy to this new private repository, owner/name"""
 
 
-SMALL = dict(total_episodes=4096, batch_size=128, num_minibatches=2, num_ppo_epochs=2, lr=5e-4) | dict(
-    kl_coef=0.08, kl_target=10.0, kl_horizon=1000, eval_every=20
-)  # 32 updates of a model of one million parameters: a higher lr, and β found faster
-PRESETS: dict[str, dict[str, Any]] = {  # what differs from the defaults above, by task
-    "synthetic": SMALL,
-    "synthetic_eos": SMALL,
+# The defaults above are those of sentiment and descriptiveness. Other tasks change:
+SYNTHETIC: dict[str, Any] = dict(
+    total_episodes=4096,
+    eval_every=20,
+    batch_size=128,
+    num_ppo_epochs=2,
+    num_minibatches=2,
+    lr=5e-4,
+    kl_coef=0.08,
+    kl_target=10.0,
+    kl_horizon=1000,
+)
+PRESETS: dict[str, dict[str, Any]] = {
+    "synthetic": SYNTHETIC,
+    "synthetic_eos": SYNTHETIC,
     "cnndm": dict(batch_size=32, lr=2e-6, kl_coef=0.01, kl_target=None),
     "tldr_2019": dict(batch_size=32, lr=2e-6, kl_coef=0.03, kl_target=None),
     "tldr": dict(lr=3e-6, kl_coef=0.05, kl_target=None, rollout_batch_size=64),
 }
-SCRIPT = Path(__file__)  # run and weight folders are named after this file: a copy has its own
+SCRIPT = Path(__file__)  # names the run and its weights, so that a copy of this file has its own
 
-
-# ------------------------------------------------------------------------------------------------ policy and sampling
-
-
-def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """P1: logits [B, R, V], tokens [B, R] → log-probabilities [B, R] of the tokens and entropies [B, R] (no gradient).
-    At a pad, which is no token of the vocabulary, the log-probability is an arbitrary finite number."""
-    tokens = tokens.clamp(max=logits.shape[-1] - 1)
-    return packing.ChosenLogprobs.apply(logits.float(), tokens, temperature)  # fp32, also under autocast
+# ------------------------------------------------------------------------------------------- models
 
 
 class Policy(nn.Module):
-    """A language model that gives log-probabilities: a policy without a critic (L5), or the reference."""
+    """A language model that computes log-probabilities; also the reference. No value head (L5)."""
 
     def __init__(self, lm: PreTrainedModel, pad_id: int, temperature: float):
         super().__init__()
-        self.lm, self.pad_id, self.temperature = lm, pad_id, temperature
-
-    def hidden_states(self, contexts: Tensor, responses: Tensor) -> Tensor:
-        """[B, C], [B, R] → [B, R, D], each where its token is predicted; the vocabulary head sees these only."""
-        tokens = torch.cat([contexts, responses], dim=1)
-        where = torch.arange(contexts.shape[1] - 1, tokens.shape[1] - 1, device=tokens.device).expand_as(responses)
-        return packing.hidden_states(self.lm.base_model, tokens, where, self.pad_id, prompt=contexts.shape[1])  # G3
+        self.lm = lm
+        self.backbone = packed(lm.base_model)  # the transformer, without computing padding
+        self.pad_id = pad_id
+        self.temperature = temperature
 
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, C], [B, R] → log-probabilities and entropies [B, R]. The one forward behind old and new numbers (L6)."""
-        logits = packing.vocabulary_logits(self.lm, self.hidden_states(contexts, responses))
-        return token_logprobs(logits, responses, self.temperature)
+        """Log-probabilities and entropies of response tokens, 0 at padding.
+
+        [B, C], [B, R] → [B, R] each. Entropies have no gradient: they are only logged.
+        """
+        tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
+        mask = tokens != self.pad_id
+        position_ids = mask.cumsum(dim=1) - mask.long()  # padding shifts no position (G3)
+        inputs = tokens.masked_fill(~mask, 0), mask, position_ids
+        hidden = self.backbone(*inputs, prompt_length=contexts.shape[1])  # [B, T, D]
+        hidden = hidden[:, contexts.shape[1] - 1 : -1]  # [B, R, D], where tokens are predicted
+        real = responses != self.pad_id
+        logits = compute_logits(self.lm, hidden[real]) / self.temperature  # [N, V] (P1)
+        log_softmax = logits.log_softmax(dim=-1)
+        logprobs = log_softmax.gather(1, responses[real][:, None]).squeeze(1)  # [N]
+        log_softmax = log_softmax.detach()
+        entropies = -(log_softmax.exp() * log_softmax).sum(dim=-1)  # [N]
+        zeros = torch.zeros(real.shape, device=real.device)
+        return zeros.masked_scatter(real, logprobs), zeros.masked_scatter(real, entropies)
 
 
-def draw(logits: Tensor, uniform: Tensor, top_p: float = 1.0) -> Tensor:
-    """One token a row from softmax(logits) by inverting its CDF. logits [B, V], uniform [B, 1] in [0, 1) → [B, 1].
-    In fp64, and below the CDF's very top: a token of probability 0 is never drawn, not even at u = 0 or by rounding."""
-    probs = logits.to(uniform.device).double().softmax(dim=-1)
-    if top_p < 1:  # X7: only the likeliest tokens, the fewest that together have this probability
-        falling = probs.sort(dim=-1, descending=True).values
-        least = falling.where(falling.cumsum(dim=-1) - falling < top_p, 1).amin(dim=-1, keepdim=True)
-        probs = probs.masked_fill(probs < least, 0)
-    cdf = probs.cumsum(dim=-1)
-    total = cdf[:, -1:]
-    point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, point, right=True).to(logits.device)
+# ----------------------------------------------------------------------------------------- sampling
 
 
-@torch.no_grad()
-def sample(lm: PreTrainedModel, contexts: Tensor, uniform: Tensor, task: Task, ids: utils.Ids) -> Tensor:
-    """G4: exactly R tokens for each left-padded context [B, C], drawn with `uniform` [R, B, 1] → [B, R]: full
-    vocabulary unless the task says otherwise (X7), no stop at EOS, no `generation_config` of the checkpoint. Prefill
-    once, then a token a step over a static cache."""
-    start, response_length = contexts.shape[1], len(uniform)
-    inputs = packing.model_inputs(F.pad(contexts, (0, response_length), value=0), ids.pad)  # 0: a token to come
-    mask, positions = inputs["attention_mask"], inputs["position_ids"]  # G3
-    mask[:, start:] = 0  # filled in, never grown: static shapes, and alibi is built from it
-    cache = packing.empty_cache(lm, len(contexts), start + response_length)
-    responses = torch.empty(len(contexts), response_length, dtype=torch.long, device=contexts.device)
-    tokens, begin = inputs["input_ids"][:, :start], 0
-    every = dict(attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    for t in range(response_length):
-        end = start + t
-        logits = lm(tokens, position_ids=positions[:, begin:end], **every).logits[:, -1]
-        logits = logits.float() / task.temperature  # P1
-        if t + 1 < task.min_response_length:
-            logits[:, ids.truncate] = -math.inf  # X7: no end yet
-        tokens, begin = draw(logits, uniform[t], task.top_p), end
-        responses[:, t], mask[:, end] = tokens[:, 0], 1
-    return responses
+def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
+    """Sample from softmax(logits) by inverting its CDF: [B, V], [B, 1] in [0, 1) → [B, 1].
 
-
-def sample_all(lm: nn.Module, contexts: Tensor, task: Task, ids: utils.Ids, gen: torch.Generator, size: int) -> Tensor:
-    """`sample` for any number of rows: `size` at a time, by length, trimmed; each with its own random numbers (X10).
-    [B, C] → [B, R]"""
-    shape = task.response_length, len(contexts), 1
-    uniform = torch.rand(shape, generator=gen, device=gen.device, dtype=torch.float64)
-    responses = torch.empty(shape[1], shape[0], dtype=torch.long, device=contexts.device)
-    for rows, width in packing.by_length(packing.row_lengths(contexts, ids.pad), size):
-        responses[rows] = sample(lm, contexts[rows, -width:], uniform[:, rows], task, ids)
-    return responses
-
-
-# --------------------------------------------------------------------------------------------------- reward and score
+    Unlike torch.multinomial, a sequence gets the same token whatever else is in the batch. In
+    float64, so that tokens of probability 0 are never sampled.
+    """
+    cdf = logits.to(uniform).softmax(dim=-1).cumsum(dim=-1)
+    return torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).to(logits.device)
 
 
 @torch.no_grad()
-def logprobs_of(policy: nn.Module, contexts: Tensor, responses: Tensor, sizes: np.ndarray, size: int) -> Tensor:
-    """Log-probabilities [B, R] that a policy, such as the reference, gives the responses [B, R] behind contexts [B, C];
-    `sizes` [B, 2] as in `Rollout`, `size` tokens a forward."""
-    out = torch.empty(responses.shape, device=responses.device)
-    for rows in utils.micro_batches(sizes, size):
-        out[rows] = policy(contexts[rows], responses[rows])[0]
-    return out
+def sample(lm: Callable, contexts: Tensor, uniform: Tensor, pad_id: int, temp: float) -> Tensor:
+    """Sample exactly R tokens after each context: [B, C], random numbers [R, B, 1] → [B, R] (G4).
+
+    From the full vocabulary, without a stop at EOS, ignoring the model's generation_config.
+    """
+    mask = contexts != pad_id
+    position_ids = mask.cumsum(dim=1) - mask.long()  # (G3)
+    tokens = contexts.masked_fill(~mask, 0)
+    cache = None
+    response = []
+    for uniform_t in uniform:
+        output = lm(tokens, mask, position_ids, past_key_values=cache)
+        cache = output.past_key_values
+        logits = output.logits[:, -1].float() / temp  # (P1)
+        tokens = sample_token(logits, uniform_t)  # [B, 1]
+        response.append(tokens)
+        mask = F.pad(mask, (0, 1), value=True)
+        position_ids = position_ids[:, -1:] + 1
+    return torch.cat(response, dim=1)
 
 
-def truncate(responses: Tensor, token: int | None, after: int, pad_id: int) -> tuple[Tensor, Tensor]:
-    """P5: cut each response behind its first `token` at or after position `after`, pads behind it.
-    [B, R] → the cut responses [B, R], and whether the token was there [B]; always True if `token` is None."""
-    if token is None:
-        return responses, torch.ones_like(responses[:, 0]).bool()
-    positions = torch.arange(responses.shape[1], device=responses.device)
-    hits = (responses == token) & (positions >= after)
-    ended = hits.any(dim=1)
-    last = torch.where(ended, hits.byte().argmax(dim=1), responses.shape[1] - 1)
-    return responses.masked_fill(positions > last[:, None], pad_id), ended
-
-
-class Score(NamedTuple):
-    """What scoring makes of B responses."""
-
-    scores: Tensor  # [B] reward, or the penalty
-    cut: Tensor  # [B, R] what the reward model saw
-    ended: Tensor  # [B] whether the truncate token was there
-
-
-def score_responses(reward: Callable, queries: Tensor, responses: Tensor, task: Task, ids: utils.Ids) -> Score:
-    """P5: cut [B, R], ask `reward`(queries, cut) → [B], and put the penalty where the truncate token is missing."""
-    cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
-    return Score(torch.where(ended, reward(queries, cut), task.missing_eos_penalty), cut, ended)
-
-
-def kl_terms(log_ratio: Tensor, estimator: str) -> Tensor:
-    """X3: KL(π‖π_ref) as each token [B, R] that π drew estimates it, from log π − log π_ref; k3's r is π_ref / π."""
-    return {"k1": log_ratio, "k2": 0.5 * log_ratio**2, "k3": (-log_ratio).expm1() + log_ratio}[estimator]
-
-
-def kl_penalised_rewards(
-    logprobs: Tensor, ref_logprobs: Tensor, scores: Tensor, kl_coef: float, estimator: str = "k1"
+def sample_in_batches(
+    lm: Callable, contexts: Tensor, ids: TokenIds, args: Args, rng: torch.Generator
 ) -> Tensor:
-    """L1, L2: the completion is one action: score [B] − β·Σ_t (log π − log π_ref) over its tokens [B, R]. [B]"""
-    return scores - kl_coef * kl_terms(logprobs - ref_logprobs, estimator).sum(dim=1)
+    """Sample `rollout_batch_size` sequences of similar length at a time: [B, C] → [B, R] (X10)."""
+    batch_size, response_length = len(contexts), args.task.response_length
+    shape = response_length, batch_size, 1
+    uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
+    responses = contexts.new_empty(batch_size, response_length)
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True)
+    for rows in order.split(args.rollout_batch_size):
+        part = contexts[rows], uniform[:, rows.to(uniform.device)]
+        responses[rows] = sample(lm, *part, ids.pad, args.task.temperature)
+    return responses
+
+
+# ------------------------------------------------------------------------------- scores and rewards
+
+
+def score_responses(
+    reward: Callable, queries: Tensor, responses: Tensor, ids: TokenIds, args: Args
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores [B] of responses [B, R], the cut responses that were scored [B, R], and `ended` [B].
+
+    A response without the truncate token gets a fixed penalty instead of its score (P5).
+    """
+    task = args.task
+    cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
+    scores = torch.where(ended, reward(queries, cut), task.missing_eos_penalty)
+    if args.clip_score is not None:
+        scores = scores.clamp(-args.clip_score, args.clip_score)  # (X2)
+    return scores, cut, ended
+
+
+def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """KL(pi || pi_ref) of each sampled token [B, R], with r = pi_ref / pi (X3)."""
+    log_r = ref_logprobs - logprobs
+    if estimator == "k1":
+        return -log_r
+    if estimator == "k2":
+        return 0.5 * log_r**2
+    return log_r.exp() - 1 - log_r
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """P11: β of the next update from this one's KL (nats per response, mean over the batch)."""
+    """Move kl_coef toward the target, in proportion to the error of the measured KL (P11)."""
     if args.kl_target is None:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
 
 
-# ------------------------------------------------------------------------------------------------------------ rollout
+# ------------------------------------------------------------------------------------------ rollout
 
 
 class Rollout(NamedTuple):
-    """What one update learns from (X10); the rows are episodes. Past a response's end the [B, R] numbers are 0."""
+    """What one update trains on (X10). Numbers of tokens are 0 at padding."""
 
-    sizes: np.ndarray  # [B, 2] tokens of each episode, and a number for its prompt, on the host: for micro-batches
-    contexts: Tensor  # [B, C] prefix + query + suffix, left-padded: what policy and reference read
-    responses: Tensor  # [B, R] as sampled; pads after EOS in an EOS task
-    mask: Tensor  # [B, R] True through the end of the response; all True unless the task ends at EOS (X9)
-    logprobs: Tensor  # [B, R] of the sampling policy (L6)
-    ref_logprobs: Tensor  # [B, R]
-    scores: Tensor  # [B] the reward model's, or the penalty
-    rewards: Tensor  # [B] score less KL penalty
-    advantages: Tensor  # [B] reward less the mean of the prompt's other completions
-    forward: tuple | None = None  # [B, R] each, with its graph: where one micro-batch is all, the first step's too
+    queries: Tensor  # [B, Q] padded on the left; the reward model reads these
+    contexts: Tensor  # [B, C] queries with prefix and suffix; the policy reads these
+    responses: Tensor  # [B, R] padding after the end in EOS tasks
+    cut: Tensor  # [B, R] the responses that were scored
+    ended: Tensor  # [B] whether they have the truncate token
+    mask: Tensor  # [B, R] real response tokens; all True unless it is an EOS task (X9)
+    lengths: Tensor  # [B] tokens of context and response
+    logprobs: Tensor  # [B, R] of the policy that sampled
+    kl: Tensor  # [B, R] to the reference
+    scores: Tensor  # [B] of the reward model, clipped, or the penalty
+    rewards: Tensor  # [B] score minus KL penalty
 
-    def take(self, rows: np.ndarray) -> "Rollout":
-        """Some of the episodes; the index crosses to the device once."""
-        index = torch.as_tensor(rows, device=self.mask.device)
-        return Rollout(self.sizes[rows], *(x[index] for x in self[1:-1]))
-
-
-class Models(NamedTuple):
-    """Everything that a rollout is made with."""
-
-    policy: nn.Module  # Policy, perhaps wrapped for several processes
-    ref: Policy  # what the policy was at the start
-    reward: Callable[[Tensor, Tensor], Tensor]  # (queries [B, Q], responses [B, R]) → [B]
-    ids: utils.Ids
-
-
-def minibatches(order: np.ndarray, args: Args) -> list[np.ndarray]:
-    """P7: a permutation [B] → the rows of each minibatch; sorted: a set of rows always makes the same micro-batches."""
-    return [np.sort(rows) for rows in np.split(order, args.num_minibatches)]
+    def select(self, rows: Tensor | slice) -> "Rollout":
+        """Some of the episodes."""
+        return Rollout(*(x[rows] for x in self))
 
 
 @torch.no_grad()
 def make_rollout(
-    models: Models, queries: Tensor, responses: Tensor, order: np.ndarray, kl_coef: float, args: Args
-) -> tuple[Rollout, Score]:
-    """Everything that the update needs to know about sampled responses [B, R]; `order` [B] is the first epoch's."""
-    pad_id = models.ids.pad
-    score = score_responses(models.reward, queries, responses, args.task, models.ids)  # P5: only this cuts
-    limit = args.clip_score or math.inf
-    score = score._replace(scores=score.scores.clamp(-limit, limit))  # X2
-    responses = score.cut if args.task.eos_task else responses  # X9
-    mask = responses != pad_id
-    contexts = utils.add_affixes(queries, models.ids)
-    sizes = packing.row_sizes(torch.cat([contexts, responses], dim=1), pad_id, contexts.shape[1])
-    logprobs, ref_logprobs = (torch.empty(responses.shape, device=responses.device) for _ in range(2))
-    for rows in minibatches(order, args):  # L6: exactly the forwards of the first epoch
-        for part in utils.micro_batches(sizes[rows], args.micro_batch_tokens):
-            index = torch.as_tensor(rows[part], device=contexts.device)
-            with torch.set_grad_enabled(len(part) == len(order)):  # see Rollout.forward
-                forward = models.policy(contexts[index], responses[index])
-            logprobs[index] = forward[0]
-            ref_logprobs[index] = models.ref(contexts[index], responses[index])[0]
-    logprobs, ref_logprobs = (x.masked_fill(~mask, 0) for x in (logprobs, ref_logprobs))
-    rewards = kl_penalised_rewards(logprobs, ref_logprobs, score.scores, kl_coef, args.kl_estimator)
-    advantages = leave_one_out_advantages(rewards, args.rloo_k)
-    if args.whiten_advantages:
-        advantages = whiten(advantages, torch.ones_like(advantages).bool())  # X14
-    rollout = Rollout(sizes, contexts, responses, mask, logprobs, ref_logprobs, score.scores, rewards, advantages)
-    return rollout._replace(forward=forward if forward[0].requires_grad else None), score
+    policy: nn.Module,
+    ref: nn.Module,
+    reward: Callable,
+    queries: Tensor,
+    responses: Tensor,
+    minibatches: list[Tensor],
+    kl_coef: float,
+    ids: TokenIds,
+    args: Args,
+) -> Rollout:
+    """Score sampled responses [B, R] and compute everything that the update needs.
+
+    Log-probabilities come from the `minibatches` (rows) and micro-batches of the first epoch, so
+    that the first probability ratio is exactly 1, in bf16 too (L6).
+    """
+    scores, cut, ended = score_responses(reward, queries, responses, ids, args)
+    responses = cut if args.task.eos_task else responses  # (X9)
+    contexts = add_affixes(queries, ids)
+    mask = responses != ids.pad
+    lengths = (contexts != ids.pad).sum(dim=1) + mask.sum(dim=1)
+    logprobs, ref_logprobs = torch.zeros(2, *mask.shape, device=mask.device)
+    for rows in minibatches:
+        for part in micro_batches(lengths[rows], args.micro_batch_tokens):
+            index = rows[part]
+            logprobs[index], _ = policy(contexts[index], responses[index])
+            ref_logprobs[index], _ = ref(contexts[index], responses[index])
+    kl = estimate_kl(logprobs, ref_logprobs, args.kl_estimator)
+    rewards = scores - kl_coef * kl.sum(dim=1)  # the completion is one action (L1, L2)
+    texts = queries, contexts, responses, cut, ended
+    return Rollout(*texts, mask, lengths, logprobs, kl, scores, rewards)
 
 
-# ----------------------------------------------------------------------------------------------- advantages and loss
+def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list[list[Tensor]]:
+    """The rows of each minibatch of each epoch: every epoch is a new permutation (P7).
+
+    Completions of a prompt are neighbors in their minibatch, so that it is computed once for them.
+    """
+    rng = np.random.default_rng(seed)
+    epochs = []
+    for _ in range(args.num_ppo_epochs):
+        minibatches = np.split(rng.permutation(num_episodes), args.num_minibatches)
+        by_prompt = [np.argsort(rows % (num_episodes // args.rloo_k)) for rows in minibatches]
+        sorted_rows = [rows[order] for rows, order in zip(minibatches, by_prompt, strict=True)]
+        epochs.append([torch.as_tensor(rows, device=device) for rows in sorted_rows])
+    return epochs
 
 
-def moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population variance of x[mask] over all processes (X11), whatever stands outside the mask."""
-    count = utils.all_sum(mask.sum())
-    mean = utils.all_sum(x.masked_fill(~mask, 0).sum()) / count
-    variance = utils.all_sum(((x - mean) ** 2).masked_fill(~mask, 0).sum()) / count
-    return mean, variance
-
-
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """P9: unit variance over x[mask]; the mean goes to 0 unless it is kept. 0 outside the mask."""
-    mean, variance = moments(x, mask)
-    whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
-    return (whitened if shift_mean else whitened + mean).masked_fill(~mask, 0)
+# ----------------------------------------------------------------------------- advantages and loss
 
 
 def leave_one_out_advantages(rewards: Tensor, k: int) -> Tensor:
-    """L3: each reward less the mean of the prompt's k − 1 others. [K · P] laid out [K, P] → [K · P]"""
+    """Each reward minus the mean of the prompt's k - 1 other rewards (L3).
+
+    [K * P] → [K * P], laid out [K, P] as `prompts.repeat(k, 1)` is.
+    """
     rewards = rewards.view(k, -1)
-    rewards = rewards - rewards[0]  # changes nothing, but makes equal rewards' advantages exactly 0
-    return (rewards - (rewards.sum(dim=0) - rewards) / (k - 1)).flatten()
+    rewards = rewards - rewards[0]  # no effect, except that equal rewards give exactly 0
+    baseline = (rewards.sum(dim=0) - rewards) / (k - 1)
+    return (rewards - baseline).flatten()
 
 
-def loss_terms(logprobs: Tensor, old: Rollout, args: Args) -> dict[str, Tensor]:
-    """L4: clipped loss on the ratio of whole completions [B], and what to watch; their means are loss and metrics."""
-    log_ratio = (logprobs - old.logprobs).sum(dim=1)  # L1: from tokens [B, R]
+def compute_advantages(rewards: Tensor, args: Args) -> Tensor:
+    """Advantages [B] of completions with rewards [B]."""
+    advantages = leave_one_out_advantages(rewards, args.rloo_k)
+    if args.whiten_advantages:
+        mean, var = mean_and_var(advantages)
+        advantages = (advantages - mean) * torch.rsqrt(var + 1e-8)  # (X14)
+    return advantages
+
+
+def rloo_loss(
+    logprobs: Tensor, old: Rollout, advantages: Tensor, num_completions: int, args: Args
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped loss on the probability ratio of whole completions (L1, L4); [B, R] → scalar.
+
+    Loss and statistics are sums divided by `num_completions`, those of the minibatch, so that the
+    sum over micro-batches is the mean over the minibatch (P7).
+    """
+
+    def mean(x: Tensor) -> Tensor:
+        return x.sum() / num_completions
+
+    log_ratio = (logprobs - old.logprobs).sum(dim=1)  # [B]
     ratio = log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
-    policy, policy_clipped = -old.advantages * ratio, -old.advantages * clipped_ratio
-    return {
-        "loss/policy_avg": torch.max(policy, policy_clipped),
-        "policy/approxkl_avg": 0.5 * log_ratio**2,
-        "policy/clipfrac_avg": (policy_clipped > policy).float(),
-        "val/ratio": ratio,
-        "val/ratio_spread": (ratio - 1) ** 2,
-    }
+    pg_losses = -advantages * ratio
+    pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
+    pg_loss = mean(torch.max(pg_losses, pg_losses_clipped))
+
+    with torch.no_grad():
+        stats = {
+            "loss/policy_avg": pg_loss,
+            "policy/approxkl_avg": 0.5 * mean(log_ratio**2),
+            "policy/clipfrac_avg": mean((pg_losses_clipped > pg_losses).float()),
+            "val/ratio": mean(ratio),
+            "val/ratio_var": mean((ratio - 1) ** 2),  # around 1; main centers it
+        }
+    return pg_loss, stats
 
 
-# ------------------------------------------------------------------------------------------------------- optimisation
+# ---------------------------------------------------------------------------------------- optimizer
 
 
 class AdamTF(torch.optim.Adam):
-    """A1: TensorFlow's Adam. There ε is added to √v without its bias correction (ε̂ in Kingma & Ba); PyTorch's formula
-    with ε_t = ε̂ / √(1 − β₂ᵗ) is the same, so the library's fused kernel does the work."""
+    """TensorFlow's Adam, which OpenAI used (A1).
+
+    PyTorch:     m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
+    TensorFlow:  m / (1 - beta1^t) * sqrt(1 - beta2^t) / (sqrt(v) + eps)
+
+    They are equal if PyTorch's eps is eps / sqrt(1 - beta2^t), which grows the first steps' eps.
+    """
 
     def __init__(self, params: Any, lr: float, eps: float = 1e-5, **settings: Any):
-        super().__init__(params, lr=lr, eps=eps, fused=True, decoupled_weight_decay=True, **settings)
+        super().__init__(params, lr=lr, eps=eps, fused=True, **settings)
         for group in self.param_groups:
-            group["eps_hat"], group["t"] = eps, 0  # in the group, so that state_dict() keeps them
+            group["eps_hat"], group["t"] = eps, 0  # saved with the optimizer's state
 
     def step(self, closure: Callable | None = None) -> Any:
-        """One step; sets ε_t first. A group without gradients takes none."""
+        """Take one step."""
         for group in self.param_groups:
-            if any(x.grad is not None for x in group["params"]):
-                group["t"] += 1
-                group["eps"] = group["eps_hat"] / math.sqrt(1 - group["betas"][1] ** group["t"])
+            group["t"] += 1
+            group["eps"] = group["eps_hat"] / math.sqrt(1 - group["betas"][1] ** group["t"])
         return super().step(closure)
 
 
-def anneal(lr: float, step: int, steps: int, schedule: str = "linear", warmup: int = 0) -> float:
-    """G5: linear from `lr` at step 0 to 0 at step `steps`. X8: or otherwise, and behind `warmup` steps up to `lr`."""
-    if step < warmup:
-        return lr * (step + 1) / warmup
-    done = (step - warmup) / (steps - warmup)
-    return lr * {"linear": 1 - done, "constant": 1.0, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[schedule]
+# ------------------------------------------------------------------------------ metrics, evaluation
 
 
-def add_up(sums: dict[str, Tensor], terms: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Statistics of a minibatch, one micro-batch more: name → [sum, count, −min, max] of this process's terms[mask]."""
-    sums = dict(sums)
-    for name, x in terms.items():
-        low, high = x.masked_fill(~mask, math.inf).min(), x.masked_fill(~mask, -math.inf).max()
-        new = torch.stack([x.masked_fill(~mask, 0).sum(), mask.sum(), -low, high]).detach()
-        old = sums.get(name)
-        sums[name] = new if old is None else torch.cat([old[:2] + new[:2], torch.maximum(old[2:], new[2:])])
-    return sums
-
-
-def means(steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Sums of `add_up` → means [optimizer steps] over all processes: exact with uneven lengths, one crossing."""
-    table = torch.stack([torch.stack(list(step.values())) for step in steps]).permute(2, 1, 0)  # [4, names, steps]
-    total, count = utils.all_sum(table[:2])
-    values = dict(zip(steps[0], total / count, strict=True))
-    values["val/ratio_var"] = values.pop("val/ratio_spread") - (values["val/ratio"] - 1) ** 2
-    low, high = utils.all_max(table[2:, list(steps[0]).index("val/ratio")])
-    return values | {"val/ratio_min": -low, "val/ratio_max": high}
-
-
-def train_step(
-    policy: nn.Module, optimizer: Any, batch: Rollout, args: Args, accelerator: Accelerator
-) -> dict[str, Tensor]:
-    """One optimizer step on a minibatch, the same whatever its micro-batches (P7); its statistics, see `add_up`."""
-    count = len(batch.scores)  # completions; the same on every process, and DDP averages the processes' gradients
-    sums, token_sums, parts = {}, {}, utils.micro_batches(batch.sizes, args.micro_batch_tokens)
-    losses = torch.empty_like(batch.scores)
-    for i, part in enumerate(parts):
-        old = batch.take(part)
-        with accelerator.no_sync(policy) if i + 1 < len(parts) else nullcontext():
-            logprobs, entropies = batch.forward or policy(old.contexts, old.responses)
-            terms = loss_terms(logprobs.masked_fill(~old.mask, 0), old, args)  # past an end
-            accelerator.backward(terms["loss/policy_avg"].sum() / count)
-            losses[part] = terms["loss/policy_avg"].detach().reshape(len(part), -1).sum(dim=1)
-        sums = add_up(sums, terms, torch.ones_like(old.scores).bool())
-        token_sums = add_up(token_sums, {"policy/entropy_avg": entropies}, old.mask)
-    norm = utils.gradient_norm(policy)
-    utils.check_gradients(norm, args.task, batch.contexts, **batch._asdict() | {"loss": losses})
-    if args.max_grad_norm:
-        nn.utils.clip_grads_with_norm_(policy.parameters(), args.max_grad_norm, norm)  # X8
-    optimizer.step()
-    optimizer.zero_grad()
-    return sums | token_sums
-
-
-# ---------------------------------------------------------------------------------------------------------------- run
-
-
-def summarise(
-    rollout: Rollout, score: Score, steps: list[dict[str, Tensor]], pad_id: int, args: Args
-) -> dict[str, Any]:
-    """The metrics of one update, means over its optimizer steps; README explains each."""
-    every = torch.ones_like(rollout.scores).bool()
-    stats = means(steps)
-    extremes = {"val/ratio_min": torch.min, "val/ratio_max": torch.max}
-    stats = {f"ppo/{name}": extremes.get(name, torch.mean)(values) for name, values in stats.items()}
-    return stats | {
-        "objective/kl": kl_terms(rollout.logprobs - rollout.ref_logprobs, args.kl_estimator).sum(dim=1).mean(),
-        "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),
+def rollout_metrics(rollout: Rollout, kl_coef: float, pad_id: int) -> dict[str, Any]:
+    """Metrics of the sampled responses; docs/rloo.md explains each."""
+    kl = rollout.kl.sum(dim=1).mean()
+    return {
         "objective/scores": rollout.scores.mean(),
-        "objective/scores_std": moments(rollout.scores, every)[1].sqrt(),
+        "objective/scores_std": mean_and_var(rollout.scores)[1].sqrt(),
+        "objective/kl": kl,
+        "objective/kl_coef": kl_coef,
         "objective/rlhf_reward": rollout.rewards.mean(),
-        "objective/ended": score.ended.float().mean(),
+        "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),
+        "objective/ended": rollout.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
-        "objective/cut_length": (score.cut != pad_id).sum(dim=1).float().mean(),
-        "objective/advantage_std": moments(rollout.advantages, every)[1].sqrt(),
+        "objective/cut_length": (rollout.cut != pad_id).sum(dim=1).float().mean(),
     }
 
 
-@torch.no_grad()
-def evaluate(
-    models: Models, lm: PreTrainedModel, queries: Tensor, gold: Callable | None, tokenizer: Any, args: Args
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Held-out queries [B, Q], always the same random numbers → metrics, a few samples. Every process repeats it."""
-    task, pad_id, gen = args.task, models.ids.pad, utils.generator(args.seed, 0, queries.device)
-    contexts = utils.add_affixes(queries, models.ids)
-    responses = sample_all(lm, contexts, task, models.ids, gen, args.rollout_batch_size)
-    score = score_responses(models.reward, queries, responses, task, models.ids)
-    responses = score.cut if task.eos_task else responses
-    mask = responses != pad_id
-    sizes = packing.row_sizes(torch.cat([contexts, responses], dim=1), pad_id, contexts.shape[1])
-    episodes = contexts, responses, sizes, args.micro_batch_tokens
-    logprobs, ref_logprobs = (logprobs_of(x, *episodes) for x in (models.policy, models.ref))
-    metrics = {
-        "eval/scores": score.scores.mean().item(),
-        "eval/kl": kl_terms(logprobs - ref_logprobs, args.kl_estimator).masked_fill(~mask, 0).sum(dim=1).mean().item(),
-        "eval/response_length": mask.sum(dim=1).float().mean().item(),
-        "eval/ended": score.ended.float().mean().item(),
-    }
-    if gold:
-        gold_scores = utils.text_scores(gold, task.gold_fn, tokenizer, queries, score.cut, pad_id)
-        metrics["eval/gold_score"] = gold_scores.mean().item()
-    columns = *(utils.decode(tokenizer, x[:4], pad_id) for x in (queries, score.cut)), score.scores[:4].tolist()
-    return metrics, [{"query": q, "response": r, "score": s} for q, r, s in zip(*columns, strict=True)]
+SHOWN = ["objective/scores", "objective/gold_score", "objective/kl", "objective/kl_coef"]
+SHOWN += ["objective/rlhf_reward", "objective/advantage_std"]  # in the progress line and curves.png
 
 
 def check(args: Args, processes: int) -> None:
-    """Errors: `InputError` for values that cannot work, before anything is loaded."""
-    records.check_args(args, SCRIPT, processes)
+    """Raise `InputError` for flags that cannot work, before anything is loaded."""
+    check_run(args, SCRIPT, processes)
     unit = processes * math.lcm(args.num_minibatches, args.rloo_k)
-    what = f"{processes} processes × {args.num_minibatches} minibatches and {args.rloo_k} completions per prompt"
-    records.check_divides("batch_size", args.batch_size, unit, what)
-
-
-PANELS = ["objective/scores", "objective/gold_score", "objective/kl", "objective/entropy", "objective/advantage_std"]
-PANELS += ["objective/kl_coef"]
-SHOWN = {"objective/scores": "score", "objective/kl": "kl", "time/episodes_per_second": "episodes/s"}
+    name = "processes * lcm(num_minibatches, rloo_k)"
+    cli.check_divisible("batch_size", args.batch_size, unit, name)
 
 
 def main(args: Args) -> None:
-    """The run: sample → score → a few epochs of minibatches → next β."""
-    accelerator = utils.start_accelerator(args)
+    """Load everything, then sample, score and optimize in a loop."""
+    accelerator = distributed.start(args)
     check(args, accelerator.num_processes)
-    task, device = args.task, accelerator.device
-    tokenizer, config, pad_id = utils.load_tokenizer(task, task.response_length, f"python sft.py --task {task.task}")
-    utils.check_memory(config, 20, "policy, gradients, Adam's two moments and the reference", device, args)
-    ids = utils.task_ids(task, tokenizer, pad_id)
-    gold = load_function(task.gold_fn) if task.gold_fn else None
-    table = utils.load_queries(task, tokenizer, pad_id, args.total_episodes)
-    heldout, table = table.hold_out(args.eval_queries, "eval_queries")  # [E, Q], and [N, Q] to train on
-    reward = utils.load_reward(args, tokenizer, pad_id, device)
+    task, device, processes = args.task, accelerator.device, accelerator.num_processes
+    make = f"python sft.py --task {task.task}"
+    tokenizer, ids = load_tokenizer(task, task.response_length, make=make)
+    queries = load_queries(task, tokenizer, ids.pad, args.total_episodes)  # [num_queries, Q]
+    heldout, queries = queries.hold_out(args.eval_queries, "--eval_queries")
+    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)
+    gold_reward = text_scorer(task.gold_fn, tokenizer, ids.pad) if task.gold_fn else None
 
     torch.manual_seed(args.seed)
-    policy = Policy(utils.load_lm(task.base_model), pad_id, task.temperature)
-    ref = utils.freeze(accelerator, Policy(utils.load_lm(task.base_model), pad_id, task.temperature))
+    lm = load_lm(task.base_model)  # the model that sft.py trained, or a pretrained one
+    policy = Policy(lm, ids.pad, task.temperature)
+    ref = Policy(load_lm(task.base_model), ids.pad, task.temperature)
     if args.gradient_checkpointing:
-        utils.checkpoint_activations(policy.lm)
-    adam = dict(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps, weight_decay=args.weight_decay)  # X8
-    policy, optimizer = utils.prepare(accelerator, policy, AdamTF(policy.parameters(), lr=args.lr, **adam))
-    models = Models(policy, ref, reward, ids)
-    lm = accelerator.unwrap_model(policy).lm
-    decoder = packing.Decoder(lm, args.compile)
-    utils.check_policy(policy, heldout[:1].to(device), task.temperature, accelerator)
+        enable_gradient_checkpointing(lm)
+    optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
+    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)
+    ref = distributed.freeze(accelerator, ref)
+    decoder = Decoder(lm, task.response_length, args.compile)  # lm, faster for sampling
 
-    seed = args.seed + 100003 * accelerator.process_index  # G6
-    local_batch = args.batch_size // accelerator.num_processes
+    seed = args.seed + 100003 * accelerator.process_index  # (G6)
+    local_batch_size = args.batch_size // processes
     num_updates = math.ceil(args.total_episodes / args.batch_size)
-    clock = utils.Clock(device)
-    run = records.Run(args, SCRIPT, num_updates, PANELS, accelerator, heldout, table)
+    num_steps = args.num_ppo_epochs * args.num_minibatches
+    timer = Timer(device)
+    run = Run(args, SCRIPT, num_updates, SHOWN, accelerator)
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)
 
-    def evaluation(update: int) -> dict[str, float]:
-        with utils.inference(accelerator, policy):
-            metrics, samples = evaluate(models, decoder, heldout.to(device), gold, tokenizer, args)
-        run.samples(update, samples)
-        return metrics
+    def evaluate(update: int) -> dict[str, float]:
+        """Sample and score responses to the held-out queries, always with the same seed."""
+        batch = heldout.to(device)
+        with distributed.inference(accelerator, policy):
+            rng = generator(args.seed, 0, device)
+            responses = sample_in_batches(decoder, add_affixes(batch, ids), ids, args, rng)
+            rows = [torch.arange(len(batch), device=device)]
+            rollout = make_rollout(policy, ref, reward, batch, responses, rows, kl_coef, ids, args)
+        metrics = rollout_metrics(rollout, kl_coef, ids.pad)
+        if gold_reward:
+            metrics["objective/gold_score"] = gold_reward(batch, rollout.cut).mean()
+        texts = (decode(tokenizer, x[:4], ids.pad) for x in (batch, rollout.cut))
+        run.log_samples(update, *texts, rollout.scores[:4].tolist())
+        return {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
 
     for update in range(start, num_updates):
-        evaluated = evaluation(update) if update % args.eval_every == 0 else {}
-        prompts = table[utils.rows_of_step(len(table), local_batch // args.rloo_k, update, seed)].to(device)  # [P, Q]
-        queries = prompts.repeat(args.rloo_k, 1)  # [K · P, Q]
-        rng, gen = np.random.default_rng([seed, update]), utils.generator(seed, update, device)
-        epochs = [rng.permutation(local_batch) for _ in range(args.num_ppo_epochs)]
-
-        with clock("sample"), utils.inference(accelerator, policy):
-            contexts = utils.add_affixes(queries, ids)
-            responses = sample_all(decoder, contexts, task, ids, gen, args.rollout_batch_size)  # G4  [B, R]
-        policy.train()
-        with clock("score"), accelerator.autocast():
-            rollout, score = make_rollout(models, queries, responses, epochs[0], kl_coef, args)  # L2, L3
-
-        lr = anneal(args.lr, update, num_updates, args.lr_schedule, args.warmup_updates)  # G5
-        for group in optimizer.param_groups:  # no prepared scheduler, which would step once a process
+        eval_metrics = evaluate(update) if update % args.eval_every == 0 else {}
+        lr = args.lr * (1 - update / num_updates) if args.anneal_lr else args.lr  # (G5)
+        for group in optimizer.param_groups:
             group["lr"] = lr
-        steps = []
-        with clock("optimise"):
-            for order in epochs:  # P7
-                for rows in minibatches(order, args):
-                    batch = rollout.take(rows)._replace(forward=None if steps else rollout.forward)
-                    steps.append(train_step(policy, optimizer, batch, args, accelerator))
-                if args.max_kl and means(steps[-args.num_minibatches :])["policy/approxkl_avg"].mean() > args.max_kl:
-                    break  # X12: on all processes alike
 
-        metrics = summarise(rollout, score, steps, pad_id, args)
-        if gold:
-            gold_scores = utils.text_scores(gold, task.gold_fn, tokenizer, queries, score.cut, pad_id)
-            metrics["objective/gold_score"] = gold_scores.mean()
-        metrics, seconds = utils.mean_over_processes(metrics, device) | evaluated, clock.pop()
-        metrics["objective/kl_per_token"] = metrics["objective/kl"] / metrics["objective/response_length"]
-        metrics["objective/sqrt_kl"] = math.sqrt(max(metrics["objective/kl"], 0))
-        metrics |= seconds | {"time/episodes_per_second": args.batch_size / sum(seconds.values())}
+        timer.start("sample")
+        rows = query_rows(len(queries), local_batch_size // args.rloo_k, update, seed)
+        prompts = queries[rows].to(device)  # [P, Q]
+        batch = prompts.repeat(args.rloo_k, 1)  # [K * P, Q]
+        with distributed.inference(accelerator, policy):
+            rng = generator(seed, update, device)
+            responses = sample_in_batches(decoder, add_affixes(batch, ids), ids, args, rng)
+
+        timer.start("score")
+        epochs = shuffle(local_batch_size, args, [seed, update], device)
+        rollout = make_rollout(policy, ref, reward, batch, responses, epochs[0], kl_coef, ids, args)
+        all_advantages = compute_advantages(rollout.rewards, args)  # [B]
+
+        timer.start("optimize")
+        stats: dict[str, Any] = defaultdict(float)  # means over all optimizer steps
+        for minibatches in epochs:
+            for minibatch_rows in minibatches:  # one optimizer step each (P7)
+                minibatch = rollout.select(minibatch_rows)
+                advantages = all_advantages[minibatch_rows]
+                num_completions = len(minibatch_rows)  # on each process; DDP averages gradients
+                num_tokens = all_sum(minibatch.mask.sum()) / processes
+                for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
+                    old = minibatch.select(part)
+                    is_last = part.stop == len(minibatch_rows)  # DDP reduces gradients there
+                    with nullcontext() if is_last else accelerator.no_sync(policy):
+                        logprobs, entropies = policy(old.contexts, old.responses)
+                        loss, part_stats = rloo_loss(
+                            logprobs, old, advantages[part], num_completions, args
+                        )
+                        accelerator.backward(loss)
+                    part_stats["policy/entropy_avg"] = entropies.sum() / num_tokens
+                    for name, value in part_stats.items():
+                        stats[f"ppo/{name}"] += value.detach() / num_steps
+                if args.max_grad_norm is not None:
+                    accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)  # (X8)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        seconds = timer.stop()
+        metrics = rollout_metrics(rollout, kl_coef, ids.pad) | stats
+        metrics["objective/advantage_std"] = mean_and_var(all_advantages)[1].sqrt()
+        if gold_reward:
+            metrics["objective/gold_score"] = gold_reward(batch, rollout.cut).mean()
+        metrics = mean_over_processes(metrics, device)
+        kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)  # (P11)
+        metrics["ppo/val/ratio_var"] -= (metrics["ppo/val/ratio"] - 1) ** 2
         metrics |= {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}
-        metrics["objective/kl_coef"] = kl_coef
-        kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)  # P11
-        run.log(update, metrics, SHOWN)
+        metrics |= seconds | eval_metrics
+        metrics["time/episodes_per_second"] = args.batch_size / sum(seconds.values())
+        run.log(update, metrics)
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer)
-    run.log(num_updates, evaluation(num_updates), SHOWN)
+    run.log(num_updates, evaluate(num_updates))
     run.compare_samples()
     run.finish()
-    utils.stop_accelerator(accelerator)
+    distributed.stop(accelerator)
 
 
 if __name__ == "__main__":
-    cli(main, lambda: parse_args(Args, PRESETS))
+    cli.run(main, Args, PRESETS)

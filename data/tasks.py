@@ -1,0 +1,162 @@
+"""The tasks: which texts a run reads and which responses it writes.
+
+Add your own task to `TASKS`; all four scripts then run it with `--task NAME`. Every field is also
+a flag: `--query_dataset my.jsonl` changes it for one run.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+DATA = Path(__file__).parent
+SYNTHETIC = DATA / "synthetic"
+NonNegativeInt = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
+class Task:
+    """What a run reads and writes, the same for all scripts.
+
+    A data source is a local file (.txt .json .jsonl .parquet .csv), a local folder, a name on the
+    Hugging Face hub, `hub name:file`, `hub name:configuration`, or any of these with `@split`.
+    """
+
+    task: str
+    """name of the task; selects the defaults of all flags"""
+    base_model: str
+    """initial policy and reference: hub name or folder"""
+
+    # Queries
+    query_dataset: str
+    """data source of the queries"""
+    query_column: str
+    """its column with the texts"""
+    query_length: PositiveInt
+    """tokens; longer queries are cut, shorter ones padded on the left (G2)"""
+    query_prefix: str = ""
+    """text before each query; the reward model does not see it"""
+    query_suffix: str = ""
+    """text after each query; the reward model does not see it"""
+    start_text: str | None = None
+    """one token; queries start after the first of it (P3)"""
+    end_text: str | None = None
+    """queries end after the last of it that ends a word (P3)"""
+    keep_last_line: bool = False
+    """cut long queries before their last line, such as TL;DR:"""
+    clean_fn: str | None = None
+    """module:function or path.py:function that cleans a text before tokenization"""
+    num_queries: PositiveInt = 2**20
+    """maximum number of rows; larger datasets are subsampled"""
+
+    # Responses
+    response_length: PositiveInt
+    """tokens sampled per response (G4); the maximum in EOS tasks (X9)"""
+    temperature: PositiveFloat
+    """sampling temperature; logits are always divided by it (P1)"""
+    truncate_token: str | None
+    """one token; the reward model sees responses only up to it (P5)"""
+    truncate_after: NonNegativeInt = 0
+    """position from which truncate_token counts (P5)"""
+    missing_eos_penalty: float = -1.0
+    """score of responses without truncate_token (P5)"""
+    eos_task: bool = False
+    """responses end at truncate_token; the rest is masked everywhere (X9)"""
+    response_column: str | None = None
+    """column of reference responses; sft.py learns these instead of the texts"""
+
+    # Labels
+    label_dataset: str
+    """data source of the human preferences"""
+    label_tokenizer: str | None = None
+    """tokenizer of the labels' token ids: hub name or folder; None: base_model's"""
+    gold_fn: str | None = None
+    """module:function or path.py:function for the true score; only logged"""
+
+
+BOOKS = Task(
+    task="sentiment",
+    base_model="gpt2",
+    query_dataset="SamuelYang/bookcorpus",
+    query_column="text",
+    query_length=64,
+    response_length=24,
+    temperature=0.7,
+    truncate_token=".",
+    truncate_after=16,
+    label_dataset="vwxyzjn/lm-human-preferences:sentiment/offline_5k.json",
+    label_tokenizer="gpt2",
+)
+SUMMARIES = replace(
+    BOOKS,
+    query_length=500,
+    query_suffix="\n\nTL;DR:",
+    response_length=75,
+    truncate_token="\n",
+    truncate_after=55,
+)
+STORIES = replace(BOOKS, label_tokenizer=None, gold_fn=f"{SYNTHETIC / 'judge.py'}:gold_score")
+ENDS_AT_EOS = dict(truncate_token="<|endoftext|>", truncate_after=0, eos_task=True)
+
+TASKS = {
+    "synthetic": replace(
+        STORIES,
+        task="synthetic",
+        base_model="models/synthetic/sft",
+        query_dataset=str(SYNTHETIC / "stories.txt"),
+        label_dataset=str(SYNTHETIC / "labels.json"),
+    ),
+    "synthetic_eos": replace(
+        STORIES,
+        task="synthetic_eos",
+        base_model="models/synthetic_eos/sft",
+        query_dataset=str(SYNTHETIC / "stories_eos.jsonl"),
+        query_column="prompt",
+        query_length=32,
+        response_length=40,
+        response_column="completion",
+        label_dataset=str(SYNTHETIC / "pairs_eos.jsonl"),
+        **ENDS_AT_EOS,
+    ),
+    "sentiment": BOOKS,
+    "descriptiveness": replace(
+        BOOKS,
+        task="descriptiveness",
+        label_dataset="vwxyzjn/lm-human-preferences:descriptiveness/offline_5k.json",
+    ),
+    "cnndm": replace(
+        SUMMARIES,
+        task="cnndm",
+        query_dataset="abisee/cnn_dailymail:3.0.0",
+        query_column="article",
+        query_prefix="Article:\n\n",
+        end_text=".",
+        clean_fn=f"{DATA / 'clean.py'}:clean_article",
+        temperature=0.5,
+        label_dataset="vwxyzjn/lm-human-preferences:cnndm/online_45k.json",
+    ),
+    "tldr_2019": replace(
+        SUMMARIES,
+        task="tldr_2019",
+        query_dataset="dim/tldr_17_50k",
+        query_column="content",
+        clean_fn=f"{DATA / 'clean.py'}:clean_post",
+        label_dataset="vwxyzjn/lm-human-preferences:tldr/online_45k.json",
+    ),
+    "tldr": replace(
+        BOOKS,
+        task="tldr",
+        base_model="models/tldr/sft",
+        query_dataset="trl-lib/tldr",
+        query_column="prompt",
+        query_length=512,
+        keep_last_line=True,
+        response_length=53,
+        response_column="completion",
+        label_dataset="trl-lib/tldr-preference",
+        label_tokenizer=None,
+        **ENDS_AT_EOS,
+    ),
+}

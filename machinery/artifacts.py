@@ -1,0 +1,149 @@
+"""Files that a run leaves besides its metrics: model folders, model cards, trackers."""
+
+import filecmp
+import json
+import os
+import platform
+import shutil
+import subprocess
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from accelerate.tracking import TensorBoardTracker, WandBTracker
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from machinery.checkpoints import MAY_CHANGE
+from machinery.cli import InputError, RunError
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tyro", "numpy")
+
+
+def create_run_folder(args: Any, script: Path) -> Path:
+    """Create a new folder in runs/; a default name gets a number if another run was faster."""
+    when = time.strftime("%Y%m%d-%H%M%S")
+    default = f"{args.task.task}__{script.stem}__{args.seed}__{when}"
+    path = Path("runs") / (args.run_name or default)
+    for i in range(1, 100):
+        folder = path if i == 1 else path.with_name(f"{path.name}-{i}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if args.run_name:
+                break
+    raise InputError(f"--run_name {args.run_name}: {path} exists; choose another name")
+
+
+def describe_environment(folder: Path) -> dict[str, Any]:
+    """Commit and versions; changes that are not committed go into `changes.diff`."""
+
+    def git(*arguments: str) -> str:
+        if not shutil.which("git"):
+            return ""
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+    if changes := git("diff", "HEAD"):
+        (folder / "changes.diff").write_text(changes)
+    return {
+        "commit": git("rev-parse", "HEAD").strip() or None,
+        "changes": bool(changes),
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in PACKAGES},
+    }
+
+
+def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[Any]:
+    """TensorBoard's tracker, and W&B's if `track`: offline if it cannot be reached."""
+    trackers: list[Any] = [TensorBoardTracker("", folder)]
+    trackers[0].start()
+    if track:
+        import wandb
+
+        project = os.environ.get("WANDB_PROJECT", "onefile-rlhf")
+        settings = wandb.Settings(init_timeout=30, finish_timeout=60, silent=True)
+        where = dict(name=folder.name, dir=str(folder.absolute()))
+        trackers.append(WandBTracker(project, config=config, settings=settings, **where))
+        try:
+            trackers[1].start()
+        except wandb.Error as error:
+            sync = f"wandb sync {folder}/wandb/offline-*"
+            print(f"W&B is offline ({type(error).__name__}); upload later with `{sync}`")
+            trackers[1].init_kwargs["mode"] = "offline"
+            trackers[1].start()
+    return trackers
+
+
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    folder: Path,
+    weights: dict[str, Tensor],
+    heads: dict[str, dict[str, Tensor]],
+) -> None:
+    """Write a folder for `from_pretrained`, with the tokenizer and `<head>.safetensors`.
+
+    Written beside its final name and renamed. An existing folder is never overwritten; one with the
+    same files, left by a run that was killed after this and resumed, is fine.
+    """
+    part = folder.with_name(f"{folder.name}.part")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it wrote this
+    try:
+        model.save_pretrained(part, state_dict=weights)
+        tokenizer.save_pretrained(part)
+        for name, head in heads.items():
+            save_file(head, part / f"{name}.safetensors")
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    try:
+        part.rename(folder)  # fails if the folder has files
+    except OSError:
+        names = [path.name for path in part.iterdir()]
+        same, _, _ = filecmp.cmpfiles(part, folder, names, shallow=False)
+        if len(same) < len(names):
+            raise RunError(f"{folder} has other files; the weights are in {part}") from None
+        shutil.rmtree(part)
+
+
+def replace_link(link: Path, target: Path) -> None:
+    """Make `link` a relative symbolic link to `target`, atomically."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    part = link.with_name(f"{link.name}.part{os.getpid()}")
+    part.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))
+    part.replace(link)
+
+
+def write_card(args: Any, run: Path, script: str, weights: Path) -> None:
+    """README.md beside the weights: task, metrics, curves, arguments, versions."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first = {name: x for line in reversed(lines) for name, x in line.items()}
+    last = {name: x for line in lines for name, x in line.items()}
+    names = sorted(name for name in first if not name.startswith(("step", "time/", "ppo/")))
+    rows = "".join(f"| `{name}` | {first[name]:.4g} | {last[name]:.4g} |\n" for name in names)
+    record = json.loads((run / "args.json").read_text())
+    settings = {key: x for key, x in asdict(args).items() if key not in MAY_CHANGE}
+    for key in ("processes", "mixed_precision", "device", "python", "versions"):
+        settings[key] = record[key]
+    shutil.copy(run / "curves.png", weights)
+    base = args.task.base_model
+    hub_name = None if Path(base).exists() else base
+    data = huggingface_hub.ModelCardData(tags=["rlhf", script], base_model=hub_name)
+    text = (
+        f"---\n{data.to_yaml()}\n---\n\n# {script} on {args.task.task}\n\n"
+        f"Trained from `{base}` with onefile-rlhf.\n\n"
+        f"| metric | first | last |\n|---|---|---|\n{rows}\n![Learning curves](curves.png)\n\n"
+        f"```json\n{json.dumps(settings, indent=1)}\n```\n"
+    )
+    text = text.replace(f"{ROOT}/", "")  # no paths of this machine
+    if len(home := str(Path.home())) > 1:
+        text = text.replace(f"{home}/", "~/")
+    (weights / "README.md").write_text(text)

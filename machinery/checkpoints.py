@@ -1,0 +1,165 @@
+"""Exact resume: weights, optimizer and progress of a run in one safetensors file.
+
+Nothing is pickled: numbers are JSON in the header of the file. DDP, FSDP2 and single-process runs
+read each other's checkpoints.
+"""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from machinery.cli import InputError
+
+KEPT = 2  # checkpoints of a run: the newest and the one before it
+MAY_CHANGE = ("save_every", "resume", "run_name", "output_dir", "track", "push_to_hub")
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def full_weights(model: nn.Module) -> dict[str, Tensor]:
+    """All weights on the CPU, tied ones once; empty on all processes but the first.
+
+    All processes have to call this.
+    """
+    state = get_model_state_dict(model, options=FULL)
+    names = {name for name, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
+    return {name: x.contiguous() for name, x in state.items() if name in names}
+
+
+def save_checkpoint(
+    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict
+) -> None:
+    """Write `folder/<step>.safetensors` and delete all but the newest two.
+
+    The file is complete or absent, whenever the process is killed. All processes have to call
+    this; only the first one, which has the tensors, writes.
+    """
+    tensors = {f"model/{name}": x for name, x in full_weights(model).items()}
+    optimizer_state = get_optimizer_state_dict(model, optimizer, options=FULL)
+    if not tensors:
+        return
+    for name, moments in optimizer_state["state"].items():
+        for key, x in moments.items():
+            tensors[f"optimizer/{key}/{name}"] = x
+    groups = optimizer_state["param_groups"]
+    header = json.dumps({"step": step, "groups": groups, **state})
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{step:08}.safetensors"
+    write_atomically(path, lambda part: save_file(tensors, part, {"state": header}))
+    for old in sorted(folder.glob("*.safetensors"))[:-KEPT]:
+        old.unlink()
+
+
+def write_atomically(path: Path, write: Any) -> None:
+    """Call `write(part)` for a file beside `path`, then rename it; leave nothing if that fails."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        write(part)
+        sync(part)
+        os.replace(part, path)
+        sync(path.parent)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """Restore weights and optimizer in place; return the rest of the state.
+
+    Raises `InputError` for a damaged file, or one of another model.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            state = json.loads(file.metadata()["state"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, KeyError, TypeError) as error:
+        others = [other for other in sorted(path.parent.glob("*.safetensors")) if other < path]
+        hint = f"the one before it: --resume {others[-1]}" if others else "there is no other"
+        raise InputError(f"{path} is damaged ({error}); {hint}") from error
+    weights: dict[str, Tensor] = {}
+    moments: dict[str, dict[str, Tensor]] = {}
+    for key, x in tensors.items():
+        kind, _, name = key.partition("/")
+        if kind == "model":
+            weights[name] = x
+        else:
+            key, _, name = name.partition("/")
+            moments.setdefault(name, {})[key] = x
+    names = {name for name, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
+    if wrong := sorted(names ^ weights.keys()):
+        raise InputError(f"{path} is a checkpoint of another model, see {wrong[0]}")
+    groups = state.pop("groups")
+    for group in groups:
+        group |= {key: tuple(value) for key, value in group.items() if key == "betas"}
+    options = StateDictOptions(full_state_dict=True, strict=False)  # tied weights are there once
+    set_model_state_dict(model, weights, options=options)
+    optimizer_state = {"state": moments, "param_groups": groups}
+    set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+    return state
+
+
+def find_checkpoint(args: Any, script: Path) -> Path | None:
+    """The checkpoint that `--resume` means: a file, or the newest one in a run's folder.
+
+    `latest` is the newest run of this script and task that has one. Raises `InputError`.
+    """
+    if args.resume is None:
+        return None
+    folder = Path(args.resume)
+    if args.resume == "latest":
+        folder = latest_run(args.task.task, script)
+    found = [folder] if folder.is_file() else sorted(folder.glob("checkpoints/*.safetensors"))
+    if not found or not (found[-1].parents[1] / script.name).is_file():
+        raise InputError(
+            f"--resume {args.resume} has no checkpoint of {script.name} on task {args.task.task}; "
+            "runs write them with --save_every, and when they receive SIGTERM"
+        )
+    return found[-1]
+
+
+def latest_run(task: str, script: Path) -> Path:
+    """The folder of the newest run of this script and task that has a checkpoint."""
+    started = {}
+    for run in {path.parents[1] for path in Path("runs").rglob("checkpoints/*.safetensors")}:
+        record = run / "args.json"
+        if (run / script.name).is_file() and record.is_file():
+            if json.loads(record.read_text())["task"]["task"] == task:
+                started[run] = record.stat().st_mtime_ns
+    return max(started, key=lambda run: started[run], default=Path("runs"))
+
+
+def check_same_run(args: Any, processes: int, run: Path) -> None:
+    """Raise `InputError` if flags would change the numbers of the run that is resumed."""
+    new = asdict(args) | {"processes": processes}
+    old = json.loads((run / "args.json").read_text())
+    new, old = (record | record["task"] for record in (new, old))
+    changed = [
+        f"{name}={value} instead of {old.get(name)}"
+        for name, value in new.items()
+        if name not in (*MAY_CHANGE, "task") and value != old.get(name)
+    ]
+    if changed:
+        raise InputError(
+            f"--resume {run} with {', '.join(changed)} would change its numbers; "
+            "repeat the run's own command and add --resume"
+        )

@@ -1,0 +1,98 @@
+"""Command line of the scripts: flags with the defaults of a task, and errors as one sentence."""
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from pydantic import Field
+from safetensors import SafetensorError
+
+from data.tasks import TASKS, Task
+
+UnitFloat = Annotated[float, Field(ge=0, le=1)]  # a number in [0, 1]
+
+
+class InputError(ValueError):
+    """Bad input. The message names the value and what would be right."""
+
+
+class RunError(RuntimeError):
+    """A run cannot continue."""
+
+
+def parse_args(cls: type, presets: dict[str, dict[str, Any]], argv: list[str] | None = None) -> Any:
+    """Parse the command line into the dataclass `cls`.
+
+    `--task NAME` selects the defaults: the task's entry in `TASKS`, then the script's own
+    `presets[NAME]`. Raises `InputError` for an unknown task; tyro reports all other bad flags.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    name = task_name(argv)
+    if name not in TASKS:
+        raise InputError(f"--task {name} is unknown; choose {', '.join(TASKS)} (data/tasks.py)")
+    task_fields = {field.name for field in fields(Task)}
+    preset = presets.get(name, {})
+    of_task = {key: value for key, value in preset.items() if key in task_fields}
+    of_script = {key: value for key, value in preset.items() if key not in task_fields}
+    default = cls(task=replace(TASKS[name], **of_task), **of_script)
+    return tyro.cli(tyro.conf.OmitArgPrefixes[cls], default=default, args=argv)
+
+
+def task_name(argv: list[str]) -> str:
+    """The value of `--task`, or the first task."""
+    name = next(iter(TASKS))
+    for i, argument in enumerate(argv):
+        if argument.startswith("--task="):
+            name = argument.removeprefix("--task=")
+        elif argument == "--task" and i + 1 < len(argv):
+            name = argv[i + 1]
+    return name
+
+
+def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]]) -> None:
+    """Call `main(args)`. Expected errors print one sentence; bugs print a traceback.
+
+    Exit codes: 2 for bad input, 1 for a run that cannot continue, 130 for Ctrl-C.
+    """
+    try:
+        main(parse_args(cls, presets))
+    except InputError as error:
+        fail(error, 2)
+    except RunError as error:
+        fail(error, 1)
+    except (OSError, SafetensorError) as error:
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+        if not full and os.strerror(errno.ENOSPC) not in str(error):
+            raise
+        fail(error, 1)
+    except KeyboardInterrupt:
+        fail("stopped by Ctrl-C", 130)
+
+
+def fail(message: Any, code: int) -> None:
+    """Print why this process ends, and end it."""
+    rank = int(os.environ.get("RANK", 0))
+    if rank > 0:
+        time.sleep(2)  # if all processes fail alike, only the first one prints before they end
+    where = f" (process {rank})" if rank > 0 else ""
+    print(f"{Path(sys.argv[0]).name}: error{where}: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def say(message: str) -> None:
+    """Print on the main process only."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(message, flush=True)
+
+
+def check_divisible(name: str, value: int, unit: int, reason: str) -> None:
+    """Raise `InputError` if `unit` does not divide `value`; name the next value that works."""
+    if value % unit:
+        larger = (value // unit + 1) * unit
+        raise InputError(f"{name}={value} is not divisible by {reason} = {unit}; use {larger}")

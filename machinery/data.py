@@ -1,0 +1,308 @@
+"""Texts → a table of queries. Everything that reads files is here.
+
+Shapes: `B` sequences, `Q` query tokens. Tags such as (P3) are explained in docs/details.md.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import filelock
+import numpy as np
+from torch import Tensor
+
+from data.tasks import Task
+from machinery import hub
+from machinery.cli import InputError
+from machinery.functions import load_function
+from utils import pad_left
+
+READERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+READER_OPTIONS = {  # a byte-order mark is not text, and "NA" is
+    ".txt": dict(encoding="utf-8-sig"),
+    ".csv": dict(keep_default_na=False),
+}
+SMALL_TABLE = 2**15  # rows that are tokenized in a second or two: not worth a smaller table
+
+
+def load_rows(source: str, flag: str) -> datasets.Dataset:
+    """Load a data source (see `Task`). Raises `InputError` if it is missing or unreadable."""
+    datasets.disable_progress_bars()
+    name, split = source, "train"
+    if not Path(source).exists() and "@" in source:
+        name, _, split = source.rpartition("@")
+    try:
+        if Path(name).is_file():
+            return load_file(name, split, flag)
+        if Path(name).is_dir():
+            return load_folder(name, split, flag)
+        return load_from_hub(name, split, flag)
+    except InputError:
+        raise
+    except Exception as error:  # whatever the readers raise for broken files
+        reason = hub.first_line(error.__cause__ or error)
+        raise InputError(f"{flag} {source} is empty or cannot be read: {reason}") from error
+
+
+def load_file(name: str, split: str, flag: str) -> datasets.Dataset:
+    """Load a local file; its only split is `train`."""
+    suffix = Path(name).suffix
+    if suffix not in READERS:
+        raise InputError(f"{flag} {name}: the file name has to end in {' '.join(READERS)}")
+    if split != "train":
+        raise InputError(f"{flag} {name}@{split}: a file has only the split train")
+    if "json" in suffix:
+        with open(name, encoding="utf-8-sig") as file:
+            if file.read(64).lstrip(" \n[").startswith("null"):  # the library crashes on it
+                raise InputError(f"{flag} {name}: the first row is null")
+    options = READER_OPTIONS.get(suffix, {})
+    return datasets.load_dataset(READERS[suffix], data_files=name, split="train", **options)
+
+
+def load_folder(name: str, split: str, flag: str) -> datasets.Dataset:
+    """Load a folder of data files, or one written by `save_to_disk`."""
+    folder = Path(name)
+    if Path.cwd().is_relative_to(folder.resolve()):
+        raise InputError(
+            f"{flag} {name} is the current folder or one above it; pass the data's own"
+        )
+    if (folder / "state.json").is_file():
+        return datasets.load_from_disk(name)
+    if (folder / "dataset_dict.json").is_file():
+        splits = datasets.load_from_disk(name)
+        if split not in splits:
+            raise InputError(f"{flag} {name} has no split {split}; it has {', '.join(splits)}")
+        return splits[split]
+    return datasets.load_dataset(name, split=split)
+
+
+def load_from_hub(name: str, split: str, flag: str) -> datasets.Dataset:
+    """Load `name`, `name:configuration` or `name:file` from the hub or its cache."""
+    name, _, part = name.partition(":")
+    is_file = Path(part).suffix in READERS
+    if hub.looks_local(name) or (Path(name).suffix in READERS and not part):
+        raise InputError(hub.missing(name, flag))
+    hub.go_offline_if_unreachable()
+    try:
+        if is_file:
+            return datasets.load_dataset(name, data_files=part, split=split)
+        return datasets.load_dataset(name, part or None, split=split)
+    except OSError as error:
+        folder = name.split("/")[-1]
+        local = f"{folder}/{part}" if is_file else f"{folder}:{part}" if part else folder
+        download = f"hf download {name} {part if is_file else ''}".strip()
+        raise InputError(
+            f"dataset {name} is not in the cache and the hub cannot be reached. Where it can, run\n"
+            f"  {download} --repo-type dataset --local-dir {folder}\n"
+            f"and pass {flag} {local}"
+        ) from error
+
+
+def load_texts(task: Task, *columns: str) -> datasets.Dataset:
+    """The rows of `query_dataset`, at most `num_queries`. Raises `InputError` for other columns."""
+    rows = load_rows(task.query_dataset, "--query_dataset")
+    for name in columns:
+        if name not in rows.column_names:
+            raise InputError(
+                f"--query_dataset {task.query_dataset} has no column {name!r}; "
+                f"it has {', '.join(rows.column_names)}"
+            )
+        kind = getattr(rows.features[name], "dtype", None)
+        if kind not in ("string", "large_string", "null"):
+            raise InputError(
+                f"--query_dataset {task.query_dataset}: column {name!r} has to hold texts, "
+                f"not {rows.features[name]}"
+            )
+    if len(rows) > task.num_queries:
+        chosen = np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)
+        rows = rows.select(np.sort(chosen))
+    return rows
+
+
+class TokenTable:
+    """Token sequences in a memory-mapped file that the processes of a machine share.
+
+    `table[rows]` → [B, length], padded on the left (G2).
+    """
+
+    def __init__(self, rows: datasets.Dataset, length: int, pad_id: int):
+        self.rows = rows
+        self.length = length
+        self.pad_id = pad_id
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, rows: np.ndarray | slice) -> Tensor:
+        return pad_left(self.rows[rows]["tokens"], self.length, self.pad_id)
+
+    def hold_out(self, n: int, flag: str) -> tuple[Tensor, "TokenTable"]:
+        """The first `n` sequences [n, length], and a table without them and their duplicates."""
+        held_out = {tuple(tokens) for tokens in self.rows[:n]["tokens"]}
+        sequences = (tokens for batch in self.rows.iter(1000) for tokens in batch["tokens"])
+        rest = [i for i, tokens in enumerate(sequences) if tuple(tokens) not in held_out]
+        if not rest:
+            raise InputError(f"{flag} {n} leaves none of the {len(self)} sequences for training")
+        return self[:n], TokenTable(self.rows.select(rest), self.length, self.pad_id)
+
+
+def tokenize_rows(
+    rows: datasets.Dataset,
+    function: Callable,
+    length: int,
+    tokenizer: Any,
+    pad_id: int,
+    *settings: Any,
+) -> TokenTable:
+    """Map `function` (batch of rows → token lists) over all rows, once: the result is cached.
+
+    The cache key is the data, the tokenizer, `settings` and the source code. A file lock, not a
+    collective, makes other processes wait, since this may take minutes.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend else str(sorted(tokenizer.get_vocab().items()))
+    code = Path(__file__).read_text() + Path(inspect.getsourcefile(function)).read_text()
+    key = (rows._fingerprint, vocabulary, str(length), str(pad_id), repr(settings), code)
+    fingerprint = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(cache / f"{fingerprint}.lock"):
+        table = rows.map(
+            lambda batch: {"tokens": function(batch)},
+            batched=True,
+            remove_columns=rows.column_names,
+            features=datasets.Features({"tokens": datasets.List(datasets.Value("int32"))}),
+            new_fingerprint=fingerprint,
+        )
+    return TokenTable(table, length, pad_id)
+
+
+def clean_texts(texts: list[str | None], task: Task) -> list[str]:
+    """Apply `clean_fn`; a missing text becomes an empty one."""
+    if not task.clean_fn:
+        return [text or "" for text in texts]
+    clean = load_function(task.clean_fn)
+    cleaned = []
+    for text in texts:
+        try:
+            result = clean(text or "")
+        except Exception as error:  # whatever the user's code raises
+            raise InputError(f"{task.clean_fn} raised {error!r} for {text!r:.60}") from error
+        if not isinstance(result, str):
+            raise InputError(f"{task.clean_fn} returned {result!r:.60}, which is not a text")
+        cleaned.append(result)
+    return cleaned
+
+
+def cleaning_key(task: Task) -> str:
+    """What a cache of cleaned texts depends on: the name of `clean_fn` and its source code."""
+    if not task.clean_fn:
+        return ""
+    try:
+        return task.clean_fn + Path(inspect.getfile(load_function(task.clean_fn))).read_text()
+    except TypeError:  # builtins have no source file
+        return task.clean_fn
+
+
+def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
+    """The id of a text that is one token. Raises `InputError` if it is not.
+
+    The vocabulary comes first: tokenizers such as Llama 2's add a space before what they encode.
+    """
+    if text is None:
+        return None
+    known = tokenizer.get_vocab().get(text)
+    ids = tokenizer.encode(text, add_special_tokens=False) if known is None else [known]
+    if len(ids) != 1:
+        raise InputError(f"{flag} {text!r} has to be one token; for this tokenizer it is {ids}")
+    return ids[0]
+
+
+def ends_word(text: str, offsets: list[tuple[int, int]], end: str) -> list[bool]:
+    """For each token (begin, stop) of `text`: whether `end` and a word both end there (P3).
+
+    Both of GPT-2's periods, "." and " .", end a sentence; those in "1.5" or "CNN.com" do not.
+    """
+    found = []
+    for _, stop in offsets:
+        closes_word = end.isspace() or not text[stop : stop + 1].strip()
+        found.append(closes_word and text.endswith(end, 0, stop))
+    return found
+
+
+def cut_query(
+    tokens: list[int], length: int, start: int | None, ends: list[bool] | None
+) -> list[int] | None:
+    """The query inside a passage, or None to skip the passage (P3).
+
+    It begins after the first `start` token, has at most `length` tokens, and ends with the last of
+    those for which `ends` is True.
+    """
+    first = 0
+    if start is not None:
+        if start not in tokens:
+            return None
+        first = (tokens.index(start) + 1) % len(tokens)  # OpenAI: a final start token cuts nothing
+    tokens = tokens[first : first + length]
+    if ends is None:
+        return tokens
+    stops = [i + 1 for i, end in enumerate(ends[first : first + length]) if end]
+    return tokens[: stops[-1]] if stops else None
+
+
+def keep_last_line(text: str, length: int, tokenizer: Any) -> list[int]:
+    """Tokens of a prompt, at most `length`: drop lines before the last one, such as TL;DR:."""
+    head, _, last = text.rpartition("\n")
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    while len(ids) > length and "\n" in head.rstrip():
+        head = head.rstrip().rpartition("\n")[0]
+        ids = tokenizer.encode(f"{head.rstrip()}\n\n{last}", add_special_tokens=False)
+    return ids[:length]
+
+
+def tokenize_queries(texts: list[str | None], task: Task, tokenizer: Any) -> list[list[int] | None]:
+    """Texts → queries as token lists; None for texts that are blank or skipped (P3)."""
+    texts = clean_texts(texts, task)
+    start = single_token(tokenizer, task.start_text, "--start_text")
+    wants_offsets = task.end_text is not None
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=wants_offsets)
+    queries: list[list[int] | None] = []
+    for i, (text, ids) in enumerate(zip(texts, encoded["input_ids"], strict=True)):
+        if not text.strip():
+            queries.append(None)
+            continue
+        ends = None
+        if task.end_text is not None:
+            ends = ends_word(text, encoded["offset_mapping"][i], task.end_text)
+        if task.keep_last_line and len(ids) > task.query_length:
+            ids = keep_last_line(text, task.query_length, tokenizer)
+        queries.append(cut_query(ids, task.query_length, start, ends) or None)
+    return queries
+
+
+def load_queries(task: Task, tokenizer: Any, pad_id: int, needed: int) -> TokenTable:
+    """The table of queries [N, Q], enough for a run of `needed` queries (G2).
+
+    The order is shuffled, with the same beginning for every run. Raises `InputError` if no text
+    gives a query.
+    """
+    texts = load_texts(task, task.query_column)
+    order = np.random.default_rng(0).permutation(len(texts))
+    texts = texts.select(order[: max(needed, SMALL_TABLE)])
+    single_token(tokenizer, task.start_text, "--start_text")
+
+    def queries(batch: dict[str, list]) -> list[list[int]]:
+        return [ids for ids in tokenize_queries(batch[task.query_column], task, tokenizer) if ids]
+
+    settings = (task.query_column, task.keep_last_line, task.start_text, task.end_text)
+    settings += (cleaning_key(task),)
+    table = tokenize_rows(texts, queries, task.query_length, tokenizer, pad_id, *settings)
+    if not len(table):
+        raise InputError(
+            f"--query_dataset {task.query_dataset} gives no query: all {len(texts)} texts are "
+            f"blank or lack start_text={task.start_text!r} or end_text={task.end_text!r}"
+        )
+    return table

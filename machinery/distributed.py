@@ -1,0 +1,176 @@
+"""Processes and devices: start, prepare models for DDP or FSDP2, stop."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from machinery.cli import InputError, RunError
+
+USE = "use `accelerate launch --config_file configs/ddp.yaml` or configs/fsdp2.yaml"
+REFUSED = {  # launcher settings that would silently change the mathematics
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed takes an optimizer step in every backward pass",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM has its own models and optimizers",
+    "FSDP_OFFLOAD_PARAMS": "weights on the CPU cannot be sampled from",
+    "FSDP_ACTIVATION_CHECKPOINTING": "use --gradient_checkpointing of the scripts instead",
+}
+
+
+def is_on(name: str) -> bool:
+    """Whether an environment variable is set to true."""
+    return os.environ.get(name, "false").lower() in ("true", "1")
+
+
+def start(args: Any) -> Accelerator:
+    """The accelerator of this process.
+
+    Raises `InputError` if the launcher's processes are missing, or if it asks for something that
+    would silently change the mathematics.
+    """
+    for name, reason in REFUSED.items():
+        if is_on(name):
+            raise InputError(f"{name}: {reason}; {USE}")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    # DDP normally rebuilds its buckets after the first step. The order in which three or more
+    # processes add up a gradient would then differ in a resumed run, and so would the last bits.
+    keep_buckets = DistributedDataParallelKwargs(find_unused_parameters=world_size > 2)
+    slow_rewards = InitProcessGroupKwargs(
+        timeout=timedelta(days=1)
+    )  # a user's function may be slow
+    accelerator = Accelerator(kwargs_handlers=[keep_buckets, slow_rewards])
+    check_accelerator(accelerator, world_size)
+    if is_on("ACCELERATE_USE_FSDP"):
+        set_up_fsdp(accelerator)
+        if getattr(args, "compile", False):
+            raise InputError("--compile does not work with FSDP2, which moves the weights")
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    return accelerator
+
+
+def check_accelerator(accelerator: Accelerator, world_size: int) -> None:
+    """Raise `InputError` for what a launcher or a configuration file may set up wrongly."""
+    steps = accelerator.gradient_accumulation_steps
+    if steps != 1:
+        raise InputError(
+            f"gradient_accumulation_steps={steps} would scale the gradients; leave it at 1 and "
+            "set --micro_batch_tokens"
+        )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise InputError(
+            f"mixed_precision={accelerator.mixed_precision}: its loss scaler skips steps that "
+            "Adam counts; use --mixed_precision bf16"
+        )
+    lost = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
+    if lost or accelerator.num_processes != world_size:
+        raise InputError(
+            f"the launcher asked for several processes and {accelerator.num_processes} started; "
+            "on a CPU use `ACCELERATE_USE_CPU=true accelerate launch --multi_gpu "
+            f"--num_processes {max(world_size, 2)}`"
+        )
+
+
+def set_up_fsdp(accelerator: Accelerator) -> None:
+    """FSDP2 with fp32 weights under autocast, so that it computes what DDP computes."""
+    if not accelerator.is_fsdp2:
+        got = accelerator.distributed_type.value
+        raise InputError(
+            f"FSDP2 was asked for and {got} started, as on a CPU or without --fsdp_version 2; "
+            "use `accelerate launch --config_file configs/fsdp2.yaml` on GPUs"
+        )
+    plugin = accelerator.state.fsdp_plugin
+    if not plugin.reshard_after_forward:
+        raise InputError("fsdp_reshard_after_forward: false is not supported; set it to true")
+    plugin.mixed_precision_policy = MixedPrecisionPolicy()
+    plugin.cpu_ram_efficient_loading = False  # it would leave the models of other processes empty
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+
+
+def name_blocks(model: nn.Module) -> None:
+    """Tell FSDP2 which modules to shard: the transformer blocks."""
+    model._no_split_modules = getattr(model, "lm", model)._no_split_modules
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, Any]:
+    """Wrap model and optimizer for this run.
+
+    A step with gradients that are not finite raises `RunError` before it changes the weights.
+    """
+    optimizer.register_step_pre_hook(check_gradients)
+    if accelerator.is_fsdp2:
+        name_blocks(model)
+        model.forward = accelerator.autocast()(model.forward)  # DDP's wrapper does this itself
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if accelerator.is_fsdp2:
+        model.set_reshard_after_forward(True)  # the root's weights too
+    return model, optimizer
+
+
+def check_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """A hook before each step. Raises `RunError` if the norm of the gradient is not finite."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    norm = nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
+    norm = full(norm)
+    if not norm.isfinite():
+        raise RunError(
+            f"the norm of the gradient is {norm.item()}; the step was not taken. "
+            "A lower --lr or fp32 instead of bf16 may help"
+        )
+
+
+def freeze(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """A model that is not trained, on this process's device and in the run's precision.
+
+    Under FSDP2 it is sharded like the one that is trained.
+    """
+    model = model.eval().requires_grad_(False)
+    model.forward = accelerator.autocast()(model.forward)
+    if accelerator.is_fsdp2:
+        name_blocks(model)
+        return fsdp2_prepare_model(accelerator, model)
+    return model.to(accelerator.device)
+
+
+@contextmanager
+def inference(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, in the run's precision, without gradients.
+
+    Under FSDP2 every process holds all weights meanwhile, so that the language model in a policy
+    can be called by itself.
+    """
+    model.eval()
+    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in shards:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    with torch.no_grad(), accelerator.autocast():
+        yield
+    for module in shards:
+        module.set_reshard_after_forward(True, recurse=False)
+        module.reshard()
+    model.train()
+
+
+def full(x: torch.Tensor) -> torch.Tensor:
+    """A tensor without FSDP2's sharding. All processes have to call this."""
+    return x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()
+
+
+def stop(accelerator: Accelerator) -> None:
+    """Leave the process group together: gloo sometimes aborts if a process leaves first."""
+    accelerator.free_memory()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()

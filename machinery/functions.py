@@ -1,0 +1,63 @@
+"""Python functions that users name on the command line, such as `--reward_fn my_reward.py:score`."""
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from machinery.cli import InputError, RunError
+
+
+@functools.cache
+def load_function(name: str) -> Callable:
+    """Import `module:function` or `path.py:function`. Raises `InputError` if that fails."""
+    source, _, attribute = name.rpartition(":")
+    if not source:
+        raise InputError(f"{name!r} has no colon; write module:function or path.py:function")
+    try:
+        module = import_file(source) if source.endswith(".py") else import_module(source)
+    except FileNotFoundError as error:
+        raise InputError(f"{name!r}: there is no file {error.filename}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        raise InputError(f"{name!r} cannot be imported: {describe(error, source)}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise InputError(f"{name!r}: {source} has no function {attribute}")
+    return function
+
+
+def import_module(name: str) -> Any:
+    """Import a module from the current folder or the environment."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return importlib.import_module(name)
+
+
+def import_file(path: str) -> Any:
+    """Import a Python file under its path as the module name."""
+    spec = importlib.util.spec_from_file_location(path, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path] = module  # dataclasses look up their module here
+    spec.loader.exec_module(module)
+    return module
+
+
+def call_function(function: Callable, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a user's function. Raises `RunError` with the line if it fails."""
+    try:
+        return function(*args, **kwargs)
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        source = function.__code__.co_filename if hasattr(function, "__code__") else ""
+        raise RunError(f"{name} raised {describe(error, source)}") from error
+
+
+def describe(error: BaseException, source: str) -> str:
+    """The error with the last line of the user's own file in its traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if source and frame.filename.endswith(source)]
+    where = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    return f"{type(error).__name__}: {error}{where}"

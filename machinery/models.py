@@ -1,0 +1,192 @@
+"""Loading tokenizers and language models, and checks that a model can be used.
+
+Tags such as (P4) are explained in docs/details.md.
+"""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.activations import NewGELUActivation
+
+from data.tasks import Task
+from machinery.cli import InputError
+from machinery.data import single_token
+from machinery.decoding import Decoder
+from machinery.hub import loading_model
+from machinery.packing import packed, run_plain
+from utils import TokenIds, pad_left
+
+KNOWN = "GPT-2, GPT-NeoX (Pythia), Llama, Qwen 2, Mistral, Falcon and similar models work"
+
+
+class Float32Linear(nn.Linear):
+    """A linear layer outside autocast. GPT-2's logits are near -70, where bf16 has steps of 0.5."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., D] of any dtype → [..., V] in fp32."""
+        with torch.autocast(input.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.float()
+            return nn.functional.linear(input.float(), self.weight.float(), bias)
+
+
+def load_tokenizer(
+    task: Task, new_tokens: int, flag: str = "--base_model", make: str = ""
+) -> tuple[Any, TokenIds]:
+    """The tokenizer of `task.base_model` and the token ids of the task; loads no weights.
+
+    `new_tokens` follow each query. The pad id is one past the vocabulary (G2); the tokenizer's own
+    pad token is never used. Raises `InputError` if the model cannot be used.
+    """
+    name = task.base_model
+    with loading_model(name, flag, make):
+        config = AutoConfig.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    check_config(config, name, flag)
+    if len(tokenizer) > config.vocab_size:
+        raise InputError(
+            f"{flag} {name}: the tokenizer has {len(tokenizer)} tokens and the model only "
+            f"{config.vocab_size}; resize the model's embeddings first"
+        )
+    prefix, suffix = (
+        tokenizer.encode(text, add_special_tokens=False)
+        for text in (task.query_prefix, task.query_suffix)
+    )
+    length = len(prefix) + task.query_length + len(suffix) + new_tokens
+    check_length(
+        config, length, f"query_length={task.query_length} with prefix, suffix and response"
+    )
+    truncate = single_token(tokenizer, task.truncate_token, "--truncate_token")
+    return tokenizer, TokenIds(config.vocab_size, truncate, prefix, suffix)
+
+
+def check_config(config: PretrainedConfig, name: str, flag: str) -> None:
+    """Raise `InputError` for an architecture that cannot be used, before loading its weights."""
+    if getattr(config, "vocab_size", None) is None:
+        raise InputError(f"{flag} {name} ({config.model_type}) is not a text-only model; {KNOWN}")
+    cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if cls is None or "position_ids" not in inspect.signature(cls.forward).parameters:
+        raise InputError(f"{flag} {name} ({config.model_type}) takes no position_ids; {KNOWN}")
+
+
+def check_length(config: PretrainedConfig, needed: int, what: str) -> None:
+    """Raise `InputError` if a model has fewer positions than tokens to read."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and needed > longest:
+        raise InputError(
+            f"{what} needs {needed} tokens; {config.model_type} reads at most {longest}"
+        )
+
+
+def load_lm(name: str, flag: str = "--base_model", from_scratch: bool = False) -> PreTrainedModel:
+    """A causal language model in fp32 without dropout (P4), its head outside autocast.
+
+    Only safetensors are read. A folder without weights gives a random model if `from_scratch`, and
+    otherwise an `InputError`, as does a model whose results would be wrong.
+    """
+    with loading_model(name, flag):
+        config = disable_dropout(AutoConfig.from_pretrained(name))
+    path = Path(name)
+    if path.is_dir() and not any(path.glob("*.safetensors*")):
+        if not from_scratch:
+            raise InputError(f"{flag} {name} has no *.safetensors files; save the weights as such")
+        lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    else:
+        options = dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
+        with loading_model(name, flag):
+            lm, info = AutoModelForCausalLM.from_pretrained(name, config=config, **options)
+        if info["missing_keys"]:  # they would be random
+            missing = sorted(info["missing_keys"])[0]
+            raise InputError(f"{flag} {name} is not a language model: {missing} is missing")
+    head = lm.get_output_embeddings()
+    head.__class__ = Float32Linear  # the same module, so names and tied weights stay
+    use_fused_gelu(lm)
+    check_model(lm, name, flag)
+    return lm
+
+
+@torch.no_grad()
+def check_model(lm: PreTrainedModel, name: str, flag: str) -> None:
+    """Raise `InputError` if our ways to call a model give other results than `lm(...)` itself.
+
+    Two sequences, alone, are compared with the same two padded, packed, sampled token by token,
+    and in training mode, which must not be random.
+    """
+    who = f"{flag} {name} ({lm.config.model_type})"
+    sequences = [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
+    sequences = [[token % lm.config.vocab_size for token in tokens] for tokens in sequences]
+    tokens = pad_left(sequences, 6, -1)
+    mask = tokens >= 0
+    inputs = tokens.clamp(min=0), mask, mask.cumsum(dim=1) - mask.long()
+    lm.eval()
+    try:
+        alone = torch.cat([lm(torch.tensor([ids])).logits[0] for ids in sequences])
+        results = {"with padding": compute_logits(lm, packed(lm.base_model)(*inputs))[mask]}
+        results["token by token"] = decode_step_by_step(lm, *inputs)[mask]
+        lm.train()
+        results["in training mode"] = compute_logits(lm, run_plain(lm.base_model, *inputs))[mask]
+    except Exception as error:  # whatever an unsupported architecture raises
+        raise InputError(f"{who} cannot be used: {error!r:.200}. {KNOWN}") from error
+    finally:
+        lm.eval()
+    if not alone.isfinite().all():
+        raise InputError(f"{who} has weights that are not finite")
+    for how, logits in results.items():
+        gap = (logits.log_softmax(dim=-1) - alone.log_softmax(dim=-1)).abs().max().item()
+        if not gap < 0.01:
+            raise InputError(f"{who} cannot be used: {how} it differs by {gap:.2g} nats. {KNOWN}")
+
+
+def decode_step_by_step(
+    lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor
+) -> Tensor:
+    """Logits [B, T, V] as `Decoder` computes them: a prompt of 4 tokens, then one at a time."""
+    decoder = Decoder(lm, input_ids.shape[1] - 4)
+    logits = compute_logits(lm, run_plain(lm.base_model, input_ids, attention_mask, position_ids))
+    output = decoder(input_ids[:, :4], attention_mask[:, :4], position_ids[:, :4])
+    for end in range(4, input_ids.shape[1]):
+        logits[:, end - 1] = output.logits[:, -1]
+        column = slice(end, end + 1)
+        cache = output.past_key_values
+        mask = attention_mask[:, : end + 1]
+        output = decoder(input_ids[:, column], mask, position_ids[:, column], cache)
+    logits[:, -1] = output.logits[:, -1]
+    return logits
+
+
+def disable_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """Set every source of randomness in training mode to 0: dropout and router noise (P4)."""
+    for key, value in config.to_dict().items():
+        if ("drop" in key or "jitter" in key) and isinstance(value, float):
+            setattr(config, key, 0.0)
+    return config
+
+
+def use_fused_gelu(model: nn.Module) -> None:
+    """Replace GPT-2's `gelu_new` by the same function as one kernel; the config keeps its name."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, NewGELUActivation):
+                setattr(module, name, nn.GELU(approximate="tanh"))
+
+
+def compute_logits(lm: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The language model's head on its last hidden states: [..., D] → [..., V]."""
+    logits = lm.get_output_embeddings()(hidden)
+    if scale := getattr(lm.config, "logit_scale", None):  # Cohere
+        logits = logits * scale
+    if scale := getattr(lm.config, "logits_scaling", None):  # Granite
+        logits = logits / scale
+    if cap := getattr(lm.config, "final_logit_softcapping", None):  # Gemma 2
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass instead of keeping them."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})

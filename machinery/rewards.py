@@ -1,0 +1,200 @@
+"""Where scores come from: a reward model, a user's Python function, or both.
+
+Shapes: `B` sequences, `Q` query tokens, `R` response tokens, `T` tokens.
+"""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import PretrainedConfig
+
+from machinery.cli import InputError, RunError
+from machinery.functions import call_function, load_function
+from machinery.hub import loading_model
+from machinery.models import disable_dropout
+from utils import TokenIds, decode, micro_batches, pad_left
+
+PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # a text that tokenizers split differently
+
+
+class RewardConfig(PretrainedConfig):
+    """Configuration of a reward model: its backbone's, and its pad id.
+
+    `skip_id` is a token that never carries the reward: a classifier's own pad, often EOS.
+    """
+
+    model_type = "scalar_reward"
+    sub_configs = {"backbone": AutoConfig}
+
+    def __init__(
+        self,
+        backbone: PretrainedConfig | dict | None = None,
+        pad_id: int = 0,
+        skip_id: int = -1,
+        **kwargs: Any,
+    ):
+        self.backbone = AutoConfig.for_model(**backbone) if isinstance(backbone, dict) else backbone
+        self.pad_id = pad_id
+        self.skip_id = kwargs.pop("unread_id", skip_id)  # its name before version 0.2
+        super().__init__(**kwargs)
+
+
+def load_reward_model(cls: type, folder: str, make: str) -> Any:
+    """Load a reward model of class `cls` in evaluation mode.
+
+    The folder is what train_reward.py wrote, or a sequence classifier with one label as TRL trains
+    it, whose head `score` has no bias. Raises `InputError` with the command that creates one.
+    """
+    path = Path(folder)
+    if not (path / "config.json").is_file() or not any(path.glob("*.safetensors*")):
+        raise InputError(
+            f"there is no reward model in {folder}; create it with `{make}`, "
+            "or pass --reward_model or --reward_fn"
+        )
+    options = dict(dtype=torch.float32, use_safetensors=True)
+    with loading_model(folder, "--reward_model"):
+        if RewardConfig.get_config_dict(folder)[0].get("model_type") == RewardConfig.model_type:
+            return cls.from_pretrained(folder, **options).eval()
+        config = disable_dropout(AutoConfig.from_pretrained(folder))
+        classifier, info = AutoModelForSequenceClassification.from_pretrained(
+            folder, config=config, output_loading_info=True, **options
+        )
+    if info["missing_keys"] or classifier.num_labels != 1 or not hasattr(classifier, "score"):
+        raise InputError(
+            f"--reward_model {folder} is not a reward model or classifier of one label"
+        )
+    skip_id = -1 if config.pad_token_id is None else config.pad_token_id
+    model = cls(RewardConfig(config, config.vocab_size, skip_id), classifier.base_model)
+    model.head.weight = classifier.score.weight
+    return model.eval()
+
+
+def same_tokens(tokenizer: Any, other: Any) -> bool:
+    """Whether every token id of `other` is the same text for `tokenizer`, which may have more."""
+    same = other.get_vocab().items() <= tokenizer.get_vocab().items()
+    encoded = [t.encode(PROBE, add_special_tokens=False) for t in (tokenizer, other)]
+    return same and encoded[0] == encoded[1]
+
+
+def translate(tokens: Tensor, source: Any, pad_id: int, target: Any) -> list[list[int]]:
+    """Token ids [B, T] of tokenizer `source` → the same B texts as token lists of `target`.
+
+    Padding is dropped; an end of text stays one. Nothing is cut.
+    """
+    sequences = [[token for token in row if token != pad_id] for row in tokens.tolist()]
+    texts = source.batch_decode(
+        sequences, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    if source.eos_token:
+        texts = [text.replace(source.eos_token, target.eos_token or "") for text in texts]
+    return target(texts, add_special_tokens=False)["input_ids"]
+
+
+def reward_input(
+    model: Any, tokenizer: Any, policy_tokenizer: Any, pad_id: int
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return `read(queries [B, Q], responses [B, R])` → [B, T], the input of a reward model.
+
+    The policy's token ids if the tokenizers agree, and otherwise the same texts, encoded by the
+    reward model's `tokenizer` (X13). A text that is too long loses its beginning.
+    """
+    pad = model.config.pad_id
+    longest = getattr(model.config.backbone, "max_position_embeddings", None) or 0
+
+    def read_ids(queries: Tensor, responses: Tensor) -> Tensor:
+        tokens = torch.cat([queries, responses], dim=1)
+        unknown = (tokens == pad_id) | (tokens >= pad)  # padding, or ids that are not a text
+        return tokens.masked_fill(unknown, pad)
+
+    def read_texts(queries: Tensor, responses: Tensor) -> Tensor:
+        tokens = torch.cat([queries, responses], dim=1)  # together: the space between them counts
+        sequences = translate(tokens, policy_tokenizer, pad_id, tokenizer)
+        sequences = [tokens[-longest:] for tokens in sequences]
+        return pad_left(sequences, max(map(len, sequences)), pad).to(queries.device)
+
+    return read_ids if same_tokens(tokenizer, policy_tokenizer) else read_texts
+
+
+@torch.no_grad()
+def score_in_parts(model: Any, tokens: Tensor, max_tokens: int) -> Tensor:
+    """Rewards [B] of sequences [B, T], about `max_tokens` tokens at a time."""
+    lengths = (tokens != model.config.pad_id).sum(dim=1)
+    return torch.cat([model(tokens[part]) for part in micro_batches(lengths, max_tokens)])
+
+
+def call_reward_function(
+    function: Callable, name: str, texts: list[list[str]], scores: list[float] | None = None
+) -> Tensor:
+    """Call a function of (queries, responses) or (queries, responses, scores) → [B].
+
+    Raises `RunError` unless it returns one finite number for each response.
+    """
+    queries, responses = texts
+    args = (queries, responses) if scores is None else (queries, responses, scores)
+    returned = call_function(function, name, *args)
+    wanted = f"it has to return one finite number for each of {len(queries)} responses"
+    try:
+        result = torch.as_tensor(returned, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise RunError(f"{name} returned {returned!r:.60}; {wanted}") from error
+    if result.shape != (len(queries),):
+        raise RunError(f"{name} returned shape {list(result.shape)}; {wanted}")
+    for value, response in zip(result.tolist(), responses, strict=True):
+        if not abs(value) < float("inf"):
+            raise RunError(f"{name} returned {value} for {response!r:.60}; {wanted}")
+    return result
+
+
+def text_scorer(name: str, tokenizer: Any, pad_id: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a user's function of texts as a function of (queries, responses) → [B]."""
+    function = load_function(name)
+
+    def score(queries: Tensor, responses: Tensor) -> Tensor:
+        texts = [decode(tokenizer, tokens, pad_id) for tokens in (queries, responses)]
+        return call_reward_function(function, name, texts).to(queries.device)
+
+    return score
+
+
+def wants_scores(function: Callable) -> bool:
+    """Whether a reward function has a third required parameter: the reward model's scores."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # some builtins have no signature
+        return False
+    required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return len(required) > 2
+
+
+def load_reward(
+    args: Any, cls: type, tokenizer: Any, ids: TokenIds, accelerator: Accelerator
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the reward as a function of (queries [B, Q], responses [B, R]) → scores [B].
+
+    It is the reward model's (of class `cls`), or `--reward_fn`'s; a reward function with a third
+    parameter gets the reward model's scores there.
+    """
+    function = load_function(args.reward_fn) if args.reward_fn else None
+    if function and not wants_scores(function):
+        return text_scorer(args.reward_fn, tokenizer, ids.pad)
+    folder = args.reward_model or f"models/{args.task.task}/train_reward"
+    model = load_reward_model(cls, folder, f"python train_reward.py --task {args.task.task}")
+    model = model.to(accelerator.device).requires_grad_(False)
+    read = reward_input(model, AutoTokenizer.from_pretrained(folder), tokenizer, ids.pad)
+
+    def score(queries: Tensor, responses: Tensor) -> Tensor:
+        with accelerator.autocast():
+            scores = score_in_parts(model, read(queries, responses), args.micro_batch_tokens)
+        if function is None:
+            return scores
+        texts = [decode(tokenizer, tokens, ids.pad) for tokens in (queries, responses)]
+        result = call_reward_function(function, args.reward_fn, texts, scores.tolist())
+        return result.to(queries.device)
+
+    return score

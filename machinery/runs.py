@@ -1,0 +1,297 @@
+"""The folder of a run: arguments, metrics, samples, checkpoints, weights, progress."""
+
+import atexit
+import html
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import filelock
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import nn
+from transformers import PreTrainedModel
+
+from machinery import artifacts, checkpoints, hub
+from machinery.cli import InputError, RunError
+from machinery.distributed import stop
+from machinery.plots import plot_run
+from utils import all_max
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def check_run(args: Any, script: Path, processes: int) -> None:
+    """Raise `InputError` if the run would overwrite something, or cannot be resumed."""
+    if args.resume is None:
+        if args.run_name and (Path("runs") / args.run_name).exists():
+            raise InputError(f"--run_name {args.run_name}: the folder exists; choose another name")
+        if args.output_dir and os.path.lexists(args.output_dir):
+            raise InputError(f"--output_dir {args.output_dir} exists; choose another folder")
+    link = models_link(args, script)
+    if link.exists() and not link.is_symlink() and not args.output_dir:
+        raise InputError(f"{link} is a folder, not a link to the weights of a run; move it away")
+    if checkpoint := checkpoints.find_checkpoint(args, script):
+        checkpoints.check_same_run(args, processes, checkpoint.parents[1])
+    if args.push_to_hub:
+        hub.check_token(args.push_to_hub)
+
+
+def models_link(args: Any, script: Path) -> Path:
+    """`models/<task>/<script>`: a link to the weights of the last run that finished."""
+    return Path("models") / args.task.task / script.stem
+
+
+class Run:
+    """The folder `runs/<name>/`, written by the main process only.
+
+    args.json, the script's source, metrics.jsonl (a line per update), samples.jsonl, TensorBoard
+    events, curves.png, checkpoints and weights. `shown` are the metrics in curves.png and in the
+    progress line.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        script: Path,
+        total: int,
+        shown: list[str],
+        accelerator: Accelerator,
+    ):
+        self.args, self.script, self.total = args, script, total
+        self.shown = shown
+        self.accelerator, self.main = accelerator, accelerator.is_main_process
+        self.source = checkpoints.find_checkpoint(args, script)
+        self.step, self.start = 0, 0
+        self.first_samples: list[dict[str, Any]] = []
+        self.last_samples: list[dict[str, Any]] = []
+        self.signals: list[int] = []  # received so far
+        self.handlers = {}
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
+                handler = signal.signal(number, lambda number, _: self.signals.append(number))
+                self.handlers[number] = handler
+        if self.source:
+            self.folder = self.source.parents[1]
+        if self.main:
+            self.open()
+
+    def open(self) -> None:
+        """Create the folder or continue in it; start trackers and progress."""
+        record = asdict(self.args) | {"processes": self.accelerator.num_processes}
+        record |= {"mixed_precision": self.accelerator.mixed_precision}
+        record |= {"device": self.accelerator.device.type, "command": sys.argv}
+        if self.args.push_to_hub:
+            hub.create_repository(self.args.push_to_hub)
+        if not self.source:
+            self.folder = artifacts.create_run_folder(self.args, self.script)
+            shutil.copy(self.script, self.folder / self.script.name)
+            record |= artifacts.describe_environment(self.folder)
+            (self.folder / "args.json").write_text(json.dumps(record, indent=1))
+        self.lock = filelock.FileLock(self.folder / ".lock")  # released when the process ends
+        try:
+            self.lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise InputError(f"another process is still writing {self.folder}") from None
+        self.accelerator.trackers = artifacts.start_trackers(self.folder, record, self.args.track)
+        self.console = Console()
+        self.live = self.console.is_terminal and self.console.width >= 60
+        columns = TextColumn(self.script.stem), BarColumn(), MofNCompleteColumn()
+        columns += TimeRemainingColumn(), TextColumn("{task.fields[shown]}")
+        self.progress = Progress(*columns, console=self.console, disable=not self.live)
+        self.bar = self.progress.add_task("", total=self.total, shown="")
+        self.began = self.printed = time.monotonic()
+
+    def stopped_early(self) -> None:
+        """At exit, unless the run finished: where it stopped and how to resume it."""
+        self.progress.stop()  # it has hidden the cursor
+        saved = sorted(self.folder.glob("checkpoints/*.safetensors"))
+        how = "no checkpoint to resume from; --save_every writes them"
+        if saved:
+            how = f"resume after {int(saved[-1].stem)} with --resume {self.folder}"
+        print(f"stopped after {self.step} of {self.total} updates; {how}", file=sys.stderr)
+
+    def restore(self, model: nn.Module, optimizer: Any, kl_coef: float = 0.0) -> tuple[int, float]:
+        """Return the number of updates that are done and the KL coefficient.
+
+        With `--resume`, weights and optimizer become those of the checkpoint, and metrics and
+        samples are cut back to it. Without, the result is 0 and `kl_coef`.
+        """
+        if self.main:
+            self.progress.start()
+            atexit.register(self.stopped_early)
+        if self.source is None:
+            return 0, kl_coef
+        plain = self.accelerator.unwrap_model(model)
+        state = checkpoints.load_checkpoint(self.source, plain, optimizer.optimizer)
+        self.step = self.start = state["step"]
+        if self.main:
+            self.cut_back(state["lengths"])
+            self.progress.update(self.bar, completed=self.start)
+            print(f"resuming {self.folder} after {self.start} of {self.total}", flush=True)
+        return self.start, state["kl_coef"]
+
+    def cut_back(self, lengths: dict[str, int]) -> None:
+        """Restore the run's files to what they were at the checkpoint."""
+        for name, length in lengths.items():
+            path = self.folder / name
+            if length and (not path.exists() or path.stat().st_size < length):
+                raise InputError(f"{path} is shorter than it was at {self.source}")
+            if path.exists():
+                os.truncate(path, length)
+        for later in self.source.parent.glob("*.safetensors"):
+            if later.name > self.source.name:
+                later.unlink()
+        path = self.folder / "samples.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        steps = [row.pop("step") for row in rows]
+        for row, step in zip(rows, steps, strict=True):
+            if step == steps[0]:
+                self.first_samples.append(row)
+            if step == steps[-1]:
+                self.last_samples.append(row)
+
+    def checkpoint(self, step: int, model: nn.Module, optimizer: Any, kl_coef: float = 0.0) -> None:
+        """Write a checkpoint after `step` updates, if one is due or a signal asks for one.
+
+        After a signal, end the run with exit code 143. The last update needs no checkpoint.
+        """
+        every = self.args.save_every
+        wanted = [bool(every) and step % every == 0, bool(self.signals)]
+        device = self.accelerator.device
+        due, asked = all_max(torch.tensor(wanted, device=device).int()).tolist()
+        if step == self.total or not (due or asked):
+            return
+        lengths = {}
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            path = self.folder / name if self.main else Path(name)
+            lengths[name] = path.stat().st_size if self.main and path.exists() else 0
+        state = {"kl_coef": kl_coef, "lengths": lengths}
+        plain = self.accelerator.unwrap_model(model)
+        folder = self.folder / "checkpoints" if self.main else Path()
+        checkpoints.save_checkpoint(folder, step, plain, optimizer.optimizer, state)
+        if asked:
+            self.close()
+            stop(self.accelerator)
+            sys.exit(143)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of one update. Raises `RunError` for a loss that is not finite."""
+        for name, value in metrics.items():
+            if "loss" in name and not math.isfinite(value):
+                raise RunError(f"{name} is {value}; a lower --lr or fp32 instead of bf16 may help")
+        self.step = min(step + 1, self.total)
+        if not self.main:
+            return
+        self.append("metrics.jsonl", [{"step": step, **metrics}])
+        self.accelerator.log(metrics, step=step)
+        if step >= self.total:  # an evaluation after the last update
+            return
+        shown = [name for name in self.shown if name in metrics]
+        text = [f"{name.split('/')[-1]} {metrics[name]:.3g}" for name in shown]
+        self.progress.update(self.bar, completed=step + 1, shown="  ".join(text))
+        now = time.monotonic()
+        due = step % max(self.total // 20, 1) == 0 or now - self.printed > 60
+        if not self.live and (due or step + 1 == self.total):
+            left = (now - self.began) / (step + 1 - self.start) * (self.total - step - 1)
+            print(f"{step + 1:>6}/{self.total}  {'  '.join(text)}  left {left:.0f} s", flush=True)
+            self.printed = now
+
+    def append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Add lines to a file of the run, all or none."""
+        path = self.folder / name
+        length = path.stat().st_size if path.exists() else 0
+        try:
+            with open(path, "a") as file:
+                file.write("".join(json.dumps(row) + "\n" for row in rows))
+        except OSError as error:
+            os.truncate(path, length)
+            raise RunError(f"{path} cannot be written: {error.strerror}") from error
+
+    def log_samples(
+        self, step: int, queries: list[str], responses: list[str], scores: list[float]
+    ) -> None:
+        """Log scored responses as a table."""
+        rows = zip(queries, responses, scores, strict=True)
+        self.log_table(step, [dict(query=q, response=r, score=s) for q, r, s in rows])
+
+    def log_table(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Append samples to samples.jsonl and print them as a table."""
+        if not self.main:
+            return
+        self.append("samples.jsonl", [{"step": step, **row} for row in rows])
+        self.first_samples = self.first_samples or rows
+        self.last_samples = rows
+        self.print_table(rows, f"samples after {step} updates")
+        if self.args.track:
+            import wandb
+
+            text = "\n\n".join(json.dumps(row, ensure_ascii=False, indent=1) for row in rows)
+            samples = wandb.Html(f"<pre>{html.escape(text)}</pre>")
+            self.accelerator.get_tracker("wandb").log({"samples": samples}, step=step)
+
+    def compare_samples(self) -> None:
+        """Print the first and the last responses to the same queries side by side."""
+        pairs = zip(self.first_samples, self.last_samples, strict=True)
+        rows = [
+            first | {"trained": last["response"], "trained score": last["score"]}
+            for first, last in pairs
+        ]
+        self.print_table(rows, "before and after training")
+
+    def print_table(self, rows: list[dict[str, Any]], title: str) -> None:
+        """Print rows of texts and numbers."""
+        if not self.main or not rows:
+            return
+        if self.console.width < 60:
+            print(title, *rows, sep="\n")
+            return
+        table = Table(*rows[0], title=title, show_lines=True)
+        for row in rows:
+            values = (f"{x:.2f}" if isinstance(x, float) else escape(str(x)) for x in row.values())
+            table.add_row(*values)
+        self.console.print(table)
+
+    def save(self, model: PreTrainedModel, tokenizer: Any, **heads: nn.Module) -> None:
+        """Save the weights in the run's folder or `--output_dir`; link models/<task>/<script>."""
+        states = {name: checkpoints.full_weights(head) for name, head in heads.items()}
+        state = checkpoints.full_weights(model)
+        if self.main:
+            self.weights = Path(self.args.output_dir or self.folder / "model")
+            artifacts.save_model(model, tokenizer, self.weights, state, states)
+            if not self.args.output_dir:
+                artifacts.replace_link(models_link(self.args, self.script), self.weights)
+        self.accelerator.wait_for_everyone()
+
+    def close(self) -> None:
+        """Restore the signal handlers; others may write the folder."""
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if self.main:
+            self.progress.stop()
+            self.lock.release()
+
+    def finish(self, *messages: str) -> None:
+        """Draw the curves, write the model card, say where everything is."""
+        self.close()
+        if not self.main:
+            return
+        atexit.unregister(self.stopped_early)
+        plot_run(self.folder, self.shown)
+        artifacts.write_card(self.args, self.folder, self.script.stem, self.weights)
+        if self.args.push_to_hub:
+            messages += (hub.upload(self.args.push_to_hub, self.weights),)
+        link = "" if self.args.output_dir else f" ({models_link(self.args, self.script)})"
+        print(*messages, f"weights: {self.weights}{link}", sep="\n")
+        print(f"curves and metrics: {self.folder / 'curves.png'}")

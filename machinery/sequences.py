@@ -1,0 +1,73 @@
+"""Sequences that sft.py learns: blocks of texts, or prompts with reference responses.
+
+Shapes: `T` tokens per sequence.
+"""
+
+from typing import Any
+
+from data.tasks import Task
+from machinery.data import TokenTable, clean_texts, cleaning_key, load_texts, tokenize_queries
+from machinery.data import tokenize_rows
+from utils import TokenIds
+
+
+def make_blocks(
+    texts: list[list[int]], continued: list[list[int]], rest: list[int], block_size: int
+) -> list[list[int]]:
+    """Join tokenized texts into blocks of `block_size` tokens.
+
+    A block begins with a text and continues with the next ones, tokenized after a space
+    (`continued`); the end of its last text is dropped. `rest` keeps a block that is not full yet
+    for the next call.
+    """
+    blocks = []
+    for text, continuation in zip(texts, continued, strict=True):
+        rest += continuation if rest else text
+        if len(rest) >= block_size:
+            blocks.append(rest[:block_size])
+            rest.clear()
+    return blocks
+
+
+def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> TokenTable:
+    """Blocks of consecutive texts [num_blocks, T]."""
+    rest: list[int] = []
+
+    def to_blocks(batch: dict[str, list]) -> list[list[int]]:
+        texts = [text.strip() for text in clean_texts(batch[task.query_column], task)]
+        texts = [text for text in texts if text]
+        if not texts:
+            return []
+        starts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        spaced = [" " + text for text in texts]
+        continued = tokenizer(spaced, add_special_tokens=False)["input_ids"]
+        return make_blocks(starts, continued, rest, block_size)
+
+    rows = load_texts(task, task.query_column)
+    settings = task.query_column, cleaning_key(task)
+    return tokenize_rows(rows, to_blocks, block_size, tokenizer, ids.pad, *settings)
+
+
+def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
+    """Contexts, padded on the left, and their reference responses, padded on the right [num, T]."""
+    end = [ids.truncate] if task.eos_task else []
+
+    def to_sequences(batch: dict[str, list]) -> list[list[int]]:
+        queries = tokenize_queries(batch[task.query_column], task, tokenizer)
+        texts = [text or "" for text in batch[task.response_column]]
+        responses = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        sequences = []
+        for query, response in zip(queries, responses, strict=True):
+            if query and response:
+                if response[-1:] != end:  # some datasets already have it
+                    response = response + end
+                response = response[: task.response_length]
+                padding = [ids.pad] * (task.response_length - len(response))
+                sequences.append(ids.prefix + query + ids.suffix + response + padding)
+        return sequences
+
+    rows = load_texts(task, task.query_column, task.response_column)
+    length = len(ids.prefix) + task.query_length + len(ids.suffix) + task.response_length
+    settings = task.query_column, task.response_column, task.keep_last_line, task.start_text
+    settings += task.end_text, task.response_length, ids, end, cleaning_key(task)
+    return tokenize_rows(rows, to_sequences, length, tokenizer, ids.pad, *settings)
