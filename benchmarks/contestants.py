@@ -1,7 +1,7 @@
 """What speed.py runs in a process of its own: a contestant's seconds by update and phase, and its peak memory, as JSON.
 
 The phases are the same for all: `sample` until the responses are there, `score` until the first forward with a gradient,
-`optimise` until the update is logged; where a batch of ours is one micro-batch, the first of these forwards is in `score`, as
+`optimize` until the update is logged; where a batch of ours is one micro-batch, the first of these forwards is in `score`, as
 the one that the old log-probabilities come from. The first update warms up. TRL's trainers run in virtual environments that lack what
 this project needs, so everything else is imported where it is needed.
 """
@@ -45,7 +45,7 @@ class Stopwatch:
         if self.phase:
             seconds = self.updates[-1].setdefault(self.phase, [0.0, 0.0])
             seconds[:] = (sum(x) - then for *x, then in zip(seconds, now, self.then, strict=True))
-        if phase == "sample" and self.phase in (None, "optimise"):
+        if phase == "sample" and self.phase in (None, "optimize"):
             self.updates.append({})
         self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         if self.profiler and len(self.updates) == 2 and phase in ("sample", None):  # the first behind the warm-up
@@ -66,23 +66,25 @@ class Stopwatch:
     def at_gradients(self, *_: Any) -> None:
         """A hook before a forward: training begins with the first that has a gradient."""
         if torch.is_grad_enabled() and self.phase == "score":
-            self("optimise")
+            self("optimize")
 
 
 def make(job: Job, watch: Stopwatch) -> None:
     """Random models, and a tokenizer of as many words, into the folder; all contestants read these."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    import utils
+    from machinery.models import disable_dropout
+    from machinery.rewards import RewardConfig
+    from train_reward import RewardModel
 
     folder, ends = Path(job.folder), dict(bos_token_id=None, eos_token_id=None)
     config = AutoConfig.for_model(**{"model_type": "gpt2"} | job.config, **ends, num_labels=1, pad_token_id=0)
-    config = utils.without_dropout(config)
+    config = disable_dropout(config)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     torch.manual_seed(1)
     classifier = AutoModelForSequenceClassification.from_config(config)
-    reward = utils.RewardModel(utils.RewardConfig(config, config.vocab_size))
+    reward = RewardModel(RewardConfig(config, config.vocab_size))
     reward.backbone.load_state_dict(classifier.base_model.state_dict())
     policy = AutoModelForCausalLM.from_config(config)
     for name, model in (("policy", policy), ("classifier", classifier), ("reward", reward)):
@@ -92,29 +94,29 @@ def make(job: Job, watch: Stopwatch) -> None:
 
 def script_args(script: Any, job: Job) -> Any:
     """What a user's command line gives: the script's defaults, but for what makes the work the same for all."""
-    import tasks
+    from machinery.cli import parse_args
 
     data, batch = f"{job.folder}/queries.txt", len(job.queries) * (job.k if script.__name__ == "rloo" else 1)
     flags = dict(base_model=f"{job.folder}/policy", reward_model=f"{job.folder}/reward", query_dataset=data, lr=LR)
     flags |= dict(truncate_token=None, response_length=job.response_length, eval_queries=1, num_ppo_epochs=job.epochs)
     flags |= dict(batch_size=batch, total_episodes=batch * (job.updates + 1))
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-    return tasks.parse_args(script.Args, script.PRESETS, ["--task", "sentiment", *words, *job.flags])
+    return parse_args(script.Args, script.PRESETS, ["--task", "sentiment", *words, *job.flags])
 
 
 def ours(job: Job, watch: Stopwatch) -> None:
-    """The script's own `main`, from its command line; only its clock and its checkpoints say when a phase begins."""
-    import records
-    import utils
+    """The script's own `main`, from its command line; only its timer and checkpoints are watched."""
+    from machinery.runs import Run
 
-    class Clock(utils.Clock):
-        def __call__(self, phase: str) -> Any:
-            watch(phase)
-            return super().__call__(phase)
-
-    utils.Clock = Clock
-    records.Run.checkpoint = watch.around(records.Run.checkpoint, None, None)
     script = importlib.import_module(job.kind)
+
+    class Timer(script.Timer):
+        def start(self, phase: str | None) -> None:
+            watch(phase)
+            super().start(phase)
+
+    script.Timer = Timer
+    Run.checkpoint = watch.around(Run.checkpoint, None, None)
     script.main(script_args(script, job))
 
 
@@ -125,23 +127,24 @@ def load(job: Job, name: str) -> Any:
 
 
 def plain(job: Job, watch: Stopwatch) -> None:
-    """`PlainPPO`, with some of our ideas."""
+    """`PlainPPO` of plain_ppo.py."""
     import ppo
-    import utils
     from benchmarks import plain_ppo
+    from train_reward import RewardModel
+    from utils import pad_left
 
     args = script_args(ppo, job)
-    reward = plain_ppo.reward_from(utils.RewardModel.from_pretrained(f"{job.folder}/reward"))
+    reward = plain_ppo.reward_from(RewardModel.from_pretrained(f"{job.folder}/reward"))
     vocabulary = reward.lm.config.vocab_size
     models = load(job, "policy"), load(job, "policy"), reward
-    contestant = plain_ppo.PlainPPO(*models, args, vocabulary, job.micro, job.ideas)
-    queries = utils.pad_rows(job.queries, args.task.query_length, vocabulary)
+    contestant = plain_ppo.PlainPPO(*models, args, vocabulary, job.micro)
+    queries = pad_left(job.queries, args.task.query_length, vocabulary)
     for update in range(job.updates + 1):
         watch("sample")
         responses = contestant.sample(queries, update)
         watch("score")
         episodes = contestant.rollout(queries, responses, KL_COEF)
-        watch("optimise")
+        watch("optimize")
         rng = np.random.default_rng(update)
         contestant.train(episodes, [rng.permutation(len(queries)) for _ in range(job.epochs)])
         watch(None)

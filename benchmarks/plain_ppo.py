@@ -1,16 +1,15 @@
-"""PPO written straight down, as the reproduction of 2023 has it: what `ppo.py` is measured and tested against.
+"""PPO written down as the 2023 reproduction has it: what ppo.py is measured and tested against.
 
-The library's `generate`, logits at all positions of policy, reference and reward model, every row at full width, log-probabilities
-by a forward of their own, the entropy by a second softmax, TensorFlow's Adam as a loop over the parameters. The mathematics
-shares no line with `ppo.py`, and one update on the same responses gives the same weights (tests/test_speed.py).
-Each of `IDEAS` swaps one part for what `ppo.py` does instead; `speed.py --waterfall` shows what it gains.
+The library's `generate`, padded batches, logits at all positions of policy, reference and reward
+model, the entropy by a second softmax, TensorFlow's Adam as a loop over the parameters. It shares
+no line with ppo.py, and one update on the same responses gives the same weights
+(tests/test_speed.py).
 
-Letters: `B` sequences, `Q` query tokens, `R` response tokens, `T = Q + R`, `V` vocabulary. Queries are padded on the left.
+Shapes: B sequences, Q query tokens, R response tokens, T = Q + R, V vocabulary size. Queries are
+padded on the left.
 """
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,20 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import packing
-import ppo  # noqa: E402
-import utils  # noqa: E402
-
-IDEAS = {  # in the order of the waterfall
-    "sampler": "own sampling loop over a static cache",
-    "logits": "logits at the response's positions only",
-    "reward": "no vocabulary head in the reward model",
-    "adam": "fused kernel for TensorFlow's Adam",
-    "gelu": "gelu in one kernel",
-    "pack": "rows one behind the other in lines, no padding",
-}
 
 
 class LMWithScalar(nn.Module):
@@ -44,19 +29,17 @@ class LMWithScalar(nn.Module):
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)
 
-    def forward(self, tokens: Tensor, pad_id: int, keep: int = 0, vocabulary: bool = True) -> tuple[Tensor, Tensor]:
-        """[B, T], pads anywhere → logits at the last `keep` positions (0: all) [B, keep, V], scalars [B, T]."""
+    def forward(self, tokens: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
+        """[B, T], padding anywhere → logits [B, T, V] and scalars [B, T]."""
         mask = tokens != pad_id
         inputs = dict(input_ids=tokens.masked_fill(~mask, 0), attention_mask=mask, use_cache=False)
         inputs["position_ids"] = mask.cumsum(dim=1) - mask.long()
-        if not vocabulary:
-            return None, self.head(self.lm.base_model(**inputs).last_hidden_state).squeeze(-1)
-        out = self.lm(**inputs, logits_to_keep=keep, output_hidden_states=True)
+        out = self.lm(**inputs, output_hidden_states=True)
         return out.logits, self.head(out.hidden_states[-1]).squeeze(-1)
 
 
-def reward_from(model: utils.RewardModel) -> LMWithScalar:
-    """The reward model with the language model's head on it, which nobody reads; gain and bias go into the scalar's."""
+def reward_from(model: Any) -> LMWithScalar:
+    """The reward model, with a language model's head that nobody uses; gain and bias go into the scalar's."""
     lm = AutoModelForCausalLM.from_config(model.config.backbone).eval()
     lm.base_model.load_state_dict(model.backbone.state_dict())
     head = nn.Linear(model.head.in_features, 1)
@@ -123,34 +106,21 @@ class PlainPPO:
         args: Any,
         pad_id: int,
         micro: int,
-        ideas: tuple[str, ...] = (),
     ):
-        if unknown := set(ideas) - set(IDEAS):
-            raise ValueError(f"ideas={sorted(unknown)} are none of {list(IDEAS)}")
-        self.policy, self.ref, self.reward = LMWithScalar(lm), LMWithScalar(ref).requires_grad_(False), reward
-        self.args, self.task, self.pad_id, self.micro, self.ideas = args, args.task, pad_id, micro, ideas
-        for model in (lm, ref, reward) if "gelu" in ideas else ():
-            utils.fuse_gelu(model)
-        adam = ppo.AdamTF if "adam" in ideas else AdamLoop
-        self.optimizer = adam(self.policy.parameters(), lr=args.lr, eps=args.adam_eps)
+        self.policy, self.reward = LMWithScalar(lm), reward
+        self.ref = LMWithScalar(ref).requires_grad_(False)
+        self.args, self.task, self.pad_id, self.micro = args, args.task, pad_id, micro
+        self.optimizer = AdamLoop(self.policy.parameters(), lr=args.lr, eps=args.adam_eps)
 
     def parts(self, tokens: Tensor, rows: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
-        """(some of the rows, their tokens), a micro-batch of `micro` rows at a time, or of so many tokens."""
-        parts = np.split(rows, range(self.micro, len(rows), self.micro))
-        if "pack" in self.ideas:
-            sizes = packing.row_sizes(tokens[rows], self.pad_id)
-            parts = [rows[part] for part in utils.micro_batches(sizes, self.args.micro_batch_tokens)]
-        for part in parts:
+        """(some of the rows, their tokens), `micro` sequences at a time."""
+        for part in np.split(rows, range(self.micro, len(rows), self.micro)):
             yield torch.as_tensor(part), tokens[part]
 
     def forward(self, model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T] → logits over temperature [B, R, V], scalars [B, R], where the response's tokens are predicted."""
+        """[B, T] → logits / temperature [B, R, V] and scalars [B, R] that predict the response."""
         length = self.task.response_length
-        if "pack" in self.ideas:
-            columns = torch.arange(tokens.shape[1])[-length - 1 : -1].expand(len(tokens), -1)
-            hidden = packing.hidden_states(model.lm.base_model, tokens, columns, self.pad_id)
-            return model.lm.lm_head(hidden) / self.task.temperature, model.head(hidden).squeeze(-1)
-        logits, scalars = model(tokens, self.pad_id, keep=length + 1 if "logits" in self.ideas else 0)
+        logits, scalars = model(tokens, self.pad_id)
         return logits[:, -length - 1 : -1] / self.task.temperature, scalars[:, -length - 1 : -1]
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor:
@@ -162,10 +132,6 @@ class PlainPPO:
     def sample(self, queries: Tensor, seed: int) -> Tensor:
         """[B, Q] → responses [B, R]."""
         lm, length = self.policy.lm, self.task.response_length
-        if "sampler" in self.ideas:
-            gen = torch.Generator().manual_seed(seed)
-            ids = utils.Ids(self.pad_id, None, [], [])
-            return ppo.sample_all(lm, queries, self.task, ids, gen, self.args.rollout_batch_size)
         torch.manual_seed(seed)
         mask = queries != self.pad_id
         how = GenerationConfig(
@@ -186,7 +152,7 @@ class PlainPPO:
                     cut[i, row.index(truncate, self.task.truncate_after) + 1 :] = self.pad_id
         tokens, scores = left_aligned(torch.cat([queries, cut], dim=1), self.pad_id), torch.empty(len(queries))
         for rows, part in self.parts(tokens, np.arange(len(tokens))):
-            scores[rows] = self.reward(part, self.pad_id, vocabulary="reward" not in self.ideas)[1][:, -1]
+            scores[rows] = self.reward(part, self.pad_id)[1][:, -1]
         scores[~ended] = self.task.missing_eos_penalty
         return scores
 

@@ -1,13 +1,13 @@
-"""Does a script compute the same whatever it runs on? For a copy of yours, before it goes to a cluster:
+"""Does a script compute the same on any number of processes? Try a copy of yours before a cluster:
 
     python benchmarks/same.py                       # ppo.py and rloo.py
     python benchmarks/same.py mine.py --only fsdp2
 
-Launches it on tiny models on the CPU: again, in other micro-batches, on 1, 2 and 4 processes, sharded by FSDP2, killed and
-resumed, in bf16. Every run has the same queries, random numbers and minibatches: four shares, each drawn as a process
-of its own would draw it (G6), however few processes have them. Prints for each whether weights, optimizer, metrics and
-samples after every update are equal to the bit, equal within rounding, or the first that is not. Exit code 1 if one is
-not what it should be.
+Runs it on tiny models on the CPU: again, in other micro-batches, on 1, 2 and 4 processes, sharded
+by FSDP2, killed and resumed, in bf16. Every run has the same queries, random numbers and
+minibatches: four shares, each drawn as one process would draw it (G6), on however many processes.
+Prints for each run whether weights, optimizer, metrics and samples are equal bit for bit, equal
+within rounding, or what differs first. Exit code 1 if one is not as it should be.
 """
 
 import importlib.util
@@ -37,16 +37,16 @@ import torch  # noqa: E402
 import tyro  # noqa: E402
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-import records  # noqa: E402
-import utils  # noqa: E402
+from machinery import checkpoints  # noqa: E402
+from machinery.runs import Run  # noqa: E402
 
-SHARES = 4  # of a batch; 1, 2 or 4 processes have them
-ROUNDING = 1e-6  # most that a weight may be off after three updates or more; 1000 times that for anything else
+SHARES = 4  # of a batch, on 1, 2 or 4 processes
+ROUNDING = 1e-6  # of weights; 1000 times that, relative, for everything else
 SIZES = dict(total_episodes=48, batch_size=16, num_minibatches=2, num_ppo_epochs=2, micro_batch_tokens=36, rloo_k=2)
-SIZES |= dict(rollout_batch_size=5, eval_queries=4, eval_every=2, kl_horizon=20, lr=3e-4)
+SIZES |= dict(rollout_batch_size=5, eval_queries=3, eval_every=2, kl_horizon=20, lr=3e-4)
 OTHERS = {  # where a script has other fields than ppo.py
     "num_labels": dict(num_labels=16, batch_size=4, normalize_samples=16, rollout_batch_size=16, micro_batch_tokens=36),
     "num_heldout": dict(num_heldout=4, batch_size=8, num_epochs=4, micro_batch_tokens=36, eval_every=2, lr=1e-4),
@@ -145,85 +145,67 @@ def shard_on_a_cpu(put: Callable = setattr) -> None:
 
 
 def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> None:
-    """Queries, random numbers and minibatches of this process: those of its shares, laid out as it lays out its own."""
-    each, k = SHARES // processes, getattr(args, "rloo_k", getattr(args, "samples_per_prompt", 1))
+    """Make queries, random numbers and minibatches of this process those of its shares."""
+    each = SHARES // processes
+    k = getattr(args, "rloo_k", 1)
     seeds = [args.seed + 100003 * share for share in range(rank * each, (rank + 1) * each)]
-    mine, step = args.seed + 100003 * rank, [0]  # the seed that the script has here
-    rows_of_step, generator, sample_all = utils.rows_of_step, utils.generator, module.sample_all
-    default_rng, shared = np.random.default_rng, [True]
+    names = ("query_rows", "generator", "sample_in_batches", "shuffle")
+    original = {name: getattr(module, name, None) for name in names}
+    current = [0]  # the update
 
-    def place(share: int, local: np.ndarray, rows: int) -> np.ndarray:
-        """Rows of a share [K · p] among the process's `rows` [K · shares · p]."""
-        p = rows // each // k
-        return local // p * (each * p) + share * p + local % p
+    def place(share: int, rows: Any, total: int) -> Any:
+        """Rows of a share, laid out [K, p], among the `total` rows of the process [K, each * p]."""
+        p = total // each // k
+        return rows // p * (each * p) + share * p + rows % p
 
-    def all_rows(n: int, size: int, at: int, seed: int) -> np.ndarray:
-        if seed != mine:  # not what this process alone draws
-            return rows_of_step(n, size, at, seed)
-        shared[0] = False
-        rows = np.concatenate([rows_of_step(n, size // each, at, seed) for seed in seeds])
-        shared[0] = True
-        return rows
+    def query_rows(num_queries: int, size: int, step: int, seed: int) -> np.ndarray:
+        parts = [original["query_rows"](num_queries, size // each, step, seed) for seed in seeds]
+        return np.concatenate(parts)
 
-    def remember(seed: int, at: int, device: Any) -> torch.Generator:
-        step[0] = at
-        return generator(seed, at, device)
+    def generator(seed: int, step: int, device: Any) -> torch.Generator:
+        current[0] = step
+        return original["generator"](seed, step, device)
 
-    def sample_shares(lm: Any, contexts: torch.Tensor, task: Any, ids: Any, gen: Any, size: int) -> torch.Tensor:
-        if not shared[0]:
-            return sample_all(lm, contexts, task, ids, gen, size)
-        out = torch.empty(len(contexts), task.response_length, dtype=torch.long)
+    def sample_in_batches(lm: Any, contexts: torch.Tensor, ids: Any, args: Any, rng: Any) -> Any:
+        if len(contexts) == args.eval_queries:  # every process evaluates the same
+            return original["sample_in_batches"](lm, contexts, ids, args, rng)
+        responses = contexts.new_empty(len(contexts), args.task.response_length)
         for share, seed in enumerate(seeds):
-            rows = place(share, np.arange(len(contexts) // each), len(contexts))
-            gen = generator(seed, step[0], contexts.device)
-            out[rows] = sample_all(lm, contexts[rows], task, ids, gen, size)
-        return out
+            rows = place(share, torch.arange(len(contexts) // each), len(contexts))
+            rng = original["generator"](seed, current[0], contexts.device)
+            part = original["sample_in_batches"](lm, contexts[rows], ids, args, rng)
+            responses[rows] = part
+        return responses
 
-    class Permutations:
-        """In place of a process's generator of minibatches."""
+    def shuffle(total: int, args: Any, seed: list[int], device: Any) -> list[list[torch.Tensor]]:
+        shares = [original["shuffle"](total // each, args, [s, seed[1]], device) for s in seeds]
+        epochs = []
+        for share_epochs in zip(*shares, strict=True):
+            minibatches = []
+            for parts in zip(*share_epochs, strict=True):
+                placed = [place(share, rows, total) for share, rows in enumerate(parts)]
+                minibatches.append(torch.cat(placed))
+            epochs.append(minibatches)
+        return epochs
 
-        def __init__(self, at: int):
-            self.each = [default_rng([seed, at]) for seed in seeds]
-
-        def permutation(self, rows: int) -> np.ndarray:
-            orders = [rng.permutation(rows // each).reshape(args.num_minibatches, -1) for rng in self.each]
-            return np.concatenate(
-                [place(i, order[m], rows) for m in range(args.num_minibatches) for i, order in enumerate(orders)]
-            )
-
-    def rng(seed: Any = None) -> Any:
-        own = shared[0] and isinstance(seed, list) and seed[0] == mine
-        return Permutations(seed[1]) if own else default_rng(seed)
-
-    def on_all(function: Any) -> Any:  # evaluations: every process does the same
-        def alone(*arguments: Any, **more: Any) -> Any:
-            shared[0] = False
-            result = function(*arguments, **more)
-            shared[0] = True
-            return result
-
-        return alone
-
-    utils.rows_of_step, utils.generator, module.sample_all = all_rows, remember, sample_shares
-    for name in {"evaluate", "continuations"} & set(vars(module)):
-        setattr(module, name, on_all(getattr(module, name)))
-    if hasattr(args, "num_minibatches"):
-        np.random.default_rng = rng
+    if original["shuffle"]:
+        for function in (query_rows, generator, sample_in_batches, shuffle):
+            setattr(module, function.__name__, function)
+    elif original["query_rows"]:  # train_reward.py
+        module.query_rows = query_rows
 
 
-def keep_states(stop_after: int | None) -> None:
-    """Weights and optimizer of every update into the run's folder; end without a word after one of them."""
-    checkpoint = records.Run.checkpoint
+def keep_checkpoints(stop_after: int | None) -> None:
+    """Keep the checkpoints of all updates; end without a word after one of them."""
+    checkpoints.KEPT = 10**6
+    checkpoint = Run.checkpoint
 
-    def keep(run: records.Run, step: int, model: Any, optimizer: Any, rest: Any = None) -> None:
-        tensors, _ = records.pack_state(run.accelerator.unwrap_model(model), optimizer, run.main)
-        if run.main:
-            save_file(tensors, run.folder / f"state{step}.safetensors")
-        checkpoint(run, step, model, optimizer, rest)
+    def then_stop(run: Run, step: int, *args: Any) -> None:
+        checkpoint(run, step, *args)
         if step == stop_after:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    records.Run.checkpoint = keep
+    Run.checkpoint = then_stop
 
 
 def fork(path: Path, folder: Path, way: Way, name: str, kind: str, rank: int, port: int, stop: int | None) -> int:
@@ -247,7 +229,7 @@ def fork(path: Path, folder: Path, way: Way, name: str, kind: str, rank: int, po
         module = load(path)
         args = settings(module, folder, way, name, kind)
         draw_by_share(module, args, rank, way.processes)
-        keep_states(stop)
+        keep_checkpoints(stop)
         module.main(args)
         code = 0
     except BaseException:
@@ -292,20 +274,21 @@ def run(path: Path, folder: Path, way: Way, name: str, kind: str) -> str | None:
 
 
 def written(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Of every update: what the model and its optimizer were; of every line: metrics and samples, times aside."""
-    states = sorted(folder.glob("state*.safetensors"), key=lambda path: int(path.stem.removeprefix("state")))
-    out = {"after update": [load_file(path) for path in states]}
-    for name, x in ((name, x) for state in out["after update"] for name, x in state.items()):
-        if (
-            name.endswith("c_attn.bias") and x.ndim
-        ):  # of GPT-2: a key's bias changes nothing, its gradient is rounding alone
-            x.view(3, -1)[1] = 0
+    """Checkpoints of every update, final weights, and every line of metrics and samples."""
+    paths = sorted(folder.glob("checkpoints/*.safetensors")) + [folder / "model/model.safetensors"]
+    out = {"after update": [load_file(path) for path in paths]}
+    for state in out["after update"]:
+        for name, x in state.items():
+            if name.endswith("c_attn.bias") and x.ndim:
+                x.view(3, -1)[1] = 0  # GPT-2's key bias has no effect; its gradient is rounding
     for name in ("metrics.jsonl", "samples.jsonl"):
         text = (folder / name).read_text() if (folder / name).exists() else ""
         lines = [json.loads(line) for line in text.splitlines()]
-        # a root makes 4e-5 of a KL that is off by 2e-9; which of two losses is larger is chance where the advantage is 0
-        aside = "time/", "sqrt_kl", "clipfrac"
-        out[f"{name}, line"] = [{k: v for k, v in line.items() if not any(x in k for x in aside)} for line in lines]
+        for line in lines:
+            for key in list(line):  # clipfrac: which loss is larger is chance if the advantage is 0
+                if key.startswith("time/") or "clipfrac" in key:
+                    del line[key]
+        out[f"{name}, line"] = lines
     return out
 
 
@@ -326,7 +309,7 @@ def difference(ours: Path, theirs: Path) -> tuple[float, str]:
                     gap, unit = (0.0 if x[name] == y[name] else float("inf")), 1
                 else:
                     ours_, theirs_ = (torch.as_tensor(z).double() for z in (x[name], y[name]))
-                    unit = 1 if name.startswith("weight/") else 1000 * max(1e-2, theirs_.abs().max().item())
+                    unit = 1 if not name.startswith("optimizer/") and kind == "after update" else 1000 * max(1e-2, theirs_.abs().max().item())
                     gap = (ours_ - theirs_).abs().max().item() / unit
                 if not gap <= ROUNDING:
                     return gap, f"{kind} {at}: {name} is off by {gap * unit:.1g}"
@@ -335,12 +318,13 @@ def difference(ours: Path, theirs: Path) -> tuple[float, str]:
 
 
 def first_ratio(folder: Path) -> str:
-    """What is not 1 of the ratios before the only optimizer step of each update; the script's name of it may be another."""
+    """What is not exact about the ratios before the only optimizer step of each update."""
     lines = written(folder)["metrics.jsonl, line"]
-    found = {name: line[name] for line in lines for name in line if "val/ratio_m" in name and line[name] != 1}
-    if not any("val/ratio_min" in name for line in lines for name in line):
-        return "no metric val/ratio_min"
-    return ", ".join(f"{name} is {value}" for name, value in found.items())
+    name = "ppo/policy/approxkl_avg"  # 0 only if all log ratios are 0
+    values = [line[name] for line in lines if name in line]
+    if not values:
+        return f"no metric {name}"
+    return "" if not any(values) else f"{name} is {max(values)}"
 
 
 def table(script: Path, kind: str, only: tuple[str, ...] = ()) -> dict[str, tuple[bool, str]]:

@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "onefile-rlhf"
 TRL = {"trl-ppo": "trl==1.12.0", "trl-rloo": "trl==1.16.0"}
 IDEAS = ("sampler", "logits", "reward", "adam", "gelu", "pack")  # of plain_ppo.py, in the order of the waterfall
-PHASES = ("sample", "score", "optimise")
+PHASES = ("sample", "score", "optimize")
 K = 4  # completions per prompt
 PRODUCTS, PRODUCT = 50, 2 * 512 * 768 * 3072  # an update of contestants.matmul, and the operations of each
 
@@ -131,7 +131,7 @@ def operations(work: Work, kind: str, epochs: int, once: bool = False) -> dict[s
     lm = trunk(lengths) + 2 * width * work.config["vocab_size"] * work.response_length * len(lengths)
     lm -= (group - 1) * trunk(prompts) * once
     critic = trunk(lengths) if kind == "separate_critic" else 0
-    found = {"sample": lm, "score": lm + trunk(lengths), "optimise": 3 * epochs * (lm + critic)}
+    found = {"sample": lm, "score": lm + trunk(lengths), "optimize": 3 * epochs * (lm + critic)}
     return {phase: float(x) for phase, x in found.items()}
 
 

@@ -116,6 +116,7 @@ def prepare(
     model, optimizer = accelerator.prepare(model, optimizer)
     if accelerator.is_fsdp2:
         model.set_reshard_after_forward(True)  # the root's weights too
+        model._get_fsdp_state()._lazy_init()  # `inference` comes before the first forward pass
     return model, optimizer
 
 

@@ -18,9 +18,10 @@ from transformers import AutoTokenizer
 
 from data.tasks import Task
 from machinery.cli import InputError, say
-from machinery.data import load_rows, tokenize_queries
+from machinery.data import tokenize_queries
 from machinery.hub import loading_model
 from machinery.rewards import same_tokens, translate
+from machinery.sources import load_rows
 from utils import TokenIds, pad_left, pad_right
 
 OPENAI_PAD = 50259  # pads OpenAI's files: two past GPT-2's vocabulary
@@ -45,13 +46,10 @@ class Labels:
         """Queries [B, Q], padded on the left; responses [B, K, R], on the right; best [B]."""
         queries = [self.queries[row].tolist() for row in rows]
         responses = [ids.tolist() for row in rows for ids in self.responses[row]]
-        padded = pad_left(queries, max(map(len, queries)), pad_id)
-        best = torch.as_tensor(self.best[rows])
-        return (
-            padded,
-            pad_right(responses, pad_id).view(len(rows), -1, max(map(len, responses))),
-            best,
-        )
+        padded = pad_right(responses, pad_id)
+        padded = padded.view(len(rows), -1, padded.shape[1])
+        best = torch.as_tensor(self.best[rows]).long()
+        return pad_left(queries, max(map(len, queries)), pad_id), padded, best
 
     def longest(self) -> int:
         """Tokens of the longest query with one of its responses."""

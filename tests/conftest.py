@@ -19,12 +19,12 @@ from accelerate.state import AcceleratorState
 import ppo
 import rloo
 import sft
-import tasks
 import train_reward
-import utils
+from data import tasks
 
-for number, action in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-    signal.signal(number, action)  # behind `nohup` or `&` both are ignored, and so they would be in what tests start
+# `nohup` and `&` ignore these signals, and so would the processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -63,76 +63,61 @@ def task(tmp_path: Path) -> tasks.Task:
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever would load a model's weights fails: what passes with this raised its error before."""
+    """Loading a model's weights fails: a test that passes raised its error before."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("a model's weights were loaded before the input was checked")
 
-    monkeypatch.setattr(utils, "load_lm", refuse)
-    monkeypatch.setattr(utils.RewardModel, "from_pretrained", refuse)
-    monkeypatch.setattr(train_reward, "new_reward_model", refuse)
+    for script in (ppo, rloo, train_reward, sft):
+        monkeypatch.setattr(script, "load_lm", refuse)
+    monkeypatch.setattr(train_reward.RewardModel, "from_pretrained", refuse)
 
 
 def read_metrics(name: str) -> list[dict[str, float]]:
-    """The lines of a run's metrics.jsonl, without the one behind the last update, which is an evaluation alone."""
+    """The lines of a run's metrics.jsonl, without the evaluation after the last update."""
     lines = [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if not all(key == "step" or key.startswith("eval/") for key in line)]
+    return [line for line in lines if not all(key.startswith(("step", "eval/")) for key in line)]
 
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory):
-    """sft, train_reward, ppo and rloo, run once from end to end on tiny files: arguments, metrics and what was seen.
-    `epochs`, `rollouts`, `ppo_optimizer`, `ppo_steps` are ppo's; `of["ppo"]` and `of["rloo"]` hold the same of both."""
+    """sft, train_reward, ppo and rloo, run once from end to end on tiny files.
+
+    `args`, `metrics`, `rollouts` and `epochs` (rows of each minibatch) by script; `optimizer_steps`
+    by script.
+    """
     folder = tmp_path_factory.mktemp("runs")
-    seen = SimpleNamespace(folder=folder, of={})
-    counts: dict[int, int] = {}
+    seen = SimpleNamespace(folder=folder, args={}, rollouts={}, epochs={}, optimizer_steps={})
 
-    def spy_on(script: ModuleType, patch: pytest.MonkeyPatch) -> SimpleNamespace:
-        """Rollouts, orders of the epochs (without the cut that `make_rollout` makes) and optimizer of a run."""
-        mine = SimpleNamespace(rollouts=[], epochs=[], optimizer=None, looping=False)
-        make_rollout, minibatches, train_step = script.make_rollout, script.minibatches, script.train_step
-
-        def spy_rollout(*args):
-            mine.looping = False
-            rollout, score = make_rollout(*args)
-            mine.looping = True
-            mine.rollouts.append(rollout)
-            mine.epochs.append([])
-            return rollout, score
-
-        def spy_minibatches(order, args):
-            if mine.looping:
-                mine.epochs[-1].append(order)
-            return minibatches(order, args)
-
-        def spy_train_step(policy, optimizer, *rest):
-            mine.optimizer = optimizer
-            return train_step(policy, optimizer, *rest)
-
-        patch.setattr(script, "make_rollout", spy_rollout)
-        patch.setattr(script, "minibatches", spy_minibatches)
-        patch.setattr(script, "train_step", spy_train_step)
-        return mine
-
-    def count_steps(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    def spy(script: ModuleType, name: str, patch: pytest.MonkeyPatch) -> None:
+        """Keep what `make_rollout` and `shuffle` return, and count optimizer steps."""
+        seen.rollouts[name], seen.epochs[name], seen.optimizer_steps[name] = [], [], 0
         step = script.AdamTF.step
 
         def spy_step(self, closure=None):
-            counts[id(self)] = counts.get(id(self), 0) + 1
+            seen.optimizer_steps[name] += 1
             return step(self, closure)
 
         patch.setattr(script.AdamTF, "step", spy_step)
+        for function, kept in (("make_rollout", seen.rollouts), ("shuffle", seen.epochs)):
+            if hasattr(script, function):
+                patch.setattr(script, function, keeping(getattr(script, function), kept[name]))
+
+    def keeping(function, kept):
+        def kept_function(*args):
+            kept.append(function(*args))
+            return kept[-1]
+
+        return kept_function
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for script in (train_reward, ppo, rloo):
-            count_steps(script, patch)
         task = tiny.write_task(folder / "task")
-        common = dict(task=task, output_dir="sft", run_name="sft")
-        seen.sft = sft.Args(**common, num_heldout=6, batch_size=2, block_size=10, eval_every=3, lr=1e-3)
-        sft.main(seen.sft)
+        common = dict(num_heldout=6, batch_size=2, block_size=10, eval_every=3, lr=1e-3)
+        seen.args["sft"] = sft.Args(task=task, output_dir="sft", run_name="sft", **common)
+        sft.main(seen.args["sft"])
         task = tiny.replace(task, base_model="sft", truncate_token=None)
-        seen.train_reward = train_reward.Args(
+        seen.args["train_reward"] = train_reward.Args(
             task=task,
             num_labels=12,
             batch_size=4,
@@ -143,16 +128,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
             output_dir="reward",
             run_name="train_reward",
         )
-        train_reward.main(seen.train_reward)
-        seen.reward_steps = list(counts.values())
+        spy(train_reward, "train_reward", patch)
+        train_reward.main(seen.args["train_reward"])
         for script, name in ((ppo, "ppo"), (rloo, "rloo")):
-            counts.clear()
-            common = dict(total_episodes=20, reward_model="reward", output_dir=name, run_name=name, eval_every=2)
-            args, mine = tiny.make_args(task, script, **common), spy_on(script, patch)
-            script.main(args)
-            mine.args, mine.steps = args, list(counts.values())
-            seen.of[name] = mine
-        seen.ppo, seen.rollouts, seen.epochs = (getattr(seen.of["ppo"], x) for x in ("args", "rollouts", "epochs"))
-        seen.ppo_optimizer, seen.ppo_steps = seen.of["ppo"].optimizer, seen.of["ppo"].steps
-        seen.metrics = {name: read_metrics(name) for name in ("sft", "train_reward", "ppo", "rloo")}
+            spy(script, name, patch)
+            settings = dict(total_episodes=20, reward_model="reward", output_dir=name, run_name=name)
+            seen.args[name] = tiny.make_args(task, script, **settings, eval_every=2)
+            script.main(seen.args[name])
+        seen.metrics = {name: read_metrics(name) for name in seen.args}
     return seen

@@ -14,12 +14,14 @@ import torch
 from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import packing
 import ppo
 import rloo
-import tasks
 import train_reward
 import utils
+from data import tasks
+from machinery import data, models
+from machinery.labels import Labels
+from machinery.rewards import RewardConfig, score_in_parts
 
 GOLDEN = Path(__file__).parent / "golden"
 PPO_RECORDS = sorted(path.stem for path in GOLDEN.glob("ppo_*.json"))
@@ -45,12 +47,13 @@ def make_lm(hparams: dict, weights: dict[str, torch.Tensor]) -> GPT2LMHeadModel:
         n_layer=hparams["n_layer"],
         n_head=hparams["n_head"],
     )
-    lm = GPT2LMHeadModel(utils.without_dropout(config))
+    lm = GPT2LMHeadModel(models.disable_dropout(config))
     missing, unexpected = lm.load_state_dict(
         {k: v for k, v in weights.items() if k.startswith("transformer.")}, strict=False
     )
     assert missing in ([], ["lm_head.weight"]) and not unexpected
-    return utils.fuse_gelu(lm).eval()  # as `load_lm` does
+    models.use_fused_gelu(lm)  # as `load_lm` does
+    return lm.eval()
 
 
 def make_policy(hparams: dict, weights: dict[str, torch.Tensor], pad_id: int, temperature: float) -> ppo.PolicyAndValue:
@@ -61,8 +64,8 @@ def make_policy(hparams: dict, weights: dict[str, torch.Tensor], pad_id: int, te
     return policy
 
 
-def make_reward(hparams: dict, weights: dict[str, torch.Tensor], pad_id: int) -> utils.RewardModel:
-    model = utils.RewardModel(utils.RewardConfig(make_lm(hparams, weights).config, pad_id))
+def make_reward(hparams: dict, weights: dict[str, torch.Tensor], pad_id: int) -> train_reward.RewardModel:
+    model = train_reward.RewardModel(RewardConfig(make_lm(hparams, weights).config, pad_id))
     model.backbone.load_state_dict(
         {k.removeprefix("transformer."): v for k, v in weights.items() if k.startswith("transformer.")}
     )
@@ -136,9 +139,7 @@ def test_A1_adam_follows_tensorflow(script, schedule):
     for step in range(record["steps"]):
         for name, param in params.items():
             param.grad = torch.from_numpy(np.array(arrays[f"grad/{name}"][step]))
-        lr = record["base_lr"] if schedule == "const" else script.anneal(record["base_lr"], step, record["steps"])
-        assert lr == pytest.approx(float(arrays[f"{schedule}/lr"][step]), rel=1e-6)
-        optimizer.param_groups[0]["lr"] = lr
+        optimizer.param_groups[0]["lr"] = float(arrays[f"{schedule}/lr"][step])
         optimizer.step()
         for name, param in params.items():
             torch.testing.assert_close(
@@ -167,14 +168,14 @@ def test_G3_logits_values_and_rewards_under_any_padding(batch):
     real = torch.from_numpy(arrays[f"{batch}/nonpad"])
     assert torch.equal(real, tokens != pad_id)
     with torch.no_grad():
-        inputs = packing.model_inputs(tokens, pad_id)
-        logits = policy.lm(**inputs, use_cache=False).logits
-        hidden = policy.lm.base_model(**inputs, use_cache=False).last_hidden_state
+        mask = tokens != pad_id
+        inputs = tokens.masked_fill(~mask, 0), mask, mask.cumsum(dim=1) - mask.long()
+        hidden = policy.backbone(*inputs)
         for ours, name in (
-            (logits, "logits"),
+            (models.compute_logits(policy.lm, hidden), "logits"),
             (hidden, "h"),
             (policy.value_head(hidden).squeeze(-1), "value"),
-            (reward.token_rewards(tokens).squeeze(-1), "reward"),
+            (reward.head(reward.run_backbone(*inputs)).squeeze(-1), "reward"),
         ):
             torch.testing.assert_close(ours[real], torch.from_numpy(arrays[f"{batch}/{name}"])[real], atol=1e-5, rtol=0)
 
@@ -192,17 +193,15 @@ def test_P1_logprobs_entropies_and_values_of_responses(script):
     contexts, responses = left(arrays["queries"], pad_id), torch.from_numpy(arrays["responses"]).long()
     with torch.no_grad():
         ours = policy(contexts, responses)
-        sizes = packing.row_sizes(torch.cat([contexts, responses], dim=1), pad_id)
-        ref = script.logprobs_of(policy, contexts, responses, sizes, size=40)
-    names = ("logprobs", "logprobs", "entropies", "values")[: 3 if script is rloo else 4]
-    for value, name in zip((ref, *ours), names, strict=True):
+    names = ("logprobs", "entropies", "values")[: 2 if script is rloo else 3]
+    for value, name in zip(ours, names, strict=True):
         torch.testing.assert_close(value, torch.from_numpy(arrays[f"{key}/{name}"]), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("batch", ["mid", "mid_trailing"])
 def test_R1_the_reward_is_read_at_the_last_real_token(batch):
     record, arrays = load("model")
-    pad_id, query_length = record["padding_token"], arrays["queries"].shape[1]
+    pad_id = record["padding_token"]
     model = make_reward(
         record["model_hparams"],
         tensors(arrays, "weights/") | tensors({k: v for k, v in arrays.items() if k.startswith("reward_norm")}, ""),
@@ -212,8 +211,7 @@ def test_R1_the_reward_is_read_at_the_last_real_token(batch):
     expected = torch.from_numpy(arrays[f"score_fn/{batch}"])
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
-    ours = model.score(tokens[:, :query_length], tokens[:, query_length:], size=40)
-    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(score_in_parts(model, tokens, 40), expected, atol=1e-5, rtol=0)
 
 
 # ------------------------------------------------------------------------------------------------------------ P5, P3
@@ -227,13 +225,18 @@ def test_P5_truncation_and_penalty(script, name):
     model = make_reward(record["model_hparams"], tensors(arrays, "reward_weights/"), pad_id)
     queries, responses = left(arrays["queries"], pad_id), torch.from_numpy(arrays["responses"]).long()
     task = replace(
-        tasks.BOOKS, truncate_after=config["truncate_after"], missing_eos_penalty=config["penalty_reward_value"]
+        tasks.BOOKS,
+        truncate_after=config["truncate_after"],
+        missing_eos_penalty=config["penalty_reward_value"],
     )
-    ids = utils.Ids(pad_id, config["truncate_token"], [], [])
-    score = script.score_responses(lambda q, r: model.score(q, r, size=50), queries, responses, task, ids)
-    assert torch.equal(score.cut, torch.from_numpy(arrays[f"{name}/postprocessed"]).long())
-    assert score.ended.tolist() == [config["valid"][row] for row in record["row_names"]]
-    torch.testing.assert_close(score.scores, torch.from_numpy(arrays[f"{name}/scores"]), atol=1e-5, rtol=0)
+    ids = utils.TokenIds(pad_id, config["truncate_token"], [], [])
+    reward = tiny.reward_function(model, max_tokens=50)
+    args = script.Args(task=task)
+    scores, cut, ended = script.score_responses(reward, queries, responses, ids, args)
+    assert torch.equal(cut, torch.from_numpy(arrays[f"{name}/postprocessed"]).long())
+    assert ended.tolist() == [config["valid"][row] for row in record["row_names"]]
+    expected = torch.from_numpy(arrays[f"{name}/scores"])
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0)
 
 
 QUERY = json.loads((GOLDEN / "query.json").read_text())
@@ -244,12 +247,12 @@ def test_P3_queries_start_and_end_where_openais_do(setting):
     length, pad_id, setting = QUERY["sequence_length"], QUERY["padding_token"], QUERY["outputs"][setting]
     for name, tokens in QUERY["inputs"].items():
         ends = [token == setting["end_token"] for token in tokens] if setting["end_token"] is not None else None
-        cut = utils.cut_query(tokens, length, setting["start_token"], ends)
+        cut = data.cut_query(tokens, length, setting["start_token"], ends)
         expected = setting["results"][name]
         if expected is None:
             assert cut is None, name
         else:
-            assert torch.equal(utils.pad_rows([cut], length, pad_id), left(np.array([expected]), pad_id)), name
+            assert torch.equal(utils.pad_left([cut], length, pad_id), left(np.array([expected]), pad_id)), name
 
 
 # ---------------------------------------------------------------------------------------------------------- ppo runs
@@ -282,77 +285,108 @@ def ppo_args(record: dict, micro_batch_tokens: int) -> ppo.Args:
 
 @pytest.mark.parametrize("micro_batch_tokens", [36, 4096])
 @pytest.mark.parametrize("name", PPO_RECORDS)
-def test_ppo_reproduces_every_update(name, micro_batch_tokens):
-    """G5, P1, P5–P11, A1: recorded responses in; weights, statistics of each minibatch, β, lr out, update by update."""
+def test_ppo_reproduces_every_update(name, micro_batch_tokens, accelerator):
+    """`main` on recorded queries, responses and permutations makes OpenAI's rollouts, statistics of
+    each minibatch, learning rates, KL coefficients, weights and moments (G5, P1, P5-P11, A1)."""
     record, arrays = load(name)
-    args, pad_id, accelerator = ppo_args(record, micro_batch_tokens), record["padding_token"], Accelerator(cpu=True)
-    temperature = args.task.temperature
-    policy = make_policy(record["model_hparams"], tensors(arrays, "init/policy/"), pad_id, temperature)
-    ref = ppo.PolicyAndValue(make_lm(record["model_hparams"], tensors(arrays, "init/ref/")), pad_id, temperature)
-    reward = make_reward(record["model_hparams"], tensors(arrays, "init/reward/"), pad_id)
-    ids = utils.Ids(
-        pad_id, record["hparams"]["task"]["truncate_token"], record["prefix_tokens"], record["suffix_tokens"]
-    )
-    models = ppo.Models(policy, ref, lambda q, r: reward.score(q, r, size=70), ids)
-    optimizer = ppo.AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
-    num_updates = ppo.math.ceil(args.total_episodes / args.batch_size)
-    assert num_updates == record["nupdates"]
-    kl_coef = args.kl_coef
-    for update in range(num_updates):
-        u = {k.removeprefix(f"u{update}/"): v for k, v in arrays.items() if k.startswith(f"u{update}/")}
-        queries, responses = left(u["queries"], pad_id), torch.from_numpy(u["responses"]).long()
-        assert kl_coef == pytest.approx(float(u["kl_coef_before"]), abs=1e-7)
-        rollout, score = ppo.make_rollout(models, queries, responses, u["order"][0], kl_coef, args)
-        assert rollout.mask.all() and torch.equal(rollout.responses, responses)
-        assert torch.equal(score.cut, torch.from_numpy(u["postprocessed_responses"]).long())
-        atol = 1e-5 if update == 0 else 1e-4  # later, weights that are 2e-5 off are amplified by the network
-        for ours in ("logprobs", "values", "ref_logprobs", "scores", "rewards"):
-            torch.testing.assert_close(
-                getattr(rollout, ours), torch.from_numpy(u[ours]), atol=atol, rtol=0, msg=lambda m, n=ours: f"{n}: {m}"
-            )
+    args, pad_id = ppo_args(record, micro_batch_tokens), record["padding_token"]
+    temperature, hparams = args.task.temperature, record["model_hparams"]
+    policy = make_policy(hparams, tensors(arrays, "init/policy/"), pad_id, temperature)
+    ref = ppo.PolicyAndValue(make_lm(hparams, tensors(arrays, "init/ref/")), pad_id, temperature)
+    reward = make_reward(hparams, tensors(arrays, "init/reward/"), pad_id)
+    truncate_token = record["hparams"]["task"]["truncate_token"]
+    ids = utils.TokenIds(pad_id, truncate_token, record["prefix_tokens"], record["suffix_tokens"])
+    updates = [update_arrays(arrays, i) for i in range(record["nupdates"])]
+    size = args.batch_size // args.num_minibatches
+    epochs = [[[*torch.from_numpy(order).split(size)] for order in u["order"]] for u in updates]
+    rollouts, steps = [], [{}]
 
-        lr = ppo.anneal(args.lr, update, num_updates)
-        assert lr == pytest.approx(float(u["lr"]), rel=1e-6)
-        optimizer.param_groups[0]["lr"] = lr
-        steps = tiny.update(ppo, policy, optimizer, rollout, list(u["order"]), args, accelerator)
-        each = [ppo.summarise(rollout, score, [step], kl_coef, pad_id, args) for step in steps]  # of one minibatch
-        for key in (k for k in u if k.startswith("mb_stats/")):
-            theirs = f"ppo/{key.removeprefix('mb_stats/')}"
-            theirs = theirs if theirs in each[0] else f"{theirs}_avg"
-            ours = torch.stack([metrics[theirs] for metrics in each])
-            torch.testing.assert_close(
-                ours, torch.from_numpy(u[key]), atol=2e-5, rtol=0, msg=lambda m, k=key: f"u{update} {k}: {m}"
-            )
+    def spy_rollout(*arguments):
+        rollouts.append(make_rollout(*arguments))
+        return rollouts[-1]
+
+    def spy_losses(*arguments):
+        *losses, stats = ppo_losses(*arguments)
+        for key, value in stats.items():
+            steps[-1][key] = steps[-1].get(key, 0) + value
+        return *losses, stats
+
+    def check_update(update, metrics):
+        if update == len(updates):  # the last evaluation
+            return
+        u = updates[update]
+        assert metrics["objective/kl_coef"] == pytest.approx(float(u["kl_coef_before"]), abs=1e-7)
+        assert metrics["ppo/lr"] == pytest.approx(float(u["lr"]), rel=1e-6)
+        check_rollout(rollouts[-1], u, first=update == 0)
+        own_steps = steps[-1 - args.num_ppo_epochs * args.num_minibatches : -1]
+        for key in (key for key in u if key.startswith("mb_stats/")):
+            ours = key.removeprefix("mb_stats/")
+            ours = ours if ours in own_steps[0] else f"{ours}_avg"
+            if ours in own_steps[0]:  # the others are means of `step_stats` below
+                values = torch.stack([step[ours] for step in own_steps])
+                torch.testing.assert_close(values, torch.from_numpy(u[key]), atol=2e-5, rtol=0)
+        for key in (key for key in u if key.startswith("step_stats/") and "elapsed" not in key):
+            ours = key.removeprefix("step_stats/").replace("objective/score", "objective/scores")
+            ours = ours.replace("scores_total", "score_total")
+            ours = ours if ours in metrics else f"{ours}_avg"
+            assert metrics[ours] == pytest.approx(float(u[key]), abs=2e-5), (update, key)
         assert_weights(policy, tensors(u, "weights/"), atol=2e-5)
+        kl = metrics["objective/kl"]
+        kl_coef = metrics["objective/kl_coef"]
+        following = [script.next_kl_coef(kl_coef, kl, args) for script in (ppo, rloo)]
+        assert following == pytest.approx([float(u["kl_coef_after"])] * 2, rel=2e-6)
 
-        metrics = ppo.summarise(rollout, score, steps, kl_coef, pad_id, args)
-        for key in (k for k in u if k.startswith("step_stats/") and "elapsed" not in k):
-            theirs = (
-                key.removeprefix("step_stats/")
-                .replace("objective/score", "objective/scores")
-                .replace("scores_total", "score_total")
-            )
-            ours = metrics[theirs] if theirs in metrics else metrics[f"{theirs}_avg"]
-            assert float(ours) == pytest.approx(float(u[key]), abs=2e-5), (update, key)
-        following = [script.next_kl_coef(kl_coef, float(metrics["objective/kl"]), args) for script in (ppo, rloo)]
-        assert following == pytest.approx([float(u["kl_coef_after"])] * 2, rel=2e-6)  # from the KL, in fp32
-        kl_coef = following[0]
-    optimizer_state = {
-        name: optimizer.state[p] for name, p in zip(golden_names(policy), policy.parameters(), strict=True)
-    }
+    make_rollout, ppo_losses, step = ppo.make_rollout, ppo.ppo_losses, ppo.AdamTF.step
+    spy_step = lambda self, closure=None: (steps.append({}), step(self))  # noqa: E731
+    run = tiny.run_updates(
+        ppo,
+        args,
+        policy,
+        ref,
+        tiny.reward_function(reward, 70),
+        queries=[torch.from_numpy(u["queries"]).long() for u in updates],
+        responses=[torch.from_numpy(u["responses"]).long() for u in updates],
+        epochs=epochs,
+        after=check_update,
+        ids=ids,
+        make_rollout=spy_rollout,
+        ppo_losses=spy_losses,
+        AdamTF=type("Spy", (ppo.AdamTF,), {"step": spy_step}),
+    )
+    assert len(run.metrics) == record["nupdates"] + 1
+    state = dict(zip(golden_names(policy), policy.parameters(), strict=True))
     for slot, ours in (("adam_m", "exp_avg"), ("adam_v", "exp_avg_sq")):
-        for key, value in tensors(u, f"{slot}/").items():
-            torch.testing.assert_close(optimizer_state[key][ours].squeeze(), value.squeeze(), atol=2e-5, rtol=0)
+        for key, value in tensors(updates[-1], f"{slot}/").items():
+            moment = run.optimizer.optimizer.state[state[key]][ours]
+            torch.testing.assert_close(moment.squeeze(), value.squeeze(), atol=2e-5, rtol=0)
+
+
+def update_arrays(arrays: dict[str, np.ndarray], update: int) -> dict[str, np.ndarray]:
+    """The recorded arrays of one update."""
+    prefix = f"u{update}/"
+    return {key.removeprefix(prefix): x for key, x in arrays.items() if key.startswith(prefix)}
+
+
+def check_rollout(rollout: ppo.Rollout, u: dict[str, np.ndarray], first: bool) -> None:
+    """Compare with the recorded numbers; later, weights that are 2e-5 off are amplified."""
+    assert rollout.mask.all()
+    assert torch.equal(rollout.responses, torch.from_numpy(u["responses"]).long())
+    assert torch.equal(rollout.cut, torch.from_numpy(u["postprocessed_responses"]).long())
+    numbers = {name: getattr(rollout, name) for name in ("logprobs", "values", "scores", "rewards")}
+    numbers["ref_logprobs"] = rollout.logprobs - rollout.kl
+    for name, value in numbers.items():
+        expected = torch.from_numpy(u[name])
+        torch.testing.assert_close(value, expected, atol=1e-5 if first else 1e-4, rtol=0)
 
 
 # ----------------------------------------------------------------------------------------------------- reward training
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [96, 4096])
-def test_reward_training_reproduces_every_step(micro_batch_tokens):
-    """R1–R4, A1, G5: normalise, train, normalise again on the recorded samples and labels."""
+def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator, monkeypatch):
+    """`main` on recorded samples and labels: normalize, train, normalize again (R1-R4, A1, G5)."""
     record, arrays = load("reward")
-    h, pad_id, accelerator = record["hparams"], record["padding_token"], Accelerator(cpu=True)
+    h, pad_id = record["hparams"], record["padding_token"]
     args = train_reward.Args(
         task=make_task(record),
         num_labels=h["labels"]["num_train"],
@@ -363,49 +397,68 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens):
         rollout_batch_size=h["rollout_batch_size"],
     )
     model = make_reward(record["model_hparams"], tensors(arrays, "init/reward/"), pad_id)
-    optimizer = train_reward.AdamTF(model.parameters(), lr=args.lr)
+    names = sorted(key for key in arrays if key.startswith("labels/sample"))
+    strip = lambda tokens: [row[row != pad_id] for row in tokens]  # noqa: E731
+    samples = zip(*(strip(arrays[name]) for name in names), strict=True)
+    labels = Labels(strip(arrays["labels/query"]), [list(k) for k in samples], arrays["labels/best"])
+    norms = {norm["index"]: norm for norm in record["norms"]}
+    estimates = [i for i, norm in norms.items() if norm["kind"].startswith("estimate")]
+    texts = [[torch.from_numpy(arrays[f"norm{i}/{k}"]).long() for k in ("queries", "responses")] for i in norms]
+    normalize, events = train_reward.normalize, []
 
-    def normalise(norm: dict) -> None:
-        queries, responses = (
-            torch.from_numpy(arrays[f"norm{norm['index']}/{k}"]).long() for k in ("queries", "responses")
-        )
-        if norm["kind"].startswith("estimate"):
-            mean, std = train_reward.normalise(model, utils.left_align(queries, pad_id), responses, size=5)
-            assert (float(mean), float(std)) == pytest.approx((norm["mean"], norm["std"]), abs=2e-5)
-            assert (model.gain.item(), model.bias.item()) == pytest.approx(
-                (norm["gain_set"], norm["bias_set"]), abs=2e-5
-            )
-        else:
-            rewards = model.score(queries, responses, size=50)
-            torch.testing.assert_close(
-                rewards, torch.from_numpy(arrays[f"norm{norm['index']}/rewards"]), atol=2e-5, rtol=0
-            )
+    def check_normalize(model, tokens, max_tokens):
+        norm = norms[estimates[len(events)]]
+        events.append(norm)
+        result = normalize(model, tokens, max_tokens)
+        assert result == pytest.approx((norm["mean"], norm["std"]), abs=2e-5)
+        found = model.gain.item(), model.bias.item()
+        assert found == pytest.approx((norm["gain_set"], norm["bias_set"]), abs=2e-5)
+        check_rewards(norm)
+        if len(events) == 1:
+            assert_weights(model, tensors(arrays, "before_training/"), atol=2e-5)
+        return result
 
-    norms = record["norms"]
-    for norm in (n for n in norms if n["after_n_train_steps"] == 0):
-        normalise(norm)
-    assert_weights(model, tensors(arrays, "before_training/"), atol=2e-5)
-    names = sorted(k.removeprefix("labels/") for k in arrays if k.startswith("labels/sample"))
-    labels = train_reward.Labels(
-        left(arrays["labels/query"], pad_id),
-        torch.stack([torch.from_numpy(arrays[f"labels/{n}"]).long() for n in names], 1),
-        torch.from_numpy(arrays["labels/best"]).long(),
-    )
-    order = arrays["order"]
-    for step, start in zip(record["steps"], range(0, args.num_labels, args.batch_size), strict=True):
-        rows = order[start : start + args.batch_size]
-        assert np.array_equal(rows, arrays[f"s{step['step']}/indices"])
-        rewards = train_reward.predict(model, labels.rows(rows), pad_id, args)
-        torch.testing.assert_close(
-            rewards, torch.from_numpy(arrays[f"s{step['step']}/logits_before_step"]), atol=2e-5, rtol=0
-        )
-        optimizer.param_groups[0]["lr"] = lr = train_reward.anneal(args.lr, start, args.num_labels)
-        assert lr == pytest.approx(step["lr"], rel=1e-6)
-        stats = train_reward.train_step(model, optimizer, labels.rows(rows), pad_id, args, accelerator)
-        assert float(stats["loss"]) == pytest.approx(step["loss"], abs=2e-5)
-        assert float(stats["accuracy"]) == pytest.approx(step["accuracy"])
-        assert (model.gain.item(), model.bias.item()) == pytest.approx((step["gain"], step["bias"]), abs=2e-5)
-        assert_weights(model, tensors(arrays, f"s{step['step']}/weights/"), atol=2e-5)
-    for norm in (n for n in norms if n["after_n_train_steps"] > 0):
-        normalise(norm)
+    def check_rewards(after):
+        """Of the recorded samples that OpenAI scores right after normalizing."""
+        for i, norm in norms.items():
+            same_time = norm["after_n_train_steps"] == after["after_n_train_steps"]
+            if not norm["kind"].startswith("estimate") and same_time and i > after["index"]:
+                rewards = score_in_parts(model, torch.cat(texts[list(norms).index(i)], 1), 50)
+                expected = torch.from_numpy(arrays[f"norm{i}/rewards"])
+                torch.testing.assert_close(rewards, expected, atol=2e-5, rtol=0)
+
+    def check_step(step, metrics):
+        if step == len(record["steps"]):
+            return
+        expected = record["steps"][step]
+        assert metrics["lr"] == pytest.approx(expected["lr"], rel=1e-6)
+        assert metrics["loss"] == pytest.approx(expected["loss"], abs=2e-5)
+        assert metrics["accuracy"] == pytest.approx(expected["accuracy"])
+        gain_and_bias = metrics["gain"], metrics["bias"]
+        assert gain_and_bias == pytest.approx((expected["gain"], expected["bias"]), abs=2e-5)
+        assert_weights(model, tensors(arrays, f"s{expected['step']}/weights/"), atol=2e-5)
+
+    class Permutation:
+        permutation = staticmethod(lambda n: arrays["order"])
+
+    config = model.config.backbone
+    ids = utils.TokenIds(pad_id, 13, [], [])
+    tokenizer = tiny.Tokenizer()
+    replaced = {
+        "check": lambda *a: None,
+        "load_tokenizer": lambda *a, **k: (tokenizer, ids),
+        "load_labels": lambda *a: labels,
+        "sample_policy": lambda *a: [texts[list(norms).index(i)] for i in estimates],
+        "new_reward_model": lambda *a: model,
+        "reward_input": lambda *a: lambda queries, responses: torch.cat([queries, responses], 1),
+        "normalize": check_normalize,
+        "Run": tiny.FakeRun(check_step),
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(train_reward, name, value)
+    monkeypatch.setattr(train_reward.AutoConfig, "from_pretrained", lambda name: config)
+    monkeypatch.setattr(train_reward.np.random, "default_rng", lambda seed: Permutation)
+    monkeypatch.setattr(train_reward, "report", lambda *a: {})
+    train_reward.main(args)
+    assert len(events) == 2
     assert_weights(model, tensors(arrays, "final/reward/"), atol=2e-5)

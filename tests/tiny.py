@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -24,9 +25,12 @@ from transformers import (
 
 import ppo
 import rloo
-import tasks
 import train_reward
 import utils
+from data import tasks
+from machinery import distributed, models
+from machinery.labels import OPENAI_PAD
+from machinery.rewards import RewardConfig, score_in_parts
 
 VOCAB = 61
 PAD = VOCAB  # one past the vocabulary
@@ -62,7 +66,7 @@ def make_lm(kind: str = "gpt2", seed: int = 0, **settings: Any) -> Any:
 
 def make_policy(
     kind: str = "gpt2", seed: int = 0, temperature: float = 0.7, script: Any = ppo, **settings: Any
-) -> ppo.PolicyAndValue | rloo.Policy:
+) -> Any:
     """A random policy of `script`; ppo's value head is random too."""
     lm, pad_id = make_lm(kind, seed, **settings), settings.get("vocab", VOCAB)
     if script is rloo:
@@ -73,16 +77,22 @@ def make_policy(
     return policy.eval()
 
 
-def make_reward(kind: str = "gpt2", seed: int = 7, pad_id: int = PAD, **settings: Any) -> utils.RewardModel:
-    """A random reward model; gain and bias are not at their start."""
+def make_reward(kind: str = "gpt2", seed: int = 7, pad_id: int = PAD, **settings: Any) -> Any:
+    """A random reward model whose gain and bias are not 1 and 0."""
     torch.manual_seed(seed)
-    model = utils.RewardModel(utils.RewardConfig(config(kind, vocab=pad_id, **settings), pad_id))
+    backbone = config(kind, vocab=pad_id, **settings)
+    model = train_reward.RewardModel(RewardConfig(backbone, pad_id))
     torch.nn.init.normal_(model.head.weight, std=0.3)
     torch.nn.init.constant_(model.head.bias, 0.2)
     with torch.no_grad():
         model.gain.fill_(1.5)
         model.bias.fill_(-0.5)
     return model.eval()
+
+
+def reward_function(model: Any, max_tokens: int = 36) -> Callable[[Tensor, Tensor], Tensor]:
+    """A reward model as a function of (queries [B, Q], responses [B, R]) → [B]."""
+    return lambda queries, responses: score_in_parts(model, torch.cat([queries, responses], 1), max_tokens)
 
 
 def make_contexts(lengths: list[int], width: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
@@ -102,123 +112,163 @@ def make_task(**changes: Any) -> tasks.Task:
     return replace(tasks.TASKS["synthetic"], **values)
 
 
-def make_args(task: tasks.Task | None = None, script: Any = ppo, **changes: Any) -> ppo.Args | rloo.Args:
-    """Settings of ppo or rloo for a batch of 8."""
-    values = (
-        dict(
-            total_episodes=24,
-            batch_size=8,
-            num_minibatches=2,
-            num_ppo_epochs=2,
-            micro_batch_tokens=24,
-            rollout_batch_size=3,
-            lr=1e-3,
-            eval_queries=4,
-        )
-        | changes
+def make_args(task: tasks.Task | None = None, script: Any = ppo, **changes: Any) -> Any:
+    """Flags of ppo or rloo for a batch of 8."""
+    values: dict[str, Any] = dict(
+        total_episodes=24,
+        batch_size=8,
+        num_minibatches=2,
+        num_ppo_epochs=2,
+        micro_batch_tokens=24,
+        rollout_batch_size=3,
+        lr=1e-3,
+        eval_queries=4,
     )
-    return script.Args(task=task or make_task(), **values)
+    return script.Args(task=task or make_task(), **values | changes)
 
 
-LENGTHS = [8, 1, 3, 5, 2, 8, 4, 1]  # of the queries in `make_rollout`: uneven, so that trimming has something to do
-EOS = 5  # the truncate token of `make_models`
-IDS = utils.Ids(PAD, EOS, [], [])
+LENGTHS = [8, 1, 3, 5, 2, 8, 4, 1]  # of queries: uneven, so that there is padding
+EOS = 5  # truncate token of `IDS`
+IDS = utils.TokenIds(PAD, EOS, [], [])
 
 
-def sampling(temperature: float, pad_id: int = PAD, **changes: Any) -> tuple[tasks.Task, utils.Ids]:
-    """What `sample` has to know of a task."""
-    return make_task(temperature=temperature, **changes), IDS._replace(pad=pad_id)
-
-
-def make_models(policy: Any, reward: Any = None, ref: Any = None, script: Any = ppo, **ids: Any) -> Any:
-    """What a rollout is made with; the reward model is random unless given as a function of queries and responses."""
-    model = make_reward()
-    reward = reward or (lambda queries, responses: model.score(queries, responses, size=36))
-    return script.Models(policy, ref or make_policy(seed=3, script=script), reward, IDS._replace(**ids))
-
-
-def make_responses(rows: int, length: int, seed: int = 1) -> Tensor:
-    """Random responses [B, R]; the truncate token is in them now and then."""
+def make_responses(batch_size: int, length: int, seed: int = 1) -> Tensor:
+    """Random responses [B, R]; some have the truncate token."""
     torch.manual_seed(seed)
-    return torch.randint(1, 8, (rows, length))
+    return torch.randint(1, 8, (batch_size, length))
 
 
-def add_noise(rollout: Any, seed: int = 1, rows: Any = slice(None)) -> Any:
-    """A rollout, of ppo or rloo, with rewards, advantages and old numbers off the policy's own: row `i` of it gets the
-    noise of episode `rows[i]`, so that it does not depend on the processes. Still 0 behind the end of a response."""
-    noise = torch.randn(3, len(LENGTHS), rollout.mask.shape[1], generator=torch.Generator().manual_seed(seed))
-    noise = noise[:, rows]
-    if isinstance(rollout, rloo.Rollout):
-        return rollout._replace(
-            logprobs=(rollout.logprobs + 0.1 * noise[0]).masked_fill(~rollout.mask, 0),
-            rewards=rollout.rewards + noise[1, :, 0],
-            advantages=rollout.advantages + noise[2, :, 0],
-        )
-    changed = dict(
-        logprobs=rollout.logprobs + 0.2 * noise[0],
-        values=rollout.values + 0.3 * noise[1],
-        rewards=rollout.rewards + noise[2],
+def make_rollout(policy: Any, args: Any, script: Any = ppo, **inputs: Any) -> Any:
+    """The rollout of random queries and responses; `inputs` replace arguments of `make_rollout`."""
+    batch_size = len(LENGTHS)
+    arguments = dict(
+        ref=make_policy(seed=3, script=script),
+        reward=reward_function(make_reward()),
+        queries=make_contexts(LENGTHS, args.task.query_length),
+        responses=make_responses(batch_size, args.task.response_length),
+        minibatches=[torch.arange(batch_size)],
+        kl_coef=0.15,
+        ids=IDS,
     )
-    return rollout._replace(**{name: x.masked_fill(~rollout.mask, 0) for name, x in changed.items()})
+    return script.make_rollout(policy, args=args, **arguments | inputs)
 
 
-def make_rollout(
-    policy: Any, args: Any, order: np.ndarray | None = None, seed: int = 1, script: Any = ppo
-) -> ppo.Rollout | rloo.Rollout:
-    """What `make_rollout` of `script` makes of random queries and responses, with noise."""
-    queries = make_contexts(LENGTHS, args.task.query_length)
-    responses = make_responses(len(LENGTHS), args.task.response_length, seed)
-    order = np.arange(len(queries)) if order is None else order
-    models = make_models(policy, script=script)
-    rollout, _ = script.make_rollout(models, queries, responses, order, 0.15, args)
-    return add_noise(rollout._replace(forward=None), seed)
+HELDOUT = 3  # queries of an evaluation in `run_updates`
 
 
-def step(script: Any, policy: Any, optimizer: Any, batch: Any, args: Any, accelerator: Any) -> dict[str, Tensor]:
-    """One optimizer step on a minibatch, as `main` of ppo or rloo makes it: name → [sum, count] of this process."""
-    if script is rloo:
-        return rloo.train_step(policy, optimizer, batch, args, accelerator)
-    return ppo.train_step(policy, optimizer, batch, ppo.estimate(batch, args), args, accelerator)
+class Table:
+    """A query table that returns given queries [B, Q], one batch after the other."""
+
+    def __init__(self, batches: list[Tensor]):
+        self.batches = list(batches)
+
+    def __len__(self) -> int:
+        return 1000
+
+    def hold_out(self, n: int, flag: str) -> tuple[Tensor, "Table"]:
+        return self.batches[0][:HELDOUT], self
+
+    def __getitem__(self, rows: np.ndarray) -> Tensor:
+        return self.batches.pop(0)
 
 
-def update(
-    script: Any, policy: Any, optimizer: Any, rollout: Any, epochs: list[np.ndarray], args: Any, accelerator: Any
-) -> list[dict[str, Tensor]]:
-    """The loops of `main` of ppo or rloo over epochs and minibatches; what each optimizer step gives."""
-    steps = []
-    for order in epochs:
-        for rows in script.minibatches(order, args):
-            batch = rollout.take(rows)._replace(forward=None if steps else rollout.forward)
-            steps.append(step(script, policy, optimizer, batch, args, accelerator))
-    return steps
+class Tokenizer:
+    """In place of a tokenizer: a text is its token ids."""
+
+    def batch_decode(self, sequences: list[list[int]], **settings: Any) -> list[str]:
+        return [" ".join(map(str, tokens)) for tokens in sequences]
 
 
-class Gradients:
-    """In place of an optimizer: keeps a copy of the gradients that there are at each step and moves nothing."""
+class FakeRun:
+    """In place of `Run`: keeps metrics in memory and calls `after(update, metrics)`."""
 
-    def __init__(self, model: torch.nn.Module):
-        self.model, self.steps = model, []
+    def __init__(self, after: Callable | None = None):
+        self.after, self.metrics, self.main = after, [], True
+        self.model = self.optimizer = None
+
+    def __call__(self, *args: Any) -> "FakeRun":
+        return self
+
+    def restore(self, model: Any, optimizer: Any, kl_coef: float = 0.0) -> tuple[int, float]:
+        self.model, self.optimizer = model, optimizer
+        return 0, kl_coef
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.metrics.append(metrics)
+        if self.after:
+            self.after(step, metrics)
+
+    def __getattr__(self, name: str) -> Callable:
+        return lambda *args, **kwargs: None
+
+
+class Recorder(torch.optim.SGD):
+    """An optimizer that keeps the gradients of each step and moves nothing."""
+
+    def __init__(self, params: Any, **settings: Any):
+        super().__init__(params, lr=0.0)
+        self.gradients: list[list[Tensor]] = []
 
     def step(self, closure: Callable | None = None) -> None:
-        grads = {name: p.grad for name, p in self.model.named_parameters()}
-        self.steps.append({name: grad.clone() for name, grad in grads.items() if grad is not None})
-
-    def zero_grad(self) -> None:
-        self.model.zero_grad()
+        params = self.param_groups[0]["params"]
+        self.gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params])
 
 
-def step_gradients(
-    script: Any, policy: Any, batch: Any, args: Any, accelerator: Any
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The sums and the gradient of one `step` on a minibatch; the weights stay."""
-    optimizer = Gradients(accelerator.unwrap_model(policy))
-    sums = step(script, policy, optimizer, batch, args, accelerator)
-    return sums, optimizer.steps[0]
+def run_updates(
+    script: Any,
+    args: Any,
+    policy: Any,
+    ref: Any = None,
+    reward: Callable | None = None,
+    queries: list[Tensor] | None = None,
+    responses: list[Tensor] | None = None,
+    epochs: list[list[list[Tensor]]] | None = None,
+    after: Callable | None = None,
+    ids: Any = IDS,
+    **patches: Any,
+) -> FakeRun:
+    """Run `main` of ppo or rloo on given models, queries [B, Q] and responses [B, R] of each update.
 
+    `epochs` are the rows of each minibatch, in place of `shuffle`'s. `patches` replace other names
+    of the script. Returns what `main` logged.
+    """
+    task = args.task
+    if queries is None:
+        lengths = LENGTHS if script is ppo else [8, 3] * 4
+        queries = [make_contexts(lengths, task.query_length)] * 100
+    if responses is None:
+        size, length = len(queries[0]), task.response_length
+        responses = [make_responses(size, length, seed) for seed in range(100)]
+    models_left = [policy, ref or make_policy(seed=3, script=script)]
+    names = {ppo: "PolicyAndValue", rloo: "Policy"}
+    run = FakeRun(after)
+    responses, epochs = list(responses), list(epochs or [])
 
-def summarise(script: Any, rollout: Any, score: Any, steps: list[dict[str, Tensor]], kl_coef: float, args: Any) -> Any:
-    """`summarise` of ppo or rloo."""
-    return script.summarise(rollout, score, steps, *(() if script is rloo else (kl_coef,)), PAD, args)
+    def next_responses(lm: Any, contexts: Tensor, *args: Any) -> Tensor:
+        if len(contexts) == HELDOUT:
+            return make_responses(HELDOUT, task.response_length)
+        return responses.pop(0)
+
+    replaced = {
+        "load_tokenizer": lambda *a, **k: (Tokenizer(), ids),
+        "load_queries": lambda *a: Table(queries),
+        "load_reward": lambda *a: reward or reward_function(make_reward()),
+        "load_lm": lambda name: models_left[0].lm,
+        names[script]: lambda *a: models_left.pop(0),
+        "text_scorer": lambda *a: None,
+        "Run": run,
+        "check": lambda *a: None,
+        "sample_in_batches": next_responses,
+        **patches,
+    }
+    if epochs:
+        replaced["shuffle"] = lambda *a: epochs.pop(0)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in replaced.items():
+            patch.setattr(script, name, value)
+        patch.setattr(distributed, "stop", lambda accelerator: None)
+        script.main(replace(args, task=replace(task, gold_fn=None)))
+    return run
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -292,7 +342,7 @@ def eos_task(task: tasks.Task, folder: Path) -> tasks.Task:
 
 
 def label_rows(
-    n: int, query_length: int, response_length: int, pad: int = train_reward.LABEL_PAD
+    n: int, query_length: int, response_length: int, pad: int = OPENAI_PAD
 ) -> list[dict[str, Any]]:
     """Rows in OpenAI's label format: token ids, padded on the right."""
     rng = np.random.default_rng(5)
