@@ -17,17 +17,17 @@ One update:
         take one Adam step on the clipped policy loss + vf_coef * the clipped value loss
     adapt kl_coef to the measured KL
 
-Tasks are of two kinds. By default responses have a fixed length: only the reward model sees them
-cut after their truncate token, and all their tokens are trained on. In EOS tasks the response ends
-at this token, and what follows is masked out everywhere.
+There are two kinds of tasks. By default every response has R tokens and all of them are trained on;
+only for scoring it is truncated after its truncate token, such as a period. In EOS tasks the
+truncate token is the end of text, and what follows it is masked out everywhere.
 
-With the default flags there are two differences from OpenAI's code: whitening uses the moments over
-all processes (X11), and old log-probabilities come from the same forward pass as new ones instead
-of the sampling loop (L6). On one process, neither matters in exact arithmetic.
+With the default flags there are two differences from OpenAI's code. Whitening uses the moments over
+all processes (X11). Old log-probabilities are not kept from sampling, but computed before the first
+epoch by the training forward pass (L6). Neither matters on one process in exact arithmetic.
 
 Shapes: B sequences, Q query tokens, C context tokens (prefix + query + suffix), R response tokens,
 T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real tokens.
-Tags such as (P9) number the implementation details in docs/details.md.
+Tags such as (P9) point to docs/details.md, which lists the implementation details.
 """
 
 import math
@@ -53,24 +53,24 @@ from machinery.decoding import Decoder
 from machinery.models import Float32Linear, compute_logits, enable_gradient_checkpointing
 from machinery.models import load_lm, load_tokenizer
 from machinery.packing import packed
-from machinery.rewards import load_reward, text_scorer
+from machinery.rewards import load_gold_reward, load_reward
 from machinery.runs import Run, check_run
 from train_reward import RewardModel
-from utils import Timer, TokenIds, add_affixes, all_sum, decode, generator, masked_sum
-from utils import mean_and_var, mean_over_processes, micro_batches, query_rows, truncate
+from utils import Timer, TokenIds, add_affixes, all_sum, decode, generator, global_mean_and_var
+from utils import masked_sum, mean_over_processes, micro_batches, query_rows, sample_token, truncate
 
 
 @dataclass(frozen=True, config={"allow_inf_nan": False})
 class Args:
     """PPO from human preferences."""
 
-    task: Task
+    task: Task  # model, data, lengths, temperature: data/tasks.py; each field is a flag, too
 
     # Run
     seed: NonNegativeInt = 1
     """random seed; process r uses seed + 100003 * r (G6)"""
     total_episodes: PositiveInt = 1_000_000
-    """responses of the whole run, rounded up to whole batches"""
+    """sampled responses of the whole run, rounded up to whole batches"""
     eval_every: PositiveInt = 50
     """updates between evaluations on held-out queries"""
     eval_queries: PositiveInt = 256
@@ -78,13 +78,13 @@ class Args:
 
     # Optimization
     batch_size: PositiveInt = 512
-    """episodes per update, over all processes"""
+    """responses per update, over all processes"""
     num_ppo_epochs: PositiveInt = 4
     """passes over the batch per update"""
     num_minibatches: PositiveInt = 1
     """optimizer steps per epoch (P7)"""
     lr: NonNegativeFloat = 1e-5
-    """learning rate of the first update"""
+    """initial learning rate"""
     anneal_lr: bool = True
     """decay the learning rate linearly to 0 (G5)"""
     adam_eps: PositiveFloat = 1e-5
@@ -94,13 +94,13 @@ class Args:
 
     # Algorithm
     reward_model: str | None = None
-    """folder of the reward model; None: models/<task>/train_reward"""
+    """folder of the reward model; default: models/<task>/train_reward"""
     reward_fn: str | None = None
-    """module:function or path.py:function of (queries, responses[, scores])"""
+    """module:function or path.py:function to score texts with; see docs/ppo.md"""
     kl_coef: NonNegativeFloat = 0.15
     """initial coefficient of the KL penalty (P8)"""
     kl_target: PositiveFloat | None = 6.0
-    """target KL per response for the adaptive kl_coef; None: fixed (P11)"""
+    """target KL per response of the adaptive kl_coef; None: keep it fixed (P11)"""
     kl_horizon: PositiveInt = 10_000
     """episodes over which kl_coef adapts (P11)"""
     gamma: UnitFloat = 1.0
@@ -108,50 +108,50 @@ class Args:
     lam: UnitFloat = 0.95
     """lambda of GAE (P6)"""
     cliprange: PositiveFloat = 0.2
-    """clip the probability ratio to 1 +- this"""
+    """clip the probability ratio to [1 - this, 1 + this]"""
     cliprange_value: PositiveFloat = 0.2
-    """clip new values to old ones +- this (P10)"""
+    """clip values to [old value - this, old value + this] (P10)"""
     vf_coef: NonNegativeFloat = 0.1
     """coefficient of the value loss (P10)"""
     whiten_rewards: bool = True
-    """scale rewards of a minibatch to unit variance, keep their mean (P9)"""
+    """scale the rewards of a minibatch to unit variance, keep the mean (P9)"""
     whiten_advantages: bool = True
     """whiten the advantages of a minibatch (P9, X14)"""
 
-    # Later systems
+    # Options from later systems, off by default
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Schulman's estimator of the KL, in the penalty and in the logs (X3)"""
+    """estimator of the KL to the reference, see `estimate_kl` (X3)"""
     clip_score: PositiveFloat | None = None
-    """clip scores to +- this (X2)"""
+    """clip scores to [-this, this] (X2)"""
 
     # Memory and speed
     micro_batch_tokens: PositiveInt = 4096
-    """tokens per forward pass; does not change results (P7)"""
+    """tokens per forward pass; changes results only by rounding (P7)"""
     rollout_batch_size: PositiveInt = 256
-    """sequences sampled at a time; does not change results (X10)"""
+    """sequences sampled at a time; changes results only by rounding (X10)"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     compile: bool = False
-    """sample with a compiled step, after about a minute of compilation"""
+    """torch.compile the decoding step; takes about a minute at the start"""
     tf32: bool = False
-    """fp32 matrix products in TensorFloat-32 on NVIDIA GPUs"""
+    """use TF32 for fp32 matrix products on NVIDIA GPUs"""
 
     # Files
     run_name: str | None = None
-    """new folder in runs/; None: task, script, seed and time"""
+    """name of the folder in runs/; default: task, script, seed and time"""
     output_dir: str | None = None
-    """new folder for the policy; None: in the run, linked as models/<task>/ppo"""
+    """folder for the policy; default: in the run, and models/<task>/ppo links to it"""
     save_every: PositiveInt | None = None
-    """updates between checkpoints; SIGTERM and SIGUSR1 always write one"""
+    """updates between checkpoints; one is also saved on SIGTERM and SIGUSR1"""
     resume: str | None = None
-    """resume runs/<name>, or the latest run, by the same command"""
+    """runs/<name> or `latest`: resume it; pass the same flags as before"""
     track: bool = False
     """also log to Weights & Biases"""
     push_to_hub: str | None = None
     """upload the policy to this new private repository, owner/name"""
 
 
-# The defaults above are those of sentiment and descriptiveness. Other tasks change:
+# The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
 SYNTHETIC: dict[str, Any] = dict(
     total_episodes=4096,
     eval_every=20,
@@ -166,27 +166,27 @@ SYNTHETIC: dict[str, Any] = dict(
 SUMMARIES: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
-    "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),  # it would reward short responses
+    "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),  # it adds a constant per token
     "cnndm": SUMMARIES | dict(batch_size=32, lr=2e-6, kl_coef=0.01),
     "tldr_2019": SUMMARIES | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
     "tldr": SUMMARIES | dict(lr=3e-6, kl_coef=0.05, rollout_batch_size=64),
 }
-SCRIPT = Path(__file__)  # names the run and its weights, so that a copy of this file has its own
+SCRIPT = Path(__file__)  # run and model folders are named after it, so a copy overwrites nothing
 
 # ------------------------------------------------------------------------------------------- models
 
 
 class PolicyAndValue(nn.Module):
-    """A language model with a value head; also the reference, whose values nobody uses."""
+    """A language model with a value head. Also used for the reference, ignoring its values."""
 
     def __init__(self, lm: PreTrainedModel, pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = packed(lm.base_model)  # the transformer, without computing padding
+        self.backbone = packed(lm.base_model)  # the same transformer; computes no padding
         self.value_head = Float32Linear(lm.config.hidden_size, 1)
-        nn.init.zeros_(self.value_head.weight)  # (P2)
+        nn.init.zeros_(self.value_head.weight)  # values start at 0 (P2)
         nn.init.zeros_(self.value_head.bias)
-        self.pad_id = pad_id
+        self.pad_id = pad_id  # not in the vocabulary: a sampled token is never padding (G2)
         self.temperature = temperature
 
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -196,17 +196,18 @@ class PolicyAndValue(nn.Module):
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # padding shifts no position (G3)
+        position_ids = mask.cumsum(dim=1) - mask.long()  # the number of real tokens before (G3)
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
-        hidden = hidden[:, contexts.shape[1] - 1 : -1]  # [B, R, D], where tokens are predicted
-        real = responses != self.pad_id
-        values = self.value_head(hidden).squeeze(-1).masked_fill(~real, 0)  # (G1)
+        hidden = hidden[:, contexts.shape[1] - 1 : -1]  # [B, R, D], position t predicts t + 1
+        real = mask[:, contexts.shape[1] :]  # [B, R]
+        values = self.value_head(hidden).squeeze(-1).masked_fill(~real, 0)  # one per token (G1)
 
+        # Logits of real tokens only, by the language model's own head in fp32.
         logits = compute_logits(self.lm, hidden[real]) / self.temperature  # [N, V] (P1)
-        log_softmax = logits.log_softmax(dim=-1)
-        logprobs = log_softmax.gather(1, responses[real][:, None]).squeeze(1)  # [N]
-        log_softmax = log_softmax.detach()
-        entropies = -(log_softmax.exp() * log_softmax).sum(dim=-1)  # [N]
+        logps = logits.log_softmax(dim=-1)
+        logprobs = logps.gather(1, responses[real][:, None]).squeeze(1)  # [N]
+        with torch.no_grad():
+            entropies = -(logps.exp() * logps).sum(dim=-1)  # [N]
         zeros = torch.zeros_like(values)
         return zeros.masked_scatter(real, logprobs), zeros.masked_scatter(real, entropies), values
 
@@ -214,32 +215,24 @@ class PolicyAndValue(nn.Module):
 # ----------------------------------------------------------------------------------------- sampling
 
 
-def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Sample from softmax(logits) by inverting its CDF: [B, V], [B, 1] in [0, 1) → [B, 1].
-
-    Unlike torch.multinomial, a sequence gets the same token whatever else is in the batch. In
-    float64, so that tokens of probability 0 are never sampled.
-    """
-    cdf = logits.to(uniform).softmax(dim=-1).cumsum(dim=-1)
-    return torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).to(logits.device)
-
-
 @torch.no_grad()
-def sample(lm: Callable, contexts: Tensor, uniform: Tensor, pad_id: int, temp: float) -> Tensor:
+def sample(
+    lm: Callable, contexts: Tensor, uniform: Tensor, pad_id: int, temperature: float
+) -> Tensor:
     """Sample exactly R tokens after each context: [B, C], random numbers [R, B, 1] → [B, R] (G4).
 
-    From the full vocabulary, without a stop at EOS, ignoring the model's generation_config.
+    From the full vocabulary, without stopping at EOS. The model's generation_config is ignored.
     """
     mask = contexts != pad_id
-    position_ids = mask.cumsum(dim=1) - mask.long()  # (G3)
+    position_ids = mask.cumsum(dim=1) - mask.long()
     tokens = contexts.masked_fill(~mask, 0)
     cache = None
     response = []
-    for uniform_t in uniform:
+    for t in range(len(uniform)):
         output = lm(tokens, mask, position_ids, past_key_values=cache)
         cache = output.past_key_values
-        logits = output.logits[:, -1].float() / temp  # (P1)
-        tokens = sample_token(logits, uniform_t)  # [B, 1]
+        logits = output.logits[:, -1].float() / temperature  # the same as in training (P1)
+        tokens = sample_token(logits, uniform[t])  # [B, 1], by inverting the CDF
         response.append(tokens)
         mask = F.pad(mask, (0, 1), value=True)
         position_ids = position_ids[:, -1:] + 1
@@ -250,14 +243,14 @@ def sample_in_batches(
     lm: Callable, contexts: Tensor, ids: TokenIds, args: Args, rng: torch.Generator
 ) -> Tensor:
     """Sample `rollout_batch_size` sequences of similar length at a time: [B, C] → [B, R] (X10)."""
-    batch_size, response_length = len(contexts), args.task.response_length
-    shape = response_length, batch_size, 1
+    response_length = args.task.response_length
+    shape = response_length, len(contexts), 1
     uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
-    responses = contexts.new_empty(batch_size, response_length)
+    responses = contexts.new_empty(len(contexts), response_length)
     order = (contexts != ids.pad).sum(dim=1).argsort(stable=True)
     for rows in order.split(args.rollout_batch_size):
-        part = contexts[rows], uniform[:, rows.to(uniform.device)]
-        responses[rows] = sample(lm, *part, ids.pad, args.task.temperature)
+        numbers = uniform[:, rows.to(uniform.device)]
+        responses[rows] = sample(lm, contexts[rows], numbers, ids.pad, args.task.temperature)
     return responses
 
 
@@ -267,26 +260,27 @@ def sample_in_batches(
 def score_responses(
     reward: Callable, queries: Tensor, responses: Tensor, ids: TokenIds, args: Args
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores [B] of responses [B, R], the cut responses that were scored [B, R], and `ended` [B].
+    """Score responses [B, R], truncated after the first truncate token from `truncate_after` on.
 
-    A response without the truncate token gets a fixed penalty instead of its score (P5).
+    A response without it gets a fixed penalty instead (P5). Returns scores [B], the truncated
+    responses [B, R], and whether they have the truncate token [B].
     """
     task = args.task
-    cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
-    scores = torch.where(ended, reward(queries, cut), task.missing_eos_penalty)
+    truncated, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
+    scores = torch.where(ended, reward(queries, truncated), task.missing_eos_penalty)
     if args.clip_score is not None:
-        scores = scores.clamp(-args.clip_score, args.clip_score)  # (X2)
-    return scores, cut, ended
+        scores = scores.clamp(-args.clip_score, args.clip_score)
+    return scores, truncated, ended
 
 
 def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """KL(pi || pi_ref) of each sampled token [B, R], with r = pi_ref / pi (X3)."""
+    """Schulman's estimators of KL(pi || pi_ref) at each sampled token [B, R] (X3)."""
     log_r = ref_logprobs - logprobs
     if estimator == "k1":
         return -log_r
     if estimator == "k2":
         return 0.5 * log_r**2
-    return log_r.exp() - 1 - log_r
+    return log_r.exp() - 1 - log_r  # k3
 
 
 def kl_penalized_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
@@ -296,7 +290,7 @@ def kl_penalized_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: floa
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """Move kl_coef toward the target, in proportion to the error of the measured KL (P11)."""
+    """Raise kl_coef if the KL is above its target, lower it if it is below (P11)."""
     if args.kl_target is None:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
@@ -307,23 +301,23 @@ def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 class Rollout(NamedTuple):
-    """What one update trains on (X10). Numbers of tokens are 0 at padding."""
+    """The episodes of one update (X10). Values per token are 0 at padding."""
 
-    queries: Tensor  # [B, Q] padded on the left; the reward model reads these
-    contexts: Tensor  # [B, C] queries with prefix and suffix; the policy reads these
-    responses: Tensor  # [B, R] padding after the end in EOS tasks
-    cut: Tensor  # [B, R] the responses that were scored
+    queries: Tensor  # [B, Q] padded on the left; what the reward model reads
+    contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
+    responses: Tensor  # [B, R] in EOS tasks, padding after the end
+    truncated: Tensor  # [B, R] responses as they were scored
     ended: Tensor  # [B] whether they have the truncate token
-    mask: Tensor  # [B, R] real response tokens; all True unless it is an EOS task (X9)
-    lengths: Tensor  # [B] tokens of context and response
+    mask: Tensor  # [B, R] real tokens of responses: all, except in EOS tasks (X9)
+    lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] of the policy that sampled
     values: Tensor  # [B, R] of the policy that sampled
     kl: Tensor  # [B, R] to the reference
-    scores: Tensor  # [B] of the reward model, clipped, or the penalty
-    rewards: Tensor  # [B, R] KL penalty plus score
+    scores: Tensor  # [B] reward model's score or penalty, clipped
+    rewards: Tensor  # [B, R] KL penalty, and the score at the last token
 
     def select(self, rows: Tensor | slice) -> "Rollout":
-        """Some of the episodes."""
+        """The episodes with these indices."""
         return Rollout(*(x[rows] for x in self))
 
 
@@ -339,17 +333,18 @@ def make_rollout(
     ids: TokenIds,
     args: Args,
 ) -> Rollout:
-    """Score sampled responses [B, R] and compute everything that the update needs.
+    """Score responses [B, R], and compute log-probabilities, values and rewards.
 
-    Log-probabilities come from the `minibatches` (rows) and micro-batches of the first epoch, so
-    that the first probability ratio is exactly 1, in bf16 too (L6).
+    The forward passes are those of the first epoch: `minibatches` are the rows of its minibatches.
+    So its first probability ratio is exactly 1, although rounding depends on the batch (L6).
     """
-    scores, cut, ended = score_responses(reward, queries, responses, ids, args)
-    responses = cut if args.task.eos_task else responses  # (X9)
+    scores, truncated, ended = score_responses(reward, queries, responses, ids, args)
+    responses = truncated if args.task.eos_task else responses
     contexts = add_affixes(queries, ids)
     mask = responses != ids.pad
     lengths = (contexts != ids.pad).sum(dim=1) + mask.sum(dim=1)
-    logprobs, values, ref_logprobs = torch.zeros(3, *mask.shape, device=mask.device)
+    logprobs = torch.zeros(mask.shape, device=mask.device)
+    values, ref_logprobs = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
     for rows in minibatches:
         for part in micro_batches(lengths[rows], args.micro_batch_tokens):
             index = rows[part]
@@ -357,12 +352,13 @@ def make_rollout(
             ref_logprobs[index], _, _ = ref(contexts[index], responses[index])
     kl = estimate_kl(logprobs, ref_logprobs, args.kl_estimator)
     rewards = kl_penalized_rewards(kl, scores, mask, kl_coef)
-    texts = queries, contexts, responses, cut, ended
-    return Rollout(*texts, mask, lengths, logprobs, values, kl, scores, rewards)
+    tokens = dict(queries=queries, contexts=contexts, responses=responses, truncated=truncated)
+    values = dict(logprobs=logprobs, values=values, kl=kl, scores=scores, rewards=rewards)
+    return Rollout(**tokens, ended=ended, mask=mask, lengths=lengths, **values)
 
 
 def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list[list[Tensor]]:
-    """The rows of each minibatch of each epoch: every epoch is a new permutation (P7)."""
+    """For each epoch, the rows of each minibatch: a new permutation of all episodes (P7)."""
     rng = np.random.default_rng(seed)
     permutations = [rng.permutation(num_episodes) for _ in range(args.num_ppo_epochs)]
     size = num_episodes // args.num_minibatches
@@ -374,7 +370,7 @@ def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list
 
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """Scale x to unit variance and, if `shift_mean`, mean 0 (P9). 0 where mask is False."""
-    mean, var = mean_and_var(x, mask)  # over all processes (X11)
+    mean, var = global_mean_and_var(x, mask)  # over all processes (X11)
     whitened = (x - mean) * torch.rsqrt(var + 1e-8)
     if not shift_mean:
         whitened = whitened + mean
@@ -397,14 +393,14 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tens
     return advantages, advantages + values
 
 
-def compute_advantages(batch: Rollout, args: Args) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, R] of a minibatch: whiten, GAE, whiten (P9, P6)."""
-    rewards = batch.rewards
+def compute_advantages(minibatch: Rollout, args: Args) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [B, R]; per minibatch, because OpenAI whitens its rewards (P9)."""
+    rewards = minibatch.rewards
     if args.whiten_rewards:
-        rewards = whiten(rewards, batch.mask, shift_mean=False)
-    advantages, returns = gae(rewards, batch.values, args.gamma, args.lam)
+        rewards = whiten(rewards, minibatch.mask, shift_mean=False)
+    advantages, returns = gae(rewards, minibatch.values, args.gamma, args.lam)
     if args.whiten_advantages:
-        advantages = whiten(advantages, batch.mask)
+        advantages = whiten(advantages, minibatch.mask)
     return advantages, returns
 
 
@@ -417,14 +413,14 @@ def ppo_losses(
     num_tokens: Tensor,
     args: Args,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Policy loss, value loss and statistics of a micro-batch; [B, R] each → scalars.
+    """Policy loss, value loss and statistics of a micro-batch: [B, R] each → scalars.
 
-    All are sums over its tokens divided by `num_tokens`, the tokens of the minibatch, so that the
-    sum over micro-batches is the mean over the minibatch (P7).
+    Divided by `num_tokens`, the tokens of the whole minibatch on one process, the sum over its
+    micro-batches is the mean over the minibatch (P7).
     """
 
     def mean(x: Tensor) -> Tensor:
-        return masked_sum(x, old.mask) / num_tokens
+        return masked_sum(x, old.mask) / num_tokens  # this micro-batch's share of the mean
 
     log_ratio = logprobs - old.logprobs
     ratio = log_ratio.exp()
@@ -435,7 +431,7 @@ def ppo_losses(
     low, high = old.values - args.cliprange_value, old.values + args.cliprange_value
     vf_losses = (values - returns) ** 2
     vf_losses_clipped = (values.clamp(low, high) - returns) ** 2
-    vf_loss = 0.5 * mean(torch.max(vf_losses, vf_losses_clipped))  # (P10)
+    vf_loss = 0.5 * mean(torch.max(vf_losses, vf_losses_clipped))
 
     with torch.no_grad():
         stats = {
@@ -447,7 +443,7 @@ def ppo_losses(
             "val/error": mean(vf_losses),
             "val/vpred": mean(values),
             "val/ratio": mean(ratio),
-            "val/ratio_var": mean((ratio - 1) ** 2),  # around 1; main centers it
+            "val/ratio_var": mean((ratio - 1) ** 2),  # around 1
         }
     return pg_loss, vf_loss, stats
 
@@ -461,7 +457,7 @@ class AdamTF(torch.optim.Adam):
     PyTorch:     m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
     TensorFlow:  m / (1 - beta1^t) * sqrt(1 - beta2^t) / (sqrt(v) + eps)
 
-    They are equal if PyTorch's eps is eps / sqrt(1 - beta2^t), which grows the first steps' eps.
+    So TensorFlow's eps is PyTorch's eps / sqrt(1 - beta2^t): larger in the first steps.
     """
 
     def __init__(self, params: Any, lr: float, eps: float = 1e-5, **settings: Any):
@@ -480,32 +476,37 @@ class AdamTF(torch.optim.Adam):
 # ------------------------------------------------------------------------------ metrics, evaluation
 
 
-def rollout_metrics(rollout: Rollout, kl_coef: float, pad_id: int) -> dict[str, Any]:
+def rollout_metrics(
+    rollout: Rollout, kl_coef: float, pad_id: int, gold_reward: Callable | None
+) -> dict[str, Any]:
     """Metrics of the sampled responses; docs/ppo.md explains each."""
     kl = rollout.kl.sum(dim=1).mean()
-    return {
+    metrics = {
         "objective/scores": rollout.scores.mean(),
-        "objective/scores_std": mean_and_var(rollout.scores)[1].sqrt(),
+        "objective/scores_std": global_mean_and_var(rollout.scores)[1].sqrt(),
         "objective/kl": kl,
         "objective/kl_coef": kl_coef,
         "objective/rlhf_reward": rollout.scores.mean() - kl_coef * kl,
-        "objective/score_total": rollout.rewards.sum(dim=1).mean(),
-        "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),
+        "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # OpenAI's name of the same
+        "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # of responses, by sampling
         "objective/ended": rollout.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
-        "objective/cut_length": (rollout.cut != pad_id).sum(dim=1).float().mean(),
+        "objective/cut_length": (rollout.truncated != pad_id).sum(dim=1).float().mean(),
     }
+    if gold_reward:
+        metrics["objective/gold_score"] = gold_reward(rollout.queries, rollout.truncated).mean()
+    return metrics
 
 
-SHOWN = ["objective/scores", "objective/gold_score", "objective/kl", "objective/kl_coef"]
-SHOWN += ["objective/rlhf_reward", "ppo/loss/value_avg"]  # in the progress line and curves.png
+# In the progress line and in curves.png:
+PROGRESS = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
 
 
 def check(args: Args, processes: int) -> None:
     """Raise `InputError` for flags that cannot work, before anything is loaded."""
     check_run(args, SCRIPT, processes)
-    name = "processes * num_minibatches"
-    cli.check_divisible("batch_size", args.batch_size, processes * args.num_minibatches, name)
+    unit = processes * args.num_minibatches
+    cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches")
 
 
 def main(args: Args) -> None:
@@ -513,74 +514,73 @@ def main(args: Args) -> None:
     accelerator = distributed.start(args)
     check(args, accelerator.num_processes)
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
-    make = f"python sft.py --task {task.task}"
-    tokenizer, ids = load_tokenizer(task, task.response_length, make=make)
-    queries = load_queries(task, tokenizer, ids.pad, args.total_episodes)  # [num_queries, Q]
-    heldout, queries = queries.hold_out(args.eval_queries, "--eval_queries")
-    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)
-    gold_reward = text_scorer(task.gold_fn, tokenizer, ids.pad) if task.gold_fn else None
+    tokenizer, ids = load_tokenizer(task, task.response_length)  # ids: pad, truncate, affixes
+    queries = load_queries(task, tokenizer, ids, max_queries=args.total_episodes)  # a TokenTable
+    heldout, queries = queries.hold_out(args.eval_queries)
+    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # [B, Q], [B, R] → [B]
+    gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score, if the task knows it
 
-    torch.manual_seed(args.seed)
-    lm = load_lm(task.base_model)  # the model that sft.py trained, or a pretrained one
+    lm = load_lm(task.base_model)  # what sft.py trained, or a pretrained model; no dropout (P4)
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     ref = PolicyAndValue(load_lm(task.base_model), ids.pad, task.temperature)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
-    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)
+    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # DDP or FSDP2
     ref = distributed.freeze(accelerator, ref)
-    decoder = Decoder(lm, task.response_length, args.compile)  # lm, faster for sampling
+    decoder = Decoder(lm, task.response_length, args.compile)  # calls lm with a static cache
 
-    seed = args.seed + 100003 * accelerator.process_index  # (G6)
+    seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
     local_batch_size = args.batch_size // processes
     num_updates = math.ceil(args.total_episodes / args.batch_size)
-    num_steps = args.num_ppo_epochs * args.num_minibatches
+    num_steps = args.num_ppo_epochs * args.num_minibatches  # of the optimizer, per update
     timer = Timer(device)
-    run = Run(args, SCRIPT, num_updates, SHOWN, accelerator)
+    run = Run(args, SCRIPT, num_updates, PROGRESS, accelerator)
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)
 
-    def evaluate(update: int) -> dict[str, float]:
-        """Sample and score responses to the held-out queries, always with the same seed."""
-        batch = heldout.to(device)
+    def evaluate(update: int, kl_coef: float) -> dict[str, float]:
+        """Sample and score responses to the held-out queries; the same on every process."""
+        rng = generator(args.seed, 0, device)
+        eval_queries = heldout.to(device)
         with distributed.inference(accelerator, policy):
-            rng = generator(args.seed, 0, device)
-            responses = sample_in_batches(decoder, add_affixes(batch, ids), ids, args, rng)
-            rows = [torch.arange(len(batch), device=device)]
-            rollout = make_rollout(policy, ref, reward, batch, responses, rows, kl_coef, ids, args)
-        metrics = rollout_metrics(rollout, kl_coef, ids.pad)
-        if gold_reward:
-            metrics["objective/gold_score"] = gold_reward(batch, rollout.cut).mean()
-        texts = (decode(tokenizer, x[:4], ids.pad) for x in (batch, rollout.cut))
+            responses = sample_in_batches(decoder, add_affixes(eval_queries, ids), ids, args, rng)
+        rows = [torch.arange(len(eval_queries), device=device)]
+        inputs = policy, ref, reward, eval_queries, responses, rows
+        rollout = make_rollout(*inputs, kl_coef, ids, args)
+        metrics = rollout_metrics(rollout, kl_coef, ids.pad, gold_reward)
+        texts = (decode(tokenizer, x[:4], ids.pad) for x in (eval_queries, rollout.truncated))
         run.log_samples(update, *texts, rollout.scores[:4].tolist())
         return {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
 
     for update in range(start, num_updates):
-        eval_metrics = evaluate(update) if update % args.eval_every == 0 else {}
+        eval_metrics = evaluate(update, kl_coef) if update % args.eval_every == 0 else {}
         lr = args.lr * (1 - update / num_updates) if args.anneal_lr else args.lr  # (G5)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
         timer.start("sample")
-        rows = query_rows(len(queries), local_batch_size, update, seed)
-        batch = queries[rows].to(device)  # [B, Q]
-        with distributed.inference(accelerator, policy):
+        rows = query_rows(len(queries), local_batch_size, update, seed)  # shuffled epochs
+        batch_queries = queries[rows].to(device)  # [B, Q]
+        with distributed.inference(accelerator, policy):  # eval mode, autocast, all weights
             rng = generator(seed, update, device)
-            responses = sample_in_batches(decoder, add_affixes(batch, ids), ids, args, rng)
+            responses = sample_in_batches(decoder, add_affixes(batch_queries, ids), ids, args, rng)
 
         timer.start("score")
         epochs = shuffle(local_batch_size, args, [seed, update], device)
-        rollout = make_rollout(policy, ref, reward, batch, responses, epochs[0], kl_coef, ids, args)
+        inputs = policy, ref, reward, batch_queries, responses, epochs[0]
+        rollout = make_rollout(*inputs, kl_coef, ids, args)
 
         timer.start("optimize")
         stats: dict[str, Any] = defaultdict(float)  # means over all optimizer steps
         for minibatches in epochs:
-            for minibatch_rows in minibatches:  # one optimizer step each (P7)
+            for minibatch_rows in minibatches:  # one optimizer step each
                 minibatch = rollout.select(minibatch_rows)
                 advantages, returns = compute_advantages(minibatch, args)
-                num_tokens = all_sum(minibatch.mask.sum()) / processes  # DDP averages gradients
-                for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
+                # DDP averages gradients over processes; divided by this, that is a mean over tokens.
+                num_tokens = all_sum(minibatch.mask.sum()) / processes
+                for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):  # slices
                     old = minibatch.select(part)
-                    is_last = part.stop == len(minibatch_rows)  # DDP reduces gradients there
+                    is_last = part.stop == len(minibatch_rows)  # only then all-reduce gradients
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies, values = policy(old.contexts, old.responses)
                         pg_loss, vf_loss, part_stats = ppo_losses(
@@ -593,31 +593,30 @@ def main(args: Args) -> None:
                     for name, value in part_stats.items():
                         stats[f"ppo/{name}"] += value.detach() / num_steps
                 if args.max_grad_norm is not None:
-                    accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)  # (X8)
+                    accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
                 for name, x in (("returns", returns), ("val", minibatch.values)):
-                    mean, var = mean_and_var(x, minibatch.mask)
+                    mean, var = global_mean_and_var(x, minibatch.mask)
                     stats[f"ppo/{name}/mean"] += mean / num_steps
                     stats[f"ppo/{name}/var"] += var / num_steps
 
         seconds = timer.stop()
-        metrics = rollout_metrics(rollout, kl_coef, ids.pad) | stats
-        if gold_reward:
-            metrics["objective/gold_score"] = gold_reward(batch, rollout.cut).mean()
+        metrics = rollout_metrics(rollout, kl_coef, ids.pad, gold_reward) | stats
         metrics = mean_over_processes(metrics, device)
-        kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)  # (P11)
-        metrics["ppo/val/ratio_var"] -= (metrics["ppo/val/ratio"] - 1) ** 2
         var_explained = 1 - metrics["ppo/val/error"] / metrics["ppo/returns/var"]
-        metrics |= {"ppo/val/var_explained": var_explained, "ppo/lr": lr}
-        metrics |= {"ppo/episode": (update + 1) * args.batch_size} | seconds | eval_metrics
+        metrics["ppo/val/var_explained"] = var_explained
+        metrics["ppo/lr"] = lr
+        metrics["ppo/episode"] = (update + 1) * args.batch_size
         metrics["time/episodes_per_second"] = args.batch_size / sum(seconds.values())
-        run.log(update, metrics)
-        run.checkpoint(update + 1, policy, optimizer, kl_coef)
+        run.log(update, metrics | seconds | eval_metrics)
+
+        kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)
+        run.checkpoint(update + 1, policy, optimizer, kl_coef)  # if one is due
 
     run.save(lm, tokenizer, value_head=accelerator.unwrap_model(policy).value_head)
-    run.log(num_updates, evaluate(num_updates))
-    run.compare_samples()
+    run.log(num_updates, evaluate(num_updates, kl_coef))
+    run.compare_samples()  # print the first and the last evaluation's responses side by side
     run.finish()
     distributed.stop(accelerator)
 

@@ -205,8 +205,7 @@ def main(args: Args) -> None:
     new_tokens = task.response_length
     if not task.response_column:
         new_tokens = max(args.block_size, args.block_size // 4 + new_tokens) - task.query_length
-    make = f"python sft.py --task {task.task} --base_model gpt2"
-    tokenizer, ids = load_tokenizer(task, new_tokens, make=make)
+    tokenizer, ids = load_tokenizer(task, new_tokens)
     if task.response_column:
         table = load_responses(task, tokenizer, ids)  # [num_sequences, T]
         first = table.length - task.response_length
@@ -219,7 +218,7 @@ def main(args: Args) -> None:
             f"{table.length} tokens; num_heldout={args.num_heldout} and one batch need "
             f"{args.num_heldout + args.batch_size}"
         )
-    heldout, table = table.hold_out(args.num_heldout, "--num_heldout")
+    heldout, table = table.hold_out(args.num_heldout)
     heldout = heldout.to(device)
 
     torch.manual_seed(args.seed)

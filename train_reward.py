@@ -43,7 +43,7 @@ from machinery.packing import packed
 from machinery.plots import plot_histogram
 from machinery.rewards import RewardConfig, reward_input, score_in_parts
 from machinery.runs import Run, check_run
-from utils import Timer, TokenIds, add_affixes, mean_and_var, mean_over_processes
+from utils import Timer, TokenIds, add_affixes, global_mean_and_var, mean_over_processes
 from utils import micro_batches, query_rows, truncate
 
 
@@ -190,7 +190,7 @@ def sample_policy(
     lm = load_lm(task.base_model).to(device).eval()
     batches = math.ceil(args.normalize_samples / args.rollout_batch_size)
     size = batches * args.rollout_batch_size // processes
-    table = load_queries(task, tokenizer, ids.pad, 2 * size * processes)
+    table = load_queries(task, tokenizer, ids, max_queries=2 * size * processes)
     seed = args.seed + 100003 * accelerator.process_index  # (G6)
     torch.manual_seed(seed)
     samples = []
@@ -218,7 +218,7 @@ def normalize(model: RewardModel, tokens: Tensor, max_tokens: int) -> tuple[floa
     """
     model.gain.fill_(1)
     model.bias.fill_(0)
-    mean, var = mean_and_var(score_in_parts(model, tokens, max_tokens))
+    mean, var = global_mean_and_var(score_in_parts(model, tokens, max_tokens))
     if not var > 0:
         raise cli.InputError("all samples of the policy have the same reward; use more samples")
     gain = 1 / var.sqrt().item()
@@ -305,8 +305,7 @@ def main(args: Args) -> None:
     accelerator = distributed.start(args)
     check(args, accelerator.num_processes)
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
-    make = f"python sft.py --task {task.task}"
-    tokenizer, ids = load_tokenizer(task, task.response_length, make=make)
+    tokenizer, ids = load_tokenizer(task, task.response_length)
     labels = load_labels(task, tokenizer, ids)
     config = AutoConfig.from_pretrained(task.base_model)
     check_length(config, labels.longest(), f"--label_dataset {task.label_dataset}")
@@ -317,7 +316,7 @@ def main(args: Args) -> None:
         )
     policy_task = replace(task, base_model=args.policy_model or task.base_model)
     flag = "--policy_model" if args.policy_model else "--base_model"
-    policy_tokenizer, policy_ids = load_tokenizer(policy_task, task.response_length, flag, make)
+    policy_tokenizer, policy_ids = load_tokenizer(policy_task, task.response_length, flag)
     samples = sample_policy(args, policy_task, policy_tokenizer, policy_ids, accelerator)
 
     torch.manual_seed(args.seed)

@@ -76,6 +76,20 @@ def decode(tokenizer: Any, tokens: Tensor, pad_id: int) -> list[str]:
     return tokenizer.batch_decode(sequences, skip_special_tokens=True)
 
 
+def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
+    """Sample from softmax(logits) by inverting its CDF: [B, V], [B, 1] in [0, 1) → [B, 1].
+
+    With torch.multinomial a token would depend on the other sequences of the batch, and so on
+    `rollout_batch_size`.
+    """
+    probs = logits.to(uniform.device, torch.float64).softmax(dim=-1)
+    cdf = probs.cumsum(dim=-1)
+    tokens = torch.searchsorted(
+        cdf, uniform * cdf[:, -1:], right=True
+    )  # never one of probability 0
+    return tokens.to(logits.device)
+
+
 # ----------------------------------------------------------------------------------------- batches
 
 
@@ -137,7 +151,7 @@ def mean_over_processes(metrics: dict[str, Any], device: torch.device) -> dict[s
     return dict(zip(metrics, (means / world_size).tolist(), strict=True))
 
 
-def mean_and_var(x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def global_mean_and_var(x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Mean and population variance over all processes (X11), of x where the mask is True."""
     mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
     count = all_sum(mask.sum())

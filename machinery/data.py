@@ -18,7 +18,7 @@ from data.tasks import Task
 from machinery.cli import InputError
 from machinery.functions import load_function
 from machinery.sources import load_rows
-from utils import pad_left
+from utils import TokenIds, pad_left
 
 SMALL_TABLE = 2**15  # rows that are tokenized in a second or two: not worth a smaller table
 
@@ -61,13 +61,13 @@ class TokenTable:
     def __getitem__(self, rows: np.ndarray | slice) -> Tensor:
         return pad_left(self.rows[rows]["tokens"], self.length, self.pad_id)
 
-    def hold_out(self, n: int, flag: str) -> tuple[Tensor, "TokenTable"]:
+    def hold_out(self, n: int) -> tuple[Tensor, "TokenTable"]:
         """The first `n` sequences [n, length], and a table without them and their duplicates."""
         held_out = {tuple(tokens) for tokens in self.rows[:n]["tokens"]}
         sequences = (tokens for batch in self.rows.iter(1000) for tokens in batch["tokens"])
         rest = [i for i, tokens in enumerate(sequences) if tuple(tokens) not in held_out]
         if not rest:
-            raise InputError(f"{flag} {n} leaves none of the {len(self)} sequences for training")
+            raise InputError(f"holding out {n} of {len(self)} sequences leaves none for training")
         return self[:n], TokenTable(self.rows.select(rest), self.length, self.pad_id)
 
 
@@ -205,15 +205,14 @@ def tokenize_queries(texts: list[str | None], task: Task, tokenizer: Any) -> lis
     return queries
 
 
-def load_queries(task: Task, tokenizer: Any, pad_id: int, needed: int) -> TokenTable:
-    """The table of queries [N, Q], enough for a run of `needed` queries (G2).
+def load_queries(task: Task, tokenizer: Any, ids: TokenIds, max_queries: int) -> TokenTable:
+    """The table of queries [N, Q] (G2), of a random sample of texts if there are many.
 
-    The order is shuffled, with the same beginning for every run. Raises `InputError` if no text
-    gives a query.
+    `max_queries` are as many as the run can use. Raises `InputError` if no text gives a query.
     """
     texts = load_texts(task, task.query_column)
     order = np.random.default_rng(0).permutation(len(texts))
-    texts = texts.select(order[: max(needed, SMALL_TABLE)])
+    texts = texts.select(order[: max(max_queries, SMALL_TABLE)])
     single_token(tokenizer, task.start_text, "--start_text")
 
     def queries(batch: dict[str, list]) -> list[list[int]]:
@@ -221,7 +220,7 @@ def load_queries(task: Task, tokenizer: Any, pad_id: int, needed: int) -> TokenT
 
     settings = (task.query_column, task.keep_last_line, task.start_text, task.end_text)
     settings += (cleaning_key(task),)
-    table = tokenize_rows(texts, queries, task.query_length, tokenizer, pad_id, *settings)
+    table = tokenize_rows(texts, queries, task.query_length, tokenizer, ids.pad, *settings)
     if not len(table):
         raise InputError(
             f"--query_dataset {task.query_dataset} gives no query: all {len(texts)} texts are "

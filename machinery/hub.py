@@ -1,5 +1,6 @@
 """The Hugging Face hub: fail fast without a connection, and upload the weights of a run."""
 
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -39,17 +40,19 @@ def go_offline_if_unreachable() -> None:
 
 
 @contextmanager
-def loading_model(name: str, flag: str, make: str = "", files: str = "") -> Iterator[None]:
+def loading_model(name: str, flag: str, files: str = "") -> Iterator[None]:
     """Turn the errors of `from_pretrained(name)` into one sentence each.
 
-    `make` is the command that creates a missing folder; `files` those to download, "" for all.
+    `files` are those to download; "" for all.
     """
     path = Path(name)
     if path.is_file():
         raise InputError(f"{flag} {name} is a file; pass the folder of a model")
     if not path.is_dir():
         if looks_local(name):
-            raise InputError(missing(name, flag) + (f"; create it with `{make}`" if make else ""))
+            made = re.fullmatch(r"models/(\w+)/(\w+)", name)  # by another script
+            hint = f"; create it with `python {made[2]}.py --task {made[1]}`" if made else ""
+            raise InputError(missing(name, flag) + hint)
         go_offline_if_unreachable()
     try:
         yield

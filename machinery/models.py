@@ -35,16 +35,14 @@ class Float32Linear(nn.Linear):
             return nn.functional.linear(input.float(), self.weight.float(), bias)
 
 
-def load_tokenizer(
-    task: Task, new_tokens: int, flag: str = "--base_model", make: str = ""
-) -> tuple[Any, TokenIds]:
+def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> tuple[Any, TokenIds]:
     """The tokenizer of `task.base_model` and the token ids of the task; loads no weights.
 
     `new_tokens` follow each query. The pad id is one past the vocabulary (G2); the tokenizer's own
     pad token is never used. Raises `InputError` if the model cannot be used.
     """
     name = task.base_model
-    with loading_model(name, flag, make):
+    with loading_model(name, flag):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
     check_config(config, name, flag)

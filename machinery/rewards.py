@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import PretrainedConfig
 
+from data.tasks import Task
 from machinery.cli import InputError, RunError
 from machinery.functions import call_function, load_function
 from machinery.hub import loading_model
@@ -149,6 +150,11 @@ def call_reward_function(
         if not abs(value) < float("inf"):
             raise RunError(f"{name} returned {value} for {response!r:.60}; {wanted}")
     return result
+
+
+def load_gold_reward(task: Task, tokenizer: Any, ids: TokenIds) -> Callable | None:
+    """The true score as a function of (queries, responses) → [B]; None if it is unknown."""
+    return text_scorer(task.gold_fn, tokenizer, ids.pad) if task.gold_fn else None
 
 
 def text_scorer(name: str, tokenizer: Any, pad_id: int) -> Callable[[Tensor, Tensor], Tensor]:

@@ -371,7 +371,7 @@ def check_rollout(rollout: ppo.Rollout, u: dict[str, np.ndarray], first: bool) -
     """Compare with the recorded numbers; later, weights that are 2e-5 off are amplified."""
     assert rollout.mask.all()
     assert torch.equal(rollout.responses, torch.from_numpy(u["responses"]).long())
-    assert torch.equal(rollout.cut, torch.from_numpy(u["postprocessed_responses"]).long())
+    assert torch.equal(rollout.truncated, torch.from_numpy(u["postprocessed_responses"]).long())
     numbers = {name: getattr(rollout, name) for name in ("logprobs", "values", "scores", "rewards")}
     numbers["ref_logprobs"] = rollout.logprobs - rollout.kl
     for name, value in numbers.items():

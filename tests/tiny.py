@@ -165,7 +165,7 @@ class Table:
     def __len__(self) -> int:
         return 1000
 
-    def hold_out(self, n: int, flag: str) -> tuple[Tensor, "Table"]:
+    def hold_out(self, n: int) -> tuple[Tensor, "Table"]:
         return self.batches[0][:HELDOUT], self
 
     def __getitem__(self, rows: np.ndarray) -> Tensor:
@@ -251,11 +251,11 @@ def run_updates(
 
     replaced = {
         "load_tokenizer": lambda *a, **k: (Tokenizer(), ids),
-        "load_queries": lambda *a: Table(queries),
+        "load_queries": lambda *a, **k: Table(queries),
         "load_reward": lambda *a: reward or reward_function(make_reward()),
         "load_lm": lambda name: models_left[0].lm,
         names[script]: lambda *a: models_left.pop(0),
-        "text_scorer": lambda *a: None,
+        "load_gold_reward": lambda *a: None,
         "Run": run,
         "check": lambda *a: None,
         "sample_in_batches": next_responses,
