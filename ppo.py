@@ -520,14 +520,14 @@ def main(args: Args) -> None:
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # [B, Q], [B, R] → [B]
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score, if the task knows it
 
+    ref = PolicyAndValue(load_lm(task.base_model), ids.pad, task.temperature)
+    ref = distributed.freeze(accelerator, ref)
     lm = load_lm(task.base_model)  # what sft.py trained, or a pretrained model; no dropout (P4)
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
-    ref = PolicyAndValue(load_lm(task.base_model), ids.pad, task.temperature)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
     policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # DDP or FSDP2
-    ref = distributed.freeze(accelerator, ref)
     decoder = Decoder(lm, task.response_length, args.compile)  # calls lm with a static cache
 
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)

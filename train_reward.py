@@ -124,7 +124,7 @@ class RewardModel(PreTrainedModel):
         super().__init__(config)
         self.backbone = backbone or AutoModel.from_config(disable_dropout(config.backbone))
         use_fused_gelu(self.backbone)
-        self.run_backbone = packed(self.backbone)  # the same, without computing padding
+        self.run_backbone = packed(self.backbone)  # the same; computes no padding
         self.head = Float32Linear(config.backbone.hidden_size, 1)
         self.gain = nn.Parameter(torch.ones(1))
         self.bias = nn.Parameter(torch.zeros(1))
@@ -135,16 +135,19 @@ class RewardModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=1 / math.sqrt(module.in_features + 1))  # (R2)
             nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Rewards [B] of sequences [B, T] with padding anywhere."""
+    def token_rewards(self, tokens: Tensor) -> Tensor:
+        """A reward at every token of sequences [B, T] with padding anywhere: [B, T] (G1)."""
         mask = tokens != self.config.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # padding shifts no position (G3)
+        position_ids = mask.cumsum(dim=1) - mask.long()  # the number of real tokens before (G3)
         hidden = self.run_backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
-        rewards = self.head(hidden).squeeze(-1)  # [B, T], one at every token (G1)
+        return self.gain * self.head(hidden).squeeze(-1) + self.bias  # (R3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The reward at the last real token: [B, T] → [B] (R1)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        counts = mask & (tokens != self.config.skip_id)
-        last = torch.where(counts, positions, 0).amax(dim=1)  # the last real token (R1)
-        return self.gain * rewards.gather(1, last[:, None]).squeeze(1) + self.bias  # (R3)
+        real = (tokens != self.config.pad_id) & (tokens != self.config.skip_id)
+        last = torch.where(real, positions, 0).amax(dim=1)
+        return self.token_rewards(tokens).gather(1, last[:, None]).squeeze(1)
 
 
 def new_reward_model(name: str, pad_id: int) -> RewardModel:

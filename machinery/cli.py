@@ -67,12 +67,19 @@ def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]]) -> None:
     except RunError as error:
         fail(error, 1)
     except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-        if not full and os.strerror(errno.ENOSPC) not in str(error):
+        if not is_disk_error(error):
             raise
         fail(error, 1)
     except KeyboardInterrupt:
         fail("stopped by Ctrl-C", 130)
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """Whether a disk is full or read-only."""
+    numbers = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG
+    if isinstance(error, SafetensorError):  # has the operating system's words only
+        return any(os.strerror(number) in str(error) for number in numbers)
+    return getattr(error, "errno", None) in numbers
 
 
 def fail(message: Any, code: int) -> None:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -17,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from machinery.cli import InputError, RunError
 
+JOIN_LIMIT = timedelta(minutes=5)  # for all processes to start
+WORK_LIMIT = timedelta(days=1)  # for a collective: one process may wait for a slow reward function
 USE = "use `accelerate launch --config_file configs/ddp.yaml` or configs/fsdp2.yaml"
 REFUSED = {  # launcher settings that would silently change the mathematics
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed takes an optimizer step in every backward pass",
@@ -46,10 +49,15 @@ def start(args: Any) -> Accelerator:
     # DDP normally rebuilds its buckets after the first step. The order in which three or more
     # processes add up a gradient would then differ in a resumed run, and so would the last bits.
     keep_buckets = DistributedDataParallelKwargs(find_unused_parameters=world_size > 2)
-    slow_rewards = InitProcessGroupKwargs(
-        timeout=timedelta(days=1)
-    )  # a user's function may be slow
-    accelerator = Accelerator(kwargs_handlers=[keep_buckets, slow_rewards])
+    limit = InitProcessGroupKwargs(timeout=JOIN_LIMIT)
+    try:
+        accelerator = Accelerator(kwargs_handlers=[keep_buckets, limit])
+    except dist.DistError as error:
+        raise RunError(
+            f"not all of {world_size} processes joined within {JOIN_LIMIT}: {error!s:.200}"
+        ) from error
+    if dist.is_initialized():
+        dist.distributed_c10d._set_pg_timeout(WORK_LIMIT, dist.group.WORLD)
     check_accelerator(accelerator, world_size)
     if is_on("ACCELERATE_USE_FSDP"):
         set_up_fsdp(accelerator)

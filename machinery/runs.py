@@ -263,15 +263,24 @@ class Run:
             table.add_row(*values)
         self.console.print(table)
 
-    def save(self, model: PreTrainedModel, tokenizer: Any, **heads: nn.Module) -> None:
-        """Save the weights in the run's folder or `--output_dir`; link models/<task>/<script>."""
+    def save(
+        self, model: PreTrainedModel, tokenizer: Any, name: str = "model", **heads: nn.Module
+    ) -> None:
+        """Save weights as a folder of this name in the run, or as `--output_dir`.
+
+        `models/<task>/<script>` becomes a link to the one that is called model.
+        """
         states = {name: checkpoints.full_weights(head) for name, head in heads.items()}
         state = checkpoints.full_weights(model)
         if self.main:
-            self.weights = Path(self.args.output_dir or self.folder / "model")
-            artifacts.save_model(model, tokenizer, self.weights, state, states)
-            if not self.args.output_dir:
-                artifacts.replace_link(models_link(self.args, self.script), self.weights)
+            out = self.args.output_dir
+            suffix = "" if name == "model" else f"_{name}"
+            folder = Path(f"{out}{suffix}") if out else self.folder / name
+            artifacts.save_model(model, tokenizer, folder, state, states)
+            if name == "model":
+                self.weights = folder
+                if not out:
+                    artifacts.replace_link(models_link(self.args, self.script), folder)
         self.accelerator.wait_for_everyone()
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import datasets
 
-from machinery import hub
+from machinery import cli, hub
 from machinery.cli import InputError
 
 READERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -29,6 +29,8 @@ def load_rows(source: str, flag: str) -> datasets.Dataset:
     except InputError:
         raise
     except Exception as error:  # whatever the readers raise for broken files
+        if cli.is_disk_error(error.__cause__ or error):  # of the cache
+            raise error.__cause__ or error from None
         reason = hub.first_line(error.__cause__ or error)
         raise InputError(f"{flag} {source} is empty or cannot be read: {reason}") from error
 

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# InstructGPT: a critic from the reward model (X1), pretraining gradients (X4), an average of the policy
+# (X5), warm-up and then a constant learning rate (X8), one pass.
+# Source: Ouyang et al. 2022, arXiv 2203.02155.
+# Differs: The critic has the size of its reward model. The pretraining texts are those of --ptx_dataset.
+# Synthetic: diffs/recipes/instructgpt.sh --task synthetic --total_episodes 4096 --batch_size 128 --lr 5e-4 --warmup_updates 2 --critic_from models/synthetic/train_reward
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+if [ ! -e instructgpt.py ]; then
+  cp ppo.py instructgpt.py
+  for name in separate_critic ptx ema schedule adamw; do patch --quiet --fuzz=0 instructgpt.py "diffs/$name.diff"; done
+fi
+flags=(
+  --total_episodes 256000 --batch_size 512 --num_minibatches 8 --num_ppo_epochs 1 --temperature 1
+  --lr 5e-6 --no-anneal_lr --warmup_updates 10 --adam_beta2 0.95 --weight_decay 0
+  --kl_coef 0.02 --kl_target None --ptx_coef 27.8 --ema_decay 0.992
+)
+${LAUNCH:-python} instructgpt.py "${flags[@]}" "$@"

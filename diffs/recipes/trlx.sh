@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# trlX: the lower layers are those of the reference (hydra), clipped scores (X2), AdamW (X8), rewards not
+# whitened.
+# Source: github.com/CarperAI/trlx, default_ppo_config() of trlx/data/default_configs.py.
+# Differs: The reference is a whole copy. trlX logs the KL with k3; here it is k1.
+# Synthetic: diffs/recipes/trlx.sh --task synthetic --total_episodes 4096 --lr 5e-4
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+if [ ! -e trlx.py ]; then
+  cp ppo.py trlx.py
+  for name in freeze_layers adamw; do patch --quiet --fuzz=0 trlx.py "diffs/$name.diff"; done
+fi
+flags=(
+  --batch_size 128 --num_minibatches 4 --num_ppo_epochs 4 --temperature 1 --lr 3e-5 --no-anneal_lr
+  --adam_eps 1e-8 --adam_beta2 0.95 --weight_decay 1e-6 --kl_coef 0.001 --kl_target None
+  --clip_score 10 --vf_coef 1 --no-whiten_rewards --unfrozen_layers 2
+)
+${LAUNCH:-python} trlx.py "${flags[@]}" "$@"
