@@ -1,9 +1,10 @@
-"""What speed.py runs in a process of its own: a contestant's seconds by update and phase, and its peak memory, as JSON.
+"""Run one contestant of speed.py; print seconds per update and phase, and peak memory, as JSON.
 
-The phases are the same for all: `sample` until the responses are there, `score` until the first forward with a gradient,
-`optimize` until the update is logged; where a batch of ours is one micro-batch, the first of these forwards is in `score`, as
-the one that the old log-probabilities come from. The first update warms up. TRL's trainers run in virtual environments that lack what
-this project needs, so everything else is imported where it is needed.
+All have the same phases: `sample` ends with the responses, `score` with the first forward pass that
+has a gradient, and `optimize` when the update has been logged. The first update is for warm-up.
+
+TRL's trainers run in environments without this project's requirements, so ours are imported where
+they are needed.
 """
 
 import importlib
@@ -22,38 +23,49 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-Job = SimpleNamespace  # what `run` of speed.py puts together
+Job = SimpleNamespace  # made by `job` of speed.py
 LR, TEMPERATURE, KL_COEF = 1e-5, 0.7, 0.15
 CPU = [torch.profiler.ProfilerActivity.CPU]
 
 
 class Stopwatch:
-    """CPU and wall seconds of each phase of each update, the process's largest memory, and a profile if wanted."""
+    """CPU and wall seconds of each phase of each update, peak memory, and a profile if wanted."""
 
     def __init__(self, profile: bool = False):
-        self.updates, self.phase, self.then, self.peak = [], None, (0.0, 0.0), 0.0
+        self.updates: list[dict[str, list[float]]] = []
+        self.phase: str | None = None
+        self.then, self.peak = (0.0, 0.0), 0.0
         self.profiler = torch.profiler.profile(activities=CPU) if profile else None
 
     def __call__(self, phase: str | None) -> None:
-        """From now on it is `phase`; None: between two updates."""
+        """Begin a phase; None: between two updates."""
         if phase == self.phase:
             return
         now = time.process_time(), time.perf_counter()
         if self.phase:
             seconds = self.updates[-1].setdefault(self.phase, [0.0, 0.0])
-            seconds[:] = (sum(x) - then for *x, then in zip(seconds, now, self.then, strict=True))
+            for i in (0, 1):
+                seconds[i] += now[i] - self.then[i]
         if phase == "sample" and self.phase in (None, "optimize"):
             self.updates.append({})
         self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        if self.profiler and len(self.updates) == 2 and phase in ("sample", None):  # the first behind the warm-up
-            (self.profiler.start if phase else self.profiler.stop)()
+        if self.profiler and len(self.updates) == 2:  # the first one after warm-up
+            if phase == "sample":
+                self.profiler.start()
+            elif phase is None:
+                self.profiler.stop()
         self.phase, self.then = phase, (time.process_time(), time.perf_counter())
 
     def around(self, function: Callable, before: str | None, after: str | None) -> Callable:
-        """`function`, in phase `before`; then phase `after` begins."""
+        """`function` with a phase that begins before it and one that begins after it."""
 
         def marked(*args: Any, **kwargs: Any) -> Any:
             self(before)
@@ -64,13 +76,13 @@ class Stopwatch:
         return marked
 
     def at_gradients(self, *_: Any) -> None:
-        """A hook before a forward: training begins with the first that has a gradient."""
+        """A forward hook: optimization begins with the first pass that has a gradient."""
         if torch.is_grad_enabled() and self.phase == "score":
             self("optimize")
 
 
 def make(job: Job, watch: Stopwatch) -> None:
-    """Random models, and a tokenizer of as many words, into the folder; all contestants read these."""
+    """Write random models and a tokenizer of as many words; all contestants read these."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     from machinery.models import disable_dropout
@@ -78,9 +90,10 @@ def make(job: Job, watch: Stopwatch) -> None:
     from train_reward import RewardModel
 
     folder, ends = Path(job.folder), dict(bos_token_id=None, eos_token_id=None)
-    config = AutoConfig.for_model(**{"model_type": "gpt2"} | job.config, **ends, num_labels=1, pad_token_id=0)
-    config = disable_dropout(config)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w0"))
+    settings = {"model_type": "gpt2"} | job.config | ends
+    config = disable_dropout(AutoConfig.for_model(**settings, num_labels=1, pad_token_id=0))
+    vocabulary = {f"w{i}": i for i in range(config.vocab_size)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     torch.manual_seed(1)
     classifier = AutoModelForSequenceClassification.from_config(config)
@@ -89,30 +102,36 @@ def make(job: Job, watch: Stopwatch) -> None:
     policy = AutoModelForCausalLM.from_config(config)
     for name, model in (("policy", policy), ("classifier", classifier), ("reward", reward)):
         model.save_pretrained(folder / name)
-        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder / name)
+        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(
+            folder / name
+        )
 
 
 def script_args(script: Any, job: Job) -> Any:
-    """What a user's command line gives: the script's defaults, but for what makes the work the same for all."""
+    """A script's defaults for sentiment, except for what makes the work the same for all."""
     from machinery.cli import parse_args
 
-    data, batch = f"{job.folder}/queries.txt", len(job.queries) * (job.k if script.__name__ == "rloo" else 1)
-    flags = dict(base_model=f"{job.folder}/policy", reward_model=f"{job.folder}/reward", query_dataset=data, lr=LR)
-    flags |= dict(truncate_token=None, response_length=job.response_length, eval_queries=1, num_ppo_epochs=job.epochs)
+    folder, batch = job.folder, len(job.queries)
+    if script.__name__ == "rloo":
+        batch *= job.k
+    flags = dict(base_model=f"{folder}/policy", reward_model=f"{folder}/reward", lr=LR)
+    flags |= dict(query_dataset=f"{folder}/queries.txt", eval_queries=1, truncate_token=None)
+    flags |= dict(response_length=job.response_length, num_ppo_epochs=job.epochs)
     flags |= dict(batch_size=batch, total_episodes=batch * (job.updates + 1))
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     return parse_args(script.Args, script.PRESETS, ["--task", "sentiment", *words, *job.flags])
 
 
 def ours(job: Job, watch: Stopwatch) -> None:
-    """The script's own `main`, from its command line; only its timer and checkpoints are watched."""
+    """The script's own `main`; its timer and `run.checkpoint` mark the phases."""
     from machinery.runs import Run
 
     script = importlib.import_module(job.kind)
 
     class Timer(script.Timer):
         def start(self, phase: str | None) -> None:
-            watch(phase)
+            if phase:  # `optimize` ends at the checkpoint, after metrics have been logged
+                watch(phase)
             super().start(phase)
 
     script.Timer = Timer
@@ -121,7 +140,7 @@ def ours(job: Job, watch: Stopwatch) -> None:
 
 
 def load(job: Job, name: str) -> Any:
-    """A model of `make`."""
+    """Load a model that `make` wrote."""
     kind = AutoModelForSequenceClassification if name == "classifier" else AutoModelForCausalLM
     return kind.from_pretrained(f"{job.folder}/{name}", dtype=torch.float32)
 
@@ -151,22 +170,33 @@ def plain(job: Job, watch: Stopwatch) -> None:
 
 
 def trl_settings(job: Job, episodes: int) -> dict[str, Any]:
-    """The same work for both of TRL's trainers."""
-    off = dict(bf16=False, gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True)
-    batch = dict(per_device_train_batch_size=job.micro, gradient_accumulation_steps=episodes // job.micro)
-    where = dict(output_dir=f"{job.folder}/{job.kind}", use_cpu=True, learning_rate=LR, seed=1, max_grad_norm=0)
-    return where | batch | off | dict(temperature=TEMPERATURE)
+    """Settings of both TRL trainers for the same work."""
+    return dict(
+        output_dir=f"{job.folder}/{job.kind}",
+        use_cpu=True,
+        bf16=False,
+        seed=1,
+        learning_rate=LR,
+        temperature=TEMPERATURE,
+        max_grad_norm=0,
+        per_device_train_batch_size=job.micro,
+        gradient_accumulation_steps=episodes // job.micro,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
 
 
 def trl_tokenizer(job: Job, pad: str) -> Any:
-    """The tokenizer of `make` with a pad, and an end that no model can sample: every response has its full length."""
+    """The tokenizer with a pad token, and an EOS token that no model can sample."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(f"{job.folder}/policy")
     tokenizer.add_special_tokens({"pad_token": pad, "eos_token": "<end>"})
     return tokenizer
 
 
 def trl_ppo(job: Job, watch: Stopwatch) -> None:
-    """TRL's `PPOTrainer`: a critic of the policy's size beside it, as it demands."""
+    """TRL's PPOTrainer with a critic of the policy's size, which it demands."""
     from datasets import Dataset
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
@@ -190,19 +220,21 @@ def trl_ppo(job: Job, watch: Stopwatch) -> None:
         ref_model=load(job, "policy"),
         reward_model=load(job, "classifier"),
         value_model=load(job, "classifier"),
-        train_dataset=Dataset.from_dict({"row": range(episodes * (job.updates + 2))}),  # never at its end: an end of
-        data_collator=lambda rows: {"input_ids": queries},  # the data makes each micro-batch an optimizer step
+        # Longer than the run: at the end of the data each micro-batch is an optimizer step.
+        train_dataset=Dataset.from_dict({"row": range(episodes * (job.updates + 2))}),
+        data_collator=lambda rows: {"input_ids": queries},
         eval_dataset=Dataset.from_dict({"row": []}),
     )
     race(trainer, policy, watch)
 
 
 def trl_rloo(job: Job, watch: Stopwatch) -> None:
-    """TRL's `RLOOTrainer`, with a reward model."""
+    """TRL's RLOOTrainer with a reward model."""
     from datasets import Dataset
     from trl import RLOOConfig, RLOOTrainer
 
-    rows = [" ".join(f"w{token}" for token in row) + " " for row in job.queries] * (job.updates + 1)
+    texts = [" ".join(f"w{token}" for token in tokens) + " " for tokens in job.queries]
+    data = Dataset.from_dict({"prompt": texts * (job.updates + 1)})
     policy, tokenizer = load(job, "policy"), trl_tokenizer(job, "w0")
     args = RLOOConfig(
         **trl_settings(job, job.k * len(job.queries)),
@@ -213,13 +245,13 @@ def trl_rloo(job: Job, watch: Stopwatch) -> None:
         shuffle_dataset=False,
         beta=KL_COEF,
     )
-    reward, data = load(job, "classifier"), Dataset.from_dict({"prompt": rows})
-    trainer = RLOOTrainer(policy, reward, args, data, processing_class=tokenizer, reward_processing_classes=tokenizer)
+    classes = dict(processing_class=tokenizer, reward_processing_classes=tokenizer)
+    trainer = RLOOTrainer(policy, load(job, "classifier"), args, data, **classes)
     race(trainer, policy, watch)
 
 
 def race(trainer: Any, policy: Any, watch: Stopwatch) -> None:
-    """Train, with marks at sampling and at the first forward of training."""
+    """Train; mark the phases at `generate` and at the first forward pass with a gradient."""
     policy.generate = watch.around(policy.generate, "sample", "score")
     trainer.model.register_forward_pre_hook(watch.at_gradients)
     trainer.train()
@@ -227,7 +259,7 @@ def race(trainer: Any, policy: Any, watch: Stopwatch) -> None:
 
 
 def matmul(job: Job, watch: Stopwatch) -> None:
-    """The machine's matrix-product rate: so many products of GPT-2's width an update."""
+    """Matrix products of GPT-2's width, to measure the machine's rate."""
     x, w = torch.randn(512, 768), torch.randn(768, 3072)
     for _ in range(job.updates + 1):
         watch("sample")
@@ -241,20 +273,24 @@ CONTESTANTS |= {f.__name__: f for f in (make, plain, trl_ppo, trl_rloo, matmul)}
 
 
 def versions() -> str:
-    """Of the libraries that count."""
+    """Versions of the libraries."""
     names = ("torch", "transformers", "accelerate", "trl")
-    return ", ".join(f"{n} {importlib.metadata.version(n)}" for n in names if importlib.util.find_spec(n))
+    return ", ".join(
+        f"{n} {importlib.metadata.version(n)}" for n in names if importlib.util.find_spec(n)
+    )
 
 
 def main(text: str) -> None:
-    """Run the job; the last line is what it took. Errors: where the optimizer took another number of steps than asked."""
+    """Run the job and print what it took. Raises `RuntimeError` for a wrong number of steps."""
     job, steps = Job(**json.loads(text)), []
     torch.set_num_threads(1)
     register_optimizer_step_post_hook(lambda *_: steps.append(1))
     watch = Stopwatch(job.profile)
     CONTESTANTS[job.kind](job, watch)
     if job.kind not in ("make", "matmul") and len(steps) != job.epochs * (job.updates + 1):
-        raise RuntimeError(f"{len(steps)} optimizer steps in {job.updates + 1} updates of {job.epochs} epochs")
+        raise RuntimeError(
+            f"{len(steps)} optimizer steps in {job.updates + 1} updates of {job.epochs} epochs"
+        )
     if job.profile:
         table = watch.profiler.key_averages().table
         print(table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=50))

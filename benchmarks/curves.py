@@ -1,11 +1,12 @@
-"""Lay the curves of any runs over each other: a picture, and beside it a CSV with where each curve starts and ends.
+r"""Plot the learning curves of several runs: a picture, and a CSV with each curve's first and last values.
 
     python benchmarks/curves.py PPO=runs/demo_ppo RLOO=runs/demo_rloo --out runs/demo.png
-    python benchmarks/curves.py "PPO=runs/ppo_*" OpenAI=tb 2023=wandb.csv --names elapsed/episodes=ppo/episode --out all.png
+    python benchmarks/curves.py "PPO=runs/ppo_*" OpenAI=tb 2023=wandb.csv \
+        --names elapsed/episodes=ppo/episode --out all.png
 
-A run is a folder of ours (`metrics.jsonl`), a folder of TensorBoard events, or each run of a chart that W&B exported as CSV.
-Runs of one label are its seeds: a thin line each, and their mean (from ten on the interquartile mean: of the middle half) in
-a band, the 95% interval of a bootstrap over the seeds. With three seeds or fewer that is their range.
+A run is a folder of ours (`metrics.jsonl`), a folder of TensorBoard events, or each run in a chart
+that W&B exported as CSV. Runs with the same label are seeds: a thin line each, and their mean (the
+interquartile mean from ten seeds on) with the 95% interval of a bootstrap over the seeds.
 """
 
 import csv
@@ -19,40 +20,42 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import records  # noqa: E402
-import tasks  # noqa: E402
-from tasks import InputError  # noqa: E402
+from machinery import cli  # noqa: E402
+from machinery.cli import InputError  # noqa: E402
+from machinery.plots import make_panels  # noqa: E402
 
 PANELS = ("objective/scores", "objective/gold_score", "objective/kl", "objective/kl_coef")
 PANELS += ("ppo/loss/value_avg", "objective/entropy")
-Lines = list[dict[str, float]]  # as in metrics.jsonl: what was measured at one step
+Lines = list[dict[str, float]]  # as in metrics.jsonl: the metrics of one step each
 
 
 @dataclass(frozen=True)
 class Args:
-    """Lay the curves of any runs over each other."""
+    """Plot the learning curves of several runs."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]
-    """`label=path` or path each, * for many: a run's folder, one of TensorBoard events, or W&B's CSV, which may hold
-    several runs; without a label each run is called by its own name"""
+    """`label=path` or path each; * matches many; without a label a run keeps its own name"""
     out: Path
     """picture to write"""
     metrics: tuple[str, ...] = ()
-    """a panel each; empty: score, true score, KL, β, value loss and entropy, as far as a run has them"""
+    """a panel each; default: score, true score, KL, kl_coef, value loss, entropy"""
     names: tuple[str, ...] = ()
-    """`theirs=ours` for metrics of other names; what a run already has by our name stays"""
+    """`theirs=ours`: rename metrics; a run's own metric of that name takes precedence"""
     x: str = "ppo/episode"
-    """metric along the x axis, or `step`"""
+    """metric of the x axis, or `step`"""
     episodes_per_step: tuple[str, ...] = ()
-    """`label=512` where a source knows its steps only"""
+    """`label=512` if a source logs only steps"""
 
 
-# ------------------------------------------------------------------------------------------------------------ sources
+# ------------------------------------------------------------------------------------------ sources
 
 
 def read_csv(path: Path) -> dict[str, Lines]:
-    """W&B's export of a chart → run → lines. Its columns: the x axis (`Step`, or a metric), then for each run and metric
-    `<run> - <metric>` and the range inside a bin, `…__MIN` and `…__MAX`; blank where a run has no value."""
+    """W&B's export of a chart → lines by run.
+
+    Columns: the x axis (`Step`, or a metric), then `<run> - <metric>` for each run and metric, with
+    the range inside a bin in `…__MIN` and `…__MAX`; blank where a run has no value.
+    """
     with open(path, newline="", encoding="utf-8-sig") as file:
         header, *rows = csv.reader(file)
     x, *columns = header
@@ -64,12 +67,13 @@ def read_csv(path: Path) -> dict[str, Lines]:
             if value not in ("", "NaN") and not column.endswith(("__MIN", "__MAX")):
                 found.setdefault(run or path.stem, {})[metric] = float(value)
         for run, values in found.items():
-            runs.setdefault(run, []).append({"step" if x == "Step" else x: float(row[0])} | values)
+            line = {"step" if x == "Step" else x: float(row[0])} | values
+            runs.setdefault(run, []).append(line)
     return runs
 
 
 def read_events(folder: Path) -> Lines:
-    """The scalars of a folder of TensorBoard events, as any of its writers made them."""
+    """All scalars of a folder of TensorBoard events, from any writer."""
     from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
@@ -78,54 +82,63 @@ def read_events(folder: Path) -> Lines:
     lines: dict[int, dict[str, float]] = {}
     for name in events.PluginTagToContent("scalars"):
         for event in events.Tensors(name):
-            lines.setdefault(event.step, {"step": event.step})[name] = make_ndarray(event.tensor_proto).item()
+            line = lines.setdefault(event.step, {"step": event.step})
+            line[name] = make_ndarray(event.tensor_proto).item()
     return [lines[step] for step in sorted(lines)]
 
 
 def read(path: Path) -> dict[str, Lines]:
-    """Any of the three → run → lines. Errors: `InputError` for what is none of them."""
+    """A source of any of the three kinds → lines by run. Raises `InputError` for others."""
     if (path / "metrics.jsonl").is_file():
-        return {path.name: [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]}
+        text = (path / "metrics.jsonl").read_text()
+        return {path.name: [json.loads(line) for line in text.splitlines()]}
     try:
         runs = read_csv(path) if path.is_file() else {path.name: read_events(path)}
         if not any(runs.values()):
             raise ValueError("there is no number in it")
     except (ValueError, KeyError, csv.Error) as error:
-        kinds = "a folder with metrics.jsonl, one of TensorBoard's events, or W&B's CSV of a chart"
+        kinds = "a folder with metrics.jsonl or TensorBoard events, or W&B's CSV of a chart"
         raise InputError(f"{path} is not {kinds} ({type(error).__name__}: {error})") from error
     return runs
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as it is drawn."""
+    """The metrics of one run under our names."""
 
     label: str
     name: str
     lines: Lines
 
     def points(self, metric: str, x: str) -> np.ndarray:
-        """[2, N]: x, rising, and the metric. A line without x, such as the evaluation behind the last update, stands where
-        the one before it does; and so does every evaluation, which is made before its line's update."""
-        found, before, here = [], 0.0, 0.0
+        """The curve [2, N]: x, ascending, and the metric.
+
+        An evaluation is made before its line's update, so its x is that of the line before. A line
+        without x, such as the evaluation after the last update, has that of the line before, too.
+        """
+        found = []
+        before = here = 0.0
         for line in self.lines:
             before, here = here, line.get(x, here)
             if metric in line:
-                found.append((before if metric.startswith("eval/") and x != "step" else here, line[metric]))
+                at = before if metric.startswith("eval/") and x != "step" else here
+                found.append((at, line[metric]))
         return np.array(sorted(found, key=lambda point: point[0])).reshape(-1, 2).T
 
 
-def pairs(words: tuple[str, ...], flag: str) -> dict[str, str]:
-    """`a=b` … → {a: b, …}. Errors: `InputError` for a word that is none."""
-    if wrong := [word for word in words if "=" not in word]:
-        raise InputError(f"{flag} {wrong[0]}: write it as a=b")
+def parse_pairs(words: tuple[str, ...], flag: str) -> dict[str, str]:
+    """`a=b` … → {a: b, …}. Raises `InputError` for other words."""
+    for word in words:
+        if "=" not in word:
+            raise InputError(f"{flag} {word}: write it as a=b")
     return dict(word.split("=", 1) for word in words)
 
 
 def load(args: Args) -> list[Run]:
-    """All runs, by our names. Errors: `InputError` for a path that is not there, or a run without an x axis."""
+    """All runs. Raises `InputError` for a missing path or a run without the x axis."""
     runs = []
-    names, per_step = pairs(args.names, "--names"), pairs(args.episodes_per_step, "--episodes_per_step")
+    names = parse_pairs(args.names, "--names")
+    per_step = parse_pairs(args.episodes_per_step, "--episodes_per_step")
     for spec in args.runs:
         label, _, pattern = spec.rpartition("=")
         paths = sorted(glob.glob(pattern))
@@ -139,54 +152,55 @@ def load(args: Args) -> list[Run]:
                 lines = [line | {args.x: line["step"] * float(per_step[own])} for line in lines]
             if not any(args.x in line for line in lines):
                 raise InputError(
-                    f"{own} ({name}) has no {args.x}; say which metric of it that is with --names theirs={args.x}, how many "
-                    f"episodes a step is with --episodes_per_step {own}=512, or --x step"
+                    f"{own} ({name}) has no {args.x}; name its metric with --names "
+                    f"theirs={args.x}, or pass --episodes_per_step {own}=512, or --x step"
                 )
             runs.append(Run(own, name, lines))
     return runs
 
 
-# ------------------------------------------------------------------------------------------------------------ numbers
+# --------------------------------------------------------------------------------------- statistics
 
 
-def centre(values: np.ndarray) -> np.ndarray:
-    """[seeds, N] → [N]: the mean; of ten seeds or more the interquartile mean, without a quarter of them on either side."""
+def center(values: np.ndarray) -> np.ndarray:
+    """[seeds, N] → [N]: the mean, or from ten seeds on the interquartile mean."""
     cut = len(values) // 4 if len(values) >= 10 else 0
     return np.sort(values, axis=0)[cut : len(values) - cut].mean(axis=0)
 
 
-def band(values: np.ndarray, draws: int = 2000) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[seeds, N] → centre and its 95% interval, [N] each: a bootstrap over the seeds, whole curves at a time."""
+def band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[seeds, N] → center and its 95% interval, [N] each: a bootstrap over whole curves."""
     rng, n = np.random.default_rng(1), len(values)
-    drawn = [centre(values[rng.integers(n, size=n)]) for _ in range(draws)]
-    low, high = np.quantile(drawn, [0.025, 0.975], axis=0)
-    return centre(values), low, high
+    samples = [center(values[rng.integers(n, size=n)]) for _ in range(2000)]
+    low, high = np.quantile(samples, [0.025, 0.975], axis=0)
+    return center(values), low, high
 
 
 def on_one_grid(curves: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Curves [2, N] each → the x that all of them reach [M], and their values there [seeds, M], on straight lines between
-    their own points."""
+    """Curves [2, N] each → the x values that all of them cover [M], and interpolated [seeds, M]."""
     grid = np.unique(np.concatenate([xs for xs, _ in curves]))
-    grid = grid[(grid >= max(xs[0] for xs, _ in curves)) & (grid <= min(xs[-1] for xs, _ in curves))]
+    first, last = max(xs[0] for xs, _ in curves), min(xs[-1] for xs, _ in curves)
+    grid = grid[(grid >= first) & (grid <= last)]
     return grid, np.array([np.interp(grid, *curve) for curve in curves])
 
 
-# ------------------------------------------------------------------------------------------------------------- output
+# ------------------------------------------------------------------------------------------- output
 
 
 def by_label(runs: list[Run], metric: str, x: str) -> dict[str, list[tuple[str, np.ndarray]]]:
-    """label → (name, curve) of each of its runs that has the metric."""
+    """Name and curve of each run that has the metric, by label."""
     found: dict[str, list[tuple[str, np.ndarray]]] = {run.label: [] for run in runs}
     for run in runs:
-        if (points := run.points(metric, x)).size:
+        points = run.points(metric, x)
+        if points.size:
             found[run.label].append((run.name, points))
     return found
 
 
 def draw(runs: list[Run], metrics: tuple[str, ...], x: str, path: Path) -> None:
-    """A panel for each metric; a colour for each label."""
-    figure, axes = records.panels(metrics, "episodes" if x == "ppo/episode" else x)
-    shown = {}
+    """A panel for each metric, a color for each label."""
+    figure, axes = make_panels(metrics, "episodes" if x == "ppo/episode" else x)
+    legend = {}
     for metric, axis in axes.items():
         for i, (label, curves) in enumerate(by_label(runs, metric, x).items()):
             if not curves:
@@ -196,40 +210,46 @@ def draw(runs: list[Run], metrics: tuple[str, ...], x: str, path: Path) -> None:
             grid, values = on_one_grid([curve for _, curve in curves])
             middle, low, high = band(values)
             axis.fill_between(grid, low, high, color=f"C{i}", alpha=0.2, linewidth=0)
-            (shown[label],) = axis.plot(grid, middle, color=f"C{i}", linewidth=1.4)
-    axes[metrics[0]].legend(shown.values(), shown, fontsize=8)
+            (legend[label],) = axis.plot(grid, middle, color=f"C{i}", linewidth=1.4)
+    axes[metrics[0]].legend(legend.values(), legend, fontsize=8)
     figure.savefig(path, dpi=110)
 
 
 def write_csv(runs: list[Run], metrics: tuple[str, ...], x: str, path: Path) -> None:
-    """A row for each run and metric: the first value, the mean of the last five, and the last; then the same of a label's
-    runs together, with the band's ends."""
+    """A row for each run and metric, then center and interval of the runs of a label."""
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("label", "run", "metric", "values", "first", "last five", "last"))
         for metric in metrics:
             for label, curves in by_label(runs, metric, x).items():
-                rows = [(name, len(ys), (ys[0], ys[-5:].mean(), ys[-1])) for name, (_, ys) in curves]
+                rows = [
+                    (name, len(ys), (ys[0], ys[-5:].mean(), ys[-1])) for name, (_, ys) in curves
+                ]
                 if len(rows) > 1:
                     middle = "interquartile mean" if len(rows) >= 10 else "mean"
-                    together = band(np.array([shown for _, _, shown in rows]))
-                    parts = zip((middle, "2.5%", "97.5%"), together, strict=True)
-                    rows += [(f"{part} of {len(curves)}", "", shown) for part, shown in parts]
-                for name, count, shown in rows:
-                    writer.writerow((label, name, metric, count, *(f"{value:.4f}" for value in shown)))
+                    together = band(np.array([values for _, _, values in rows]))
+                    for part, values in zip((middle, "2.5%", "97.5%"), together, strict=True):
+                        rows.append((f"{part} of {len(curves)}", "", values))
+                for name, count, values in rows:
+                    cells = [f"{value:.4f}" for value in values]
+                    writer.writerow((label, name, metric, count, *cells))
 
 
 def main(args: Args) -> None:
-    """Read, draw, count."""
+    """Read the runs, write picture and CSV."""
     runs = load(args)
-    there = {name for run in runs for line in run.lines for name in line}
-    metrics = args.metrics or tuple(name for name in PANELS if name in there)
-    if unknown := [name for name in metrics or PANELS if name not in there]:
-        raise InputError(f"no run has {', '.join(unknown)}; they have {', '.join(sorted(there))}")
+    known = {name for run in runs for line in run.lines for name in line}
+    metrics = args.metrics or tuple(name for name in PANELS if name in known)
+    unknown = [name for name in metrics or PANELS if name not in known]
+    if unknown:
+        raise InputError(f"no run has {', '.join(unknown)}; they have {', '.join(sorted(known))}")
     draw(runs, metrics, args.x, args.out)
     write_csv(runs, metrics, args.x, args.out.with_suffix(".csv"))
     print(args.out, args.out.with_suffix(".csv"))
 
 
 if __name__ == "__main__":
-    tasks.cli(main, lambda: tyro.cli(Args))
+    try:
+        main(tyro.cli(Args))
+    except InputError as error:
+        cli.fail(error, 2)

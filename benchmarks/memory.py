@@ -1,61 +1,55 @@
-"""What a PPO or RLOO run takes of memory, by model, task and flags: computed by running it without any numbers.
+r"""GPU memory of a PPO or RLOO run by model, task and flags, computed without any numbers.
 
-    python benchmarks/memory.py                     # the table of known shapes, also as CSV: computed
-    python benchmarks/memory.py --check             # GPT-2 124M: computed, the same with real numbers, and the process's own
+    python benchmarks/memory.py                          # memory.csv and a table
+    python benchmarks/memory.py --scripts separate_critic ppo rloo --tasks sentiment \
+        --shapes "GPT-2 124M" "Pythia 410M" --out rloo.csv               # what RLOO saves
 
-An update of the script itself (sample, score, optimise) runs over torch's fake tensors: every shape, no contents; a `Tracker`
-adds up what is alive. Every row is as long as the task allows, the reward model is of the policy's shape, Adam's state is there
-from the start, one process. Of sampling only the last two tokens, so its prefill is R − 2 tokens too long. Not in it: what a kernel takes for itself, the CUDA context (about 0.5 GiB), what the
-allocator cannot use for splits, and DDP's buckets (4 bytes per parameter more on several processes). A CPU's attention
-and autocast rules stand in for CUDA's.
+The script's own `main` runs over fake tensors, which have a shape but no contents, while the bytes
+of all living tensors are added up: GiB by phase of an update, and between two updates (`live`). One
+process; all sequences have full length; the reward model has the policy's shape. Not included: what
+kernels take, the CUDA context (about 0.5 GiB), fragmentation, and DDP's buckets (4 bytes per
+parameter). A CPU's attention and autocast stand in for CUDA's.
 """
 
 import copy
-import csv
-import json
-import resource
-import subprocess
+import os
 import sys
-import tempfile
 import weakref
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
-import numpy as np
 import torch
 import tyro
-from accelerate import Accelerator
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import packing
-import ppo  # noqa: E402
-import rloo  # noqa: E402
-import tasks  # noqa: E402
-import utils  # noqa: E402
+import train_reward  # noqa: E402
+from benchmarks import sweep  # noqa: E402
+from machinery import cli, decoding, distributed, models, packing, rewards  # noqa: E402
+from utils import TokenIds  # noqa: E402
 
 GIB = 2**30
-CARDS = (24, 80, 141)  # GB as sold
-HEADROOM = 0.9  # of a card; the rest is for what is not computed
-SCRIPTS = {"ppo": ppo, "rloo": rloo}
+CARDS = (24, 80, 141)  # GB as sold, of which a tenth has to stay free
+PHASES = ("sample", "score", "optimize")
+INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
 
 
 def gpt2(width: int, layers: int, heads: int) -> GPT2Config:
     return GPT2Config(n_embd=width, n_layer=layers, n_head=heads)
 
 
-def pythia(width: int, layers: int, heads: int, vocab: int = 50304) -> GPTNeoXConfig:
-    sizes = dict(hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=heads)
-    return GPTNeoXConfig(vocab_size=vocab, max_position_embeddings=2048, rotary_pct=0.25, **sizes)
+def pythia(width: int, layers: int, heads: int) -> GPTNeoXConfig:
+    sizes = dict(hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers)
+    return GPTNeoXConfig(**sizes, num_attention_heads=heads, vocab_size=50304)
 
 
-LLAMA = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
+LLAMA = dict(hidden_size=4096, intermediate_size=14336, vocab_size=128256, num_hidden_layers=32)
 SHAPES = {
     "GPT-2 124M": gpt2(768, 12, 12),
     "GPT-2 355M": gpt2(1024, 24, 16),
@@ -64,44 +58,57 @@ SHAPES = {
     "Pythia 410M": pythia(1024, 24, 16),
     "Pythia 1B": pythia(2048, 16, 8),
     "Pythia 2.8B": pythia(2560, 32, 32),
-    "Pythia 6.9B": pythia(4096, 32, 32, 50432),
-    "Llama 8B": LlamaConfig(vocab_size=128256, num_key_value_heads=8, max_position_embeddings=8192, **LLAMA),
+    "Pythia 6.9B": pythia(4096, 32, 32),
+    "Llama 8B": LlamaConfig(**LLAMA, num_attention_heads=32, num_key_value_heads=8),
 }
 
 
 @dataclass(frozen=True)
 class Args:
-    """What a run takes of memory."""
+    """GPU memory of a PPO or RLOO run."""
 
     out: Path = Path(__file__).with_suffix(".csv")
-    """CSV to write"""
-    precision: Literal["no", "bf16"] = "bf16"
-    """as `accelerate launch --mixed_precision`"""
+    """CSV to write or to continue"""
+    scripts: tuple[str, ...] = ("ppo", "rloo")
+    """scripts, or names of diffs"""
     shapes: tuple[str, ...] = tuple(SHAPES)
-    """models of the table"""
-    scripts: tuple[str, ...] = tuple(SCRIPTS)
-    """scripts of the table"""
-    check: bool = False
-    """computed against measured, in fp32: GPT-2 124M, 8 episodes of `sentiment`, each row in a process of its own"""
+    """models, see SHAPES"""
+    tasks: tuple[str, ...] = ("sentiment", "tldr")
+    """tasks, whose lengths and defaults count"""
+    precision: Literal["no", "bf16"] = "bf16"
+    """as in `accelerate launch --mixed_precision`"""
+    flags: str = ""
+    """flags for every run, such as --flags="--gradient_checkpointing" with the ="""
+    workers: int = os.cpu_count() or 1
+    """runs at a time"""
     only: str | None = None
-    """script,checkpointing,real: one number of the check, in this process"""
+    """one job as JSON, measured in this process"""
 
 
 class Tracker(TorchDispatchMode):
-    """Bytes of all tensors that are alive, each storage once; their peak since `restart`."""
+    """Adds up the bytes of all living tensors, and their maximum since `restart`."""
 
     def __init__(self):
         super().__init__()
-        self.alive, self.now, self.peak = {}, 0, 0
+        self.alive: dict[int, int] = {}
+        self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        """Call the operator. A boolean index selects everything: there is no padding."""
+        index = args[1][0] if func in INDEXING else None
+        if index is None or index.dtype != torch.bool:
+            out = func(*args, **(kwargs or {}))
+        elif func is torch.ops.aten.index.Tensor:
+            out = args[0].flatten(0, index.ndim - 1).clone()
+        else:
+            out = args[2].view_as(args[0]).clone()
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, Tensor):
                 self.add(tensor.untyped_storage())
         return out
 
     def add(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, once, for as long as it lives."""
         key = storage._cdata
         if key not in self.alive:
             self.alive[key] = storage.nbytes()
@@ -110,149 +117,145 @@ class Tracker(TorchDispatchMode):
             weakref.finalize(storage, self.drop, key)
 
     def drop(self, key: int) -> None:
+        """A storage is freed."""
         self.now -= self.alive.pop(key)
 
     def restart(self) -> int:
-        """The peak until now, in bytes; another one begins."""
+        """Return the maximum so far and start another."""
         peak, self.peak = self.peak, self.now
         return peak
 
 
-def parts(config: PretrainedConfig, task: tasks.Task, micro: int, rollout: int, precision: str) -> dict[str, int]:
-    """The large parts by hand, in bytes: weights and optimizer by parameters, cache and logits by sequences."""
-    reward = utils.RewardConfig(copy.deepcopy(config), config.vocab_size)
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", text.num_attention_heads)
-    tokens = task.query_length + task.response_length
-    width = text.hidden_size // text.num_attention_heads * heads * (2 if precision == "bf16" else 4)
-    return {
-        "policy, gradients, Adam, reference": 20 * utils.count_parameters(config),  # 4 + 4 + 8 + 4
-        "reward model": 4 * utils.count_parameters(reward),
-        "cache": 2 * text.num_hidden_layers * width * rollout * tokens,
-        "logits of a micro-batch, one copy": 4 * micro * task.response_length * text.vocab_size // tokens,
-    }
+class Finished(Exception):
+    """The updates are done."""
 
 
-def run_update(script: Any, name: str, args: Any, precision: str, fake: bool) -> dict[str, int]:
-    """The peak in bytes of each phase of an update of `script` with the model in folder `name`, and what is alive between
-    two updates."""
-    accelerator, task = Accelerator(cpu=True, mixed_precision=precision), args.task
-    pad_id = utils.AutoConfig.from_pretrained(name).vocab_size
-    full = lambda tokens: (np.arange(len(tokens)), np.zeros(len(tokens), int), np.full(len(tokens), tokens.shape[1]))  # noqa: E731
-    packing.shared_prompts = lambda tokens, real, prompt: full(tokens)  # what is fake has no pads, and no row twice
-    packing.distinct = torch.flatten  # so no place either
-    packing.keeps_rows_apart = lambda base: True
-    packing.row_lengths = lambda tokens, pad_id: full(tokens)[2]
-    packing.row_sizes = lambda tokens, pad_id, prompt=0: np.stack(full(tokens)[::-2], axis=1)
-    utils.check_gradients = lambda *args, **numbers: None  # and no numbers that could be looked at
-    with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext(), Tracker() as tracker:
-        kind = getattr(script, "PolicyAndValue", None) or script.Policy
-        policy = kind(utils.load_lm(name), pad_id, task.temperature)
-        ref = script.Policy(utils.load_lm(name), pad_id, task.temperature).eval().requires_grad_(False)
-        reward = utils.RewardModel(utils.RewardConfig(ref.lm.config, pad_id)).eval().requires_grad_(False)
-        if args.gradient_checkpointing:
-            utils.checkpoint_activations(policy.lm)
-        lm, optimizer = policy.lm, script.AdamTF(policy.parameters(), lr=1e-5)
-        policy, optimizer = accelerator.prepare(policy, optimizer, device_placement=[False, False])
-        score = lambda queries, cut: reward.score(queries, cut, size=args.micro_batch_tokens)  # noqa: E731
-        models = script.Models(policy, ref, score, utils.Ids(pad_id, 13, [], []))
+class Recorder:
+    """In place of a script's `Run`, `Timer` and table of queries."""
 
-        def step(batch: Any) -> int:
-            policy.train()
-            targets = (script.estimate(batch, args),) if hasattr(script, "estimate") else ()
-            script.train_step(policy, optimizer, batch, *targets, args, accelerator)
-            return tracker.restart()
+    def __init__(self, args: Any, tracker: Tracker):
+        self.args, self.tracker = args, tracker
+        self.phase = "live"
+        self.found: dict[str, float] = {}
 
-        policy.eval()
-        peaks, (rows, r) = {}, (args.batch_size, task.response_length)
-        with accelerator.autocast():
-            contexts = torch.randint(0, pad_id, (rows, task.query_length + r - 2))  # the last two tokens: a full cache
-            script.sample(lm, contexts, torch.rand(2, rows, 1, dtype=torch.float64), task, models.ids)
-            peaks["sample"] = tracker.restart()
-            order, queries = np.arange(rows), torch.randint(0, pad_id, (rows, task.query_length))
-            responses = torch.randint(0, pad_id, (rows, r))
-            rollout, _ = script.make_rollout(models, queries, responses, order, 0.15, args)
-            peaks["score"] = tracker.restart()
-        rollout = rollout._replace(forward=None)  # a run's first step frees its graph
-        before = tracker.now
-        step(rollout.take(order[:1]))
-        state = tracker.now - before  # Adam's, from the second update on there while sampling too
-        peaks = {"live": tracker.now} | {name: peak + state for name, peak in peaks.items()}
-        batch = rollout.take(order[: 2 * args.micro_batch_tokens // (task.query_length + r)])  # two micro-batches
-        peaks["optimise"] = step(batch)
-        if fake and not args.gradient_checkpointing:
-            utils.checkpoint_activations(lm)
-            peaks["optimise, checkpointing"] = step(batch)
-    return peaks
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        return torch.ones(len(rows), self.args.task.query_length, dtype=torch.long)
+
+    def hold_out(self, n: int) -> tuple[None, "Recorder"]:
+        return None, self
+
+    def restore(self, policy: Any, optimizer: Any, kl_coef: float) -> tuple[int, float]:
+        return 1, kl_coef  # update 0 would begin with an evaluation
+
+    def start(self, phase: str) -> None:
+        peak = self.tracker.restart()
+        self.found[self.phase] = (self.tracker.now if self.phase == "live" else peak) / GIB
+        self.phase = phase
+
+    def stop(self) -> dict[str, float]:
+        self.start("live")
+        return {"time": 1.0}
+
+    def log(self, update: int, metrics: dict[str, float]) -> None:
+        if update == 2:  # the second one, with Adam's state from the start
+            raise Finished
+
+    def checkpoint(self, *_: Any) -> None:
+        pass
 
 
-def settings(script: str, task: str, **changes: Any) -> Any:
-    """The task's own sizes; of the batch, which costs next to nothing, one sampling forward."""
-    module = SCRIPTS[script]
-    args = tasks.parse_args(module.Args, module.PRESETS, ["--task", task])
-    args = replace(args, **changes)
-    return replace(args, batch_size=args.rollout_batch_size, num_minibatches=1)
+class Decoder(decoding.Decoder):
+    """Does not look for equal prompts."""
+
+    def prefill(self, input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> Any:
+        length = input_ids.shape[1] + self.response_length
+        cache = decoding.KeyValueCache(self.lm.config, length, 0)
+        return self(input_ids, mask, position_ids, cache)
 
 
-def compute(shape: str, script: str, args: Any, precision: str, fake: bool = True) -> dict[str, int]:
-    """`run_update` of a known shape with random weights."""
-    with tempfile.TemporaryDirectory() as folder:
-        SHAPES[shape].save_pretrained(folder)
-        return run_update(SCRIPTS[script], folder, args, precision, fake)
+def run_updates(script: Any, args: Any, config: Any) -> dict[str, float]:
+    """GiB by phase of the second update of `script`, without padding and equal prompts."""
+    tracker = Tracker()
+    recorder = Recorder(args, tracker)
+    ids = TokenIds(config.vocab_size, None, [], [])
+    size = args.micro_batch_tokens // (args.task.query_length + args.task.response_length)
+
+    def random_lm(name: str) -> Any:
+        lm = AutoModelForCausalLM.from_config(models.disable_dropout(copy.deepcopy(config)))
+        lm.get_output_embeddings().__class__ = models.Float32Linear
+        models.use_fused_gelu(lm)
+        return lm
+
+    def random_reward(args: Any, cls: type, tokenizer: Any, ids: Any, accelerator: Any) -> Any:
+        model = cls(rewards.RewardConfig(copy.deepcopy(config), ids.pad))
+        score = accelerator.autocast()(rewards.score_in_parts)
+        model.eval().requires_grad_(False)
+        return lambda *texts: score(model, torch.cat(texts, dim=1), args.micro_batch_tokens)
+
+    def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:
+        n = len(lengths)
+        return [slice(i, min(i + size, n)) for i in range(0, n, size)]
+
+    def padded(backbone: Any) -> Any:
+        return lambda *inputs, prompt_length=0: packing.run_plain(backbone, *inputs)
+
+    replaced = dict(load_lm=random_lm, load_reward=random_reward, packed=padded, Decoder=Decoder)
+    replaced |= dict(load_tokenizer=lambda *a: (None, ids), load_queries=lambda *a, **k: recorder)
+    replaced |= dict(Run=lambda *a: recorder, Timer=lambda device: recorder, check=lambda *a: None)
+    replaced |= dict(mean_over_processes=lambda x, device: dict.fromkeys(x, 1.0))
+    with (
+        patch.multiple(script, micro_batches=micro_batches, **replaced),
+        patch.object(rewards, "micro_batches", micro_batches),
+        patch.object(train_reward, "packed", padded),
+        patch.object(distributed, "check_gradients", lambda *a: None),
+        patch.object(torch.nn.Module, "to", lambda self, *a: self),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        tracker,
+    ):
+        try:
+            script.main(args)
+        except Finished:
+            return recorder.found
 
 
-def one_row(only: str) -> dict[str, float]:
-    """A row of the check: peaks in GiB, and the largest memory of this process less that of the libraries."""
-    script, checkpointing, real = only.split(",")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    sizes = dict(micro_batch_tokens=704, rollout_batch_size=8, gradient_checkpointing=checkpointing == "1")
-    peaks = compute("GPT-2 124M", script, settings(script, "sentiment", **sizes), "no", fake=real == "0")
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"peak": peaks["optimise"] / GIB, "process": (after - before) / 2**20}
+def measure(job: sweep.Job) -> list[dict[str, float]]:
+    """The row of one script, shape and task."""
+    os.environ["ACCELERATE_MIXED_PRECISION"] = job["precision"]
+    script = sweep.load_script(job["script"])
+    argv = ["--task", job["task"], *job["flags"].split()]
+    args = cli.parse_args(script.Args, script.PRESETS, argv)
+    size = args.rollout_batch_size  # larger batches cost next to nothing
+    args = replace(args, batch_size=size, total_episodes=3 * size, num_minibatches=1)
+    args = replace(args, task=replace(args.task, gold_fn=None), num_ppo_epochs=1)
+    found = run_updates(script, args, SHAPES[job["shape"]])
+    return [{name: found[name] for name in ("live", *PHASES)}]
 
 
-def check() -> None:
-    """Computed against measured: the same update with real numbers, and the largest memory of its process."""
-    print(f"{'GPT-2 124M, 8 × 88 tokens, GiB':32}{'computed':>10}{'real tensors':>14}{'process less libraries':>24}")
-    for script in SCRIPTS:
-        for checkpointing in (0, 1):
-            found = []
-            for real in (0, 1):
-                command = [sys.executable, __file__, "--only", f"{script},{checkpointing},{real}"]
-                out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-                found.append(json.loads(out.splitlines()[-1]))
-            name, (fake, real) = script + ", checkpointing" * checkpointing, found
-            print(f"{name:32}{fake['peak']:10.2f}{real['peak']:14.2f}{real['process']:24.2f}", flush=True)
+def table(rows: list[dict[str, str]]) -> str:
+    """Markdown: memory by phase, and the smallest card that fits."""
+    names = ("shape", "task", "script", "live", *PHASES)
+    lines = [f"| {' | '.join(names)} | fits, GB |", "|" + "---|" * (len(names) + 1)]
+    for row in rows:
+        sizes = [float(row[name]) for name in ("live", *PHASES)]
+        cards = [str(card) for card in CARDS if max(sizes) * GIB <= 0.9 * card * 1e9]
+        cells = [row[name] for name in names[:3]] + [f"{size:.2f}" for size in sizes]
+        lines.append(f"| {' | '.join(cells)} | {cards[0] if cards else 'none'} |")
+    return "\n".join(lines)
 
 
-def fits(peak: int) -> str:
-    """The smallest card that holds a peak."""
-    return next((str(card) for card in CARDS if peak <= HEADROOM * card * 1e9), "–")
-
-
-def main(args: Args) -> None:
-    """Compute, print, write."""
-    if args.only:
-        print(json.dumps(one_row(args.only)))
-        return
-    if args.check:
-        check()
-        return
-    rows = []
-    for script, shape, task in product(args.scripts, args.shapes, ("sentiment", "tldr")):
-        run = settings(script, task)
-        sizes = run.task, run.micro_batch_tokens, run.rollout_batch_size, args.precision
-        found = parts(SHAPES[shape], *sizes) | compute(shape, script, run, args.precision)
-        row = {"script": script, "shape": shape, "task": task}
-        row |= {name: f"{size / GIB:.2f}" for name, size in found.items()}
-        others = max(found["sample"], found["score"])
-        row["card"] = fits(max(others, found["optimise"]))
-        row["card, checkpointing"] = fits(max(others, found["optimise, checkpointing"]))
-        rows.append(row)
-        print(*row.values(), flush=True)
-        with open(args.out, "w", newline="") as file:
-            csv.writer(file).writerows([rows[0], *(row.values() for row in rows)])
+def jobs(args: Args) -> list[sweep.Job]:
+    """Every shape, task and script."""
+    more = dict(precision=args.precision, flags=args.flags)
+    return [
+        dict(script=script, shape=shape, task=task) | more
+        for shape in args.shapes
+        for task in args.tasks
+        for script in args.scripts
+    ]
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    sweep.main(__file__, tyro.cli(Args), measure, jobs, table)

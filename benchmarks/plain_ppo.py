@@ -20,11 +20,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 
 class LMWithScalar(nn.Module):
-    """A language model, and a scalar on every token: policy with its value, or reward model."""
+    """A language model with a scalar at every token: the policy with values, or a reward model."""
 
     def __init__(self, lm: nn.Module, head: nn.Linear | None = None):
         super().__init__()
-        self.lm, self.head = lm, head or nn.Linear(lm.config.hidden_size, 1)
+        self.lm = lm
+        self.head = head or nn.Linear(lm.config.hidden_size, 1)
         if head is None:
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)
@@ -39,7 +40,7 @@ class LMWithScalar(nn.Module):
 
 
 def reward_from(model: Any) -> LMWithScalar:
-    """The reward model, with a language model's head that nobody uses; gain and bias go into the scalar's."""
+    """A reward model with an unused language model's head; its gain and bias are in the scalar."""
     lm = AutoModelForCausalLM.from_config(model.config.backbone).eval()
     lm.base_model.load_state_dict(model.backbone.state_dict())
     head = nn.Linear(model.head.in_features, 1)
@@ -52,13 +53,13 @@ def reward_from(model: Any) -> LMWithScalar:
 class AdamLoop(torch.optim.Optimizer):
     """TensorFlow's Adam, one parameter at a time."""
 
-    def __init__(self, params: Any, lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-5):
-        super().__init__(params, dict(lr=lr, beta1=beta1, beta2=beta2, eps=eps))
+    def __init__(self, params: Any, lr: float, eps: float):
+        super().__init__(params, dict(lr=lr, eps=eps))
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
+        beta1, beta2 = 0.9, 0.999
         for group in self.param_groups:
-            beta1, beta2 = group["beta1"], group["beta2"]
             for param in group["params"]:
                 state = self.state[param]
                 if not state:
@@ -71,9 +72,9 @@ class AdamLoop(torch.optim.Optimizer):
 
 
 class Episodes(NamedTuple):
-    """What an update learns from; [B, R] each but the tokens [B, T]."""
+    """What an update learns from: [B, R] each."""
 
-    tokens: Tensor
+    tokens: Tensor  # [B, T]
     logprobs: Tensor
     values: Tensor
     advantages: Tensor
@@ -81,22 +82,22 @@ class Episodes(NamedTuple):
 
 
 def left_aligned(tokens: Tensor, pad_id: int) -> Tensor:
-    """All pads of a row to its left."""
-    rows = []
-    for row in tokens:
-        real = row[row != pad_id]
-        rows.append(torch.cat([row.new_full((len(row) - len(real),), pad_id), real]))
-    return torch.stack(rows)
+    """Move the padding of each sequence to its left."""
+    sequences = []
+    for sequence in tokens:
+        is_pad = sequence == pad_id
+        sequences.append(torch.cat([sequence[is_pad], sequence[~is_pad]]))
+    return torch.stack(sequences)
 
 
 def whitened(x: Tensor, shift_mean: bool = True) -> Tensor:
-    """Unit variance over the batch."""
+    """Scale to unit variance over the batch."""
     y = (x - x.mean()) / torch.sqrt(x.var(unbiased=False) + 1e-8)
     return y if shift_mean else y + x.mean()
 
 
 class PlainPPO:
-    """Policy, reference, reward model and optimizer of a run with one minibatch; `args` are those of `ppo.py`."""
+    """PPO with one minibatch per epoch; `args` are those of ppo.py."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class PlainPPO:
         self.optimizer = AdamLoop(self.policy.parameters(), lr=args.lr, eps=args.adam_eps)
 
     def parts(self, tokens: Tensor, rows: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
-        """(some of the rows, their tokens), `micro` sequences at a time."""
+        """Rows and their tokens, `micro` sequences at a time."""
         for part in np.split(rows, range(self.micro, len(rows), self.micro)):
             yield torch.as_tensor(part), tokens[part]
 
@@ -124,41 +125,43 @@ class PlainPPO:
         return logits[:, -length - 1 : -1] / self.task.temperature, scalars[:, -length - 1 : -1]
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Of the response's tokens, [B, R]."""
+        """Log-probabilities of the response tokens [B, R]."""
         logprobs = F.log_softmax(logits, dim=-1)
         return logprobs.gather(2, tokens[:, -self.task.response_length :, None]).squeeze(2)
 
     @torch.no_grad()
     def sample(self, queries: Tensor, seed: int) -> Tensor:
         """[B, Q] → responses [B, R]."""
-        lm, length = self.policy.lm, self.task.response_length
+        lm, task = self.policy.lm, self.task
         torch.manual_seed(seed)
         mask = queries != self.pad_id
-        how = GenerationConfig(
-            max_new_tokens=length, do_sample=True, temperature=self.task.temperature, top_k=0, top_p=1.0
-        )
-        how.pad_token_id, lm.generation_config.eos_token_id = 0, None  # exactly R tokens
-        out = lm.generate(queries.masked_fill(~mask, 0), attention_mask=mask.long(), generation_config=how)
-        return out[:, queries.shape[1] :]
+        config = GenerationConfig(do_sample=True, temperature=task.temperature, top_k=0, top_p=1.0)
+        config.max_new_tokens, config.pad_token_id = task.response_length, 0
+        lm.generation_config.eos_token_id = None  # exactly R tokens
+        inputs = dict(inputs=queries.masked_fill(~mask, 0), attention_mask=mask.long())
+        return lm.generate(**inputs, generation_config=config)[:, queries.shape[1] :]
 
     @torch.no_grad()
     def scores(self, queries: Tensor, responses: Tensor, truncate: int | None) -> Tensor:
-        """Rewards [B] of the responses, each cut behind its first `truncate` token; the penalty where there is none."""
+        """Rewards [B] of responses up to their `truncate` token; a penalty if there is none."""
         cut, ended = responses.clone(), torch.ones(len(responses), dtype=torch.bool)
         if truncate is not None:
             for i, row in enumerate(responses.tolist()):
                 ended[i] = truncate in row[self.task.truncate_after :]
                 if ended[i]:
                     cut[i, row.index(truncate, self.task.truncate_after) + 1 :] = self.pad_id
-        tokens, scores = left_aligned(torch.cat([queries, cut], dim=1), self.pad_id), torch.empty(len(queries))
+        tokens = left_aligned(torch.cat([queries, cut], dim=1), self.pad_id)
+        scores = torch.empty(len(queries))
         for rows, part in self.parts(tokens, np.arange(len(tokens))):
             scores[rows] = self.reward(part, self.pad_id)[1][:, -1]
         scores[~ended] = self.task.missing_eos_penalty
         return scores
 
     @torch.no_grad()
-    def rollout(self, queries: Tensor, responses: Tensor, kl_coef: float, truncate: int | None = None) -> Episodes:
-        """Old log-probabilities and values, KL-penalised rewards, advantages of responses [B, R]."""
+    def rollout(
+        self, queries: Tensor, responses: Tensor, kl_coef: float, truncate: int | None = None
+    ) -> Episodes:
+        """Old log-probabilities and values, KL-penalized rewards and advantages [B, R]."""
         args, tokens = self.args, torch.cat([queries, responses], dim=1)
         logprobs, ref_logprobs, values = (torch.empty(responses.shape) for _ in range(3))
         for rows, part in self.parts(tokens, np.arange(len(tokens))):
@@ -172,29 +175,47 @@ class PlainPPO:
         advantages, last = torch.zeros_like(rewards), torch.zeros(len(rewards))
         for t in range(rewards.shape[1] - 1, -1, -1):
             following = values[:, t + 1] if t + 1 < rewards.shape[1] else 0
-            last = rewards[:, t] + args.gamma * following - values[:, t] + args.gamma * args.lam * last
+            delta = rewards[:, t] + args.gamma * following - values[:, t]
+            last = delta + args.gamma * args.lam * last
             advantages[:, t] = last
         return Episodes(tokens, logprobs, values, whitened(advantages), advantages + values)
 
     def train(self, old: Episodes, epochs: list[np.ndarray]) -> dict[str, float]:
-        """An optimizer step over all rows for each epoch, in the order it gives; means of what is watched."""
-        args, watched = self.args, []
+        """One optimizer step per epoch over its permutation of the episodes; return statistics."""
+        args, all_stats = self.args, []
         for order in epochs:
             for rows, tokens in self.parts(old.tokens, order):
                 logits, values = self.forward(self.policy, tokens)
                 log_ratio = self.token_logprobs(logits, tokens) - old.logprobs[rows]
-                ratio, advantages, returns = log_ratio.exp(), old.advantages[rows], old.returns[rows]
-                losses = -advantages * ratio, -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
-                before, most = old.values[rows], args.cliprange_value
-                errors = (values - returns) ** 2, (values.clamp(before - most, before + most) - returns) ** 2
-                policy_loss, value_loss = torch.max(*losses).mean(), 0.5 * torch.max(*errors).mean()
-                ((policy_loss + args.vf_coef * value_loss) * len(rows) / len(order)).backward()
+                ratio, advantages, returns = (
+                    log_ratio.exp(),
+                    old.advantages[rows],
+                    old.returns[rows],
+                )
+                pg_losses = -advantages * ratio
+                clipped = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
+                pg_losses_clipped = -advantages * clipped
+                pg_loss = torch.max(pg_losses, pg_losses_clipped).mean()
+                before, limit = old.values[rows], args.cliprange_value
+                vf_losses = (values - returns) ** 2
+                vf_losses_clipped = (values.clamp(before - limit, before + limit) - returns) ** 2
+                vf_loss = 0.5 * torch.max(vf_losses, vf_losses_clipped).mean()
+                loss = pg_loss + args.vf_coef * vf_loss
+                (loss * len(rows) / len(order)).backward()
                 with torch.no_grad():
-                    entropy = logits.logsumexp(dim=-1) - (logits.softmax(dim=-1) * logits).sum(dim=-1)
-                    clipped = (losses[1] > losses[0]).float(), (errors[1] > errors[0]).float()
-                    stats = (entropy, 0.5 * log_ratio**2, ratio, *clipped)
-                    watched.append(torch.stack([policy_loss, value_loss, *(x.mean() for x in stats)]))
+                    probs = logits.softmax(dim=-1)
+                    entropy = logits.logsumexp(dim=-1) - (probs * logits).sum(dim=-1)
+                    stats = dict(
+                        policy_loss=pg_loss,
+                        value_loss=vf_loss,
+                        entropy=entropy.mean(),
+                        approxkl=0.5 * (log_ratio**2).mean(),
+                        ratio=ratio.mean(),
+                        clipfrac=(pg_losses_clipped > pg_losses).float().mean(),
+                        value_clipfrac=(vf_losses_clipped > vf_losses).float().mean(),
+                    )
+                    all_stats.append(torch.stack(list(stats.values())))
             self.optimizer.step()
             self.optimizer.zero_grad()
-        names = "policy_loss", "value_loss", "entropy", "approxkl", "ratio", "clipfrac", "value_clipfrac"
-        return dict(zip(names, torch.stack(watched).mean(dim=0).tolist(), strict=True))
+        means = torch.stack(all_stats).mean(dim=0).tolist()
+        return dict(zip(stats, means, strict=True))

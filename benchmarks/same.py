@@ -27,7 +27,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {
+    "ACCELERATE_USE_CPU": "true",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 os.environ |= {"TQDM_DISABLE": "1"}
 
 import datasets  # noqa: E402
@@ -45,11 +49,18 @@ from machinery.runs import Run  # noqa: E402
 
 SHARES = 4  # of a batch, on 1, 2 or 4 processes
 ROUNDING = 1e-6  # of weights; 1000 times that, relative, for everything else
-SIZES = dict(total_episodes=48, batch_size=16, num_minibatches=2, num_ppo_epochs=2, micro_batch_tokens=36, rloo_k=2)
+SIZES = dict(
+    total_episodes=48,
+    batch_size=16,
+    num_minibatches=2,
+    num_ppo_epochs=2,
+    micro_batch_tokens=36,
+    rloo_k=2,
+)
 SIZES |= dict(rollout_batch_size=5, eval_queries=3, eval_every=2, kl_horizon=20, lr=3e-4)
-OTHERS = {  # where a script has other fields than ppo.py
-    "num_labels": dict(num_labels=16, batch_size=4, normalize_samples=16, rollout_batch_size=16, micro_batch_tokens=36),
-    "num_heldout": dict(num_heldout=4, batch_size=8, num_epochs=4, micro_batch_tokens=36, eval_every=2, lr=1e-4),
+OTHERS = {  # of train_reward.py and sft.py, by a field that only they have
+    "num_labels": dict(num_labels=16, batch_size=4, normalize_samples=16, rollout_batch_size=16),
+    "num_heldout": dict(num_heldout=4, batch_size=8, num_epochs=4, lr=1e-4),
 }
 
 
@@ -60,16 +71,15 @@ class Way:
     processes: int = 1
     fsdp2: bool = False
     precision: str = "no"
-    killed: bool = False
-    """after the second update; then resumed"""
+    killed: bool = False  # after the second update, and then resumed
+    then_ddp: bool = False  # resumed without FSDP2
     flags: tuple[tuple[str, Any], ...] = ()
-    then_ddp: bool = False
-    """resumed so"""
     once_more: bool = False
 
 
-STEP = (("num_ppo_epochs", 1), ("num_minibatches", 1))  # one optimizer step an update: all its ratios are first ones
-COLUMNS = {  # name: a way, the way that it has to be equal to, and whether to the bit
+# One optimizer step per update: all its probability ratios are first ones.
+STEP = (("num_ppo_epochs", 1), ("num_minibatches", 1))
+COLUMNS = {  # name: a way, the way that it has to be equal to, and whether bit for bit
     "again": (Way(once_more=True), Way(), True),
     "micro-batches of a row": (Way(flags=(("micro_batch_tokens", 1),)), Way(), False),
     "one micro-batch": (Way(flags=(("micro_batch_tokens", 4096),)), Way(), False),
@@ -111,7 +121,9 @@ def settings(module: ModuleType, folder: Path, way: Way, name: str, kind: str) -
     task = tiny.eos_task(tiny.make_task(base_model=str(folder / "task" / "model")), folder / "task")
     names = {field.name for field in fields(module.Args)}
     other = next((values for field, values in OTHERS.items() if field in names), {})
-    values = SIZES | other | dict(way.flags) | dict(reward_model=str(folder / "reward"), save_every=1)
+    values = (
+        SIZES | other | dict(way.flags) | dict(reward_model=str(folder / "reward"), save_every=1)
+    )
     values |= dict(resume=f"runs/{name}") if (Path("runs") / name).exists() else dict(run_name=name)
     return module.Args(task=task, **{key: value for key, value in values.items() if key in names})
 
@@ -126,17 +138,18 @@ def write_files(folder: Path, kind: str) -> None:
     tiny.write_reward(folder / "reward", kind)
 
 
-# ------------------------------------------------------------------------------------------------- inside one process
+# ------------------------------------------------------------------------------ inside one process
 
 
 def shard_on_a_cpu(put: Callable = setattr) -> None:
-    """On a CPU accelerate makes DDP of FSDP2, without a word: `put` its own FSDP2 code in its place."""
+    """Let accelerate use its FSDP2 on a CPU, where it would silently use DDP instead."""
     init = AcceleratorState.__init__
 
     def forced(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **more: Any) -> None:
         init(self, *args, fsdp_plugin=fsdp_plugin, **more)
         if fsdp_plugin is not None:
-            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.distributed_type = DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin
             if self._mixed_precision != "no":
                 fsdp_plugin.set_mixed_precision(self._mixed_precision)
@@ -147,9 +160,9 @@ def shard_on_a_cpu(put: Callable = setattr) -> None:
 def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> None:
     """Make queries, random numbers and minibatches of this process those of its shares."""
     each = SHARES // processes
-    k = getattr(args, "rloo_k", 1)
+    k = getattr(args, "rloo_k", getattr(args, "samples_per_query", 1))
     seeds = [args.seed + 100003 * share for share in range(rank * each, (rank + 1) * each)]
-    names = ("query_rows", "generator", "sample_in_batches", "shuffle")
+    names = ("query_rows", "generator", "sample_in_batches", "shuffle", "generate")
     original = {name: getattr(module, name, None) for name in names}
     current = [0]  # the update
 
@@ -167,14 +180,14 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
         return original["generator"](seed, step, device)
 
     def sample_in_batches(lm: Any, contexts: torch.Tensor, ids: Any, args: Any, rng: Any) -> Any:
-        if len(contexts) == args.eval_queries:  # every process evaluates the same
-            return original["sample_in_batches"](lm, contexts, ids, args, rng)
+        sample = original["sample_in_batches"]
+        if len(contexts) == args.eval_queries:  # the same on every process
+            return sample(lm, contexts, ids, args, rng)
         responses = contexts.new_empty(len(contexts), args.task.response_length)
         for share, seed in enumerate(seeds):
             rows = place(share, torch.arange(len(contexts) // each), len(contexts))
             rng = original["generator"](seed, current[0], contexts.device)
-            part = original["sample_in_batches"](lm, contexts[rows], ids, args, rng)
-            responses[rows] = part
+            responses[rows] = sample(lm, contexts[rows], ids, args, rng)
         return responses
 
     def shuffle(total: int, args: Any, seed: list[int], device: Any) -> list[list[torch.Tensor]]:
@@ -188,15 +201,21 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
             epochs.append(minibatches)
         return epochs
 
-    if original["shuffle"]:
-        for function in (query_rows, generator, sample_in_batches, shuffle):
+    def generate(lm: Any, contexts: torch.Tensor, *settings: Any) -> torch.Tensor:
+        """Sample each sequence alone, seeded by its context: wherever it is, it is the same."""
+        responses = []
+        for context in contexts:
+            torch.manual_seed(int(context.sum()))
+            responses.append(original["generate"](lm, context[None], *settings))
+        return torch.cat(responses)
+
+    for function in (query_rows, generator, sample_in_batches, shuffle, generate):
+        if original[function.__name__]:
             setattr(module, function.__name__, function)
-    elif original["query_rows"]:  # train_reward.py
-        module.query_rows = query_rows
 
 
 def keep_checkpoints(stop_after: int | None) -> None:
-    """Keep the checkpoints of all updates; end without a word after one of them."""
+    """Keep the checkpoints of all updates; kill this process after one of them."""
     checkpoints.KEPT = 10**6
     checkpoint = Run.checkpoint
 
@@ -208,20 +227,32 @@ def keep_checkpoints(stop_after: int | None) -> None:
     Run.checkpoint = then_stop
 
 
-def fork(path: Path, folder: Path, way: Way, name: str, kind: str, rank: int, port: int, stop: int | None) -> int:
-    """One process of a run; its id."""
+def fork(
+    path: Path,
+    folder: Path,
+    way: Way,
+    name: str,
+    kind: str,
+    rank: int,
+    port: int,
+    stop: int | None,
+) -> int:
+    """Start one process of a run; return its id."""
     if pid := os.fork():
         return pid
     code = 1
     try:
-        random.seed(), np.random.seed(), torch.seed()  # a script that draws from them draws something else each time
+        for seed in (random.seed, np.random.seed, torch.seed):  # what a script must not depend on
+            seed()
         out = os.open(folder / f"{name}.{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(out, 1), os.dup2(out, 2)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
         os.chdir(folder)
         os.environ |= {"ACCELERATE_MIXED_PRECISION": way.precision}
         if way.processes > 1:
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(way.processes)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            os.environ["WORLD_SIZE"] = str(way.processes)
         if way.fsdp2 and not (way.then_ddp and stop is None):
             os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
             os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
@@ -237,15 +268,16 @@ def fork(path: Path, folder: Path, way: Way, name: str, kind: str, rank: int, po
 
         traceback.print_exc()
     finally:
-        sys.stdout.flush(), sys.stderr.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 
-# ------------------------------------------------------------------------------------------------------- beside it all
+# ------------------------------------------------------------------------------ outside
 
 
 def wait(pids: list[int], seconds: float) -> list[int]:
-    """How processes ended, as `subprocess` says it; one that failed is the end of the others, a while later."""
+    """Exit codes of processes; 10 seconds after one failed, the others are killed."""
     codes, end = {}, time.monotonic() + seconds
     while len(codes) < len(pids):
         for pid in set(pids) - set(codes):
@@ -259,22 +291,26 @@ def wait(pids: list[int], seconds: float) -> list[int]:
 
 
 def run(path: Path, folder: Path, way: Way, name: str, kind: str) -> str | None:
-    """A run from its beginning to its end; what went wrong."""
+    """Run a script from beginning to end; return what went wrong."""
     for stop in (2, None) if way.killed else (None,):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        pids = [fork(path, folder, way, name, kind, rank, port, stop) for rank in range(way.processes)]
+        pids = [
+            fork(path, folder, way, name, kind, rank, port, stop) for rank in range(way.processes)
+        ]
         codes = wait(pids, 120)
         if set(codes) != {-signal.SIGKILL if stop else 0}:
-            rank = next((i for i, code in enumerate(codes) if code not in (0, -signal.SIGKILL)), 0)
-            lines = (folder / f"{name}.{rank}.log").read_text().split("\nTraceback")[-1].strip().splitlines()
-            return next((x.strip() for x in reversed(lines) if "Error" in x), f"ended with {codes}")
+            failed = [i for i, code in enumerate(codes) if code not in (0, -signal.SIGKILL)]
+            log = (folder / f"{name}.{failed[0] if failed else 0}.log").read_text()
+            lines = log.split("\nTraceback")[-1].strip().splitlines()
+            errors = [line.strip() for line in lines if "Error" in line]
+            return errors[-1] if errors else f"ended with {codes}"
     return None
 
 
 def written(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Checkpoints of every update, final weights, and every line of metrics and samples."""
+    """Checkpoints of all updates, final weights, and all lines of metrics and samples."""
     paths = sorted(folder.glob("checkpoints/*.safetensors")) + [folder / "model/model.safetensors"]
     out = {"after update": [load_file(path) for path in paths]}
     for state in out["after update"]:
@@ -285,16 +321,18 @@ def written(folder: Path) -> dict[str, list[dict[str, Any]]]:
         text = (folder / name).read_text() if (folder / name).exists() else ""
         lines = [json.loads(line) for line in text.splitlines()]
         for line in lines:
-            for key in list(line):  # clipfrac: which loss is larger is chance if the advantage is 0
-                if key.startswith("time/") or "clipfrac" in key:
+            for key in list(line):
+                if key.startswith("time/") or "clipfrac" in key:  # chance if the advantage is 0
                     del line[key]
         out[f"{name}, line"] = lines
     return out
 
 
 def difference(ours: Path, theirs: Path) -> tuple[float, str]:
-    """The largest difference of a weight, 0 only where everything is equal; and the first that is more than rounding,
-    also of anything else, relative to what it is a part of."""
+    """The largest difference, 0 only if everything is equal; and the first beyond rounding.
+
+    Differences of weights are absolute, those of everything else are relative.
+    """
     a, b, largest = written(ours), written(theirs), 0.0
     if not a["after update"]:
         return float("inf"), "the script never calls run.checkpoint"
@@ -305,12 +343,14 @@ def difference(ours: Path, theirs: Path) -> tuple[float, str]:
             if x.keys() != y.keys():
                 return float("inf"), f"{kind} {at}: {sorted(x.keys() ^ y.keys())[0]} is in one only"
             for name in y:
+                unit = 1.0
                 if isinstance(y[name], str):
-                    gap, unit = (0.0 if x[name] == y[name] else float("inf")), 1
+                    gap = 0.0 if x[name] == y[name] else float("inf")
                 else:
-                    ours_, theirs_ = (torch.as_tensor(z).double() for z in (x[name], y[name]))
-                    unit = 1 if not name.startswith("optimizer/") and kind == "after update" else 1000 * max(1e-2, theirs_.abs().max().item())
-                    gap = (ours_ - theirs_).abs().max().item() / unit
+                    mine, other = (torch.as_tensor(z).double() for z in (x[name], y[name]))
+                    if name.startswith("optimizer/") or kind != "after update":
+                        unit = 1000 * max(1e-2, other.abs().max().item())
+                    gap = (mine - other).abs().max().item() / unit
                 if not gap <= ROUNDING:
                     return gap, f"{kind} {at}: {name} is off by {gap * unit:.1g}"
                 largest = max(largest, gap)
@@ -318,7 +358,7 @@ def difference(ours: Path, theirs: Path) -> tuple[float, str]:
 
 
 def first_ratio(folder: Path) -> str:
-    """What is not exact about the ratios before the only optimizer step of each update."""
+    """What is wrong if the ratios before the only optimizer step of an update are not all 1."""
     lines = written(folder)["metrics.jsonl, line"]
     name = "ppo/policy/approxkl_avg"  # 0 only if all log ratios are 0
     values = [line[name] for line in lines if name in line]
@@ -328,7 +368,7 @@ def first_ratio(folder: Path) -> str:
 
 
 def table(script: Path, kind: str, only: tuple[str, ...] = ()) -> dict[str, tuple[bool, str]]:
-    """Prints a line a column, and returns them: whether it is as it should be, and what was found."""
+    """Print a line per column; return whether each is as it should be, and what was found."""
     print(f"{script.name}, {kind}", flush=True)
     found: dict[str, tuple[bool, str]] = {}
     with tempfile.TemporaryDirectory() as home:
@@ -340,24 +380,31 @@ def table(script: Path, kind: str, only: tuple[str, ...] = ()) -> dict[str, tupl
             if only and column not in only or other is None and not has_ratio:
                 continue
             for each in {other, way} - {None} - set(done):
-                done[each] = f"run{len(done)}", run(script.resolve(), folder, each, f"run{len(done)}", kind)
+                done[each] = (
+                    f"run{len(done)}",
+                    run(script.resolve(), folder, each, f"run{len(done)}", kind),
+                )
             (name, error), text = done[way], "exactly 1"
             if other is None:
                 error = error or first_ratio(folder / "runs" / name)
             else:
                 error = error or done[other][1]
                 if not error:
-                    gap, error = difference(folder / "runs" / name, folder / "runs" / done[other][0])
+                    gap, error = difference(
+                        folder / "runs" / name, folder / "runs" / done[other][0]
+                    )
                     text = "equal to the bit" if gap == 0 else f"weights equal to {gap:.0e}"
-                    error = error or (f"{text}, and has to be to the bit" if gap and to_the_bit else "")
+                    if not error and gap and to_the_bit:
+                        error = f"{text}, and has to be equal to the bit"
             found[column] = not error, error or text
             print(f"  {column:26} {'✗' if error else '✓'} {error or text}", flush=True)
     return found
 
 
 def warm_up() -> None:
-    """What every run needs, once and not in every fork."""
-    for module in ("rich.progress", "rich.table", "torch.utils.tensorboard", "matplotlib.pyplot"):
+    """Import once what every run needs, and not in every fork."""
+    modules = ("rich.progress", "rich.table", "torch.utils.tensorboard", "matplotlib.pyplot")
+    for module in modules:
         importlib.import_module(module)
     torch.set_num_threads(1)
 

@@ -1,8 +1,8 @@
-"""What ablations.py, overoptimise.py and what_rloo_saves.py share: many runs, each in processes of its own of one thread, as
-many at a time as there are cores, and a CSV that knows which are done.
+"""Many runs, each in a process of its own, and a CSV that remembers which are done.
 
-For a job that its CSV lacks a tool calls itself with `--only JOB`, in a folder that is gone afterwards, and prints its rows as a
-line of JSON. To measure something again, take its rows out of the CSV, or name another with `--out`.
+Used by ablations.py, overoptimize.py, memory.py and recipes.py. For each job that its CSV lacks, a
+tool calls itself with `--only JOB` in a temporary folder and prints the job's rows as a line of
+JSON. To measure a job again, delete its rows, or write another CSV with `--out`.
 """
 
 import csv
@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,23 +23,21 @@ from typing import Any
 
 import filelock
 import numpy as np
-import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-import ppo  # noqa: E402
-import tasks  # noqa: E402
 import train_reward  # noqa: E402
-import utils  # noqa: E402
 from benchmarks import curves  # noqa: E402
+from machinery import cli, data, models, rewards  # noqa: E402
 
-Job = dict[str, Any]  # names and values of a run; the first columns of its rows
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
+Job = dict[str, Any]  # names and values of a run: the first columns of its rows
+ENVIRONMENT = dict(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", TOKENIZERS_PARALLELISM="false")
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """A CSV's; none where there is no file."""
+    """The rows of a CSV, if there is one."""
     if not path.exists():
         return []
     with open(path, newline="") as file:
@@ -46,27 +45,29 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Behind those of a CSV, which begins with their names. Errors: `ValueError` where its columns are others."""
-    there = read_rows(path)
-    if there and list(there[0]) != list(rows[0]):
-        raise ValueError(f"{path} has columns {list(there[0])}, not {list(rows[0])}")
+    """Append to a CSV. Raises `ValueError` if it has other columns."""
+    old = read_rows(path)
+    if old and list(old[0]) != list(rows[0]):
+        raise ValueError(f"{path} has columns {list(old[0])}, not {list(rows[0])}")
     with open(path, "a", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
-        writer.writerows(rows if there else [dict(zip(rows[0], rows[0], strict=True)), *rows])
+        if not old:
+            writer.writeheader()
+        writer.writerows(rows)
 
 
 def rows_of(jobs: list[Job], rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The rows of these jobs, in their order."""
-    return [row for job in jobs for row in rows if all(row[name] == str(value) for name, value in job.items())]
+    """The rows of these jobs, in the order of the jobs."""
+    return [row for job in jobs for row in rows if all(row[k] == str(v) for k, v in job.items())]
 
 
 def measure_alone(tool: str, job: Job) -> list[dict[str, Any]]:
-    """The rows that a tool measures in processes of their own. Errors: `RuntimeError` with the end of what it said."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(job.get("processes", 1))]
-    command = [sys.executable, *launch * (job.get("processes", 1) > 1), tool, "--only", json.dumps(job)]
+    """The rows of a job, from a process of its own. Raises `RuntimeError` if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "models").symlink_to(Path("models").resolve())
-        done = subprocess.run(command, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+        command = [sys.executable, tool, "--only", json.dumps(job)]
+        options = dict(cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+        done = subprocess.run(command, check=False, **options)
     if done.returncode:
         raise RuntimeError(f"{job} failed:\n{done.stderr[-2000:]}")
     line = [line for line in done.stdout.splitlines() if line.startswith("[{")][-1]
@@ -74,9 +75,8 @@ def measure_alone(tool: str, job: Job) -> list[dict[str, Any]]:
 
 
 def sweep(tool: str, jobs: list[Job], out: Path, workers: int) -> list[dict[str, str]]:
-    """The rows of all jobs, those that `out` has not measured now. Errors: `SystemExit` behind the last with those that
-    failed."""
-    there, failed, lock = read_rows(out), [], Lock()
+    """The rows of all jobs, measured now unless `out` has them. Exits if some failed, at the end."""
+    old, failed, lock = read_rows(out), [], Lock()
     out.parent.mkdir(parents=True, exist_ok=True)
 
     def work(job: Job) -> None:
@@ -90,63 +90,21 @@ def sweep(tool: str, jobs: list[Job], out: Path, workers: int) -> list[dict[str,
             print(*rows[-1].values(), file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(work, (job for job in jobs if not rows_of([job], there))))
+        list(pool.map(work, (job for job in jobs if not rows_of([job], old))))
     if failed:
         sys.exit("\n".join(failed))
     return rows_of(jobs, read_rows(out))
 
 
-def load_script(name: str) -> ModuleType:
-    """ppo, rloo, or what the diff of this name makes of the script that it is for, as a file in this folder."""
-    for diff in (ROOT / "diffs").rglob(f"{name}.diff"):
-        source = next(line.split()[1] for line in diff.read_text().splitlines() if line.startswith("--- "))
-        command = ["patch", "--fuzz=0", "-o", f"{name}.py", ROOT / source, diff]
-        subprocess.run(command, check=True, capture_output=True)
-        sys.path.insert(0, str(Path.cwd()))
-    return importlib.import_module(name)
-
-
-def settings(script: ModuleType, flags: str) -> Any:
-    """What a command line of `--task synthetic` gives; of a flag that stands there twice the last."""
-    return tasks.parse_args(script.Args, script.PRESETS, ["--task", "synthetic", *shlex.split(flags)])
-
-
-def metrics(name: str) -> list[dict[str, float]]:
-    """The lines of a run."""
-    return [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
-
-
-def reward_model(name: str, flags: str) -> str:
-    """Folder of a reward model that `train_reward.py` with these flags makes; the first that asks makes it, others wait."""
-    folder = Path("models", "sweep", name)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            train_reward.main(settings(train_reward, f"{flags} --output_dir {folder} --run_name {name}"))
-    return str(folder)
-
-
-def held_out(args: ppo.Args) -> tuple[Tensor, Any, ppo.Models]:
-    """What ppo.py measures policies on: queries [E, Q], tokenizer, and models without a policy."""
-    task, device = args.task, torch.device("cpu")
-    tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length)
-    table = utils.load_queries(task, tokenizer, pad_id, args.total_episodes)
-    queries, _ = table.hold_out(args.eval_queries, "eval_queries")
-    ref = ppo.Policy(utils.load_lm(task.base_model), pad_id, task.temperature).eval()
-    reward = utils.load_reward(args, tokenizer, pad_id, device)
-    return queries, tokenizer, ppo.Models(None, ref, reward, utils.task_ids(task, tokenizer, pad_id))
-
-
-def interval(values: list[float]) -> tuple[float, float, float]:
-    """Centre of a few seeds, and the ends of its band."""
-    return tuple(x.item() for x in curves.band(np.array(values)[:, None]))
-
-
 def main(
-    tool: str, args: Any, measure: Callable, jobs: Callable, table: Callable, draw: Callable | None = None
+    tool: str,
+    args: Any,
+    measure: Callable,
+    jobs: Callable,
+    table: Callable,
+    draw: Callable | None = None,
 ) -> None:
-    """A tool's command line: `--only` measures one job in this process; else what the CSV lacks is measured, one process a
-    job, then all is printed and drawn."""
+    """Run a tool: one job with `--only`, or all jobs, then print the table and draw the picture."""
     if args.only:
         print(json.dumps(measure(json.loads(args.only))))
         return
@@ -154,3 +112,68 @@ def main(
     print(table(rows))
     if draw:
         draw(rows, args.out.with_suffix(".png"))
+
+
+# -------------------------------------------------------------------------------------- in one job
+
+
+def copy_project(source: Path, folder: Path) -> Path:
+    """Copy a checkout without its runs and pictures."""
+    names = (".*", "runs", "models", "wandb", "__pycache__", "*.png", "*.egg-info")
+    return Path(shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*names)))
+
+
+def load_script(name: str) -> ModuleType:
+    """ppo, rloo, or the script that diffs/**/<name>.diff makes, written into this folder."""
+    for diff in (ROOT / "diffs").rglob(f"{name}.diff"):
+        source = next(x.split()[1] for x in diff.read_text().splitlines() if x.startswith("--- "))
+        command = ["patch", "--fuzz=0", "-o", f"{name}.py", ROOT / source, diff]
+        subprocess.run(command, check=True, capture_output=True)
+        sys.path.insert(0, str(Path.cwd()))
+    return importlib.import_module(name)
+
+
+def settings(script: ModuleType, flags: str) -> Any:
+    """The arguments of a command line with `--task synthetic`; the last of equal flags counts."""
+    flags = ["--task", "synthetic", *shlex.split(flags)]
+    return cli.parse_args(script.Args, script.PRESETS, flags)
+
+
+def metrics(name: str) -> list[dict[str, float]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(x) for x in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
+
+
+def run_script(script: Path, flags: str, processes: int = 1) -> None:
+    """Run a script on the synthetic task in a process of its own, or in several."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [sys.executable, *launch * (processes > 1), script, "--task", "synthetic"]
+    subprocess.run([*command, *shlex.split(flags)], check=True)
+
+
+def reward_model(name: str, flags: str, project: Path = ROOT) -> str:
+    """The folder of a reward model trained with these flags by the first job that needs it."""
+    folder = Path("models", "sweep", name)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            flags = f"{flags} --output_dir {folder} --run_name {name}"
+            run_script(project / "train_reward.py", flags)
+    return str(folder)
+
+
+def heldout(args: Any) -> tuple[Tensor, Any, Callable, Callable]:
+    """What the scripts evaluate with: queries [E, Q], token ids, reward and true reward."""
+    task = args.task
+    tokenizer, ids = models.load_tokenizer(task, task.response_length)
+    queries = data.load_queries(task, tokenizer, ids, args.total_episodes)
+    queries, _ = queries.hold_out(args.eval_queries)
+    reward = rewards.load_reward(
+        args, train_reward.RewardModel, tokenizer, ids, Accelerator(cpu=True)
+    )
+    return queries, ids, reward, rewards.load_gold_reward(task, tokenizer, ids)
+
+
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """Center of a few seeds and its 95% interval."""
+    return tuple(x.item() for x in curves.band(np.array(values)[:, None]))

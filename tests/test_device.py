@@ -1,5 +1,6 @@
-"""A device that is not the host, played on a CPU: tensors that say they are elsewhere, hold their numbers, and refuse to
-be mixed with tensors of the host. What a GPU would stop at, these tests stop at, and they count what crosses to the host.
+"""A device that is not the host, played on a CPU: its tensors have their numbers, and refuse to be
+mixed with tensors of the host. What a GPU would stop at, these tests stop at, and they count how
+often the host waits for the device.
 """
 
 from contextlib import nullcontext
@@ -15,22 +16,28 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-import packing
 import ppo
 import rloo
 import sft
 import train_reward
-import utils
+from machinery import distributed, packing
+from machinery.labels import Labels
 
-AWAY = torch.device("meta")  # a device that autograd knows and that nobody uses; its tensors here have numbers
+HERE = torch.device("cpu")
+AWAY = torch.device("meta")  # a device that autograd knows; its tensors here have numbers
 aten = torch.ops.aten
-INDEXING = {
-    aten.index.Tensor: 1,
-    aten.index_put_.default: 1,
-    aten.index_put.default: 1,
-    aten._index_put_impl_.default: 1,
-}
-READS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.unique_dim.default)
+INDEXING = (
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten._index_put_impl_.default,
+)
+READS = (  # operations whose result the host needs: a number, or a size
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.unique_dim.default,
+)
 
 
 class Far(Tensor):
@@ -40,8 +47,8 @@ class Far(Tensor):
 
     @staticmethod
     def __new__(cls, near: Tensor):
-        what = dict(strides=near.stride(), storage_offset=near.storage_offset(), dtype=near.dtype, device=AWAY)
-        far = torch.Tensor._make_wrapper_subclass(cls, near.shape, **what)
+        form = dict(strides=near.stride(), storage_offset=near.storage_offset(), dtype=near.dtype)
+        far = torch.Tensor._make_wrapper_subclass(cls, near.shape, device=AWAY, **form)
         far.near = near
         return far
 
@@ -58,7 +65,7 @@ def tensors(*tree: Any) -> list[Tensor]:
 
 
 class Elsewhere(TorchDispatchMode):
-    """While it lasts tensors can be made and moved elsewhere; `reads` are the operations that make the host wait."""
+    """Inside, tensors can be elsewhere; `reads` are the operations that made the host wait."""
 
     current: "Elsewhere"
 
@@ -70,57 +77,102 @@ class Elsewhere(TorchDispatchMode):
         return self.call(function, args, kwargs or {})
 
     def call(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """`function` of the numbers. Errors: `RuntimeError` for what a GPU would refuse."""
+        """`function` of the numbers. Raises `RuntimeError` for what a GPU would refuse."""
         far = any(isinstance(x, Far) for x in tensors(args, kwargs))
         moves = function in (aten._to_copy.default, aten.copy_.default)
-        checked = args[:1] + args[2:] if function in INDEXING else args  # indices may be the host's
+        checked = args[:1] + args[2:] if function in INDEXING else args  # the host's may be indices
         strangers = [x for x in tensors(checked, kwargs) if not isinstance(x, Far) and x.dim()]
         if far and strangers and not moves:
-            raise RuntimeError(
-                f"{function} of tensors here and elsewhere: {[list(x.shape) for x in strangers]} is here"
-            )
-        wanted = kwargs.get("device")
-        here = wanted is not None and torch.device(wanted) != AWAY
+            shapes = [list(x.shape) for x in strangers]
+            raise RuntimeError(f"{function} of tensors here and elsewhere: {shapes} is here")
+        device = kwargs.get("device")
+        here = device is not None and torch.device(device) != AWAY
         if function is aten.copy_.default:
             here = not isinstance(args[0], Far)
-        bools = function in INDEXING and any(isinstance(x, Far) and x.dtype == torch.bool for x in tensors(args[1]))
-        if far and (moves and here or function in READS or bools):
+        masks = tensors(args[1]) if function in INDEXING else []
+        by_mask = any(isinstance(x, Far) and x.dtype == torch.bool for x in masks)
+        if far and (moves and here or function in READS or by_mask):
             self.reads.append(function)
-        if wanted is not None:
+        if device is not None:
             kwargs = kwargs | {"device": "cpu"}
         args, kwargs = tree_map(lambda x: x.near if isinstance(x, Far) else x, (args, kwargs))
         out = function(*args, **kwargs)
-        away = not here and (far or wanted is not None)
+        away = not here and (far or device is not None)
         return tree_map(lambda x: Far(x) if away and isinstance(x, Tensor) else x, out)
+
+
+class Accelerator(SimpleNamespace):
+    """One process without autocast on `device`, where its models are already."""
+
+    num_processes, process_index, is_fsdp2 = 1, 0, False
+
+    def prepare(self, *objects: Any) -> tuple:
+        return objects
+
+    def unwrap_model(self, model: Any) -> Any:
+        return model
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float) -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def no_sync(self, model: Any) -> Any:
+        return nullcontext()
+
+    def autocast(self) -> Any:
+        return torch.profiler.record_function("")  # a context and a decorator without an effect
 
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """What there is none of elsewhere: autocast, generators (random numbers are the host's), a direct way for data."""
-    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())
-    monkeypatch.setattr(utils, "generator", lambda *args: SimpleNamespace(device=args[-1]))
+    """`use(device)` is where scripts run from then on.
+
+    What there is none of elsewhere: autocast, random numbers and a direct way for data.
+    """
     rand = torch.rand
-    monkeypatch.setattr(
-        torch,
-        "rand",
-        lambda *size, device, generator, **more: rand(*size, **more, generator=torch.Generator().manual_seed(1)).to(
-            device
-        ),
-    )
+
+    def rand_here(*size, device, generator, **options):
+        generator = torch.Generator().manual_seed(1)
+        return rand(*size, **options, generator=generator).to(device)
+
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
+    monkeypatch.setattr(torch, "rand", rand_here)
     for name in ("tensor", "as_tensor"):
         monkeypatch.setattr(torch, name, partial(make_and_move, getattr(torch, name)))
+    for script in (ppo, rloo):
+        make = lambda seed, step, device: SimpleNamespace(device=device)  # noqa: E731
+        monkeypatch.setattr(script, "generator", make)
+
+    def use(device: torch.device) -> Any:
+        accelerator = Accelerator(device=device)
+        monkeypatch.setattr(distributed, "start", lambda args: accelerator)
+        return Elsewhere() if device == AWAY else nullcontext()
+
+    return use
 
 
-def make_and_move(make: Any, *args: Any, device: Any = None, **more: Any) -> Tensor:
+def make_and_move(make: Any, *args: Any, device: Any = None, **options: Any) -> Tensor:
     """`torch.tensor` makes a tensor of the meta device without numbers."""
-    return make(*args, **more) if device is None else make(*args, **more).to(device)
+    return make(*args, **options) if device is None else make(*args, **options).to(device)
+
+
+def moved(model: Any, device: torch.device) -> Any:
+    """`model.to(device)`; weights elsewhere are new ones, and have to be tied again."""
+    model = model.to(device)
+    for module in model.modules():
+        if hasattr(module, "tie_weights"):
+            module.tie_weights()
+    return model
 
 
 def test_tensors_here_and_elsewhere_do_not_mix(elsewhere):
     """What the other tests rest on, by hand."""
     with Elsewhere() as mode:
         x = torch.arange(4.0).to(AWAY)
-        assert x.device == AWAY and (x + 1).device == AWAY and torch.zeros(2, device=AWAY).device == AWAY
+        assert x.device == (x + 1).device == torch.zeros(2, device=AWAY).device == AWAY
         with pytest.raises(RuntimeError, match="here and elsewhere"):
             x + torch.ones(4)
         with pytest.raises(RuntimeError, match="here and elsewhere"):
@@ -135,109 +187,99 @@ def test_tensors_here_and_elsewhere_do_not_mix(elsewhere):
         assert len(mode.reads) == 4
 
 
-HERE, KINDS = torch.device("cpu"), ("gpt2", "gpt_neox", "llama", "falcon_alibi")
+def test_models_elsewhere_are_packed(elsewhere):
+    """An error elsewhere would look like a model that cannot be packed."""
+    for kind in tiny.KINDS:
+        with elsewhere(AWAY):
+            packable = packing.is_packable(moved(tiny.make_lm(kind), AWAY).base_model)
+        assert packable == (kind != "falcon_alibi")
 
 
-def moved(model: Any, device: torch.device) -> Any:
-    """`model.to(device)`; weights elsewhere are new ones, and have to be tied again."""
-    model = model.to(device)
-    for module in model.modules():
-        if hasattr(module, "tie_weights"):
-            module.tie_weights()
-    return model
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Tensors elsewhere have the numbers of those here."""
+    assert len(found) == len(expected) > 20
+    for x, y in zip(found, expected, strict=True):
+        assert x.device == AWAY and y.device == HERE
+        torch.testing.assert_close(x.near, y, atol=1e-4, rtol=1e-4)
 
 
-def update(script: Any, kind: str, device: torch.device, length: int, accelerator: Any) -> tuple[dict[str, Any], int]:
-    """Sampling with all of its flags, scoring and an optimizer step of an EOS task → what comes out, and how often
-    sampling read from the device."""
-    reward = moved(tiny.make_reward(kind), device)
-    policy, ref = (moved(tiny.make_policy(kind, seed, script=script), device) for seed in (0, 3))
-    models = tiny.make_models(policy, lambda q, r: reward.score(q, r, size=36), ref, script, prefix=[7], suffix=[8, 9])
-    task = tiny.make_task(eos_task=True, top_p=0.9, min_response_length=3, response_length=length)
-    args, order = tiny.make_args(task, script, max_grad_norm=1.0), np.random.default_rng(0).permutation(8)
-    queries, decoder = tiny.make_contexts(tiny.LENGTHS, 8).to(device), packing.Decoder(policy.lm)
-    responses = script.sample_all(
-        decoder, utils.add_affixes(queries, models.ids), task, models.ids, utils.generator(1, 0, device), 3
-    )
-    reads = len(Elsewhere.current.reads) if device == AWAY else 0
-    rollout, score = script.make_rollout(models, queries, responses, order, 0.1, args)
-    optimizer = tiny.Gradients(policy)
-    steps = tiny.update(script, policy, optimizer, rollout, [order], args, accelerator)
-    found = rollout._asdict() | tiny.summarise(script, rollout, score, steps, 0.1, args) | optimizer.steps[0]
-    return {name: x for name, x in found.items() if isinstance(x, Tensor)}, reads
+def update(script: Any, kind: str, device: torch.device, length: int, use: Any) -> tuple:
+    """One update of an EOS task: tensors, metrics, and how often sampling and all of it read."""
+    reads, rollouts, sample, make_rollout = [], [], script.sample_in_batches, script.make_rollout
+
+    def spy_sample(*args):
+        before = len(Elsewhere.current.reads) if device == AWAY else 0
+        responses = sample(*args)
+        reads.append(len(Elsewhere.current.reads) - before if device == AWAY else 0)
+        return responses
+
+    def spy_rollout(*args):
+        rollouts.append(make_rollout(*args))
+        return rollouts[-1]
+
+    spies = dict(sample_in_batches=spy_sample, make_rollout=spy_rollout, AdamTF=tiny.Recorder)
+    task = tiny.make_task(eos_task=True, response_length=length)
+    flags = dict(total_episodes=8, num_ppo_epochs=1, max_grad_norm=1.0, micro_batch_tokens=4096)
+    args = tiny.small_args(script, task, **flags)
+    with use(device) as mode:
+        policy, ref = (
+            moved(tiny.make_policy(kind, seed, script=script), device) for seed in (0, 3)
+        )
+        reward = tiny.reward_function(moved(tiny.make_reward(kind), device), 4096)
+        ids = tiny.utils.TokenIds(tiny.PAD, tiny.EOS, [7], [8, 9])
+        inputs = dict(ref=ref, reward=reward, ids=ids)
+        run = tiny.run_episodes(script, args, policy, **inputs, **spies)
+    found = [*rollouts[1], *sum(run.optimizer.gradients, [])]
+    return found, run.metrics[0], reads, len(mode.reads) if device == AWAY else 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
-def test_an_update_elsewhere_makes_the_same_numbers_and_sampling_reads_none_of_its_tokens(
-    script, kind, elsewhere, accelerator
+@pytest.mark.parametrize(
+    "script, kind",
+    [(ppo, "gpt2"), (ppo, "llama"), (rloo, "gpt_neox"), (rloo, "falcon_alibi")],
+)
+def test_an_update_elsewhere_makes_the_same_numbers_without_waiting_for_tokens(
+    script, kind, elsewhere
 ):
-    expected, _ = update(script, kind, HERE, 9, accelerator)
-    with Elsewhere():
-        found, reads = update(script, kind, AWAY, 9, accelerator)
-    with Elsewhere():
-        _, fewer = update(script, kind, AWAY, 5, accelerator)
-    assert reads == fewer > 0
-    assert found.keys() == expected.keys() and len(found) > 40
-    for name, x in found.items():
-        assert x.device == AWAY, name
-        torch.testing.assert_close(x.near, expected[name], atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    """The host waits as often for responses of 4 tokens as for those of 7."""
+    expected, metrics, *_ = update(script, kind, HERE, 7, elsewhere)
+    found, metrics_away, *reads = update(script, kind, AWAY, 7, elsewhere)
+    assert_same(found, expected)
+    for name in (name for name in metrics if not name.startswith("time/")):
+        assert metrics_away[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-4), name
+    *_, sampling, total = update(script, kind, AWAY, 4, elsewhere)
+    assert reads == [sampling, total] and sampling[1] > 0
 
 
-def test_a_reward_model_is_trained_elsewhere_to_the_same_numbers(elsewhere, accelerator):
-    def trained(device: torch.device) -> list[Tensor]:
-        model, args = moved(tiny.make_reward(), device), train_reward.Args(task=tiny.make_task(), micro_batch_tokens=40)
+def test_a_reward_model_is_trained_elsewhere_to_the_same_numbers(elsewhere):
+    def train(device: torch.device) -> tuple[list[Tensor], list[float]]:
         rng = np.random.default_rng(0)
-        responses = torch.from_numpy(rng.integers(1, tiny.VOCAB, (6, 4, 5)))
-        labels = train_reward.Labels(tiny.make_contexts([8, 2, 5, 1, 7, 3], 8), responses, torch.arange(6) % 4)
-        labels = labels.to(device)
-        mean_and_std = train_reward.normalise(model, labels.query, labels.responses[:, 0], size=40)
-        optimizer = tiny.Gradients(model)
-        stats = train_reward.train_step(model, optimizer, labels, tiny.PAD, args, accelerator)
-        rewards = train_reward.predict(model, labels, tiny.PAD, args)
-        return [*mean_and_std, *stats.values(), rewards, *optimizer.steps[0].values()]
+        queries = [rng.integers(1, tiny.PAD, n) for n in (8, 2, 5, 1, 7, 3)]
+        responses = [[rng.integers(1, tiny.PAD, 5) for _ in range(4)] for _ in queries]
+        sizes = dict(num_labels=4, batch_size=4, num_heldout=2, micro_batch_tokens=40)
+        args = train_reward.Args(task=tiny.make_task(), **sizes)
+        rewards = []
+        spies = dict(AdamTF=tiny.Recorder, report=lambda run, *found: rewards.extend(found) or {})
+        with elsewhere(device):
+            labels, model = Labels(queries, responses, np.arange(6) % 4), tiny.make_reward()
+            run = tiny.run_reward_training(args, moved(model, device), labels, **spies)
+        metrics = [x for line in run.metrics for name, x in line.items() if "time/" not in name]
+        return [*rewards, *run.optimizer.gradients[0]], metrics
 
-    with Elsewhere():
-        found = trained(AWAY)
-    for x, expected in zip(found, trained(HERE), strict=True):
-        torch.testing.assert_close(x.near, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_a_language_model_is_tuned_elsewhere_to_the_same_numbers(elsewhere, accelerator):
-    def tuned(device: torch.device) -> list[Tensor | float]:
-        lm, args = moved(tiny.make_lm(), device), sft.Args(task=tiny.make_task(), micro_batch_tokens=40)
-        rows = tiny.make_contexts([13, 7, 10, 9, 12, 8], 13).to(device)
-        optimizer = tiny.Gradients(lm)
-        loss = sft.train_step(lm, optimizer, rows, 8, tiny.PAD, args, accelerator)
-        held_out = sft.heldout_loss(lm, rows, 8, tiny.PAD, args, accelerator)
-        return [loss.item(), held_out, *(x.cpu() for x in optimizer.steps[0].values())]
-
-    with Elsewhere():
-        found = tuned(AWAY)
-    for x, expected in zip(found, tuned(HERE), strict=True):
-        torch.testing.assert_close(x, expected, atol=1e-4, rtol=1e-4)
+    (found, metrics), (expected, expected_metrics) = train(AWAY), train(HERE)
+    assert_same(found, expected)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-4)
 
 
-@pytest.fixture
-def tf32():
-    """As `--tf32` has it, which changes nothing on a CPU."""
-    torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision("highest")
+def test_a_language_model_is_tuned_elsewhere_to_the_same_numbers(elsewhere, monkeypatch):
+    def tune(device: torch.device) -> tuple[list[Tensor], list[float]]:
+        args = sft.Args(task=tiny.make_task(), micro_batch_tokens=40, batch_size=4, num_heldout=2)
+        rows = tiny.make_contexts([13, 7, 10, 9, 12, 8], 13)
+        with elsewhere(device):
+            run = tiny.run_sft(args, moved(tiny.make_lm(), device), rows)
+        metrics = [x for name, x in run.metrics[0].items() if "time/" not in name]
+        return run.optimizer.gradients[0], metrics
 
-
-def test_whether_rows_are_kept_apart_is_measured_in_fp32(tf32):
-    """GPT-2's last states reach hundreds, and TF32 keeps three digits of them."""
-    base, seen = tiny.make_lm().base_model, []
-    base.register_forward_pre_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
-    assert packing.keeps_rows_apart(base) and seen == ["highest"] * 2
-    assert torch.get_float32_matmul_precision() == "high"
-
-
-@pytest.mark.parametrize(("precision", "passes"), [("highest", False), ("high", True)])
-def test_a_policy_is_checked_as_closely_as_its_precision_allows(precision, passes, tf32, accelerator, monkeypatch):
-    torch.set_float32_matmul_precision(precision)
-    right = ppo.token_logprobs
-    monkeypatch.setattr(ppo, "token_logprobs", lambda *inputs: [x + 0.1 for x in right(*inputs)])
-    with nullcontext() if passes else pytest.raises(utils.InputError, match="0.1 nats off"):
-        utils.check_policy(tiny.make_policy(), tiny.make_contexts([8], 8), 0.7, accelerator)
+    monkeypatch.setattr(torch.optim, "AdamW", tiny.Recorder)
+    (found, metrics), (expected, expected_metrics) = tune(AWAY), tune(HERE)
+    assert_same(found, expected)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-4)

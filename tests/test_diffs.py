@@ -1,747 +1,767 @@
-"""diffs/: each applies to today's script, and what comes out runs and does what its header says."""
+"""diffs/: each patch applies alone and in pairs and does what its header says; so do the recipes."""
 
+import ast
 import importlib.util
-import math
+import itertools
+import os
 import re
 import shutil
 import statistics
 import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import tiny
 import torch
 from accelerate.state import AcceleratorState
-from conftest import read_metrics
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import packing
 import ppo
-import tasks
-import utils
+import rloo
+from data import tasks
+from machinery import cli, models
+from train_reward import RewardModel
+from utils import TokenIds, decode
 
-ROOT = Path(utils.__file__).parent
-NAMES = ("grpo", "dr_grpo", "reinforce", "separate_critic", "length_penalty", "lora")
-NAMES += ("ptx", "ema", "dense_rewards", "reference_on_cpu")
-K = 4
-
-
-def text(name):
-    return (ROOT / "diffs" / f"{name}.diff").read_text()
-
-
-def header(name):
-    """What stands above the patch: the words behind each of its labels."""
-    parts = re.split(r"^(\w+): +", text(name).split("\n--- ")[0] + "\n", flags=re.M)
-    return {key: " ".join(value.split()) for key, value in zip(parts[1::2], parts[2::2], strict=True)}
+ROOT = Path(ppo.__file__).parent
+README = (ROOT / "diffs" / "README.md").read_text()
+DIFFS = {path.stem: path.read_text() for path in sorted((ROOT / "diffs").glob("*.diff"))}
+BASES = {name: re.search(r"^--- (\w+)\.py", text, flags=re.M)[1] for name, text in DIFFS.items()}
+OF_PPO, OF_RLOO = ([n for n, base in BASES.items() if base == x] for x in ("ppo", "rloo"))
+EXCLUSIVE = {"lora", "freeze_layers"}  # both choose which weights are trained
+STACKS = [
+    ("separate_critic", "ema"),
+    ("ptx", "ema"),
+    ("lora", "length_penalty"),
+    ("separate_critic", "value_warmup", "schedule", "adamw", "early_stop", "ptx"),
+    ("samples_per_query", "sampling", "dense_rewards", "reference_on_cpu", "freeze_layers"),
+]
+SIZES = dict(batch_size=16, num_minibatches=2, num_ppo_epochs=2, eval_queries=4, lr=1e-2)
+SIZES |= dict(total_episodes=32, micro_batch_tokens=60, rollout_batch_size=5, eval_every=1)
+every_patch = pytest.mark.parametrize("name", DIFFS)
 
 
 def added(name):
-    return [line[1:] for line in text(name).split("\n--- ")[1].splitlines()[2:] if line.startswith("+")]
+    """The lines that a patch adds."""
+    lines = DIFFS[name].split("\n+++ ")[1].splitlines()[1:]
+    return [line[1:] for line in lines if line.startswith("+")]
 
 
-def source(name):
-    return re.search(r"^--- (\w+\.py)", text(name), flags=re.M)[1]
+def apply(path, *names):
+    """Whether each patch applies to the script `path`, with its context exactly as it is."""
+    command = ["patch", "--fuzz=0", "--quiet", "--no-backup-if-mismatch", "--reject-file=-", path]
+    diffs = [ROOT / "diffs" / f"{name}.diff" for name in names]
+    return all(subprocess.run([*command, x], capture_output=True).returncode == 0 for x in diffs)
 
 
-def test_every_diff_is_tested_and_stands_in_the_readme_with_its_number_of_lines():
-    assert {path.stem for path in (ROOT / "diffs").glob("*.diff")} == set(NAMES)
-    rows = re.findall(r"^\| \[`(\w+)`\]\((\w+)\.diff\) \| `(\w+\.py)` .*\| (\d+) \|", readme(), flags=re.M)
-    assert {row[0]: row[1:] for row in rows} == {n: (n, source(n), str(len(added(n)))) for n in NAMES}
-
-
-def readme():
-    return (ROOT / "diffs" / "README.md").read_text()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_header_says_source_command_and_what_to_expect(name, script_of):
-    assert list(header(name)) == [name, "Source", "Command", "Expect"]
-    assert re.search(r"arXiv \d{4}\.\d{5}", header(name)["Source"])
-    command = f"patch -o mine.py {source(name)} diffs/{name}.diff && python mine.py --task synthetic"
-    assert header(name)["Command"].startswith(command)
-    flags = header(name)["Command"].split("mine.py")[-1].replace("\\", "").split()
-    script = script_of(name)
-    assert tasks.parse_args(script.Args, script.PRESETS, flags).task.task == "synthetic"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_diff_adds_at_most_25_lines_of_at_most_120_characters(name):
-    assert 0 < len(added(name)) <= 25
-    assert max(map(len, added(name))) <= 120
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_of_the_script_is_left_dead(name, script_of):
-    script = script_of(name)
-    code = Path(script.__file__).read_text()
-    for word in re.findall(r"^(?:def|class) (\w+)|^([A-Z]+) = ", code, flags=re.M):
-        word = word[0] or word[1]
-        assert len(re.findall(rf"\b{word}\b", code)) > 1, word
-    used = code + "".join((ROOT / name).read_text() for name in ("utils.py", "records.py", "packing.py"))
-    assert not [f.name for f in fields(script.Args) if f"args.{f.name}" not in used]
+def load(path):
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")
-def script_of(tmp_path_factory):
-    """name → the patched script as a module; `patch` has to find every line as it is, if need be elsewhere."""
-    folder, modules = tmp_path_factory.mktemp("patched"), {}
+def patched(tmp_path_factory):
+    """Names of patches → the patched script as a module; `ppo` alone is ppo.py itself."""
+    folder, modules = tmp_path_factory.mktemp("patched"), {("ppo",): ppo}
 
-    def script_of(name):
-        if name == "ppo":
-            return ppo
-        if name not in modules:
-            path = folder / f"mine_{name.replace('/', '_')}.py"
-            command = ["patch", "--fuzz=0", "-o", path, ROOT / source(name), ROOT / "diffs" / f"{name}.diff"]
-            done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout + done.stderr
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            modules[name] = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(modules[name])
-        return modules[name]
+    def patched(*names):
+        if names not in modules:
+            path = folder / f"mine_{'_'.join(names)}.py"
+            shutil.copy(ROOT / f"{BASES[names[0]]}.py", path)
+            assert apply(path, *names)
+            modules[names] = load(path)
+        return modules[names]
 
-    assert shutil.which("patch"), "install `patch`: diffs are applied with it"
-    return script_of
+    return patched
 
 
-def write_reward(task, folder):
-    """A random reward model with the task's tokenizer."""
-    tiny.make_reward(pad_id=tiny.WORDS).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(task.base_model) / name, folder)
+# ------------------------------------------------------------------------------------------ patches
 
 
-def two_updates(script, folder, precision="no", **flags):
-    """`main` of a patched script over two updates of tiny models: its metrics and what was seen of it."""
-    seen = SimpleNamespace(rollouts=[], scores=[], steps=[], lrs=[], after=[], loaded=[], weights=folder / "model")
-    make_rollout, train_step, load_lm = script.make_rollout, script.train_step, utils.load_lm
+def test_the_readme_lists_every_patch_with_its_script_and_number_of_lines():
+    rows = re.findall(r"^\| \[`(\w+)`\]\((\w+)\.diff\) \| `(\w+)\.py` .*\| (\d+) \|$", README, re.M)
+    assert sorted(rows) == [(name, name, BASES[name], str(len(added(name)))) for name in DIFFS]
 
-    def spy_rollout(models, *args):
-        seen.models = models
-        rollout, score = make_rollout(models, *args)
-        seen.rollouts.append(rollout)
-        seen.scores.append(score)
-        seen.steps.append([])
-        return rollout, score
 
-    def spy_step(policy, optimizer, *args):
-        seen.policy, seen.optimizer = policy, optimizer
-        seen.lrs.append([group["lr"] for group in optimizer.param_groups])
-        seen.steps[-1].append(train_step(policy, optimizer, *args))
-        seen.after.append({name: x.detach().clone() for name, x in policy.lm.named_parameters()})
-        return seen.steps[-1][-1]
+@every_patch
+def test_a_patch_has_a_header_adds_at_most_25_lines_and_leaves_the_docstring_alone(name, patched):
+    parts = re.split(r"^(\w+): ", DIFFS[name].split("\n--- ")[0], flags=re.M)[1:]
+    header = dict(zip(parts[::2], (" ".join(x.split()) for x in parts[1::2]), strict=True))
+    assert list(header) == [name, "Source", "Command"] and all(header.values())
+    base, (command, flags) = BASES[name], header["Command"].split(" python mine.py ")
+    assert command == f"cp {base}.py mine.py && patch --fuzz=0 mine.py diffs/{name}.diff"
+    script = patched(name)
+    assert cli.parse_args(script.Args, script.PRESETS, flags.split()).task.task == "synthetic"
+    assert 0 < len(added(name)) <= 25 and max(map(len, added(name))) <= 100
+    assert script.__doc__ == {"ppo": ppo, "rloo": rloo}[base].__doc__
 
+
+@every_patch
+def test_a_patch_leaves_no_import_definition_or_flag_unused(name, patched):
+    code = Path(patched(name).__file__).read_text()
+    tree = ast.parse(code)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    for node in tree.body:
+        found = [node] if hasattr(node, "name") else getattr(node, "names", [])
+        assert {(getattr(x, "asname", None) or x.name).split(".")[0] for x in found} <= used
+    code += "".join(path.read_text() for path in (ROOT / "machinery").glob("*.py"))
+    flags = [field.name for field in fields(patched(name).Args)]
+    assert not [flag for flag in flags if not re.search(rf"args\.{flag}\b", code)]
+
+
+@every_patch
+def test_a_patch_applies_to_a_script_with_twenty_other_changes(name, patched, tmp_path):
+    lines = (ROOT / f"{BASES[name]}.py").read_text().splitlines(keepends=True)
+    hunks = re.findall(r"^@@ -(\d+),(\d+) ", DIFFS[name], flags=re.M)
+    inside = {i for at, n in hunks for i in range(int(at) - 1, int(at) + int(n))}
+    outside = [i for i in range(len(lines)) if i not in inside]
+    for i in outside[:: -(len(outside) // 20)]:
+        lines[i] = lines[i].rstrip("\n") + "  # mine\n" + "# mine\n" * (i % 2)
+    path = tmp_path / "mine.py"
+    path.write_text("".join(lines))
+    assert path.read_text().count("  # mine") >= 20 and apply(path, name)
+    result = path.read_text().replace("  # mine\n", "\n").replace("# mine\n", "")
+    assert result == Path(patched(name).__file__).read_text()
+
+
+@pytest.mark.parametrize("first", OF_PPO)
+def test_a_patch_of_ppo_applies_after_every_other_one(first, patched, tmp_path):
+    for second in set(OF_PPO) - {first}:
+        path = Path(shutil.copy(patched(first).__file__, tmp_path))
+        assert apply(path, second) == ({first, second} != EXCLUSIVE), second
+        if {first, second} != EXCLUSIVE:
+            ast.parse(path.read_text())
+            assert {*added(first), *added(second)} <= {*path.read_text().split("\n")}
+
+
+@pytest.mark.parametrize("pair", list(itertools.permutations(OF_RLOO, 2)), ids="+".join)
+def test_patches_of_rloo_are_alternatives(pair, patched, tmp_path):
+    path = Path(shutil.copy(patched(pair[0]).__file__, tmp_path))
+    assert not apply(path, pair[1])
+
+
+# --------------------------------------------------------------------------------------------- runs
+
+
+class KeptRun(tiny.FakeRun):
+    """Keeps the rollouts, what the losses of each update report, every step, and saved weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.rollouts, self.parts, self.steps, self.saved, self.loaded = [], [], [], {}, []
+
+    def save(self, model, tokenizer, name="model", **heads):
+        self.saved[name] = {key: x.clone() for key, x in model.state_dict().items()}
+
+
+def run_main(script, task, precision="no", moved=False, names=(), **flags):
+    """Two updates by `main` on tiny models; `names` are replaced in the script.
+
+    With `moved`, the policy differs from the reference, and the ratio from 1, at the start.
+    """
+    run, load_lm, make_rollout = KeptRun(), models.load_lm, script.make_rollout
+    losses = "ppo_losses" if hasattr(script, "ppo_losses") else "rloo_loss"
+    compute_losses, step = getattr(script, losses), script.AdamTF.step
+    run.args = script.Args(task=task, **SIZES | dict(reward_model=folder_of(task)) | flags)
+
+    def spy_lm(name):
+        run.loaded.append(load_lm(name))
+        if moved and len(run.loaded) == 2:
+            run.loaded[1].transformer.h[0].mlp.c_fc.weight.data *= 1.3
+        return run.loaded[-1]
+
+    def spy_rollout(policy, ref, *inputs):
+        rollout = make_rollout(policy, ref, *inputs)
+        if len(rollout.scores) == run.args.batch_size:  # not an evaluation
+            run.policy, run.ref = policy, ref
+            noise = 0.2 * moved * torch.randn(rollout.mask.shape) * rollout.mask
+            old = dict(logprobs=rollout.logprobs + noise, kl=rollout.kl + noise)
+            run.rollouts.append((rollout, rollout._replace(**old)))
+            run.parts.append([])
+            return run.rollouts[-1][1]
+        return rollout
+
+    def spy_losses(*inputs):
+        result = compute_losses(*inputs)
+        run.parts[-1].append({key: x.item() for key, x in result[-1].items()})
+        return result
+
+    def spy_step(self, closure=None):
+        seen = SimpleNamespace(lrs=[group["lr"] for group in self.param_groups])
+        named = dict(run.model.named_parameters())
+        seen.grads = {name: None if p.grad is None else p.grad.clone() for name, p in named.items()}
+        step(self, closure)
+        seen.weights = {name: p.detach().clone() for name, p in named.items()}
+        run.steps.append(seen)
+
+    spies = dict(load_lm=spy_lm, make_rollout=spy_rollout, Run=run) | {losses: spy_losses}
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(script, "make_rollout", spy_rollout)
-        patch.setattr(script, "train_step", spy_step)
-        patch.setattr(utils, "load_lm", lambda *args: (seen.loaded.append(args), load_lm(*args))[1])
+        patch.setattr(script.AdamTF, "step", spy_step)
         patch.setenv("ACCELERATE_MIXED_PRECISION", precision)
         AcceleratorState._reset_state(True)
-        seen.task = tiny.write_task(folder / "task", truncate_token=None)
-        write_reward(seen.task, folder / "reward")
-        sizes = dict(num_minibatches=2, num_ppo_epochs=2, micro_batch_tokens=36, rollout_batch_size=5)
-        names = dict(reward_model="reward", output_dir="model", run_name="run", eval_queries=4, eval_every=1)
-        flags = dict(total_episodes=2 * 4 * K, batch_size=4 * K, lr=1e-2) | sizes | names | flags
-        seen.args = script.Args(task=seen.task, **flags)
-        try:
-            script.main(seen.args)
-        finally:
-            AcceleratorState._reset_state(True)
-        seen.metrics = read_metrics("run")
-    return seen
+        torch.manual_seed(0)
+        tiny.run_main(script, run.args, spies | dict(names))
+    AcceleratorState._reset_state(True)
+    return run
 
 
 @pytest.fixture(scope="session")
-def run_of(script_of, tmp_path_factory):
-    """name and flags → `two_updates`, run once."""
+def task(tmp_path_factory):
+    """A task whose folder has a reward model and other texts, too."""
+    task = tiny.write_task(tmp_path_factory.mktemp("task"), truncate_token=None)
+    tiny.write_reward(Path(folder_of(task)))
+    texts = [f"Anna saw {n} {thing}." for n in range(10) for thing in ("cats", "old red houses")]
+    Path(folder_of(task), "other.txt").write_text("\n".join(texts))
+    return task
+
+
+def folder_of(task):
+    return str(Path(task.base_model).parent)
+
+
+@pytest.fixture(scope="session")
+def run_of(patched, task):
+    """Names of patches and flags → `run_main`, run once."""
     runs = {}
 
-    def run_of(name, **flags):
-        key = (name, *flags.items())
+    def run_of(*names, **flags):
+        key = names, *flags.items()
         if key not in runs:
-            runs[key] = two_updates(script_of(name), tmp_path_factory.mktemp(Path(name).name), **flags)
+            runs[key] = run_main(patched(*names), task, **flags)
         return runs[key]
 
     return run_of
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("name", NAMES)
+def new_policy(task, weights=None):
+    """The initial policy of ppo.py, or one with these weights of the language model."""
+    lm = models.load_lm(task.base_model)
+    lm.load_state_dict(weights or lm.state_dict())
+    return ppo.PolicyAndValue(lm, tiny.WORDS, task.temperature)
+
+
+def changed(run, task):
+    """The names of the weights of the language model that a run changed."""
+    before, after = new_policy(task).lm.state_dict(), run.saved["model"]
+    assert before.keys() == after.keys()
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def same_numbers(run, other):
+    for line, expected in zip(run.metrics, other.metrics, strict=True):
+        assert line.keys() == expected.keys() and len(expected) > 8
+        assert all(line[key] == x for key, x in expected.items() if not key.startswith("time/"))
+
+
+def first_ratio_is_1(run):
+    first = [parts[0] for parts in run.parts]
+    return all(x["policy/approxkl_avg"] == x["val/ratio_var"] == 0 for x in first) and len(first)
+
+
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
+@every_patch
 def test_L6_a_patched_script_runs_and_its_first_ratio_is_exactly_1(name, precision, run_of):
     run = run_of(name, precision=precision)
-    assert [line["ppo/episode"] for line in run.metrics[:2]] == [4 * K, 8 * K]
-    for update in run.steps:
-        assert len(update) == 4
-        total, count, low, high = update[0]["val/ratio"].tolist()
-        assert total == count and -low == high == 1 and update[0]["policy/clipfrac_avg"][0] == 0
-        assert update[-1]["val/ratio"][3] > 1  # the policy has moved
-    AutoModelForCausalLM.from_pretrained(run.weights)
+    assert [line["ppo/episode"] for line in run.metrics[:2]] == [16, 32]
+    assert first_ratio_is_1(run) == 2 and len(run.parts[0]) >= 4  # several micro-batches
+    assert run.parts[-1][-1]["policy/approxkl_avg"] > 0 or name == "value_warmup"
 
 
-# ------------------------------------------------------------------------------------------------- grpo and dr_grpo
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [(name,) for name in DIFFS] + STACKS, ids="+".join)
+def test_a_run_writes_its_folder_and_the_saved_weights_load(names, patched, task, tmp_path):
+    """X5: the average, too, is in the checkpoint: a resumed run writes the same files again."""
+    script = patched(*names)
+    args = script.Args(task=task, reward_model=folder_of(task), run_name="run", **SIZES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        script.main(replace(args, save_every=1))
+        if "ema" in names:  # it fails if there are other files
+            script.main(replace(args, resume="runs/run", run_name=None))
+        assert Path("runs/run/metrics.jsonl").read_text().count("ppo/episode") == 2
+        for name in ("model", "ema") if "ema" in names else ("model",):
+            folder = f"runs/run/{name}"
+            lm, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+            assert not any(info.values())
+            assert lm.state_dict().keys() == new_policy(task).lm.state_dict().keys()
 
 
-def groups(rollout):
-    """The rows of each prompt: `K` completions of it."""
-    rows = {}
-    for i, context in enumerate(rollout.contexts.tolist()):
-        rows.setdefault(tuple(context), []).append(i)
-    assert all(len(group) % K == 0 for group in rows.values())
-    return rows.values()
+# --------------------------------------------------------------------------------- separate_critic
 
 
-def test_grpo_an_advantage_is_the_score_less_its_groups_mean_in_standard_deviations(run_of):
-    for rollout in run_of("grpo").rollouts:
-        assert rollout.scores.std() > 0.01
-        for group in groups(rollout):
-            scores = [rollout.scores[i].item() for i in group]
-            for i, score in zip(group, scores, strict=True):
-                expected = (score - statistics.mean(scores)) / (statistics.stdev(scores) + 1e-4)
-                assert rollout.advantages[i].item() == pytest.approx(expected, rel=1e-3, abs=1e-4)
-
-
-def test_grpo_worked_example_and_equal_rewards(script_of):
-    rewards = torch.tensor([1.0, 0.1, 2.0, 0.1, 3.0, 0.1])  # two prompts, three completions: 1 2 3 and three times 0.1
-    advantages = script_of("grpo").group_advantages(rewards, 3)
-    torch.testing.assert_close(advantages[0::2], torch.tensor([-1.0, 0.0, 1.0]), atol=2e-4, rtol=0)
-    assert (advantages[1::2] == 0).all()
-
-
-def test_grpo_has_no_adaptive_kl_coefficient(script_of, run_of):
-    script = script_of("grpo")
-    assert not {"kl_target", "kl_horizon"} & {f.name for f in fields(script.Args)}
-    assert not hasattr(script, "next_kl_coef") and "rewards" not in script.Rollout._fields
-    assert run_of("grpo").metrics[1]["ppo/loss/kl_avg"] > 0
-
-
-class Table(torch.nn.Module):
-    """A policy whose log-probabilities are its weights; the context of episode i is the one token i."""
-
-    def __init__(self, logprobs):
-        super().__init__()
-        self.weights = torch.nn.Parameter(logprobs.clone())
-
-    def forward(self, contexts, responses):
-        logprobs = self.weights[contexts[:, 0]]
-        return logprobs, torch.zeros_like(logprobs)
-
-
-LENGTHS = (3, 1, 2, 3)  # of four completions of at most three tokens
-ADVANTAGES = (1.5, -0.5, 2.0, -1.0)
-
-
-TOKEN_ADVANTAGES = ((1.5, -0.5, 2.0), (-1.0, 0.0, 0.0), (0.3, -2.0, 0.0), (1.0, -1.5, 0.7))
-
-
-def gradient(script, args, advantages=ADVANTAGES):
-    """What `train_step` gives the log-probabilities of four completions; and new, old and the reference's ones."""
-    new, old, ref = -torch.rand(3, 4, 3, generator=torch.Generator().manual_seed(3)) * 2
-    mask = torch.arange(3) < torch.tensor(LENGTHS)[:, None]
-    old, ref = old.masked_fill(~mask, 0), ref.masked_fill(~mask, 0)
-    values = dict(
-        sizes=np.stack([np.ones(4, dtype=int), np.arange(4)], axis=1),
-        contexts=torch.arange(4)[:, None],
-        responses=torch.zeros(4, 3).long(),
+def with_critic(script, task, critic_from):
+    """A policy with its critic, as `main` makes it, and a batch for it."""
+    policy = new_policy(task)
+    policy.value_head = script.load_critic(
+        script.Args(task=task, critic_from=critic_from), tiny.WORDS
     )
-    values |= dict(mask=mask, logprobs=old, ref_logprobs=ref, scores=torch.zeros(4), rewards=torch.zeros(4))
-    values |= dict(advantages=torch.tensor(advantages))
-    rollout = script.Rollout(*(values[name] for name in script.Rollout._fields[:-1]))
-    policy, grads = Table(new), []
-    accelerator = SimpleNamespace(backward=lambda x: x.backward(), no_sync=lambda _: nullcontext(), num_processes=1)
-    keep = SimpleNamespace(step=lambda: grads.append(policy.weights.grad.clone()), zero_grad=lambda: None)
-    script.train_step(policy, keep, rollout, args, accelerator)
-    return grads[0], new, old, ref
+    batch = tiny.make_contexts([3, 6], 6, vocab=tiny.WORDS), torch.tensor([[4, 9, 2], [7, 1, 30]])
+    forward = script.PolicyAndValue.forward
+    return policy, lambda: forward(policy, *batch), batch
 
 
-def slow_gradient(new, old, ref, kl_coef, weight, advantages=tuple((x,) * 3 for x in ADVANTAGES)):
-    """Token by token: minus the clipped objective and the k3 term, each times its completion's `weight`."""
-    x = new.double().requires_grad_()
-    loss = 0.0
-    for i, length in enumerate(LENGTHS):
-        for t, advantage in enumerate(advantages[i][:length]):
-            ratio = torch.exp(x[i, t] - old[i, t])
-            objective = min(ratio * advantage, min(max(ratio, torch.tensor(0.8)), torch.tensor(1.2)) * advantage)
-            r = torch.exp(ref[i, t] - x[i, t])
-            loss = loss - weight(length) * (objective - kl_coef * ((r - 1) - torch.log(r)))
-    loss.backward()
-    return x.grad.float()
-
-
-@pytest.mark.parametrize("micro_batch_tokens", [4, 1])
-@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
-def test_grpo_loss_is_per_token_with_k3_averaged_over_each_completion_then_over_completions(
-    script_of, kl_coef, micro_batch_tokens
-):
-    args = script_of("grpo").Args(task=tiny.make_task(), kl_coef=kl_coef, micro_batch_tokens=micro_batch_tokens)
-    got, new, old, ref = gradient(script_of("grpo"), args)
-    torch.testing.assert_close(got, slow_gradient(new, old, ref, kl_coef, lambda length: 1 / length / 4))
-
-
-@pytest.mark.parametrize("micro_batch_tokens", [4, 1])
-def test_dr_grpo_divides_sums_over_tokens_by_a_constant(script_of, micro_batch_tokens):
-    task = tiny.make_task(response_length=3)
-    args = script_of("dr_grpo").Args(task=task, micro_batch_tokens=micro_batch_tokens)
-    got, new, old, ref = gradient(script_of("dr_grpo"), args)
-    torch.testing.assert_close(got, slow_gradient(new, old, ref, 0.0, lambda length: 1 / 3 / 4))
-
-
-def test_dr_grpo_an_advantage_is_the_penalised_score_less_its_groups_mean(run_of):
-    run = run_of("dr_grpo")
-    for rollout, line in zip(run.rollouts, run.metrics[:2], strict=True):
-        for group in groups(rollout):
-            rewards = []
-            for i in group:
-                kl = sum((rollout.logprobs[i] - rollout.ref_logprobs[i]).tolist())
-                rewards.append(rollout.scores[i].item() - line["objective/kl_coef"] * kl)
-            for i, reward in zip(group, rewards, strict=True):
-                expected = reward - statistics.mean(rewards)
-                assert rollout.advantages[i].item() == pytest.approx(expected, rel=1e-3, abs=1e-4)
-
-
-# --------------------------------------------------------------------------------------------------------- reinforce
-
-
-def test_reinforce_an_advantage_is_the_return_from_its_token_on_whitened(run_of):
-    run = run_of("reinforce")
-    for rollout, line in zip(run.rollouts, run.metrics, strict=True):
-        returns = []
-        for row, score in zip((rollout.logprobs - rollout.ref_logprobs).tolist(), rollout.scores.tolist(), strict=True):
-            returns += [score - line["objective/kl_coef"] * sum(row[t:]) for t in range(len(row))]
-        mean, deviation = statistics.mean(returns), statistics.pstdev(returns)
-        assert deviation > 0.01
-        expected = [(x - mean) / deviation for x in returns]
-        assert rollout.advantages.flatten().tolist() == pytest.approx(expected, rel=1e-3, abs=1e-3)
-
-
-def test_reinforce_the_score_sits_on_the_last_token_and_nothing_behind_it(script_of):
-    script = script_of("reinforce")
-    task = tiny.make_task(truncate_after=0, eos_task=True)
-    args = script.Args(task=task, num_minibatches=1, rloo_k=2, whiten_advantages=False)
-    responses = torch.tensor([[9, 5, 9, 9, 9], [9, 9, 9, 9, 5]])  # 5 is the end
-    policy = script.Policy(tiny.make_lm(), tiny.PAD, 0.7)
-    reward = torch.tensor([1.0, 2.0])
-    models = tiny.make_models(policy, lambda queries, cut: reward, policy, script)  # no KL
-    rollout, _ = script.make_rollout(models, tiny.make_contexts([3, 8], 8), responses, np.arange(2), 0.15, args)
-    expected = torch.tensor([[1.0, 1, 0, 0, 0], [2, 2, 2, 2, 2]])
-    torch.testing.assert_close(rollout.advantages, expected, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("micro_batch_tokens", [4, 1])
-def test_reinforce_loss_is_the_mean_over_tokens_each_with_its_own_advantage(script_of, micro_batch_tokens):
-    args = script_of("reinforce").Args(task=tiny.make_task(), micro_batch_tokens=micro_batch_tokens)
-    got, new, old, ref = gradient(script_of("reinforce"), args, TOKEN_ADVANTAGES)
-    expected = slow_gradient(new, old, ref, 0.0, lambda length: 1 / sum(LENGTHS), TOKEN_ADVANTAGES)
-    torch.testing.assert_close(got, expected)
-
-
-# --------------------------------------------------------------------------------------------------- separate_critic
-
-
-def critic_and_policy(script, critic_from, folder):
-    task = tiny.write_task(folder / "task")
-    write_reward(task, folder / "reward")
-    args = script.Args(task=task, critic_from=str(folder / "reward") if critic_from == "reward" else None)
-    lm = utils.load_lm(task.base_model)
-    return script.PolicyAndValue(lm, script.load_critic(args, tiny.WORDS), tiny.WORDS, 0.7).eval()
-
-
-@pytest.fixture
-def batch():
-    """Left-padded contexts and responses of the synthetic task's vocabulary."""
-    return tiny.make_contexts([3, 6], 6, vocab=tiny.WORDS), torch.tensor([[4, 9, 2], [7, 1, 30]])
-
-
-@pytest.mark.parametrize("critic_from", ["reward", "policy"])
-def test_X1_separate_critic_neither_loss_reaches_the_others_weights(script_of, tmp_path, batch, critic_from):
-    policy = critic_and_policy(script_of("separate_critic"), critic_from, tmp_path)
-    if critic_from == "policy":
-        torch.nn.init.normal_(policy.value_head.head.weight)  # a head of zeros passes nothing on
-    for name, wanted in (("values", "value_head"), ("logprobs", "lm")):
+@pytest.mark.parametrize("kind", ["reward model", "policy"])
+def test_X1_neither_loss_reaches_the_weights_of_the_other_model(patched, task, kind):
+    critic_from = folder_of(task) if kind == "reward model" else None
+    policy, forward, _ = with_critic(patched("separate_critic"), task, critic_from)
+    if kind == "policy":
+        assert not forward()[2].any()  # its transformer, copied, with a head of zeros
+        own, copy = policy.lm.base_model.state_dict(), policy.value_head.backbone.state_dict()
+        assert all(torch.equal(own[name], copy[name]) for name in own)
+        torch.nn.init.normal_(policy.value_head.head.weight)
+    for output, part in ((0, "lm"), (2, "value_head")):
         policy.zero_grad()
-        logprobs, _, values = policy(*batch)
-        ((values if name == "values" else logprobs) ** 2).sum().backward()
-        reached = {key.split(".")[0] for key, p in policy.named_parameters() if p.grad is not None and p.grad.any()}
-        assert reached == {wanted}
+        (forward()[output] ** 2).sum().backward()
+        reached = {n.split(".")[0] for n, p in policy.named_parameters() if p.grad is not None}
+        assert reached == {part}
 
 
-def test_X1_separate_critic_starts_as_the_reward_model(script_of, tmp_path, batch):
-    policy = critic_and_policy(script_of("separate_critic"), "reward", tmp_path)
-    reward, tokens = tiny.make_reward(pad_id=tiny.WORDS), torch.cat(batch, dim=1)
-    values = policy(*batch)[2]
-    for t in range(3):  # a value is the reward of the text up to there
-        torch.testing.assert_close(values[:, t], reward(tokens[:, : 6 + t]), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("more", [0, 8])
+def test_X1_a_value_is_the_reward_of_the_text_so_far(patched, task, tmp_path, more):
+    """Also if the vocabularies of policy and reward model are padded to different sizes."""
+    reward = tiny.make_reward(pad_id=tiny.WORDS + more)
+    reward.save_pretrained(tmp_path / "reward")
+    script = patched("separate_critic")
+    _, forward, (contexts, responses) = with_critic(script, task, str(tmp_path / "reward"))
+    for i, t in itertools.product(range(2), range(3)):
+        tokens = torch.cat([contexts[i], responses[i, :t]])
+        expected = reward(tokens[tokens != tiny.WORDS][None])[0]
+        torch.testing.assert_close(forward()[2][i, t], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_X1_separate_critic_reads_no_pads_where_its_vocabulary_is_another_size(script_of, tmp_path, batch):
-    """Pythia's differ by size; the tokenizer is the same."""
-    task = tiny.write_task(tmp_path / "task")
-    tiny.make_reward(pad_id=tiny.WORDS + 8).save_pretrained(tmp_path / "reward")
-    script = script_of("separate_critic")
-    critic = script.load_critic(script.Args(task=task, critic_from=str(tmp_path / "reward")), tiny.WORDS)
-    policy = script.PolicyAndValue(utils.load_lm(task.base_model), critic, tiny.WORDS, 0.7).eval()
-    values, alone = policy(*batch)[2], policy(batch[0][:1, 3:], batch[1][:1])[2]
-    torch.testing.assert_close(values[:1], alone, rtol=1e-4, atol=1e-4)
+def test_X1_the_critic_has_its_own_learning_rate(run_of):
+    steps = run_of("separate_critic", critic_lr_ratio=0.3).steps
+    expected = 4 * [1e-2, 3e-3] + 4 * [5e-3, 1.5e-3]
+    assert [lr for step in steps for lr in step.lrs] == pytest.approx(expected)
 
 
-def test_X1_separate_critic_starts_as_the_policys_trunk_under_a_head_of_zeros(script_of, tmp_path, batch):
-    policy = critic_and_policy(script_of("separate_critic"), "policy", tmp_path)
-    assert (policy(*batch)[2] == 0).all()
-    trunk = policy.lm.base_model.state_dict()
-    assert all(torch.equal(x, trunk[name]) for name, x in policy.value_head.backbone.state_dict().items())
-    assert not {p.data_ptr() for p in policy.lm.parameters()} & {p.data_ptr() for p in policy.value_head.parameters()}
+# ---------------------------------------------------------------------------- ptx, ema, value_warmup
 
 
-@pytest.mark.parametrize(("critic_lr", "expected"), [(3e-3, 3e-3), (None, 1e-2)])
-def test_X1_separate_critic_has_a_learning_rate_of_its_own(run_of, critic_lr, expected):
-    run = run_of("separate_critic", critic_lr=critic_lr)
-    assert run.lrs == [pytest.approx(lrs) for lrs in 4 * [[1e-2, expected]] + 4 * [[5e-3, expected / 2]]]
-    held = [{p.data_ptr() for p in group["params"]} for group in run.optimizer.param_groups]
-    assert held == [{p.data_ptr() for p in m.parameters()} for m in (run.policy.lm, run.policy.value_head)]
+def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched, run_of, task):
+    script, batches = patched("ptx"), []
+
+    def spy(policy, texts, *inputs, ptx_loss=script.ptx_loss):
+        batches.append(texts)
+        return ptx_loss(policy, texts, *inputs)
+
+    other = Path(folder_of(task), "other.txt")
+    flags = dict(lr=0.0, ptx_coef=0.5, ptx_dataset=str(other))
+    run, plain = run_main(script, task, names=dict(ptx_loss=spy), **flags), run_of("ppo", lr=0.0)
+    assert len(batches[0]) == 8 and not torch.equal(batches[0], batches[1])
+    for step, without, texts in zip(run.steps, plain.steps, batches, strict=True):
+        losses = []
+        for row in texts:
+            row = row[row != tiny.WORDS]
+            logprobs = (run.policy.lm(row[None]).logits[0] / 0.7).log_softmax(dim=-1)
+            losses += [-logprobs[t, row[t + 1]] for t in range(len(row) - 1)]
+        torch.stack(losses).mean().backward()
+        for name, p in run.policy.lm.named_parameters():
+            expected = without.grads[f"lm.{name}"] + 0.5 * p.grad
+            torch.testing.assert_close(step.grads[f"lm.{name}"], expected, atol=1e-5, rtol=1e-3)
+        assert torch.equal(step.grads["value_head.weight"], without.grads["value_head.weight"])
+        run.policy.zero_grad()
+    texts = decode(models.AutoTokenizer.from_pretrained(task.base_model), batches[0], tiny.WORDS)
+    assert all(text in other.read_text() for text in texts)
 
 
-# ---------------------------------------------------------------------------------------------------- length_penalty
-
-
-def test_length_penalty_takes_the_coefficient_off_the_score_for_each_token_of_the_cut(script_of):
-    script = script_of("length_penalty")
-    task = tiny.make_task(truncate_after=0, missing_eos_penalty=-3.0)
-    args = script.Args(task=task, num_minibatches=1, length_penalty=0.25)
-    responses = torch.tensor([[9, 5, 9, 9, 9], [5, 5, 5, 5, 5], [9, 9, 9, 9, 5], [9, 9, 9, 9, 9]])  # 5 is the end
-    policy, ref = script.PolicyAndValue(tiny.make_lm(), tiny.PAD, 0.7), script.Policy(tiny.make_lm(), tiny.PAD, 0.7)
-    reward = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    models = script.Models(policy, ref, lambda queries, cut: reward, utils.Ids(tiny.PAD, 5, [], []))
-    contexts = tiny.make_contexts([3, 8, 1, 5], 8)
-    rollout, _ = script.make_rollout(models, contexts, responses, np.arange(4), 0.15, args)
-    expected = torch.tensor([1 - 2 * 0.25, 2 - 1 * 0.25, 3 - 5 * 0.25, -3 - 5 * 0.25])
-    torch.testing.assert_close(rollout.scores, expected)
-    torch.testing.assert_close(rollout.rewards.sum(dim=1), expected, atol=1e-4, rtol=0)  # no KL: the same model
-
-
-def test_length_penalty_of_0_takes_nothing_off(run_of):
-    free, line = run_of("length_penalty", length_penalty=0.0), run_of("length_penalty").metrics[0]
-    assert line["objective/cut_length"] == free.task.response_length
-    assert line["eval/scores"] == free.metrics[0]["eval/scores"]  # the reward model's
-    difference = free.metrics[0]["objective/scores"] - line["objective/scores"]
-    assert difference == pytest.approx(0.1 * free.task.response_length, abs=1e-4)  # 0.1 is the default
-
-
-# -------------------------------------------------------------------------------------------------------------- lora
-
-
-def test_lora_trains_the_adapter_and_the_value_head_only(run_of):
-    run = run_of("lora")
-    held = {p.data_ptr() for group in run.optimizer.param_groups for p in group["params"]}
-    assert len(held) == 2 * 2 * 4 + 2  # A and B of four layers in two blocks; the value head's weight and bias
-    assert held >= {p.data_ptr() for p in run.policy.value_head.parameters()}
-
-
-def test_lora_the_policy_with_its_adapter_off_is_the_base_model_and_the_only_copy_of_it(run_of):
-    run = run_of("lora")
-    assert len(run.loaded) == 1 and "ref" not in run.models._fields
-    first, second = run.rollouts
-    assert torch.equal(first.logprobs, first.ref_logprobs)
-    assert run.metrics[0]["objective/kl"] == run.metrics[0]["eval/kl"] == 0 != run.metrics[1]["eval/kl"]
-    assert not torch.equal(second.logprobs, second.ref_logprobs)
-    base = utils.load_lm(run.task.base_model)
-    tokens = torch.cat([second.contexts, second.responses], dim=1)
-    logits = base(**packing.model_inputs(tokens, tiny.WORDS)).logits[:, -second.responses.shape[1] - 1 : -1]
-    logprobs = (logits / run.task.temperature).log_softmax(dim=-1).gather(-1, second.responses[..., None])[..., 0]
-    torch.testing.assert_close(second.ref_logprobs, logprobs, rtol=1e-4, atol=1e-4)
-
-
-def test_lora_the_saved_folder_is_a_merged_model(run_of):
-    run = run_of("lora", lora_rank=2)
-    folder = run.weights
-    assert not list(folder.glob("adapter*"))
-    before, after = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (run.task.base_model, folder))
-    assert before.keys() == after.keys()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    assert changed == {f"transformer.h.{i}.{layer}.weight" for i in range(2) for layer in layers}
-    for name in changed:
-        assert torch.linalg.matrix_rank((after[name] - before[name]).double(), rtol=1e-4) <= 2
-
-
-# --------------------------------------------------------------------------------------------------------------- ptx
-
-
-def test_X4_ptx_a_step_follows_the_gradient_of_the_texts_mean_loss(script_of, accelerator):
-    """Of every token that has one in front of it, at the policy's temperature; the coefficient is a factor."""
-    script = script_of("ptx")
-    policy = tiny.make_policy(script=script, temperature=0.7)
-    texts, optimizer = tiny.make_contexts([8, 3, 1, 5], 8), tiny.Gradients(policy)
-    args = script.Args(task=tiny.make_task(), ptx_coef=0.5)
-    sums = script.ptx_step(policy, optimizer, texts, tiny.PAD, args, accelerator)
-    losses = []
-    for row in texts:
-        row = row[row != tiny.PAD]
-        logprobs = (policy.lm(row[None]).logits[0] / 0.7).log_softmax(dim=-1)
-        losses += [-logprobs[t, row[t + 1]] for t in range(len(row) - 1)]
-    assert len(losses) == 7 + 2 + 0 + 4
-    (sum(losses) / 13 * 0.5).backward()
-    for name, x in policy.lm.named_parameters():
-        torch.testing.assert_close(optimizer.steps[0][f"lm.{name}"], x.grad, atol=1e-5, rtol=1e-3)
-    assert "value_head.weight" not in optimizer.steps[0]  # Adam leaves it alone, its momentum too
-    assert sums["loss/ptx"][1] == 13
-    assert sums["loss/ptx"][0].item() == pytest.approx(sum(losses).item(), rel=1e-5)
-
-
-def test_X4_ptx_every_step_of_ppo_is_followed_by_one_on_other_texts_and_the_loss_falls(run_of):
-    run = run_of("ptx", num_ppo_epochs=8)
-    lm, value_head = run.optimizer.param_groups
-    assert (lm["t"], value_head["t"]) == (2 * 2 * 8 * 2, 2 * 2 * 8)
-    assert run.optimizer.state[value_head["params"][0]]["step"] == 2 * 2 * 8
-    first, second = (line["ppo/loss/ptx"] for line in run.metrics)
-    assert second < first - 0.1
-
-
-# --------------------------------------------------------------------------------------------------------------- ema
-
-
-def test_X5_ema_is_the_moving_average_of_the_weights_behind_every_step_and_saved_beside_the_policy(run_of):
+def test_X5_the_average_is_updated_after_every_step_and_training_is_unchanged(run_of, task):
     run = run_of("ema", ema_decay=0.9)
-    average = {name: x.double() for name, x in utils.load_lm(run.task.base_model).named_parameters()}
-    assert len(run.after) == 8
-    for weights in run.after:
-        average = {name: 0.9 * x + 0.1 * weights[name].double() for name, x in average.items()}
-    saved = load_file(run.weights / "ema.safetensors")
-    assert saved.keys() == average.keys()
-    for name, x in saved.items():
-        torch.testing.assert_close(x, average[name].float(), atol=1e-6, rtol=0)
-    assert any(not torch.equal(x, run.after[-1][name]) for name, x in saved.items())
+    average = {name: p.double() for name, p in new_policy(task).lm.named_parameters()}
+    for step in run.steps:
+        for name, x in average.items():
+            average[name] = 0.9 * x + 0.1 * step.weights[f"lm.{name}"].double()
+    for name, x in average.items():
+        torch.testing.assert_close(run.saved["ema"][name], x.float(), atol=1e-6, rtol=0)
+        assert not torch.equal(run.saved["ema"][name], run.saved["model"][name])
+    assert len(run.steps) == 8
+    same_numbers(run, run_of("ppo"))
 
 
-def test_X5_ema_does_not_learn_and_changes_nothing_of_ppo(run_of):
-    run, plain = run_of("ema"), run_of("ppo")
-    held = {p.data_ptr() for group in run.optimizer.param_groups for p in group["params"]}
-    assert not held & {p.data_ptr() for p in run.policy.ema.parameters()}
-    assert without_times(run.metrics) == without_times(plain.metrics)
+def test_X6_at_first_only_the_value_function_learns(run_of):
+    run = run_of("value_warmup", value_warmup_updates=1)
+    start = run_of("ppo", lr=0.0).steps[0].weights
+    for step, learning in ((run.steps[3], {"value_head"}), (run.steps[-1], {"value_head", "lm"})):
+        weights = step.weights.items()
+        assert {n.split(".")[0] for n, x in weights if not torch.equal(x, start[n])} == learning
+    steps = {n: run.optimizer.state[p]["step"].item() for n, p in run.model.named_parameters()}
+    assert steps == {name: 4 if name.startswith("lm.") else 8 for name in steps}  # Adam's
 
 
-def without_times(lines):
-    return [{key: x for key, x in line.items() if not key.startswith("time/")} for line in lines]
+# ----------------------------------------------------------------------------------------- sampling
 
 
-# ----------------------------------------------------------------------------------------------------- dense_rewards
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 1.0])
+def test_X7_the_nucleus_is_the_fewest_tokens_with_probability_top_p(patched, top_p):
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * 2
+    kept = patched("sampling").keep_top_p(logits, top_p)
+    for row, result in zip(logits, kept, strict=True):
+        tokens, total = [], 0.0
+        for token in row.argsort(descending=True).tolist():
+            if not tokens or total < top_p - 1e-6:
+                tokens.append(token)
+                total += row.softmax(dim=0)[token].item()
+        assert set(result.isfinite().nonzero()[:, 0].tolist()) == set(tokens)
+        assert torch.equal(result[tokens], row[tokens])
 
 
-def test_X14_dense_rewards_a_token_gets_what_it_adds_to_the_reward_and_the_sum_stays(run_of):
-    run = run_of("dense_rewards")
-    model = tiny.make_reward(pad_id=tiny.WORDS)
-    rollout, line = run.rollouts[0], run.metrics[0]  # the policy is the reference: no KL
-    for i, (context, response) in enumerate(zip(rollout.contexts, rollout.responses, strict=True)):
-        query = context[context != tiny.WORDS]
-        with torch.no_grad():
-            rewards = [model(torch.cat([query, response[:t]])[None]).item() for t in range(len(response) + 1)]
-        expected = [after - before for before, after in zip(rewards, rewards[1:], strict=False)]
-        expected[-1] += rewards[0]
-        assert rollout.rewards[i].tolist() == pytest.approx(expected, abs=2e-4)
-    for rollout, line in zip(run.rollouts, run.metrics, strict=True):
-        kl = (rollout.logprobs - rollout.ref_logprobs).sum(dim=1)
-        expected = rollout.scores - line["objective/kl_coef"] * kl
-        torch.testing.assert_close(rollout.rewards.sum(dim=1), expected, atol=1e-4, rtol=1e-4)
+def test_X7_no_response_ends_before_its_minimum_length_or_leaves_the_nucleus(patched):
+    script = patched("sampling")
+    logits = torch.tensor([3.0, 2.0, 2.0, 1.0, -1.0]) * 0.7  # token 0 ends a response
+
+    def lm(tokens, *inputs, past_key_values):
+        return SimpleNamespace(logits=logits.expand(*tokens.shape, -1), past_key_values=None)
+
+    def sample(**flags):
+        args = tiny.make_args(script=script, **flags)
+        return script.sample(lm, *inputs, TokenIds(5, 0, [], []), args)
+
+    inputs = torch.zeros(400, 1).long(), tiny.uniform(5, 400)
+    assert torch.equal(sample(), ppo.sample(lm, *inputs, 5, 0.7))
+    ends = (sample(min_response_length=3) == 0).float().mean(dim=0)
+    assert not ends[:2].any() and (ends[2:] > 0.4).all()
+    nucleus = sample(top_p=0.6)  # probabilities 0.519 0.191 0.191 0.070 0.010 at T = 0.7
+    assert nucleus.max() == 1
+    assert (nucleus == 0).float().mean().item() == pytest.approx(0.519 / 0.710, abs=0.03)
 
 
-def test_dense_rewards_nothing_behind_the_cut_and_the_penalty_at_the_end(script_of):
-    """The reward of a text is the sum of its ids; 5 is the end of two of three responses."""
-    script = script_of("dense_rewards")
-    args = script.Args(task=tiny.make_task(truncate_after=0, missing_eos_penalty=-3.0), num_minibatches=1)
-    responses = torch.tensor([[2, 5, 9, 9, 9], [2, 3, 4, 1, 5], [2, 3, 4, 1, 1]])
-    policy = tiny.make_policy(script=script)
-    total = lambda x: x.masked_fill(x == tiny.PAD, 0).sum(dim=1).float()  # noqa: E731
-    models = tiny.make_models(policy, lambda queries, cut: total(queries) + total(cut), policy, script)
+# ---------------------------------------------------------------------- schedule, adamw, early_stop
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (dict(), [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        (dict(cosine=True), [0.5, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]),
+        (dict(anneal_lr=False), [0.5, 1, 1, 1, 1, 1]),
+        (dict(warmup_updates=0), [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
+        (dict(warmup_updates=9), [1 / 9, 2 / 9, 3 / 9, 4 / 9, 5 / 9, 6 / 9]),
+    ],
+)
+def test_X8_the_learning_rate_warms_up_and_decays(patched, run_of, flags, expected):
+    script = patched("schedule")
+    args = tiny.make_args(script=script, **dict(lr=2.0) | flags)
+    rates = [script.learning_rate(update, 6, args) for update in range(6)]
+    assert rates == pytest.approx([2 * x for x in expected])
+    assert [line["ppo/lr"] for line in run_of("schedule").metrics[:2]] == [5e-3, 1e-2]  # is used
+
+
+def test_X8_adamw_is_the_librarys(run_of):
+    """Up to epsilon, which A1 defines otherwise."""
+    settings = dict(weight_decay=0.3, adam_eps=1e-20)
+    run = run_of("adamw", adam_beta1=0.8, adam_beta2=0.7, **settings)
+    start = run_of("ppo", lr=0.0).steps[0].weights
+    params = {name: torch.nn.Parameter(x.clone()) for name, x in start.items()}
+    optimizer = torch.optim.AdamW(params.values(), betas=(0.8, 0.7), weight_decay=0.3, eps=1e-20)
+    for step in run.steps:
+        optimizer.param_groups[0]["lr"] = step.lrs[0]
+        for name, p in params.items():
+            p.grad = step.grads[name]
+        optimizer.step()
+        for name, p in params.items():
+            torch.testing.assert_close(p.data, step.weights[name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 4])
+def test_X12_an_update_ends_after_the_epoch_that_moved_the_policy_too_far(run_of, epochs):
+    """Metrics are means over the steps that were taken."""
+    flags = dict(num_ppo_epochs=4, total_episodes=16)
+    (parts,) = run_of("ppo", **flags).parts  # without the patch
+    size = len(parts) // 4  # micro-batches in an epoch of two steps
+    kl = [sum(x["policy/approxkl_avg"] for x in parts[i * size :][:size]) / 2 for i in range(4)]
+    assert kl[0] < kl[1] < max(kl[2:])
+    limit = {1: kl[0] / 2, 2: (kl[0] + kl[1]) / 2, 4: 2 * max(kl)}[epochs]
+    run = run_of("early_stop", max_approxkl=limit, **flags)
+    assert len(run.steps) == 2 * epochs
+    for name in parts[0]:
+        mean = sum(part[name] for part in parts[: epochs * size]) / (2 * epochs)
+        assert run.metrics[0][f"ppo/{name}"] == pytest.approx(mean, rel=1e-4, abs=1e-6)
+
+
+# -------------------------------------------------------------------- length_penalty, dense_rewards
+
+
+def test_length_penalty_is_subtracted_for_each_token_of_the_truncated_response(patched):
+    task, script = tiny.make_task(truncate_after=0), patched("length_penalty")
+    args = tiny.make_args(task, script, length_penalty=0.25)
+    responses = [[9, 5, 9, 9, 9], [5, 5, 5, 5, 5], [9, 9, 9, 9, 5], [9, 9, 9, 9, 9]]  # 5 ends
+    scores = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    inputs = lambda *texts: scores, None, torch.tensor(responses), tiny.IDS, args  # noqa: E731
+    expected = [1 - 0.25 * 2, 2 - 0.25, 3 - 0.25 * 5, -1 - 0.25 * 5]
+    assert script.score_responses(*inputs)[0].tolist() == expected
+
+
+def test_X14_a_token_gets_what_it_adds_to_the_score_and_the_last_one_gets_the_rest(patched):
+    """The score of a text is the sum of its ids, of each query 10; 5 ends two of the responses."""
+    task, script = (
+        tiny.make_task(truncate_after=0, missing_eos_penalty=-3.0),
+        patched("dense_rewards"),
+    )
     queries = torch.full((3, 8), tiny.PAD).index_fill(1, torch.tensor([7]), 10)
-    rollout, _ = script.make_rollout(models, queries, responses, np.arange(3), 0.0, args)
-    expected = [[2, 5, 0, 0, 10], [2, 3, 4, 1, 15], [2, 3, 4, 1, 1 - 3 - 11]]
-    assert rollout.rewards.tolist() == expected
+    responses = torch.tensor([[2, 5, 9, 9, 9], [2, 3, 4, 1, 5], [2, 3, 4, 1, 1]])
+    reward = lambda *x: sum((y * (y != tiny.PAD)).sum(dim=1) for y in x).float()  # noqa: E731
+    inputs = dict(queries=queries, responses=responses, reward=reward, kl_coef=0.5)
+    args = tiny.make_args(task, script)
+    policy = tiny.make_policy()
+    rollout = tiny.make_rollout(policy, args, script, minibatches=[torch.arange(3)], **inputs)
+    dense = [[2, 5, 0, 0, 10], [2, 3, 4, 1, 5 + 10], [2, 3, 4, 1, 1 - 3 - 11]]
+    torch.testing.assert_close(rollout.rewards + 0.5 * rollout.kl, torch.tensor(dense).float())
 
 
-# -------------------------------------------------------------------------------------------------- reference_on_cpu
+# --------------------------------------------------------------- lora, reference_on_cpu and the rest
 
 
-def test_reference_on_cpu_visits_the_device_for_as_long_as_it_scores(script_of, tmp_path, monkeypatch):
-    script, visits = script_of("reference_on_cpu"), []
+def test_lora_trains_adapters_and_the_base_model_is_the_reference(run_of, task):
+    run = run_of("lora")
+    grads = run.steps[-1].grads
+    trained = {name for name, grad in grads.items() if grad is not None}
+    assert trained == {name for name in grads if "lora_" in name or name.startswith("value_head")}
+    assert len(trained) == 2 * 2 * 4 + 2  # A and B of four layers in two blocks
+    assert not isinstance(run.ref, torch.nn.Module)  # no second model
+    (first, _), (second, _) = run.rollouts
+    assert not first.kl.any() and second.kl.any()
+    expected = new_policy(task)(second.contexts, second.responses)[0]
+    torch.testing.assert_close(second.logprobs - second.kl, expected, rtol=1e-4, atol=1e-4)
 
-    class Model:
+
+def test_lora_the_saved_model_is_merged(run_of, task):
+    run = run_of("lora", lora_rank=2)
+    layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    names = {f"transformer.h.{i}.{layer}.weight" for i in range(2) for layer in layers}
+    assert changed(run, task) == names
+    before, after = new_policy(task).lm.state_dict(), run.saved["model"]
+    for name in names:
+        assert torch.linalg.matrix_rank((after[name] - before[name]).double(), rtol=1e-4) <= 2
+    texts = run.rollouts[1][0].contexts, run.rollouts[1][0].responses
+    expected, merged = run.policy(*texts)[0], new_policy(task, after)(*texts)[0]
+    torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_reference_on_cpu_is_on_the_device_only_for_its_forward_passes(patched, run_of):
+    policy, events = tiny.make_policy(), []
+
+    class Reference:
         def to(self, device):
-            visits.append(str(device))
-            return self
+            events.append(device)
 
-    with script.visiting(Model(), torch.device("cuda:3")) as model:
-        assert isinstance(model, Model) and visits == ["cuda:3"]
-    assert visits == ["cuda:3", "cpu"]
+        def __call__(self, *inputs):
+            events.append("forward")
+            return policy(*inputs)
 
-    seen = SimpleNamespace(inside=False, hooked=set(), forwards=0)
-    visiting = script.visiting
-
-    def count(*args):
-        assert seen.inside, "the reference was asked while it was away"
-        seen.forwards += 1
-
-    @contextmanager
-    def spy(model, device):
-        if id(model) not in seen.hooked:
-            model.register_forward_pre_hook(count)
-            seen.hooked.add(id(model))
-        with visiting(model, device):
-            seen.inside = True
-            yield
-            seen.inside = False
-
-    monkeypatch.setattr(script, "visiting", spy)
-    run = two_updates(script, tmp_path)
-    assert seen.hooked == {id(run.models.ref)} and seen.forwards > 4
-    assert not any(p.requires_grad for p in run.models.ref.parameters()) and not run.models.ref.training
+    script = patched("reference_on_cpu")
+    tiny.make_rollout(policy, tiny.make_args(script=script), script, ref=Reference())
+    forwards = ["forward"] * (len(events) - 2)
+    assert events == [torch.device("cpu"), *forwards, "cpu"] and len(forwards) > 1
+    same_numbers(run_of("reference_on_cpu"), run_of("ppo"))
 
 
-def test_reference_on_cpu_changes_no_number(run_of):
-    assert without_times(run_of("reference_on_cpu").metrics) == without_times(run_of("ppo").metrics)
+def test_samples_per_query_are_different_responses_to_the_same_queries(run_of, patched):
+    for rollout, _ in run_of("samples_per_query", samples_per_query=4).rollouts:
+        rows = [tuple(row) for row in rollout.contexts.tolist()]
+        assert [rows.count(row) for row in set(rows)] == [4] * 4
+        assert len(rollout.responses.unique(dim=0)) > 12
+    args = tiny.make_args(script=patched("samples_per_query"), batch_size=12, num_minibatches=3)
+    patched("samples_per_query").check(args, processes=2)
+    with pytest.raises(cli.InputError, match="batch_size=12 .*24"):
+        patched("samples_per_query").check(args, processes=4)
 
 
-# ----------------------------------------------------------------------------------------------------------- recipes
+def test_freeze_layers_trains_the_upper_layers_and_the_norm_after_them(run_of, task):
+    top = ("transformer.h.1.", "transformer.ln_f.")
+    names = {name for name in new_policy(task).lm.state_dict() if name.startswith(top)}
+    assert changed(run_of("freeze_layers", unfrozen_layers=1), task) == names
 
-FIXED = dict(kl_target=None, cliprange=0.2, gamma=1.0, lam=0.95)
-RECIPES = {  # the published values, by hand; for a task without a preset of ours, such as descriptiveness
-    "instructgpt": dict(
-        **(FIXED | dict(total_episodes=256_000, batch_size=512, num_minibatches=8, num_ppo_epochs=1, kl_coef=0.02)),
-        **dict(lr=5e-6, lr_schedule="constant", warmup_updates=10, ptx_coef=27.8, ema_decay=0.992, temperature=1.0),
-        **dict(critic_lr=5e-6, adam_beta2=0.95),
-    ),
-    "llama2": dict(
-        **(FIXED | dict(batch_size=512, num_minibatches=8, num_ppo_epochs=1, kl_coef=0.01, lr=1e-6)),
-        **dict(
-            lr_schedule="constant", adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-5, weight_decay=0.1, max_grad_norm=1.0
-        ),
-    ),
-    "qwen": dict(
-        **(FIXED | dict(samples_per_prompt=2, kl_coef=0.04, cliprange_value=0.15, value_warmup_updates=50)),
-        **dict(lr=1e-6, critic_lr=5e-6, top_p=0.9),
-    ),
-    "chinese_llama": FIXED | dict(lr=5e-7, critic_lr=1.65e-6, kl_coef=0.1),
-    "deepspeed_chat": dict(
-        **(
-            FIXED
-            | dict(batch_size=32, num_minibatches=1, num_ppo_epochs=1, kl_coef=0.1, clip_score=5.0, adam_beta2=0.95)
-        ),
-        **dict(lr=9.65e-6, critic_lr=5e-6, lr_schedule="cosine", warmup_updates=100, whiten_rewards=False),
-        **dict(
-            max_grad_norm=1.0,
-            whiten_advantages=False,
-            ptx_coef=27.8,
-            ema_decay=0.992,
-            min_response_length=2,
-            cliprange_value=0.2,
-        ),
-    ),
-    "openrlhf": dict(
-        **(FIXED | dict(batch_size=512, num_minibatches=4, num_ppo_epochs=1, kl_coef=0.01, adam_beta2=0.95)),
-        **dict(lr=1e-6, critic_lr=9e-6, lr_schedule="cosine", max_grad_norm=1.0, whiten_rewards=False),
-        **dict(whiten_advantages=True, weight_decay=0.0, temperature=1.0, cliprange_value=0.2, adam_eps=1e-8),
-    ),
-    "trlx": dict(
-        **(
-            FIXED
-            | dict(batch_size=128, num_minibatches=4, num_ppo_epochs=4, kl_coef=0.001, clip_score=10.0, vf_coef=1.0)
-        ),
-        **dict(lr=3e-5, lr_schedule="constant", adam_beta2=0.95, adam_eps=1e-8, weight_decay=1e-6, unfrozen_layers=2),
-        **dict(whiten_rewards=False, whiten_advantages=True, cliprange_value=0.2, kl_estimator="k1", temperature=1.0),
-    ),
+
+# ------------------------------------------------------------------------- grpo, dr_grpo, reinforce
+
+
+def slow_advantages(name, rollout, kl_coef):
+    """An advantage for each real token of each response."""
+    scores, contexts = rollout.scores.tolist(), rollout.contexts.tolist()
+    kl = [row[:n] for row, n in zip(rollout.kl.tolist(), rollout.mask.sum(dim=1), strict=True)]
+    rows = range(len(kl))
+    if name == "reinforce":
+        returns = [[scores[i] - kl_coef * sum(kl[i][t:]) for t in range(len(kl[i]))] for i in rows]
+        tokens = sum(returns, [])
+        mean, deviation = statistics.mean(tokens), statistics.pstdev(tokens)
+        return [[(x - mean) / deviation for x in row] for row in returns]
+    rewards = [scores[i] - (name == "dr_grpo") * kl_coef * sum(kl[i]) for i in rows]
+    groups = [[rewards[j] for j in rows if contexts[j] == contexts[i]] for i in rows]
+    assert {len(group) for group in groups} == {4}
+    scale = [statistics.stdev(group) + 1e-4 if name == "grpo" else 1 for group in groups]
+    return [[(rewards[i] - statistics.mean(groups[i])) / scale[i]] * len(kl[i]) for i in rows]
+
+
+@pytest.mark.parametrize("name", OF_RLOO)
+def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
+    """With responses of uneven length, a KL to the reference, and ratios that clip."""
+    epochs = []
+
+    def uneven(lm, contexts, ids, args, rng):
+        responses = torch.randint(20, 90, (len(contexts), args.task.response_length), generator=rng)
+        return responses.scatter(1, torch.arange(len(contexts))[:, None] % 5, ids.truncate)
+
+    def spy_shuffle(*inputs):
+        epochs.append(rloo.shuffle(*inputs)[0])
+        return epochs[-1:]
+
+    task = replace(task, truncate_token=".", truncate_after=0, eos_task=True)
+    names = dict(sample_in_batches=uneven, shuffle=spy_shuffle)
+    flags = dict(kl_coef=0.3, kl_target=0.01, kl_horizon=50, lr=0.0, num_ppo_epochs=1)
+    run = run_main(patched(name), task, moved=True, names=names, **flags)
+    steps, clipped, kl_coefs = iter(run.steps), 0, []
+    for (rollout, old), minibatches, line in zip(run.rollouts, epochs, run.metrics, strict=False):
+        kl_coefs.append(line["objective/kl_coef"])
+        advantages = slow_advantages(name, rollout, kl_coefs[-1])
+        assert {len(row) for row in advantages} == {1, 2, 3, 4, 5}
+        assert rollout.kl.abs().sum(dim=1).mean() > 0.1
+        for rows in minibatches:
+            run.policy.zero_grad()
+            loss, logprobs = 0.0, run.policy(rollout.contexts, rollout.responses)[0]
+            tokens = sum(len(advantages[i]) for i in rows)
+            weight = dict(reinforce=lambda n: 1 / tokens, dr_grpo=lambda n: 1 / 8 / 5)  # noqa: B023
+            for i, t in ((i, t) for i in rows.tolist() for t in range(len(advantages[i]))):
+                advantage, length = advantages[i][t], len(advantages[i])
+                ratio = torch.exp(logprobs[i, t] - old.logprobs[i, t])
+                objective = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                clipped += not 0.8 < ratio < 1.2
+                if name == "grpo":
+                    log_r = rollout.logprobs[i, t] - rollout.kl[i, t] - logprobs[i, t]
+                    objective = objective - kl_coefs[-1] * (torch.exp(log_r) - 1 - log_r)
+                loss = loss - objective * weight.get(name, lambda n: 1 / n / 8)(length)
+            loss.backward()
+            grads = next(steps).grads
+            for key, p in run.policy.named_parameters():
+                torch.testing.assert_close(grads[key], p.grad, atol=2e-5, rtol=2e-3)
+    assert clipped > 10 and kl_coefs == [0.3, pytest.approx(0.3 * 1.064)]
+    if name == "grpo":  # its loss has k3 and needs k1
+        assert not hasattr(patched(name).Args, "kl_estimator")
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+def test_a_group_with_equal_rewards_has_advantages_of_exactly_zero(name, patched):
+    rewards = torch.tensor([1.0, 0.1, 2.0, 0.1, 3.0, 0.1])  # of two queries: 1 2 3 and 0.1
+    advantages = patched(name).group_advantages(rewards, 3)
+    torch.testing.assert_close(advantages[::2], torch.tensor([-1.0, 0, 1]), atol=2e-4, rtol=0)
+    assert not advantages[1::2].any()
+
+
+# ------------------------------------------------------------------------------------------ recipes
+
+RECIPES = {  # the published values
+    "instructgpt": """total_episodes=256000 batch_size=512 num_minibatches=8 num_ppo_epochs=1
+        kl_coef=0.02 lr=5e-6 critic_lr=5e-6 anneal_lr=False warmup_updates=10 adam_beta1=0.9
+        adam_beta2=0.95 weight_decay=0.0 ptx_coef=27.8 ema_decay=0.992 temperature=1.0""",
+    "llama2": """total_episodes=204800 batch_size=512 num_minibatches=8 num_ppo_epochs=1
+        kl_coef=0.01 lr=1e-6 anneal_lr=False adam_beta1=0.9 adam_beta2=0.95 adam_eps=1e-5
+        weight_decay=0.1 max_grad_norm=1.0""",
+    "qwen": """num_ppo_epochs=4 samples_per_query=2 kl_coef=0.04 cliprange_value=0.15 lr=1e-6
+        critic_lr=5e-6 value_warmup_updates=50 top_p=0.9 min_response_length=1""",
+    "chinese_llama": "num_ppo_epochs=4 lr=5e-7 critic_lr=1.65e-6 kl_coef=0.1",
+    "deepspeed_chat": """batch_size=32 num_minibatches=1 num_ppo_epochs=1 kl_coef=0.1 lr=9.65e-6
+        critic_lr=5e-6 anneal_lr=True cosine=True warmup_updates=100 adam_beta1=0.9 adam_beta2=0.95
+        weight_decay=0.0 max_grad_norm=1.0 clip_score=5.0 cliprange_value=0.2 ptx_coef=27.8
+        ema_decay=0.992 top_p=1.0 min_response_length=2 whiten_rewards=False
+        whiten_advantages=False""",
+    "openrlhf": """batch_size=512 num_minibatches=4 num_ppo_epochs=1 kl_coef=0.01 lr=1e-6
+        critic_lr=9e-6 anneal_lr=True cosine=True warmup_updates=59 adam_beta1=0.9 adam_beta2=0.95
+        adam_eps=1e-8 weight_decay=0.0 max_grad_norm=1.0 cliprange_value=0.2 temperature=1.0
+        whiten_rewards=False whiten_advantages=True""",  # 59: 3% of the updates
+    "trlx": """batch_size=128 num_minibatches=4 num_ppo_epochs=4 kl_coef=0.001 vf_coef=1.0 lr=3e-5
+        anneal_lr=False adam_beta1=0.9 adam_beta2=0.95 adam_eps=1e-8 weight_decay=1e-6
+        clip_score=10.0 cliprange_value=0.2 unfrozen_layers=2 temperature=1.0 kl_estimator='k1'
+        whiten_rewards=False whiten_advantages=True""",
 }
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 
 
-def recipe_header(name):
-    return header(f"recipes/{name}")
+def published(name):
+    values = (item.split("=") for item in RECIPES[name].split())
+    common = dict(kl_target=None, cliprange=0.2, gamma=1.0, lam=0.95)
+    return common | {key: ast.literal_eval(value) for key, value in values}
 
 
-def test_every_recipe_is_tested():
-    assert {path.stem for path in (ROOT / "diffs" / "recipes").glob("*.diff")} == set(RECIPES)
+def run_recipe(checkout, name):
+    """Run a recipe that only prints its command."""
+    command = ["bash", checkout / "diffs" / "recipes" / f"{name}.sh", "--seed", "7"]
+    env = os.environ | {"LAUNCH": "echo"}
+    return subprocess.run(command, capture_output=True, text=True, env=env)
+
+
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory):
+    """Name → the script that a recipe writes, as a module, and the arguments that it passes."""
+    checkout, found = tmp_path_factory.mktemp("checkout"), {}
+    shutil.copy(ROOT / "ppo.py", checkout)
+    shutil.copytree(ROOT / "diffs", checkout / "diffs")
+
+    def recipe(name, task="synthetic", *more):
+        if name not in found:
+            script, *flags = run_recipe(checkout, name).stdout.split()
+            assert script == f"{name}.py" and flags[-2:] == ["--seed", "7"]
+            found[name] = load(checkout / script), flags[:-2]
+        script, flags = found[name]
+        return script, cli.parse_args(script.Args, script.PRESETS, [*flags, "--task", task, *more])
+
+    return recipe
 
 
 @every_recipe
-def test_a_recipe_says_its_sources_its_command_and_what_cannot_be_here(name, script_of):
-    parts, script = recipe_header(name), script_of(f"recipes/{name}")
-    assert list(parts) == [name, "Source", "Command", "Differs"]
-    assert parts["Command"].startswith(
-        f"patch -o mine.py ppo.py diffs/recipes/{name}.diff && python mine.py --task synthetic"
-    )
-    flags = parts["Command"].split("mine.py")[-1].replace("\\", "").split()
-    tasks.parse_args(script.Args, script.PRESETS, flags)
-    assert f"`{name}`" in readme()
-    assert max(map(len, added(f"recipes/{name}"))) <= 120
-
-
-@every_recipe
-def test_a_recipe_has_the_published_values_and_passes_its_checks_on_every_task(name, script_of):
-    script = script_of(f"recipes/{name}")
-    args = tasks.parse_args(script.Args, script.PRESETS, ["--task", "descriptiveness"])
-    found = {key: getattr(args, key, getattr(args.task, key, None)) for key in RECIPES[name]}
-    assert found == RECIPES[name]
-    if name == "openrlhf":  # 3% of the updates
-        assert args.warmup_updates == math.ceil(0.03 * math.ceil(args.total_episodes / args.batch_size))
+def test_a_recipe_passes_the_published_values_and_works_for_every_task(name, recipe):
     for task in tasks.TASKS:
-        theirs, ours = (tasks.parse_args(x.Args, x.PRESETS, ["--task", task]) for x in (script, ppo))
-        script.check(theirs, 1)
-        as_published = RECIPES[name].get("whiten_rewards", ours.whiten_rewards)  # what is not said is as in ppo.py
-        assert theirs.whiten_rewards == as_published
+        script, args = recipe(name, task)
+        script.check(args, 1)
+        # What is not published is as in ppo.py.
+        preset = cli.parse_args(ppo.Args, ppo.PRESETS, ["--task", task])
+        for key, value in (dict(whiten_rewards=preset.whiten_rewards) | published(name)).items():
+            if key == "critic_lr":
+                assert args.lr * args.critic_lr_ratio == pytest.approx(value, rel=1e-3)
+            elif key != "num_ppo_epochs" or key in RECIPES[name]:
+                assert getattr(args, key, getattr(args.task, key, None)) == value, key
 
 
 @every_recipe
-def test_nothing_of_a_recipe_is_left_dead(name, script_of):
-    test_nothing_of_the_script_is_left_dead(f"recipes/{name}", script_of)
+def test_a_recipe_names_its_source_and_the_readme_has_its_command(name, recipe):
+    text = (ROOT / "diffs" / "recipes" / f"{name}.sh").read_text()
+    labels = re.findall(r"^# (\w+): ", text, flags=re.M)
+    assert labels[1:] == ["Source", "Differs", "Synthetic"]
+    command = re.search(rf"^# Synthetic: (diffs/recipes/{name}\.sh --task .*)$", text, re.M)[1]
+    assert recipe(name, *command.split()[2:])[1].total_episodes == 4096
+    assert f"(recipes/{name}.sh)" in README
+    assert command in " ".join(README.replace("\\\n", " ").split())
 
 
-def recipe_run(name, run_of, script_of):
-    """Two updates at the recipe's own values, its critic from the reward model; sizes for tiny models."""
-    own = {f.name: f.default for f in fields(script_of(f"recipes/{name}").Args)}
-    flags = {key: own[key] for key in ("num_minibatches", "num_ppo_epochs")} | dict(value_warmup_updates=1)
-    flags |= dict(critic_from="reward") if "critic_from" in own else {}
-    return run_of(f"recipes/{name}", **flags)
+def test_a_recipe_keeps_the_users_changes_and_never_runs_half_patched(tmp_path):
+    shutil.copytree(ROOT / "diffs", tmp_path / "diffs")
+    assert {path.stem for path in (tmp_path / "diffs" / "recipes").iterdir()} == set(RECIPES)
+    (tmp_path / "llama2.py").write_text("mine")
+    assert run_recipe(tmp_path, "llama2").stdout.startswith("llama2.py")
+    assert (tmp_path / "llama2.py").read_text() == "mine"
+    changed = (ROOT / "ppo.py").read_text().replace("@torch.no_grad()\ndef sample(", "def sample(")
+    (tmp_path / "ppo.py").write_text(changed)  # the third patch of qwen.sh does not apply to it
+    for _ in range(2):
+        assert run_recipe(tmp_path, "qwen").returncode != 0
 
 
+@pytest.mark.slow
 @every_recipe
-def test_L6_a_recipe_runs_and_its_first_ratio_is_exactly_1(name, run_of, script_of):
-    run = recipe_run(name, run_of, script_of)
-    for update in run.steps:
-        total, count, low, high = update[0]["val/ratio"].tolist()
-        assert total == count and -low == high == 1
-    steps = run.args.num_minibatches * run.args.num_ppo_epochs
-    assert [len(update) for update in run.steps] == [steps, steps]
-    assert {group["betas"] for group in run.optimizer.param_groups} == {(0.9, RECIPES[name].get("adam_beta2", 0.999))}
-    AutoModelForCausalLM.from_pretrained(run.weights)
-
-
-@every_recipe
-def test_a_recipes_critic_average_and_texts_are_there_where_they_are_published(name, run_of, script_of):
-    run = recipe_run(name, run_of, script_of)
-    critic = ("instructgpt", "qwen", "chinese_llama", "deepspeed_chat", "openrlhf")
-    assert isinstance(run.policy.value_head, utils.RewardModel) == (name in critic)
-    assert (run.weights / "ema.safetensors").is_file() == (name in ("instructgpt", "deepspeed_chat"))
-    assert ("ppo/loss/ptx" in run.metrics[0]) == (name in ("instructgpt", "deepspeed_chat"))
-    policy_lr, critic_lr = run.lrs[-1]
-    assert policy_lr == run.metrics[1]["ppo/lr"] > 0
-    wanted = RECIPES[name].get("critic_lr", run.args.lr) / run.args.lr  # both follow one schedule
-    assert critic_lr / policy_lr == pytest.approx(wanted)
-
-
-def test_trlx_lower_layers_and_embeddings_stay_the_references(script_of, run_of):
-    run = run_of("recipes/trlx", unfrozen_layers=1)
-    before, after = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (run.task.base_model, run.weights))
-    changed = {name.split(".")[1] + name.split(".")[2] for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {"h1", "ln_fweight", "ln_fbias"}
-
-
-def test_trlx_logs_k3_and_penalises_k1(run_of):
-    run = run_of("recipes/trlx", unfrozen_layers=1)
-    rollout, line = run.rollouts[1], run.metrics[1]
-    x = (rollout.logprobs - rollout.ref_logprobs).double()
-    assert line["objective/kl"] == pytest.approx(((-x).exp() - 1 + x).sum(dim=1).mean().item(), rel=1e-4)
-    penalty = rollout.rewards.sum(dim=1).double() - rollout.scores
-    torch.testing.assert_close(penalty, -line["objective/kl_coef"] * x.sum(dim=1), atol=1e-5, rtol=1e-3)
+def test_L6_a_recipe_runs_and_its_first_ratio_is_exactly_1(name, recipe, task):
+    script, args = recipe(name, "synthetic", "--lr", "1e-2")
+    own = ("num_minibatches", "num_ppo_epochs")
+    values = {field.name: getattr(args, field.name) for field in fields(args)} | SIZES
+    values |= {key: getattr(args, key) for key in own} | dict(reward_model=folder_of(task))
+    values |= dict(critic_from=folder_of(task)) if "critic_from" in values else {}
+    run = run_main(script, **values | dict(task=task))
+    assert first_ratio_is_1(run) == 2
+    assert len(run.steps) == 2 * args.num_minibatches * args.num_ppo_epochs
+    critic = isinstance(run.policy.value_head, RewardModel)
+    assert critic == ("critic_lr" in RECIPES[name])
+    assert ("ema" in run.saved) == ("ema_decay" in RECIPES[name])
+    (betas,) = {group["betas"] for group in run.optimizer.param_groups}
+    assert betas == (0.9, published(name).get("adam_beta2", 0.999))

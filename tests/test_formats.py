@@ -1,24 +1,37 @@
-"""The true forms of the hub's data (`formats.py`): cleaning, the end of a query, labels of another tokenizer, pairs as people
-have them. Expected values are written by hand or are GPT-2's own ids."""
+"""The true forms of the hub's data (`formats.py`): cleaning, the end of a query, labels, labels of
+another tokenizer, pairs as people have them, and what a reward model reads. Expected values are
+written by hand or are GPT-2's own ids."""
 
 import json
-import time
+from dataclasses import replace
 
 import datasets
 import formats
+import huggingface_hub
+import numpy as np
 import pytest
-import test_errors
 import tiny
 import torch
 from tiny import make_task
 from transformers import AutoTokenizer
 
-import tasks
 import train_reward
 import utils
 from data import clean
+from data.tasks import SYNTHETIC
+from machinery import data, labels, rewards
+from machinery.cli import InputError
+from machinery.labels import Labels, load_labels
+from utils import TokenIds
 
-HERS = tasks.SYNTHETIC / "model"  # the synthetic task's tokenizer: another vocabulary than GPT-2's
+
+def ids_of(pad: int, truncate: int | None = None) -> TokenIds:
+    return TokenIds(pad, truncate, [], [])
+
+
+def lists(arrays) -> list:
+    """Labels' arrays of tokens as lists."""
+    return [lists(x) if isinstance(x, list) else x.tolist() for x in arrays]
 
 
 @pytest.fixture(scope="session")
@@ -26,68 +39,69 @@ def gpt2():
     return formats.gpt2_tokenizer()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def hers():
-    return AutoTokenizer.from_pretrained(HERS)
+    """The synthetic task's tokenizer: another vocabulary than GPT-2's."""
+    return AutoTokenizer.from_pretrained(SYNTHETIC / "model")
 
 
 @pytest.fixture
-def chat():
-    tokenizer = AutoTokenizer.from_pretrained(HERS)
-    tokenizer.chat_template = formats.CHATML
-    return tokenizer
+def chat(hers):
+    hers.chat_template = formats.CHATML
+    return hers
 
 
-# ---------------------------------------------------------------------------------------------------------- cleaning
+# ----------------------------------------------------------------------------------------- cleaning
 
 
 def test_gpt2s_ids_are_those_that_the_tasks_name(gpt2):
-    """13 and 198 are [O]'s truncate tokens; 764 is what the hub's books and articles have in place of 13."""
+    """13 and 198 are [O]'s truncate tokens; 764 is what the hub's books and articles have for 13."""
     assert len(gpt2) == 50257 and gpt2.eos_token_id == 50256
-    assert [gpt2.encode(text) for text in (".", " .", "\n", "\n\nThe")] == [[13], [764], [198], [198, 198, 464]]
+    found = [gpt2.encode(text) for text in (".", " .", "\n", "\n\nThe")]
+    assert found == [[13], [764], [198], [198, 198, 464]]
     assert gpt2.decode([23073, 11, 339, 561]) == "usually, he would"
-    assert all(13 not in gpt2.encode(row["text"]) and 764 in gpt2.encode(row["text"]) for row in formats.BOOKS)
+    books = [gpt2.encode(row["text"]) for row in formats.BOOKS]
+    assert all(13 not in tokens and 764 in tokens for tokens in books)
 
 
 CLEAN = [
-    "A baker of 61 has won £1.5million. She said: 'I cried.' Happy: The baker at home . More at CNN.com",
+    "A baker of 61 has won £1.5million. She said: 'I cried.' Happy: The baker at home . "
+    "More at CNN.com",
     "LONDON, England (Reuters) -- A painter gained access to a reported £20 million on Monday. "
     "He won't cast a spell on it.",
     "The Senate voted on Tuesday. The bill passed by 51 to 49, a clerk said .",
     "Rain fell on Sunday. It did not stop.",
 ]
+STAMP = "07:03 EST, 2 March 2013 ."
+EDGES = {
+    f"By . Anna Smith . PUBLISHED: . {STAMP} It rained .": "It rained .",
+    f"By . Dr A. Smith, in Rome . UPDATED: . {STAMP} It rained .": "It rained .",
+    f"PUBLISHED: . {STAMP} | . UPDATED: . 08:07 BST, 2 May 2013 . It rained .": "It rained .",
+    "By . Anna Smith . and Ben Jones . It rained . He left .": "It rained . He left .",
+    "By . Anna Smith . It rained . PUBLISHED: . 07:03": "It rained . PUBLISHED: . 07:03",
+    "(CNN) -- Rain. (CNN) -- Sun.": "Sun.",  # after the last one, as [O]
+    f"Rain (CNN) came. {'x' * 100} (CNN) went.": f"came. {'x' * 100} (CNN) went.",
+    f"By . Anna . PUBLISHED: . {STAMP} ": f"By . Anna . PUBLISHED: . {STAMP}",  # nothing else
+    "“Rain,” he said: ‘it’s â€™ &amp; so’": "\"Rain,\" he said: 'it's ' & so'",
+}
+UNCHANGED = [
+    f"By now it rained . He said so . PUBLISHED: . {STAMP}",  # no byline
+    f"It rained . UPDATED: . {STAMP} He left .",  # not at the start: [O] would empty it
+    "It rained. (CNN) --",
+    "",
+    *CLEAN,
+]
 
 
-@pytest.mark.parametrize("i", range(4))
-def test_articles_lose_what_openai_took_off_and_nothing_else(i):
-    assert clean.clean_article(formats.CNNDM[i]["article"]) == CLEAN[i]
-    assert clean.clean_article(CLEAN[i]) == CLEAN[i]
-
-
-@pytest.mark.parametrize(
-    ("article", "cleaned"),
-    [
-        ("By . Anna Smith . PUBLISHED: . 07:03 EST, 2 March 2013 . It rained .", "It rained ."),
-        ("By . Dr A. Smith, in Rome . UPDATED: . 17:03 GMT, 12 May 2014 . It rained .", "It rained ."),
-        ("PUBLISHED: . 07:03 EST, 2 March 2013 . | . UPDATED: . 08:07 BST, 2 May 2013 . It rained .", "It rained ."),
-        ("By . Anna Smith . and Ben Jones . It rained . He left .", "It rained . He left ."),
-        ("By . Anna Smith . It rained . PUBLISHED: . 07:03 EST", "It rained . PUBLISHED: . 07:03 EST"),
-        ("By now it rained . He said so . PUBLISHED: . 07:03 EST, 2 March 2013 .", None),  # no byline
-        ("It rained . UPDATED: . 07:03 EST, 2 March 2013 . He left .", None),  # not at the start: [O] would empty it
-        ("(CNN) -- Rain. (CNN) -- Sun.", "Sun."),  # the last one, as [O]
-        ("Rain (CNN) came. " + "x" * 100 + " (CNN) went.", "came. " + "x" * 100 + " (CNN) went."),
-        ("By . Anna . PUBLISHED: . 07:03 EST, 2 March 2013 . ", "By . Anna . PUBLISHED: . 07:03 EST, 2 March 2013 ."),
-        ("It rained. (CNN) --", "It rained. (CNN) --"),
-        ("“Rain,” he said: ‘it’s â€™ &amp; so’", "\"Rain,\" he said: 'it's ' & so'"),
-        ("", ""),
-    ],
-)
-def test_articles_at_the_edges(article, cleaned):
-    assert clean.clean_article(article) == (article if cleaned is None else cleaned)
+def test_articles_lose_what_openai_removed_and_nothing_else():
+    assert [clean.clean_article(row["article"]) for row in formats.CNNDM] == CLEAN
+    assert {text: clean.clean_article(text) for text in EDGES} == EDGES
+    assert [clean.clean_article(text) for text in UNCHANGED] == UNCHANGED
 
 
 def test_posts_are_cleaned_as_openai_cleaned_them():
-    assert clean.clean_post(formats.TLDR_17[0]["content"]) == "I painted the house.\n\nIt's red now."
+    post = formats.TLDR_17[0]["content"]
+    assert clean.clean_post(post) == "I painted the house.\n\nIt's red now."
     assert clean.clean_post("a\nb\n\nc\n\n\nd\n\n\n\n\ne") == "a\nb\n\nc\n\nd\n\ne"
 
 
@@ -98,225 +112,262 @@ def test_tldrs_prompts_can_be_given_the_form_of_its_preferences():
     assert clean.clean_tldr("no post\n\nat all") == "no post\n\nat all"
 
 
-# ----------------------------------------------------------------------------------------------------- end of a query
+# ----------------------------------------------------------------------------------- end of a query
 
 
 def query(text, tokenizer, length, end="."):
     ids = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    cut = utils.cut_query(ids["input_ids"], length, None, utils.ends_of(text, ids["offset_mapping"], end))
+    ends = data.ends_word(text, ids["offset_mapping"], end)
+    cut = data.cut_query(ids["input_ids"], length, None, ends)
     return None if cut is None else tokenizer.decode(cut, clean_up_tokenization_spaces=False)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "hers"])
-@pytest.mark.parametrize(
-    ("text", "cut"),
-    [
-        ("It won £1.5million. More at CNN.com", "It won £1.5million."),  # 13, and 13 within words
-        ("It rained. Happy: the baker . More at", "It rained. Happy: the baker ."),  # 764
-        ("It rained . He", "It rained ."),
-        ("It rained.", "It rained."),
-        ("It rained . ", "It rained ."),
-        ("1.5 at CNN.com", None),
-        ("", None),
-    ],
-)
-def test_P3_a_query_ends_with_its_last_sentence_with_and_without_a_space_before_the_stop(text, cut, name, request):
-    assert query(text, request.getfixturevalue(name), 500) == cut
+def test_P3_a_query_ends_with_its_last_sentence_with_and_without_a_space_before_the_stop(
+    name, request
+):
+    tokenizer = request.getfixturevalue(name)
+    cuts = {
+        "It won £1.5million. More at CNN.com": "It won £1.5million.",  # 13, and 13 within words
+        "It rained. Happy: the baker . More at": "It rained. Happy: the baker .",  # 764
+        "It rained . He": "It rained .",
+        "It rained.": "It rained.",
+        "It rained . ": "It rained .",
+        "1.5 at CNN.com": None,
+        "": None,
+    }
+    assert {text: query(text, tokenizer, 500) for text in cuts} == cuts
+    articles = [clean.clean_article(row["article"]) for row in formats.CNNDM]
+    expected = [CLEAN[0].removesuffix(" More at CNN.com"), *CLEAN[1:]]
+    assert [query(article, tokenizer, 500) for article in articles] == expected
 
 
 def test_P3_the_last_sentence_inside_the_length_counts(gpt2):
     text = "It was hot. He left . She"
-    assert [gpt2.decode([i]) for i in gpt2.encode(text)] == ["It", " was", " hot", ".", " He", " left", " .", " She"]
+    assert len(gpt2.encode(text)) == 8
     cuts = [query(text, gpt2, n) for n in (3, 4, 6, 7, 8)]
-    assert cuts == [None, "It was hot.", "It was hot.", "It was hot. He left .", "It was hot. He left ."]
-    assert query("One.\n\nTwo", gpt2, 9, "\n") == "One.\n\n" and query("One.\nTwo\n", gpt2, 3, "\n") == "One.\n"
+    assert cuts == [None, "It was hot.", "It was hot.", *["It was hot. He left ."] * 2]
+    assert query("One.\n\nTwo", gpt2, 9, "\n") == "One.\n\n"
+    assert query("One.\nTwo\n", gpt2, 3, "\n") == "One.\n"
 
 
-def test_P3_every_article_gives_a_query_that_ends_a_sentence(gpt2):
-    ends = [query(clean.clean_article(row["article"]), gpt2, 500) for row in formats.CNNDM]
-    assert ends == [CLEAN[0].removesuffix(" More at CNN.com"), *CLEAN[1:]]
-
-
-# ------------------------------------------------------------------------------------------------- other tokenizers
+# -------------------------------------------------------------------------- what a reward model reads
 
 
 def test_29_a_tokenizer_reads_anothers_ids_if_it_has_them_all(gpt2, hers):
     more = formats.gpt2_tokenizer()
     more.add_special_tokens({"pad_token": "[PAD]"})  # as many fine-tuned GPT-2s have it
-    assert utils.reads_ids_of(gpt2, formats.gpt2_tokenizer()) and utils.reads_ids_of(more, gpt2)
-    assert not utils.reads_ids_of(gpt2, more)  # [PAD] is no text to it
-    assert not utils.reads_ids_of(hers, gpt2) and not utils.reads_ids_of(gpt2, hers)
-    begin = time.perf_counter()
-    utils.reads_ids_of(more, gpt2)
-    assert time.perf_counter() - begin < 1
+    same = rewards.same_tokens
+    assert same(gpt2, formats.gpt2_tokenizer()) and same(more, gpt2)
+    assert not same(gpt2, more)  # [PAD] is no text to it
+    assert not same(hers, gpt2) and not same(gpt2, hers)
 
 
-def test_29_ids_become_the_same_texts_without_pads_and_with_their_end(gpt2, hers):
-    rows = torch.tensor([[50257, 50257, 1026, 764, 50256], [50257, 314, 1101, 764, 198], [50257] * 5])
-    texts = ["It .<|endoftext|>", " I'm .\n", ""]
-    expected = [hers.encode(text) for text in texts]
-    assert expected[0][-1] == hers.eos_token_id == 0
-    assert utils.retokenise(rows, gpt2, 50257, hers) == expected
-
-
-def test_29_the_end_of_text_is_the_other_tokenizers_own(gpt2, chat):
+def test_29_ids_become_the_same_texts_without_padding_and_with_the_others_own_end(gpt2, chat):
+    tokens = [[50257, 50257, 1026, 764, 50256], [50257, 314, 1101, 764, 198], [50257] * 5]
+    expected = [chat.encode(text) for text in ("It .<|endoftext|>", " I'm .\n", "")]
+    assert rewards.translate(torch.tensor(tokens), gpt2, 50257, chat) == expected
     chat.add_special_tokens({"eos_token": "<|im_end|>"})
-    (ids,) = utils.retokenise(torch.tensor([[1026, 50256]]), gpt2, 50257, chat)
+    (ids,) = rewards.translate(torch.tensor([[1026, 50256]]), gpt2, 50257, chat)
     assert ids == [*chat.encode("It"), chat.convert_tokens_to_ids("<|im_end|>")]
 
 
 def test_29_ids_beyond_the_tokenizer_are_no_text(gpt2, hers):
-    """A model's vocabulary may be larger than its tokenizer (Pythia's 50,304), so such ids can be sampled."""
-    rows = torch.tensor([[1026, 50300, 764, 50304]])
-    assert utils.retokenise(rows, gpt2, 50304, hers) == [hers.encode("It .")]
-    assert utils.retokenise(rows[:, [0, 2, 2]], gpt2, 764, hers) == [hers.encode("It")]  # a pad is none
+    """A model's vocabulary may be larger than its tokenizer (Pythia's 50,304): they can be sampled."""
+    tokens = torch.tensor([[1026, 50300, 764, 50304]])
+    assert rewards.translate(tokens, gpt2, 50304, hers) == [hers.encode("It .")]
+    assert rewards.translate(tokens[:, [0, 2, 2]], gpt2, 764, hers) == [hers.encode("It")]
 
 
-def test_X13_a_reward_model_reads_the_policys_texts(gpt2, hers):
-    q = torch.tensor([[50257, 1026], [40, 1101]])  # "It", "I'm"
-    r = torch.tensor([[764, 198, 50257], [764, 50256, 50257]])  # " .\n", " .<|endoftext|>"
-    sides = [hers.encode("It") + hers.encode(" .\n"), hers.encode("I'm") + hers.encode(" .<|endoftext|>")]
-    width = max(map(len, sides))
+def test_X13_a_reward_model_reads_and_scores_the_policys_texts(gpt2, hers):
+    pairs = [("It", " .\n"), ("I'm", " .<|endoftext|>"), ("Ben saw the cat", " and left .")]
+    q = utils.pad_left([gpt2.encode(q) for q, _ in pairs], 6, 50257)
+    r = utils.pad_right([gpt2.encode(r) for _, r in pairs], 50257)
+    texts = [hers.encode(q + r) for q, r in pairs]
     for longest in (64, 2):  # a text that is too long loses its beginning
         model = tiny.make_reward(pad_id=1000, positions=longest)
-        tokens = utils.reward_reader(model, hers, gpt2, 50257)(q, r)
-        rows = [side[-longest:] for side in sides]
-        assert tokens.tolist() == [[1000] * (min(width, longest) - len(row)) + row for row in rows]
+        read = rewards.reward_input(model, hers, gpt2, 50257)
+        rows = [tokens[-longest:] for tokens in texts]
+        assert read(q, r).tolist() == utils.pad_left(rows, max(map(len, rows)), 1000).tolist()
+        alone = [model(torch.tensor([row])).item() for row in rows]
+        assert model(read(q, r)).tolist() == pytest.approx(alone, abs=1e-5)
 
 
-def test_X13_scores_by_text_are_the_reward_models_own(gpt2, hers):
-    model = tiny.make_reward(pad_id=1000)
-    texts = [("It rained", " ."), ("Ben saw the cat", " and left .")]
-    rows = [hers.encode(q) + hers.encode(r) for q, r in texts]
-    alone = [model(torch.tensor([row])).item() for row in rows]
-    q, r = (utils.pad_rows([gpt2.encode(pair[i]) for pair in texts], 8, 50257) for i in (0, 1))
-    assert model(utils.reward_reader(model, hers, gpt2, 50257)(q, r)).tolist() == pytest.approx(alone, abs=1e-5)
+def test_X13_query_and_response_are_decoded_together(hers):
+    """Llama 2's decoder strips the first space of a text: decoded alone, the response would lose it,
+    and the reward model would read "happy.Maria"."""
+    policy = formats.llama2_tokenizer(["Anna", "was", "happy", "Maria"])
+    q, r = (policy.convert_tokens_to_ids(t.split()) for t in ("▁Anna ▁was ▁happy .", "▁Maria ▁was"))
+    assert policy.decode(r) == "Maria was" and policy.decode(q + r) == "Anna was happy. Maria was"
+    pad = len(policy)
+    read = rewards.reward_input(tiny.make_reward(pad_id=1000), hers, policy, pad)
+    tokens = read(torch.tensor([[pad, *q]]), torch.tensor([[*r, pad]]))
+    assert tokens.tolist() == [hers.encode("Anna was happy. Maria was")]
 
 
 def test_X13_models_of_one_tokenizer_may_be_padded_to_other_sizes(hers):
     rows = torch.tensor([[61, 61, 3, 60], [4, 58, 57, 61]])
-    for pad, expected in ((58, [[58, 58, 3, 58], [4, 58, 57, 58]]), (70, [[70, 70, 3, 60], [4, 58, 57, 70]])):
-        read = utils.reward_reader(tiny.make_reward(pad_id=pad), hers, hers, 61)
-        assert read(rows[:, :2], rows[:, 2:]).tolist() == expected  # of 58, the ids 58 … 60 are no text
+    for pad, expected in (
+        (58, [[58, 58, 3, 58], [4, 58, 57, 58]]),  # the ids 58 … 60 are no text to it
+        (70, [[70, 70, 3, 60], [4, 58, 57, 70]]),
+    ):
+        read = rewards.reward_input(tiny.make_reward(pad_id=pad), hers, hers, 61)
+        assert read(rows[:, :2], rows[:, 2:]).tolist() == expected
 
 
-# ------------------------------------------------------------------------------------------------------------ labels
+# ---------------------------------------------------------------------------------- OpenAI's labels
 
 
-@pytest.fixture
-def label_file(gpt2, tmp_path):
-    path = tmp_path / "labels.json"
-    path.write_text(json.dumps(formats.oai_labels(gpt2)))
-    return path
+def label_task(path, rows, **changes):
+    """A task whose labels are these rows in a file."""
+    text = json.dumps(rows) if path.suffix == ".json" else "\n".join(map(json.dumps, rows))
+    path.write_text(text)
+    return make_task(label_dataset=str(path), **changes)
 
 
-def save_gpt2(gpt2, folder):
-    gpt2.save_pretrained(folder)
-    return str(folder)
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_R4_openais_labels_load_from_an_array_and_from_lines_without_their_padding(
+    suffix, tmp_path
+):
+    """In a batch queries are padded on the left and responses on the right, with the model's pad."""
+    p = 50259
+    responses = [[[1, p, p], [2, 3, p], [4, 5, 6], [9, 9, 9]], [[5, p, p], [6, p, p], [7], [0]]]
+    rows = [
+        {"query": query, **{f"sample{k}": ids for k, ids in enumerate(samples)}, "best": best}
+        for query, samples, best in zip([[7, 8, p, p], [1, 2, 3]], responses, [2, 0], strict=True)
+    ]
+    found = load_labels(label_task(tmp_path / f"labels.{suffix}", rows), None, ids_of(100))
+    assert lists(found.queries) == [[7, 8], [1, 2, 3]] and found.best.tolist() == [2, 0]
+    assert lists(found.responses) == [[[1], [2, 3], [4, 5, 6], [9, 9, 9]], [[5], [6], [7], [0]]]
+    tokens, best = train_reward.candidate_tokens(found, np.array([1, 0]), 100, "cpu")
+    assert tokens.shape == (2, 4, 6) and best.tolist() == [0, 2]
+    assert tokens[0, 3].tolist() == [1, 2, 3, 0, 100, 100]
+    assert tokens[1, :2].tolist() == [[100, 7, 8, 1, 100, 100], [100, 7, 8, 2, 3, 100]]
 
 
-def test_29_labels_of_gpt2_are_read_as_they_stand_with_gpt2s_tokenizer(gpt2, label_file, tmp_path):
-    """Also where the model's vocabulary is larger, so that 50259 could be a token of it."""
-    task = make_task(
-        label_dataset=str(label_file),
-        query_length=64,
-        response_length=24,
-        label_tokenizer=save_gpt2(gpt2, tmp_path / "g"),
+def make_labels(queries: list[list[int]], responses: list[list[list[int]]]) -> Labels:
+    arrays = [labels.to_arrays(samples) for samples in responses]
+    return Labels(labels.to_arrays(queries), arrays, np.zeros(len(queries), dtype=int))
+
+
+def test_a_single_long_answer_does_not_widen_the_batches_without_it():
+    found = make_labels([[1], [2, 3], [4] * 50], [[[5], [6, 7]], [[8], [9]], [[1] * 500, [2]]])
+    shapes = [[x.shape for x in found.batch(np.array(rows), 0)[:2]] for rows in ([0, 1], [0, 2])]
+    assert shapes == [[(2, 2), (2, 2, 2)], [(2, 50), (2, 2, 500)]]
+    assert (
+        found.longest() == 550 and make_labels([[1] * 9, [2]], [[[3]], [[4] * 5]]).longest() == 10
     )
-    assert train_reward.load_label_tokenizer(task, gpt2) is None
-    labels = train_reward.load_labels(task, gpt2, 50257)
-    assert labels.query.shape == (3, 64) and labels.responses.shape == (3, 4, 24) and labels.best.tolist() == [2, 0, 3]
-    first = gpt2.encode("He opened the door and looked out.")
-    assert labels.query[0].tolist() == [50257] * (64 - len(first)) + first  # they stood on the left of their pads
-    assert 50256 in labels.responses[0, 1].tolist() and (labels.responses[0, 3, 3:] == 50257).all()
-
-
-def test_29_labels_of_gpt2_are_encoded_again_for_another_tokenizer(gpt2, hers, label_file, tmp_path):
-    """Queries and responses get longer with 1,000 tokens than with 50,257: nothing of them is cut."""
-    task = make_task(label_dataset=str(label_file), query_length=8, label_tokenizer=save_gpt2(gpt2, tmp_path / "g"))
-    labels = train_reward.load_labels(task, hers, 1000)
-    q, r = labels.query[1].tolist(), labels.responses[2, 1].tolist()
-    real = hers.encode("“Go,” she said.\n\nNobody went.")
-    assert labels.query.shape[1] == max(len(real), len(hers.encode("He opened the door and looked out.")))
-    assert q == [1000] * (len(q) - len(real)) + real
-    real = hers.encode(" There was nobody.<|endoftext|>The")
-    assert r == real + [1000] * (len(r) - len(real)) and 0 in real
-    assert labels.best.tolist() == [2, 0, 3]
-
-
-def test_29_labels_whose_tokenizer_is_not_to_be_had_are_refused(hers, label_file, tmp_path):
-    task = make_task(label_dataset=str(label_file), label_tokenizer="./nowhere")
-    with pytest.raises(utils.InputError, match="--label_tokenizer=./nowhere does not exist"):
-        train_reward.load_labels(task, hers, 1000)
-
-
-def test_29_a_label_tokenizer_out_of_reach_names_the_next_command(hers, label_file, tmp_path, monkeypatch):
-    """A hub that refuses connections, and an empty cache."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(utils.huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(utils.huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(utils.huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    task = make_task(label_dataset=str(label_file), label_tokenizer="gpt2")
-    test_errors.refuses(
-        lambda: train_reward.load_labels(task, hers, 1000),
-        f"--label_dataset={label_file} holds ids of gpt2's tokenizer",
-        "hf download gpt2 config.json tokenizer.json tokenizer_config.json --local-dir gpt2",
-        "--label_tokenizer gpt2",
-        f"--label_tokenizer {task.base_model}",
-    )
-
-
-def test_the_first_bad_row_of_several_is_named(tmp_path):
-    rows = tiny.label_rows(16, 8, 5)
-    rows[3]["query"], rows[5]["query"], rows[9]["query"] = None, [1] * 9, [2.5] * 8
-    for first, words in ((3, "is not a list"), (5, "has 9 ids, not 8"), (9, "is not a list")):
-        data = datasets.Dataset.from_list(rows)
-        with pytest.raises(utils.InputError, match=f"row {first}: query.*{words}"):
-            train_reward.label_columns(data, 8, 5, 1000, "--label_dataset=x")
-        rows[first]["query"] = [1] * 8
-
-
-def test_a_selection_of_rows_is_read_as_a_selection():
-    rows = datasets.Dataset.from_list(tiny.label_rows(6, 8, 5)).select([4, 1])
-    labels = train_reward.label_columns(rows, 8, 5, 1000, "x")
-    assert labels.best.tolist() == [rows[0]["best"], rows[1]["best"]] and len(labels.query) == 2
-
-
-def test_parquets_lists_of_a_fixed_length_are_read_too():
-    features = {"query": datasets.List(datasets.Value("int32"), length=2), "best": datasets.Value("int8")}
-    features |= {f"sample{k}": datasets.List(datasets.Value("int64")) for k in range(2)}
-    row = {"query": [7, 50259], "sample0": [1], "sample1": [2], "best": 1}
-    rows = datasets.Dataset.from_list([row] * 2, features=datasets.Features(features))
-    labels = train_reward.label_columns(rows, 2, 1, 100, "x")
-    assert labels.query.tolist() == [[100, 7]] * 2 and labels.responses.tolist() == [[[1], [2]]] * 2
 
 
 def test_heldout_labels_share_no_query_with_the_training_labels():
-    queries = torch.tensor([[1, 2], [3, 4], [1, 2], [5, 6], [3, 4], [5, 6], [2, 1]])
-    assert train_reward.heldout_rows(queries, 2).tolist() == [3, 5, 6]
-    assert train_reward.heldout_rows(queries, 7).tolist() == [] == train_reward.heldout_rows(queries[:3], 2).tolist()
-    rows = train_reward.heldout_rows(queries, 2)
-    assert queries[rows].tolist() == [[5, 6], [5, 6], [2, 1]] and rows.dtype.kind == "i"
+    queries = [[1, 2], [3, 4], [1, 2], [5, 6], [3, 4], [5, 6], [2, 1], [1], [3, 4, 5]]
+    found = make_labels(queries, [[[1], [2]]] * len(queries))
+    assert found.held_out(2).tolist() == [3, 5, 6, 7, 8] and found.held_out(2).dtype.kind == "i"
+    assert found.held_out(len(queries)).tolist() == []
 
 
-# ------------------------------------------------------------------------------------------------------------- pairs
+@pytest.mark.parametrize(
+    ("pad_id", "query", "expected"),
+    [
+        (50257, [50256, 50259], [50256]),  # GPT-2: the files' 50259 is padding
+        (50259, [7, 50259], [7]),
+        (50260, [7, 50259], [7, 50259]),  # in a vocabulary of more ids it is a token; the padding
+        (60_000, [50259, 60_000], [50259]),  # of such a file is the model's own pad id
+    ],
+)
+def test_R4_openais_padding_is_50259_or_the_models_pad_id(pad_id, query, expected, tmp_path):
+    rows = [{"query": query, "sample0": query, "sample1": [1, 2], "best": 1}]
+    found = load_labels(label_task(tmp_path / "l.json", rows), None, ids_of(pad_id))
+    assert lists(found.queries) == [expected] and lists(found.responses) == [[expected, [1, 2]]]
+
+
+@pytest.mark.parametrize("vocabulary", [50257, 50400])
+def test_29_labels_of_gpt2_are_read_as_they_are_with_gpt2s_tokenizer(vocabulary, gpt2, tmp_path):
+    """Also by a larger vocabulary of the same tokens, such as GPT-J's, where 50259 could be one."""
+    gpt2.save_pretrained(tmp_path / "g")
+    rows = formats.oai_labels(gpt2)
+    task = label_task(tmp_path / "l.json", rows, label_tokenizer=str(tmp_path / "g"))
+    assert labels.load_label_tokenizer(task, gpt2) is None
+    found = load_labels(task, gpt2, ids_of(vocabulary))
+    assert len(found) == 3 and found.best.tolist() == [2, 0, 3]
+    assert found.queries[0].tolist() == gpt2.encode("He opened the door and looked out.")
+    assert 50256 in found.responses[0][1] and len(found.responses[0][3]) == 2
+
+
+def test_29_labels_of_gpt2_are_encoded_again_for_another_tokenizer(gpt2, hers, tmp_path):
+    """They are longer with 1,000 tokens than with 50,257: nothing of them is cut."""
+    gpt2.save_pretrained(tmp_path / "g")
+    task = label_task(
+        tmp_path / "l.json",
+        formats.oai_labels(gpt2),
+        query_length=8,
+        label_tokenizer=str(tmp_path / "g"),
+    )
+    found = load_labels(task, hers, ids_of(1000))
+    assert found.queries[1].tolist() == hers.encode("“Go,” she said.\n\nNobody went.")
+    assert found.responses[2][1].tolist() == hers.encode(" There was nobody.<|endoftext|>The")
+    assert found.best.tolist() == [2, 0, 3] and len(found.queries[1]) > 8
+
+
+def test_29_a_label_tokenizer_out_of_reach_is_refused_with_the_next_command(
+    hers, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    task = label_task(tmp_path / "l.json", tiny.label_rows(3, 8, 5), label_tokenizer="./nowhere")
+    with pytest.raises(InputError, match="--label_tokenizer ./nowhere"):
+        load_labels(task, hers, ids_of(1000))
+    with pytest.raises(InputError) as caught:
+        load_labels(replace(task, label_tokenizer="gpt2"), hers, ids_of(1000))
+    files = "config.json tokenizer.json tokenizer_config.json"
+    for words in (
+        f"--label_dataset {task.label_dataset}",
+        f"hf download gpt2 {files} --local-dir gpt2",
+        "--label_tokenizer gpt2",
+        f"--label_tokenizer {task.base_model}",
+    ):
+        assert words in str(caught.value)
+
+
+def test_lists_of_a_fixed_length_and_selections_of_rows_are_read_too():
+    features = {"query": datasets.List(datasets.Value("int32"), length=2)}
+    features |= {f"sample{k}": datasets.List(datasets.Value("int64")) for k in range(2)}
+    features = datasets.Features(features | {"best": datasets.Value("int8")})
+    rows = [{"query": [i, 50259], "sample0": [1], "sample1": [2], "best": i} for i in (0, 1)]
+    table = datasets.Dataset.from_list(rows * 2, features=features).select([3, 0])
+    found = labels.load_best_of_k(table, 100, "x")
+    assert lists(found.queries) == [[1], [0]] and found.best.tolist() == [1, 0]
+
+
+def test_the_first_bad_row_of_several_is_named():
+    rows = tiny.label_rows(16, 8, 5)
+    rows[3]["query"], rows[9]["query"] = None, [2.5] * 8
+    for first in (3, 9):
+        with pytest.raises(InputError, match=f"row {first}: query"):
+            labels.load_best_of_k(datasets.Dataset.from_list(rows), 1000, "x")
+        rows[first]["query"] = [1] * 8
+
+
+# -------------------------------------------------------------------------------------------- pairs
 
 SKY = (
     "<|im_start|>user\nWhat color is the sky?<|im_end|>\n<|im_start|>assistant\n",
     "It is blue.<|im_end|>",
     "It is green.<|im_end|>",
 )
+BAKE = (
+    "\n\nHuman: How do I bake bread?\n\nAssistant: Do you have flour?\n\nHuman: Yes.\n\nAssistant:"
+)
 PAIRS = {
     "strings": (formats.TLDR_PREFERENCE[0], tuple(formats.TLDR_PREFERENCE[0].values())),
-    "hh-rlhf": (
-        formats.HH_RLHF[0],
-        (
-            "\n\nHuman: How do I bake bread?\n\nAssistant: Do you have flour?\n\nHuman: Yes.\n\nAssistant:",
-            " Then mix it with water.",
-            " Then buy bread.",
-        ),
+    "hh-rlhf": (formats.HH_RLHF[0], (BAKE, " Then mix it with water.", " Then buy bread.")),
+    "hh-rlhf without an answer": (
+        formats.HH_RLHF[1],
+        ("\n\nHuman: Hello.\n\nAssistant:", " Hello!", ""),
     ),
-    "hh-rlhf without an answer": (formats.HH_RLHF[1], ("\n\nHuman: Hello.\n\nAssistant:", " Hello!", "")),
     "hh-rlhf that part early": (
         {
             "chosen": "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: C?\n\nAssistant: D.",
@@ -332,66 +383,90 @@ PAIRS = {
     "messages without a prompt": (formats.MESSAGES_WITHOUT_PROMPT[0], SKY),
     "trl-style": (formats.TRL_STYLE[0], SKY),
     "prompt string, answers as messages": (
-        {"prompt": "What color is the sky?", "chosen": [formats.BLUE], "rejected": [formats.GREEN]},
+        {
+            "prompt": "What color is the sky?",
+            "chosen": [formats.BLUE],
+            "rejected": [formats.GREEN],
+        },
         SKY,
     ),
-    "prompt list that is repeated": (formats.MESSAGES[0] | formats.MESSAGES_WITHOUT_PROMPT[0], SKY),
+    "prompt list that is repeated": (
+        formats.MESSAGES[0] | formats.MESSAGES_WITHOUT_PROMPT[0],
+        SKY,
+    ),
+    "identical answers": (
+        dict.fromkeys(("chosen", "rejected"), [formats.USER, formats.BLUE]),
+        (SKY[0], SKY[1], SKY[1]),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_R4_pairs_as_people_have_them(name, chat):
     row, expected = PAIRS[name]
-    (row,) = datasets.Dataset.from_list([row])  # messages as a data set gives them back
-    assert train_reward.split_pair(row, chat) == expected
+    (row,) = datasets.Dataset.from_list([row])  # messages as a dataset gives them back
+    assert labels.split_pair(row, chat) == expected
 
 
-def test_R4_identical_answers_keep_their_prompt(chat):
-    row = {"chosen": [formats.USER, formats.BLUE], "rejected": [formats.USER, formats.BLUE]}
-    assert train_reward.split_pair(row, chat) == (SKY[0], SKY[1], SKY[1])
-
-
-def test_R4_what_is_no_pair_is_refused(hers, chat):
+def test_R4_what_is_no_pair_is_refused(hers, tmp_path):
+    chat = AutoTokenizer.from_pretrained(SYNTHETIC / "model", chat_template=formats.CHATML)
+    counts = AutoTokenizer.from_pretrained(SYNTHETIC / "model")
+    counts.chat_template = "{{ messages | length }} turns"
     for row, tokenizer, words in (
         (formats.MESSAGES[0], hers, "chat template"),
+        (formats.MESSAGES[0], counts, "chat template"),
         ({"chosen": [formats.BLUE], "rejected": [formats.GREEN]}, chat, "in common"),
         ({"chosen": "a", "rejected": None}, chat, "two texts"),
         ({"chosen": "a", "rejected": [formats.BLUE]}, chat, "two texts"),
+        ({"prompt": None, "chosen": "a", "rejected": "b"}, chat, "prompt=None"),
     ):
-        with pytest.raises(utils.InputError, match=words):
-            train_reward.split_pair(row, tokenizer)
-    chat.chat_template = "{{ messages | length }} turns"
-    with pytest.raises(utils.InputError, match="does not go on"):
-        train_reward.split_pair(formats.MESSAGES[0], chat)
+        with pytest.raises(InputError, match=words):
+            labels.split_pair(row, tokenizer)
+    task = label_task(tmp_path / "pairs.jsonl", [*formats.TRL_STYLE] * 2)
+    with pytest.raises(InputError, match=r"--label_dataset .*pairs.jsonl row 0: .*chat template"):
+        load_labels(task, hers, ids_of(1000, 0))
 
 
-def eos_task(rows, tmp_path, **changes):
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = dict(label_dataset=str(tmp_path / "pairs.jsonl"), query_length=128, truncate_token="<|endoftext|>")
-    return make_task(**(values | changes))
+@pytest.mark.parametrize("name", ["TLDR_PREFERENCE", "OAI_PREPROCESSED"])
+def test_R4_the_first_candidate_was_chosen_and_each_has_exactly_one_end(name, hers, tmp_path):
+    task = label_task(tmp_path / "p.jsonl", getattr(formats, name), query_length=128)
+    found = load_labels(task, hers, ids_of(1000, 0))
+    prompt, *sides = formats.TLDR_PREFERENCE[0].values()
+    assert lists(found.queries) == [hers.encode(prompt)] and found.best.tolist() == [0]
+    assert lists(found.responses) == [[[*hers.encode(side), 0] for side in sides]]
 
 
-@pytest.mark.parametrize("rows", [formats.TLDR_PREFERENCE, formats.OAI_PREPROCESSED], ids=["trl-lib", "vwxyzjn"])
-def test_R4_every_candidate_has_exactly_one_end(rows, hers, tmp_path):
-    labels = train_reward.load_pairs(datasets.Dataset.from_list(rows), eos_task(rows, tmp_path), hers, 1000)
-    (pair,) = formats.TLDR_PREFERENCE
-    for k, name in enumerate(("chosen", "rejected")):
-        real = hers.encode(pair[name])
-        assert labels.responses[0, k].tolist()[: len(real) + 1] == [*real, 0]
-        assert set(labels.responses[0, k].tolist()[len(real) + 1 :]) <= {1000}
+def test_R4_blank_rows_are_skipped_and_counted(hers, tmp_path, capsys):
+    """An empty answer is blank where nothing ends it; with its end it is an answer (hh-rlhf)."""
+    sides = [(" ", " no"), ("Hi:", ""), ("So:", " no")]
+    rows = [{"prompt": prompt, "chosen": " yes", "rejected": no} for prompt, no in sides]
+    task = label_task(tmp_path / "p.jsonl", rows)
+    for end, queries, skipped in ((None, ["So:"], 2), (0, ["Hi:", "So:"], 1)):
+        found = load_labels(task, hers, ids_of(1000, end))
+        assert lists(found.queries) == [hers.encode(text) for text in queries]
+        assert len(found.responses) == len(found.best) == len(queries)
+        assert f"skipped {skipped} of 3" in capsys.readouterr().out
+    assert found.responses[0][1].tolist() == [0]
+    with pytest.raises(InputError, match="--label_dataset .* 1 "):
+        load_labels(label_task(tmp_path / "p.jsonl", rows[:1]), hers, ids_of(1000, 0))
 
 
-def test_R4_dialogues_become_labels_and_an_empty_answer_is_one(hers, tmp_path):
-    task = eos_task(formats.HH_RLHF, tmp_path)
-    labels = train_reward.load_labels(task, hers, 1000)
-    assert labels.responses.shape[:2] == (2, 2) and labels.best.tolist() == [0, 0]
-    assert hers.decode([t for t in labels.query[1].tolist() if t != 1000]) == "\n\nHuman: Hello.\n\nAssistant:"
-    assert labels.responses[1, 1].tolist() == [0] + [1000] * (labels.responses.shape[2] - 1)
+LONG = {  # rows, the first prompt, and whether it keeps its end
+    "a dialogue without a prompt": (formats.HH_RLHF, BAKE, True),
+    "messages": (formats.MESSAGES, SKY[0], True),
+    "a text": (formats.TLDR_PREFERENCE, formats.TLDR_PREFERENCE[0]["prompt"], False),
+}
 
 
-def test_R4_a_bad_pair_is_named_by_its_row(hers, tmp_path):
-    rows = [{"chosen": "The sky is blue.", "rejected": "The sky is red."}, {"chosen": "yes", "rejected": "no"}]
-    with pytest.raises(utils.InputError, match="row 1: prompt, chosen or rejected is blank"):
-        train_reward.load_labels(eos_task(rows, tmp_path), hers, 1000)
-    with pytest.raises(utils.InputError, match=r"pairs.jsonl row 0: .*chat template"):
-        train_reward.load_labels(eos_task(formats.TRL_STYLE, tmp_path), hers, 1000)
+@pytest.mark.parametrize("name", LONG)
+def test_R4_a_dialogue_that_is_too_long_keeps_its_end_and_a_text_its_beginning(
+    name, chat, tmp_path, capsys
+):
+    rows, prompt, keeps_end = LONG[name]
+    hello = chat.encode("\n\nHuman: Hello.\n\nAssistant:")  # the second row of hh-rlhf just fits
+    n, full = len(hello), chat.encode(prompt)
+    found = load_labels(
+        label_task(tmp_path / "p.jsonl", rows, query_length=n), chat, ids_of(1000, 0)
+    )
+    assert lists(found.queries) == [full[-n:] if keeps_end else full[:n], hello][: len(rows)]
+    assert len(full) > n and f"cut 1 of {len(rows)}" in capsys.readouterr().out

@@ -1,252 +1,215 @@
-"""The card beside the weights, the hub and W&B; a stand-in of the hub's API, since tests have no network."""
+"""The model card and the hub, with a stand-in for the hub's API, since tests have no network."""
 
 import json
 import re
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 import pytest
-import tiny
 import torch
 from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError
-from transformers import AutoModelForCausalLM
+from test_resume import ROOT, SCRIPTS, settings, write_files
 
 import ppo
-import records
-import rloo
-import sft
-import tasks
-import train_reward
-import utils
-
-SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
-REWARD = "def reward(queries, responses):\n    return [len(response) / 10 for response in responses]\n"
+from data import tasks
+from machinery import artifacts, distributed, hub, runs
+from machinery.cli import InputError
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to work in, with a reward that needs no model, and nobody logged in."""
-    (tmp_path / "home").mkdir()
-    monkeypatch.chdir(tmp_path / "home")
-    Path("lengths.py").write_text(REWARD)
+    """The files of `settings` in the folder of a user who is not logged in."""
+    folder = tmp_path / "jürgen" / "work"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    write_files(folder)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    return tmp_path / "home"
+    return folder
 
 
 @pytest.fixture
-def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Somebody is logged in; what is asked of the API is in `calls`. `public`: the repositories that everybody reads;
-    `down`: the function that fails, and `error` how."""
-    stand_in = SimpleNamespace(calls=[], public=set(), down=None, error=HTTPError("no connection"))
+def api(home: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Somebody is logged in; `calls` are what is asked of the API.
 
-    def call(function, repo_id, **settings):
-        stand_in.calls.append((function, repo_id, settings))
-        if stand_in.down == function:
-            raise stand_in.error
+    `public` are the repositories that everybody can read, `down` is the function that fails with
+    `error`.
+    """
+    fake = SimpleNamespace(calls=[], public=set(), down=None, error=HTTPError("no connection"))
 
-    def create_repo(repo_id, *, private, exist_ok):
+    def call(function: str, repo_id: str, **values: Any) -> None:
+        fake.calls.append((function, repo_id, values))
+        if fake.down == function:
+            raise fake.error
+
+    def create_repo(repo_id: str, *, private: bool, exist_ok: bool) -> None:
         call("create_repo", repo_id, private=private)
         assert exist_ok
-        if not private:
-            stand_in.public.add(repo_id)
 
-    def model_info(repo_id):
-        return SimpleNamespace(private=repo_id not in stand_in.public)
+    def model_info(repo_id: str) -> SimpleNamespace:
+        return SimpleNamespace(private=repo_id not in fake.public)
 
-    def upload_folder(*, repo_id, folder_path):
-        call("upload_folder", repo_id, files=sorted(path.name for path in Path(folder_path).iterdir()))
+    def upload_folder(*, repo_id: str, folder_path: Path) -> str:
+        call("upload_folder", repo_id, files={path.name for path in Path(folder_path).iterdir()})
         return f"https://hub/{repo_id}"
 
     for function in (create_repo, model_info, upload_folder):
         monkeypatch.setattr(huggingface_hub, function.__name__, function)
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_secret")
-    return stand_in
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_s3cr3t")
+    return fake
 
 
-def arguments(task: tasks.Task, **shown) -> ppo.Args:
-    """Two updates of ppo."""
-    settings = dict(total_episodes=16, reward_fn="lengths.py:reward", run_name="a", lr=1e-2, eval_every=1)
-    return tiny.make_args(task, **settings, shown=tasks.Shown(**shown))
+def two_updates(**flags: Any) -> ppo.Args:
+    """ppo, 2 updates of 2 epochs of 2 minibatches, in runs/a."""
+    return settings("ppo", **dict(total_episodes=16, run_name="a", push_to_hub="me/it") | flags)
 
 
-# ------------------------------------------------------------------------------------------------------------ the card
+# ------------------------------------------------------------------------------------------------- the card
+
+METRICS = {
+    "ppo": ("objective/scores", "eval/kl"),
+    "rloo": ("objective/kl", "eval/scores"),
+    "train_reward": ("loss",),
+    "sft": ("loss", "heldout/loss"),
+}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_card_says_task_scores_arguments_and_versions(name, runs):
+def test_the_card_has_task_metrics_flags_and_versions(name, runs):
     folder = runs.folder / {"train_reward": "reward"}.get(name, name)
     card = huggingface_hub.ModelCard.load(folder / "README.md")
     assert card.data.to_dict() == {"tags": ["rlhf", name]}  # its base model is a folder here
     assert f"# {name} on synthetic\n" in card.text and "![Learning curves](curves.png)" in card.text
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    lines = [json.loads(line) for line in (runs.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    rows = {row[0]: row[1:] for row in re.findall(r"^\| `(.+)` \| (.+) \| (.+) \|$", card.text, flags=re.M)}
-    for metric in {"ppo": ("objective/scores", "eval/kl"), "rloo": ("objective/kl", "eval/scores")}.get(
-        name, ("loss",)
-    ):
+    run = runs.folder / "runs" / name
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = re.findall(r"^\| `(.+)` \| (.+) \| (.+) \|$", card.text, flags=re.M)
+    found = {name: (float(first), float(last)) for name, first, last in rows}
+    for metric in METRICS[name]:
         values = [line[metric] for line in lines if metric in line]
-        assert [float(x) for x in rows[metric]] == pytest.approx([values[0], values[-1]], rel=1e-3)
+        assert found[metric] == pytest.approx((values[0], values[-1]), rel=1e-3)
         assert values[0] != values[-1]
-    assert not any(metric.startswith(("time/", "ppo/", "step")) for metric in rows)
-    (setting,) = re.findall(r"```json\n(.*?)\n```", card.text, flags=re.S)
-    setting, record = json.loads(setting), json.loads((runs.folder / "runs" / name / "args.json").read_text())
-    assert setting["versions"] == record["versions"] and setting["versions"]["torch"] == torch.__version__
-    assert setting["lr"] == record["lr"] and setting["task"]["temperature"] == record["task"]["temperature"]
-    assert set(setting) & {"command", "inputs", "shown", "output_dir", "run_name", "commit"} == set()
+    assert not any(metric.startswith(("time/", "ppo/", "step")) for metric in found)
+    (flags,) = re.findall(r"```json\n(.*?)\n```", card.text, flags=re.S)
+    flags, record = json.loads(flags), json.loads((run / "args.json").read_text())
+    assert flags["versions"] == record["versions"]
+    assert flags["versions"]["torch"] == torch.__version__
+    assert flags["lr"] == record["lr"]
+    assert flags["task"]["temperature"] == record["task"]["temperature"]
+    assert flags.keys() & {"command", "track", "output_dir", "run_name", "commit"} == set()
 
 
-def test_the_card_holds_no_secret_and_no_path_of_the_project_or_of_its_user(task, hub, home, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    monkeypatch.setenv("WANDB_API_KEY", "wandb_secret")
-    monkeypatch.setattr(sys, "argv", ["ppo.py", "argv_secret"])
+def test_the_card_has_no_secret_and_no_path_of_this_machine(api, home, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_s3cr3t")
+    monkeypatch.setenv("WANDB_API_KEY", "wandb_s3cr3t")
+    monkeypatch.setattr(sys, "argv", ["ppo.py", "argv_s3cr3t"])
     monkeypatch.setenv("HOME", str(home.parent))
-    ppo.main(
-        replace(arguments(task, push_to_hub="me/it"), task=replace(task, gold_fn=tasks.TASKS["synthetic"].gold_fn))
+    args = two_updates()
+    changes = dict(
+        query_dataset=str(home / "task/stories.txt"), gold_fn=tasks.TASKS["synthetic"].gold_fn
     )
+    ppo.main(replace(args, task=replace(args.task, **changes)))
     card = Path("runs/a/model/README.md").read_text()
-    assert "secret" not in card and str(utils.ROOT) not in card and str(home.parent) not in card
-    assert '"data/synthetic/judge.py:gold_score"' in card and '"~/task/stories.txt"' in card
-    assert "argv_secret" in Path("runs/a/args.json").read_text()
+    assert "s3cr3t" not in card and str(ROOT) not in card
+    assert '"data/synthetic/judge.py:gold_score"' in card and '"~/work/task/stories.txt"' in card
+    assert "rgen" not in card  # nor is the user's name there in another spelling
+    assert "argv_s3cr3t" in Path("runs/a/args.json").read_text()
 
 
 @pytest.mark.parametrize("home", ["/", "/somebody"])
-def test_a_base_model_of_the_hub_is_named_in_the_cards_header(tmp_path, task, home, monkeypatch):
-    """In a container whose user has the root for a home, too."""
+def test_a_base_model_of_the_hub_is_named_in_the_cards_header(tmp_path, home, monkeypatch):
+    """Also in a container whose user has the root as home folder."""
     monkeypatch.setenv("HOME", home)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.5}\n')
     (tmp_path / "curves.png").write_bytes(b"")
     (tmp_path / "model").mkdir()
-    args = ppo.Args(task=replace(task, base_model="EleutherAI/pythia-160m"))
-    record = asdict(args) | dict(processes=1, mixed_precision="no", device="cpu", python="3", versions={})
+    task = replace(tasks.BOOKS, base_model="EleutherAI/pythia-160m")
+    record = dict(processes=1, mixed_precision="no", device="cpu", python="3", versions={})
     (tmp_path / "args.json").write_text(json.dumps(record))
-    records.write_card(args, tmp_path, "mine", tmp_path / "model")
+    artifacts.write_card(ppo.Args(task=task), tmp_path, "mine", tmp_path / "model")
     card = huggingface_hub.ModelCard.load(tmp_path / "model/README.md")
-    assert card.data.to_dict() == {"base_model": "EleutherAI/pythia-160m", "tags": ["rlhf", "mine"]}
-    assert "| `loss` | 1.5 | 1.5 |" in card.text
+    header = {"base_model": "EleutherAI/pythia-160m", "tags": ["rlhf", "mine"]}
+    assert card.data.to_dict() == header and "| `loss` | 1.5 | 1.5 |" in card.text
 
 
-# ------------------------------------------------------------------------------------------------------------- the hub
+# -------------------------------------------------------------------------------------------------- the hub
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_missing_token_is_named_before_anything_is_loaded(name, task, home, no_weights):
-    script = SCRIPTS[name]
-    args = script.Args(task=task, shown=tasks.Shown(push_to_hub="me/it"))
-    with pytest.raises(tasks.InputError, match="--push_to_hub me/it needs a token that may write; run `hf auth login`"):
-        script.main(args)
+def test_a_missing_token_is_named_before_anything_is_loaded(name, home, no_weights):
+    with pytest.raises(InputError, match="--push_to_hub me/it needs a token"):
+        SCRIPTS[name].main(settings(name, push_to_hub="me/it"))
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("public", [False, True])
-def test_the_repository_is_made_before_training_and_gets_the_weights_behind_it(public, task, hub, monkeypatch, capsys):
-    step = ppo.train_step
-    monkeypatch.setattr(ppo, "train_step", lambda *args: hub.calls.append(("step",)) or step(*args))
-    ppo.main(arguments(task, push_to_hub="me/it", push_public=public))
-    assert hub.calls[0] == ("create_repo", "me/it", {"private": not public})
-    assert hub.calls[1:-1] == [("step",)] * 8  # 2 updates × 2 epochs × 2 minibatches
-    files = {"config.json", "model.safetensors", "tokenizer.json", "value_head.safetensors", "README.md", "curves.png"}
-    assert hub.calls[-1][:2] == ("upload_folder", "me/it") and files <= set(hub.calls[-1][2]["files"])
-    assert "on the hub: https://hub/me/it" in capsys.readouterr().out
-    assert AutoModelForCausalLM.from_pretrained("runs/a/model").config.vocab_size == tiny.WORDS
+def test_the_private_repository_is_made_before_training_and_gets_the_weights_after_it(
+    api, monkeypatch, capsys
+):
+    check = distributed.check_gradients
+    spy = lambda *args: api.calls.append(("step",)) or check(*args)  # noqa: E731
+    monkeypatch.setattr(distributed, "check_gradients", spy)
+    ppo.main(two_updates())
+    first, *steps, last = api.calls
+    assert first == ("create_repo", "me/it", {"private": True}) and steps == [("step",)] * 8
+    files = {"config.json", "model.safetensors", "tokenizer.json", "value_head.safetensors"}
+    assert last[:2] == ("upload_folder", "me/it")
+    assert files | {"README.md", "curves.png"} <= last[2]["files"]
+    assert "https://hub/me/it" in capsys.readouterr().out
 
 
-def test_a_public_repository_gets_nothing_unasked(task, hub):
-    hub.public.add("me/it")
-    with pytest.raises(tasks.InputError, match="me/it: it is there already and public; add --push_public"):
-        ppo.main(arguments(task, push_to_hub="me/it"))
-    assert [call[0] for call in hub.calls] == ["create_repo"] and not Path("runs").exists()
+def test_a_public_repository_gets_nothing(api):
+    api.public.add("me/it")
+    with pytest.raises(InputError, match="--push_to_hub me/it: .* public"):
+        ppo.main(two_updates())
+    assert [call[0] for call in api.calls] == ["create_repo"] and not Path("runs").exists()
 
 
-def test_a_hub_that_is_down_stops_a_run_before_training_and_never_behind_it(task, hub, capsys):
-    hub.down = "create_repo"
-    with pytest.raises(tasks.InputError, match="--push_to_hub me/it: no connection"):
-        ppo.main(arguments(task, push_to_hub="me/it"))
+@pytest.mark.parametrize("error", [HTTPError("no connection"), LocalTokenNotFoundError("no token")])
+def test_a_hub_that_fails_at_the_start_stops_the_run_before_training(error, api):
+    api.down, api.error = "create_repo", error
+    with pytest.raises(InputError, match=f"--push_to_hub me/it: {error}"):
+        ppo.main(two_updates())
     assert not Path("runs").exists()
-    hub.down = "upload_folder"
-    ppo.main(arguments(task, push_to_hub="me/it"))
-    assert (
-        "not on the hub (HTTPError: no connection); `hf upload me/it runs/a/model` sends it later"
-        in capsys.readouterr().out
-    )
+
+
+def test_a_hub_that_fails_at_the_end_keeps_the_weights(api, capsys):
+    """hf_xet raises a RuntimeError."""
+    api.down, api.error = "upload_folder", RuntimeError("Data processing error: CAS service error")
+    ppo.main(two_updates())
+    printed = capsys.readouterr().out
+    assert "CAS service error" in printed and "`hf upload me/it runs/a/model`" in printed
     assert Path("models/synthetic/ppo/model.safetensors").is_file()
-    hub.error = RuntimeError("Data processing error: CAS service error")  # as hf_xet raises
-    assert "not on the hub (RuntimeError: Data" in records.push("me/it", Path("runs/a/model"))
+    api.error = HTTPError("no connection")
+    assert "no connection" in hub.upload("me/it", Path("runs/a/model"))
 
 
-def test_what_the_library_raises_without_a_token_is_caught_too(monkeypatch):
-    monkeypatch.setattr(
-        huggingface_hub, "create_repo", lambda *a, **k: (_ for _ in ()).throw(LocalTokenNotFoundError("x"))
-    )
-    with pytest.raises(tasks.InputError, match="--push_to_hub me/it: x"):
-        records.make_repository("me/it", public=False)
-
-
-def test_only_the_main_process_talks_to_the_hub(task, hub):
+def test_only_the_main_process_talks_to_the_hub(api):
     accelerator = SimpleNamespace(is_main_process=False)
-    records.Run(arguments(task, push_to_hub="me/it"), ppo.SCRIPT, 1, [], accelerator).close()
-    assert hub.calls == []
+    runs.Run(two_updates(), ppo.SCRIPT, 1, [], accelerator).close()
+    assert api.calls == [] and not Path("runs").exists()
 
 
-# -------------------------------------------------------------------------------------------------------------- W&B
+# --------------------------------------------------------------------------------------------- Weights & Biases
 
 
-def test_project_and_entity_reach_wandb(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("track", "project"), [(True, None), (True, "mine"), (False, None)])
+def test_wandb_gets_the_run_only_with_track(track, project, tmp_path, monkeypatch):
+    """Its project is W&B's own environment variable, or ours."""
     seen = []
 
     class Tracker:
-        name = "wandb"
+        def __init__(self, project: str, **values: Any):
+            seen.append((project, values["name"], values["config"]))
 
-        def __init__(self, project, **settings):
-            seen.append((project, settings["entity"], settings["name"]))
+        def start(self) -> None:
+            """Nothing."""
 
-        def start(self):
-            pass
-
-    monkeypatch.setattr(records, "WandBTracker", Tracker)
-    for shown in (
-        tasks.Shown(track=True),
-        tasks.Shown(track=True, wandb_project="mine", wandb_entity="us"),
-        tasks.Shown(),
-    ):
-        records.start_trackers(tmp_path, {}, shown)
-    assert seen == [("onefile-rlhf", None, tmp_path.name), ("mine", "us", tmp_path.name)]
-
-
-@pytest.mark.parametrize(
-    ("shown", "message"),
-    [
-        (dict(wandb_project="mine"), "--wandb_project changes nothing without --track"),
-        (dict(wandb_entity="us"), "--wandb_entity changes nothing without --track"),
-        (dict(push_public=True), "--push_public changes nothing without --push_to_hub"),
-    ],
-)
-def test_a_flag_that_would_change_nothing_is_refused(shown, message, task, home):
-    with pytest.raises(tasks.InputError, match=message):
-        ppo.check(arguments(task, **shown), 1)
-
-
-def test_the_flags_are_those_of_every_script():
-    argv = ["--track", "--wandb-project", "mine", "--wandb_entity", "us", "--push_to_hub", "me/it", "--push_public"]
-    for script in SCRIPTS.values():
-        args = tasks.parse_args(script.Args, script.PRESETS, argv)
-        assert args.shown == tasks.Shown(True, "mine", "us", "me/it", True)
-
-
-# ------------------------------------------------------------------------------------------------------------- README
-
-
-def test_readmes_snippet_continues_a_prompt_before_and_after(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for i, name in enumerate(("sft", "ppo")):
-        tiny.write_model(tmp_path / "models/synthetic" / name, seed=i)
-    (snippet,) = re.findall(
-        r"^```python\n(from transformers.*?)^```", (utils.ROOT / "README.md").read_text(), flags=re.M | re.S
-    )
-    exec(snippet, {})
-    before, after = (line for line in capsys.readouterr().out.splitlines() if line.startswith("models/"))
-    for line, name in ((before, "sft"), (after, "ppo")):
-        assert line.startswith(f"models/synthetic/{name}: Emma worked near the hill in the morning.")
-    assert before.split("morning.")[1] != after.split("morning.")[1]
+    monkeypatch.setattr(artifacts, "WandBTracker", Tracker)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    if project:
+        monkeypatch.setenv("WANDB_PROJECT", project)
+    artifacts.start_trackers(tmp_path, {"lr": 1}, track)
+    assert seen == ([(project or "onefile-rlhf", tmp_path.name, {"lr": 1})] if track else [])

@@ -7,37 +7,46 @@ import numpy as np
 import pytest
 import tiny
 
-import tasks
 from benchmarks import winrate
+from data import tasks
+from machinery.cli import InputError
 
 
-def test_equal_scores_count_half_and_the_interval_is_of_pairs():
-    rate, low, high = winrate.win_rate(np.array([1.0, 2.0, 3.0, 3.0]), np.array([0.0, 2.0, 4.0, 1.0]), seed=1)
-    assert rate == 0.625 and 0 <= low < rate < high <= 1  # a win, a draw, a loss, a win
+def test_ties_count_half_and_the_interval_is_of_pairs():
+    a, b = np.array([1.0, 2.0, 3.0, 3.0]), np.array([0.0, 2.0, 4.0, 1.0])
+    rate, low, high = winrate.win_rate(a, b, seed=1)
+    assert rate == 0.625 and 0 <= low < rate < high <= 1  # a win, a tie, a loss, a win
     a = np.random.default_rng(0).normal(size=400)
     assert winrate.win_rate(a, a, seed=1) == (0.5, 0.5, 0.5)
-    rate, low, high = winrate.win_rate(a + 1e-9, a, seed=1)  # paired: however the queries differ
-    assert (rate, low, high) == (1, 1, 1)
+    assert winrate.win_rate(a + 1e-9, a, seed=1) == (1, 1, 1)  # paired, however queries differ
     wins = np.where(np.arange(400) < 240, 1.0, -1.0)  # 60%; ±1.96 · √(0.24 / 400) = ±4.8%
-    rate, low, high = winrate.win_rate(wins, 0 * wins, seed=1)
-    assert (rate, low, high) == pytest.approx((0.6, 0.552, 0.648), abs=0.006)
+    rates = winrate.win_rate(wins, 0 * wins, seed=1)
+    assert rates == pytest.approx((0.6, 0.552, 0.648), abs=0.006)
 
 
-def test_policies_and_the_datas_own_responses_are_compared_on_the_same_queries(task, tmp_path, monkeypatch, capsys):
+def test_policies_and_the_data_are_compared_on_the_same_queries(
+    task, tmp_path, monkeypatch, capsys
+):
     eos = replace(tiny.eos_task(task, tmp_path), task="mine")
     monkeypatch.setitem(tasks.TASKS, "mine", eos)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "judge.py").write_text(
-        "seen = []\n\ndef judge(queries, responses):\n    seen.append(queries)\n"
-        "    assert seen[0] == queries\n    return [r.startswith((' Anna saw', ' Ben saw')) for r in responses]\n"
+        "seen = []\n\n"
+        "def judge(queries, responses):\n"
+        "    seen.append(queries)\n"
+        "    assert seen[0] == queries\n"
+        "    return [r.startswith((' Anna saw', ' Ben saw')) for r in responses]\n"
     )
     other = str(tiny.write_model(tmp_path / "other", seed=3))
-    for a, b, rate in ((other, other, 0.5), ("data", other, 1.0)):
-        args = winrate.Args(a=a, b=b, task="mine", judge="judge.py:judge", queries=6, batch_size=4)
-        winrate.main(args)
+    settings = dict(b=other, task="mine", judge="judge.py:judge", queries=6, batch_size=4)
+    rates = {}
+    for a in (other, "data"):
+        winrate.main(winrate.Args(a=a, **settings))
         line = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert line["queries"] == 6 and (line["win_rate"] == 0.5 if rate == 0.5 else line["win_rate"] > 0.5)
-    with pytest.raises(tasks.InputError, match="knows no true score"):
+        assert line["queries"] == 6
+        rates[a] = line["win_rate"]
+    assert rates[other] == 0.5 and rates["data"] > 0.5
+    with pytest.raises(InputError, match="true score"):
         winrate.main(winrate.Args(a=other, b=other, task="mine"))
-    with pytest.raises(tasks.InputError, match="no responses of its own"):
+    with pytest.raises(InputError, match="response_column"):
         winrate.main(winrate.Args(a="data", b=other, task="synthetic"))

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     FalconConfig,
     Gemma2Config,
@@ -25,11 +27,12 @@ from transformers import (
 
 import ppo
 import rloo
+import sft
 import train_reward
 import utils
 from data import tasks
 from machinery import distributed, models
-from machinery.labels import OPENAI_PAD
+from machinery.labels import OPENAI_PAD, Labels
 from machinery.rewards import RewardConfig, score_in_parts
 
 VOCAB = 61
@@ -62,6 +65,24 @@ def make_lm(kind: str = "gpt2", seed: int = 0, **settings: Any) -> Any:
     """A random language model in eval mode."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config(kind, **settings)).eval()
+
+
+def make_other_lm(kind: str, seed: int = 0, **settings: Any) -> Any:
+    """A random language model of any text architecture of the library, by its `model_type`."""
+    sizes = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    sizes |= dict(num_key_value_heads=2, head_dim=8, intermediate_size=48, initializer_range=0.3)
+    sizes |= dict(max_position_embeddings=64)
+    own: dict[str, dict[str, Any]] = {
+        "opt": dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.0, init_std=0.3),
+        "gptj": dict(n_embd=32, n_layer=2, n_head=2, n_positions=64, rotary_dim=8),
+        "gpt_neo": dict(attention_types=[[["global", "local"], 1]], num_layers=2, num_heads=4),
+        "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    }
+    of_gptj = dict(bos_token_id=0, eos_token_id=0, initializer_range=0.3, vocab_size=VOCAB)
+    common = of_gptj if kind == "gptj" else sizes | dict(pad_token_id=0, bos_token_id=1)
+    config = AutoConfig.for_model(kind, **common | own.get(kind, {}) | settings)
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def make_policy(
@@ -239,7 +260,7 @@ def run_updates(
     if responses is None:
         size, length = len(queries[0]), task.response_length
         responses = [make_responses(size, length, seed) for seed in range(100)]
-    models_left = [policy, ref or make_policy(seed=3, script=script)]
+    models_left = [ref or make_policy(seed=3, script=script), policy]
     names = {ppo: "PolicyAndValue", rloo: "Policy"}
     run = FakeRun(after)
     responses, epochs = list(responses), list(epochs or [])
@@ -269,6 +290,114 @@ def run_updates(
         patch.setattr(distributed, "stop", lambda accelerator: None)
         script.main(replace(args, task=replace(task, gold_fn=None)))
     return run
+
+
+def small_args(script: Any, task: tasks.Task | None = None, **flags: Any) -> Any:
+    """`make_args` for `run_episodes`: RLOO has two responses to each query."""
+    return make_args(task, script, **({"rloo_k": 2} if script is rloo else {}) | flags)
+
+
+def run_episodes(script: Any, args: Any, policy: Any = None, **inputs: Any) -> FakeRun:
+    """`run_updates` on batches of 8 uneven episodes; RLOO has `rloo_k` of each query."""
+    lengths = LENGTHS[: args.batch_size // getattr(args, "rloo_k", 1)]
+    size, length = args.batch_size, args.task.response_length
+    defaults: dict[str, Any] = dict(
+        queries=[make_contexts(lengths, args.task.query_length)] * 100,
+        responses=[make_responses(size, length, seed) for seed in range(100)],
+    )
+    policy = policy or make_policy(script=script)
+    return run_updates(script, args, policy, **defaults | inputs)
+
+
+def noisy_rollout(script: Any, kept: list[Any] | None = None) -> Callable:
+    """`make_rollout`, but old numbers and rewards are off the policy's own, so that losses clip."""
+    make_rollout = script.make_rollout
+
+    def make_noisy_rollout(*args: Any) -> Any:
+        rollout = make_rollout(*args)
+        generator = torch.Generator().manual_seed(1)
+        noise = torch.randn(3, *rollout.mask.shape, generator=generator) * rollout.mask
+        rollout = rollout._replace(logprobs=rollout.logprobs + 0.2 * noise[0])
+        if script is ppo:
+            rewards, values = rollout.rewards + noise[1], rollout.values + 0.3 * noise[2]
+            rollout = rollout._replace(rewards=rewards, values=values)
+        if kept is not None:
+            kept.append(rollout)
+        return rollout
+
+    return make_noisy_rollout
+
+
+@torch.no_grad()
+def run_alone(policy: Any, context: Tensor, response: Tensor) -> tuple[Tensor, ...]:
+    """Log-probabilities, entropies and values of one response, from a plain call without padding."""
+    context, response = context[context != policy.pad_id], response[response != policy.pad_id]
+    tokens, predicted = torch.cat([context, response])[None], slice(len(context) - 1, -1)
+    logits = policy.lm(tokens).logits[0, predicted].float() / policy.temperature
+    probs = logits.softmax(dim=-1)
+    logprobs = probs.log().gather(1, response[:, None])[:, 0]
+    entropies = -(probs * probs.log()).sum(dim=1)
+    if not hasattr(policy, "value_head"):
+        return logprobs, entropies
+    hidden = policy.lm.base_model(tokens).last_hidden_state[0, predicted]
+    return logprobs, entropies, policy.value_head(hidden)[:, 0]
+
+
+def run_reward_training(args: Any, model: Any, labels: Labels, **patches: Any) -> FakeRun:
+    """Run `main` of train_reward on a given model and labels; it normalizes on 4 random samples."""
+    samples = make_contexts([8, 2, 5, 3], 8), make_responses(4, 5)
+    replaced = {
+        "check": lambda *a: None,
+        "load_tokenizer": lambda *a, **k: (Tokenizer(), IDS),
+        "load_labels": lambda *a: labels,
+        "sample_policy": lambda *a: [tuple(x.to(model.gain.device) for x in samples)] * 2,
+        "new_reward_model": lambda *a: model,
+        "reward_input": lambda *a: lambda *texts: torch.cat(texts, dim=1),
+        "AutoConfig": SimpleNamespace(from_pretrained=lambda name: model.config.backbone),
+        "Run": FakeRun(),
+    }
+    return run_main(train_reward, args, replaced | patches)
+
+
+class Sequences:
+    """A table of given sequences [N, T] for sft.py."""
+
+    def __init__(self, tokens: Tensor):
+        self.tokens, self.length = tokens, tokens.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def hold_out(self, n: int) -> tuple[Tensor, "Sequences"]:
+        return self.tokens[:n], Sequences(self.tokens[n:])
+
+    def __getitem__(self, rows: np.ndarray) -> Tensor:
+        return self.tokens[rows]
+
+
+def run_sft(args: Any, lm: Any, tokens: Tensor, **patches: Any) -> FakeRun:
+    """Run `main` of sft on a given model and sequences [N, T], the last R tokens of which it learns."""
+    replaced = {
+        "check": lambda *a: None,
+        "load_tokenizer": lambda *a, **k: (Tokenizer(), IDS),
+        "load_responses": lambda *a: Sequences(tokens),
+        "load_lm": lambda *a, **k: lm,
+        "sample_continuations": lambda *a: [],
+        "rouge_l": lambda samples: 0.0,
+        "Run": FakeRun(),
+    }
+    args = replace(args, task=replace(args.task, response_column="completion"))
+    return run_main(sft, args, replaced | patches)
+
+
+def run_main(script: Any, args: Any, replaced: dict[str, Any]) -> FakeRun:
+    """Run `main` with other values of some of the script's names, of which `Run` is a `FakeRun`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in replaced.items():
+            patch.setattr(script, name, value)
+        patch.setattr(distributed, "stop", lambda accelerator: None)
+        script.main(args)
+    return replaced["Run"]
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What test_distributed.py runs on one process and on two: the same global batch, shared out over the processes.
+"""What test_distributed.py runs on one process and on two: the same batch, sharded.
 
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 tests/two_processes.py FOLDER
 
@@ -7,174 +7,220 @@ Every process writes FOLDER/rank<r>.pt.
 
 import os
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 import tiny
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 import ppo
-import records
 import rloo
 import sft
 import train_reward
-import utils
+from machinery import distributed
+from machinery.labels import Labels
 
-HALVES = {  # of the 8 episodes: the rows of the two global minibatches
-    ppo: [[6, 3, 0, 5], [1, 7, 4, 2]],
-    rloo: [[0, 3, 6, 5], [2, 1, 4, 7]],  # 4 completions of 2 prompts, laid out [K, P]: even rows are of the first one
+HALVES = {  # rows of the two minibatches of 8 episodes
+    "ppo": [[6, 3, 0, 5], [1, 7, 4, 2]],
+    "rloo": [[0, 3, 6, 5], [2, 1, 4, 7]],  # [K, P] = [4, 2]: even rows respond to the first query
 }
-EOS_TASK = tiny.make_task(eos_task=True, truncate_after=0)
+QUERIES = tiny.make_contexts(tiny.LENGTHS, 8)
+RESPONSES = tiny.make_responses(8, 5)
 
 
-def update(script: ModuleType, accelerator: Accelerator) -> dict[str, Any]:
-    """One update of ppo or rloo: 2 epochs of 2 minibatches of an EOS task, queries and responses of uneven lengths."""
-    rank, processes = accelerator.process_index, accelerator.num_processes
-    halves = [[half[i] for i in range(4) if i % processes == rank] for half in HALVES[script]]
-    rows = np.array(sum(halves, []))
-    if script is rloo:  # each process has whole groups [K, P / processes]; its minibatches are cut by `order`
-        rows = np.arange(8)[rank::processes]
-    order = np.array([rows.tolist().index(row) for half in halves for row in half])
-    epochs = [order, np.roll(order, len(order) // 2)]
-    args = tiny.make_args(EOS_TASK, script, micro_batch_tokens=12)
-    plain = tiny.make_policy(script=script)
-    policy, optimizer = accelerator.prepare(plain, script.AdamTF(plain.parameters(), lr=1e-3))
-    queries = tiny.make_contexts(tiny.LENGTHS, 8) if script is ppo else tiny.make_contexts([8, 3], 8).repeat(4, 1)
-    queries, responses = queries[rows], tiny.make_responses(8, 5)[rows]
-    models = tiny.make_models(policy, script=script)
-    made, score = script.make_rollout(models, queries, responses, epochs[0], 0.15, args)
-    rollout = tiny.add_noise(made, seed=4, rows=rows)
-    first = rollout.take(np.sort(order[: len(order) // 2]))
-    sums, gradients = tiny.step_gradients(script, policy, first, args, accelerator)
-    steps = tiny.update(script, policy, optimizer, rollout, epochs, args, accelerator)
-    metrics = tiny.summarise(script, rollout, score, steps, 0.15, args)
+class Table(tiny.Table):
+    """A query table with the same held-out queries on every process."""
+
+    def hold_out(self, n: int) -> tuple[Tensor, "Table"]:
+        return tiny.make_contexts([4, 2, 6], 8), self
+
+
+def keep(function: Callable, kept: list) -> Callable:
+    """`function`, whose results are appended to a list."""
+
+    def keeping(*args: Any) -> Any:
+        kept.append(function(*args))
+        return kept[-1]
+
+    return keeping
+
+
+def run_update(script: ModuleType, rank: int, processes: int, optimizer: type) -> dict[str, Any]:
+    """One update of an EOS task, 2 epochs of 2 minibatches, with responses of uneven lengths."""
+    if script is ppo:
+        halves = [half[rank::processes] for half in HALVES["ppo"]]
+        rows = sum(halves, [])
+        queries, whiten = QUERIES[rows], {}
+    else:  # each process has whole groups of responses [K, P / processes]
+        rows = list(range(8))[rank::processes]
+        halves = [[row for row in half if row in rows] for half in HALVES["rloo"]]
+        queries, whiten = QUERIES[2:4][rank::processes], dict(whiten_advantages=True)
+    minibatches = [torch.tensor([rows.index(row) for row in half]) for half in halves]
+    task = tiny.make_task(eos_task=True, truncate_after=0)
+    args = tiny.make_args(task, script, total_episodes=8, micro_batch_tokens=12, **whiten)
+    policy = tiny.make_policy(script=script)
+    rollouts: list[Any] = []
+    advantages: list[Any] = []
+    run = tiny.run_updates(
+        script,
+        args,
+        policy,
+        load_queries=lambda *args, **kwargs: Table([queries]),
+        responses=[RESPONSES[rows]],
+        epochs=[[minibatches, minibatches[::-1]]],
+        make_rollout=keep(script.make_rollout, rollouts),
+        compute_advantages=keep(script.compute_advantages, advantages),
+        AdamTF=optimizer,
+    )
+    rollout = next(rollout for rollout in rollouts if len(rollout.mask) == len(rows))
     return {
         "rows": rows,
-        "made": dict(zip(made._fields[:-1], made[:-1], strict=True)),
-        "gradients": gradients,
-        "sums": sums,
-        "loss": script.means([sums])["loss/policy_avg"],
-        "stats": script.means(steps),
-        "metrics": utils.mean_over_processes(metrics, accelerator.device),
-        "weights": plain.state_dict(),
-        "t": optimizer.param_groups[0]["t"],
-        "moments": script.moments(rollout.scores, torch.ones_like(rollout.scores).bool()),
-        "whitened": ppo.whiten(rollout.rewards, rollout.mask) if script is ppo else None,
-        "mask": rollout.mask,
-        "first_mask": first.mask,
+        "rollout": rollout._asdict(),
+        "first_mask": rollout.mask[minibatches[0]],
+        "advantages": advantages[0][0] if script is ppo else advantages[0],
+        "metrics": run.metrics,
+        "weights": policy.state_dict(),
+        "optimizer": run.optimizer.optimizer,
     }
 
 
-def reward_steps(accelerator: Accelerator) -> dict[str, Any]:
-    """Normalise, the gradient of 6 labels, two steps on 6 labels each, normalise again."""
-    rank, processes = accelerator.process_index, accelerator.num_processes
-    args = train_reward.Args(task=tiny.make_task(), micro_batch_tokens=48)
-    plain = tiny.make_reward()
-    model, optimizer = accelerator.prepare(plain, train_reward.AdamTF(plain.parameters(), lr=1e-3))
-    queries, responses = tiny.make_contexts(tiny.LENGTHS, 8), tiny.make_responses(8, 5)
-    mine = slice(rank, None, processes)
-    before = train_reward.normalise(plain, queries[mine], responses[mine], size=3)
-    stats, recorder = [], tiny.Gradients(plain)
-    for seed, kind in ((0, recorder), (0, optimizer), (1, optimizer)):
-        candidates = torch.stack([tiny.make_responses(6, 4, seed=10 * seed + k) for k in range(4)], dim=1)
-        candidates[1, 0, 2:] = tiny.PAD
-        labels = train_reward.Labels(
-            tiny.make_contexts([8, 1, 3, 5, 2, 8], 8, seed=seed), candidates, torch.arange(6) % 4
-        )
-        labels = labels.rows(np.arange(6)[mine])
-        step = train_reward.train_step(model, kind, labels, tiny.PAD, args, accelerator)
-        stats.append(utils.mean_over_processes(step, accelerator.device))
-    after = train_reward.normalise(plain, queries[mine], responses[mine], size=3)
-    return {
-        "before": before,
-        "after": after,
-        "gradients": recorder.steps[0],
-        "weights": plain.state_dict(),
-        "stats": stats,
+def train_rewards(rank: int, processes: int, optimizer: type) -> dict[str, Any]:
+    """train_reward.py on 12 labels in batches of 6, normalized on 8 samples."""
+    rng = np.random.default_rng(1)
+
+    def texts(n: int) -> list[np.ndarray]:
+        return [rng.integers(1, tiny.VOCAB, size) for size in rng.integers(1, 6, n)]
+
+    labels = Labels(texts(12), [texts(4) for _ in range(12)], np.arange(12) % 4)
+    samples = QUERIES[rank::processes], RESPONSES[rank::processes]
+    model, run = tiny.make_reward(), tiny.FakeRun()
+    patches = {
+        "check": lambda *args: None,
+        "load_tokenizer": lambda *args: (tiny.Tokenizer(), tiny.IDS),
+        "load_labels": lambda *args: labels,
+        "sample_policy": lambda *args: [samples, samples],
+        "new_reward_model": lambda *args: model,
+        "reward_input": lambda *args: lambda *texts: torch.cat(texts, dim=1),
+        "Run": run,
+        "AdamTF": optimizer,
     }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in patches.items():
+            patch.setattr(train_reward, name, value)
+        patch.setattr(train_reward.AutoConfig, "from_pretrained", lambda name: tiny.config())
+        patch.setattr(distributed, "stop", lambda accelerator: None)
+        sizes = dict(num_labels=12, batch_size=6, num_heldout=0, micro_batch_tokens=48, lr=1e-3)
+        train_reward.main(train_reward.Args(task=tiny.make_task(), **sizes))
+    weights, optimizer = model.state_dict(), run.optimizer.optimizer
+    return {"metrics": run.metrics, "weights": weights, "optimizer": optimizer}
 
 
-def sft_step(accelerator: Accelerator) -> dict[str, Any]:
-    """The gradient of 4 rows of uneven prompts and responses, a clipped step on them, and the loss on them after it."""
-    free, clipped = (sft.Args(task=tiny.make_task(), micro_batch_tokens=12, max_grad_norm=norm) for norm in (1e6, 0.1))
-    plain = tiny.make_lm()
-    lm, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    recorder = tiny.Gradients(plain)
-    rows = torch.cat([tiny.make_contexts([6, 1, 3, 6], 6), tiny.make_responses(4, 5)], dim=1)
-    rows[0, 8:], rows[2, 10:] = tiny.PAD, tiny.PAD
-    mine = rows[accelerator.process_index :: accelerator.num_processes]
-    sft.train_step(lm, recorder, mine, 6, tiny.PAD, free, accelerator)
-    loss = sft.train_step(lm, optimizer, mine, 6, tiny.PAD, clipped, accelerator)
-    return {
-        "loss": loss,
-        "gradients": recorder.steps[0],
-        "weights": plain.state_dict(),
-        "heldout": sft.heldout_loss(plain, rows, 6, tiny.PAD, clipped, accelerator),
+class Sequences:
+    """A table of sequences [N, T]."""
+
+    def __init__(self, tokens: Tensor):
+        self.tokens, self.length = tokens, tokens.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        return self.tokens[rows]
+
+    def hold_out(self, n: int) -> tuple[Tensor, "Sequences"]:
+        return self.tokens[:n], Sequences(self.tokens[n:])
+
+
+class SGD(torch.optim.SGD):
+    """In place of AdamW, which enlarges the rounding of gradients that are 0."""
+
+    def __init__(self, params: Any, **settings: Any):
+        super().__init__(params, lr=settings["lr"])
+
+
+def fine_tune(optimizer: type, max_grad_norm: float) -> dict[str, Any]:
+    """sft.py on 8 uneven sequences in batches of 4, and 3 others to measure on."""
+    contexts = tiny.make_contexts([6, 1, 3, 6, 2, 5, 6, 4, 1, 2, 6], 6)
+    tokens = torch.cat([contexts, tiny.make_responses(11, 5)], dim=1)
+    tokens[::3, 8:] = tiny.PAD
+    lm, run = tiny.make_lm(), tiny.FakeRun()
+    patches = {
+        "check": lambda *args: None,
+        "load_tokenizer": lambda *args: (tiny.Tokenizer(), tiny.IDS),
+        "load_responses": lambda *args: Sequences(tokens),
+        "load_lm": lambda *args, **kwargs: lm,
+        "sample_continuations": lambda *args: [],
+        "rouge_l": lambda samples: 0.0,
+        "Run": run,
     }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in patches.items():
+            patch.setattr(sft, name, value)
+        patch.setattr(torch.optim, "AdamW", optimizer)
+        patch.setattr(distributed, "stop", lambda accelerator: None)
+        sizes = dict(num_heldout=3, batch_size=4, micro_batch_tokens=12, eval_every=1, lr=0.5)
+        task = tiny.make_task(response_column="completion")
+        sft.main(sft.Args(task=task, max_grad_norm=max_grad_norm, **sizes))
+    optimizer = run.optimizer.optimizer
+    return {"metrics": run.metrics, "weights": lm.state_dict(), "optimizer": optimizer}
 
 
-def scripts(folder: Path) -> dict[str, Any]:
-    """train_reward.py, ppo.py and rloo.py from end to end on the task of `folder`; what was sampled and saved."""
-    os.chdir(folder)
-    task = tiny.make_task(
-        base_model="task/model", query_dataset="task/stories.txt", label_dataset="task/labels.json", truncate_token=None
-    )
-    stop, utils.stop_accelerator = utils.stop_accelerator, lambda accelerator: accelerator.wait_for_everyone()
-    train_reward.main(
-        train_reward.Args(
-            task=task,
-            num_labels=12,
-            batch_size=4,
-            lr=1e-3,
-            normalize_samples=4,
-            run_name="reward",
-            rollout_batch_size=4,
-            output_dir="reward",
-        )
-    )
+def work(rank: int, processes: int) -> dict[str, Any]:
+    """An update or two of each script; and again, to keep the gradients of each step."""
+    results, recorded = {}, {}
+    for script in (ppo, rloo):
+        name = script.__name__
+        results[name] = run_update(script, rank, processes, script.AdamTF)
+        recorded[name] = run_update(script, rank, processes, tiny.Recorder)
+    results["train_reward"] = train_rewards(rank, processes, train_reward.AdamTF)
+    recorded["train_reward"] = train_rewards(rank, processes, tiny.Recorder)
+    results["sft"] = fine_tune(SGD, max_grad_norm=0.1)
+    recorded["sft"] = fine_tune(tiny.Recorder, max_grad_norm=1e6)  # clipping would hide a factor
+    for name, result in results.items():
+        result["gradients"] = recorded[name].pop("optimizer").gradients
+        result["steps"] = [group.get("t") for group in result.pop("optimizer").param_groups]
+    return results
+
+
+def count_e(queries: list[str], responses: list[str]) -> list[float]:
+    """A reward that needs no model."""
+    return [response.count("e") / 4 for response in responses]
+
+
+def run_scripts(accelerator: Accelerator) -> dict[str, Any]:
+    """What ppo.py and rloo.py sample and save, and what train_reward.py samples, in this folder."""
+    files = dict(base_model="task/model", query_dataset="task/stories.txt", truncate_token=None)
+    task = tiny.make_task(**files)
     seen: dict[str, Any] = {}
-    save = records.Run.save
-
-    def spy_save(run, model, tokenizer, **heads):
-        seen[run.script.stem]["weights"] = {name: value.clone() for name, value in model.state_dict().items()}
-        save(run, model, tokenizer, **heads)
-
-    records.Run.save = spy_save
-    for script, name in ((ppo, "ppo"), (rloo, "rloo")):
-        seen[name] = {"contexts": [], "responses": []}
-        if script is rloo:
-            utils.stop_accelerator = stop  # the last one
-        make_rollout = script.make_rollout
-
-        def spy_rollout(*args, make_rollout=make_rollout, mine=seen[name]):
-            rollout, score = make_rollout(*args)
-            mine["contexts"].append(rollout.contexts)
-            mine["responses"].append(rollout.responses)
-            return rollout, score
-
-        script.make_rollout = spy_rollout
-        common = dict(total_episodes=20, reward_model="reward", output_dir=name, run_name=name)
-        script.main(tiny.make_args(task, script, **common))
+    for script in (ppo, rloo):
+        name, rollouts, prepared = script.__name__, [], []
+        files = dict(run_name=name, output_dir=name, reward_fn="two_processes:count_e")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(script, "make_rollout", keep(script.make_rollout, rollouts))
+            patch.setattr(distributed, "prepare", keep(distributed.prepare, prepared))
+            patch.setattr(distributed, "stop", lambda accelerator: None)
+            script.main(tiny.make_args(task, script, total_episodes=16, eval_queries=3, **files))
+        seen[name] = {
+            "weights": accelerator.unwrap_model(prepared[0][0]).lm.state_dict(),
+            "samples": [(r.contexts, r.responses) for r in rollouts if len(r.mask) == 4],
+            "evaluations": [r.responses for r in rollouts if len(r.mask) == 3],
+        }
+    args = train_reward.Args(task=task, normalize_samples=8, rollout_batch_size=8)
+    tokenizer, ids = train_reward.load_tokenizer(task, 5)
+    samples = train_reward.sample_policy(args, task, tokenizer, ids, accelerator)
+    seen["train_reward"] = {"samples": samples}
     return seen
 
 
-def work(accelerator: Accelerator) -> dict[str, Any]:
-    """All steps."""
-    return {
-        "ppo": update(ppo, accelerator),
-        "rloo": update(rloo, accelerator),
-        "reward": reward_steps(accelerator),
-        "sft": sft_step(accelerator),
-    }
-
-
 if __name__ == "__main__":
-    folder = Path(sys.argv[1]).absolute()
-    accelerator = utils.start_accelerator(tiny.make_args())
-    rank = accelerator.process_index
-    result = work(accelerator) | {"processes": accelerator.num_processes}
-    result["scripts"] = scripts(folder)
-    torch.save(result, folder / f"rank{rank}.pt")
+    os.chdir(sys.argv[1])
+    accelerator = distributed.start(tiny.make_args())
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    result = work(rank, processes) | {"processes": processes, "scripts": run_scripts(accelerator)}
+    torch.save(result, f"rank{rank}.pt")
+    distributed.stop(accelerator)

@@ -1,0 +1,131 @@
+"""machinery/decoding.py: logits with a static cache, and samples, are those of the plain model (G4)."""
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from tiny import PAD
+from torch import Tensor
+from transformers import GenerationConfig
+
+import ppo
+from machinery import decoding, models
+from machinery.cli import InputError
+
+OTHERS = {
+    "gemma2": {},
+    "opt": {},
+    "gptj": {},
+    "gpt_neo": dict(window_size=13),  # local attention, as wide as context and response
+    "mistral": dict(sliding_window=6),  # narrower than the contexts
+}
+KINDS = (*((kind, None) for kind in tiny.KINDS), *OTHERS.items())
+LENGTH = 5  # tokens of a response
+CONTEXTS = tiny.make_contexts([8, 3, 5, 8, 1], 11).repeat(3, 1)  # each three times, 3 columns of pads
+
+
+def make_lm(kind: str, settings: dict | None):
+    return tiny.make_lm(kind) if settings is None else tiny.make_other_lm(kind, **settings)
+
+
+def next_logits(lm, tokens: Tensor, position_ids: Tensor) -> Tensor:
+    """Logits [B, V] after sequences [B, T] by the plain model, without a cache."""
+    mask = tokens != PAD
+    inputs = dict(attention_mask=mask, position_ids=position_ids, use_cache=False)
+    return lm(tokens.masked_fill(~mask, 0), **inputs).logits[:, -1].float()
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind, settings", KINDS)
+def test_G4_decoder_gives_the_logits_of_the_plain_model_at_every_step(kind, settings, bf16):
+    """With padding, prompts that repeat, and the positions that it is given."""
+    lm, read = make_lm(kind, settings), []
+    decoder = decoding.Decoder(lm, LENGTH)
+    mask = CONTEXTS != PAD
+    position_ids = mask.cumsum(dim=1) - mask.long() + 2
+    tokens, new, cache = CONTEXTS, CONTEXTS.masked_fill(~mask, 0), None
+    responses = tiny.make_responses(15, LENGTH)
+    hook = lambda module, args: read.append(tuple(args[0].shape))  # noqa: E731
+    for step in range(LENGTH + 1):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            expected = next_logits(lm, tokens, position_ids)
+            handle = lm.get_input_embeddings().register_forward_pre_hook(hook)
+            output = decoder(new, mask, position_ids[:, -new.shape[1] :], past_key_values=cache)
+            handle.remove()
+        cache, logits = output.past_key_values, output.logits[:, -1].float()
+        assert output.logits.shape == (15, 1, tiny.VOCAB)
+        error = (logits - expected).norm(dim=1) / expected.norm(dim=1)
+        assert error.max() < (3e-2 if bf16 else 1e-5), step
+        if step < LENGTH:
+            new = responses[:, step : step + 1]
+            tokens, mask = torch.cat([tokens, new], dim=1), F.pad(mask, (0, 1), value=True)
+            position_ids = torch.cat([position_ids, position_ids[:, -1:] + 1], dim=1)
+    assert read == [(5, 8)] + [(15, 1)] * LENGTH  # distinct prompts once, no column of pads
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mistral"])
+def test_G4_the_decoders_step_is_compiled_once_for_contexts_of_several_widths(kind, monkeypatch):
+    """As whole graphs without a break; here without the kernels, which need a compiler."""
+    graphs, compile = [], torch.compile
+    backend = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
+    fake = lambda lm, mode, **settings: compile(lm, backend=backend, **settings)  # noqa: E731
+    monkeypatch.setattr(torch, "compile", fake)
+    lm, uniform = tiny.make_lm(kind, positions=256), tiny.uniform(LENGTH, 5)
+    decoders = [decoding.Decoder(lm, LENGTH, compile=compiled) for compiled in (False, True)]
+    for width in (11, 6, 11):
+        contexts = tiny.make_contexts([5, 3, 5, 1, width], width)
+        assert torch.equal(*(ppo.sample(x, contexts, uniform, PAD, 0.7) for x in decoders))
+    assert len(graphs) == 1
+
+
+def test_a_text_longer_than_local_attention_is_refused():
+    """GPT-Neo counts its window in columns: of a static cache, those that are not filled too."""
+    config = tiny.make_other_lm("gpt_neo", window_size=13).config
+    models.check_length(config, 13, "query_length=8")
+    with pytest.raises(InputError, match="13"):
+        models.check_length(config, 14, "query_length=9")
+
+
+def sample_naively(lm, contexts: Tensor, length: int, temperature: float) -> Tensor:
+    """[B, C] → [B, length] from the full vocabulary, by the plain model without a cache."""
+    tokens = contexts
+    for _ in range(length):
+        mask = tokens != PAD
+        with torch.no_grad():
+            logits = next_logits(lm, tokens, mask.cumsum(dim=1) - mask.long())
+        new = torch.multinomial((logits / temperature).softmax(dim=-1), num_samples=1)
+        tokens = torch.cat([tokens, new], dim=1)
+    return tokens[:, contexts.shape[1] :]
+
+
+INHERITED = {  # what checkpoints carry
+    "nothing": {},
+    "eos": dict(eos_token_id=list(range(40)), forced_eos_token_id=3),
+    "top_k": dict(do_sample=True, top_k=50, top_p=0.1, min_p=0.5, typical_p=0.2),
+    "temperature": dict(do_sample=True, temperature=0.01),
+    "greedy": dict(do_sample=False, num_beams=2),
+    "long": dict(min_new_tokens=40, min_length=50, max_length=60),
+    "short": dict(max_length=4, max_new_tokens=2, stop_strings=["a"], max_time=0.0),
+    "penalties": dict(repetition_penalty=9.0, no_repeat_ngram_size=1, suppress_tokens=[3]),
+}
+
+
+@pytest.mark.parametrize("name", INHERITED)
+def test_13_generate_ignores_the_generation_config_of_the_checkpoint(name):
+    """Exactly `length` tokens of the full vocabulary, as a naive loop samples them."""
+    lm = tiny.make_lm()
+    lm.generation_config = own = GenerationConfig(**INHERITED[name])
+    torch.manual_seed(0)
+    expected = sample_naively(lm, CONTEXTS, LENGTH, 1.5)
+    torch.manual_seed(0)
+    assert torch.equal(decoding.generate(lm, CONTEXTS, PAD, LENGTH, 1.5), expected)
+    assert lm.generation_config is own
+
+
+@pytest.mark.parametrize("kind", (*tiny.KINDS, "opt", "gptj"))
+def test_G4_generate_samples_what_the_plain_model_does(kind):
+    lm = make_lm(kind, None if kind in tiny.KINDS else {})
+    torch.manual_seed(0)
+    expected = sample_naively(lm, CONTEXTS, LENGTH, 0.7)
+    torch.manual_seed(0)
+    assert torch.equal(decoding.generate(lm, CONTEXTS, PAD, LENGTH, 0.7), expected)
