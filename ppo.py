@@ -52,7 +52,7 @@ from machinery.data import load_queries
 from machinery.decoding import Decoder
 from machinery.models import Float32Linear, compute_logits, enable_gradient_checkpointing
 from machinery.models import load_lm, load_tokenizer
-from machinery.packing import packed
+from machinery.packing import Packed
 from machinery.rewards import load_gold_reward, load_reward
 from machinery.runs import Run, check_run
 from train_reward import RewardModel
@@ -182,7 +182,7 @@ class PolicyAndValue(nn.Module):
     def __init__(self, lm: PreTrainedModel, pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = packed(lm.base_model)  # the same transformer; computes no padding
+        self.backbone = Packed(lm.base_model)  # the same transformer; computes no padding
         self.value_head = Float32Linear(lm.config.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)  # values start at 0 (P2)
         nn.init.zeros_(self.value_head.bias)
@@ -199,17 +199,15 @@ class PolicyAndValue(nn.Module):
         position_ids = mask.cumsum(dim=1) - mask.long()  # the number of real tokens before (G3)
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
         hidden = hidden[:, contexts.shape[1] - 1 : -1]  # [B, R, D], position t predicts t + 1
-        real = mask[:, contexts.shape[1] :]  # [B, R]
-        values = self.value_head(hidden).squeeze(-1).masked_fill(~real, 0)  # one per token (G1)
-
-        # Logits of real tokens only, by the language model's own head in fp32.
+        real = mask[:, contexts.shape[1] :]  # [B, R], N of them are True
+        values = self.value_head(hidden[real]).squeeze(1)  # [N], one per token (G1)
         logits = compute_logits(self.lm, hidden[real]) / self.temperature  # [N, V] (P1)
         logps = logits.log_softmax(dim=-1)
         logprobs = logps.gather(1, responses[real][:, None]).squeeze(1)  # [N]
         with torch.no_grad():
             entropies = -(logps.exp() * logps).sum(dim=-1)  # [N]
-        zeros = torch.zeros_like(values)
-        return zeros.masked_scatter(real, logprobs), zeros.masked_scatter(real, entropies), values
+        zeros = logits.new_zeros(real.shape)
+        return tuple(zeros.masked_scatter(real, x) for x in (logprobs, entropies, values))
 
 
 # ----------------------------------------------------------------------------------------- sampling
@@ -517,8 +515,8 @@ def main(args: Args) -> None:
     tokenizer, ids = load_tokenizer(task, task.response_length)  # ids: pad, truncate, affixes
     queries = load_queries(task, tokenizer, ids, max_queries=args.total_episodes)  # a TokenTable
     heldout, queries = queries.hold_out(args.eval_queries)
-    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # [B, Q], [B, R] → [B]
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score, if the task knows it
+    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # [B, Q], [B, R] → [B]
 
     ref = PolicyAndValue(load_lm(task.base_model), ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
@@ -604,7 +602,7 @@ def main(args: Args) -> None:
         seconds = timer.stop()
         metrics = rollout_metrics(rollout, kl_coef, ids.pad, gold_reward) | stats
         metrics = mean_over_processes(metrics, device)
-        var_explained = 1 - metrics["ppo/val/error"] / metrics["ppo/returns/var"]
+        var_explained = 1 - metrics["ppo/val/error"] / max(metrics["ppo/returns/var"], 1e-8)
         metrics["ppo/val/var_explained"] = var_explained
         metrics["ppo/lr"] = lr
         metrics["ppo/episode"] = (update + 1) * args.batch_size
@@ -616,7 +614,6 @@ def main(args: Args) -> None:
 
     run.save(lm, tokenizer, value_head=accelerator.unwrap_model(policy).value_head)
     run.log(num_updates, evaluate(num_updates, kl_coef))
-    run.compare_samples()  # print the first and the last evaluation's responses side by side
     run.finish()
     distributed.stop(accelerator)
 

@@ -52,7 +52,7 @@ from machinery.data import load_queries
 from machinery.decoding import Decoder
 from machinery.models import compute_logits, enable_gradient_checkpointing, load_lm
 from machinery.models import load_tokenizer
-from machinery.packing import packed
+from machinery.packing import Packed
 from machinery.rewards import load_gold_reward, load_reward
 from machinery.runs import Run, check_run
 from train_reward import RewardModel
@@ -173,7 +173,7 @@ class Policy(nn.Module):
     def __init__(self, lm: PreTrainedModel, pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = packed(lm.base_model)  # the same transformer; computes no padding
+        self.backbone = Packed(lm.base_model)  # the same transformer; computes no padding
         self.pad_id = pad_id  # not in the vocabulary: a sampled token is never padding (G2)
         self.temperature = temperature
 
@@ -189,16 +189,14 @@ class Policy(nn.Module):
         # Equal contexts of neighboring sequences are computed once.
         hidden = self.backbone(*inputs, prompt_length=contexts.shape[1])  # [B, T, D]
         hidden = hidden[:, contexts.shape[1] - 1 : -1]  # [B, R, D], position t predicts t + 1
-        real = mask[:, contexts.shape[1] :]  # [B, R]
-
-        # Logits of real tokens only, by the language model's own head in fp32.
+        real = mask[:, contexts.shape[1] :]  # [B, R], N of them are True
         logits = compute_logits(self.lm, hidden[real]) / self.temperature  # [N, V] (P1)
         logps = logits.log_softmax(dim=-1)
         logprobs = logps.gather(1, responses[real][:, None]).squeeze(1)  # [N]
         with torch.no_grad():
             entropies = -(logps.exp() * logps).sum(dim=-1)  # [N]
-        zeros = torch.zeros(real.shape, device=real.device)
-        return zeros.masked_scatter(real, logprobs), zeros.masked_scatter(real, entropies)
+        zeros = logits.new_zeros(real.shape)
+        return tuple(zeros.masked_scatter(real, x) for x in (logprobs, entropies))
 
 
 # ----------------------------------------------------------------------------------------- sampling
@@ -477,8 +475,8 @@ def main(args: Args) -> None:
     max_queries = args.total_episodes // args.rloo_k
     queries = load_queries(task, tokenizer, ids, max_queries)  # a TokenTable
     heldout, queries = queries.hold_out(args.eval_queries)
-    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # [B, Q], [B, R] → [B]
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score, if the task knows it
+    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # [B, Q], [B, R] → [B]
 
     ref = Policy(load_lm(task.base_model), ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
@@ -571,7 +569,6 @@ def main(args: Args) -> None:
 
     run.save(lm, tokenizer)
     run.log(num_updates, evaluate(num_updates, kl_coef))
-    run.compare_samples()  # print the first and the last evaluation's responses side by side
     run.finish()
     distributed.stop(accelerator)
 

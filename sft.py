@@ -31,7 +31,7 @@ from machinery import cli, distributed
 from machinery.cli import UnitFloat
 from machinery.decoding import generate
 from machinery.models import compute_logits, enable_gradient_checkpointing, load_lm, load_tokenizer
-from machinery.packing import packed
+from machinery.packing import Packed
 from machinery.runs import Run, check_run
 from machinery.sequences import load_blocks, load_responses
 from utils import Timer, TokenIds, all_sum, decode, micro_batches, truncate
@@ -110,7 +110,7 @@ class LanguageModel(nn.Module):
     def __init__(self, lm: PreTrainedModel, pad_id: int):
         super().__init__()
         self.lm = lm
-        self.backbone = packed(lm.base_model)  # the transformer, without computing padding
+        self.backbone = Packed(lm.base_model)  # the transformer, without computing padding
         self.pad_id = pad_id
 
     def forward(self, tokens: Tensor, first: int) -> Tensor:

@@ -39,7 +39,7 @@ from machinery.decoding import generate
 from machinery.labels import Labels, load_labels
 from machinery.models import Float32Linear, check_length, disable_dropout
 from machinery.models import enable_gradient_checkpointing, load_lm, load_tokenizer, use_fused_gelu
-from machinery.packing import packed
+from machinery.packing import Packed
 from machinery.plots import plot_histogram
 from machinery.rewards import RewardConfig, reward_input, score_in_parts
 from machinery.runs import Run, check_run
@@ -124,7 +124,7 @@ class RewardModel(PreTrainedModel):
         super().__init__(config)
         self.backbone = backbone or AutoModel.from_config(disable_dropout(config.backbone))
         use_fused_gelu(self.backbone)
-        self.run_backbone = packed(self.backbone)  # the same; computes no padding
+        self.run_backbone = Packed(self.backbone)  # the same; computes no padding
         self.head = Float32Linear(config.backbone.hidden_size, 1)
         self.gain = nn.Parameter(torch.ones(1))
         self.bias = nn.Parameter(torch.zeros(1))
@@ -162,7 +162,7 @@ class AdamTF(torch.optim.Adam):
     PyTorch:     m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
     TensorFlow:  m / (1 - beta1^t) * sqrt(1 - beta2^t) / (sqrt(v) + eps)
 
-    They are equal if PyTorch's eps is eps / sqrt(1 - beta2^t), which grows the first steps' eps.
+    So TensorFlow's eps is PyTorch's eps / sqrt(1 - beta2^t): larger in the first steps.
     """
 
     def __init__(self, params: Any, lr: float, eps: float = 1e-5, **settings: Any):
@@ -182,18 +182,22 @@ class AdamTF(torch.optim.Adam):
 
 
 def sample_policy(
-    args: Args, task: Task, tokenizer: Any, ids: TokenIds, accelerator: Accelerator
-) -> list[tuple[Tensor, Tensor]]:
+    args: Args, accelerator: Accelerator
+) -> tuple[list[tuple[Tensor, Tensor]], Any, TokenIds]:
     """Sample the pretrained policy twice, to normalize before and after training (R3).
 
-    Each time queries [S, Q] and responses [S, R], which end at EOS in EOS tasks only. The policy is
-    freed when this returns.
+    Each time queries [S, Q] and responses [S, R], which end at EOS in EOS tasks only. Also returns
+    the policy's tokenizer and token ids. The policy is freed when this returns.
     """
     device, processes = accelerator.device, accelerator.num_processes
-    lm = load_lm(task.base_model).to(device).eval()
+    task, flag = args.task, "--base_model"
+    if args.policy_model:
+        task, flag = replace(task, base_model=args.policy_model), "--policy_model"
+    tokenizer, ids = load_tokenizer(task, task.response_length, flag)
     batches = math.ceil(args.normalize_samples / args.rollout_batch_size)
     size = batches * args.rollout_batch_size // processes
     table = load_queries(task, tokenizer, ids, max_queries=2 * size * processes)
+    lm = load_lm(task.base_model, flag).to(device).eval()
     seed = args.seed + 100003 * accelerator.process_index  # (G6)
     torch.manual_seed(seed)
     samples = []
@@ -210,7 +214,7 @@ def sample_policy(
         if task.eos_task:  # (X9)
             responses, _ = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
         samples.append((queries, responses))
-    return samples
+    return samples, tokenizer, ids
 
 
 @torch.no_grad()
@@ -317,10 +321,7 @@ def main(args: Args) -> None:
             f"num_labels={args.num_labels}, but --label_dataset {task.label_dataset} has only "
             f"{len(labels)}; use a multiple of batch_size={args.batch_size} below that"
         )
-    policy_task = replace(task, base_model=args.policy_model or task.base_model)
-    flag = "--policy_model" if args.policy_model else "--base_model"
-    policy_tokenizer, policy_ids = load_tokenizer(policy_task, task.response_length, flag)
-    samples = sample_policy(args, policy_task, policy_tokenizer, policy_ids, accelerator)
+    samples, policy_tokenizer, policy_ids = sample_policy(args, accelerator)
 
     torch.manual_seed(args.seed)
     model = new_reward_model(task.base_model, ids.pad)

@@ -84,10 +84,8 @@ def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
     """
     probs = logits.to(uniform.device, torch.float64).softmax(dim=-1)
     cdf = probs.cumsum(dim=-1)
-    tokens = torch.searchsorted(
-        cdf, uniform * cdf[:, -1:], right=True
-    )  # never one of probability 0
-    return tokens.to(logits.device)
+    tokens = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)  # never probability 0
+    return tokens.clamp(max=logits.shape[1] - 1).to(logits.device)  # the last one for NaN
 
 
 # ----------------------------------------------------------------------------------------- batches

@@ -237,6 +237,10 @@ def write_csv(runs: list[Run], metrics: tuple[str, ...], x: str, path: Path) -> 
 
 def main(args: Args) -> None:
     """Read the runs, write picture and CSV."""
+    if not args.out.parent.is_dir() or args.out.suffix not in (".png", ".pdf", ".svg"):
+        raise InputError(f"--out {args.out} is not a .png, .pdf or .svg in an existing folder")
+    if not args.runs:
+        raise InputError("name the runs to draw, such as PPO=runs/demo_ppo")
     runs = load(args)
     known = {name for run in runs for line in run.lines for name in line}
     metrics = args.metrics or tuple(name for name in PANELS if name in known)

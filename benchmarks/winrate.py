@@ -26,6 +26,7 @@ from machinery.data import load_queries, load_texts, tokenize_queries  # noqa: E
 from machinery.decoding import Decoder  # noqa: E402
 from machinery.functions import load_function  # noqa: E402
 from machinery.models import load_lm, load_tokenizer  # noqa: E402
+from machinery.rewards import call_reward_function  # noqa: E402
 from utils import add_affixes, decode, generator, truncate  # noqa: E402
 
 
@@ -92,6 +93,8 @@ def win_rate(
 
 def main(args: Args) -> None:
     """Sample, judge and count; print a sentence and a line of JSON."""
+    if args.task not in TASKS:
+        raise cli.InputError(f"--task {args.task} is unknown; choose {', '.join(TASKS)}")
     task = TASKS[args.task]
     judge_name = args.judge or task.gold_fn
     if judge_name is None:
@@ -105,12 +108,12 @@ def main(args: Args) -> None:
             texts = read_responses(replace(task, base_model=other), args)
         else:
             texts = sample_responses(replace(task, base_model=model), args)
-        scores.append(np.array(judge(*texts), dtype=float))
+        scores.append(call_reward_function(judge, judge_name, texts).numpy())
     rate, low, high = win_rate(*scores, args.seed)
     queries = len(scores[0])
     interval = f"(95%: {low:.1%} to {high:.1%})"
     print(f"{args.a} beats {args.b} on {rate:.1%} of {queries} held-out queries {interval}")
-    means = {"mean_a": scores[0].mean(), "mean_b": scores[1].mean()}
+    means = {"mean_a": float(scores[0].mean()), "mean_b": float(scores[1].mean())}
     print(json.dumps({"win_rate": rate, "low": low, "high": high, "queries": queries} | means))
 
 
@@ -119,3 +122,5 @@ if __name__ == "__main__":
         main(tyro.cli(Args))
     except cli.InputError as error:
         cli.fail(error, 2)
+    except cli.RunError as error:  # the judge failed
+        cli.fail(error, 1)

@@ -93,7 +93,7 @@ def save_model(
     Written beside its final name and renamed. An existing folder is never overwritten; one with the
     same files, left by a run that was killed after this and resumed, is fine.
     """
-    part = folder.with_name(f"{folder.name}.part")
+    part = folder.with_name(f".{folder.name}.part")
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it wrote this
     try:
@@ -141,7 +141,7 @@ def write_card(args: Any, run: Path, script: str, weights: Path) -> None:
         f"---\n{data.to_yaml()}\n---\n\n# {script} on {args.task.task}\n\n"
         f"Trained from `{base}` with onefile-rlhf.\n\n"
         f"| metric | first | last |\n|---|---|---|\n{rows}\n![Learning curves](curves.png)\n\n"
-        f"```json\n{json.dumps(settings, indent=1)}\n```\n"
+        f"```json\n{json.dumps(settings, indent=1, ensure_ascii=False)}\n```\n"
     )
     text = text.replace(f"{ROOT}/", "")  # no paths of this machine
     if len(home := str(Path.home())) > 1:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -129,7 +130,7 @@ def find_checkpoint(args: Any, script: Path) -> Path | None:
     if args.resume == "latest":
         folder = latest_run(args.task.task, script)
     found = [folder] if folder.is_file() else sorted(folder.glob("checkpoints/*.safetensors"))
-    if not found or not (found[-1].parents[1] / script.name).is_file():
+    if not found or not (found[-1].absolute().parents[1] / script.name).is_file():
         raise InputError(
             f"--resume {args.resume} has no checkpoint of {script.name} on task {args.task.task}; "
             "runs write them with --save_every, and when they receive SIGTERM"
@@ -150,13 +151,14 @@ def latest_run(task: str, script: Path) -> Path:
 
 def check_same_run(args: Any, processes: int, run: Path) -> None:
     """Raise `InputError` if flags would change the numbers of the run that is resumed."""
-    new = asdict(args) | {"processes": processes}
+    precision = AcceleratorState().mixed_precision
+    new = asdict(args) | {"processes": processes, "mixed_precision": precision}
     old = json.loads((run / "args.json").read_text())
     new, old = (record | record["task"] for record in (new, old))
     changed = [
         f"{name}={value} instead of {old.get(name)}"
         for name, value in new.items()
-        if name not in (*MAY_CHANGE, "task") and value != old.get(name)
+        if name not in MAY_CHANGE and value != old.get(name)
     ]
     if changed:
         raise InputError(

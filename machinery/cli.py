@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import tyro
 from pydantic import Field
-from safetensors import SafetensorError
 
 from data.tasks import TASKS, Task
 
@@ -66,7 +65,7 @@ def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]]) -> None:
         fail(error, 2)
     except RunError as error:
         fail(error, 1)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
         if not is_disk_error(error):
             raise
         fail(error, 1)
@@ -77,9 +76,9 @@ def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]]) -> None:
 def is_disk_error(error: BaseException) -> bool:
     """Whether a disk is full or read-only."""
     numbers = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG
-    if isinstance(error, SafetensorError):  # has the operating system's words only
-        return any(os.strerror(number) in str(error) for number in numbers)
-    return getattr(error, "errno", None) in numbers
+    if isinstance(error, OSError):
+        return error.errno in numbers
+    return any(os.strerror(number) in str(error) for number in numbers)  # libraries in Rust
 
 
 def fail(message: Any, code: int) -> None:

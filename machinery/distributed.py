@@ -121,7 +121,7 @@ def prepare(
     if accelerator.is_fsdp2:
         name_blocks(model)
         model.forward = accelerator.autocast()(model.forward)  # DDP's wrapper does this itself
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model.train(), optimizer)
     if accelerator.is_fsdp2:
         model.set_reshard_after_forward(True)  # the root's weights too
         model._get_fsdp_state()._lazy_init()  # `inference` comes before the first forward pass

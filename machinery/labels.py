@@ -71,30 +71,31 @@ def load_labels(task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     rows = load_rows(task.label_dataset, "--label_dataset")
     if {"chosen", "rejected"} <= set(rows.column_names):
         return load_pairs(rows, task, tokenizer, ids)
-    source = load_label_tokenizer(task, tokenizer)
+    source = load_label_tokenizer(task)
     vocabulary = ids.pad if source is None else len(source)
     labels = load_best_of_k(rows, vocabulary, f"--label_dataset {task.label_dataset}")
-    return labels if source is None else translate_labels(labels, source, tokenizer)
+    if source is None or same_tokens(tokenizer, source):
+        return labels
+    return translate_labels(labels, source, tokenizer)
 
 
 # ---------------------------------------------------------------------------------- OpenAI's files
 
 
-def load_label_tokenizer(task: Task, tokenizer: Any) -> Any | None:
-    """The tokenizer that made the ids of the labels; None if the model's own reads them."""
+def load_label_tokenizer(task: Task) -> Any | None:
+    """The tokenizer that made the ids of the labels; None if it is the model's own."""
     name = task.label_tokenizer
     if name is None or name == task.base_model:
         return None
     files = "config.json tokenizer.json tokenizer_config.json"
     try:
         with loading_model(name, "--label_tokenizer", files=files):
-            other = AutoTokenizer.from_pretrained(name)
+            return AutoTokenizer.from_pretrained(name)
     except InputError as error:
         raise InputError(
             f"--label_dataset {task.label_dataset} holds ids of {name}'s tokenizer. {error}\n"
             f"If they are the model's own ids, pass --label_tokenizer {task.base_model}"
         ) from error
-    return None if same_tokens(tokenizer, other) else other
 
 
 def load_best_of_k(rows: datasets.Dataset, vocabulary: int, where: str) -> Labels:

@@ -19,7 +19,7 @@ from machinery.cli import InputError
 from machinery.data import single_token
 from machinery.decoding import Decoder
 from machinery.hub import loading_model
-from machinery.packing import packed, run_plain
+from machinery.packing import Packed, run_plain
 from utils import TokenIds, pad_left
 
 KNOWN = "GPT-2, GPT-NeoX (Pythia), Llama, Qwen 2, Mistral, Falcon and similar models work"
@@ -60,6 +60,8 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
         config, length, f"query_length={task.query_length} with prefix, suffix and response"
     )
     truncate = single_token(tokenizer, task.truncate_token, "--truncate_token")
+    if task.eos_task and truncate is None:
+        raise InputError("eos_task needs a truncate_token, at which responses end")
     return tokenizer, TokenIds(config.vocab_size, truncate, prefix, suffix)
 
 
@@ -91,7 +93,7 @@ def load_lm(name: str, flag: str = "--base_model", from_scratch: bool = False) -
         config = disable_dropout(AutoConfig.from_pretrained(name))
     path = Path(name)
     if path.is_dir() and not any(path.glob("*.safetensors*")):
-        if not from_scratch:
+        if not from_scratch or any(path.glob("*.bin")):
             raise InputError(f"{flag} {name} has no *.safetensors files; save the weights as such")
         lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     else:
@@ -124,7 +126,7 @@ def check_model(lm: PreTrainedModel, name: str, flag: str) -> None:
     lm.eval()
     try:
         alone = torch.cat([lm(torch.tensor([ids])).logits[0] for ids in sequences])
-        results = {"with padding": compute_logits(lm, packed(lm.base_model)(*inputs))[mask]}
+        results = {"with padding": compute_logits(lm, Packed(lm.base_model)(*inputs))[mask]}
         results["token by token"] = decode_step_by_step(lm, *inputs)[mask]
         lm.train()
         results["in training mode"] = compute_logits(lm, run_plain(lm.base_model, *inputs))[mask]

@@ -1,6 +1,6 @@
 """Run a transformer on padded sequences without computing the padding.
 
-`packed(backbone)` has the signature and the results of the transformer itself. It moves the real
+`Packed(backbone)` has the signature and the results of the transformer itself. It moves the real
 tokens of a batch into a few packed sequences, runs the transformer on those, and moves the hidden
 states back. An attention mask keeps the sequences apart.
 
@@ -9,7 +9,6 @@ Shapes: `B` sequences of `T` tokens, `G` groups of them, `N` packed sequences of
 
 import heapq
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -17,27 +16,32 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 
-def packed(backbone: PreTrainedModel) -> Callable[..., Tensor]:
-    """Return `run(input_ids, attention_mask, position_ids)` → hidden states [B, T, D].
+class Packed:
+    """A transformer called as `run(input_ids, attention_mask, position_ids)` → hidden [B, T, D].
 
-    Those of real tokens equal the plain call's; those of padding are arbitrary finite numbers.
+    Results at real tokens equal the plain call's; those at padding are arbitrary.
     `prompt_length=n`: neighboring sequences whose first n columns are equal compute them once.
     Models that cannot be packed are called as they are.
     """
-    window = getattr(backbone.config, "sliding_window", None) or math.inf
-    packable: bool | None = None  # not tried yet
 
-    def run(
-        input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, prompt_length: int = 0
+    def __init__(self, backbone: PreTrainedModel):
+        self.backbone = backbone
+        self.packable: bool | None = None  # not tried yet
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        prompt_length: int = 0,
     ) -> Tensor:
-        nonlocal packable
-        if packable is None:
-            packable = is_packable(backbone)
-        if packable and input_ids.shape[1] <= window:  # the mask below knows no sliding window
-            return run_packed(backbone, input_ids, attention_mask, position_ids, prompt_length)
-        return run_plain(backbone, input_ids, attention_mask, position_ids)
-
-    return run
+        inputs = self.backbone, input_ids, attention_mask, position_ids
+        if self.packable is None:
+            self.packable = is_packable(self.backbone)
+        window = getattr(self.backbone.config, "sliding_window", None) or math.inf
+        if self.packable and input_ids.shape[1] <= window:  # the mask knows no sliding window
+            return run_packed(*inputs, prompt_length)
+        return run_plain(*inputs)
 
 
 def run_plain(
@@ -54,11 +58,12 @@ def run_packed(
     attention_mask: Tensor,
     position_ids: Tensor,
     prompt_length: int = 0,
+    width: int = 256,
 ) -> Tensor:
-    """Hidden states [B, T, D] of the batch, computed in packed sequences."""
+    """Hidden states [B, T, D] of the batch, computed in packed sequences of about `width` tokens."""
     real = attention_mask.bool()
     groups, group_lengths, before = group_by_prompt(input_ids, real, prompt_length)
-    starts, count, width = place(group_lengths, backbone.config.hidden_size)
+    starts, count, width = place(group_lengths, width, backbone.config.hidden_size)
     unused = count * width
     plan = np.stack([groups, starts[groups], starts[groups] + before])
     groups, prompt_start, own_start = torch.as_tensor(plan, device=real.device)[:, :, None]
@@ -103,7 +108,7 @@ def group_by_prompt(
     return groups, group_lengths, before - before[first][groups]
 
 
-def place(lengths: np.ndarray, features: int) -> tuple[np.ndarray, int, int]:
+def place(lengths: np.ndarray, width: int, features: int) -> tuple[np.ndarray, int, int]:
     """Distribute groups of these lengths over packed sequences of equal width.
 
     The longest group goes first, always into the packed sequence with the fewest tokens. Of a few
@@ -111,8 +116,8 @@ def place(lengths: np.ndarray, features: int) -> tuple[np.ndarray, int, int]:
     where each group starts when they are laid end to end [G], their number, and their width.
     """
     total, longest = int(lengths.sum()), int(lengths.max())
-    fewest = math.ceil(total / max(256, 2 * longest))
-    most = math.ceil(total / max(128, longest))
+    fewest = math.ceil(total / max(width, 2 * longest))
+    most = math.ceil(total / max(width // 2, longest))
     order = np.argsort(-lengths, kind="stable").tolist()
     best = math.inf
     for count in np.unique(np.linspace(fewest, most, 8).astype(int)).tolist():
@@ -153,9 +158,9 @@ def is_packable(backbone: PreTrainedModel) -> bool:
     Falcon with alibi, for one, refuses masks of four dimensions.
     """
     device = backbone.device
-    lengths = torch.tensor([5, 3, 4, 5], device=device)
-    input_ids = torch.arange(20, device=device).view(4, 5) % backbone.config.vocab_size
-    mask = torch.arange(5, device=device) < lengths[:, None]
+    lengths = torch.tensor([6, 5, 3, 4], device=device)  # 6 and 3, 5 and 4 are packed together
+    input_ids = torch.arange(24, device=device).view(4, 6) % backbone.config.vocab_size
+    mask = torch.arange(6, device=device) < lengths[:, None]
     position_ids = mask.cumsum(dim=1) - mask.long()
     training = backbone.training
     backbone.eval()
@@ -164,7 +169,7 @@ def is_packable(backbone: PreTrainedModel) -> bool:
     try:
         with torch.autocast(device.type, enabled=False):
             plain = run_plain(backbone, input_ids, mask, position_ids)
-            other = run_packed(backbone, input_ids, mask, position_ids)
+            other = run_packed(backbone, input_ids, mask, position_ids, width=8)
         return torch.allclose(plain[mask].float(), other[mask].float(), rtol=1e-3, atol=5e-3)
     except (RuntimeError, ValueError, IndexError, TypeError):
         return False

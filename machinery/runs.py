@@ -74,8 +74,6 @@ class Run:
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.source = checkpoints.find_checkpoint(args, script)
         self.step, self.start = 0, 0
-        self.first_samples: list[dict[str, Any]] = []
-        self.last_samples: list[dict[str, Any]] = []
         self.signals: list[int] = []  # received so far
         self.handlers = {}
         for number in SIGNALS:
@@ -153,14 +151,6 @@ class Run:
         for later in self.source.parent.glob("*.safetensors"):
             if later.name > self.source.name:
                 later.unlink()
-        path = self.folder / "samples.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        steps = [row.pop("step") for row in rows]
-        for row, step in zip(rows, steps, strict=True):
-            if step == steps[0]:
-                self.first_samples.append(row)
-            if step == steps[-1]:
-                self.last_samples.append(row)
 
     def checkpoint(self, step: int, model: nn.Module, optimizer: Any, kl_coef: float = 0.0) -> None:
         """Write a checkpoint after `step` updates, if one is due or a signal asks for one.
@@ -231,8 +221,6 @@ class Run:
         if not self.main:
             return
         self.append("samples.jsonl", [{"step": step, **row} for row in rows])
-        self.first_samples = self.first_samples or rows
-        self.last_samples = rows
         self.print_table(rows, f"samples after {step} updates")
         if self.args.track:
             import wandb
@@ -240,15 +228,6 @@ class Run:
             text = "\n\n".join(json.dumps(row, ensure_ascii=False, indent=1) for row in rows)
             samples = wandb.Html(f"<pre>{html.escape(text)}</pre>")
             self.accelerator.get_tracker("wandb").log({"samples": samples}, step=step)
-
-    def compare_samples(self) -> None:
-        """Print the first and the last responses to the same queries side by side."""
-        pairs = zip(self.first_samples, self.last_samples, strict=True)
-        rows = [
-            first | {"trained": last["response"], "trained score": last["score"]}
-            for first, last in pairs
-        ]
-        self.print_table(rows, "before and after training")
 
     def print_table(self, rows: list[dict[str, Any]], title: str) -> None:
         """Print rows of texts and numbers."""

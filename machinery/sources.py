@@ -23,8 +23,9 @@ def load_rows(source: str, flag: str) -> datasets.Dataset:
     try:
         if Path(name).is_file():
             return load_file(name, split, flag)
-        if Path(name).is_dir():
-            return load_folder(name, split, flag)
+        folder, _, configuration = name.partition(":")
+        if Path(folder).is_dir():
+            return load_folder(folder, configuration or None, split, flag)
         return load_from_hub(name, split, flag)
     except InputError:
         raise
@@ -46,7 +47,7 @@ def load_file(name: str, split: str, flag: str) -> datasets.Dataset:
     return datasets.load_dataset(READERS[suffix], data_files=name, split="train", **options)
 
 
-def load_folder(name: str, split: str, flag: str) -> datasets.Dataset:
+def load_folder(name: str, configuration: str | None, split: str, flag: str) -> datasets.Dataset:
     """Load a folder of data files, or one written by `save_to_disk`."""
     folder = Path(name)
     if Path.cwd().is_relative_to(folder.resolve()):
@@ -54,13 +55,15 @@ def load_folder(name: str, split: str, flag: str) -> datasets.Dataset:
             f"{flag} {name} is the current folder or one above it; pass the data's own"
         )
     if (folder / "state.json").is_file():
+        if split != "train":
+            raise InputError(f"{flag} {name}@{split}: this folder has only the split train")
         return datasets.load_from_disk(name)
     if (folder / "dataset_dict.json").is_file():
         splits = datasets.load_from_disk(name)
         if split not in splits:
             raise InputError(f"{flag} {name} has no split {split}; it has {', '.join(splits)}")
         return splits[split]
-    return datasets.load_dataset(name, split=split)
+    return datasets.load_dataset(name, configuration, split=split)
 
 
 def load_from_hub(name: str, split: str, flag: str) -> datasets.Dataset:

@@ -78,14 +78,6 @@ def test_G4_the_decoders_step_is_compiled_once_for_contexts_of_several_widths(ki
     assert len(graphs) == 1
 
 
-def test_a_text_longer_than_local_attention_is_refused():
-    """GPT-Neo counts its window in columns: of a static cache, those that are not filled too."""
-    config = tiny.make_other_lm("gpt_neo", window_size=13).config
-    models.check_length(config, 13, "query_length=8")
-    with pytest.raises(InputError, match="13"):
-        models.check_length(config, 14, "query_length=9")
-
-
 def sample_naively(lm, contexts: Tensor, length: int, temperature: float) -> Tensor:
     """[B, C] → [B, length] from the full vocabulary, by the plain model without a cache."""
     tokens = contexts

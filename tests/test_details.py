@@ -255,8 +255,8 @@ def normalization_samples(runs, accelerator, monkeypatch, **changes):
     monkeypatch.chdir(runs.folder)
     args = runs.args["train_reward"]
     task = replace(args.task, **changes)
-    tokenizer, ids = load_tokenizer(task, task.response_length)
-    return train_reward.sample_policy(args, task, tokenizer, ids, accelerator), ids
+    samples, _, ids = train_reward.sample_policy(replace(args, task=task), accelerator)
+    return samples, ids
 
 
 def test_G6_each_process_normalizes_on_its_own_samples(runs, accelerator, monkeypatch):
@@ -363,7 +363,7 @@ def test_R4_the_loss_of_pairs_is_minus_log_sigmoid_of_the_difference(monkeypatch
         "check": lambda *a: None,
         "load_tokenizer": lambda *a, **k: (tiny.Tokenizer(), tiny.IDS),
         "load_labels": lambda *a: labels,
-        "sample_policy": lambda *a: [(None, None)] * 2,
+        "sample_policy": lambda *a: ([(None, None)] * 2, tiny.Tokenizer(), tiny.IDS),
         "new_reward_model": lambda *a: model,
         "reward_input": lambda *a: lambda queries, responses: None,
         "normalize": lambda *a: (0.0, 1.0),

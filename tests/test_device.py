@@ -190,8 +190,9 @@ def test_tensors_here_and_elsewhere_do_not_mix(elsewhere):
 def test_models_elsewhere_are_packed(elsewhere):
     """An error elsewhere would look like a model that cannot be packed."""
     for kind in tiny.KINDS:
+        lm = tiny.make_lm(kind)
         with elsewhere(AWAY):
-            packable = packing.is_packable(moved(tiny.make_lm(kind), AWAY).base_model)
+            packable = packing.is_packable(moved(lm, AWAY).base_model)
         assert packable == (kind != "falcon_alibi")
 
 

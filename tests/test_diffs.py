@@ -31,7 +31,9 @@ README = (ROOT / "diffs" / "README.md").read_text()
 DIFFS = {path.stem: path.read_text() for path in sorted((ROOT / "diffs").glob("*.diff"))}
 BASES = {name: re.search(r"^--- (\w+)\.py", text, flags=re.M)[1] for name, text in DIFFS.items()}
 OF_PPO, OF_RLOO = ([n for n, base in BASES.items() if base == x] for x in ("ppo", "rloo"))
-EXCLUSIVE = {"lora", "freeze_layers"}  # both choose which weights are trained
+EXCLUSIVE = [{"lora", "freeze_layers"}, {"lora", "ema"}]  # what is trained; what is saved
+PAIRS = [pair for pair in itertools.combinations(OF_PPO, 2) if {*pair} not in EXCLUSIVE]
+PAIRS.remove(("lora", "reference_on_cpu"))  # lora has no reference model that could move
 STACKS = [
     ("separate_critic", "ema"),
     ("ptx", "ema"),
@@ -85,7 +87,7 @@ def patched(tmp_path_factory):
 
 
 def test_the_readme_lists_every_patch_with_its_script_and_number_of_lines():
-    rows = re.findall(r"^\| \[`(\w+)`\]\((\w+)\.diff\) \| `(\w+)\.py` .*\| (\d+) \|$", README, re.M)
+    rows = re.findall(r"^\| \[`(\w+)`\]\((\w+)\.diff\) \| `(\w+)\.py` \| (\d+) \|", README, re.M)
     assert sorted(rows) == [(name, name, BASES[name], str(len(added(name)))) for name in DIFFS]
 
 
@@ -134,8 +136,8 @@ def test_a_patch_applies_to_a_script_with_twenty_other_changes(name, patched, tm
 def test_a_patch_of_ppo_applies_after_every_other_one(first, patched, tmp_path):
     for second in set(OF_PPO) - {first}:
         path = Path(shutil.copy(patched(first).__file__, tmp_path))
-        assert apply(path, second) == ({first, second} != EXCLUSIVE), second
-        if {first, second} != EXCLUSIVE:
+        assert apply(path, second) == ({first, second} not in EXCLUSIVE), second
+        if {first, second} not in EXCLUSIVE:
             ast.parse(path.read_text())
             assert {*added(first), *added(second)} <= {*path.read_text().split("\n")}
 
@@ -271,6 +273,14 @@ def test_L6_a_patched_script_runs_and_its_first_ratio_is_exactly_1(name, precisi
     assert [line["ppo/episode"] for line in run.metrics[:2]] == [16, 32]
     assert first_ratio_is_1(run) == 2 and len(run.parts[0]) >= 4  # several micro-batches
     assert run.parts[-1][-1]["policy/approxkl_avg"] > 0 or name == "value_warmup"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_L6_any_two_patches_of_ppo_run_together(pair, patched, task):
+    run = run_main(patched(*pair), task, **dict(value_warmup_updates=1) if "value_warmup" in pair else {})
+    assert [line["ppo/episode"] for line in run.metrics[:2]] == [16, 32]
+    assert first_ratio_is_1(run) == 2
 
 
 @pytest.mark.slow
@@ -639,7 +649,9 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
             grads = next(steps).grads
             for key, p in run.policy.named_parameters():
                 torch.testing.assert_close(grads[key], p.grad, atol=2e-5, rtol=2e-3)
-    assert clipped > 10 and kl_coefs == [0.3, pytest.approx(0.3 * 1.064)]
+    kl = run.rollouts[0][1].kl.sum(dim=1).mean()  # may be negative: the policy did not sample these
+    assert kl_coefs == pytest.approx([0.3, 0.3 * (1.064 if kl > 0.012 else 0.936)])
+    assert clipped > 10 and not 0.008 < kl < 0.012
     if name == "grpo":  # its loss has k3 and needs k1
         assert not hasattr(patched(name).Args, "kl_estimator")
 
@@ -728,13 +740,13 @@ def test_a_recipe_passes_the_published_values_and_works_for_every_task(name, rec
 
 @every_recipe
 def test_a_recipe_names_its_source_and_the_readme_has_its_command(name, recipe):
-    text = (ROOT / "diffs" / "recipes" / f"{name}.sh").read_text()
-    labels = re.findall(r"^# (\w+): ", text, flags=re.M)
+    text = (ROOT / "diffs" / "recipes" / f"{name}.sh").read_text().replace("\n#    ", "")
+    labels = re.findall(r"^# ([\w -]+): \S", text, flags=re.M)
     assert labels[1:] == ["Source", "Differs", "Synthetic"]
-    command = re.search(rf"^# Synthetic: (diffs/recipes/{name}\.sh --task .*)$", text, re.M)[1]
-    assert recipe(name, *command.split()[2:])[1].total_episodes == 4096
-    assert f"(recipes/{name}.sh)" in README
-    assert command in " ".join(README.replace("\\\n", " ").split())
+    command = re.search(rf"^# Synthetic: diffs/recipes/{name}\.sh --task (.*)$", text, re.M)[1]
+    assert recipe(name, *command.split())[1].total_episodes == 4096
+    (row,) = re.findall(rf"^\| \[`{name}`\]\(recipes/{name}\.sh\) \|.*\| `(.*?)` \|", README, re.M)
+    assert command == f"synthetic {row}"
 
 
 def test_a_recipe_keeps_the_users_changes_and_never_runs_half_patched(tmp_path):

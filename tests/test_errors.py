@@ -331,7 +331,7 @@ def test_check_model_refuses_a_backbone_that_is_packed_wrongly(monkeypatch):
     def packed(backbone):
         return lambda *inputs: models.run_plain(backbone, *inputs) * 1.1
 
-    monkeypatch.setattr(models, "packed", packed)
+    monkeypatch.setattr(models, "Packed", packed)
     refuses(lambda: check("gpt2"), "gpt2", "with padding")
 
 

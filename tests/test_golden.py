@@ -444,11 +444,12 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator, 
     config = model.config.backbone
     ids = utils.TokenIds(pad_id, 13, [], [])
     tokenizer = tiny.Tokenizer()
+    samples = [texts[list(norms).index(i)] for i in estimates]
     replaced = {
         "check": lambda *a: None,
         "load_tokenizer": lambda *a, **k: (tokenizer, ids),
         "load_labels": lambda *a: labels,
-        "sample_policy": lambda *a: [texts[list(norms).index(i)] for i in estimates],
+        "sample_policy": lambda *a: (samples, tokenizer, ids),
         "new_reward_model": lambda *a: model,
         "reward_input": lambda *a: lambda queries, responses: torch.cat([queries, responses], 1),
         "normalize": check_normalize,

@@ -76,7 +76,7 @@ def test_G3_packed_hidden_states_and_gradients_are_those_of_the_plain_call(kind,
     plain = lambda *x: packing.run_plain(lm.base_model, *x)  # noqa: E731
     expected = hidden_and_gradients(lm, plain, inputs, bf16)
     total = torch.cat([x.flatten() for x in expected[1:]]).norm()
-    run, read = packing.packed(lm.base_model), spy_tokens(lm)
+    run, read = packing.Packed(lm.base_model), spy_tokens(lm)
     own_tokens = int((tokens[:, PROMPT:] != PAD).sum())
     for prompt_length, real in ((0, int(inputs[1].sum())), (PROMPT, prompt_tokens + own_tokens)):
         ours = hidden_and_gradients(lm, run, inputs, bf16, prompt_length=prompt_length)
@@ -94,7 +94,6 @@ def test_G3_packed_hidden_states_and_gradients_are_those_of_the_plain_call(kind,
     [
         ("mistral", dict(sliding_window=6)),
         ("gemma3_text", dict(sliding_window=6)),  # in some of its layers
-        ("gpt_neo", dict(window_size=13)),  # wider than a sequence, not than several of them
     ],
 )
 def test_G3_local_attention_reaches_as_far_as_without_packing(kind, settings):
@@ -103,7 +102,7 @@ def test_G3_local_attention_reaches_as_far_as_without_packing(kind, settings):
     tokens, _ = make_batch(12, pads_anywhere=False)
     inputs = make_inputs(tokens)
     with torch.no_grad():
-        hidden = packing.packed(lm.base_model)(*inputs, prompt_length=PROMPT)
+        hidden = packing.Packed(lm.base_model)(*inputs, prompt_length=PROMPT)
         for row, states in zip(tokens, hidden, strict=True):
             alone = lm.base_model(row[row != PAD][None]).last_hidden_state[0]
             torch.testing.assert_close(states[row != PAD], alone, atol=1e-4, rtol=0)
@@ -113,7 +112,7 @@ def test_G3_local_attention_reaches_as_far_as_without_packing(kind, settings):
 def test_a_batch_wider_than_the_sliding_window_is_not_packed(window):
     lm = tiny.make_other_lm("mistral", sliding_window=window)
     inputs = make_inputs(make_batch()[0])
-    run, read = packing.packed(lm.base_model), spy_tokens(lm)
+    run, read = packing.Packed(lm.base_model), spy_tokens(lm)
     with torch.no_grad():
         hidden = run(*inputs)
         same = torch.equal(hidden, packing.run_plain(lm.base_model, *inputs))
@@ -181,7 +180,7 @@ def test_36_the_probe_reads_two_packed_sequences_in_fp32_and_changes_nothing():
 
 def test_the_probe_runs_once():
     lm = tiny.make_lm()
-    inputs, run, read = make_inputs(make_batch()[0]), packing.packed(lm.base_model), spy_tokens(lm)
+    inputs, run, read = make_inputs(make_batch()[0]), packing.Packed(lm.base_model), spy_tokens(lm)
     for calls in (3, 4):
         run(*inputs)
         assert len(read) == calls
@@ -202,7 +201,7 @@ def test_a_deep_copy_computes_with_its_own_weights():
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=80), st.sampled_from([16, 768, 4096]))
 def test_every_group_has_a_place_of_its_own_in_one_packed_sequence(lengths, features):
     lengths[0] += 1  # a batch has a token
-    starts, count, width = packing.place(np.array(lengths), features)
+    starts, count, width = packing.place(np.array(lengths), 256, features)
     used = np.zeros(count * width, dtype=int)
     for start, length in zip(starts, lengths, strict=True):
         used[start : start + length] += 1
@@ -214,5 +213,5 @@ def test_every_group_has_a_place_of_its_own_in_one_packed_sequence(lengths, feat
 def test_packing_leaves_little_unused(size, longest):
     """Of random lengths, as in the tasks: one token in fifty, or in ten if there are few."""
     lengths = np.random.default_rng(0).integers(longest // 4, longest + 1, size)
-    _, count, width = packing.place(lengths, 768)
+    _, count, width = packing.place(lengths, 256, 768)
     assert count * width < (1.02 if size > 64 else 1.1) * lengths.sum()

@@ -507,7 +507,8 @@ def test_a_truncated_checkpoint_is_refused_and_the_one_before_it_offered(size, r
 def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(script, tmp_path):
     """Flags that only save memory too, since they change rounding."""
     args, run = settings(script), tmp_path
-    (run / "args.json").write_text(json.dumps(asdict(args) | dict(processes=1)))
+    record = asdict(args) | dict(processes=1, mixed_precision="no")
+    (run / "args.json").write_text(json.dumps(record))
     checkpoints.check_same_run(args, 1, run)
     free = {"save_every", "resume", "run_name", "output_dir", "track", "push_to_hub"}
     owners = [(args, field) for field in fields(args) if field.name != "task"]
@@ -599,19 +600,6 @@ def test_a_loss_that_is_not_finite_leaves_the_last_checkpoint_and_no_later_one(
     assert len(written(home / "runs/ran")["metrics.jsonl"]) == 4
     assert exit_code("ppo", again()) == 0
     assert_same_run(home / "runs/ran", ran / "runs/ran")
-
-
-def test_the_samples_before_training_are_those_of_the_first_part_of_the_run(home, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        runs.Run, "compare_samples", lambda run: seen.extend([run.first_samples, run.last_samples])
-    )
-    ppo.main(again())
-    rows = written(home / "runs/ran")["samples.jsonl"]
-    assert {row["step"] for row in rows} == {0, 2, 4, 6}
-    for samples, step in zip(seen, (0, 6), strict=True):
-        assert [{"step": step} | row for row in samples] == [r for r in rows if r["step"] == step]
-        assert len(samples) == 4
 
 
 class Stepper:

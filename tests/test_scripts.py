@@ -27,7 +27,7 @@ def small(script, task, name, **settings):
     """Arguments of a run; of ppo and rloo over three updates."""
     settings = dict(output_dir=f"{name}_model", run_name=name, lr=1e-3) | settings
     if script is sft:
-        return sft.Args(task=task, num_heldout=4, batch_size=4, **settings)
+        return sft.Args(task=task, num_heldout=4, **dict(batch_size=4) | settings)
     if script is train_reward:
         sizes = dict(num_labels=12, batch_size=4, normalize_samples=8, rollout_batch_size=8)
         return train_reward.Args(task=task, **sizes, **settings)
@@ -107,7 +107,7 @@ def test_P9_P11_L3_L6_main_hands_minibatches_and_kl_coef_from_phase_to_phase(scr
         name: spy_on(script, name, monkeypatch)
         for name in ("make_rollout", "shuffle", "compute_advantages")
     }
-    args = tiny.make_args(script=script, kl_horizon=100, eval_every=100)
+    args = tiny.small_args(script, kl_horizon=100, eval_every=100)
     metrics = tiny.run_episodes(script, args).metrics[:3]
     rollouts = [call for call in calls["make_rollout"] if len(call[0][4]) == 8]
     advantages = [arguments[0] for arguments, _ in calls["compute_advantages"]]
@@ -145,6 +145,8 @@ def test_22_evaluations_have_the_same_unseen_queries_and_random_numbers(
     assert not seen & {tuple(row) for row in heldout[0].tolist()}
     lines = [json.loads(line) for line in open("runs/run/metrics.jsonl")]
     evaluations = [{k: x for k, x in line.items() if k.startswith("eval/")} for line in lines]
+    coefs = [line.pop("eval/kl_coef") for line in evaluations]
+    assert coefs[0] > coefs[1] > coefs[2]  # the KL is below its target
     assert evaluations[0] == evaluations[1] == evaluations[2]
     assert evaluations[0]["eval/kl"] == 0
 

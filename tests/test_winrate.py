@@ -1,7 +1,10 @@
 """benchmarks/winrate.py: numbers by hand, and the command on tiny models."""
 
 import json
+import runpy
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,3 +53,19 @@ def test_policies_and_the_data_are_compared_on_the_same_queries(
         winrate.main(winrate.Args(a=other, b=other, task="mine"))
     with pytest.raises(InputError, match="response_column"):
         winrate.main(winrate.Args(a="data", b=other, task="synthetic"))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "named"),
+    [(("--task", "foo"), 2, "--task foo"), (("--judge", "bad.py:judge"), 1, "ZeroDivisionError")],
+)
+def test_a_bad_task_or_judge_is_one_sentence(words, code, named, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.py").write_text("def judge(queries, responses):\n    return 1 / 0\n")
+    model = str(tasks.SYNTHETIC / "model")
+    monkeypatch.setattr(sys, "argv", ["winrate.py", "data", model, *words])
+    with pytest.raises(SystemExit) as error:
+        runpy.run_path(winrate.__file__, run_name="__main__")
+    assert error.value.code == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("winrate.py: error: ") and named in line

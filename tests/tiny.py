@@ -346,11 +346,12 @@ def run_alone(policy: Any, context: Tensor, response: Tensor) -> tuple[Tensor, .
 def run_reward_training(args: Any, model: Any, labels: Labels, **patches: Any) -> FakeRun:
     """Run `main` of train_reward on a given model and labels; it normalizes on 4 random samples."""
     samples = make_contexts([8, 2, 5, 3], 8), make_responses(4, 5)
+    texts = [tuple(x.to(model.gain.device) for x in samples)] * 2
     replaced = {
         "check": lambda *a: None,
         "load_tokenizer": lambda *a, **k: (Tokenizer(), IDS),
         "load_labels": lambda *a: labels,
-        "sample_policy": lambda *a: [tuple(x.to(model.gain.device) for x in samples)] * 2,
+        "sample_policy": lambda *a: (texts, Tokenizer(), IDS),
         "new_reward_model": lambda *a: model,
         "reward_input": lambda *a: lambda *texts: torch.cat(texts, dim=1),
         "AutoConfig": SimpleNamespace(from_pretrained=lambda name: model.config.backbone),

@@ -103,7 +103,7 @@ def train_rewards(rank: int, processes: int, optimizer: type) -> dict[str, Any]:
         "check": lambda *args: None,
         "load_tokenizer": lambda *args: (tiny.Tokenizer(), tiny.IDS),
         "load_labels": lambda *args: labels,
-        "sample_policy": lambda *args: [samples, samples],
+        "sample_policy": lambda *args: ([samples, samples], tiny.Tokenizer(), tiny.IDS),
         "new_reward_model": lambda *args: model,
         "reward_input": lambda *args: lambda *texts: torch.cat(texts, dim=1),
         "Run": run,
@@ -211,8 +211,7 @@ def run_scripts(accelerator: Accelerator) -> dict[str, Any]:
             "evaluations": [r.responses for r in rollouts if len(r.mask) == 3],
         }
     args = train_reward.Args(task=task, normalize_samples=8, rollout_batch_size=8)
-    tokenizer, ids = train_reward.load_tokenizer(task, 5)
-    samples = train_reward.sample_policy(args, task, tokenizer, ids, accelerator)
+    samples, _, _ = train_reward.sample_policy(args, accelerator)
     seen["train_reward"] = {"samples": samples}
     return seen
 

@@ -1,14 +1,20 @@
 #!/usr/bin/env bash
-# InstructGPT: a critic from the reward model (X1), pretraining gradients (X4), an average of the policy
-# (X5), warm-up and then a constant learning rate (X8), one pass.
+# InstructGPT: a critic from the reward model (X1), pretraining gradients (X4), an average of the
+#     policy (X5), warm-up and then a constant learning rate (X8), one epoch per batch.
 # Source: Ouyang et al. 2022, arXiv 2203.02155.
-# Differs: The critic has the size of its reward model. The pretraining texts are those of --ptx_dataset.
-# Synthetic: diffs/recipes/instructgpt.sh --task synthetic --total_episodes 4096 --batch_size 128 --lr 5e-4 --warmup_updates 2 --critic_from models/synthetic/train_reward
+# Differs: The critic has the size of the reward model, not of a 6B model. The pretraining texts
+#     are those of --ptx_dataset.
+# Synthetic: diffs/recipes/instructgpt.sh --task synthetic --total_episodes 4096 --batch_size 128
+#     --lr 5e-4 --warmup_updates 2 --critic_from models/synthetic/train_reward
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-if [ ! -e instructgpt.py ]; then
-  cp ppo.py instructgpt.py
-  for name in separate_critic ptx ema schedule adamw; do patch --quiet --fuzz=0 instructgpt.py "diffs/$name.diff"; done
+if [ ! -e instructgpt.py ]; then  # an existing one may have your changes
+  folder=$(mktemp -d)
+  cp ppo.py "$folder/instructgpt.py"
+  for name in separate_critic ptx ema schedule adamw; do
+    patch --quiet --fuzz=0 "$folder/instructgpt.py" "diffs/$name.diff"
+  done
+  mv "$folder/instructgpt.py" . && rm -r "$folder"
 fi
 flags=(
   --total_episodes 256000 --batch_size 512 --num_minibatches 8 --num_ppo_epochs 1 --temperature 1

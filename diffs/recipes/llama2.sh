@@ -1,13 +1,20 @@
 #!/usr/bin/env bash
-# Llama 2: AdamW, clipped gradients, a constant learning rate (X8), one pass.
-# Source: Touvron et al. 2023, arXiv 2307.09288. kl_coef 0.01 is that of 7B and 13B; it is 0.005 for 34B and 70B.
-# Differs: One reward model instead of two (helpfulness and safety); its scores are normalized once (R3).
-# Synthetic: diffs/recipes/llama2.sh --task synthetic --total_episodes 4096 --batch_size 128 --lr 5e-4
+# Llama 2: AdamW, clipped gradients, a constant learning rate (X8), one epoch per batch.
+# Source: Touvron et al. 2023, arXiv 2307.09288. Its kl_coef is 0.01 for 7B and 13B, 0.005 for 34B
+#     and 70B.
+# Differs: One reward model, not two (helpfulness and safety); its scores are normalized once
+#     (R3).
+# Synthetic: diffs/recipes/llama2.sh --task synthetic --total_episodes 4096 --batch_size 128 --lr
+#     5e-4
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-if [ ! -e llama2.py ]; then
-  cp ppo.py llama2.py
-  for name in adamw; do patch --quiet --fuzz=0 llama2.py "diffs/$name.diff"; done
+if [ ! -e llama2.py ]; then  # an existing one may have your changes
+  folder=$(mktemp -d)
+  cp ppo.py "$folder/llama2.py"
+  for name in adamw; do
+    patch --quiet --fuzz=0 "$folder/llama2.py" "diffs/$name.diff"
+  done
+  mv "$folder/llama2.py" . && rm -r "$folder"
 fi
 flags=(
   --total_episodes 204800 --batch_size 512 --num_minibatches 8 --num_ppo_epochs 1

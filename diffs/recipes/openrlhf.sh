@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
-# OpenRLHF: a critic from the reward model at nine times the learning rate (X1), clipped gradients and a
-# cosine (X8), rewards not whitened, one pass.
+# OpenRLHF: a critic from the reward model at nine times the learning rate (X1), clipped gradients
+#     and a cosine schedule (X8), no whitening of rewards, one epoch per batch.
 # Source: Hu et al. 2024, arXiv 2405.11143, and the defaults of its train_ppo.py.
-# Differs: Its cosine ends at a tenth of the learning rate, ours at 0. Its epsilon is PyTorch's Adam's.
-# Synthetic: diffs/recipes/openrlhf.sh --task synthetic --batch_size 128 --lr 1e-4 --warmup_updates 1 --critic_from models/synthetic/train_reward
+# Differs: Its cosine ends at a tenth of the learning rate, ours at 0.
+# Synthetic: diffs/recipes/openrlhf.sh --task synthetic --batch_size 128 --lr 1e-4
+#     --warmup_updates 1 --critic_from models/synthetic/train_reward
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-if [ ! -e openrlhf.py ]; then
-  cp ppo.py openrlhf.py
-  for name in separate_critic schedule adamw; do patch --quiet --fuzz=0 openrlhf.py "diffs/$name.diff"; done
+if [ ! -e openrlhf.py ]; then  # an existing one may have your changes
+  folder=$(mktemp -d)
+  cp ppo.py "$folder/openrlhf.py"
+  for name in separate_critic schedule adamw; do
+    patch --quiet --fuzz=0 "$folder/openrlhf.py" "diffs/$name.diff"
+  done
+  mv "$folder/openrlhf.py" . && rm -r "$folder"
 fi
 flags=(
   --batch_size 512 --num_minibatches 4 --num_ppo_epochs 1 --temperature 1 --lr 1e-6 --cosine

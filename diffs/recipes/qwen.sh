@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
-# Qwen: a critic from the reward model (X1) that learns alone for 50 updates (X6), two samples per query by
-# top-p (X7).
+# Qwen: a critic from the reward model (X1) that learns alone for 50 updates (X6), two responses
+#     to each query, sampled by top-p (X7).
 # Source: Bai et al. 2023, arXiv 2309.16609.
-# Differs: The reward is normalized once (R3), not by a running mean.
-# Synthetic: diffs/recipes/qwen.sh --task synthetic --lr 2e-4 --value_warmup_updates 5 --critic_from models/synthetic/train_reward
+# Differs: Rewards are normalized once (R3), not by a running mean.
+# Synthetic: diffs/recipes/qwen.sh --task synthetic --lr 2e-4 --value_warmup_updates 5
+#     --critic_from models/synthetic/train_reward
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-if [ ! -e qwen.py ]; then
-  cp ppo.py qwen.py
-  for name in separate_critic value_warmup sampling samples_per_query; do patch --quiet --fuzz=0 qwen.py "diffs/$name.diff"; done
+if [ ! -e qwen.py ]; then  # an existing one may have your changes
+  folder=$(mktemp -d)
+  cp ppo.py "$folder/qwen.py"
+  for name in separate_critic value_warmup sampling samples_per_query; do
+    patch --quiet --fuzz=0 "$folder/qwen.py" "diffs/$name.diff"
+  done
+  mv "$folder/qwen.py" . && rm -r "$folder"
 fi
 flags=(
   --num_ppo_epochs 4 --lr 1e-6 --critic_lr_ratio 5 --kl_coef 0.04 --kl_target None

@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
-# trlX: the lower layers are those of the reference (hydra), clipped scores (X2), AdamW (X8), rewards not
-# whitened.
+# trlX: only the upper two layers are trained, clipped scores (X2), AdamW (X8), no whitening of
+#     rewards.
 # Source: github.com/CarperAI/trlx, default_ppo_config() of trlx/data/default_configs.py.
-# Differs: The reference is a whole copy. trlX logs the KL with k3; here it is k1.
+# Differs: trlX shares the frozen layers with the reference (hydra); here the reference is a whole
+#     copy. trlX logs the KL with k3; here it is k1.
 # Synthetic: diffs/recipes/trlx.sh --task synthetic --total_episodes 4096 --lr 5e-4
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-if [ ! -e trlx.py ]; then
-  cp ppo.py trlx.py
-  for name in freeze_layers adamw; do patch --quiet --fuzz=0 trlx.py "diffs/$name.diff"; done
+if [ ! -e trlx.py ]; then  # an existing one may have your changes
+  folder=$(mktemp -d)
+  cp ppo.py "$folder/trlx.py"
+  for name in freeze_layers adamw; do
+    patch --quiet --fuzz=0 "$folder/trlx.py" "diffs/$name.diff"
+  done
+  mv "$folder/trlx.py" . && rm -r "$folder"
 fi
 flags=(
   --batch_size 128 --num_minibatches 4 --num_ppo_epochs 4 --temperature 1 --lr 3e-5 --no-anneal_lr
