@@ -3,6 +3,7 @@
 Shapes: `B` sequences, `P` distinct prompts, `C` context tokens.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from machinery.cli import InputError
 
 
 class KeyValueCache(StaticCache):
@@ -35,8 +38,8 @@ class KeyValueCache(StaticCache):
 class Decoder:
     """Calls a language model token by token, for responses of `response_length` tokens.
 
-    Equal prompts are computed once. With `compile`, the step of one token is compiled
-    and, on a GPU, replayed as a CUDA graph; caches then have one of a few shapes.
+    Equal prompts are computed once. With `compile`, the step of one token is compiled and, on a GPU,
+    replayed as a CUDA graph; caches then have one of a few shapes and stay where they are.
     """
 
     def __init__(self, lm: PreTrainedModel, response_length: int, compile: bool = False):
@@ -44,8 +47,10 @@ class Decoder:
         self.response_length = response_length
         self.compile = compile
         self.step = lm
-        self.caches: dict[tuple[int, int], KeyValueCache] = {}
+        self.caches: dict[torch.Size, KeyValueCache] = {}
         if compile:
+            if getattr(lm.config, "sliding_window", None):
+                raise InputError("--compile would compile a sliding window again for every token")
             self.step = torch.compile(lm, mode="reduce-overhead", fullgraph=True, dynamic=False)
             torch._dynamo.config.recompile_limit = 64
 
@@ -64,7 +69,8 @@ class Decoder:
         if self.compile:
             torch.compiler.cudagraph_mark_step_begin()
             input_ids, position_ids = input_ids.clone(), position_ids.clone()
-        mask = F.pad(attention_mask[:, cache.first :], (0, cache.length))[:, : cache.length]
+        mask = attention_mask[:, cache.first :]
+        mask = F.pad(mask, (0, cache.length - mask.shape[1]))
         return self.step(
             input_ids,
             attention_mask=mask,
@@ -84,10 +90,12 @@ class Decoder:
         rows = copies.new_empty(len(prompts)).scatter(0, copies, rows)  # one sequence per prompt
         first = int(attention_mask.any(dim=0).byte().argmax())
         length = input_ids.shape[1] - first + self.response_length
+        if self.compile:
+            length = math.ceil(length / 128) * 128
         cache = KeyValueCache(self.lm.config, length, first)
         output = self.lm(
             input_ids[rows, first:],
-            attention_mask=F.pad(attention_mask[rows, first:], (0, self.response_length)),
+            attention_mask=F.pad(attention_mask[rows, first:], (0, length))[:, :length],
             position_ids=position_ids[rows, first:],
             past_key_values=cache,
             use_cache=True,
@@ -95,7 +103,19 @@ class Decoder:
         )
         for layer in cache.layers:
             layer.keys, layer.values = layer.keys[copies], layer.values[copies]
+        if self.compile:
+            cache = self.move_to_kept(cache)
         return CausalLMOutputWithPast(logits=output.logits[copies], past_key_values=cache)
+
+    def move_to_kept(self, cache: KeyValueCache) -> KeyValueCache:
+        """The first cache of this shape, with the contents of this one: a CUDA graph reads that."""
+        kept = self.caches.setdefault(cache.layers[0].keys.shape, cache)
+        kept.first = cache.first
+        for old, new in zip(kept.layers, cache.layers, strict=True):
+            for name in ("keys", "values", "cumulative_length"):
+                getattr(old, name).copy_(getattr(new, name))
+                torch._dynamo.mark_static_address(getattr(old, name))
+        return kept
 
 
 @torch.no_grad()

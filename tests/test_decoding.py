@@ -63,7 +63,12 @@ def test_G4_decoder_gives_the_logits_of_the_plain_model_at_every_step(kind, sett
     assert read == [(5, 8)] + [(15, 1)] * LENGTH  # distinct prompts once, no column of pads
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "mistral"])
+def test_compiling_a_sliding_window_is_refused():
+    with pytest.raises(InputError, match="--compile"):
+        decoding.Decoder(tiny.make_lm("mistral", sliding_window=20), LENGTH, compile=True)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_G4_the_decoders_step_is_compiled_once_for_contexts_of_several_widths(kind, monkeypatch):
     """As whole graphs without a break; here without the kernels, which need a compiler."""
     graphs, compile = [], torch.compile

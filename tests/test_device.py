@@ -189,7 +189,7 @@ def test_tensors_here_and_elsewhere_do_not_mix(elsewhere):
 
 def test_models_elsewhere_are_packed(elsewhere):
     """An error elsewhere would look like a model that cannot be packed."""
-    for kind in tiny.KINDS:
+    for kind in set(tiny.KINDS) - {"falcon"}:  # whose parallel block has no numbers elsewhere
         lm = tiny.make_lm(kind)
         with elsewhere(AWAY):
             packable = packing.is_packable(moved(lm, AWAY).base_model)
