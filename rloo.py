@@ -203,27 +203,32 @@ class Policy(nn.Module):
 
 
 @torch.no_grad()
-def sample(
-    lm: Callable, contexts: Tensor, uniform: Tensor, pad_id: int, temperature: float
-) -> Tensor:
+def sample(lm: Callable, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args) -> Tensor:
     """Sample exactly R tokens after each context: [B, C], random numbers [R, B, 1] → [B, R] (G4).
 
-    From the full vocabulary, without stopping at EOS. The model's generation_config is ignored.
+    From the full vocabulary; the model's generation_config is ignored. In EOS tasks, sampling stops
+    when every response of the batch has ended, and the rest is padding.
     """
-    mask = contexts != pad_id
+    task = args.task
+    mask = contexts != ids.pad
     position_ids = mask.cumsum(dim=1) - mask.long()
     tokens = contexts.masked_fill(~mask, 0)
     cache = None
     response = []
+    ended = torch.zeros_like(tokens[:, :1], dtype=torch.bool)
     for t in range(len(uniform)):
         output = lm(tokens, mask, position_ids, past_key_values=cache)
         cache = output.past_key_values
-        logits = output.logits[:, -1].float() / temperature  # the same as in training (P1)
+        logits = output.logits[:, -1].float() / task.temperature  # as in training (P1)
         tokens = sample_token(logits, uniform[t])  # [B, 1], by inverting the CDF
         response.append(tokens)
+        if task.eos_task and t >= task.truncate_after:
+            ended |= tokens == ids.truncate
+            if ended.all():
+                break
         mask = F.pad(mask, (0, 1), value=True)
         position_ids = position_ids[:, -1:] + 1
-    return torch.cat(response, dim=1)
+    return F.pad(torch.cat(response, dim=1), (0, len(uniform) - len(response)), value=ids.pad)
 
 
 def sample_in_batches(
@@ -237,7 +242,7 @@ def sample_in_batches(
     order = (contexts != ids.pad).sum(dim=1).argsort(stable=True)
     for rows in order.split(args.rollout_batch_size):
         numbers = uniform[:, rows.to(uniform.device)]
-        responses[rows] = sample(lm, contexts[rows], numbers, ids.pad, args.task.temperature)
+        responses[rows] = sample(lm, contexts[rows], numbers, ids, args)
     return responses
 
 

@@ -202,14 +202,14 @@ def run_updates(script: Any, args: Any, config: Any) -> dict[str, float]:
     def padded(backbone: Any) -> Any:
         return lambda *inputs, prompt_length=0: packing.run_plain(backbone, *inputs)
 
-    replaced = dict(load_lm=random_lm, load_reward=random_reward, packed=padded, Decoder=Decoder)
+    replaced = dict(load_lm=random_lm, load_reward=random_reward, Packed=padded, Decoder=Decoder)
     replaced |= dict(load_tokenizer=lambda *a: (None, ids), load_queries=lambda *a, **k: recorder)
     replaced |= dict(Run=lambda *a: recorder, Timer=lambda device: recorder, check=lambda *a: None)
     replaced |= dict(mean_over_processes=lambda x, device: dict.fromkeys(x, 1.0))
     with (
         patch.multiple(script, micro_batches=micro_batches, **replaced),
         patch.object(rewards, "micro_batches", micro_batches),
-        patch.object(train_reward, "packed", padded),
+        patch.object(train_reward, "Packed", padded),
         patch.object(distributed, "check_gradients", lambda *a: None),
         patch.object(torch.nn.Module, "to", lambda self, *a: self),
         FakeTensorMode(allow_non_fake_inputs=True),

@@ -36,7 +36,7 @@ SCRIPTS = ["ppo.py", "rloo.py", "train_reward.py", "sft.py", "utils.py"]
 SCRIPTS += sorted(f"machinery/{path.name}" for path in (ROOT / "machinery").glob("*.py"))
 # fmt: off
 DETAILS = (  # detail, file, right, wrong; the test that notices has the detail's id in its name
-    ("G1", "ppo.py", "self.value_head(hidden)", "self.value_head(hidden.roll(1, 1))"),
+    ("G1", "ppo.py", "self.value_head(hidden[real])", "self.value_head(hidden.roll(1, 1)[real])"),
     ("G2", "machinery/models.py", "TokenIds(config.vocab_size, truncate", "TokenIds(0, truncate"),
     ("G3", "ppo.py", "mask.cumsum(dim=1) - mask.long()  #", "mask.cumsum(dim=1) * 0 + 1  #"),
     ("G4", "utils.py", "probs = logits.to(", "probs = logits.topk(5).values.to("),
@@ -65,16 +65,18 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("L5", "rloo.py", "self.pad_id = pad_id",
      "self.value_head, self.pad_id = nn.Linear(1, 1), pad_id"),
     ("L6", "ppo.py", "args.micro_batch_tokens):\n            index", "1):\n            index"),
-    ("X1", "diffs/separate_critic.diff", "rates = args.critic_lr or args.lr,", "rates = args.lr,"),
+    ("X1", "diffs/separate_critic.diff", "*= args.critic_lr_ratio", "*= 1"),
     ("X2", "rloo.py", "scores.clamp(-args.clip_score, ", "scores.clamp(-10 * args.clip_score, "),
     ("X3", "ppo.py", "log_r.exp() - 1 - log_r", "(-log_r).exp() - 1 + log_r"),
-    ("X4", "diffs/ptx.diff", "losses = -logprobs.masked_fill", "losses = logprobs.masked_fill"),
-    ("X5", "diffs/ema.diff", "average([*ema.parameters()], [*lm.parameters()], None)",
-     "average([*lm.parameters()], [*ema.parameters()], None)"),
+    ("X4", "diffs/ptx.diff", "return -logprobs.sum()", "return logprobs.sum()"),
+    ("X5", "diffs/ema.diff", "weight.detach(), 1 - args.ema_decay", "weight.detach(), 1"),
+    ("X6", "diffs/value_warmup.diff", "if update < args.value_warmup_updates", "if update < 0"),
+    ("X7", "diffs/sampling.diff", "- probs > top_p", "> top_p"),
     ("X8", "ppo.py", "if args.max_grad_norm is not None:", "if False:"),
     ("X9", "ppo.py", "last = mask.sum(dim=1, keepdim=True) - 1", "last = mask[:, :1].long() - 1"),
-    ("X10", "rloo.py", "responses[rows] = sample(", "responses[: len(rows)] = sample("),
+    ("X10", "rloo.py", "responses[rows] = sample(lm", "responses[: len(rows)] = sample(lm"),
     ("X11", "utils.py", "dist.all_reduce(x)\n", "pass\n"),
+    ("X12", "diffs/early_stop.diff", "> args.max_approxkl", "> 100 * args.max_approxkl"),
     ("X13", "machinery/rewards.py", "read_ids if same_tokens", "read_ids if True or same_tokens"),
     ("X14", "ppo.py", "if args.whiten_advantages:", "if True:"),
 )

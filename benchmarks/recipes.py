@@ -24,29 +24,23 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import sweep  # noqa: E402
 
 METRICS = {"score": "objective/scores", "true score": "objective/gold_score", "KL": "objective/kl"}
+FOLDER = sweep.ROOT / "diffs"
+DIFFS = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.diff"))}
+RECIPES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("recipes/*.sh"))}
+GROUPS = {"recipe": ["ppo", *RECIPES]}
+for script in ("ppo", "rloo"):
+    names = [name for name, text in DIFFS.items() if f"\n--- {script}.py\n" in text]
+    GROUPS[f"patch of {script}.py"] = [script, *names]
 
 
 def command_of(name: str) -> str:
     """The command of a script, patch or recipe on the synthetic task."""
-    recipe, diff = (sweep.ROOT / "diffs" / x for x in (f"recipes/{name}.sh", f"{name}.diff"))
-    if recipe.exists():
-        text = recipe.read_text().replace("\n#    ", "")
-        return "bash " + re.search("^# Synthetic: (.*)$", text, re.M)[1]
-    if diff.exists():
-        command, line = re.search(r"^Command: (.*)\n +(.*)$", diff.read_text(), re.M).groups()
-        return f"{command} && {line}"
+    if name in RECIPES:
+        text = RECIPES[name].replace("\n#    ", "")  # joins continued lines
+        return re.search("^# Synthetic: (.*)$", text, re.M)[1]
+    if name in DIFFS:
+        return " && ".join(re.search(r"^Command: (.*)\n +(.*)$", DIFFS[name], re.M).groups())
     return f"python {name}.py --task synthetic"
-
-
-def made_from(script: str) -> list[str]:
-    """`script`, and the names of its patches."""
-    diffs = sorted((sweep.ROOT / "diffs").glob("*.diff"))
-    return [script] + [x.stem for x in diffs if f"\n--- {script}.py" in x.read_text()]
-
-
-RECIPES = [path.stem for path in sorted((sweep.ROOT / "diffs" / "recipes").glob("*.sh"))]
-GROUPS = {"patch of ppo.py": made_from("ppo"), "patch of rloo.py": made_from("rloo")}
-GROUPS |= {"recipe": ["ppo", *RECIPES]}
 
 
 @dataclass(frozen=True)

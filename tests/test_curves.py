@@ -1,4 +1,4 @@
-"""benchmarks/curves.py: bands by hand, the three forms of a run, README's command on made-up exports."""
+"""benchmarks/curves.py: bands by hand, three sources of runs, the documented command."""
 
 import csv
 import json
@@ -7,6 +7,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from benchmarks import curves
 from machinery.cli import InputError
 
 DOCS = (Path(__file__).parents[1] / "docs" / "your-experiment.md").read_text()
+SCORES, KL = "objective/scores", "objective/kl"
 
 
 def write_run(folder: Path, lines: list[dict]) -> Path:
@@ -30,7 +32,7 @@ def write_run(folder: Path, lines: list[dict]) -> Path:
 
 
 def write_chart(path: Path, x: str, columns: dict[str, dict[float, float]]) -> Path:
-    """A chart as W&B exports it: every cell in quotes, `<run> - <metric>` and its range, blank where a run has no value."""
+    """A chart as W&B exports it: all cells quoted, `<run> - <metric>` and its range, or blank."""
     header = [x] + [name + end for name in columns for end in ("", "__MIN", "__MAX")]
     with open(path, "w", newline="") as file:
         writer = csv.writer(file, quoting=csv.QUOTE_ALL)
@@ -61,23 +63,19 @@ def arguments(*words: str) -> curves.Args:
 def rows_of(path: Path) -> dict[tuple[str, str, str], list[float]]:
     """(label, run, metric) → first, mean of the last five, last."""
     with open(path, newline="") as file:
-        return {
-            (row[0], row[1], row[2]): [float(x) for x in row[4:]]
-            for row in list(csv.reader(file))[1:]
-        }
+        rows = list(csv.reader(file))[1:]
+    return {tuple(row[:3]): [float(x) for x in row[4:]] for row in rows}
 
 
-# ------------------------------------------------------------------------------------------------------------ numbers
+# ----------------------------------------------------------------------------------------- numbers
 
 
 def test_nine_seeds_have_a_mean_and_ten_an_interquartile_one():
     seeds = [5.0, 1.0, 3.0, 2.0, 4.0, 9.0, 6.0, 8.0, 700.0]
     assert curves.center(np.array(seeds)[:, None]) == pytest.approx([82.0])  # 738 / 9
-    ten = np.array([*seeds, 7.0])[
-        :, None
-    ]  # two of ten go on either side: (3 + 4 + 5 + 6 + 7 + 8) / 6
-    assert curves.center(ten) == pytest.approx([5.5])
-    twelve = np.array([*seeds, 7.0, -800.0, 10.0])[:, None]  # three: −800, 1, 2 and 9, 10, 700
+    ten = np.array([*seeds, 7.0])[:, None]
+    assert curves.center(ten) == pytest.approx([5.5])  # of 3 … 8: without two on either side
+    twelve = np.array([*seeds, 7.0, -800.0, 10.0])[:, None]  # without −800, 1, 2 and 9, 10, 700
     assert curves.center(twelve) == pytest.approx([5.5])
 
 
@@ -89,60 +87,54 @@ def test_points_of_a_curve_are_each_their_own():
 def test_the_band_of_three_seeds_is_their_range_and_of_one_the_curve_itself():
     """All three draws are the smallest with probability 1/27 = 3.7%, which is more than 2.5%."""
     middle, low, high = curves.band(np.array([[1.0, 10.0], [2.0, 40.0], [6.0, -20.0]]))
-    assert (middle.tolist(), low.tolist(), high.tolist()) == (
-        [3.0, 10.0],
-        [1.0, -20.0],
-        [6.0, 40.0],
-    )
+    assert middle.tolist() == [3.0, 10.0]
+    assert (low.tolist(), high.tolist()) == ([1.0, -20.0], [6.0, 40.0])
     assert [x.tolist() for x in curves.band(np.array([[4.0, 5.0]]))] == [[4.0, 5.0]] * 3
 
 
 def test_the_band_of_four_seeds_is_the_one_of_all_256_draws():
-    """Counted by hand from the sums of four draws of 0, 0, 0 and 1: how often 1 is drawn is binomial(4, 1/4), whose
-    upper 2.5% (12/256 = 4.7% for three, 1/256 for four) begin at three: the mean 3/4."""
+    """How often 1 is drawn is binomial(4, 1/4): three times 12/256 = 4.7%, four times 1/256.
+
+    So the upper 2.5% begin at three of four, a mean of 3/4.
+    """
     _, low, high = curves.band(np.array([[0.0], [0.0], [0.0], [1.0]]))
     assert (low.item(), high.item()) == (0.0, 0.75)
 
 
-def test_the_band_of_many_seeds_is_the_normal_interval_of_their_centre():
-    """Of the mean of 9 it is 1.96 σ / √9; the interquartile mean of a normal has 1.195 times the mean's variance."""
+def test_the_band_of_many_seeds_is_the_normal_interval_of_their_center():
+    """Of the mean of 9 it is 1.96 σ / √9; an interquartile mean has 1.195 times its variance."""
     rng = np.random.default_rng(0)
     values = rng.normal(size=(9, 400))
     _, low, high = curves.band(values)
-    assert np.mean(high - low) == pytest.approx(
-        2 * 1.96 * np.mean(values.std(axis=0)) / 3, rel=0.03
-    )
+    width = 2 * 1.96 * np.mean(values.std(axis=0)) / 3
+    assert np.mean(high - low) == pytest.approx(width, rel=0.03)
     values = rng.normal(size=(400, 30))
     _, low, high = curves.band(values)
     assert np.mean(high - low) == pytest.approx(2 * 1.96 * np.sqrt(1.195 / 400), rel=0.05)
 
 
 def test_whole_curves_are_drawn_never_points_of_different_seeds():
-    """The band of a sum of two points is the sum of the bands, since a seed that is drawn is drawn at both."""
+    """A seed that is drawn is drawn at both points, so the second band mirrors the first."""
     values = np.random.default_rng(0).normal(size=(5, 1))
     _, low, high = curves.band(np.concatenate([values, -values], axis=1))
     assert low[0] == pytest.approx(-high[1]) and high[0] == pytest.approx(-low[1])
 
 
 def test_curves_of_other_steps_meet_on_straight_lines_where_all_of_them_are():
-    a, b = (
-        np.array([[0.0, 10.0, 20.0], [0.0, 100.0, 0.0]]),
-        np.array([[5.0, 15.0, 40.0], [1.0, 1.0, 1.0]]),
-    )
+    a = np.array([[0.0, 10.0, 20.0], [0.0, 100.0, 0.0]])
+    b = np.array([[5.0, 15.0, 40.0], [1.0, 1.0, 1.0]])
     grid, values = curves.on_one_grid([a, b])
     assert grid.tolist() == [5.0, 10.0, 15.0, 20.0]
     assert values.tolist() == [[50.0, 100.0, 50.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
 
 
-# ------------------------------------------------------------------------------------------------------------ sources
+# ----------------------------------------------------------------------------------------- sources
 
 
-def test_an_evaluation_stands_at_the_episodes_it_was_made_after():
+def test_an_evaluation_is_plotted_at_the_episodes_before_it():
     lines = [
         {"step": 0, "ppo/episode": 8, "loss": 5.0, "eval/scores": 1.0},
         {"step": 1, "ppo/episode": 16, "loss": 4.0},
-    ]
-    lines += [
         {"step": 2, "ppo/episode": 24, "loss": 3.0, "eval/scores": 2.0},
         {"step": 3, "eval/scores": 3.0},
     ]
@@ -153,23 +145,16 @@ def test_an_evaluation_stands_at_the_episodes_it_was_made_after():
 
 
 def test_a_chart_of_wandb_holds_its_runs_without_their_ranges(tmp_path):
-    columns = {
-        "sweep - lr 1 - objective/kl": {0: 0.5, 1: 0.75},
-        "b - objective/kl": {1: 2.0, 2: float("nan")},
-    }
+    nan = float("nan")
+    columns = {"sweep - lr 1 - kl": {0: 0.5, 1: 0.75}, "b - kl": {1: 2.0, 2: nan}}
     path = write_chart(tmp_path / "wandb_export_2023-08-25T22_43_23.724+02_00.csv", "Step", columns)
-    assert path.read_text().startswith(
-        '"Step","sweep - lr 1 - objective/kl","sweep - lr 1 - objective/kl__MIN",'
-    )
-    path.write_bytes(
-        b"\xef\xbb\xbf" + path.read_bytes().replace(b"nan", b"NaN")
-    )  # as a spreadsheet saves it again
-    found = {"sweep - lr 1": [{"step": 0, "objective/kl": 0.5}, {"step": 1, "objective/kl": 0.75}]}
-    assert curves.read(path) == found | {"b": [{"step": 1, "objective/kl": 2.0}]}
-    path = write_chart(
-        tmp_path / "one.csv", "ppo/episode", {"objective/kl": {512: 0.5}}
-    )  # of one run, its own axis
-    assert curves.read(path) == {"one": [{"ppo/episode": 512, "objective/kl": 0.5}]}
+    assert path.read_text().startswith('"Step","sweep - lr 1 - kl","sweep - lr 1 - kl__MIN",')
+    text = path.read_bytes().replace(b"nan", b"NaN")
+    path.write_bytes(b"\xef\xbb\xbf" + text)  # as a spreadsheet saves it again
+    found = {"sweep - lr 1": [{"step": 0, "kl": 0.5}, {"step": 1, "kl": 0.75}]}
+    assert curves.read(path) == found | {"b": [{"step": 1, "kl": 2.0}]}
+    path = write_chart(tmp_path / "one.csv", "ppo/episode", {"kl": {512: 0.5}})  # of one run
+    assert curves.read(path) == {"one": [{"ppo/episode": 512, "kl": 0.5}]}
 
 
 def test_scalars_of_any_writer_are_read_all_of_them(tmp_path):
@@ -257,36 +242,33 @@ def test_steps_become_episodes_where_a_source_knows_no_other(tmp_path, monkeypat
     assert run.points("objective/kl", "ppo/episode").tolist() == [[512, 1024], [0.5, 0.75]]
 
 
-# ------------------------------------------------------------------------------------------------------------- README
+# ------------------------------------------------------------------------------------------- docs
 
 
 def make_exports(folder: Path) -> None:
-    """Three seeds of ours; OpenAI's run as its code logs it; ten of the 2023 reproduction as W&B exports them. Made up."""
+    """Made up: three seeds of ours, OpenAI's run as TensorBoard, ten of 2023 as W&B exports them."""
     rng = np.random.default_rng(0)
+    episodes = [512 * (i + 1) for i in range(40)]
 
-    def rise(top: float) -> list[float]:
-        return [float(top * (1 - np.exp(-i / 8)) + rng.normal(scale=0.1)) for i in range(1, 41)]
+    def rise(top: float, n: int = 40) -> list[float]:
+        noise = rng.normal(scale=0.1, size=n)
+        return (top * (1 - np.exp(-np.arange(1, n + 1) / 8)) + noise).tolist()
 
     for seed in (1, 2, 3):
-        scores, kls = rise(2.0), rise(6.0)
-        lines = [
-            {"step": i, "ppo/episode": 512 * (i + 1), "objective/scores": s}
-            for i, s in enumerate(scores)
-        ]
-        write_run(
-            folder / f"runs/ppo_{seed}",
-            [x | {"objective/kl": kl} for x, kl in zip(lines, kls, strict=True)],
-        )
-    metrics = {"objective/scores": rise(1.8), "objective/kl": rise(6.5)}
-    metrics["elapsed/episodes"] = [512 * (i + 1) for i in range(40)]
+        columns = {"ppo/episode": episodes, SCORES: rise(2.0), KL: rise(6.0)}
+        rows = zip(*columns.values(), strict=True)
+        lines = [{"step": i} | dict(zip(columns, x, strict=True)) for i, x in enumerate(rows)]
+        write_run(folder / f"runs/ppo_{seed}", lines)
+    metrics = {SCORES: rise(1.8), KL: rise(6.5), "elapsed/episodes": episodes}
     write_events(folder / "tb", {name: dict(enumerate(values)) for name, values in metrics.items()})
-    columns = {}
-    for seed in range(1, 11):
-        for name, top in (("objective/scores", 1.9), ("objective/kl", 5.5)):
-            columns[f"ppo__{seed} - {name}"] = {
-                512 * (i + 1): y for i, y in enumerate(rise(top)[: 40 if seed > 1 else 30])
-            }
-    write_chart(folder / "wandb.csv", "ppo/episode", columns)
+    chart = {
+        f"ppo__{seed} - {name}": dict(
+            zip(episodes, rise(top, 30 if seed == 1 else 40), strict=False)
+        )
+        for seed in range(1, 11)
+        for name, top in ((SCORES, 1.9), (KL, 5.5))
+    }
+    write_chart(folder / "wandb.csv", "ppo/episode", chart)
 
 
 def test_the_documented_command_draws_published_curves_over_ours(tmp_path, monkeypatch, capsys):
@@ -294,73 +276,48 @@ def test_the_documented_command_draws_published_curves_over_ours(tmp_path, monke
     make_exports(tmp_path)
     text = DOCS.replace("\\\n", " ")
     (command,) = re.findall(r"^python benchmarks/curves\.py (.*wandb\.csv.*)$", text, flags=re.M)
-    seen = {}
-    draw = curves.draw
-    monkeypatch.setattr(
-        curves, "draw", lambda runs, *rest: (seen.update(runs=runs), draw(runs, *rest))
-    )
-    curves.main(arguments(*shlex.split(command)))
+    args = arguments(*shlex.split(command))
+    curves.main(args)
     assert capsys.readouterr().out == "all.png all.csv\n"
     assert Path("all.png").read_bytes()[:4] == b"\x89PNG"
-    assert [run.label for run in seen["runs"]] == ["PPO"] * 3 + ["OpenAI"] + ["2023"] * 10
+    runs = curves.load(args)
+    assert [run.label for run in runs] == ["PPO"] * 3 + ["OpenAI"] + ["2023"] * 10
+    assert runs[3].points(KL, "ppo/episode")[0].tolist() == [512 * i for i in range(1, 41)]
+
     rows = rows_of(Path("all.csv"))
-    assert {metric for _, _, metric in rows} == {"objective/scores", "objective/kl"}
-    (openai,) = (run for run in seen["runs"] if run.label == "OpenAI")
-    assert openai.points("objective/kl", "ppo/episode")[0].tolist() == list(
-        range(512, 40 * 512 + 1, 512)
-    )
-    last = [
-        json.loads(Path(f"runs/ppo_{i}/metrics.jsonl").read_text().splitlines()[-1])
-        for i in (1, 2, 3)
-    ]
-    scores = sorted(line["objective/scores"] for line in last)
-    for part, value in (("2.5%", scores[0]), ("mean", sum(scores) / 3), ("97.5%", scores[2])):
-        assert rows["PPO", f"{part} of 3", "objective/scores"][2] == pytest.approx(value, abs=6e-5)
-    ten = sorted(rows["2023", f"ppo__{i}", "objective/kl"][2] for i in range(1, 11))
-    assert rows["2023", "interquartile mean of 10", "objective/kl"][2] == pytest.approx(
-        sum(ten[2:8]) / 6, abs=6e-5
-    )
-    assert ("OpenAI", "tb", "objective/kl") in rows and (
-        "OpenAI",
-        "mean of 1",
-        "objective/kl",
-    ) not in rows
+    assert {metric for _, _, metric in rows} == {SCORES, KL}
+    low, middle, high = sorted(run.lines[-1][SCORES] for run in runs[:3])
+    mean = (low + middle + high) / 3
+    for part, value in (("2.5%", low), ("mean", mean), ("97.5%", high)):
+        assert rows["PPO", f"{part} of 3", SCORES][2] == pytest.approx(value, abs=6e-5)
+    ten = sorted(run.lines[-1][KL] for run in runs[4:])
+    found = rows["2023", "interquartile mean of 10", KL][2]
+    assert found == pytest.approx(sum(ten[2:8]) / 6, abs=6e-5)
+    assert [run for label, run, _ in rows if label == "OpenAI"] == ["tb", "tb"]
 
 
 def test_the_picture_has_a_line_for_each_seed_and_a_band_for_each_label(tmp_path, monkeypatch):
     make_exports(tmp_path)
-    figures = []
-    panels = curves.make_panels
-    monkeypatch.setattr(
-        curves, "make_panels", lambda *args: figures.append(panels(*args)) or figures[-1]
-    )
-    command = [
-        f"PPO={tmp_path}/runs/ppo_*",
-        f"2023={tmp_path}/wandb.csv",
-        "--out",
-        str(tmp_path / "all.png"),
-    ]
-    curves.main(arguments(*command))
+    figures, make_panels = [], curves.make_panels
+
+    def spy(*args: Any) -> Any:
+        figures.append(make_panels(*args))
+        return figures[-1]
+
+    monkeypatch.setattr(curves, "make_panels", spy)
+    runs = f"PPO={tmp_path}/runs/ppo_*", f"2023={tmp_path}/wandb.csv"
+    curves.main(arguments(*runs, "--out", str(tmp_path / "all.png")))
     ((_, axes),) = figures
-    assert list(axes) == ["objective/scores", "objective/kl"]
+    assert list(axes) == [SCORES, KL]
     for axis in axes.values():
-        assert (len(axis.lines), len(axis.collections), axis.get_xlabel()) == (
-            3 + 1 + 10 + 1,
-            2,
-            "episodes",
-        )
-        middles = [line for line in axis.lines if line.get_linewidth() > 1]
-        assert [line.get_color() for line in middles] == ["C0", "C1"]
-        assert [line.get_xdata()[-1] for line in middles] == [
-            40 * 512,
-            30 * 512,
-        ]  # as far as all seeds are
+        assert len(axis.lines) == 3 + 1 + 10 + 1 and len(axis.collections) == 2
+        assert axis.get_xlabel() == "episodes"
+        centers = [line for line in axis.lines if line.get_linewidth() > 1]
+        assert [line.get_color() for line in centers] == ["C0", "C1"]
+        ends = [line.get_xdata()[-1] for line in centers]
+        assert ends == [40 * 512, 30 * 512]  # as far as all seeds go
         ours = np.array([line.get_ydata() for line in axis.lines[:3]])
-        path = axis.collections[0].get_paths()[0].vertices
-        assert path[:, 1].max() == pytest.approx(ours.max()) and path[:, 1].min() == pytest.approx(
-            ours.min()
-        )
-    assert [text.get_text() for text in axes["objective/scores"].get_legend().get_texts()] == [
-        "PPO",
-        "2023",
-    ]
+        band = axis.collections[0].get_paths()[0].vertices[:, 1]
+        assert (band.min(), band.max()) == pytest.approx((ours.min(), ours.max()))
+    legend = axes[SCORES].get_legend().get_texts()
+    assert [text.get_text() for text in legend] == ["PPO", "2023"]

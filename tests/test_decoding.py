@@ -63,9 +63,33 @@ def test_G4_decoder_gives_the_logits_of_the_plain_model_at_every_step(kind, sett
     assert read == [(5, 8)] + [(15, 1)] * LENGTH  # distinct prompts once, no column of pads
 
 
+def test_G4_sampling_stops_once_every_response_of_an_eos_task_has_ended():
+    """What was sampled until then is the same, bit for bit, and what follows is padding."""
+    lm, uniform, calls = tiny.make_lm(), tiny.uniform(30, 5), []
+    lm.lm_head.bias = torch.nn.Parameter(torch.zeros(tiny.VOCAB))
+    lm.lm_head.bias.data[0] = 100.0  # token 0 ends a response; its probability is about 0.4
+
+    def decoder(*inputs, **cache):
+        calls.append(len(inputs[0]))
+        return decoding.Decoder(lm, 30)(*inputs, **cache)
+
+    contexts = tiny.make_contexts([5, 3, 5, 1, 8], 8)
+    full = tiny.sample(decoder, contexts, uniform, temperature=1.0)
+    first = (full == 0).byte().argmax(dim=1).tolist()  # of each response
+    assert len(calls) == 30 and (full == 0).any(dim=1).all() and max(first) < 25
+    for after in (0, 2):
+        calls.clear()
+        ended = dict(eos_task=True, truncate_token="x", truncate_after=after)
+        found = tiny.sample(decoder, contexts, uniform, temperature=1.0, **ended)
+        last = max((row[after:] == 0).byte().argmax().item() + after for row in full)
+        assert len(calls) == last + 1
+        assert torch.equal(found[:, : last + 1], full[:, : last + 1])
+        assert (found[:, last + 1 :] == PAD).all()
+
+
 def test_compiling_a_sliding_window_is_refused():
     with pytest.raises(InputError, match="--compile"):
-        decoding.Decoder(tiny.make_lm("mistral", sliding_window=20), LENGTH, compile=True)
+        decoding.Decoder(tiny.make_lm("mistral"), LENGTH, compile=True)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -79,7 +103,7 @@ def test_G4_the_decoders_step_is_compiled_once_for_contexts_of_several_widths(ki
     decoders = [decoding.Decoder(lm, LENGTH, compile=compiled) for compiled in (False, True)]
     for width in (11, 6, 11):
         contexts = tiny.make_contexts([5, 3, 5, 1, width], width)
-        assert torch.equal(*(ppo.sample(x, contexts, uniform, PAD, 0.7) for x in decoders))
+        assert torch.equal(*(tiny.sample(x, contexts, uniform) for x in decoders))
     assert len(graphs) == 1
 
 

@@ -129,14 +129,14 @@ class Alone:
 def test_G3_G4_padded_contexts_are_sampled_from_as_each_sequence_alone(kind):
     lm, contexts = tiny.make_lm(kind), tiny.make_contexts([8, 3, 5, 8, 1], 8).repeat(2, 1)
     uniform = tiny.uniform(6, 10)
-    expected = ppo.sample(Alone(lm), contexts, uniform, PAD, 0.7)
-    assert torch.equal(ppo.sample(Decoder(lm, 6), contexts, uniform, PAD, 0.7), expected)
+    expected = tiny.sample(Alone(lm), contexts, uniform)
+    assert torch.equal(tiny.sample(Decoder(lm, 6), contexts, uniform), expected)
 
 
 def sample(lm, contexts, pad_id, length, temperature):
     """`ppo.sample` with fixed random numbers."""
     uniform = tiny.uniform(length, len(contexts))
-    return ppo.sample(Decoder(lm, length), contexts, uniform, pad_id, temperature)
+    return tiny.sample(Decoder(lm, length), contexts, uniform, pad_id, temperature)
 
 
 def test_G4_13_a_response_has_its_exact_length_whatever_the_generation_config_says():

@@ -116,10 +116,11 @@ def position_ids(m: ModuleType) -> list:
             return torch.zeros(1, 5, 32)
         return SimpleNamespace(logits=torch.zeros(1, 1, 9), past_key_values=1)
 
-    policy = m.PolicyAndValue(tiny.make_lm(), 9, 1.0)
+    ids = utils.TokenIds(9, None, [], [])
+    policy = m.PolicyAndValue(tiny.make_lm(), ids.pad, 1.0)
     policy.backbone = backbone
     policy(context, torch.tensor([[5]]))
-    m.sample(backbone, context, tiny.uniform(1, 1), 9, 1.0)
+    m.sample(backbone, context, tiny.uniform(1, 1), ids, tiny.make_args(script=m))
     return seen
 
 

@@ -57,13 +57,14 @@ def test_policies_and_the_data_are_compared_on_the_same_queries(
 
 @pytest.mark.parametrize(
     ("words", "code", "named"),
-    [(("--task", "foo"), 2, "--task foo"), (("--judge", "bad.py:judge"), 1, "ZeroDivisionError")],
+    [("--task foo", 2, "--task foo"), ("--judge bad.py:judge", 1, "ZeroDivisionError")],
 )
 def test_a_bad_task_or_judge_is_one_sentence(words, code, named, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("bad.py").write_text("def judge(queries, responses):\n    return 1 / 0\n")
     model = str(tasks.SYNTHETIC / "model")
-    monkeypatch.setattr(sys, "argv", ["winrate.py", "data", model, *words])
+    words = f"--task synthetic_eos {words}"
+    monkeypatch.setattr(sys, "argv", ["winrate.py", "data", model, *words.split()])
     with pytest.raises(SystemExit) as error:
         runpy.run_path(winrate.__file__, run_name="__main__")
     assert error.value.code == code

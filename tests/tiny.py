@@ -127,6 +127,14 @@ def uniform(length: int, rows: int) -> Tensor:
     return torch.rand(length, rows, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
+def sample(
+    lm: Any, contexts: Tensor, uniform: Tensor, pad_id: int = PAD, temperature: float = 0.7, **task: Any
+) -> Tensor:
+    """`ppo.sample` with token 0 as the truncate token: [B, C], [R, B, 1] → [B, R]."""
+    args = make_args(make_task(temperature=temperature, **task))
+    return ppo.sample(lm, contexts, uniform, utils.TokenIds(pad_id, 0, [], []), args)
+
+
 def make_task(**changes: Any) -> tasks.Task:
     """A task of tiny lengths without files."""
     values = dict(query_length=8, response_length=5, temperature=0.7, truncate_after=2, gold_fn=None) | changes
