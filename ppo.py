@@ -17,7 +17,7 @@ One update:
         take one Adam step on the clipped policy loss + vf_coef * the clipped value loss
     adapt kl_coef to the measured KL
 
-There are two kinds of tasks. By default every response has R tokens and all of them are trained on;
+There are two kinds of tasks. In most, every response has R tokens and all of them are trained on;
 only for scoring it is truncated after its truncate token, such as a period. In EOS tasks the
 truncate token is the end of text, and what follows it is masked out everywhere.
 
@@ -96,7 +96,7 @@ class Args:
     reward_model: str | None = None
     """folder of the reward model; default: models/<task>/train_reward"""
     reward_fn: str | None = None
-    """module:function or path.py:function to score texts with; see docs/ppo.md"""
+    """module:function or path.py:function in place of the reward model; see docs/ppo.md"""
     kl_coef: NonNegativeFloat = 0.15
     """initial coefficient of the KL penalty (P8)"""
     kl_target: PositiveFloat | None = 6.0
@@ -166,12 +166,13 @@ SYNTHETIC: dict[str, Any] = dict(
 SUMMARIES: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
-    "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),  # it adds a constant per token
+    # Whitening adds a constant per token, which shortens or lengthens responses that can end.
+    "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
     "cnndm": SUMMARIES | dict(batch_size=32, lr=2e-6, kl_coef=0.01),
     "tldr_2019": SUMMARIES | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
     "tldr": SUMMARIES | dict(lr=3e-6, kl_coef=0.05, rollout_batch_size=64),
 }
-SCRIPT = Path(__file__)  # run and model folders are named after it, so a copy overwrites nothing
+SCRIPT = Path(__file__)  # names run and model folders: a renamed copy of it overwrites nothing
 
 # ------------------------------------------------------------------------------------------- models
 
@@ -215,10 +216,10 @@ class PolicyAndValue(nn.Module):
 
 @torch.no_grad()
 def sample(lm: Callable, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args) -> Tensor:
-    """Sample exactly R tokens after each context: [B, C], random numbers [R, B, 1] → [B, R] (G4).
+    """Sample R tokens after each context: [B, C], random numbers [R, B, 1] → [B, R] (G4).
 
-    From the full vocabulary; the model's generation_config is ignored. In EOS tasks, sampling stops
-    when every response of the batch has ended, and the rest is padding.
+    From the full vocabulary; the model's generation_config is ignored. In EOS tasks, responses that
+    have ended go on (`make_rollout` removes that) until all have; the rest is padding.
     """
     task = args.task
     mask = contexts != ids.pad
@@ -263,10 +264,11 @@ def sample_in_batches(
 def score_responses(
     reward: Callable, queries: Tensor, responses: Tensor, ids: TokenIds, args: Args
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Score responses [B, R], truncated after the first truncate token from `truncate_after` on.
+    """Score responses [B, R], truncated after the first truncate token.
 
-    A response without it gets a fixed penalty instead (P5). Returns scores [B], the truncated
-    responses [B, R], and whether they have the truncate token [B].
+    Truncate tokens before position `truncate_after` do not count. A response without one gets the
+    score `missing_eos_penalty`, such as -1, in all tasks that have a truncate token (P5). Returns
+    scores [B], the truncated responses [B, R], and whether they have the truncate token [B].
     """
     task = args.task
     truncated, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -304,11 +306,11 @@ def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 class Rollout(NamedTuple):
-    """The episodes of one update (X10). Values per token are 0 at padding."""
+    """The episodes of one update or evaluation (X10). Numbers per token are 0 at padding."""
 
     queries: Tensor  # [B, Q] padded on the left; what the reward model reads
     contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
-    responses: Tensor  # [B, R] in EOS tasks, padding after the end
+    responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     truncated: Tensor  # [B, R] responses as they were scored
     ended: Tensor  # [B] whether they have the truncate token
     mask: Tensor  # [B, R] real tokens of responses: all, except in EOS tasks (X9)
@@ -316,7 +318,7 @@ class Rollout(NamedTuple):
     logprobs: Tensor  # [B, R] of the policy that sampled
     values: Tensor  # [B, R] of the policy that sampled
     kl: Tensor  # [B, R] to the reference
-    scores: Tensor  # [B] reward model's score or penalty, clipped
+    scores: Tensor  # [B] reward model's score or penalty, clipped if asked for
     rewards: Tensor  # [B, R] KL penalty, and the score at the last token
 
     def select(self, rows: Tensor | slice) -> "Rollout":
@@ -338,8 +340,8 @@ def make_rollout(
 ) -> Rollout:
     """Score responses [B, R], and compute log-probabilities, values and rewards.
 
-    The forward passes are those of the first epoch: `minibatches` are the rows of its minibatches.
-    So its first probability ratio is exactly 1, although rounding depends on the batch (L6).
+    Sequences are batched as in the first epoch, whose minibatches have the rows `minibatches`.
+    Rounding depends on the batch; so only this makes the ratio exactly 1 at the first step (L6).
     """
     scores, truncated, ended = score_responses(reward, queries, responses, ids, args)
     responses = truncated if args.task.eos_task else responses
@@ -356,8 +358,8 @@ def make_rollout(
     kl = estimate_kl(logprobs, ref_logprobs, args.kl_estimator)
     rewards = kl_penalized_rewards(kl, scores, mask, kl_coef)
     tokens = dict(queries=queries, contexts=contexts, responses=responses, truncated=truncated)
-    values = dict(logprobs=logprobs, values=values, kl=kl, scores=scores, rewards=rewards)
-    return Rollout(**tokens, ended=ended, mask=mask, lengths=lengths, **values)
+    numbers = dict(logprobs=logprobs, values=values, kl=kl, scores=scores, rewards=rewards)
+    return Rollout(**tokens, ended=ended, mask=mask, lengths=lengths, **numbers)
 
 
 def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list[list[Tensor]]:
@@ -397,7 +399,7 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tens
 
 
 def compute_advantages(minibatch: Rollout, args: Args) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, R]; per minibatch, because OpenAI whitens its rewards (P9)."""
+    """Advantages and returns [B, R] of a minibatch, over which rewards are whitened first (P9)."""
     rewards = minibatch.rewards
     if args.whiten_rewards:
         rewards = whiten(rewards, minibatch.mask, shift_mean=False)
@@ -418,8 +420,8 @@ def ppo_losses(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Policy loss, value loss and statistics of a micro-batch: [B, R] each → scalars.
 
-    Divided by `num_tokens`, the tokens of the whole minibatch on one process, the sum over its
-    micro-batches is the mean over the minibatch (P7).
+    `num_tokens` is the number of tokens in the minibatch, per process on average. Summed over its
+    micro-batches and averaged over processes, results are means over all its tokens (P7).
     """
 
     def mean(x: Tensor) -> Tensor:
@@ -460,7 +462,7 @@ class AdamTF(torch.optim.Adam):
     PyTorch:     m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
     TensorFlow:  m / (1 - beta1^t) * sqrt(1 - beta2^t) / (sqrt(v) + eps)
 
-    So TensorFlow's eps is PyTorch's eps / sqrt(1 - beta2^t): larger in the first steps.
+    So TensorFlow's eps acts as eps / sqrt(1 - beta2^t) in PyTorch: it is larger at first.
     """
 
     def __init__(self, params: Any, lr: float, eps: float = 1e-5, **settings: Any):
@@ -491,7 +493,7 @@ def rollout_metrics(
         "objective/kl_coef": kl_coef,
         "objective/rlhf_reward": rollout.scores.mean() - kl_coef * kl,
         "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # OpenAI's name of the same
-        "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # of responses, by sampling
+        "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # estimated from the samples
         "objective/ended": rollout.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
         "objective/cut_length": (rollout.truncated != pad_id).sum(dim=1).float().mean(),
@@ -517,15 +519,16 @@ def main(args: Args) -> None:
     accelerator = distributed.start(args)
     check(args, accelerator.num_processes)
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
-    tokenizer, ids = load_tokenizer(task, task.response_length)  # ids: pad, truncate, affixes
-    queries = load_queries(task, tokenizer, ids, max_queries=args.total_episodes)  # a TokenTable
+    # Also checks that query and response fit the model; ids: pad, truncate, prefix, suffix.
+    tokenizer, ids = load_tokenizer(task, task.response_length)
+    queries = load_queries(task, tokenizer, ids, max_queries=args.total_episodes)  # token ids
     heldout, queries = queries.hold_out(args.eval_queries)
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score, if the task knows it
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # [B, Q], [B, R] → [B]
 
     ref = PolicyAndValue(load_lm(task.base_model), ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
-    lm = load_lm(task.base_model)  # what sft.py trained, or a pretrained model; no dropout (P4)
+    lm = load_lm(task.base_model)  # of sft.py, or of the hub: see data/tasks.py; no dropout (P4)
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
@@ -562,9 +565,9 @@ def main(args: Args) -> None:
             group["lr"] = lr
 
         timer.start("sample")
-        rows = query_rows(len(queries), local_batch_size, update, seed)  # shuffled epochs
+        rows = query_rows(len(queries), local_batch_size, update, seed)  # random, per process
         batch_queries = queries[rows].to(device)  # [B, Q]
-        with distributed.inference(accelerator, policy):  # eval mode, autocast, all weights
+        with distributed.inference(accelerator, policy):  # eval mode, autocast, full weights
             rng = generator(seed, update, device)
             responses = sample_in_batches(decoder, add_affixes(batch_queries, ids), ids, args, rng)
 
@@ -579,9 +582,8 @@ def main(args: Args) -> None:
             for minibatch_rows in minibatches:  # one optimizer step each
                 minibatch = rollout.select(minibatch_rows)
                 advantages, returns = compute_advantages(minibatch, args)
-                # DDP averages gradients over processes; divided by this, that is a mean over tokens.
-                num_tokens = all_sum(minibatch.mask.sum()) / processes
-                for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):  # slices
+                num_tokens = all_sum(minibatch.mask.sum()) / processes  # DDP averages gradients
+                for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
                     is_last = part.stop == len(minibatch_rows)  # only then all-reduce gradients
                     with nullcontext() if is_last else accelerator.no_sync(policy):

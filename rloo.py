@@ -18,17 +18,18 @@ One update:
         take one Adam step on the clipped policy loss of whole responses
     adapt kl_coef to the measured KL
 
-A whole response is one action, and there is no value function. Flags and metrics have the names of
-ppo.py, whose adaptive kl_coef and clipped loss with several epochs are the defaults here, too.
+A whole response is one action, and there is no value function. Flags and metrics are named as in
+ppo.py, from which the adaptive kl_coef, the clipping and the several epochs are, too; with one
+epoch of one minibatch, an update is the paper's.
 
-There are two kinds of tasks. By default every response has R tokens and all of them are trained on;
+There are two kinds of tasks. In most, every response has R tokens and all of them are trained on;
 only for scoring it is truncated after its truncate token, such as a period. In EOS tasks the
 truncate token is the end of text, and what follows it is masked out everywhere.
 
-Shapes: P queries, K responses to each, B = K * P sequences, Q query tokens, C context tokens
-(prefix + query + suffix), R response tokens, T = C + R, N real response tokens, V vocabulary size,
-D hidden size. Masks are True at real tokens. Tags such as (L3) point to docs/details.md, which
-lists the implementation details.
+Shapes: P queries, K responses to each, B = K * P sequences of one process (or of a minibatch or
+micro-batch), Q query tokens, C context tokens (prefix + query + suffix), R response tokens,
+T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real tokens.
+Tags such as (L3) point to docs/details.md, which lists the implementation details.
 """
 
 import math
@@ -98,7 +99,7 @@ class Args:
     reward_model: str | None = None
     """folder of the reward model; default: models/<task>/train_reward"""
     reward_fn: str | None = None
-    """module:function or path.py:function to score texts with; see docs/rloo.md"""
+    """module:function or path.py:function in place of the reward model; see docs/rloo.md"""
     kl_coef: NonNegativeFloat = 0.15
     """initial coefficient of the KL penalty (P8)"""
     kl_target: PositiveFloat | None = 6.0
@@ -162,7 +163,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tldr_2019": dict(batch_size=32, lr=2e-6, kl_coef=0.03, kl_target=None),
     "tldr": dict(lr=3e-6, kl_coef=0.05, kl_target=None, rollout_batch_size=64),
 }
-SCRIPT = Path(__file__)  # run and model folders are named after it, so a copy overwrites nothing
+SCRIPT = Path(__file__)  # names run and model folders: a renamed copy of it overwrites nothing
 
 # ------------------------------------------------------------------------------------------- models
 
@@ -186,7 +187,7 @@ class Policy(nn.Module):
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # the number of real tokens before (G3)
         inputs = tokens.masked_fill(~mask, 0), mask, position_ids
-        # Equal contexts of neighboring sequences are computed once.
+        # Equal contexts of neighboring sequences are computed once, also in the backward pass.
         hidden = self.backbone(*inputs, prompt_length=contexts.shape[1])  # [B, T, D]
         hidden = hidden[:, contexts.shape[1] - 1 : -1]  # [B, R, D], position t predicts t + 1
         real = mask[:, contexts.shape[1] :]  # [B, R], N of them are True
@@ -204,10 +205,10 @@ class Policy(nn.Module):
 
 @torch.no_grad()
 def sample(lm: Callable, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args) -> Tensor:
-    """Sample exactly R tokens after each context: [B, C], random numbers [R, B, 1] → [B, R] (G4).
+    """Sample R tokens after each context: [B, C], random numbers [R, B, 1] → [B, R] (G4).
 
-    From the full vocabulary; the model's generation_config is ignored. In EOS tasks, sampling stops
-    when every response of the batch has ended, and the rest is padding.
+    From the full vocabulary; the model's generation_config is ignored. In EOS tasks, responses that
+    have ended go on (`make_rollout` removes that) until all have; the rest is padding.
     """
     task = args.task
     mask = contexts != ids.pad
@@ -252,10 +253,11 @@ def sample_in_batches(
 def score_responses(
     reward: Callable, queries: Tensor, responses: Tensor, ids: TokenIds, args: Args
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Score responses [B, R], truncated after the first truncate token from `truncate_after` on.
+    """Score responses [B, R], truncated after the first truncate token.
 
-    A response without it gets a fixed penalty instead (P5). Returns scores [B], the truncated
-    responses [B, R], and whether they have the truncate token [B].
+    Truncate tokens before position `truncate_after` do not count. A response without one gets the
+    score `missing_eos_penalty`, such as -1, in all tasks that have a truncate token (P5). Returns
+    scores [B], the truncated responses [B, R], and whether they have the truncate token [B].
     """
     task = args.task
     truncated, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -287,18 +289,18 @@ def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 class Rollout(NamedTuple):
-    """The episodes of one update (X10). Values per token are 0 at padding."""
+    """The episodes of one update or evaluation (X10). Numbers per token are 0 at padding."""
 
     queries: Tensor  # [B, Q] padded on the left; what the reward model reads
     contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
-    responses: Tensor  # [B, R] in EOS tasks, padding after the end
+    responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     truncated: Tensor  # [B, R] responses as they were scored
     ended: Tensor  # [B] whether they have the truncate token
     mask: Tensor  # [B, R] real tokens of responses: all, except in EOS tasks (X9)
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] of the policy that sampled
     kl: Tensor  # [B, R] to the reference
-    scores: Tensor  # [B] reward model's score or penalty, clipped
+    scores: Tensor  # [B] reward model's score or penalty, clipped if asked for
     rewards: Tensor  # [B] score minus KL penalty
 
     def select(self, rows: Tensor | slice) -> "Rollout":
@@ -320,8 +322,8 @@ def make_rollout(
 ) -> Rollout:
     """Score responses [B, R], and compute log-probabilities and rewards.
 
-    The forward passes are those of the first epoch: `minibatches` are the rows of its minibatches.
-    So its first probability ratio is exactly 1, although rounding depends on the batch (L6).
+    Sequences are batched as in the first epoch, whose minibatches have the rows `minibatches`.
+    Rounding depends on the batch; so only this makes the ratio exactly 1 at the first step (L6).
     """
     scores, truncated, ended = score_responses(reward, queries, responses, ids, args)
     responses = truncated if args.task.eos_task else responses
@@ -338,14 +340,15 @@ def make_rollout(
     kl = estimate_kl(logprobs, ref_logprobs, args.kl_estimator)
     rewards = scores - kl_coef * kl.sum(dim=1)  # a response is one action (L1, L2)
     tokens = dict(queries=queries, contexts=contexts, responses=responses, truncated=truncated)
-    values = dict(logprobs=logprobs, kl=kl, scores=scores, rewards=rewards)
-    return Rollout(**tokens, ended=ended, mask=mask, lengths=lengths, **values)
+    numbers = dict(logprobs=logprobs, kl=kl, scores=scores, rewards=rewards)
+    return Rollout(**tokens, ended=ended, mask=mask, lengths=lengths, **numbers)
 
 
 def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list[list[Tensor]]:
     """For each epoch, the rows of each minibatch: a new permutation of all episodes (P7).
 
-    Within a minibatch, responses to the same query are neighbors: it is computed once for them.
+    Row i is a response to query i % P. Within a minibatch, responses to the same query are
+    neighbors, so that the query is computed only once for them.
     """
     rng = np.random.default_rng(seed)
     num_queries = num_episodes // args.rloo_k
@@ -385,9 +388,9 @@ def rloo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss and statistics of a micro-batch: [B, R], [B, R], [B] → scalars.
 
-    PPO's clipped loss with the probability ratio of whole responses (L4). Divided by
-    `num_responses` of the whole minibatch on one process, the sum over its micro-batches is the
-    mean over the minibatch (P7).
+    PPO's clipped loss with the probability ratio of whole responses (L4). `num_responses` is the
+    size of this process's minibatch. Summed over its micro-batches and averaged over processes,
+    results are means over all its responses (P7).
     """
 
     def mean(x: Tensor) -> Tensor:
@@ -405,7 +408,7 @@ def rloo_loss(
             "policy/approxkl_avg": 0.5 * mean(log_ratio**2),
             "policy/clipfrac_avg": mean((pg_losses_clipped > pg_losses).float()),
             "val/ratio": mean(ratio),
-            "val/ratio_var": mean((ratio - 1) ** 2),  # around 1
+            "val/ratio_var": mean((ratio - 1) ** 2),  # around 1, not the mean
         }
     return pg_loss, stats
 
@@ -419,7 +422,7 @@ class AdamTF(torch.optim.Adam):
     PyTorch:     m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
     TensorFlow:  m / (1 - beta1^t) * sqrt(1 - beta2^t) / (sqrt(v) + eps)
 
-    So TensorFlow's eps is PyTorch's eps / sqrt(1 - beta2^t): larger in the first steps.
+    So TensorFlow's eps acts as eps / sqrt(1 - beta2^t) in PyTorch: it is larger at first.
     """
 
     def __init__(self, params: Any, lr: float, eps: float = 1e-5, **settings: Any):
@@ -449,7 +452,7 @@ def rollout_metrics(
         "objective/kl": kl,
         "objective/kl_coef": kl_coef,
         "objective/rlhf_reward": rollout.rewards.mean(),
-        "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # of responses, by sampling
+        "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # estimated from the samples
         "objective/ended": rollout.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
         "objective/cut_length": (rollout.truncated != pad_id).sum(dim=1).float().mean(),
@@ -476,16 +479,17 @@ def main(args: Args) -> None:
     accelerator = distributed.start(args)
     check(args, accelerator.num_processes)
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
-    tokenizer, ids = load_tokenizer(task, task.response_length)  # ids: pad, truncate, affixes
+    # Also checks that query and response fit the model; ids: pad, truncate, prefix, suffix.
+    tokenizer, ids = load_tokenizer(task, task.response_length)
     max_queries = args.total_episodes // args.rloo_k
-    queries = load_queries(task, tokenizer, ids, max_queries)  # a TokenTable
+    queries = load_queries(task, tokenizer, ids, max_queries)  # token ids
     heldout, queries = queries.hold_out(args.eval_queries)
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score, if the task knows it
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # [B, Q], [B, R] → [B]
 
     ref = Policy(load_lm(task.base_model), ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
-    lm = load_lm(task.base_model)  # what sft.py trained, or a pretrained model; no dropout (P4)
+    lm = load_lm(task.base_model)  # of sft.py, or of the hub: see data/tasks.py; no dropout (P4)
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
@@ -523,9 +527,9 @@ def main(args: Args) -> None:
 
         timer.start("sample")
         num_queries = local_batch_size // args.rloo_k
-        rows = query_rows(len(queries), num_queries, update, seed)  # shuffled epochs
+        rows = query_rows(len(queries), num_queries, update, seed)  # random, per process
         batch_queries = queries[rows].to(device).repeat(args.rloo_k, 1)  # [K * P, Q]
-        with distributed.inference(accelerator, policy):  # eval mode, autocast, all weights
+        with distributed.inference(accelerator, policy):  # eval mode, autocast, full weights
             rng = generator(seed, update, device)
             responses = sample_in_batches(decoder, add_affixes(batch_queries, ids), ids, args, rng)
 
@@ -543,7 +547,7 @@ def main(args: Args) -> None:
                 num_tokens = all_sum(minibatch.mask.sum()) / processes  # for the mean entropy
                 advantages = all_advantages[minibatch_rows]
                 num_responses = len(minibatch_rows)  # on each process; DDP averages gradients
-                for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):  # slices
+                for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
                     is_last = part.stop == len(minibatch_rows)  # only then all-reduce gradients
                     with nullcontext() if is_last else accelerator.no_sync(policy):

@@ -107,22 +107,12 @@ def measure(model: Path, adam: str, seed: int, args: Args) -> list[dict[str, Any
             row = dict(zip(ROW, (size, adam, seed, update + 1, epoch + 1), strict=True))
             rows.append(row | statistics(**seen))
 
-    settings = ppo.Args(
-        task=replace(TASKS["synthetic"], base_model=str(model)),
-        seed=seed,
-        total_episodes=args.updates * args.batch_size,
-        batch_size=args.batch_size,
-        num_ppo_epochs=EPOCHS,
-        lr=args.lr,
-        anneal_lr=False,
-        adam_eps=EPS,
-        reward_model=str(args.reward_model),
-        run_name=f"{model.name}-{adam}-{seed}",
-        output_dir=f"ppo-{model.name}-{adam}-{seed}",
-        eval_queries=16,
-    )
+    task, name = replace(TASKS["synthetic"], base_model=str(model)), f"{model.name}-{adam}-{seed}"
+    episodes = dict(total_episodes=args.updates * args.batch_size, batch_size=args.batch_size)
+    settings = dict(seed=seed, num_ppo_epochs=EPOCHS, lr=args.lr, anneal_lr=False, adam_eps=EPS)
+    files = dict(reward_model=str(args.reward_model), run_name=name, output_dir=f"ppo-{name}")
     with patch.multiple(ppo, AdamTF=Adam, make_rollout=spy_rollout):
-        ppo.main(settings)
+        ppo.main(ppo.Args(task=task, eval_queries=16, **episodes, **settings, **files))
     return rows
 
 
@@ -146,9 +136,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Both effective eps by step, and for each policy approxkl after each epoch, by seed."""
-    plt, sizes = pyplot(), list(dict.fromkeys(row["parameters"] for row in rows))
-    size = 4.4 * (1 + len(sizes)), 3.6
-    figure, axes = plt.subplots(1, 1 + len(sizes), figsize=size, layout="constrained")
+    sizes = list(dict.fromkeys(row["parameters"] for row in rows))
+    look = dict(figsize=(4.4 * (1 + len(sizes)), 3.6), layout="constrained")
+    figure, axes = pyplot().subplots(1, 1 + len(sizes), **look)
     t = np.arange(1, 5001)
     axes[0].plot(t, np.full(len(t), EPS), "C0", label="TensorFlow: eps")
     axes[0].plot(t, EPS * np.sqrt(1 - BETA2**t), "C1", label="PyTorch: eps * sqrt(1 - beta2^t)")

@@ -7,6 +7,7 @@ TRL's trainers run in environments without this project's requirements, so ours 
 they are needed.
 """
 
+import argparse
 import importlib
 import importlib.metadata
 import importlib.util
@@ -23,27 +24,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification as Classifier
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 Job = SimpleNamespace  # made by `job` of speed.py
 LR, TEMPERATURE, KL_COEF = 1e-5, 0.7, 0.15
-CPU = [torch.profiler.ProfilerActivity.CPU]
 
 
 class Stopwatch:
-    """CPU and wall seconds of each phase of each update, peak memory, and a profile if wanted."""
+    """CPU and wall seconds of each phase of each update, and peak memory."""
 
-    def __init__(self, profile: bool = False):
+    def __init__(self):
         self.updates: list[dict[str, list[float]]] = []
         self.phase: str | None = None
         self.then, self.peak = (0.0, 0.0), 0.0
-        self.profiler = torch.profiler.profile(activities=CPU) if profile else None
 
     def __call__(self, phase: str | None) -> None:
         """Begin a phase; None: between two updates."""
@@ -57,11 +52,6 @@ class Stopwatch:
         if phase == "sample" and self.phase in (None, "optimize"):
             self.updates.append({})
         self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        if self.profiler and len(self.updates) == 2:  # the first one after warm-up
-            if phase == "sample":
-                self.profiler.start()
-            elif phase is None:
-                self.profiler.stop()
         self.phase, self.then = phase, (time.process_time(), time.perf_counter())
 
     def around(self, function: Callable, before: str | None, after: str | None) -> Callable:
@@ -96,15 +86,14 @@ def make(job: Job, watch: Stopwatch) -> None:
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     torch.manual_seed(1)
-    classifier = AutoModelForSequenceClassification.from_config(config)
+    classifier = Classifier.from_config(config)
     reward = RewardModel(RewardConfig(config, config.vocab_size))
     reward.backbone.load_state_dict(classifier.base_model.state_dict())
     policy = AutoModelForCausalLM.from_config(config)
     for name, model in (("policy", policy), ("classifier", classifier), ("reward", reward)):
         model.save_pretrained(folder / name)
-        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(
-            folder / name
-        )
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+        tokenizer.save_pretrained(folder / name)
 
 
 def script_args(script: Any, job: Job) -> Any:
@@ -141,7 +130,7 @@ def ours(job: Job, watch: Stopwatch) -> None:
 
 def load(job: Job, name: str) -> Any:
     """Load a model that `make` wrote."""
-    kind = AutoModelForSequenceClassification if name == "classifier" else AutoModelForCausalLM
+    kind = Classifier if name == "classifier" else AutoModelForCausalLM
     return kind.from_pretrained(f"{job.folder}/{name}", dtype=torch.float32)
 
 
@@ -274,10 +263,8 @@ CONTESTANTS |= {f.__name__: f for f in (make, plain, trl_ppo, trl_rloo, matmul)}
 
 def versions() -> str:
     """Versions of the libraries."""
-    names = ("torch", "transformers", "accelerate", "trl")
-    return ", ".join(
-        f"{n} {importlib.metadata.version(n)}" for n in names if importlib.util.find_spec(n)
-    )
+    names = filter(importlib.util.find_spec, ("torch", "transformers", "accelerate", "trl"))
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
 def main(text: str) -> None:
@@ -285,18 +272,15 @@ def main(text: str) -> None:
     job, steps = Job(**json.loads(text)), []
     torch.set_num_threads(1)
     register_optimizer_step_post_hook(lambda *_: steps.append(1))
-    watch = Stopwatch(job.profile)
+    watch = Stopwatch()
     CONTESTANTS[job.kind](job, watch)
     if job.kind not in ("make", "matmul") and len(steps) != job.epochs * (job.updates + 1):
-        raise RuntimeError(
-            f"{len(steps)} optimizer steps in {job.updates + 1} updates of {job.epochs} epochs"
-        )
-    if job.profile:
-        table = watch.profiler.key_averages().table
-        print(table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=50))
+        raise RuntimeError(f"{len(steps)} optimizer steps: the work is not the same")
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps({"updates": watch.updates, "peak": watch.peak, "versions": versions()}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("job", help="JSON, made by `job` of speed.py")
+    main(parser.parse_args().job)

@@ -222,9 +222,7 @@ def write_csv(runs: list[Run], metrics: tuple[str, ...], x: str, path: Path) -> 
         writer.writerow(("label", "run", "metric", "values", "first", "last five", "last"))
         for metric in metrics:
             for label, curves in by_label(runs, metric, x).items():
-                rows = [
-                    (name, len(ys), (ys[0], ys[-5:].mean(), ys[-1])) for name, (_, ys) in curves
-                ]
+                rows = [(k, len(ys), (ys[0], ys[-5:].mean(), ys[-1])) for k, (_, ys) in curves]
                 if len(rows) > 1:
                     middle = "interquartile mean" if len(rows) >= 10 else "mean"
                     together = band(np.array([values for _, _, values in rows]))

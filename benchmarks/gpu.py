@@ -314,8 +314,7 @@ def main(args: Args) -> None:
             write(rows, args.out.with_suffix(".csv"))
             if seconds > 0 and not found["result"].startswith("ok"):
                 print((folder / "log").read_text()[-1500:], file=sys.stderr, flush=True)
-    found = [{k: v for k, v in row.items() if k not in about} for row in rows]
-    print(json.dumps(about | {"rows": found}))
+    print(json.dumps({"rows": rows}))
 
 
 if __name__ == "__main__":

@@ -83,11 +83,7 @@ class Episodes(NamedTuple):
 
 def left_aligned(tokens: Tensor, pad_id: int) -> Tensor:
     """Move the padding of each sequence to its left."""
-    sequences = []
-    for sequence in tokens:
-        is_pad = sequence == pad_id
-        sequences.append(torch.cat([sequence[is_pad], sequence[~is_pad]]))
-    return torch.stack(sequences)
+    return torch.stack([torch.cat([x[x == pad_id], x[x != pad_id]]) for x in tokens])
 
 
 def whitened(x: Tensor, shift_mean: bool = True) -> Tensor:
@@ -99,15 +95,7 @@ def whitened(x: Tensor, shift_mean: bool = True) -> Tensor:
 class PlainPPO:
     """PPO with one minibatch per epoch; `args` are those of ppo.py."""
 
-    def __init__(
-        self,
-        lm: nn.Module,
-        ref: nn.Module,
-        reward: LMWithScalar,
-        args: Any,
-        pad_id: int,
-        micro: int,
-    ):
+    def __init__(self, lm: Any, ref: Any, reward: Any, args: Any, pad_id: int, micro: int):
         self.policy, self.reward = LMWithScalar(lm), reward
         self.ref = LMWithScalar(ref).requires_grad_(False)
         self.args, self.task, self.pad_id, self.micro = args, args.task, pad_id, micro
@@ -187,16 +175,13 @@ class PlainPPO:
             for rows, tokens in self.parts(old.tokens, order):
                 logits, values = self.forward(self.policy, tokens)
                 log_ratio = self.token_logprobs(logits, tokens) - old.logprobs[rows]
-                ratio, advantages, returns = (
-                    log_ratio.exp(),
-                    old.advantages[rows],
-                    old.returns[rows],
-                )
+                ratio, advantages = log_ratio.exp(), old.advantages[rows]
                 pg_losses = -advantages * ratio
                 clipped = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
                 pg_losses_clipped = -advantages * clipped
                 pg_loss = torch.max(pg_losses, pg_losses_clipped).mean()
                 before, limit = old.values[rows], args.cliprange_value
+                returns = old.returns[rows]
                 vf_losses = (values - returns) ** 2
                 vf_losses_clipped = (values.clamp(before - limit, before + limit) - returns) ** 2
                 vf_loss = 0.5 * torch.max(vf_losses, vf_losses_clipped).mean()

@@ -19,6 +19,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -27,12 +28,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-os.environ |= {
-    "ACCELERATE_USE_CPU": "true",
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-os.environ |= {"TQDM_DISABLE": "1"}
+os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import datasets  # noqa: E402
 import numpy as np  # noqa: E402
@@ -49,15 +46,9 @@ from machinery.runs import Run  # noqa: E402
 
 SHARES = 4  # of a batch, on 1, 2 or 4 processes
 ROUNDING = 1e-6  # of weights; 1000 times that, relative, for everything else
-SIZES = dict(
-    total_episodes=48,
-    batch_size=16,
-    num_minibatches=2,
-    num_ppo_epochs=2,
-    micro_batch_tokens=36,
-    rloo_k=2,
-)
+SIZES = dict(total_episodes=48, batch_size=16, num_minibatches=2, num_ppo_epochs=2, rloo_k=2)
 SIZES |= dict(rollout_batch_size=5, eval_queries=3, eval_every=2, kl_horizon=20, lr=3e-4)
+SIZES |= dict(micro_batch_tokens=36, save_every=1)
 OTHERS = {  # of train_reward.py and sft.py, by a field that only they have
     "num_labels": dict(num_labels=16, batch_size=4, normalize_samples=16, rollout_batch_size=16),
     "num_heldout": dict(num_heldout=4, batch_size=8, num_epochs=4, lr=1e-4),
@@ -116,14 +107,12 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def settings(module: ModuleType, folder: Path, way: Way, name: str, kind: str) -> Any:
+def settings(module: ModuleType, folder: Path, way: Way, name: str) -> Any:
     """Arguments of three updates or more, of an EOS task where responses are of uneven length."""
     task = tiny.eos_task(tiny.make_task(base_model=str(folder / "task" / "model")), folder / "task")
     names = {field.name for field in fields(module.Args)}
     other = next((values for field, values in OTHERS.items() if field in names), {})
-    values = (
-        SIZES | other | dict(way.flags) | dict(reward_model=str(folder / "reward"), save_every=1)
-    )
+    values = SIZES | other | dict(way.flags) | dict(reward_model=str(folder / "reward"))
     values |= dict(resume=f"runs/{name}") if (Path("runs") / name).exists() else dict(run_name=name)
     return module.Args(task=task, **{key: value for key, value in values.items() if key in names})
 
@@ -228,14 +217,7 @@ def keep_checkpoints(stop_after: int | None) -> None:
 
 
 def fork(
-    path: Path,
-    folder: Path,
-    way: Way,
-    name: str,
-    kind: str,
-    rank: int,
-    port: int,
-    stop: int | None,
+    path: Path, folder: Path, way: Way, name: str, rank: int, port: int, stop: int | None
 ) -> int:
     """Start one process of a run; return its id."""
     if pid := os.fork():
@@ -258,14 +240,12 @@ def fork(
             os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
             shard_on_a_cpu()
         module = load(path)
-        args = settings(module, folder, way, name, kind)
+        args = settings(module, folder, way, name)
         draw_by_share(module, args, rank, way.processes)
         keep_checkpoints(stop)
         module.main(args)
         code = 0
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -290,16 +270,14 @@ def wait(pids: list[int], seconds: float) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def run(path: Path, folder: Path, way: Way, name: str, kind: str) -> str | None:
+def run(path: Path, folder: Path, way: Way, name: str) -> str | None:
     """Run a script from beginning to end; return what went wrong."""
     for stop in (2, None) if way.killed else (None,):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        pids = [
-            fork(path, folder, way, name, kind, rank, port, stop) for rank in range(way.processes)
-        ]
-        codes = wait(pids, 120)
+        ranks = range(way.processes)
+        codes = wait([fork(path, folder, way, name, rank, port, stop) for rank in ranks], 120)
         if set(codes) != {-signal.SIGKILL if stop else 0}:
             failed = [i for i, code in enumerate(codes) if code not in (0, -signal.SIGKILL)]
             log = (folder / f"{name}.{failed[0] if failed else 0}.log").read_text()
@@ -380,19 +358,15 @@ def table(script: Path, kind: str, only: tuple[str, ...] = ()) -> dict[str, tupl
             if only and column not in only or other is None and not has_ratio:
                 continue
             for each in {other, way} - {None} - set(done):
-                done[each] = (
-                    f"run{len(done)}",
-                    run(script.resolve(), folder, each, f"run{len(done)}", kind),
-                )
+                name = f"run{len(done)}"
+                done[each] = name, run(script.resolve(), folder, each, name)
             (name, error), text = done[way], "exactly 1"
             if other is None:
                 error = error or first_ratio(folder / "runs" / name)
             else:
                 error = error or done[other][1]
                 if not error:
-                    gap, error = difference(
-                        folder / "runs" / name, folder / "runs" / done[other][0]
-                    )
+                    gap, error = difference(*(folder / "runs" / x for x in (name, done[other][0])))
                     text = "equal to the bit" if gap == 0 else f"weights equal to {gap:.0e}"
                     if not error and gap and to_the_bit:
                         error = f"{text}, and has to be equal to the bit"

@@ -2,7 +2,6 @@
 
     python benchmarks/speed.py --workload gpt2            # table, CSV, picture, and a line of JSON
     python benchmarks/speed.py --scale                    # ppo.py as batch, response and model grow
-    python benchmarks/speed.py --workload gpt2 --profile  # where ours spends its CPU time
 
 Ours are the scripts themselves at the defaults of `--task sentiment`. `plain` is
 benchmarks/plain_ppo.py. `trl-ppo` is the PPOTrainer of TRL 1.12.0, the last version that has one,
@@ -66,8 +65,6 @@ class Args:
     """sequences per micro-batch of the peers; None: the fastest of a few"""
     scale: bool = False
     """run ppo.py alone as the work grows; writes <out>_scale"""
-    profile: bool = False
-    """run ours alone under torch.profiler and print the slowest operators"""
 
 
 @dataclass(frozen=True)
@@ -113,12 +110,8 @@ def contestants(peers: list[str]) -> list[Contestant]:
 def query_lengths(n: int) -> list[int]:
     """Lengths like those of a novel's sentences: 7, 17, 40 tokens at 5, 50, 95%; one of 64."""
     shares = (np.arange(n) + 0.5) / n
-    lengths = (
-        np.exp(np.interp(shares, (0, 0.05, 0.5, 0.95, 1), np.log((5, 7, 17, 40, 64))))
-        .round()
-        .astype(int)
-    )
-    return [*lengths[:-1].tolist(), 64]
+    logs = np.interp(shares, (0, 0.05, 0.5, 0.95, 1), np.log((5, 7, 17, 40, 64)))
+    return [*np.exp(logs[:-1]).round().astype(int).tolist(), 64]
 
 
 def operations(work: Work, kind: str, epochs: int, once: bool = False) -> dict[str, float]:
@@ -134,10 +127,8 @@ def operations(work: Work, kind: str, epochs: int, once: bool = False) -> dict[s
     def trunk(rows: np.ndarray) -> int:
         return 24 * layers * width**2 * rows.sum() + 2 * layers * width * (rows * (rows + 1)).sum()
 
-    lm = trunk(lengths) + 2 * width * work.config["vocab_size"] * work.response_length * len(
-        lengths
-    )
-    lm -= (group - 1) * trunk(prompts) * once
+    head = 2 * width * work.config["vocab_size"] * work.response_length * len(lengths)
+    lm = trunk(lengths) + head - (group - 1) * trunk(prompts) * once
     critic = trunk(lengths) if kind == "separate_critic" else 0
     found = {"sample": lm, "score": lm + trunk(lengths), "optimize": 3 * epochs * (lm + critic)}
     return {phase: float(x) for phase, x in found.items()}
@@ -152,16 +143,8 @@ def peer_python(peer: str) -> str:
         print(f"creating {folder}", file=sys.stderr)
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        pip = [
-            folder / "bin" / "python",
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "-r",
-            HERE / "requirements-peers.txt",
-        ]
-        subprocess.run([*pip, TRL[peer]], check=True)
+        pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", TRL[peer]]
+        subprocess.run([*pip, "-r", HERE / "requirements-peers.txt"], check=True)
         (folder / "made").write_text(wanted)
     return str(folder / "bin" / "python")
 
@@ -175,7 +158,7 @@ def job(
     queries = [rng.integers(1, work.config["vocab_size"], n).tolist() for n in lengths]
     found = asdict(work) | dict(kind=one.kind.replace("-", "_"), folder=str(folder), micro=micro)
     found |= dict(queries=queries, updates=updates, epochs=one.epochs)
-    found |= dict(k=K, products=PRODUCTS, profile=False, flags=[])
+    found |= dict(k=K, products=PRODUCTS, flags=[])
     texts = [" ".join(f"w{token}" for token in tokens) for tokens in queries]
     held_out = np.random.default_rng(0).permutation(len(queries) + 1)[0]  # by ours, for evaluation
     texts.insert(held_out, "w1 w2 w3")
@@ -184,26 +167,18 @@ def job(
 
 
 def run(
-    folder: Path,
-    work: Work,
-    one: Contestant,
-    updates: int,
-    micro: int = 1,
-    processes: int = 1,
-    **more: Any,
+    folder: Path, work: Work, one: Contestant, updates: int, micro: int = 1, processes: int = 1
 ) -> dict[str, Any]:
     """Run a contestant in a new process (or `processes`); return seconds per update, peak, …"""
     command = [peer_python(one.kind)]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    command += [str(HERE / "contestants.py")]
-    command += [json.dumps(job(folder, work, one, updates, micro, **more))]
+    command += [str(HERE / "contestants.py"), json.dumps(job(folder, work, one, updates, micro))]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
     if done.returncode:
         raise SystemExit(f"{one.name} failed:\n{done.stderr[-3000:]}")
-    *printed, last = done.stdout.strip().splitlines()
-    found = json.loads(last) | {"printed": "\n".join(printed)}
+    found = json.loads(done.stdout.splitlines()[-1])
     if found["updates"]:
         took = f"{seconds(found, 0):.3g} CPU seconds per update"
         print(f"{one.name}, micro-batch {micro or 'default'}: {took}", file=sys.stderr)
@@ -221,10 +196,7 @@ def made(work: Work) -> Iterator[Path]:
 def seconds(found: dict[str, Any], which: int, phases: tuple[str, ...] = PHASES) -> float:
     """Median seconds of these phases over the updates after the first; which: 0 CPU, 1 wall."""
     updates = found["updates"][1:] or found["updates"]
-    totals = [
-        sum(update[phase][which] for phase in phases if phase in update) for update in updates
-    ]
-    return statistics.median(totals)
+    return statistics.median(sum(x[p][which] for p in phases if p in x) for x in updates)
 
 
 def best_micro(folder: Path, work: Work, one: Contestant) -> int:
@@ -245,10 +217,9 @@ def race(
         tuned = cache(lambda kind: best_micro(folder, work, Contestant(kind, kind, epochs=1)))
         micro = {one.name: tuned(one.kind) for one in field}
         for _ in range(rounds):
-            heats.append(
-                {one.name: run(folder, work, one, updates, micro[one.name]) for one in field}
-            )
-            heats[-1]["matmul"] = run(folder, work, Contestant("matmul", "matmul"), updates)
+            heat = {one.name: run(folder, work, one, updates, micro[one.name]) for one in field}
+            heat["matmul"] = run(folder, work, Contestant("matmul", "matmul"), updates)
+            heats.append(heat)
 
     def median(function: Callable) -> float:
         return statistics.median(map(function, heats))
@@ -284,18 +255,14 @@ def write(path: Path, workload: str, table: dict[str, dict[str, Any]]) -> list[d
     shown = ("micro", "cpu", "wall", "episodes/s", "peak GB", *PHASES, "ratio", "bound")
     print(f"{workload:34}" + "".join(f"{name:>11}" for name in shown))
     for name, row in table.items():
-        cells = (
-            f"{x:11.3g}" if isinstance(x, float) else f"{x:>11}" for x in (row[n] for n in shown)
-        )
+        cells = (f"{x:11.3g}" if isinstance(x, float) else f"{x:>11}" for x in map(row.get, shown))
         print(f"{name:34}" + "".join(cells))
     rows = [{"workload": workload, "contestant": name} | row for name, row in table.items()]
     old = list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
     return write_csv(path, [row for row in old if row["workload"] != workload], rows)
 
 
-def write_csv(
-    path: Path, old: list[dict[str, Any]], new: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def write_csv(path: Path, old: list[dict], new: list[dict]) -> list[dict[str, Any]]:
     """Write old rows, and new ones with date, machine and command; return all."""
     command = " ".join(["python", "benchmarks/speed.py", *sys.argv[1:]])
     about = dict(date=time.strftime("%Y-%m-%d"), hardware=processor(), command=command)
@@ -326,9 +293,8 @@ def draw_race(rows: list[dict[str, str]], path: Path) -> None:
         axis.set(title=f"{panel}: CPU seconds per update, one thread", xlim=(0, 1.15 * left.max()))
         for i, row in enumerate(mine):
             axis.text(left[i], i, f" {float(row['ratio']):.2f} ×", va="center", fontsize=8)
-    figure.legend(
-        *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8
-    )
+    labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*labels, loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=110)
 
 
@@ -366,17 +332,14 @@ def scale(args: Args, out: Path) -> None:
             row = dict(what=what, value=value, cpu=seconds(found, 0), wall=seconds(found, 1))
             took = row["wall" if what == "processes" else "cpu"]
             rows.append(row | {"episodes/s": work.episodes / took, "peak GB": found["peak"]})
-            print(
-                *(f"{x:.3g}" if isinstance(x, float) else x for x in rows[-1].values()), flush=True
-            )
+            cells = (f"{x:.3g}" if isinstance(x, float) else x for x in rows[-1].values())
+            print(*cells, flush=True)
     write_csv(out.with_suffix(".csv"), [], rows)
     alone, two = (row["episodes/s"] for row in rows[-2:])
     print(f"two processes: {two / alone / 2:.0%} of twice the episodes per second of one")
     plt = pyplot()
-    size = (3.2 * len(whats), 5)
-    figure, axes = plt.subplots(
-        2, len(whats), figsize=size, layout="constrained", sharey="row", squeeze=False
-    )
+    look = dict(figsize=(3.2 * len(whats), 5), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(2, len(whats), sharey="row", **look)
     for column, what in zip(axes.T, whats, strict=True):
         mine = [row for row in rows if row["what"] == what]
         for axis, name in zip(column, ("episodes/s", "peak GB"), strict=True):
@@ -385,19 +348,8 @@ def scale(args: Args, out: Path) -> None:
     figure.savefig(out.with_suffix(".png"), dpi=110)
 
 
-def profile(workload: str) -> None:
-    """Print where ours spends its CPU time in an update."""
-    work = WORKS[workload]
-    with made(work) as folder:
-        for name in ("ppo", "rloo"):
-            printed = run(folder, work, Contestant(name, name), 1, profile=True)["printed"]
-            print(name, workload, printed[printed.index("---") :])
-
-
 def main(args: Args) -> None:
     """Measure, print, write, draw."""
-    if args.profile:
-        return profile(args.workload)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.scale:
         return scale(args, args.out.with_name(f"{args.out.name}_scale"))
@@ -407,10 +359,7 @@ def main(args: Args) -> None:
     table = race(work, field, args.updates, args.rounds)
     rows = write(args.out.with_suffix(".csv"), args.workload, table)
     draw_race(rows, args.out.with_suffix(".png"))
-    rivals = [(name, row, table[row["of"]]) for name, row in table.items() if row["of"] != name]
-    ratios = {f"{name} / {row['of']}": row["ratio"] for name, row, _ in rivals}
-    peaks = {f"{row['of']} / {name}": of["peak GB"] / row["peak GB"] for name, row, of in rivals}
-    result = {"workload": args.workload, "medians": table, "ratios": ratios, "peaks": peaks}
+    result = {"workload": args.workload, "medians": table}
     rounded = json.loads(json.dumps(result), parse_float=lambda x: float(f"{float(x):.4g}"))
     print(json.dumps(rounded))
 

@@ -77,6 +77,8 @@ def measure_alone(tool: str, job: Job) -> list[dict[str, Any]]:
 def sweep(tool: str, jobs: list[Job], out: Path, workers: int) -> list[dict[str, str]]:
     """The rows of all jobs, measured now unless `out` has them. Exits if some failed, at the end."""
     old, failed, lock = read_rows(out), [], Lock()
+    if old and not set(jobs[0]) <= set(old[0]):
+        sys.exit(f"{out} has the columns {', '.join(old[0])}; move it away, or pass another --out")
     out.parent.mkdir(parents=True, exist_ok=True)
 
     def work(job: Job) -> None:
@@ -97,12 +99,7 @@ def sweep(tool: str, jobs: list[Job], out: Path, workers: int) -> list[dict[str,
 
 
 def main(
-    tool: str,
-    args: Any,
-    measure: Callable,
-    jobs: Callable,
-    table: Callable,
-    draw: Callable | None = None,
+    tool: str, args: Any, measure: Callable, jobs: Callable, table: Callable, draw: Any = None
 ) -> None:
     """Run a tool: one job with `--only`, or all jobs, then print the table and draw the picture."""
     if args.only:
@@ -168,10 +165,9 @@ def heldout(args: Any) -> tuple[Tensor, Any, Callable, Callable]:
     tokenizer, ids = models.load_tokenizer(task, task.response_length)
     queries = data.load_queries(task, tokenizer, ids, args.total_episodes)
     queries, _ = queries.hold_out(args.eval_queries)
-    reward = rewards.load_reward(
-        args, train_reward.RewardModel, tokenizer, ids, Accelerator(cpu=True)
-    )
-    return queries, ids, reward, rewards.load_gold_reward(task, tokenizer, ids)
+    inputs = args, train_reward.RewardModel, tokenizer, ids, Accelerator(cpu=True)
+    gold_reward = rewards.load_gold_reward(task, tokenizer, ids)
+    return queries, ids, rewards.load_reward(*inputs), gold_reward
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:

@@ -143,9 +143,10 @@ def latest_run(task: str, script: Path) -> Path:
     started = {}
     for run in {path.parents[1] for path in Path("runs").rglob("checkpoints/*.safetensors")}:
         record = run / "args.json"
-        if (run / script.name).is_file() and record.is_file():
-            if json.loads(record.read_text())["task"]["task"] == task:
-                started[run] = record.stat().st_mtime_ns
+        if not (run / script.name).is_file() or not record.is_file():
+            continue
+        if json.loads(record.read_text())["task"]["task"] == task:
+            started[run] = record.stat().st_mtime_ns
     return max(started, key=lambda run: started[run], default=Path("runs"))
 
 

@@ -78,12 +78,17 @@ class Run:
         self.handlers = {}
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
-                handler = signal.signal(number, lambda number, _: self.signals.append(number))
-                self.handlers[number] = handler
+                self.handlers[number] = signal.signal(number, self.note_signal)
         if self.source:
             self.folder = self.source.parents[1]
         if self.main:
             self.open()
+
+    def note_signal(self, number: int, frame: Any) -> None:
+        """Remember a signal; the run saves a checkpoint and ends after the current update."""
+        self.signals.append(number)
+        if number == signal.SIGHUP:  # the terminal is gone
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
     def open(self) -> None:
         """Create the folder or continue in it; start trackers and progress."""

@@ -18,7 +18,6 @@ import tyro
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-import ppo  # noqa: E402
 from benchmarks.sweep import copy_project  # noqa: E402
 from machinery.cli import parse_args  # noqa: E402
 
@@ -27,7 +26,6 @@ PAGES = [README, *ROOT.glob("C*.md"), *ROOT.glob("docs/*.md"), ROOT / "diffs/REA
 PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 SCRIPTS = {"ppo", "rloo", "train_reward", "sft"}
 LINK = re.compile(r"\[`([\w.]+)`\]\((\w+\.py)#L(\d+)\)")
-LOCAL = re.compile(r"python (?:mine|ppo)\.py --task synthetic")  # in README: no hub, no GPU
 
 
 def right_line(link: re.Match) -> str:
@@ -54,12 +52,6 @@ PRINTED["demo.sh"] = commands([(ROOT / "demo.sh").read_text()])
 for path in [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py")]:  # indented in their docstrings
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     PRINTED[path.name] = commands(re.findall(r"^    (.*)$", text, flags=re.M))
-
-
-def test_the_readme_is_short():
-    lines = PAGES["README.md"].splitlines()
-    assert len(lines) <= 150
-    assert max(len(line) for line in lines if not line.startswith("|")) <= 100
 
 
 def test_links_into_a_script_point_to_the_line_of_what_they_name():
@@ -96,13 +88,6 @@ def test_commands_parse_as_printed(source):
                 tyro.cli(script.Args, args=argv)
 
 
-def test_the_readmes_help_shows_the_defaults_of_the_task(capsys):
-    (command,) = [command for command in PRINTED["README.md"] if "--help" in command]
-    with pytest.raises(SystemExit, match="^0$"):
-        parse_args(ppo.Args, ppo.PRESETS, shlex.split(command)[2:])
-    assert "bookcorpus" in capsys.readouterr().out
-
-
 TINY = """python() {
 case "$1" in
 sft.py) set -- "$@" --num_queries 400 --num_heldout 8 --num_epochs 1 ;;
@@ -120,7 +105,7 @@ def test_the_readmes_local_commands_run(tmp_path):
     folder = copy_project(ROOT, tmp_path / "copy")
     (tmp_path / "tiny.sh").write_text(TINY.replace("PYTHON", sys.executable))
     env = os.environ | {"BASH_ENV": str(tmp_path / "tiny.sh"), "HF_HUB_OFFLINE": "1"}
-    found = [command for command in PRINTED["README.md"] if LOCAL.search(command)]
+    found = [command for command in PRINTED["README.md"] if "--task synthetic" in command]
     assert len(found) == 3 and "./demo.sh" in PRINTED["README.md"][0]
     for command in ["./demo.sh", *found]:
         done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True)

@@ -60,6 +60,8 @@ def test_rows_of_other_columns_are_not_mixed(tmp_path):
     with pytest.raises(ValueError, match=r"\['a', 'b'\], not \['a', 'c'\]"):
         sweep.append_rows(tmp_path / "x.csv", [{"a": 1, "c": 2}])
     assert (tmp_path / "x.csv").read_text().split() == ["a,b", "1,2"]
+    with pytest.raises(SystemExit, match="x.csv has the columns a, b; "):
+        sweep.sweep("tool.py", [{"a": 1, "c": 2}], tmp_path / "x.csv", workers=1)
 
 
 # -------------------------------------------------------------------------- what an ablation removes
