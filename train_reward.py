@@ -162,7 +162,7 @@ class AdamTF(torch.optim.Adam):
     PyTorch:     m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
     TensorFlow:  m / (1 - beta1^t) * sqrt(1 - beta2^t) / (sqrt(v) + eps)
 
-    So TensorFlow's eps is PyTorch's eps / sqrt(1 - beta2^t): larger in the first steps.
+    So TensorFlow's eps acts as eps / sqrt(1 - beta2^t) in PyTorch: it is larger at first.
     """
 
     def __init__(self, params: Any, lr: float, eps: float = 1e-5, **settings: Any):

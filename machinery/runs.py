@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,8 @@ class Run:
         how = "no checkpoint to resume from; --save_every writes them"
         if saved:
             how = f"resume after {int(saved[-1].stem)} with --resume {self.folder}"
-        print(f"stopped after {self.step} of {self.total} updates; {how}", file=sys.stderr)
+        with suppress(OSError):  # the terminal may be gone
+            print(f"stopped after {self.step} of {self.total} updates; {how}", file=sys.stderr)
 
     def restore(self, model: nn.Module, optimizer: Any, kl_coef: float = 0.0) -> tuple[int, float]:
         """Return the number of updates that are done and the KL coefficient.
