@@ -1,10 +1,12 @@
-"""Write the synthetic task: short stories from a grammar, a tokenizer of 1000 tokens, a tiny GPT-2 config.
+"""Write the synthetic task: stories from a grammar, a tokenizer of 1000 tokens, a GPT-2 config.
 
     python data/synthetic/generate.py texts [--out DIR]
-    python sft.py --task synthetic && python data/synthetic/generate.py labels [--model DIR] [--out FILE]
-    python sft.py --task synthetic_eos && python data/synthetic/generate.py pairs [--model DIR] [--out FILE]
+    python sft.py --task synthetic
+    python data/synthetic/generate.py labels [--model DIR] [--out FILE]
+    python sft.py --task synthetic_eos
+    python data/synthetic/generate.py pairs [--model DIR] [--out FILE]
 
-Every run of `texts` writes the same bytes; `labels` and `pairs` depend on the model's last digits too.
+Every run of `texts` writes the same bytes; `labels` and `pairs` also depend on rounding in the model.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import re
 import sys
 from pathlib import Path
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread counts the words in one order: the same BPE every time
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread: the same BPE every time
 
 from judge import GROUPS, best_accuracy, gold_score, human_choice  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
@@ -27,11 +29,11 @@ STORIES, EOS_STORIES = 20_000, 12_000
 LABELS, PAIRS = 5504, 10_496  # 4992 and 9984 to train, the rest to test
 OPENAI_PAD = 50259  # what OpenAI's label files are padded with
 SENTENCES = {1: 20, 2: 28, 3: 30, 4: 22}  # number of sentences in a story: weight
-MIN_WORDS, MAX_WORDS = 5, 58  # words and punctuation marks of a story; keeps every story below 64 tokens
+MIN_WORDS, MAX_WORDS = 5, 58  # of a story, punctuation marks too: below 64 tokens
 KINDS = {"neutral": 30, "feeling": 67, "negated": 3}  # kind of a sentence: weight
 MOOD = 0.85  # share of a story's sentences with feelings that follow its mood
 COMMENTED = 0.9  # share of the stories of two sentences or more that get a comment
-COMMENTS = ["Shame", "Alas", "Well", "Fine", "Hurrah"]  # from worst to best; worth nothing to the judge
+COMMENTS = ["Shame", "Alas", "Well", "Fine", "Hurrah"]  # from worst to best; the judge ignores them
 MIN_COMPLETION, MAX_COMPLETION = 4, 40  # tokens
 VOCABULARY, POSITIONS = 1000, 128
 END = "<|endoftext|>"
@@ -149,7 +151,9 @@ he: Tom | Ben | Jack | Paul | Peter | Henry | David | Leo
 def read_grammar(text):
     """Return {symbol: [alternative, ...]} of the grammar's text, completed by the judge's signed word lists."""
     blocks = (block.split(":", 1) for block in re.split(r"\n+(?=\S)", text.strip()))
-    grammar = {symbol: [" ".join(part.split()) for part in body.split("|")] for symbol, body in blocks}
+    grammar = {
+        symbol: [" ".join(part.split()) for part in body.split("|")] for symbol, body in blocks
+    }
     for symbol, words in GROUPS.items():
         grammar[symbol + "+"] = [word for word, valence in words.items() if valence > 0]
         grammar[symbol + "-"] = [word for word, valence in words.items() if valence < 0]
@@ -157,9 +161,12 @@ def read_grammar(text):
 
 
 GRAMMAR = read_grammar(GRAMMAR_TEXT)
-PRONOUNS = {"she": {"S": "she", "him": "her", "his": "her"}, "he": {"S": "he", "him": "him", "his": "his"}}
-EXTREMES = (
-    "delighted|thrilled|miserable|furious|wonderful|great|terrible|awful|delicious|rotten|cruel"  # take no degree
+PRONOUNS = {
+    "she": {"S": "she", "him": "her", "his": "her"},
+    "he": {"S": "he", "him": "him", "his": "his"},
+}
+EXTREMES = (  # take no degree
+    "delighted|thrilled|miserable|furious|wonderful|great|terrible|awful|delicious|rotten|cruel"
 )
 
 
@@ -172,7 +179,9 @@ class Story:
         self.pronouns, self.name = PRONOUNS[gender], rng.choice(GRAMMAR[gender])
         # A companion of the other gender can have a name without making the pronouns ambiguous.
         named = rng.random() < 0.3
-        self.companion = rng.choice(GRAMMAR[other]) if named else "{his} " + rng.choice(GRAMMAR["relation"])
+        self.companion = (
+            rng.choice(GRAMMAR[other]) if named else "{his} " + rng.choice(GRAMMAR["relation"])
+        )
         self.weather = rng.choice(["rain", "sun", "snow", "wind"])
         self.mood = rng.choice("+-")
         self.used = set()
@@ -197,9 +206,10 @@ class Story:
             symbol = self.weather
         if symbol[-1] in self.signs:
             symbol = symbol[:-1] + self.signs[symbol[-1]]
-        alternatives = [text for text in GRAMMAR[symbol] if text not in self.used] or GRAMMAR[symbol]
+        alternatives = [text for text in GRAMMAR[symbol] if text not in self.used]
+        alternatives = alternatives or GRAMMAR[symbol]
         choice = self.rng.choice(alternatives)
-        if len(choice.split()) > 1 or symbol[-1] in "+-":  # no phrase and no feeling word twice in a story
+        if len(choice.split()) > 1 or symbol[-1] in "+-":  # no phrase or feeling twice in a story
             self.used.add(choice)
         return self.fill(choice)
 
@@ -314,7 +324,10 @@ def save_model(tokenizer, folder):
         "bos_token_id": end,
         "eos_token_id": end,
     }
-    for name, config in {"tokenizer_config.json": tokenizer_config, "config.json": model_config}.items():
+    for name, config in {
+        "tokenizer_config.json": tokenizer_config,
+        "config.json": model_config,
+    }.items():
         (folder / name).write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -322,7 +335,9 @@ def print_lengths(name, tokenizer, texts):
     """Print the quantiles of the texts' lengths in tokens."""
     lengths = sorted(len(encoding.ids) for encoding in tokenizer.encode_batch(texts))
     marks = {"min": 0, "5%": 0.05, "50%": 0.5, "95%": 0.95, "max": 1}
-    table = ", ".join(f"{mark} {lengths[round(share * (len(lengths) - 1))]}" for mark, share in marks.items())
+    table = ", ".join(
+        f"{mark} {lengths[round(share * (len(lengths) - 1))]}" for mark, share in marks.items()
+    )
     print(f"{name}: {len(texts)} rows, tokens: {table}")
 
 
@@ -340,41 +355,48 @@ def write_texts(out):
     print(f"{len(words)} different words")
     print_lengths("stories.txt", tokenizer, stories)
     print_lengths("stories_eos.jsonl, prompt", tokenizer, [pair["prompt"] for pair in pairs])
-    print_lengths("stories_eos.jsonl, completion", tokenizer, [pair["completion"] for pair in pairs])
+    print_lengths(
+        "stories_eos.jsonl, completion", tokenizer, [pair["completion"] for pair in pairs]
+    )
 
 
 def judged_samples(task_name, model, count, per_query, seed):
-    """Return queries, cut samples [count * per_query, R], their texts, their true scores [count, per_query] and ids.
+    """Return queries, truncated samples [count * per_query, R], texts, true scores, and the pad id.
 
-    The samples are cut as the task cuts them for scoring, so the judge and the reward model see the same text.
+    The samples are truncated as for scoring, so that judge and reward model read the same text.
     """
     sys.path.insert(0, str(HERE.parents[1]))
     import numpy as np
     import torch
 
     import ppo
-    import tasks
     import utils
+    from data.tasks import TASKS
+    from machinery.data import load_queries
+    from machinery.decoding import Decoder
+    from machinery.models import load_lm, load_tokenizer
 
-    task = dataclasses.replace(tasks.TASKS[task_name], base_model=model)
-    tokenizer, _, pad = utils.load_tokenizer(task, task.response_length)
-    ids = utils.task_ids(task, tokenizer, pad)
-    table = utils.load_queries(task, tokenizer, pad, count)
-    queries = table[utils.rows_of_step(len(table), count, 0, seed)].repeat_interleave(per_query, dim=0)
-    gen = utils.generator(seed, 0, torch.device("cpu"))
-    samples = ppo.sample_all(utils.load_lm(model).eval(), queries, task, ids, gen, size=256)
-    cut = ppo.truncate(samples, ids.truncate, task.truncate_after, pad)[0]
-    texts = [utils.decode(tokenizer, tokens, pad) for tokens in (queries, cut)]
-    scores = np.array(gold_score(*texts)).reshape(count, per_query)
-    print(
-        f"{count} labels; true score: mean {scores.mean():.3f}, standard deviation {scores.std():.3f}; "
-        f"best possible accuracy {best_accuracy(scores.tolist()):.3f}, on the last 512 {best_accuracy(scores[-512:].tolist()):.3f}"
+    task = dataclasses.replace(TASKS[task_name], base_model=model)
+    tokenizer, ids = load_tokenizer(task, task.response_length)
+    table = load_queries(task, tokenizer, ids, count)
+    queries = table[utils.query_rows(len(table), count, 0, seed)].repeat_interleave(
+        per_query, dim=0
     )
-    return queries, cut, texts, scores, pad
+    decoder = Decoder(load_lm(model).eval(), task.response_length)
+    rng = utils.generator(seed, 0, torch.device("cpu"))
+    contexts = utils.add_affixes(queries, ids)
+    samples = ppo.sample_in_batches(decoder, contexts, ids, ppo.Args(task=task), rng)
+    cut, _ = utils.truncate(samples, ids.truncate, task.truncate_after, ids.pad)
+    texts = [utils.decode(tokenizer, tokens, ids.pad) for tokens in (queries, cut)]
+    scores = np.array(gold_score(*texts)).reshape(count, per_query)
+    best = best_accuracy(scores.tolist()), best_accuracy(scores[-512:].tolist())
+    print(f"{count} labels; true score: mean {scores.mean():.3f}, deviation {scores.std():.3f}")
+    print(f"best possible accuracy {best[0]:.3f}, on the last 512 {best[1]:.3f}")
+    return queries, cut, texts, scores, ids.pad
 
 
 def write_labels(model, out, count=LABELS, seed=SEED):
-    """Write best-of-4 labels in OpenAI's format: four samples of `model` behind a story, and the one the judge likes best."""
+    """Write best-of-4 labels in OpenAI's format: four samples of `model`, and which the judge prefers."""
     queries, cut, _, scores, pad = judged_samples("synthetic", model, count, 4, seed)
     rng = random.Random(seed)
 
@@ -391,24 +413,32 @@ def write_labels(model, out, count=LABELS, seed=SEED):
         }
         for i in range(count)
     ]
-    out.write_text("[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n")
+    out.write_text(
+        "[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n"
+    )
 
 
 def write_pairs(model, out, count=PAIRS, seed=SEED):
-    """Write pairs of texts: two samples of `model` behind a prompt, the one that the judge prefers as `chosen`."""
+    """Write pairs of texts: two samples of `model` after a prompt; the judge prefers `chosen`."""
     _, _, (prompts, responses), scores, _ = judged_samples("synthetic_eos", model, count, 2, seed)
     rng = random.Random(seed)
     with open(out, "w") as file:
         for i in range(count):
             best = 2 * i + human_choice(list(scores[i]), rng)
-            row = {"prompt": prompts[best], "chosen": responses[best], "rejected": responses[4 * i + 1 - best]}
+            row = {
+                "prompt": prompts[best],
+                "chosen": responses[best],
+                "rejected": responses[4 * i + 1 - best],
+            }
             if row["chosen"].strip() and row["rejected"].strip():
                 file.write(json.dumps(row) + "\n")
 
 
 def main():
     """Run the sub-command named on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     texts = commands.add_parser("texts", help="stories, tokenizer and model config")
     texts.add_argument("--out", type=Path, default=HERE, help="folder to write into")
@@ -417,8 +447,12 @@ def main():
     labels.add_argument("--model", default="models/synthetic/sft", help="folder that sft.py wrote")
     labels.add_argument("--out", type=Path, default=HERE / "labels.json", help="file to write")
     labels.set_defaults(run=lambda args: write_labels(args.model, args.out))
-    pairs = commands.add_parser("pairs", help="preference pairs on samples of the sft model of synthetic_eos")
-    pairs.add_argument("--model", default="models/synthetic_eos/sft", help="folder that sft.py wrote")
+    pairs = commands.add_parser(
+        "pairs", help="preference pairs on samples of the sft model of synthetic_eos"
+    )
+    pairs.add_argument(
+        "--model", default="models/synthetic_eos/sft", help="folder that sft.py wrote"
+    )
     pairs.add_argument("--out", type=Path, default=HERE / "pairs_eos.jsonl", help="file to write")
     pairs.set_defaults(run=lambda args: write_pairs(args.model, args.out))
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The judge of the synthetic task: a true sentiment score and a noisy labeller who sees it.
+"""The judge of the synthetic task: a true sentiment score and a noisy labeler who sees it.
 
 The lexicon below is the only place that knows what words are worth. `generate.py` builds its sentences from the
 same groups, so every feeling word of the data is a word that the judge understands. No dependencies.
@@ -37,9 +37,13 @@ QUALITIES = {  # the party was nice
     "terrible": -2,
     "awful": -2,
 }
-TASTES = {"good": 1, "tasty": 1, "delicious": 2, "bad": -1, "bitter": -1, "rotten": -2}  # the soup was tasty
-MANNERS = {"kind": 1, "friendly": 1, "funny": 1, "rude": -1, "mean": -1, "cruel": -2}  # the baker was kind
-REACTIONS = {"smiled": 1, "laughed": 1, "cheered": 1, "cried": -1, "sighed": -1, "complained": -1}  # Anna smiled
+# The soup was tasty. The baker was kind. Anna smiled.
+TASTES = {"good": 1, "tasty": 1, "delicious": 2, "bad": -1, "bitter": -1, "rotten": -2}
+MANNERS = {"kind": 1, "friendly": 1, "funny": 1, "rude": -1, "mean": -1, "cruel": -2}
+REACTIONS = {
+    **{"smiled": 1, "laughed": 1, "cheered": 1},
+    **{"cried": -1, "sighed": -1, "complained": -1},
+}
 ATTITUDES = {"loved": 2, "liked": 1, "hated": -2, "disliked": -1}  # Anna loved the song
 WISHES = {"love": 2, "like": 1, "hate": -2, "dislike": -1}  # Anna did not love the song
 ADVERBS = {"happily": 1, "proudly": 1, "sadly": -1, "angrily": -1}  # Anna happily read a book
@@ -105,7 +109,7 @@ FLIP = -0.7  # "not happy" is a little weaker than the opposite of "happy"
 REPEAT = 0.5  # the n-th use of the same word counts REPEAT ** (n - 1): all repeats together at most double it
 LIMIT = 6.0  # scores lie between -LIMIT and LIMIT
 
-NOISE = 1.0  # temperature of the labeller, in units of score; the larger, the more random the labels
+NOISE = 1.0  # temperature of the labeler, in units of score; the larger, the more random the labels
 
 
 def gold_score(queries, responses):
@@ -140,7 +144,8 @@ def _score(query, response):
         words[0] = context.pop() + words[0]
 
     total, uses = 0.0, {}
-    negated = spent = False  # is a negation waiting for its feeling word; has this clause's negation found one
+    negated = False  # a negation waits for its feeling word
+    spent = False  # this clause's negation has found one
     reach, degree, previous = 0, 1.0, ""
     for position, word in enumerate(context + words):
         if word in CLAUSE_ENDS:
@@ -170,7 +175,7 @@ def _value(word, negated, degree):
 
 
 def choice_probabilities(scores):
-    """Return the probability softmax(scores / NOISE) that the labeller prefers each candidate.
+    """Return the probability softmax(scores / NOISE) that the labeler prefers each candidate.
 
     >>> choice_probabilities([1.0, 1.0])
     [0.5, 0.5]
@@ -182,7 +187,7 @@ def choice_probabilities(scores):
 
 
 def human_choice(scores, rng):
-    """Return the index of the candidate that the noisy labeller prefers.
+    """Return the index of the candidate that the noisy labeler prefers.
 
     `rng` is anything whose `random()` is uniform on [0, 1): a `random.Random` or a numpy Generator.
 
@@ -199,9 +204,9 @@ def human_choice(scores, rng):
 
 
 def best_accuracy(scores):
-    """Return the expected accuracy of a perfect predictor of the labeller, given one list of scores a comparison.
+    """Return the expected accuracy of a perfect predictor of the labeler, given one list of scores a comparison.
 
-    The labeller is random, so even one who knows the true scores and the noise can do no better than to name the
+    The labeler is random, so even one who knows the true scores and the noise can do no better than to name the
     candidate most likely to be chosen, and is right with the probability of that choice. The mean of this largest
     probability over the comparisons is therefore a ceiling for every reward model.
 
