@@ -76,7 +76,7 @@ ZEROS = "nn.init.zeros_(self.value_head.weight)  # values start at 0 (P2)\n     
 PPO = (
     Off("", "all details"),
     Off("A1", "PyTorch's Adam", "", "ppo.py", ADAM, ""),
-    Off("A1", "Adam starts anew every update", "", "ppo.py", "seconds = timer.stop()\n",
+    Off("A1", "Adam is reset in every update", "", "ppo.py", "seconds = timer.stop()\n",
         "optimizer.state.clear()\n        optimizer.param_groups[0]['t'] = 0\n"
         "        seconds = timer.stop()\n"),
     Off("G3", "position ids count padding", "", "ppo.py", "mask.cumsum(dim=1) - mask.long()", POSITIONS),

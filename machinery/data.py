@@ -111,7 +111,7 @@ def clean_texts(texts: list[str | None], task: Task) -> list[str]:
     for text in texts:
         try:
             result = clean(text or "")
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:  # anything that the user's code raises
             raise InputError(f"{task.clean_fn} raised {error!r} for {text!r:.60}") from error
         if not isinstance(result, str):
             raise InputError(f"{task.clean_fn} returned {result!r:.60}, which is not a text")

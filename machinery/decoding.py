@@ -38,7 +38,7 @@ class KeyValueCache(StaticCache):
 class Decoder:
     """Calls a language model token by token, for responses of `response_length` tokens.
 
-    Equal prompts are computed once. With `compile`, the step of one token is compiled and, on a GPU,
+    Equal prompts are computed once. With `compile`, the step of one token is compiled and, on GPUs,
     replayed as a CUDA graph; caches then have one of a few shapes and stay where they are.
     """
 

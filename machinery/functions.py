@@ -1,4 +1,4 @@
-"""Python functions that users name on the command line, such as `--reward_fn my_reward.py:score`."""
+"""Python functions that users name on the command line, as in `--reward_fn my_reward.py:score`."""
 
 import functools
 import importlib
@@ -22,7 +22,7 @@ def load_function(name: str) -> Callable:
         module = import_file(source) if source.endswith(".py") else import_module(source)
     except FileNotFoundError as error:
         raise InputError(f"{name!r}: there is no file {error.filename}") from error
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # anything that the user's code raises
         raise InputError(f"{name!r} cannot be imported: {describe(error, source)}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -50,7 +50,7 @@ def call_function(function: Callable, name: str, *args: Any, **kwargs: Any) -> A
     """Call a user's function. Raises `RunError` with the line if it fails."""
     try:
         return function(*args, **kwargs)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # anything that the user's code raises
         source = function.__code__.co_filename if hasattr(function, "__code__") else ""
         raise RunError(f"{name} raised {describe(error, source)}") from error
 

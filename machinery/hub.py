@@ -30,7 +30,7 @@ def missing(name: str, flag: str) -> str:
 
 
 def go_offline_if_unreachable() -> None:
-    """Switch the libraries to offline mode if the hub does not answer: they would retry for 23 s."""
+    """Switch to offline mode if the hub does not answer; the libraries would retry for 23 s."""
     try:
         urllib.request.urlopen(huggingface_hub.constants.ENDPOINT, timeout=2).close()
     except urllib.error.HTTPError:
@@ -112,5 +112,5 @@ def upload(name: str, folder: Path) -> str:
     """Upload a folder. Returns where it is, or the command that uploads it later."""
     try:
         return f"on the hub: {huggingface_hub.upload_folder(repo_id=name, folder_path=folder)}"
-    except Exception as error:  # whatever the transport raises: the weights are safe on disk
+    except Exception as error:  # of any kind: the weights are safe on disk
         return f"upload failed ({error}); upload it later with `hf upload {name} {folder}`"

@@ -226,7 +226,7 @@ def split_pair(row: dict[str, Any], tokenizer: Any) -> tuple[str, str, str]:
 
 
 def split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Split two dialogues at their last common `\\n\\nAssistant:`, or else their last common space."""
+    """Split two dialogues at their last common `\n\nAssistant:`, or else at a common space."""
     common = commonprefix([chosen, rejected])
     turn = common.rfind(ASSISTANT)
     end = turn + len(ASSISTANT) if turn >= 0 else len(re.sub(r"\s*\S*$", "", common))

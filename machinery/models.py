@@ -130,7 +130,7 @@ def check_model(lm: PreTrainedModel, name: str, flag: str) -> None:
         results["token by token"] = decode_step_by_step(lm, *inputs)[mask]
         lm.train()
         results["in training mode"] = compute_logits(lm, run_plain(lm.base_model, *inputs))[mask]
-    except Exception as error:  # whatever an unsupported architecture raises
+    except Exception as error:  # of any kind, from an unsupported architecture
         raise InputError(f"{who} cannot be used: {error!r:.200}. {KNOWN}") from error
     finally:
         lm.eval()

@@ -60,7 +60,7 @@ def run_packed(
     prompt_length: int = 0,
     width: int = 256,
 ) -> Tensor:
-    """Hidden states [B, T, D] of the batch, computed in packed sequences of about `width` tokens."""
+    """Hidden states [B, T, D], computed in packed sequences of about `width` tokens."""
     real = attention_mask.bool()
     groups, group_lengths, before = group_by_prompt(input_ids, real, prompt_length)
     starts, count, width = place(group_lengths, width, backbone.config.hidden_size)

@@ -29,7 +29,7 @@ def load_rows(source: str, flag: str) -> datasets.Dataset:
         return load_from_hub(name, split, flag)
     except InputError:
         raise
-    except Exception as error:  # whatever the readers raise for broken files
+    except Exception as error:  # anything that readers raise for broken files
         if cli.is_disk_error(error.__cause__ or error):  # of the cache
             raise error.__cause__ or error from None
         reason = hub.first_line(error.__cause__ or error)

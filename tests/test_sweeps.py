@@ -205,7 +205,7 @@ def advantages(m: ModuleType) -> list:
 
 PROBES = {  # what is removed → numbers, with the detail, without it
     "PyTorch's Adam": (first_step, [1 / (1 + math.sqrt(1000))], [1 / 2]),
-    "Adam starts anew every update": (adam_after_a_run, [12], [0]),
+    "Adam is reset in every update": (adam_after_a_run, [12], [0]),
     "position ids count padding": (
         position_ids,
         [0, 0, 0, 1, 2, 0, 0, 0, 1],
