@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two nodes of eight GPUs under Slurm. Pre-empted, or five minutes before its time is up, the run writes a checkpoint and
+# Two nodes of eight GPUs under Slurm. Preempted, or five minutes before its time is up, the run writes a checkpoint and
 # leaves; the job is queued again under its number and goes on where it was, to the same numbers.
 #     sbatch configs/slurm.sh ppo.py --task tldr
 #SBATCH --nodes=2

@@ -3,7 +3,9 @@
 import os
 import signal
 
-os.environ["ACCELERATE_USE_CPU"] = "true"  # before accelerate is imported: also where there is a GPU
+os.environ["ACCELERATE_USE_CPU"] = (
+    "true"  # before accelerate is imported: also where there is a GPU
+)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for more
 
 import json
@@ -75,7 +77,9 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read_metrics(name: str) -> list[dict[str, float]]:
     """The lines of a run's metrics.jsonl, without the evaluation after the last update."""
-    lines = [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()
+    ]
     return [line for line in lines if not all(key.startswith(("step", "eval/")) for key in line)]
 
 
@@ -132,7 +136,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
         train_reward.main(seen.args["train_reward"])
         for script, name in ((ppo, "ppo"), (rloo, "rloo")):
             spy(script, name, patch)
-            settings = dict(total_episodes=20, reward_model="reward", output_dir=name, run_name=name)
+            settings = dict(
+                total_episodes=20, reward_model="reward", output_dir=name, run_name=name
+            )
             seen.args[name] = tiny.make_args(task, script, **settings, eval_every=2)
             script.main(seen.args[name])
         seen.metrics = {name: read_metrics(name) for name in seen.args}

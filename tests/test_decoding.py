@@ -8,8 +8,7 @@ from tiny import PAD
 from torch import Tensor
 from transformers import GenerationConfig
 
-import ppo
-from machinery import decoding, models
+from machinery import decoding
 from machinery.cli import InputError
 
 OTHERS = {
@@ -21,7 +20,9 @@ OTHERS = {
 }
 KINDS = (*((kind, None) for kind in tiny.KINDS), *OTHERS.items())
 LENGTH = 5  # tokens of a response
-CONTEXTS = tiny.make_contexts([8, 3, 5, 8, 1], 11).repeat(3, 1)  # each three times, 3 columns of pads
+CONTEXTS = tiny.make_contexts([8, 3, 5, 8, 1], 11).repeat(
+    3, 1
+)  # each three times, 3 columns of pads
 
 
 def make_lm(kind: str, settings: dict | None):

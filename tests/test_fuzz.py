@@ -8,9 +8,6 @@ import functools
 import io
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +22,6 @@ import tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from machinery.artifacts import ROOT
 from machinery.cli import InputError
 from machinery.data import load_queries, load_texts
 from machinery.labels import OPENAI_PAD, load_labels

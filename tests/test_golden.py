@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ppo
@@ -32,7 +31,11 @@ def load(name: str) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 def tensors(arrays: dict, prefix: str) -> dict[str, torch.Tensor]:
-    return {k.removeprefix(prefix): torch.from_numpy(np.asarray(v)) for k, v in arrays.items() if k.startswith(prefix)}
+    return {
+        k.removeprefix(prefix): torch.from_numpy(np.asarray(v))
+        for k, v in arrays.items()
+        if k.startswith(prefix)
+    }
 
 
 def left(tokens: np.ndarray, pad_id: int) -> torch.Tensor:
@@ -56,7 +59,9 @@ def make_lm(hparams: dict, weights: dict[str, torch.Tensor]) -> GPT2LMHeadModel:
     return lm.eval()
 
 
-def make_policy(hparams: dict, weights: dict[str, torch.Tensor], pad_id: int, temperature: float) -> ppo.PolicyAndValue:
+def make_policy(
+    hparams: dict, weights: dict[str, torch.Tensor], pad_id: int, temperature: float
+) -> ppo.PolicyAndValue:
     policy = ppo.PolicyAndValue(make_lm(hparams, weights), pad_id, temperature)
     policy.value_head.load_state_dict(
         {"weight": weights["value_head.weight"][None], "bias": weights["value_head.bias"][None]}
@@ -64,10 +69,16 @@ def make_policy(hparams: dict, weights: dict[str, torch.Tensor], pad_id: int, te
     return policy
 
 
-def make_reward(hparams: dict, weights: dict[str, torch.Tensor], pad_id: int) -> train_reward.RewardModel:
+def make_reward(
+    hparams: dict, weights: dict[str, torch.Tensor], pad_id: int
+) -> train_reward.RewardModel:
     model = train_reward.RewardModel(RewardConfig(make_lm(hparams, weights).config, pad_id))
     model.backbone.load_state_dict(
-        {k.removeprefix("transformer."): v for k, v in weights.items() if k.startswith("transformer.")}
+        {
+            k.removeprefix("transformer."): v
+            for k, v in weights.items()
+            if k.startswith("transformer.")
+        }
     )
     model.head.load_state_dict(
         {"weight": weights["reward_head.weight"][None], "bias": weights["reward_head.bias"][None]}
@@ -107,7 +118,9 @@ def assert_weights(model: torch.nn.Module, expected: dict[str, torch.Tensor], at
     ours = golden_names(model)
     assert set(ours) == set(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(ours[name], value, atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours[name], value, atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def make_task(record: dict, **changes) -> tasks.Task:
@@ -132,9 +145,15 @@ def make_task(record: dict, **changes) -> tasks.Task:
 @pytest.mark.parametrize("script", [ppo, rloo, train_reward])
 def test_A1_adam_follows_tensorflow(script, schedule):
     record, arrays = load("adam")
-    params = {name: torch.nn.Parameter(torch.from_numpy(np.array(arrays[f"init/{name}"]))) for name in record["shapes"]}
+    params = {
+        name: torch.nn.Parameter(torch.from_numpy(np.array(arrays[f"init/{name}"])))
+        for name in record["shapes"]
+    }
     optimizer = script.AdamTF(
-        params.values(), lr=record["base_lr"], betas=(record["beta1"], record["beta2"]), eps=record["epsilon"]
+        params.values(),
+        lr=record["base_lr"],
+        betas=(record["beta1"], record["beta2"]),
+        eps=record["epsilon"],
     )
     for step in range(record["steps"]):
         for name, param in params.items():
@@ -143,7 +162,10 @@ def test_A1_adam_follows_tensorflow(script, schedule):
         optimizer.step()
         for name, param in params.items():
             torch.testing.assert_close(
-                param.detach(), torch.as_tensor(arrays[f"{schedule}/params/{name}"][step]), atol=2e-6, rtol=0
+                param.detach(),
+                torch.as_tensor(arrays[f"{schedule}/params/{name}"][step]),
+                atol=2e-6,
+                rtol=0,
             )
             torch.testing.assert_close(
                 optimizer.state[param]["exp_avg_sq"],
@@ -177,25 +199,38 @@ def test_G3_logits_values_and_rewards_under_any_padding(batch):
             (policy.value_head(hidden).squeeze(-1), "value"),
             (reward.head(reward.run_backbone(*inputs)).squeeze(-1), "reward"),
         ):
-            torch.testing.assert_close(ours[real], torch.from_numpy(arrays[f"{batch}/{name}"])[real], atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                ours[real], torch.from_numpy(arrays[f"{batch}/{name}"])[real], atol=1e-5, rtol=0
+            )
 
 
 @pytest.mark.parametrize("script", [ppo, rloo])
 def test_P1_logprobs_entropies_and_values_of_responses(script):
     """rloo has no values."""
     record, arrays = load("model")
-    pad_id, key = record["padding_token"], next(k for k in arrays if k.startswith("policy_analyze_T")).split("/")[0]
+    pad_id, key = (
+        record["padding_token"],
+        next(k for k in arrays if k.startswith("policy_analyze_T")).split("/")[0],
+    )
     policy = make_policy(
-        record["model_hparams"], tensors(arrays, "weights/"), pad_id, float(key.removeprefix("policy_analyze_T"))
+        record["model_hparams"],
+        tensors(arrays, "weights/"),
+        pad_id,
+        float(key.removeprefix("policy_analyze_T")),
     )
     if script is rloo:
         policy = rloo.Policy(policy.lm, pad_id, policy.temperature)
-    contexts, responses = left(arrays["queries"], pad_id), torch.from_numpy(arrays["responses"]).long()
+    contexts, responses = (
+        left(arrays["queries"], pad_id),
+        torch.from_numpy(arrays["responses"]).long(),
+    )
     with torch.no_grad():
         ours = policy(contexts, responses)
     names = ("logprobs", "entropies", "values")[: 2 if script is rloo else 3]
     for value, name in zip(ours, names, strict=True):
-        torch.testing.assert_close(value, torch.from_numpy(arrays[f"{key}/{name}"]), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            value, torch.from_numpy(arrays[f"{key}/{name}"]), atol=1e-5, rtol=0
+        )
 
 
 @pytest.mark.parametrize("batch", ["mid", "mid_trailing"])
@@ -204,7 +239,8 @@ def test_R1_the_reward_is_read_at_the_last_real_token(batch):
     pad_id = record["padding_token"]
     model = make_reward(
         record["model_hparams"],
-        tensors(arrays, "weights/") | tensors({k: v for k, v in arrays.items() if k.startswith("reward_norm")}, ""),
+        tensors(arrays, "weights/")
+        | tensors({k: v for k, v in arrays.items() if k.startswith("reward_norm")}, ""),
         pad_id,
     )
     tokens = torch.from_numpy(arrays[f"{batch}/tokens"]).long()
@@ -223,7 +259,10 @@ def test_P5_truncation_and_penalty(script, name):
     record, arrays = load("score_fn")
     config, pad_id = record["configs"][name], record["padding_token"]
     model = make_reward(record["model_hparams"], tensors(arrays, "reward_weights/"), pad_id)
-    queries, responses = left(arrays["queries"], pad_id), torch.from_numpy(arrays["responses"]).long()
+    queries, responses = (
+        left(arrays["queries"], pad_id),
+        torch.from_numpy(arrays["responses"]).long(),
+    )
     task = replace(
         tasks.BOOKS,
         truncate_after=config["truncate_after"],
@@ -244,15 +283,25 @@ QUERY = json.loads((GOLDEN / "query.json").read_text())
 
 @pytest.mark.parametrize("setting", QUERY["outputs"])
 def test_P3_queries_start_and_end_where_openais_do(setting):
-    length, pad_id, setting = QUERY["sequence_length"], QUERY["padding_token"], QUERY["outputs"][setting]
+    length, pad_id, setting = (
+        QUERY["sequence_length"],
+        QUERY["padding_token"],
+        QUERY["outputs"][setting],
+    )
     for name, tokens in QUERY["inputs"].items():
-        ends = [token == setting["end_token"] for token in tokens] if setting["end_token"] is not None else None
+        ends = (
+            [token == setting["end_token"] for token in tokens]
+            if setting["end_token"] is not None
+            else None
+        )
         cut = data.cut_query(tokens, length, setting["start_token"], ends)
         expected = setting["results"][name]
         if expected is None:
             assert cut is None, name
         else:
-            assert torch.equal(utils.pad_left([cut], length, pad_id), left(np.array([expected]), pad_id)), name
+            assert torch.equal(
+                utils.pad_left([cut], length, pad_id), left(np.array([expected]), pad_id)
+            ), name
 
 
 # ---------------------------------------------------------------------------------------------------------- ppo runs
@@ -400,10 +449,15 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator, 
     names = sorted(key for key in arrays if key.startswith("labels/sample"))
     strip = lambda tokens: [row[row != pad_id] for row in tokens]  # noqa: E731
     samples = zip(*(strip(arrays[name]) for name in names), strict=True)
-    labels = Labels(strip(arrays["labels/query"]), [list(k) for k in samples], arrays["labels/best"])
+    labels = Labels(
+        strip(arrays["labels/query"]), [list(k) for k in samples], arrays["labels/best"]
+    )
     norms = {norm["index"]: norm for norm in record["norms"]}
     estimates = [i for i, norm in norms.items() if norm["kind"].startswith("estimate")]
-    texts = [[torch.from_numpy(arrays[f"norm{i}/{k}"]).long() for k in ("queries", "responses")] for i in norms]
+    texts = [
+        [torch.from_numpy(arrays[f"norm{i}/{k}"]).long() for k in ("queries", "responses")]
+        for i in norms
+    ]
     normalize, events = train_reward.normalize, []
 
     def check_normalize(model, tokens, max_tokens):

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tiny import PAD
 from torch import Tensor, nn
 
-import ppo
 from machinery import packing
 
 OTHERS = ("gemma2", "opt", "gptj", "mixtral", "cohere")

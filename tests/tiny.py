@@ -31,7 +31,7 @@ import sft
 import train_reward
 import utils
 from data import tasks
-from machinery import distributed, models
+from machinery import distributed
 from machinery.labels import OPENAI_PAD, Labels
 from machinery.rewards import RewardConfig, score_in_parts
 
@@ -43,22 +43,39 @@ WORDS = json.loads((tasks.SYNTHETIC / "model" / "config.json").read_text())[
 KINDS = ("gpt2", "gpt_neox", "llama", "falcon", "falcon_alibi", "qwen2", "mistral")
 
 
-def config(kind: str = "gpt2", vocab: int = VOCAB, dropout: float = 0.0, positions: int = 64) -> PretrainedConfig:
+def config(
+    kind: str = "gpt2", vocab: int = VOCAB, dropout: float = 0.0, positions: int = 64
+) -> PretrainedConfig:
     """A language model of some thousand weights, large enough (0.3) for every mistake to show in its logits."""
     same = dict(vocab_size=vocab, initializer_range=0.3, bos_token_id=0, eos_token_id=0)
-    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=positions)
+    sizes = dict(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=positions,
+    )
     grouped = dict(**sizes, intermediate_size=64, num_key_value_heads=2, attention_dropout=dropout)
     if kind == "gpt2":
         drops = dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
         return GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=positions, **drops, **same)
     if kind == "gpt_neox":
-        return GPTNeoXConfig(**sizes, intermediate_size=64, hidden_dropout=dropout, attention_dropout=dropout, **same)
+        return GPTNeoXConfig(
+            **sizes, intermediate_size=64, hidden_dropout=dropout, attention_dropout=dropout, **same
+        )
     if kind in ("falcon", "falcon_alibi"):  # falcon-rw: alibi, a key for each head, biases
-        rw = dict(alibi=True, multi_query=False, parallel_attn=False, bias=True) if kind == "falcon_alibi" else {}
-        return FalconConfig(**sizes, hidden_dropout=dropout, attention_dropout=dropout, **rw, **same)
+        rw = (
+            dict(alibi=True, multi_query=False, parallel_attn=False, bias=True)
+            if kind == "falcon_alibi"
+            else {}
+        )
+        return FalconConfig(
+            **sizes, hidden_dropout=dropout, attention_dropout=dropout, **rw, **same
+        )
     if kind == "mistral":  # a window wider than any text here, as in the checkpoints
         return MistralConfig(**grouped, sliding_window=4096, **same)
-    return {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma2": Gemma2Config}[kind](**grouped, **same)
+    return {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma2": Gemma2Config}[kind](
+        **grouped, **same
+    )
 
 
 def make_lm(kind: str = "gpt2", seed: int = 0, **settings: Any) -> Any:
@@ -113,22 +130,33 @@ def make_reward(kind: str = "gpt2", seed: int = 7, pad_id: int = PAD, **settings
 
 def reward_function(model: Any, max_tokens: int = 36) -> Callable[[Tensor, Tensor], Tensor]:
     """A reward model as a function of (queries [B, Q], responses [B, R]) → [B]."""
-    return lambda queries, responses: score_in_parts(model, torch.cat([queries, responses], 1), max_tokens)
+    return lambda queries, responses: score_in_parts(
+        model, torch.cat([queries, responses], 1), max_tokens
+    )
 
 
 def make_contexts(lengths: list[int], width: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
     """Left-padded random rows of these lengths: [B, width]."""
     rng = np.random.default_rng(seed)
-    return torch.tensor([[vocab] * (width - n) + rng.integers(1, vocab, n).tolist() for n in lengths])
+    return torch.tensor(
+        [[vocab] * (width - n) + rng.integers(1, vocab, n).tolist() for n in lengths]
+    )
 
 
 def uniform(length: int, rows: int) -> Tensor:
     """The random numbers [R, B, 1] of B responses."""
-    return torch.rand(length, rows, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.rand(
+        length, rows, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
 
 def sample(
-    lm: Any, contexts: Tensor, uniform: Tensor, pad_id: int = PAD, temperature: float = 0.7, **task: Any
+    lm: Any,
+    contexts: Tensor,
+    uniform: Tensor,
+    pad_id: int = PAD,
+    temperature: float = 0.7,
+    **task: Any,
 ) -> Tensor:
     """`ppo.sample` with token 0 as the truncate token: [B, C], [R, B, 1] → [B, R]."""
     args = make_args(make_task(temperature=temperature, **task))
@@ -137,7 +165,10 @@ def sample(
 
 def make_task(**changes: Any) -> tasks.Task:
     """A task of tiny lengths without files."""
-    values = dict(query_length=8, response_length=5, temperature=0.7, truncate_after=2, gold_fn=None) | changes
+    values = (
+        dict(query_length=8, response_length=5, temperature=0.7, truncate_after=2, gold_fn=None)
+        | changes
+    )
     return replace(tasks.TASKS["synthetic"], **values)
 
 
@@ -240,7 +271,9 @@ class Recorder(torch.optim.SGD):
 
     def step(self, closure: Callable | None = None) -> None:
         params = self.param_groups[0]["params"]
-        self.gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params])
+        self.gradients.append(
+            [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params]
+        )
 
 
 def run_updates(
@@ -416,7 +449,9 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return grads
 
 
-def write_model(folder: Path, kind: str = "gpt2", seed: int = 0, dropout: float = 0.1, **settings: Any) -> Path:
+def write_model(
+    folder: Path, kind: str = "gpt2", seed: int = 0, dropout: float = 0.1, **settings: Any
+) -> Path:
     """A folder with a random language model of the synthetic task's vocabulary, and its tokenizer."""
     make_lm(kind, seed, vocab=WORDS, dropout=dropout, **settings).save_pretrained(folder)
     return write_tokenizer(folder)
@@ -448,21 +483,37 @@ def write_task(folder: Path, kind: str = "gpt2", labels: int = 16, **changes: An
         f"{name} {verb} the {thing}."
         for name in ("Anna", "Ben", "Clara", "Tom the baker")
         for verb in ("saw", "found")
-        for thing in ("cat", "old red house", "sea", "bus to the village", "soup that was very good")
+        for thing in (
+            "cat",
+            "old red house",
+            "sea",
+            "bus to the village",
+            "soup that was very good",
+        )
     ]
     (folder / "stories.txt").write_text("\n".join(stories) + "\n")
-    (folder / "labels.json").write_text(json.dumps(label_rows(labels, task.query_length, task.response_length)))
+    (folder / "labels.json").write_text(
+        json.dumps(label_rows(labels, task.query_length, task.response_length))
+    )
     return task
 
 
 def eos_task(task: tasks.Task, folder: Path) -> tasks.Task:
     """A task of `write_task` in the columns of TL;DR, its files in `folder`: prompts with completions, and pairs; a
     completion ends at <|endoftext|>."""
-    names, things = ("Anna", "Ben", "Clara", "Tom"), ("cat", "old red house", "sea", "bus to the village")
+    names, things = (
+        ("Anna", "Ben", "Clara", "Tom"),
+        ("cat", "old red house", "sea", "bus to the village"),
+    )
     rows = [
-        {"prompt": f"{n} found the {thing}.", "completion": f" {n} saw the {thing}."} for n in names for thing in things
+        {"prompt": f"{n} found the {thing}.", "completion": f" {n} saw the {thing}."}
+        for n in names
+        for thing in things
     ]
-    pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": " It was cold."} for row in rows]
+    pairs = [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": " It was cold."}
+        for row in rows
+    ]
     for name, content in (("rows", rows), ("pairs", pairs)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)) + "\n")
     return replace(
