@@ -706,6 +706,19 @@ def test_A1_adam_adds_epsilon_without_the_bias_correction(script):
 
 # ------------------------------------------------------------------------------------- X9, X10, X11
 
+
+@pytest.mark.parametrize("script", [ppo, rloo])
+def test_X9_logits_are_computed_at_real_response_tokens_only(script):
+    """So that memory does not grow with `response_length`, of which short responses use little."""
+    policy, rows = tiny.make_policy(script=script), []
+    policy.lm.lm_head.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape))
+    responses = torch.full((3, 40), PAD)
+    for i, length in enumerate((4, 1, 2)):
+        responses[i, :length] = 7
+    policy(tiny.make_contexts([8, 3, 5], 8), responses)
+    assert rows == [(7, 32)]
+
+
 ENDS = [0, 2, 4, None, 3, 1, 4, None]  # position of the first EOS in each response
 REAL = [5 if end is None else end + 1 for end in ENDS]  # tokens up to the end
 

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from test_resume import free_port
 
 from data import tasks
 from machinery.artifacts import ROOT
@@ -61,6 +62,25 @@ def test_accelerate_reads_every_file_and_its_commands(path):
     if plain["distributed_type"] == "FSDP":
         known = {action.dest for action in launch_command_parser()._actions}
         assert set(plain["fsdp_config"]) <= known and plain["fsdp_config"]["fsdp_version"] == 2
+
+
+ALONE = """
+import datetime
+import ppo
+from machinery import cli, distributed
+distributed.JOIN_LIMIT = datetime.timedelta(seconds=2)
+cli.run(lambda args: distributed.start(args), ppo.Args, ppo.PRESETS)
+"""
+
+
+def test_a_process_whose_partner_never_starts_says_so_and_ends(tmp_path):
+    """Within the limit for joining; work has a longer one."""
+    (tmp_path / "alone.py").write_text(ALONE)
+    place = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", LOCAL_RANK="0")
+    begin = time.monotonic()
+    text = finish(start(tmp_path, [sys.executable, "alone.py"], **place, WORLD_SIZE="2"), code=1)
+    assert "error: not all of 2 processes joined within 0:00:02" in text
+    assert time.monotonic() - begin < 60
 
 
 def test_the_docs_name_every_file():

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tomllib
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -229,6 +230,39 @@ def test_a_folder_beside_the_output_folder_survives(home):
         ppo.check(two_steps("ppo", output_dir="out"), 1)
         save(new_run(output_dir="out"))
     assert Path("out.part/thesis.tex").read_text() == "mine"
+
+
+def test_half_a_folder_of_a_killed_run_is_replaced(home):
+    Path(".out.part").mkdir()
+    Path(".out.part/model.safetensors").write_text("half")
+    save(new_run(output_dir="out"))
+    AutoModelForCausalLM.from_pretrained("out")
+    assert not Path(".out.part").exists()
+
+
+def test_a_temperature_near_0_is_no_fault_of_the_model(home):
+    args = two_steps("ppo", run_name="cold")
+    ppo.main(replace(args, task=replace(args.task, temperature=1e-4)))
+    assert read_metrics("cold")[0]["objective/kl"] == 0
+
+
+def test_an_installed_copy_has_every_module_and_every_file_of_the_tasks():
+    """`pip install .`, then `python -m ppo` in any folder."""
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    modules = {path.stem for path in ROOT.glob("*.py")}
+    assert set(setup["py-modules"]) == modules
+    assert set(setup["packages"]) == {"data", "machinery"}
+    files = {
+        path for pattern in setup["package-data"]["data"] for path in (ROOT / "data").glob(pattern)
+    }
+    task = tasks.TASKS["synthetic"]
+    named = [task.query_dataset, task.label_dataset, task.gold_fn.partition(":")[0]]
+    named += [
+        tasks.TASKS["synthetic_eos"].query_dataset,
+        tasks.TASKS["synthetic_eos"].label_dataset,
+    ]
+    assert {Path(name) for name in named} <= files
+    assert set((tasks.SYNTHETIC / "model").iterdir()) <= files
 
 
 # ------------------------------------------------------------------------------------- what a run remembers
