@@ -199,10 +199,10 @@ class PolicyAndValue(nn.Module):
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # the number of real tokens before (G3)
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
-        hidden = hidden[:, contexts.shape[1] - 1 : -1]  # [B, R, D], position t predicts t + 1
         real = mask[:, contexts.shape[1] :]  # [B, R], N of them are True
-        values = self.value_head(hidden[real]).squeeze(1)  # [N], one per token (G1)
-        logits = compute_logits(self.lm, hidden[real]) / self.temperature  # [N, V] (P1)
+        hidden = hidden[:, contexts.shape[1] - 1 : -1][real]  # [N, D], position t predicts t + 1
+        values = self.value_head(hidden).squeeze(1)  # [N], one per token (G1)
+        logits = compute_logits(self.lm, hidden) / self.temperature  # [N, V] (P1)
         logps = logits.log_softmax(dim=-1)
         logprobs = logps.gather(1, responses[real][:, None]).squeeze(1)  # [N]
         with torch.no_grad():

@@ -189,9 +189,9 @@ class Policy(nn.Module):
         inputs = tokens.masked_fill(~mask, 0), mask, position_ids
         # Equal contexts of neighboring sequences are computed once, also in the backward pass.
         hidden = self.backbone(*inputs, prompt_length=contexts.shape[1])  # [B, T, D]
-        hidden = hidden[:, contexts.shape[1] - 1 : -1]  # [B, R, D], position t predicts t + 1
         real = mask[:, contexts.shape[1] :]  # [B, R], N of them are True
-        logits = compute_logits(self.lm, hidden[real]) / self.temperature  # [N, V] (P1)
+        hidden = hidden[:, contexts.shape[1] - 1 : -1][real]  # [N, D], position t predicts t + 1
+        logits = compute_logits(self.lm, hidden) / self.temperature  # [N, V] (P1)
         logps = logits.log_softmax(dim=-1)
         logprobs = logps.gather(1, responses[real][:, None]).squeeze(1)  # [N]
         with torch.no_grad():

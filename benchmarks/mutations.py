@@ -36,7 +36,7 @@ SCRIPTS = ["ppo.py", "rloo.py", "train_reward.py", "sft.py", "utils.py"]
 SCRIPTS += sorted(f"machinery/{path.name}" for path in (ROOT / "machinery").glob("*.py"))
 # fmt: off
 DETAILS = (  # detail, file, right, wrong; the test that notices has the detail's id in its name
-    ("G1", "ppo.py", "self.value_head(hidden[real])", "self.value_head(hidden.roll(1, 1)[real])"),
+    ("G1", "ppo.py", "self.value_head(hidden)", "self.value_head(hidden.roll(1, 0))"),
     ("G2", "machinery/models.py", "TokenIds(config.vocab_size, truncate", "TokenIds(0, truncate"),
     ("G3", "ppo.py", "mask.cumsum(dim=1) - mask.long()  #", "mask.cumsum(dim=1) * 0 + 1  #"),
     ("G4", "utils.py", "probs = logits.to(", "probs = logits.topk(5).values.to("),

@@ -81,7 +81,7 @@ def run_packed(
     owners = torch.where(in_prompt, 0, owners)  # a prompt belongs to all sequences of its group
     mask = packed_mask(pack((groups + 1).expand_as(real)), pack(owners))
     hidden = run_plain(backbone, pack(input_ids), mask, pack(position_ids))  # [N, W, D]
-    hidden = hidden.flatten(0, 1)[index.clamp(max=unused - 1)]
+    hidden = hidden.flatten(0, 1).index_select(0, index.clamp(max=unused - 1))
     return hidden.view(*real.shape, -1)
 
 
