@@ -66,7 +66,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
      "self.value_head, self.pad_id = nn.Linear(1, 1), pad_id"),
     ("L6", "ppo.py", "args.micro_batch_tokens):\n            index", "1):\n            index"),
     ("X1", "diffs/separate_critic.diff", "*= args.critic_lr_ratio", "*= 1"),
-    ("X2", "rloo.py", "scores.clamp(-args.clip_score, ", "scores.clamp(-10 * args.clip_score, "),
+    ("X2", "ppo.py", "scores.clamp(-args.clip_score, ", "scores.clamp(-10 * args.clip_score, "),
     ("X3", "ppo.py", "log_r.exp() - 1 - log_r", "(-log_r).exp() - 1 + log_r"),
     ("X4", "diffs/ptx.diff", "return -logprobs.sum()", "return logprobs.sum()"),
     ("X5", "diffs/ema.diff", "weight.detach(), 1 - args.ema_decay", "weight.detach(), 1"),
