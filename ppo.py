@@ -96,7 +96,7 @@ class Args:
     reward_model: str | None = None
     """folder of the reward model; default: models/<task>/train_reward"""
     reward_fn: str | None = None
-    """module:function or path.py:function in place of the reward model; see docs/ppo.md"""
+    """function instead of a reward model: path.py:name or module:name; docs/ppo.md"""
     kl_coef: NonNegativeFloat = 0.15
     """initial coefficient of the KL penalty (P8)"""
     kl_target: PositiveFloat | None = 6.0
@@ -234,9 +234,9 @@ def sample(lm: Callable, contexts: Tensor, uniform: Tensor, ids: TokenIds, args:
         logits = output.logits[:, -1].float() / task.temperature  # as in training (P1)
         tokens = sample_token(logits, uniform[t])  # [B, 1], by inverting the CDF
         response.append(tokens)
-        if task.eos_task and t >= task.truncate_after:
-            ended |= tokens == ids.truncate
-            if ended.all():
+        if task.eos_task:
+            ended |= (tokens == ids.truncate) & (t >= task.truncate_after)
+            if t % 16 == 15 and ended.all():  # every check waits for the GPU
                 break
         mask = F.pad(mask, (0, 1), value=True)
         position_ids = position_ids[:, -1:] + 1

@@ -76,6 +76,7 @@ class Run:
         self.source = checkpoints.find_checkpoint(args, script)
         self.step, self.start = 0, 0
         self.signals: list[int] = []  # received so far
+        self.in_terminal = sys.stdout.isatty()
         self.handlers = {}
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
@@ -88,7 +89,7 @@ class Run:
     def note_signal(self, number: int, frame: Any) -> None:
         """Remember a signal; the run saves a checkpoint and ends after the current update."""
         self.signals.append(number)
-        if number == signal.SIGHUP:  # the terminal is gone
+        if number == signal.SIGHUP and self.in_terminal:  # which is gone
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
     def open(self) -> None:

@@ -77,13 +77,14 @@ def test_G4_sampling_stops_once_every_response_of_an_eos_task_has_ended():
     contexts = tiny.make_contexts([5, 3, 5, 1, 8], 8)
     full = tiny.sample(decoder, contexts, uniform, temperature=1.0)
     first = (full == 0).byte().argmax(dim=1).tolist()  # of each response
-    assert len(calls) == 30 and (full == 0).any(dim=1).all() and max(first) < 25
+    assert len(calls) == 30 and (full == 0).any(dim=1).all() and max(first) < 14
     for after in (0, 2):
         calls.clear()
         ended = dict(eos_task=True, truncate_token="x", truncate_after=after)
         found = tiny.sample(decoder, contexts, uniform, temperature=1.0, **ended)
         last = max((row[after:] == 0).byte().argmax().item() + after for row in full)
-        assert len(calls) == last + 1
+        last = last // 16 * 16 + 15  # checked after every 16 tokens
+        assert len(calls) == last + 1 < 30
         assert torch.equal(found[:, : last + 1], full[:, : last + 1])
         assert (found[:, last + 1 :] == PAD).all()
 

@@ -863,7 +863,7 @@ def test_X10_the_reward_model_reads_micro_batch_tokens_at_a_time(tmp_path, accel
 def test_X10_every_field_of_the_rollout_states_its_shape(script):
     source = inspect.getsource(script.Rollout)
     for name in script.Rollout._fields:
-        assert re.search(rf"^    {name}: Tensor  # \[B(, [QCR])?\] ", source, flags=re.M), name
+        assert re.search(rf"^    {name}: Tensor  # \[B(, [QCR])?\];? ", source, flags=re.M), name
 
 
 def test_X11_moments_are_over_the_masked_numbers_of_all_rows():

@@ -112,3 +112,17 @@ def test_presets_are_of_tasks_that_there_are_and_say_something():
     for name in SCRIPTS:
         for task, preset in importlib.import_module(name).PRESETS.items():
             assert task in TASKS and preset, (name, task)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*(ROOT / f"{name}.py" for name in sorted(SCRIPTS)), ROOT / "data/tasks.py"],
+    ids=lambda path: path.name,
+)
+def test_every_flag_has_one_line_of_help(path):
+    body = path.read_text().split("class Task:" if path.name == "tasks.py" else "class Args:")[1]
+    body = body.split("\n\n\n")[0]
+    flags = re.findall(r"^    \w+: .*\n(.*)", body, re.M)
+    assert len(flags) > 10
+    for text in flags[path.name != "tasks.py" :]:  # the first field of Args is the task
+        assert re.fullmatch(r'    """.{5,80}"""', text), text
