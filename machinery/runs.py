@@ -120,7 +120,7 @@ class Run:
 
     def stopped_early(self) -> None:
         """At exit, unless the run finished: where it stopped and how to resume it."""
-        self.progress.stop()  # it has hidden the cursor
+        self.stop_progress()
         saved = sorted(self.folder.glob("checkpoints/*.safetensors"))
         how = "no checkpoint to resume from; --save_every writes them"
         if saved:
@@ -275,8 +275,13 @@ class Run:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if self.main:
-            self.progress.stop()
+            self.stop_progress()
             self.lock.release()
+
+    def stop_progress(self) -> None:
+        """Show the cursor again, which the progress bar has hidden."""
+        with suppress(OSError):  # the terminal may be gone
+            self.progress.stop()
 
     def finish(self, *messages: str) -> None:
         """Draw the curves, write the model card, say where everything is."""
