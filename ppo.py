@@ -166,7 +166,7 @@ SYNTHETIC: dict[str, Any] = dict(
 SUMMARIES: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
-    # Whitening adds a constant per token, which shortens or lengthens responses that can end.
+    # Whitening that keeps the mean adds a constant per token: it would reward or punish length.
     "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
     "cnndm": SUMMARIES | dict(batch_size=32, lr=2e-6, kl_coef=0.01),
     "tldr_2019": SUMMARIES | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
@@ -268,7 +268,8 @@ def score_responses(
 
     Truncate tokens before position `truncate_after` do not count. A response without one gets the
     score `missing_eos_penalty`, such as -1, in all tasks that have a truncate token (P5). Returns
-    scores [B], the truncated responses [B, R], and whether they have the truncate token [B].
+    scores [B], the truncated responses [B, R], and whether they have the truncate token [B] (all
+    True if the task has none).
     """
     task = args.task
     truncated, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -565,7 +566,7 @@ def main(args: Args) -> None:
             group["lr"] = lr
 
         timer.start("sample")
-        rows = query_rows(len(queries), local_batch_size, update, seed)  # random, per process
+        rows = query_rows(len(queries), local_batch_size, update, seed)  # of own shuffled passes
         batch_queries = queries[rows].to(device)  # [B, Q]
         with distributed.inference(accelerator, policy):  # eval mode, autocast, full weights
             rng = generator(seed, update, device)

@@ -12,15 +12,15 @@ One update:
 
     sample K responses to each query
     score each response with the reward model
-    reward of a response = score - kl_coef * (log pi - log pi_ref), summed over its tokens
+    reward of a response = score - kl_coef * sum over its tokens of (log pi - log pi_ref)
     advantage = reward - mean reward of the K - 1 other responses to the query
     for each epoch, for each minibatch:
         take one Adam step on the clipped policy loss of whole responses
     adapt kl_coef to the measured KL
 
 A whole response is one action, and there is no value function. Flags and metrics are named as in
-ppo.py, from which the adaptive kl_coef, the clipping and the several epochs are, too; with one
-epoch of one minibatch, an update is the paper's.
+ppo.py. The adaptive kl_coef, the clipping and the several epochs come from there; with one epoch of
+one minibatch, an update is the paper's.
 
 There are two kinds of tasks. In most, every response has R tokens and all of them are trained on;
 only for scoring it is truncated after its truncate token, such as a period. In EOS tasks the
@@ -257,7 +257,8 @@ def score_responses(
 
     Truncate tokens before position `truncate_after` do not count. A response without one gets the
     score `missing_eos_penalty`, such as -1, in all tasks that have a truncate token (P5). Returns
-    scores [B], the truncated responses [B, R], and whether they have the truncate token [B].
+    scores [B], the truncated responses [B, R], and whether they have the truncate token [B] (all
+    True if the task has none).
     """
     task = args.task
     truncated, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -527,7 +528,7 @@ def main(args: Args) -> None:
 
         timer.start("sample")
         num_queries = local_batch_size // args.rloo_k
-        rows = query_rows(len(queries), num_queries, update, seed)  # random, per process
+        rows = query_rows(len(queries), num_queries, update, seed)  # of own shuffled passes
         batch_queries = queries[rows].to(device).repeat(args.rloo_k, 1)  # [K * P, Q]
         with distributed.inference(accelerator, policy):  # eval mode, autocast, full weights
             rng = generator(seed, update, device)
