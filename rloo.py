@@ -163,7 +163,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tldr_2019": dict(batch_size=32, lr=2e-6, kl_coef=0.03, kl_target=None),
     "tldr": dict(lr=3e-6, kl_coef=0.05, kl_target=None, rollout_batch_size=64),
 }
-SCRIPT = Path(__file__)  # names run and model folders: a renamed copy of it overwrites nothing
+SCRIPT = Path(__file__)  # its name is part of run and model folders
 
 # ------------------------------------------------------------------------------------------- models
 
@@ -207,8 +207,8 @@ class Policy(nn.Module):
 def sample(lm: Callable, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B, 1] → [B, R] (G4).
 
-    From the full vocabulary; the model's generation_config is ignored. In EOS tasks, responses that
-    have ended go on (`make_rollout` removes that) until all have; the rest is padding.
+    From the full vocabulary; the model's generation_config is ignored. In EOS tasks, sampling stops
+    once every response has ended; `make_rollout` masks what follows the end of each.
     """
     task = args.task
     mask = contexts != ids.pad
@@ -323,8 +323,8 @@ def make_rollout(
 ) -> Rollout:
     """Score responses [B, R], and compute log-probabilities and rewards.
 
-    Sequences are batched as in the first epoch, whose minibatches have the rows `minibatches`.
-    Rounding depends on the batch; so only this makes the ratio exactly 1 at the first step (L6).
+    `minibatches` are the rows of the first epoch's minibatches. Rounding depends on how sequences
+    are batched; with the same batches, the ratio is exactly 1 at the first step (L6).
     """
     scores, truncated, ended = score_responses(reward, queries, responses, ids, args)
     responses = truncated if args.task.eos_task else responses
@@ -490,7 +490,7 @@ def main(args: Args) -> None:
 
     ref = Policy(load_lm(task.base_model), ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
-    lm = load_lm(task.base_model)  # of sft.py, or of the hub: see data/tasks.py; no dropout (P4)
+    lm = load_lm(task.base_model)  # from sft.py or the hub; without dropout (P4)
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
@@ -528,7 +528,7 @@ def main(args: Args) -> None:
 
         timer.start("sample")
         num_queries = local_batch_size // args.rloo_k
-        rows = query_rows(len(queries), num_queries, update, seed)  # of own shuffled passes
+        rows = query_rows(len(queries), num_queries, update, seed)  # reshuffled every pass
         batch_queries = queries[rows].to(device).repeat(args.rloo_k, 1)  # [K * P, Q]
         with distributed.inference(accelerator, policy):  # eval mode, autocast, full weights
             rng = generator(seed, update, device)

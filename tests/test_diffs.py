@@ -1,4 +1,7 @@
-"""diffs/: each patch applies alone and in pairs and does what its header says; so do the recipes."""
+"""diffs/: each patch applies alone and in pairs and does what its header says; so do the recipes.
+
+`python tests/test_diffs.py --fix` updates patches whose context or line numbers have changed.
+"""
 
 import ast
 import difflib
@@ -66,6 +69,20 @@ def load(path):
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def fix(name):
+    """Apply a patch, also where the context around it has changed, and write it again."""
+    header, base = DIFFS[name].split("\n--- ")[0], f"{BASES[name]}.py"
+    command = ["patch", "--output=-", "--reject-file=-", ROOT / base, f"{ROOT}/diffs/{name}.diff"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"diffs/{name}.diff: change what it says about the changed lines\n{done.stderr}")
+    new = done.stdout
+    old = (ROOT / base).read_text()
+    both = (text.splitlines(keepends=True) for text in (old, new))
+    lines = difflib.unified_diff(*both, base, f"{name}.py")
+    (ROOT / "diffs" / f"{name}.diff").write_text("".join([header, "\n", *lines]))
 
 
 @pytest.fixture(scope="session")
@@ -778,3 +795,10 @@ def test_L6_a_recipe_runs_and_its_first_ratio_is_exactly_1(name, recipe, task):
     assert ("ema" in run.saved) == ("ema_decay" in RECIPES[name])
     (betas,) = {group["betas"] for group in run.optimizer.param_groups}
     assert betas == (0.9, published(name).get("adam_beta2", 0.999))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--fix"]:
+        sys.exit(__doc__)
+    for name in DIFFS:
+        fix(name)
