@@ -125,16 +125,16 @@ class Args:
     """clip scores to [-this, this] (X2)"""
 
     # Memory and speed
-    micro_batch_tokens: PositiveInt = 4096
+    micro_batch_tokens: PositiveInt = 32_768 if cli.ON_GPU else 4096
     """tokens per forward pass; changes results only by rounding (P7)"""
-    rollout_batch_size: PositiveInt = 256
+    rollout_batch_size: PositiveInt = 512 if cli.ON_GPU else 256
     """sequences sampled at a time; changes results only by rounding (X10)"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
-    compile: bool = False
-    """torch.compile the decoding step; takes about a minute at the start"""
-    tf32: bool = False
-    """use TF32 for fp32 matrix products on NVIDIA GPUs"""
+    cuda_graphs: bool = True
+    """replay the decoding step as a CUDA graph; on GPUs, not with FSDP2"""
+    tf32: bool = True
+    """use TF32 for the fp32 matrix products of bf16 runs on NVIDIA GPUs"""
 
     # Files
     run_name: str | None = None
@@ -170,7 +170,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
     "cnndm": SUMMARIES | dict(batch_size=32, lr=2e-6, kl_coef=0.01),
     "tldr_2019": SUMMARIES | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
-    "tldr": SUMMARIES | dict(lr=3e-6, kl_coef=0.05, rollout_batch_size=64),
+    "tldr": SUMMARIES
+    | dict(lr=3e-6, kl_coef=0.05, micro_batch_tokens=16_384, rollout_batch_size=256),
 }
 SCRIPT = Path(__file__)  # its name is part of run and model folders
 
@@ -200,14 +201,15 @@ class PolicyAndValue(nn.Module):
         position_ids = mask.cumsum(dim=1) - mask.long()  # the number of real tokens before (G3)
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
         real = mask[:, contexts.shape[1] :]  # [B, R], N of them are True
-        hidden = hidden[:, contexts.shape[1] - 1 : -1][real]  # [N, D], position t predicts t + 1
+        where = real.nonzero(as_tuple=True)
+        hidden = hidden[:, contexts.shape[1] - 1 : -1][where]  # [N, D], position t predicts t + 1
         values = self.value_head(hidden).squeeze(1)  # [N], one per token (G1)
-        logits = compute_logits(self.lm, hidden) / self.temperature  # [N, V] (P1)
-        logps = logits.log_softmax(dim=-1)
-        logprobs = logps.gather(1, responses[real][:, None]).squeeze(1)  # [N]
-        with torch.no_grad():
-            entropies = -(logps.exp() * logps).sum(dim=-1)  # [N]
-        zeros = logits.new_zeros(real.shape)
+        logps = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)  # [N, V]
+        logprobs = logps.gather(1, responses[where][:, None]).squeeze(1)  # [N] (P1)
+        entropies = torch.zeros_like(logprobs)
+        if self.training:  # not in the reference
+            entropies = -logps.detach().exp().mul_(logps.detach()).sum(dim=-1)  # [N]
+        zeros = logps.new_zeros(real.shape)
         return tuple(zeros.masked_scatter(real, x) for x in (logprobs, entropies, values))
 
 
@@ -425,8 +427,8 @@ def ppo_losses(
     micro-batches and averaged over processes, results are means over all its tokens (P7).
     """
 
-    def mean(x: Tensor) -> Tensor:
-        return masked_sum(x, old.mask) / num_tokens  # this micro-batch's share of the mean
+    def mean(x: Tensor) -> Tensor:  # [..., B, R] → [...]
+        return masked_sum(x, old.mask, dim=(-2, -1)) / num_tokens  # this micro-batch's share
 
     log_ratio = logprobs - old.logprobs
     ratio = log_ratio.exp()
@@ -440,17 +442,18 @@ def ppo_losses(
     vf_loss = 0.5 * mean(torch.max(vf_losses, vf_losses_clipped))
 
     with torch.no_grad():
-        stats = {
-            "loss/policy_avg": pg_loss,
-            "loss/value_avg": vf_loss,
-            "policy/approxkl_avg": 0.5 * mean(log_ratio**2),
-            "policy/clipfrac_avg": mean((pg_losses_clipped > pg_losses).float()),
-            "val/clipfrac": mean((vf_losses_clipped > vf_losses).float()),
-            "val/error": mean(vf_losses),
-            "val/vpred": mean(values),
-            "val/ratio": mean(ratio),
-            "val/ratio_var": mean((ratio - 1) ** 2),  # around 1
+        per_token = {
+            "policy/approxkl_avg": 0.5 * log_ratio**2,
+            "policy/clipfrac_avg": (pg_losses_clipped > pg_losses).float(),
+            "val/clipfrac": (vf_losses_clipped > vf_losses).float(),
+            "val/error": vf_losses,
+            "val/vpred": values,
+            "val/ratio": ratio,
+            "val/ratio_var": (ratio - 1) ** 2,  # around 1
         }
+        means = mean(torch.stack([*per_token.values()]))
+    stats = dict(zip(per_token, means, strict=True))
+    stats |= {"loss/policy_avg": pg_loss, "loss/value_avg": vf_loss}
     return pg_loss, vf_loss, stats
 
 
@@ -535,7 +538,7 @@ def main(args: Args) -> None:
         enable_gradient_checkpointing(lm)
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
     policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # DDP or FSDP2
-    decoder = Decoder(lm, task.response_length, args.compile)  # calls lm with a static cache
+    decoder = Decoder(lm, task.response_length, args.cuda_graphs)  # calls lm with a static cache
 
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
     local_batch_size = args.batch_size // processes
@@ -578,7 +581,7 @@ def main(args: Args) -> None:
         rollout = make_rollout(*inputs, kl_coef, ids, args)
 
         timer.start("optimize")
-        stats: dict[str, Any] = defaultdict(float)  # means over all optimizer steps
+        stats: dict[str, list[Tensor]] = defaultdict(list)  # of all micro-batches
         for minibatches in epochs:
             for minibatch_rows in minibatches:  # one optimizer step each
                 minibatch = rollout.select(minibatch_rows)
@@ -597,18 +600,19 @@ def main(args: Args) -> None:
                     part_stats["loss/total"] = loss
                     part_stats["policy/entropy_avg"] = entropies.sum() / num_tokens
                     for name, value in part_stats.items():
-                        stats[f"ppo/{name}"] += value.detach() / num_steps
+                        stats[f"ppo/{name}"].append(value.detach())
                 if args.max_grad_norm is not None:
                     accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
                 for name, x in (("returns", returns), ("val", minibatch.values)):
                     mean, var = global_mean_and_var(x, minibatch.mask)
-                    stats[f"ppo/{name}/mean"] += mean / num_steps
-                    stats[f"ppo/{name}/var"] += var / num_steps
+                    stats[f"ppo/{name}/mean"].append(mean)
+                    stats[f"ppo/{name}/var"].append(var)
 
         seconds = timer.stop()
-        metrics = rollout_metrics(rollout, kl_coef, ids.pad, gold_reward) | stats
+        metrics = rollout_metrics(rollout, kl_coef, ids.pad, gold_reward)
+        metrics |= {name: torch.stack(parts).sum() / num_steps for name, parts in stats.items()}
         metrics = mean_over_processes(metrics, device)
         var_explained = 1 - metrics["ppo/val/error"] / max(metrics["ppo/returns/var"], 1e-8)
         metrics["ppo/val/var_explained"] = var_explained

@@ -118,16 +118,16 @@ class Args:
     """whiten the advantages of a batch (X14)"""
 
     # Memory and speed
-    micro_batch_tokens: PositiveInt = 4096
+    micro_batch_tokens: PositiveInt = 32_768 if cli.ON_GPU else 4096
     """tokens per forward pass; changes results only by rounding (P7)"""
-    rollout_batch_size: PositiveInt = 256
+    rollout_batch_size: PositiveInt = 512 if cli.ON_GPU else 256
     """sequences sampled at a time; changes results only by rounding (X10)"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
-    compile: bool = False
-    """torch.compile the decoding step; takes about a minute at the start"""
-    tf32: bool = False
-    """use TF32 for fp32 matrix products on NVIDIA GPUs"""
+    cuda_graphs: bool = True
+    """replay the decoding step as a CUDA graph; on GPUs, not with FSDP2"""
+    tf32: bool = True
+    """use TF32 for the fp32 matrix products of bf16 runs on NVIDIA GPUs"""
 
     # Files
     run_name: str | None = None
@@ -161,7 +161,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "synthetic_eos": SYNTHETIC,
     "cnndm": dict(batch_size=32, lr=2e-6, kl_coef=0.01, kl_target=None),
     "tldr_2019": dict(batch_size=32, lr=2e-6, kl_coef=0.03, kl_target=None),
-    "tldr": dict(lr=3e-6, kl_coef=0.05, kl_target=None, rollout_batch_size=64),
+    "tldr": dict(lr=3e-6, kl_coef=0.05, kl_target=None)
+    | dict(micro_batch_tokens=16_384, rollout_batch_size=256),
 }
 SCRIPT = Path(__file__)  # its name is part of run and model folders
 
@@ -190,13 +191,14 @@ class Policy(nn.Module):
         # Equal contexts of neighboring sequences are computed once, also in the backward pass.
         hidden = self.backbone(*inputs, prompt_length=contexts.shape[1])  # [B, T, D]
         real = mask[:, contexts.shape[1] :]  # [B, R], N of them are True
-        hidden = hidden[:, contexts.shape[1] - 1 : -1][real]  # [N, D], position t predicts t + 1
-        logits = compute_logits(self.lm, hidden) / self.temperature  # [N, V] (P1)
-        logps = logits.log_softmax(dim=-1)
-        logprobs = logps.gather(1, responses[real][:, None]).squeeze(1)  # [N]
-        with torch.no_grad():
-            entropies = -(logps.exp() * logps).sum(dim=-1)  # [N]
-        zeros = logits.new_zeros(real.shape)
+        where = real.nonzero(as_tuple=True)
+        hidden = hidden[:, contexts.shape[1] - 1 : -1][where]  # [N, D], position t predicts t + 1
+        logps = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)  # [N, V]
+        logprobs = logps.gather(1, responses[where][:, None]).squeeze(1)  # [N] (P1)
+        entropies = torch.zeros_like(logprobs)
+        if self.training:  # not in the reference
+            entropies = -logps.detach().exp().mul_(logps.detach()).sum(dim=-1)  # [N]
+        zeros = logps.new_zeros(real.shape)
         return tuple(zeros.masked_scatter(real, x) for x in (logprobs, entropies))
 
 
@@ -496,7 +498,7 @@ def main(args: Args) -> None:
         enable_gradient_checkpointing(lm)
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
     policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # DDP or FSDP2
-    decoder = Decoder(lm, task.response_length, args.compile)  # calls lm with a static cache
+    decoder = Decoder(lm, task.response_length, args.cuda_graphs)  # calls lm with a static cache
 
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
     local_batch_size = args.batch_size // processes
@@ -541,7 +543,7 @@ def main(args: Args) -> None:
         all_advantages = compute_advantages(rollout.rewards, args)  # [B]
 
         timer.start("optimize")
-        stats: dict[str, Any] = defaultdict(float)  # means over all optimizer steps
+        stats: dict[str, list[Tensor]] = defaultdict(list)  # of all micro-batches
         for minibatches in epochs:
             for minibatch_rows in minibatches:  # one optimizer step each
                 minibatch = rollout.select(minibatch_rows)
@@ -559,14 +561,15 @@ def main(args: Args) -> None:
                         accelerator.backward(loss)
                     part_stats["policy/entropy_avg"] = entropies.sum() / num_tokens
                     for name, value in part_stats.items():
-                        stats[f"ppo/{name}"] += value.detach() / num_steps
+                        stats[f"ppo/{name}"].append(value.detach())
                 if args.max_grad_norm is not None:
                     accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
 
         seconds = timer.stop()
-        metrics = rollout_metrics(rollout, kl_coef, ids.pad, gold_reward) | stats
+        metrics = rollout_metrics(rollout, kl_coef, ids.pad, gold_reward)
+        metrics |= {name: torch.stack(parts).sum() / num_steps for name, parts in stats.items()}
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         metrics = mean_over_processes(metrics, device)
         metrics["ppo/lr"] = lr

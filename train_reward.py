@@ -78,12 +78,12 @@ class Args:
     """samples come in batches of this size, over all processes (R3)"""
 
     # Memory and speed
-    micro_batch_tokens: PositiveInt = 4096
+    micro_batch_tokens: PositiveInt = 32_768 if cli.ON_GPU else 4096
     """tokens per forward pass; does not change results (P7)"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
-    tf32: bool = False
-    """fp32 matrix products in TensorFloat-32 on NVIDIA GPUs"""
+    tf32: bool = True
+    """use TF32 for the fp32 matrix products of bf16 runs on NVIDIA GPUs"""
 
     # Files
     run_name: str | None = None
@@ -108,7 +108,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tldr_2019": dict(num_labels=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128),
     "tldr": dict(num_labels=92_800, batch_size=64, lr=3e-6, rollout_batch_size=256),
 }
-SCRIPT = Path(__file__)  # names the run and its weights, so that a copy of this file has its own
+SCRIPT = Path(__file__)  # its name is part of run and model folders
 
 # -------------------------------------------------------------------------------------------- model
 
@@ -124,7 +124,7 @@ class RewardModel(PreTrainedModel):
         super().__init__(config)
         self.backbone = backbone or AutoModel.from_config(disable_dropout(config.backbone))
         use_fused_gelu(self.backbone)
-        self.run_backbone = Packed(self.backbone)  # the same; computes no padding
+        self.run_backbone = Packed(self.backbone)  # the same transformer; computes no padding
         self.head = Float32Linear(config.backbone.hidden_size, 1)
         self.gain = nn.Parameter(torch.ones(1))
         self.bias = nn.Parameter(torch.zeros(1))

@@ -4,8 +4,8 @@ Shapes: `B` sequences, `Q` query tokens, `C` context tokens, `T` tokens. Masks a
 tokens. Tags such as (G2) are explained in docs/details.md.
 """
 
-import math
 import time
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,10 +99,16 @@ def query_rows(num_queries: int, size: int, step: int, seed: int) -> np.ndarray:
     """
     positions = np.arange(step * size, (step + 1) * size)
     rows = []
-    for epoch in np.unique(positions // num_queries):
-        permutation = np.random.default_rng([seed, epoch]).permutation(num_queries)
-        rows.append(permutation[positions[positions // num_queries == epoch] % num_queries])
+    for epoch in np.unique(positions // num_queries).tolist():
+        in_epoch = positions[positions // num_queries == epoch] % num_queries
+        rows.append(permutation(num_queries, epoch, seed)[in_epoch])
     return np.concatenate(rows)
+
+
+@lru_cache(maxsize=2)
+def permutation(size: int, epoch: int, seed: int) -> np.ndarray:
+    """A permutation of all rows, kept for the other steps of the epoch."""
+    return np.random.default_rng([seed, epoch]).permutation(size)
 
 
 def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:
@@ -110,10 +116,10 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:
 
     Every process gets the same number of parts, as FSDP2 needs. Parts only save memory (P7).
     """
-    total = lengths.cumsum(dim=0).cpu().numpy()
-    count = math.ceil(total[-1] / max_tokens)
-    count = int(all_max(torch.tensor(count, device=lengths.device)))
-    count = min(count, len(total))
+    total = lengths.cumsum(dim=0)
+    count = all_max((total[-1:] + max_tokens - 1) // max_tokens)
+    *total, count = torch.cat([total, count]).tolist()
+    total, count = np.array(total), min(count, len(total))
     bounds = np.searchsorted(total, total[-1] * np.arange(1, count) / count, side="right")
     i = np.arange(count - 1)
     bounds = np.maximum.accumulate(np.maximum(bounds, 1) - i) + i  # no part is empty
@@ -157,9 +163,9 @@ def global_mean_and_var(x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, 
     return mean, all_sum(masked_sum((x - mean) ** 2, mask)) / count
 
 
-def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+def masked_sum(x: Tensor, mask: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
     """Sum of x where the mask is True; values elsewhere, NaN too, have no effect."""
-    return x.masked_fill(~mask, 0).sum()
+    return x.masked_fill(~mask, 0).sum(dim=dim)
 
 
 # --------------------------------------------------------------------------------- seeds and timing

@@ -46,7 +46,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("R2", "train_reward.py", "std=1 / math.sqrt(module.in_features + 1)", "std=0.02"),
     ("R3", "train_reward.py", "gain = 1 / var.sqrt().item()", "gain = 1 / var.item()"),
     ("R4", "train_reward.py", "best[part], reduction", "0 * best[part], reduction"),
-    ("P1", "ppo.py", " / self.temperature  # [N", "  # [N"),
+    ("P1", "ppo.py", " / self.temperature).log", ").log"),
     ("P2", "ppo.py", "zeros_(self.value_head.weight)", "ones_(self.value_head.weight)"),
     ("P3", "machinery/data.py", "+ 1) % len(tokens)", "+ 1)"),
     ("P4", "machinery/models.py", 'if ("drop" in key or', 'if ("no drop" in key or'),

@@ -9,11 +9,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import tyro
 from pydantic import Field
 
 from data.tasks import TASKS, Task
 
+ON_GPU = torch.cuda.is_available()  # some defaults are larger there
 UnitFloat = Annotated[float, Field(ge=0, le=1)]  # a number in [0, 1]
 
 

@@ -3,17 +3,17 @@
 Shapes: `B` sequences, `P` distinct prompts, `C` context tokens.
 """
 
-import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
-
-from machinery.cli import InputError
 
 
 class KeyValueCache(StaticCache):
@@ -27,6 +27,8 @@ class KeyValueCache(StaticCache):
         super().__init__(config=config, max_cache_len=length)
         self.length = length  # tokens that fit in
         self.first = first  # columns of the contexts that are padding in every sequence
+        self.steps = 0  # tokens after the contexts
+        self.replay: Callable[..., Tensor] | None = None  # the step as a CUDA graph
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -38,21 +40,20 @@ class KeyValueCache(StaticCache):
 class Decoder:
     """Calls a language model token by token, for responses of `response_length` tokens.
 
-    Equal prompts are computed once. With `compile`, the step of one token is compiled and, on GPUs,
-    replayed as a CUDA graph; caches then have one of a few shapes and stay where they are.
+    Equal prompts are computed once. With `cuda_graphs`, on a GPU, the step of one token is recorded
+    in each batch and then replayed. Not with sharded weights, which move, and not with sliding
+    windows, whose cache is managed by the host.
     """
 
-    def __init__(self, lm: PreTrainedModel, response_length: int, compile: bool = False):
+    def __init__(self, lm: PreTrainedModel, response_length: int, cuda_graphs: bool = False):
         self.lm = lm
         self.response_length = response_length
-        self.compile = compile
-        self.step = lm
-        self.caches: dict[torch.Size, KeyValueCache] = {}
-        if compile:
-            if getattr(lm.config, "sliding_window", None):
-                raise InputError("--compile would compile a sliding window again for every token")
-            self.step = torch.compile(lm, mode="reduce-overhead", fullgraph=True, dynamic=False)
-            torch._dynamo.config.recompile_limit = 64
+        sharded = any(isinstance(weight, DTensor) for weight in lm.parameters())
+        sliding = getattr(lm.config, "sliding_window", None)
+        self.cuda_graphs = cuda_graphs and lm.device.type == "cuda" and not (sharded or sliding)
+        if self.cuda_graphs:
+            self.stream = torch.cuda.Stream()
+            self.pool = torch.cuda.MemPool()  # the graphs' memory, for one after the other
 
     @torch.no_grad()
     def __call__(
@@ -63,15 +64,23 @@ class Decoder:
         past_key_values: KeyValueCache | None = None,
     ) -> CausalLMOutputWithPast:
         """Logits [B, 1, V] after the contexts [B, C], or after one more token [B, 1]."""
-        if past_key_values is None:
-            return self.prefill(input_ids, attention_mask, position_ids)
         cache = past_key_values
-        if self.compile:
-            torch.compiler.cudagraph_mark_step_begin()
-            input_ids, position_ids = input_ids.clone(), position_ids.clone()
+        if cache is None:
+            return self.prefill(input_ids, attention_mask, position_ids)
         mask = attention_mask[:, cache.first :]
         mask = F.pad(mask, (0, cache.length - mask.shape[1]))
-        return self.step(
+        inputs = input_ids, mask, position_ids
+        if self.cuda_graphs and cache.replay is None and cache.steps > 0:
+            cache.replay = self.record(partial(self.step, cache), inputs)
+        cache.steps += 1
+        logits = cache.replay(*inputs) if cache.replay else self.step(cache, *inputs)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+    def step(
+        self, cache: KeyValueCache, input_ids: Tensor, mask: Tensor, position_ids: Tensor
+    ) -> Tensor:
+        """Logits [B, 1, V] after one more token [B, 1]; mask [B, cache.length]."""
+        output = self.lm(
             input_ids,
             attention_mask=mask,
             position_ids=position_ids,
@@ -79,6 +88,29 @@ class Decoder:
             use_cache=True,
             logits_to_keep=1,
         )
+        return output.logits
+
+    def record(self, function: Callable, inputs: tuple[Tensor, ...]) -> Callable:
+        """A function that does what `function` does, for inputs of these shapes, as a CUDA graph.
+
+        Its kernels read and write the same memory each time; the next call overwrites the result.
+        """
+        inputs = tuple(x.clone() for x in inputs)
+        graph = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(self.pool.id, capture_error_mode="thread_local")
+            result = function(*inputs)
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+        def replay(*new: Tensor) -> Tensor:
+            for old, x in zip(inputs, new, strict=True):
+                old.copy_(x)
+            graph.replay()
+            return result
+
+        return replay
 
     def prefill(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor
@@ -90,8 +122,6 @@ class Decoder:
         rows = copies.new_empty(len(prompts)).scatter(0, copies, rows)  # one sequence per prompt
         first = int(attention_mask.any(dim=0).byte().argmax())
         length = input_ids.shape[1] - first + self.response_length
-        if self.compile:
-            length = math.ceil(length / 128) * 128
         cache = KeyValueCache(self.lm.config, length, first)
         output = self.lm(
             input_ids[rows, first:],
@@ -103,19 +133,7 @@ class Decoder:
         )
         for layer in cache.layers:
             layer.keys, layer.values = layer.keys[copies], layer.values[copies]
-        if self.compile:
-            cache = self.move_to_kept(cache)
         return CausalLMOutputWithPast(logits=output.logits[copies], past_key_values=cache)
-
-    def move_to_kept(self, cache: KeyValueCache) -> KeyValueCache:
-        """The first cache of this shape, with the contents of this one: a CUDA graph reads that."""
-        kept = self.caches.setdefault(cache.layers[0].keys.shape, cache)
-        kept.first = cache.first
-        for old, new in zip(kept.layers, cache.layers, strict=True):
-            for name in ("keys", "values", "cumulative_length"):
-                getattr(old, name).copy_(getattr(new, name))
-                torch._dynamo.mark_static_address(getattr(old, name))
-        return kept
 
 
 @torch.no_grad()

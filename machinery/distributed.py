@@ -61,9 +61,12 @@ def start(args: Any) -> Accelerator:
     check_accelerator(accelerator, world_size)
     if is_on("ACCELERATE_USE_FSDP"):
         set_up_fsdp(accelerator)
-        if getattr(args, "compile", False):
-            raise InputError("--compile does not work with FSDP2, which moves the weights")
-    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    # Under bf16 the fp32 products, such as the vocabulary head, may round their inputs to 10 bits.
+    tf32 = args.tf32 and accelerator.mixed_precision == "bf16"
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    # cuDNN's attention builds a plan for each new shape, and packing makes new shapes all the time.
+    # It also had NaN gradients for some masks (PyTorch issue 196678).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return accelerator
 
 

@@ -65,8 +65,8 @@ def run_packed(
     groups, group_lengths, before = group_by_prompt(input_ids, real, prompt_length)
     starts, count, width = place(group_lengths, width, backbone.config.hidden_size)
     unused = count * width
-    plan = np.stack([groups, starts[groups], starts[groups] + before])
-    groups, prompt_start, own_start = torch.as_tensor(plan, device=real.device)[:, :, None]
+    plan = torch.as_tensor(np.stack([groups, starts[groups], starts[groups] + before]))
+    groups, prompt_start, own_start = plan.to(real.device, non_blocking=True)[:, :, None]
 
     in_prompt = torch.arange(real.shape[1], device=real.device) < prompt_length
     index = torch.where(in_prompt, prompt_start, own_start) + real.cumsum(dim=1) - 1  # [B, T]

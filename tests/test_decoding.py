@@ -1,15 +1,20 @@
 """machinery/decoding.py: logits with a static cache, and samples, are those of the plain model (G4)."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from test_device import READS
 from tiny import PAD
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map
 from transformers import GenerationConfig
 
 from machinery import decoding
-from machinery.cli import InputError
 
 OTHERS = {
     "gemma2": {},
@@ -89,24 +94,81 @@ def test_G4_sampling_stops_once_every_response_of_an_eos_task_has_ended():
         assert (found[:, last + 1 :] == PAD).all()
 
 
-def test_compiling_a_sliding_window_is_refused():
-    with pytest.raises(InputError, match="--compile"):
-        decoding.Decoder(tiny.make_lm("mistral"), LENGTH, compile=True)
+class Graph(TorchDispatchMode):
+    """A CUDA graph played on a CPU: operators are recorded with the memory they read and write.
+
+    As on a GPU, recording computes nothing, and nothing may be read by the host.
+    """
+
+    def capture_begin(self, pool, capture_error_mode):
+        self.calls, self.before = [], []
+        self.__enter__()
+
+    def capture_end(self):
+        self.__exit__(None, None, None)
+        for x, old in reversed(self.before):
+            x.copy_(old)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function not in READS, f"{function} waits for the GPU"
+        kwargs = kwargs or {}
+        for argument, x in zip(function._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self.before.append((x, x.clone()))
+        result = function(*args, **kwargs)
+        self.calls.append((function, args, kwargs, result))
+        return result
+
+    def replay(self):
+        for function, args, kwargs, result in self.calls:
+            with torch.autocast("cpu", enabled=False):  # its casts are recorded
+                again = function(*args, **kwargs)
+            if all(x.alias_info is None for x in function._schema.returns):  # not a view
+                tree_map(lambda old, new: old.copy_(new), result, again)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_G4_the_decoders_step_is_compiled_once_for_contexts_of_several_widths(kind, monkeypatch):
-    """As whole graphs without a break; here without the kernels, which need a compiler."""
-    graphs, compile = [], torch.compile
-    backend = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
-    fake = lambda lm, mode, **settings: compile(lm, backend=backend, **settings)  # noqa: E731
-    monkeypatch.setattr(torch, "compile", fake)
-    lm, uniform = tiny.make_lm(kind, positions=256), tiny.uniform(LENGTH, 5)
-    decoders = [decoding.Decoder(lm, LENGTH, compile=compiled) for compiled in (False, True)]
+@pytest.fixture
+def fake_graphs(monkeypatch):
+    """CUDA graphs, streams and pools on a CPU. Returns the graphs that were made."""
+    made = []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made.append(Graph()) or made[-1])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: SimpleNamespace(id=(0, 1)))
+    in_graph = lambda: bool(made) and made[-1] in _get_current_dispatch_mode_stack()  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", in_graph)
+    return made
+
+
+def with_graphs(lm) -> decoding.Decoder:
+    """A decoder as on a GPU."""
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), parameters=lm.parameters)
+    decoder = decoding.Decoder(SimpleNamespace(**vars(on_gpu), config=lm.config), LENGTH, True)
+    decoder.lm = lm
+    return decoder
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", set(tiny.KINDS) - {"mistral"})
+def test_G4_replayed_steps_sample_the_same_tokens(kind, precision, fake_graphs):
+    """One graph per batch, recorded at its second token; the last weights are used."""
+    lm, uniform = tiny.make_lm(kind), tiny.uniform(LENGTH, 5)
+    decoders = decoding.Decoder(lm, LENGTH), with_graphs(lm)
     for width in (11, 6, 11):
         contexts = tiny.make_contexts([5, 3, 5, 1, width], width)
-        assert torch.equal(*(tiny.sample(x, contexts, uniform) for x in decoders))
-    assert len(graphs) == 1
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            plain, replayed = (tiny.sample(x, contexts, uniform) for x in decoders)
+        assert torch.equal(plain, replayed)
+        with torch.no_grad():
+            lm.get_output_embeddings().weight.mul_(1.1)
+    assert len(fake_graphs) == 3
+
+
+def test_sliding_windows_and_cpus_have_no_graphs(fake_graphs):
+    assert not with_graphs(tiny.make_lm("mistral")).cuda_graphs
+    assert not decoding.Decoder(tiny.make_lm(), LENGTH, cuda_graphs=True).cuda_graphs
 
 
 def sample_naively(lm, contexts: Tensor, length: int, temperature: float) -> Tensor:

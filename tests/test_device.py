@@ -251,6 +251,27 @@ def test_an_update_elsewhere_makes_the_same_numbers_without_waiting_for_tokens(
     assert reads == [sampling, total] and sampling[1] > 0
 
 
+@pytest.mark.parametrize("script", [ppo, rloo])
+def test_the_host_waits_at_most_twice_per_micro_batch(script, elsewhere):
+    """Once for the plan of packing, once for the number of response tokens."""
+    reads, loss = [], "ppo_losses" if script is ppo else "rloo_loss"
+    compute_loss = getattr(script, loss)
+
+    def spy(*args):
+        reads.append(len(Elsewhere.current.reads))
+        return compute_loss(*args)
+
+    flags = dict(total_episodes=8, num_ppo_epochs=1, num_minibatches=1, micro_batch_tokens=20)
+    args = tiny.small_args(script, tiny.make_task(eos_task=True), **flags)
+    with elsewhere(AWAY):
+        policy, ref = (moved(tiny.make_policy(seed=seed, script=script), AWAY) for seed in (0, 3))
+        reward = tiny.reward_function(moved(tiny.make_reward(), AWAY), 4096)
+        ids = tiny.utils.TokenIds(tiny.PAD, tiny.EOS, [], [])
+        inputs = dict(ref=ref, reward=reward, ids=ids, sample_in_batches=script.sample_in_batches)
+        tiny.run_episodes(script, args, policy, **inputs, **{loss: spy, "AdamTF": tiny.Recorder})
+    assert len(reads) == 4 and set(np.diff(reads)) == {2}
+
+
 def test_a_reward_model_is_trained_elsewhere_to_the_same_numbers(elsewhere):
     def train(device: torch.device) -> tuple[list[Tensor], list[float]]:
         rng = np.random.default_rng(0)

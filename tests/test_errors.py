@@ -623,29 +623,29 @@ def test_a_launch_that_would_silently_change_the_mathematics_is_refused(name, va
 
 
 @pytest.mark.parametrize(
-    ("env", "compile", "words"),
+    ("env", "words"),
     [
-        (dict(FSDP_VERSION="1"), False, ("FSDP2", "FSDP started", "--fsdp_version 2")),
-        (dict(FSDP_RESHARD_AFTER_FORWARD="false"), False, ("fsdp_reshard_after_forward", "true")),
-        (dict(), True, ("--compile", "FSDP2")),
-        (dict(), False, None),
+        (dict(FSDP_VERSION="1"), ("FSDP2", "FSDP started", "--fsdp_version 2")),
+        (dict(FSDP_RESHARD_AFTER_FORWARD="false"), ("fsdp_reshard_after_forward", "true")),
+        (dict(), None),
     ],
 )
-def test_fsdp_has_to_be_version_2_with_resharding_and_without_compile(
-    env, compile, words, launch, monkeypatch
-):
+def test_fsdp_has_to_be_version_2_with_resharding(env, words, launch, monkeypatch):
     shard_on_a_cpu(monkeypatch.setattr)
     env = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2") | env
-    args = tiny.make_args(compile=compile)
     if words:
-        refuses(lambda: launch(args, **env), *words)
+        refuses(lambda: launch(**env), *words)
     else:
-        assert launch(args, **env).is_fsdp2
+        assert launch(**env).is_fsdp2
 
 
-def test_fp32_and_bf16_start_and_tf32_is_a_flag(launch):
-    for precision in ("no", "bf16"):
-        assert launch(ACCELERATE_MIXED_PRECISION=precision).mixed_precision == precision
-        assert torch.get_float32_matmul_precision() == "highest"
-    launch(tiny.make_args(tf32=True))
-    assert torch.get_float32_matmul_precision() == "high"
+def test_fp32_and_bf16_start_and_bf16_has_tf32_unless_it_is_off(launch):
+    for precision, tf32, found in (
+        ("no", True, "highest"),
+        ("bf16", False, "highest"),
+        ("bf16", True, "high"),
+    ):
+        args = tiny.make_args(tf32=tf32)
+        assert launch(args, ACCELERATE_MIXED_PRECISION=precision).mixed_precision == precision
+        assert torch.get_float32_matmul_precision() == found
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

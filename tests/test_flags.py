@@ -59,8 +59,8 @@ BY_FILE = {  # the other flags, and where they are tested
     "rloo_k": "test_rloo.py",
     "eval_queries": "test_flags.py",
     "policy_model": "test_flags.py",
-    "compile": "test_flags.py",
-    "tf32": "test_flags.py",
+    "cuda_graphs": "test_flags.py",
+    "tf32": "test_errors.py",
     "micro_batch_tokens": "test_details.py",
     "rollout_batch_size": "test_details.py",
     "gradient_checkpointing": "test_scripts.py",
@@ -127,7 +127,7 @@ def test_the_same_flags_give_the_same_run(results):
 
 
 OFF = dict(kl_estimator="k1", clip_score=None, max_grad_norm=None, anneal_lr=True)
-OFF |= dict(gradient_checkpointing=False, compile=False, tf32=False)
+OFF |= dict(gradient_checkpointing=False)
 OFF |= dict(save_every=None, resume=None, track=False, push_to_hub=None, reward_fn=None)
 
 
@@ -270,23 +270,13 @@ def test_X14_rloo_whitens_advantages_over_the_batch():
 
 
 @both
-@pytest.mark.parametrize("compiled", [False, True])
-def test_compile_and_response_length_reach_the_decoder(script, compiled):
+@pytest.mark.parametrize("graphs", [False, True])
+def test_cuda_graphs_and_response_length_reach_the_decoder(script, graphs):
     asked = []
-    args = tiny.small_args(script, compile=compiled, total_episodes=8)
-    spy = lambda lm, response_length, compile: asked.append((response_length, compile))  # noqa: E731
+    args = tiny.small_args(script, cuda_graphs=graphs, total_episodes=8)
+    spy = lambda lm, response_length, graphs: asked.append((response_length, graphs))  # noqa: E731
     tiny.run_episodes(script, args, Decoder=spy)
-    assert asked == [(args.task.response_length, compiled)]
-
-
-@pytest.mark.parametrize(("tf32", "precision"), [(True, "high"), (False, "highest")])
-def test_tf32_is_used_only_if_asked_for(tf32, precision):
-    before = torch.get_float32_matmul_precision()
-    try:
-        distributed.start(SimpleNamespace(tf32=tf32))
-        assert torch.get_float32_matmul_precision() == precision
-    finally:
-        torch.set_float32_matmul_precision(before)
+    assert asked == [(args.task.response_length, graphs)]
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
