@@ -266,6 +266,8 @@ def write_csv(path: Path, old: list[dict], new: list[dict]) -> list[dict[str, An
     """Write old rows, and new ones with date, machine and command; return all."""
     command = " ".join(["python", "benchmarks/speed.py", *sys.argv[1:]])
     about = dict(date=time.strftime("%Y-%m-%d"), hardware=processor(), command=command)
+    git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    about["commit"] = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     rows = list(old)
     for row in new:
         row = row | about

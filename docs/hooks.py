@@ -53,4 +53,5 @@ def on_page_markdown(markdown, page, **_):
         return f"]({os.path.relpath(path, os.path.dirname(page.file.src_uri))}{line}"
 
     markdown = LINK.sub(link, markdown)
-    return MATH.sub(lambda x: convert(x[2]) if x[2] else x[0], markdown)
+    # In a span: an equation at the start of a line would be a paragraph of its own.
+    return MATH.sub(lambda x: f"<span>{convert(x[2])}</span>" if x[2] else x[0], markdown)
