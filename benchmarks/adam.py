@@ -27,6 +27,7 @@ from transformers import GPT2Config
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import ppo  # noqa: E402
 import sft  # noqa: E402
+from benchmarks import curves  # noqa: E402
 from data.tasks import TASKS  # noqa: E402
 from machinery.plots import pyplot  # noqa: E402
 
@@ -174,9 +175,10 @@ def main(args: Args) -> None:
                     rows += measure(model, adam, seed, args)
         os.chdir(here)
     with open(args.out.with_suffix(".csv"), "w", newline="") as file:
-        writer = csv.DictWriter(file, (*ROW, *STATISTICS))
+        about = curves.provenance()
+        writer = csv.DictWriter(file, (*ROW, *STATISTICS, *about))
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(row | about for row in rows)
     print(table(rows))
     draw(rows, args.out)
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import rloo  # noqa: E402
+from benchmarks import curves  # noqa: E402
 from data.tasks import TASKS  # noqa: E402
 from machinery.data import load_queries  # noqa: E402
 from machinery.decoding import Decoder  # noqa: E402
@@ -120,7 +121,8 @@ def main(args: Args) -> None:
                 rows.append((precision, head, offset, *(f"{x:.5f}" for x in values)))
                 ratios[f"{precision}, logits at {offset}, head {head}"] = loop
     with open(args.out.with_suffix(".csv"), "w", newline="") as file:
-        csv.writer(file).writerows(rows)
+        names, values = zip(*curves.provenance().items(), strict=True)
+        csv.writer(file).writerows([rows[0] + names, *(row + values for row in rows[1:])])
     print(args.out.with_suffix(".csv").read_text())
     figure, axis = pyplot().subplots(figsize=(7, 3.8), layout="constrained")
     for name, values in ratios.items():

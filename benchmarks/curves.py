@@ -12,7 +12,9 @@ interquartile mean from ten seeds on) with the 95% interval of a bootstrap over 
 import csv
 import glob
 import json
+import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +47,13 @@ class Args:
     """metric of the x axis, or `step`"""
     episodes_per_step: tuple[str, ...] = ()
     """`label=512` if a source logs only steps"""
+
+
+def provenance() -> dict[str, str]:
+    """Today and the commit of the code, for the last columns of a CSV."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return {"date": time.strftime("%Y-%m-%d"), "commit": commit}
 
 
 # ------------------------------------------------------------------------------------------ sources

@@ -27,7 +27,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -263,9 +262,12 @@ def write(path: Path, workload: str, table: dict[str, dict[str, Any]]) -> list[d
 
 
 def write_csv(path: Path, old: list[dict], new: list[dict]) -> list[dict[str, Any]]:
-    """Write old rows, and new ones with date, machine and command; return all."""
+    """Write old rows, and new ones with machine, command, date and commit; return all."""
     command = " ".join(["python", "benchmarks/speed.py", *sys.argv[1:]])
-    about = dict(date=time.strftime("%Y-%m-%d"), hardware=processor(), command=command)
+    sys.path.insert(0, str(HERE.parent))
+    from benchmarks import curves
+
+    about = dict(hardware=processor(), command=command) | curves.provenance()
     rows = list(old)
     for row in new:
         row = row | about

@@ -71,7 +71,7 @@ def measure_alone(tool: str, job: Job) -> list[dict[str, Any]]:
     if done.returncode:
         raise RuntimeError(f"{job} failed:\n{done.stderr[-2000:]}")
     line = [line for line in done.stdout.splitlines() if line.startswith("[{")][-1]
-    return [job | row for row in json.loads(line)]
+    return [job | row | curves.provenance() for row in json.loads(line)]
 
 
 def sweep(tool: str, jobs: list[Job], out: Path, workers: int) -> list[dict[str, str]]:

@@ -42,12 +42,14 @@ def test_a_job_is_measured_once_and_a_failed_one_stops_no_other(tmp_path, monkey
     Path("tool.py").write_text(TOOL)
     monkeypatch.setenv("LOG", str(tmp_path / "log"))
     monkeypatch.setenv("FAILS", "2")
+    monkeypatch.setattr(sweep.curves, "provenance", lambda: dict(date="today", commit="abc"))
     jobs = [dict(way="a, b", seed=seed) for seed in (1, 2, 3)]
     out, tool = tmp_path / "new" / "out.csv", str(tmp_path / "tool.py")
     with pytest.raises(SystemExit, match="'seed': 2} failed:\nno luck with 2"):
         sweep.sweep(tool, jobs, out, workers=1)
     rows = [f'"a, b",{seed},{rest}' for seed in (1, 3) for rest in ("0,0.5", "1,1.5")]
-    assert out.read_text().splitlines() == ["way,seed,at,x", *rows]
+    rows = ["way,seed,at,x,date,commit", *(f"{row},today,abc" for row in rows)]
+    assert out.read_text().splitlines() == rows
     monkeypatch.setenv("FAILS", "0")
     rows = sweep.sweep(tool, jobs, out, workers=1)
     assert [(row["seed"], row["at"]) for row in rows] == [(s, at) for s in "123" for at in "01"]

@@ -1,0 +1,57 @@
+"""Hooks of mkdocs. README is the front page, and the site has each file that a page links to.
+
+Markdown files become pages, pictures and CSVs are copied, scripts become listings. Equations become
+MathML, which browsers show without JavaScript.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from latex2mathml.converter import convert
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"\]\(([^)#\s:]+)(?:#L(\d+))?(?=[)#])")  # of a file; with its line
+MATH = re.compile(r"(?s)(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)|\$([^$]+)\$")  # code, or an equation
+PAGES = {}  # path in the site → Markdown file
+
+
+def site_path(file):
+    """Where a file is in the site: docs/ppo.md is ppo.md, and ppo.py is ppo.py.md."""
+    path = str(file.relative_to(ROOT)).removeprefix("docs/")
+    return path if file.suffix in (".md", ".png", ".csv") else f"{path}.md"
+
+
+def on_files(files, config):
+    """Add the files that pages link to, also those of added pages."""
+    queue = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    for file in queue:
+        path = site_path(file)
+        if files.get_file_from_path(path) is None:
+            listing = f'# {file.name}\n\n````{file.suffix[1:]} linenums="1"\n{{}}\n````'
+            is_copied = path == str(file.relative_to(ROOT))
+            content = None if is_copied else listing.format(file.read_text())
+            abs_src_path = str(file) if is_copied else None
+            files.append(File.generated(config, path, content=content, abs_src_path=abs_src_path))
+        if file.suffix == ".md":
+            PAGES[path] = file
+            links = (file.parent / link[1] for link in LINK.finditer(file.read_text()))
+            queue += {link.resolve() for link in links} - set(queue)
+    return files
+
+
+def on_page_markdown(markdown, page, **_):
+    """Rewrite links to files, and equations."""
+    if page.file.src_uri not in PAGES:
+        return markdown
+    folder = PAGES[page.file.src_uri].parent
+
+    def link(found):
+        path = site_path((folder / found[1]).resolve())
+        line = f"#__codelineno-0-{found[2]}" if found[2] else ""
+        return f"]({os.path.relpath(path, os.path.dirname(page.file.src_uri))}{line}"
+
+    markdown = LINK.sub(link, markdown)
+    # In a span: an equation at the start of a line would be a paragraph of its own.
+    return MATH.sub(lambda x: f"<span>{convert(x[2])}</span>" if x[2] else x[0], markdown)
