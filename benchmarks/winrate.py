@@ -68,14 +68,18 @@ def sample_responses(task: Task, args: Args) -> tuple[list[str], list[str]]:
 def read_responses(task: Task, args: Args) -> tuple[list[str], list[str]]:
     """The same queries, for the tokenizer of `task.base_model`, with the dataset's responses."""
     tokenizer, _ = load_tokenizer(task, task.response_length)
-    rows = load_texts(task, task.query_column, task.response_column)
+    rows = load_texts(task, task.query_column, task.response_column, tokenizer=tokenizer)
     rows = rows.select(np.random.default_rng(0).permutation(len(rows)))  # as in load_queries
     queries, responses = [], []
     for row in rows:
-        query = row[task.query_column]
-        if tokenize_queries([query], task, tokenizer)[0]:
+        query, response = row[task.query_column], row[task.response_column]
+        tokens = tokenize_queries([query], task, tokenizer)[0]
+        if tokens:
+            if isinstance(query, list):  # messages: as `decode` shows them to the judge
+                query = tokenizer.decode(tokens, skip_special_tokens=True)
+                response = response[-1]["content"] if response else ""
             queries.append(query)
-            responses.append(row[task.response_column])
+            responses.append(response)
         if len(queries) == args.queries:
             break
     return queries, responses

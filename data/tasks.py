@@ -33,7 +33,7 @@ class Task:
     query_dataset: str
     """data source of the queries"""
     query_column: str
-    """its column with the texts"""
+    """its column with texts, or lists of messages for the chat template"""
     query_length: PositiveInt
     """tokens; longer queries are cut, shorter ones padded on the left (G2)"""
     query_prefix: str = ""
@@ -65,7 +65,7 @@ class Task:
     eos_task: bool = False
     """responses end at truncate_token; the rest is masked everywhere (X9)"""
     response_column: str | None = None
-    """column of reference responses; sft.py learns these instead of the texts"""
+    """column of reference responses for sft.py, or of conversations with them"""
 
     # Labels
     label_dataset: str

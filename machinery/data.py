@@ -15,7 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from data.tasks import Task
-from machinery.cli import InputError
+from machinery import chat
+from machinery.cli import InputError, say
 from machinery.functions import load_function
 from machinery.sources import load_rows
 from utils import TokenIds, pad_left
@@ -23,8 +24,11 @@ from utils import TokenIds, pad_left
 SMALL_TABLE = 2**15  # rows that are tokenized in a second or two: not worth a smaller table
 
 
-def load_texts(task: Task, *columns: str) -> datasets.Dataset:
-    """The rows of `query_dataset`, at most `num_queries`. Raises `InputError` for other columns."""
+def load_texts(task: Task, *columns: str, tokenizer: Any = None) -> datasets.Dataset:
+    """The rows of `query_dataset`, at most `num_queries`. Raises `InputError` for other columns.
+
+    Columns hold texts or, with a `tokenizer`, lists of messages for its chat template.
+    """
     rows = load_rows(task.query_dataset, "--query_dataset")
     for name in columns:
         if name not in rows.column_names:
@@ -32,16 +36,24 @@ def load_texts(task: Task, *columns: str) -> datasets.Dataset:
                 f"--query_dataset {task.query_dataset} has no column {name!r}; "
                 f"it has {', '.join(rows.column_names)}"
             )
+        where = f"--query_dataset {task.query_dataset}: column {name!r}"
         kind = getattr(rows.features[name], "dtype", None)
-        if kind not in ("string", "large_string", "null"):
-            raise InputError(
-                f"--query_dataset {task.query_dataset}: column {name!r} has to hold texts, "
-                f"not {rows.features[name]}"
-            )
+        if tokenizer and holds_messages(rows, name):
+            chat.check_chat(task, tokenizer, where)
+        elif kind not in ("string", "large_string", "null"):
+            hint = "" if tokenizer else "; to learn the answers in messages, pass --response_column"
+            raise InputError(f"{where} has to hold texts, not {rows.features[name]}{hint}")
     if len(rows) > task.num_queries:
         chosen = np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)
         rows = rows.select(np.sort(chosen))
     return rows
+
+
+def holds_messages(rows: datasets.Dataset, column: str) -> bool:
+    """Whether a column holds lists of messages. `Json` is the type of messages that differ."""
+    feature = rows.features[column]
+    is_list = isinstance(feature, (datasets.List, datasets.LargeList))
+    return is_list and not isinstance(feature.feature, datasets.Value)
 
 
 class TokenTable:
@@ -81,13 +93,15 @@ def tokenize_rows(
 ) -> TokenTable:
     """Map `function` (batch of rows → token lists) over all rows, once: the result is cached.
 
-    The cache key is the data, the tokenizer, `settings` and the source code. A file lock, not a
-    collective, makes other processes wait, since this may take minutes.
+    The cache key is the data, the tokenizer with its chat template, `settings` and the source code.
+    A file lock, not a collective, makes other processes wait, since this may take minutes.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend else str(sorted(tokenizer.get_vocab().items()))
-    code = Path(__file__).read_text() + Path(inspect.getsourcefile(function)).read_text()
-    key = (rows._fingerprint, vocabulary, str(length), str(pad_id), repr(settings), code)
+    template = f"{tokenizer.chat_template} {tokenizer.special_tokens_map}"
+    files = __file__, chat.__file__, inspect.getsourcefile(function)
+    code = "".join(Path(file).read_text() for file in files)
+    key = (rows._fingerprint, vocabulary, template, str(length), str(pad_id), repr(settings), code)
     fingerprint = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
@@ -185,8 +199,17 @@ def keep_last_line(text: str, length: int, tokenizer: Any) -> list[int]:
     return ids[:length]
 
 
-def tokenize_queries(texts: list[str | None], task: Task, tokenizer: Any) -> list[list[int] | None]:
-    """Texts → queries as token lists; None for texts that are blank or skipped (P3)."""
+def tokenize_queries(
+    texts: list[str | list[dict] | None], task: Task, tokenizer: Any
+) -> list[list[int] | None]:
+    """Texts or lists of messages → queries as token lists; None for those that are skipped (P3).
+
+    Blank ones are, and messages whose last turn is too long. The query of a conversation that ends
+    with an answer is what precedes it.
+    """
+    if any(isinstance(text, list) for text in texts):
+        prompts = [chat.drop_answer(messages or []) for messages in texts]
+        return [chat.tokenize_prompt(prompt, task.query_length, tokenizer) for prompt in prompts]
     texts = clean_texts(texts, task)
     start = single_token(tokenizer, task.start_text, "--start_text")
     wants_offsets = task.end_text is not None
@@ -210,7 +233,7 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, max_queries: int) ->
 
     `max_queries` are as many as the run can use. Raises `InputError` if no text gives a query.
     """
-    texts = load_texts(task, task.query_column)
+    texts = load_texts(task, task.query_column, tokenizer=tokenizer)
     order = np.random.default_rng(0).permutation(len(texts))
     texts = texts.select(order[: max(max_queries, SMALL_TABLE)])
     single_token(tokenizer, task.start_text, "--start_text")
@@ -224,6 +247,15 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, max_queries: int) ->
     if not len(table):
         raise InputError(
             f"--query_dataset {task.query_dataset} gives no query: all {len(texts)} texts are "
-            f"blank or lack start_text={task.start_text!r} or end_text={task.end_text!r}"
+            f"blank, lack start_text={task.start_text!r} or end_text={task.end_text!r}, or are "
+            f"messages whose last turn is longer than query_length={task.query_length}"
         )
+    say_skipped(table, texts, task)
     return table
+
+
+def say_skipped(table: TokenTable, rows: datasets.Dataset, task: Task) -> None:
+    """Print how many lists of messages gave no sequence."""
+    if holds_messages(rows, task.query_column) and len(table) < len(rows):
+        skipped = f"skipped {len(rows) - len(table)} of {len(rows)} rows: blank or too long"
+        say(f"--query_dataset {task.query_dataset}: {skipped}")

@@ -12,11 +12,11 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from data.tasks import Task
+from machinery import chat
 from machinery.cli import InputError, say
 from machinery.data import tokenize_queries
 from machinery.hub import loading_model
@@ -166,8 +166,9 @@ def to_arrays(sequences: list[list[int]]) -> list[np.ndarray]:
 def load_pairs(rows: datasets.Dataset, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     """Pairs as labels with two candidates, the chosen one first (R4).
 
-    Each response ends with the truncate token. Prompts that are too long lose the end, or the
-    beginning if they are dialogues. Blank rows are skipped. Raises `InputError` with the row.
+    Each response ends with the truncate token. Prompts that are too long lose the end, dialogues
+    their beginning, and messages their first turns. Rows that are blank or whose last turn is too
+    long are skipped. Raises `InputError` with the row.
     """
     where = f"--label_dataset {task.label_dataset}"
     names = [name for name in ("prompt", "chosen", "rejected") if name in rows.column_names]
@@ -176,10 +177,15 @@ def load_pairs(rows: datasets.Dataset, task: Task, tokenizer: Any, ids: TokenIds
     for i, row in enumerate(rows.select_columns(names)):
         try:
             texts.append(split_pair(row, tokenizer))
-        except (InputError, TemplateError) as error:
+        except InputError as error:
             raise InputError(f"{where} row {i}: {error}") from error
-        dialogues.append("prompt" not in row or not isinstance(row["chosen"], str))
-    prompts = [prompt for prompt, _, _ in texts]
+        dialogues.append("prompt" not in row)
+    messages = [prompt if isinstance(prompt, list) else None for prompt, _, _ in texts]
+    if any(messages):
+        chat.check_chat(task, tokenizer, where)
+    prompts = [
+        chat.render(x, tokenizer, prompt=True) if isinstance(x, list) else x for x, *_ in texts
+    ]
     queries = tokenize_queries(prompts, task, tokenizer)
     full = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     sides = [tokenizer([text[i] for text in texts], add_special_tokens=False) for i in (1, 2)]
@@ -187,7 +193,9 @@ def load_pairs(rows: datasets.Dataset, task: Task, tokenizer: Any, ids: TokenIds
     cut = 0
     for i, query in enumerate(queries):
         too_long = len(full[i]) > task.query_length
-        if too_long and dialogues[i]:
+        if messages[i]:
+            query = chat.tokenize_prompt(messages[i], task.query_length, tokenizer)
+        elif too_long and dialogues[i]:
             query = full[i][-task.query_length :]
         pair = [with_end(side["input_ids"][i], ids.truncate) for side in sides]
         if query and all(pair):
@@ -196,9 +204,9 @@ def load_pairs(rows: datasets.Dataset, task: Task, tokenizer: Any, ids: TokenIds
             cut += too_long
     skipped = len(queries) - len(labels.queries)
     if skipped == len(queries):
-        raise InputError(f"{where} has no usable rows: all {skipped} are blank")
+        raise InputError(f"{where} has no usable rows: all {skipped} are blank or too long")
     if skipped:
-        say(f"{where}: skipped {skipped} of {len(queries)} rows with a blank text")
+        say(f"{where}: skipped {skipped} of {len(queries)} rows: blank or too long")
     if cut:
         say(f"{where}: cut {cut} of {len(queries)} prompts to query_length={task.query_length}")
     return Labels(labels.queries, labels.responses, np.zeros(len(labels.queries), dtype=int))
@@ -209,8 +217,11 @@ def with_end(ids: list[int], end: int | None) -> list[int]:
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
-def split_pair(row: dict[str, Any], tokenizer: Any) -> tuple[str, str, str]:
-    """The texts of prompt, chosen and rejected. Raises `InputError` for other forms."""
+def split_pair(row: dict[str, Any], tokenizer: Any) -> tuple[str | list[dict], str, str]:
+    """Prompt, chosen and rejected as texts; the prompt of messages as messages.
+
+    Raises `InputError` for other forms.
+    """
     prompt, chosen, rejected = (row.get(name) for name in ("prompt", "chosen", "rejected"))
     lists = isinstance(chosen, list) and isinstance(rejected, list)
     if not lists and not (isinstance(chosen, str) and isinstance(rejected, str)):
@@ -235,36 +246,17 @@ def split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
 
 def split_messages(
     prompt: str | list | None, chosen: list, rejected: list, tokenizer: Any
-) -> tuple[str, str, str]:
-    """Apply the chat template to lists of messages.
+) -> tuple[list[dict], str, str]:
+    """The prompt's messages, and the texts of both answers by the chat template.
 
     The prompt is a list, or a text or nothing if the two lists begin with its messages.
     """
-    for message in [*(prompt if isinstance(prompt, list) else []), *chosen, *rejected]:
-        parts = (
-            [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else []
-        )
-        if not parts or not all(isinstance(part, str) for part in parts):
-            raise InputError(f"{message!r:.60} is not a message with a role and a content")
-    if not tokenizer.chat_template:
-        raise InputError(
-            "lists of messages need a tokenizer with a chat template; pass a --base_model that "
-            "has one (often named Instruct), or pairs of texts"
-        )
+    chat.check_messages([*chosen, *rejected])
     if not isinstance(prompt, list):
         same = [a == b for a, b in zip(chosen[:-1], rejected[:-1], strict=False)]
         shared = chosen[: (same + [False]).index(False)]
         prompt = shared or ([{"role": "user", "content": prompt}] if prompt else [])
     if not prompt:
         raise InputError("chosen and rejected have no message in common that could be the prompt")
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    answers = []
-    for side in (chosen, rejected):
-        messages = side if side[: len(prompt)] == prompt else prompt + side
-        dialogue = tokenizer.apply_chat_template(messages, tokenize=False)
-        if not dialogue.startswith(text):
-            raise InputError(
-                f"the chat template changes the prompt {text!r:.60} in {dialogue!r:.60}"
-            )
-        answers.append(dialogue[len(text) :].rstrip())  # templates end with a newline after the end
-    return text, answers[0], answers[1]
+    answers = (chat.render_answer(prompt, side, tokenizer) for side in (chosen, rejected))
+    return prompt, *answers

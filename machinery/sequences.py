@@ -6,8 +6,9 @@ Shapes: `T` tokens per sequence.
 from typing import Any
 
 from data.tasks import Task
-from machinery.data import TokenTable, clean_texts, cleaning_key, load_texts, tokenize_queries
-from machinery.data import tokenize_rows
+from machinery.chat import drop_answer, render_answer
+from machinery.data import TokenTable, clean_texts, cleaning_key, load_texts, say_skipped
+from machinery.data import tokenize_queries, tokenize_rows
 from utils import TokenIds
 
 
@@ -49,12 +50,19 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
 
 
 def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
-    """Contexts, padded on the left, and their reference responses, padded on the right [num, T]."""
+    """Contexts, padded on the left, and their reference responses, padded on the right [num, T].
+
+    Both columns may be one of conversations, whose last messages are the responses.
+    """
     end = [ids.truncate] if task.eos_task else []
 
     def to_sequences(batch: dict[str, list]) -> list[list[int]]:
         queries = tokenize_queries(batch[task.query_column], task, tokenizer)
-        texts = [text or "" for text in batch[task.response_column]]
+        texts = []
+        for query, text in zip(batch[task.query_column], batch[task.response_column], strict=True):
+            if isinstance(text, list):
+                text = render_answer(drop_answer(query or []), text, tokenizer)
+            texts.append(text or "")
         responses = tokenizer(texts, add_special_tokens=False)["input_ids"]
         sequences = []
         for query, response in zip(queries, responses, strict=True):
@@ -66,8 +74,10 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
                 sequences.append(ids.prefix + query + ids.suffix + response + padding)
         return sequences
 
-    rows = load_texts(task, task.query_column, task.response_column)
+    rows = load_texts(task, task.query_column, task.response_column, tokenizer=tokenizer)
     length = len(ids.prefix) + task.query_length + len(ids.suffix) + task.response_length
     settings = task.query_column, task.response_column, task.keep_last_line, task.start_text
     settings += task.end_text, task.response_length, ids, end, cleaning_key(task)
-    return tokenize_rows(rows, to_sequences, length, tokenizer, ids.pad, *settings)
+    table = tokenize_rows(rows, to_sequences, length, tokenizer, ids.pad, *settings)
+    say_skipped(table, rows, task)
+    return table

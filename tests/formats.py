@@ -147,6 +147,44 @@ TRL_STYLE = [
     {"prompt": "What color is the sky?", "chosen": [USER, BLUE], "rejected": [USER, GREEN]}
 ]
 
+# trl-lib/ultrafeedback-prompt [TRL's examples/datasets/ultrafeedback-prompt.py, which makes it]: one
+# column, a list of one message
+ULTRAFEEDBACK_PROMPT = [
+    {"prompt": [{"content": "Name a color of the sky.", "role": "user"}]},
+    {"prompt": [{"content": "Write a line about\n\nthe sea. ", "role": "user"}]},
+]
+# trl-lib/ultrafeedback_binarized [card]: no prompt; HuggingFaceH4's [card] has it as a text, and the
+# other columns too
+ULTRAFEEDBACK_BINARIZED = [
+    {
+        "chosen": [USER, BLUE],
+        "rejected": [USER, GREEN],
+        "score_chosen": 8.0,
+        "score_rejected": 2.5,
+    }
+]
+ULTRAFEEDBACK_BINARIZED_H4 = [
+    {"prompt": USER["content"], "prompt_id": "7f0a", "messages": [USER, BLUE], **row}
+    for row in ULTRAFEEDBACK_BINARIZED
+]
+# HuggingFaceTB/smoltalk [card]: whole conversations, of several turns, some with a system message
+SYSTEM = {"content": "You answer in a few words.", "role": "system"}
+SMOLTALK = [
+    {"messages": [USER, BLUE], "source": "smol-magpie-ultra"},
+    {
+        "messages": [
+            SYSTEM,
+            {"content": "Hi", "role": "user"},
+            {"content": "Hello! What can I do for you?", "role": "assistant"},
+            USER,
+            BLUE,
+            {"content": "And at night?", "role": "user"},
+            {"content": "It is black.", "role": "assistant"},
+        ],
+        "source": "systemchats-30k",
+    },
+]
+
 CHATML = (  # the form of Qwen's and SmolLM2's templates
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

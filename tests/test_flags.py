@@ -288,7 +288,7 @@ def test_eval_queries_and_batch_size_are_the_episodes_of_evaluations_and_updates
 def test_total_episodes_bounds_the_queries_that_are_tokenized(task, monkeypatch):
     """A random sample, and always the same: NumPy's generator 0 permutes six to 3, 2, 5, ..."""
     texts = data.load_texts(task, "text").select(range(6))
-    monkeypatch.setattr(data, "load_texts", lambda *args: texts)
+    monkeypatch.setattr(data, "load_texts", lambda *args, **kwargs: texts)
     monkeypatch.setattr(data, "SMALL_TABLE", 2)
     tokenizer, ids = load_tokenizer(task, 5)
     table = data.load_queries(task, tokenizer, ids, max_queries=3)

@@ -20,6 +20,7 @@ import utils
 from data import clean
 from data.tasks import SYNTHETIC
 from machinery import data, labels, rewards
+from machinery.chat import render
 from machinery.cli import InputError
 from machinery.labels import Labels, load_labels
 from utils import TokenIds
@@ -381,6 +382,8 @@ PAIRS = {
     "messages": (formats.MESSAGES[0], SKY),
     "messages without a prompt": (formats.MESSAGES_WITHOUT_PROMPT[0], SKY),
     "trl-style": (formats.TRL_STYLE[0], SKY),
+    "ultrafeedback_binarized": (formats.ULTRAFEEDBACK_BINARIZED[0], SKY),
+    "HuggingFaceH4/ultrafeedback_binarized": (formats.ULTRAFEEDBACK_BINARIZED_H4[0], SKY),
     "prompt string, answers as messages": (
         {
             "prompt": "What color is the sky?",
@@ -404,7 +407,10 @@ PAIRS = {
 def test_R4_pairs_as_people_have_them(name, chat):
     row, expected = PAIRS[name]
     (row,) = datasets.Dataset.from_list([row])  # messages as a dataset gives them back
-    assert labels.split_pair(row, chat) == expected
+    prompt, *answers = labels.split_pair(row, chat)
+    if isinstance(prompt, list):
+        prompt = render(prompt, chat, prompt=True)
+    assert (prompt, *answers) == expected
 
 
 def test_R4_what_is_no_pair_is_refused(hers, tmp_path):
@@ -452,7 +458,6 @@ def test_R4_blank_rows_are_skipped_and_counted(hers, tmp_path, capsys):
 
 LONG = {  # rows, the first prompt, and whether it keeps its end
     "a dialogue without a prompt": (formats.HH_RLHF, BAKE, True),
-    "messages": (formats.MESSAGES, SKY[0], True),
     "a text": (formats.TLDR_PREFERENCE, formats.TLDR_PREFERENCE[0]["prompt"], False),
 }
 

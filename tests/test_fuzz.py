@@ -193,7 +193,8 @@ def test_wrong_labels_are_refused_with_file_row_and_value(name, home, tmp_path):
 def test_an_error_of_the_chat_template_names_the_row(home, tmp_path, monkeypatch):
     template = "{{ raise_exception('roles have to alternate') }}"
     monkeypatch.setattr(home.tokenizer, "chat_template", template)
-    content = lines([dict(prompt=MESSAGE, chosen=MESSAGE, rejected=MESSAGE)])
+    answer = [dict(role="assistant", content="Hi.")]
+    content = lines([dict(prompt=MESSAGE, chosen=answer, rejected=answer)])
     with pytest.raises(InputError, match="a.jsonl row 0: roles have to alternate"):
         read_labels(home, "a.jsonl", content, tmp_path)
 

