@@ -42,8 +42,10 @@ class Args:
     """task with the queries, lengths and temperature"""
     judge: str | None = None
     """module:function or path.py:function that scores texts; None: the task's gold_fn"""
+    query_dataset: str | None = None
+    """other queries than the task's, such as trl-lib/tldr@validation"""
     queries: int = 256
-    """held-out queries: those of a run with this --eval_queries"""
+    """queries to compare on; of the task's own data those that --eval_queries holds out"""
     batch_size: int = 64
     """sequences sampled at a time"""
     seed: int = 1
@@ -96,6 +98,7 @@ def main(args: Args) -> None:
     if args.task not in TASKS:
         raise cli.InputError(f"--task {args.task} is unknown; choose {', '.join(TASKS)}")
     task = TASKS[args.task]
+    task = replace(task, query_dataset=args.query_dataset or task.query_dataset)
     judge_name = args.judge or task.gold_fn
     if judge_name is None:
         raise cli.InputError(f"task {args.task} has no true score; pass --judge path.py:function")
