@@ -46,8 +46,6 @@ class Args:
     """other queries than the task's, such as trl-lib/tldr@validation"""
     queries: int = 256
     """queries to compare on; of the task's own data those that --eval_queries holds out"""
-    batch_size: int = 64
-    """sequences sampled at a time"""
     seed: int = 1
     """random seed of samples and bootstrap"""
 
@@ -59,7 +57,7 @@ def sample_responses(task: Task, args: Args) -> tuple[list[str], list[str]]:
     queries = load_queries(task, tokenizer, ids, args.queries)[: args.queries].to(device)
     lm = load_lm(task.base_model).to(device).eval()
     decoder = Decoder(lm, task.response_length)
-    settings = ppo.Args(task=task, rollout_batch_size=args.batch_size)
+    settings = ppo.Args(task=task, rollout_batch_size=64)
     rng = generator(args.seed, 0, device)
     contexts = add_affixes(queries, ids)
     responses = ppo.sample_in_batches(decoder, contexts, ids, settings, rng)
