@@ -94,7 +94,7 @@ class Args:
 
     # Algorithm
     reward_model: str | None = None
-    """folder of the reward model; default: models/<task>/train_reward"""
+    """folder or hub name of the reward model; default: models/<task>/train_reward"""
     reward_fn: str | None = None
     """function instead of a reward model: path.py:name or module:name; docs/ppo.md"""
     kl_coef: NonNegativeFloat = 0.15

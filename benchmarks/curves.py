@@ -28,6 +28,7 @@ from machinery.plots import make_panels  # noqa: E402
 
 PANELS = ("objective/scores", "objective/gold_score", "objective/kl", "objective/kl_coef")
 PANELS += ("ppo/loss/value_avg", "objective/entropy")
+X = "ppo/episode"  # metric of the x axis
 Lines = list[dict[str, float]]  # as in metrics.jsonl: the metrics of one step each
 
 
@@ -43,8 +44,6 @@ class Args:
     """a panel each; default: score, true score, KL, kl_coef, value loss, entropy"""
     names: tuple[str, ...] = ()
     """`theirs=ours`: rename metrics; a run's own metric of that name takes precedence"""
-    x: str = "ppo/episode"
-    """metric of the x axis, or `step`"""
     episodes_per_step: tuple[str, ...] = ()
     """`label=512` if a source logs only steps"""
 
@@ -119,18 +118,18 @@ class Run:
     name: str
     lines: Lines
 
-    def points(self, metric: str, x: str) -> np.ndarray:
-        """The curve [2, N]: x, ascending, and the metric.
+    def points(self, metric: str) -> np.ndarray:
+        """The curve [2, N]: episodes, ascending, and the metric.
 
-        An evaluation is made before its line's update, so its x is that of the line before. A line
-        without x, such as the evaluation after the last update, has that of the line before, too.
+        An evaluation is made before its line's update, so it has the episodes of the line before,
+        and so has a line without any, such as the evaluation after the last update.
         """
         found = []
         before = here = 0.0
         for line in self.lines:
-            before, here = here, line.get(x, here)
+            before, here = here, line.get(X, here)
             if metric in line:
-                at = before if metric.startswith("eval/") and x != "step" else here
+                at = before if metric.startswith("eval/") else here
                 found.append((at, line[metric]))
         return np.array(sorted(found, key=lambda point: point[0])).reshape(-1, 2).T
 
@@ -158,11 +157,11 @@ def load(args: Args) -> list[Run]:
             for theirs, ours in names.items():
                 lines = [{ours: line[theirs]} | line if theirs in line else line for line in lines]
             if own in per_step:
-                lines = [line | {args.x: line["step"] * float(per_step[own])} for line in lines]
-            if not any(args.x in line for line in lines):
+                lines = [line | {X: line["step"] * float(per_step[own])} for line in lines]
+            if not any(X in line for line in lines):
                 raise InputError(
-                    f"{own} ({name}) has no {args.x}; name its metric with --names "
-                    f"theirs={args.x}, or pass --episodes_per_step {own}=512, or --x step"
+                    f"{own} ({name}) has no {X}; name its metric with --names theirs={X}, "
+                    f"or pass --episodes_per_step {own}=512"
                 )
             runs.append(Run(own, name, lines))
     return runs
@@ -196,22 +195,22 @@ def on_one_grid(curves: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 # ------------------------------------------------------------------------------------------- output
 
 
-def by_label(runs: list[Run], metric: str, x: str) -> dict[str, list[tuple[str, np.ndarray]]]:
+def by_label(runs: list[Run], metric: str) -> dict[str, list[tuple[str, np.ndarray]]]:
     """Name and curve of each run that has the metric, by label."""
     found: dict[str, list[tuple[str, np.ndarray]]] = {run.label: [] for run in runs}
     for run in runs:
-        points = run.points(metric, x)
+        points = run.points(metric)
         if points.size:
             found[run.label].append((run.name, points))
     return found
 
 
-def draw(runs: list[Run], metrics: tuple[str, ...], x: str, path: Path) -> None:
+def draw(runs: list[Run], metrics: tuple[str, ...], path: Path) -> None:
     """A panel for each metric, a color for each label."""
-    figure, axes = make_panels(metrics, "episodes" if x == "ppo/episode" else x)
+    figure, axes = make_panels(metrics, "episodes")
     legend = {}
     for metric, axis in axes.items():
-        for i, (label, curves) in enumerate(by_label(runs, metric, x).items()):
+        for i, (label, curves) in enumerate(by_label(runs, metric).items()):
             if not curves:
                 continue
             for _, (xs, ys) in curves:
@@ -224,13 +223,13 @@ def draw(runs: list[Run], metrics: tuple[str, ...], x: str, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def write_csv(runs: list[Run], metrics: tuple[str, ...], x: str, path: Path) -> None:
+def write_csv(runs: list[Run], metrics: tuple[str, ...], path: Path) -> None:
     """A row for each run and metric, then center and interval of the runs of a label."""
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("label", "run", "metric", "values", "first", "last five", "last"))
         for metric in metrics:
-            for label, curves in by_label(runs, metric, x).items():
+            for label, curves in by_label(runs, metric).items():
                 rows = [(k, len(ys), (ys[0], ys[-5:].mean(), ys[-1])) for k, (_, ys) in curves]
                 if len(rows) > 1:
                     middle = "interquartile mean" if len(rows) >= 10 else "mean"
@@ -254,8 +253,8 @@ def main(args: Args) -> None:
     unknown = [name for name in metrics or PANELS if name not in known]
     if unknown:
         raise InputError(f"no run has {', '.join(unknown)}; they have {', '.join(sorted(known))}")
-    draw(runs, metrics, args.x, args.out)
-    write_csv(runs, metrics, args.x, args.out.with_suffix(".csv"))
+    draw(runs, metrics, args.out)
+    write_csv(runs, metrics, args.out.with_suffix(".csv"))
     print(args.out, args.out.with_suffix(".csv"))
 
 

@@ -42,10 +42,10 @@ class Args:
     """task with the queries, lengths and temperature"""
     judge: str | None = None
     """module:function or path.py:function that scores texts; None: the task's gold_fn"""
+    query_dataset: str | None = None
+    """other queries than the task's, such as trl-lib/tldr@validation"""
     queries: int = 256
-    """held-out queries: those of a run with this --eval_queries"""
-    batch_size: int = 64
-    """sequences sampled at a time"""
+    """queries to compare on; of the task's own data those that --eval_queries holds out"""
     seed: int = 1
     """random seed of samples and bootstrap"""
 
@@ -57,7 +57,7 @@ def sample_responses(task: Task, args: Args) -> tuple[list[str], list[str]]:
     queries = load_queries(task, tokenizer, ids, args.queries)[: args.queries].to(device)
     lm = load_lm(task.base_model).to(device).eval()
     decoder = Decoder(lm, task.response_length)
-    settings = ppo.Args(task=task, rollout_batch_size=args.batch_size)
+    settings = ppo.Args(task=task, rollout_batch_size=64)
     rng = generator(args.seed, 0, device)
     contexts = add_affixes(queries, ids)
     responses = ppo.sample_in_batches(decoder, contexts, ids, settings, rng)
@@ -100,6 +100,7 @@ def main(args: Args) -> None:
     if args.task not in TASKS:
         raise cli.InputError(f"--task {args.task} is unknown; choose {', '.join(TASKS)}")
     task = TASKS[args.task]
+    task = replace(task, query_dataset=args.query_dataset or task.query_dataset)
     judge_name = args.judge or task.gold_fn
     if judge_name is None:
         raise cli.InputError(f"task {args.task} has no true score; pass --judge path.py:function")

@@ -29,6 +29,20 @@ def missing(name: str, flag: str) -> str:
     return f"{flag} {name} does not exist{relative}"
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights as safetensors; a single shard without its index is not enough."""
+    return any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json"))
+
+
+def check_weights(folder: Path, flag: str) -> None:
+    """Raise `InputError` for a folder without weights as safetensors."""
+    if not has_weights(folder):
+        raise InputError(
+            f"{flag} {folder} has no model.safetensors and no model.safetensors.index.json; "
+            "convert its weights as docs/tldr.md does"
+        )
+
+
 def go_offline_if_unreachable() -> None:
     """Switch to offline mode if the hub does not answer; the libraries would retry for 23 s."""
     try:
@@ -59,6 +73,9 @@ def loading_model(name: str, flag: str, files: str = "") -> Iterator[None]:
     except OSError as error:
         if path.is_dir():
             raise InputError(f"{flag} {name} cannot be loaded: {first_line(error)}") from error
+        if not huggingface_hub.constants.HF_HUB_OFFLINE:
+            reason = first_line(error)
+            raise InputError(f"{flag} {name} cannot be loaded from the hub: {reason}") from error
         folder = name.split("/")[-1]
         raise InputError(
             f"model {name} is not in the cache and the hub cannot be reached. Where it can, run\n"

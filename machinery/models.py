@@ -18,7 +18,7 @@ from data.tasks import Task
 from machinery.cli import InputError
 from machinery.data import single_token
 from machinery.decoding import Decoder
-from machinery.hub import loading_model
+from machinery.hub import check_weights, has_weights, loading_model
 from machinery.packing import Packed, run_plain
 from utils import TokenIds, pad_left
 
@@ -92,9 +92,9 @@ def load_lm(name: str, flag: str = "--base_model", from_scratch: bool = False) -
     with loading_model(name, flag):
         config = disable_dropout(AutoConfig.from_pretrained(name))
     path = Path(name)
-    if path.is_dir() and not any(path.glob("*.safetensors*")):
+    if path.is_dir() and not has_weights(path):
         if not from_scratch or any(path.glob("*.bin")):
-            raise InputError(f"{flag} {name} has no *.safetensors files; save the weights as such")
+            check_weights(path, flag)
         lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     else:
         options = dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)

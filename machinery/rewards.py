@@ -21,7 +21,7 @@ from transformers import (
 from data.tasks import Task
 from machinery.cli import InputError, RunError
 from machinery.functions import call_function, load_function
-from machinery.hub import loading_model
+from machinery.hub import check_weights, loading_model, looks_local
 from machinery.models import disable_dropout
 from utils import TokenIds, decode, micro_batches, pad_left
 
@@ -53,15 +53,19 @@ class RewardConfig(PretrainedConfig):
 def load_reward_model(cls: type, folder: str, make: str) -> Any:
     """Load a reward model of class `cls` in evaluation mode.
 
-    The folder is what train_reward.py wrote, or a sequence classifier with one label as TRL trains
-    it, whose head `score` has no bias. Raises `InputError` with the command that creates one.
+    The folder or hub name is what train_reward.py wrote, or a sequence classifier with one label as
+    TRL trains it, whose head `score` has no bias. Raises `InputError` with the command that creates
+    one.
     """
     path = Path(folder)
-    if not (path / "config.json").is_file() or not any(path.glob("*.safetensors*")):
+    local = path.exists() or looks_local(folder)
+    if local and not (path / "config.json").is_file():
         raise InputError(
             f"there is no reward model in {folder}; create it with `{make}`, "
             "or pass --reward_model or --reward_fn"
         )
+    if local:
+        check_weights(path, "--reward_model")
     options = dict(dtype=torch.float32, use_safetensors=True)
     with loading_model(folder, "--reward_model"):
         if RewardConfig.get_config_dict(folder)[0].get("model_type") == RewardConfig.model_type:
@@ -81,8 +85,14 @@ def load_reward_model(cls: type, folder: str, make: str) -> Any:
 
 
 def same_tokens(tokenizer: Any, other: Any) -> bool:
-    """Whether every token id of `other` is the same text for `tokenizer`, which may have more."""
-    same = other.get_vocab().items() <= tokenizer.get_vocab().items()
+    """Whether every token id of `other` is the same text for `tokenizer`, which may have more.
+
+    No text has the pad token of `other`, such as the [PAD] that TRL adds, unless it is also its EOS.
+    """
+    vocabulary = other.get_vocab()
+    if other.pad_token != other.eos_token:
+        vocabulary.pop(other.pad_token, None)
+    same = vocabulary.items() <= tokenizer.get_vocab().items()
     encoded = [t.encode(PROBE, add_special_tokens=False) for t in (tokenizer, other)]
     return same and encoded[0] == encoded[1]
 

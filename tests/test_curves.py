@@ -22,6 +22,7 @@ from machinery.cli import InputError
 
 DOCS = (Path(__file__).parents[1] / "docs" / "your-experiment.md").read_text()
 SCORES, KL = "objective/scores", "objective/kl"
+EPISODES = "--episodes_per_step", "a=512"
 
 
 def write_run(folder: Path, lines: list[dict]) -> Path:
@@ -139,9 +140,8 @@ def test_an_evaluation_is_plotted_at_the_episodes_before_it():
         {"step": 3, "eval/scores": 3.0},
     ]
     run = curves.Run("a", "a", lines)
-    assert run.points("loss", "ppo/episode").tolist() == [[8, 16, 24], [5, 4, 3]]
-    assert run.points("eval/scores", "ppo/episode").tolist() == [[0, 16, 24], [1, 2, 3]]
-    assert run.points("eval/scores", "step").tolist() == [[0, 2, 3], [1, 2, 3]]
+    assert run.points("loss").tolist() == [[8, 16, 24], [5, 4, 3]]
+    assert run.points("eval/scores").tolist() == [[0, 16, 24], [1, 2, 3]]
 
 
 def test_a_chart_of_wandb_holds_its_runs_without_their_ranges(tmp_path):
@@ -190,7 +190,7 @@ def test_our_own_name_stays_where_a_run_has_both(tmp_path):
     write_run(tmp_path / "a", lines)
     names = ("--names", "elapsed/episodes=ppo/episode", "loss/value=mine")
     (run,) = curves.load(arguments(str(tmp_path / "a"), "--out", "a.png", *names))
-    assert (run.label, run.points("mine", "ppo/episode").tolist()) == ("a", [[8, 16], [1, 3]])
+    assert (run.label, run.points("mine").tolist()) == ("a", [[8, 16], [1, 3]])
 
 
 @pytest.mark.parametrize(
@@ -202,13 +202,13 @@ def test_our_own_name_stays_where_a_run_has_both(tmp_path):
         (["folder"], "folder is not .*KeyError"),
         (
             ["PPO=chart.csv"],
-            "PPO .a. has no ppo/episode; .*--episodes_per_step PPO=512, or --x step",
+            "PPO .a. has no ppo/episode; .*--episodes_per_step PPO=512",
         ),
         (
-            ["chart.csv", "--x", "step", "--metrics", "objective/k"],
-            "no run has objective/k; they have objective/kl, step",
+            ["a=chart.csv", *EPISODES, "--metrics", "objective/k"],
+            "no run has objective/k; they have objective/kl, ppo/episode, step",
         ),
-        (["chart.csv", "--x", "step", "--names", "kl"], "--names kl: write it as a=b"),
+        (["a=chart.csv", *EPISODES, "--names", "kl"], "--names kl: write it as a=b"),
         (["chart.csv", "--out", "all.text"], "--out all.text"),
         ([], "name the runs"),
     ],
@@ -239,7 +239,7 @@ def test_steps_become_episodes_where_a_source_knows_no_other(tmp_path, monkeypat
     (run,) = curves.load(
         arguments("PPO=chart.csv", "--out", "a.png", "--episodes_per_step", "PPO=512")
     )
-    assert run.points("objective/kl", "ppo/episode").tolist() == [[512, 1024], [0.5, 0.75]]
+    assert run.points("objective/kl").tolist() == [[512, 1024], [0.5, 0.75]]
 
 
 # ------------------------------------------------------------------------------------------- docs
@@ -282,7 +282,7 @@ def test_the_documented_command_draws_published_curves_over_ours(tmp_path, monke
     assert Path("all.png").read_bytes()[:4] == b"\x89PNG"
     runs = curves.load(args)
     assert [run.label for run in runs] == ["PPO"] * 3 + ["OpenAI"] + ["2023"] * 10
-    assert runs[3].points(KL, "ppo/episode")[0].tolist() == [512 * i for i in range(1, 41)]
+    assert runs[3].points(KL)[0].tolist() == [512 * i for i in range(1, 41)]
 
     rows = rows_of(Path("all.csv"))
     assert {metric for _, _, metric in rows} == {SCORES, KL}

@@ -41,7 +41,7 @@ def test_policies_and_the_data_are_compared_on_the_same_queries(
         "    return [r.startswith((' Anna saw', ' Ben saw')) for r in responses]\n"
     )
     other = str(tiny.write_model(tmp_path / "other", seed=3))
-    settings = dict(b=other, task="mine", judge="judge.py:judge", queries=6, batch_size=4)
+    settings = dict(b=other, task="mine", judge="judge.py:judge", queries=6)
     rates = {}
     for a in (other, "data"):
         winrate.main(winrate.Args(a=a, **settings))

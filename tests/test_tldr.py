@@ -1,0 +1,199 @@
+"""docs/tldr.md: ready SFT and reward models in the form that they have on the hub, through its commands.
+
+The form is from the pages of trl-lib/pythia-{1b,2.8b,6.9b}-deduped-tldr-{sft,rm} (files, config.json,
+tokenizer_config.json, special_tokens_map.json), read in 2024; the weights here are tiny and random.
+"""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from formats import TLDR
+from safetensors.torch import load_file
+from test_readme import PRINTED, blocks
+from tokenizers import decoders, normalizers, pre_tokenizers, processors
+from transformers import (
+    AutoTokenizer,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GPTNeoXForSequenceClassification,
+)
+
+import ppo
+import rloo
+from benchmarks import winrate
+from machinery import rewards
+from machinery.cli import InputError, parse_args
+from machinery.models import load_lm
+from train_reward import RewardModel
+
+EOS = 0
+SFT, RM = "trl-lib/pythia-{}-deduped-tldr-sft", "trl-lib/pythia-{}-deduped-tldr-rm"
+TASK = "--task tldr --query_dataset posts.jsonl"
+TINY = "--total_episodes 16 --batch_size 16 --rollout_batch_size 16 --eval_queries 4"
+# As transformers 4.33.2 wrote it, with tiny sizes; both kinds lack pad_token_id.
+CONFIG = """{"_name_or_path": "EleutherAI/pythia-1b-deduped", "attention_dropout": 0.0,
+"bos_token_id": 0, "classifier_dropout": 0.1, "eos_token_id": 0, "hidden_act": "gelu",
+"hidden_dropout": 0.0, "hidden_size": 32, "initializer_range": 0.3, "intermediate_size": 64,
+"layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "model_type": "gpt_neox",
+"num_attention_heads": 2, "num_hidden_layers": 2, "rope_scaling": null, "rotary_emb_base": 10000,
+"rotary_pct": 0.25, "tie_word_embeddings": false, "torch_dtype": "float32",
+"transformers_version": "4.33.2", "use_cache": true, "use_parallel_residual": true, "vocab_size": 352}"""
+LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def write_tokenizer(folder: Path, pad: bool) -> None:
+    """GPT-NeoX's tokenizer with few merges.
+
+    <|endoftext|> is 0, <|padding|> 1, runs of spaces come last. Of SFT models, special_tokens_map
+    alone names a [PAD], which becomes one more token; reward models have none.
+    """
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel(add_prefix_space=False)
+    backend.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False)
+    settings = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    settings |= dict(special_tokens=["<|endoftext|>", "<|padding|>"], vocab_size=300)
+    trainer = tokenizers.trainers.BpeTrainer(**settings)
+    backend.train_from_iterator([TLDR[0]["prompt"]] * 3, trainer)
+    backend.add_tokens([tokenizers.AddedToken(" " * n, normalized=True) for n in range(24, 1, -1)])
+    backend.save(str(folder / "tokenizer.json"))
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    config = dict(add_prefix_space=False, clean_up_tokenization_spaces=True)
+    config |= dict(model_max_length=10**30, tokenizer_class="GPTNeoXTokenizer")
+    (folder / "tokenizer_config.json").write_text(json.dumps(special | config))
+    special |= {"pad_token": "[PAD]"} if pad else {}
+    (folder / "special_tokens_map.json").write_text(json.dumps(special))
+
+
+def write_model(cls: type, folder: str, seed: int, dtype: torch.dtype, form: str) -> Any:
+    """A folder as the hub has it. Form `file` is one safetensors file, `index` are shards with an index;
+    `bin` are pickled shards with an index, and beside them the first of two safetensors shards."""
+    path = Path(folder)
+    path.mkdir(parents=True)
+    write_tokenizer(path, pad=cls is GPTNeoXForCausalLM)
+    config = json.loads(CONFIG) | dict(architectures=[cls.__name__])
+    config |= LABEL if cls is GPTNeoXForSequenceClassification else {}
+    torch.manual_seed(seed)
+    model = cls(GPTNeoXConfig(**config))
+    if cls is GPTNeoXForCausalLM:  # of 16 responses some end and some do not
+        model.gpt_neox.final_layer_norm.bias.data.fill_(0.1)
+        model.get_output_embeddings().weight.data[EOS] += 0.2
+    model.to(dtype).save_pretrained(path, max_shard_size="60KB" if form == "index" else "1GB")
+    (path / "config.json").write_text(json.dumps(config))
+    if form == "bin":
+        state = load_file(path / "model.safetensors")  # with the hub's names, such as embed_out
+        assert ("embed_out.weight" in state) == (cls is GPTNeoXForCausalLM)
+        (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
+        shards = {f"pytorch_model-0000{i}-of-00002.bin": list(state)[i - 1 :: 2] for i in (1, 2)}
+        for name, keys in shards.items():
+            torch.save({key: state[key] for key in keys}, path / name)
+        places = {key: name for name, keys in shards.items() for key in keys}
+        index = {"metadata": {"total_size": 1}, "weight_map": places}
+        (path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return model.float().eval()
+
+
+def write_models(size: str, form: str) -> tuple[Any, Any]:
+    """SFT model in bf16, reward model in fp32 (1B's), and posts as in trl-lib/tldr."""
+    sft = write_model(GPTNeoXForCausalLM, SFT.format(size), 1, torch.bfloat16, form)
+    rm = write_model(GPTNeoXForSequenceClassification, RM.format(size), 2, torch.float32, form)
+    words = ("house", "cat", "bus", "sea", "door", "red ship", "soup,  or\n\n  so", "tree")
+    rows = [{key: text.replace("house", word) for key, text in TLDR[0].items()} for word in words]
+    Path("posts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return sft, rm
+
+
+def commands(script: str, size: str) -> list[list[str]]:
+    """The flags of the page's commands that start from the models of this size."""
+    found = [re.search(rf"(?:^|/| ){script}\.py (.*)", line) for line in PRINTED["docs/tldr.md"]]
+    return [shlex.split(x[1]) for x in found if x and SFT.format(size) in x[1]]
+
+
+@torch.no_grad()
+def own_logits(classifier: Any, rows: list[torch.Tensor]) -> torch.Tensor:
+    """`GPTNeoXForSequenceClassification`'s own logit of each text, alone: at its last token."""
+    return torch.cat([classifier(row[None]).logits[:, 0] for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("script", "size", "form"), [(ppo, "1b", "file"), (rloo, "6.9b", "index"), (ppo, "2.8b", "bin")]
+)
+def test_the_pages_command_scores_as_the_classifier_itself(
+    script, size, form, tmp_path, monkeypatch, capsys
+):
+    """Every response that ends is read through its end of text; the others get the penalty."""
+    monkeypatch.chdir(tmp_path)
+    lm, classifier = write_models(size, form)
+    if form == "bin":
+        assert "2.8b" in blocks("docs/tldr.md", "python")[0]
+        exec(blocks("docs/tldr.md", "python")[0], {})  # converts the weights, in place
+    rollouts, make_rollout = [], script.make_rollout
+    spy = lambda *args: rollouts.append(make_rollout(*args)) or rollouts[-1]  # noqa: E731
+    monkeypatch.setattr(script, "make_rollout", spy)
+    command = commands(Path(script.__file__).stem, size)[0]
+    words = [*command, *TASK.split(), *TINY.split(), "--num_ppo_epochs", "1", "--lr", "0"]
+    words += ["--output_dir", "policy"]
+    script.main(parse_args(script.Args, script.PRESETS, words))
+    assert len(list(Path(RM.format(size)).glob("*.safetensors"))) >= (2 if form == "index" else 1)
+
+    pad = lm.config.vocab_size
+    ended = torch.cat([rollout.ended for rollout in rollouts])
+    assert 3 < ended.sum() < len(ended) - 3
+    for rollout in rollouts:
+        rows = torch.cat([rollout.queries, rollout.responses], dim=1)
+        rows = [row[row != pad] for row in rows]
+        assert [bool(row[-1] == EOS) for row in rows] == rollout.ended.tolist()
+        own = torch.where(rollout.ended, own_logits(classifier, rows), -1.0)
+        assert torch.allclose(rollout.scores, own, atol=1e-4) and own.std() > 0.1
+    weights = load_lm("policy").state_dict()
+    assert all(torch.equal(weights[name], x) for name, x in lm.state_dict().items())
+    tokenizer = AutoTokenizer.from_pretrained("policy")
+    assert tokenizer.eos_token_id == EOS and tokenizer.pad_token_id == len(tokenizer) - 1
+
+    Path("judge.py").write_text(
+        "def score(queries, responses):\n"
+        "    assert all(q.startswith('SUBREDDIT: r/pics\\n\\nTITLE') for q in queries)\n"
+        "    return [-len(response) for response in responses]\n"
+    )
+    capsys.readouterr()
+    (line,) = [line for line in PRINTED["docs/tldr.md"] if "winrate.py" in line]
+    words = shlex.split(line.split("winrate.py ")[1])
+    words = ["policy", *words[1:], *TASK.split()[2:], "--queries", "6", "--judge", "judge.py:score"]
+    winrate.main(winrate.tyro.cli(winrate.Args, args=words))
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["queries"] == 6 and result["mean_b"] > result["mean_a"]  # data is short
+    assert result["win_rate"] < 0.5
+
+
+def test_weights_without_safetensors_are_one_sentence(tmp_path, monkeypatch):
+    """Before anything is loaded; a shard without its index does not count."""
+    monkeypatch.chdir(tmp_path)
+    write_models("2.8b", "bin")
+    for load, name, flag in (
+        (load_lm, SFT, "--base_model"),
+        (lambda x: rewards.load_reward_model(RewardModel, x, ""), RM, "--reward_model"),
+    ):
+        with pytest.raises(InputError, match=f"{flag} {name.format('2.8b')} .*model.safetensors"):
+            load(name.format("2.8b"))
+
+
+def test_X13_a_pad_token_of_the_policys_tokenizer_alone_changes_no_text(tmp_path):
+    """The reward model then reads token ids: texts encoded anew can be other tokens."""
+    for name, pad in (("sft", True), ("rm", False)):
+        (tmp_path / name).mkdir()
+        write_tokenizer(tmp_path / name, pad)
+    sft, rm = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("sft", "rm"))
+    assert len(sft) == len(rm) + 1 and rewards.same_tokens(rm, sft)
+    sft.add_tokens(["house"])
+    assert not rewards.same_tokens(rm, sft)
+    rm.add_special_tokens(
+        {"pad_token": "[END]", "eos_token": "[END]"}
+    )  # a pad that ends texts counts
+    assert not rewards.same_tokens(sft, rm)
