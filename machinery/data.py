@@ -5,11 +5,10 @@ Shapes: `B` sequences, `Q` query tokens. Tags such as (P3) are explained in docs
 
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import filelock
 import numpy as np
 from torch import Tensor
@@ -17,14 +16,18 @@ from torch import Tensor
 from data.tasks import Task
 from machinery.cli import InputError
 from machinery.functions import load_function
-from machinery.sources import load_rows
 from utils import TokenIds, pad_left
+
+if TYPE_CHECKING:
+    import datasets
 
 SMALL_TABLE = 2**15  # rows that are tokenized in a second or two: not worth a smaller table
 
 
-def load_texts(task: Task, *columns: str) -> datasets.Dataset:
+def load_texts(task: Task, *columns: str) -> "datasets.Dataset":
     """The rows of `query_dataset`, at most `num_queries`. Raises `InputError` for other columns."""
+    from machinery.sources import load_rows  # datasets takes a second to import
+
     rows = load_rows(task.query_dataset, "--query_dataset")
     for name in columns:
         if name not in rows.column_names:
@@ -50,7 +53,7 @@ class TokenTable:
     `table[rows]` → [B, length], padded on the left (G2).
     """
 
-    def __init__(self, rows: datasets.Dataset, length: int, pad_id: int):
+    def __init__(self, rows: "datasets.Dataset", length: int, pad_id: int):
         self.rows = rows
         self.length = length
         self.pad_id = pad_id
@@ -72,7 +75,7 @@ class TokenTable:
 
 
 def tokenize_rows(
-    rows: datasets.Dataset,
+    rows: "datasets.Dataset",
     function: Callable,
     length: int,
     tokenizer: Any,
@@ -84,9 +87,11 @@ def tokenize_rows(
     The cache key is the data, the tokenizer, `settings` and the source code. A file lock, not a
     collective, makes other processes wait, since this may take minutes.
     """
+    import datasets
+
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend else str(sorted(tokenizer.get_vocab().items()))
-    code = Path(__file__).read_text() + Path(inspect.getsourcefile(function)).read_text()
+    code = Path(__file__).read_text() + Path(inspect.getfile(function)).read_text()
     key = (rows._fingerprint, vocabulary, str(length), str(pad_id), repr(settings), code)
     fingerprint = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
     cache = Path(datasets.config.HF_DATASETS_CACHE)
@@ -102,7 +107,7 @@ def tokenize_rows(
     return TokenTable(table, length, pad_id)
 
 
-def clean_texts(texts: list[str | None], task: Task) -> list[str]:
+def clean_texts(texts: Sequence[str | None], task: Task) -> list[str]:
     """Apply `clean_fn`; a missing text becomes an empty one."""
     if not task.clean_fn:
         return [text or "" for text in texts]
@@ -185,14 +190,16 @@ def keep_last_line(text: str, length: int, tokenizer: Any) -> list[int]:
     return ids[:length]
 
 
-def tokenize_queries(texts: list[str | None], task: Task, tokenizer: Any) -> list[list[int] | None]:
+def tokenize_queries(
+    texts: Sequence[str | None], task: Task, tokenizer: Any
+) -> list[list[int] | None]:
     """Texts → queries as token lists; None for texts that are blank or skipped (P3)."""
-    texts = clean_texts(texts, task)
+    cleaned = clean_texts(texts, task)
     start = single_token(tokenizer, task.start_text, "--start_text")
     wants_offsets = task.end_text is not None
-    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=wants_offsets)
+    encoded = tokenizer(cleaned, add_special_tokens=False, return_offsets_mapping=wants_offsets)
     queries: list[list[int] | None] = []
-    for i, (text, ids) in enumerate(zip(texts, encoded["input_ids"], strict=True)):
+    for i, (text, ids) in enumerate(zip(cleaned, encoded["input_ids"], strict=True)):
         if not text.strip():
             queries.append(None)
             continue
@@ -218,8 +225,8 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, max_queries: int) ->
     def queries(batch: dict[str, list]) -> list[list[int]]:
         return [ids for ids in tokenize_queries(batch[task.query_column], task, tokenizer) if ids]
 
-    settings = (task.query_column, task.keep_last_line, task.start_text, task.end_text)
-    settings += (cleaning_key(task),)
+    cut = task.keep_last_line, task.start_text, task.end_text
+    settings = task.query_column, *cut, cleaning_key(task)
     table = tokenize_rows(texts, queries, task.query_length, tokenizer, ids.pad, *settings)
     if not len(table):
         raise InputError(

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig
 from transformers.cache_utils import StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -22,6 +23,8 @@ class KeyValueCache(StaticCache):
     Rotary embeddings leave the keys in fp32 there, and a static cache has one dtype for keys and
     values. Attention casts the keys to the dtype of the values anyway.
     """
+
+    layers: Any  # all of them are static layers, with keys and values
 
     def __init__(self, config: PretrainedConfig, length: int, first: int):
         super().__init__(config=config, max_cache_len=length)
@@ -42,11 +45,13 @@ class Decoder:
     replayed as a CUDA graph; caches then have one of a few shapes and stay where they are.
     """
 
-    def __init__(self, lm: PreTrainedModel, response_length: int, compile: bool = False):
+    def __init__(
+        self, lm: "transformers.PreTrainedModel", response_length: int, compile: bool = False
+    ):
         self.lm = lm
         self.response_length = response_length
         self.compile = compile
-        self.step = lm
+        self.step: Any = lm
         self.caches: dict[torch.Size, KeyValueCache] = {}
         if compile:
             if getattr(lm.config, "sliding_window", None):
@@ -119,9 +124,7 @@ class Decoder:
 
 
 @torch.no_grad()
-def generate(
-    lm: PreTrainedModel, contexts: Tensor, pad_id: int, length: int, temperature: float
-) -> Tensor:
+def generate(lm: Any, contexts: Tensor, pad_id: int, length: int, temperature: float) -> Tensor:
     """Sample exactly `length` tokens after each context with the library's `generate`.
 
     [B, C] → [B, length]. From the full vocabulary, without a stop at EOS (G4). Slower than

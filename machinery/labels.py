@@ -7,22 +7,23 @@ messages (`prompt`, `chosen`, `rejected`). Shapes: `B` labels, `K` candidates pe
 import re
 from dataclasses import dataclass
 from os.path import commonprefix
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 import torch
+import transformers
 from jinja2 import TemplateError
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from data.tasks import Task
 from machinery.cli import InputError, say
 from machinery.data import tokenize_queries
 from machinery.hub import loading_model
 from machinery.rewards import same_tokens, translate
-from machinery.sources import load_rows
 from utils import TokenIds, pad_left, pad_right
+
+if TYPE_CHECKING:
+    import datasets
 
 OPENAI_PAD = 50259  # pads OpenAI's files: two past GPT-2's vocabulary
 ASSISTANT = "\n\nAssistant:"  # begins an answer in Anthropic's hh-rlhf
@@ -68,6 +69,8 @@ class Labels:
 
 def load_labels(task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     """Load `label_dataset` as token ids of `tokenizer` (R4). Raises `InputError` with the row."""
+    from machinery.sources import load_rows  # datasets takes a second to import
+
     rows = load_rows(task.label_dataset, "--label_dataset")
     if {"chosen", "rejected"} <= set(rows.column_names):
         return load_pairs(rows, task, tokenizer, ids)
@@ -90,7 +93,7 @@ def load_label_tokenizer(task: Task) -> Any | None:
     files = "config.json tokenizer.json tokenizer_config.json"
     try:
         with loading_model(name, "--label_tokenizer", files=files):
-            return AutoTokenizer.from_pretrained(name)
+            return transformers.AutoTokenizer.from_pretrained(name)
     except InputError as error:
         raise InputError(
             f"--label_dataset {task.label_dataset} holds ids of {name}'s tokenizer. {error}\n"
@@ -98,7 +101,7 @@ def load_label_tokenizer(task: Task) -> Any | None:
         ) from error
 
 
-def load_best_of_k(rows: datasets.Dataset, vocabulary: int, where: str) -> Labels:
+def load_best_of_k(rows: "datasets.Dataset", vocabulary: int, where: str) -> Labels:
     """OpenAI's format: lists of ids below `vocabulary`, padded with `OPENAI_PAD`."""
     samples = [name for name in rows.column_names if re.fullmatch(r"sample\d+", name)]
     names = [f"sample{k}" for k in range(max(len(samples), 2))]
@@ -163,7 +166,7 @@ def to_arrays(sequences: list[list[int]]) -> list[np.ndarray]:
 # ------------------------------------------------------------------------------------------- pairs
 
 
-def load_pairs(rows: datasets.Dataset, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
+def load_pairs(rows: "datasets.Dataset", task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     """Pairs as labels with two candidates, the chosen one first (R4).
 
     Each response ends with the truncate token. Prompts that are too long lose the end, or the
@@ -209,7 +212,7 @@ def with_end(ids: list[int], end: int | None) -> list[int]:
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
-def split_pair(row: dict[str, Any], tokenizer: Any) -> tuple[str, str, str]:
+def split_pair(row: Any, tokenizer: Any) -> tuple[str, str, str]:
     """The texts of prompt, chosen and rejected. Raises `InputError` for other forms."""
     prompt, chosen, rejected = (row.get(name) for name in ("prompt", "chosen", "rejected"))
     lists = isinstance(chosen, list) and isinstance(rejected, list)

@@ -51,10 +51,12 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
 def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
     """Contexts, padded on the left, and their reference responses, padded on the right [num, T]."""
     end = [ids.truncate] if task.eos_task else []
+    column = task.response_column
+    assert column is not None
 
     def to_sequences(batch: dict[str, list]) -> list[list[int]]:
         queries = tokenize_queries(batch[task.query_column], task, tokenizer)
-        texts = [text or "" for text in batch[task.response_column]]
+        texts = [text or "" for text in batch[column]]
         responses = tokenizer(texts, add_special_tokens=False)["input_ids"]
         sequences = []
         for query, response in zip(queries, responses, strict=True):
@@ -66,8 +68,8 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
                 sequences.append(ids.prefix + query + ids.suffix + response + padding)
         return sequences
 
-    rows = load_texts(task, task.query_column, task.response_column)
+    rows = load_texts(task, task.query_column, column)
     length = len(ids.prefix) + task.query_length + len(ids.suffix) + task.response_length
-    settings = task.query_column, task.response_column, task.keep_last_line, task.start_text
-    settings += task.end_text, task.response_length, ids, end, cleaning_key(task)
+    cut = task.keep_last_line, task.start_text, task.end_text, task.response_length
+    settings = task.query_column, column, *cut, ids, end, cleaning_key(task)
     return tokenize_rows(rows, to_sequences, length, tokenizer, ids.pad, *settings)

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+import transformers
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM
 
@@ -378,7 +379,9 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
             torch.testing.assert_close(step.grads[f"lm.{name}"], expected, atol=1e-5, rtol=1e-3)
         assert torch.equal(step.grads["value_head.weight"], without.grads["value_head.weight"])
         run.policy.zero_grad()
-    texts = decode(models.AutoTokenizer.from_pretrained(task.base_model), batches[0], tiny.WORDS)
+    texts = decode(
+        transformers.AutoTokenizer.from_pretrained(task.base_model), batches[0], tiny.WORDS
+    )
     assert all(text in other.read_text() for text in texts)
 
 
