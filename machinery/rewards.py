@@ -53,6 +53,8 @@ def load_reward_model(cls: Callable, folder: str, make: str = "train_reward.py")
     The folder is what train_reward.py wrote, or a sequence classifier with one label as TRL trains
     it, whose head `score` has no bias. Raises `InputError` with the command that creates one.
     """
+    from transformers.initialization import no_init_weights
+
     path = Path(folder)
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors*")):
         raise InputError(
@@ -62,7 +64,7 @@ def load_reward_model(cls: Callable, folder: str, make: str = "train_reward.py")
     options = dict(dtype=torch.float32, use_safetensors=True)
     with loading_model(folder, "--reward_model"):
         if RewardConfig.get_config_dict(folder)[0].get("model_type") == RewardConfig.model_type:
-            with transformers.initialization.no_init_weights():
+            with no_init_weights():
                 model = cls(RewardConfig.from_pretrained(folder))
             files = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
             model.load_state_dict({name: x for tensors in files for name, x in tensors.items()})
