@@ -228,10 +228,8 @@ def main(args: Args) -> None:
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
     model = LanguageModel(lm, ids.pad)
-    settings: dict[str, Any] = dict(
-        lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    settings: Any = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, **settings)
     model, optimizer = distributed.prepare(accelerator, model, optimizer)
 
     steps_per_epoch = len(table) // args.batch_size

@@ -120,10 +120,10 @@ class RewardModel(nn.Module):
     def __init__(self, config: RewardConfig, backbone: Any = None):
         super().__init__()
         self.config = config
-        settings = disable_dropout(config.backbone)
-        self.backbone = backbone or transformers.AutoModel.from_config(
-            settings, dtype=torch.float32
-        )
+        if backbone is None:
+            settings = disable_dropout(config.backbone)
+            backbone = transformers.AutoModel.from_config(settings, dtype=torch.float32)
+        self.backbone = backbone
         use_fused_gelu(self.backbone)
         self.run_backbone = Packed(self.backbone)  # the same; computes no padding
         self.head = Float32Linear(config.backbone.hidden_size, 1)

@@ -28,11 +28,10 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
 
     All processes have to call this.
     """
-    from torch.distributed.checkpoint import state_dict  # takes a second to import
+    from torch.distributed.checkpoint import state_dict as dcp  # takes a second to import
 
-    state: dict[str, Any] = state_dict.get_model_state_dict(
-        model, options=state_dict.StateDictOptions(**FULL)
-    )
+    options = dcp.StateDictOptions(**FULL)
+    state: dict[str, Any] = dcp.get_model_state_dict(model, options=options)
     names = {name for name, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
     return {name: x.contiguous() for name, x in state.items() if name in names}
 
@@ -45,11 +44,11 @@ def save_checkpoint(
     The file is complete or absent, whenever the process is killed. All processes have to call
     this; only the first one, which has the tensors, writes.
     """
-    from torch.distributed.checkpoint import state_dict
+    from torch.distributed.checkpoint import state_dict as dcp
 
     tensors = {f"model/{name}": x for name, x in full_weights(model).items()}
-    options = state_dict.StateDictOptions(**FULL)
-    optimizer_state: Any = state_dict.get_optimizer_state_dict(model, optimizer, options=options)
+    options = dcp.StateDictOptions(**FULL)
+    optimizer_state: Any = dcp.get_optimizer_state_dict(model, optimizer, options=options)
     if not tensors:
         return
     for name, moments in optimizer_state["state"].items():
@@ -89,7 +88,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
     Raises `InputError` for a damaged file, or one of another model.
     """
-    from torch.distributed.checkpoint import state_dict
+    from torch.distributed.checkpoint import state_dict as dcp
 
     try:
         with safe_open(path, "pt") as file:
@@ -114,12 +113,12 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     groups = state.pop("groups")
     for group in groups:
         group |= {key: tuple(value) for key, value in group.items() if key == "betas"}
-    options = state_dict.StateDictOptions(
+    options = dcp.StateDictOptions(
         full_state_dict=True, strict=False
     )  # tied weights are there once
-    state_dict.set_model_state_dict(model, weights, options=options)
+    dcp.set_model_state_dict(model, weights, options=options)
     optimizer_state = {"state": moments, "param_groups": groups}
-    state_dict.set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+    dcp.set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
     return state
 
 
