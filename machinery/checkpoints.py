@@ -113,9 +113,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     groups = state.pop("groups")
     for group in groups:
         group |= {key: tuple(value) for key, value in group.items() if key == "betas"}
-    options = dcp.StateDictOptions(
-        full_state_dict=True, strict=False
-    )  # tied weights are there once
+    # Not strict: tied weights are there once.
+    options = dcp.StateDictOptions(full_state_dict=True, strict=False)
     dcp.set_model_state_dict(model, weights, options=options)
     optimizer_state = {"state": moments, "param_groups": groups}
     dcp.set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
