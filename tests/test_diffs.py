@@ -111,6 +111,7 @@ def test_a_patch_leaves_no_import_definition_or_flag_unused(name, patched):
     code = Path(patched(name).__file__).read_text()
     tree = ast.parse(code)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used |= set(re.findall(r': "(\w+)\.\w+"', code))  # annotations in quotes
     for node in tree.body:
         found = [node] if hasattr(node, "name") else getattr(node, "names", [])
         assert {(getattr(x, "asname", None) or x.name).split(".")[0] for x in found} <= used
