@@ -40,10 +40,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from data.tasks import Task
 from machinery import cli, distributed
@@ -181,7 +181,7 @@ SCRIPT = Path(__file__)  # its name is part of run and model folders
 class PolicyAndValue(nn.Module):
     """A language model with a value head. Also used for the reference, ignoring its values."""
 
-    def __init__(self, lm: PreTrainedModel, pad_id: int, temperature: float):
+    def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
         self.backbone = Packed(lm.base_model)  # the same transformer; computes no padding
@@ -191,7 +191,7 @@ class PolicyAndValue(nn.Module):
         self.pad_id = pad_id  # not in the vocabulary: a sampled token is never padding (G2)
         self.temperature = temperature
 
-    def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, ...]:
         """Log-probabilities, entropies and values of response tokens, 0 at padding.
 
         [B, C], [B, R] → [B, R] each. Entropies have no gradient: they are only logged.
@@ -559,7 +559,7 @@ def main(args: Args) -> None:
         rollout = make_rollout(*inputs, kl_coef, ids, args)
         metrics = rollout_metrics(rollout, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (eval_queries, rollout.truncated))
-        run.log_samples(update, *texts, rollout.scores[:4].tolist())
+        run.log_samples(update, texts, rollout.scores[:4].tolist())
         return {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
 
     for update in range(start, num_updates):

@@ -21,10 +21,10 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from data.tasks import SYNTHETIC, Task
 from machinery import cli, distributed
@@ -107,7 +107,7 @@ SCRIPT = Path(__file__)  # its name is part of run and model folders
 class LanguageModel(nn.Module):
     """A language model that computes the loss of some columns."""
 
-    def __init__(self, lm: PreTrainedModel, pad_id: int):
+    def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int):
         super().__init__()
         self.lm = lm
         self.backbone = Packed(lm.base_model)  # the same transformer; computes no padding
@@ -156,7 +156,7 @@ def learning_rate(step: int, num_steps: int, args: Args) -> float:
 
 
 def sample_continuations(
-    lm: PreTrainedModel, tokens: Tensor, first: int, tokenizer: Any, ids: TokenIds, args: Args
+    lm: Any, tokens: Tensor, first: int, tokenizer: Any, ids: TokenIds, args: Args
 ) -> list[dict[str, str]]:
     """What the model writes after the contexts of sequences [B, T], or after a quarter block."""
     task = args.task
@@ -196,6 +196,8 @@ def check(args: Args, processes: int) -> None:
     """Raise `InputError` for flags that cannot work, before anything is loaded."""
     check_run(args, SCRIPT, processes)
     cli.check_divisible("batch_size", args.batch_size, processes, "processes")
+    if column := args.task.response_column:
+        cli.check_package("rouge_score", "rouge-score", f"ROUGE-L of response_column={column}")
 
 
 def main(args: Args) -> None:
@@ -227,8 +229,8 @@ def main(args: Args) -> None:
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
     model = LanguageModel(lm, ids.pad)
-    settings = dict(lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
-    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    settings: Any = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, **settings)
     model, optimizer = distributed.prepare(accelerator, model, optimizer)
 
     steps_per_epoch = len(table) // args.batch_size

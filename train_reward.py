@@ -26,11 +26,12 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
 from accelerate import Accelerator
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from data.tasks import Task
 from machinery import cli, distributed
@@ -113,27 +114,23 @@ SCRIPT = Path(__file__)  # its name is part of run and model folders
 # -------------------------------------------------------------------------------------------- model
 
 
-class RewardModel(PreTrainedModel):
+class RewardModel(nn.Module):
     """A transformer with a scalar head: `gain * r + bias` at the last token."""
 
-    config_class = RewardConfig
-    base_model_prefix = "backbone"
-    supports_gradient_checkpointing = True
-
-    def __init__(self, config: RewardConfig, backbone: PreTrainedModel | None = None):
-        super().__init__(config)
-        self.backbone = backbone or AutoModel.from_config(disable_dropout(config.backbone))
+    def __init__(self, config: RewardConfig, backbone: Any = None):
+        super().__init__()
+        self.config = config
+        if backbone is None:
+            settings = disable_dropout(config.backbone)
+            backbone = transformers.AutoModel.from_config(settings, dtype=torch.float32)
+        self.backbone = backbone
         use_fused_gelu(self.backbone)
         self.run_backbone = Packed(self.backbone)  # the same transformer; computes no padding
         self.head = Float32Linear(config.backbone.hidden_size, 1)
+        nn.init.normal_(self.head.weight, std=1 / math.sqrt(self.head.in_features + 1))  # (R2)
+        nn.init.zeros_(self.head.bias)
         self.gain = nn.Parameter(torch.ones(1))
         self.bias = nn.Parameter(torch.zeros(1))
-        self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if module is getattr(self, "head", None):
-            nn.init.normal_(module.weight, std=1 / math.sqrt(module.in_features + 1))  # (R2)
-            nn.init.zeros_(module.bias)
 
     def token_rewards(self, tokens: Tensor) -> Tensor:
         """A reward at every token of sequences [B, T] with padding anywhere: [B, T] (G1)."""
@@ -148,6 +145,11 @@ class RewardModel(PreTrainedModel):
         real = (tokens != self.config.pad_id) & (tokens != self.config.skip_id)
         last = torch.where(real, positions, 0).amax(dim=1)
         return self.token_rewards(tokens).gather(1, last[:, None]).squeeze(1)
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Write config.json and model.safetensors."""
+        self.config.save_pretrained(folder)
+        save_file(state_dict or self.state_dict(), folder / "model.safetensors", {"format": "pt"})
 
 
 def new_reward_model(name: str, pad_id: int) -> RewardModel:
@@ -314,7 +316,7 @@ def main(args: Args) -> None:
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     tokenizer, ids = load_tokenizer(task, task.response_length)
     labels = load_labels(task, tokenizer, ids)
-    config = AutoConfig.from_pretrained(task.base_model)
+    config = transformers.AutoConfig.from_pretrained(task.base_model)
     check_length(config, labels.longest(), f"--label_dataset {task.label_dataset}")
     if len(labels) < args.num_labels:
         raise cli.InputError(
@@ -326,7 +328,7 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     model = new_reward_model(task.base_model, ids.pad)
     if args.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
+        enable_gradient_checkpointing(model.backbone)
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)
     model, optimizer = distributed.prepare(accelerator, model, optimizer)
     plain_model = accelerator.unwrap_model(model)

@@ -116,10 +116,10 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:
 
     Every process gets the same number of parts, as FSDP2 needs. Parts only save memory (P7).
     """
-    total = lengths.cumsum(dim=0)
-    count = all_max((total[-1:] + max_tokens - 1) // max_tokens)
-    *total, count = torch.cat([total, count]).tolist()
-    total, count = np.array(total), min(count, len(total))
+    ends = lengths.cumsum(dim=0)
+    wanted = all_max((ends[-1:] + max_tokens - 1) // max_tokens)
+    numbers = torch.cat([ends, wanted]).cpu().numpy()  # waits for the device once
+    total, count = numbers[:-1], min(int(numbers[-1]), len(ends))
     bounds = np.searchsorted(total, total[-1] * np.arange(1, count) / count, side="right")
     i = np.arange(count - 1)
     bounds = np.maximum.accumulate(np.maximum(bounds, 1) - i) + i  # no part is empty

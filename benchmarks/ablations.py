@@ -84,7 +84,7 @@ PPO = (
         TOP_50 + "\n    probs = logits.to("),
     Off("G5", "constant learning rate", "--no-anneal_lr"),
     Off("R2", "reward head of std 0.02", "", "train_reward.py",
-        "std=1 / math.sqrt(module.in_features + 1)", "std=0.02", new_reward=True),
+        "std=1 / math.sqrt(self.head.in_features + 1)", "std=0.02", new_reward=True),
     Off("R3", "gain 1, bias 0", "", "train_reward.py", NORMALIZED, "gain = 1", new_reward=True),
     Off("P1", "log-probabilities at temperature 1", "", "ppo.py", " / self.temperature  # [N", "  # [N"),
     Off("P2", "PyTorch's initial value head", "", "ppo.py", ZEROS, "("),

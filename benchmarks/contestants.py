@@ -138,11 +138,12 @@ def plain(job: Job, watch: Stopwatch) -> None:
     """`PlainPPO` of plain_ppo.py."""
     import ppo
     from benchmarks import plain_ppo
+    from machinery.rewards import load_reward_model
     from train_reward import RewardModel
     from utils import pad_left
 
     args = script_args(ppo, job)
-    reward = plain_ppo.reward_from(RewardModel.from_pretrained(f"{job.folder}/reward"))
+    reward = plain_ppo.reward_from(load_reward_model(RewardModel, f"{job.folder}/reward"))
     vocabulary = reward.lm.config.vocab_size
     models = load(job, "policy"), load(job, "policy"), reward
     contestant = plain_ppo.PlainPPO(*models, args, vocabulary, job.micro)

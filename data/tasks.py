@@ -6,7 +6,7 @@ a flag: `--query_dataset my.jsonl` changes it for one run.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -98,7 +98,7 @@ SUMMARIES = replace(
     truncate_after=55,
 )
 STORIES = replace(BOOKS, label_tokenizer=None, gold_fn=f"{SYNTHETIC / 'judge.py'}:gold_score")
-ENDS_AT_EOS = dict(truncate_token="<|endoftext|>", truncate_after=0, eos_task=True)
+ENDS_AT_EOS: dict[str, Any] = dict(truncate_token="<|endoftext|>", truncate_after=0, eos_task=True)
 
 TASKS = {
     "synthetic": replace(

@@ -16,7 +16,6 @@ import huggingface_hub
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from machinery.checkpoints import MAY_CHANGE
 from machinery.cli import InputError, RunError
@@ -82,13 +81,13 @@ def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[An
 
 
 def save_model(
-    model: PreTrainedModel,
+    model: Any,
     tokenizer: Any,
     folder: Path,
     weights: dict[str, Tensor],
     heads: dict[str, dict[str, Tensor]],
 ) -> None:
-    """Write a folder for `from_pretrained`, with the tokenizer and `<head>.safetensors`.
+    """Write model, tokenizer and `<head>.safetensors` into a folder.
 
     Written beside its final name and renamed. An existing folder is never overwritten; one with the
     same files, left by a run that was killed after this and resumed, is fine.

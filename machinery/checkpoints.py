@@ -15,19 +15,12 @@ from accelerate.state import AcceleratorState
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from machinery.cli import InputError
 
 KEPT = 2  # checkpoints of a run: the newest and the one before it
 MAY_CHANGE = ("save_every", "resume", "run_name", "output_dir", "track", "push_to_hub")
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FULL: dict[str, Any] = dict(full_state_dict=True, cpu_offload=True)
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -35,7 +28,10 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
 
     All processes have to call this.
     """
-    state = get_model_state_dict(model, options=FULL)
+    from torch.distributed.checkpoint import state_dict as dcp  # takes a second to import
+
+    options = dcp.StateDictOptions(**FULL)
+    state: dict[str, Any] = dcp.get_model_state_dict(model, options=options)
     names = {name for name, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
     return {name: x.contiguous() for name, x in state.items() if name in names}
 
@@ -48,8 +44,11 @@ def save_checkpoint(
     The file is complete or absent, whenever the process is killed. All processes have to call
     this; only the first one, which has the tensors, writes.
     """
+    from torch.distributed.checkpoint import state_dict as dcp
+
     tensors = {f"model/{name}": x for name, x in full_weights(model).items()}
-    optimizer_state = get_optimizer_state_dict(model, optimizer, options=FULL)
+    options = dcp.StateDictOptions(**FULL)
+    optimizer_state: Any = dcp.get_optimizer_state_dict(model, optimizer, options=options)
     if not tensors:
         return
     for name, moments in optimizer_state["state"].items():
@@ -89,6 +88,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
     Raises `InputError` for a damaged file, or one of another model.
     """
+    from torch.distributed.checkpoint import state_dict as dcp
+
     try:
         with safe_open(path, "pt") as file:
             state = json.loads(file.metadata()["state"])
@@ -97,7 +98,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         others = [other for other in sorted(path.parent.glob("*.safetensors")) if other < path]
         hint = f"the one before it: --resume {others[-1]}" if others else "there is no other"
         raise InputError(f"{path} is damaged ({error}); {hint}") from error
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Any] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     for key, x in tensors.items():
         kind, _, name = key.partition("/")
@@ -112,10 +113,11 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     groups = state.pop("groups")
     for group in groups:
         group |= {key: tuple(value) for key, value in group.items() if key == "betas"}
-    options = StateDictOptions(full_state_dict=True, strict=False)  # tied weights are there once
-    set_model_state_dict(model, weights, options=options)
+    # Not strict: tied weights are there once.
+    options = dcp.StateDictOptions(full_state_dict=True, strict=False)
+    dcp.set_model_state_dict(model, weights, options=options)
     optimizer_state = {"state": moments, "param_groups": groups}
-    set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+    dcp.set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
     return state
 
 

@@ -1,6 +1,7 @@
 """Command line of the scripts: flags with the defaults of a task, and errors as one sentence."""
 
 import errno
+import importlib.util
 import os
 import sys
 import time
@@ -42,7 +43,8 @@ def parse_args(cls: type, presets: dict[str, dict[str, Any]], argv: list[str] | 
     of_task = {key: value for key, value in preset.items() if key in task_fields}
     of_script = {key: value for key, value in preset.items() if key not in task_fields}
     default = cls(task=replace(TASKS[name], **of_task), **of_script)
-    return tyro.cli(tyro.conf.OmitArgPrefixes[cls], default=default, args=argv)
+    kind: Any = tyro.conf.OmitArgPrefixes
+    return tyro.cli(kind[cls], default=default, args=argv)
 
 
 def task_name(argv: list[str]) -> str:
@@ -97,6 +99,12 @@ def say(message: str) -> None:
     """Print on the main process only."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(message, flush=True)
+
+
+def check_package(module: str, package: str, use: str) -> None:
+    """Raise `InputError` if an optional package is not installed; name what needs it."""
+    if importlib.util.find_spec(module) is None:
+        raise InputError(f"{use} needs the package {package}; run `pip install {package}`")
 
 
 def check_divisible(name: str, value: int, unit: int, reason: str) -> None:

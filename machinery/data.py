@@ -5,11 +5,10 @@ Shapes: `B` sequences, `Q` query tokens. Tags such as (P3) are explained in docs
 
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import filelock
 import numpy as np
 from torch import Tensor
@@ -18,17 +17,21 @@ from data.tasks import Task
 from machinery import chat
 from machinery.cli import InputError, say
 from machinery.functions import load_function
-from machinery.sources import load_rows
 from utils import TokenIds, pad_left
+
+if TYPE_CHECKING:
+    import datasets
 
 SMALL_TABLE = 2**15  # rows that are tokenized in a second or two: not worth a smaller table
 
 
-def load_texts(task: Task, *columns: str, tokenizer: Any = None) -> datasets.Dataset:
+def load_texts(task: Task, *columns: str, tokenizer: Any = None) -> "datasets.Dataset":
     """The rows of `query_dataset`, at most `num_queries`. Raises `InputError` for other columns.
 
     Columns hold texts or, with a `tokenizer`, lists of messages for its chat template.
     """
+    from machinery.sources import load_rows  # datasets takes a second to import
+
     rows = load_rows(task.query_dataset, "--query_dataset")
     for name in columns:
         if name not in rows.column_names:
@@ -62,7 +65,7 @@ class TokenTable:
     `table[rows]` → [B, length], padded on the left (G2).
     """
 
-    def __init__(self, rows: datasets.Dataset, length: int, pad_id: int):
+    def __init__(self, rows: "datasets.Dataset", length: int, pad_id: int):
         self.rows = rows
         self.length = length
         self.pad_id = pad_id
@@ -84,7 +87,7 @@ class TokenTable:
 
 
 def tokenize_rows(
-    rows: datasets.Dataset,
+    rows: "datasets.Dataset",
     function: Callable,
     length: int,
     tokenizer: Any,
@@ -96,10 +99,12 @@ def tokenize_rows(
     The cache key is the data, the tokenizer with its chat template, `settings` and the source code.
     A file lock, not a collective, makes other processes wait, since this may take minutes.
     """
+    import datasets
+
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend else str(sorted(tokenizer.get_vocab().items()))
     template = f"{tokenizer.chat_template} {tokenizer.special_tokens_map}"
-    files = __file__, chat.__file__, inspect.getsourcefile(function)
+    files = __file__, chat.__file__, inspect.getfile(function)
     code = "".join(Path(file).read_text() for file in files)
     key = (rows._fingerprint, vocabulary, template, str(length), str(pad_id), repr(settings), code)
     fingerprint = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
@@ -116,7 +121,7 @@ def tokenize_rows(
     return TokenTable(table, length, pad_id)
 
 
-def clean_texts(texts: list[str | None], task: Task) -> list[str]:
+def clean_texts(texts: Sequence[str | None], task: Task) -> list[str]:
     """Apply `clean_fn`; a missing text becomes an empty one."""
     if not task.clean_fn:
         return [text or "" for text in texts]
@@ -199,9 +204,7 @@ def keep_last_line(text: str, length: int, tokenizer: Any) -> list[int]:
     return ids[:length]
 
 
-def tokenize_queries(
-    texts: list[str | list[dict] | None], task: Task, tokenizer: Any
-) -> list[list[int] | None]:
+def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[list[int] | None]:
     """Texts or lists of messages → queries as token lists; None for those that are skipped (P3).
 
     Blank ones are, and messages whose last turn is too long. The query of a conversation that ends
@@ -210,12 +213,12 @@ def tokenize_queries(
     if any(isinstance(text, list) for text in texts):
         prompts = [chat.drop_answer(messages or []) for messages in texts]
         return [chat.tokenize_prompt(prompt, task.query_length, tokenizer) for prompt in prompts]
-    texts = clean_texts(texts, task)
+    cleaned = clean_texts(texts, task)
     start = single_token(tokenizer, task.start_text, "--start_text")
     wants_offsets = task.end_text is not None
-    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=wants_offsets)
+    encoded = tokenizer(cleaned, add_special_tokens=False, return_offsets_mapping=wants_offsets)
     queries: list[list[int] | None] = []
-    for i, (text, ids) in enumerate(zip(texts, encoded["input_ids"], strict=True)):
+    for i, (text, ids) in enumerate(zip(cleaned, encoded["input_ids"], strict=True)):
         if not text.strip():
             queries.append(None)
             continue
@@ -241,8 +244,8 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, max_queries: int) ->
     def queries(batch: dict[str, list]) -> list[list[int]]:
         return [ids for ids in tokenize_queries(batch[task.query_column], task, tokenizer) if ids]
 
-    settings = (task.query_column, task.keep_last_line, task.start_text, task.end_text)
-    settings += (cleaning_key(task),)
+    cut = task.keep_last_line, task.start_text, task.end_text
+    settings = task.query_column, *cut, cleaning_key(task)
     table = tokenize_rows(texts, queries, task.query_length, tokenizer, ids.pad, *settings)
     if not len(table):
         raise InputError(

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig
 from transformers.cache_utils import StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -22,6 +22,8 @@ class KeyValueCache(StaticCache):
     Rotary embeddings leave the keys in fp32 there, and a static cache has one dtype for keys and
     values. Attention casts the keys to the dtype of the values anyway.
     """
+
+    layers: Any  # all of them are static layers, with keys and values
 
     def __init__(self, config: PretrainedConfig, length: int, first: int):
         super().__init__(config=config, max_cache_len=length)
@@ -45,7 +47,7 @@ class Decoder:
     windows, whose cache is managed by the host.
     """
 
-    def __init__(self, lm: PreTrainedModel, response_length: int, cuda_graphs: bool = False):
+    def __init__(self, lm: Any, response_length: int, cuda_graphs: bool = False):
         self.lm = lm
         self.response_length = response_length
         sharded = any(isinstance(weight, DTensor) for weight in lm.parameters())
@@ -53,7 +55,7 @@ class Decoder:
         self.cuda_graphs = cuda_graphs and lm.device.type == "cuda" and not (sharded or sliding)
         if self.cuda_graphs:
             self.stream = torch.cuda.Stream()
-            self.pool = torch.cuda.MemPool()  # the graphs' memory, for one after the other
+            self.pool: Any = torch.cuda.MemPool()  # the graphs' memory, for one after the other
 
     @torch.no_grad()
     def __call__(
@@ -137,9 +139,7 @@ class Decoder:
 
 
 @torch.no_grad()
-def generate(
-    lm: PreTrainedModel, contexts: Tensor, pad_id: int, length: int, temperature: float
-) -> Tensor:
+def generate(lm: Any, contexts: Tensor, pad_id: int, length: int, temperature: float) -> Tensor:
     """Sample exactly `length` tokens after each context with the library's `generate`.
 
     [B, C] → [B, length]. From the full vocabulary, without a stop at EOS (G4). Slower than

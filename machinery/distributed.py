@@ -13,8 +13,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from machinery.cli import InputError, RunError
 
@@ -94,6 +92,8 @@ def check_accelerator(accelerator: Accelerator, world_size: int) -> None:
 
 def set_up_fsdp(accelerator: Accelerator) -> None:
     """FSDP2 with fp32 weights under autocast, so that it computes what DDP computes."""
+    from torch.distributed import fsdp  # takes a second to import
+
     if not accelerator.is_fsdp2:
         got = accelerator.distributed_type.value
         raise InputError(
@@ -103,19 +103,20 @@ def set_up_fsdp(accelerator: Accelerator) -> None:
     plugin = accelerator.state.fsdp_plugin
     if not plugin.reshard_after_forward:
         raise InputError("fsdp_reshard_after_forward: false is not supported; set it to true")
-    plugin.mixed_precision_policy = MixedPrecisionPolicy()
+    plugin.mixed_precision_policy = fsdp.MixedPrecisionPolicy()
     plugin.cpu_ram_efficient_loading = False  # it would leave the models of other processes empty
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
 
 def name_blocks(model: nn.Module) -> None:
     """Tell FSDP2 which modules to shard: the transformer blocks."""
-    model._no_split_modules = getattr(model, "lm", model)._no_split_modules
+    transformer: Any = model.lm if hasattr(model, "lm") else model.backbone
+    model._no_split_modules = transformer._no_split_modules
 
 
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[nn.Module, Any]:
+) -> tuple[Any, Any]:
     """Wrap model and optimizer for this run.
 
     A step with gradients that are not finite raises `RunError` before it changes the weights.
@@ -124,11 +125,11 @@ def prepare(
     if accelerator.is_fsdp2:
         name_blocks(model)
         model.forward = accelerator.autocast()(model.forward)  # DDP's wrapper does this itself
-    model, optimizer = accelerator.prepare(model.train(), optimizer)
+    wrapped, prepared = accelerator.prepare(model.train(), optimizer)
     if accelerator.is_fsdp2:
-        model.set_reshard_after_forward(True)  # the root's weights too
-        model._get_fsdp_state()._lazy_init()  # `inference` comes before the first forward pass
-    return model, optimizer
+        wrapped.set_reshard_after_forward(True)  # the root's weights too
+        wrapped._get_fsdp_state()._lazy_init()  # `inference` comes before the first forward pass
+    return wrapped, prepared
 
 
 def check_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -143,7 +144,7 @@ def check_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
         )
 
 
-def freeze(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+def freeze(accelerator: Accelerator, model: nn.Module) -> Any:
     """A model that is not trained, on this process's device and in the run's precision.
 
     Under FSDP2 it is sharded like the one that is trained.
@@ -163,6 +164,8 @@ def inference(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     Under FSDP2 every process holds all weights meanwhile, so that the language model in a policy
     can be called by itself.
     """
+    from torch.distributed.fsdp import FSDPModule  # takes a second to import
+
     model.eval()
     shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in shards:
@@ -178,7 +181,8 @@ def inference(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
 
 def full(x: torch.Tensor) -> torch.Tensor:
     """A tensor without FSDP2's sharding. All processes have to call this."""
-    return x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()
+    x = x.detach()
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def stop(accelerator: Accelerator) -> None:

@@ -23,6 +23,8 @@ def load_function(name: str) -> Callable:
     except FileNotFoundError as error:
         raise InputError(f"{name!r}: there is no file {error.filename}") from error
     except (Exception, SystemExit) as error:  # anything that the user's code raises
+        if isinstance(error, ModuleNotFoundError) and error.name != source:
+            raise InputError(f"{name!r} needs the package {error.name}; install it") from error
         raise InputError(f"{name!r} cannot be imported: {describe(error, source)}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -39,7 +41,7 @@ def import_module(name: str) -> Any:
 
 def import_file(path: str) -> Any:
     """Import a Python file under its path as the module name."""
-    spec = importlib.util.spec_from_file_location(path, path)
+    spec: Any = importlib.util.spec_from_file_location(path, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)

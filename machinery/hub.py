@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import datasets
 import huggingface_hub
 import transformers
 from huggingface_hub.errors import HTTPError
@@ -50,6 +49,8 @@ def go_offline_if_unreachable() -> None:
     except urllib.error.HTTPError:
         pass  # it answered
     except OSError:
+        import datasets  # takes a second to import
+
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
@@ -104,7 +105,7 @@ def broken_file(folder: Path) -> str:
     return ""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error's message."""
     return str(error).partition("\n")[0]
 

@@ -7,13 +7,12 @@ messages (`prompt`, `chosen`, `rejected`). Shapes: `B` labels, `K` candidates pe
 import re
 from dataclasses import dataclass
 from os.path import commonprefix
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from data.tasks import Task
 from machinery import chat
@@ -21,8 +20,10 @@ from machinery.cli import InputError, say
 from machinery.data import tokenize_queries
 from machinery.hub import loading_model
 from machinery.rewards import same_tokens, translate
-from machinery.sources import load_rows
 from utils import TokenIds, pad_left, pad_right
+
+if TYPE_CHECKING:
+    import datasets
 
 OPENAI_PAD = 50259  # pads OpenAI's files: two past GPT-2's vocabulary
 ASSISTANT = "\n\nAssistant:"  # begins an answer in Anthropic's hh-rlhf
@@ -68,6 +69,8 @@ class Labels:
 
 def load_labels(task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     """Load `label_dataset` as token ids of `tokenizer` (R4). Raises `InputError` with the row."""
+    from machinery.sources import load_rows  # datasets takes a second to import
+
     rows = load_rows(task.label_dataset, "--label_dataset")
     if {"chosen", "rejected"} <= set(rows.column_names):
         return load_pairs(rows, task, tokenizer, ids)
@@ -90,7 +93,7 @@ def load_label_tokenizer(task: Task) -> Any | None:
     files = "config.json tokenizer.json tokenizer_config.json"
     try:
         with loading_model(name, "--label_tokenizer", files=files):
-            return AutoTokenizer.from_pretrained(name)
+            return transformers.AutoTokenizer.from_pretrained(name)
     except InputError as error:
         raise InputError(
             f"--label_dataset {task.label_dataset} holds ids of {name}'s tokenizer. {error}\n"
@@ -98,7 +101,7 @@ def load_label_tokenizer(task: Task) -> Any | None:
         ) from error
 
 
-def load_best_of_k(rows: datasets.Dataset, vocabulary: int, where: str) -> Labels:
+def load_best_of_k(rows: "datasets.Dataset", vocabulary: int, where: str) -> Labels:
     """OpenAI's format: lists of ids below `vocabulary`, padded with `OPENAI_PAD`."""
     samples = [name for name in rows.column_names if re.fullmatch(r"sample\d+", name)]
     names = [f"sample{k}" for k in range(max(len(samples), 2))]
@@ -163,7 +166,7 @@ def to_arrays(sequences: list[list[int]]) -> list[np.ndarray]:
 # ------------------------------------------------------------------------------------------- pairs
 
 
-def load_pairs(rows: datasets.Dataset, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
+def load_pairs(rows: "datasets.Dataset", task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     """Pairs as labels with two candidates, the chosen one first (R4).
 
     Each response ends with the truncate token. Prompts that are too long lose the end, dialogues
@@ -193,8 +196,8 @@ def load_pairs(rows: datasets.Dataset, task: Task, tokenizer: Any, ids: TokenIds
     cut = 0
     for i, query in enumerate(queries):
         too_long = len(full[i]) > task.query_length
-        if messages[i]:
-            query = chat.tokenize_prompt(messages[i], task.query_length, tokenizer)
+        if prompt := messages[i]:
+            query = chat.tokenize_prompt(prompt, task.query_length, tokenizer)
         elif too_long and dialogues[i]:
             query = full[i][-task.query_length :]
         pair = [with_end(side["input_ids"][i], ids.truncate) for side in sides]
@@ -217,7 +220,7 @@ def with_end(ids: list[int], end: int | None) -> list[int]:
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
-def split_pair(row: dict[str, Any], tokenizer: Any) -> tuple[str | list[dict], str, str]:
+def split_pair(row: Any, tokenizer: Any) -> tuple[str | list[dict], str, str]:
     """Prompt, chosen and rejected as texts; the prompt of messages as messages.
 
     Raises `InputError` for other forms.
@@ -258,5 +261,5 @@ def split_messages(
         prompt = shared or ([{"role": "user", "content": prompt}] if prompt else [])
     if not prompt:
         raise InputError("chosen and rejected have no message in common that could be the prompt")
-    answers = (chat.render_answer(prompt, side, tokenizer) for side in (chosen, rejected))
-    return prompt, *answers
+    good, bad = (chat.render_answer(prompt, side, tokenizer) for side in (chosen, rejected))
+    return prompt, good, bad

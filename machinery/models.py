@@ -10,9 +10,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.activations import NewGELUActivation
 
 from data.tasks import Task
 from machinery.cli import InputError
@@ -43,8 +40,8 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
     """
     name = task.base_model
     with loading_model(name, flag):
-        config = AutoConfig.from_pretrained(name)
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     check_config(config, name, flag)
     if len(tokenizer) > config.vocab_size:
         raise InputError(
@@ -65,16 +62,16 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
     return tokenizer, TokenIds(config.vocab_size, truncate, prefix, suffix)
 
 
-def check_config(config: PretrainedConfig, name: str, flag: str) -> None:
+def check_config(config: transformers.PretrainedConfig, name: str, flag: str) -> None:
     """Raise `InputError` for an architecture that cannot be used, before loading its weights."""
     if getattr(config, "vocab_size", None) is None:
         raise InputError(f"{flag} {name} ({config.model_type}) is not a text-only model; {KNOWN}")
-    cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    cls: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if cls is None or "position_ids" not in inspect.signature(cls.forward).parameters:
         raise InputError(f"{flag} {name} ({config.model_type}) takes no position_ids; {KNOWN}")
 
 
-def check_length(config: PretrainedConfig, needed: int, what: str) -> None:
+def check_length(config: transformers.PretrainedConfig, needed: int, what: str) -> None:
     """Raise `InputError` if a model has fewer positions than tokens to read."""
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and needed > longest:
@@ -83,23 +80,26 @@ def check_length(config: PretrainedConfig, needed: int, what: str) -> None:
         )
 
 
-def load_lm(name: str, flag: str = "--base_model", from_scratch: bool = False) -> PreTrainedModel:
+def load_lm(
+    name: str, flag: str = "--base_model", from_scratch: bool = False
+) -> "transformers.PreTrainedModel":
     """A causal language model in fp32 without dropout (P4), its head outside autocast.
 
     Only safetensors are read. A folder without weights gives a random model if `from_scratch`, and
     otherwise an `InputError`, as does a model whose results would be wrong.
     """
     with loading_model(name, flag):
-        config = disable_dropout(AutoConfig.from_pretrained(name))
+        config = disable_dropout(transformers.AutoConfig.from_pretrained(name))
     path = Path(name)
     if path.is_dir() and not has_weights(path):
         if not from_scratch or any(path.glob("*.bin")):
             check_weights(path, flag)
-        lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     else:
         options = dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
         with loading_model(name, flag):
-            lm, info = AutoModelForCausalLM.from_pretrained(name, config=config, **options)
+            load: Any = transformers.AutoModelForCausalLM.from_pretrained
+            lm, info = load(name, config=config, **options)
         if info["missing_keys"]:  # they would be random
             missing = sorted(info["missing_keys"])[0]
             raise InputError(f"{flag} {name} is not a language model: {missing} is missing")
@@ -111,7 +111,7 @@ def load_lm(name: str, flag: str = "--base_model", from_scratch: bool = False) -
 
 
 @torch.no_grad()
-def check_model(lm: PreTrainedModel, name: str, flag: str) -> None:
+def check_model(lm: "transformers.PreTrainedModel", name: str, flag: str) -> None:
     """Raise `InputError` if our ways to call a model give other results than `lm(...)` itself.
 
     Two sequences, alone, are compared with the same two padded, packed, sampled token by token,
@@ -143,12 +143,15 @@ def check_model(lm: PreTrainedModel, name: str, flag: str) -> None:
 
 
 def decode_step_by_step(
-    lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor
+    lm: "transformers.PreTrainedModel",
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor,
 ) -> Tensor:
     """Logits [B, T, V] as `Decoder` computes them: a prompt of 4 tokens, then one at a time."""
     decoder = Decoder(lm, input_ids.shape[1] - 4)
     logits = compute_logits(lm, run_plain(lm.base_model, input_ids, attention_mask, position_ids))
-    output = decoder(input_ids[:, :4], attention_mask[:, :4], position_ids[:, :4])
+    output: Any = decoder(input_ids[:, :4], attention_mask[:, :4], position_ids[:, :4])
     for end in range(4, input_ids.shape[1]):
         logits[:, end - 1] = output.logits[:, -1]
         column = slice(end, end + 1)
@@ -159,7 +162,7 @@ def decode_step_by_step(
     return logits
 
 
-def disable_dropout(config: PretrainedConfig) -> PretrainedConfig:
+def disable_dropout(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
     """Set every source of randomness in training mode to 0: dropout and router noise (P4)."""
     for key, value in config.to_dict().items():
         if ("drop" in key or "jitter" in key) and isinstance(value, float):
@@ -169,13 +172,15 @@ def disable_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 def use_fused_gelu(model: nn.Module) -> None:
     """Replace GPT-2's `gelu_new` by the same function as one kernel; the config keeps its name."""
+    from transformers.activations import NewGELUActivation  # takes two seconds to import
+
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
                 setattr(module, name, nn.GELU(approximate="tanh"))
 
 
-def compute_logits(lm: PreTrainedModel, hidden: Tensor) -> Tensor:
+def compute_logits(lm: "transformers.PreTrainedModel", hidden: Tensor) -> Tensor:
     """The language model's head on its last hidden states: [..., D] → [..., V]."""
     logits = lm.get_output_embeddings()(hidden)
     if scale := getattr(lm.config, "logit_scale", None):  # Cohere
@@ -187,6 +192,6 @@ def compute_logits(lm: PreTrainedModel, hidden: Tensor) -> Tensor:
     return logits
 
 
-def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+def enable_gradient_checkpointing(model: "transformers.PreTrainedModel") -> None:
     """Recompute activations in the backward pass instead of keeping them."""
     model.gradient_checkpointing_enable({"use_reentrant": False})

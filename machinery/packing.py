@@ -9,11 +9,11 @@ Shapes: `B` sequences of `T` tokens, `G` groups of them, `N` packed sequences of
 
 import heapq
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 
 class Packed:
@@ -24,7 +24,7 @@ class Packed:
     Models that cannot be packed are called as they are.
     """
 
-    def __init__(self, backbone: PreTrainedModel):
+    def __init__(self, backbone: Any):
         self.backbone = backbone
         self.packable: bool | None = None  # not tried yet
 
@@ -45,7 +45,7 @@ class Packed:
 
 
 def run_plain(
-    backbone: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor
+    backbone: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor
 ) -> Tensor:
     """Hidden states [B, T, D] of the padded batch."""
     inputs = dict(attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
@@ -53,7 +53,7 @@ def run_plain(
 
 
 def run_packed(
-    backbone: PreTrainedModel,
+    backbone: Any,
     input_ids: Tensor,
     attention_mask: Tensor,
     position_ids: Tensor,
@@ -152,7 +152,7 @@ def packed_mask(groups: Tensor, owners: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def is_packable(backbone: PreTrainedModel) -> bool:
+def is_packable(backbone: Any) -> bool:
     """Whether packing changes nothing: tried on two packed sequences of two sequences each.
 
     Falcon with alibi, for one, refuses masks of four dimensions.

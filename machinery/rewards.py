@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PretrainedConfig,
-)
 
 from data.tasks import Task
 from machinery.cli import InputError, RunError
@@ -28,35 +24,38 @@ from utils import TokenIds, decode, micro_batches, pad_left
 PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # a text that tokenizers split differently
 
 
-class RewardConfig(PretrainedConfig):
+class RewardConfig(transformers.PretrainedConfig):
     """Configuration of a reward model: its backbone's, and its pad id.
 
     `skip_id` is a token that never carries the reward: a classifier's own pad, often EOS.
     """
 
     model_type = "scalar_reward"
-    sub_configs = {"backbone": AutoConfig}
 
     def __init__(
         self,
-        backbone: PretrainedConfig | dict | None = None,
+        backbone: transformers.PretrainedConfig | dict | None = None,
         pad_id: int = 0,
         skip_id: int = -1,
         **kwargs: Any,
     ):
-        self.backbone = AutoConfig.for_model(**backbone) if isinstance(backbone, dict) else backbone
+        if isinstance(backbone, dict):
+            backbone = transformers.AutoConfig.for_model(**backbone)
+        self.backbone: Any = backbone
         self.pad_id = pad_id
         self.skip_id = kwargs.pop("unread_id", skip_id)  # its name before version 0.2
         super().__init__(**kwargs)
 
 
-def load_reward_model(cls: type, folder: str, make: str) -> Any:
-    """Load a reward model of class `cls` in evaluation mode.
+def load_reward_model(cls: Callable, folder: str, make: str = "train_reward.py") -> Any:
+    """Load a reward model of class `cls` in fp32 and evaluation mode.
 
     The folder or hub name is what train_reward.py wrote, or a sequence classifier with one label as
     TRL trains it, whose head `score` has no bias. Raises `InputError` with the command that creates
     one.
     """
+    from transformers.initialization import no_init_weights
+
     path = Path(folder)
     local = path.exists() or looks_local(folder)
     if local and not (path / "config.json").is_file():
@@ -69,9 +68,13 @@ def load_reward_model(cls: type, folder: str, make: str) -> Any:
     options = dict(dtype=torch.float32, use_safetensors=True)
     with loading_model(folder, "--reward_model"):
         if RewardConfig.get_config_dict(folder)[0].get("model_type") == RewardConfig.model_type:
-            return cls.from_pretrained(folder, **options).eval()
-        config = disable_dropout(AutoConfig.from_pretrained(folder))
-        classifier, info = AutoModelForSequenceClassification.from_pretrained(
+            with no_init_weights():
+                model = cls(RewardConfig.from_pretrained(folder))
+            files = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
+            model.load_state_dict({name: x for tensors in files for name, x in tensors.items()})
+            return model.eval()
+        config = disable_dropout(transformers.AutoConfig.from_pretrained(folder))
+        classifier, info = transformers.AutoModelForSequenceClassification.from_pretrained(
             folder, config=config, output_loading_info=True, **options
         )
     if info["missing_keys"] or classifier.num_labels != 1 or not hasattr(classifier, "score"):
@@ -193,7 +196,7 @@ def wants_scores(function: Callable) -> bool:
 
 
 def load_reward(
-    args: Any, cls: type, tokenizer: Any, ids: TokenIds, accelerator: Accelerator
+    args: Any, cls: Callable, tokenizer: Any, ids: TokenIds, accelerator: Accelerator
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the reward as a function of (queries [B, Q], responses [B, R]) → scores [B].
 
@@ -206,7 +209,8 @@ def load_reward(
     folder = args.reward_model or f"models/{args.task.task}/train_reward"
     model = load_reward_model(cls, folder, f"python train_reward.py --task {args.task.task}")
     model = model.to(accelerator.device).requires_grad_(False)
-    read = reward_input(model, AutoTokenizer.from_pretrained(folder), tokenizer, ids.pad)
+    own_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    read = reward_input(model, own_tokenizer, tokenizer, ids.pad)
 
     def score(queries: Tensor, responses: Tensor) -> Tensor:
         with accelerator.autocast():

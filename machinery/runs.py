@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +23,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import nn
-from transformers import PreTrainedModel
 
 from machinery import artifacts, checkpoints, hub
 from machinery.cli import InputError, RunError
@@ -112,8 +112,8 @@ class Run:
         self.accelerator.trackers = artifacts.start_trackers(self.folder, record, self.args.track)
         self.console = Console()
         self.live = self.console.is_terminal and self.console.width >= 60
-        columns = TextColumn(self.script.stem), BarColumn(), MofNCompleteColumn()
-        columns += TimeRemainingColumn(), TextColumn("{task.fields[shown]}")
+        name, shown = TextColumn(self.script.stem), TextColumn("{task.fields[shown]}")
+        columns = name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), shown
         self.progress = Progress(*columns, console=self.console, disable=not self.live)
         self.bar = self.progress.add_task("", total=self.total, shown="")
         self.began = self.printed = time.monotonic()
@@ -143,21 +143,21 @@ class Run:
         state = checkpoints.load_checkpoint(self.source, plain, optimizer.optimizer)
         self.step = self.start = state["step"]
         if self.main:
-            self.cut_back(state["lengths"])
+            self.cut_back(self.source, state["lengths"])
             self.progress.update(self.bar, completed=self.start)
             print(f"resuming {self.folder} after {self.start} of {self.total}", flush=True)
         return self.start, state["kl_coef"]
 
-    def cut_back(self, lengths: dict[str, int]) -> None:
-        """Restore the run's files to what they were at the checkpoint."""
+    def cut_back(self, source: Path, lengths: dict[str, int]) -> None:
+        """Restore the run's files to what they were at the checkpoint `source`."""
         for name, length in lengths.items():
             path = self.folder / name
             if length and (not path.exists() or path.stat().st_size < length):
-                raise InputError(f"{path} is shorter than it was at {self.source}")
+                raise InputError(f"{path} is shorter than it was at {source}")
             if path.exists():
                 os.truncate(path, length)
-        for later in self.source.parent.glob("*.safetensors"):
-            if later.name > self.source.name:
+        for later in source.parent.glob("*.safetensors"):
+            if later.name > source.name:
                 later.unlink()
 
     def checkpoint(self, step: int, model: nn.Module, optimizer: Any, kl_coef: float = 0.0) -> None:
@@ -217,11 +217,9 @@ class Run:
             os.truncate(path, length)
             raise RunError(f"{path} cannot be written: {error.strerror}") from error
 
-    def log_samples(
-        self, step: int, queries: list[str], responses: list[str], scores: list[float]
-    ) -> None:
-        """Log scored responses as a table."""
-        rows = zip(queries, responses, scores, strict=True)
+    def log_samples(self, step: int, texts: Iterable[list[str]], scores: list[float]) -> None:
+        """Log queries and responses (`texts`) with their scores as a table."""
+        rows = zip(*texts, scores, strict=True)
         self.log_table(step, [dict(query=q, response=r, score=s) for q, r, s in rows])
 
     def log_table(self, step: int, rows: list[dict[str, Any]]) -> None:
@@ -250,9 +248,7 @@ class Run:
             table.add_row(*values)
         self.console.print(table)
 
-    def save(
-        self, model: PreTrainedModel, tokenizer: Any, name: str = "model", **heads: nn.Module
-    ) -> None:
+    def save(self, model: Any, tokenizer: Any, name: str = "model", **heads: nn.Module) -> None:
         """Save weights as a folder of this name in the run, or as `--output_dir`.
 
         `models/<task>/<script>` becomes a link to the one that is called model.

@@ -55,11 +55,13 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
     Both columns may be one of conversations, whose last messages are the responses.
     """
     end = [ids.truncate] if task.eos_task else []
+    column = task.response_column
+    assert column is not None
 
     def to_sequences(batch: dict[str, list]) -> list[list[int]]:
         queries = tokenize_queries(batch[task.query_column], task, tokenizer)
         texts = []
-        for query, text in zip(batch[task.query_column], batch[task.response_column], strict=True):
+        for query, text in zip(batch[task.query_column], batch[column], strict=True):
             if isinstance(text, list):
                 text = render_answer(drop_answer(query or []), text, tokenizer)
             texts.append(text or "")
@@ -74,10 +76,10 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
                 sequences.append(ids.prefix + query + ids.suffix + response + padding)
         return sequences
 
-    rows = load_texts(task, task.query_column, task.response_column, tokenizer=tokenizer)
+    rows = load_texts(task, task.query_column, column, tokenizer=tokenizer)
     length = len(ids.prefix) + task.query_length + len(ids.suffix) + task.response_length
-    settings = task.query_column, task.response_column, task.keep_last_line, task.start_text
-    settings += task.end_text, task.response_length, ids, end, cleaning_key(task)
+    cut = task.keep_last_line, task.start_text, task.end_text, task.response_length
+    settings = task.query_column, column, *cut, ids, end, cleaning_key(task)
     table = tokenize_rows(rows, to_sequences, length, tokenizer, ids.pad, *settings)
     say_skipped(table, rows, task)
     return table

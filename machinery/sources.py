@@ -1,6 +1,7 @@
 """Data sources: local files, folders, and datasets on the Hugging Face hub."""
 
 from pathlib import Path
+from typing import Any
 
 import datasets
 
@@ -8,7 +9,7 @@ from machinery import cli, hub
 from machinery.cli import InputError
 
 READERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-READER_OPTIONS = {  # a byte-order mark is not text, and "NA" is
+READER_OPTIONS: dict[str, dict[str, Any]] = {  # a byte-order mark is not text, and "NA" is
     ".txt": dict(encoding="utf-8-sig"),
     ".csv": dict(keep_default_na=False),
 }

@@ -23,6 +23,7 @@ import rloo
 import sft
 import train_reward
 from data import tasks
+from machinery import rewards
 
 # `nohup` and `&` ignore these signals, and so would the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -72,7 +73,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for script in (ppo, rloo, train_reward, sft):
         monkeypatch.setattr(script, "load_lm", refuse)
-    monkeypatch.setattr(train_reward.RewardModel, "from_pretrained", refuse)
+    monkeypatch.setattr(rewards, "load_file", refuse)
 
 
 def read_metrics(name: str) -> list[dict[str, float]]:

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+import transformers
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM
 
@@ -127,6 +128,7 @@ def test_a_patch_leaves_no_import_definition_or_flag_unused(name, patched):
     code = Path(patched(name).__file__).read_text()
     tree = ast.parse(code)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used |= set(re.findall(r': "(\w+)\.\w+"', code))  # annotations in quotes
     for node in tree.body:
         found = [node] if hasattr(node, "name") else getattr(node, "names", [])
         assert {(getattr(x, "asname", None) or x.name).split(".")[0] for x in found} <= used
@@ -395,7 +397,9 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
             torch.testing.assert_close(step.grads[f"lm.{name}"], expected, atol=1e-5, rtol=1e-3)
         assert torch.equal(step.grads["value_head.weight"], without.grads["value_head.weight"])
         run.policy.zero_grad()
-    texts = decode(models.AutoTokenizer.from_pretrained(task.base_model), batches[0], tiny.WORDS)
+    texts = decode(
+        transformers.AutoTokenizer.from_pretrained(task.base_model), batches[0], tiny.WORDS
+    )
     assert all(text in other.read_text() for text in texts)
 
 

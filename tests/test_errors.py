@@ -238,6 +238,7 @@ EMPTY = {
     "empty.jsonl": "",
     "blank.jsonl": '{"text": "  "}\n{"text": null}\n',
 }
+CLEAN = tasks.TASKS["tldr_2019"].clean_fn
 MISTAKES = [  # scripts, flags, words of the error
     (SCORED, dict(response_length=60), ("68 tokens", "64", "gpt2")),
     (SCORED, dict(query_length=100), ("query_length=100", "64")),
@@ -289,6 +290,21 @@ def test_bad_input_is_refused_before_any_weights(script, flags, words, start, no
     (tmp_path / "long.json").write_text(json.dumps([row] * 12))
     refuses(lambda: start(script, **flags), *words)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "module", "flags", "words"),
+    [
+        ("sft", "rouge_score", dict(response_column="text"), ("rouge-score", "response_column")),
+        *((name, "ftfy", dict(clean_fn=CLEAN), ("ftfy", "clean_post")) for name in SCRIPTS),
+    ],
+)
+def test_a_missing_optional_package_is_named_before_any_weights(
+    script, module, flags, words, start, no_weights, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, module, None)  # as if it was not installed
+    load_function.cache_clear()
+    refuses(lambda: start(script, **flags), *words)
 
 
 # ------------------------------------------------------------------------------------------- models

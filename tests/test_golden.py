@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+import transformers
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ppo
@@ -511,7 +512,7 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator, 
     }
     for name, value in replaced.items():
         monkeypatch.setattr(train_reward, name, value)
-    monkeypatch.setattr(train_reward.AutoConfig, "from_pretrained", lambda name: config)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name: config)
     monkeypatch.setattr(train_reward.np.random, "default_rng", lambda seed: Permutation)
     monkeypatch.setattr(train_reward, "report", lambda *a: {})
     train_reward.main(args)

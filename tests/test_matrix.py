@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.same import shard_on_a_cpu
 from data import tasks
 from machinery import cli, distributed, models
+from machinery.rewards import load_reward_model
 from train_reward import RewardModel
 
 SCRIPTS = ("ppo", "rloo", "train_reward", "sft")
@@ -65,7 +66,7 @@ def check_update(folder: Path, script: str) -> None:
     lines = [json.loads(line) for line in text.splitlines()]
     assert all(math.isfinite(value) for line in lines for value in line.values())
     if script == "train_reward":
-        assert RewardModel.from_pretrained(folder / "out").config.pad_id == tiny.WORDS
+        assert load_reward_model(RewardModel, folder / "out").config.pad_id == tiny.WORDS
         return
     before = models.load_lm(str(folder / "files0" / "model")).state_dict()
     after = AutoModelForCausalLM.from_pretrained(folder / "out").state_dict()

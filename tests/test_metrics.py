@@ -37,8 +37,8 @@ def test_22_an_evaluation_counts_to_the_end_of_a_response_and_all_of_one_without
         return (logprobs * 0 + (given + gaps) * real, *others)
 
     class Run(tiny.FakeRun):
-        def log_samples(self, *columns):
-            samples.append(columns)
+        def log_samples(self, step, texts, scores):
+            samples.append((step, *texts, scores))
 
     policy.forward = surer
     sampled = lambda lm, contexts, *args: held_out if len(contexts) == 3 else training[0]  # noqa: E731

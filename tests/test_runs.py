@@ -383,7 +383,7 @@ def test_a_reward_function_with_a_third_argument_gets_the_reward_models_scores(r
     queries = tiny.make_contexts([8, 3, 1, 5], 8, vocab=tiny.WORDS)
     responses = tiny.make_contexts([5, 5, 5, 5], 5, seed=1, vocab=tiny.WORDS)
     responses[1, 1:], responses[2, 3:] = tiny.WORDS, tiny.WORDS  # padding
-    model = train_reward.RewardModel.from_pretrained(reward_folder).eval()
+    model = rewards.load_reward_model(train_reward.RewardModel, reward_folder)
     alone = []
     for row in torch.cat([queries, responses], dim=1):
         with torch.no_grad():

@@ -388,6 +388,10 @@ def run_reward_training(args: Any, model: Any, labels: Labels, **patches: Any) -
     """Run `main` of train_reward on a given model and labels; it normalizes on 4 random samples."""
     samples = make_contexts([8, 2, 5, 3], 8), make_responses(4, 5)
     texts = [tuple(x.to(model.gain.device) for x in samples)] * 2
+
+    def config(name: str) -> Any:
+        return model.config.backbone
+
     replaced = {
         "check": lambda *a: None,
         "load_tokenizer": lambda *a, **k: (Tokenizer(), IDS),
@@ -395,7 +399,7 @@ def run_reward_training(args: Any, model: Any, labels: Labels, **patches: Any) -
         "sample_policy": lambda *a: (texts, Tokenizer(), IDS),
         "new_reward_model": lambda *a: model,
         "reward_input": lambda *a: lambda *texts: torch.cat(texts, dim=1),
-        "AutoConfig": SimpleNamespace(from_pretrained=lambda name: model.config.backbone),
+        "transformers": SimpleNamespace(AutoConfig=SimpleNamespace(from_pretrained=config)),
         "Run": FakeRun(),
     }
     return run_main(train_reward, args, replaced | patches)

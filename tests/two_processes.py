@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+import transformers
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -112,7 +113,7 @@ def train_rewards(rank: int, processes: int, optimizer: type) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in patches.items():
             patch.setattr(train_reward, name, value)
-        patch.setattr(train_reward.AutoConfig, "from_pretrained", lambda name: tiny.config())
+        patch.setattr(transformers.AutoConfig, "from_pretrained", lambda name: tiny.config())
         patch.setattr(distributed, "stop", lambda accelerator: None)
         sizes = dict(num_labels=12, batch_size=6, num_heldout=0, micro_batch_tokens=48, lr=1e-3)
         train_reward.main(train_reward.Args(task=tiny.make_task(), **sizes))
