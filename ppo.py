@@ -53,7 +53,7 @@ from machinery.decoding import Decoder
 from machinery.models import Float32Linear, compute_logits, enable_gradient_checkpointing
 from machinery.models import load_lm, load_tokenizer
 from machinery.packing import Packed
-from machinery.rewards import load_gold_reward, load_reward
+from machinery.rewards import load_gold_reward, load_reward, with_columns
 from machinery.runs import Run, check_run
 from train_reward import RewardModel
 from utils import Timer, TokenIds, add_affixes, all_sum, decode, generator, global_mean_and_var
@@ -522,7 +522,7 @@ def main(args: Args) -> None:
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     # Also checks that query and response fit the model; ids: pad, truncate, prefix, suffix.
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    queries = load_queries(task, tokenizer, ids, max_queries=args.total_episodes)  # token ids
+    queries = load_queries(task, tokenizer, ids, args.total_episodes, args.reward_fn, task.gold_fn)
     heldout, queries = queries.hold_out(args.eval_queries)
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score, if the task knows it
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # [B, Q], [B, R] → [B]
@@ -548,13 +548,15 @@ def main(args: Args) -> None:
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
         """Sample and score responses to the held-out queries; the same on every process."""
         rng = generator(args.seed, 0, device)
-        eval_queries = heldout.to(device)
+        eval_queries = heldout[:].to(device)
+        eval_columns = heldout.columns(slice(None))
+        eval_reward, eval_gold_reward = with_columns(eval_columns, reward, gold_reward)
         with distributed.inference(accelerator, policy):
             responses = sample_in_batches(decoder, add_affixes(eval_queries, ids), ids, args, rng)
         rows = [torch.arange(len(eval_queries), device=device)]
-        inputs = policy, ref, reward, eval_queries, responses, rows
+        inputs = policy, ref, eval_reward, eval_queries, responses, rows
         rollout = make_rollout(*inputs, kl_coef, ids, args)
-        metrics = rollout_metrics(rollout, kl_coef, ids.pad, gold_reward)
+        metrics = rollout_metrics(rollout, kl_coef, ids.pad, eval_gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (eval_queries, rollout.truncated))
         run.log_samples(update, *texts, rollout.scores[:4].tolist())
         return {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
@@ -568,13 +570,15 @@ def main(args: Args) -> None:
         timer.start("sample")
         rows = query_rows(len(queries), local_batch_size, update, seed)  # reshuffled every pass
         batch_queries = queries[rows].to(device)  # [B, Q]
+        columns = queries.columns(rows)  # that reward functions name
+        batch_reward, batch_gold_reward = with_columns(columns, reward, gold_reward)
         with distributed.inference(accelerator, policy):  # eval mode, autocast, full weights
             rng = generator(seed, update, device)
             responses = sample_in_batches(decoder, add_affixes(batch_queries, ids), ids, args, rng)
 
         timer.start("score")
         epochs = shuffle(local_batch_size, args, [seed, update], device)
-        inputs = policy, ref, reward, batch_queries, responses, epochs[0]
+        inputs = policy, ref, batch_reward, batch_queries, responses, epochs[0]
         rollout = make_rollout(*inputs, kl_coef, ids, args)
 
         timer.start("optimize")
@@ -608,7 +612,7 @@ def main(args: Args) -> None:
                     stats[f"ppo/{name}/var"] += var / num_steps
 
         seconds = timer.stop()
-        metrics = rollout_metrics(rollout, kl_coef, ids.pad, gold_reward) | stats
+        metrics = rollout_metrics(rollout, kl_coef, ids.pad, batch_gold_reward) | stats
         metrics = mean_over_processes(metrics, device)
         var_explained = 1 - metrics["ppo/val/error"] / max(metrics["ppo/returns/var"], 1e-8)
         metrics["ppo/val/var_explained"] = var_explained

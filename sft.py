@@ -219,7 +219,7 @@ def main(args: Args) -> None:
             f"{args.num_heldout + args.batch_size}"
         )
     heldout, table = table.hold_out(args.num_heldout)
-    heldout = heldout.to(device)
+    heldout = heldout[:].to(device)
 
     torch.manual_seed(args.seed)
     lm = load_lm(task.base_model, from_scratch=True)

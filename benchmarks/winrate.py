@@ -108,7 +108,7 @@ def main(args: Args) -> None:
             texts = read_responses(replace(task, base_model=other), args)
         else:
             texts = sample_responses(replace(task, base_model=model), args)
-        scores.append(call_reward_function(judge, judge_name, texts).numpy())
+        scores.append(call_reward_function(judge, judge_name, texts, {}).numpy())
     rate, low, high = win_rate(*scores, args.seed)
     queries = len(scores[0])
     interval = f"(95%: {low:.1%} to {high:.1%})"

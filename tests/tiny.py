@@ -225,8 +225,11 @@ class Table:
     def __len__(self) -> int:
         return 1000
 
-    def hold_out(self, n: int) -> tuple[Tensor, "Table"]:
-        return self.batches[0][:HELDOUT], self
+    def hold_out(self, n: int) -> tuple["Table", "Table"]:
+        return Table([self.batches[0][:HELDOUT]] * 100), self
+
+    def columns(self, rows: np.ndarray | slice) -> dict[str, list]:
+        return {}
 
     def __getitem__(self, rows: np.ndarray) -> Tensor:
         return self.batches.pop(0)
