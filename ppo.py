@@ -71,6 +71,8 @@ class Args:
     """random seed; process r uses seed + 100003 * r (G6)"""
     total_episodes: PositiveInt = 1_000_000
     """sampled responses of the whole run, rounded up to whole batches"""
+    stop_kl: PositiveFloat | None = None
+    """end the run after the first update whose objective/kl exceeds this"""
     eval_every: PositiveInt = 50
     """updates between evaluations on held-out queries"""
     eval_queries: PositiveInt = 256
@@ -143,6 +145,10 @@ class Args:
     """folder for the policy; default: in the run, and models/<task>/ppo links to it"""
     save_every: PositiveInt | None = None
     """updates between checkpoints; one is also saved on SIGTERM and SIGUSR1"""
+    keep_every: PositiveInt | None = None
+    """also keep the weights after every so many updates; a multiple of eval_every"""
+    keep_best: str | None = None
+    """also keep the weights with the highest value of this metric: eval/scores, ..."""
     resume: str | None = None
     """runs/<name> or `latest`: resume it; pass the same flags as before"""
     track: bool = False
@@ -559,7 +565,9 @@ def main(args: Args) -> None:
         metrics = rollout_metrics(rollout, kl_coef, ids.pad, eval_gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (eval_queries, rollout.truncated))
         run.log_samples(update, *texts, rollout.scores[:4].tolist())
-        return {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
+        metrics = {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
+        run.keep(update, metrics, lm, tokenizer)  # --keep_every, --keep_best
+        return metrics
 
     for update in range(start, num_updates):
         eval_metrics = evaluate(update, kl_coef) if update % args.eval_every == 0 else {}
@@ -622,10 +630,13 @@ def main(args: Args) -> None:
         run.log(update, metrics | seconds | eval_metrics)
 
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)
+        if run.exceeds_stop_kl(metrics["objective/kl"]):
+            break
         run.checkpoint(update + 1, policy, optimizer, kl_coef)  # if one is due
 
-    run.save(lm, tokenizer, value_head=accelerator.unwrap_model(policy).value_head)
-    run.log(num_updates, evaluate(num_updates, kl_coef))
+    value_head = accelerator.unwrap_model(policy).value_head
+    run.save(lm, tokenizer, value_head=value_head)
+    run.log(run.step, evaluate(run.step, kl_coef))
     run.finish()
     distributed.stop(accelerator)
 

@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
 from machinery.cli import InputError
 
 KEPT = 2  # checkpoints of a run: the newest and the one before it
-MAY_CHANGE = ("save_every", "resume", "run_name", "output_dir", "track", "push_to_hub")
+MAY_CHANGE = ("save_every", "keep_every", "resume", "run_name", "output_dir", "track")
+MAY_CHANGE += ("push_to_hub",)
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 

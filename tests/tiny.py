@@ -246,7 +246,7 @@ class FakeRun:
     """In place of `Run`: keeps metrics in memory and calls `after(update, metrics)`."""
 
     def __init__(self, after: Callable | None = None):
-        self.after, self.metrics, self.main = after, [], True
+        self.after, self.metrics, self.main, self.step = after, [], True, 0
         self.model = self.optimizer = None
 
     def __call__(self, *args: Any) -> "FakeRun":
@@ -258,6 +258,7 @@ class FakeRun:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.metrics.append(metrics)
+        self.step = step + 1
         if self.after:
             self.after(step, metrics)
 
