@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import signal
 from dataclasses import replace
 from pathlib import Path
