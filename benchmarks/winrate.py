@@ -54,11 +54,14 @@ class Args:
     """random seed of samples and bootstrap"""
 
 
-def sample_responses(task: Task, args: Args) -> tuple[list[str], list[str]]:
-    """Held-out queries and the responses of the policy `task.base_model`, as texts."""
+def sample_responses(
+    task: Task, args: Args, scorer: str | None
+) -> tuple[list[str], list[str], dict[str, list]]:
+    """Held-out queries, responses of the policy `task.base_model`, columns that `scorer` names."""
     tokenizer, ids = load_tokenizer(task, task.response_length)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    queries = load_queries(task, tokenizer, ids, args.queries)[: args.queries].to(device)
+    table = load_queries(task, tokenizer, ids, args.queries, None, scorer)
+    queries, columns = table[: args.queries].to(device), table.columns(slice(args.queries))
     lm = load_lm(task.base_model).to(device).eval()
     decoder = Decoder(lm, task.response_length)
     settings = ppo.Args(task=task, rollout_batch_size=args.batch_size)
@@ -66,23 +69,22 @@ def sample_responses(task: Task, args: Args) -> tuple[list[str], list[str]]:
     contexts = add_affixes(queries, ids)
     responses = ppo.sample_in_batches(decoder, contexts, ids, settings, rng)
     responses, _ = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
-    return decode(tokenizer, queries, ids.pad), decode(tokenizer, responses, ids.pad)
+    return decode(tokenizer, queries, ids.pad), decode(tokenizer, responses, ids.pad), columns
 
 
-def read_responses(task: Task, args: Args) -> tuple[list[str], list[str]]:
+def read_responses(task: Task, args: Args) -> tuple[list[str], list[str], dict[str, list]]:
     """The same queries, for the tokenizer of `task.base_model`, with the dataset's responses."""
     tokenizer, _ = load_tokenizer(task, task.response_length)
     rows = load_texts(task, task.query_column, task.response_column)
     rows = rows.select(np.random.default_rng(0).permutation(len(rows)))  # as in load_queries
-    queries, responses = [], []
+    used = []
     for row in rows:
-        query = row[task.query_column]
-        if tokenize_queries([query], task, tokenizer)[0]:
-            queries.append(query)
-            responses.append(row[task.response_column])
-        if len(queries) == args.queries:
+        if tokenize_queries([row[task.query_column]], task, tokenizer)[0]:
+            used.append(row)
+        if len(used) == args.queries:
             break
-    return queries, responses
+    columns = {name: [row[name] for row in used] for name in rows.column_names}
+    return columns[task.query_column], columns[task.response_column], columns
 
 
 def win_rate(a: np.ndarray, b: np.ndarray, seed: int) -> tuple[float, float, float]:
@@ -130,12 +132,13 @@ def main(args: Args) -> None:
     scores, responses = [], []
     for model, other in ((args.a, args.b), (args.b, args.a)):
         if model == "data":
-            texts = read_responses(replace(task, base_model=other), args)
+            *texts, columns = read_responses(replace(task, base_model=other), args)
         else:
-            texts = sample_responses(replace(task, base_model=model), args)
+            scorer = None if in_pairs else judge_name
+            *texts, columns = sample_responses(replace(task, base_model=model), args, scorer)
         responses.append(texts[1])
         if not in_pairs:
-            scores.append(call_reward_function(judge, judge_name, texts, {}).numpy())
+            scores.append(call_reward_function(judge, judge_name, texts, columns).numpy())
     queries = len(texts[0])
     if in_pairs:
         wins, agreement = ask_in_both_orders(judge, judge_name, texts[0], *responses)

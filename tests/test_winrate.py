@@ -38,7 +38,8 @@ def test_policies_and_the_data_are_compared_on_the_same_queries(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "judge.py").write_text(
         "seen = []\n\n"
-        "def judge(queries, responses):\n"
+        "def judge(queries, responses, prompt):\n"
+        "    assert all(p.startswith(q) for p, q in zip(prompt, queries))\n"
         "    seen.append(queries)\n"
         "    assert seen[0] == queries\n"
         "    return [r.startswith((' Anna saw', ' Ben saw')) for r in responses]\n"
