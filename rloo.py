@@ -54,7 +54,7 @@ from machinery.decoding import Decoder
 from machinery.models import compute_logits, enable_gradient_checkpointing, load_lm
 from machinery.models import load_tokenizer
 from machinery.packing import Packed
-from machinery.rewards import load_gold_reward, load_reward
+from machinery.rewards import load_gold_reward, load_reward, with_columns
 from machinery.runs import Run, check_run
 from train_reward import RewardModel
 from utils import Timer, TokenIds, add_affixes, all_sum, decode, generator, global_mean_and_var
@@ -72,6 +72,8 @@ class Args:
     """random seed; process r uses seed + 100003 * r (G6)"""
     total_episodes: PositiveInt = 1_000_000
     """sampled responses of the whole run, rounded up to whole batches"""
+    stop_kl: PositiveFloat | None = None
+    """end the run after the first update whose objective/kl exceeds this"""
     eval_every: PositiveInt = 50
     """updates between evaluations on held-out queries"""
     eval_queries: PositiveInt = 256
@@ -136,6 +138,10 @@ class Args:
     """folder for the policy; default: in the run, and models/<task>/rloo links to it"""
     save_every: PositiveInt | None = None
     """updates between checkpoints; one is also saved on SIGTERM and SIGUSR1"""
+    keep_every: PositiveInt | None = None
+    """also keep the weights after every so many updates; a multiple of eval_every"""
+    keep_best: str | None = None
+    """also keep the weights with the highest value of this metric: eval/scores, ..."""
     resume: str | None = None
     """runs/<name> or `latest`: resume it; pass the same flags as before"""
     track: bool = False
@@ -485,7 +491,7 @@ def main(args: Args) -> None:
     # Also checks that query and response fit the model; ids: pad, truncate, prefix, suffix.
     tokenizer, ids = load_tokenizer(task, task.response_length)
     max_queries = args.total_episodes // args.rloo_k
-    queries = load_queries(task, tokenizer, ids, max_queries)  # token ids
+    queries = load_queries(task, tokenizer, ids, max_queries, args.reward_fn, task.gold_fn)
     heldout, queries = queries.hold_out(args.eval_queries)
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score, if the task knows it
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # [B, Q], [B, R] → [B]
@@ -511,16 +517,19 @@ def main(args: Args) -> None:
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
         """Sample and score responses to the held-out queries; the same on every process."""
         rng = generator(args.seed, 0, device)
-        eval_queries = heldout.to(device)
+        eval_queries = heldout[:].to(device)
+        eval_reward, eval_gold = with_columns(heldout.columns(), reward, gold_reward)
         with distributed.inference(accelerator, policy):
             responses = sample_in_batches(decoder, add_affixes(eval_queries, ids), ids, args, rng)
         rows = [torch.arange(len(eval_queries), device=device)]
-        inputs = policy, ref, reward, eval_queries, responses, rows
+        inputs = policy, ref, eval_reward, eval_queries, responses, rows
         rollout = make_rollout(*inputs, kl_coef, ids, args)
-        metrics = rollout_metrics(rollout, kl_coef, ids.pad, gold_reward)
+        metrics = rollout_metrics(rollout, kl_coef, ids.pad, eval_gold)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (eval_queries, rollout.truncated))
         run.log_samples(update, texts, rollout.scores[:4].tolist())
-        return {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
+        metrics = {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
+        run.keep(update, metrics, lm, tokenizer)  # --keep_every, --keep_best
+        return metrics
 
     for update in range(start, num_updates):
         eval_metrics = evaluate(update, kl_coef) if update % args.eval_every == 0 else {}
@@ -532,13 +541,15 @@ def main(args: Args) -> None:
         num_queries = local_batch_size // args.rloo_k
         rows = query_rows(len(queries), num_queries, update, seed)  # reshuffled every pass
         batch_queries = queries[rows].to(device).repeat(args.rloo_k, 1)  # [K * P, Q]
+        columns = queries.columns(np.tile(rows, args.rloo_k))  # that reward functions name
+        batch_reward, batch_gold = with_columns(columns, reward, gold_reward)
         with distributed.inference(accelerator, policy):  # eval mode, autocast, full weights
             rng = generator(seed, update, device)
             responses = sample_in_batches(decoder, add_affixes(batch_queries, ids), ids, args, rng)
 
         timer.start("score")
         epochs = shuffle(local_batch_size, args, [seed, update], device)
-        inputs = policy, ref, reward, batch_queries, responses, epochs[0]
+        inputs = policy, ref, batch_reward, batch_queries, responses, epochs[0]
         rollout = make_rollout(*inputs, kl_coef, ids, args)
         all_advantages = compute_advantages(rollout.rewards, args)  # [B]
 
@@ -568,7 +579,7 @@ def main(args: Args) -> None:
                 optimizer.zero_grad()
 
         seconds = timer.stop()
-        metrics = rollout_metrics(rollout, kl_coef, ids.pad, gold_reward)
+        metrics = rollout_metrics(rollout, kl_coef, ids.pad, batch_gold)
         metrics |= {name: torch.stack(parts).sum() / num_steps for name, parts in stats.items()}
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         metrics = mean_over_processes(metrics, device)
@@ -578,10 +589,12 @@ def main(args: Args) -> None:
         run.log(update, metrics | seconds | eval_metrics)
 
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)
+        if run.exceeds_stop_kl(metrics["objective/kl"]):
+            break
         run.checkpoint(update + 1, policy, optimizer, kl_coef)  # if one is due
 
     run.save(lm, tokenizer)
-    run.log(num_updates, evaluate(num_updates, kl_coef))
+    run.log(run.step, evaluate(run.step, kl_coef))
     run.finish()
     distributed.stop(accelerator)
 

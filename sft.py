@@ -221,8 +221,8 @@ def main(args: Args) -> None:
             f"{table.length} tokens; num_heldout={args.num_heldout} and one batch need "
             f"{args.num_heldout + args.batch_size}"
         )
-    heldout, table = table.hold_out(args.num_heldout)
-    heldout = heldout.to(device)
+    heldout_table, table = table.hold_out(args.num_heldout)
+    heldout = heldout_table[:].to(device)
 
     torch.manual_seed(args.seed)
     lm = load_lm(task.base_model, from_scratch=True)

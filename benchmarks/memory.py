@@ -152,6 +152,9 @@ class Recorder:
     def hold_out(self, n: int) -> tuple[None, "Recorder"]:
         return None, self
 
+    def columns(self, rows: Any) -> dict[str, list]:
+        return {}
+
     def restore(self, policy: Any, optimizer: Any, kl_coef: float) -> tuple[int, float]:
         return 1, kl_coef  # update 0 would begin with an evaluation
 

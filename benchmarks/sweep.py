@@ -167,7 +167,7 @@ def heldout(args: Any) -> tuple[Tensor, Any, Callable, Callable]:
     queries, _ = queries.hold_out(args.eval_queries)
     inputs = args, train_reward.RewardModel, tokenizer, ids, Accelerator(cpu=True)
     gold_reward = rewards.load_gold_reward(task, tokenizer, ids)
-    return queries, ids, rewards.load_reward(*inputs), gold_reward
+    return queries[:], ids, rewards.load_reward(*inputs), gold_reward
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:

@@ -6,12 +6,16 @@
 A and B are folders or hub names of models, or `data`: the dataset's own responses
 (`response_column`). Both respond to the same queries with the same random numbers. The judge is a
 function of (queries, responses) that returns numbers, higher for better responses; by default it is
-the task's true score (`gold_fn`). Ties count half. The interval is a paired bootstrap over queries.
+the task's true score (`gold_fn`). Or it is one of (queries, a, b) that returns the probability that
+a is better: it is asked in both orders, and the two are averaged. Ties count half. The interval is a
+paired bootstrap over queries.
 """
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +28,7 @@ from data.tasks import TASKS, Task  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.data import load_queries, load_texts, tokenize_queries  # noqa: E402
 from machinery.decoding import Decoder  # noqa: E402
-from machinery.functions import load_function  # noqa: E402
+from machinery.functions import load_function, signature_of  # noqa: E402
 from machinery.models import load_lm, load_tokenizer  # noqa: E402
 from machinery.rewards import call_reward_function  # noqa: E402
 from utils import add_affixes, decode, generator, truncate  # noqa: E402
@@ -41,7 +45,7 @@ class Args:
     task: str = "synthetic"
     """task with the queries, lengths and temperature"""
     judge: str | None = None
-    """module:function or path.py:function that scores texts; None: the task's gold_fn"""
+    """module:function or path.py:function, see above; None: the task's gold_fn"""
     query_dataset: str | None = None
     """other queries than the task's, such as trl-lib/tldr@validation"""
     queries: int = 256
@@ -50,11 +54,14 @@ class Args:
     """random seed of samples and bootstrap"""
 
 
-def sample_responses(task: Task, args: Args) -> tuple[list[str], list[str]]:
-    """Held-out queries and the responses of the policy `task.base_model`, as texts."""
+def sample_responses(
+    task: Task, args: Args, scorer: str | None
+) -> tuple[list[str], list[str], dict[str, list]]:
+    """Held-out queries, responses of the policy `task.base_model`, columns that `scorer` names."""
     tokenizer, ids = load_tokenizer(task, task.response_length)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    queries = load_queries(task, tokenizer, ids, args.queries)[: args.queries].to(device)
+    table = load_queries(task, tokenizer, ids, args.queries, None, scorer)
+    queries, columns = table[: args.queries].to(device), table.columns(slice(args.queries))
     lm = load_lm(task.base_model).to(device).eval()
     decoder = Decoder(lm, task.response_length)
     settings = ppo.Args(task=task, rollout_batch_size=64)
@@ -62,15 +69,15 @@ def sample_responses(task: Task, args: Args) -> tuple[list[str], list[str]]:
     contexts = add_affixes(queries, ids)
     responses = ppo.sample_in_batches(decoder, contexts, ids, settings, rng)
     responses, _ = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
-    return decode(tokenizer, queries, ids.pad), decode(tokenizer, responses, ids.pad)
+    return decode(tokenizer, queries, ids.pad), decode(tokenizer, responses, ids.pad), columns
 
 
-def read_responses(task: Task, args: Args) -> tuple[list[str], list[str]]:
+def read_responses(task: Task, args: Args) -> tuple[list[str], list[str], dict[str, list]]:
     """The same queries, for the tokenizer of `task.base_model`, with the dataset's responses."""
     tokenizer, _ = load_tokenizer(task, task.response_length)
     rows = load_texts(task, task.query_column, task.response_column, tokenizer=tokenizer)
     rows = rows.select(np.random.default_rng(0).permutation(len(rows)))  # as in load_queries
-    queries, responses = [], []
+    used = []
     for row in rows:
         query, response = row[task.query_column], row[task.response_column]
         tokens = tokenize_queries([query], task, tokenizer)[0]
@@ -78,21 +85,41 @@ def read_responses(task: Task, args: Args) -> tuple[list[str], list[str]]:
             if isinstance(query, list):  # messages: as `decode` shows them to the judge
                 query = tokenizer.decode(tokens, skip_special_tokens=True)
                 response = response[-1]["content"] if response else ""
-            queries.append(query)
-            responses.append(response)
-        if len(queries) == args.queries:
+            used.append({**row, task.query_column: query, task.response_column: response})
+        if len(used) == args.queries:
             break
-    return queries, responses
+    columns = {name: [row[name] for row in used] for name in rows.column_names}
+    return columns[task.query_column], columns[task.response_column], columns
 
 
-def win_rate(
-    a: np.ndarray, b: np.ndarray, seed: int, draws: int = 10_000
-) -> tuple[float, float, float]:
+def win_rate(a: np.ndarray, b: np.ndarray, seed: int) -> tuple[float, float, float]:
     """The share of queries where a's score [N] is above b's, with its 95% interval."""
-    wins = (a > b) + 0.5 * (a == b)
+    return mean_and_interval((a > b) + 0.5 * (a == b), seed)
+
+
+def mean_and_interval(
+    wins: np.ndarray, seed: int, draws: int = 10_000
+) -> tuple[float, float, float]:
+    """The mean of N queries with its 95% interval."""
     rows = np.random.default_rng(seed).integers(len(wins), size=(draws, len(wins)))
     low, high = np.quantile(wins[rows].mean(axis=1), [0.025, 0.975])
     return float(wins.mean()), float(low), float(high)
+
+
+def ask_in_both_orders(
+    judge: Callable, name: str, queries: list[str], a: list[str], b: list[str]
+) -> tuple[np.ndarray, float]:
+    """The probability that a is better [N], and how often both orders have the same preference."""
+    orders = []
+    for first, second in ((a, b), (b, a)):
+        ask = partial(judge, queries)  # with two further lists
+        found = call_reward_function(ask, name, [first, second], {}).double().numpy()
+        if ((found < 0) | (found > 1)).any():
+            raise cli.RunError(f"{name} returned {found}; probabilities are between 0 and 1")
+        orders.append(found)
+    forward, backward = orders[0], 1 - orders[1]
+    agree = np.sign(forward - 0.5) == np.sign(backward - 0.5)
+    return (forward + backward) / 2, float(agree.mean())
 
 
 def main(args: Args) -> None:
@@ -107,19 +134,29 @@ def main(args: Args) -> None:
     if "data" in (args.a, args.b) and task.response_column is None:
         raise cli.InputError(f"task {args.task} has no responses of its own (response_column)")
     judge = load_function(judge_name)
-    scores = []
+    in_pairs = list(signature_of(judge).parameters)[1:3] == ["a", "b"]
+    scores, responses = [], []
     for model, other in ((args.a, args.b), (args.b, args.a)):
         if model == "data":
-            texts = read_responses(replace(task, base_model=other), args)
+            *texts, columns = read_responses(replace(task, base_model=other), args)
         else:
-            texts = sample_responses(replace(task, base_model=model), args)
-        scores.append(call_reward_function(judge, judge_name, texts).numpy())
-    rate, low, high = win_rate(*scores, args.seed)
-    queries = len(scores[0])
+            scorer = None if in_pairs else judge_name
+            *texts, columns = sample_responses(replace(task, base_model=model), args, scorer)
+        responses.append(texts[1])
+        if not in_pairs:
+            scores.append(call_reward_function(judge, judge_name, texts, columns).numpy())
+    queries = len(texts[0])
+    if in_pairs:
+        wins, agreement = ask_in_both_orders(judge, judge_name, texts[0], *responses)
+        rate, low, high = mean_and_interval(wins, args.seed)
+        print(f"both orders of the judge agree on {agreement:.1%} of the queries")
+        more = {"agreement": agreement}
+    else:
+        rate, low, high = win_rate(*scores, args.seed)
+        more = {"mean_a": float(scores[0].mean()), "mean_b": float(scores[1].mean())}
     interval = f"(95%: {low:.1%} to {high:.1%})"
     print(f"{args.a} beats {args.b} on {rate:.1%} of {queries} held-out queries {interval}")
-    means = {"mean_a": float(scores[0].mean()), "mean_b": float(scores[1].mean())}
-    print(json.dumps({"win_rate": rate, "low": low, "high": high, "queries": queries} | means))
+    print(json.dumps({"win_rate": rate, "low": low, "high": high, "queries": queries} | more))
 
 
 if __name__ == "__main__":

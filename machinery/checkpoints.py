@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from machinery.cli import InputError
 
 KEPT = 2  # checkpoints of a run: the newest and the one before it
-MAY_CHANGE = ("save_every", "resume", "run_name", "output_dir", "track", "push_to_hub")
+MAY_CHANGE = (
+    "save_every",
+    "keep_every",
+    "resume",
+    "run_name",
+    "output_dir",
+    "track",
+    "push_to_hub",
+)
 FULL: dict[str, Any] = dict(full_state_dict=True, cpu_offload=True)
 
 

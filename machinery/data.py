@@ -16,7 +16,7 @@ from torch import Tensor
 from data.tasks import Task
 from machinery import chat
 from machinery.cli import InputError, say
-from machinery.functions import load_function
+from machinery.functions import load_function, names_taken, signature_of
 from utils import TokenIds, pad_left
 
 if TYPE_CHECKING:
@@ -52,8 +52,10 @@ def load_texts(task: Task, *columns: str, tokenizer: Any = None) -> "datasets.Da
     return rows
 
 
-def holds_messages(rows: datasets.Dataset, column: str) -> bool:
+def holds_messages(rows: "datasets.Dataset", column: str) -> bool:
     """Whether a column holds lists of messages. `Json` is the type of messages that differ."""
+    import datasets
+
     feature = rows.features[column]
     is_list = isinstance(feature, (datasets.List, datasets.LargeList))
     return is_list and not isinstance(feature.feature, datasets.Value)
@@ -62,13 +64,20 @@ def holds_messages(rows: datasets.Dataset, column: str) -> bool:
 class TokenTable:
     """Token sequences in a memory-mapped file that the processes of a machine share.
 
-    `table[rows]` → [B, length], padded on the left (G2).
+    `table[rows]` → [B, length], padded on the left (G2). `extra` are other columns of the same rows.
     """
 
-    def __init__(self, rows: "datasets.Dataset", length: int, pad_id: int):
+    def __init__(
+        self,
+        rows: "datasets.Dataset",
+        length: int,
+        pad_id: int,
+        extra: "datasets.Dataset | None" = None,
+    ):
         self.rows = rows
         self.length = length
         self.pad_id = pad_id
+        self.extra = extra
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -76,14 +85,29 @@ class TokenTable:
     def __getitem__(self, rows: np.ndarray | slice) -> Tensor:
         return pad_left(self.rows[rows]["tokens"], self.length, self.pad_id)
 
-    def hold_out(self, n: int) -> tuple[Tensor, "TokenTable"]:
-        """The first `n` sequences [n, length], and a table without them and their duplicates."""
+    def columns(self, rows: np.ndarray | slice = slice(None)) -> dict[str, list]:
+        """The values of the columns that reward functions name: column → a list of B values."""
+        return self.extra[rows] if self.extra is not None else {}
+
+    def select(self, rows: list[int] | np.ndarray) -> "TokenTable":
+        """A table of these rows."""
+        extra = self.extra.select(rows) if self.extra is not None else None
+        return TokenTable(self.rows.select(rows), self.length, self.pad_id, extra)
+
+    def nonempty(self) -> np.ndarray:
+        """The rows that have tokens."""
+        import pyarrow.compute
+
+        return np.flatnonzero(pyarrow.compute.list_value_length(self.rows.data.column("tokens")))
+
+    def hold_out(self, n: int) -> tuple["TokenTable", "TokenTable"]:
+        """A table of the first `n` sequences, and one without them and their duplicates."""
         held_out = {tuple(tokens) for tokens in self.rows[:n]["tokens"]}
         sequences = (tokens for batch in self.rows.iter(1000) for tokens in batch["tokens"])
         rest = [i for i, tokens in enumerate(sequences) if tuple(tokens) not in held_out]
         if not rest:
             raise InputError(f"holding out {n} of {len(self)} sequences leaves none for training")
-        return self[:n], TokenTable(self.rows.select(rest), self.length, self.pad_id)
+        return self.select(list(range(n))), self.select(rest)
 
 
 def tokenize_rows(
@@ -231,33 +255,73 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     return queries
 
 
-def load_queries(task: Task, tokenizer: Any, ids: TokenIds, max_queries: int) -> TokenTable:
+def wanted_columns(
+    reward_fn: str | None, gold_fn: str | None, task: Task, columns: list[str]
+) -> list[str]:
+    """The columns of the query data set that the reward functions take, by parameter name.
+
+    `scores` are the reward model's, never a column. Raises `InputError` for a missing column.
+    """
+    columns = [name for name in columns if name != "scores"]
+    wanted: list[str] = []
+    for flag, name, known in (
+        ("reward_fn", reward_fn, [*columns, "scores"]),
+        ("gold_fn", gold_fn, columns),
+    ):
+        if name:
+            function = load_function(name)
+            taken = names_taken(function, known)
+            try:
+                signature_of(function).bind(None, None, **dict.fromkeys(taken))
+            except TypeError as error:
+                raise InputError(
+                    f"--{flag} {name} cannot be called with (queries, responses): {error}; "
+                    f"--query_dataset {task.query_dataset} has the columns {', '.join(columns)}"
+                ) from error
+            wanted += taken
+    return [name for name in columns if name in wanted]
+
+
+def load_queries(
+    task: Task,
+    tokenizer: Any,
+    ids: TokenIds,
+    max_queries: int,
+    reward_fn: str | None = None,
+    gold_fn: str | None = None,
+) -> TokenTable:
     """The table of queries [N, Q] (G2), of a random sample of texts if there are many.
 
-    `max_queries` are as many as the run can use. Raises `InputError` if no text gives a query.
+    `max_queries` are as many as the run can use. The table keeps the columns that the reward
+    functions name. Raises `InputError` if one is missing, or if no text gives a query.
     """
     texts = load_texts(task, task.query_column, tokenizer=tokenizer)
+    wanted = wanted_columns(reward_fn, gold_fn, task, texts.column_names)
     order = np.random.default_rng(0).permutation(len(texts))
     texts = texts.select(order[: max(max_queries, SMALL_TABLE)])
     single_token(tokenizer, task.start_text, "--start_text")
 
     def queries(batch: dict[str, list]) -> list[list[int]]:
-        return [ids for ids in tokenize_queries(batch[task.query_column], task, tokenizer) if ids]
+        found = tokenize_queries(batch[task.query_column], task, tokenizer)
+        return [ids or [] for ids in found]  # one for each row: columns stay beside their queries
 
     cut = task.keep_last_line, task.start_text, task.end_text
     settings = task.query_column, *cut, cleaning_key(task)
     table = tokenize_rows(texts, queries, task.query_length, tokenizer, ids.pad, *settings)
-    if not len(table):
+    kept = table.nonempty()
+    if not len(kept):
         raise InputError(
             f"--query_dataset {task.query_dataset} gives no query: all {len(texts)} texts are "
             f"blank, lack start_text={task.start_text!r} or end_text={task.end_text!r}, or are "
             f"messages whose last turn is longer than query_length={task.query_length}"
         )
+    table.extra = texts.select_columns(wanted) if wanted else None
+    table = table.select(kept)
     say_skipped(table, texts, task)
     return table
 
 
-def say_skipped(table: TokenTable, rows: datasets.Dataset, task: Task) -> None:
+def say_skipped(table: TokenTable, rows: "datasets.Dataset", task: Task) -> None:
     """Print how many lists of messages gave no sequence."""
     if holds_messages(rows, task.query_column) and len(table) < len(rows):
         skipped = f"skipped {len(rows) - len(table)} of {len(rows)} rows: blank or too long"

@@ -3,10 +3,12 @@
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from machinery.cli import InputError, RunError
@@ -30,6 +32,24 @@ def load_function(name: str) -> Callable:
     if not callable(function):
         raise InputError(f"{name!r}: {source} has no function {attribute}")
     return function
+
+
+def signature_of(function: Callable) -> inspect.Signature:
+    """The signature of a reward function; (queries, responses) for builtins that have none."""
+    try:
+        return inspect.signature(function)
+    except ValueError:
+        return inspect.signature(lambda queries, responses: None)
+
+
+def names_taken(function: Callable, names: Iterable[str]) -> list[str]:
+    """Those of `names` that a function of (queries, responses) takes as further arguments."""
+    signature, taken = signature_of(function), []
+    for name in names:
+        with suppress(TypeError):
+            signature.bind_partial(None, None, **{name: None})
+            taken.append(name)
+    return taken
 
 
 def import_module(name: str) -> Any:

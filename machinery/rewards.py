@@ -3,8 +3,8 @@
 Shapes: `B` sequences, `Q` query tokens, `R` response tokens, `T` tokens.
 """
 
-import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data.tasks import Task
 from machinery.cli import InputError, RunError
-from machinery.functions import call_function, load_function
+from machinery.functions import call_function, load_function, names_taken, signature_of
 from machinery.hub import check_weights, loading_model, looks_local
 from machinery.models import disable_dropout
 from utils import TokenIds, decode, micro_batches, pad_left
@@ -147,15 +147,18 @@ def score_in_parts(model: Any, tokens: Tensor, max_tokens: int) -> Tensor:
 
 
 def call_reward_function(
-    function: Callable, name: str, texts: list[list[str]], scores: list[float] | None = None
+    function: Callable, name: str, texts: list[list[str]], columns: dict[str, list]
 ) -> Tensor:
-    """Call a function of (queries, responses) or (queries, responses, scores) → [B].
+    """Call a function of (queries, responses) → [B], with the columns that it names.
 
     Raises `RunError` unless it returns one finite number for each response.
     """
     queries, responses = texts
-    args = (queries, responses) if scores is None else (queries, responses, scores)
-    returned = call_function(function, name, *args)
+    for column, values in columns.items():
+        if len(values) != len(queries):
+            raise RunError(f"{len(values)} values of {column!r} for {len(queries)} responses")
+    further = {column: columns[column] for column in names_taken(function, columns)}
+    returned = call_function(function, name, queries, responses, **further)
     wanted = f"it has to return one finite number for each of {len(queries)} responses"
     try:
         result = torch.as_tensor(returned, dtype=torch.float32)
@@ -174,25 +177,20 @@ def load_gold_reward(task: Task, tokenizer: Any, ids: TokenIds) -> Callable | No
     return text_scorer(task.gold_fn, tokenizer, ids.pad) if task.gold_fn else None
 
 
-def text_scorer(name: str, tokenizer: Any, pad_id: int) -> Callable[[Tensor, Tensor], Tensor]:
+def text_scorer(name: str, tokenizer: Any, pad_id: int) -> Callable[..., Tensor]:
     """Return a user's function of texts as a function of (queries, responses) → [B]."""
     function = load_function(name)
 
-    def score(queries: Tensor, responses: Tensor) -> Tensor:
+    def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
         texts = [decode(tokenizer, tokens, pad_id) for tokens in (queries, responses)]
-        return call_reward_function(function, name, texts).to(queries.device)
+        return call_reward_function(function, name, texts, columns or {}).to(queries.device)
 
     return score
 
 
-def wants_scores(function: Callable) -> bool:
-    """Whether a reward function has a third required parameter: the reward model's scores."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # some builtins have no signature
-        return False
-    required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    return len(required) > 2
+def with_columns(columns: dict[str, list], *rewards: Callable | None) -> list[Any]:
+    """Reward functions, or None, of queries with these columns of the data set, row by row."""
+    return [partial(x, columns=columns) if x and columns else x for x in rewards]
 
 
 def load_reward(
@@ -200,25 +198,23 @@ def load_reward(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the reward as a function of (queries [B, Q], responses [B, R]) → scores [B].
 
-    It is the reward model's (of class `cls`), or `--reward_fn`'s; a reward function with a third
-    parameter gets the reward model's scores there.
+    It is the reward model's (of class `cls`), or `--reward_fn`'s; a reward function with a
+    parameter `scores` gets the reward model's. `with_columns` adds columns of the data set.
     """
-    function = load_function(args.reward_fn) if args.reward_fn else None
-    if function and not wants_scores(function):
-        return text_scorer(args.reward_fn, tokenizer, ids.pad)
+    of_texts = text_scorer(args.reward_fn, tokenizer, ids.pad) if args.reward_fn else None
+    if of_texts and "scores" not in signature_of(load_function(args.reward_fn)).parameters:
+        return of_texts
     folder = args.reward_model or f"models/{args.task.task}/train_reward"
     model = load_reward_model(cls, folder, f"python train_reward.py --task {args.task.task}")
     model = model.to(accelerator.device).requires_grad_(False)
     own_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     read = reward_input(model, own_tokenizer, tokenizer, ids.pad)
 
-    def score(queries: Tensor, responses: Tensor) -> Tensor:
+    def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
         with accelerator.autocast():
             scores = score_in_parts(model, read(queries, responses), args.micro_batch_tokens)
-        if function is None:
+        if of_texts is None:
             return scores
-        texts = [decode(tokenizer, tokens, ids.pad) for tokens in (queries, responses)]
-        result = call_reward_function(function, args.reward_fn, texts, scores.tolist())
-        return result.to(queries.device)
+        return of_texts(queries, responses, (columns or {}) | {"scores": scores.tolist()})
 
     return score

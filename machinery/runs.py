@@ -5,6 +5,7 @@ import html
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import nn
 
+from data.tasks import Task
 from machinery import artifacts, checkpoints, hub
-from machinery.cli import InputError, RunError
+from machinery.cli import InputError, RunError, check_divisible
 from machinery.distributed import stop
 from machinery.plots import plot_run
 from utils import all_max
@@ -47,6 +50,19 @@ def check_run(args: Any, script: Path, processes: int) -> None:
         checkpoints.check_same_run(args, processes, checkpoint.parents[1])
     if args.push_to_hub:
         hub.check_token(args.push_to_hub)
+    if getattr(args, "keep_every", None):
+        check_divisible("keep_every", args.keep_every, args.eval_every, "eval_every")
+    if getattr(args, "keep_best", None):
+        names = eval_metrics(args.task, script)
+        if args.keep_best not in names:
+            raise InputError(f"--keep_best {args.keep_best} is unknown; choose {', '.join(names)}")
+
+
+def eval_metrics(task: Task, script: Path) -> list[str]:
+    """The metrics of an evaluation: those of `rollout_metrics` in the script's source."""
+    source = script.read_text().partition("def rollout_metrics(")[2].partition("\n\n\n")[0]
+    names = dict.fromkeys(re.findall(r'"objective/(\w+)"', source))
+    return [f"eval/{name}" for name in names if name != "gold_score" or task.gold_fn]
 
 
 def models_link(args: Any, script: Path) -> Path:
@@ -183,6 +199,38 @@ class Run:
             self.close()
             stop(self.accelerator)
             sys.exit(143)
+
+    def keep(self, update: int, metrics: dict[str, float], model: Any, tokenizer: Any) -> None:
+        """Save weights as keep_<update>/ (`--keep_every`) and best/ (`--keep_best`) in the run.
+
+        `metrics` are an evaluation of these weights. All processes have to call this.
+        """
+        every, metric = self.args.keep_every, self.args.keep_best
+        due = bool(every) and update > 0 and update % every == 0
+        best = self.folder / "best" if self.main else Path()
+        better = self.main and metric and metrics[metric] > artifacts.best_value(best, metric)
+        wanted = torch.tensor([due, bool(better)], device=self.accelerator.device)
+        due, better = all_max(wanted.int()).tolist()  # the main process decides
+        if not (due or better):
+            return
+        state = checkpoints.full_weights(model)
+        save = partial(artifacts.save_model, model, tokenizer, weights=state, heads={})
+        if self.main and due:
+            folder = self.folder / f"keep_{update}"
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed and resumed
+            save(folder)
+        if self.main and better:
+            artifacts.replace_best(best, {"step": update, **metrics}, save)
+        self.accelerator.wait_for_everyone()
+
+    def exceeds_stop_kl(self, kl: float) -> bool:
+        """Whether the KL to the reference exceeds `--stop_kl`; then this update is the last one."""
+        if self.args.stop_kl is None or kl <= self.args.stop_kl:
+            return False
+        if self.main:
+            print(f"objective/kl {kl:.3g} exceeds stop_kl: {self.step} of {self.total} updates")
+        self.total = self.step
+        return True
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of one update. Raises `RunError` for a loss that is not finite."""

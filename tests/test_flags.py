@@ -69,6 +69,9 @@ BY_FILE = {  # the other flags, and where they are tested
     "run_name": "test_runs.py",
     "output_dir": "test_runs.py",
     "save_every": "test_resume.py",
+    "keep_every": "test_keep.py",
+    "keep_best": "test_keep.py",
+    "stop_kl": "test_keep.py",
     "resume": "test_resume.py",
     "track": "test_hub.py",
     "push_to_hub": "test_hub.py",
@@ -127,7 +130,7 @@ def test_the_same_flags_give_the_same_run(results):
 
 
 OFF = dict(kl_estimator="k1", clip_score=None, max_grad_norm=None, anneal_lr=True)
-OFF |= dict(gradient_checkpointing=False)
+OFF |= dict(gradient_checkpointing=False, stop_kl=None, keep_every=None, keep_best=None)
 OFF |= dict(save_every=None, resume=None, track=False, push_to_hub=None, reward_fn=None)
 
 

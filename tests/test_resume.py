@@ -510,7 +510,7 @@ def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(script
     record = asdict(args) | dict(processes=1, mixed_precision="no")
     (run / "args.json").write_text(json.dumps(record))
     checkpoints.check_same_run(args, 1, run)
-    free = {"save_every", "resume", "run_name", "output_dir", "track", "push_to_hub"}
+    free = {"save_every", "keep_every", "resume", "run_name", "output_dir", "track", "push_to_hub"}
     owners = [(args, field) for field in fields(args) if field.name != "task"]
     owners += [(args.task, field) for field in fields(args.task)]
     for owner, field in owners:

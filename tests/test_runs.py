@@ -25,7 +25,7 @@ import ppo
 import sft
 import train_reward
 from data import tasks
-from machinery import artifacts, cli, models, rewards, runs
+from machinery import artifacts, cli, functions, models, rewards, runs
 from machinery.cli import InputError, RunError
 
 pytestmark = pytest.mark.usefixtures("accelerator")
@@ -379,7 +379,7 @@ def load_reward(**flags: Any) -> Any:
     return rewards.load_reward(args, train_reward.RewardModel, *rest), ids
 
 
-def test_a_reward_function_with_a_third_argument_gets_the_reward_models_scores(reward_folder):
+def test_a_reward_function_with_an_argument_scores_gets_the_reward_models(reward_folder):
     queries = tiny.make_contexts([8, 3, 1, 5], 8, vocab=tiny.WORDS)
     responses = tiny.make_contexts([5, 5, 5, 5], 5, seed=1, vocab=tiny.WORDS)
     responses[1, 1:], responses[2, 3:] = tiny.WORDS, tiny.WORDS  # padding
@@ -412,15 +412,16 @@ class Scorer:
 
 
 @pytest.mark.parametrize(
-    ("function", "wants"),
+    ("function", "taken"),
     [
-        (lambda queries, responses: 0, False),
-        (lambda queries, responses, weight=2.0: 0, False),  # its default stands
-        (lambda queries, responses, *, weight: 0, False),
-        (lambda queries, responses, scores: 0, True),
-        (Scorer(), True),
-        (max, False),  # has no signature
+        (lambda queries, responses: 0, []),
+        (lambda queries, responses, weight=2.0: 0, []),  # its default stands
+        (lambda prompts, completions, *, answer, queries: 0, ["answer", "queries"]),
+        (lambda queries, responses, answer=None, scores=None: 0, ["answer", "scores"]),
+        (lambda queries, responses, **columns: 0, ["answer", "scores"]),  # the first two are given
+        (Scorer(), ["scores"]),
+        (max, []),  # has no signature
     ],
 )
-def test_only_a_third_required_argument_is_taken_for_the_scores(function, wants):
-    assert rewards.wants_scores(function) == wants
+def test_arguments_after_the_first_two_are_given_by_name(function, taken):
+    assert functions.names_taken(function, ["answer", "queries", "scores"]) == taken

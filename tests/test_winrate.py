@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+from test_diffs import apply, load
 
+import ppo
 from benchmarks import winrate
 from data import tasks
-from machinery.cli import InputError
+from machinery.cli import InputError, RunError
 
 
 def test_ties_count_half_and_the_interval_is_of_pairs():
@@ -35,7 +38,8 @@ def test_policies_and_the_data_are_compared_on_the_same_queries(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "judge.py").write_text(
         "seen = []\n\n"
-        "def judge(queries, responses):\n"
+        "def judge(queries, responses, prompt):\n"
+        "    assert all(p.startswith(q) for p, q in zip(prompt, queries))\n"
         "    seen.append(queries)\n"
         "    assert seen[0] == queries\n"
         "    return [r.startswith((' Anna saw', ' Ben saw')) for r in responses]\n"
@@ -53,6 +57,57 @@ def test_policies_and_the_data_are_compared_on_the_same_queries(
         winrate.main(winrate.Args(a=other, b=other, task="mine"))
     with pytest.raises(InputError, match="response_column"):
         winrate.main(winrate.Args(a="data", b=other, task="synthetic"))
+
+
+def test_a_judge_of_pairs_is_asked_in_both_orders():
+    """Probabilities of a: 0.9 and 1 - 0.3, 0.5 twice (a tie), 0.8 and 1 - 0.8, 0 and 1 - 1."""
+    answers = [[0.9, 0.5, 0.8, 0.0], [0.3, 0.5, 0.8, 1.0]]
+    asked = []
+
+    def judge(queries, a, b):
+        asked.append((queries, a, b))
+        return answers[len(asked) - 1]
+
+    a, b = list("abcd"), list("efgh")
+    wins, agreement = winrate.ask_in_both_orders(judge, "judge", list("1234"), a, b)
+    assert asked == [(list("1234"), a, b), (list("1234"), b, a)]
+    assert wins.tolist() == pytest.approx([0.8, 0.5, 0.5, 0.0])
+    assert agreement == 0.75  # the third prefers what is first
+    rate, low, high = winrate.mean_and_interval(wins, seed=1)
+    assert rate == pytest.approx(0.45) and 0 <= low < rate < high <= 0.8
+    with pytest.raises(RunError, match="1.5"):
+        winrate.ask_in_both_orders(lambda queries, a, b: [1.5], "judge", ["1"], ["a"], ["b"])
+
+
+def test_kept_policies_and_averages_are_compared_by_a_judge_of_pairs(
+    task, tmp_path, monkeypatch, capsys
+):
+    """One that always prefers the first has no preference and never agrees with itself."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pairs.py").write_text(
+        "def first(queries, a, b):\n    return [1.0] * len(a)\n\n"
+        "def longer(queries, a, b):\n    return [(len(x) > len(y)) + 0.5 * (len(x) == len(y))"
+        " for x, y in zip(a, b)]\n\n"
+        "def score(queries, responses):\n    return [1.0] * len(queries)\n"
+    )
+    task = replace(task, task="mine", truncate_token=None)
+    monkeypatch.setitem(tasks.TASKS, "mine", task)
+    copy = Path(shutil.copy(ppo.SCRIPT, tmp_path / "mine.py"))
+    assert apply(copy, "ema")
+    flags = dict(total_episodes=8, reward_fn="pairs.py:score", run_name="run")
+    flags |= dict(eval_every=1, keep_every=1, keep_best="eval/kl")
+    script = load(copy)
+    script.main(tiny.make_args(task, script, **flags))
+    capsys.readouterr()
+    settings = dict(task="mine", queries=6, batch_size=4, b=task.base_model)
+    for name in ("model", "keep_1", "best", "ema"):
+        winrate.main(winrate.Args(a=f"runs/run/{name}", judge="pairs.py:longer", **settings))
+        line = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert line["agreement"] == 1 and 0 <= line["win_rate"] <= 1 and line["queries"] == 6
+    winrate.main(winrate.Args(a="runs/run/ema", judge="pairs.py:first", **settings))
+    *_, agree, sentence, line = capsys.readouterr().out.splitlines()
+    assert "0.0%" in agree and "50.0%" in sentence
+    assert json.loads(line)["win_rate"] == 0.5 and json.loads(line)["agreement"] == 0
 
 
 @pytest.mark.parametrize(

@@ -225,8 +225,11 @@ class Table:
     def __len__(self) -> int:
         return 1000
 
-    def hold_out(self, n: int) -> tuple[Tensor, "Table"]:
-        return self.batches[0][:HELDOUT], self
+    def hold_out(self, n: int) -> tuple["Table", "Table"]:
+        return Table([self.batches[0][:HELDOUT]] * 100), self
+
+    def columns(self, rows: np.ndarray | slice) -> dict[str, list]:
+        return {}
 
     def __getitem__(self, rows: np.ndarray) -> Tensor:
         return self.batches.pop(0)
@@ -243,7 +246,7 @@ class FakeRun:
     """In place of `Run`: keeps metrics in memory and calls `after(update, metrics)`."""
 
     def __init__(self, after: Callable | None = None):
-        self.after, self.metrics, self.main = after, [], True
+        self.after, self.metrics, self.main, self.step = after, [], True, 0
         self.model = self.optimizer = None
 
     def __call__(self, *args: Any) -> "FakeRun":
@@ -255,6 +258,7 @@ class FakeRun:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.metrics.append(metrics)
+        self.step = step + 1
         if self.after:
             self.after(step, metrics)
 

@@ -37,8 +37,8 @@ RESPONSES = tiny.make_responses(8, 5)
 class Table(tiny.Table):
     """A query table with the same held-out queries on every process."""
 
-    def hold_out(self, n: int) -> tuple[Tensor, "Table"]:
-        return tiny.make_contexts([4, 2, 6], 8), self
+    def hold_out(self, n: int) -> tuple[tiny.Table, "Table"]:
+        return tiny.Table([tiny.make_contexts([4, 2, 6], 8)] * 100), self
 
 
 def keep(function: Callable, kept: list) -> Callable:
@@ -193,6 +193,12 @@ def count_e(queries: list[str], responses: list[str]) -> list[float]:
     return [response.count("e") / 4 for response in responses]
 
 
+def count_e_of_rows(queries: list[str], responses: list[str], text: list[str]) -> list[float]:
+    """The same, of stories that are the queries' own: `text` is a column of stories.txt."""
+    assert all(story.startswith(query) for query, story in zip(queries, text, strict=True))
+    return count_e(queries, responses)
+
+
 def run_scripts(accelerator: Accelerator) -> dict[str, Any]:
     """What ppo.py and rloo.py sample and save, and what train_reward.py samples, in this folder."""
     files = dict(base_model="task/model", query_dataset="task/stories.txt", truncate_token=None)
@@ -200,7 +206,8 @@ def run_scripts(accelerator: Accelerator) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for script in (ppo, rloo):
         name, rollouts, prepared = script.__name__, [], []
-        files = dict(run_name=name, output_dir=name, reward_fn="two_processes:count_e")
+        files = dict(run_name=name, output_dir=name, reward_fn="two_processes:count_e_of_rows")
+        files |= dict(keep_best="eval/kl", keep_every=50)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(script, "make_rollout", keep(script.make_rollout, rollouts))
             patch.setattr(distributed, "prepare", keep(distributed.prepare, prepared))

@@ -1,0 +1,137 @@
+"""Columns of the query data set reach reward functions by parameter name, row by row."""
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from test_diffs import apply, load
+
+import ppo
+import rloo
+from machinery import data
+from machinery.cli import InputError
+from machinery.models import load_tokenizer
+
+# A query names its number; so do an int and a list. 5 occurs three times, with other values of `twin`.
+ROWS = [
+    {"prompt": f"Anna saw {i} cats.", "number": i, "tags": [str(i), "x"], "twin": 0}
+    for i in range(40)
+]
+ROWS += [ROWS[5] | {"twin": 1}, ROWS[5] | {"twin": 2}, ROWS[7] | {"prompt": " "}]  # fmt: skip
+REWARD = """
+import json
+
+def check(queries, number, tags):
+    assert len(queries) == len(number) == len(tags) > 0
+    for query, n, (tag, x) in zip(queries, number, tags):
+        assert type(n) is int and query.split()[2] == tag == str(n) and x == "x"
+
+def score(queries, responses, tags, twin, number, missing=3.0):
+    check(queries, number, tags)
+    assert missing == 3.0
+    with open("seen.jsonl", "a") as seen:
+        print(json.dumps([number, twin]), file=seen)
+    return [response.count("e") / 4 for response in responses]
+
+def gold(queries, responses, *, number, **columns):
+    check(queries, number, columns["tags"])
+    assert columns.keys() == {"prompt", "tags", "twin"} and columns["prompt"][0] == queries[0]
+    return [float(n) for n in number]
+
+def composed(queries, responses, scores, number):
+    assert len(scores) == len(number) == len(queries)
+    return [s + 100 * n for s, n in zip(scores, number)]
+
+def wrong(queries, responses, scores, answer):
+    return scores
+"""
+
+
+@pytest.fixture
+def home(task, tmp_path, monkeypatch):
+    """A task of `ROWS`; by_column.py in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "by_column.py").write_text(REWARD)
+    files = dict(query_dataset="rows.jsonl", query_column="prompt", truncate_token=None)
+    return replace(task, **files)
+
+
+def table(task, reward_fn="by_column.py:score", **changes):
+    task = replace(task, **changes)
+    return data.load_queries(task, *load_tokenizer(task, 5), 1000, reward_fn)
+
+
+def pairs(table, task):
+    """(query, number, twin) of each row."""
+    tokenizer = load_tokenizer(task, 5)[0]
+    texts = [tokenizer.decode(row[row < tiny.WORDS]) for row in table[:]]
+    columns = table.columns(slice(None))
+    return list(zip(texts, columns["number"], columns["twin"], strict=True))
+
+
+def expected(rows):
+    return [(row["prompt"], row["number"], row["twin"]) for row in rows]
+
+
+def test_columns_stay_beside_their_queries_in_every_table(home):
+    """Also where rows are dropped or subsampled, and the second time, from the cache."""
+    for _ in range(2):
+        found = table(home)
+        assert Counter(pairs(found, home)) == Counter(expected(ROWS[:42]))  # without the blank one
+        assert set(found.columns(np.array([3, 3, 0]))) == {"number", "tags", "twin"}
+        some = pairs(table(home, num_queries=20), home)
+        assert len(some) in (19, 20) and set(some) < set(expected(ROWS))
+        held, rest = found.hold_out(30)
+        assert len(pairs(held, home)) == 30 and len(pairs(rest, home)) in (10, 11, 12)
+        assert not {x[0] for x in pairs(held, home)} & {x[0] for x in pairs(rest, home)}
+        assert set(pairs(held, home) + pairs(rest, home)) <= set(expected(ROWS))
+    assert table(home, reward_fn=None).columns(slice(None)) == {}
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo", "samples_per_query"])
+def test_a_reward_sees_the_columns_of_each_query_in_training_and_evaluation(name, home, tmp_path):
+    script = {"ppo": ppo, "rloo": rloo}.get(name)
+    if script is None:
+        copy = Path(shutil.copy(ppo.SCRIPT, tmp_path / "mine.py"))
+        assert apply(copy, name)
+        script = load(copy)
+    task = replace(home, gold_fn="by_column.py:gold")
+    flags = dict(reward_fn="by_column.py:score", run_name="run", output_dir="out", eval_every=1)
+    flags |= dict(total_episodes=48, eval_queries=6, rollout_batch_size=3)
+    script.main(tiny.make_args(task, script, **flags))
+    calls = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    sizes = [len(numbers) for numbers, _ in calls]
+    assert sizes == [6, 8] * 6 + [6]
+    heldout = calls[0]
+    assert all(call == heldout for call in calls[::2])
+    if name != "ppo":  # in each group of queries [K, P], all rows are the same
+        k = {"rloo": 4, "samples_per_query": 2}[name]
+        assert all(values == values[: 8 // k] * k for call in calls[1::2] for values in call)
+    lines = [json.loads(x) for x in Path("runs/run/metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["eval/gold_score"] == pytest.approx(np.mean(heldout[0]))
+    assert lines[0]["objective/gold_score"] == pytest.approx(np.mean(calls[1][0]))
+
+
+def test_scores_of_the_reward_model_and_columns_together(home, tmp_path):
+    flags = dict(reward_model=tiny.write_reward(tmp_path / "rm"), run_name="run", eval_every=1)
+    ppo.main(tiny.make_args(home, reward_fn="by_column.py:composed", total_episodes=8, **flags))
+    lines = [json.loads(x) for x in Path("runs/run/metrics.jsonl").read_text().splitlines()]
+    assert all(line["eval/scores"] > 100 for line in lines)
+
+
+@pytest.mark.parametrize("flag", ["reward_fn", "gold_fn"])
+def test_a_missing_column_is_named_before_a_model_is_loaded(flag, home, no_weights):
+    """With the columns that there are. The true score has no reward model's scores."""
+    task = replace(home, gold_fn="by_column.py:composed" if flag == "gold_fn" else None)
+    reward_fn = "by_column.py:wrong" if flag == "reward_fn" else "by_column.py:score"
+    with pytest.raises(InputError) as error:
+        ppo.main(tiny.make_args(task, reward_fn=reward_fn))
+    missing = "'answer'" if flag == "reward_fn" else "'scores'"
+    for word in (f"--{flag} by_column.py:", missing, "prompt, number, tags, twin", "rows.jsonl"):
+        assert word in str(error.value)
