@@ -7,7 +7,6 @@
 A run is broken by flags, or by changing a line in a copy of the project, as in ablations.py.
 """
 
-import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -56,6 +55,7 @@ RULE = "--reward_fn project/benchmarks/debugging.py:never --missing_eos_penalty 
 DROPOUT, ADAM = ([x for x in ablations.PPO if x.detail == y][0][4:6] for y in ("P4", "A1"))
 TOP_5 = ablations.TOP_50.replace("50", "5") + "\n    probs = logits.to("
 LOGITS = "task.temperature  # as in training (P1)\n"
+NO_END = LOGITS + "        logits[:, ids.truncate] -= 1e4 * (t < 16)\n"
 T, T_OR_1 = "/ self.temperature  # [N", "/ (self.temperature if torch.is_grad_enabled() else 1)  # [N"
 PENALTY = "(-kl_coef * kl).scatter_add(1, last, scores[:, None])"
 SCORES = "torch.where(ended, reward(queries, truncated)"
@@ -78,6 +78,7 @@ RUNS = {  # name in the legends → run
     "scores × 10, not whitened": run("ppo", "--no-whiten_rewards", SCORES, SCORES + " * 10"),
     "PyTorch's Adam": run("ppo", "", *ADAM),
     "healthy, EOS task": run("ppo", EOS),
+    "end token suppressed": run("ppo", f"{EOS} --kl_coef 0.5 --kl_target None", LOGITS, NO_END),
     "rewards whitened": run("ppo", f"{EOS} --whiten_rewards"),
     "score at every token": run("ppo", EOS, PENALTY, "(scores[:, None] - kl_coef * kl) * mask"),
     "healthy RLOO": run("rloo"),
@@ -102,7 +103,8 @@ APPROXKL, CLIPPED, RATIO, ERROR, EXPLAINED, LOSS, ACCURACY = list(UNITS)[9:]
 COLUMNS = "step", *UNITS
 PICTURES = {  # a section of docs/debugging.md: panels, and runs, of which the first is healthy
     "ratio": ((RATIO, KL, SCORE), "healthy, one step", "dropout", "old log-probs at T = 1"),
-    "negative_kl": ((KL, SCORE, ENTROPY), "healthy", "sampling at T = 1", "dropout", "top-5 sampling"),
+    "negative_kl": ((KL, SCORE, ENTROPY),
+        "healthy", "dropout", "end token suppressed", "sampling at T = 1", "top-5 sampling"),
     "kl": ((KL, SCORE, TRUE), "healthy", "no KL penalty", "lr × 10", "wrong sign of the penalty"),
     "flat_score": ((SCORE, KL, ENDED), "healthy", "few responses end", "lr / 1000", "scores of others"),
     "rlhf_reward": ((SCORE, TOTAL, KL), "healthy", "penalty not in the rewards"),
@@ -150,9 +152,6 @@ def draw(rows: list[dict[str, str]], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    args, jobs = tyro.cli(Args), [dict(run=name) for name in RUNS]
-    if args.only:
-        print(json.dumps(measure(json.loads(args.only))))
-    else:
-        rows = sweep.sweep(__file__, jobs, args.out, args.workers)
-        draw(rows, sweep.ROOT / "docs" / "img")
+    jobs, pictures = [dict(run=name) for name in RUNS], sweep.ROOT / "docs" / "img"
+    outputs = lambda rows: f"{len(rows)} points", lambda rows, _: draw(rows, pictures)  # noqa: E731
+    sweep.main(__file__, tyro.cli(Args), measure, lambda _: jobs, *outputs)
