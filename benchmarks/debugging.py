@@ -102,7 +102,7 @@ SCORE, STD, TRUE, TOTAL, KL, ENTROPY, LENGTH, ENDED, SPREAD, *_ = UNITS
 APPROXKL, CLIPPED, RATIO, ERROR, EXPLAINED, LOSS, ACCURACY = list(UNITS)[9:]
 COLUMNS = "step", *UNITS
 PICTURES = {  # a section of docs/debugging.md: panels, and runs, of which the first is healthy
-    "ratio": ((RATIO, KL, SCORE), "healthy, one step", "dropout", "old log-probs at T = 1"),
+    "ratio": ((RATIO, APPROXKL, SCORE), "healthy, one step", "dropout", "old log-probs at T = 1"),
     "negative_kl": ((KL, SCORE, ENTROPY),
         "healthy", "dropout", "end token suppressed", "sampling at T = 1", "top-5 sampling"),
     "kl": ((KL, SCORE, TRUE), "healthy", "no KL penalty", "lr × 10", "wrong sign of the penalty"),
@@ -145,8 +145,10 @@ def draw(rows: list[dict[str, str]], folder: Path) -> None:
                 x, y = ([float(row[key]) for row in mine] for key in ("step", metric))
                 axis.plot(x, y, f"C{i}", marker=".", markersize=4, linewidth=1.2, label=name)
             axis.set_ylabel(UNITS[metric], fontsize=8)
-            axis.set_yscale("log" if metric in (RATIO, APPROXKL, ERROR) else "linear")
-        panels[metrics[0]].legend(fontsize=7)
+            if metric in (RATIO, APPROXKL):
+                axis.set_yscale("symlog", linthresh=1e-4)  # logarithmic, and shows 0
+        handles, _ = axis.get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8)
         figure.savefig(folder / f"debugging_{symptom}.png", dpi=90)
         plots.pyplot().close(figure)
 

@@ -1,12 +1,15 @@
 """docs/debugging.md and benchmarks/debugging.py: sections, pictures, broken runs, the CSV."""
 
 import importlib
+import math
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+import ppo
+import rloo
 from benchmarks import ablations, debugging, sweep
 from machinery.cli import parse_args
 
@@ -24,15 +27,15 @@ def test_every_section_has_its_own_picture_and_the_script_draws_all_of_them(tmp_
     assert drawn == {f"debugging_{symptom}.png" for symptom in debugging.PICTURES}
 
 
-def test_pictures_show_every_run_and_what_the_csv_knows_of_it():
-    shown = [name for picture in debugging.PICTURES.values() for name in runs]
+def test_pictures_show_every_run_beside_a_healthy_one_and_the_csv_has_their_curves():
+    shown = [name for _, *names in debugging.PICTURES.values() for name in names]
     assert set(shown) == set(debugging.RUNS) == {row["run"] for row in ROWS}
-    for picture in debugging.PICTURES.values():
-        assert runs[0].startswith("healthy")
-        for name in runs:
-            for metric in metrics:
-                values = [row[metric] for row in ROWS if row["run"] == name and row[metric]]
-                assert len(values) in (16, 32), (name, metric)
+    for metrics, healthy, *broken in debugging.PICTURES.values():
+        assert healthy.startswith("healthy") and broken
+        for name in (healthy, *broken):
+            rows = [row for row in ROWS if row["run"] == name]
+            assert len(rows) in (16, 32) and all(row["commit"] and row["date"] for row in rows)
+            assert all(math.isfinite(float(row[x])) for row in rows for x in metrics), name
 
 
 @pytest.mark.parametrize("name", debugging.RUNS)
@@ -53,3 +56,7 @@ def test_a_run_is_broken_by_flags_that_parse_or_by_a_text_that_is_in_its_file_on
 def test_no_synthetic_response_satisfies_the_rule():
     texts = (sweep.ROOT / "data" / "synthetic" / "stories.txt").read_text()
     assert debugging.never(["", ""], ["In 1999.", texts]) == [1, 0]
+
+
+def test_the_progress_line_and_curves_show_what_is_maximized():
+    assert ppo.PROGRESS == rloo.PROGRESS and debugging.TOTAL in ppo.PROGRESS
