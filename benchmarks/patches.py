@@ -76,9 +76,10 @@ def command_of(name: str) -> str:
 
 def curve(lines: list[dict[str, float]], metric: str) -> list[dict[str, float | str]]:
     """At most 16 points of a metric; none if the run does not have it."""
-    points = [(line["step"], line[metric]) for line in lines if metric in line]
-    parts = [np.mean(part, axis=0) for part in np.array_split(points, min(16, len(points)) or 1)]
-    return [dict(metric=metric, at=float(at), value=float(f"{x:.4g}")) for at, x in parts if points]
+    points = np.array([(line["step"], line[metric]) for line in lines if metric in line])
+    parts = np.array_split(points, min(16, len(points))) if len(points) else []
+    means = [part.mean(axis=0).tolist() for part in parts]
+    return [dict(metric=metric, at=round(at, 1), value=float(f"{x:.4g}")) for at, x in means]
 
 
 @torch.no_grad()

@@ -638,7 +638,7 @@ def slow_advantages(name, rollout, kl_coef):
     return [[(rewards[i] - statistics.mean(groups[i])) / scale[i]] * len(kl[i]) for i in rows]
 
 
-BOUNDS = dict(dapo=(0.8, 1.4), gspo=(0.9, 1.05), cispo=(0.0, 1.1))  # of the ratio; others 0.8, 1.2
+BOUNDS = dict(dapo=(0.9, 1.2), gspo=(0.9, 1.05), cispo=(0.0, 1.1))  # of the ratio; others 0.8, 1.2
 
 
 def slow_losses(name, log_ratios, logprobs, advantages, ref_logprobs, kl_coef):
