@@ -41,7 +41,7 @@ PANELS = {  # metrics of the groups in the picture, and what they are
     "objective/gold_score": "true score",
     "objective/kl": "KL, nats",
     "accuracy": "accuracy on training labels",
-    "heldout/loss": "held-out loss",
+    "heldout/loss": "held-out loss of language models",
 }
 METRICS = (*PANELS, "objective/scores", "heldout/accuracy", "margin")
 
@@ -147,6 +147,8 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
     colors = {name: f"C{i}" for i, name in enumerate(x for x in names if x not in SCRIPTS)}
     for axis, (metric, what) in zip(axes.flat, PANELS.items(), strict=True):
         for name, seed in dict.fromkeys((row["name"], row["seed"]) for row in rows):
+            if metric == "heldout/loss" and name not in GROUPS["sft"]:
+                continue  # another loss
             run = [r for r in rows if (r["name"], r["seed"], r["metric"]) == (name, seed, metric)]
             x, y = ([float(row[key]) for row in run] for key in ("at", "value"))
             label = name if run and seed == "1" else None
@@ -156,8 +158,11 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
             elif run:
                 axis.plot(x, y, **look)
         axis.set(xlabel="optimizer step" if "objective" not in metric else "update", ylabel=what)
+        if metric == "objective/kl":
+            axis.set_yscale("symlog", linthresh=10)  # dpo is far from the others
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
+        if axis.lines:
+            axis.legend(fontsize=7)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
