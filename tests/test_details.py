@@ -391,7 +391,7 @@ def test_R4_the_loss_of_pairs_is_minus_log_sigmoid_of_the_difference(monkeypatch
 @pytest.mark.parametrize("kind", KINDS)
 def test_P1_log_probabilities_and_entropies_are_those_of_logits_over_temperature(kind, script):
     """At exactly the response tokens, 0 at padding. Values are read there, too (G1)."""
-    policy = tiny.make_policy(kind, temperature=0.5, script=script)
+    policy = tiny.make_policy(kind, temperature=0.5, script=script).train()
     contexts, responses = tiny.make_contexts([2, 6, 4], 6), tiny.make_responses(3, 4)
     responses[1, 2:] = PAD
     ours = policy(contexts, responses)
