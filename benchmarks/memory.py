@@ -1,13 +1,15 @@
 r"""GPU memory of a PPO or RLOO run by model, task and flags, computed without any numbers.
 
-    python benchmarks/memory.py                          # memory.csv and a table
-    python benchmarks/memory.py --scripts separate_critic ppo rloo --tasks sentiment \
-        --shapes "GPT-2 124M" "Pythia 410M" --out rloo.csv               # what RLOO saves
+    python benchmarks/memory.py --tasks sentiment \
+        --flags="--micro_batch_tokens 32768 --rollout_batch_size 512"    # a GPU's defaults
+    python benchmarks/memory.py --tasks tldr --flags="--gradient_checkpointing"
 
 The script's own `main` runs over fake tensors, which have a shape but no contents, while the bytes
 of all living tensors are added up: GiB by phase of an update, and between two updates (`live`). One
-process; all sequences have full length; the reward model has the policy's shape. Not included: what
-kernels take, the CUDA context (about 0.5 GiB), fragmentation, and DDP's buckets (4 bytes per
+process; the reward model has the policy's shape. Queries have full length in one run, where the
+cache is largest. In the other a micro-batch has as many sequences as it can: shorter queries leave
+room for more of them, and so for more logits. The larger number of each phase counts. Not included:
+what kernels take, the CUDA context (about 0.5 GiB), fragmentation, and DDP's buckets (4 bytes per
 parameter). A CPU's attention and autocast stand in for CUDA's.
 """
 
@@ -37,7 +39,6 @@ from utils import TokenIds  # noqa: E402
 GIB = 2**30
 CARDS = (24, 80, 141)  # GB as sold, of which a tenth has to stay free
 PHASES = ("sample", "score", "optimize")
-INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
 
 
 def gpt2(width: int, layers: int, heads: int) -> GPT2Config:
@@ -94,19 +95,13 @@ class Tracker(TorchDispatchMode):
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the operator. A boolean index selects everything: there is no padding.
-
-        A condition on contents is False: no batch of responses ends early.
-        """
+        """Call the operator. There is no padding, and no batch of responses ends early."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             return False
-        index = args[1][0] if func in INDEXING else None
-        if index is None or index.dtype != torch.bool:
-            out = func(*args, **(kwargs or {}))
-        elif func is torch.ops.aten.index.Tensor:
-            out = args[0].flatten(0, index.ndim - 1).clone()
+        if func is torch.ops.aten.nonzero.default:
+            out = args[0].new_empty(args[0].numel(), args[0].ndim, dtype=torch.long)
         else:
-            out = args[2].view_as(args[0]).clone()
+            out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self.add(tensor.untyped_storage())
@@ -132,7 +127,7 @@ class Tracker(TorchDispatchMode):
 
 
 class Finished(Exception):
-    """The updates are done."""
+    """The update is done."""
 
 
 class Recorder:
@@ -152,10 +147,11 @@ class Recorder:
     def hold_out(self, n: int) -> tuple[None, "Recorder"]:
         return None, self
 
-    def columns(self, rows: Any) -> dict[str, list]:
-        return {}
-
     def restore(self, policy: Any, optimizer: Any, kl_coef: float) -> tuple[int, float]:
+        for weight in policy.parameters():
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()  # now Adam has its moments
+        optimizer.zero_grad()
         return 1, kl_coef  # update 0 would begin with an evaluation
 
     def start(self, phase: str) -> None:
@@ -163,16 +159,12 @@ class Recorder:
         self.found[self.phase] = (self.tracker.now if self.phase == "live" else peak) / GIB
         self.phase = phase
 
-    def stop(self) -> dict[str, float]:
+    def stop(self) -> None:
         self.start("live")
-        return {"time": 1.0}
+        raise Finished
 
-    def log(self, update: int, metrics: dict[str, float]) -> None:
-        if update == 2:  # the second one, with Adam's state from the start
-            raise Finished
-
-    def checkpoint(self, *_: Any) -> None:
-        pass
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None  # the rest of a `Run` does nothing
 
 
 class Decoder(decoding.Decoder):
@@ -184,8 +176,8 @@ class Decoder(decoding.Decoder):
         return self(input_ids, mask, position_ids, cache)
 
 
-def run_updates(script: Any, args: Any, config: Any) -> dict[str, float]:
-    """GiB by phase of the second update of `script`, without padding and equal prompts."""
+def run_update(script: Any, args: Any, config: Any) -> dict[str, float]:
+    """GiB by phase of an update of `script`, without padding and equal prompts."""
     tracker = Tracker()
     recorder = Recorder(args, tracker)
     ids = TokenIds(config.vocab_size, None, [], [])
@@ -213,7 +205,6 @@ def run_updates(script: Any, args: Any, config: Any) -> dict[str, float]:
     replaced = dict(load_lm=random_lm, load_reward=random_reward, Packed=padded, Decoder=Decoder)
     replaced |= dict(load_tokenizer=lambda *a: (None, ids), load_queries=lambda *a, **k: recorder)
     replaced |= dict(Run=lambda *a: recorder, Timer=lambda device: recorder, check=lambda *a: None)
-    replaced |= dict(mean_over_processes=lambda x, device: dict.fromkeys(x, 1.0))
     with (
         patch.multiple(script, micro_batches=micro_batches, **replaced),
         patch.object(rewards, "micro_batches", micro_batches),
@@ -235,11 +226,16 @@ def measure(job: sweep.Job) -> list[dict[str, float]]:
     script = sweep.load_script(job["script"])
     argv = ["--task", job["task"], *job["flags"].split()]
     args = cli.parse_args(script.Args, script.PRESETS, argv)
-    size = args.rollout_batch_size  # larger batches cost next to nothing
-    args = replace(args, batch_size=size, total_episodes=3 * size, num_minibatches=1)
-    args = replace(args, task=replace(args.task, gold_fn=None), num_ppo_epochs=1)
-    found = run_updates(script, args, SHAPES[job["shape"]])
-    return [{name: found[name] for name in ("live", *PHASES)}]
+    longest, response_length = args.task.query_length, args.task.response_length
+    # Here a minibatch just fits into a micro-batch: it has the most tokens, and the most logits.
+    shorter = args.micro_batch_tokens * args.num_minibatches // args.batch_size - response_length
+    shorter = min(max(shorter, 1), longest)
+    found = []
+    for length, size in ((longest, args.rollout_batch_size), (shorter, args.batch_size)):
+        task = replace(args.task, gold_fn=None, query_length=length)
+        sizes = dict(batch_size=size, total_episodes=2 * size, num_ppo_epochs=1)
+        found.append(run_update(script, replace(args, task=task, **sizes), SHAPES[job["shape"]]))
+    return [{name: max(run[name] for run in found) for name in ("live", *PHASES)}]
 
 
 def table(rows: list[dict[str, str]]) -> str:
