@@ -1,6 +1,6 @@
 """Many runs, each in a process of its own, and a CSV that remembers which are done.
 
-Used by ablations.py, overoptimize.py, memory.py and recipes.py. For each job that its CSV lacks, a
+Used by ablations.py, overoptimize.py, memory.py and patches.py. For each job that its CSV lacks, a
 tool calls itself with `--only JOB` in a temporary folder and prints the job's rows as a line of
 JSON. To measure a job again, delete its rows, or write another CSV with `--out`.
 """

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 import ppo
 import rloo
 import utils
-from benchmarks import ablations, overoptimize, sweep
+from benchmarks import ablations, overoptimize, patches, sweep
 from data import tasks
 from machinery.rewards import RewardConfig
 
@@ -393,3 +393,20 @@ def test_the_table_says_where_a_way_ends_and_where_its_true_score_was_highest():
     assert before == "| 9 | reference | | 0 | 2 | 2 | |"
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
     assert cells == ["9", "ppo", "0.0", "4 (4 … 4)", "4 (3 … 5)", "6 (5 … 7)", "7, 2"]
+
+
+def test_a_curve_of_a_patch_has_at_most_16_points_and_its_table_the_last_one(tmp_path):
+    lines = [{"step": i, "accuracy": i % 2} for i in range(32)] + [{"step": 32}]
+    found = patches.curve(lines, "accuracy")
+    assert [(row["at"], row["value"]) for row in found] == [(2 * i + 0.5, 0.5) for i in range(16)]
+    assert patches.curve(lines, "loss") == []
+    rows = [
+        dict(name=name, seed=str(seed), metric="objective/kl", at=str(at), value=str(at + seed))
+        for name in ("rloo", "gspo")
+        for seed in (1, 2)
+        for at in (0, 5)
+    ]
+    *_, rloo_row, gspo_row = patches.table(rows).splitlines()
+    assert rloo_row == "| `rloo` | 2 | 6.5 (6 … 7) |" and gspo_row.startswith("| `gspo`")
+    patches.draw(rows, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 1000
