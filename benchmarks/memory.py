@@ -6,11 +6,11 @@ r"""GPU memory of a PPO or RLOO run by model, task and flags, computed without a
 
 The script's own `main` runs over fake tensors, which have a shape but no contents, while the bytes
 of all living tensors are added up: GiB by phase of an update, and between two updates (`live`). One
-process; the reward model has the policy's shape. Queries have full length in one run, where the
-cache is largest. In the other a micro-batch has as many sequences as it can: shorter queries leave
-room for more of them, and so for more logits. The larger number of each phase counts. Not included:
-what kernels take, the CUDA context (about 0.5 GiB), fragmentation, and DDP's buckets (4 bytes per
-parameter). A CPU's attention and autocast stand in for CUDA's.
+process; the reward model has the policy's shape. Queries that are sampled from have full length:
+the cache is largest. Those that are trained on have the length at which a minibatch just fits into
+a micro-batch: it has the most tokens, and the most logits. Not included: what kernels take, the
+CUDA context (about 0.5 GiB), fragmentation, and DDP's buckets (4 bytes per parameter). A CPU's
+attention and autocast stand in for CUDA's.
 """
 
 import copy
@@ -127,14 +127,14 @@ class Tracker(TorchDispatchMode):
 
 
 class Finished(Exception):
-    """The update is done."""
+    """All phases of interest are measured."""
 
 
 class Recorder:
     """In place of a script's `Run`, `Timer` and table of queries."""
 
-    def __init__(self, args: Any, tracker: Tracker):
-        self.args, self.tracker = args, tracker
+    def __init__(self, args: Any, tracker: Tracker, until: str):
+        self.args, self.tracker, self.until = args, tracker, until
         self.phase = "live"
         self.found: dict[str, float] = {}
 
@@ -158,10 +158,11 @@ class Recorder:
         peak = self.tracker.restart()
         self.found[self.phase] = (self.tracker.now if self.phase == "live" else peak) / GIB
         self.phase = phase
+        if phase == self.until:
+            raise Finished
 
     def stop(self) -> None:
         self.start("live")
-        raise Finished
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None  # the rest of a `Run` does nothing
@@ -176,10 +177,14 @@ class Decoder(decoding.Decoder):
         return self(input_ids, mask, position_ids, cache)
 
 
-def run_update(script: Any, args: Any, config: Any) -> dict[str, float]:
-    """GiB by phase of an update of `script`, without padding and equal prompts."""
+def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, float]:
+    """GiB by phase of an update of `script`, without padding and equal prompts.
+
+    It ends before the phase `until`, which is `score` or the next update's `live`. In the latter
+    case nothing is sampled.
+    """
     tracker = Tracker()
-    recorder = Recorder(args, tracker)
+    recorder = Recorder(args, tracker, until)
     ids = TokenIds(config.vocab_size, None, [], [])
     size = args.micro_batch_tokens // (args.task.query_length + args.task.response_length)
 
@@ -205,6 +210,9 @@ def run_update(script: Any, args: Any, config: Any) -> dict[str, float]:
     replaced = dict(load_lm=random_lm, load_reward=random_reward, Packed=padded, Decoder=Decoder)
     replaced |= dict(load_tokenizer=lambda *a: (None, ids), load_queries=lambda *a, **k: recorder)
     replaced |= dict(Run=lambda *a: recorder, Timer=lambda device: recorder, check=lambda *a: None)
+    if until == "live":
+        shape = args.batch_size, args.task.response_length
+        replaced |= dict(sample_in_batches=lambda *a: torch.ones(shape, dtype=torch.long))
     with (
         patch.multiple(script, micro_batches=micro_batches, **replaced),
         patch.object(rewards, "micro_batches", micro_batches),
@@ -226,16 +234,19 @@ def measure(job: sweep.Job) -> list[dict[str, float]]:
     script = sweep.load_script(job["script"])
     argv = ["--task", job["task"], *job["flags"].split()]
     args = cli.parse_args(script.Args, script.PRESETS, argv)
-    longest, response_length = args.task.query_length, args.task.response_length
-    # Here a minibatch just fits into a micro-batch: it has the most tokens, and the most logits.
+    query_length, response_length = args.task.query_length, args.task.response_length
     shorter = args.micro_batch_tokens * args.num_minibatches // args.batch_size - response_length
-    shorter = min(max(shorter, 1), longest)
-    found = []
-    for length, size in ((longest, args.rollout_batch_size), (shorter, args.batch_size)):
+    shorter = min(max(shorter, 1), query_length)
+    found = {}
+    for length, size, until in (
+        (shorter, args.batch_size, "live"),
+        (query_length, args.rollout_batch_size, "score"),
+    ):
         task = replace(args.task, gold_fn=None, query_length=length)
         sizes = dict(batch_size=size, total_episodes=2 * size, num_ppo_epochs=1)
-        found.append(run_update(script, replace(args, task=task, **sizes), SHAPES[job["shape"]]))
-    return [{name: max(run[name] for run in found) for name in ("live", *PHASES)}]
+        sized = replace(args, task=task, **sizes)
+        found |= run_update(script, sized, SHAPES[job["shape"]], until)
+    return [{name: found[name] for name in ("live", *PHASES)}]
 
 
 def table(rows: list[dict[str, str]]) -> str:

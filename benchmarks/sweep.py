@@ -116,7 +116,7 @@ def main(
 
 def copy_project(source: Path, folder: Path) -> Path:
     """Copy a checkout without its runs and pictures."""
-    names = (".git", ".venv", ".*_cache", "runs", "models", "wandb", "__pycache__", "*.egg-info")
+    names = (".git", ".venv", "*cache*", "runs", "models", "wandb", "*.png", "*.egg-info")
     return Path(shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*names)))
 
 
