@@ -127,7 +127,7 @@ def prepare(
         wrapped.set_reshard_after_forward(True)  # the root's weights too
         wrapped._get_fsdp_state()._lazy_init()  # `inference` comes before the first forward pass
     elif isinstance(wrapped, nn.parallel.DistributedDataParallel):
-        # DDP would sort its buckets anew after the first step. The order in which three or more
+        # DDP would rebuild its buckets after the first step. The order in which three or more
         # processes add up a gradient would then differ in a resumed run, and so would rounding.
         wrapped.reducer._push_all_rebuilt_params()
         wrapped.reducer._rebuild_buckets()
