@@ -240,7 +240,7 @@ def measure(job: sweep.Job) -> list[dict[str, float]]:
     found = {}
     for length, size, until in (
         (shorter, args.batch_size, "live"),
-        (query_length, args.rollout_batch_size, "score"),
+        (query_length, min(args.rollout_batch_size, args.batch_size), "score"),
     ):
         task = replace(args.task, gold_fn=None, query_length=length)
         sizes = dict(batch_size=size, total_episodes=2 * size, num_ppo_epochs=1)
