@@ -56,7 +56,7 @@ DROPOUT, ADAM = ([x for x in ablations.PPO if x.detail == y][0][4:6] for y in ("
 TOP_5 = ablations.TOP_50.replace("50", "5") + "\n    probs = logits.to("
 LOGITS = "task.temperature  # as in training (P1)\n"
 NO_END = LOGITS + "        logits[:, ids.truncate] -= 1e4 * (t < 16)\n"
-T, T_OR_1 = "/ self.temperature  # [N", "/ (self.temperature if torch.is_grad_enabled() else 1)  # [N"
+T, T_OR_1 = "/ self.temperature)", "/ (self.temperature if torch.is_grad_enabled() else 1))"
 PENALTY = "(-kl_coef * kl).scatter_add(1, last, scores[:, None])"
 SCORES = "torch.where(ended, reward(queries, truncated)"
 RUNS = {  # name in the legends → run
