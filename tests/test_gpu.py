@@ -11,7 +11,7 @@ import torch
 
 import ppo
 import rloo
-from benchmarks import gpu, gpu_checks, speed
+from benchmarks import gpu, gpu_checks, gpu_count, memory, speed
 
 ROWS = list(gpu.plan(True, Path("unused"), Path("unused")))
 ALL = [what for what, *_ in ROWS]
@@ -117,6 +117,25 @@ def test_the_bytes_that_are_read_are_those_of_weights_keys_and_values():
         assert gpu.bytes_read(gpu.GPT2, group, 256) == two
         cache = 2 * 12 * 768 * 512 * (64 + 24)
         assert gpu.bytes_read(gpu.GPT2, group, 512) == 24 * (2 * weights + 4 * head + 2 * cache)
+
+
+def test_operators_and_bytes_are_counted_without_views():
+    """A product of 4 numbers reads and writes 16 bytes; `gather` reads one index of 8 bytes."""
+    x = torch.ones(1, 4)
+    with gpu_count.Counter() as counter:
+        (x * 2).view(2, 2).t()
+        assert counter.restart() == (1, 32e-9)
+        x.gather(1, torch.zeros(1, 1, dtype=torch.long))
+        assert counter.restart() == (2, (8 + 8 + 4) * 1e-9)
+
+
+def test_at_most_three_copies_of_the_logits_are_alive(monkeypatch):
+    """Logits and their quotient; log-probabilities and p log p; backward two gradients as well."""
+    monkeypatch.setitem(memory.SHAPES, "small", memory.gpt2(32, 2, 2))
+    monkeypatch.setattr(ppo, "Packed", ppo.Packed)
+    found = gpu_count.sizes("small", [40] * 7, 24)
+    names = ("policy, forward", "policy, backward", "reference")
+    assert [found[name][0] for name in names] == [2, 3, 2]
 
 
 def test_a_prompts_operations_count_once_where_it_is_read_once():
