@@ -22,9 +22,11 @@ QUICK = ["attention, ours", "sentiment: models", "sentiment: ppo, profile", "sen
 def test_every_row_runs_without_a_gpu_and_is_written_and_printed(
     names, tmp_path, monkeypatch, capfd
 ):
+    """Also the shares of an H200's peak, which a CPU reports here under that name."""
     plan = gpu.plan
+    monkeypatch.setattr(gpu, "device_name", lambda: {"result": "NVIDIA H200"})
     monkeypatch.setattr(gpu, "plan", lambda *args: (x for x in plan(*args) if x[0] in names))
-    gpu.main(gpu.Args(out=tmp_path / "gpu"))
+    gpu.main(gpu.Args(small=True, out=tmp_path / "gpu"))
     printed = capfd.readouterr()
     found = json.loads(printed.out.splitlines()[-1])["rows"]
     rows = list(csv.DictReader((tmp_path / "gpu.csv").read_text().splitlines()))
@@ -32,8 +34,10 @@ def test_every_row_runs_without_a_gpu_and_is_written_and_printed(
     assert all(row["result"].startswith(("ok", "no GPU")) for row in found), printed.err
     for row in (row for row in found if "first" in row):
         phases = sum(row[phase] for phase in ("sample", "score", "optimize"))
-        assert row["seconds"] == pytest.approx(phases)
-        assert row["episodes/s"] == pytest.approx(8 * (1 + 3 * (": rloo" in row["what"])) / phases)
+        if row["what"] not in ("sentiment: ppo", "sentiment: rloo"):  # medians of several updates
+            assert row["seconds"] == pytest.approx(phases)
+        assert row["episodes/s"] == pytest.approx(8 / row["seconds"])
+        assert 0 < row["MFU optimize"] < 1 and 0 < row["of bandwidth"] < 1
     assert (tmp_path / "gpu_profile.txt").read_text().startswith("0 calls")
 
 
