@@ -166,7 +166,7 @@ def test_arithmetic_from_sft_to_pass_at_k_in_any_folder(tmp_path, monkeypatch, c
     for name, script in (("ppo", ppo), ("rloo", rloo)):
         lines = run(script, "--task arithmetic " + TINY.format(name))
         assert lines[-1]["eval/scores"] in (0, 0.25, 0.5, 0.75, 1)
-    args = "models/arithmetic/sft ppo --queries 6 --samples 3 --k 2".split()
+    args = ["models/arithmetic/sft", "ppo", "--queries", "6", "--samples", "3", "--k", "2"]
     capsys.readouterr()
     with monkeypatch.context() as patch:
         patch.setattr(pass_at_k, "load_function", lambda name: spy)
