@@ -86,7 +86,7 @@ PPO = (
     Off("R2", "reward head of std 0.02", "", "train_reward.py",
         "std=1 / math.sqrt(self.head.in_features + 1)", "std=0.02", new_reward=True),
     Off("R3", "gain 1, bias 0", "", "train_reward.py", NORMALIZED, "gain = 1", new_reward=True),
-    Off("P1", "log-probabilities at temperature 1", "", "ppo.py", " / self.temperature  # [N", "  # [N"),
+    Off("P1", "log-probabilities at temperature 1", "", "ppo.py", " / self.temperature).log", ").log"),
     Off("P2", "PyTorch's initial value head", "", "ppo.py", ZEROS, "("),
     Off("P4", "dropout 0.1 in training", "", "ppo.py", "    policy = PolicyAndValue(",
         "    for module in lm.modules():\n        module.p = 0.1\n    policy = PolicyAndValue("),

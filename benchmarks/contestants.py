@@ -12,7 +12,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import resource
 import sys
 import time
@@ -161,21 +160,11 @@ def plain(job: Job, watch: Stopwatch) -> None:
 
 def trl_settings(job: Job, episodes: int) -> dict[str, Any]:
     """Settings of both TRL trainers for the same work."""
-    return dict(
-        output_dir=f"{job.folder}/{job.kind}",
-        use_cpu=True,
-        bf16=False,
-        seed=1,
-        learning_rate=LR,
-        temperature=TEMPERATURE,
-        max_grad_norm=0,
-        per_device_train_batch_size=job.micro,
-        gradient_accumulation_steps=episodes // job.micro,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+    found = dict(output_dir=f"{job.folder}/{job.kind}", use_cpu=True, bf16=False, seed=1)
+    found |= dict(learning_rate=LR, temperature=TEMPERATURE, max_grad_norm=0)
+    found |= dict(per_device_train_batch_size=job.micro, gradient_checkpointing=False)
+    found |= dict(gradient_accumulation_steps=episodes // job.micro, disable_tqdm=True)
+    return found | dict(report_to="none", save_strategy="no")
 
 
 def trl_tokenizer(job: Job, pad: str) -> Any:
@@ -194,22 +183,15 @@ def trl_ppo(job: Job, watch: Stopwatch) -> None:
     pad = tokenizer.pad_token_id
     queries = torch.tensor([[pad] * (job.query_length - len(row)) + row for row in job.queries])
     policy = load(job, "policy")
-    args = PPOConfig(
-        **trl_settings(job, episodes),
-        total_episodes=episodes * (job.updates + 1),
-        num_ppo_epochs=job.epochs,
-        response_length=job.response_length,
-        whiten_rewards=True,
-        num_sample_generations=0,
-        kl_coef=KL_COEF,
-    )
+    settings = trl_settings(job, episodes) | dict(num_ppo_epochs=job.epochs, kl_coef=KL_COEF)
+    settings |= dict(total_episodes=episodes * (job.updates + 1), whiten_rewards=True)
+    settings |= dict(response_length=job.response_length, num_sample_generations=0)
+    models = dict(model=policy, ref_model=load(job, "policy"))
+    models |= dict(reward_model=load(job, "classifier"), value_model=load(job, "classifier"))
     trainer = PPOTrainer(
-        args,
+        PPOConfig(**settings),
         tokenizer,
-        model=policy,
-        ref_model=load(job, "policy"),
-        reward_model=load(job, "classifier"),
-        value_model=load(job, "classifier"),
+        **models,
         # Longer than the run: at the end of the data each micro-batch is an optimizer step.
         train_dataset=Dataset.from_dict({"row": range(episodes * (job.updates + 2))}),
         data_collator=lambda rows: {"input_ids": queries},
@@ -226,17 +208,11 @@ def trl_rloo(job: Job, watch: Stopwatch) -> None:
     texts = [" ".join(f"w{token}" for token in tokens) + " " for tokens in job.queries]
     data = Dataset.from_dict({"prompt": texts * (job.updates + 1)})
     policy, tokenizer = load(job, "policy"), trl_tokenizer(job, "w0")
-    args = RLOOConfig(
-        **trl_settings(job, job.k * len(job.queries)),
-        max_steps=job.epochs * (job.updates + 1),
-        num_generations=job.k,
-        num_iterations=job.epochs,
-        max_completion_length=job.response_length,
-        shuffle_dataset=False,
-        beta=KL_COEF,
-    )
+    settings = trl_settings(job, job.k * len(job.queries)) | dict(num_generations=job.k)
+    settings |= dict(max_steps=job.epochs * (job.updates + 1), num_iterations=job.epochs)
+    settings |= dict(max_completion_length=job.response_length, shuffle_dataset=False, beta=KL_COEF)
     classes = dict(processing_class=tokenizer, reward_processing_classes=tokenizer)
-    trainer = RLOOTrainer(policy, load(job, "classifier"), args, data, **classes)
+    trainer = RLOOTrainer(policy, load(job, "classifier"), RLOOConfig(**settings), data, **classes)
     race(trainer, policy, watch)
 
 
@@ -277,8 +253,7 @@ def main(text: str) -> None:
     CONTESTANTS[job.kind](job, watch)
     if job.kind not in ("make", "matmul") and len(steps) != job.epochs * (job.updates + 1):
         raise RuntimeError(f"{len(steps)} optimizer steps: the work is not the same")
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps({"updates": watch.updates, "peak": watch.peak, "versions": versions()}))
+    print(json.dumps({"updates": watch.updates, "peak": watch.peak, "versions": versions()}))
 
 
 if __name__ == "__main__":

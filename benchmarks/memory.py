@@ -1,14 +1,16 @@
 r"""GPU memory of a PPO or RLOO run by model, task and flags, computed without any numbers.
 
-    python benchmarks/memory.py                          # memory.csv and a table
-    python benchmarks/memory.py --scripts separate_critic ppo rloo --tasks sentiment \
-        --shapes "GPT-2 124M" "Pythia 410M" --out rloo.csv               # what RLOO saves
+    python benchmarks/memory.py --tasks sentiment \
+        --flags="--micro_batch_tokens 32768 --rollout_batch_size 512"    # a GPU's defaults
+    python benchmarks/memory.py --tasks tldr --flags="--gradient_checkpointing"
 
 The script's own `main` runs over fake tensors, which have a shape but no contents, while the bytes
 of all living tensors are added up: GiB by phase of an update, and between two updates (`live`). One
-process; all sequences have full length; the reward model has the policy's shape. Not included: what
-kernels take, the CUDA context (about 0.5 GiB), fragmentation, and DDP's buckets (4 bytes per
-parameter). A CPU's attention and autocast stand in for CUDA's.
+process; the reward model has the policy's shape. Queries that are sampled from have full length:
+the cache is largest. Those that are trained on have the length at which a minibatch just fits into
+a micro-batch: it has the most tokens, and the most logits. Not included: what kernels take, the
+CUDA context (about 0.5 GiB), fragmentation, and DDP's buckets (4 bytes per parameter). A CPU's
+attention and autocast stand in for CUDA's.
 """
 
 import copy
@@ -37,7 +39,6 @@ from utils import TokenIds  # noqa: E402
 GIB = 2**30
 CARDS = (24, 80, 141)  # GB as sold, of which a tenth has to stay free
 PHASES = ("sample", "score", "optimize")
-INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
 
 
 def gpt2(width: int, layers: int, heads: int) -> GPT2Config:
@@ -94,19 +95,13 @@ class Tracker(TorchDispatchMode):
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the operator. A boolean index selects everything: there is no padding.
-
-        A condition on contents is False: no batch of responses ends early.
-        """
+        """Call the operator. There is no padding, and no batch of responses ends early."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             return False
-        index = args[1][0] if func in INDEXING else None
-        if index is None or index.dtype != torch.bool:
-            out = func(*args, **(kwargs or {}))
-        elif func is torch.ops.aten.index.Tensor:
-            out = args[0].flatten(0, index.ndim - 1).clone()
+        if func is torch.ops.aten.nonzero.default:
+            out = args[0].new_empty(args[0].numel(), args[0].ndim, dtype=torch.long)
         else:
-            out = args[2].view_as(args[0]).clone()
+            out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self.add(tensor.untyped_storage())
@@ -132,14 +127,14 @@ class Tracker(TorchDispatchMode):
 
 
 class Finished(Exception):
-    """The updates are done."""
+    """All phases of interest are measured."""
 
 
 class Recorder:
     """In place of a script's `Run`, `Timer` and table of queries."""
 
-    def __init__(self, args: Any, tracker: Tracker):
-        self.args, self.tracker = args, tracker
+    def __init__(self, args: Any, tracker: Tracker, until: str):
+        self.args, self.tracker, self.until = args, tracker, until
         self.phase = "live"
         self.found: dict[str, float] = {}
 
@@ -152,27 +147,25 @@ class Recorder:
     def hold_out(self, n: int) -> tuple[None, "Recorder"]:
         return None, self
 
-    def columns(self, rows: Any) -> dict[str, list]:
-        return {}
-
     def restore(self, policy: Any, optimizer: Any, kl_coef: float) -> tuple[int, float]:
+        for weight in policy.parameters():
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()  # now Adam has its moments
+        optimizer.zero_grad()
         return 1, kl_coef  # update 0 would begin with an evaluation
 
     def start(self, phase: str) -> None:
         peak = self.tracker.restart()
         self.found[self.phase] = (self.tracker.now if self.phase == "live" else peak) / GIB
         self.phase = phase
-
-    def stop(self) -> dict[str, float]:
-        self.start("live")
-        return {"time": 1.0}
-
-    def log(self, update: int, metrics: dict[str, float]) -> None:
-        if update == 2:  # the second one, with Adam's state from the start
+        if phase == self.until:
             raise Finished
 
-    def checkpoint(self, *_: Any) -> None:
-        pass
+    def stop(self) -> None:
+        self.start("live")
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None  # the rest of a `Run` does nothing
 
 
 class Decoder(decoding.Decoder):
@@ -184,10 +177,14 @@ class Decoder(decoding.Decoder):
         return self(input_ids, mask, position_ids, cache)
 
 
-def run_updates(script: Any, args: Any, config: Any) -> dict[str, float]:
-    """GiB by phase of the second update of `script`, without padding and equal prompts."""
+def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, float]:
+    """GiB by phase of an update of `script`, without padding and equal prompts.
+
+    It ends before the phase `until`, which is `score` or the next update's `live`. In the latter
+    case nothing is sampled.
+    """
     tracker = Tracker()
-    recorder = Recorder(args, tracker)
+    recorder = Recorder(args, tracker, until)
     ids = TokenIds(config.vocab_size, None, [], [])
     size = args.micro_batch_tokens // (args.task.query_length + args.task.response_length)
 
@@ -213,7 +210,9 @@ def run_updates(script: Any, args: Any, config: Any) -> dict[str, float]:
     replaced = dict(load_lm=random_lm, load_reward=random_reward, Packed=padded, Decoder=Decoder)
     replaced |= dict(load_tokenizer=lambda *a: (None, ids), load_queries=lambda *a, **k: recorder)
     replaced |= dict(Run=lambda *a: recorder, Timer=lambda device: recorder, check=lambda *a: None)
-    replaced |= dict(mean_over_processes=lambda x, device: dict.fromkeys(x, 1.0))
+    if until == "live":
+        shape = args.batch_size, args.task.response_length
+        replaced |= dict(sample_in_batches=lambda *a: torch.ones(shape, dtype=torch.long))
     with (
         patch.multiple(script, micro_batches=micro_batches, **replaced),
         patch.object(rewards, "micro_batches", micro_batches),
@@ -235,10 +234,18 @@ def measure(job: sweep.Job) -> list[dict[str, float]]:
     script = sweep.load_script(job["script"])
     argv = ["--task", job["task"], *job["flags"].split()]
     args = cli.parse_args(script.Args, script.PRESETS, argv)
-    size = args.rollout_batch_size  # larger batches cost next to nothing
-    args = replace(args, batch_size=size, total_episodes=3 * size, num_minibatches=1)
-    args = replace(args, task=replace(args.task, gold_fn=None), num_ppo_epochs=1)
-    found = run_updates(script, args, SHAPES[job["shape"]])
+    query_length, response_length = args.task.query_length, args.task.response_length
+    shorter = args.micro_batch_tokens * args.num_minibatches // args.batch_size - response_length
+    shorter = min(max(shorter, 1), query_length)
+    found = {}
+    for length, size, until in (
+        (shorter, args.batch_size, "live"),
+        (query_length, min(args.rollout_batch_size, args.batch_size), "score"),
+    ):
+        task = replace(args.task, gold_fn=None, query_length=length)
+        sizes = dict(batch_size=size, total_episodes=2 * size, num_ppo_epochs=1)
+        sized = replace(args, task=task, **sizes)
+        found |= run_update(script, sized, SHAPES[job["shape"]], until)
     return [{name: found[name] for name in ("live", *PHASES)}]
 
 

@@ -13,6 +13,7 @@ a sampled token, after which weights are off by about the learning rate: try ano
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -20,9 +21,9 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from multiprocessing import connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -218,58 +219,46 @@ def keep_checkpoints(stop_after: int | None) -> None:
     Run.checkpoint = then_stop
 
 
-def fork(
+def work(
     path: Path, folder: Path, way: Way, name: str, rank: int, port: int, stop: int | None
-) -> int:
-    """Start one process of a run; return its id."""
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
-        for seed in (random.seed, np.random.seed, torch.seed):  # what a script must not depend on
-            seed()
-        out = os.open(folder / f"{name}.{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        os.chdir(folder)
-        os.environ |= {"ACCELERATE_MIXED_PRECISION": way.precision}
-        if way.processes > 1:
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            os.environ["WORLD_SIZE"] = str(way.processes)
-        if way.fsdp2 and not (way.then_ddp and stop is None):
-            os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-            os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
-            shard_on_a_cpu()
-        module = load(path)
-        args = settings(module, folder, way, name)
-        draw_by_share(module, args, rank, way.processes)
-        keep_checkpoints(stop)
-        module.main(args)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+) -> None:
+    """One process of a run."""
+    for seed in (random.seed, np.random.seed, torch.seed):  # what a script must not depend on
+        seed()
+    log = os.open(folder / f"{name}.{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(folder)
+    os.environ |= {"ACCELERATE_MIXED_PRECISION": way.precision}
+    if way.processes > 1:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ["WORLD_SIZE"] = str(way.processes)
+    if way.fsdp2 and not (way.then_ddp and stop is None):
+        os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+        os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
+        shard_on_a_cpu()
+    module = load(path)
+    args = settings(module, folder, way, name)
+    draw_by_share(module, args, rank, way.processes)
+    keep_checkpoints(stop)
+    module.main(args)
 
 
 # ------------------------------------------------------------------------------ outside
 
 
-def wait(pids: list[int], seconds: float) -> list[int]:
+def wait(processes: list[Any], seconds: float) -> list[int]:
     """Exit codes of processes; 10 seconds after one failed, the others are killed."""
-    codes, end = {}, time.monotonic() + seconds
-    while len(codes) < len(pids):
-        for pid in set(pids) - set(codes):
-            if (done := os.waitpid(pid, os.WNOHANG))[0]:
-                codes[pid] = os.waitstatus_to_exitcode(done[1])
-                end = end if codes[pid] == 0 else min(end, time.monotonic() + 10)
-            elif time.monotonic() > end:
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-    return [codes[pid] for pid in pids]
+    end = time.monotonic() + seconds
+    while running := [process.sentinel for process in processes if process.is_alive()]:
+        connection.wait(running, max(end - time.monotonic(), 0))
+        if any(process.exitcode for process in processes):
+            end = min(end, time.monotonic() + 10)
+        if time.monotonic() >= end:
+            for process in processes:
+                process.kill()
+    return [process.exitcode for process in processes]
 
 
 def run(path: Path, folder: Path, way: Way, name: str) -> str | None:
@@ -278,8 +267,12 @@ def run(path: Path, folder: Path, way: Way, name: str) -> str | None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        ranks = range(way.processes)
-        codes = wait([fork(path, folder, way, name, rank, port, stop) for rank in ranks], 120)
+        context, processes = multiprocessing.get_context("fork"), []
+        for rank in range(way.processes):
+            inputs = path, folder, way, name, rank, port, stop
+            processes.append(context.Process(target=work, args=inputs))
+            processes[-1].start()
+        codes = wait(processes, 120)
         if set(codes) != {-signal.SIGKILL if stop else 0}:
             failed = [i for i, code in enumerate(codes) if code not in (0, -signal.SIGKILL)]
             log = (folder / f"{name}.{failed[0] if failed else 0}.log").read_text()
@@ -380,9 +373,8 @@ def table(script: Path, kind: str, only: tuple[str, ...] = ()) -> dict[str, tupl
 
 def warm_up() -> None:
     """Import once what every run needs, and not in every fork."""
-    modules = ("rich.progress", "rich.table", "torch.utils.tensorboard", "matplotlib.pyplot")
-    for module in modules:
-        importlib.import_module(module)
+    for name in ("rich.progress", "rich.table", "torch.utils.tensorboard", "matplotlib.pyplot"):
+        importlib.import_module(name)
     torch.set_num_threads(1)
 
 

@@ -1,7 +1,6 @@
 """Speed and memory of ppo.py and rloo.py beside other implementations, on the same work.
 
-    python benchmarks/speed.py --workload gpt2            # table, CSV, picture, and a line of JSON
-    python benchmarks/speed.py --scale                    # ppo.py as batch, response and model grow
+    python benchmarks/speed.py --workload gpt2            # table, CSV and picture
 
 Ours are the scripts themselves at the defaults of `--task sentiment`. `plain` is
 benchmarks/plain_ppo.py. `trl-ppo` is the PPOTrainer of TRL 1.12.0, the last version that has one,
@@ -27,8 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -38,6 +36,7 @@ import numpy as np
 import tyro
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "onefile-rlhf"
 TRL = {"trl-ppo": "trl==1.12.0", "trl-rloo": "trl==1.16.0"}
 PHASES = ("sample", "score", "optimize")
@@ -62,8 +61,6 @@ class Args:
     """name of the .csv and .png; rows of other workloads stay in the .csv"""
     micro: int | None = None
     """sequences per micro-batch of the peers; None: the fastest of a few"""
-    scale: bool = False
-    """run ppo.py alone as the work grows; writes <out>_scale"""
 
 
 @dataclass(frozen=True)
@@ -165,14 +162,10 @@ def job(
     return found | more
 
 
-def run(
-    folder: Path, work: Work, one: Contestant, updates: int, micro: int = 1, processes: int = 1
-) -> dict[str, Any]:
-    """Run a contestant in a new process (or `processes`); return seconds per update, peak, …"""
-    command = [peer_python(one.kind)]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    command += [str(HERE / "contestants.py"), json.dumps(job(folder, work, one, updates, micro))]
+def run(folder: Path, work: Work, one: Contestant, updates: int, micro: int = 1) -> dict[str, Any]:
+    """Run a contestant in a new process; return seconds per update, peak and versions."""
+    command = [peer_python(one.kind), str(HERE / "contestants.py")]
+    command.append(json.dumps(job(folder, work, one, updates, micro)))
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
     if done.returncode:
@@ -182,14 +175,6 @@ def run(
         took = f"{seconds(found, 0):.3g} CPU seconds per update"
         print(f"{one.name}, micro-batch {micro or 'default'}: {took}", file=sys.stderr)
     return found
-
-
-@contextmanager
-def made(work: Work) -> Iterator[Path]:
-    """A temporary folder with the models of this work."""
-    with tempfile.TemporaryDirectory() as folder:
-        run(Path(folder), work, Contestant("make", "make"), 0)
-        yield Path(folder)
 
 
 def seconds(found: dict[str, Any], which: int, phases: tuple[str, ...] = PHASES) -> float:
@@ -212,7 +197,9 @@ def race(
 ) -> dict[str, dict[str, Any]]:
     """Run all contestants in turn, `rounds` times; return the medians of each by name."""
     heats: list[dict[str, Any]] = []
-    with made(work) as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run(folder, work, Contestant("make", "make"), 0)
         tuned = cache(lambda kind: best_micro(folder, work, Contestant(kind, kind, epochs=1)))
         micro = {one.name: tuned(one.kind) for one in field}
         for _ in range(rounds):
@@ -256,21 +243,16 @@ def write(path: Path, workload: str, table: dict[str, dict[str, Any]]) -> list[d
     for name, row in table.items():
         cells = (f"{x:11.3g}" if isinstance(x, float) else f"{x:>11}" for x in map(row.get, shown))
         print(f"{name:34}" + "".join(cells))
-    rows = [{"workload": workload, "contestant": name} | row for name, row in table.items()]
-    old = list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
-    return write_csv(path, [row for row in old if row["workload"] != workload], rows)
 
+    # Imported late: the memory of this process counts in the peak of its children.
+    from benchmarks.curves import provenance
 
-def write_csv(path: Path, old: list[dict], new: list[dict]) -> list[dict[str, Any]]:
-    """Write old rows, and new ones with machine, command, date and commit; return all."""
     command = " ".join(["python", "benchmarks/speed.py", *sys.argv[1:]])
-    sys.path.insert(0, str(HERE.parent))
-    from benchmarks import curves
-
-    about = dict(hardware=processor(), command=command) | curves.provenance()
-    rows = list(old)
-    for row in new:
-        row = row | about
+    about = dict(hardware=processor(), command=command) | provenance()
+    old = list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
+    rows = [row for row in old if row["workload"] != workload]
+    for name, row in table.items():
+        row = dict(workload=workload, contestant=name) | row | about
         rows.append({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, rows[-1])
@@ -279,12 +261,13 @@ def write_csv(path: Path, old: list[dict], new: list[dict]) -> list[dict[str, An
     return rows
 
 
-def draw_race(rows: list[dict[str, str]], path: Path) -> None:
+def draw(rows: list[dict[str, str]], path: Path) -> None:
     """A panel per workload: stacked CPU seconds of the phases."""
-    plt = pyplot()
+    from machinery.plots import pyplot
+
     panels = list(dict.fromkeys(row["workload"] for row in rows))
-    size = (6 * len(panels), 3.2)
-    figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+    look = dict(figsize=(6 * len(panels), 3.2), layout="constrained", squeeze=False)
+    figure, axes = pyplot().subplots(1, len(panels), **look)
     for axis, panel in zip(axes[0], panels, strict=True):
         mine = [row for row in rows if row["workload"] == panel][::-1]
         names, left = [row["contestant"] for row in mine], np.zeros(len(mine))
@@ -300,70 +283,15 @@ def draw_race(rows: list[dict[str, str]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def pyplot() -> Any:
-    """Import matplotlib late: the memory of this process counts in the peak of its children."""
-    sys.path.insert(0, str(HERE.parent))
-    from machinery import plots
-
-    return plots.pyplot()
-
-
-def scaled() -> dict[str, dict[str, tuple[Work, int]]]:
-    """By what grows and its value: the work, and the number of processes."""
-    tiny = WORKS["tiny"]
-    shapes = {}
-    for layers, width in ((2, 64), (4, 128), (6, 256), (8, 512)):
-        config = TINY | dict(n_layer=layers, n_embd=width, n_head=width // 32)
-        shapes[f"{layers}×{width}"] = replace(tiny, config=config), 1
-    lengths = (24, 64, 128, 256, 512)
-    return {
-        "episodes": {str(n): (replace(tiny, episodes=n), 1) for n in (16, 64, 128, 256, 512)},
-        "response": {str(n): (replace(tiny, response_length=n), 1) for n in lengths},
-        "layers×width": shapes,
-        "processes": {str(n): (tiny, n) for n in (1, 2)},
-    }
-
-
-def scale(args: Args, out: Path) -> None:
-    """Measure ppo.py as one thing at a time grows: print, write, draw."""
-    rows, whats = [], scaled()
-    for what, values in whats.items():
-        for value, (work, processes) in values.items():
-            with made(work) as folder:
-                found = run(folder, work, Contestant("ppo", "ppo"), args.updates, 0, processes)
-            row = dict(what=what, value=value, cpu=seconds(found, 0), wall=seconds(found, 1))
-            took = row["wall" if what == "processes" else "cpu"]
-            rows.append(row | {"episodes/s": work.episodes / took, "peak GB": found["peak"]})
-            cells = (f"{x:.3g}" if isinstance(x, float) else x for x in rows[-1].values())
-            print(*cells, flush=True)
-    write_csv(out.with_suffix(".csv"), [], rows)
-    alone, two = (row["episodes/s"] for row in rows[-2:])
-    print(f"two processes: {two / alone / 2:.0%} of twice the episodes per second of one")
-    plt = pyplot()
-    look = dict(figsize=(3.2 * len(whats), 5), layout="constrained", squeeze=False)
-    figure, axes = plt.subplots(2, len(whats), sharey="row", **look)
-    for column, what in zip(axes.T, whats, strict=True):
-        mine = [row for row in rows if row["what"] == what]
-        for axis, name in zip(column, ("episodes/s", "peak GB"), strict=True):
-            axis.plot([row["value"] for row in mine], [row[name] for row in mine], "o-")
-            axis.set(xlabel=what, ylabel=name, yscale="log")
-    figure.savefig(out.with_suffix(".png"), dpi=110)
-
-
 def main(args: Args) -> None:
     """Measure, print, write, draw."""
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    if args.scale:
-        return scale(args, args.out.with_name(f"{args.out.name}_scale"))
     field = contestants(args.peers.split(","))
     work = WORKS[args.workload]
     work = replace(work, micro=(args.micro,)) if args.micro else work
     table = race(work, field, args.updates, args.rounds)
     rows = write(args.out.with_suffix(".csv"), args.workload, table)
-    draw_race(rows, args.out.with_suffix(".png"))
-    result = {"workload": args.workload, "medians": table}
-    rounded = json.loads(json.dumps(result), parse_float=lambda x: float(f"{float(x):.4g}"))
-    print(json.dumps(rounded))
+    draw(rows, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

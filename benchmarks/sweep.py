@@ -1,6 +1,6 @@
 """Many runs, each in a process of its own, and a CSV that remembers which are done.
 
-Used by ablations.py, overoptimize.py, memory.py and recipes.py. For each job that its CSV lacks, a
+Used by ablations.py, debugging.py, memory.py and patches.py. For each job that its CSV lacks, a
 tool calls itself with `--only JOB` in a temporary folder and prints the job's rows as a line of
 JSON. To measure a job again, delete its rows, or write another CSV with `--out`.
 """
@@ -116,7 +116,7 @@ def main(
 
 def copy_project(source: Path, folder: Path) -> Path:
     """Copy a checkout without its runs and pictures."""
-    names = (".*", "runs", "models", "wandb", "__pycache__", "*.png", "*.egg-info")
+    names = (".git", ".venv", "*cache*", "runs", "models", "wandb", "*.png", "*.egg-info")
     return Path(shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*names)))
 
 

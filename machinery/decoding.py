@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.cache_utils import StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -50,7 +49,7 @@ class Decoder:
     def __init__(self, lm: Any, response_length: int, cuda_graphs: bool = False):
         self.lm = lm
         self.response_length = response_length
-        sharded = any(isinstance(weight, DTensor) for weight in lm.parameters())
+        sharded = any(hasattr(weight, "full_tensor") for weight in lm.parameters())
         sliding = getattr(lm.config, "sliding_window", None)
         self.cuda_graphs = cuda_graphs and lm.device.type == "cuda" and not (sharded or sliding)
         if self.cuda_graphs:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 
@@ -44,12 +44,9 @@ def start(args: Any) -> Accelerator:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    # DDP normally rebuilds its buckets after the first step. The order in which three or more
-    # processes add up a gradient would then differ in a resumed run, and so would the last bits.
-    keep_buckets = DistributedDataParallelKwargs(find_unused_parameters=world_size > 2)
     limit = InitProcessGroupKwargs(timeout=JOIN_LIMIT)
     try:
-        accelerator = Accelerator(kwargs_handlers=[keep_buckets, limit])
+        accelerator = Accelerator(kwargs_handlers=[limit])
     except dist.DistError as error:
         raise RunError(
             f"not all of {world_size} processes joined within {JOIN_LIMIT}: {error!s:.200}"
@@ -129,6 +126,11 @@ def prepare(
     if accelerator.is_fsdp2:
         wrapped.set_reshard_after_forward(True)  # the root's weights too
         wrapped._get_fsdp_state()._lazy_init()  # `inference` comes before the first forward pass
+    elif isinstance(wrapped, nn.parallel.DistributedDataParallel):
+        # DDP would rebuild its buckets after the first step. The order in which three or more
+        # processes add up a gradient would then differ in a resumed run, and so would rounding.
+        wrapped.reducer._push_all_rebuilt_params()
+        wrapped.reducer._rebuild_buckets()
     return wrapped, prepared
 
 

@@ -233,9 +233,10 @@ class Run:
         return True
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of one update. Raises `RunError` for a loss that is not finite."""
+        """Write the metrics of one update. Raises `RunError` for a loss, score or KL of NaN or inf."""
         for name, value in metrics.items():
-            if "loss" in name and not math.isfinite(value):
+            watched = "loss" in name or name.startswith(("objective/", "eval/"))
+            if watched and not math.isfinite(value):
                 raise RunError(f"{name} is {value}; a lower --lr or fp32 instead of bf16 may help")
         self.step = min(step + 1, self.total)
         if not self.main:

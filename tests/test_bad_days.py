@@ -204,7 +204,7 @@ RETURNS = {  # what a function returns for two responses → what the error says
 def test_a_function_that_returns_no_finite_scores_is_told_what_it_returned(returned):
     texts = [["a", "b"], ["first", "second"]]
     with pytest.raises(RunError) as caught:
-        rewards.call_reward_function(lambda *_: eval(returned), "f.py:score", texts)
+        rewards.call_reward_function(lambda *_: eval(returned), "f.py:score", texts, {})
     message = str(caught.value)
     assert message.startswith("f.py:score ") and RETURNS[returned] in message
     assert "one finite number for each of 2 responses" in message
@@ -320,7 +320,7 @@ def test_a_reward_folder_with_a_pickle_in_place_of_its_weights_is_refused(home, 
     Path("reward/model.safetensors").unlink()
     bomb("reward/pytorch_model.bin")
     assert exit_code("ppo", small("ppo", reward_fn=None, reward_model="reward")) == 2
-    sentence(capsys, "there is no reward model in reward")
+    sentence(capsys, "--reward_model reward has no model.safetensors")
     assert not Path("exploded").exists()
 
 

@@ -151,7 +151,7 @@ def with_graphs(lm) -> decoding.Decoder:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", set(tiny.KINDS) - {"mistral"})
+@pytest.mark.parametrize("kind", [kind for kind in tiny.KINDS if kind != "mistral"])
 def test_G4_replayed_steps_sample_the_same_tokens(kind, precision, fake_graphs):
     """One graph per batch, recorded at its second token; the last weights are used."""
     lm, uniform = tiny.make_lm(kind), tiny.uniform(LENGTH, 5)

@@ -7,6 +7,7 @@ import ast
 import difflib
 import importlib.util
 import itertools
+import math
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -26,8 +28,10 @@ from transformers import AutoModelForCausalLM
 
 import ppo
 import rloo
+import sft
+import train_reward
 from data import tasks
-from machinery import cli, models
+from machinery import cli, labels, models
 from train_reward import RewardModel
 from utils import TokenIds, decode
 
@@ -35,7 +39,10 @@ ROOT = Path(ppo.__file__).parent
 README = (ROOT / "diffs" / "README.md").read_text()
 DIFFS = {path.stem: path.read_text() for path in sorted((ROOT / "diffs").glob("*.diff"))}
 BASES = {name: re.search(r"^--- (\w+)\.py", text, flags=re.M)[1] for name, text in DIFFS.items()}
+SCRIPTS = dict(ppo=ppo, rloo=rloo, train_reward=train_reward, sft=sft)
 OF_PPO, OF_RLOO = ([n for n, base in BASES.items() if base == x] for x in ("ppo", "rloo"))
+ALGORITHMS = [name for name in OF_RLOO if name != "lora_rloo"]  # alternatives
+LIMITS = {"dpo": 45}  # added lines; others 25
 EXCLUSIVE = [{"lora", "freeze_layers"}, {"lora", "ema"}]  # what is trained; what is saved
 PAIRS = [pair for pair in itertools.combinations(OF_PPO, 2) if {*pair} not in EXCLUSIVE]
 PAIRS.remove(("lora", "reference_on_cpu"))  # lora has no reference model that could move
@@ -43,12 +50,15 @@ STACKS = [
     ("separate_critic", "ema"),
     ("ptx", "ema"),
     ("lora", "length_penalty"),
+    ("grpo", "lora_rloo"),
+    ("lora_rloo", "dapo"),
     ("separate_critic", "value_warmup", "schedule", "adamw", "early_stop", "ptx"),
     ("samples_per_query", "sampling", "dense_rewards", "reference_on_cpu", "freeze_layers"),
 ]
 SIZES = dict(batch_size=16, num_minibatches=2, num_ppo_epochs=2, eval_queries=4, lr=1e-2)
 SIZES |= dict(total_episodes=32, micro_batch_tokens=60, rollout_batch_size=5, eval_every=1)
 every_patch = pytest.mark.parametrize("name", DIFFS)
+every_online_patch = pytest.mark.parametrize("name", [*OF_PPO, *OF_RLOO])
 
 
 def added(name):
@@ -111,7 +121,7 @@ def test_the_readme_lists_every_patch_with_its_script_and_number_of_lines():
 
 
 @every_patch
-def test_a_patch_has_a_header_adds_at_most_25_lines_and_leaves_the_docstring_alone(name, patched):
+def test_a_patch_has_a_header_adds_few_lines_and_leaves_the_docstring_alone(name, patched):
     parts = re.split(r"^(\w+): ", DIFFS[name].split("\n--- ")[0], flags=re.M)[1:]
     header = dict(zip(parts[::2], (" ".join(x.split()) for x in parts[1::2]), strict=True))
     assert list(header) == [name, "Source", "Command"] and all(header.values())
@@ -119,8 +129,8 @@ def test_a_patch_has_a_header_adds_at_most_25_lines_and_leaves_the_docstring_alo
     assert command == f"cp {base}.py mine.py && patch --fuzz=0 mine.py diffs/{name}.diff"
     script = patched(name)
     assert cli.parse_args(script.Args, script.PRESETS, flags.split()).task.task == "synthetic"
-    assert 0 < len(added(name)) <= 25 and max(map(len, added(name))) <= 100
-    assert script.__doc__ == {"ppo": ppo, "rloo": rloo}[base].__doc__
+    assert 0 < len(added(name)) <= LIMITS.get(name, 25) and max(map(len, added(name))) <= 100
+    assert script.__doc__ == SCRIPTS[base].__doc__
 
 
 @every_patch
@@ -163,9 +173,9 @@ def test_a_patch_of_ppo_applies_after_every_other_one(first, patched, tmp_path):
 
 
 @pytest.mark.parametrize("pair", list(itertools.permutations(OF_RLOO, 2)), ids="+".join)
-def test_patches_of_rloo_are_alternatives(pair, patched, tmp_path):
+def test_patches_of_rloo_are_alternatives_but_lora_goes_with_each(pair, patched, tmp_path):
     path = Path(shutil.copy(patched(pair[0]).__file__, tmp_path))
-    assert not apply(path, pair[1])
+    assert apply(path, pair[1]) == ("lora_rloo" in pair)
 
 
 # --------------------------------------------------------------------------------------------- runs
@@ -287,7 +297,7 @@ def first_ratio_is_1(run):
 
 
 @pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
-@every_patch
+@every_online_patch
 def test_L6_a_patched_script_runs_and_its_first_ratio_is_exactly_1(name, precision, run_of):
     run = run_of(name, precision=precision)
     assert [line["ppo/episode"] for line in run.metrics[:2]] == [16, 32]
@@ -304,7 +314,7 @@ def test_L6_any_two_patches_of_ppo_run_together(pair, patched, task):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [(name,) for name in DIFFS] + STACKS, ids="+".join)
+@pytest.mark.parametrize("names", [(x,) for x in [*OF_PPO, *OF_RLOO]] + STACKS, ids="+".join)
 def test_a_run_writes_its_folder_and_the_saved_weights_load(names, patched, task, tmp_path):
     """X5: the average, too, is in the checkpoint: a resumed run writes the same files again."""
     script = patched(*names)
@@ -549,12 +559,13 @@ def test_X14_a_token_gets_what_it_adds_to_the_score_and_the_last_one_gets_the_re
 # --------------------------------------------------------------- lora, reference_on_cpu and the rest
 
 
-def test_lora_trains_adapters_and_the_base_model_is_the_reference(run_of, task):
-    run = run_of("lora")
+@pytest.mark.parametrize("name", ["lora", "lora_rloo"])
+def test_lora_trains_adapters_and_the_base_model_is_the_reference(name, run_of, task):
+    run = run_of(name)
     grads = run.steps[-1].grads
     trained = {name for name, grad in grads.items() if grad is not None}
     assert trained == {name for name in grads if "lora_" in name or name.startswith("value_head")}
-    assert len(trained) == 2 * 2 * 4 + 2  # A and B of four layers in two blocks
+    assert len(trained) == 2 * 2 * 4 + 2 * (name == "lora")  # A and B of 4 layers in 2 blocks
     assert not isinstance(run.ref, torch.nn.Module)  # no second model
     (first, _), (second, _) = run.rollouts
     assert not first.kl.any() and second.kl.any()
@@ -562,8 +573,9 @@ def test_lora_trains_adapters_and_the_base_model_is_the_reference(run_of, task):
     torch.testing.assert_close(second.logprobs - second.kl, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_lora_the_saved_model_is_merged(run_of, task):
-    run = run_of("lora", lora_rank=2)
+@pytest.mark.parametrize("name", ["lora", "lora_rloo"])
+def test_lora_the_saved_model_is_merged(name, run_of, task):
+    run = run_of(name, lora_rank=2)
     layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     names = {f"transformer.h.{i}.{layer}.weight" for i in range(2) for layer in layers}
     assert changed(run, task) == names
@@ -610,7 +622,7 @@ def test_freeze_layers_trains_the_upper_layers_and_the_norm_after_them(run_of, t
     assert changed(run_of("freeze_layers", unfrozen_layers=1), task) == names
 
 
-# ------------------------------------------------------------------------- grpo, dr_grpo, reinforce
+# --------------------------------------------------------------------------------- patches of rloo
 
 
 def slow_advantages(name, rollout, kl_coef):
@@ -618,21 +630,46 @@ def slow_advantages(name, rollout, kl_coef):
     scores, contexts = rollout.scores.tolist(), rollout.contexts.tolist()
     kl = [row[:n] for row, n in zip(rollout.kl.tolist(), rollout.mask.sum(dim=1), strict=True)]
     rows = range(len(kl))
-    if name == "reinforce":
+    if name == "reinforce_plus_plus":
         returns = [[scores[i] - kl_coef * sum(kl[i][t:]) for t in range(len(kl[i]))] for i in rows]
         tokens = sum(returns, [])
         mean, deviation = statistics.mean(tokens), statistics.pstdev(tokens)
         return [[(x - mean) / deviation for x in row] for row in returns]
-    rewards = [scores[i] - (name == "dr_grpo") * kl_coef * sum(kl[i]) for i in rows]
+    rewards = [scores[i] - (name != "grpo") * kl_coef * sum(kl[i]) for i in rows]
     groups = [[rewards[j] for j in rows if contexts[j] == contexts[i]] for i in rows]
     assert {len(group) for group in groups} == {4}
-    scale = [statistics.stdev(group) + 1e-4 if name == "grpo" else 1 for group in groups]
+    scale = [1 if name == "dr_grpo" else statistics.stdev(group) + 1e-4 for group in groups]
     return [[(rewards[i] - statistics.mean(groups[i])) / scale[i]] * len(kl[i]) for i in rows]
 
 
-@pytest.mark.parametrize("name", OF_RLOO)
+BOUNDS = dict(dapo=(0.9, 1.2), gspo=(0.9, 1.05), cispo=(0.0, 1.1))  # of the ratio; others 0.8, 1.2
+
+
+def slow_losses(name, log_ratios, logprobs, advantages, ref_logprobs, kl_coef):
+    """A loss for each real token of one response: [n] each → [n]."""
+    low, high = BOUNDS.get(name, (0.8, 1.2))
+    if name == "gspo":  # the same for all tokens: the geometric mean
+        log_ratios = [sum(log_ratios) / len(log_ratios)] * len(log_ratios)
+    losses, clipped = [], 0
+    for t, (log_ratio, advantage) in enumerate(zip(log_ratios, advantages, strict=True)):
+        ratio = torch.exp(log_ratio)
+        objective = torch.min(ratio * advantage, ratio.clamp(low, high) * advantage)
+        clipped += not low < ratio < high
+        if name == "cispo":
+            objective = min(ratio.item(), high) * advantage * logprobs[t]
+        if name == "grpo":
+            log_r = ref_logprobs[t] - logprobs[t]
+            objective = objective - kl_coef * (torch.exp(log_r) - 1 - log_r)
+        losses.append(-objective)
+    return losses, clipped
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
-    """With responses of uneven length, a KL to the reference, and ratios that clip."""
+    """With responses of uneven length, a KL to the reference, and ratios that clip.
+
+    In some groups all scores are equal; only dapo leaves those out.
+    """
     epochs = []
 
     def uneven(lm, contexts, ids, args, rng):
@@ -643,30 +680,48 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
         epochs.append(rloo.shuffle(*inputs)[0])
         return epochs[-1:]
 
+    def load_reward(args, *inputs):
+        score = models_reward(args, *inputs)
+        return lambda queries, responses: torch.where(
+            queries.sum(dim=1) % 2 == 0, 0.5, score(queries, responses)
+        )
+
+    script = patched(name)
+    models_reward = script.load_reward
     task = replace(task, truncate_token=".", truncate_after=0, eos_task=True)
-    names = dict(sample_in_batches=uneven, shuffle=spy_shuffle)
+    names = dict(sample_in_batches=uneven, shuffle=spy_shuffle, load_reward=load_reward)
     flags = dict(kl_coef=0.3, kl_target=0.01, kl_horizon=50, lr=0.0, num_ppo_epochs=1)
-    run = run_main(patched(name), task, moved=True, names=names, **flags)
-    steps, clipped, kl_coefs = iter(run.steps), 0, []
+    if name in BOUNDS:
+        flags |= dict(cliprange=1 - BOUNDS[name][0], cliprange_high=BOUNDS[name][1] - 1)
+    if name == "cispo":
+        del flags["cliprange"]
+    run = run_main(script, task, moved=True, names=names, **flags)
+    steps, clipped, kl_coefs, left_out = iter(run.steps), 0, [], 0
     for (rollout, old), minibatches, line in zip(run.rollouts, epochs, run.metrics, strict=False):
         kl_coefs.append(line["objective/kl_coef"])
         advantages = slow_advantages(name, rollout, kl_coefs[-1])
         assert {len(row) for row in advantages} == {1, 2, 3, 4, 5}
         assert rollout.kl.abs().sum(dim=1).mean() > 0.1
+        scores = {}
+        for context, score in zip(rollout.contexts.tolist(), rollout.scores.tolist(), strict=True):
+            scores.setdefault(tuple(context), set()).add(score)
+        alike = [len(scores[tuple(context)]) == 1 for context in rollout.contexts.tolist()]
+        assert line["objective/frac_reward_zero_std"] == sum(alike) / 16
+        left_out += sum(alike)
         for rows in minibatches:
             run.policy.zero_grad()
             loss, logprobs = 0.0, run.policy(rollout.contexts, rollout.responses)[0]
-            tokens = sum(len(advantages[i]) for i in rows)
-            weight = dict(reinforce=lambda n: 1 / tokens, dr_grpo=lambda n: 1 / 8 / 5)  # noqa: B023
-            for i, t in [(row, t) for row in rows.tolist() for t in range(len(advantages[row]))]:
-                advantage, length = advantages[i][t], len(advantages[i])
-                ratio = torch.exp(logprobs[i, t] - old.logprobs[i, t])
-                objective = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-                clipped += not 0.8 < ratio < 1.2
-                if name == "grpo":
-                    log_r = rollout.logprobs[i, t] - rollout.kl[i, t] - logprobs[i, t]
-                    objective = objective - kl_coefs[-1] * (torch.exp(log_r) - 1 - log_r)
-                loss = loss - objective * weight.get(name, lambda n: 1 / n / 8)(length)
+            learned = [i for i in rows.tolist() if name != "dapo" or not alike[i]]
+            tokens = sum(len(advantages[i]) for i in learned)
+            for i in learned:
+                n = len(advantages[i])
+                log_ratios = logprobs[i, :n] - old.logprobs[i, :n]
+                ref_logprobs = rollout.logprobs[i] - rollout.kl[i]
+                inputs = logprobs[i], advantages[i], ref_logprobs, kl_coefs[-1]
+                losses, outside = slow_losses(name, list(log_ratios), *inputs)
+                weight = {"grpo": 1 / n / 8, "gspo": 1 / n / 8, "dr_grpo": 1 / 8 / 5}
+                loss += sum(losses) * weight.get(name, 1 / tokens)
+                clipped += outside
             loss.backward()
             grads = next(steps).grads
             for key, p in run.policy.named_parameters():
@@ -674,16 +729,147 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
     kl = run.rollouts[0][1].kl.sum(dim=1).mean()  # may be negative: the policy did not sample these
     assert kl_coefs == pytest.approx([0.3, 0.3 * (1.064 if kl > 0.012 else 0.936)])
     assert clipped > 10 and not 0.008 < kl < 0.012
+    assert 0 < left_out < 32
     if name == "grpo":  # its loss has k3 and needs k1
-        assert not hasattr(patched(name).Args, "kl_estimator")
+        assert not hasattr(script.Args, "kl_estimator")
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("name", [x for x in ALGORITHMS if x != "reinforce_plus_plus"])
 def test_a_group_with_equal_rewards_has_advantages_of_exactly_zero(name, patched):
     rewards = torch.tensor([1.0, 0.1, 2.0, 0.1, 3.0, 0.1])  # of two queries: 1 2 3 and 0.1
     advantages = patched(name).group_advantages(rewards, 3)
     torch.testing.assert_close(advantages[::2], torch.tensor([-1.0, 0, 1]), atol=2e-4, rtol=0)
     assert not advantages[1::2].any()
+
+
+def test_dapo_a_batch_without_signal_changes_nothing(patched, task):
+    names = dict(load_reward=lambda *a: lambda queries, responses: torch.ones(len(queries)))
+    run = run_main(patched("dapo"), task, names=names)
+    assert not any(grad.any() for step in run.steps for grad in step.grads.values())
+    assert [x["objective/frac_reward_zero_std"] for x in run.metrics[:2]] == [1, 1]
+
+
+# ------------------------------------------------------------------- patches of train_reward and sft
+
+
+def train(script, task, **changes):
+    """Two steps of `main` of a patched train_reward or sft."""
+    sizes = dict(batch_size=4, micro_batch_tokens=60, num_heldout=4, lr=1e-2)
+    if hasattr(script.Args, "block_size"):
+        sizes |= dict(block_size=10)
+    else:
+        sizes |= dict(num_labels=8)
+    if hasattr(script.Args, "normalize_samples"):
+        sizes |= dict(normalize_samples=8, rollout_batch_size=8)
+    run = KeptRun()
+    run.args = script.Args(task=task, **sizes | changes)
+    run.folder, run.main = Path(), False
+
+    def spy_step(self, closure=None, step=torch.optim.Adam.step):
+        names = dict(run.model.named_parameters())
+        run.steps.append({name: p.grad.clone() for name, p in names.items() if p.requires_grad})
+        run.parts.append({name: p.detach().clone() for name, p in names.items()})  # before the step
+        return step(self, closure)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.Adam, "step", spy_step)
+        AcceleratorState._reset_state(True)
+        tiny.run_main(script, run.args, dict(Run=run))
+    AcceleratorState._reset_state(True)
+    return run
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(k, patched, task):
+    """Of two responses, the loss is -log sigmoid of beta times the difference of log-ratios."""
+    script = patched("dpo")
+    every = labels.load_labels(task, *models.load_tokenizer(task, 5))
+    few = labels.Labels(every.queries, [x[:k] for x in every.responses], every.best % k)
+    task = replace(task, query_prefix="Story: ")
+    prefix = models.load_tokenizer(task, 5)[1].prefix
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "load_labels", lambda *a: few)
+        run = train(script, task, beta=0.3)
+    assert prefix and len(run.parts) == 2
+
+    def logprob(lm, query, response):
+        tokens = torch.tensor([[*prefix, *query, *response]])
+        logps = (lm(tokens).logits[0] / 0.7).log_softmax(dim=-1)
+        first = tokens.shape[1] - len(response)
+        return sum(logps[t - 1, tokens[0, t]] for t in range(first, tokens.shape[1]))
+
+    order = np.random.default_rng([1, 0]).permutation(8)
+    ref = models.load_lm(task.base_model)
+    for step, (weights, grads) in enumerate(zip(run.parts, run.steps, strict=True)):
+        lm = models.load_lm(task.base_model)
+        lm.load_state_dict({name.removeprefix("lm."): x for name, x in weights.items()}, False)
+        losses, margins, correct = [], [], 0
+        for row in order[4 * step :][:4]:
+            query, best = few.queries[row], few.best[row]
+            with torch.no_grad():
+                refs = [logprob(ref, query, x) for x in few.responses[row]]
+            logprobs = [logprob(lm, query, x) for x in few.responses[row]]
+            rewards = [0.3 * (x - y) for x, y in zip(logprobs, refs, strict=True)]
+            others = [x for i, x in enumerate(rewards) if i != best]
+            losses.append(-torch.log(1 / (1 + sum(torch.exp(x - rewards[best]) for x in others))))
+            margins.append((rewards[best] - sum(others) / (k - 1)).item())
+            correct += all(x < rewards[best] for x in others)
+        (sum(losses) / 4).backward()
+        for name, p in lm.named_parameters():
+            torch.testing.assert_close(grads[f"lm.{name}"], p.grad, atol=1e-5, rtol=2e-3)
+        line = run.metrics[step]
+        assert line["loss"] == pytest.approx(sum(losses).item() / 4, abs=1e-5)
+        assert line["margin"] == pytest.approx(sum(margins) / 4, abs=1e-5)
+        if step:  # at first all rewards are 0
+            assert line["accuracy"] == correct / 4 and sum(margins) != 0
+        else:
+            assert line["loss"] == pytest.approx(math.log(k)) and line["margin"] == 0
+    assert run.saved["model"].keys() == ref.state_dict().keys()
+    assert 0 <= run.metrics[-1]["heldout/accuracy"] <= 1
+
+
+@pytest.mark.parametrize("name", ["lora_train_reward", "lora_sft"])
+def test_lora_of_other_scripts_trains_adapters_and_saves_them_merged(name, patched, task):
+    run = train(patched(name), task, lora_rank=2)
+    heads = {"head.weight", "head.bias", "gain", "bias"} if name == "lora_train_reward" else set()
+    trained = {x for x, p in run.model.named_parameters() if p.requires_grad}
+    assert trained == {x for x in dict(run.model.named_parameters()) if "lora_" in x} | heads
+    assert len(trained) == 2 * 2 * 4 + len(heads)
+    lm, saved = models.load_lm(task.base_model), run.saved["model"]
+    layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    adapted = [f"h.{i}.{layer}.weight" for i in range(2) for layer in layers]
+    prefix = "backbone." if heads else "transformer."
+    for key, before in lm.base_model.state_dict().items():
+        change = (saved[prefix + key] - before).double()
+        assert change.any() == (key in adapted)
+        assert torch.linalg.matrix_rank(change, rtol=1e-4) <= 2 if key in adapted else True
+    tokens = tiny.make_contexts([8, 3, 5], 8, vocab=tiny.WORDS)
+    if heads:
+        merged = train_reward.new_reward_model(task.base_model, tiny.WORDS)
+        inputs = (tokens,)
+    else:
+        merged, inputs = sft.LanguageModel(lm, tiny.WORDS), (tokens, 1)
+    (merged if heads else lm).load_state_dict(saved)
+    torch.testing.assert_close(merged(*inputs), run.model(*inputs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in DIFFS if name not in OF_PPO + OF_RLOO])
+def test_a_patched_training_script_runs_and_what_it_saves_loads(name, patched, task, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        script = patched(name)
+        sizes = dict(batch_size=4, num_heldout=4, run_name="run")
+        sizes |= dict(block_size=10) if name == "lora_sft" else dict(num_labels=8)
+        if name == "lora_train_reward":
+            sizes |= dict(normalize_samples=8, rollout_batch_size=8)
+        script.main(script.Args(task=task, **sizes))
+        if name == "lora_train_reward":
+            RewardModel.from_pretrained("runs/run/model")
+        else:
+            folder = "runs/run/model"
+            _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+            assert not any(info.values())
 
 
 # ------------------------------------------------------------------------------------------ recipes

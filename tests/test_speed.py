@@ -1,7 +1,6 @@
 """benchmarks/plain_ppo.py makes the same update as ppo.py; speed.py measures what it says."""
 
 import copy
-import csv
 import io
 import sys
 import traceback
@@ -116,7 +115,7 @@ def test_a_race_measures_every_phase_and_keeps_rows_of_other_workloads(in_this_p
     for workload in ("first", "second", "first"):
         rows = speed.write(tmp_path / "speed.csv", workload, table)
     assert [row["workload"] for row in rows] == ["second", "second", "first", "first"]
-    speed.draw_race(rows, tmp_path / "speed.png")
+    speed.draw(rows, tmp_path / "speed.png")
     assert (tmp_path / "speed.png").stat().st_size > 1000
 
 
@@ -129,18 +128,3 @@ def test_the_folder_of_the_results_exists_before_anything_is_measured(tmp_path, 
     monkeypatch.setattr(speed, "race", lambda *args: sys.exit(str((tmp_path / "new").is_dir())))
     with pytest.raises(SystemExit, match="True"):
         speed.main(speed.Args(out=tmp_path / "new" / "speed"))
-
-
-@pytest.mark.slow
-def test_scaling_is_measured_and_drawn_also_on_two_processes(tmp_path, monkeypatch, capsys):
-    ways = {"processes": {"1": (SMALL, 1), "2": (SMALL, 2)}}
-    monkeypatch.setattr(speed, "scaled", lambda: ways)
-    speed.scale(speed.Args(updates=1), tmp_path / "scale")
-    rows = list(csv.DictReader((tmp_path / "scale.csv").read_text().splitlines()))
-    assert [row["value"] for row in rows] == ["1", "2"]
-    for row in rows:
-        assert float(row["episodes/s"]) == pytest.approx(8 / float(row["wall"]), rel=1e-3)
-    share = float(rows[1]["episodes/s"]) / float(rows[0]["episodes/s"]) / 2
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert float(said.split(": ")[1].split("%")[0]) == pytest.approx(100 * share, abs=1)
-    assert (tmp_path / "scale.png").stat().st_size > 1000

@@ -1,7 +1,6 @@
 """benchmarks/sweep.py and its tools: what they measure, what ablations remove, tables by hand."""
 
 import importlib.util
-import itertools
 import math
 import shutil
 import sys
@@ -19,7 +18,7 @@ from transformers import AutoTokenizer
 import ppo
 import rloo
 import utils
-from benchmarks import ablations, overoptimize, sweep
+from benchmarks import ablations, patches, sweep
 from data import tasks
 from machinery.rewards import RewardConfig
 
@@ -309,7 +308,7 @@ FLAGS += " --eval_queries 4 --num_minibatches 2 --num_ppo_epochs 2 --lr 0.01"
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with tiny models: a policy that often writes periods, and reward models."""
+    """A folder with tiny models: a policy that often writes periods, and a reward model."""
     home = tmp_path_factory.mktemp("sweeps")
     models = home / "models" / "synthetic"
     lm = tiny.make_lm(vocab=tiny.WORDS)
@@ -318,8 +317,7 @@ def home(tmp_path_factory):
     lm.transformer.ln_f.bias.data += 6 * stop / stop.square().sum()
     lm.save_pretrained(models / "sft")
     tiny.write_tokenizer(models / "sft")
-    for folder, seed in (("train_reward", 7), ("../sweep/labels_8", 8), ("../sweep/labels_9", 9)):
-        tiny.write_reward(models / folder, seed=seed)
+    tiny.write_reward(models / "train_reward")
     return home
 
 
@@ -350,46 +348,18 @@ def test_an_ablation_with_all_details_is_the_scripts_own_run(new_folder, monkeyp
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_best_of_n_is_the_mean_over_all_subsets_of_their_best(n):
-    true = [[3.0, -1.0, 4.0, 1.5, -5.0], [0.0, 1.0, 2.0, 4.0, 8.0]]  # sorted by score, best last
-    best = [[row[max(s)] for s in itertools.combinations(range(5), n)] for row in true]
-    found = overoptimize.best_of(torch.tensor(true, dtype=torch.float64), n)
-    assert found.tolist() == pytest.approx([sum(x) / len(x) for x in best])
-
-
-@pytest.mark.slow
-def test_runs_and_best_of_n_are_measured_alike(new_folder, tmp_path):
-    args = overoptimize.Args(labels=(8, 9), betas=(0.0, 0.5), seeds=1, flags=FLAGS)
-    jobs = overoptimize.jobs(args)
-    assert len(jobs) == 2 * (2 * 2 + 1)
-    rows = []
-    for i, job in enumerate(jobs):
-        new_folder(str(i))
-        rows += [job | row for row in overoptimize.measure(job)]
-    for labels in (8, 9):
-        mine = [row for row in rows if row["labels"] == labels]
-        first = [[row[x] for x in overoptimize.METRICS] for row in mine if row["at"] == 0]
-        assert len(first) == 4 and all(x == first[0] for x in first) and first[0][0] == 0
-        assert len({row["score"] for row in mine if row["at"] == 3}) == 4  # all end elsewhere
-        best = {row["at"]: row for row in mine if row["way"] == "best_of_n"}
-        assert best[4]["KL"] == pytest.approx(math.log(4) - 3 / 4)
-        scores = [best[n]["score"] for n in overoptimize.NS]
-        assert scores == sorted(scores) and scores[0] < scores[-1]
-    texts = [{name: str(value) for name, value in row.items()} for row in rows]
-    assert len(overoptimize.table(texts).splitlines()) == 2 + 2 + len(jobs)
-    overoptimize.draw(texts, tmp_path / "x.png")
-    assert (tmp_path / "x.png").stat().st_size > 1000
-
-
-def test_the_table_says_where_a_way_ends_and_where_its_true_score_was_highest():
+def test_a_curve_of_a_patch_has_at_most_16_points_and_its_table_the_last_one(tmp_path):
+    lines = [{"step": i, "accuracy": i % 2} for i in range(32)] + [{"step": 32}]
+    found = patches.curve(lines, "accuracy")
+    assert [(row["at"], row["value"]) for row in found] == [(2 * i + 0.5, 0.5) for i in range(16)]
+    assert patches.curve(lines, "loss") == []
     rows = [
-        {k: str(v) for k, v in dict(way="ppo", labels=9, beta=0.0, seed=seed, at=at).items()}
-        | {"KL": str(2 * at), "score": str(at + seed), "true score": str(true + seed)}
-        for seed in (1, 3)
-        for at, true in enumerate((0, 5, 4))
+        dict(name=name, seed=str(seed), metric="objective/kl", at=str(at), value=str(at + seed))
+        for name in ("rloo", "gspo")
+        for seed in (1, 2)
+        for at in (0, 5)
     ]
-    before, line = overoptimize.table(rows).splitlines()[2:]
-    assert before == "| 9 | reference | | 0 | 2 | 2 | |"
-    cells = [cell.strip() for cell in line.split("|")[1:-1]]
-    assert cells == ["9", "ppo", "0.0", "4 (4 … 4)", "4 (3 … 5)", "6 (5 … 7)", "7, 2"]
+    *_, rloo_row, gspo_row = patches.table(rows).splitlines()
+    assert rloo_row == "| `rloo` | 2 | 6.5 (6 … 7) |" and gspo_row.startswith("| `gspo`")
+    patches.draw(rows, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 1000

@@ -228,7 +228,7 @@ class Table:
     def hold_out(self, n: int) -> tuple["Table", "Table"]:
         return Table([self.batches[0][:HELDOUT]] * 100), self
 
-    def columns(self, rows: np.ndarray | slice) -> dict[str, list]:
+    def columns(self, rows: np.ndarray | slice = slice(None)) -> dict[str, list]:
         return {}
 
     def __getitem__(self, rows: np.ndarray) -> Tensor:
