@@ -26,7 +26,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from data.tasks import SYNTHETIC, Task
+from data.tasks import ARITHMETIC, SYNTHETIC, Task
 from machinery import cli, distributed
 from machinery.cli import UnitFloat
 from machinery.decoding import generate
@@ -95,6 +95,9 @@ FROM_SCRATCH: dict[str, Any] = dict(base_model=str(SYNTHETIC / "model"), lr=3e-3
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": FROM_SCRATCH | dict(num_epochs=3, batch_size=16, block_size=96),
     "synthetic_eos": FROM_SCRATCH | dict(num_epochs=5),
+    "arithmetic": FROM_SCRATCH
+    | dict(query_dataset=str(ARITHMETIC / "solutions.jsonl"), response_column="completion")
+    | dict(num_epochs=5),
     "cnndm": dict(batch_size=16, block_size=512),
     "tldr_2019": dict(batch_size=16, block_size=512),
     "tldr": dict(base_model="EleutherAI/pythia-1b-deduped", batch_size=128, lr=3e-6),

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,13 +56,17 @@ class Args:
 
 
 def sample_responses(
-    task: Task, args: Args, scorer: str | None
+    task: Task, args: Any, scorer: str | None, samples: int = 1
 ) -> tuple[list[str], list[str], dict[str, list]]:
-    """Held-out queries, responses of the policy `task.base_model`, columns that `scorer` names."""
+    """Held-out queries, responses of the policy `task.base_model`, columns that `scorer` names.
+
+    All queries once, then again, `samples` times. Of `args`, it reads `queries` and `seed`.
+    """
     tokenizer, ids = load_tokenizer(task, task.response_length)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     table = load_queries(task, tokenizer, ids, args.queries, None, scorer)
-    queries, columns = table[: args.queries].to(device), table.columns(slice(args.queries))
+    rows = np.tile(np.arange(min(args.queries, len(table))), samples)
+    queries, columns = table[rows].to(device), table.columns(rows)
     lm = load_lm(task.base_model).to(device).eval()
     decoder = Decoder(lm, task.response_length)
     settings = ppo.Args(task=task, rollout_batch_size=64)

@@ -12,7 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 DATA = Path(__file__).parent
-SYNTHETIC = DATA / "synthetic"
+SYNTHETIC, ARITHMETIC = DATA / "synthetic", DATA / "arithmetic"
 NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
@@ -68,8 +68,8 @@ class Task:
     """column of reference responses for sft.py, or of conversations with them"""
 
     # Labels
-    label_dataset: str
-    """data source of the human preferences"""
+    label_dataset: str | None
+    """data source of the human preferences; None: the task has none"""
     label_tokenizer: str | None = None
     """tokenizer of the labels' token ids: hub name or folder; None: base_model's"""
     gold_fn: str | None = None
@@ -99,6 +99,16 @@ SUMMARIES = replace(
 )
 STORIES = replace(BOOKS, label_tokenizer=None, gold_fn=f"{SYNTHETIC / 'judge.py'}:gold_score")
 ENDS_AT_EOS: dict[str, Any] = dict(truncate_token="<|endoftext|>", truncate_after=0, eos_task=True)
+# Answers are checked (data/rewards.py): 1 if right, 0 if wrong or without an end. No labels.
+VERIFIABLE = replace(
+    BOOKS,
+    temperature=1.0,
+    truncate_after=0,
+    missing_eos_penalty=0.0,
+    label_dataset=None,
+    label_tokenizer=None,
+)
+STEPS = 'Let\'s think step by step and output the final answer after "####".'  # as in verl
 
 TASKS = {
     "synthetic": replace(
@@ -158,5 +168,29 @@ TASKS = {
         label_dataset="trl-lib/tldr-preference",
         label_tokenizer=None,
         **ENDS_AT_EOS,
+    ),
+    "arithmetic": replace(
+        VERIFIABLE,
+        task="arithmetic",
+        base_model="models/arithmetic/sft",
+        query_dataset=str(ARITHMETIC / "problems.jsonl"),
+        query_column="prompt",
+        query_length=10,
+        response_length=20,
+        **ENDS_AT_EOS,
+    ),
+    "gsm8k": replace(
+        VERIFIABLE,
+        task="gsm8k",
+        base_model="Qwen/Qwen2.5-0.5B-Instruct",
+        query_dataset="openai/gsm8k:main",
+        query_column="question",
+        query_length=256,
+        query_prefix="<|im_start|>user\n",
+        query_suffix=f" {STEPS}<|im_end|>\n<|im_start|>assistant\n",
+        response_length=256,
+        response_column="answer",
+        truncate_token="<|im_end|>",
+        eos_task=True,
     ),
 }

@@ -71,6 +71,10 @@ def load_labels(task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     """Load `label_dataset` as token ids of `tokenizer` (R4). Raises `InputError` with the row."""
     from machinery.sources import load_rows  # datasets takes a second to import
 
+    if task.label_dataset is None:
+        raise InputError(
+            f"task {task.task} needs no reward model, and has no labels; pass --label_dataset"
+        )
     rows = load_rows(task.label_dataset, "--label_dataset")
     if {"chosen", "rejected"} <= set(rows.column_names):
         return load_pairs(rows, task, tokenizer, ids)

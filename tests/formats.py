@@ -103,6 +103,25 @@ TLDR = [
     }
 ]
 
+# openai/gsm8k, configuration main, `train` and `test` [card]: a worked answer in lines, what a
+# calculator computed between << and >>, and in the last line the final number; some have commas
+GSM8K = [
+    {
+        "question": "Anna baked 48 cakes in April and half as many in May. How many together?",
+        "answer": "In May she baked 48/2 = <<48/2=24>>24 cakes.\n"
+        "Together these are 48+24 = <<48+24=72>>72 cakes.\n#### 72",
+    },
+    {
+        "question": "A boat costs $2,000. Ben has a fifth of that. How many dollars does he lack?",
+        "answer": "He has 2000/5 = $<<2000/5=400>>400.\n"
+        "He lacks 2000-400 = $<<2000-400=1600>>1,600.\n#### 1,600",
+    },
+    {
+        "question": "It was 2 degrees, and became 5 degrees colder. How many are there now?",
+        "answer": "There are 2-5 = <<2-5=-3>>-3 degrees.\n#### -3",
+    },
+]
+
 # trl-lib/tldr-preference [facts]: strings; leading space, no EOS; in the post \n\n has become \n
 TLDR_PREFERENCE = [
     {

@@ -261,6 +261,8 @@ def test_an_installed_copy_has_every_module_and_every_file_of_the_tasks():
         tasks.TASKS["synthetic_eos"].query_dataset,
         tasks.TASKS["synthetic_eos"].label_dataset,
     ]
+    named += [tasks.TASKS["arithmetic"].query_dataset]
+    named += [sft.PRESETS["arithmetic"]["query_dataset"]]
     assert {Path(name) for name in named} <= files
     assert set((tasks.SYNTHETIC / "model").iterdir()) <= files
 

@@ -1,0 +1,252 @@
+"""Tasks whose answers can be checked: arithmetic and gsm8k, their rewards by hand, and pass@k."""
+
+import doctest
+import filecmp
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from formats import GSM8K
+from test_data import load_module
+from transformers import AutoTokenizer
+
+import ppo
+import rloo
+import sft
+import train_reward
+from benchmarks import pass_at_k
+from data import rewards, tasks
+from machinery.cli import InputError, parse_args
+from machinery.functions import load_function
+
+GENERATE = tasks.ARITHMETIC / "generate.py"
+TINY = "--total_episodes 16 --batch_size 16 --eval_queries 4 --run_name {0} --output_dir {0}"
+
+
+@pytest.fixture(autouse=True)
+def forget_spies():
+    """Imported functions are kept; tests here replace some."""
+    load_function.cache_clear()
+    yield
+    load_function.cache_clear()
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# -------------------------------------------------------------------------------------- the rewards
+
+
+def test_the_reward_of_arithmetic_is_1_for_exactly_the_answer_after_the_last_equals_sign():
+    scores = {
+        "15,12,12,7=7225": 1,
+        "=7225": 1,  # only the answer counts
+        "15,12=9,7=7225": 1,
+        "15,11,11,6=6115": 0,
+        "15,12,12,7=07225": 0,
+        "15,12,12,7=7225=": 0,
+        "15,12,12,7= 7225": 0,
+        "15,12,12,7": 0,
+        "": 0,
+    }
+    found = rewards.exact_match(["4758+2467="] * 9, list(scores), ["7225"] * 9)
+    assert found == list(scores.values())
+    assert rewards.exact_match(["1+1=", "2+2="], ["=4", "=4"], ["2", "4"]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("right", "same", "other"),
+    [
+        (
+            "72",
+            ["72", " 72", "\n72", "72.", "72.0", "$72", "072", "72 clips", "72 73"],
+            ["-72", "720", "7.2", "72.5"],
+        ),
+        (
+            "1,600",
+            ["1600", "$1,600.00", "1,600.", "1,600 dollars"],
+            ["1", "600", "1.600", "-1,600"],
+        ),
+        ("-5", ["-5", "-$5", "$-5", "-5.00"], ["5", "$5", "- 5", "--5"]),
+        ("0.5", ["0.5", ".5", "0.50", "$.5"], ["5", "0", "1/2", "-0.5"]),
+        ("3", ["3 ", "3%", "3/4"], ["x 3", "three", "", ".", "$", ",", "-", "\n"]),
+    ],
+)
+def test_the_reward_of_gsm8k_compares_the_numbers_after_the_last_mark(right, same, other):
+    """However they are written; what follows the first number does not count."""
+    for text, score in [(x, 1.0) for x in same] + [(x, 0.0) for x in other]:
+        responses = [f"So it is 8 + 8 = <<8+8=16>>16.\n#### {text}", f"#### 99\n#### {text}"]
+        answers = [f"8 + 8 = <<8+8=16>>16\n#### {right}"] * 2
+        assert rewards.gsm8k(["?", "?"], responses, answers) == [score, score], text
+
+
+def test_gsm8k_without_a_mark_is_wrong():
+    answer = GSM8K[0]["answer"]
+    responses = ["", "72", "The answer is 72.", "### 72", "#### ", "72 ####"]
+    assert rewards.gsm8k(["?"] * 6, responses, [answer] * 6) == [0] * 6
+    assert rewards.gsm8k(["?"], ["no number"], ["no number either"]) == [0]
+    answers = [row["answer"] for row in GSM8K]
+    assert [rewards.final_number(text) for text in answers] == [72, 1600, -3]
+    assert rewards.gsm8k(["?"] * 3, answers, answers) == [1, 1, 1]
+    assert rewards.gsm8k(["?"] * 3, answers, answers[1:] + answers[:1]) == [0, 0, 0]
+
+
+# ----------------------------------------------------------------------------- the embedded problems
+
+
+def test_the_problems_are_made_again_to_the_byte(tmp_path):
+    subprocess.run([sys.executable, str(GENERATE), "--out", str(tmp_path)], check=True)
+    names = ["solutions.jsonl", "problems.jsonl"]
+    same, *rest = filecmp.cmpfiles(tasks.ARITHMETIC, tmp_path, names, shallow=False)
+    assert (same, rest) == (names, [[], []])
+    assert doctest.testmod(load_module(GENERATE)) == (0, 2)
+
+
+def test_solutions_forget_carries_and_make_no_other_mistake():
+    """Read back as a person would: each column is its two digits, and 1 if that carry was kept."""
+    rows = read_rows(tasks.ARITHMETIC / "solutions.jsonl")
+    forgotten = carries = right = 0
+    for row in rows:
+        a, b = row["prompt"].removesuffix("=").split("+")
+        work, _, total = row["completion"].partition("=")
+        columns = work.split(",")
+        assert len(a) == len(b) == len(columns) == 4 and set(map(len, columns)) == {2}
+        before = 0
+        for x, y, column in zip(a[::-1], b[::-1], map(int, columns), strict=True):
+            carry = column - int(x) - int(y)
+            assert carry in (0, 1) and carry <= (before >= 10)
+            carries += before >= 10
+            forgotten += before >= 10 and carry == 0
+            before = column
+        assert total == str(int(columns[3])) + "".join(column[-1] for column in columns[2::-1])
+        right += int(total) == int(a) + int(b)
+    assert forgotten / carries == pytest.approx(0.7, abs=0.01)
+    assert 0.25 < right / len(rows) < 0.35
+
+
+def test_answers_are_right_and_no_problem_has_a_solution():
+    problems = read_rows(tasks.ARITHMETIC / "problems.jsonl")
+    for row in problems:
+        a, b = row["prompt"].removesuffix("=").split("+")
+        assert row["answer"] == str(int(a) + int(b))
+    prompts = {row["prompt"] for row in problems}
+    solved = {row["prompt"] for row in read_rows(tasks.ARITHMETIC / "solutions.jsonl")}
+    assert (len(prompts), len(solved), prompts & solved) == (8000, 12_000, set())
+
+
+# ----------------------------------------------------------------------------------- whole pipelines
+
+
+def run(script, words: str) -> list[dict]:
+    """The metrics of a run with the flags of a command."""
+    args = parse_args(script.Args, script.PRESETS, words.split())
+    script.main(args)
+    return read_rows(Path("runs") / args.run_name / "metrics.jsonl")
+
+
+def test_arithmetic_from_sft_to_pass_at_k_in_any_folder(tmp_path, monkeypatch, capsys):
+    """The reward function is the project's, also where the folder has a `data/rewards.py`."""
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/rewards.py").write_text("raise SystemExit('not me')")
+    run(sft, "--task arithmetic --num_queries 700 --num_epochs 1 --run_name sft")
+    seen = []
+
+    def spy(queries, responses, answer):
+        assert answer == [str(sum(map(int, query[:-1].split("+")))) for query in queries]
+        seen.append((responses, answer))
+        return [float(i % 2) for i in range(len(queries))]
+
+    for name, script in (("ppo", ppo), ("rloo", rloo)):
+        lines = run(script, "--task arithmetic " + TINY.format(name))
+        assert lines[-1]["eval/scores"] in (0, 0.25, 0.5, 0.75, 1)
+    args = ["models/arithmetic/sft", "ppo", "--queries", "6", "--samples", "3", "--k", "2"]
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(pass_at_k, "load_function", lambda name: spy)
+        pass_at_k.main(pass_at_k.tyro.cli(pass_at_k.Args, args=args))
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["model"] for line in lines] == args[:2]
+    assert all(line["pass@1"] == line["pass@2"] == 0.5 for line in lines)  # always the same three
+    (responses, answer), _ = seen
+    assert len(responses) == 18 and answer[:6] == answer[6:12] == answer[12:]
+    assert responses[:6] != responses[6:12]
+
+
+def write_chatml_model(folder: Path) -> str:
+    """A tiny random Qwen 2 whose tokenizer has ChatML's special tokens."""
+    tiny.make_lm("qwen2", vocab=tiny.WORDS + 2, positions=512).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(folder))
+    special = ["<|im_start|>", "<|im_end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special, "eos_token": special[1]})
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_gsm8k_on_rows_of_its_form(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = write_chatml_model(tmp_path / "model")
+    rows = [{**row, "question": f"{i} {row['question']}"} for i in range(4) for row in GSM8K]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = f"--task gsm8k --query_dataset rows.jsonl --base_model {model} --response_length 40"
+    seen, gsm8k = [], rewards.gsm8k
+
+    def spy(queries, responses, answer):
+        seen.append((queries, answer))
+        return gsm8k(queries, responses, answer)
+
+    monkeypatch.setattr(rewards, "gsm8k", spy)
+    sizes = "--num_heldout 2 --batch_size 4 --output_dir start"
+    run(sft, f"{files} {sizes} --run_name sft")
+    for name, script in (("ppo", ppo), ("rloo", rloo)):
+        rollouts, make_rollout = [], script.make_rollout
+        keep = lambda *args: rollouts.append(make_rollout(*args)) or rollouts[-1]  # noqa: E731
+        monkeypatch.setattr(script, "make_rollout", keep)
+        run(script, f"{files} --base_model start {TINY.format(name)}")
+        contexts = rollouts[0].contexts
+        texts = AutoTokenizer.from_pretrained(model).batch_decode(
+            [row[row < tiny.WORDS + 2] for row in contexts]
+        )
+        for text, query in zip(texts, seen[0][0], strict=True):
+            assert text == (
+                f"<|im_start|>user\n{query} Let's think step by step and output the final answer "
+                'after "####".<|im_end|>\n<|im_start|>assistant\n'
+            )
+    answers = {row["question"]: row["answer"] for row in rows}
+    assert len(seen) == 6
+    for queries, answer in seen:
+        assert [answers[query] for query in queries] == answer
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "gsm8k"])
+def test_a_task_without_labels_trains_no_reward_model(name, tmp_path, no_weights):
+    model = write_chatml_model(tmp_path / "model")
+    words = ["--task", name, "--base_model", model]
+    if name == "gsm8k":
+        words += ["--query_length", "100", "--response_length", "100"]
+    with pytest.raises(InputError, match=f"{name} .*--label_dataset"):
+        train_reward.main(parse_args(train_reward.Args, train_reward.PRESETS, words))
+
+
+# --------------------------------------------------------------------------------------------- pass@k
+
+
+def test_pass_at_k_by_hand():
+    """Of 4 samples 0, 1, 2, 4 are right. Pairs without a right one: 6, 3, 1 and 0 of 6."""
+    right = np.array([[0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1]], dtype=bool)
+    assert pass_at_k.pass_at_k(right, 1) == pytest.approx((0 + 1 / 4 + 2 / 4 + 1) / 4)
+    assert pass_at_k.pass_at_k(right, 2) == pytest.approx((0 + 3 / 6 + 5 / 6 + 1) / 4)
+    assert pass_at_k.pass_at_k(right, 4) == 3 / 4
+
+
+@pytest.mark.parametrize("wrong", [dict(k=0), dict(k=17), dict(task="synthetic"), dict(task="x")])
+def test_what_pass_at_k_cannot_do_is_one_sentence(wrong):
+    value = wrong.get("task", f"--k {wrong.get('k')}")
+    with pytest.raises(InputError, match=value):
+        pass_at_k.main(replace(pass_at_k.Args(models=("m",)), **wrong))
