@@ -77,7 +77,7 @@ def read_responses(task: Task, args: Args) -> tuple[list[str], list[str], dict[s
     tokenizer, _ = load_tokenizer(task, task.response_length)
     rows = load_texts(task, task.query_column, task.response_column, tokenizer=tokenizer)
     rows = rows.select(np.random.default_rng(0).permutation(len(rows)))  # as in load_queries
-    used = []
+    queries, responses, used = [], [], []
     for row in rows:
         query, response = row[task.query_column], row[task.response_column]
         tokens = tokenize_queries([query], task, tokenizer)[0]
@@ -85,11 +85,12 @@ def read_responses(task: Task, args: Args) -> tuple[list[str], list[str], dict[s
             if isinstance(query, list):  # messages: as `decode` shows them to the judge
                 query = tokenizer.decode(tokens, skip_special_tokens=True)
                 response = response[-1]["content"] if response else ""
-            used.append({**row, task.query_column: query, task.response_column: response})
+            queries.append(query)
+            responses.append(response)
+            used.append(row)
         if len(used) == args.queries:
             break
-    columns = {name: [row[name] for row in used] for name in rows.column_names}
-    return columns[task.query_column], columns[task.response_column], columns
+    return queries, responses, {name: [row[name] for row in used] for name in rows.column_names}
 
 
 def win_rate(a: np.ndarray, b: np.ndarray, seed: int) -> tuple[float, float, float]:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.cache_utils import StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from machinery.cli import RunError
 
 
 class KeyValueCache(StaticCache):
@@ -43,16 +44,16 @@ class Decoder:
     """Calls a language model token by token, for responses of `response_length` tokens.
 
     Equal prompts are computed once. With `cuda_graphs`, on a GPU, the step of one token is recorded
-    in each batch and then replayed. Not with sharded weights, which move, and not with sliding
-    windows, whose cache is managed by the host.
+    in each batch and then replayed. Not with sharded weights, which move, not with sliding windows,
+    whose cache is managed by the host, and not with Falcon, which indexes by lists of the host.
     """
 
     def __init__(self, lm: Any, response_length: int, cuda_graphs: bool = False):
         self.lm = lm
         self.response_length = response_length
-        sharded = any(isinstance(weight, DTensor) for weight in lm.parameters())
-        sliding = getattr(lm.config, "sliding_window", None)
-        self.cuda_graphs = cuda_graphs and lm.device.type == "cuda" and not (sharded or sliding)
+        sharded = any(hasattr(weight, "full_tensor") for weight in lm.parameters())
+        host = getattr(lm.config, "sliding_window", None) or lm.config.model_type == "falcon"
+        self.cuda_graphs = cuda_graphs and lm.device.type == "cuda" and not (sharded or host)
         if self.cuda_graphs:
             self.stream = torch.cuda.Stream()
             self.pool: Any = torch.cuda.MemPool()  # the graphs' memory, for one after the other
@@ -100,10 +101,13 @@ class Decoder:
         inputs = tuple(x.clone() for x in inputs)
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            graph.capture_begin(self.pool.id, capture_error_mode="thread_local")
-            result = function(*inputs)
-            graph.capture_end()
+        try:
+            with torch.cuda.stream(self.stream):
+                graph.capture_begin(self.pool.id, capture_error_mode="thread_local")
+                result = function(*inputs)
+                graph.capture_end()
+        except RuntimeError as error:
+            raise RunError(f"pass --no-cuda_graphs: {error!s:.200}") from error
         torch.cuda.current_stream().wait_stream(self.stream)
 
         def replay(*new: Tensor) -> Tensor:

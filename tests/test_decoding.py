@@ -111,6 +111,8 @@ class Graph(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert function not in READS, f"{function} waits for the GPU"
+        if function is torch.ops.aten.lift_fresh.default and args[0].dim():
+            raise RuntimeError("a copy from the host while a graph is recorded")
         kwargs = kwargs or {}
         for argument, x in zip(function._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -151,7 +153,7 @@ def with_graphs(lm) -> decoding.Decoder:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", [kind for kind in tiny.KINDS if kind != "mistral"])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "qwen2"])
 def test_G4_replayed_steps_sample_the_same_tokens(kind, precision, fake_graphs):
     """One graph per batch, recorded at its second token; the last weights are used."""
     lm, uniform = tiny.make_lm(kind), tiny.uniform(LENGTH, 5)
@@ -166,8 +168,9 @@ def test_G4_replayed_steps_sample_the_same_tokens(kind, precision, fake_graphs):
     assert len(fake_graphs) == 3
 
 
-def test_sliding_windows_and_cpus_have_no_graphs(fake_graphs):
-    assert not with_graphs(tiny.make_lm("mistral")).cuda_graphs
+def test_sliding_windows_falcon_and_cpus_have_no_graphs(fake_graphs):
+    for kind in ("mistral", "falcon", "falcon_alibi"):
+        assert not with_graphs(tiny.make_lm(kind)).cuda_graphs
     assert not decoding.Decoder(tiny.make_lm(), LENGTH, cuda_graphs=True).cuda_graphs
 
 

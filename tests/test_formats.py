@@ -160,7 +160,7 @@ def test_29_a_tokenizer_reads_anothers_ids_if_it_has_them_all(gpt2, hers):
     more.add_special_tokens({"pad_token": "[PAD]"})  # as many fine-tuned GPT-2s have it
     same = rewards.same_tokens
     assert same(gpt2, formats.gpt2_tokenizer()) and same(more, gpt2)
-    assert not same(gpt2, more)  # [PAD] is no text to it
+    assert same(gpt2, more)  # no text has a [PAD]
     assert not same(hers, gpt2) and not same(gpt2, hers)
 
 

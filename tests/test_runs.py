@@ -347,9 +347,10 @@ def test_a_preset_is_of_a_task_that_exists_and_repeats_no_default(script):
     assert set(module.PRESETS) <= set(tasks.TASKS)
     for name, preset in module.PRESETS.items():
         default = module.Args(task=tasks.TASKS[name])
-        for field, value in preset.items():
+        sizes = {"micro_batch_tokens", "rollout_batch_size"}  # whose defaults depend on the device
+        for field in set(preset) - sizes:
             owner = default.task if hasattr(default.task, field) else default
-            assert getattr(owner, field) != value, (name, field)
+            assert getattr(owner, field) != preset[field], (name, field)
 
 
 # ---------------------------------------------------------------------------------------------- own rewards
@@ -399,9 +400,9 @@ def test_a_reward_function_with_an_argument_scores_gets_the_reward_models(reward
 
 
 def test_a_composed_reward_needs_the_reward_model_and_a_plain_one_does_not(reward_folder):
-    with pytest.raises(InputError, match="no reward model in nowhere"):
-        load_reward(reward_fn="mine.py:composed", reward_model="nowhere")
-    load_reward(reward_fn="mine.py:plain", reward_model="nowhere")
+    with pytest.raises(InputError, match="no reward model in ./nowhere"):
+        load_reward(reward_fn="mine.py:composed", reward_model="./nowhere")
+    load_reward(reward_fn="mine.py:plain", reward_model="./nowhere")
 
 
 class Scorer:

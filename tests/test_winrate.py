@@ -99,7 +99,7 @@ def test_kept_policies_and_averages_are_compared_by_a_judge_of_pairs(
     script = load(copy)
     script.main(tiny.make_args(task, script, **flags))
     capsys.readouterr()
-    settings = dict(task="mine", queries=6, batch_size=4, b=task.base_model)
+    settings = dict(task="mine", queries=6, b=task.base_model)
     for name in ("model", "keep_1", "best", "ema"):
         winrate.main(winrate.Args(a=f"runs/run/{name}", judge="pairs.py:longer", **settings))
         line = json.loads(capsys.readouterr().out.splitlines()[-1])
