@@ -589,7 +589,7 @@ def main(args: Args) -> None:
         metrics |= {name: torch.stack(parts).sum() / num_steps for name, parts in stats.items()}
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         groups = rollout.scores.view(args.rloo_k, -1)  # [K, P]
-        alike = (groups == groups[0]).all(dim=0)  # only their KL differs
+        alike = groups.isclose(groups[:1]).all(dim=0)  # only their KL differs
         metrics["objective/frac_reward_zero_std"] = alike.float().mean()
         metrics = mean_over_processes(metrics, device)
         metrics["ppo/lr"] = lr

@@ -865,7 +865,7 @@ def test_a_patched_training_script_runs_and_what_it_saves_loads(name, patched, t
             sizes |= dict(normalize_samples=8, rollout_batch_size=8)
         script.main(script.Args(task=task, **sizes))
         if name == "lora_train_reward":
-            RewardModel.from_pretrained("runs/run/model")
+            load_reward_model(RewardModel, "runs/run/model", "")
         else:
             folder = "runs/run/model"
             _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

@@ -95,6 +95,7 @@ def test_commands_parse_as_printed(source):
 # own; and what the fixture has run before.
 ELSEWHERE = (
     "# .*needs |--task (?!synthetic)|configs/|benchmarks/|demo.sh|pip |pytest|mkdocs|ruff|venv"
+    "|pre-commit|git worktree"
 )
 ELSEWHERE += r"|^python (sft|train_reward)\.py --task \w+\s*(#.*)?$"
 TINY = """set -e

@@ -16,8 +16,8 @@ FAULTS = {  # column: a line of ppo.py, and a wrong one in its place
         "permutations = [np.random.permutation(num_episodes)",
     ),
     "one micro-batch": (
-        "return masked_sum(x, old.mask) / num_tokens",
-        "return masked_sum(x, old.mask) / old.mask.sum()",
+        "return masked_sum(x, old.mask, dim=(-2, -1)) / num_tokens",
+        "return masked_sum(x, old.mask, dim=(-2, -1)) / old.mask.sum()",
     ),
     "2 processes": (
         "num_tokens = all_sum(minibatch.mask.sum()) / processes",
@@ -47,8 +47,8 @@ ALIKE = {  # column: the fault that it sees, too
 }
 FEW = ["2 processes", "fsdp2, resumed without"]
 PATCHES = sorted(path.stem for path in (ROOT / "diffs").glob("*.diff"))
-# grpo divides by the deviation of a query's scores + 1e-4, which enlarges rounding a thousand times.
-PATCHES.remove("grpo")
+# They divide by the deviation of a query's scores + 1e-4, which enlarges rounding a thousand times.
+PATCHES = [name for name in PATCHES if name not in ("grpo", "gspo")]
 Table = dict[str, tuple[bool, str]]  # column: whether it is as it should be, and what was found
 
 
