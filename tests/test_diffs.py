@@ -32,6 +32,7 @@ import sft
 import train_reward
 from data import tasks
 from machinery import cli, labels, models
+from machinery.rewards import load_reward_model
 from train_reward import RewardModel
 from utils import TokenIds, decode
 
