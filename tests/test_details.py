@@ -190,15 +190,16 @@ def test_G4_each_of_gpt2s_50257_tokens_has_its_own_share():
     assert torch.equal(utils.sample_token(torch.full((40, 50257), -3.3), uniform)[:, 0], tokens)
 
 
-def test_X10_the_rollout_batch_size_never_changes_what_is_sampled():
+@both
+def test_X10_the_rollout_batch_size_never_changes_what_is_sampled(script):
     """A sequence's random numbers are its own, in whichever part it is sampled."""
     lm, contexts = tiny.make_lm(), tiny.make_contexts([2, 8, 5, 1, 8, 3], 8)
     sampled = []
     for size in (1, 4, 6):
-        args = tiny.make_args(rollout_batch_size=size)
+        args = tiny.small_args(script, rollout_batch_size=size)
         rng = utils.generator(1, 0, contexts.device)
         decoder = Decoder(lm, args.task.response_length)
-        sampled.append(ppo.sample_in_batches(decoder, contexts, tiny.IDS, args, rng))
+        sampled.append(script.sample_in_batches(decoder, contexts, tiny.IDS, args, rng))
     assert torch.equal(sampled[0], sampled[2]) and torch.equal(sampled[1], sampled[2])
     assert len({tuple(row) for row in sampled[0].tolist()}) == 6
 
