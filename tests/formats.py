@@ -172,8 +172,8 @@ ULTRAFEEDBACK_PROMPT = [
     {"prompt": [{"content": "Name a color of the sky.", "role": "user"}]},
     {"prompt": [{"content": "Write a line about\n\nthe sea. ", "role": "user"}]},
 ]
-# trl-lib/ultrafeedback_binarized [card]: no prompt; HuggingFaceH4's [card] has it as a text, and the
-# other columns too
+# HuggingFaceH4/ultrafeedback_binarized [card] has all columns. trl-lib's has no prompt, as far as we
+# know: its card was not seen
 ULTRAFEEDBACK_BINARIZED = [
     {
         "chosen": [USER, BLUE],
@@ -186,7 +186,8 @@ ULTRAFEEDBACK_BINARIZED_H4 = [
     {"prompt": USER["content"], "prompt_id": "7f0a", "messages": [USER, BLUE], **row}
     for row in ULTRAFEEDBACK_BINARIZED
 ]
-# HuggingFaceTB/smoltalk [card]: whole conversations, of several turns, some with a system message
+# HuggingFaceTB/smoltalk: whole conversations, of several turns, some with a system message. The
+# columns are those of smoltalk2 [card]; its own card was not seen
 SYSTEM = {"content": "You answer in a few words.", "role": "system"}
 SMOLTALK = [
     {"messages": [USER, BLUE], "source": "smol-magpie-ultra"},
