@@ -206,7 +206,7 @@ class PolicyAndValue(nn.Module):
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, ...]:
         """Log-probabilities, entropies and values of response tokens, 0 at padding.
 
-        [B, C], [B, R] → [B, R] each. Entropies have no gradient: they are only logged.
+        [B, C], [B, R] → [B, R] each. Entropies have no gradient and are 0 in evaluation mode.
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
@@ -220,7 +220,8 @@ class PolicyAndValue(nn.Module):
         logprobs = logps.gather(1, responses[where][:, None]).squeeze(1)  # [N] (P1)
         entropies = torch.zeros_like(logprobs)
         if self.training:  # not in the reference
-            entropies = -logps.detach().exp().mul_(logps.detach()).sum(dim=-1)  # [N]
+            with torch.no_grad():
+                entropies = -logps.exp().mul_(logps).sum(dim=-1)  # [N]; in place: [N, V] is large
         zeros = logps.new_zeros(real.shape)
         return tuple(zeros.masked_scatter(real, x) for x in (logprobs, entropies, values))
 
