@@ -211,12 +211,12 @@ def main(args: Args) -> None:
         check_length(config, longest, f"block_size={args.block_size}")
         table = load_blocks(task, args.block_size, tokenizer, ids)
         first = 1
-    heldout_table, table = table.hold_out(args.num_heldout)
-    if len(table) < args.batch_size:
+    if len(table) < (needed := args.num_heldout + args.batch_size):
         raise cli.InputError(
-            f"num_heldout={args.num_heldout} leaves {len(table)} other sequences of {table.length} "
-            f"tokens in --query_dataset {task.query_dataset}; batch_size={args.batch_size}"
+            f"--query_dataset {task.query_dataset} has only {len(table)} sequences of "
+            f"{table.length} tokens; num_heldout={args.num_heldout} and one batch need {needed}"
         )
+    heldout_table, table = table.hold_out(args.num_heldout, needed=args.batch_size)
     heldout = heldout_table[:].to(device)
 
     torch.manual_seed(args.seed)

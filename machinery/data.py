@@ -95,13 +95,17 @@ class TokenTable:
 
         return np.flatnonzero(pyarrow.compute.list_value_length(self.rows.data.column("tokens")))
 
-    def hold_out(self, n: int) -> tuple["TokenTable", "TokenTable"]:
-        """A table of the first `n` sequences, and one without them and their duplicates."""
+    def hold_out(self, n: int, needed: int = 1) -> tuple["TokenTable", "TokenTable"]:
+        """A table of the first `n` sequences, and one without them and their duplicates.
+
+        Raises `InputError` if the second has fewer than `needed`.
+        """
         held_out = {tuple(tokens) for tokens in self.rows[:n]["tokens"]}
         sequences = (tokens for batch in self.rows.iter(1000) for tokens in batch["tokens"])
         rest = [i for i, tokens in enumerate(sequences) if tuple(tokens) not in held_out]
-        if not rest:
-            raise InputError(f"holding out {n} of {len(self)} sequences leaves none for training")
+        if len(rest) < needed:
+            left = f"leaves {len(rest)}; training needs {needed}"
+            raise InputError(f"holding out {n} of {len(self)} sequences {left}")
         return self.select(list(range(n))), self.select(rest)
 
 
