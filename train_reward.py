@@ -137,8 +137,8 @@ class RewardModel(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """The reward at the last real token: [B, T] → [B] (R1)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        real = (tokens != self.config.pad_id) & (tokens != self.config.skip_id)  # a classifier's pad
-        last = torch.where(real, positions, 0).amax(dim=1)
+        skip = (tokens == self.config.pad_id) | (tokens == self.config.skip_id)
+        last = torch.where(skip, 0, positions).amax(dim=1)
         return self.token_rewards(tokens).gather(1, last[:, None]).squeeze(1)
 
     def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
