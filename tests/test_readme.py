@@ -21,7 +21,7 @@ import tyro
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.sweep import copy_project  # noqa: E402
+from benchmarks.mutations import copy_project  # noqa: E402
 from machinery.cli import parse_args  # noqa: E402
 
 README = ROOT / "README.md"
