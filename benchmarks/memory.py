@@ -14,14 +14,14 @@ attention and autocast stand in for CUDA's.
 """
 
 import copy
-import csv
 import importlib
+import itertools
 import os
 import sys
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -34,7 +34,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaC
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train_reward  # noqa: E402
-from benchmarks.curves import provenance  # noqa: E402
 from machinery import cli, decoding, distributed, models, packing, rewards  # noqa: E402
 from utils import TokenIds  # noqa: E402
 
@@ -70,16 +69,12 @@ SHAPES = {
 class Args:
     """GPU memory of a PPO or RLOO run."""
 
-    out: Path = Path(__file__).with_suffix(".csv")
-    """CSV to write, or to append to"""
     scripts: tuple[str, ...] = ("ppo", "rloo")
     """scripts, also copies of yours"""
     shapes: tuple[str, ...] = tuple(SHAPES)
     """models, see SHAPES"""
     tasks: tuple[str, ...] = ("sentiment", "tldr")
     """tasks, whose lengths and defaults count"""
-    precision: Literal["no", "bf16"] = "bf16"
-    """as in `accelerate launch --mixed_precision`"""
     flags: str = ""
     """flags for every run, such as --flags="--gradient_checkpointing" with the ="""
 
@@ -207,12 +202,8 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
     def padded(backbone: Any) -> Any:
         return lambda *inputs, prompt_length=0: packing.run_plain(backbone, *inputs)
 
-    replaced = dict(
-        load_lm=lambda name: random_lm(config),
-        load_reward=random_reward,
-        Packed=padded,
-        Decoder=Decoder,
-    )
+    replaced = dict(load_reward=random_reward, Packed=padded, Decoder=Decoder)
+    replaced |= dict(load_lm=lambda name: random_lm(config))
     replaced |= dict(load_tokenizer=lambda *a: (None, ids), load_queries=lambda *a, **k: recorder)
     replaced |= dict(Run=lambda *a: recorder, Timer=lambda device: recorder, check=lambda *a: None)
     if until == "live":
@@ -233,12 +224,9 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
             return recorder.found
 
 
-def measure(job: dict[str, str]) -> dict[str, str]:
-    """The row of one script, shape and task."""
-    os.environ["ACCELERATE_MIXED_PRECISION"] = job["precision"]
-    script = importlib.import_module(job["script"])
-    argv = ["--task", job["task"], *job["flags"].split()]
-    args = cli.parse_args(script.Args, script.PRESETS, argv)
+def measure(script: Any, shape: str, args: Any) -> dict[str, float]:
+    """GiB by phase of a script's updates in bf16."""
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
     query_length, response_length = args.task.query_length, args.task.response_length
     shorter = args.micro_batch_tokens * args.num_minibatches // args.batch_size - response_length
     shorter = min(max(shorter, 1), query_length)
@@ -250,39 +238,21 @@ def measure(job: dict[str, str]) -> dict[str, str]:
         task = replace(args.task, gold_fn=None, query_length=length)
         sizes = dict(batch_size=size, total_episodes=2 * size, num_ppo_epochs=1)
         sized = replace(args, task=task, **sizes)
-        found |= run_update(script, sized, SHAPES[job["shape"]], until)
-    return job | {name: f"{found[name]:.2f}" for name in ("live", *PHASES)} | provenance()
-
-
-def table(rows: list[dict[str, str]]) -> str:
-    """Markdown: memory by phase, and the smallest card that fits."""
-    names = ("shape", "task", "script", "live", *PHASES)
-    lines = [f"| {' | '.join(names)} | fits, GB |", "|" + "---|" * (len(names) + 1)]
-    for row in rows:
-        peak = max(float(row[name]) for name in ("live", *PHASES))
-        cards = [str(card) for card in CARDS if peak * GIB <= 0.9 * card * 1e9]
-        cells = [row[name] for name in names] + [cards[0] if cards else "none"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        found |= run_update(script, sized, SHAPES[shape], until)
+    return found
 
 
 def main(args: Args) -> None:
-    """Measure every shape, task and script; print and write the rows."""
-    more = dict(precision=args.precision, flags=args.flags)
-    jobs = [
-        dict(script=script, shape=shape, task=task) | more
-        for shape in args.shapes
-        for task in args.tasks
-        for script in args.scripts
-    ]
-    rows = [measure(job) for job in jobs]
-    is_new = not args.out.exists()
-    with open(args.out, "a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
-    print(table(rows))
+    """Print a Markdown table: memory by phase, and the smallest card that fits."""
+    columns = ("shape", "task", "script", "live", *PHASES, "fits, GB")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for shape, task, name in itertools.product(args.shapes, args.tasks, args.scripts):
+        script = importlib.import_module(name)
+        argv = ["--task", task, *args.flags.split()]
+        found = measure(script, shape, cli.parse_args(script.Args, script.PRESETS, argv))
+        cards = [card for card in CARDS if max(found.values()) * GIB <= 0.9 * card * 1e9]
+        sizes = [f"{found[phase]:.2f}" for phase in ("live", *PHASES)]
+        print("|", " | ".join([shape, task, name, *sizes, str((cards or ["none"])[0])]), "|")
 
 
 if __name__ == "__main__":
