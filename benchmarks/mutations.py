@@ -9,6 +9,7 @@ was not noticed.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,9 +20,7 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-from benchmarks.sweep import ENVIRONMENT, copy_project  # noqa: E402
-
+ENVIRONMENT = dict(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", TOKENIZERS_PARALLELISM="false")
 # fmt: off
 DETAILS = (  # detail, file, right, wrong; the test that notices has the detail's id in its name
     ("G1", "ppo.py", "self.value_head(hidden)", "self.value_head(hidden.roll(1, 0))"),
@@ -80,6 +79,12 @@ class Args:
     """details; default: all"""
     workers: int = 2
     """mistakes at a time, each in its own copy"""
+
+
+def copy_project(source: Path, folder: Path) -> Path:
+    """Copy a checkout without its runs and pictures."""
+    names = (".git", ".venv", "*cache*", "runs", "models", "wandb", "*.png", "*.egg-info")
+    return Path(shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*names)))
 
 
 def tests_of(detail: str, file: str) -> list[str]:

@@ -29,7 +29,6 @@ import rloo
 import sft
 import train_reward
 import utils
-from benchmarks.same import shard_on_a_cpu
 from data import tasks
 from machinery import cli, distributed, models, sources
 from machinery.artifacts import ROOT
@@ -649,7 +648,7 @@ def test_a_launch_that_would_silently_change_the_mathematics_is_refused(name, va
     ],
 )
 def test_fsdp_has_to_be_version_2_with_resharding(env, words, launch, monkeypatch):
-    shard_on_a_cpu(monkeypatch.setattr)
+    tiny.shard_on_a_cpu(monkeypatch.setattr)
     env = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2") | env
     if words:
         refuses(lambda: launch(**env), *words)
