@@ -24,6 +24,7 @@ import tiny
 import torch
 import transformers
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ppo
@@ -435,6 +436,38 @@ def test_X6_at_first_only_the_value_function_learns(run_of):
         assert {n.split(".")[0] for n, x in weights if not torch.equal(x, start[n])} == learning
     steps = {n: run.optimizer.state[p]["step"].item() for n, p in run.model.named_parameters()}
     assert steps == {name: 4 if name.startswith("lm.") else 8 for name in steps}  # Adam's
+
+
+def test_X6_a_frozen_policy_has_no_moments_and_its_gradient_clips_nothing(run_of):
+    """With a critic of its own, as in Qwen. The critic learns as if there was no policy."""
+    flags = dict(value_warmup_updates=2, max_grad_norm=0.01)
+    run = run_of("separate_critic", "value_warmup", **flags)
+    start = run_of("separate_critic", lr=0.0).steps[0].weights
+    for name, p in run.model.named_parameters():
+        frozen = name.startswith("lm.")
+        assert torch.equal(p, start[name]) == frozen
+        assert (p in run.optimizer.state) == (not frozen)
+        assert all((step.grads[name] is None) == frozen for step in run.steps)
+    for step in run_of("value_warmup", **flags).steps:  # the value head is all that learns
+        head = [x.flatten() for x in step.grads.values() if x is not None]
+        assert len(head) == 2 and torch.cat(head).norm() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_X6_a_run_resumed_while_the_policy_is_frozen_equals_an_undisturbed_run(
+    patched, task, tmp_path, monkeypatch
+):
+    script = patched("separate_critic", "value_warmup")
+    files = dict(reward_model=folder_of(task), value_warmup_updates=1, save_every=1)
+    args = script.Args(task=task, run_name="run", **SIZES | files | dict(total_episodes=48))
+    monkeypatch.chdir(tmp_path)
+    script.main(args)
+    shutil.copytree("runs/run", "runs/again")
+    resume = "runs/again/checkpoints/00000001.safetensors"
+    script.main(replace(args, run_name=None, resume=resume))
+    for name in ("checkpoints/00000002.safetensors", "model/model.safetensors"):
+        expected, found = (load_file(f"runs/{run}/{name}") for run in ("run", "again"))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], x) for key, x in expected.items())
 
 
 # ----------------------------------------------------------------------------------------- sampling
