@@ -338,14 +338,10 @@ def test_a_run_writes_its_folder_and_the_saved_weights_load(names, patched, task
 
 
 def with_critic(script, task, critic_from):
-    """A policy with its critic, as `main` makes it, and a batch for it."""
-    policy = new_policy(task)
-    policy.value_head = script.load_critic(
-        script.Args(task=task, critic_from=critic_from), tiny.WORDS
-    )
+    """The policy with its critic that `main` makes, and a batch for it."""
+    policy = run_main(script, task, lr=0.0, critic_from=critic_from).policy
     batch = tiny.make_contexts([3, 6], 6, vocab=tiny.WORDS), torch.tensor([[4, 9, 2], [7, 1, 30]])
-    forward = script.PolicyAndValue.forward
-    return policy, lambda: forward(policy, *batch), batch
+    return policy, lambda: policy(*batch), batch
 
 
 @pytest.mark.parametrize("kind", ["reward model", "policy"])
@@ -381,6 +377,20 @@ def test_X1_the_critic_has_its_own_learning_rate(run_of):
     steps = run_of("separate_critic", critic_lr_ratio=0.3).steps
     expected = 4 * [1e-2, 3e-3] + 4 * [5e-3, 1.5e-3]
     assert [lr for step in steps for lr in step.lrs] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("limit", "clipped"), [(2.0, {"lm"}), (0.1, {"lm", "value_head"})])
+def test_X1_policy_and_critic_clip_their_own_gradient_norms(limit, clipped, run_of):
+    """As two engines do. The norm of both together would shrink the smaller one, too."""
+    plain, run = (run_of("separate_critic", lr=0.0, max_grad_norm=x) for x in (None, limit))
+    for step, expected in zip(run.steps, plain.steps, strict=True):
+        for part in ("lm", "value_head"):
+            names = [name for name in step.grads if name.startswith(f"{part}.")]
+            norm = math.sqrt(sum((expected.grads[name] ** 2).sum() for name in names))
+            assert (norm > limit) == (part in clipped)
+            for name in names:
+                scaled = expected.grads[name] * min(1, limit / norm)
+                torch.testing.assert_close(step.grads[name], scaled, rtol=1e-4, atol=1e-8)
 
 
 # ---------------------------------------------------------------------------- ptx, ema, value_warmup
