@@ -48,6 +48,7 @@ LIMITS = {"dpo": 45}  # added lines; others 25
 EXCLUSIVE = [{"lora", "freeze_layers"}, {"lora", "ema"}]  # what is trained; what is saved
 PAIRS = [pair for pair in itertools.combinations(OF_PPO, 2) if {*pair} not in EXCLUSIVE]
 PAIRS.remove(("lora", "reference_on_cpu"))  # lora has no reference model that could move
+PAIRS.remove(("reference_on_cpu", "trlx_kl"))  # which needs it after it has moved
 STACKS = [
     ("separate_critic", "ema"),
     ("ptx", "ema"),
@@ -598,6 +599,29 @@ def test_X14_a_token_gets_what_it_adds_to_the_score_and_the_last_one_gets_the_re
     rollout = tiny.make_rollout(policy, args, script, minibatches=[torch.arange(3)], **inputs)
     dense = [[2, 5, 0, 0, 10], [2, 3, 4, 1, 5 + 10], [2, 3, 4, 1, 1 - 3 - 11]]
     torch.testing.assert_close(rollout.rewards + 0.5 * rollout.kl, torch.tensor(dense).float())
+
+
+@pytest.mark.parametrize("eos", [False, True])
+def test_X3_trlx_kl_is_what_a_slow_loop_over_queries_and_responses_gives(eos, patched, task):
+    """By trlX's formula, exp(x) - 1 - x with x = log pi - log pi_ref; roots of the means."""
+    script = patched("trlx_kl")
+    end = dict(truncate_token=".", truncate_after=0, eos_task=True) if eos else {}
+    run = run_main(script, replace(task, **end), lr=0.0, moved=True)
+    (rollout, _), *_ = run.rollouts
+    policy, ref = run.policy.lm, new_policy(task).lm
+    sums, positions = [], 0
+    for context, response in zip(rollout.contexts, rollout.responses, strict=True):
+        positions += len(context) + len(response) - 1  # padding, too
+        ids = torch.cat([context[context != tiny.WORDS], response[response != tiny.WORDS]])
+        logps = [(lm(ids[None]).logits[0] / 0.7).log_softmax(dim=-1) for lm in (policy, ref)]
+        sums.append(0.0)
+        for t in range(1, len(ids)):
+            x = (logps[0][t - 1, ids[t]] - logps[1][t - 1, ids[t]]).item()
+            sums[-1] += math.exp(x) - 1 - x
+    line = run.metrics[0]
+    expected = math.sqrt(sum(sums) / 16), math.sqrt(sum(sums) / positions)
+    found = [line[f"trlx/policy/{name}"] for name in ("sqrt_kl", "kl_per_token")]
+    assert found == pytest.approx(expected, rel=1e-3) and expected[0] > 0.01
 
 
 # --------------------------------------------------------------- lora, reference_on_cpu and the rest
