@@ -67,6 +67,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("X12", "diffs/early_stop.diff", "> args.max_approxkl", "> 100 * args.max_approxkl"),
     ("X13", "machinery/rewards.py", "read_ids if same_tokens", "read_ids if True or same_tokens"),
     ("X14", "ppo.py", "if args.whiten_advantages:", "if True:"),
+    ("X15", "diffs/ranking.diff", "[:, :, None] < ranks", "[:, :, None] != ranks"),
 )
 # fmt: on
 LEFT_OUT = ("test_twins.py", "test_readme.py", "test_docs.py", "test_diffs.py", "test_same.py")

@@ -7,6 +7,7 @@ import ast
 import difflib
 import importlib.util
 import itertools
+import json
 import math
 import os
 import re
@@ -894,6 +895,77 @@ def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(k, patched, task):
             assert line["loss"] == pytest.approx(math.log(k)) and line["margin"] == 0
     assert run.saved["model"].keys() == ref.state_dict().keys()
     assert 0 <= run.metrics[-1]["heldout/accuracy"] <= 1
+
+
+def slow_ranking_loss(rewards, ranks):
+    """The mean over the comparisons of one prompt; 0 if all of its responses are tied."""
+    rows = range(len(ranks))
+    pairs = [(i, j) for i in rows for j in rows if ranks[i] < ranks[j]]
+    losses = [torch.log(1 + torch.exp(rewards[j] - rewards[i])) for i, j in pairs]
+    return sum(losses) / max(len(losses), 1)
+
+
+def test_X15_ranking_losses_are_those_of_a_double_loop_over_pairs(patched):
+    rewards = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)) * 2
+    ranks = [[3, 1, 5, 2, 4], [1, 2, 3, 4, 5], [5, 4, 3, 2, 1]]  # 10 comparisons each
+    ranks += [[1, 1, 2, 3, 3], [2, 1, 2, 2, 2], [1, 1, 1, 1, 1]]  # 8, 4 and 0
+    losses = patched("ranking").ranking_losses(rewards, torch.tensor(ranks))
+    expected = [float(slow_ranking_loss(*pair)) for pair in zip(rewards, ranks, strict=True)]
+    assert losses.tolist() == pytest.approx(expected, rel=1e-5) and losses[-1] == 0
+    order = torch.tensor([4, 0, 3, 1, 2])  # of the responses: it does not matter
+    again = patched("ranking").ranking_losses(rewards[:, order], torch.tensor(ranks)[:, order])
+    torch.testing.assert_close(again, losses)
+
+
+def test_X15_a_ranking_of_two_is_a_pair(patched):
+    """Softmax cross-entropy over two candidates, as in train_reward.py (R4)."""
+    rewards = torch.tensor([[0.3, -1.2], [2.0, 2.5], [-40.0, 60.0]])
+    best = torch.tensor([0, 1, 0])
+    losses = patched("ranking").ranking_losses(rewards, torch.tensor([[1, 2], [2, 1], [1, 2]]))
+    torch.testing.assert_close(
+        losses, torch.nn.functional.cross_entropy(rewards, best, reduction="none")
+    )
+    assert losses[2] == 100
+
+
+@pytest.mark.parametrize("ranked", [True, False])
+def test_X15_gradients_are_those_of_a_slow_loop_over_the_labels(ranked, patched, task, tmp_path):
+    rows = json.loads(Path(task.label_dataset).read_text())
+    ranks = [[1 + int(k != row["best"]) for k in range(4)] for row in rows]
+    if ranked:
+        ranks = [[1 + (k - row["best"]) % 4 for k in range(4)] for row in rows]
+        ranks[0] = [1, 1, 1, 1]
+        rows = [row | {"ranks": x} for row, x in zip(rows, ranks, strict=True)]
+    path = tmp_path / "labels.json"
+    path.write_text(json.dumps(rows))
+    task = replace(task, label_dataset=str(path))
+    run = train(patched("ranking"), task)
+    few = labels.load_labels(task, *models.load_tokenizer(task, 5))
+    order = np.random.default_rng([1, 0]).permutation(8)
+    assert len(run.parts) == 2
+    for step, (weights, grads) in enumerate(zip(run.parts, run.steps, strict=True)):
+        model = train_reward.new_reward_model(task.base_model, tiny.WORDS)
+        model.load_state_dict(weights)
+        losses = []
+        for i in order[4 * step :][:4]:
+            texts = [torch.tensor([[*few.queries[i], *x]]) for x in few.responses[i]]
+            losses.append(slow_ranking_loss([model(x)[0] for x in texts], ranks[i]))
+        (sum(losses) / 4).backward()
+        assert run.metrics[step]["loss"] == pytest.approx(sum(losses).item() / 4, rel=1e-4)
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(grads[name], p.grad, atol=1e-5, rtol=2e-3)
+
+
+@pytest.mark.parametrize("ranks", [[1, 2, 3], [2, 1, 1, 3, 4]])
+def test_X15_ranks_that_do_not_fit_are_refused_with_their_row(ranks, patched, task, tmp_path):
+    rows = json.loads(Path(task.label_dataset).read_text())
+    rows = [row | {"ranks": [1 + (k != row["best"]) for k in range(4)]} for row in rows]
+    rows[3]["ranks"] = ranks
+    path = tmp_path / "labels.json"
+    path.write_text(json.dumps(rows))
+    few = labels.load_labels(task, *models.load_tokenizer(task, 5))
+    with pytest.raises(cli.InputError, match=r"row 3: ranks=\["):
+        patched("ranking").load_ranks(few, str(path))
 
 
 @pytest.mark.parametrize("name", ["lora_train_reward", "lora_sft"])
