@@ -2,7 +2,6 @@
 
     python sft.py --task synthetic                   # from scratch: the task has no pretrained model
     accelerate launch sft.py --task sentiment --num_epochs 1
-    accelerate launch sft.py --task tldr
 
 If the task has reference responses (`response_column`), they are learned after their prompts.
 Otherwise texts are joined into blocks of equal length; a block begins with the start of a text, as
@@ -31,10 +30,11 @@ from machinery import cli, distributed
 from machinery.cli import UnitFloat
 from machinery.decoding import generate
 from machinery.models import compute_logits, enable_gradient_checkpointing, load_lm, load_tokenizer
+from machinery.models import set_residual_dropout
 from machinery.packing import Packed
 from machinery.runs import Run, check_run
 from machinery.sequences import load_blocks, load_responses
-from utils import Timer, TokenIds, all_sum, decode, micro_batches, truncate
+from utils import Timer, TokenIds, all_sum, decode, generator, micro_batches, truncate
 
 
 @dataclass(frozen=True, config={"allow_inf_nan": False})
@@ -66,6 +66,8 @@ class Args:
     """weight decay of AdamW"""
     max_grad_norm: PositiveFloat = 1.0
     """clip the norm of the gradient"""
+    resid_dropout: UnitFloat = 0.0
+    """residual dropout: of what attention and MLP add to hidden states (P4)"""
 
     # Memory and speed
     micro_batch_tokens: PositiveInt = 32_768 if cli.ON_GPU else 4096
@@ -163,19 +165,13 @@ def sample_continuations(
 ) -> list[dict[str, str]]:
     """What the model writes after the contexts of sequences [B, T], or after a quarter block."""
     task = args.task
-    contexts = tokens[:, :first] if task.response_column else tokens[:, : args.block_size // 4]
+    n = first if task.response_column else args.block_size // 4
+    contexts, references = tokens[:, :n], tokens[:, n : n + task.response_length]
     torch.manual_seed(args.seed)
-    size = max(args.micro_batch_tokens // tokens.shape[1], 1)
-    parts = [
-        generate(lm, part, ids.pad, task.response_length, task.temperature)
-        for part in contexts.split(size)
-    ]
-    responses = torch.cat(parts)
+    responses = generate(lm, contexts, ids.pad, task.response_length, task.temperature)
     if task.eos_task:
         responses, _ = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
-    columns = {"text": contexts, "continuation": responses}
-    if task.response_column:
-        columns["reference"] = tokens[:, first:]
+    columns = {"text": contexts, "continuation": responses, "reference": references}
     texts = [decode(tokenizer, x, ids.pad) for x in columns.values()]
     return [dict(zip(columns, row, strict=True)) for row in zip(*texts, strict=True)]
 
@@ -190,7 +186,6 @@ def rouge_l(samples: list[dict[str, str]]) -> float:
 
 
 # ---------------------------------------------------------------------------------------------- run
-
 
 SHOWN = ["loss", "heldout/loss", "heldout/perplexity", "lr"]  # in the progress line and curves.png
 
@@ -220,15 +215,15 @@ def main(args: Args) -> None:
         first = 1
     if len(table) < args.num_heldout + args.batch_size:
         raise cli.InputError(
-            f"--query_dataset {task.query_dataset} has only {len(table)} sequences of "
-            f"{table.length} tokens; num_heldout={args.num_heldout} and one batch need "
-            f"{args.num_heldout + args.batch_size}"
+            f"--query_dataset {task.query_dataset}: num_heldout={args.num_heldout} and a batch need "
+            f"{args.num_heldout + args.batch_size} of {table.length} tokens; it has {len(table)}"
         )
     heldout_table, table = table.hold_out(args.num_heldout)
     heldout = heldout_table[:].to(device)
 
     torch.manual_seed(args.seed)
     lm = load_lm(task.base_model, from_scratch=True)
+    set_residual_dropout(lm, args.resid_dropout)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
     model = LanguageModel(lm, ids.pad)
@@ -238,14 +233,14 @@ def main(args: Args) -> None:
 
     steps_per_epoch = len(table) // args.batch_size
     num_steps = args.num_epochs * steps_per_epoch
+    seed = args.seed + 100003 * accelerator.process_index  # of dropout (G6)
     timer = Timer(device)
     run = Run(args, SCRIPT, num_steps, SHOWN, accelerator)
     start, _ = run.restore(model, optimizer)
     for step in range(start, num_steps):
         timer.start("optimize")
         lr = learning_rate(step, num_steps, args)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        optimizer.param_groups[0]["lr"] = lr
         epoch, i = divmod(step, steps_per_epoch)
         order = np.random.default_rng([args.seed, epoch]).permutation(len(table))
         rows = order[i * args.batch_size : (i + 1) * args.batch_size]
@@ -253,6 +248,7 @@ def main(args: Args) -> None:
         mask = tokens != ids.pad
         num_tokens = all_sum(mask[:, first:].sum()) / processes  # DDP averages gradients
         total = torch.zeros((), device=device)
+        torch.manual_seed(generator(seed, step, device).initial_seed())  # also after a resume
         for part in micro_batches(mask.sum(dim=1), args.micro_batch_tokens):
             is_last = part.stop == len(tokens)  # DDP reduces gradients there
             with nullcontext() if is_last else accelerator.no_sync(model):
@@ -272,13 +268,11 @@ def main(args: Args) -> None:
         run.checkpoint(step + 1, model, optimizer)
 
     run.save(lm, tokenizer)
-    messages = [f"held-out perplexity: {metrics['heldout/perplexity']:.3f}"]
     with distributed.inference(accelerator, model):
         samples = sample_continuations(lm, heldout[:64], first, tokenizer, ids, args)
     run.log_table(num_steps, samples[:4])
-    if task.response_column:
-        messages.append(f"held-out ROUGE-L: {rouge_l(samples):.3f}")
-    run.finish(*messages)
+    rouge = [f"held-out ROUGE-L: {rouge_l(samples):.3f}"] if task.response_column else []
+    run.finish(f"held-out perplexity: {metrics['heldout/perplexity']:.3f}", *rouge)
     distributed.stop(accelerator)
 
 
