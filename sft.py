@@ -2,10 +2,10 @@
 
     python sft.py --task synthetic                   # from scratch: the task has no pretrained model
     accelerate launch sft.py --task sentiment --num_epochs 1
-    accelerate launch sft.py --task tldr
 
-If the task has reference responses (`response_column`), the loss covers only them. Otherwise texts are joined into blocks of equal length; a block begins with the start of a text, as
-the queries of ppo.py do.
+If the task has reference responses (`response_column`), the loss covers only them. Otherwise texts
+are joined into blocks of equal length; a block begins with the start of a text, as the queries of
+ppo.py do.
 
 Shapes: B sequences per step, T tokens per sequence, N learned tokens, V vocabulary size, D hidden
 size. Only columns `first` ... T - 1 are learned: all but the first of a block, or the response
@@ -29,11 +29,11 @@ from machinery import cli, distributed
 from machinery.cli import UnitFloat
 from machinery.decoding import generate
 from machinery.models import check_length, compute_logits, enable_gradient_checkpointing
-from machinery.models import load_lm, load_tokenizer
+from machinery.models import load_lm, load_tokenizer, set_residual_dropout
 from machinery.packing import Packed
 from machinery.runs import Run, check_run
 from machinery.sequences import load_blocks, load_responses
-from utils import Timer, TokenIds, all_sum, decode, micro_batches, permutation, truncate
+from utils import Timer, TokenIds, all_sum, decode, generator, micro_batches, permutation, truncate
 
 
 @dataclass(frozen=True, config={"allow_inf_nan": False})
@@ -65,6 +65,8 @@ class Args:
     """weight decay of AdamW"""
     max_grad_norm: PositiveFloat = 1.0
     """clip the norm of the gradient"""
+    resid_dropout: UnitFloat = 0.0
+    """residual dropout: of what attention and MLP add to hidden states (P4)"""
 
     # Memory and speed
     micro_batch_tokens: PositiveInt = 32_768 if cli.ON_GPU else 4096
@@ -161,14 +163,13 @@ def sample_continuations(
 ) -> list[dict[str, str]]:
     """Samples of the model after the contexts of sequences [B, T], or after a quarter block."""
     task = args.task
-    contexts = tokens[:, :first] if task.response_column else tokens[:, : args.block_size // 4]
+    n = first if task.response_column else args.block_size // 4
+    contexts, references = tokens[:, :n], tokens[:, n : n + task.response_length]
     torch.manual_seed(args.seed)
     responses = generate(lm, contexts, ids.pad, task.response_length, task.temperature)
     if task.eos_task:
         responses, _ = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
-    columns = {"text": contexts, "continuation": responses}
-    if task.response_column:
-        columns["reference"] = tokens[:, first:]
+    columns = {"text": contexts, "continuation": responses, "reference": references}
     texts = [decode(tokenizer, x, ids.pad) for x in columns.values()]
     return [dict(zip(columns, row, strict=True)) for row in zip(*texts, strict=True)]
 
@@ -183,7 +184,6 @@ def rouge_l(samples: list[dict[str, str]]) -> float:
 
 
 # ---------------------------------------------------------------------------------------------- run
-
 
 SHOWN = ["loss", "heldout/loss", "heldout/perplexity", "lr"]  # in the progress line and curves.png
 
@@ -221,6 +221,7 @@ def main(args: Args) -> None:
 
     torch.manual_seed(args.seed)
     lm = load_lm(task.base_model, allow_random=True)
+    set_residual_dropout(lm, args.resid_dropout)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
     model = LanguageModel(lm, ids.pad)
@@ -230,14 +231,14 @@ def main(args: Args) -> None:
 
     steps_per_epoch = len(table) // args.batch_size
     num_steps = args.num_epochs * steps_per_epoch
+    seed = args.seed + 100003 * accelerator.process_index  # of dropout (G6)
     timer = Timer(device)
     run = Run(args, SCRIPT, num_steps, SHOWN, accelerator)
     start, _ = run.restore(model, optimizer)
     for step in range(start, num_steps):
         timer.start("optimize")
         lr = learning_rate(step, num_steps, args)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        optimizer.param_groups[0]["lr"] = lr
         epoch, i = divmod(step, steps_per_epoch)
         order = permutation(len(table), epoch, args.seed)
         rows = order[i * args.batch_size : (i + 1) * args.batch_size]
@@ -245,6 +246,7 @@ def main(args: Args) -> None:
         mask = tokens != ids.pad
         num_tokens = all_sum(mask[:, first:].sum()) / processes  # DDP averages gradients
         total = torch.zeros((), device=device)
+        torch.manual_seed(generator(seed, step, device).initial_seed())  # also after a resume
         for part in micro_batches(mask.sum(dim=1), args.micro_batch_tokens):
             is_last = part.stop == len(tokens)  # only then all-reduce gradients
             with nullcontext() if is_last else accelerator.no_sync(model):
@@ -264,14 +266,11 @@ def main(args: Args) -> None:
         run.checkpoint(step + 1, model, optimizer)
 
     run.save(lm, tokenizer)
-    messages = [f"held-out perplexity: {metrics['heldout/perplexity']:.3f}"]
     with distributed.inference(accelerator, model):
-        shown = heldout[: 64 if task.response_column else 4]
-        samples = sample_continuations(lm, shown, first, tokenizer, ids, args)
+        samples = sample_continuations(lm, heldout[:64], first, tokenizer, ids, args)
     run.log_table(num_steps, samples[:4])
-    if task.response_column:
-        messages.append(f"held-out ROUGE-L: {rouge_l(samples):.3f}")
-    run.finish(*messages)
+    rouge = [f"held-out ROUGE-L: {rouge_l(samples):.3f}"] if task.response_column else []
+    run.finish(f"held-out perplexity: {metrics['heldout/perplexity']:.3f}", *rouge)
     distributed.stop(accelerator)
 
 

@@ -126,6 +126,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     dcp.set_model_state_dict(model, weights, options=options)
     optimizer_state = {"state": moments, "param_groups": groups}
     dcp.set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+    for name, p in model.named_parameters():
+        if name not in moments:  # had no gradient yet; the line above gave it a step and zeros
+            optimizer.state.pop(p, None)
     return state
 
 

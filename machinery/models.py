@@ -170,6 +170,23 @@ def disable_dropout(config: transformers.PretrainedConfig) -> transformers.Pretr
     return config
 
 
+def set_residual_dropout(lm: "transformers.PreTrainedModel", p: float) -> None:
+    """Dropout in training of what attention and MLP add to the hidden states, GPT-2's resid_pdrop.
+
+    Raises `InputError` for a model without it. The configuration keeps its 0.
+    """
+    attention = "resid_dropout", "post_attention_dropout", "resid_attn_dropout"
+    mlp = "mlp.dropout", "post_mlp_dropout", "resid_mlp_dropout"
+    found = [m for name, m in lm.named_modules() if name.endswith((*attention, *mlp))]
+    if p and not found:
+        raise InputError(
+            f"--resid_dropout {p}: {lm.config.model_type} has no residual dropout; GPT-2, GPT-NeoX "
+            "(Pythia), GPT-J and Phi have it"
+        )
+    for module in found:
+        module.p = p
+
+
 def use_fused_gelu(model: nn.Module) -> None:
     """Replace GPT-2's `gelu_new` by the same function as one kernel; the config keeps its name."""
     from transformers.activations import NewGELUActivation  # takes two seconds to import

@@ -25,10 +25,10 @@ import rloo
 import sft
 import train_reward
 import utils
-from machinery import data, distributed
+from machinery import cli, data, distributed
 from machinery.decoding import Decoder
 from machinery.labels import Labels
-from machinery.models import load_lm, load_tokenizer
+from machinery.models import load_lm, load_tokenizer, set_residual_dropout
 from machinery.rewards import RewardConfig, load_reward, load_reward_model, score_in_parts
 
 HAND = dict(atol=1e-4, rtol=0)  # for expected values that are written with four decimals
@@ -457,6 +457,39 @@ def test_P4_12_no_dropout_even_after_train(kind, tmp_path):
         assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
         rates = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
         assert not any(rates)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
+def test_P4_residual_dropout_drops_what_attention_and_mlp_add_in_training_only(kind, tmp_path):
+    """Entries are 0 or scaled by 1 / (1 - p); embeddings and attention weights have no dropout."""
+    folder = str(tiny.write_model(tmp_path / "m", kind, dropout=0.5))
+    plain, lm = load_lm(folder), load_lm(folder)
+    set_residual_dropout(lm, 0.25)
+    rates = [m.p for m in lm.modules() if isinstance(m, torch.nn.Dropout)]
+    assert sorted(rates) == [0] * (len(rates) - 4) + [0.25] * 4  # two in each of two layers
+    tokens = torch.arange(1, 33)[None]
+    assert torch.equal(lm.eval()(tokens).logits, plain(tokens).logits)
+    assert not any("drop" in key and value for key, value in lm.config.to_dict().items())
+    lm.train()
+    assert not torch.equal(lm(tokens).logits, lm(tokens).logits)
+    dropouts = [m for m in lm.modules() if isinstance(m, torch.nn.Dropout) and m.p]
+    seen = []
+    for module in dropouts:
+        module.register_forward_hook(lambda module, inputs, output: seen.append((*inputs, output)))
+    lm(tokens)
+    assert len(seen) == 4
+    for before, after in seen:
+        kept = after != 0
+        assert kept.float().mean().item() == pytest.approx(0.75, abs=0.06)
+        torch.testing.assert_close(after[kept], before[kept] / 0.75)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "falcon"])
+def test_P4_models_without_residual_dropout_are_refused_by_name(kind):
+    lm = tiny.make_lm(kind)
+    set_residual_dropout(lm, 0.0)
+    with pytest.raises(cli.InputError, match=f"--resid_dropout 0.1: {kind} "):
+        set_residual_dropout(lm, 0.1)
 
 
 def test_P5_a_response_is_cut_after_the_first_truncate_token_at_or_after_its_position():

@@ -7,6 +7,7 @@ import ast
 import difflib
 import importlib.util
 import itertools
+import json
 import math
 import os
 import re
@@ -24,6 +25,7 @@ import tiny
 import torch
 import transformers
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ppo
@@ -47,6 +49,7 @@ LIMITS = {"dpo": 45}  # added lines; others 25
 EXCLUSIVE = [{"lora", "freeze_layers"}, {"lora", "ema"}]  # what is trained; what is saved
 PAIRS = [pair for pair in itertools.combinations(OF_PPO, 2) if {*pair} not in EXCLUSIVE]
 PAIRS.remove(("lora", "reference_on_cpu"))  # lora has no reference model that could move
+PAIRS.remove(("reference_on_cpu", "trlx_kl"))  # which needs it after it has moved
 STACKS = [
     ("separate_critic", "ema"),
     ("ptx", "ema"),
@@ -337,14 +340,10 @@ def test_a_run_writes_its_folder_and_the_saved_weights_load(names, patched, task
 
 
 def with_critic(script, task, critic_from):
-    """A policy with its critic, as `main` makes it, and a batch for it."""
-    policy = new_policy(task)
-    policy.value_head = script.load_critic(
-        script.Args(task=task, critic_from=critic_from), tiny.WORDS
-    )
+    """The policy with its critic that `main` makes, and a batch for it."""
+    policy = run_main(script, task, lr=0.0, critic_from=critic_from).policy
     batch = tiny.make_contexts([3, 6], 6, vocab=tiny.WORDS), torch.tensor([[4, 9, 2], [7, 1, 30]])
-    forward = script.PolicyAndValue.forward
-    return policy, lambda: forward(policy, *batch), batch
+    return policy, lambda: policy(*batch), batch
 
 
 @pytest.mark.parametrize("kind", ["reward model", "policy"])
@@ -380,6 +379,20 @@ def test_X1_the_critic_has_its_own_learning_rate(run_of):
     steps = run_of("separate_critic", critic_lr_ratio=0.3).steps
     expected = 4 * [1e-2, 3e-3] + 4 * [5e-3, 1.5e-3]
     assert [lr for step in steps for lr in step.lrs] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("limit", "clipped"), [(2.0, {"lm"}), (0.1, {"lm", "value_head"})])
+def test_X1_policy_and_critic_clip_their_own_gradient_norms(limit, clipped, run_of):
+    """As two engines do. The norm of both together would shrink the smaller one, too."""
+    plain, run = (run_of("separate_critic", lr=0.0, max_grad_norm=x) for x in (None, limit))
+    for step, expected in zip(run.steps, plain.steps, strict=True):
+        for part in ("lm", "value_head"):
+            names = [name for name in step.grads if name.startswith(f"{part}.")]
+            norm = math.sqrt(sum((expected.grads[name] ** 2).sum() for name in names))
+            assert (norm > limit) == (part in clipped)
+            for name in names:
+                scaled = expected.grads[name] * min(1, limit / norm)
+                torch.testing.assert_close(step.grads[name], scaled, rtol=1e-4, atol=1e-8)
 
 
 # ---------------------------------------------------------------------------- ptx, ema, value_warmup
@@ -435,6 +448,38 @@ def test_X6_at_first_only_the_value_function_learns(run_of):
         assert {n.split(".")[0] for n, x in weights if not torch.equal(x, start[n])} == learning
     steps = {n: run.optimizer.state[p]["step"].item() for n, p in run.model.named_parameters()}
     assert steps == {name: 4 if name.startswith("lm.") else 8 for name in steps}  # Adam's
+
+
+def test_X6_a_frozen_policy_has_no_moments_and_its_gradient_clips_nothing(run_of):
+    """With a critic of its own, as in Qwen. The critic learns as if there was no policy."""
+    flags = dict(value_warmup_updates=2, max_grad_norm=0.01)
+    run = run_of("separate_critic", "value_warmup", **flags)
+    start = run_of("separate_critic", lr=0.0).steps[0].weights
+    for name, p in run.model.named_parameters():
+        frozen = name.startswith("lm.")
+        assert torch.equal(p, start[name]) == frozen
+        assert (p in run.optimizer.state) == (not frozen)
+        assert all((step.grads[name] is None) == frozen for step in run.steps)
+    for step in run_of("value_warmup", **flags).steps:  # the value head is all that learns
+        head = [x.flatten() for x in step.grads.values() if x is not None]
+        assert len(head) == 2 and torch.cat(head).norm() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_X6_a_run_resumed_while_the_policy_is_frozen_equals_an_undisturbed_run(
+    patched, task, tmp_path, monkeypatch
+):
+    script = patched("separate_critic", "value_warmup")
+    files = dict(reward_model=folder_of(task), value_warmup_updates=1, save_every=1)
+    args = script.Args(task=task, run_name="run", **SIZES | files | dict(total_episodes=48))
+    monkeypatch.chdir(tmp_path)
+    script.main(args)
+    shutil.copytree("runs/run", "runs/again")
+    resume = "runs/again/checkpoints/00000001.safetensors"
+    script.main(replace(args, run_name=None, resume=resume))
+    for name in ("checkpoints/00000002.safetensors", "model/model.safetensors"):
+        expected, found = (load_file(f"runs/{run}/{name}") for run in ("run", "again"))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], x) for key, x in expected.items())
 
 
 # ----------------------------------------------------------------------------------------- sampling
@@ -555,6 +600,29 @@ def test_X14_a_token_gets_what_it_adds_to_the_score_and_the_last_one_gets_the_re
     rollout = tiny.make_rollout(policy, args, script, minibatches=[torch.arange(3)], **inputs)
     dense = [[2, 5, 0, 0, 10], [2, 3, 4, 1, 5 + 10], [2, 3, 4, 1, 1 - 3 - 11]]
     torch.testing.assert_close(rollout.rewards + 0.5 * rollout.kl, torch.tensor(dense).float())
+
+
+@pytest.mark.parametrize("eos", [False, True])
+def test_X3_trlx_kl_is_what_a_slow_loop_over_queries_and_responses_gives(eos, patched, task):
+    """By trlX's formula, exp(x) - 1 - x with x = log pi - log pi_ref; roots of the means."""
+    script = patched("trlx_kl")
+    end = dict(truncate_token=".", truncate_after=0, eos_task=True) if eos else {}
+    run = run_main(script, replace(task, **end), lr=0.0, moved=True)
+    (rollout, _), *_ = run.rollouts
+    policy, ref = run.policy.lm, new_policy(task).lm
+    sums, positions = [], 0
+    for context, response in zip(rollout.contexts, rollout.responses, strict=True):
+        positions += len(context) + len(response) - 1  # padding, too
+        ids = torch.cat([context[context != tiny.WORDS], response[response != tiny.WORDS]])
+        logps = [(lm(ids[None]).logits[0] / 0.7).log_softmax(dim=-1) for lm in (policy, ref)]
+        sums.append(0.0)
+        for t in range(1, len(ids)):
+            x = (logps[0][t - 1, ids[t]] - logps[1][t - 1, ids[t]]).item()
+            sums[-1] += math.exp(x) - 1 - x
+    line = run.metrics[0]
+    expected = math.sqrt(sum(sums) / 16), math.sqrt(sum(sums) / positions)
+    found = [line[f"trlx/policy/{name}"] for name in ("sqrt_kl", "kl_per_token")]
+    assert found == pytest.approx(expected, rel=1e-3) and expected[0] > 0.01
 
 
 # --------------------------------------------------------------- lora, reference_on_cpu and the rest
@@ -827,6 +895,77 @@ def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(k, patched, task):
             assert line["loss"] == pytest.approx(math.log(k)) and line["margin"] == 0
     assert run.saved["model"].keys() == ref.state_dict().keys()
     assert 0 <= run.metrics[-1]["heldout/accuracy"] <= 1
+
+
+def slow_ranking_loss(rewards, ranks):
+    """The mean over the comparisons of one prompt; 0 if all of its responses are tied."""
+    rows = range(len(ranks))
+    pairs = [(i, j) for i in rows for j in rows if ranks[i] < ranks[j]]
+    losses = [torch.log(1 + torch.exp(rewards[j] - rewards[i])) for i, j in pairs]
+    return sum(losses) / max(len(losses), 1)
+
+
+def test_X15_ranking_losses_are_those_of_a_double_loop_over_pairs(patched):
+    rewards = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)) * 2
+    ranks = [[3, 1, 5, 2, 4], [1, 2, 3, 4, 5], [5, 4, 3, 2, 1]]  # 10 comparisons each
+    ranks += [[1, 1, 2, 3, 3], [2, 1, 2, 2, 2], [1, 1, 1, 1, 1]]  # 8, 4 and 0
+    losses = patched("ranking").ranking_losses(rewards, torch.tensor(ranks))
+    expected = [float(slow_ranking_loss(*pair)) for pair in zip(rewards, ranks, strict=True)]
+    assert losses.tolist() == pytest.approx(expected, rel=1e-5) and losses[-1] == 0
+    order = torch.tensor([4, 0, 3, 1, 2])  # of the responses: it does not matter
+    again = patched("ranking").ranking_losses(rewards[:, order], torch.tensor(ranks)[:, order])
+    torch.testing.assert_close(again, losses)
+
+
+def test_X15_a_ranking_of_two_is_a_pair(patched):
+    """Softmax cross-entropy over two candidates, as in train_reward.py (R4)."""
+    rewards = torch.tensor([[0.3, -1.2], [2.0, 2.5], [-40.0, 60.0]])
+    best = torch.tensor([0, 1, 0])
+    losses = patched("ranking").ranking_losses(rewards, torch.tensor([[1, 2], [2, 1], [1, 2]]))
+    torch.testing.assert_close(
+        losses, torch.nn.functional.cross_entropy(rewards, best, reduction="none")
+    )
+    assert losses[2] == 100
+
+
+@pytest.mark.parametrize("ranked", [True, False])
+def test_X15_gradients_are_those_of_a_slow_loop_over_the_labels(ranked, patched, task, tmp_path):
+    rows = json.loads(Path(task.label_dataset).read_text())
+    ranks = [[1 + int(k != row["best"]) for k in range(4)] for row in rows]
+    if ranked:
+        ranks = [[1 + (k - row["best"]) % 4 for k in range(4)] for row in rows]
+        ranks[0] = [1, 1, 1, 1]
+        rows = [row | {"ranks": x} for row, x in zip(rows, ranks, strict=True)]
+    path = tmp_path / "labels.json"
+    path.write_text(json.dumps(rows))
+    task = replace(task, label_dataset=str(path))
+    run = train(patched("ranking"), task)
+    few = labels.load_labels(task, *models.load_tokenizer(task, 5))
+    order = np.random.default_rng([1, 0]).permutation(8)
+    assert len(run.parts) == 2
+    for step, (weights, grads) in enumerate(zip(run.parts, run.steps, strict=True)):
+        model = train_reward.new_reward_model(task.base_model, tiny.WORDS)
+        model.load_state_dict(weights)
+        losses = []
+        for i in order[4 * step :][:4]:
+            texts = [torch.tensor([[*few.queries[i], *x]]) for x in few.responses[i]]
+            losses.append(slow_ranking_loss([model(x)[0] for x in texts], ranks[i]))
+        (sum(losses) / 4).backward()
+        assert run.metrics[step]["loss"] == pytest.approx(sum(losses).item() / 4, rel=1e-4)
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(grads[name], p.grad, atol=1e-5, rtol=2e-3)
+
+
+@pytest.mark.parametrize("ranks", [[1, 2, 3], [2, 1, 1, 3, 4]])
+def test_X15_ranks_that_do_not_fit_are_refused_with_their_row(ranks, patched, task, tmp_path):
+    rows = json.loads(Path(task.label_dataset).read_text())
+    rows = [row | {"ranks": [1 + (k != row["best"]) for k in range(4)]} for row in rows]
+    rows[3]["ranks"] = ranks
+    path = tmp_path / "labels.json"
+    path.write_text(json.dumps(rows))
+    few = labels.load_labels(task, *models.load_tokenizer(task, 5))
+    with pytest.raises(cli.InputError, match=r"row 3: ranks=\["):
+        patched("ranking").load_ranks(few, str(path))
 
 
 @pytest.mark.parametrize("name", ["lora_train_reward", "lora_sft"])

@@ -96,8 +96,9 @@ def test_a_size_that_does_not_divide_names_itself_and_the_next_one_that_works(
 
 
 MAY_BE_0 = {"seed", "truncate_after", "num_heldout", "lr", "kl_coef", "vf_coef", "weight_decay"}
-MAY_BE_0 |= {"gamma", "lam", "warmup"}
+MAY_BE_0 |= {"gamma", "lam", "warmup", "resid_dropout"}
 OTHER_BOUNDS = dict(rloo_k=1, normalize_samples=1, block_size=3, gamma=1.01, lam=1.01, warmup=1.01)
+OTHER_BOUNDS |= {"resid_dropout": 1.01}
 OTHER_BOUNDS |= {"missing_eos_penalty": float("-inf")}  # any other number is right
 
 

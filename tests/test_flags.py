@@ -52,7 +52,7 @@ CHANGES = {  # another value than in `results`
     "train_reward": OPTIMIZER
     | dict(num_labels=8, num_heldout=2, batch_size=6, normalize_samples=9, rollout_batch_size=6),
     "sft": dict(seed=2, num_epochs=2, eval_every=1, num_heldout=3, batch_size=3, block_size=12)
-    | dict(lr=2e-3, warmup=0.5, weight_decay=1.0, max_grad_norm=0.1),
+    | dict(lr=2e-3, warmup=0.5, weight_decay=1.0, max_grad_norm=0.1, resid_dropout=0.2),
 }
 BY_FILE = {  # the other flags, and where they are tested
     "task": "test_data.py",

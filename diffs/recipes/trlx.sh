@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# trlX: only the upper two layers are trained, clipped scores (X2), AdamW (X8), no whitening of
-#     rewards.
+# trlX: only the upper two layers are trained, clipped scores (X2), its k3 in the logs (X3), AdamW
+#     (X8), no whitening of rewards.
 # Source: github.com/CarperAI/trlx, default_ppo_config() of trlx/data/default_configs.py.
 # Differs: trlX shares the frozen layers with the reference (hydra); here the reference is a whole
-#     copy. trlX logs the KL with k3; here it is k1.
+#     copy. The logs have trlX's KL beside ours (k1).
 # Synthetic: diffs/recipes/trlx.sh --task synthetic --total_episodes 4096 --lr 5e-4
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [ ! -e trlx.py ]; then  # an existing one may have your changes
   folder=$(mktemp -d)
   cp ppo.py "$folder/trlx.py"
-  for name in freeze_layers adamw; do
+  for name in freeze_layers adamw trlx_kl; do
     patch --quiet --fuzz=0 "$folder/trlx.py" "diffs/$name.diff"
   done
   mv "$folder/trlx.py" . && rm -r "$folder"
