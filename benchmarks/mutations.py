@@ -29,7 +29,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("G4", "utils.py", "probs = logits.to(", "probs = logits.topk(5).values.to("),
     ("G5", "ppo.py", "(1 - update / num_updates)", "(1 - (update + 1) / num_updates)"),
     ("G6", "ppo.py", " + 100003 * accelerator.process_index", ""),
-    ("R1", "train_reward.py", "positions).amax(dim=1)", "0).amax().expand(len(tokens))"),
+    ("R1", "train_reward.py", "positions).amax(dim=1)", "positions).amax().expand(len(tokens))"),
     ("R2", "train_reward.py", "std=1 / math.sqrt(self.head.in_features + 1)", "std=0.02"),
     ("R3", "train_reward.py", "gain = 1 / var.sqrt().item()", "gain = 1 / var.item()"),
     ("R4", "train_reward.py", "best[part], reduction", "0 * best[part], reduction"),
