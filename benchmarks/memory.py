@@ -137,7 +137,7 @@ class Recorder:
     def __getitem__(self, rows: Any) -> Tensor:
         return torch.ones(len(rows), self.args.task.query_length, dtype=torch.long)
 
-    def hold_out(self, n: int) -> tuple[None, "Recorder"]:
+    def hold_out(self, n: int, needed: int = 1) -> tuple[None, "Recorder"]:
         return None, self
 
     def restore(self, policy: Any, optimizer: Any, kl_coef: float) -> tuple[int, float]:

@@ -227,7 +227,7 @@ class Table:
     def __len__(self) -> int:
         return 1000
 
-    def hold_out(self, n: int) -> tuple["Table", "Table"]:
+    def hold_out(self, n: int, needed: int = 1) -> tuple["Table", "Table"]:
         return Table([self.batches[0][:HELDOUT]] * 100), self
 
     def columns(self, rows: np.ndarray | slice = slice(None)) -> dict[str, list]:
@@ -420,7 +420,7 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def hold_out(self, n: int) -> tuple[Tensor, "Sequences"]:
+    def hold_out(self, n: int, needed: int = 1) -> tuple[Tensor, "Sequences"]:
         return self.tokens[:n], Sequences(self.tokens[n:])
 
     def __getitem__(self, rows: np.ndarray) -> Tensor:

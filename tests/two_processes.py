@@ -37,7 +37,7 @@ RESPONSES = tiny.make_responses(8, 5)
 class Table(tiny.Table):
     """A query table with the same held-out queries on every process."""
 
-    def hold_out(self, n: int) -> tuple[tiny.Table, "Table"]:
+    def hold_out(self, n: int, needed: int = 1) -> tuple[tiny.Table, "Table"]:
         return tiny.Table([tiny.make_contexts([4, 2, 6], 8)] * 100), self
 
 
@@ -133,7 +133,7 @@ class Sequences:
     def __getitem__(self, rows: Any) -> Tensor:
         return self.tokens[rows]
 
-    def hold_out(self, n: int) -> tuple[Tensor, "Sequences"]:
+    def hold_out(self, n: int, needed: int = 1) -> tuple[Tensor, "Sequences"]:
         return self.tokens[:n], Sequences(self.tokens[n:])
 
 
