@@ -75,7 +75,7 @@ class Run:
 
     args.json, the script's source, metrics.jsonl (a line per update), samples.jsonl, TensorBoard
     events, curves.png, checkpoints and weights. `shown` are the metrics in curves.png and in the
-    progress line.
+    progress line. `limits`: metric → its largest healthy value, and the one from which to warn.
     """
 
     def __init__(
@@ -85,9 +85,10 @@ class Run:
         total: int,
         shown: list[str],
         accelerator: Accelerator,
+        limits: dict[str, tuple[float, float]] | None = None,
     ):
         self.args, self.script, self.total = args, script, total
-        self.shown = shown
+        self.shown, self.limits = shown, dict(limits or {})
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.source = checkpoints.find_checkpoint(args, script)
         self.step, self.start = 0, 0
@@ -245,6 +246,7 @@ class Run:
         self.accelerator.log(metrics, step=step)
         if step >= self.total:  # an evaluation after the last update
             return
+        self.warn(metrics)
         shown = [name for name in self.shown if name in metrics]
         text = [f"{name.split('/')[-1]} {metrics[name]:.3g}" for name in shown]
         self.progress.update(self.bar, completed=step + 1, shown="  ".join(text))
@@ -254,6 +256,13 @@ class Run:
             left = (now - self.began) / (step + 1 - self.start) * (self.total - step - 1)
             print(f"{step + 1:>6}/{self.total}  {'  '.join(text)}  left {left:.0f} s", flush=True)
             self.printed = now
+
+    def warn(self, metrics: dict[str, float]) -> None:
+        """Print once for each metric that is far above its healthy range, and what to change."""
+        for name in [name for name, (_, far) in self.limits.items() if metrics[name] > far]:
+            healthy, _ = self.limits.pop(name)
+            change = "if it stays there, lower --lr or --num_ppo_epochs"
+            print(f"{name} is {metrics[name]:.2g}, healthy is up to {healthy}; {change}")
 
     def append(self, name: str, rows: list[dict[str, Any]]) -> None:
         """Add lines to a file of the run, all or none."""
