@@ -98,8 +98,7 @@ class Run:
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
                 self.handlers[number] = signal.signal(number, self.note_signal)
-        if self.source:
-            self.folder = self.source.parents[1]
+        self.folder = self.source.parents[1] if self.source else Path()  # `open` sets a new one
         if self.main:
             self.open()
 
@@ -188,13 +187,11 @@ class Run:
         due, asked = all_max(torch.tensor(wanted, device=device).int()).tolist()
         if step == self.total or not (due or asked):
             return
-        lengths = {}
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            path = self.folder / name if self.main else Path(name)
-            lengths[name] = path.stat().st_size if self.main and path.exists() else 0
+        files = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")]
+        lengths = {path.name: path.stat().st_size if path.exists() else 0 for path in files}
         state = {"kl_coef": kl_coef, "lengths": lengths}
         plain = self.accelerator.unwrap_model(model)
-        folder = self.folder / "checkpoints" if self.main else Path()
+        folder = self.folder / "checkpoints"  # only the main process writes
         checkpoints.save_checkpoint(folder, step, plain, optimizer.optimizer, state)
         if asked:
             self.close()
@@ -208,7 +205,7 @@ class Run:
         """
         every, metric = self.args.keep_every, self.args.keep_best
         due = bool(every) and update > 0 and update % every == 0
-        best = self.folder / "best" if self.main else Path()
+        best = self.folder / "best"
         better = self.main and metric and metrics[metric] > artifacts.best_value(best, metric)
         wanted = torch.tensor([due, bool(better)], device=self.accelerator.device)
         due, better = all_max(wanted.int()).tolist()  # the main process decides
