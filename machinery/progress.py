@@ -47,7 +47,7 @@ class Progress:
 
     def warn(self, metrics: dict[str, float]) -> None:
         """Print once for each metric that is far above its healthy range, and what to change."""
-        for name in [name for name, (_, far) in self.limits.items() if metrics[name] > far]:
+        for name in [name for name, (_, far) in self.limits.items() if metrics.get(name, 0) > far]:
             healthy, _ = self.limits.pop(name)
             change = "if it stays there, lower --lr or --num_ppo_epochs"
             print(f"{name} is {metrics[name]:.2g}, healthy is up to {healthy}; {change}")
