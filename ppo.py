@@ -522,6 +522,8 @@ def rollout_metrics(
 
 # In the progress line and in curves.png:
 PROGRESS = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
+# The largest healthy value, and from where on a run prints a warning, once:
+LIMITS = {"ppo/policy/approxkl_avg": (0.02, 0.2), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
 
 def check(args: Args, processes: int) -> None:
@@ -558,7 +560,7 @@ def main(args: Args) -> None:
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     num_steps = args.num_ppo_epochs * args.num_minibatches  # of the optimizer, per update
     timer = Timer(device)
-    run = Run(args, SCRIPT, num_updates, PROGRESS, accelerator)
+    run = Run(args, SCRIPT, num_updates, PROGRESS, accelerator, LIMITS)
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:

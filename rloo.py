@@ -19,8 +19,8 @@ One update:
     adapt kl_coef to the measured KL
 
 A whole response is one action, and there is no value function. Flags and metrics are named as in
-ppo.py. The adaptive kl_coef, the clipping and the several epochs come from there; with one epoch of
-one minibatch, an update is the paper's.
+ppo.py. By default an update is one step, as in the paper. With more epochs or minibatches, the ratio
+leaves 1 and is clipped, as in ppo.py. The adaptive kl_coef comes from there, too.
 
 There are two kinds of tasks. In most, every response has R tokens and all of them are trained on;
 it is truncated after its truncate token, such as a period, only for scoring. In EOS tasks the
@@ -82,7 +82,7 @@ class Args:
     # Optimization
     batch_size: PositiveInt = 512
     """responses per update, over all processes"""
-    num_ppo_epochs: PositiveInt = 4
+    num_ppo_epochs: PositiveInt = 1
     """passes over the batch per update"""
     num_minibatches: PositiveInt = 1
     """optimizer steps per epoch (P7)"""
@@ -155,9 +155,7 @@ SYNTHETIC: dict[str, Any] = dict(
     total_episodes=4096,
     eval_every=20,
     batch_size=128,
-    num_ppo_epochs=2,
-    num_minibatches=2,
-    lr=5e-4,
+    lr=7e-4,
     kl_coef=0.08,
     kl_target=10.0,
     kl_horizon=1000,
@@ -480,6 +478,8 @@ def rollout_metrics(
 
 # In the progress line and in curves.png:
 PROGRESS = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
+# The largest healthy value, and from where on a run prints a warning, once:
+LIMITS = {"ppo/policy/approxkl_avg": (0.5, 5.0), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
 
 def check(args: Args, processes: int) -> None:
@@ -518,7 +518,7 @@ def main(args: Args) -> None:
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     num_steps = args.num_ppo_epochs * args.num_minibatches  # of the optimizer, per update
     timer = Timer(device)
-    run = Run(args, SCRIPT, num_updates, PROGRESS, accelerator)
+    run = Run(args, SCRIPT, num_updates, PROGRESS, accelerator, LIMITS)
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:

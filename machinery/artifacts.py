@@ -1,6 +1,7 @@
 """Files that a run leaves besides its metrics: model folders, model cards, trackers."""
 
 import filecmp
+import html
 import json
 import math
 import os
@@ -24,6 +25,11 @@ from machinery.cli import InputError, RunError
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tyro", "numpy")
+
+
+def models_link(args: Any, script: Path) -> Path:
+    """`models/<task>/<script>`: a link to the weights of the last run that finished."""
+    return Path("models") / args.task.task / script.stem
 
 
 def create_run_folder(args: Any, script: Path) -> Path:
@@ -80,6 +86,15 @@ def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[An
             trackers[1].init_kwargs["mode"] = "offline"
             trackers[1].start()
     return trackers
+
+
+def track_samples(tracker: WandBTracker, step: int, rows: list[dict[str, Any]]) -> None:
+    """Send samples to W&B as text."""
+    import wandb
+
+    text = "\n\n".join(json.dumps(row, ensure_ascii=False, indent=1) for row in rows)
+    samples = wandb.Html(f"<pre>{html.escape(text)}</pre>")
+    tracker.log({"samples": samples}, step=step)
 
 
 def save_model(

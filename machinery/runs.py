@@ -1,7 +1,6 @@
 """The folder of a run: arguments, metrics, samples, checkpoints, weights, progress."""
 
 import atexit
-import html
 import json
 import math
 import os
@@ -9,7 +8,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
@@ -20,10 +18,6 @@ from typing import Any
 import filelock
 import torch
 from accelerate import Accelerator
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from torch import nn
 
 from data.tasks import Task
@@ -31,6 +25,7 @@ from machinery import artifacts, checkpoints, hub
 from machinery.cli import InputError, RunError, check_divisible
 from machinery.distributed import stop
 from machinery.plots import plot_run
+from machinery.progress import Limits, Progress
 from utils import all_max
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -43,7 +38,7 @@ def check_run(args: Any, script: Path, processes: int) -> None:
             raise InputError(f"--run_name {args.run_name}: the folder exists; choose another name")
         if args.output_dir and os.path.lexists(args.output_dir):
             raise InputError(f"--output_dir {args.output_dir} exists; choose another folder")
-    link = models_link(args, script)
+    link = artifacts.models_link(args, script)
     if link.exists() and not link.is_symlink() and not args.output_dir:
         raise InputError(f"{link} is a folder, not a link to the weights of a run; move it away")
     if checkpoint := checkpoints.find_checkpoint(args, script):
@@ -65,17 +60,12 @@ def eval_metrics(task: Task, script: Path) -> list[str]:
     return [f"eval/{name}" for name in names if name != "gold_score" or task.gold_fn]
 
 
-def models_link(args: Any, script: Path) -> Path:
-    """`models/<task>/<script>`: a link to the weights of the last run that finished."""
-    return Path("models") / args.task.task / script.stem
-
-
 class Run:
     """The folder `runs/<name>/`, written by the main process only.
 
     args.json, the script's source, metrics.jsonl (a line per update), samples.jsonl, TensorBoard
     events, curves.png, checkpoints and weights. `shown` are the metrics in curves.png and in the
-    progress line.
+    progress line; one that exceeds its limit is printed as a warning.
     """
 
     def __init__(
@@ -85,9 +75,10 @@ class Run:
         total: int,
         shown: list[str],
         accelerator: Accelerator,
+        limits: Limits | None = None,
     ):
         self.args, self.script, self.total = args, script, total
-        self.shown = shown
+        self.shown, self.limits = shown, limits or {}
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.source = checkpoints.find_checkpoint(args, script)
         self.step, self.start = 0, 0
@@ -97,8 +88,7 @@ class Run:
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
                 self.handlers[number] = signal.signal(number, self.note_signal)
-        if self.source:
-            self.folder = self.source.parents[1]
+        self.folder = self.source.parents[1] if self.source else Path()  # `open` sets a new one
         if self.main:
             self.open()
 
@@ -126,17 +116,11 @@ class Run:
         except filelock.Timeout:
             raise InputError(f"another process is still writing {self.folder}") from None
         self.accelerator.trackers = artifacts.start_trackers(self.folder, record, self.args.track)
-        self.console = Console()
-        self.live = self.console.is_terminal and self.console.width >= 60
-        name, shown = TextColumn(self.script.stem), TextColumn("{task.fields[shown]}")
-        columns = name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), shown
-        self.progress = Progress(*columns, console=self.console, disable=not self.live)
-        self.bar = self.progress.add_task("", total=self.total, shown="")
-        self.began = self.printed = time.monotonic()
+        self.progress = Progress(self.script.stem, self.total, self.shown, self.limits)
 
     def stopped_early(self) -> None:
         """At exit, unless the run finished: where it stopped and how to resume it."""
-        self.stop_progress()
+        self.progress.stop()
         saved = sorted(self.folder.glob("checkpoints/*.safetensors"))
         how = "no checkpoint to resume from; --save_every writes them"
         if saved:
@@ -151,7 +135,7 @@ class Run:
         samples are cut back to it. Without, the result is 0 and `kl_coef`.
         """
         if self.main:
-            self.progress.start()
+            self.progress.bar.start()
             atexit.register(self.stopped_early)
         if self.source is None:
             return 0, kl_coef
@@ -160,7 +144,7 @@ class Run:
         self.step = self.start = state["step"]
         if self.main:
             self.cut_back(self.source, state["lengths"])
-            self.progress.update(self.bar, completed=self.start)
+            self.progress.resume(self.start)
             print(f"resuming {self.folder} after {self.start} of {self.total}", flush=True)
         return self.start, state["kl_coef"]
 
@@ -187,13 +171,11 @@ class Run:
         due, asked = all_max(torch.tensor(wanted, device=device).int()).tolist()
         if step == self.total or not (due or asked):
             return
-        lengths = {}
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            path = self.folder / name if self.main else Path(name)
-            lengths[name] = path.stat().st_size if self.main and path.exists() else 0
+        files = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")]
+        lengths = {path.name: path.stat().st_size if path.exists() else 0 for path in files}
         state = {"kl_coef": kl_coef, "lengths": lengths}
         plain = self.accelerator.unwrap_model(model)
-        folder = self.folder / "checkpoints" if self.main else Path()
+        folder = self.folder / "checkpoints"  # only the main process writes
         checkpoints.save_checkpoint(folder, step, plain, optimizer.optimizer, state)
         if asked:
             self.close()
@@ -207,7 +189,7 @@ class Run:
         """
         every, metric = self.args.keep_every, self.args.keep_best
         due = bool(every) and update > 0 and update % every == 0
-        best = self.folder / "best" if self.main else Path()
+        best = self.folder / "best"
         better = self.main and metric and metrics[metric] > artifacts.best_value(best, metric)
         wanted = torch.tensor([due, bool(better)], device=self.accelerator.device)
         due, better = all_max(wanted.int()).tolist()  # the main process decides
@@ -243,17 +225,8 @@ class Run:
             return
         self.append("metrics.jsonl", [{"step": step, **metrics}])
         self.accelerator.log(metrics, step=step)
-        if step >= self.total:  # an evaluation after the last update
-            return
-        shown = [name for name in self.shown if name in metrics]
-        text = [f"{name.split('/')[-1]} {metrics[name]:.3g}" for name in shown]
-        self.progress.update(self.bar, completed=step + 1, shown="  ".join(text))
-        now = time.monotonic()
-        due = step % max(self.total // 20, 1) == 0 or now - self.printed > 60
-        if not self.live and (due or step + 1 == self.total):
-            left = (now - self.began) / (step + 1 - self.start) * (self.total - step - 1)
-            print(f"{step + 1:>6}/{self.total}  {'  '.join(text)}  left {left:.0f} s", flush=True)
-            self.printed = now
+        if step < self.total:  # otherwise an evaluation after the last update
+            self.progress.update(step, metrics)
 
     def append(self, name: str, rows: list[dict[str, Any]]) -> None:
         """Add lines to a file of the run, all or none."""
@@ -278,24 +251,12 @@ class Run:
         self.append("samples.jsonl", [{"step": step, **row} for row in rows])
         self.print_table(rows, f"samples after {step} updates")
         if self.args.track:
-            import wandb
-
-            text = "\n\n".join(json.dumps(row, ensure_ascii=False, indent=1) for row in rows)
-            samples = wandb.Html(f"<pre>{html.escape(text)}</pre>")
-            self.accelerator.get_tracker("wandb").log({"samples": samples}, step=step)
+            artifacts.track_samples(self.accelerator.get_tracker("wandb"), step, rows)
 
     def print_table(self, rows: list[dict[str, Any]], title: str) -> None:
         """Print rows of texts and numbers."""
-        if not self.main or not rows:
-            return
-        if self.console.width < 60:
-            print(title, *rows, sep="\n")
-            return
-        table = Table(*rows[0], title=title, show_lines=True)
-        for row in rows:
-            values = (f"{x:.2f}" if isinstance(x, float) else escape(str(x)) for x in row.values())
-            table.add_row(*values)
-        self.console.print(table)
+        if self.main and rows:
+            self.progress.table(rows, title)
 
     def save(self, model: Any, tokenizer: Any, name: str = "model", **heads: nn.Module) -> None:
         """Save weights as a folder of this name in the run, or as `--output_dir`.
@@ -312,7 +273,7 @@ class Run:
             if name == "model":
                 self.weights = folder
                 if not out:
-                    artifacts.replace_link(models_link(self.args, self.script), folder)
+                    artifacts.replace_link(artifacts.models_link(self.args, self.script), folder)
         self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
@@ -320,13 +281,8 @@ class Run:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if self.main:
-            self.stop_progress()
-            self.lock.release()
-
-    def stop_progress(self) -> None:
-        """Show the cursor again, which the progress bar has hidden."""
-        with suppress(OSError):  # the terminal may be gone
             self.progress.stop()
+            self.lock.release()
 
     def finish(self, *messages: str) -> None:
         """Draw the curves, write the model card, say where everything is."""
@@ -338,6 +294,6 @@ class Run:
         artifacts.write_card(self.args, self.folder, self.script.stem, self.weights)
         if self.args.push_to_hub:
             messages += (hub.upload(self.args.push_to_hub, self.weights),)
-        link = "" if self.args.output_dir else f" ({models_link(self.args, self.script)})"
+        link = "" if self.args.output_dir else f" ({artifacts.models_link(self.args, self.script)})"
         print(*messages, f"weights: {self.weights}{link}", sep="\n")
         print(f"curves and metrics: {self.folder / 'curves.png'}")

@@ -406,7 +406,7 @@ def test_keys_of_the_environment_are_in_nothing_that_a_run_writes_or_prints(
 def test_without_a_terminal_a_line_is_printed_at_least_once_a_minute(home, monkeypatch, capsys):
     """And 20 times in a run, with the last update; the metrics are in the file at once."""
     now = [0.0]
-    monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
 
     def printed(total: int, seconds: float) -> list[int]:
         run = runs.Run(

@@ -6,7 +6,6 @@ Expected values come from closed forms, from arithmetic by hand, or from a slow 
 import functools
 import math
 from dataclasses import fields, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ import train_reward
 from data import tasks
 from machinery import data, distributed
 from machinery.models import load_tokenizer
-from machinery.runs import Run
+from machinery.progress import Progress
 
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
 both = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
@@ -304,10 +303,10 @@ def test_total_episodes_bounds_the_queries_that_are_tokenized(task, monkeypatch)
 
 def test_the_time_left_of_a_resumed_run_counts_its_own_updates(monkeypatch, capsys):
     """10 seconds for updates 4 and 5 of 10: 5 seconds each, and 4 are left."""
-    quiet = SimpleNamespace(log=lambda *args, **more: None, update=lambda *args, **more: None)
-    run = SimpleNamespace(total=10, start=4, began=100.0, printed=100.0, main=True, live=False)
-    run.shown, run.bar, run.append = ["x"], None, lambda *args: None
-    run.accelerator = run.progress = quiet
-    monkeypatch.setattr("time.monotonic", lambda: 110.0)
-    Run.log(run, 5, {"x": 1.0})
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    progress = Progress("ppo", 10, ["x"], {})
+    progress.resume(4)
+    now[0] = 110.0
+    progress.update(5, {"x": 1.0})
     assert "left 20 s" in capsys.readouterr().out

@@ -109,6 +109,25 @@ def test_a_copy_of_a_script_has_runs_and_weights_of_its_own(name, home, monkeypa
     assert "models/synthetic/mine" in printed and run.name in printed
 
 
+@pytest.mark.parametrize("script", ["ppo", "rloo"])
+def test_a_much_too_high_lr_is_said_once_for_each_metric(script, home, capsys):
+    flags = dict(total_episodes=40, eval_every=100, num_ppo_epochs=4, run_name="broken")
+    SCRIPTS[script].main(two_steps(script, **flags, lr=0.03))
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "healthy" in line]
+    for name in ("ppo/policy/approxkl_avg", "ppo/policy/clipfrac_avg"):
+        (text,) = [line for line in warnings if line.startswith(f"{name} is ")]
+        far = SCRIPTS[script].LIMITS[name][1]
+        value = next(line[name] for line in read_metrics("broken") if line[name] > far)
+        assert f"{value:.2g}" in text and "--lr" in text and "--num_ppo_epochs" in text
+    assert len(warnings) == 2
+
+
+@pytest.mark.parametrize("script", ["ppo", "rloo"])
+def test_a_run_with_healthy_steps_has_no_warning(script, home, capsys):
+    SCRIPTS[script].main(two_steps(script, lr=1e-4))
+    assert "healthy" not in capsys.readouterr().out
+
+
 def test_runs_of_one_second_have_a_folder_each(home, monkeypatch):
     """Two learning rates, one seed: own flags, source, metrics, weights; the link is the last one's."""
     freeze_clock(monkeypatch)

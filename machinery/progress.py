@@ -1,0 +1,69 @@
+"""What a run prints: its progress, tables of samples, warnings."""
+
+import time
+from contextlib import suppress
+from typing import Any
+
+from rich import progress
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+Limits = dict[str, tuple[float, float]]  # metric → largest healthy value, and where to warn
+
+
+class Progress:
+    """A bar in a terminal, otherwise a line once a minute and at every 5% of the run."""
+
+    def __init__(self, name: str, total: int, shown: list[str], limits: Limits):
+        self.total, self.shown, self.limits = total, shown, dict(limits)
+        self.console = Console()
+        self.live = self.console.is_terminal and self.console.width >= 60
+        text = (progress.TextColumn(x) for x in (name, "{task.fields[shown]}"))
+        bar = progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
+        columns = next(text), *bar, *text
+        self.bar = progress.Progress(*columns, console=self.console, disable=not self.live)
+        self.line = self.bar.add_task("", total=total, shown="")
+        self.start, self.began = 0, time.monotonic()
+        self.printed = self.began
+
+    def resume(self, start: int) -> None:
+        """Continue after this many updates."""
+        self.start = start
+        self.bar.update(self.line, completed=start)
+
+    def update(self, step: int, metrics: dict[str, float]) -> None:
+        """Show the metrics of an update."""
+        self.warn(metrics)
+        shown = [name for name in self.shown if name in metrics]
+        text = "  ".join(f"{name.split('/')[-1]} {metrics[name]:.3g}" for name in shown)
+        self.bar.update(self.line, completed=step + 1, shown=text)
+        now = time.monotonic()
+        due = step % max(self.total // 20, 1) == 0 or now - self.printed > 60
+        if not self.live and (due or step + 1 == self.total):
+            left = (now - self.began) / (step + 1 - self.start) * (self.total - step - 1)
+            print(f"{step + 1:>6}/{self.total}  {text}  left {left:.0f} s", flush=True)
+            self.printed = now
+
+    def warn(self, metrics: dict[str, float]) -> None:
+        """Print once for each metric that is far above its healthy range, and what to change."""
+        for name in [name for name, (_, far) in self.limits.items() if metrics.get(name, 0) > far]:
+            healthy, _ = self.limits.pop(name)
+            change = "if it stays there, lower --lr or --num_ppo_epochs"
+            print(f"{name} is {metrics[name]:.2g}, healthy is up to {healthy}; {change}")
+
+    def table(self, rows: list[dict[str, Any]], title: str) -> None:
+        """Print rows of texts and numbers."""
+        if self.console.width < 60:
+            print(title, *rows, sep="\n")
+            return
+        table = Table(*rows[0], title=title, show_lines=True)
+        for row in rows:
+            values = (f"{x:.2f}" if isinstance(x, float) else escape(str(x)) for x in row.values())
+            table.add_row(*values)
+        self.console.print(table)
+
+    def stop(self) -> None:
+        """Show the cursor again, which the bar has hidden."""
+        with suppress(OSError):  # the terminal may be gone
+            self.bar.stop()
