@@ -10,6 +10,7 @@ from tiny import EOS, PAD
 
 import ppo
 import rloo
+import sft
 import train_reward
 
 BOTH = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
@@ -120,3 +121,10 @@ def test_R4_a_run_may_use_every_label_that_there_is(num_labels, task, tmp_path, 
     sizes = dict(num_labels=num_labels, batch_size=4, normalize_samples=4, rollout_batch_size=4)
     with pytest.raises(Reached):
         train_reward.main(train_reward.Args(task=task, **sizes))
+
+
+def test_rouge_l_is_the_mean_f1_of_the_longest_common_subsequence():
+    """All of 3 words; of 4 words two, and nothing else: precision 1, recall 1/2."""
+    pairs = [("the big cat", "the big cat"), ("one two three four", "two four")]
+    rows = [dict(reference=reference, continuation=text) for reference, text in pairs]
+    assert sft.rouge_l(rows) == pytest.approx((1 + 2 / 3) / 2)

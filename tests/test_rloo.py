@@ -183,6 +183,8 @@ def test_X9_L1_L4_loss_and_metrics_are_those_of_a_slow_loop_over_ragged_rows():
     scores, kl = [1, 2, 3, -1, 5, 6, 7, -1], rollout.kl.sum(dim=1).mean().item()
     expected = {
         "ppo/loss/policy_avg": np.mean(losses),
+        "ppo/policy/approxkl_avg": np.mean(np.log(ratios) ** 2) / 2,
+        "ppo/policy/clipfrac_avg": np.mean(np.array(losses) > -advantages * ratios),
         "ppo/val/ratio": np.mean(ratios),
         "ppo/val/ratio_var": np.mean((np.array(ratios) - 1) ** 2),
         "ppo/policy/entropy_avg": np.mean(entropies),
