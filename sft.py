@@ -152,7 +152,7 @@ def learning_rate(step: int, num_steps: int, args: Args) -> float:
     """Linear warm-up, then linear decay to 0."""
     warmup = max(1, round(args.warmup * num_steps))
     decay = (num_steps - step) / max(num_steps - warmup, 1)
-    return args.lr * min((step + 1) / warmup, decay, 1.0)
+    return args.lr * min((step + 1) / warmup, decay)
 
 
 # ------------------------------------------------------------------------------------------ samples
