@@ -222,7 +222,7 @@ def normalize(model: RewardModel, tokens: Tensor, max_tokens: int) -> tuple[floa
     model.gain.fill_(1)
     model.bias.fill_(0)
     mean, var = global_mean_and_var(score_in_parts(model, tokens, max_tokens))
-    if not var > 0:  # NaN, too
+    if not var.sqrt() > 1e-6 * mean.abs():  # more than rounding
         raise cli.InputError("all samples of the policy have the same reward; use more samples")
     gain = 1 / var.sqrt().item()
     model.gain.fill_(gain)

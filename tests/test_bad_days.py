@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +137,13 @@ def test_a_full_disk_ends_a_run_with_a_sentence_and_leaves_nothing_half(what, ho
         again = small(script, **flags, run_name=None, resume="runs/ran")
         assert exit_code(script, again) == 0 and len(read_metrics("ran")) == 6
         assert Path("runs/ran/model/model.safetensors").is_file()
+
+
+def test_a_first_line_that_does_not_fit_leaves_an_empty_file(tmp_path):
+    run = SimpleNamespace(folder=tmp_path)
+    with full_at(runs.Run, "append", 1, lambda: 5), pytest.raises(RunError, match="metrics.jsonl"):
+        runs.Run.append(run, "metrics.jsonl", [{"loss": 1.0}])
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
 def test_a_disk_that_is_full_from_the_start_is_one_sentence(home, capsys):

@@ -135,6 +135,8 @@ def test_prompts_that_are_blank_or_too_long_are_skipped_and_counted(model, tmp_p
     task = make_task(model, rows, tmp_path / "a.jsonl", query_length=n)
     assert load(data.load_queries, task, 9) == [model.write([USER])]
     assert "skipped 4 of 5" in capsys.readouterr().out
+    load(data.load_queries, make_task(model, rows[:1], tmp_path / "c.jsonl", query_length=n), 9)
+    assert "skipped" not in capsys.readouterr().out
     task = make_task(model, rows[4:], tmp_path / "b.jsonl", query_length=n)
     with pytest.raises(InputError, match=f"no query.*query_length={n}"):
         load(data.load_queries, task, 9)
@@ -218,8 +220,9 @@ def calls(task: tasks.Task) -> list:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_settings_for_texts_are_refused_by_name_before_a_model_loads(name, chat_task, no_weights):
+    flag = f"--no-{name}$" if name == "keep_last_line" else f"--{name} "
     for call in calls(replace(chat_task, **REFUSED[name])):
-        with pytest.raises(InputError, match=rf"rows.jsonl.*{name}=.*pass --(no-)?{name}"):
+        with pytest.raises(InputError, match=rf"rows.jsonl.*{name}=.*pass {flag}"):
             call()
 
 

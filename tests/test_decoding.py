@@ -14,7 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_map
 from transformers import GenerationConfig
 
+import ppo
+import rloo
 from machinery import decoding
+from utils import TokenIds
 
 OTHERS = {
     "gemma2": {},
@@ -92,6 +95,24 @@ def test_G4_sampling_stops_once_every_response_of_an_eos_task_has_ended():
         assert len(calls) == last + 1 < 30
         assert torch.equal(found[:, : last + 1], full[:, : last + 1])
         assert (found[:, last + 1 :] == PAD).all()
+
+
+@pytest.mark.parametrize("after", [0, 20])
+@pytest.mark.parametrize("script", [ppo, rloo])
+def test_G4_P5_a_response_ends_at_its_first_end_at_or_after_truncate_after(script, after):
+    """Both have an end at 20, one also at 3: sampling stops at the check after 32 tokens."""
+    wanted, calls = torch.ones(2, 48, dtype=torch.long), []
+    wanted[:, 20] = wanted[1, 3] = 0
+
+    def lm(*inputs, past_key_values):
+        logits = 1000.0 * F.one_hot(wanted[:, [len(calls)]], tiny.VOCAB)
+        calls.append(inputs)
+        return SimpleNamespace(logits=logits, past_key_values=1)
+
+    task = tiny.make_task(eos_task=True, truncate_token="x", truncate_after=after)
+    inputs = tiny.make_contexts([1, 2], 4), tiny.uniform(48, 2), TokenIds(PAD, 0, [], [])
+    found = script.sample(lm, *inputs, tiny.make_args(task, script))
+    assert len(calls) == 32 and found[:, :32].equal(wanted[:, :32]) and (found[:, 32:] == PAD).all()
 
 
 class Graph(TorchDispatchMode):

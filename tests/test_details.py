@@ -26,6 +26,7 @@ import sft
 import train_reward
 import utils
 from machinery import cli, data, distributed
+from machinery.cli import InputError
 from machinery.decoding import Decoder
 from machinery.labels import Labels
 from machinery.models import load_lm, load_tokenizer, set_residual_dropout
@@ -324,6 +325,13 @@ def test_R3_gain_and_bias_are_reset_and_then_give_mean_0_and_population_std_1():
     assert (after.mean(), after.std()) == pytest.approx((0, 1), abs=1e-5)
 
 
+def test_R3_samples_of_one_reward_cannot_be_normalized():
+    model = tiny.make_reward()
+    torch.nn.init.zeros_(model.head.weight)
+    with pytest.raises(InputError, match="the same reward"):
+        train_reward.normalize(model, tiny.make_responses(8, 5), 36)
+
+
 def test_R3_X9_samples_are_the_policys_untruncated_except_in_eos_tasks(
     runs, accelerator, monkeypatch
 ):
@@ -416,6 +424,11 @@ def test_P1_gpt2_gives_the_log_probabilities_of_the_blog():
 def test_P2_the_value_head_starts_at_zero():
     policy = ppo.PolicyAndValue(tiny.make_lm(), PAD, 0.7)
     assert not policy.value_head.weight.any() and not policy.value_head.bias.any()
+
+
+def test_P3_an_end_closes_a_word_also_where_a_text_begins():
+    found = data.ends_word(". a 1.5.", [(0, 1), (1, 3), (3, 6), (6, 7), (7, 8)], ".")
+    assert found == [True, False, False, False, True]
 
 
 def test_P3_a_query_starts_after_the_first_start_and_ends_with_the_last_end_inside_the_length():

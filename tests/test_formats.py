@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 from tiny import make_task
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 import train_reward
@@ -170,7 +171,14 @@ def test_29_ids_become_the_same_texts_without_padding_and_with_the_others_own_en
     assert rewards.translate(torch.tensor(tokens), gpt2, 50257, chat) == expected
     chat.add_special_tokens({"eos_token": "<|im_end|>"})
     (ids,) = rewards.translate(torch.tensor([[1026, 50256]]), gpt2, 50257, chat)
-    assert ids == [*chat.encode("It"), chat.convert_tokens_to_ids("<|im_end|>")]
+    expected = [*chat.encode("It"), chat.convert_tokens_to_ids("<|im_end|>")]
+    assert ids == expected
+    chat.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_end|> $A", special_tokens=[("<|im_end|>", ids[-1])]
+    )
+    assert chat.encode("It")[0] == ids[-1]  # it begins every text with that, as Llama's does
+    (ids,) = rewards.translate(torch.tensor([[1026, 50256]]), gpt2, 50257, chat)
+    assert ids == expected
 
 
 def test_29_ids_beyond_the_tokenizer_are_no_text(gpt2, hers):
@@ -395,6 +403,13 @@ PAIRS = {
     "prompt list that is repeated": (
         formats.MESSAGES[0] | formats.MESSAGES_WITHOUT_PROMPT[0],
         SKY,
+    ),
+    "messages that part early": (
+        {
+            "chosen": [formats.USER, formats.BLUE, formats.USER, formats.BLUE],
+            "rejected": [formats.USER, formats.GREEN],
+        },
+        (SKY[0], f"{SKY[1]}\n{SKY[0]}{SKY[1]}", SKY[2]),
     ),
     "identical answers": (
         dict.fromkeys(("chosen", "rejected"), [formats.USER, formats.BLUE]),

@@ -5,6 +5,7 @@ import math
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -15,8 +16,9 @@ from transformers import AutoModelForCausalLM
 
 import ppo
 import rloo
-from machinery import checkpoints, distributed
+from machinery import artifacts, checkpoints, distributed
 from machinery.cli import InputError
+from machinery.runs import Run
 
 BOTH = pytest.mark.parametrize("script", ["ppo", "rloo"])
 KEEP = dict(keep_every=2, keep_best="eval/scores")
@@ -58,11 +60,20 @@ def assert_weights(folder, expected):
     assert all(torch.equal(state[key], x) for key, x in expected.items()) and expected
 
 
+def test_of_equal_evaluations_the_first_is_the_best(accelerator, tmp_path, monkeypatch):
+    monkeypatch.setattr(artifacts, "save_model", lambda *args, **_: args[-1].mkdir())
+    args = SimpleNamespace(keep_every=None, keep_best="eval/scores")
+    run = SimpleNamespace(args=args, folder=tmp_path, main=True, accelerator=accelerator)
+    for update, score in enumerate((1.0, 2.0, 2.0, 1.5)):
+        Run.keep(run, update, {"eval/scores": score}, torch.nn.Linear(1, 1), None)
+    assert json.loads((tmp_path / "best/evaluation.json").read_text())["step"] == 1
+
+
 @pytest.mark.parametrize(("script", "metric"), [("ppo", "eval/scores"), ("rloo", "eval/kl")])
 def test_kept_policies_are_those_after_that_many_updates_and_of_the_best_evaluation(
     script, metric, home
 ):
-    """Six updates, evaluated before each and at the end. The first of equal values is the best."""
+    """Six updates, evaluated before each and at the end."""
     flags = dict(keep_every=2, keep_best=metric, eval_every=1, save_every=1)
     assert exit_code(script, settings(script, run_name="run", lr=3e-2, **flags)) == 0
     found = evaluations("run", metric)

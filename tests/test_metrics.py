@@ -10,6 +10,7 @@ from tiny import EOS, PAD
 
 import ppo
 import rloo
+import sft
 import train_reward
 
 BOTH = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
@@ -120,3 +121,27 @@ def test_R4_a_run_may_use_every_label_that_there_is(num_labels, task, tmp_path, 
     sizes = dict(num_labels=num_labels, batch_size=4, normalize_samples=4, rollout_batch_size=4)
     with pytest.raises(Reached):
         train_reward.main(train_reward.Args(task=task, **sizes))
+
+
+def test_rouge_l_is_the_mean_f1_of_the_longest_common_subsequence():
+    """All of 3 words; of 4 words two, and nothing else: precision 1, recall 1/2."""
+    pairs = [("the big cat", "the big cat"), ("one two three four", "two four")]
+    rows = [dict(reference=reference, continuation=text) for reference, text in pairs]
+    assert sft.rouge_l(rows) == pytest.approx((1 + 2 / 3) / 2)
+
+
+def test_sfts_samples_are_made_micro_batch_tokens_at_a_time(monkeypatch):
+    """At least one; of 10 sequences of 8 tokens, 3 are at most 30 tokens."""
+    sizes = []
+
+    def generate(lm, contexts, *settings):
+        sizes.append(len(contexts))
+        return contexts
+
+    monkeypatch.setattr(sft, "generate", generate)
+    tokens, model = tiny.make_contexts([8] * 10, 8), tiny.make_lm()
+    for limit, expected in ((30, [3, 3, 3, 1]), (1, [1] * 10)):
+        args = sft.Args(task=tiny.make_task(), block_size=8, micro_batch_tokens=limit)
+        rows = sft.sample_continuations(model, tokens, 1, tiny.Tokenizer(), tiny.IDS, args)
+        assert sizes == expected and len(rows) == 10
+        sizes.clear()

@@ -336,6 +336,7 @@ def test_10_11_sft_steps_and_rates_are_those_of_a_linear_warm_up_and_decay(runs,
     n = len(rates)
     assert 5 < n == len(sft_blocks(runs)[1]) // 2 < 30
     assert rates == pytest.approx([1.0, *(k / (n - 1) for k in range(n - 1, 0, -1))])
+    assert [line["epoch"] for line in runs.metrics["sft"]] == [k / n for k in range(n)]  # one
     args = sft.Args(task=tiny.make_task(), lr=1.0, warmup=0.4)
     found = [sft.learning_rate(step, 5, args) for step in range(5)]
     assert found == pytest.approx([0.5, 1.0, 1.0, 2 / 3, 1 / 3])
@@ -599,6 +600,9 @@ def test_20_checkpoints_in_half_precision_are_trained_in_fp32(tmp_path):
 def test_21_steps_and_episodes_are_counted_exactly(name, runs):
     assert [line["step"] for line in runs.metrics[name]] == [0, 1, 2]
     assert [line["ppo/episode"] for line in runs.metrics[name]] == [8, 16, 24]
+    for line in runs.metrics[name]:
+        seconds = sum(line[f"time/{phase}"] for phase in ("sample", "score", "optimize"))
+        assert line["time/episodes_per_second"] == pytest.approx(8 / seconds)
     assert len(training_rollouts(runs, name)) == 3
 
 

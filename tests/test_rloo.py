@@ -95,15 +95,15 @@ def test_L3_one_response_has_no_baseline_and_a_batch_has_whole_groups_on_every_p
 
 
 def test_frac_reward_zero_std_is_the_fraction_of_queries_whose_scores_are_all_equal():
-    """Of queries of 8, 1, 3 and 5 tokens, those up to 3 have equal scores."""
+    """Of queries of 8, 1, 3 and 5 tokens, that of 1 has equal scores."""
 
     def reward(queries, responses):
         different = torch.arange(len(queries)).float()
-        return torch.where((queries != PAD).sum(dim=1) <= 3, 0.1, different)
+        return torch.where((queries != PAD).sum(dim=1) == 1, 0.1, different)
 
     args = tiny.small_args(rloo, total_episodes=8)
     run = tiny.run_episodes(rloo, args, reward=reward, ids=tiny.IDS._replace(truncate=None))
-    assert run.metrics[0]["objective/frac_reward_zero_std"] == 2 / 4
+    assert run.metrics[0]["objective/frac_reward_zero_std"] == 1 / 4
 
 
 # ------------------------------------------------------------------------------------------- L1, L2
@@ -183,6 +183,8 @@ def test_X9_L1_L4_loss_and_metrics_are_those_of_a_slow_loop_over_ragged_rows():
     scores, kl = [1, 2, 3, -1, 5, 6, 7, -1], rollout.kl.sum(dim=1).mean().item()
     expected = {
         "ppo/loss/policy_avg": np.mean(losses),
+        "ppo/policy/approxkl_avg": np.mean(np.log(ratios) ** 2) / 2,
+        "ppo/policy/clipfrac_avg": np.mean(np.array(losses) > -advantages * ratios),
         "ppo/val/ratio": np.mean(ratios),
         "ppo/val/ratio_var": np.mean((np.array(ratios) - 1) ** 2),
         "ppo/policy/entropy_avg": np.mean(entropies),
