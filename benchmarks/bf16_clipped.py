@@ -8,7 +8,6 @@ log-probabilities as old ones. Before each step: the shares of tokens (PPO's rat
 (RLOO's) outside 1 ± 0.2, with both kinds of old ones. The head is in fp32 (ours) or in bf16.
 """
 
-import csv
 import itertools
 import os
 import sys
@@ -28,7 +27,7 @@ from benchmarks import curves  # noqa: E402
 from machinery import cli  # noqa: E402
 
 PRECISIONS = (("no", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"))  # of autocast, of the head
-COLUMNS = "model lr script autocast head old steps tokens completions log_ratio_std date commit"
+COLUMNS = "model,lr,script,autocast,head,old,steps,tokens,completions,log_ratio_std,date,commit"
 
 
 def update(script, args, head):
@@ -71,8 +70,8 @@ def main(model: str = "models/synthetic/sft", batch: int = 256, steps: int = 8, 
     flags = f"--task synthetic --base_model {model} --lr {lr} --num_ppo_epochs {steps + 1}"
     flags += f" --reward_fn {ROOT}/data/synthetic/judge.py:gold_score --num_minibatches 1"
     flags += f" --batch_size {batch} --total_episodes {batch} --eval_queries 1"
-    with Path(__file__).with_suffix(".csv").open("a", newline="") as file:
-        csv.writer(file).writerows([COLUMNS.split()] * (file.tell() == 0))
+    with Path(__file__).with_suffix(".csv").open("a") as file:
+        file.write(f"{COLUMNS}\n" * (file.tell() == 0))
         for script, (autocast, head) in itertools.product((ppo, rloo), PRECISIONS):
             os.environ["ACCELERATE_MIXED_PRECISION"] = autocast
             AcceleratorState._reset_state(True)
@@ -83,7 +82,7 @@ def main(model: str = "models/synthetic/sft", batch: int = 256, steps: int = 8, 
                 shares = [((x.exp() - 1).abs() > 0.2).float().mean() for x in (gaps, sums)]
                 row = [Path(model).name, lr, script.__name__, autocast, head, kind, step]
                 row += [f"{x:.4f}" for x in (*shares, sums.std())]
-                csv.writer(file).writerow((*row, *curves.provenance().values()))
+                print(*row, *curves.provenance().values(), sep=",", file=file)
 
 
 if __name__ == "__main__":
