@@ -18,12 +18,12 @@ One update:
     adapt kl_coef to the measured KL
 
 There are two kinds of tasks. In most, every response has R tokens and all of them are trained on;
-only for scoring it is truncated after its truncate token, such as a period. In EOS tasks the
+it is truncated after its truncate token, such as a period, only for scoring. In EOS tasks the
 truncate token is the end of text, and what follows it is masked out everywhere.
 
-With the default flags there are two differences from OpenAI's code. Whitening uses the moments over
-all processes (X11). Old log-probabilities are not kept from sampling, but computed before the first
-epoch by the training forward pass (L6). Neither matters on one process in exact arithmetic.
+With the default flags the algorithm differs from OpenAI's code in two ways. Whitening uses the
+moments over all processes (X11). Old log-probabilities are recomputed after sampling by the forward
+pass of training, which changes rounding (L6). For differences in the data see docs/ppo.md.
 
 Shapes: B sequences, Q query tokens, C context tokens (prefix + query + suffix), R response tokens,
 T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real tokens.
@@ -104,7 +104,7 @@ class Args:
     kl_target: PositiveFloat | None = 6.0
     """target KL per response of the adaptive kl_coef; None: keep it fixed (P11)"""
     kl_horizon: PositiveInt = 10_000
-    """episodes over which kl_coef adapts (P11)"""
+    """horizon of the adaptive kl_coef, in episodes (P11)"""
     gamma: UnitFloat = 1.0
     """discount factor (P6)"""
     lam: UnitFloat = 0.95
@@ -122,21 +122,21 @@ class Args:
 
     # Options from later systems, off by default
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """estimator of the KL to the reference, see `estimate_kl` (X3)"""
+    """estimator of the KL in the penalty and in objective/kl (X3)"""
     clip_score: PositiveFloat | None = None
     """clip scores to [-this, this] (X2)"""
 
     # Memory and speed
     micro_batch_tokens: PositiveInt = 32_768 if cli.ON_GPU else 4096
-    """tokens per forward pass; changes results only by rounding (P7)"""
+    """tokens per forward pass, without padding; changes only rounding (P7)"""
     rollout_batch_size: PositiveInt = 512 if cli.ON_GPU else 256
-    """sequences sampled at a time; changes results only by rounding (X10)"""
+    """sequences that a process samples at a time; changes only rounding (X10)"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     cuda_graphs: bool = True
     """replay the decoding step as a CUDA graph; on GPUs, not with FSDP2"""
     tf32: bool = True
-    """use TF32 for the fp32 matrix products of bf16 runs on NVIDIA GPUs"""
+    """use TF32 for fp32 matrix products under --mixed_precision bf16"""
 
     # Files
     run_name: str | None = None
@@ -144,7 +144,7 @@ class Args:
     output_dir: str | None = None
     """folder for the policy; default: in the run, and models/<task>/ppo links to it"""
     save_every: PositiveInt | None = None
-    """updates between checkpoints; one is also saved on SIGTERM and SIGUSR1"""
+    """updates between checkpoints; SIGTERM and SIGUSR1 also save one and end the run"""
     keep_every: PositiveInt | None = None
     """also keep the weights after every so many updates; a multiple of eval_every"""
     keep_best: str | None = None
@@ -196,7 +196,7 @@ class PolicyAndValue(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = Packed(lm.base_model)  # the same transformer; computes no padding
+        self.backbone = Packed(lm.base_model)  # shares the weights; computes no padding
         self.value_head = Float32Linear(lm.config.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)  # values start at 0 (P2)
         nn.init.zeros_(self.value_head.bias)
@@ -206,7 +206,7 @@ class PolicyAndValue(nn.Module):
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, ...]:
         """Log-probabilities, entropies and values of response tokens, 0 at padding.
 
-        [B, C], [B, R] → [B, R] each. Entropies have no gradient and are 0 in evaluation mode.
+        [B, C], [B, R] → [B, R] each. Entropies have no gradient; without gradients they are 0.
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
@@ -219,7 +219,7 @@ class PolicyAndValue(nn.Module):
         logps = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)  # [N, V]
         logprobs = logps.gather(1, responses[where][:, None]).squeeze(1)  # [N] (P1)
         entropies = torch.zeros_like(logprobs)
-        if self.training:  # not in the reference
+        if torch.is_grad_enabled():  # not in rollouts, which do not use them
             with torch.no_grad():
                 entropies = -logps.exp().mul_(logps).sum(dim=-1)  # [N]; in place: [N, V] is large
         zeros = logps.new_zeros(real.shape)
@@ -311,7 +311,7 @@ def kl_penalized_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: floa
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """Raise kl_coef if the KL is above its target, lower it if it is below (P11)."""
+    """Proportional controller: raise kl_coef if the KL is above its target (P11)."""
     if args.kl_target is None:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
@@ -436,8 +436,8 @@ def ppo_losses(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Policy loss, value loss and statistics of a micro-batch: [B, R] each → scalars.
 
-    `num_tokens` is the number of tokens in the minibatch, per process on average. Summed over its
-    micro-batches and averaged over processes, results are means over all its tokens (P7).
+    `num_tokens` are the minibatch's tokens on all processes, divided by the number of processes.
+    Summed over micro-batches and averaged over processes, results are means over tokens (P7).
     """
 
     def mean(x: Tensor) -> Tensor:  # [..., B, R] → [...]
@@ -462,7 +462,7 @@ def ppo_losses(
             "val/error": vf_losses,
             "val/vpred": values,
             "val/ratio": ratio,
-            "val/ratio_var": (ratio - 1) ** 2,  # around 1
+            "val/ratio_var": (ratio - 1) ** 2,  # around 1, not the mean
         }
         means = mean(torch.stack([*per_token.values()]))
     stats = dict(zip(per_token, means, strict=True))
@@ -509,7 +509,7 @@ def rollout_metrics(
         "objective/kl": kl,
         "objective/kl_coef": kl_coef,
         "objective/rlhf_reward": rollout.scores.mean() - kl_coef * kl,
-        "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # OpenAI's name of the same
+        "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # the same, under OpenAI's name
         "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # estimated from the samples
         "objective/ended": rollout.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
@@ -540,7 +540,7 @@ def main(args: Args) -> None:
     tokenizer, ids = load_tokenizer(task, task.response_length)
     queries = load_queries(task, tokenizer, ids, args.total_episodes, args.reward_fn, task.gold_fn)
     heldout, queries = queries.hold_out(args.eval_queries)
-    gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score, if the task knows it
+    gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score, if the task has one
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # [B, Q], [B, R] → [B]
 
     ref = PolicyAndValue(load_lm(task.base_model), ids.pad, task.temperature)
@@ -562,7 +562,7 @@ def main(args: Args) -> None:
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Sample and score responses to the held-out queries; the same on every process."""
+        """Evaluate on the held-out queries, log samples, keep weights; alike on every process."""
         rng = generator(args.seed, 0, device)
         eval_queries = heldout[:].to(device)
         eval_reward, eval_gold = with_columns(heldout.columns(), reward, gold_reward)
@@ -588,7 +588,7 @@ def main(args: Args) -> None:
         rows = query_rows(len(queries), local_batch_size, update, seed)  # reshuffled every pass
         batch_queries = queries[rows].to(device)  # [B, Q]
         batch_reward, batch_gold = with_columns(queries.columns(rows), reward, gold_reward)
-        with distributed.inference(accelerator, policy):  # eval mode, autocast, full weights
+        with distributed.inference(accelerator, policy):  # autocast, full weights under FSDP2
             rng = generator(seed, update, device)
             responses = sample_in_batches(decoder, add_affixes(batch_queries, ids), ids, args, rng)
 
@@ -598,7 +598,7 @@ def main(args: Args) -> None:
         rollout = make_rollout(*inputs, kl_coef, ids, args)
 
         timer.start("optimize")
-        stats: dict[str, list[Tensor]] = defaultdict(list)  # of all micro-batches
+        stats: dict[str, list[Tensor]] = defaultdict(list)  # shares of micro-batches, summed below
         for minibatches in epochs:
             for minibatch_rows in minibatches:  # one optimizer step each
                 minibatch = rollout.select(minibatch_rows)

@@ -23,7 +23,7 @@ ppo.py. The adaptive kl_coef, the clipping and the several epochs come from ther
 one minibatch, an update is the paper's.
 
 There are two kinds of tasks. In most, every response has R tokens and all of them are trained on;
-only for scoring it is truncated after its truncate token, such as a period. In EOS tasks the
+it is truncated after its truncate token, such as a period, only for scoring. In EOS tasks the
 truncate token is the end of text, and what follows it is masked out everywhere.
 
 Shapes: P queries, K responses to each, B = K * P sequences of one process (or of a minibatch or
@@ -107,13 +107,13 @@ class Args:
     kl_target: PositiveFloat | None = 6.0
     """target KL per response of the adaptive kl_coef; None: keep it fixed (P11)"""
     kl_horizon: PositiveInt = 10_000
-    """episodes over which kl_coef adapts (P11)"""
+    """horizon of the adaptive kl_coef, in episodes (P11)"""
     cliprange: PositiveFloat = 0.2
     """clip the probability ratio of a response to [1 - this, 1 + this] (L4)"""
 
     # Options from later systems, off by default
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """estimator of the KL to the reference, see `estimate_kl` (X3)"""
+    """estimator of the KL in the penalty and in objective/kl (X3)"""
     clip_score: PositiveFloat | None = None
     """clip scores to [-this, this] (X2)"""
     whiten_advantages: bool = False
@@ -121,15 +121,15 @@ class Args:
 
     # Memory and speed
     micro_batch_tokens: PositiveInt = 32_768 if cli.ON_GPU else 4096
-    """tokens per forward pass; changes results only by rounding (P7)"""
+    """tokens per forward pass, without padding; changes only rounding (P7)"""
     rollout_batch_size: PositiveInt = 512 if cli.ON_GPU else 256
-    """sequences sampled at a time; changes results only by rounding (X10)"""
+    """sequences that a process samples at a time; changes only rounding (X10)"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     cuda_graphs: bool = True
     """replay the decoding step as a CUDA graph; on GPUs, not with FSDP2"""
     tf32: bool = True
-    """use TF32 for the fp32 matrix products of bf16 runs on NVIDIA GPUs"""
+    """use TF32 for fp32 matrix products under --mixed_precision bf16"""
 
     # Files
     run_name: str | None = None
@@ -137,7 +137,7 @@ class Args:
     output_dir: str | None = None
     """folder for the policy; default: in the run, and models/<task>/rloo links to it"""
     save_every: PositiveInt | None = None
-    """updates between checkpoints; one is also saved on SIGTERM and SIGUSR1"""
+    """updates between checkpoints; SIGTERM and SIGUSR1 also save one and end the run"""
     keep_every: PositiveInt | None = None
     """also keep the weights after every so many updates; a multiple of eval_every"""
     keep_best: str | None = None
@@ -187,14 +187,14 @@ class Policy(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = Packed(lm.base_model)  # the same transformer; computes no padding
+        self.backbone = Packed(lm.base_model)  # shares the weights; computes no padding
         self.pad_id = pad_id  # not in the vocabulary: a sampled token is never padding (G2)
         self.temperature = temperature
 
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, ...]:
         """Log-probabilities and entropies of response tokens, 0 at padding.
 
-        [B, C], [B, R] → [B, R] each. Entropies have no gradient and are 0 in evaluation mode.
+        [B, C], [B, R] → [B, R] each. Entropies have no gradient; without gradients they are 0.
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
@@ -208,7 +208,7 @@ class Policy(nn.Module):
         logps = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)  # [N, V]
         logprobs = logps.gather(1, responses[where][:, None]).squeeze(1)  # [N] (P1)
         entropies = torch.zeros_like(logprobs)
-        if self.training:  # not in the reference
+        if torch.is_grad_enabled():  # not in rollouts, which do not use them
             with torch.no_grad():
                 entropies = -logps.exp().mul_(logps).sum(dim=-1)  # [N]; in place: [N, V] is large
         zeros = logps.new_zeros(real.shape)
@@ -294,7 +294,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """Raise kl_coef if the KL is above its target, lower it if it is below (P11)."""
+    """Proportional controller: raise kl_coef if the KL is above its target (P11)."""
     if args.kl_target is None:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
@@ -500,7 +500,7 @@ def main(args: Args) -> None:
     max_queries = args.total_episodes // args.rloo_k
     queries = load_queries(task, tokenizer, ids, max_queries, args.reward_fn, task.gold_fn)
     heldout, queries = queries.hold_out(args.eval_queries)
-    gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score, if the task knows it
+    gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score, if the task has one
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # [B, Q], [B, R] → [B]
 
     ref = Policy(load_lm(task.base_model), ids.pad, task.temperature)
@@ -522,7 +522,7 @@ def main(args: Args) -> None:
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Sample and score responses to the held-out queries; the same on every process."""
+        """Evaluate on the held-out queries, log samples, keep weights; alike on every process."""
         rng = generator(args.seed, 0, device)
         eval_queries = heldout[:].to(device)
         eval_reward, eval_gold = with_columns(heldout.columns(), reward, gold_reward)
@@ -550,7 +550,7 @@ def main(args: Args) -> None:
         batch_queries = queries[rows].to(device).repeat(args.rloo_k, 1)  # [K * P, Q]
         columns = queries.columns(np.tile(rows, args.rloo_k))  # that reward functions name
         batch_reward, batch_gold = with_columns(columns, reward, gold_reward)
-        with distributed.inference(accelerator, policy):  # eval mode, autocast, full weights
+        with distributed.inference(accelerator, policy):  # autocast, full weights under FSDP2
             rng = generator(seed, update, device)
             responses = sample_in_batches(decoder, add_affixes(batch_queries, ids), ids, args, rng)
 
@@ -561,7 +561,7 @@ def main(args: Args) -> None:
         all_advantages = compute_advantages(rollout.rewards, args)  # [B]
 
         timer.start("optimize")
-        stats: dict[str, list[Tensor]] = defaultdict(list)  # of all micro-batches
+        stats: dict[str, list[Tensor]] = defaultdict(list)  # shares of micro-batches, summed below
         for minibatches in epochs:
             for minibatch_rows in minibatches:  # one optimizer step each
                 minibatch = rollout.select(minibatch_rows)

@@ -3,9 +3,9 @@
     python sft.py --task synthetic                   # from scratch: the task has no pretrained model
     accelerate launch sft.py --task sentiment --num_epochs 1
 
-If the task has reference responses (`response_column`), they are learned after their prompts.
-Otherwise texts are joined into blocks of equal length; a block begins with the start of a text, as
-the queries of ppo.py do.
+If the task has reference responses (`response_column`), the loss covers only them. Otherwise texts
+are joined into blocks of equal length; a block begins with the start of a text, as the queries of
+ppo.py do.
 
 Shapes: B sequences per step, T tokens per sequence, N learned tokens, V vocabulary size, D hidden
 size. Only columns `first` ... T - 1 are learned: all but the first of a block, or the response
@@ -17,7 +17,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -29,12 +28,12 @@ from data.tasks import ARITHMETIC, SYNTHETIC, Task
 from machinery import cli, distributed
 from machinery.cli import UnitFloat
 from machinery.decoding import generate
-from machinery.models import compute_logits, enable_gradient_checkpointing, load_lm, load_tokenizer
-from machinery.models import set_residual_dropout
+from machinery.models import check_length, compute_logits, enable_gradient_checkpointing
+from machinery.models import load_lm, load_tokenizer, set_residual_dropout
 from machinery.packing import Packed
 from machinery.runs import Run, check_run
 from machinery.sequences import load_blocks, load_responses
-from utils import Timer, TokenIds, all_sum, decode, generator, micro_batches, truncate
+from utils import Timer, TokenIds, all_sum, decode, generator, micro_batches, permutation, truncate
 
 
 @dataclass(frozen=True, config={"allow_inf_nan": False})
@@ -45,13 +44,13 @@ class Args:
 
     # Run
     seed: NonNegativeInt = 1
-    """random seed of the order of the data and, from scratch, of the weights"""
+    """random seed of the data order, new weights and samples"""
     num_epochs: PositiveInt = 1
     """passes over the data"""
     eval_every: PositiveInt = 200
     """steps between evaluations on held-out sequences"""
     num_heldout: PositiveInt = 256
-    """sequences held out for perplexity and ROUGE-L"""
+    """sequences held out for perplexity; ROUGE-L uses the first 64"""
 
     # Optimization
     batch_size: PositiveInt = 32
@@ -71,11 +70,11 @@ class Args:
 
     # Memory and speed
     micro_batch_tokens: PositiveInt = 32_768 if cli.ON_GPU else 4096
-    """tokens per forward pass; does not change results (P7)"""
+    """tokens per forward pass, without padding; changes only rounding (P7)"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     tf32: bool = True
-    """use TF32 for the fp32 matrix products of bf16 runs on NVIDIA GPUs"""
+    """use TF32 for fp32 matrix products under --mixed_precision bf16"""
 
     # Files
     run_name: str | None = None
@@ -83,23 +82,22 @@ class Args:
     output_dir: str | None = None
     """new folder for the model; None: in the run, linked as models/<task>/sft"""
     save_every: PositiveInt | None = None
-    """steps between checkpoints; SIGTERM and SIGUSR1 always write one"""
+    """steps between checkpoints; SIGTERM and SIGUSR1 also save one and end the run"""
     resume: str | None = None
-    """resume runs/<name>, or the latest run, by the same command"""
+    """runs/<name> or `latest`: resume it; pass the same flags as before"""
     track: bool = False
     """also log to Weights & Biases"""
     push_to_hub: str | None = None
     """upload the model to this new private repository, owner/name"""
 
 
-# The defaults above are those of sentiment and descriptiveness. Other tasks change:
+# The defaults above are for sentiment, descriptiveness and gsm8k. Overrides for the other tasks:
 FROM_SCRATCH: dict[str, Any] = dict(base_model=str(SYNTHETIC / "model"), lr=3e-3)
+SOLUTIONS = dict(query_dataset=str(ARITHMETIC / "solutions.jsonl"), response_column="completion")
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": FROM_SCRATCH | dict(num_epochs=3, batch_size=16, block_size=96),
     "synthetic_eos": FROM_SCRATCH | dict(num_epochs=5),
-    "arithmetic": FROM_SCRATCH
-    | dict(query_dataset=str(ARITHMETIC / "solutions.jsonl"), response_column="completion")
-    | dict(num_epochs=5),
+    "arithmetic": FROM_SCRATCH | dict(num_epochs=5) | SOLUTIONS,
     "cnndm": dict(batch_size=16, block_size=512),
     "tldr_2019": dict(batch_size=16, block_size=512),
     "tldr": dict(base_model="EleutherAI/pythia-1b-deduped", batch_size=128, lr=3e-6),
@@ -115,11 +113,11 @@ class LanguageModel(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int):
         super().__init__()
         self.lm = lm
-        self.backbone = Packed(lm.base_model)  # the same transformer; computes no padding
+        self.backbone = Packed(lm.base_model)  # shares the weights; computes no padding
         self.pad_id = pad_id
 
     def forward(self, tokens: Tensor, first: int) -> Tensor:
-        """[B, T] → cross-entropy in nats of columns `first` ... T - 1, 0 at padding."""
+        """Cross-entropy in nats of columns `first` ... T - 1: [B, T] → [B, T - first], 0 at padding."""
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # padding shifts no position (G3)
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
@@ -141,7 +139,7 @@ def heldout_loss(
     mine = torch.arange(rank, math.ceil(len(tokens) / processes) * processes, processes)
     duplicate = mine >= len(tokens)  # every process needs as many sequences, for FSDP2
     tokens = tokens[mine % len(tokens)]
-    tokens[duplicate, first:] = pad_id  # they count for nothing
+    tokens[duplicate, first:] = pad_id  # not counted
     lengths = (tokens != pad_id).sum(dim=1)
     parts = [tokens[part] for part in micro_batches(lengths, args.micro_batch_tokens)]
     total = all_sum(sum(model(part, first).sum() for part in parts))
@@ -154,7 +152,7 @@ def learning_rate(step: int, num_steps: int, args: Args) -> float:
     """Linear warm-up, then linear decay to 0."""
     warmup = max(1, round(args.warmup * num_steps))
     decay = (num_steps - step) / max(num_steps - warmup, 1)
-    return args.lr * min((step + 1) / warmup, decay, 1.0)
+    return args.lr * min((step + 1) / warmup, decay)
 
 
 # ------------------------------------------------------------------------------------------ samples
@@ -163,7 +161,7 @@ def learning_rate(step: int, num_steps: int, args: Args) -> float:
 def sample_continuations(
     lm: Any, tokens: Tensor, first: int, tokenizer: Any, ids: TokenIds, args: Args
 ) -> list[dict[str, str]]:
-    """What the model writes after the contexts of sequences [B, T], or after a quarter block."""
+    """Samples of the model after the contexts of sequences [B, T], or after a quarter block."""
     task = args.task
     n = first if task.response_column else args.block_size // 4
     contexts, references = tokens[:, :n], tokens[:, n : n + task.response_length]
@@ -203,26 +201,26 @@ def main(args: Args) -> None:
     accelerator = distributed.start(args)
     check(args, accelerator.num_processes)
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
-    new_tokens = task.response_length
-    if not task.response_column:
-        new_tokens = max(args.block_size, args.block_size // 4 + new_tokens) - task.query_length
-    tokenizer, ids = load_tokenizer(task, new_tokens)
+    tokenizer, ids = load_tokenizer(task, task.response_length)
     if task.response_column:
         table = load_responses(task, tokenizer, ids)  # [num_sequences, T]
         first = table.length - task.response_length
     else:
+        config = transformers.AutoConfig.from_pretrained(task.base_model)
+        longest = max(args.block_size, args.block_size // 4 + task.response_length)
+        check_length(config, longest, f"block_size={args.block_size}")
         table = load_blocks(task, args.block_size, tokenizer, ids)
         first = 1
-    if len(table) < args.num_heldout + args.batch_size:
+    if len(table) < (needed := args.num_heldout + args.batch_size):
         raise cli.InputError(
-            f"--query_dataset {task.query_dataset}: num_heldout={args.num_heldout} and a batch need "
-            f"{args.num_heldout + args.batch_size} of {table.length} tokens; it has {len(table)}"
+            f"--query_dataset {task.query_dataset} has only {len(table)} sequences of "
+            f"{table.length} tokens; num_heldout={args.num_heldout} and one batch need {needed}"
         )
-    heldout_table, table = table.hold_out(args.num_heldout)
+    heldout_table, table = table.hold_out(args.num_heldout, needed=args.batch_size)
     heldout = heldout_table[:].to(device)
 
     torch.manual_seed(args.seed)
-    lm = load_lm(task.base_model, from_scratch=True)
+    lm = load_lm(task.base_model, allow_random=True)
     set_residual_dropout(lm, args.resid_dropout)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
@@ -242,7 +240,7 @@ def main(args: Args) -> None:
         lr = learning_rate(step, num_steps, args)
         optimizer.param_groups[0]["lr"] = lr
         epoch, i = divmod(step, steps_per_epoch)
-        order = np.random.default_rng([args.seed, epoch]).permutation(len(table))
+        order = permutation(len(table), epoch, args.seed)
         rows = order[i * args.batch_size : (i + 1) * args.batch_size]
         tokens = table[rows[accelerator.process_index :: processes]].to(device)  # [B, T]
         mask = tokens != ids.pad
@@ -250,7 +248,7 @@ def main(args: Args) -> None:
         total = torch.zeros((), device=device)
         torch.manual_seed(generator(seed, step, device).initial_seed())  # also after a resume
         for part in micro_batches(mask.sum(dim=1), args.micro_batch_tokens):
-            is_last = part.stop == len(tokens)  # DDP reduces gradients there
+            is_last = part.stop == len(tokens)  # only then all-reduce gradients
             with nullcontext() if is_last else accelerator.no_sync(model):
                 loss = model(tokens[part], first).sum() / num_tokens
                 accelerator.backward(loss)

@@ -5,8 +5,8 @@ Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences, arXiv 1
     python train_reward.py --task synthetic
     accelerate launch train_reward.py --task sentiment
 
-A scalar head on a language model's transformer reads query and response. Of K responses to a query,
-the one that a human preferred should get the highest reward: softmax cross-entropy, one epoch.
+A language model with a scalar head reads query and response. It learns by softmax cross-entropy, in
+one epoch, to give the highest of K rewards to the response that a human preferred.
 Before and after training, gain and bias are set so that samples of the policy have rewards with
 mean 0 and standard deviation 1.
 
@@ -14,7 +14,6 @@ Shapes: B labels, K responses per label, T tokens of query and response, S sampl
 Tags such as (R1) number the implementation details in docs/details.md.
 """
 
-import copy
 import json
 import math
 from collections.abc import Callable
@@ -38,14 +37,14 @@ from machinery import cli, distributed
 from machinery.data import load_queries
 from machinery.decoding import generate
 from machinery.labels import Labels, load_labels
-from machinery.models import Float32Linear, check_length, disable_dropout
-from machinery.models import enable_gradient_checkpointing, load_lm, load_tokenizer, use_fused_gelu
+from machinery.models import Float32Linear, check_length, enable_gradient_checkpointing
+from machinery.models import load_lm, load_tokenizer, new_backbone
 from machinery.packing import Packed
 from machinery.plots import plot_histogram
 from machinery.rewards import RewardConfig, reward_input, score_in_parts
 from machinery.runs import Run, check_run
 from utils import Timer, TokenIds, add_affixes, global_mean_and_var, mean_over_processes
-from utils import micro_batches, query_rows, truncate
+from utils import micro_batches, permutation, query_rows, truncate
 
 
 @dataclass(frozen=True, config={"allow_inf_nan": False})
@@ -58,9 +57,9 @@ class Args:
     seed: NonNegativeInt = 1
     """random seed; process r samples with seed + 100003 * r (G6)"""
     num_labels: PositiveInt = 4992
-    """labels to train on, the first of the dataset"""
+    """train on the first so many labels of the dataset"""
     num_heldout: NonNegativeInt = 1024
-    """maximum number of other labels to measure accuracy on"""
+    """at most this many other labels for evaluation"""
 
     # Optimization
     batch_size: PositiveInt = 32
@@ -74,17 +73,17 @@ class Args:
     policy_model: str | None = None
     """hub name or folder of the policy that samples (R3); None: base_model"""
     normalize_samples: Annotated[int, Field(ge=2)] = 256
-    """minimum number of samples to normalize on (R3)"""
+    """samples to normalize on, rounded up to whole batches (R3)"""
     rollout_batch_size: PositiveInt = 512
-    """samples come in batches of this size, over all processes (R3)"""
+    """samples per batch, over all processes (R3)"""
 
     # Memory and speed
     micro_batch_tokens: PositiveInt = 32_768 if cli.ON_GPU else 4096
-    """tokens per forward pass; does not change results (P7)"""
+    """tokens per forward pass, without padding; changes only rounding (P7)"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     tf32: bool = True
-    """use TF32 for the fp32 matrix products of bf16 runs on NVIDIA GPUs"""
+    """use TF32 for fp32 matrix products under --mixed_precision bf16"""
 
     # Files
     run_name: str | None = None
@@ -92,16 +91,16 @@ class Args:
     output_dir: str | None = None
     """new folder for the model; None: in the run, linked in models/<task>/"""
     save_every: PositiveInt | None = None
-    """steps between checkpoints; SIGTERM and SIGUSR1 always write one"""
+    """steps between checkpoints; SIGTERM and SIGUSR1 also save one and end the run"""
     resume: str | None = None
-    """resume runs/<name>, or the latest run, by the same command"""
+    """runs/<name> or `latest`: resume it; pass the same flags as before"""
     track: bool = False
     """also log to Weights & Biases"""
     push_to_hub: str | None = None
     """upload the model to this new private repository, owner/name"""
 
 
-# The defaults above are those of sentiment and descriptiveness. Other tasks change:
+# The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": dict(batch_size=8, lr=1e-3),
     "synthetic_eos": dict(num_labels=9984, batch_size=16, lr=1e-3),
@@ -120,12 +119,8 @@ class RewardModel(nn.Module):
     def __init__(self, config: RewardConfig, backbone: Any = None):
         super().__init__()
         self.config = config
-        if backbone is None:
-            settings = disable_dropout(config.backbone)
-            backbone = transformers.AutoModel.from_config(settings, dtype=torch.float32)
-        self.backbone = backbone
-        use_fused_gelu(self.backbone)
-        self.run_backbone = Packed(self.backbone)  # the same transformer; computes no padding
+        self.backbone = new_backbone(config.backbone) if backbone is None else backbone
+        self.run_backbone = Packed(self.backbone)  # shares the weights; computes no padding
         self.head = Float32Linear(config.backbone.hidden_size, 1)
         nn.init.normal_(self.head.weight, std=1 / math.sqrt(self.head.in_features + 1))  # (R2)
         nn.init.zeros_(self.head.bias)
@@ -142,8 +137,8 @@ class RewardModel(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """The reward at the last real token: [B, T] → [B] (R1)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        real = (tokens != self.config.pad_id) & (tokens != self.config.skip_id)
-        last = torch.where(real, positions, 0).amax(dim=1)
+        skip = (tokens == self.config.pad_id) | (tokens == self.config.skip_id)
+        last = torch.where(skip, 0, positions).amax(dim=1)
         return self.token_rewards(tokens).gather(1, last[:, None]).squeeze(1)
 
     def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
@@ -155,7 +150,7 @@ class RewardModel(nn.Module):
 def new_reward_model(name: str, pad_id: int) -> RewardModel:
     """A reward model with the transformer of a language model and a new head (R2)."""
     lm = load_lm(name)
-    return RewardModel(RewardConfig(copy.deepcopy(lm.config), pad_id), lm.base_model)
+    return RewardModel(RewardConfig(lm.config, pad_id), lm.base_model)
 
 
 class AdamTF(torch.optim.Adam):
@@ -188,7 +183,7 @@ def sample_policy(
 ) -> tuple[list[tuple[Tensor, Tensor]], Any, TokenIds]:
     """Sample the pretrained policy twice, to normalize before and after training (R3).
 
-    Each time queries [S, Q] and responses [S, R], which end at EOS in EOS tasks only. Also returns
+    Returns two pairs of queries [S, Q] and responses [S, R], truncated after EOS in EOS tasks, and
     the policy's tokenizer and token ids. The policy is freed when this returns.
     """
     device, processes = accelerator.device, accelerator.num_processes
@@ -196,21 +191,20 @@ def sample_policy(
     if args.policy_model:
         task, flag = replace(task, base_model=args.policy_model), "--policy_model"
     tokenizer, ids = load_tokenizer(task, task.response_length, flag)
-    batches = math.ceil(args.normalize_samples / args.rollout_batch_size)
-    size = batches * args.rollout_batch_size // processes
-    table = load_queries(task, tokenizer, ids, max_queries=2 * size * processes)
+    batch_size = args.rollout_batch_size // processes
+    num_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * batch_size
+    table = load_queries(task, tokenizer, ids, max_queries=2 * num_samples * processes)
     lm = load_lm(task.base_model, flag).to(device).eval()
     seed = args.seed + 100003 * accelerator.process_index  # (G6)
     torch.manual_seed(seed)
     samples = []
     for step in range(2):
-        queries = table[query_rows(len(table), size, step, seed)].to(device)
+        queries = table[query_rows(len(table), num_samples, step, seed)].to(device)
         contexts = add_affixes(queries, ids)
-        rows_at_a_time = max(args.micro_batch_tokens // contexts.shape[1], 1)
         with accelerator.autocast():
             parts = [
                 generate(lm, part, ids.pad, task.response_length, task.temperature)
-                for part in contexts.split(rows_at_a_time)
+                for part in contexts.split(batch_size)
             ]
         responses = torch.cat(parts)
         if task.eos_task:  # (X9)
@@ -223,12 +217,12 @@ def sample_policy(
 def normalize(model: RewardModel, tokens: Tensor, max_tokens: int) -> tuple[float, float]:
     """Set gain and bias so that samples [S, T] have rewards with mean 0 and variance 1 (R3).
 
-    Over all processes. Returns their mean and standard deviation without gain and bias.
+    Over all processes. Returns the mean and standard deviation of the head's output.
     """
     model.gain.fill_(1)
     model.bias.fill_(0)
     mean, var = global_mean_and_var(score_in_parts(model, tokens, max_tokens))
-    if not var > 0:
+    if not var > 0:  # NaN, too
         raise cli.InputError("all samples of the policy have the same reward; use more samples")
     gain = 1 / var.sqrt().item()
     model.gain.fill_(gain)
@@ -254,7 +248,7 @@ def predict(
 
 
 def calibration(rewards: Tensor, best: Tensor, bins: int = 5) -> list[dict[str, float]]:
-    """Stated and true accuracy of N labels [N, K], [N], in groups of similar confidence."""
+    """Mean confidence and accuracy of N labels [N, K], [N], in groups of similar confidence."""
     confidence, choice = rewards.softmax(dim=1).max(dim=1)
     correct = (choice == best).float()
     groups = [rows for rows in confidence.argsort().tensor_split(bins) if len(rows)]
@@ -269,7 +263,7 @@ def calibration(rewards: Tensor, best: Tensor, bins: int = 5) -> list[dict[str, 
 
 
 def report(run: Run, rewards: Tensor, best: Tensor) -> dict[str, float]:
-    """Metrics of held-out labels, with a table of the calibration and a picture of the rewards."""
+    """Metrics of held-out labels, with a table of the calibration and a histogram of rewards."""
     rows = calibration(rewards, best)
     run.print_table(rows, "calibration on held-out labels")
     is_best = F.one_hot(best, rewards.shape[1]).bool()
@@ -310,7 +304,7 @@ def check(args: Args, processes: int) -> None:
 
 
 def main(args: Args) -> None:
-    """Normalize, train for one epoch, normalize, measure."""
+    """Normalize, train for one epoch, normalize, evaluate."""
     accelerator = distributed.start(args)
     check(args, accelerator.num_processes)
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
@@ -332,19 +326,19 @@ def main(args: Args) -> None:
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)
     model, optimizer = distributed.prepare(accelerator, model, optimizer)
     plain_model = accelerator.unwrap_model(model)
-    read = reward_input(plain_model, tokenizer, policy_tokenizer, policy_ids.pad)  # (X13)
-    before, after = (read(*sample) for sample in samples)
+    to_tokens = reward_input(plain_model, tokenizer, policy_tokenizer, policy_ids.pad)  # (X13)
+    before, after = (to_tokens(*sample) for sample in samples)  # [S, T] each
     normalize(plain_model, before, args.micro_batch_tokens)
 
     num_steps = args.num_labels // args.batch_size
     timer = Timer(device)
     run = Run(args, SCRIPT, num_steps, SHOWN, accelerator)
     start, _ = run.restore(model, optimizer)
-    order = np.random.default_rng([args.seed, 0]).permutation(args.num_labels)
+    order = permutation(args.num_labels, epoch=0, seed=args.seed)
     local_batch_size = args.batch_size // processes
     for step in range(start, num_steps):
         timer.start("optimize")
-        lr = args.lr * (1 - step * args.batch_size / args.num_labels)  # (G5)
+        lr = args.lr * (1 - step / num_steps)  # (G5)
         for group in optimizer.param_groups:
             group["lr"] = lr
         rows = order[step * args.batch_size : (step + 1) * args.batch_size]
@@ -353,7 +347,7 @@ def main(args: Args) -> None:
         lengths = (tokens != ids.pad).sum(dim=(1, 2))
         stats = dict(loss=torch.zeros((), device=device), accuracy=torch.zeros((), device=device))
         for part in micro_batches(lengths, args.micro_batch_tokens):
-            is_last = part.stop == local_batch_size  # DDP reduces gradients there
+            is_last = part.stop == local_batch_size  # only then all-reduce gradients
             with nullcontext() if is_last else accelerator.no_sync(model):
                 rewards = model(tokens[part].flatten(0, 1)).view(-1, tokens.shape[1])  # [b, K]
                 losses = F.cross_entropy(rewards, best[part], reduction="none")  # (R4)
@@ -364,15 +358,15 @@ def main(args: Args) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-        stats["gain"] = distributed.full(plain_model.gain)
-        stats["bias"] = distributed.full(plain_model.bias)
+        stats["gain"] = distributed.full_tensor(plain_model.gain)
+        stats["bias"] = distributed.full_tensor(plain_model.bias)
         metrics = mean_over_processes(stats, device) | {"lr": lr} | timer.stop()
         run.log(step, metrics)
         run.checkpoint(step + 1, model, optimizer)
 
     mean, std = normalize(plain_model, after, args.micro_batch_tokens)
     run.save(plain_model, tokenizer)
-    results = {"samples/mean_before_normalizing": mean, "samples/std_before_normalizing": std}
+    results = {"samples/head_mean": mean, "samples/head_std": std}
     heldout = labels.held_out(args.num_labels)[: args.num_heldout]
     if len(heldout):
         rewards, best = predict(plain_model, labels, heldout, ids.pad, args, device)

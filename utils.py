@@ -1,11 +1,12 @@
-"""Small helpers of the scripts: padding, micro-batches, sums over processes, seeds, timing.
+"""Small helpers shared by the scripts: padding, micro-batches, sums over processes, seeds, timing.
 
-Shapes: `B` sequences, `Q` query tokens, `C` context tokens, `T` tokens. Masks are True at real
+Shapes: `B` sequences, `Q` query, `C` context, `R` response and `T` all tokens. Masks are True at real
 tokens. Tags such as (G2) are explained in docs/details.md.
 """
 
 import time
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,13 +80,13 @@ def decode(tokenizer: Any, tokens: Tensor, pad_id: int) -> list[str]:
 def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
     """Sample from softmax(logits) by inverting its CDF: [B, V], [B, 1] in [0, 1) → [B, 1].
 
-    With torch.multinomial a token would depend on the other sequences of the batch, and so on
+    With torch.multinomial a token would depend on the other sequences of the batch, and hence on
     `rollout_batch_size`.
     """
     probs = logits.to(uniform.device, torch.float64).softmax(dim=-1)
     cdf = probs.cumsum(dim=-1)
     tokens = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)  # never probability 0
-    return tokens.clamp(max=logits.shape[1] - 1).to(logits.device)  # the last one for NaN
+    return tokens.clamp(max=logits.shape[1] - 1).to(logits.device)  # guards against NaN
 
 
 # ----------------------------------------------------------------------------------------- batches
@@ -118,14 +119,15 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:
     """
     ends = lengths.cumsum(dim=0)
     wanted = all_max((ends[-1:] + max_tokens - 1) // max_tokens)
-    numbers = torch.cat([ends, wanted]).cpu().numpy()  # waits for the device once
+    numbers = torch.cat([ends, wanted]).cpu().numpy()  # one device sync
     total, count = numbers[:-1], min(int(numbers[-1]), len(ends))
+    # Equal shares of the tokens, then clamped so that no part is empty:
     bounds = np.searchsorted(total, total[-1] * np.arange(1, count) / count, side="right")
     i = np.arange(count - 1)
-    bounds = np.maximum.accumulate(np.maximum(bounds, 1) - i) + i  # no part is empty
+    bounds = np.maximum.accumulate(np.maximum(bounds, 1) - i) + i
     bounds = np.minimum(bounds, len(total) - count + 1 + i)
     bounds = [0, *bounds.tolist(), len(total)]
-    return [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
 # --------------------------------------------------------------------------------------- processes
@@ -190,7 +192,7 @@ class Timer:
     def start(self, phase: str | None) -> None:
         """Begin a phase; None: only end the current one."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # else the next phase would pay for this one
+            torch.cuda.synchronize()  # wait for queued kernels
         now = time.perf_counter()
         if self.phase:
             self.seconds[f"time/{self.phase}"] = now - self.began

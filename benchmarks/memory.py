@@ -14,12 +14,14 @@ attention and autocast stand in for CUDA's.
 """
 
 import copy
+import importlib
+import itertools
 import os
 import sys
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -32,7 +34,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaC
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train_reward  # noqa: E402
-from benchmarks import sweep  # noqa: E402
 from machinery import cli, decoding, distributed, models, packing, rewards  # noqa: E402
 from utils import TokenIds  # noqa: E402
 
@@ -68,22 +69,14 @@ SHAPES = {
 class Args:
     """GPU memory of a PPO or RLOO run."""
 
-    out: Path = Path(__file__).with_suffix(".csv")
-    """CSV to write or to continue"""
     scripts: tuple[str, ...] = ("ppo", "rloo")
-    """scripts, or names of diffs"""
+    """scripts, also copies of yours"""
     shapes: tuple[str, ...] = tuple(SHAPES)
     """models, see SHAPES"""
     tasks: tuple[str, ...] = ("sentiment", "tldr")
     """tasks, whose lengths and defaults count"""
-    precision: Literal["no", "bf16"] = "bf16"
-    """as in `accelerate launch --mixed_precision`"""
     flags: str = ""
     """flags for every run, such as --flags="--gradient_checkpointing" with the ="""
-    workers: int = os.cpu_count() or 1
-    """runs at a time"""
-    only: str | None = None
-    """one job as JSON, measured in this process"""
 
 
 class Tracker(TorchDispatchMode):
@@ -177,6 +170,14 @@ class Decoder(decoding.Decoder):
         return self(input_ids, mask, position_ids, cache)
 
 
+def random_lm(config: Any) -> Any:
+    """A model as `load_lm` makes it."""
+    lm = AutoModelForCausalLM.from_config(models.disable_dropout(copy.deepcopy(config)))
+    lm.get_output_embeddings().__class__ = models.Float32Linear
+    models.use_fused_gelu(lm)
+    return lm
+
+
 def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, float]:
     """GiB by phase of an update of `script`, without padding and equal prompts.
 
@@ -187,12 +188,6 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
     recorder = Recorder(args, tracker, until)
     ids = TokenIds(config.vocab_size, None, [], [])
     size = args.micro_batch_tokens // (args.task.query_length + args.task.response_length)
-
-    def random_lm(name: str) -> Any:
-        lm = AutoModelForCausalLM.from_config(models.disable_dropout(copy.deepcopy(config)))
-        lm.get_output_embeddings().__class__ = models.Float32Linear
-        models.use_fused_gelu(lm)
-        return lm
 
     def random_reward(args: Any, cls: type, tokenizer: Any, ids: Any, accelerator: Any) -> Any:
         model = cls(rewards.RewardConfig(copy.deepcopy(config), ids.pad))
@@ -207,7 +202,8 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
     def padded(backbone: Any) -> Any:
         return lambda *inputs, prompt_length=0: packing.run_plain(backbone, *inputs)
 
-    replaced = dict(load_lm=random_lm, load_reward=random_reward, Packed=padded, Decoder=Decoder)
+    replaced = dict(load_reward=random_reward, Packed=padded, Decoder=Decoder)
+    replaced |= dict(load_lm=lambda name: random_lm(config))
     replaced |= dict(load_tokenizer=lambda *a: (None, ids), load_queries=lambda *a, **k: recorder)
     replaced |= dict(Run=lambda *a: recorder, Timer=lambda device: recorder, check=lambda *a: None)
     if until == "live":
@@ -228,12 +224,9 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
             return recorder.found
 
 
-def measure(job: sweep.Job) -> list[dict[str, float]]:
-    """The row of one script, shape and task."""
-    os.environ["ACCELERATE_MIXED_PRECISION"] = job["precision"]
-    script = sweep.load_script(job["script"])
-    argv = ["--task", job["task"], *job["flags"].split()]
-    args = cli.parse_args(script.Args, script.PRESETS, argv)
+def measure(script: Any, shape: str, args: Any) -> dict[str, float]:
+    """GiB by phase of a script's updates in bf16."""
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
     query_length, response_length = args.task.query_length, args.task.response_length
     shorter = args.micro_batch_tokens * args.num_minibatches // args.batch_size - response_length
     shorter = min(max(shorter, 1), query_length)
@@ -245,32 +238,22 @@ def measure(job: sweep.Job) -> list[dict[str, float]]:
         task = replace(args.task, gold_fn=None, query_length=length)
         sizes = dict(batch_size=size, total_episodes=2 * size, num_ppo_epochs=1)
         sized = replace(args, task=task, **sizes)
-        found |= run_update(script, sized, SHAPES[job["shape"]], until)
-    return [{name: found[name] for name in ("live", *PHASES)}]
+        found |= run_update(script, sized, SHAPES[shape], until)
+    return found
 
 
-def table(rows: list[dict[str, str]]) -> str:
-    """Markdown: memory by phase, and the smallest card that fits."""
-    names = ("shape", "task", "script", "live", *PHASES)
-    lines = [f"| {' | '.join(names)} | fits, GB |", "|" + "---|" * (len(names) + 1)]
-    for row in rows:
-        sizes = [float(row[name]) for name in ("live", *PHASES)]
-        cards = [str(card) for card in CARDS if max(sizes) * GIB <= 0.9 * card * 1e9]
-        cells = [row[name] for name in names[:3]] + [f"{size:.2f}" for size in sizes]
-        lines.append(f"| {' | '.join(cells)} | {cards[0] if cards else 'none'} |")
-    return "\n".join(lines)
-
-
-def jobs(args: Args) -> list[sweep.Job]:
-    """Every shape, task and script."""
-    more = dict(precision=args.precision, flags=args.flags)
-    return [
-        dict(script=script, shape=shape, task=task) | more
-        for shape in args.shapes
-        for task in args.tasks
-        for script in args.scripts
-    ]
+def main(args: Args) -> None:
+    """Print a Markdown table: memory by phase, and the smallest card that fits."""
+    columns = ("shape", "task", "script", "live", *PHASES, "fits, GB")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for shape, task, name in itertools.product(args.shapes, args.tasks, args.scripts):
+        script = importlib.import_module(name)
+        argv = ["--task", task, *args.flags.split()]
+        found = measure(script, shape, cli.parse_args(script.Args, script.PRESETS, argv))
+        cards = [card for card in CARDS if max(found.values()) * GIB <= 0.9 * card * 1e9]
+        sizes = [f"{found[phase]:.2f}" for phase in ("live", *PHASES)]
+        print("|", " | ".join([shape, task, name, *sizes, str((cards or ["none"])[0])]), "|")
 
 
 if __name__ == "__main__":
-    sweep.main(__file__, tyro.cli(Args), measure, jobs, table)
+    main(tyro.cli(Args))

@@ -9,6 +9,7 @@ was not noticed.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,9 +20,7 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-from benchmarks.sweep import ENVIRONMENT, copy_project  # noqa: E402
-
+ENVIRONMENT = dict(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", TOKENIZERS_PARALLELISM="false")
 # fmt: off
 DETAILS = (  # detail, file, right, wrong; the test that notices has the detail's id in its name
     ("G1", "ppo.py", "self.value_head(hidden)", "self.value_head(hidden.roll(1, 0))"),
@@ -30,7 +29,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("G4", "utils.py", "probs = logits.to(", "probs = logits.topk(5).values.to("),
     ("G5", "ppo.py", "(1 - update / num_updates)", "(1 - (update + 1) / num_updates)"),
     ("G6", "ppo.py", " + 100003 * accelerator.process_index", ""),
-    ("R1", "train_reward.py", "0).amax(dim=1)", "0).amax().expand(len(tokens))"),
+    ("R1", "train_reward.py", "positions).amax(dim=1)", "positions).amax().expand(len(tokens))"),
     ("R2", "train_reward.py", "std=1 / math.sqrt(self.head.in_features + 1)", "std=0.02"),
     ("R3", "train_reward.py", "gain = 1 / var.sqrt().item()", "gain = 1 / var.item()"),
     ("R4", "train_reward.py", "best[part], reduction", "0 * best[part], reduction"),
@@ -81,6 +80,12 @@ class Args:
     """details; default: all"""
     workers: int = 2
     """mistakes at a time, each in its own copy"""
+
+
+def copy_project(source: Path, folder: Path) -> Path:
+    """Copy a checkout without its runs and pictures."""
+    names = (".git", ".venv", "*cache*", "runs", "models", "wandb", "*.png", "*.egg-info")
+    return Path(shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*names)))
 
 
 def tests_of(detail: str, file: str) -> list[str]:

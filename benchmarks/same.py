@@ -13,17 +13,13 @@ a sampled token, after which weights are off by about the learning rate: try ano
 
 import importlib.util
 import json
-import multiprocessing
 import os
 import random
 import signal
 import socket
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from multiprocessing import connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,9 +33,8 @@ import datasets  # noqa: E402
 import numpy as np  # noqa: E402
 import tiny  # noqa: E402
 import torch  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
 import tyro  # noqa: E402
-from accelerate.state import AcceleratorState, PartialState  # noqa: E402
-from accelerate.utils import DistributedType  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -98,8 +93,6 @@ class Args:
     """files with `Args` and `main`, such as a changed copy of ppo.py"""
     only: tuple[str, ...] = ()
     """names of columns; empty: all"""
-    kind: str = "gpt2"
-    """of model, see `KINDS` in tests/tiny.py"""
 
 
 def load(path: Path) -> ModuleType:
@@ -120,33 +113,17 @@ def settings(module: ModuleType, folder: Path, way: Way, name: str) -> Any:
     return module.Args(task=task, **{key: value for key, value in values.items() if key in names})
 
 
-def write_files(folder: Path, kind: str) -> None:
+def write_files(folder: Path) -> None:
     """A random model that ends some of its responses, its data, a random reward model."""
-    task = tiny.write_task(folder / "task", kind)
+    task = tiny.write_task(folder / "task")
     lm = AutoModelForCausalLM.from_pretrained(task.base_model)
     with torch.no_grad():
         lm.get_output_embeddings().weight[lm.config.eos_token_id] *= 4
     lm.save_pretrained(task.base_model)
-    tiny.write_reward(folder / "reward", kind)
+    tiny.write_reward(folder / "reward")
 
 
 # ------------------------------------------------------------------------------ inside one process
-
-
-def shard_on_a_cpu(put: Callable = setattr) -> None:
-    """Let accelerate use its FSDP2 on a CPU, where it would silently use DDP instead."""
-    init = AcceleratorState.__init__
-
-    def forced(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **more: Any) -> None:
-        init(self, *args, fsdp_plugin=fsdp_plugin, **more)
-        if fsdp_plugin is not None:
-            self.distributed_type = DistributedType.FSDP
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-            self.fsdp_plugin = fsdp_plugin
-            if self._mixed_precision != "no":
-                fsdp_plugin.set_mixed_precision(self._mixed_precision)
-
-    put(AcceleratorState, "__init__", forced)
 
 
 def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> None:
@@ -220,14 +197,15 @@ def keep_checkpoints(stop_after: int | None) -> None:
 
 
 def work(
-    path: Path, folder: Path, way: Way, name: str, rank: int, port: int, stop: int | None
+    rank: int, path: Path, folder: Path, way: Way, name: str, port: int, stop: int | None
 ) -> None:
     """One process of a run."""
+    signal.alarm(120)  # a run that hangs is killed
     for seed in (random.seed, np.random.seed, torch.seed):  # what a script must not depend on
         seed()
-    log = os.open(folder / f"{name}.{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
     os.chdir(folder)
     os.environ |= {"ACCELERATE_MIXED_PRECISION": way.precision}
     if way.processes > 1:
@@ -237,7 +215,7 @@ def work(
     if way.fsdp2 and not (way.then_ddp and stop is None):
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
         os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
-        shard_on_a_cpu()
+        tiny.shard_on_a_cpu()
     module = load(path)
     args = settings(module, folder, way, name)
     draw_by_share(module, args, rank, way.processes)
@@ -248,38 +226,24 @@ def work(
 # ------------------------------------------------------------------------------ outside
 
 
-def wait(processes: list[Any], seconds: float) -> list[int]:
-    """Exit codes of processes; 10 seconds after one failed, the others are killed."""
-    end = time.monotonic() + seconds
-    while running := [process.sentinel for process in processes if process.is_alive()]:
-        connection.wait(running, max(end - time.monotonic(), 0))
-        if any(process.exitcode for process in processes):
-            end = min(end, time.monotonic() + 10)
-        if time.monotonic() >= end:
-            for process in processes:
-                process.kill()
-    return [process.exitcode for process in processes]
-
-
-def run(path: Path, folder: Path, way: Way, name: str) -> str | None:
+def run(path: Path, folder: Path, way: Way, name: str) -> str:
     """Run a script from beginning to end; return what went wrong."""
     for stop in (2, None) if way.killed else (None,):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        context, processes = multiprocessing.get_context("fork"), []
-        for rank in range(way.processes):
-            inputs = path, folder, way, name, rank, port, stop
-            processes.append(context.Process(target=work, args=inputs))
-            processes[-1].start()
-        codes = wait(processes, 120)
-        if set(codes) != {-signal.SIGKILL if stop else 0}:
-            failed = [i for i, code in enumerate(codes) if code not in (0, -signal.SIGKILL)]
-            log = (folder / f"{name}.{failed[0] if failed else 0}.log").read_text()
-            lines = log.split("\nTraceback")[-1].strip().splitlines()
-            errors = [line.strip() for line in lines if "Error" in line]
-            return errors[-1] if errors else f"ended with {codes}"
-    return None
+        inputs, error = (path, folder, way, name, port, stop), ""
+        context = mp.start_processes(work, inputs, way.processes, join=False, start_method="fork")
+        try:
+            while not context.join(grace_period=10):  # one of them has ended
+                pass
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as exception:
+            error = str(exception)
+        if stop and "SIGKILL" not in error:
+            return error or "ended before it was to be killed"
+        if error and not stop:
+            return error.strip().splitlines()[-1]
+    return ""
 
 
 def written(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -341,14 +305,14 @@ def first_ratio(folder: Path) -> str:
     return "" if not any(values) else f"{name} is {max(values)}"
 
 
-def table(script: Path, kind: str, only: tuple[str, ...] = ()) -> dict[str, tuple[bool, str]]:
+def table(script: Path, only: tuple[str, ...] = ()) -> dict[str, tuple[bool, str]]:
     """Print a line per column; return whether each is as it should be, and what was found."""
-    print(f"{script.name}, {kind}", flush=True)
+    print(script.name, flush=True)
     found: dict[str, tuple[bool, str]] = {}
     with tempfile.TemporaryDirectory() as home:
         folder, done = Path(home), {}
         datasets.config.HF_DATASETS_CACHE = folder / "cache"
-        write_files(folder, kind)
+        write_files(folder)
         has_ratio = "num_minibatches" in script.read_text()
         for column, (way, other, to_the_bit) in COLUMNS.items():
             if only and column not in only or other is None and not has_ratio:
@@ -381,7 +345,7 @@ def warm_up() -> None:
 def main(args: Args) -> None:
     """A table for each script."""
     warm_up()
-    tables = [table(script, args.kind, args.only) for script in args.scripts]
+    tables = [table(script, args.only) for script in args.scripts]
     sys.exit(not all(fine for lines in tables for fine, _ in lines.values()))
 
 

@@ -6,6 +6,7 @@ Shapes: `B` sequences, `Q` query tokens. Tags such as (P3) are explained in docs
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from data.tasks import Task
 from machinery import chat
 from machinery.cli import InputError, say
-from machinery.functions import load_function, names_taken, signature_of
+from machinery.functions import load_function, wanted_columns
 from utils import TokenIds, pad_left
 
 if TYPE_CHECKING:
@@ -61,23 +62,17 @@ def holds_messages(rows: "datasets.Dataset", column: str) -> bool:
     return is_list and not isinstance(feature.feature, datasets.Value)
 
 
+@dataclass
 class TokenTable:
     """Token sequences in a memory-mapped file that the processes of a machine share.
 
     `table[rows]` → [B, length], padded on the left (G2). `extra` are other columns of the same rows.
     """
 
-    def __init__(
-        self,
-        rows: "datasets.Dataset",
-        length: int,
-        pad_id: int,
-        extra: "datasets.Dataset | None" = None,
-    ):
-        self.rows = rows
-        self.length = length
-        self.pad_id = pad_id
-        self.extra = extra
+    rows: "datasets.Dataset"
+    length: int
+    pad_id: int
+    extra: "datasets.Dataset | None" = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -100,13 +95,17 @@ class TokenTable:
 
         return np.flatnonzero(pyarrow.compute.list_value_length(self.rows.data.column("tokens")))
 
-    def hold_out(self, n: int) -> tuple["TokenTable", "TokenTable"]:
-        """A table of the first `n` sequences, and one without them and their duplicates."""
+    def hold_out(self, n: int, needed: int = 1) -> tuple["TokenTable", "TokenTable"]:
+        """A table of the first `n` sequences, and one without them and their duplicates.
+
+        Raises `InputError` if the second has fewer than `needed`.
+        """
         held_out = {tuple(tokens) for tokens in self.rows[:n]["tokens"]}
         sequences = (tokens for batch in self.rows.iter(1000) for tokens in batch["tokens"])
         rest = [i for i, tokens in enumerate(sequences) if tuple(tokens) not in held_out]
-        if not rest:
-            raise InputError(f"holding out {n} of {len(self)} sequences leaves none for training")
+        if len(rest) < needed:
+            left = f"leaves {len(rest)}; training needs {needed}"
+            raise InputError(f"holding out {n} of {len(self)} sequences {left}")
         return self.select(list(range(n))), self.select(rest)
 
 
@@ -255,33 +254,6 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     return queries
 
 
-def wanted_columns(
-    reward_fn: str | None, gold_fn: str | None, task: Task, columns: list[str]
-) -> list[str]:
-    """The columns of the query data set that the reward functions take, by parameter name.
-
-    `scores` are the reward model's, never a column. Raises `InputError` for a missing column.
-    """
-    columns = [name for name in columns if name != "scores"]
-    wanted: list[str] = []
-    for flag, name, known in (
-        ("reward_fn", reward_fn, [*columns, "scores"]),
-        ("gold_fn", gold_fn, columns),
-    ):
-        if name:
-            function = load_function(name)
-            taken = names_taken(function, known)
-            try:
-                signature_of(function).bind(None, None, **dict.fromkeys(taken))
-            except TypeError as error:
-                raise InputError(
-                    f"--{flag} {name} cannot be called with (queries, responses): {error}; "
-                    f"--query_dataset {task.query_dataset} has the columns {', '.join(columns)}"
-                ) from error
-            wanted += taken
-    return [name for name in columns if name in wanted]
-
-
 def load_queries(
     task: Task,
     tokenizer: Any,
@@ -296,7 +268,7 @@ def load_queries(
     functions name. Raises `InputError` if one is missing, or if no text gives a query.
     """
     texts = load_texts(task, task.query_column, tokenizer=tokenizer)
-    wanted = wanted_columns(reward_fn, gold_fn, task, texts.column_names)
+    wanted = wanted_columns(reward_fn, gold_fn, task.query_dataset, texts.column_names)
     order = np.random.default_rng(0).permutation(len(texts))
     texts = texts.select(order[: max(max_queries, SMALL_TABLE)])
     single_token(tokenizer, task.start_text, "--start_text")

@@ -138,7 +138,7 @@ def check_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
     """A hook before each step. Raises `RunError` if the norm of the gradient is not finite."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
-    norm = full(norm)
+    norm = full_tensor(norm)
     if not norm.isfinite():
         raise RunError(
             f"the norm of the gradient is {norm.item()}; the step was not taken. "
@@ -181,7 +181,7 @@ def inference(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     model.train()
 
 
-def full(x: torch.Tensor) -> torch.Tensor:
+def full_tensor(x: torch.Tensor) -> torch.Tensor:
     """A tensor without FSDP2's sharding. All processes have to call this."""
     x = x.detach()
     return x.full_tensor() if hasattr(x, "full_tensor") else x

@@ -81,18 +81,18 @@ def check_length(config: transformers.PretrainedConfig, needed: int, what: str) 
 
 
 def load_lm(
-    name: str, flag: str = "--base_model", from_scratch: bool = False
+    name: str, flag: str = "--base_model", allow_random: bool = False
 ) -> "transformers.PreTrainedModel":
     """A causal language model in fp32 without dropout (P4), its head outside autocast.
 
-    Only safetensors are read. A folder without weights gives a random model if `from_scratch`, and
+    Only safetensors are read. A folder without weights gives a random model if `allow_random`, and
     otherwise an `InputError`, as does a model whose results would be wrong.
     """
     with loading_model(name, flag):
         config = disable_dropout(transformers.AutoConfig.from_pretrained(name))
     path = Path(name)
     if path.is_dir() and not has_weights(path):
-        if not from_scratch or any(path.glob("*.bin")):
+        if not allow_random or any(path.glob("*.bin")):
             check_weights(path, flag)
         lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     else:
@@ -207,6 +207,13 @@ def compute_logits(lm: "transformers.PreTrainedModel", hidden: Tensor) -> Tensor
     if cap := getattr(lm.config, "final_logit_softcapping", None):  # Gemma 2
         logits = cap * torch.tanh(logits / cap)
     return logits
+
+
+def new_backbone(config: transformers.PretrainedConfig) -> Any:
+    """The transformer of a configuration, with random weights in fp32 and without dropout."""
+    backbone = transformers.AutoModel.from_config(disable_dropout(config), dtype=torch.float32)
+    use_fused_gelu(backbone)
+    return backbone
 
 
 def enable_gradient_checkpointing(model: "transformers.PreTrainedModel") -> None:

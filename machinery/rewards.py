@@ -18,7 +18,7 @@ from data.tasks import Task
 from machinery.cli import InputError, RunError
 from machinery.functions import call_function, load_function, names_taken, signature_of
 from machinery.hub import check_weights, loading_model, looks_local
-from machinery.models import disable_dropout
+from machinery.models import disable_dropout, use_fused_gelu
 from utils import TokenIds, decode, micro_batches, pad_left
 
 PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # a text that tokenizers split differently
@@ -81,6 +81,7 @@ def load_reward_model(cls: Callable, folder: str, make: str = "train_reward.py")
         raise InputError(
             f"--reward_model {folder} is not a reward model or classifier of one label"
         )
+    use_fused_gelu(classifier)
     skip_id = -1 if config.pad_token_id is None else config.pad_token_id
     model = cls(RewardConfig(config, config.vocab_size, skip_id), classifier.base_model)
     model.head.weight = classifier.score.weight

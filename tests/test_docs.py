@@ -108,6 +108,19 @@ def test_every_metric_is_explained(runs):
             assert f"`{metric}`" in text, (name, metric)
 
 
+def test_every_symptom_has_a_picture_and_every_picture_a_symptom():
+    sections = PAGES["docs/debugging.md"].split("\n## ")[1:]
+    pictures = [re.findall(r"!\[[^]]+\]\((img/\S+)\)", section) for section in sections]
+    there = {f"img/{path.name}" for path in ROOT.glob("docs/img/debugging_*.png")}
+    assert len(sections) == len(there) and {path for (path,) in pictures} == there
+
+
+def test_the_progress_line_shows_what_is_maximized():
+    progress = importlib.import_module("ppo").PROGRESS
+    assert progress == importlib.import_module("rloo").PROGRESS
+    assert "objective/rlhf_reward" in progress
+
+
 def test_presets_are_of_tasks_that_there_are_and_say_something():
     for name in SCRIPTS:
         for task, preset in importlib.import_module(name).PRESETS.items():

@@ -29,7 +29,6 @@ import rloo
 import sft
 import train_reward
 import utils
-from benchmarks.same import shard_on_a_cpu
 from data import tasks
 from machinery import cli, distributed, models, sources
 from machinery.artifacts import ROOT
@@ -264,8 +263,9 @@ MISTAKES = [  # scripts, flags, words of the error
     (RL, dict(reward_model="task"), ("no reward model in task", "python train_reward.py")),
     (RL, dict(eval_queries=1000), ("1000",)),
     (("sft",), dict(block_size=65), ("65", "64")),
-    (("sft",), dict(block_size=64, response_length=60), ("76", "64")),  # 64 / 4 + 60
+    (("sft",), dict(block_size=64, response_length=50), ("66", "64")),  # 64 / 4 + 50
     (("sft",), dict(query_dataset="few.txt"), ("few.txt", "num_heldout=4", "6")),
+    (("sft",), dict(query_dataset="twice.txt"), ("holding out 4 of 60", "leaves 0", "2")),
     (("sft",), dict(response_column="answer"), ("--query_dataset", "'answer'", "text")),
     (("train_reward",), dict(label_dataset="nowhere.json"), ("--label_dataset", "nowhere.json")),
     (("train_reward",), dict(label_dataset="empty.jsonl"), ("--label_dataset", "empty.jsonl")),
@@ -285,6 +285,7 @@ def test_bad_input_is_refused_before_any_weights(script, flags, words, start, no
         (tmp_path / name).write_text(content)
     (tmp_path / "file.txt").write_text("Anna saw a cat.\n")
     (tmp_path / "few.txt").write_text("Anna saw a cat.\n" * 3)
+    (tmp_path / "twice.txt").write_text("Anna saw a cat.\n" * 120)  # equal blocks
     (tmp_path / "good.py").write_text("def number(text):\n    return 1\n")
     (tmp_path / "broken.py").write_text("import json\njson.loads('{')\n")
     row = dict(query=[1] * 60, sample0=[1] * 10, sample1=[2], best=0)
@@ -648,7 +649,7 @@ def test_a_launch_that_would_silently_change_the_mathematics_is_refused(name, va
     ],
 )
 def test_fsdp_has_to_be_version_2_with_resharding(env, words, launch, monkeypatch):
-    shard_on_a_cpu(monkeypatch.setattr)
+    tiny.shard_on_a_cpu(monkeypatch.setattr)
     env = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2") | env
     if words:
         refuses(lambda: launch(**env), *words)

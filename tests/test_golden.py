@@ -225,8 +225,7 @@ def test_P1_logprobs_entropies_and_values_of_responses(script):
         left(arrays["queries"], pad_id),
         torch.from_numpy(arrays["responses"]).long(),
     )
-    with torch.no_grad():
-        ours = policy(contexts, responses)
+    ours = policy(contexts, responses)
     names = ("logprobs", "entropies", "values")[: 2 if script is rloo else 3]
     for value, name in zip(ours, names, strict=True):
         torch.testing.assert_close(

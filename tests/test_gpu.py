@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py with tiny models on a CPU: every row comes, and a bad row says why."""
+"""benchmarks/gpu.py with tiny models on a CPU: every row comes, and a bad row says why. memory.py: by hand."""
 
 import csv
 import json
@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ppo
 import rloo
-from benchmarks import gpu, gpu_checks, gpu_count, memory, speed
+from benchmarks import gpu, gpu_checks, memory, speed
+from machinery import packing
 
 ROWS = list(gpu.plan(True, Path("unused"), Path("unused")))
 ALL = [what for what, *_ in ROWS]
@@ -123,23 +125,55 @@ def test_the_bytes_that_are_read_are_those_of_weights_keys_and_values():
         assert gpu.bytes_read(gpu.GPT2, group, 512) == 24 * (2 * weights + 4 * head + 2 * cache)
 
 
-def test_operators_and_bytes_are_counted_without_views():
-    """A product of 4 numbers reads and writes 16 bytes; `gather` reads one index of 8 bytes."""
-    x = torch.ones(1, 4)
-    with gpu_count.Counter() as counter:
-        (x * 2).view(2, 2).t()
-        assert counter.restart() == (1, 32e-9)
-        x.gather(1, torch.zeros(1, 1, dtype=torch.long))
-        assert counter.restart() == (2, (8 + 8 + 4) * 1e-9)
+class Logits(memory.Tracker):
+    """Counts tensors that are as large as logits [N, V], of any dtype."""
+
+    def __init__(self, elements: int):
+        super().__init__()
+        self.sizes = {elements * size for size in (1, 2, 4, 8)}
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes() in self.sizes:
+            super().add(storage)
 
 
 def test_at_most_three_copies_of_the_logits_are_alive(monkeypatch):
     """Logits and their quotient; log-probabilities and p log p; backward two gradients as well."""
-    monkeypatch.setitem(memory.SHAPES, "small", memory.gpt2(32, 2, 2))
-    monkeypatch.setattr(ppo, "Packed", ppo.Packed)
-    found = gpu_count.sizes("small", [40] * 7, 24)
-    names = ("policy, forward", "policy, backward", "reference")
-    assert [found[name][0] for name in names] == [2, 3, 2]
+    plain = lambda backbone: lambda *inputs, **lengths: packing.run_plain(backbone, *inputs)  # noqa: E731
+    monkeypatch.setattr(ppo, "Packed", plain)
+    tracker, copies = Logits(7 * 24 * 50257), []
+    with FakeTensorMode(allow_non_fake_inputs=True), tracker:
+        contexts, responses = (torch.ones(7, n, dtype=torch.long) for n in (16, 24))
+        lm = memory.random_lm(memory.gpt2(32, 2, 2))
+        policy = ppo.PolicyAndValue(lm, 50257, 0.7).train()
+        with torch.autocast("cpu", torch.bfloat16):
+            logprobs, _, _ = policy(contexts, responses)
+        copies.append(tracker.restart())
+        logprobs.sum().backward()
+        copies.append(tracker.restart())
+        del logprobs
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            policy(contexts, responses)
+        copies.append(tracker.restart())
+    assert [size / (4 * 7 * 24 * 50257) for size in copies] == [2, 3, 2]
+
+
+@pytest.mark.parametrize("script", ["ppo", "rloo"])
+def test_memory_between_updates_is_that_of_weights_and_moments(
+    script, monkeypatch, capsys, bf16_accelerator
+):
+    """20 bytes per parameter: weights, two moments, reference, reward model. The rest is small."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # restored afterwards
+    monkeypatch.setitem(memory.SHAPES, "tiny", memory.gpt2(64, 4, 2))
+    parameters = 64 * (50257 + 1024) + 4 * (12 * 64**2 + 13 * 64) + 2 * 64
+    flags = "--batch_size 8 --num_minibatches 1"
+    memory.main(memory.Args((script,), ("tiny",), ("sentiment",), flags))
+    _, _, row = capsys.readouterr().out.splitlines()
+    name, task, of, *sizes, card = row.strip("| ").split(" | ")
+    assert (name, task, of, card) == ("tiny", "sentiment", script, "24")
+    live, *phases = map(float, sizes)
+    assert live == pytest.approx(20 * parameters / 2**30, abs=0.006)
+    assert all(size > live for size in phases)
 
 
 def test_a_prompts_operations_count_once_where_it_is_read_once():

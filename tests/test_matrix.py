@@ -25,7 +25,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.same import shard_on_a_cpu
 from data import tasks
 from machinery import cli, distributed, models
 from machinery.rewards import load_reward_model
@@ -173,7 +172,7 @@ def two_processes() -> None:
     """What each process of a launch does: every kind and script, the two forms in turn."""
     rank, stop = int(os.environ["RANK"]), distributed.stop
     distributed.stop = lambda accelerator: accelerator.wait_for_everyone()  # one group for all
-    shard_on_a_cpu()
+    tiny.shard_on_a_cpu()
     prepared, frozen = spy_on_shards("prepare"), spy_on_shards("freeze")
     os.environ |= {"FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
     runs = []  # written before there is a process group, in which only rank 0 saves models

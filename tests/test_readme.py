@@ -15,13 +15,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tiny
+import torch
 import tyro
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.sweep import copy_project  # noqa: E402
+import ppo  # noqa: E402
+from benchmarks.mutations import copy_project  # noqa: E402
 from machinery.cli import parse_args  # noqa: E402
 
 README = ROOT / "README.md"
@@ -91,19 +95,39 @@ def test_commands_parse_as_printed(source):
                 tyro.cli(script.Args, args=argv)
 
 
-# Commands that the test below leaves out: other data, machines and tools, which have tests of their
-# own; and what the fixture has run before.
-ELSEWHERE = (
-    "# .*needs |--task (?!synthetic)|configs/|benchmarks/|demo.sh|pip |pytest|mkdocs|ruff|venv"
-    "|pre-commit|git worktree"
-)
-ELSEWHERE += r"|^python (sft|train_reward)\.py --task \w+\s*(#.*)?$"
+# What test_local_commands_run_as_printed runs, and what it leaves out: the test that has it instead,
+# or what it needs.
+LOCAL = r"--task synthetic|^(cp|diff|grep|for|done)\b|benchmarks/(curves|winrate)\.py"
+FIXTURE = "test_readme.test_local_commands_run_as_printed"  # its models come from these commands
+ELSEWHERE = {
+    r"# .*(needs|GPU|hub)": "it says so",
+    r"--task (sentiment|tldr|gsm8k)|^end=": "the hub",
+    r"^(pip|pytest|pre-commit|ruff|python -m venv|python3 -m pip)": "CI",
+    r"git worktree": "the history",
+    r"mutations\.py|(arithmetic|synthetic)\.sh": "minutes",
+    r"demo\.sh|^python (sft|train_reward)\.py --task synthetic(_eos)?\s*(#|$)": FIXTURE,
+    r"--task arithmetic": "test_answers.test_arithmetic_from_sft_to_pass_at_k_in_any_folder",
+    r"curves\.py .*wandb": "test_curves.test_the_documented_command_draws_published_curves_over_ours",
+    r"curves\.py .*TRL=": "test_from_trl.test_the_pages_commands_parse_and_the_first_is_the_run_of_its"
+    "_configuration",
+    r"same\.py": "test_same.test_17_32_nothing_depends_on_what_a_script_runs_on",
+    r"gpu\.py": "test_gpu.test_every_row_runs_without_a_gpu_and_is_written_and_printed",
+    r"memory\.py": "test_gpu.test_memory_between_updates_is_that_of_weights_and_moments",
+    r"speed\.py": "test_speed.test_a_race_measures_every_phase_and_keeps_rows_of_other_workloads",
+    r"^def score": "test_readme.test_reward_functions_of_the_docs_score_each_response",
+    r"^-    advantages, returns = gae": "test_readme.test_edits_of_the_docs_are_what_lam_1_gives",
+    r"^speed\.operations": "test_readme.test_counted_operations_and_bytes_of_the_docs",
+    r"^args = PPOConfig": "test_from_trl.test_the_page_names_every_field_once_beside_flags_that_the"
+    "_script_has",
+    r"^from transformers": "test_tldr.test_the_pages_command_scores_as_the_classifier_itself",
+}
 TINY = """set -e
 tiny() {
 case "$1" in
 sft.py) echo --num_queries 400 --num_heldout 8 --num_epochs 1 ;;
 train_reward.py) echo --num_labels 16 --num_heldout 8 --normalize_samples 8 ;;
 ppo.py | rloo.py | mine.py) echo --total_episodes 96 --batch_size 8 --eval_queries 4 ;;
+benchmarks/winrate.py) echo --queries 4 ;;
 esac
 }
 python() { PYTHON "$@" $(tiny "$1"); }
@@ -112,13 +136,38 @@ diff() { command diff "$@" || [ $? = 1 ]; }
 """
 
 
+def elsewhere(text: str) -> str | None:
+    """What runs a command or block that is left out, or what it needs; None if it is not."""
+    found = (where for pattern, where in ELSEWHERE.items() if re.search(pattern, text, re.M))
+    return next(found, None)
+
+
+def lines_of(text: str) -> list[str]:
+    """A command each, with its comment."""
+    return [line for line in text.replace("\\\n", " ").splitlines() if commands([line])]
+
+
 def local_commands(page: str) -> str:
     """The commands of a page that need nothing, in its order; a loop runs once."""
-    text = "".join(blocks(page, "bash")).replace("\\\n", " ").replace("in 1 2 3", "in 1")
-    return "".join(x for x in text.splitlines(keepends=True) if not re.search(ELSEWHERE, x))
+    lines = lines_of("".join(blocks(page, "bash")).replace("in 1 2 3", "in 1"))
+    return "\n".join(line for line in lines if not elsewhere(line))
 
 
-LOCAL = [page for page in PAGES if re.sub("#.*", "", local_commands(page)).strip()]
+def test_every_command_and_code_block_is_run_by_a_test_or_has_what_it_needs_listed():
+    used = set()
+    for page, text in PAGES.items():
+        for block in re.finditer(r"^ *```(\w*)\n(.*?)^ *```", text, flags=re.M | re.S):
+            language, code = block.groups()
+            for part in lines_of(code) if language in ("bash", "") else [code]:
+                place = f"{page}:{text[: block.start()].count(chr(10)) + 1}: {part}"
+                if language == "":  # output, or a tree
+                    assert not re.search(LOCAL + "|^(python|pip|accelerate) ", part), place
+                else:
+                    used.add(elsewhere(part))
+                    assert elsewhere(part) or language == "bash" and re.search(LOCAL, part), place
+    assert used == {None, *ELSEWHERE.values()}
+    for file, name in (x.split(".") for x in ELSEWHERE.values() if "." in x):
+        assert f"\ndef {name}(" in (ROOT / "tests" / f"{file}.py").read_text(), name
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +189,7 @@ def project(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", LOCAL)
+@pytest.mark.parametrize("page", [x for x in PAGES if local_commands(x)])
 def test_local_commands_run_as_printed(page, project, tmp_path):
     """In a copy of the project, where `python` adds the flags of a tiny budget."""
     base, run = project
@@ -161,6 +210,32 @@ def test_reward_functions_of_the_docs_score_each_response(tmp_path):
         count = len(inspect.signature(space["score"]).parameters)
         scores = space["score"](*[*texts, [1.0, -1.0]][:count])
         assert len(scores) == 2 and all(math.isfinite(x) for x in scores)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/your-experiment.md"])
+def test_edits_of_the_docs_are_what_lam_1_gives(page):
+    """Returns minus the values (README), or minus nothing, as for values of 0."""
+    (edit,) = blocks(page, "diff")
+    removed, *added = (line[1:] for line in edit.splitlines())
+    code = (ROOT / "ppo.py").read_text()
+    assert code.count(f"\n{removed}\n") == 1
+    space = {"__name__": "ppo", "__file__": str(ROOT / "ppo.py")}
+    exec(code.replace(removed, "\n".join(added)), space)
+    values = torch.rand(2, 3) * (page == "README.md")
+    minibatch = SimpleNamespace(rewards=torch.rand(2, 3), values=values, mask=values >= 0)
+    found = space["compute_advantages"](minibatch, tiny.make_args(lam=0.5))
+    torch.testing.assert_close(found, ppo.compute_advantages(minibatch, tiny.make_args(lam=1.0)))
+
+
+def test_counted_operations_and_bytes_of_the_docs():
+    (block,) = blocks("docs/gpu.md", "python")
+    imports, *lines = [line for line in block.splitlines() if line]
+    exec(imports, space := {})
+    for line in lines:
+        call, comment = line.split("#")
+        found = eval(call, space)
+        numbers = [float(x) for x in re.findall(r"[\d.]+e\d+", comment)]
+        assert numbers == pytest.approx(list(getattr(found, "values", lambda: [found])()), rel=0.01)
 
 
 if __name__ == "__main__":

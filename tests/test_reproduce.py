@@ -9,7 +9,7 @@ import pytest
 import tiny
 from test_curves import rows_of, write_chart
 
-from benchmarks.sweep import copy_project
+from benchmarks.mutations import copy_project
 
 ROOT = Path(__file__).parents[1]
 TINY = """python() {

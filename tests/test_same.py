@@ -52,11 +52,8 @@ PATCHES = [name for name in PATCHES if name not in ("grpo", "gspo")]
 Table = dict[str, tuple[bool, str]]  # column: whether it is as it should be, and what was found
 
 
-def tables(folder: Path, jobs: list[tuple[Path | str, list[str]]], seed: int = 1) -> list[Table]:
-    """The tables of scripts, of some columns or all; one process imports everything once.
-
-    In place of a script there may be the name of a patch.
-    """
+def tables(folder: Path, jobs: list[tuple[Path, list[str]]], seed: int = 1) -> list[Table]:
+    """The tables of scripts, of some columns or all; one process imports everything once."""
     command = [sys.executable, __file__, json.dumps(jobs, default=str)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "SEED": str(seed)}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900)
@@ -71,6 +68,16 @@ def write_fault(folder: Path, column: str) -> Path:
     assert source.count(right) == 1, right
     path = folder / f"fault{list(FAULTS).index(column)}.py"
     path.write_text(source.replace(right, wrong))
+    return path
+
+
+def write_patched(folder: Path, name: str) -> Path:
+    """The script that a patch makes."""
+    diff = ROOT / "diffs" / f"{name}.diff"
+    (base,) = re.findall(r"^--- (\w+\.py)", diff.read_text(), re.M)
+    path = folder / f"{name}.py"
+    command = ["patch", "--fuzz=0", "--quiet", "-o", path, ROOT / base, diff]
+    subprocess.run(command, check=True)
     return path
 
 
@@ -114,7 +121,8 @@ def test_17_32_no_patch_depends_on_the_number_of_processes(tmp_path):
     """Where rounding flips a sampled token with one seed, it does not with all of three."""
     names = list(PATCHES)
     for seed in (1, 2, 5):
-        found = tables(tmp_path, [(name, ["2 processes"]) for name in names], seed)
+        scripts = [write_patched(tmp_path, name) for name in names]
+        found = tables(tmp_path, [(script, ["2 processes"]) for script in scripts], seed)
         lines = {name: table["2 processes"] for name, table in zip(names, found, strict=True)}
         names = [name for name, (fine, _) in lines.items() if not fine]
         if not names:
@@ -132,11 +140,8 @@ def test_every_column_sees_a_fault(tmp_path):
 
 
 if __name__ == "__main__":
-    from benchmarks import same, sweep
+    from benchmarks import same
 
     same.warm_up()
-    found = []
-    for script, only in json.loads(sys.argv[1]):
-        path = Path(script if script.endswith(".py") else sweep.load_script(script).__file__)
-        found.append(same.table(path, "gpt2", tuple(only)))
-    print(json.dumps(found))
+    tables = [same.table(Path(path), tuple(only)) for path, only in json.loads(sys.argv[1])]
+    print(json.dumps(tables))

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -556,3 +558,19 @@ def label_rows(
         }
         for _ in range(n)
     ]
+
+
+def shard_on_a_cpu(put: Callable = setattr) -> None:
+    """Let accelerate use its FSDP2 on a CPU, where it would silently use DDP instead."""
+    init = AcceleratorState.__init__
+
+    def forced(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **more: Any) -> None:
+        init(self, *args, fsdp_plugin=fsdp_plugin, **more)
+        if fsdp_plugin is not None:
+            self.distributed_type = DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+
+    put(AcceleratorState, "__init__", forced)
