@@ -1,7 +1,7 @@
 """How much of a batch PPO and RLOO clip if old log-probabilities come from the sampling loop.
 
-    python sft.py --task synthetic && python benchmarks/bf16_clipped.py --lr 1e-4
-    python benchmarks/bf16_clipped.py --model models/smollm2 --batch 48 --steps 4   # pretrained.py
+    python sft.py --task synthetic && python benchmarks/bf16_clipped.py --batch 128
+    python benchmarks/bf16_clipped.py --model models/smollm2 --batch 24 --steps 2 --lr 1e-6
 
 One update on `synthetic` with its true score as reward, one minibatch, and the sampler's
 log-probabilities as old ones. Before each step: the shares of tokens (PPO's ratio) and completions
