@@ -408,12 +408,13 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
     other = Path(folder_of(task), "other.txt")
     flags = dict(lr=0.0, ptx_coef=0.5, ptx_dataset=str(other))
     run, plain = run_main(script, task, names=dict(ptx_loss=spy), **flags), run_of("ppo", lr=0.0)
+    assert run.policy.temperature == 0.7  # of the responses; that of the texts is 1
     assert len(batches[0]) == 8 and not torch.equal(batches[0], batches[1])
     for step, without, texts in zip(run.steps, plain.steps, batches, strict=True):
         losses = []
         for row in texts:
             row = row[row != tiny.WORDS]
-            logprobs = (run.policy.lm(row[None]).logits[0] / 0.7).log_softmax(dim=-1)
+            logprobs = run.policy.lm(row[None]).logits[0].log_softmax(dim=-1)
             losses += [-logprobs[t, row[t + 1]] for t in range(len(row) - 1)]
         torch.stack(losses).mean().backward()
         for name, p in run.policy.lm.named_parameters():
