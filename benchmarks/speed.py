@@ -1,6 +1,6 @@
 """Speed and memory of ppo.py and rloo.py beside other implementations, on the same work.
 
-    python benchmarks/speed.py --workload gpt2            # table, CSV and picture
+    python benchmarks/speed.py --workload long            # table, CSV and picture
 
 Ours are the scripts themselves at the defaults of `--task sentiment`. `plain` is
 benchmarks/plain_ppo.py. `trl-ppo` is the PPOTrainer of TRL 1.12.0, the last version that has one,
@@ -9,9 +9,12 @@ own, which is created once in the user's cache.
 
 All have the same random weights and queries, response length and number of epochs, in fp32 without
 dropout and gradient checkpointing. The peers get the fastest of a few micro-batch sizes. TRL's PPO
-has a separate critic, which it demands; TRL's RLOO does not clip gradients.
+has a separate critic, which it demands; TRL's RLOO does not clip gradients. In `long`, the weights
+that all read make w1 as likely at every position as it has to be, and responses end there.
 
 Contestants take turns, each in a process of one thread. Ratios are of CPU seconds within a round.
+`full` is the time of `sample`, divided by the time of its real tokens in full batches: ours samples
+the same contexts again without an end, and a step counts by the share of responses that go on.
 `bound` is the time that the matrix products of real tokens alone would take at the rate that is
 measured in the same round, as a share of the CPU seconds: one forward pass each for sampling,
 reference and reward model, and three times that for an epoch.
@@ -49,8 +52,8 @@ PRODUCT = 2 * 512 * 768 * 3072  # operations of one of them
 class Args:
     """Speed and memory beside other implementations."""
 
-    workload: Literal["tiny", "gpt2"] = "tiny"
-    """64 episodes of a GPT-2 of 4 layers of 128, or 16 of GPT-2 small"""
+    workload: Literal["tiny", "gpt2", "tldr", "long"] = "tiny"
+    """see WORKS"""
     peers: str = "plain,trl-ppo,trl-rloo"
     """some of these, comma-separated"""
     updates: int = 3
@@ -72,11 +75,19 @@ class Work:
     micro: tuple[int, ...]  # micro-batch sizes that the peers try
     response_length: int = 24
     query_length: int = 64
+    same_length: bool = False  # of all queries; else they are like a novel's sentences
+    mean_length: int | None = None  # of responses that end; None: none ends
+    epochs: tuple[int, ...] = (4, 1)  # of RLOO
 
 
 TINY = dict(n_layer=4, n_embd=128, n_head=4, vocab_size=1000, n_positions=1024)
 GPT2 = dict(n_layer=12, n_embd=768, n_head=12, vocab_size=50257, n_positions=1024)
-WORKS = {"tiny": Work(TINY, 64, (8, 16, 32, 64)), "gpt2": Work(GPT2, 16, (2, 4, 8, 16))}
+WORKS = {
+    "tiny": Work(TINY, 64, (8, 16, 32, 64)),
+    "gpt2": Work(GPT2, 16, (2, 4, 8, 16)),
+    "tldr": Work(TINY, 64, (4, 8, 16), 53, 512, same_length=True),
+    "long": Work(TINY, 128, (8, 16, 32), 512, same_length=True, mean_length=128),
+}
 
 
 @dataclass(frozen=True)
@@ -89,13 +100,13 @@ class Contestant:
     rival: str | None = None  # its seconds are divided by those of this one
 
 
-def contestants(peers: list[str]) -> list[Contestant]:
+def contestants(peers: list[str], epochs: tuple[int, ...]) -> list[Contestant]:
     """Ours, and the requested peers."""
     found = [Contestant("ppo", "ppo")]
-    found += [Contestant(f"rloo {n}", "rloo", n) for n in (4, 1)]
+    found += [Contestant(f"rloo {n}", "rloo", n) for n in epochs]
     for peer in peers:
         if peer == "trl-rloo":
-            found += [Contestant(f"{peer} {n}", peer, n, rival=f"rloo {n}") for n in (4, 1)]
+            found += [Contestant(f"{peer} {n}", peer, n, rival=f"rloo {n}") for n in epochs]
         elif peer in ("plain", "trl-ppo"):
             found.append(Contestant(peer, peer, rival="ppo"))
         else:
@@ -103,8 +114,10 @@ def contestants(peers: list[str]) -> list[Contestant]:
     return found
 
 
-def query_lengths(n: int) -> list[int]:
+def query_lengths(n: int, work: Work | None = None) -> list[int]:
     """Lengths like those of a novel's sentences: 7, 17, 40 tokens at 5, 50, 95%; one of 64."""
+    if work and work.same_length:
+        return n * [work.query_length]
     shares = (np.arange(n) + 0.5) / n
     logs = np.interp(shares, (0, 0.05, 0.5, 0.95, 1), np.log((5, 7, 17, 40, 64)))
     return [*np.exp(logs[:-1]).round().astype(int).tolist(), 64]
@@ -117,13 +130,14 @@ def operations(work: Work, kind: str, epochs: int, once: bool = False) -> dict[s
     """
     layers, width = work.config["n_layer"], work.config["n_embd"]
     group = K if "rloo" in kind else 1
-    prompts = np.array(query_lengths(work.episodes // group))
-    lengths = np.tile(prompts, group) + work.response_length
+    prompts = np.array(query_lengths(work.episodes // group, work))
+    response_length = work.mean_length or work.response_length
+    lengths = np.tile(prompts, group) + response_length
 
     def trunk(rows: np.ndarray) -> int:
         return 24 * layers * width**2 * rows.sum() + 2 * layers * width * (rows * (rows + 1)).sum()
 
-    head = 2 * width * work.config["vocab_size"] * work.response_length * len(lengths)
+    head = 2 * width * work.config["vocab_size"] * response_length * len(lengths)
     lm = trunk(lengths) + head - (group - 1) * trunk(prompts) * once
     critic = trunk(lengths) if kind == "separate_critic" else 0
     found = {"sample": lm, "score": lm + trunk(lengths), "optimize": 3 * epochs * (lm + critic)}
@@ -150,7 +164,7 @@ def job(
 ) -> dict[str, Any]:
     """The input of contestants.py; also writes the queries into the folder."""
     rng = np.random.default_rng(0)
-    lengths = query_lengths(work.episodes // (K if "rloo" in one.kind else 1))
+    lengths = query_lengths(work.episodes // (K if "rloo" in one.kind else 1), work)
     queries = [rng.integers(1, work.config["vocab_size"], n).tolist() for n in lengths]
     found = asdict(work) | dict(kind=one.kind.replace("-", "_"), folder=str(folder), micro=micro)
     found |= dict(queries=queries, updates=updates, epochs=one.epochs)
@@ -220,7 +234,13 @@ def race(
         row["episodes/s"] = work.episodes / row["wall"]
         row["peak GB"] = median(lambda heat: heat[name]["peak"])
         row |= {phase: median(lambda heat: seconds(heat[name], 0, (phase,))) for phase in PHASES}
-        row["ratio"] = median(lambda heat: seconds(heat[name], 0) / seconds(heat[rival], 0))
+        ratios = [seconds(heat[name], 0) / seconds(heat[rival], 0) for heat in heats]
+        row["ratio"] = statistics.median(ratios)
+        row["range"] = f"{min(ratios):.2f}-{max(ratios):.2f}"
+        full = [
+            seconds(x[name], 0, ("sample",)) / x[name]["full"] for x in heats if x[name]["full"]
+        ]
+        row["full"] = statistics.median(full) if full else ""
         row["bound"] = sum(operations(work, one.kind, one.epochs).values()) / rate / row["cpu"]
         row |= {"of": rival, "GFLOP/s": rate / 1e9, "versions": heats[0][name]["versions"]}
         table[name] = row
@@ -238,7 +258,18 @@ def processor() -> str:
 
 def write(path: Path, workload: str, table: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
     """Print the table; replace the workload's rows in the CSV; return all rows of the CSV."""
-    shown = ("micro", "cpu", "wall", "episodes/s", "peak GB", *PHASES, "ratio", "bound")
+    shown = (
+        "micro",
+        "cpu",
+        "wall",
+        "episodes/s",
+        "peak GB",
+        *PHASES,
+        "ratio",
+        "range",
+        "full",
+        "bound",
+    )
     print(f"{workload:34}" + "".join(f"{name:>11}" for name in shown))
     for name, row in table.items():
         cells = (f"{x:11.3g}" if isinstance(x, float) else f"{x:>11}" for x in map(row.get, shown))
@@ -286,8 +317,8 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
 def main(args: Args) -> None:
     """Measure, print, write, draw."""
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    field = contestants(args.peers.split(","))
     work = WORKS[args.workload]
+    field = contestants(args.peers.split(","), work.epochs)
     work = replace(work, micro=(args.micro,)) if args.micro else work
     table = race(work, field, args.updates, args.rounds)
     rows = write(args.out.with_suffix(".csv"), args.workload, table)
