@@ -286,9 +286,9 @@ def versions() -> str:
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
-def main(text: str) -> None:
+def main(path: str) -> None:
     """Run the job and print what it took. Raises `RuntimeError` for a wrong number of steps."""
-    job, steps = Job(**json.loads(text)), []
+    job, steps = Job(**json.loads(Path(path).read_text())), []
     torch.set_num_threads(1)
     register_optimizer_step_post_hook(lambda *_: steps.append(1))
     watch = Stopwatch()
@@ -301,5 +301,5 @@ def main(text: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("job", help="JSON, made by `job` of speed.py")
+    parser.add_argument("job", help="JSON file, made by `job` of speed.py")
     main(parser.parse_args().job)

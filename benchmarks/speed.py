@@ -75,9 +75,9 @@ class Work:
     micro: tuple[int, ...]  # micro-batch sizes that the peers try
     response_length: int = 24
     query_length: int = 64
-    same_length: bool = False  # of all queries; else they are like a novel's sentences
+    shortest: int | None = None  # query, lengths are even; None: those of a novel's sentences
     mean_length: int | None = None  # of responses that end; None: none ends
-    epochs: tuple[int, ...] = (4, 1)  # of RLOO
+    flags: tuple[str, ...] = ()  # of ours
 
 
 TINY = dict(n_layer=4, n_embd=128, n_head=4, vocab_size=1000, n_positions=1024)
@@ -85,8 +85,8 @@ GPT2 = dict(n_layer=12, n_embd=768, n_head=12, vocab_size=50257, n_positions=102
 WORKS = {
     "tiny": Work(TINY, 64, (8, 16, 32, 64)),
     "gpt2": Work(GPT2, 16, (2, 4, 8, 16)),
-    "tldr": Work(TINY, 64, (4, 8, 16), 53, 512, same_length=True),
-    "long": Work(TINY, 128, (8, 16, 32), 512, same_length=True, mean_length=128),
+    "tldr": Work(TINY, 64, (4, 8, 16), 53, 512, 100, flags=("--micro_batch_tokens", "16384")),
+    "long": Work(TINY, 128, (8, 16, 32), 512, mean_length=128),
 }
 
 
@@ -100,13 +100,13 @@ class Contestant:
     rival: str | None = None  # its seconds are divided by those of this one
 
 
-def contestants(peers: list[str], epochs: tuple[int, ...]) -> list[Contestant]:
+def contestants(peers: list[str]) -> list[Contestant]:
     """Ours, and the requested peers."""
     found = [Contestant("ppo", "ppo")]
-    found += [Contestant(f"rloo {n}", "rloo", n) for n in epochs]
+    found += [Contestant(f"rloo {n}", "rloo", n) for n in (4, 1)]
     for peer in peers:
         if peer == "trl-rloo":
-            found += [Contestant(f"{peer} {n}", peer, n, rival=f"rloo {n}") for n in epochs]
+            found += [Contestant(f"{peer} {n}", peer, n, rival=f"rloo {n}") for n in (4, 1)]
         elif peer in ("plain", "trl-ppo"):
             found.append(Contestant(peer, peer, rival="ppo"))
         else:
@@ -114,13 +114,19 @@ def contestants(peers: list[str], epochs: tuple[int, ...]) -> list[Contestant]:
     return found
 
 
-def query_lengths(n: int, work: Work | None = None) -> list[int]:
+def query_lengths(n: int) -> list[int]:
     """Lengths like those of a novel's sentences: 7, 17, 40 tokens at 5, 50, 95%; one of 64."""
-    if work and work.same_length:
-        return n * [work.query_length]
     shares = (np.arange(n) + 0.5) / n
     logs = np.interp(shares, (0, 0.05, 0.5, 0.95, 1), np.log((5, 7, 17, 40, 64)))
     return [*np.exp(logs[:-1]).round().astype(int).tolist(), 64]
+
+
+def lengths_of(work: Work, kind: str) -> list[int]:
+    """Lengths of a contestant's queries."""
+    n = work.episodes // (K if "rloo" in kind else 1)
+    if work.shortest is None:
+        return query_lengths(n)
+    return np.linspace(work.shortest, work.query_length, n).round().astype(int).tolist()
 
 
 def operations(work: Work, kind: str, epochs: int, once: bool = False) -> dict[str, float]:
@@ -130,7 +136,7 @@ def operations(work: Work, kind: str, epochs: int, once: bool = False) -> dict[s
     """
     layers, width = work.config["n_layer"], work.config["n_embd"]
     group = K if "rloo" in kind else 1
-    prompts = np.array(query_lengths(work.episodes // group, work))
+    prompts = np.array(lengths_of(work, kind))
     response_length = work.mean_length or work.response_length
     lengths = np.tile(prompts, group) + response_length
 
@@ -163,12 +169,11 @@ def job(
     folder: Path, work: Work, one: Contestant, updates: int, micro: int = 1, **more: Any
 ) -> dict[str, Any]:
     """The input of contestants.py; also writes the queries into the folder."""
-    rng = np.random.default_rng(0)
-    lengths = query_lengths(work.episodes // (K if "rloo" in one.kind else 1), work)
+    rng, lengths = np.random.default_rng(0), lengths_of(work, one.kind)
     queries = [rng.integers(1, work.config["vocab_size"], n).tolist() for n in lengths]
     found = asdict(work) | dict(kind=one.kind.replace("-", "_"), folder=str(folder), micro=micro)
     found |= dict(queries=queries, updates=updates, epochs=one.epochs)
-    found |= dict(k=K, products=PRODUCTS, flags=[])
+    found |= dict(k=K, products=PRODUCTS, flags=work.flags)
     texts = [" ".join(f"w{token}" for token in tokens) for tokens in queries]
     held_out = np.random.default_rng(0).permutation(len(queries) + 1)[0]  # by ours, for evaluation
     texts.insert(held_out, "w1 w2 w3")
@@ -178,8 +183,8 @@ def job(
 
 def run(folder: Path, work: Work, one: Contestant, updates: int, micro: int = 1) -> dict[str, Any]:
     """Run a contestant in a new process; return seconds per update, peak and versions."""
-    command = [peer_python(one.kind), str(HERE / "contestants.py")]
-    command.append(json.dumps(job(folder, work, one, updates, micro)))
+    command = [peer_python(one.kind), str(HERE / "contestants.py"), str(folder / "job.json")]
+    (folder / "job.json").write_text(json.dumps(job(folder, work, one, updates, micro)))
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
     if done.returncode:
@@ -318,7 +323,7 @@ def main(args: Args) -> None:
     """Measure, print, write, draw."""
     args.out.parent.mkdir(parents=True, exist_ok=True)
     work = WORKS[args.workload]
-    field = contestants(args.peers.split(","), work.epochs)
+    field = contestants(args.peers.split(","))
     work = replace(work, micro=(args.micro,)) if args.micro else work
     table = race(work, field, args.updates, args.rounds)
     rows = write(args.out.with_suffix(".csv"), args.workload, table)
