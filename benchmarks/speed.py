@@ -77,16 +77,18 @@ class Work:
     query_length: int = 64
     shortest: int | None = None  # query, lengths are even; None: those of a novel's sentences
     mean_length: int | None = None  # of responses that end; None: none ends
+    epochs: tuple[int, ...] = (4, 1)  # of RLOO; PPO has the first
     flags: tuple[str, ...] = ()  # of ours
 
 
 TINY = dict(n_layer=4, n_embd=128, n_head=4, vocab_size=1000, n_positions=1024)
 GPT2 = dict(n_layer=12, n_embd=768, n_head=12, vocab_size=50257, n_positions=1024)
+TLDR = ("--micro_batch_tokens", "16384")  # as in its preset
 WORKS = {
     "tiny": Work(TINY, 64, (8, 16, 32, 64)),
     "gpt2": Work(GPT2, 16, (2, 4, 8, 16)),
-    "tldr": Work(TINY, 64, (4, 8, 16), 53, 512, 100, flags=("--micro_batch_tokens", "16384")),
-    "long": Work(TINY, 128, (8, 16, 32), 512, mean_length=128),
+    "tldr": Work(TINY, 64, (4, 8, 16), 53, 512, 100, None, (1,), TLDR),
+    "long": Work(TINY, 256, (4, 8, 16), 512, mean_length=128, epochs=(1,)),
 }
 
 
@@ -100,15 +102,15 @@ class Contestant:
     rival: str | None = None  # its seconds are divided by those of this one
 
 
-def contestants(peers: list[str]) -> list[Contestant]:
+def contestants(peers: list[str], epochs: tuple[int, ...] = (4, 1)) -> list[Contestant]:
     """Ours, and the requested peers."""
-    found = [Contestant("ppo", "ppo")]
-    found += [Contestant(f"rloo {n}", "rloo", n) for n in (4, 1)]
+    found = [Contestant("ppo", "ppo", epochs[0])]
+    found += [Contestant(f"rloo {n}", "rloo", n) for n in epochs]
     for peer in peers:
         if peer == "trl-rloo":
-            found += [Contestant(f"{peer} {n}", peer, n, rival=f"rloo {n}") for n in (4, 1)]
+            found += [Contestant(f"{peer} {n}", peer, n, rival=f"rloo {n}") for n in epochs]
         elif peer in ("plain", "trl-ppo"):
-            found.append(Contestant(peer, peer, rival="ppo"))
+            found.append(Contestant(peer, peer, epochs[0], rival="ppo"))
         else:
             raise SystemExit(f"--peers {peer}: it has to be some of plain,trl-ppo,trl-rloo")
     return found
@@ -323,7 +325,7 @@ def main(args: Args) -> None:
     """Measure, print, write, draw."""
     args.out.parent.mkdir(parents=True, exist_ok=True)
     work = WORKS[args.workload]
-    field = contestants(args.peers.split(","))
+    field = contestants(args.peers.split(","), work.epochs)
     work = replace(work, micro=(args.micro,)) if args.micro else work
     table = race(work, field, args.updates, args.rounds)
     rows = write(args.out.with_suffix(".csv"), args.workload, table)
