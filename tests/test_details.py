@@ -859,9 +859,9 @@ def test_X10_the_reward_model_reads_micro_batch_tokens_at_a_time(tmp_path, accel
     args = tiny.make_args(reward_model=folder, micro_batch_tokens=70)
 
     class Spy(train_reward.RewardModel):
-        def forward(self, tokens):
+        def forward(self, tokens, **prompt_length):
             sizes.append(len(tokens))
-            return super().forward(tokens)
+            return super().forward(tokens, **prompt_length)
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     reward = load_reward(args, Spy, tokenizer, tiny.IDS, accelerator)
