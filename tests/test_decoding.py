@@ -26,6 +26,7 @@ OTHERS = {
     "mistral": dict(sliding_window=6),  # narrower than the contexts
 }
 KINDS = (*((kind, None) for kind in tiny.KINDS), *OTHERS.items())
+KINDS += (("gemma2", dict(sliding_window=20)),)  # in one of two layers; full after the first block
 LENGTH = 5  # tokens of a response
 CONTEXTS = tiny.make_contexts([8, 3, 5, 8, 1], 11).repeat(
     3, 1
