@@ -40,7 +40,7 @@ class Stopwatch:
         self.updates: list[dict[str, list[float]]] = []
         self.phase: str | None = None
         self.then, self.peak = (0.0, 0.0), 0.0
-        self.full: float | None = None  # of `full_batches`
+        self.full = 0.0  # seconds of `sample` / `full_batches`
 
     def __call__(self, phase: str | None) -> None:
         """Begin a phase; None: between two updates."""
@@ -132,24 +132,25 @@ def ours(job: Job, watch: Stopwatch) -> None:
             super().start(phase)
 
     def sample_in_batches(*inputs: Any) -> torch.Tensor:
-        last.append((*inputs[:-1], inputs[-1].clone_state()))
-        return sampler(*inputs)
+        rng, responses = inputs[-1].clone_state(), sampler(*inputs)
+        if job.mean_length and job.kind == "ppo" and watch.phase:  # not in evaluations
+            watch(None)
+            full = full_batches(sampler, *inputs[:-1], rng)
+            watch.full = watch.updates[-1]["sample"][0] / full
+        return responses
 
-    script.Timer, sampler, last = Timer, script.sample_in_batches, []
+    script.Timer, sampler = Timer, script.sample_in_batches
     script.sample_in_batches = sample_in_batches
     Run.checkpoint = watch.around(Run.checkpoint, None, None)
     script.main(script_args(script, job))
-    script.sample_in_batches = sampler
-    if job.mean_length and job.kind == "ppo":
-        watch.full = full_batches(script, *last[-2])  # the last one is an evaluation
 
 
 def full_batches(
-    script: Any, decoder: Any, contexts: torch.Tensor, ids: Any, args: Any, rng: torch.Generator
+    sampler: Callable, decoder: Callable, contexts: torch.Tensor, ids: Any, args: Any, rng: Any
 ) -> float:
-    """CPU seconds of sampling these responses, if every token were one of a full batch.
+    """CPU seconds of sampling the same tokens, each in a batch that no response leaves.
 
-    None of them ends, and a step counts by the share of those that had not ended.
+    A step counts by the share of responses that had not ended.
     """
     from utils import truncate
 
@@ -160,7 +161,7 @@ def full_batches(
         return decoder(*inputs, **cache)
 
     endless = replace(args, task=replace(args.task, eos_task=False))
-    responses = script.sample_in_batches(timed, contexts, ids, endless, rng)
+    responses = sampler(timed, contexts, ids, endless, rng)
     seconds = np.diff([*began, time.process_time()])
     real = truncate(responses, ids.truncate, args.task.truncate_after, ids.pad)[0] != ids.pad
     return float(seconds @ real.double().mean(dim=0).numpy())

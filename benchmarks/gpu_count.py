@@ -194,7 +194,7 @@ def main() -> None:
         print(ROW.format(name, number))
     ppo.ppo_losses = PPO_LOSSES
     sentiment = [n + 24 for n in speed.query_lengths(512)]
-    tldr = [n + 53 for n in gpu.tldr_lengths(16_384 // (306 + 53))]
+    tldr = [n + 53 for n in speed.query_lengths(16_384 // (306 + 53), gpu.PYTHIA_1B)]
     for shape, lengths, length in (("GPT-2 124M", sentiment, 24), ("Pythia 1B", tldr, 53)):
         for name, (number, moved) in sizes(shape, lengths, length).items():
             print(ROW.format(name, f"{number:.0f}"), f"{moved:8.2f} |")

@@ -13,8 +13,7 @@ has a separate critic, which it demands; TRL's RLOO does not clip gradients. In 
 that all read make w1 as likely at every position as it has to be, and responses end there.
 
 Contestants take turns, each in a process of one thread. Ratios are of CPU seconds within a round.
-`full` is the time of `sample`, divided by the time of its real tokens in full batches: ours samples
-the same contexts again without an end, and a step counts by the share of responses that go on.
+`full` is the time of `sample` divided by that of its real tokens in full batches, of ppo in `long`.
 `bound` is the time that the matrix products of real tokens alone would take at the rate that is
 measured in the same round, as a share of the CPU seconds: one forward pass each for sampling,
 reference and reward model, and three times that for an epoch.
@@ -116,19 +115,16 @@ def contestants(peers: list[str], epochs: tuple[int, ...] = (4, 1)) -> list[Cont
     return found
 
 
-def query_lengths(n: int) -> list[int]:
-    """Lengths like those of a novel's sentences: 7, 17, 40 tokens at 5, 50, 95%; one of 64."""
+def query_lengths(n: int, work: Work | None = None) -> list[int]:
+    """Lengths like those of a novel's sentences: 7, 17, 40 tokens at 5, 50, 95%; one of 64.
+
+    Even ones for a work with a shortest query.
+    """
+    if work and work.shortest:
+        return np.linspace(work.shortest, work.query_length, n).round().astype(int).tolist()
     shares = (np.arange(n) + 0.5) / n
     logs = np.interp(shares, (0, 0.05, 0.5, 0.95, 1), np.log((5, 7, 17, 40, 64)))
     return [*np.exp(logs[:-1]).round().astype(int).tolist(), 64]
-
-
-def lengths_of(work: Work, kind: str) -> list[int]:
-    """Lengths of a contestant's queries."""
-    n = work.episodes // (K if "rloo" in kind else 1)
-    if work.shortest is None:
-        return query_lengths(n)
-    return np.linspace(work.shortest, work.query_length, n).round().astype(int).tolist()
 
 
 def operations(work: Work, kind: str, epochs: int, once: bool = False) -> dict[str, float]:
@@ -138,7 +134,7 @@ def operations(work: Work, kind: str, epochs: int, once: bool = False) -> dict[s
     """
     layers, width = work.config["n_layer"], work.config["n_embd"]
     group = K if "rloo" in kind else 1
-    prompts = np.array(lengths_of(work, kind))
+    prompts = np.array(query_lengths(work.episodes // group, work))
     response_length = work.mean_length or work.response_length
     lengths = np.tile(prompts, group) + response_length
 
@@ -171,7 +167,8 @@ def job(
     folder: Path, work: Work, one: Contestant, updates: int, micro: int = 1, **more: Any
 ) -> dict[str, Any]:
     """The input of contestants.py; also writes the queries into the folder."""
-    rng, lengths = np.random.default_rng(0), lengths_of(work, one.kind)
+    rng, group = np.random.default_rng(0), K if "rloo" in one.kind else 1
+    lengths = query_lengths(work.episodes // group, work)
     queries = [rng.integers(1, work.config["vocab_size"], n).tolist() for n in lengths]
     found = asdict(work) | dict(kind=one.kind.replace("-", "_"), folder=str(folder), micro=micro)
     found |= dict(queries=queries, updates=updates, epochs=one.epochs)
@@ -244,10 +241,7 @@ def race(
         ratios = [seconds(heat[name], 0) / seconds(heat[rival], 0) for heat in heats]
         row["ratio"] = statistics.median(ratios)
         row["range"] = f"{min(ratios):.2f}-{max(ratios):.2f}"
-        full = [
-            seconds(x[name], 0, ("sample",)) / x[name]["full"] for x in heats if x[name]["full"]
-        ]
-        row["full"] = statistics.median(full) if full else ""
+        row["full"] = median(lambda heat: heat[name]["full"])
         row["bound"] = sum(operations(work, one.kind, one.epochs).values()) / rate / row["cpu"]
         row |= {"of": rival, "GFLOP/s": rate / 1e9, "versions": heats[0][name]["versions"]}
         table[name] = row
