@@ -48,11 +48,14 @@ class KeyValueCache(StaticCache):
         self.length, self.steps, self.replay = larger.length, 0, None
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the sequences with these indices, which ascend."""
+        """Keep only the sequences with these indices. The memory of the others is free to `grow`."""
         if len(indices) == len(self.layers[0].keys):
-            return
+            return  # as `unfinished` gives them, these are all in their order
+        slots = (indices != torch.arange(len(indices), device=indices.device)).nonzero()[:, 0]
         for layer in self.layers:
-            layer.keys, layer.values = layer.keys[indices], layer.values[indices]
+            for x in (layer.keys, layer.values):
+                x[slots] = x[indices[slots]]  # the few that move
+            layer.keys, layer.values = layer.keys[: len(indices)], layer.values[: len(indices)]
         self.steps, self.replay = 0, None
 
     def update(
@@ -169,14 +172,18 @@ class Decoder:
 
 
 def unfinished(ended: Tensor) -> Tensor:
-    """Indices of the sequences that go on, ascending; none if all have ended: [B] → [N].
+    """Indices of the sequences that go on, none if all have ended: [B] → [N].
 
-    Some that have ended stay if otherwise too few were left.
+    The last ones move to the places of those that have ended, the others stay where they are. Some
+    that have ended stay, too, if otherwise too few were left.
     """
     number = len((~ended).nonzero())  # waits for the GPU
     if number:
         number = max(number, MIN_ROWS)
-    return ended.byte().argsort(stable=True)[:number].sort().values
+    indices = torch.arange(len(ended), device=ended.device)
+    movers = indices[number:][~ended[number:]]
+    places = ended[:number].nonzero()[: len(movers), 0]
+    return indices[:number].index_copy(0, places, movers)
 
 
 @torch.no_grad()
