@@ -49,7 +49,7 @@ from data.tasks import Task
 from machinery import cli, distributed
 from machinery.cli import UnitFloat
 from machinery.data import load_queries
-from machinery.decoding import Decoder
+from machinery.decoding import Decoder, unfinished
 from machinery.models import Float32Linear, compute_logits, enable_gradient_checkpointing
 from machinery.models import load_lm, load_tokenizer
 from machinery.packing import Packed
@@ -233,29 +233,33 @@ class PolicyAndValue(nn.Module):
 def sample(lm: Callable, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B, 1] → [B, R] (G4).
 
-    From the full vocabulary; the model's generation_config is ignored. In EOS tasks, sampling stops
-    once every response has ended; `make_rollout` masks what follows the end of each.
+    From the full vocabulary; the model's generation_config is ignored. In EOS tasks, responses that
+    have ended leave the batch every 16 tokens; `make_rollout` masks what follows the end of each.
     """
     task = args.task
     mask = contexts != ids.pad
     position_ids = mask.cumsum(dim=1) - mask.long()
     tokens = contexts.masked_fill(~mask, 0)
     cache = None
-    response = []
-    ended = torch.zeros_like(tokens[:, :1], dtype=torch.bool)
+    responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
+    rows = torch.arange(len(contexts), device=contexts.device)  # the sequences that go on
     for t in range(len(uniform)):
         output = lm(tokens, mask, position_ids, past_key_values=cache)
         cache = output.past_key_values
         logits = output.logits[:, -1].float() / task.temperature  # as in training (P1)
         tokens = sample_token(logits, uniform[t])  # [B, 1], by inverting the CDF
-        response.append(tokens)
-        if task.eos_task:
-            ended |= (tokens == ids.truncate) & (t >= task.truncate_after)
-            if t % 16 == 15 and ended.all():  # every check waits for the GPU
-                break
+        responses[rows, t] = tokens[:, 0]
         mask = F.pad(mask, (0, 1), value=True)
         position_ids = position_ids[:, -1:] + 1
-    return F.pad(torch.cat(response, dim=1), (0, len(uniform) - len(response)), value=ids.pad)
+        if task.eos_task and t % 16 == 15:  # every check waits for the GPU
+            _, ended = truncate(responses[rows], ids.truncate, task.truncate_after, ids.pad)
+            keep = unfinished(ended)
+            if len(keep) == 0:
+                break
+            cache.batch_select_indices(keep)
+            rows, tokens, mask, position_ids = (x[keep] for x in (rows, tokens, mask, position_ids))
+            uniform = uniform[:, keep.to(uniform.device)]
+    return responses
 
 
 def sample_in_batches(

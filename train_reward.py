@@ -127,19 +127,20 @@ class RewardModel(nn.Module):
         self.gain = nn.Parameter(torch.ones(1))
         self.bias = nn.Parameter(torch.zeros(1))
 
-    def token_rewards(self, tokens: Tensor) -> Tensor:
+    def token_rewards(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
         """A reward at every token of sequences [B, T] with padding anywhere: [B, T] (G1)."""
         mask = tokens != self.config.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # the number of real tokens before (G3)
-        hidden = self.run_backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
+        inputs = tokens.masked_fill(~mask, 0), mask, position_ids
+        hidden = self.run_backbone(*inputs, prompt_length=prompt_length)  # [B, T, D]
         return self.gain * self.head(hidden).squeeze(-1) + self.bias  # (R3)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
         """The reward at the last real token: [B, T] → [B] (R1)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         skip = (tokens == self.config.pad_id) | (tokens == self.config.skip_id)
         last = torch.where(skip, 0, positions).amax(dim=1)
-        return self.token_rewards(tokens).gather(1, last[:, None]).squeeze(1)
+        return self.token_rewards(tokens, prompt_length).gather(1, last[:, None]).squeeze(1)
 
     def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
         """Write config.json and model.safetensors."""

@@ -12,10 +12,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import resource
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +40,7 @@ class Stopwatch:
         self.updates: list[dict[str, list[float]]] = []
         self.phase: str | None = None
         self.then, self.peak = (0.0, 0.0), 0.0
+        self.full = 0.0  # seconds of `sample` / `full_batches`
 
     def __call__(self, phase: str | None) -> None:
         """Begin a phase; None: between two updates."""
@@ -89,6 +92,10 @@ def make(job: Job, watch: Stopwatch) -> None:
     reward = RewardModel(RewardConfig(config, config.vocab_size))
     reward.backbone.load_state_dict(classifier.base_model.state_dict())
     policy = AutoModelForCausalLM.from_config(config)
+    if job.mean_length:  # the same logit for w1 at every position, as if an EOS bias were learned
+        end, odds = policy.lm_head.weight[1].detach(), config.vocab_size / job.mean_length
+        with torch.no_grad():
+            policy.base_model.ln_f.bias += end / (end @ end) * TEMPERATURE * math.log(1.07 * odds)
     for name, model in (("policy", policy), ("classifier", classifier), ("reward", reward)):
         model.save_pretrained(folder / name)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
@@ -103,10 +110,12 @@ def script_args(script: Any, job: Job) -> Any:
     if script.__name__ == "rloo":
         batch *= job.k
     flags = dict(base_model=f"{folder}/policy", reward_model=f"{folder}/reward", lr=LR)
-    flags |= dict(query_dataset=f"{folder}/queries.txt", eval_queries=1, truncate_token=None)
-    flags |= dict(response_length=job.response_length, num_ppo_epochs=job.epochs)
+    flags |= dict(query_dataset=f"{folder}/queries.txt", eval_queries=1)
+    flags |= dict(query_length=job.query_length, response_length=job.response_length)
+    flags |= dict(truncate_token="w1" if job.mean_length else None, num_ppo_epochs=job.epochs)
     flags |= dict(batch_size=batch, total_episodes=batch * (job.updates + 1))
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    words += ["--eos_task", "--truncate_after", "0"] if job.mean_length else []
     return parse_args(script.Args, script.PRESETS, ["--task", "sentiment", *words, *job.flags])
 
 
@@ -122,9 +131,40 @@ def ours(job: Job, watch: Stopwatch) -> None:
                 watch(phase)
             super().start(phase)
 
-    script.Timer = Timer
+    def sample_in_batches(*inputs: Any) -> torch.Tensor:
+        rng, responses = inputs[-1].clone_state(), sampler(*inputs)
+        if job.mean_length and job.kind == "ppo" and watch.phase:  # not in evaluations
+            watch(None)
+            full = full_batches(sampler, *inputs[:-1], rng)
+            watch.full = watch.updates[-1]["sample"][0] / full
+        return responses
+
+    script.Timer, sampler = Timer, script.sample_in_batches
+    script.sample_in_batches = sample_in_batches
     Run.checkpoint = watch.around(Run.checkpoint, None, None)
     script.main(script_args(script, job))
+
+
+def full_batches(
+    sampler: Callable, decoder: Callable, contexts: torch.Tensor, ids: Any, args: Any, rng: Any
+) -> float:
+    """CPU seconds of sampling the same tokens, each in a batch that no response leaves.
+
+    A step counts by the share of responses that had not ended.
+    """
+    from utils import truncate
+
+    began = []
+
+    def timed(*inputs: Any, **cache: Any) -> Any:
+        began.append(time.process_time())
+        return decoder(*inputs, **cache)
+
+    endless = replace(args, task=replace(args.task, eos_task=False))
+    responses = sampler(timed, contexts, ids, endless, rng)
+    seconds = np.diff([*began, time.process_time()])
+    real = truncate(responses, ids.truncate, args.task.truncate_after, ids.pad)[0] != ids.pad
+    return float(seconds @ real.double().mean(dim=0).numpy())
 
 
 def load(job: Job, name: str) -> Any:
@@ -147,11 +187,12 @@ def plain(job: Job, watch: Stopwatch) -> None:
     models = load(job, "policy"), load(job, "policy"), reward
     contestant = plain_ppo.PlainPPO(*models, args, vocabulary, job.micro)
     queries = pad_left(job.queries, args.task.query_length, vocabulary)
+    end = 1 if job.mean_length else None
     for update in range(job.updates + 1):
         watch("sample")
-        responses = contestant.sample(queries, update)
+        responses = contestant.sample(queries, update, end)
         watch("score")
-        episodes = contestant.rollout(queries, responses, KL_COEF)
+        episodes = contestant.rollout(queries, responses, KL_COEF, end)
         watch("optimize")
         rng = np.random.default_rng(update)
         contestant.train(episodes, [rng.permutation(len(queries)) for _ in range(job.epochs)])
@@ -168,9 +209,10 @@ def trl_settings(job: Job, episodes: int) -> dict[str, Any]:
 
 
 def trl_tokenizer(job: Job, pad: str) -> Any:
-    """The tokenizer with a pad token, and an EOS token that no model can sample."""
+    """The tokenizer with a pad token, and an EOS token that no model can sample, or w1."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(f"{job.folder}/policy")
-    tokenizer.add_special_tokens({"pad_token": pad, "eos_token": "<end>"})
+    eos = "w1" if job.mean_length else "<end>"
+    tokenizer.add_special_tokens({"pad_token": pad, "eos_token": eos})
     return tokenizer
 
 
@@ -186,6 +228,7 @@ def trl_ppo(job: Job, watch: Stopwatch) -> None:
     settings = trl_settings(job, episodes) | dict(num_ppo_epochs=job.epochs, kl_coef=KL_COEF)
     settings |= dict(total_episodes=episodes * (job.updates + 1), whiten_rewards=True)
     settings |= dict(response_length=job.response_length, num_sample_generations=0)
+    settings |= dict(stop_token_id=1 if job.mean_length else None)
     models = dict(model=policy, ref_model=load(job, "policy"))
     models |= dict(reward_model=load(job, "classifier"), value_model=load(job, "classifier"))
     trainer = PPOTrainer(
@@ -244,19 +287,20 @@ def versions() -> str:
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
-def main(text: str) -> None:
+def main(path: str) -> None:
     """Run the job and print what it took. Raises `RuntimeError` for a wrong number of steps."""
-    job, steps = Job(**json.loads(text)), []
+    job, steps = Job(**json.loads(Path(path).read_text())), []
     torch.set_num_threads(1)
     register_optimizer_step_post_hook(lambda *_: steps.append(1))
     watch = Stopwatch()
     CONTESTANTS[job.kind](job, watch)
     if job.kind not in ("make", "matmul") and len(steps) != job.epochs * (job.updates + 1):
         raise RuntimeError(f"{len(steps)} optimizer steps: the work is not the same")
-    print(json.dumps({"updates": watch.updates, "peak": watch.peak, "versions": versions()}))
+    found = dict(updates=watch.updates, peak=watch.peak, full=watch.full, versions=versions())
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("job", help="JSON, made by `job` of speed.py")
+    parser.add_argument("job", help="JSON file, made by `job` of speed.py")
     main(parser.parse_args().job)

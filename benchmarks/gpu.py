@@ -44,7 +44,7 @@ COLUMNS += ("kernels", "busy", "waits", "device", "versions", "date")
 GPT2 = speed.Work(speed.GPT2, 512, ())
 PYTHIA = dict(hidden_size=2048, num_hidden_layers=16, num_attention_heads=8, vocab_size=50304)
 PYTHIA |= dict(intermediate_size=8192, max_position_embeddings=2048, n_layer=16, n_embd=2048)
-PYTHIA_1B = speed.Work(PYTHIA | dict(model_type="gpt_neox"), 64, (), 53, 512)
+PYTHIA_1B = speed.Work(PYTHIA | dict(model_type="gpt_neox"), 64, (), 53, 512, 100)
 SMALL = speed.Work(dict(n_layer=1, n_embd=32, n_head=2, vocab_size=101, n_positions=600), 8, ())
 start_method = "fork"
 
@@ -117,7 +117,7 @@ def make_queries(work: speed.Work, group: int) -> data.TokenTable:
     import pyarrow
 
     rng, words = np.random.default_rng(0), work.config["vocab_size"]
-    lengths = rng.permutation(speed.query_lengths(2000 * work.episodes // group))
+    lengths = rng.permutation(speed.query_lengths(2000 * work.episodes // group, work))
     ends = np.array([0, *lengths]).cumsum().astype(np.int32)
     column = pyarrow.ListArray.from_arrays(ends, rng.integers(1, words, ends[-1]))
     rows = datasets.table.InMemoryTable(pyarrow.table({"tokens": column}))
@@ -152,8 +152,6 @@ def update(
     With `out`, also writes a profile of an update there.
     """
     enter(folder, "bf16")
-    if "tldr" in flags:
-        speed.query_lengths = tldr_lengths
     one, watch, group = speed.Contestant(kind, kind), Watch(), speed.K if kind == "rloo" else 1
     kinds = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else None
     watch.profile = torch.profiler.profile(activities=kinds) if out else None
@@ -184,15 +182,10 @@ def update(
     return found
 
 
-def tldr_lengths(n: int) -> list[int]:
-    """Assumed lengths of posts: evenly from 100 to 512 tokens."""
-    return np.linspace(100, 512, n).round().astype(int).tolist()
-
-
 def bytes_read(work: speed.Work, group: int, batch_size: int) -> int:
     """Bytes of bf16 weights, keys and values and of the fp32 head that sampling reads."""
     layers, width, words = (work.config[name] for name in ("n_layer", "n_embd", "vocab_size"))
-    lengths = np.sort(np.tile(speed.query_lengths(work.episodes // group), group))
+    lengths = np.sort(np.tile(speed.query_lengths(work.episodes // group, work), group))
     per_token = 0
     for part in np.split(lengths, range(batch_size, len(lengths), batch_size)):
         positions = len(part) * (part.max() + work.response_length)
@@ -226,7 +219,7 @@ def summarize(events: list[dict[str, Any]], out: Path) -> dict[str, Any]:
 def plan(small: bool, folder: Path, out: Path) -> Iterator[tuple[Any, ...]]:
     """The rows: a name, its minutes, a function, its arguments; the most important come first."""
     gpt2 = SMALL if small else GPT2, folder / "gpt2"
-    long = replace(SMALL, response_length=53, query_length=512)
+    long = replace(SMALL, response_length=53, query_length=512, shortest=100)
     pythia = long if small else PYTHIA_1B, folder / "pythia"
     yield "attention, cuDNN first", 0.25, gpu_checks.probe, "CUDNN", "EFFICIENT", "MATH"
     yield "attention, ours", 0.25, gpu_checks.probe, "FLASH", "EFFICIENT", "MATH"

@@ -165,8 +165,8 @@ class Decoder(decoding.Decoder):
     """Does not look for equal prompts."""
 
     def prefill(self, input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> Any:
-        length = input_ids.shape[1] + self.response_length
-        cache = decoding.KeyValueCache(self.lm.config, length, 0)
+        held = input_ids.shape[1]
+        cache = decoding.KeyValueCache(self.lm.config, 0, held + 1, held + self.response_length)
         return self(input_ids, mask, position_ids, cache)
 
 

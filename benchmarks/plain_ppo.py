@@ -6,7 +6,7 @@ no line with ppo.py, and one update on the same responses gives the same weights
 (tests/test_speed.py).
 
 Shapes: B sequences, Q query tokens, R response tokens, T = Q + R, V vocabulary size. Queries are
-padded on the left.
+padded on the left, and responses that end on the right.
 """
 
 from collections.abc import Callable, Iterator
@@ -75,6 +75,7 @@ class Episodes(NamedTuple):
     """What an update learns from: [B, R] each."""
 
     tokens: Tensor  # [B, T]
+    mask: Tensor  # real tokens of responses
     logprobs: Tensor
     values: Tensor
     advantages: Tensor
@@ -86,10 +87,11 @@ def left_aligned(tokens: Tensor, pad_id: int) -> Tensor:
     return torch.stack([torch.cat([x[x == pad_id], x[x != pad_id]]) for x in tokens])
 
 
-def whitened(x: Tensor, shift_mean: bool = True) -> Tensor:
-    """Scale to unit variance over the batch."""
-    y = (x - x.mean()) / torch.sqrt(x.var(unbiased=False) + 1e-8)
-    return y if shift_mean else y + x.mean()
+def whitened(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """Scale real tokens to unit variance over the batch; 0 elsewhere."""
+    mean, var = x[mask].mean(), x[mask].var(unbiased=False)
+    y = (x - mean) / torch.sqrt(var + 1e-8)
+    return (y if shift_mean else y + mean) * mask
 
 
 class PlainPPO:
@@ -115,23 +117,30 @@ class PlainPPO:
     def token_logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """Log-probabilities of the response tokens [B, R]."""
         logprobs = F.log_softmax(logits, dim=-1)
-        return logprobs.gather(2, tokens[:, -self.task.response_length :, None]).squeeze(2)
+        tokens = tokens[:, -self.task.response_length :, None]
+        real = tokens != self.pad_id
+        return logprobs.gather(2, tokens * real).masked_fill(~real, 0).squeeze(2)
 
     @torch.no_grad()
-    def sample(self, queries: Tensor, seed: int) -> Tensor:
-        """[B, Q] → responses [B, R]."""
+    def sample(self, queries: Tensor, seed: int, end: int | None = None) -> Tensor:
+        """[B, Q] → responses [B, R]; after `end` comes anything."""
         lm, task = self.policy.lm, self.task
         torch.manual_seed(seed)
         mask = queries != self.pad_id
         config = GenerationConfig(do_sample=True, temperature=task.temperature, top_k=0, top_p=1.0)
         config.max_new_tokens, config.pad_token_id = task.response_length, 0
         lm.generation_config.eos_token_id = None  # exactly R tokens
+        config.eos_token_id = end
         inputs = dict(inputs=queries.masked_fill(~mask, 0), attention_mask=mask.long())
-        return lm.generate(**inputs, generation_config=config)[:, queries.shape[1] :]
+        responses = lm.generate(**inputs, generation_config=config)[:, queries.shape[1] :]
+        return F.pad(responses, (0, task.response_length - responses.shape[1]))
 
     @torch.no_grad()
-    def scores(self, queries: Tensor, responses: Tensor, truncate: int | None) -> Tensor:
-        """Rewards [B] of responses up to their `truncate` token; a penalty if there is none."""
+    def scores(
+        self, queries: Tensor, responses: Tensor, truncate: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Rewards [B] of responses up to their `truncate` token, a penalty if there is none; and
+        the responses that were read [B, R]."""
         cut, ended = responses.clone(), torch.ones(len(responses), dtype=torch.bool)
         if truncate is not None:
             for i, row in enumerate(responses.tolist()):
@@ -143,64 +152,73 @@ class PlainPPO:
         for rows, part in self.parts(tokens, np.arange(len(tokens))):
             scores[rows] = self.reward(part, self.pad_id)[1][:, -1]
         scores[~ended] = self.task.missing_eos_penalty
-        return scores
+        return scores, cut
 
     @torch.no_grad()
     def rollout(
         self, queries: Tensor, responses: Tensor, kl_coef: float, truncate: int | None = None
     ) -> Episodes:
         """Old log-probabilities and values, KL-penalized rewards and advantages [B, R]."""
-        args, tokens = self.args, torch.cat([queries, responses], dim=1)
+        args = self.args
+        scores, cut = self.scores(queries, responses, truncate)
+        responses = cut if self.task.eos_task else responses
+        tokens, mask = torch.cat([queries, responses], dim=1), responses != self.pad_id
         logprobs, ref_logprobs, values = (torch.empty(responses.shape) for _ in range(3))
         for rows, part in self.parts(tokens, np.arange(len(tokens))):
             logits, values[rows] = self.forward(self.policy, part)
             logprobs[rows] = self.token_logprobs(logits, part)
             ref_logprobs[rows] = self.token_logprobs(self.forward(self.ref, part)[0], part)
+        values = values * mask
         rewards = -kl_coef * (logprobs - ref_logprobs)
-        rewards[:, -1] += self.scores(queries, responses, truncate)
+        rewards[range(len(rewards)), mask.sum(dim=1) - 1] += scores
         if args.whiten_rewards:
-            rewards = whitened(rewards, shift_mean=False)
+            rewards = whitened(rewards, mask, shift_mean=False)
         advantages, last = torch.zeros_like(rewards), torch.zeros(len(rewards))
         for t in range(rewards.shape[1] - 1, -1, -1):
             following = values[:, t + 1] if t + 1 < rewards.shape[1] else 0
             delta = rewards[:, t] + args.gamma * following - values[:, t]
             last = delta + args.gamma * args.lam * last
             advantages[:, t] = last
-        return Episodes(tokens, logprobs, values, whitened(advantages), advantages + values)
+        numbers = logprobs, values, whitened(advantages, mask), advantages + values
+        return Episodes(tokens, mask, *numbers)
 
     def train(self, old: Episodes, epochs: list[np.ndarray]) -> dict[str, float]:
         """One optimizer step per epoch over its permutation of the episodes; return statistics."""
-        args, all_stats = self.args, []
+        args, all_stats, num_tokens = self.args, [], old.mask.sum()
         for order in epochs:
             for rows, tokens in self.parts(old.tokens, order):
+
+                def mean(x: Tensor, mask: Tensor = old.mask[rows]) -> Tensor:
+                    return (x * mask).sum() / num_tokens  # this part of it
+
                 logits, values = self.forward(self.policy, tokens)
                 log_ratio = self.token_logprobs(logits, tokens) - old.logprobs[rows]
                 ratio, advantages = log_ratio.exp(), old.advantages[rows]
                 pg_losses = -advantages * ratio
                 clipped = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
                 pg_losses_clipped = -advantages * clipped
-                pg_loss = torch.max(pg_losses, pg_losses_clipped).mean()
+                pg_loss = mean(torch.max(pg_losses, pg_losses_clipped))
                 before, limit = old.values[rows], args.cliprange_value
                 returns = old.returns[rows]
                 vf_losses = (values - returns) ** 2
                 vf_losses_clipped = (values.clamp(before - limit, before + limit) - returns) ** 2
-                vf_loss = 0.5 * torch.max(vf_losses, vf_losses_clipped).mean()
+                vf_loss = 0.5 * mean(torch.max(vf_losses, vf_losses_clipped))
                 loss = pg_loss + args.vf_coef * vf_loss
-                (loss * len(rows) / len(order)).backward()
+                loss.backward()
                 with torch.no_grad():
                     probs = logits.softmax(dim=-1)
                     entropy = logits.logsumexp(dim=-1) - (probs * logits).sum(dim=-1)
                     stats = dict(
                         policy_loss=pg_loss,
                         value_loss=vf_loss,
-                        entropy=entropy.mean(),
-                        approxkl=0.5 * (log_ratio**2).mean(),
-                        ratio=ratio.mean(),
-                        clipfrac=(pg_losses_clipped > pg_losses).float().mean(),
-                        value_clipfrac=(vf_losses_clipped > vf_losses).float().mean(),
+                        entropy=mean(entropy),
+                        approxkl=0.5 * mean(log_ratio**2),
+                        ratio=mean(ratio),
+                        clipfrac=mean(pg_losses_clipped > pg_losses),
+                        value_clipfrac=mean(vf_losses_clipped > vf_losses),
                     )
                     all_stats.append(torch.stack(list(stats.values())))
             self.optimizer.step()
             self.optimizer.zero_grad()
-        means = torch.stack(all_stats).mean(dim=0).tolist()
+        means = (torch.stack(all_stats).sum(dim=0) / len(epochs)).tolist()
         return dict(zip(stats, means, strict=True))

@@ -1,6 +1,6 @@
 """Speed and memory of ppo.py and rloo.py beside other implementations, on the same work.
 
-    python benchmarks/speed.py --workload gpt2            # table, CSV and picture
+    python benchmarks/speed.py --workload long            # table, CSV and picture
 
 Ours are the scripts themselves at the defaults of `--task sentiment`. `plain` is
 benchmarks/plain_ppo.py. `trl-ppo` is the PPOTrainer of TRL 1.12.0, the last version that has one,
@@ -9,9 +9,11 @@ own, which is created once in the user's cache.
 
 All have the same random weights and queries, response length and number of epochs, in fp32 without
 dropout and gradient checkpointing. The peers get the fastest of a few micro-batch sizes. TRL's PPO
-has a separate critic, which it demands; TRL's RLOO does not clip gradients.
+has a separate critic, which it demands; TRL's RLOO does not clip gradients. In `long`, the weights
+that all read make w1 as likely at every position as it has to be, and responses end there.
 
 Contestants take turns, each in a process of one thread. Ratios are of CPU seconds within a round.
+`full` is the time of `sample` divided by that of its real tokens in full batches, of ppo in `long`.
 `bound` is the time that the matrix products of real tokens alone would take at the rate that is
 measured in the same round, as a share of the CPU seconds: one forward pass each for sampling,
 reference and reward model, and three times that for an epoch.
@@ -49,8 +51,8 @@ PRODUCT = 2 * 512 * 768 * 3072  # operations of one of them
 class Args:
     """Speed and memory beside other implementations."""
 
-    workload: Literal["tiny", "gpt2"] = "tiny"
-    """64 episodes of a GPT-2 of 4 layers of 128, or 16 of GPT-2 small"""
+    workload: Literal["tiny", "gpt2", "tldr", "long"] = "tiny"
+    """see WORKS"""
     peers: str = "plain,trl-ppo,trl-rloo"
     """some of these, comma-separated"""
     updates: int = 3
@@ -72,11 +74,21 @@ class Work:
     micro: tuple[int, ...]  # micro-batch sizes that the peers try
     response_length: int = 24
     query_length: int = 64
+    shortest: int | None = None  # query, lengths are even; None: those of a novel's sentences
+    mean_length: int | None = None  # of responses that end; None: none ends
+    epochs: tuple[int, ...] = (4, 1)  # of RLOO; PPO has the first
+    flags: tuple[str, ...] = ()  # of ours
 
 
 TINY = dict(n_layer=4, n_embd=128, n_head=4, vocab_size=1000, n_positions=1024)
 GPT2 = dict(n_layer=12, n_embd=768, n_head=12, vocab_size=50257, n_positions=1024)
-WORKS = {"tiny": Work(TINY, 64, (8, 16, 32, 64)), "gpt2": Work(GPT2, 16, (2, 4, 8, 16))}
+TLDR = ("--micro_batch_tokens", "16384")  # as in its preset
+WORKS = {
+    "tiny": Work(TINY, 64, (8, 16, 32, 64)),
+    "gpt2": Work(GPT2, 16, (2, 4, 8, 16)),
+    "tldr": Work(TINY, 64, (4, 8, 16), 53, 512, 100, None, (1,), TLDR),
+    "long": Work(TINY, 256, (4, 8, 16), 512, mean_length=128, epochs=(1,)),
+}
 
 
 @dataclass(frozen=True)
@@ -89,22 +101,27 @@ class Contestant:
     rival: str | None = None  # its seconds are divided by those of this one
 
 
-def contestants(peers: list[str]) -> list[Contestant]:
+def contestants(peers: list[str], epochs: tuple[int, ...] = (4, 1)) -> list[Contestant]:
     """Ours, and the requested peers."""
-    found = [Contestant("ppo", "ppo")]
-    found += [Contestant(f"rloo {n}", "rloo", n) for n in (4, 1)]
+    found = [Contestant("ppo", "ppo", epochs[0])]
+    found += [Contestant(f"rloo {n}", "rloo", n) for n in epochs]
     for peer in peers:
         if peer == "trl-rloo":
-            found += [Contestant(f"{peer} {n}", peer, n, rival=f"rloo {n}") for n in (4, 1)]
+            found += [Contestant(f"{peer} {n}", peer, n, rival=f"rloo {n}") for n in epochs]
         elif peer in ("plain", "trl-ppo"):
-            found.append(Contestant(peer, peer, rival="ppo"))
+            found.append(Contestant(peer, peer, epochs[0], rival="ppo"))
         else:
             raise SystemExit(f"--peers {peer}: it has to be some of plain,trl-ppo,trl-rloo")
     return found
 
 
-def query_lengths(n: int) -> list[int]:
-    """Lengths like those of a novel's sentences: 7, 17, 40 tokens at 5, 50, 95%; one of 64."""
+def query_lengths(n: int, work: Work | None = None) -> list[int]:
+    """Lengths like those of a novel's sentences: 7, 17, 40 tokens at 5, 50, 95%; one of 64.
+
+    Even ones for a work with a shortest query.
+    """
+    if work and work.shortest:
+        return np.linspace(work.shortest, work.query_length, n).round().astype(int).tolist()
     shares = (np.arange(n) + 0.5) / n
     logs = np.interp(shares, (0, 0.05, 0.5, 0.95, 1), np.log((5, 7, 17, 40, 64)))
     return [*np.exp(logs[:-1]).round().astype(int).tolist(), 64]
@@ -117,13 +134,14 @@ def operations(work: Work, kind: str, epochs: int, once: bool = False) -> dict[s
     """
     layers, width = work.config["n_layer"], work.config["n_embd"]
     group = K if "rloo" in kind else 1
-    prompts = np.array(query_lengths(work.episodes // group))
-    lengths = np.tile(prompts, group) + work.response_length
+    prompts = np.array(query_lengths(work.episodes // group, work))
+    response_length = work.mean_length or work.response_length
+    lengths = np.tile(prompts, group) + response_length
 
     def trunk(rows: np.ndarray) -> int:
         return 24 * layers * width**2 * rows.sum() + 2 * layers * width * (rows * (rows + 1)).sum()
 
-    head = 2 * width * work.config["vocab_size"] * work.response_length * len(lengths)
+    head = 2 * width * work.config["vocab_size"] * response_length * len(lengths)
     lm = trunk(lengths) + head - (group - 1) * trunk(prompts) * once
     critic = trunk(lengths) if kind == "separate_critic" else 0
     found = {"sample": lm, "score": lm + trunk(lengths), "optimize": 3 * epochs * (lm + critic)}
@@ -149,12 +167,12 @@ def job(
     folder: Path, work: Work, one: Contestant, updates: int, micro: int = 1, **more: Any
 ) -> dict[str, Any]:
     """The input of contestants.py; also writes the queries into the folder."""
-    rng = np.random.default_rng(0)
-    lengths = query_lengths(work.episodes // (K if "rloo" in one.kind else 1))
+    rng, group = np.random.default_rng(0), K if "rloo" in one.kind else 1
+    lengths = query_lengths(work.episodes // group, work)
     queries = [rng.integers(1, work.config["vocab_size"], n).tolist() for n in lengths]
     found = asdict(work) | dict(kind=one.kind.replace("-", "_"), folder=str(folder), micro=micro)
     found |= dict(queries=queries, updates=updates, epochs=one.epochs)
-    found |= dict(k=K, products=PRODUCTS, flags=[])
+    found |= dict(k=K, products=PRODUCTS, flags=work.flags)
     texts = [" ".join(f"w{token}" for token in tokens) for tokens in queries]
     held_out = np.random.default_rng(0).permutation(len(queries) + 1)[0]  # by ours, for evaluation
     texts.insert(held_out, "w1 w2 w3")
@@ -164,8 +182,8 @@ def job(
 
 def run(folder: Path, work: Work, one: Contestant, updates: int, micro: int = 1) -> dict[str, Any]:
     """Run a contestant in a new process; return seconds per update, peak and versions."""
-    command = [peer_python(one.kind), str(HERE / "contestants.py")]
-    command.append(json.dumps(job(folder, work, one, updates, micro)))
+    command = [peer_python(one.kind), str(HERE / "contestants.py"), str(folder / "job.json")]
+    (folder / "job.json").write_text(json.dumps(job(folder, work, one, updates, micro)))
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
     if done.returncode:
@@ -220,7 +238,10 @@ def race(
         row["episodes/s"] = work.episodes / row["wall"]
         row["peak GB"] = median(lambda heat: heat[name]["peak"])
         row |= {phase: median(lambda heat: seconds(heat[name], 0, (phase,))) for phase in PHASES}
-        row["ratio"] = median(lambda heat: seconds(heat[name], 0) / seconds(heat[rival], 0))
+        ratios = [seconds(heat[name], 0) / seconds(heat[rival], 0) for heat in heats]
+        row["ratio"] = statistics.median(ratios)
+        row["range"] = f"{min(ratios):.2f}-{max(ratios):.2f}"
+        row["full"] = median(lambda heat: heat[name]["full"])
         row["bound"] = sum(operations(work, one.kind, one.epochs).values()) / rate / row["cpu"]
         row |= {"of": rival, "GFLOP/s": rate / 1e9, "versions": heats[0][name]["versions"]}
         table[name] = row
@@ -238,7 +259,18 @@ def processor() -> str:
 
 def write(path: Path, workload: str, table: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
     """Print the table; replace the workload's rows in the CSV; return all rows of the CSV."""
-    shown = ("micro", "cpu", "wall", "episodes/s", "peak GB", *PHASES, "ratio", "bound")
+    shown = (
+        "micro",
+        "cpu",
+        "wall",
+        "episodes/s",
+        "peak GB",
+        *PHASES,
+        "ratio",
+        "range",
+        "full",
+        "bound",
+    )
     print(f"{workload:34}" + "".join(f"{name:>11}" for name in shown))
     for name, row in table.items():
         cells = (f"{x:11.3g}" if isinstance(x, float) else f"{x:>11}" for x in map(row.get, shown))
@@ -286,8 +318,8 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
 def main(args: Args) -> None:
     """Measure, print, write, draw."""
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    field = contestants(args.peers.split(","))
     work = WORKS[args.workload]
+    field = contestants(args.peers.split(","), work.epochs)
     work = replace(work, micro=(args.micro,)) if args.micro else work
     table = race(work, field, args.updates, args.rounds)
     rows = write(args.out.with_suffix(".csv"), args.workload, table)

@@ -16,9 +16,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from machinery.cli import RunError
 
+BLOCK = 64  # columns of the cache; kernels also prefer lengths that are multiples of it
+MIN_ROWS = 16  # with fewer sequences, fp32 products round differently
+
 
 class KeyValueCache(StaticCache):
-    """A static cache that also works under autocast.
+    """A static cache that grows by blocks of columns. It also works under autocast.
 
     Rotary embeddings leave the keys in fp32 there, and a static cache has one dtype for keys and
     values. Attention casts the keys to the dtype of the values anyway.
@@ -26,12 +29,34 @@ class KeyValueCache(StaticCache):
 
     layers: Any  # all of them are static layers, with keys and values
 
-    def __init__(self, config: PretrainedConfig, length: int, first: int):
-        super().__init__(config=config, max_cache_len=length)
-        self.length = length  # tokens that fit in
+    def __init__(self, config: PretrainedConfig, first: int, needed: int, longest: int):
+        self.length = min(-(-needed // BLOCK) * BLOCK, longest)  # tokens that fit in
+        super().__init__(config=config, max_cache_len=self.length)
+        self.config = config
         self.first = first  # columns of the contexts that are padding in every sequence
-        self.steps = 0  # tokens after the contexts
+        self.longest = longest  # tokens that it may have to hold
+        self.steps = 0  # since the shape of the cache changed
         self.replay: Callable[..., Tensor] | None = None  # the step as a CUDA graph
+
+    def grow(self, needed: int) -> None:
+        """Make room for `needed` tokens, and for the rest of the last block."""
+        larger = KeyValueCache(self.config, self.first, needed, self.longest)
+        for layer, like in zip(self.layers, larger.layers, strict=True):
+            more = 0, 0, 0, like.max_cache_len - layer.max_cache_len  # 0 if its window is full
+            layer.keys, layer.values = F.pad(layer.keys, more), F.pad(layer.values, more)
+            layer.max_cache_len = like.max_cache_len
+        self.length, self.steps, self.replay = larger.length, 0, None
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the sequences with these indices. The memory of the others is free to `grow`."""
+        if len(indices) == len(self.layers[0].keys):
+            return  # as `unfinished` gives them, these are all in their order
+        slots = (indices != torch.arange(len(indices), device=indices.device)).nonzero()[:, 0]
+        for layer in self.layers:
+            for x in (layer.keys, layer.values):
+                x[slots] = x[indices[slots]]  # the few that move
+            layer.keys, layer.values = layer.keys[: len(indices)], layer.values[: len(indices)]
+        self.steps, self.replay = 0, None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -43,9 +68,11 @@ class KeyValueCache(StaticCache):
 class Decoder:
     """Calls a language model token by token, for responses of `response_length` tokens.
 
-    Equal prompts are computed once. With `cuda_graphs`, on a GPU, the step of one token is recorded
-    in each batch and then replayed. Not with sharded weights, which move, not with sliding windows,
-    whose cache is managed by the host, and not with Falcon, which indexes by lists of the host.
+    Equal prompts are computed once. The cache has room for the tokens so far, and at most a block
+    more. With `cuda_graphs`, on a GPU, the step of one token is recorded and then replayed, until
+    the cache grows or sequences leave it. Not with sharded weights, which move, not with sliding
+    windows, whose cache is managed by the host, and not with Falcon, which indexes by lists of the
+    host.
     """
 
     def __init__(self, lm: Any, response_length: int, cuda_graphs: bool = False):
@@ -71,6 +98,8 @@ class Decoder:
         if cache is None:
             return self.prefill(input_ids, attention_mask, position_ids)
         mask = attention_mask[:, cache.first :]
+        if mask.shape[1] > cache.length:
+            cache.grow(mask.shape[1])
         mask = F.pad(mask, (0, cache.length - mask.shape[1]))
         inputs = input_ids, mask, position_ids
         if self.cuda_graphs and cache.replay is None and cache.steps > 0:
@@ -127,11 +156,11 @@ class Decoder:
         rows = torch.arange(len(copies), device=copies.device)
         rows = copies.new_empty(len(prompts)).scatter(0, copies, rows)  # one sequence per prompt
         first = int(attention_mask.any(dim=0).byte().argmax())
-        length = input_ids.shape[1] - first + self.response_length
-        cache = KeyValueCache(self.lm.config, length, first)
+        held = input_ids.shape[1] - first
+        cache = KeyValueCache(self.lm.config, first, held + 1, held + self.response_length)
         output = self.lm(
             input_ids[rows, first:],
-            attention_mask=F.pad(attention_mask[rows, first:], (0, length))[:, :length],
+            attention_mask=F.pad(attention_mask[rows, first:], (0, cache.length - held)),
             position_ids=position_ids[rows, first:],
             past_key_values=cache,
             use_cache=True,
@@ -140,6 +169,21 @@ class Decoder:
         for layer in cache.layers:
             layer.keys, layer.values = layer.keys[copies], layer.values[copies]
         return CausalLMOutputWithPast(logits=output.logits[copies], past_key_values=cache)
+
+
+def unfinished(ended: Tensor) -> Tensor:
+    """Indices of the sequences that go on, none if all have ended: [B] → [N].
+
+    The last ones move to the places of those that have ended, the others stay where they are. Some
+    that have ended stay, too, if otherwise too few were left.
+    """
+    number = len((~ended).nonzero())  # waits for the GPU
+    if number:
+        number = max(number, MIN_ROWS)
+    indices = torch.arange(len(ended), device=ended.device)
+    movers = indices[number:][~ended[number:]]
+    places = ended[:number].nonzero()[: len(movers), 0]
+    return indices[:number].index_copy(0, places, movers)
 
 
 @torch.no_grad()

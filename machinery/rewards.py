@@ -141,10 +141,20 @@ def reward_input(
 
 
 @torch.no_grad()
-def score_in_parts(model: Any, tokens: Tensor, max_tokens: int) -> Tensor:
-    """Rewards [B] of sequences [B, T], about `max_tokens` tokens at a time."""
-    lengths = (tokens != model.config.pad_id).sum(dim=1)
-    return torch.cat([model(tokens[part]) for part in micro_batches(lengths, max_tokens)])
+def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: int = 0) -> Tensor:
+    """Rewards [B] of sequences [B, T], about `max_tokens` tokens at a time.
+
+    Sequences whose first `prompt_length` columns are equal compute these once.
+    """
+    order, pad_id = torch.arange(len(tokens), device=tokens.device), model.config.pad_id
+    if prompt_length:  # equal prompts next to each other, in the order of their first
+        copies = tokens[:, :prompt_length].unique(dim=0, return_inverse=True)[1]
+        order = order.scatter_reduce(0, copies, order, "amin", include_self=False)[copies]
+        order = order.argsort(stable=True)
+        model = partial(model, prompt_length=prompt_length)
+    tokens = tokens[order]
+    parts = micro_batches((tokens != pad_id).sum(dim=1), max_tokens)
+    return torch.cat([model(tokens[part]) for part in parts])[order.argsort()]
 
 
 def call_reward_function(
@@ -213,7 +223,8 @@ def load_reward(
 
     def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
         with accelerator.autocast():
-            scores = score_in_parts(model, read(queries, responses), args.micro_batch_tokens)
+            inputs = read(queries, responses), args.micro_batch_tokens, queries.shape[1]
+            scores = score_in_parts(model, *inputs)
         if of_texts is None:
             return scores
         return of_texts(queries, responses, (columns or {}) | {"scores": scores.tolist()})

@@ -1,5 +1,6 @@
 """machinery/decoding.py: logits with a static cache, and samples, are those of the plain model (G4)."""
 
+from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from transformers import GenerationConfig
 import ppo
 import rloo
 from machinery import decoding
-from utils import TokenIds
+from utils import TokenIds, truncate
 
 OTHERS = {
     "gemma2": {},
@@ -27,6 +28,7 @@ OTHERS = {
     "mistral": dict(sliding_window=6),  # narrower than the contexts
 }
 KINDS = (*((kind, None) for kind in tiny.KINDS), *OTHERS.items())
+KINDS += (("gemma2", dict(sliding_window=20)),)  # in one of two layers; full after the first block
 LENGTH = 5  # tokens of a response
 CONTEXTS = tiny.make_contexts([8, 3, 5, 8, 1], 11).repeat(
     3, 1
@@ -46,8 +48,11 @@ def next_logits(lm, tokens: Tensor, position_ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind, settings", KINDS)
-def test_G4_decoder_gives_the_logits_of_the_plain_model_at_every_step(kind, settings, bf16):
-    """With padding, prompts that repeat, and the positions that it is given."""
+def test_G4_decoder_gives_the_logits_of_the_plain_model_at_every_step(
+    kind, settings, bf16, monkeypatch
+):
+    """With padding, prompts that repeat, the positions that it is given, a cache that grows."""
+    monkeypatch.setattr(decoding, "BLOCK", 3)
     lm, read = make_lm(kind, settings), []
     decoder = decoding.Decoder(lm, LENGTH)
     mask = CONTEXTS != PAD
@@ -72,29 +77,62 @@ def test_G4_decoder_gives_the_logits_of_the_plain_model_at_every_step(kind, sett
     assert read == [(5, 8)] + [(15, 1)] * LENGTH  # distinct prompts once, no column of pads
 
 
-def test_G4_sampling_stops_once_every_response_of_an_eos_task_has_ended():
-    """What was sampled until then is the same, bit for bit, and what follows is padding."""
-    lm, uniform, calls = tiny.make_lm(), tiny.uniform(30, 5), []
-    lm.lm_head.bias = torch.nn.Parameter(torch.zeros(tiny.VOCAB))
-    lm.lm_head.bias.data[0] = 100.0  # token 0 ends a response; its probability is about 0.4
+def ending_soon(decoder, calls: list):
+    """`decoder` with token 0, at which responses of EOS tasks end, made likely. Notes its calls."""
 
-    def decoder(*inputs, **cache):
-        calls.append(len(inputs[0]))
-        return decoding.Decoder(lm, 30)(*inputs, **cache)
+    def call(*inputs, **cache):
+        output = decoder(*inputs, **cache)
+        calls.append((len(inputs[0]), inputs[1].shape[1], output.past_key_values))
+        output.logits[:, :, 0] = output.logits.logsumexp(dim=-1) - 2.5  # about 0.05
+        return output
 
-    contexts = tiny.make_contexts([5, 3, 5, 1, 8], 8)
-    full = tiny.sample(decoder, contexts, uniform, temperature=1.0)
-    first = (full == 0).byte().argmax(dim=1).tolist()  # of each response
-    assert len(calls) == 30 and (full == 0).any(dim=1).all() and max(first) < 14
-    for after in (0, 2):
-        calls.clear()
-        ended = dict(eos_task=True, truncate_token="x", truncate_after=after)
-        found = tiny.sample(decoder, contexts, uniform, temperature=1.0, **ended)
-        last = max((row[after:] == 0).byte().argmax().item() + after for row in full)
-        last = last // 16 * 16 + 15  # checked after every 16 tokens
-        assert len(calls) == last + 1 < 30
-        assert torch.equal(found[:, : last + 1], full[:, : last + 1])
-        assert (found[:, last + 1 :] == PAD).all()
+    return call
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("size", [1, 17, 40])
+@pytest.mark.parametrize("kind, settings", KINDS)
+def test_G4_responses_that_have_ended_leave_the_batch(kind, settings, size, bf16, monkeypatch):
+    """Up to their ends all are the same to the bit as when none leaves, whatever the batch."""
+    monkeypatch.setattr(decoding, "BLOCK", 16)
+    lm, calls = make_lm(kind, settings), []
+    decoder = ending_soon(decoding.Decoder(lm, 50), calls)
+    contexts = tiny.make_contexts([8, 3, 5, 8, 1] * 8, 8)[:size]
+    inputs = contexts, tiny.uniform(50, size)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        full = tiny.sample(decoder, *inputs)
+        assert [rows for rows, *_ in calls] == [size] * 50
+        for after in (0, 4):
+            calls.clear()
+            found = tiny.sample(decoder, *inputs, eos_task=True, truncate_after=after)
+            expected, ended = truncate(full, 0, after, PAD)
+            assert torch.equal(truncate(found, 0, after, PAD)[0], expected)
+            last = (expected != PAD).sum(dim=1)
+            sizes = [rows for rows, *_ in calls]
+            for t, rows in enumerate(sizes):  # checked after every 16 tokens
+                left = int((last > t // 16 * 16).sum() + (~ended & (last == t // 16 * 16)).sum())
+                assert rows == min(max(left, decoding.MIN_ROWS), size)
+            assert len(sizes) == min(-(-int(last.max()) // 16) * 16, 50) or not ended.all()
+        assert size < 40 or sizes[-1] < 40
+
+
+def test_the_cache_holds_the_tokens_so_far_and_at_most_a_block_more(monkeypatch):
+    """Whatever the longest possible response; of the responses that have not ended."""
+    monkeypatch.setattr(decoding, "BLOCK", 8)
+    calls, shapes = [], []
+    decoder = ending_soon(decoding.Decoder(tiny.make_lm("llama"), 10**6), calls)
+    contexts = tiny.make_contexts([5] * 60, 8)
+
+    def watched(*inputs, **cache):
+        output = decoder(*inputs, **cache)
+        shapes.append({x.shape for y in output.past_key_values.layers for x in (y.keys, y.values)})
+        return output
+
+    tiny.sample(watched, contexts, tiny.uniform(50, 60), eos_task=True, truncate_after=0)
+    for (rows, width, _), found in zip(calls, shapes, strict=True):
+        ((batch, _, columns, _),) = found  # keys and values of all layers
+        assert batch == rows and width - 3 <= columns <= width - 3 + 8  # 3 columns of pads
+    assert calls[-1][0] == 16 < 60
 
 
 @pytest.mark.parametrize("after", [0, 20])
@@ -187,6 +225,21 @@ def test_G4_replayed_steps_sample_the_same_tokens(kind, precision, fake_graphs):
         with torch.no_grad():
             lm.get_output_embeddings().weight.mul_(1.1)
     assert len(fake_graphs) == 3
+
+
+def test_graphs_are_recorded_again_when_the_cache_grows_or_responses_leave(
+    fake_graphs, monkeypatch
+):
+    """At their second step, as at the beginning."""
+    monkeypatch.setattr(decoding, "BLOCK", 24)
+    lm, contexts, samples = tiny.make_lm("llama"), tiny.make_contexts([8, 3, 5, 8, 1] * 8, 8), []
+    for decoder in (decoding.Decoder(lm, 50), with_graphs(lm)):
+        decoder.response_length, calls = 50, []  # of tests with fewer tokens
+        inputs = ending_soon(decoder, calls), contexts, tiny.uniform(50, 40)
+        samples.append(tiny.sample(*inputs, eos_task=True, truncate_after=0))
+    assert torch.equal(*samples)
+    steps = Counter((rows, -(-width // 24)) for rows, width, _ in calls[1:])
+    assert len(fake_graphs) == sum(n > 1 for n in steps.values()) == 3  # 40 → 16 rows → grown
 
 
 def test_sliding_windows_falcon_and_cpus_have_no_graphs(fake_graphs):

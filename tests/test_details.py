@@ -288,6 +288,10 @@ def test_R1_a_reward_is_of_the_last_real_token_whatever_the_padding_and_the_batc
             assert_close(model(tokens[1:2]), expected[1:2], **SAME)
             for max_tokens in (1, 6):
                 assert_close(score_in_parts(model, tokens, max_tokens), expected, **SAME)
+            for prompt_length in (1, 8, 20):
+                repeated = tokens[[0, 2, 0, 1, 2, 0]]
+                shared = score_in_parts(model, repeated, 14, prompt_length)
+                assert_close(shared, expected[[0, 2, 0, 1, 2, 0]], **SAME)
         assert_close(model(torch.tensor([[3, PAD, 4, 5, PAD]])), expected[:1], **SAME)
 
 
@@ -901,9 +905,9 @@ def test_X10_the_reward_model_reads_micro_batch_tokens_at_a_time(tmp_path, accel
     args = tiny.make_args(reward_model=folder, micro_batch_tokens=70)
 
     class Spy(train_reward.RewardModel):
-        def forward(self, tokens):
+        def forward(self, tokens, **prompt_length):
             sizes.append(len(tokens))
-            return super().forward(tokens)
+            return super().forward(tokens, **prompt_length)
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     reward = load_reward(args, Spy, tokenizer, tiny.IDS, accelerator)

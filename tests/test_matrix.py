@@ -8,6 +8,7 @@ import importlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,14 +22,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from test_decoding import ending_soon
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+import ppo
 from data import tasks
 from machinery import cli, distributed, models
+from machinery.decoding import Decoder
 from machinery.rewards import load_reward_model
 from train_reward import RewardModel
+from utils import truncate
 
 SCRIPTS = ("ppo", "rloo", "train_reward", "sft")
 PRECISIONS = ("no", "bf16")
@@ -119,6 +124,7 @@ def test_24_ddp_and_fsdp2_update_every_kind_of_model_alike_on_two_processes(tmp_
     options = dict(env=os.environ | env, capture_output=True, text=True, timeout=600)
     done = subprocess.run(command, cwd=tmp_path, **options)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert len(set(re.findall(r"apart after \d+", done.stdout))) == 2, done.stdout[-2000:]
     assert done.stdout.count("passed") == 2 * len(SCRIPTS) * len(tiny.KINDS), done.stdout[-2000:]
 
 
@@ -168,6 +174,29 @@ def check_equal(ours: Path, theirs: Path, within: float) -> None:
     assert a == b
 
 
+def sample_apart(rank: int) -> None:
+    """Under FSDP2, sampling stops at different tokens: no process waits for the other's weights."""
+    lm, size = tiny.make_lm("llama"), (2, 20)[rank]
+    policy = ppo.PolicyAndValue(lm, tiny.PAD, 0.7)
+    contexts = tiny.make_contexts([8, 3, 5, 8, 1] * 8, 8)[rank::2][:size]
+
+    def sample() -> tuple[torch.Tensor, int]:
+        calls: list = []
+        decoder = ending_soon(Decoder(lm, 50), calls)
+        inputs = decoder, contexts, tiny.uniform(50, 20)[:, :size]
+        found = tiny.sample(*inputs, eos_task=True, truncate_after=0)
+        return truncate(found, 0, 0, tiny.PAD)[0], len(calls)
+
+    accelerator = distributed.start(tiny.make_args())
+    with accelerator.autocast():
+        expected, steps = sample()
+    policy, _ = distributed.prepare(accelerator, policy, torch.optim.SGD(policy.parameters()))
+    with distributed.inference(accelerator, policy):
+        found, again = sample()
+    assert torch.equal(found, expected) and steps == again
+    print(f"apart after {steps}", flush=True)
+
+
 def two_processes() -> None:
     """What each process of a launch does: every kind and script, the two forms in turn."""
     rank, stop = int(os.environ["RANK"]), distributed.stop
@@ -199,6 +228,9 @@ def two_processes() -> None:
         if rank == 0:
             # sft.py clips gradients: their norm is added up in another order
             check_equal(*folders, within=1e-6 if script == "sft" else 0)
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    AcceleratorState._reset_state(True)
+    sample_apart(rank)
     stop(Accelerator())
 
 

@@ -30,9 +30,11 @@ def plain_copy(policy, args):
     return plain
 
 
-def test_plain_ppo_and_ppo_get_the_same_weights_from_the_same_responses():
+@pytest.mark.parametrize("eos_task", [False, True])
+def test_plain_ppo_and_ppo_get_the_same_weights_from_the_same_responses(eos_task):
     """Four steps move weights by up to 4e-3, 400 times the tolerance."""
-    args = tiny.make_args(total_episodes=8, num_minibatches=1, num_ppo_epochs=4)
+    task = tiny.make_task(eos_task=eos_task)
+    args = tiny.make_args(task, total_episodes=8, num_minibatches=1, num_ppo_epochs=4)
     policy = tiny.make_policy()
     plain = plain_copy(policy, args)
     before = copy.deepcopy(plain.policy.state_dict())
