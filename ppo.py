@@ -179,7 +179,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tldr": SUMMARIES
     | dict(lr=3e-6, kl_coef=0.05, micro_batch_tokens=16_384, rollout_batch_size=256),
     "arithmetic": dict(total_episodes=16_384, eval_every=16, batch_size=128, num_ppo_epochs=1)
-    | dict(num_minibatches=4, lr=2e-4, kl_coef=0.05, kl_target=None, lam=1.0, cliprange=0.2)
+    | dict(num_minibatches=4, lr=3e-4, kl_coef=0.1, kl_target=None, cliprange=0.2)
     | dict(reward_fn="data.rewards:exact_match", whiten_rewards=False),
     "gsm8k": dict(total_episodes=112_000, batch_size=256, num_ppo_epochs=1, num_minibatches=4)
     | dict(lr=1e-6, kl_coef=0.001, kl_target=None)
