@@ -178,8 +178,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tldr_2019": SUMMARIES | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
     "tldr": SUMMARIES
     | dict(lr=3e-6, kl_coef=0.05, micro_batch_tokens=16_384, rollout_batch_size=256),
-    "arithmetic": SYNTHETIC
-    | dict(total_episodes=8192, eval_every=16, lr=3e-4, kl_coef=0.01, kl_target=None)
+    "arithmetic": dict(total_episodes=16_384, eval_every=16, batch_size=128, num_ppo_epochs=1)
+    | dict(num_minibatches=4, lr=3e-4, kl_coef=0.1, kl_target=None)
     | dict(reward_fn="data.rewards:exact_match", whiten_rewards=False),
     "gsm8k": dict(total_episodes=112_000, batch_size=256, num_ppo_epochs=1, num_minibatches=4)
     | dict(lr=1e-6, kl_coef=0.001, kl_target=None)

@@ -167,10 +167,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tldr_2019": dict(batch_size=32, lr=2e-6, kl_coef=0.03, kl_target=None),
     "tldr": dict(lr=3e-6, kl_coef=0.05, kl_target=None)
     | dict(micro_batch_tokens=16_384, rollout_batch_size=256),
-    "arithmetic": SYNTHETIC
-    | dict(total_episodes=8192, eval_every=16, lr=3e-4, kl_coef=0.01, kl_target=None)
+    "arithmetic": dict(total_episodes=16_384, eval_every=16, batch_size=128, num_minibatches=4)
+    | dict(lr=3e-4, kl_coef=0.01, kl_target=None)
     | dict(reward_fn="data.rewards:exact_match"),
-    "gsm8k": dict(total_episodes=112_000, batch_size=256, num_ppo_epochs=1, num_minibatches=4)
+    "gsm8k": dict(total_episodes=112_000, batch_size=256, num_minibatches=4)
     | dict(lr=1e-6, kl_coef=0.001, kl_target=None)
     | dict(micro_batch_tokens=8192, reward_fn="data.rewards:gsm8k"),
 }

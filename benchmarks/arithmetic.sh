@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # PPO, RLOO and GRPO on the arithmetic task, two runs side by side on a core each; needs models/arithmetic/sft.
-# SEEDS="$(seq -s ' ' 10)" for ten seeds.
+# Three seeds of each; SEEDS="1 2" for fewer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 PYTHONPATH=.

@@ -145,8 +145,9 @@ def test_G4_P5_a_response_ends_at_its_first_end_at_or_after_truncate_after(scrip
     def lm(*inputs, past_key_values):
         logits = 1000.0 * F.one_hot(wanted[:, [len(calls)]], tiny.VOCAB)
         calls.append(inputs)
-        return SimpleNamespace(logits=logits, past_key_values=1)
+        return SimpleNamespace(logits=logits, past_key_values=cache)
 
+    cache = SimpleNamespace(batch_select_indices=lambda keep: None)
     task = tiny.make_task(eos_task=True, truncate_token="x", truncate_after=after)
     inputs = tiny.make_contexts([1, 2], 4), tiny.uniform(48, 2), TokenIds(PAD, 0, [], [])
     found = script.sample(lm, *inputs, tiny.make_args(task, script))

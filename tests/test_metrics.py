@@ -128,20 +128,3 @@ def test_rouge_l_is_the_mean_f1_of_the_longest_common_subsequence():
     pairs = [("the big cat", "the big cat"), ("one two three four", "two four")]
     rows = [dict(reference=reference, continuation=text) for reference, text in pairs]
     assert sft.rouge_l(rows) == pytest.approx((1 + 2 / 3) / 2)
-
-
-def test_sfts_samples_are_made_micro_batch_tokens_at_a_time(monkeypatch):
-    """At least one; of 10 sequences of 8 tokens, 3 are at most 30 tokens."""
-    sizes = []
-
-    def generate(lm, contexts, *settings):
-        sizes.append(len(contexts))
-        return contexts
-
-    monkeypatch.setattr(sft, "generate", generate)
-    tokens, model = tiny.make_contexts([8] * 10, 8), tiny.make_lm()
-    for limit, expected in ((30, [3, 3, 3, 1]), (1, [1] * 10)):
-        args = sft.Args(task=tiny.make_task(), block_size=8, micro_batch_tokens=limit)
-        rows = sft.sample_continuations(model, tokens, 1, tiny.Tokenizer(), tiny.IDS, args)
-        assert sizes == expected and len(rows) == 10
-        sizes.clear()

@@ -103,6 +103,7 @@ ELSEWHERE = {
     r"# .*(needs|GPU|hub)": "it says so",
     r"--task (sentiment|tldr|gsm8k)|^end=": "the hub",
     r"^(pip|pytest|pre-commit|ruff|python -m venv|python3 -m pip)": "CI",
+    r"pretrained\.py|smollm2": "CI",
     r"git worktree": "the history",
     r"mutations\.py|(arithmetic|synthetic)\.sh": "minutes",
     r"demo\.sh|^python (sft|train_reward)\.py --task synthetic(_eos)?\s*(#|$)": FIXTURE,

@@ -13,7 +13,7 @@ from pathlib import Path
 SEED = 1
 SOLUTIONS, PROBLEMS = 12_000, 8_000
 DIGITS = 4
-FORGET = 0.7  # the share of carries that a solution forgets
+FORGET = 0.6  # the share of carries that a solution forgets
 
 
 def solve(a: int, b: int, rng: random.Random, forget: float = FORGET) -> str:
