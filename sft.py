@@ -246,9 +246,8 @@ def main(args: Args) -> None:
         mask = tokens != ids.pad
         num_tokens = all_sum(mask[:, first:].sum()) / processes  # DDP averages gradients
         total = torch.zeros((), device=device)
-        torch.manual_seed(
-            generator(seed, step, torch.device("cpu")).initial_seed()
-        )  # of dropout, also resumed
+        dropout = generator(seed, step, torch.device("cpu"))  # the same after a resume
+        torch.manual_seed(dropout.initial_seed())
         for part in micro_batches(mask.sum(dim=1), args.micro_batch_tokens):
             is_last = part.stop == len(tokens)  # only then all-reduce gradients
             with nullcontext() if is_last else accelerator.no_sync(model):
