@@ -131,8 +131,7 @@ class RewardModel(nn.Module):
         """A reward at every token of sequences [B, T] with padding anywhere: [B, T] (G1)."""
         mask = tokens != self.config.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # the number of real tokens before (G3)
-        inputs = tokens.masked_fill(~mask, 0), mask, position_ids
-        hidden = self.run_backbone(*inputs, prompt_length=prompt_length)  # [B, T, D]
+        hidden = self.run_backbone(tokens.masked_fill(~mask, 0), mask, position_ids, prompt_length)
         return self.gain * self.head(hidden).squeeze(-1) + self.bias  # (R3)
 
     def forward(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
