@@ -19,10 +19,15 @@ class Progress:
         self.total, self.shown, self.limits = total, shown, dict(limits)
         self.console = Console()
         self.live = self.console.is_terminal and self.console.width >= 60
-        text = (progress.TextColumn(x) for x in (name, "{task.fields[shown]}"))
-        bar = progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
-        columns = next(text), *bar, *text
-        self.bar = progress.Progress(*columns, console=self.console, disable=not self.live)
+        self.bar = progress.Progress(
+            progress.TextColumn(name),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[shown]}"),
+            console=self.console,
+            disable=not self.live,
+        )
         self.line = self.bar.add_task("", total=total, shown="")
         self.start, self.began = 0, time.monotonic()
         self.printed = self.began
