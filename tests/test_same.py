@@ -28,7 +28,7 @@ FAULTS = {  # column: a line of ppo.py, and a wrong one in its place
         "run.checkpoint(update + 1, policy, optimizer, 0.1)",
     ),
     "fsdp2": (
-        "with distributed.inference(accelerator, policy):  # eval mode",
+        "with distributed.inference(accelerator, policy):  # autocast",
         "with accelerator.autocast():  # eval mode",
     ),
     "bf16, first ratio": (  # other batches than in the first epoch round otherwise (L6)
