@@ -1002,10 +1002,11 @@ def test_a_patched_training_script_runs_and_what_it_saves_loads(name, patched, t
         script = patched(name)
         sizes = dict(batch_size=4, num_heldout=4, run_name="run")
         sizes |= dict(block_size=10) if name == "lora_sft" else dict(num_labels=8)
-        if name == "lora_train_reward":
+        of_rewards = name in ("lora_train_reward", "ranking")
+        if of_rewards:
             sizes |= dict(normalize_samples=8, rollout_batch_size=8)
         script.main(script.Args(task=task, **sizes))
-        if name == "lora_train_reward":
+        if of_rewards:
             load_reward_model(RewardModel, "runs/run/model", "")
         else:
             folder = "runs/run/model"
