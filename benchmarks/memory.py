@@ -200,7 +200,7 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
         return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
     def padded(backbone: Any) -> Any:
-        return lambda *inputs, prompt_length=0: packing.run_plain(backbone, *inputs)
+        return lambda *inputs, **_: packing.run_plain(backbone, *inputs[:3])
 
     replaced = dict(load_reward=random_reward, Packed=padded, Decoder=Decoder)
     replaced |= dict(load_lm=lambda name: random_lm(config))

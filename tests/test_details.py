@@ -96,7 +96,7 @@ def test_G3_worked_example_of_position_ids(name):
     """
     model, seen = READERS[name](tiny.make_lm()), []
 
-    def spy(input_ids, mask, position_ids, **settings):
+    def spy(input_ids, mask, position_ids, prompt_length=0):
         seen.append((position_ids.tolist(), mask.long().tolist(), input_ids.max() < PAD))
         raise Stop
 
