@@ -242,7 +242,7 @@ def sample(lm: Callable, contexts: Tensor, uniform: Tensor, ids: TokenIds, args:
     tokens = contexts.masked_fill(~mask, 0)
     cache = None
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
-    rows = torch.arange(len(contexts), device=contexts.device)  # the sequences that go on
+    rows = torch.arange(len(contexts), device=contexts.device)  # the unfinished sequences
     for t in range(len(uniform)):
         output = lm(tokens, mask, position_ids, past_key_values=cache)
         cache = output.past_key_values

@@ -19,8 +19,8 @@ One update:
     adapt kl_coef to the measured KL
 
 A whole response is one action, and there is no value function. Flags and metrics are named as in
-ppo.py. By default an update is one step, as in the paper. With more epochs or minibatches, the ratio
-leaves 1 and is clipped, as in ppo.py. The adaptive kl_coef comes from there, too.
+ppo.py. By default an update is one step, as in the paper. With more epochs or minibatches, the
+ratio leaves 1 and is clipped, as in ppo.py. The adaptive kl_coef comes from there, too.
 
 There are two kinds of tasks. In most, every response has R tokens and all of them are trained on;
 it is truncated after its truncate token, such as a period, only for scoring. In EOS tasks the
@@ -229,7 +229,7 @@ def sample(lm: Callable, contexts: Tensor, uniform: Tensor, ids: TokenIds, args:
     tokens = contexts.masked_fill(~mask, 0)
     cache = None
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
-    rows = torch.arange(len(contexts), device=contexts.device)  # the sequences that go on
+    rows = torch.arange(len(contexts), device=contexts.device)  # the unfinished sequences
     for t in range(len(uniform)):
         output = lm(tokens, mask, position_ids, past_key_values=cache)
         cache = output.past_key_values

@@ -1,6 +1,6 @@
 """Supervised fine-tuning in one file: the policy that PPO and RLOO start from.
 
-    python sft.py --task synthetic                   # from scratch: the task has no pretrained model
+    python sft.py --task synthetic                    # from scratch: there is no pretrained model
     accelerate launch sft.py --task sentiment --num_epochs 1
 
 If the task has reference responses (`response_column`), the loss covers only them. Otherwise texts
@@ -117,7 +117,7 @@ class LanguageModel(nn.Module):
         self.pad_id = pad_id
 
     def forward(self, tokens: Tensor, first: int) -> Tensor:
-        """Cross-entropy in nats of columns `first` ... T - 1: [B, T] → [B, T - first], 0 at padding."""
+        """Cross-entropy in nats of columns from `first` on: [B, T] → [B, T - first], 0 at padding."""
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # padding shifts no position (G3)
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]

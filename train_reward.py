@@ -57,7 +57,7 @@ class Args:
     seed: NonNegativeInt = 1
     """random seed; process r samples with seed + 100003 * r (G6)"""
     num_labels: PositiveInt = 4992
-    """train on the first so many labels of the dataset"""
+    """train on the first N labels of the dataset"""
     num_heldout: NonNegativeInt = 1024
     """at most this many other labels for evaluation"""
 

@@ -1,7 +1,7 @@
 """Small helpers shared by the scripts: padding, micro-batches, sums over processes, seeds, timing.
 
-Shapes: `B` sequences, `Q` query, `C` context, `R` response and `T` all tokens. Masks are True at real
-tokens. Tags such as (G2) are explained in docs/details.md.
+Shapes: `B` sequences, `Q` query, `C` context, `R` response and `T` all tokens. Masks are True at
+real tokens. Tags such as (G2) are explained in docs/details.md.
 """
 
 import time

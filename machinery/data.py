@@ -66,7 +66,7 @@ def holds_messages(rows: "datasets.Dataset", column: str) -> bool:
 class TokenTable:
     """Token sequences in a memory-mapped file that the processes of a machine share.
 
-    `table[rows]` → [B, length], padded on the left (G2). `extra` are other columns of the same rows.
+    `table[rows]` → [B, length], padded on the left (G2). `extra` are other columns of these rows.
     """
 
     rows: "datasets.Dataset"

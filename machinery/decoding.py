@@ -3,6 +3,7 @@
 Shapes: `B` sequences, `P` distinct prompts, `C` context tokens.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ class KeyValueCache(StaticCache):
     layers: Any  # all of them are static layers, with keys and values
 
     def __init__(self, config: PretrainedConfig, first: int, needed: int, longest: int):
-        self.length = min(-(-needed // BLOCK) * BLOCK, longest)  # tokens that fit in
+        self.length = min(math.ceil(needed / BLOCK) * BLOCK, longest)  # tokens that fit in
         super().__init__(config=config, max_cache_len=self.length)
         self.config = config
         self.first = first  # columns of the contexts that are padding in every sequence
@@ -48,7 +49,7 @@ class KeyValueCache(StaticCache):
         self.length, self.steps, self.replay = larger.length, 0, None
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the sequences with these indices. The memory of the others is free to `grow`."""
+        """Keep only the sequences with these indices; `grow` can use the memory of the others."""
         if len(indices) == len(self.layers[0].keys):
             return  # as `unfinished` gives them, these are all in their order
         slots = (indices != torch.arange(len(indices), device=indices.device)).nonzero()[:, 0]
@@ -172,7 +173,7 @@ class Decoder:
 
 
 def unfinished(ended: Tensor) -> Tensor:
-    """Indices of the sequences that go on, none if all have ended: [B] → [N].
+    """Indices of the unfinished sequences, none if all have ended: [B] → [N].
 
     The last ones move to the places of those that have ended, the others stay where they are. Some
     that have ended stay, too, if otherwise too few were left.

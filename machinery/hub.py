@@ -29,7 +29,7 @@ def missing(name: str, flag: str) -> str:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has weights as safetensors; a single shard without its index is not enough."""
+    """Whether a folder has weights as safetensors; one shard without its index is not enough."""
     return any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json"))
 
 

@@ -91,7 +91,7 @@ def load_reward_model(cls: Callable, folder: str, make: str = "train_reward.py")
 def same_tokens(tokenizer: Any, other: Any) -> bool:
     """Whether every token id of `other` is the same text for `tokenizer`, which may have more.
 
-    No text has the pad token of `other`, such as the [PAD] that TRL adds, unless it is also its EOS.
+    No text has the pad token of `other`, such as TRL's [PAD], unless it is also its EOS.
     """
     vocabulary = other.get_vocab()
     if other.pad_token != other.eos_token:

@@ -215,7 +215,7 @@ class Run:
         return True
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of one update. Raises `RunError` for a loss, score or KL of NaN or inf."""
+        """Write the metrics of one update. Raises `RunError` for a loss, score or KL of NaN or ±inf."""
         for name, value in metrics.items():
             watched = "loss" in name or name.startswith(("objective/", "eval/"))
             if watched and not math.isfinite(value):
