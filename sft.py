@@ -14,6 +14,7 @@ after a prompt. Masks are True at real tokens. Tags such as (G3) are explained i
 
 import math
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -192,8 +193,6 @@ def check(args: Args, processes: int) -> None:
     """Raise `InputError` for flags that cannot work, before anything is loaded."""
     check_run(args, SCRIPT, processes)
     cli.check_divisible("batch_size", args.batch_size, processes, "processes")
-    if column := args.task.response_column:
-        cli.check_package("rouge_score", "rouge-score", f"ROUGE-L of response_column={column}")
 
 
 def main(args: Args) -> None:
@@ -270,8 +269,10 @@ def main(args: Args) -> None:
     with distributed.inference(accelerator, model):
         samples = sample_continuations(lm, heldout[:64], first, tokenizer, ids, args)
     run.log_table(num_steps, samples[:4])
-    rouge = [f"held-out ROUGE-L: {rouge_l(samples):.3f}"] if task.response_column else []
-    run.finish(f"held-out perplexity: {metrics['heldout/perplexity']:.3f}", *rouge)
+    results = [f"held-out perplexity: {metrics['heldout/perplexity']:.3f}"]
+    if task.response_column and find_spec("rouge_score"):  # an optional package
+        results.append(f"held-out ROUGE-L: {rouge_l(samples):.3f}")
+    run.finish(*results)
     distributed.stop(accelerator)
 
 

@@ -35,7 +35,8 @@ def pad_left(sequences: list[list[int]], length: int, pad_id: int) -> Tensor:
 def pad_right(sequences: list[list[int]], pad_id: int) -> Tensor:
     """Token lists → [B, longest], padded on the right."""
     length = max(map(len, sequences))
-    return torch.tensor([tokens + [pad_id] * (length - len(tokens)) for tokens in sequences])
+    padded = [tokens + [pad_id] * (length - len(tokens)) for tokens in sequences]
+    return torch.tensor(padded, dtype=torch.long)
 
 
 def left_align(tokens: Tensor, pad_id: int) -> Tensor:

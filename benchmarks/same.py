@@ -70,7 +70,7 @@ class Way:
 STEP = (("num_ppo_epochs", 1), ("num_minibatches", 1))
 COLUMNS = {  # name: a way, the way that it has to be equal to, and whether bit for bit
     "again": (Way(once_more=True), Way(), True),
-    "micro-batches of a row": (Way(flags=(("micro_batch_tokens", 1),)), Way(), False),
+    "one-sequence micro-batches": (Way(flags=(("micro_batch_tokens", 1),)), Way(), False),
     "one micro-batch": (Way(flags=(("micro_batch_tokens", 4096),)), Way(), False),
     "2 processes": (Way(2), Way(), False),
     "4 processes": (Way(4), Way(), False),

@@ -20,8 +20,8 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 class Task:
     """What a run reads and writes, the same for all scripts.
 
-    A data source is a local file (.txt .json .jsonl .parquet .csv), a local folder, a name on the
-    Hugging Face hub, `hub name:file`, `hub name:configuration`, or any of these with `@split`.
+    A data source is a local file (.txt .json .jsonl .parquet .csv), a local folder, or a name on the
+    Hugging Face hub: `name`, `name:file` or `name:configuration`. `…@split` chooses a split.
     """
 
     task: str

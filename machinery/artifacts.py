@@ -1,7 +1,6 @@
 """Files that a run leaves besides its metrics: model folders, model cards, trackers."""
 
 import filecmp
-import html
 import json
 import math
 import os
@@ -49,18 +48,18 @@ def create_run_folder(args: Any, script: Path) -> Path:
 
 
 def describe_environment(folder: Path) -> dict[str, Any]:
-    """Commit and versions; changes that are not committed go into `changes.diff`."""
+    """Commit and versions; uncommitted changes of tracked files are written to `changes.diff`."""
 
-    def git(*arguments: str) -> str:
+    def git(*arguments: str) -> bytes:
         if not shutil.which("git"):
-            return ""
+            return b""
         command = ["git", "-C", str(ROOT), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        return subprocess.run(command, capture_output=True, check=False).stdout
 
     if changes := git("diff", "HEAD"):
-        (folder / "changes.diff").write_text(changes)
+        (folder / "changes.diff").write_bytes(changes)
     return {
-        "commit": git("rev-parse", "HEAD").strip() or None,
+        "commit": git("rev-parse", "HEAD").decode().strip() or None,
         "changes": bool(changes),
         "python": platform.python_version(),
         "versions": {package: version(package) for package in PACKAGES},
@@ -86,15 +85,6 @@ def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[An
             trackers[1].init_kwargs["mode"] = "offline"
             trackers[1].start()
     return trackers
-
-
-def track_samples(tracker: WandBTracker, step: int, rows: list[dict[str, Any]]) -> None:
-    """Send samples to W&B as text."""
-    import wandb
-
-    text = "\n\n".join(json.dumps(row, ensure_ascii=False, indent=1) for row in rows)
-    samples = wandb.Html(f"<pre>{html.escape(text)}</pre>")
-    tracker.log({"samples": samples}, step=step)
 
 
 def save_model(

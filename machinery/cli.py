@@ -1,7 +1,7 @@
 """Command line of the scripts: flags with the defaults of a task, and errors as one sentence."""
 
+import argparse
 import errno
-import importlib.util
 import os
 import sys
 import time
@@ -35,7 +35,9 @@ def parse_args(cls: type, presets: dict[str, dict[str, Any]], argv: list[str] | 
     `presets[NAME]`. Raises `InputError` for an unknown task; tyro reports all other bad flags.
     """
     argv = sys.argv[1:] if argv is None else argv
-    name = task_name(argv)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--task", default=next(iter(TASKS)))
+    name = parser.parse_known_args(argv)[0].task
     if name not in TASKS:
         raise InputError(f"--task {name} is unknown; choose {', '.join(TASKS)} (data/tasks.py)")
     task_fields = {field.name for field in fields(Task)}
@@ -45,17 +47,6 @@ def parse_args(cls: type, presets: dict[str, dict[str, Any]], argv: list[str] | 
     default = cls(task=replace(TASKS[name], **of_task), **of_script)
     kind: Any = tyro.conf.OmitArgPrefixes
     return tyro.cli(kind[cls], default=default, args=argv)
-
-
-def task_name(argv: list[str]) -> str:
-    """The value of `--task`, or the first task."""
-    name = next(iter(TASKS))
-    for i, argument in enumerate(argv):
-        if argument.startswith("--task="):
-            name = argument.removeprefix("--task=")
-        elif argument == "--task" and i + 1 < len(argv):
-            name = argv[i + 1]
-    return name
 
 
 def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]]) -> None:
@@ -99,12 +90,6 @@ def say(message: str) -> None:
     """Print on the main process only."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(message, flush=True)
-
-
-def check_package(module: str, package: str, use: str) -> None:
-    """Raise `InputError` if an optional package is not installed; name what needs it."""
-    if importlib.util.find_spec(module) is None:
-        raise InputError(f"{use} needs the package {package}; run `pip install {package}`")
 
 
 def check_divisible(name: str, value: int, unit: int, reason: str) -> None:

@@ -140,6 +140,7 @@ def tokenize_rows(
             remove_columns=rows.column_names,
             features=datasets.Features({"tokens": datasets.List(datasets.Value("int32"))}),
             new_fingerprint=fingerprint,
+            cache_file_name=str(cache / f"{fingerprint}.arrow"),
         )
     return TokenTable(table, length, pad_id)
 
@@ -267,6 +268,8 @@ def load_queries(
     `max_queries` are as many as the run can use. The table keeps the columns that the reward
     functions name. Raises `InputError` if one is missing, or if no text gives a query.
     """
+    if task.keep_last_line and task.end_text is not None:
+        raise InputError("end_text does not work with keep_last_line; pass --no-keep_last_line")
     texts = load_texts(task, task.query_column, tokenizer=tokenizer)
     wanted = wanted_columns(reward_fn, gold_fn, task.query_dataset, texts.column_names)
     order = np.random.default_rng(0).permutation(len(texts))

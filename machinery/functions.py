@@ -27,7 +27,8 @@ def load_function(name: str) -> Callable:
     except (Exception, SystemExit) as error:  # anything that the user's code raises
         if isinstance(error, ModuleNotFoundError) and error.name != source:
             raise InputError(f"{name!r} needs the package {error.name}; install it") from error
-        raise InputError(f"{name!r} cannot be imported: {describe(error, source)}") from error
+        traceback.print_exception(error)
+        raise InputError(f"{name!r} cannot be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise InputError(f"{name!r}: {source} has no function {attribute}")
@@ -96,17 +97,9 @@ def import_file(path: str) -> Any:
 
 
 def call_function(function: Callable, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a user's function. Raises `RunError` with the line if it fails."""
+    """Call a user's function. If it fails, print its traceback and raise `RunError`."""
     try:
         return function(*args, **kwargs)
     except (Exception, SystemExit) as error:  # anything that the user's code raises
-        source = function.__code__.co_filename if hasattr(function, "__code__") else ""
-        raise RunError(f"{name} raised {describe(error, source)}") from error
-
-
-def describe(error: BaseException, source: str) -> str:
-    """The error with the last line of the user's own file in its traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if source and frame.filename.endswith(source)]
-    where = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
-    return f"{type(error).__name__}: {error}{where}"
+        traceback.print_exception(error)
+        raise RunError(f"{name} raised {type(error).__name__}: {error}") from error

@@ -110,9 +110,9 @@ def load_best_of_k(rows: "datasets.Dataset", vocabulary: int, where: str) -> Lab
     samples = [name for name in rows.column_names if re.fullmatch(r"sample\d+", name)]
     names = [f"sample{k}" for k in range(max(len(samples), 2))]
     missing = [name for name in ("query", "best", *names) if name not in rows.column_names]
-    if missing or len(rows) == 0:
+    if missing:
         raise InputError(
-            f"{where} has no {', '.join(missing) or 'rows'}; it needs query, sample0, sample1, "
+            f"{where} has no {', '.join(missing)}; it needs query, sample0, sample1, "
             "..., best, or prompt, chosen, rejected"
         )
     queries, responses, best = [], [], []

@@ -38,7 +38,7 @@ def make_panels(names: Iterable[str], x_label: str) -> tuple[Any, dict[str, Any]
 def plot_run(folder: Path, names: list[str]) -> None:
     """Draw `curves.png` of a run: one panel for each metric."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    figure, panels = make_panels(names, "step")
+    figure, panels = make_panels([name for name in names if any(name in x for x in lines)], "step")
     for name, axis in panels.items():
         points = [(line["step"], line[name]) for line in lines if name in line]
         axis.plot([x for x, _ in points], [y for _, y in points], linewidth=1.2)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
+from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from data.tasks import Task
 from machinery.cli import InputError, RunError
 from machinery.functions import call_function, load_function, names_taken, signature_of
 from machinery.hub import check_weights, loading_model, looks_local
-from machinery.models import disable_dropout, use_fused_gelu
+from machinery.models import check_length, disable_dropout, use_fused_gelu
 from utils import TokenIds, decode, micro_batches, pad_left
 
 PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # a text that tokenizers split differently
@@ -43,7 +44,7 @@ class RewardConfig(transformers.PretrainedConfig):
             backbone = transformers.AutoConfig.for_model(**backbone)
         self.backbone: Any = backbone
         self.pad_id = pad_id
-        self.skip_id = kwargs.pop("unread_id", skip_id)  # its name before version 0.2
+        self.skip_id = skip_id
         super().__init__(**kwargs)
 
 
@@ -70,6 +71,8 @@ def load_reward_model(cls: Callable, folder: str, make: str = "train_reward.py")
         if RewardConfig.get_config_dict(folder)[0].get("model_type") == RewardConfig.model_type:
             with no_init_weights():
                 model = cls(RewardConfig.from_pretrained(folder))
+            if not local:
+                path = Path(snapshot_download(folder, allow_patterns="*.safetensors"))
             files = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
             model.load_state_dict({name: x for tensors in files for name, x in tensors.items()})
             return model.eval()
@@ -218,7 +221,11 @@ def load_reward(
     folder = args.reward_model or f"models/{args.task.task}/train_reward"
     model = load_reward_model(cls, folder, f"python train_reward.py --task {args.task.task}")
     model = model.to(accelerator.device).requires_grad_(False)
-    own_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    with loading_model(folder, "--reward_model"):
+        own_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    if same_tokens(own_tokenizer, tokenizer):
+        length = args.task.query_length + args.task.response_length
+        check_length(model.config.backbone, length, f"--reward_model {folder}: query and response")
     read = reward_input(model, own_tokenizer, tokenizer, ids.pad)
 
     def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:

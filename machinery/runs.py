@@ -236,7 +236,8 @@ class Run:
             with open(path, "a") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in rows))
         except OSError as error:
-            os.truncate(path, length)
+            if path.exists():
+                os.truncate(path, length)
             raise RunError(f"{path} cannot be written: {error.strerror}") from error
 
     def log_samples(self, step: int, texts: Iterable[list[str]], scores: list[float]) -> None:
@@ -251,7 +252,9 @@ class Run:
         self.append("samples.jsonl", [{"step": step, **row} for row in rows])
         self.print_table(rows, f"samples after {step} updates")
         if self.args.track:
-            artifacts.track_samples(self.accelerator.get_tracker("wandb"), step, rows)
+            tracker = self.accelerator.get_tracker("wandb")
+            data = [list(row.values()) for row in rows]
+            tracker.log_table("samples", columns=list(rows[0]), data=data, step=step)
 
     def print_table(self, rows: list[dict[str, Any]], title: str) -> None:
         """Print rows of texts and numbers."""

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 
 from machinery import cli, hub
 from machinery.cli import InputError
@@ -21,13 +22,14 @@ def load_rows(source: str, flag: str) -> datasets.Dataset:
     name, split = source, "train"
     if not Path(source).exists() and "@" in source:
         name, _, split = source.rpartition("@")
+    folder, _, configuration = name.partition(":")
     try:
         if Path(name).is_file():
-            return load_file(name, split, flag)
-        folder, _, configuration = name.partition(":")
-        if Path(folder).is_dir():
-            return load_folder(folder, configuration or None, split, flag)
-        return load_from_hub(name, split, flag)
+            rows = load_file(name, split, flag)
+        elif Path(folder).is_dir():
+            rows = load_folder(folder, configuration or None, split, flag)
+        else:
+            rows = load_from_hub(name, split, flag)
     except InputError:
         raise
     except Exception as error:  # anything that readers raise for broken files
@@ -35,6 +37,9 @@ def load_rows(source: str, flag: str) -> datasets.Dataset:
             raise error.__cause__ or error from None
         reason = hub.first_line(error.__cause__ or error)
         raise InputError(f"{flag} {source} is empty or cannot be read: {reason}") from error
+    if not len(rows):
+        raise InputError(f"{flag} {source} has no rows")
+    return rows
 
 
 def load_file(name: str, split: str, flag: str) -> datasets.Dataset:
@@ -79,6 +84,8 @@ def load_from_hub(name: str, split: str, flag: str) -> datasets.Dataset:
             return datasets.load_dataset(name, data_files=part, split=split)
         return datasets.load_dataset(name, part or None, split=split)
     except OSError as error:
+        if not huggingface_hub.constants.HF_HUB_OFFLINE:
+            raise
         folder = name.split("/")[-1]
         local = f"{folder}/{part}" if is_file else f"{folder}:{part}" if part else folder
         download = f"hf download {name} {part if is_file else ''}".strip()

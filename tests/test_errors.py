@@ -34,7 +34,7 @@ from machinery import cli, distributed, models, sources
 from machinery.artifacts import ROOT
 from machinery.cli import InputError, RunError
 from machinery.functions import load_function
-from machinery.rewards import load_reward
+from machinery.rewards import load_reward, load_reward_model
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
@@ -294,19 +294,13 @@ def test_bad_input_is_refused_before_any_weights(script, flags, words, start, no
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("script", "module", "flags", "words"),
-    [
-        ("sft", "rouge_score", dict(response_column="text"), ("rouge-score", "response_column")),
-        *((name, "ftfy", dict(clean_fn=CLEAN), ("ftfy", "clean_post")) for name in SCRIPTS),
-    ],
-)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_missing_optional_package_is_named_before_any_weights(
-    script, module, flags, words, start, no_weights, monkeypatch
+    script, start, no_weights, monkeypatch
 ):
-    monkeypatch.setitem(sys.modules, module, None)  # as if it was not installed
+    monkeypatch.setitem(sys.modules, "ftfy", None)  # as if it was not installed
     load_function.cache_clear()
-    refuses(lambda: start(script, **flags), *words)
+    refuses(lambda: start(script, clean_fn=CLEAN), "ftfy", "clean_post")
 
 
 # ------------------------------------------------------------------------------------------- models
@@ -604,6 +598,24 @@ def test_a_model_that_cannot_be_reached_names_the_next_command_at_once(unreachab
     assert config.vocab_size == tiny.VOCAB
     refuses(lambda: models.load_lm("gpt2"), *words)
     assert time.perf_counter() - began < 15  # the libraries retry for 23 s
+
+
+def test_an_uploaded_reward_model_loads_by_its_name_on_the_hub(unreachable_hub, tmp_path):
+    """From the hub's cache: refs/main, snapshots/<commit>/ with links into blobs/."""
+    local = Path(tiny.write_reward(tmp_path / "reward"))
+    commit, cached = "0" * 40, tmp_path / "cache" / "models--me--reward"
+    for name in ("refs", "blobs", f"snapshots/{commit}"):
+        (cached / name).mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    for i, path in enumerate(local.iterdir()):
+        (cached / "blobs" / str(i)).write_bytes(path.read_bytes())
+        (cached / "snapshots" / commit / path.name).symlink_to(f"../../blobs/{i}")
+    cls = train_reward.RewardModel
+    expected, loaded = (load_reward_model(cls, name) for name in (str(local), "me/reward"))
+    for name, x in expected.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], x), name
+    words = "hf download me/other --local-dir other", "--reward_model other"
+    refuses(lambda: load_reward_model(cls, "me/other"), *words)
 
 
 # --------------------------------------------------------------------------------------- launchers

@@ -38,7 +38,7 @@ FAULTS = {  # column: a line of ppo.py, and a wrong one in its place
 }
 ALIKE = {  # column: the fault that it sees, too
     "4 processes": "2 processes",
-    "micro-batches of a row": "one micro-batch",
+    "one-sequence micro-batches": "one micro-batch",
     "2 processes, resumed": "resumed",
     "fsdp2, 4 processes": "fsdp2",
     "fsdp2, resumed": "fsdp2",
