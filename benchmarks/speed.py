@@ -21,6 +21,7 @@ reference and reward model, and three times that for an epoch.
 
 import csv
 import json
+import math
 import os
 import platform
 import shutil
@@ -288,9 +289,12 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
     from machinery.plots import pyplot
 
     panels = list(dict.fromkeys(row["workload"] for row in rows))
-    look = dict(figsize=(6 * len(panels), 3.2), layout="constrained", squeeze=False)
-    figure, axes = pyplot().subplots(1, len(panels), **look)
-    for axis, panel in zip(axes[0], panels, strict=True):
+    rows_of_panels = math.ceil(len(panels) / 2)
+    look = dict(figsize=(12, 3.2 * rows_of_panels), layout="constrained", squeeze=False)
+    figure, axes = pyplot().subplots(rows_of_panels, 2, **look)
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    for axis, panel in zip(axes.flat, panels, strict=False):
         mine = [row for row in rows if row["workload"] == panel][::-1]
         names, left = [row["contestant"] for row in mine], np.zeros(len(mine))
         for phase in PHASES:

@@ -31,7 +31,7 @@ import sft
 import train_reward
 import utils
 from data import tasks
-from machinery import data, sequences
+from machinery import data, hub, sequences
 from machinery.cli import InputError, parse_args
 from machinery.labels import load_labels
 from machinery.models import load_lm, load_tokenizer
@@ -219,6 +219,47 @@ def test_files_and_folders_are_data_sources_of_which_at_selects_a_split(form, tm
         assert load_rows(f"{source}@test", "--flag")["text"][:] == ["Ben ."]
     with pytest.raises(InputError, match="--flag .*dev"):
         load_rows(f"{source}@dev", "--flag")
+
+
+def test_a_folder_without_rows_is_refused(tmp_path):
+    """As `Dataset.filter` and `save_to_disk` write it."""
+    rows = datasets.Dataset.from_dict({"text": ["Anna ."]}).filter(lambda row: False)
+    rows.save_to_disk(tmp_path / "none")
+    with pytest.raises(InputError, match="--flag .*none has no rows"):
+        load_rows(str(tmp_path / "none"), "--flag")
+
+
+def test_a_missing_dataset_is_not_called_an_unreachable_hub(monkeypatch):
+    """The hub answers that there is none, or that access is denied: datasets raises an OSError."""
+
+    def load_dataset(name, *rest, **options):
+        raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{name}' doesn't exist on the Hub")
+
+    monkeypatch.setattr(hub, "go_offline_if_unreachable", lambda: None)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(InputError, match="--flag me/tldrr .* doesn't exist on the Hub"):
+        load_rows("me/tldrr", "--flag")
+
+
+def test_the_table_of_tokens_is_not_written_into_the_users_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = datasets.Dataset.from_dict({"text": SENTENCES})
+    rows.save_to_disk(tmp_path / "mine")
+    before = sorted((tmp_path / "mine").iterdir())
+    task = tiny.make_task(
+        base_model=str(tiny.write_model(tmp_path / "m")), query_dataset=str(tmp_path / "mine")
+    )
+    tokenizer, ids = load_tokenizer(task, 5)
+    assert len(data.load_queries(task, tokenizer, ids, 8)) == 4
+    assert sorted((tmp_path / "mine").iterdir()) == before
+    assert list((tmp_path / "cache").glob("*.arrow"))
+
+
+def test_end_text_with_keep_last_line_is_refused(tmp_path):
+    task = tiny.make_task(keep_last_line=True, end_text=".")
+    with pytest.raises(InputError, match="end_text .*--no-keep_last_line"):
+        data.load_queries(task, None, None, 8)
 
 
 def test_the_advice_for_an_unreachable_configuration_works_once_it_is_followed(

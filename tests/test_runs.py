@@ -292,7 +292,7 @@ def test_an_installed_copy_has_every_module_and_every_file_of_the_tasks():
 def git(folder: Path, *words: str) -> str:
     """A git command in a repository that only the test knows."""
     who = ("-c", "user.name=me", "-c", "user.email=me@example.org", "-c", "commit.gpgsign=false")
-    options = dict(cwd=folder, check=True, capture_output=True, text=True)
+    options = dict(cwd=folder, check=True, capture_output=True, text=True, errors="replace")
     return subprocess.run(["git", *who, *words], **options).stdout
 
 
@@ -310,14 +310,14 @@ def test_a_run_keeps_its_source_and_what_is_not_committed(home, tmp_path, monkey
     assert record["commit"] == git(checkout, "rev-parse", "HEAD").strip()
     assert record["changes"] is False and not (clean / "changes.diff").exists()
 
-    with open(checkout / "utils.py", "a") as file:
-        file.write("# mine\n")
+    with open(checkout / "utils.py", "a", encoding="latin-1", newline="\r\n") as file:
+        file.write("# mine, naïve\n")  # not UTF-8, with the line ends of Windows
     changed = new_run(checkout / "ppo.py").folder
     assert json.loads((changed / "args.json").read_text())["changes"] is True
     assert (changed / "ppo.py").read_bytes() == (checkout / "ppo.py").read_bytes()
     git(checkout, "checkout", "-q", "utils.py")
     git(checkout, "apply", str((changed / "changes.diff").resolve()))  # makes the same state again
-    assert (checkout / "utils.py").read_text().endswith("# mine\n")
+    assert (checkout / "utils.py").read_bytes().endswith("# mine, naïve\r\n".encode("latin-1"))
 
 
 @pytest.mark.parametrize("missing", ["git", "repository"])
