@@ -1,4 +1,4 @@
-"""Files that a run leaves besides its metrics: model folders, model cards, trackers."""
+"""Files of a run besides its metrics: model folders, model cards, tracker logs."""
 
 import filecmp
 import json
@@ -32,7 +32,7 @@ def models_link(args: Any, script: Path) -> Path:
 
 
 def create_run_folder(args: Any, script: Path) -> Path:
-    """Create a new folder in runs/; a default name gets a number if another run was faster."""
+    """Create a new folder in runs/. If the default name is taken, append a number."""
     when = time.strftime("%Y%m%d-%H%M%S")
     default = f"{args.task.task}__{script.stem}__{args.seed}__{when}"
     path = Path("runs") / (args.run_name or default)
@@ -96,8 +96,8 @@ def save_model(
 ) -> None:
     """Write model, tokenizer and `<head>.safetensors` into a folder.
 
-    Written beside its final name and renamed. An existing folder is never overwritten; one with the
-    same files, left by a run that was killed after this and resumed, is fine.
+    Written to a temporary folder and renamed. An existing folder is never overwritten; one with the
+    same files, of a run that was killed after this and resumed, is kept.
     """
     part = folder.with_name(f".{folder.name}.part")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def best_value(best: Path, metric: str) -> float:
 def replace_best(best: Path, evaluation: dict[str, float], save: Callable[[Path], None]) -> None:
     """Make `best` a link to a new folder that `save` writes, and delete the one before it.
 
-    At any instant, `best` is one or the other with the evaluation that belongs to it.
+    At any instant, `best` is a complete folder: weights and their evaluation.
     """
     old = best.resolve()
     folder = best.with_name(".best_1" if old.name == ".best_0" else ".best_0")

@@ -23,7 +23,7 @@ def check_messages(messages: list) -> None:
 
 
 def render(messages: list[dict], tokenizer: Any, prompt: bool = False) -> str:
-    """The text of messages; of a `prompt`, up to where the answer begins. Raises `InputError`."""
+    """Apply the chat template; `prompt` adds the generation prompt. Raises `InputError`."""
     check_messages(messages)
     if not tokenizer.chat_template:
         raise InputError(

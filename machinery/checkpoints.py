@@ -109,12 +109,12 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     weights: dict[str, Any] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     for key, x in tensors.items():
-        kind, _, name = key.partition("/")
+        kind, _, rest = key.partition("/")
         if kind == "model":
-            weights[name] = x
+            weights[rest] = x
         else:
-            key, _, name = name.partition("/")
-            moments.setdefault(name, {})[key] = x
+            moment, _, name = rest.partition("/")
+            moments.setdefault(name, {})[moment] = x
     names = {name for name, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
     if wrong := sorted(names ^ weights.keys()):
         raise InputError(f"{path} is a checkpoint of another model, see {wrong[0]}")
@@ -133,7 +133,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def find_checkpoint(args: Any, script: Path) -> Path | None:
-    """The checkpoint that `--resume` means: a file, or the newest one in a run's folder.
+    """The checkpoint to resume from: a file, or the newest one in a run's folder.
 
     `latest` is the newest run of this script and task that has one. Raises `InputError`.
     """

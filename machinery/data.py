@@ -23,7 +23,7 @@ from utils import TokenIds, pad_left
 if TYPE_CHECKING:
     import datasets
 
-SMALL_TABLE = 2**15  # rows that are tokenized in a second or two: not worth a smaller table
+SMALL_TABLE = 2**15  # tokenize at least this many rows: it takes a second or two
 
 
 def load_texts(task: Task, *columns: str, tokenizer: Any = None) -> "datasets.Dataset":
@@ -187,7 +187,7 @@ def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
 
 
 def ends_word(text: str, offsets: list[tuple[int, int]], end: str) -> list[bool]:
-    """For each token (begin, stop) of `text`: whether `end` and a word both end there (P3).
+    """For each token (begin, stop): whether the text up to it ends with `end`, and a word there (P3).
 
     Both of GPT-2's periods, "." and " .", end a sentence; those in "1.5" or "CNN.com" do not.
     """

@@ -51,7 +51,7 @@ class KeyValueCache(StaticCache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the sequences with these indices; `grow` can use the memory of the others."""
         if len(indices) == len(self.layers[0].keys):
-            return  # as `unfinished` gives them, these are all in their order
+            return  # all of them: `unfinished` keeps their order
         slots = (indices != torch.arange(len(indices), device=indices.device)).nonzero()[:, 0]
         for layer in self.layers:
             for x in (layer.keys, layer.values):
@@ -71,9 +71,8 @@ class Decoder:
 
     Equal prompts are computed once. The cache has room for the tokens so far, and at most a block
     more. With `cuda_graphs`, on a GPU, the step of one token is recorded and then replayed, until
-    the cache grows or sequences leave it. Not with sharded weights, which move, not with sliding
-    windows, whose cache is managed by the host, and not with Falcon, which indexes by lists of the
-    host.
+    the cache grows or sequences leave it. There is no graph under FSDP2 (weights move), with
+    sliding windows (the CPU manages the cache), and for Falcon (indexes with Python lists).
     """
 
     def __init__(self, lm: Any, response_length: int, cuda_graphs: bool = False):
@@ -175,8 +174,8 @@ class Decoder:
 def unfinished(ended: Tensor) -> Tensor:
     """Indices of the unfinished sequences, none if all have ended: [B] → [N].
 
-    The last ones move to the places of those that have ended, the others stay where they are. Some
-    that have ended stay, too, if otherwise too few were left.
+    The last ones move to the places of those that have ended, the others stay where they are. At
+    least `MIN_ROWS` sequences stay, ended ones if necessary.
     """
     number = len((~ended).nonzero())  # waits for the GPU
     if number:

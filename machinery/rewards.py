@@ -28,7 +28,7 @@ PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # a text that token
 class RewardConfig(transformers.PretrainedConfig):
     """Configuration of a reward model: its backbone's, and its pad id.
 
-    `skip_id` is a token that never carries the reward: a classifier's own pad, often EOS.
+    The reward is never read at a token `skip_id`: a classifier's own pad, often EOS.
     """
 
     model_type = "scalar_reward"
@@ -150,7 +150,7 @@ def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: i
     Sequences whose first `prompt_length` columns are equal compute these once.
     """
     order, pad_id = torch.arange(len(tokens), device=tokens.device), model.config.pad_id
-    if prompt_length:  # equal prompts next to each other, in the order of their first
+    if prompt_length:  # equal prompts side by side, in order of first occurrence
         copies = tokens[:, :prompt_length].unique(dim=0, return_inverse=True)[1]
         order = order.scatter_reduce(0, copies, order, "amin", include_self=False)[copies]
         order = order.argsort(stable=True)

@@ -266,7 +266,7 @@ class Run:
 
         `models/<task>/<script>` becomes a link to the one that is called model.
         """
-        states = {name: checkpoints.full_weights(head) for name, head in heads.items()}
+        states = {key: checkpoints.full_weights(head) for key, head in heads.items()}
         state = checkpoints.full_weights(model)
         if self.main:
             out = self.args.output_dir
