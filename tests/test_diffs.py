@@ -705,11 +705,19 @@ def slow_advantages(name, rollout, kl_coef):
         tokens = sum(returns, [])
         mean, deviation = statistics.mean(tokens), statistics.pstdev(tokens)
         return [[(x - mean) / deviation for x in row] for row in returns]
-    rewards = [scores[i] - (name != "grpo") * kl_coef * sum(kl[i]) for i in rows]
-    groups = [[rewards[j] for j in rows if contexts[j] == contexts[i]] for i in rows]
-    assert {len(group) for group in groups} == {4}
-    scale = [1 if name == "dr_grpo" else statistics.stdev(group) + 1e-4 for group in groups]
-    return [[(rewards[i] - statistics.mean(groups[i])) / scale[i]] * len(kl[i]) for i in rows]
+    penalties = [(name != "grpo") * kl_coef * sum(kl[i]) for i in rows]
+    after = name in ("cispo", "gspo")  # the penalty is subtracted from the standardized score
+    rewards = [scores[i] - (not after) * penalties[i] for i in rows]
+    alike = [[j for j in rows if contexts[j] == contexts[i]] for i in rows]
+    advantages = []
+    for i, group in enumerate(alike):
+        assert len(group) == 4
+        values = [rewards[j] for j in group]
+        scale = 1 if name == "dr_grpo" else statistics.stdev(values) + 1e-4
+        advantages.append((rewards[i] - statistics.mean(values)) / scale)
+        if after:
+            advantages[i] -= penalties[i] - statistics.mean(penalties[j] for j in group)
+    return [[advantages[i]] * len(kl[i]) for i in rows]
 
 
 BOUNDS = dict(dapo=(0.9, 1.2), gspo=(0.9, 1.05), cispo=(0.0, 1.1))  # of the ratio; others 0.8, 1.2
@@ -769,7 +777,8 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
     steps, clipped, kl_coefs, left_out = iter(run.steps), 0, [], 0
     for (rollout, old), minibatches, line in zip(run.rollouts, epochs, run.metrics, strict=False):
         kl_coefs.append(line["objective/kl_coef"])
-        advantages = slow_advantages(name, rollout, kl_coefs[-1])
+        seen = old if name in ("cispo", "gspo") else rollout  # whose kl or rewards main reads
+        advantages = slow_advantages(name, seen, kl_coefs[-1])
         assert {len(row) for row in advantages} == {1, 2, 3, 4, 5}
         assert rollout.kl.abs().sum(dim=1).mean() > 0.1
         scores = {}
@@ -810,6 +819,19 @@ def test_a_group_with_equal_rewards_has_advantages_of_exactly_zero(name, patched
     advantages = patched(name).group_advantages(rewards, 3)
     torch.testing.assert_close(advantages[::2], torch.tensor([-1.0, 0, 1]), atol=2e-4, rtol=0)
     assert not advantages[1::2].any()
+
+
+@pytest.mark.parametrize("name", ["cispo", "gspo"])
+def test_of_equal_scores_only_the_penalty_is_left_in_proportion_to_kl_coef(name, patched):
+    """Standardized together, a KL of any size would be a full signal."""
+    script = patched(name)
+    kl = torch.tensor([[1.0, 2], [0, 1], [3, 4], [0, 0]])  # [K * P, R], K = P = 2
+    rollout = SimpleNamespace(scores=torch.full((4,), 0.1), kl=kl)
+    args = tiny.make_args(script=script, rloo_k=2)
+    for kl_coef in (0.0, 1e-3, 0.5):
+        advantages = script.compute_advantages(rollout, kl_coef, args)
+        assert advantages.tolist() == pytest.approx([kl_coef * x for x in (2, -0.5, -2, 0.5)])
+    assert not script.compute_advantages(rollout, 0.0, args).any()
 
 
 def test_dapo_a_batch_without_signal_changes_nothing(patched, task):
