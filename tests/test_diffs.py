@@ -381,6 +381,13 @@ def test_X1_the_critic_has_its_own_learning_rate(run_of):
     assert [lr for step in steps for lr in step.lrs] == pytest.approx(expected)
 
 
+def test_X1_gradient_checkpointing_reaches_the_critic(patched, task):
+    policy = run_main(patched("separate_critic"), task, gradient_checkpointing=True).policy
+    assert (
+        policy.lm.is_gradient_checkpointing and policy.value_head.backbone.is_gradient_checkpointing
+    )
+
+
 @pytest.mark.parametrize(("limit", "clipped"), [(2.0, {"lm"}), (0.1, {"lm", "value_head"})])
 def test_X1_policy_and_critic_clip_their_own_gradient_norms(limit, clipped, run_of):
     """As two engines do. The norm of both together would shrink the smaller one, too."""
@@ -406,10 +413,13 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
         return ptx_loss(policy, texts, *inputs)
 
     other = Path(folder_of(task), "other.txt")
-    flags = dict(lr=0.0, ptx_coef=0.5, ptx_dataset=str(other))
-    run, plain = run_main(script, task, names=dict(ptx_loss=spy), **flags), run_of("ppo", lr=0.0)
+    flags = dict(lr=0.0, ptx_coef=0.5, ptx_dataset=str(other), micro_batch_tokens=20)
+    run = run_main(script, task, names=dict(ptx_loss=spy), **flags)
+    plain = run_of("ppo", lr=0.0, micro_batch_tokens=20)
     assert run.policy.temperature == 0.7  # of the responses; that of the texts is 1
-    assert len(batches[0]) == 8 and not torch.equal(batches[0], batches[1])
+    assert len(batches) > len(run.steps)  # micro-batches
+    batches, means = torch.cat(batches).split(8), []
+    assert len(batches) == 8 and not torch.equal(batches[0], batches[1])
     for step, without, texts in zip(run.steps, plain.steps, batches, strict=True):
         losses = []
         for row in texts:
@@ -417,6 +427,7 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
             logprobs = run.policy.lm(row[None]).logits[0].log_softmax(dim=-1)
             losses += [-logprobs[t, row[t + 1]] for t in range(len(row) - 1)]
         torch.stack(losses).mean().backward()
+        means.append(torch.stack(losses).mean().item())
         for name, p in run.policy.lm.named_parameters():
             expected = without.grads[f"lm.{name}"] + 0.5 * p.grad
             torch.testing.assert_close(step.grads[f"lm.{name}"], expected, atol=1e-5, rtol=1e-3)
@@ -426,6 +437,8 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
         transformers.AutoTokenizer.from_pretrained(task.base_model), batches[0], tiny.WORDS
     )
     assert all(text in other.read_text() for text in texts)
+    found = [line["ppo/loss/ptx_avg"] for line in run.metrics[:2]]
+    assert found == pytest.approx([sum(means[:4]) / 4, sum(means[4:]) / 4], rel=1e-4)
 
 
 def test_X5_the_average_is_updated_after_every_step_and_training_is_unchanged(run_of, task):
@@ -449,6 +462,16 @@ def test_X6_at_first_only_the_value_function_learns(run_of):
         assert {n.split(".")[0] for n, x in weights if not torch.equal(x, start[n])} == learning
     steps = {n: run.optimizer.state[p]["step"].item() for n, p in run.model.named_parameters()}
     assert steps == {name: 4 if name.startswith("lm.") else 8 for name in steps}  # Adam's
+
+
+@pytest.mark.parametrize(("updates", "factor"), [(0, 0.992), (1, 1.0)])
+def test_X6_the_adaptive_kl_coef_waits_for_the_policy(updates, factor, run_of):
+    """A frozen policy has a KL of 0, which is no reason to lower the penalty."""
+    flags = dict(kl_target=1.0, kl_horizon=400, kl_coef=0.5)
+    run = run_of("value_warmup", value_warmup_updates=updates, **flags)
+    assert run.metrics[0]["objective/kl"] == 0
+    found = [line["objective/kl_coef"] for line in run.metrics[:2]]
+    assert found == pytest.approx([0.5, 0.5 * factor])
 
 
 def test_X6_a_frozen_policy_has_no_moments_and_its_gradient_clips_nothing(run_of):
@@ -539,6 +562,11 @@ def test_X8_the_learning_rate_warms_up_and_decays(patched, run_of, flags, expect
     rates = [script.learning_rate(update, 6, args) for update in range(6)]
     assert rates == pytest.approx([2 * x for x in expected])
     assert [line["ppo/lr"] for line in run_of("schedule").metrics[:2]] == [5e-3, 1e-2]  # is used
+
+
+def test_X8_a_cosine_without_decay_is_refused(patched, task):
+    with pytest.raises(cli.InputError, match="cosine.*anneal_lr"):
+        run_main(patched("schedule"), task, cosine=True, anneal_lr=False)
 
 
 def test_X8_adamw_is_the_librarys(run_of):
@@ -655,6 +683,7 @@ def test_lora_the_saved_model_is_merged(name, run_of, task):
     texts = run.rollouts[1][0].contexts, run.rollouts[1][0].responses
     expected, merged = run.policy(*texts)[0], new_policy(task, after)(*texts)[0]
     torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-4)
+    assert len(run.loaded) == 2  # to train and to save: evaluations merge only what is kept
 
 
 def test_reference_on_cpu_is_on_the_device_only_for_its_forward_passes(patched, run_of):
@@ -690,6 +719,16 @@ def test_freeze_layers_trains_the_upper_layers_and_the_norm_after_them(run_of, t
     top = ("transformer.h.1.", "transformer.ln_f.")
     names = {name for name in new_policy(task).lm.state_dict() if name.startswith(top)}
     assert changed(run_of("freeze_layers", unfrozen_layers=1), task) == names
+
+
+def test_freeze_layers_trains_a_vocabulary_head_that_is_not_tied(patched, task):
+    config = transformers.AutoConfig.from_pretrained(task.base_model, tie_word_embeddings=False)
+    lm = transformers.AutoModelForCausalLM.from_config(config)
+    patched("freeze_layers").freeze_below(lm, 1)
+    trained = {name for name, p in lm.named_parameters() if p.requires_grad}
+    assert {name for name in trained if "h.1." not in name and "ln_f" not in name} == {
+        "lm_head.weight"
+    }
 
 
 # --------------------------------------------------------------------------------- patches of rloo
@@ -942,6 +981,7 @@ def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(k, patched, task):
             assert line["accuracy"] == correct / 4 and sum(margins) != 0
         else:
             assert line["loss"] == pytest.approx(math.log(k)) and line["margin"] == 0
+            assert line["accuracy"] == 0  # a tie is no win, wherever the preferred response is
     assert run.saved["model"].keys() == ref.state_dict().keys()
     assert 0 <= run.metrics[-1]["heldout/accuracy"] <= 1
 
