@@ -129,7 +129,10 @@ def test_a_patch_has_a_header_adds_few_lines_and_leaves_the_docstring_alone(name
     parts = re.split(r"^(\w+): ", DIFFS[name].split("\n--- ")[0], flags=re.M)[1:]
     header = dict(zip(parts[::2], (" ".join(x.split()) for x in parts[1::2]), strict=True))
     assert list(header) == [name, "Source", "Command"] and all(header.values())
-    base, (command, flags) = BASES[name], header["Command"].split(" python mine.py ")
+    base, (command, flags) = (
+        BASES[name],
+        header["Command"].replace("\\ ", "").split(" python mine.py "),
+    )
     assert command == f"cp {base}.py mine.py && patch --fuzz=0 mine.py diffs/{name}.diff"
     script = patched(name)
     assert cli.parse_args(script.Args, script.PRESETS, flags.split()).task.task == "synthetic"
@@ -1116,13 +1119,13 @@ RECIPES = {  # the published values
     "chinese_llama": "num_ppo_epochs=4 lr=5e-7 critic_lr=1.65e-6 kl_coef=0.1",
     "deepspeed_chat": """batch_size=32 num_minibatches=1 num_ppo_epochs=1 kl_coef=0.1 lr=9.65e-6
         critic_lr=5e-6 anneal_lr=True cosine=True warmup_updates=100 adam_beta1=0.9 adam_beta2=0.95
-        weight_decay=0.0 max_grad_norm=1.0 clip_score=5.0 cliprange_value=0.2 ptx_coef=27.8
-        ema_decay=0.992 top_p=1.0 min_response_length=2 whiten_rewards=False
+        weight_decay=0.0 max_grad_norm=1.0 vf_coef=1.0 clip_score=5.0 cliprange_value=0.2
+        ptx_coef=27.8 ema_decay=0.992 top_p=1.0 min_response_length=2 whiten_rewards=False
         whiten_advantages=False""",
     "openrlhf": """batch_size=512 num_minibatches=4 num_ppo_epochs=1 kl_coef=0.01 lr=1e-6
         critic_lr=9e-6 anneal_lr=True cosine=True warmup_updates=59 adam_beta1=0.9 adam_beta2=0.95
-        adam_eps=1e-8 weight_decay=0.0 max_grad_norm=1.0 cliprange_value=0.2 temperature=1.0
-        whiten_rewards=False whiten_advantages=True""",  # 59: 3% of the updates
+        adam_eps=1e-8 weight_decay=0.0 max_grad_norm=1.0 vf_coef=1.0 cliprange_value=0.2
+        temperature=1.0 whiten_rewards=False whiten_advantages=True""",  # 59: 3% of the updates
     "trlx": """batch_size=128 num_minibatches=4 num_ppo_epochs=4 kl_coef=0.001 vf_coef=1.0 lr=3e-5
         anneal_lr=False adam_beta1=0.9 adam_beta2=0.95 adam_eps=1e-8 weight_decay=1e-6
         clip_score=10.0 cliprange_value=0.2 unfrozen_layers=2 temperature=1.0 kl_estimator='k1'
