@@ -86,7 +86,7 @@ class Args:
     num_minibatches: PositiveInt = 1
     """optimizer steps per epoch (P7)"""
     lr: NonNegativeFloat = 1e-5
-    """initial learning rate"""
+    """peak learning rate"""
     anneal_lr: bool = True
     """decay the learning rate linearly to 0 (G5)"""
     adam_eps: PositiveFloat = 1e-5
@@ -206,7 +206,7 @@ class PolicyAndValue(nn.Module):
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, ...]:
         """Log-probabilities, entropies and values of response tokens, 0 at padding.
 
-        [B, C], [B, R] → [B, R] each. Entropies have no gradient; without gradients they are 0.
+        [B, C], [B, R] → [B, R] each. Entropies are detached, and 0 under `torch.no_grad`.
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
@@ -251,7 +251,7 @@ def sample(lm: Callable, contexts: Tensor, uniform: Tensor, ids: TokenIds, args:
         responses[rows, t] = tokens[:, 0]
         mask = F.pad(mask, (0, 1), value=True)
         position_ids = position_ids[:, -1:] + 1
-        if task.eos_task and t % 16 == 15:  # every check waits for the GPU
+        if task.eos_task and t % 16 == 15:  # not at every token: the check waits for the GPU
             _, ended = truncate(responses[rows], ids.truncate, task.truncate_after, ids.pad)
             keep = unfinished(ended)
             if len(keep) == 0:
@@ -360,8 +360,8 @@ def make_rollout(
 ) -> Rollout:
     """Score responses [B, R], and compute log-probabilities, values and rewards.
 
-    `minibatches` are the rows of the first epoch's minibatches. Rounding depends on how sequences
-    are batched; with the same batches, the ratio is exactly 1 at the first step (L6).
+    `minibatches` are the indices of the episodes in the first epoch's minibatches. Rounding depends
+    on how sequences are batched; with the same batches, the first ratio is exactly 1 (L6).
     """
     scores, truncated, ended = score_responses(reward, queries, responses, ids, args)
     responses = truncated if args.task.eos_task else responses
@@ -383,7 +383,7 @@ def make_rollout(
 
 
 def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list[list[Tensor]]:
-    """For each epoch, the rows of each minibatch: a new permutation of all episodes (P7)."""
+    """For each epoch, the episodes of each minibatch: a new permutation of all (P7)."""
     rng = np.random.default_rng(seed)
     permutations = [rng.permutation(num_episodes) for _ in range(args.num_ppo_epochs)]
     size = num_episodes // args.num_minibatches
@@ -526,7 +526,7 @@ def rollout_metrics(
 
 # In the progress line and in curves.png:
 PROGRESS = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
-# The largest healthy value, and from where on a run prints a warning, once:
+# Largest healthy value, and the value above which the run warns once:
 LIMITS = {"ppo/policy/approxkl_avg": (0.02, 0.2), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
 
@@ -604,7 +604,7 @@ def main(args: Args) -> None:
         rollout = make_rollout(*inputs, kl_coef, ids, args)
 
         timer.start("optimize")
-        stats: dict[str, list[Tensor]] = defaultdict(list)  # shares of micro-batches, summed below
+        stats: dict[str, list[Tensor]] = defaultdict(list)  # each micro-batch's share; summed below
         for minibatches in epochs:
             for minibatch_rows in minibatches:  # one optimizer step each
                 minibatch = rollout.select(minibatch_rows)

@@ -18,18 +18,18 @@ One update:
         take one Adam step on the clipped policy loss of whole responses
     adapt kl_coef to the measured KL
 
-A whole response is one action, and there is no value function. Flags and metrics are named as in
-ppo.py. By default an update is one step, as in the paper. With more epochs or minibatches, the
-ratio leaves 1 and is clipped, as in ppo.py. The adaptive kl_coef comes from there, too.
+A whole response is one action, and there is no value function. By default an update is one step, so
+that the gradient is REINFORCE's. With more steps, the ratio is clipped. That and the adaptive
+kl_coef are as in ppo.py. Flags and metrics, also under ppo/, have its names, to compare curves.
 
 There are two kinds of tasks. In most, every response has R tokens and all of them are trained on;
 it is truncated after its truncate token, such as a period, only for scoring. In EOS tasks the
 truncate token is the end of text, and what follows it is masked out everywhere.
 
-Shapes: P queries, K responses to each, B = K * P sequences of one process (or of a minibatch or
-micro-batch), Q query tokens, C context tokens (prefix + query + suffix), R response tokens,
-T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real tokens.
-Tags such as (L3) point to docs/details.md, which lists the implementation details.
+Shapes: P queries, K responses to each, B sequences (K * P in a process's batch, fewer in a
+minibatch or micro-batch), Q query tokens, C context tokens (prefix + query + suffix), R response
+tokens, T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real
+tokens. Tags such as (L3) point to docs/details.md, which lists the implementation details.
 """
 
 import math
@@ -89,7 +89,7 @@ class Args:
     rloo_k: Annotated[int, Field(ge=2)] = 4
     """responses to each query (L3)"""
     lr: NonNegativeFloat = 1e-5
-    """initial learning rate"""
+    """peak learning rate"""
     anneal_lr: bool = True
     """decay the learning rate linearly to 0 (G5)"""
     adam_eps: PositiveFloat = 1e-5
@@ -192,7 +192,7 @@ class Policy(nn.Module):
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, ...]:
         """Log-probabilities and entropies of response tokens, 0 at padding.
 
-        [B, C], [B, R] → [B, R] each. Entropies have no gradient; without gradients they are 0.
+        [B, C], [B, R] → [B, R] each. Entropies are detached, and 0 under `torch.no_grad`.
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
@@ -238,7 +238,7 @@ def sample(lm: Callable, contexts: Tensor, uniform: Tensor, ids: TokenIds, args:
         responses[rows, t] = tokens[:, 0]
         mask = F.pad(mask, (0, 1), value=True)
         position_ids = position_ids[:, -1:] + 1
-        if task.eos_task and t % 16 == 15:  # every check waits for the GPU
+        if task.eos_task and t % 16 == 15:  # not at every token: the check waits for the GPU
             _, ended = truncate(responses[rows], ids.truncate, task.truncate_after, ids.pad)
             keep = unfinished(ended)
             if len(keep) == 0:
@@ -340,8 +340,8 @@ def make_rollout(
 ) -> Rollout:
     """Score responses [B, R], and compute log-probabilities and rewards.
 
-    `minibatches` are the rows of the first epoch's minibatches. Rounding depends on how sequences
-    are batched; with the same batches, the ratio is exactly 1 at the first step (L6).
+    `minibatches` are the indices of the episodes in the first epoch's minibatches. Rounding depends
+    on how sequences are batched; with the same batches, the first ratio is exactly 1 (L6).
     """
     scores, truncated, ended = score_responses(reward, queries, responses, ids, args)
     responses = truncated if args.task.eos_task else responses
@@ -363,9 +363,9 @@ def make_rollout(
 
 
 def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list[list[Tensor]]:
-    """For each epoch, the rows of each minibatch: a new permutation of all episodes (P7).
+    """For each epoch, the episodes of each minibatch: a new permutation of all (P7).
 
-    Row i is a response to query i % P. Within a minibatch, responses to the same query are
+    Episode i is a response to query i % P. Within a minibatch, responses to the same query are
     neighbors, so that the query is computed only once for them.
     """
     rng = np.random.default_rng(seed)
@@ -482,7 +482,7 @@ def rollout_metrics(
 
 # In the progress line and in curves.png:
 PROGRESS = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
-# The largest healthy value, and from where on a run prints a warning, once:
+# Largest healthy value, and the value above which the run warns once:
 LIMITS = {"ppo/policy/approxkl_avg": (0.5, 5.0), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
 
@@ -552,7 +552,7 @@ def main(args: Args) -> None:
         num_queries = local_batch_size // args.rloo_k
         rows = query_rows(len(queries), num_queries, update, seed)  # reshuffled every pass
         batch_queries = queries[rows].to(device).repeat(args.rloo_k, 1)  # [K * P, Q]
-        columns = queries.columns(np.tile(rows, args.rloo_k))  # that reward functions name
+        columns = queries.columns(np.tile(rows, args.rloo_k))  # of the data set, for reward_fn
         batch_reward, batch_gold = with_columns(columns, reward, gold_reward)
         with distributed.inference(accelerator, policy):  # autocast, full weights under FSDP2
             rng = generator(seed, update, device)
@@ -565,7 +565,7 @@ def main(args: Args) -> None:
         all_advantages = compute_advantages(rollout.rewards, args)  # [B]
 
         timer.start("optimize")
-        stats: dict[str, list[Tensor]] = defaultdict(list)  # shares of micro-batches, summed below
+        stats: dict[str, list[Tensor]] = defaultdict(list)  # each micro-batch's share; summed below
         for minibatches in epochs:
             for minibatch_rows in minibatches:  # one optimizer step each
                 minibatch = rollout.select(minibatch_rows)
@@ -594,7 +594,7 @@ def main(args: Args) -> None:
         metrics |= {name: torch.stack(parts).sum() / num_steps for name, parts in stats.items()}
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         groups = rollout.scores.view(args.rloo_k, -1)  # [K, P]
-        alike = groups.isclose(groups[:1]).all(dim=0)  # only their KL differs
+        alike = groups.isclose(groups[:1]).all(dim=0)  # all K scores equal: no signal
         metrics["objective/frac_reward_zero_std"] = alike.float().mean()
         metrics = mean_over_processes(metrics, device)
         metrics["ppo/lr"] = lr

@@ -55,7 +55,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("X1", "diffs/separate_critic.diff", "*= args.critic_lr_ratio", "*= 1"),
     ("X2", "ppo.py", "scores.clamp(-args.clip_score, ", "scores.clamp(-10 * args.clip_score, "),
     ("X3", "ppo.py", "log_r.exp() - 1 - log_r", "(-log_r).exp() - 1 + log_r"),
-    ("X4", "diffs/ptx.diff", "return -logprobs.sum()", "return logprobs.sum()"),
+    ("X4", "diffs/ptx.diff", "return -logprobs[", "return logprobs["),
     ("X5", "diffs/ema.diff", "weight.detach(), 1 - args.ema_decay", "weight.detach(), 1"),
     ("X6", "diffs/value_warmup.diff", "if update < args.value_warmup_updates", "if update < 0"),
     ("X7", "diffs/sampling.diff", "- probs > top_p", "> top_p"),

@@ -129,7 +129,10 @@ def test_a_patch_has_a_header_adds_few_lines_and_leaves_the_docstring_alone(name
     parts = re.split(r"^(\w+): ", DIFFS[name].split("\n--- ")[0], flags=re.M)[1:]
     header = dict(zip(parts[::2], (" ".join(x.split()) for x in parts[1::2]), strict=True))
     assert list(header) == [name, "Source", "Command"] and all(header.values())
-    base, (command, flags) = BASES[name], header["Command"].split(" python mine.py ")
+    base, (command, flags) = (
+        BASES[name],
+        header["Command"].replace("\\ ", "").split(" python mine.py "),
+    )
     assert command == f"cp {base}.py mine.py && patch --fuzz=0 mine.py diffs/{name}.diff"
     script = patched(name)
     assert cli.parse_args(script.Args, script.PRESETS, flags.split()).task.task == "synthetic"
@@ -381,6 +384,13 @@ def test_X1_the_critic_has_its_own_learning_rate(run_of):
     assert [lr for step in steps for lr in step.lrs] == pytest.approx(expected)
 
 
+def test_X1_gradient_checkpointing_reaches_the_critic(patched, task):
+    policy = run_main(patched("separate_critic"), task, gradient_checkpointing=True).policy
+    assert (
+        policy.lm.is_gradient_checkpointing and policy.value_head.backbone.is_gradient_checkpointing
+    )
+
+
 @pytest.mark.parametrize(("limit", "clipped"), [(2.0, {"lm"}), (0.1, {"lm", "value_head"})])
 def test_X1_policy_and_critic_clip_their_own_gradient_norms(limit, clipped, run_of):
     """As two engines do. The norm of both together would shrink the smaller one, too."""
@@ -406,10 +416,13 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
         return ptx_loss(policy, texts, *inputs)
 
     other = Path(folder_of(task), "other.txt")
-    flags = dict(lr=0.0, ptx_coef=0.5, ptx_dataset=str(other))
-    run, plain = run_main(script, task, names=dict(ptx_loss=spy), **flags), run_of("ppo", lr=0.0)
+    flags = dict(lr=0.0, ptx_coef=0.5, ptx_dataset=str(other), micro_batch_tokens=20)
+    run = run_main(script, task, names=dict(ptx_loss=spy), **flags)
+    plain = run_of("ppo", lr=0.0, micro_batch_tokens=20)
     assert run.policy.temperature == 0.7  # of the responses; that of the texts is 1
-    assert len(batches[0]) == 8 and not torch.equal(batches[0], batches[1])
+    assert len(batches) > len(run.steps)  # micro-batches
+    batches, means = torch.cat(batches).split(8), []
+    assert len(batches) == 8 and not torch.equal(batches[0], batches[1])
     for step, without, texts in zip(run.steps, plain.steps, batches, strict=True):
         losses = []
         for row in texts:
@@ -417,6 +430,7 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
             logprobs = run.policy.lm(row[None]).logits[0].log_softmax(dim=-1)
             losses += [-logprobs[t, row[t + 1]] for t in range(len(row) - 1)]
         torch.stack(losses).mean().backward()
+        means.append(torch.stack(losses).mean().item())
         for name, p in run.policy.lm.named_parameters():
             expected = without.grads[f"lm.{name}"] + 0.5 * p.grad
             torch.testing.assert_close(step.grads[f"lm.{name}"], expected, atol=1e-5, rtol=1e-3)
@@ -426,6 +440,8 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
         transformers.AutoTokenizer.from_pretrained(task.base_model), batches[0], tiny.WORDS
     )
     assert all(text in other.read_text() for text in texts)
+    found = [line["ppo/loss/ptx_avg"] for line in run.metrics[:2]]
+    assert found == pytest.approx([sum(means[:4]) / 4, sum(means[4:]) / 4], rel=1e-4)
 
 
 def test_X5_the_average_is_updated_after_every_step_and_training_is_unchanged(run_of, task):
@@ -449,6 +465,16 @@ def test_X6_at_first_only_the_value_function_learns(run_of):
         assert {n.split(".")[0] for n, x in weights if not torch.equal(x, start[n])} == learning
     steps = {n: run.optimizer.state[p]["step"].item() for n, p in run.model.named_parameters()}
     assert steps == {name: 4 if name.startswith("lm.") else 8 for name in steps}  # Adam's
+
+
+@pytest.mark.parametrize(("updates", "factor"), [(0, 0.992), (1, 1.0)])
+def test_X6_the_adaptive_kl_coef_waits_for_the_policy(updates, factor, run_of):
+    """A frozen policy has a KL of 0, which is no reason to lower the penalty."""
+    flags = dict(kl_target=1.0, kl_horizon=400, kl_coef=0.5)
+    run = run_of("value_warmup", value_warmup_updates=updates, **flags)
+    assert run.metrics[0]["objective/kl"] == 0
+    found = [line["objective/kl_coef"] for line in run.metrics[:2]]
+    assert found == pytest.approx([0.5, 0.5 * factor])
 
 
 def test_X6_a_frozen_policy_has_no_moments_and_its_gradient_clips_nothing(run_of):
@@ -539,6 +565,11 @@ def test_X8_the_learning_rate_warms_up_and_decays(patched, run_of, flags, expect
     rates = [script.learning_rate(update, 6, args) for update in range(6)]
     assert rates == pytest.approx([2 * x for x in expected])
     assert [line["ppo/lr"] for line in run_of("schedule").metrics[:2]] == [5e-3, 1e-2]  # is used
+
+
+def test_X8_a_cosine_without_decay_is_refused(patched, task):
+    with pytest.raises(cli.InputError, match="cosine.*anneal_lr"):
+        run_main(patched("schedule"), task, cosine=True, anneal_lr=False)
 
 
 def test_X8_adamw_is_the_librarys(run_of):
@@ -655,6 +686,7 @@ def test_lora_the_saved_model_is_merged(name, run_of, task):
     texts = run.rollouts[1][0].contexts, run.rollouts[1][0].responses
     expected, merged = run.policy(*texts)[0], new_policy(task, after)(*texts)[0]
     torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-4)
+    assert len(run.loaded) == 2  # to train and to save: evaluations merge only what is kept
 
 
 def test_reference_on_cpu_is_on_the_device_only_for_its_forward_passes(patched, run_of):
@@ -692,6 +724,16 @@ def test_freeze_layers_trains_the_upper_layers_and_the_norm_after_them(run_of, t
     assert changed(run_of("freeze_layers", unfrozen_layers=1), task) == names
 
 
+def test_freeze_layers_trains_a_vocabulary_head_that_is_not_tied(patched, task):
+    config = transformers.AutoConfig.from_pretrained(task.base_model, tie_word_embeddings=False)
+    lm = transformers.AutoModelForCausalLM.from_config(config)
+    patched("freeze_layers").freeze_below(lm, 1)
+    trained = {name for name, p in lm.named_parameters() if p.requires_grad}
+    assert {name for name in trained if "h.1." not in name and "ln_f" not in name} == {
+        "lm_head.weight"
+    }
+
+
 # --------------------------------------------------------------------------------- patches of rloo
 
 
@@ -705,11 +747,19 @@ def slow_advantages(name, rollout, kl_coef):
         tokens = sum(returns, [])
         mean, deviation = statistics.mean(tokens), statistics.pstdev(tokens)
         return [[(x - mean) / deviation for x in row] for row in returns]
-    rewards = [scores[i] - (name != "grpo") * kl_coef * sum(kl[i]) for i in rows]
-    groups = [[rewards[j] for j in rows if contexts[j] == contexts[i]] for i in rows]
-    assert {len(group) for group in groups} == {4}
-    scale = [1 if name == "dr_grpo" else statistics.stdev(group) + 1e-4 for group in groups]
-    return [[(rewards[i] - statistics.mean(groups[i])) / scale[i]] * len(kl[i]) for i in rows]
+    penalties = [(name != "grpo") * kl_coef * sum(kl[i]) for i in rows]
+    after = name in ("cispo", "gspo")  # the penalty is subtracted from the standardized score
+    rewards = [scores[i] - (not after) * penalties[i] for i in rows]
+    alike = [[j for j in rows if contexts[j] == contexts[i]] for i in rows]
+    advantages = []
+    for i, group in enumerate(alike):
+        assert len(group) == 4
+        values = [rewards[j] for j in group]
+        scale = 1 if name == "dr_grpo" else statistics.stdev(values) + 1e-4
+        advantages.append((rewards[i] - statistics.mean(values)) / scale)
+        if after:
+            advantages[i] -= penalties[i] - statistics.mean(penalties[j] for j in group)
+    return [[advantages[i]] * len(kl[i]) for i in rows]
 
 
 BOUNDS = dict(dapo=(0.9, 1.2), gspo=(0.9, 1.05), cispo=(0.0, 1.1))  # of the ratio; others 0.8, 1.2
@@ -760,7 +810,7 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
     models_reward = script.load_reward
     task = replace(task, truncate_token=".", truncate_after=0, eos_task=True)
     names = dict(sample_in_batches=uneven, shuffle=spy_shuffle, load_reward=load_reward)
-    flags = dict(kl_coef=0.3, kl_target=0.01, kl_horizon=50, lr=0.0, num_ppo_epochs=1)
+    flags = dict(kl_coef=0.3, kl_target=0.01, kl_horizon=50, lr=0.0, num_ppo_epochs=1, rloo_k=4)
     if name in BOUNDS:
         flags |= dict(cliprange=1 - BOUNDS[name][0], cliprange_high=BOUNDS[name][1] - 1)
     if name == "cispo":
@@ -769,14 +819,16 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
     steps, clipped, kl_coefs, left_out = iter(run.steps), 0, [], 0
     for (rollout, old), minibatches, line in zip(run.rollouts, epochs, run.metrics, strict=False):
         kl_coefs.append(line["objective/kl_coef"])
-        advantages = slow_advantages(name, rollout, kl_coefs[-1])
+        seen = old if name in ("cispo", "gspo") else rollout  # whose kl or rewards main reads
+        advantages = slow_advantages(name, seen, kl_coefs[-1])
         assert {len(row) for row in advantages} == {1, 2, 3, 4, 5}
         assert rollout.kl.abs().sum(dim=1).mean() > 0.1
         scores = {}
         for context, score in zip(rollout.contexts.tolist(), rollout.scores.tolist(), strict=True):
             scores.setdefault(tuple(context), set()).add(score)
         alike = [len(scores[tuple(context)]) == 1 for context in rollout.contexts.tolist()]
-        assert line["objective/frac_reward_zero_std"] == sum(alike) / 16
+        if name != "reinforce_plus_plus":
+            assert line["objective/frac_reward_zero_std"] == sum(alike) / 16
         left_out += sum(alike)
         for rows in minibatches:
             run.policy.zero_grad()
@@ -810,6 +862,44 @@ def test_a_group_with_equal_rewards_has_advantages_of_exactly_zero(name, patched
     advantages = patched(name).group_advantages(rewards, 3)
     torch.testing.assert_close(advantages[::2], torch.tensor([-1.0, 0, 1]), atol=2e-4, rtol=0)
     assert not advantages[1::2].any()
+
+
+@pytest.mark.parametrize("name", ["cispo", "gspo"])
+def test_of_equal_scores_only_the_penalty_is_left_in_proportion_to_kl_coef(name, patched):
+    """Standardized together, a KL of any size would be a full signal."""
+    script = patched(name)
+    kl = torch.tensor([[1.0, 2], [0, 1], [3, 4], [0, 0]])  # [K * P, R], K = P = 2
+    rollout = SimpleNamespace(scores=torch.full((4,), 0.1), kl=kl)
+    args = tiny.make_args(script=script, rloo_k=2)
+    for kl_coef in (0.0, 1e-3, 0.5):
+        advantages = script.compute_advantages(rollout, kl_coef, args)
+        assert advantages.tolist() == pytest.approx([kl_coef * x for x in (2, -0.5, -2, 0.5)])
+    assert not script.compute_advantages(rollout, 0.0, args).any()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_statistics_are_means_over_what_is_learned_also_in_eos_tasks(name, patched, task):
+    """Not over a constant: in a first step the mean ratio is 1, however short responses are."""
+    ends = torch.arange(16)[:, None] % 5
+
+    def uneven(lm, contexts, ids, args, rng):
+        responses = torch.randint(20, 90, (len(contexts), args.task.response_length), generator=rng)
+        return responses.scatter(1, ends[: len(contexts)], ids.truncate)
+
+    task = replace(task, truncate_token=".", truncate_after=0, eos_task=True)
+    one_step = dict(num_ppo_epochs=1, num_minibatches=1)
+    run = run_main(patched(name), task, names=dict(sample_in_batches=uneven), **one_step)
+    for line, (rollout, _) in zip(run.metrics, run.rollouts, strict=False):
+        assert rollout.mask.float().mean() < 0.8
+        assert line["ppo/val/ratio"] == pytest.approx(1, abs=1e-5)
+
+
+def test_reinforce_plus_plus_has_one_response_to_each_query_or_several(patched, run_of):
+    assert patched("reinforce_plus_plus").Args.rloo_k == 1
+    for k in (1, 2):
+        for rollout, _ in run_of("reinforce_plus_plus", rloo_k=k).rollouts:
+            rows = [tuple(row) for row in rollout.contexts.tolist()]
+            assert [rows.count(row) for row in set(rows)] == [k] * (16 // k)
 
 
 def test_dapo_a_batch_without_signal_changes_nothing(patched, task):
@@ -894,6 +984,7 @@ def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(k, patched, task):
             assert line["accuracy"] == correct / 4 and sum(margins) != 0
         else:
             assert line["loss"] == pytest.approx(math.log(k)) and line["margin"] == 0
+            assert line["accuracy"] == 0  # a tie is no win, wherever the preferred response is
     assert run.saved["model"].keys() == ref.state_dict().keys()
     assert 0 <= run.metrics[-1]["heldout/accuracy"] <= 1
 
@@ -1028,13 +1119,13 @@ RECIPES = {  # the published values
     "chinese_llama": "num_ppo_epochs=4 lr=5e-7 critic_lr=1.65e-6 kl_coef=0.1",
     "deepspeed_chat": """batch_size=32 num_minibatches=1 num_ppo_epochs=1 kl_coef=0.1 lr=9.65e-6
         critic_lr=5e-6 anneal_lr=True cosine=True warmup_updates=100 adam_beta1=0.9 adam_beta2=0.95
-        weight_decay=0.0 max_grad_norm=1.0 clip_score=5.0 cliprange_value=0.2 ptx_coef=27.8
-        ema_decay=0.992 top_p=1.0 min_response_length=2 whiten_rewards=False
+        weight_decay=0.0 max_grad_norm=1.0 vf_coef=1.0 clip_score=5.0 cliprange_value=0.2
+        ptx_coef=27.8 ema_decay=0.992 top_p=1.0 min_response_length=2 whiten_rewards=False
         whiten_advantages=False""",
     "openrlhf": """batch_size=512 num_minibatches=4 num_ppo_epochs=1 kl_coef=0.01 lr=1e-6
         critic_lr=9e-6 anneal_lr=True cosine=True warmup_updates=59 adam_beta1=0.9 adam_beta2=0.95
-        adam_eps=1e-8 weight_decay=0.0 max_grad_norm=1.0 cliprange_value=0.2 temperature=1.0
-        whiten_rewards=False whiten_advantages=True""",  # 59: 3% of the updates
+        adam_eps=1e-8 weight_decay=0.0 max_grad_norm=1.0 vf_coef=1.0 cliprange_value=0.2
+        temperature=1.0 whiten_rewards=False whiten_advantages=True""",  # 59: 3% of the updates
     "trlx": """batch_size=128 num_minibatches=4 num_ppo_epochs=4 kl_coef=0.001 vf_coef=1.0 lr=3e-5
         anneal_lr=False adam_beta1=0.9 adam_beta2=0.95 adam_eps=1e-8 weight_decay=1e-6
         clip_score=10.0 cliprange_value=0.2 unfrozen_layers=2 temperature=1.0 kl_estimator='k1'

@@ -4,7 +4,8 @@
 #     no whitening (X14), one epoch per batch.
 # Source: Yao et al. 2023, arXiv 2308.01320, and its script for OPT-1.3B.
 # Differs: The pretraining loss has an optimizer step of its own there; here both losses share one
-#     step. Answers of one token are dropped there; here they are never sampled.
+#     step, with as many texts as responses. Answers of one token are dropped there; here they are
+#     never sampled.
 # Synthetic: diffs/recipes/deepspeed_chat.sh --task synthetic --lr 5e-4 --warmup_updates 12
 #     --eval_every 80 --critic_from models/synthetic/train_reward
 set -euo pipefail
@@ -21,6 +22,6 @@ flags=(
   --batch_size 32 --num_minibatches 1 --num_ppo_epochs 1 --lr 9.65e-6 --critic_lr_ratio 0.518
   --cosine --warmup_updates 100 --adam_beta2 0.95 --weight_decay 0 --max_grad_norm 1
   --kl_coef 0.1 --kl_target None --clip_score 5 --ptx_coef 27.8 --ema_decay 0.992
-  --min_response_length 2 --no-whiten_rewards --no-whiten_advantages
+  --vf_coef 1 --min_response_length 2 --no-whiten_rewards --no-whiten_advantages
 )
 ${LAUNCH:-python} deepspeed_chat.py "${flags[@]}" "$@"

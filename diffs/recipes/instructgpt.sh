@@ -3,7 +3,7 @@
 #     policy (X5), warm-up and then a constant learning rate (X8), one epoch per batch.
 # Source: Ouyang et al. 2022, arXiv 2203.02155.
 # Differs: The critic has the size of the reward model, not of a 6B model. The pretraining texts
-#     are those of --ptx_dataset.
+#     are those of --ptx_dataset, as many as episodes instead of eight times as many.
 # Synthetic: diffs/recipes/instructgpt.sh --task synthetic --total_episodes 4096 --batch_size 128
 #     --lr 5e-4 --warmup_updates 2 --critic_from models/synthetic/train_reward
 set -euo pipefail
