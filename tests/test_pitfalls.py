@@ -232,7 +232,7 @@ def test_09_the_gradient_is_that_of_a_naive_loop(task, script, accelerator):
     assert rollouts[1].mask.all() != task.eos_task
     assert run.metrics[0]["ppo/policy/clipfrac_avg"] > 0.1
     for found, p in zip(run.optimizer.optimizer.gradients[0], policy.parameters(), strict=True):
-        torch.testing.assert_close(found, p.grad, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(found, p.grad, atol=4e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 40, 4096])
