@@ -98,11 +98,11 @@ def test_X13_a_classifier_is_read_by_text_where_its_tokenizer_is_another(
     write_classifier(tmp_path / "reward")
     seen = []
     monkeypatch.setattr(rewards, "reward_input", lambda *args: seen.extend(args))
-    policys = AutoTokenizer.from_pretrained(SYNTHETIC / "model")
-    load_reward(tiny.make_args(task, reward_model=str(tmp_path / "reward")), policys)
+    policy_tokenizer = AutoTokenizer.from_pretrained(SYNTHETIC / "model")
+    load_reward(tiny.make_args(task, reward_model=str(tmp_path / "reward")), policy_tokenizer)
     own = AutoTokenizer.from_pretrained(tmp_path / "reward")
     assert seen[1].get_vocab() == own.get_vocab()
-    assert seen[2] is policys and seen[3] == WORDS
+    assert seen[2] is policy_tokenizer and seen[3] == WORDS
 
 
 def test_what_is_no_reward_model_is_refused(tmp_path):
