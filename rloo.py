@@ -88,7 +88,7 @@ class Args:
     """optimizer steps per epoch (P7)"""
     rloo_k: Annotated[int, Field(ge=2)] = 4
     """responses to each query (L3)"""
-    lr: NonNegativeFloat = 1e-5
+    lr: NonNegativeFloat = 3e-5
     """peak learning rate"""
     anneal_lr: bool = True
     """decay the learning rate linearly to 0 (G5)"""

@@ -20,7 +20,7 @@ def pyplot() -> Any:
 def make_panels(names: Iterable[str], x_label: str) -> tuple[Any, dict[str, Any]]:
     """A figure, and a panel for each name."""
     names = list(names)
-    columns = min(3, len(names))
+    columns = 2 if len(names) == 4 else min(3, len(names))
     rows = math.ceil(len(names) / columns)
     size = 4.6 * columns, 3.1 * rows
     figure, axes = pyplot().subplots(
@@ -29,6 +29,7 @@ def make_panels(names: Iterable[str], x_label: str) -> tuple[Any, dict[str, Any]
     for axis, name in zip(axes.flat, names, strict=False):
         axis.set_title(name, fontsize=10)
         axis.set_xlabel(x_label, fontsize=8)
+        axis.locator_params(axis="x", nbins=6)
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(names) :]:
         axis.axis("off")
