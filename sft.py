@@ -118,7 +118,7 @@ class LanguageModel(nn.Module):
         self.pad_id = pad_id
 
     def forward(self, tokens: Tensor, first: int) -> Tensor:
-        """Cross-entropy in nats of columns from `first` on: [B, T] → [B, T - first], 0 at padding."""
+        """Cross-entropy in nats from column `first` on: [B, T] → [B, T - first], 0 at padding."""
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # padding shifts no position (G3)
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]

@@ -187,7 +187,7 @@ def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
 
 
 def ends_word(text: str, offsets: list[tuple[int, int]], end: str) -> list[bool]:
-    """For each token (begin, stop): whether the text up to it ends with `end`, and a word there (P3).
+    """For each token (begin, stop): whether the text up to it ends with `end` and a word (P3).
 
     Both of GPT-2's periods, "." and " .", end a sentence; those in "1.5" or "CNN.com" do not.
     """
