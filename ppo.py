@@ -86,7 +86,7 @@ class Args:
     num_minibatches: PositiveInt = 1
     """optimizer steps per epoch (P7)"""
     lr: NonNegativeFloat = 1e-5
-    """peak learning rate"""
+    """initial learning rate"""
     anneal_lr: bool = True
     """decay the learning rate linearly to 0 (G5)"""
     adam_eps: PositiveFloat = 1e-5

@@ -89,7 +89,7 @@ class Args:
     rloo_k: Annotated[int, Field(ge=2)] = 4
     """responses to each query (L3)"""
     lr: NonNegativeFloat = 3e-5
-    """peak learning rate"""
+    """initial learning rate"""
     anneal_lr: bool = True
     """decay the learning rate linearly to 0 (G5)"""
     adam_eps: PositiveFloat = 1e-5

@@ -156,9 +156,9 @@ class Run:
                 raise InputError(f"{path} is shorter than it was at {source}")
             if path.exists():
                 os.truncate(path, length)
-        for later in source.parent.glob("*.safetensors"):
-            if later.name > source.name:
-                later.unlink()
+        for path in source.parent.glob("*.safetensors"):
+            if path.name > source.name:
+                path.unlink()
 
     def checkpoint(self, step: int, model: nn.Module, optimizer: Any, kl_coef: float = 0.0) -> None:
         """Write a checkpoint after `step` updates, if one is due or a signal asks for one.
@@ -174,8 +174,7 @@ class Run:
         files = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")]
         lengths = {path.name: path.stat().st_size if path.exists() else 0 for path in files}
         state = {"kl_coef": kl_coef, "lengths": lengths}
-        plain = self.accelerator.unwrap_model(model)
-        folder = self.folder / "checkpoints"  # only the main process writes
+        folder, plain = self.folder / "checkpoints", self.accelerator.unwrap_model(model)
         checkpoints.save_checkpoint(folder, step, plain, optimizer.optimizer, state)
         if asked:
             self.close()
@@ -215,7 +214,7 @@ class Run:
         return True
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of one update. Raises `RunError` for a loss, score or KL of NaN or ±inf."""
+        """Write the metrics of one update. Raises `RunError` if a loss, score or KL is not finite."""
         for name, value in metrics.items():
             watched = "loss" in name or name.startswith(("objective/", "eval/"))
             if watched and not math.isfinite(value):
@@ -253,8 +252,7 @@ class Run:
         self.print_table(rows, f"samples after {step} updates")
         if self.args.track:
             tracker = self.accelerator.get_tracker("wandb")
-            data = [list(row.values()) for row in rows]
-            tracker.log_table("samples", columns=list(rows[0]), data=data, step=step)
+            tracker.log_table("samples", list(rows[0]), [list(x.values()) for x in rows], step=step)
 
     def print_table(self, rows: list[dict[str, Any]], title: str) -> None:
         """Print rows of texts and numbers."""

@@ -623,6 +623,26 @@ def test_a_model_that_cannot_be_reached_names_the_next_command_at_once(unreachab
     assert time.perf_counter() - began < 15  # the libraries retry for 23 s
 
 
+def test_a_reward_model_without_its_tokenizer_is_refused(task, tmp_path):
+    folder = tiny.write_reward(tmp_path / "reward")
+    for path in Path(folder).glob("token*"):
+        path.unlink()
+    tokenizer, ids = models.load_tokenizer(task, 5)
+    args = tiny.make_args(task, reward_model=folder)
+    accelerator = SimpleNamespace(device=torch.device("cpu"))
+    rest = train_reward.RewardModel, tokenizer, ids, accelerator
+    refuses(lambda: load_reward(args, *rest), f"--reward_model {folder}")
+
+
+def test_sft_needs_no_rouge_score(start, monkeypatch, capsys):
+    """It only leaves ROUGE-L out."""
+    start("sft", response_column="text")
+    assert "ROUGE-L" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "rouge_score", None)  # as if it was not installed
+    start("sft", response_column="text")
+    assert "ROUGE-L" not in capsys.readouterr().out
+
+
 def test_an_uploaded_reward_model_loads_by_its_name_on_the_hub(unreachable_hub, tmp_path):
     """From the hub's cache: refs/main, snapshots/<commit>/ with links into blobs/."""
     local = Path(tiny.write_reward(tmp_path / "reward"))
