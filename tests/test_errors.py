@@ -466,13 +466,15 @@ def test_weights_that_are_missing_or_not_finite_are_refused(tmp_path):
         ("broken.py:f", ("broken.py:f", "KeyError")),
     ],
 )
-def test_a_function_that_cannot_be_imported_is_refused(name, words, tmp_path, monkeypatch):
-    """With the line of the user's file, also if it ends the process."""
+def test_a_function_that_cannot_be_imported_is_refused(name, words, tmp_path, monkeypatch, capsys):
+    """With the traceback of the user's file, also if it ends the process."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def f():\n    pass\n")
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "broken.py").write_text("{}['no']\n")
     refuses(lambda: load_function(name), *words)
+    if name in ("exits.py:f", "broken.py:f"):
+        assert f'{name.removesuffix(":f")}", line ' in capsys.readouterr().err
 
 
 WITH_A_DATACLASS = """

@@ -11,6 +11,7 @@ import tomllib
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ import ppo
 import sft
 import train_reward
 from data import tasks
-from machinery import artifacts, cli, functions, models, rewards, runs
+from machinery import artifacts, cli, functions, models, plots, rewards, runs
 from machinery.cli import InputError, RunError
 
 pytestmark = pytest.mark.usefixtures("accelerator")
@@ -447,3 +448,20 @@ class Scorer:
 )
 def test_arguments_after_the_first_two_are_given_by_name(function, taken):
     assert functions.names_taken(function, ["answer", "queries", "scores"]) == taken
+
+
+def test_metrics_that_cannot_be_written_end_the_run_with_a_sentence(tmp_path):
+    """Of a file that is not there yet, in a folder that somebody removed."""
+    run = SimpleNamespace(folder=tmp_path / "gone")
+    with pytest.raises(RunError, match="metrics.jsonl cannot be written: No such file"):
+        runs.Run.append(run, "metrics.jsonl", [{"step": 0}])
+
+
+def test_curves_have_no_empty_panels(tmp_path, monkeypatch):
+    """A task without a true score logs no `objective/gold_score`."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    drawn, make_panels = [], plots.make_panels
+    spy = lambda names, label: drawn.extend(names) or make_panels(names, label)  # noqa: E731
+    monkeypatch.setattr(plots, "make_panels", spy)
+    plots.plot_run(tmp_path, ["loss", "objective/gold_score"])
+    assert drawn == ["loss"] and (tmp_path / "curves.png").is_file()
