@@ -8,15 +8,16 @@ Human Feedback in LLMs, arXiv 2402.14740.
     python rloo.py --task synthetic
     accelerate launch --mixed_precision bf16 rloo.py --task sentiment
 
-One update:
+One update (`main` has the same numbers):
 
-    sample K responses to each query
-    score each response with the reward model
-    reward of a response = score - kl_coef * sum over its tokens of (log pi - log pi_ref)
-    advantage = reward - mean reward of the K - 1 other responses to the query
-    for each epoch, for each minibatch:
-        take one Adam step on the clipped policy loss of whole responses
-    adapt kl_coef to the measured KL
+    1. Sample K responses to each query.
+    2. Score each response with the reward model.
+    3. Compute the log-probability of each response.
+       Its reward is score - kl_coef * sum over its tokens of (log pi - log pi_ref).
+    4. Its advantage is its reward minus the mean reward of the K - 1 other responses to the query.
+    5. For each epoch, for each minibatch:
+       take one Adam step on the clipped policy loss of whole responses.
+    6. Adapt kl_coef to the measured KL.
 
 A whole response is one action, and there is no value function. By default an update is one step, so
 that the gradient is REINFORCE's. With more steps, the ratio is clipped. That and the adaptive
@@ -30,6 +31,8 @@ Shapes: P queries, K responses to each, B sequences (K * P in a process's batch,
 minibatch or micro-batch), Q query tokens, C context tokens (prefix + query + suffix), R response
 tokens, T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real
 tokens. Tags such as (L3) point to docs/details.md, which lists the implementation details.
+machinery/ has what no experiment changes: loading, processes, fast sampling, files. Each call to it
+can be replaced by the plain library call without changing a result.
 """
 
 import math
@@ -49,27 +52,29 @@ from torch import Tensor, nn
 
 from data.tasks import Task
 from machinery import cli, distributed
+from machinery.cli import RunArgs
 from machinery.data import load_queries
 from machinery.decoding import Decoder, unfinished
 from machinery.models import compute_logits, enable_gradient_checkpointing, load_lm
 from machinery.models import load_tokenizer
 from machinery.packing import Packed
-from machinery.rewards import load_gold_reward, load_reward, with_columns
+from machinery.rewards import load_gold_reward, load_reward
 from machinery.runs import Run, check_run
 from train_reward import RewardModel
-from utils import Timer, TokenIds, add_affixes, all_sum, decode, generator, global_mean_and_var
-from utils import mean_over_processes, micro_batches, query_rows, sample_token, truncate
+from utils import AdamTF, Timer, TokenIds, add_affixes, all_sum, decode, generator
+from utils import global_mean_and_var, mean_over_processes, micro_batches, query_rows
+from utils import sample_token, truncate
 
 
-@dataclass(frozen=True, config={"allow_inf_nan": False})
-class Args:
+@dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
+class Args(RunArgs):
     """RLOO from human preferences."""
 
     task: Task  # model, data, lengths, temperature: data/tasks.py; each field is a flag, too
 
     # Run
     seed: NonNegativeInt = 1
-    """random seed; process r uses seed + 100003 * r (G6)"""
+    """random seed; process r uses seed + 100003 * r"""
     total_episodes: PositiveInt = 1_000_000
     """sampled responses of the whole run, rounded up to whole batches"""
     stop_kl: PositiveFloat | None = None
@@ -78,6 +83,8 @@ class Args:
     """updates between evaluations on held-out queries"""
     eval_queries: PositiveInt = 256
     """number of held-out queries"""
+    keep_every: PositiveInt | None = None
+    """also keep the weights after every so many updates; a multiple of eval_every"""
 
     # Optimization
     batch_size: PositiveInt = 512
@@ -85,17 +92,17 @@ class Args:
     num_ppo_epochs: PositiveInt = 1
     """passes over the batch per update"""
     num_minibatches: PositiveInt = 1
-    """optimizer steps per epoch (P7)"""
+    """optimizer steps per epoch"""
     rloo_k: Annotated[int, Field(ge=2)] = 4
-    """responses to each query (L3)"""
+    """responses to each query"""
     lr: NonNegativeFloat = 3e-5
     """initial learning rate"""
     anneal_lr: bool = True
-    """decay the learning rate linearly to 0 (G5)"""
+    """decay the learning rate linearly to 0"""
     adam_eps: PositiveFloat = 1e-5
-    """epsilon of TensorFlow's Adam (A1)"""
+    """epsilon of TensorFlow's Adam"""
     max_grad_norm: PositiveFloat | None = None
-    """clip the norm of the gradient (X8)"""
+    """clip the norm of the gradient"""
 
     # Algorithm
     reward_model: str | None = None
@@ -103,51 +110,27 @@ class Args:
     reward_fn: str | None = None
     """function instead of a reward model: path.py:name or module:name; docs/rloo.md"""
     kl_coef: NonNegativeFloat = 0.15
-    """initial coefficient of the KL penalty (P8)"""
+    """initial coefficient of the KL penalty"""
     kl_target: PositiveFloat | None = 6.0
-    """target KL per response of the adaptive kl_coef; None: keep it fixed (P11)"""
+    """target KL per response of the adaptive kl_coef; None: keep it fixed"""
     kl_horizon: PositiveInt = 10_000
-    """horizon of the adaptive kl_coef, in episodes (P11)"""
+    """horizon of the adaptive kl_coef, in episodes"""
     cliprange: PositiveFloat = 0.2
-    """clip the probability ratio of a response to [1 - this, 1 + this] (L4)"""
+    """clip the probability ratio of a response to [1 - cliprange, 1 + cliprange]"""
 
     # Options from later systems, off by default
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """estimator of the KL in the penalty and in objective/kl (X3)"""
+    """estimator of the KL in the penalty and in objective/kl"""
     clip_score: PositiveFloat | None = None
-    """clip scores to [-this, this] (X2)"""
+    """clip scores to [-clip_score, clip_score]"""
     whiten_advantages: bool = False
-    """whiten the advantages of a batch (X14)"""
+    """whiten the advantages of a batch"""
 
-    # Memory and speed
-    micro_batch_tokens: PositiveInt = 32_768 if cli.ON_GPU else 4096
-    """tokens per forward pass, without padding; changes only rounding (P7)"""
+    # Memory and speed; RunArgs has the rest, and where files go
     rollout_batch_size: PositiveInt = 512 if cli.ON_GPU else 256
-    """sequences that a process samples at a time; changes only rounding (X10)"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass"""
+    """sequences that a process samples at a time; changes only rounding"""
     cuda_graphs: bool = True
     """replay the decoding step as a CUDA graph; on GPUs, not with FSDP2"""
-    tf32: bool = True
-    """use TF32 for fp32 matrix products under --mixed_precision bf16"""
-
-    # Files
-    run_name: str | None = None
-    """name of the folder in runs/; default: task, script, seed and time"""
-    output_dir: str | None = None
-    """folder for the policy; default: in the run, and models/<task>/rloo links to it"""
-    save_every: PositiveInt | None = None
-    """updates between checkpoints; SIGTERM and SIGUSR1 also save one and end the run"""
-    keep_every: PositiveInt | None = None
-    """also keep the weights after every so many updates; a multiple of eval_every"""
-    keep_best: str | None = None
-    """also keep the weights with the highest value of this metric: eval/scores, ..."""
-    resume: str | None = None
-    """runs/<name> or `latest`: resume it; pass the same flags as before"""
-    track: bool = False
-    """also log to Weights & Biases"""
-    push_to_hub: str | None = None
-    """upload the policy to this new private repository, owner/name"""
 
 
 # The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
@@ -165,14 +148,29 @@ PRESETS: dict[str, dict[str, Any]] = {
     "synthetic_eos": SYNTHETIC,
     "cnndm": dict(batch_size=32, lr=2e-6, kl_coef=0.01, kl_target=None),
     "tldr_2019": dict(batch_size=32, lr=2e-6, kl_coef=0.03, kl_target=None),
-    "tldr": dict(lr=3e-6, kl_coef=0.05, kl_target=None)
-    | dict(micro_batch_tokens=16_384, rollout_batch_size=256),
-    "arithmetic": dict(total_episodes=16_384, eval_every=16, batch_size=128, num_minibatches=4)
-    | dict(lr=3e-4, kl_coef=0.01, kl_target=None)
-    | dict(reward_fn="data.rewards:exact_match"),
-    "gsm8k": dict(total_episodes=112_000, batch_size=256, num_minibatches=4)
-    | dict(lr=1e-6, kl_coef=0.001, kl_target=None)
-    | dict(micro_batch_tokens=8192, reward_fn="data.rewards:gsm8k"),
+    "tldr": dict(
+        lr=3e-6, kl_coef=0.05, kl_target=None, micro_batch_tokens=16_384, rollout_batch_size=256
+    ),
+    "arithmetic": dict(
+        reward_fn="data.rewards:exact_match",
+        total_episodes=16_384,
+        eval_every=16,
+        batch_size=128,
+        num_minibatches=4,
+        lr=3e-4,
+        kl_coef=0.01,
+        kl_target=None,
+    ),
+    "gsm8k": dict(
+        reward_fn="data.rewards:gsm8k",
+        total_episodes=112_000,
+        batch_size=256,
+        num_minibatches=4,
+        lr=1e-6,
+        kl_coef=0.001,
+        kl_target=None,
+        micro_batch_tokens=8192,
+    ),
 }
 SCRIPT = Path(__file__)  # its name is part of run and model folders
 
@@ -197,9 +195,9 @@ class Policy(nn.Module):
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # the number of real tokens before (G3)
-        inputs = tokens.masked_fill(~mask, 0), mask, position_ids
-        # Equal contexts of neighboring sequences are computed once, also in the backward pass.
-        hidden = self.backbone(*inputs, prompt_length=contexts.shape[1])  # [B, T, D]
+        hidden = self.backbone(  # [B, T, D]; contexts that neighbors share are computed once
+            tokens.masked_fill(~mask, 0), mask, position_ids, prompt_length=contexts.shape[1]
+        )
         real = mask[:, contexts.shape[1] :]  # [B, R], N of them are True
         where = real.nonzero(as_tuple=True)
         hidden = hidden[:, contexts.shape[1] - 1 : -1][where]  # [N, D], position t predicts t + 1
@@ -268,10 +266,16 @@ def sample_in_batches(
 
 
 def score_responses(
-    reward: Callable, queries: Tensor, responses: Tensor, ids: TokenIds, args: Args
+    reward: Callable,
+    queries: Tensor,
+    responses: Tensor,
+    columns: dict[str, list],
+    ids: TokenIds,
+    args: Args,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Score responses [B, R], truncated after the first truncate token.
+    """Score responses [B, R], truncated after the first truncate token, with `reward`.
 
+    `columns` are the other columns of the data set, such as an answer: name → B values.
     Truncate tokens before position `truncate_after` do not count. A response without one gets the
     score `missing_eos_penalty`, such as -1, in all tasks that have a truncate token (P5). Returns
     scores [B], the truncated responses [B, R], and whether they have the truncate token [B] (all
@@ -279,7 +283,7 @@ def score_responses(
     """
     task = args.task
     truncated, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
-    scores = torch.where(ended, reward(queries, truncated), task.missing_eos_penalty)
+    scores = torch.where(ended, reward(queries, truncated, columns), task.missing_eos_penalty)
     if args.clip_score is not None:
         scores = scores.clamp(-args.clip_score, args.clip_score)
     return scores, truncated, ended
@@ -292,7 +296,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return -log_r
     if estimator == "k2":
         return 0.5 * log_r**2
-    return log_r.exp() - 1 - log_r  # k3
+    return torch.expm1(log_r) - log_r  # k3: exp(log_r) - 1 - log_r
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
@@ -323,43 +327,7 @@ class Rollout(NamedTuple):
 
     def select(self, rows: Tensor | slice) -> "Rollout":
         """The episodes with these indices."""
-        return Rollout(*(x[rows] for x in self))
-
-
-@torch.no_grad()
-def make_rollout(
-    policy: nn.Module,
-    ref: nn.Module,
-    reward: Callable,
-    queries: Tensor,
-    responses: Tensor,
-    minibatches: list[Tensor],
-    kl_coef: float,
-    ids: TokenIds,
-    args: Args,
-) -> Rollout:
-    """Score responses [B, R], and compute log-probabilities and rewards.
-
-    `minibatches` are the indices of the episodes in the first epoch's minibatches. Rounding depends
-    on how sequences are batched; with the same batches, the first ratio is exactly 1 (L6).
-    """
-    scores, truncated, ended = score_responses(reward, queries, responses, ids, args)
-    responses = truncated if args.task.eos_task else responses
-    contexts = add_affixes(queries, ids)
-    mask = responses != ids.pad
-    lengths = (contexts != ids.pad).sum(dim=1) + mask.sum(dim=1)
-    logprobs = torch.zeros(mask.shape, device=mask.device)
-    ref_logprobs = torch.zeros_like(logprobs)
-    for rows in minibatches:
-        for part in micro_batches(lengths[rows], args.micro_batch_tokens):
-            index = rows[part]
-            logprobs[index], _ = policy(contexts[index], responses[index])
-            ref_logprobs[index], _ = ref(contexts[index], responses[index])
-    kl = estimate_kl(logprobs, ref_logprobs, args.kl_estimator)
-    rewards = scores - kl_coef * kl.sum(dim=1)  # a response is one action (L1, L2)
-    tokens = dict(queries=queries, contexts=contexts, responses=responses, truncated=truncated)
-    numbers = dict(logprobs=logprobs, kl=kl, scores=scores, rewards=rewards)
-    return Rollout(**tokens, ended=ended, mask=mask, lengths=lengths, **numbers)
+        return self._make(x[rows] for x in self)
 
 
 def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list[list[Tensor]]:
@@ -402,65 +370,41 @@ def compute_advantages(rewards: Tensor, args: Args) -> Tensor:
 
 
 def rloo_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, num_responses: int, args: Args
+    logprobs: Tensor, old: Rollout, advantages: Tensor, num_responses: int, args: Args
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy loss and statistics of a micro-batch: [B, R], [B, R], [B] → scalars.
+    """Policy loss and statistics of a micro-batch: [B, R], [B] → scalars.
 
     PPO's clipped loss with the probability ratio of whole responses (L4). `num_responses` is the
     size of this process's minibatch. Summed over its micro-batches and averaged over processes,
     results are means over all its responses (P7).
     """
 
-    def mean(x: Tensor) -> Tensor:
-        return x.sum() / num_responses  # this micro-batch's share of the mean
+    def share(x: Tensor) -> Tensor:
+        """This micro-batch's share of the minibatch's mean over responses: [B] → scalar."""
+        return x.sum() / num_responses
 
-    log_ratio = (logprobs - old_logprobs).sum(dim=1)  # [B], over tokens; 0 at padding (L1)
+    log_ratio = (logprobs - old.logprobs).sum(dim=1)  # [B], over tokens; 0 at padding (L1)
     ratio = log_ratio.exp()
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
-    pg_loss = mean(torch.max(pg_losses, pg_losses_clipped))
+    pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
 
     with torch.no_grad():
         stats = {
             "loss/policy_avg": pg_loss,
-            "policy/approxkl_avg": 0.5 * mean(log_ratio**2),
-            "policy/clipfrac_avg": mean((pg_losses_clipped > pg_losses).float()),
-            "val/ratio": mean(ratio),
-            "val/ratio_var": mean((ratio - 1) ** 2),  # around 1, not the mean
+            "policy/approxkl_avg": 0.5 * share(log_ratio**2),
+            "policy/clipfrac_avg": share((pg_losses_clipped > pg_losses).float()),
+            "val/ratio": share(ratio),
+            "val/ratio_var": share((ratio - 1) ** 2),  # around 1, not the mean
         }
     return pg_loss, stats
-
-
-# ---------------------------------------------------------------------------------------- optimizer
-
-
-class AdamTF(torch.optim.Adam):
-    """TensorFlow's Adam, which OpenAI used (A1).
-
-    PyTorch:     m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
-    TensorFlow:  m / (1 - beta1^t) * sqrt(1 - beta2^t) / (sqrt(v) + eps)
-
-    So TensorFlow's eps acts as eps / sqrt(1 - beta2^t) in PyTorch: it is larger at first.
-    """
-
-    def __init__(self, params: Any, lr: float, eps: float = 1e-5, **settings: Any):
-        super().__init__(params, lr=lr, eps=eps, fused=True, **settings)
-        for group in self.param_groups:
-            group["eps_hat"], group["t"] = eps, 0  # saved with the optimizer's state
-
-    def step(self, closure: Callable | None = None) -> Any:
-        """Take one step."""
-        for group in self.param_groups:
-            group["t"] += 1
-            group["eps"] = group["eps_hat"] / math.sqrt(1 - group["betas"][1] ** group["t"])
-        return super().step(closure)
 
 
 # ------------------------------------------------------------------------------ metrics, evaluation
 
 
 def rollout_metrics(
-    rollout: Rollout, kl_coef: float, pad_id: int, gold_reward: Callable | None
+    rollout: Rollout, columns: dict[str, list], kl_coef: float, pad_id: int, gold_reward: Any
 ) -> dict[str, Any]:
     """Metrics of the sampled responses; docs/rloo.md explains each."""
     kl = rollout.kl.sum(dim=1).mean()
@@ -476,13 +420,14 @@ def rollout_metrics(
         "objective/cut_length": (rollout.truncated != pad_id).sum(dim=1).float().mean(),
     }
     if gold_reward:
-        metrics["objective/gold_score"] = gold_reward(rollout.queries, rollout.truncated).mean()
+        gold_scores = gold_reward(rollout.queries, rollout.truncated, columns)
+        metrics["objective/gold_score"] = gold_scores.mean()
     return metrics
 
 
 # In the progress line and in curves.png:
 PROGRESS = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
-# Largest healthy value, and the value above which the run warns once:
+# Largest healthy value, named in the warning; and the value above which a run warns once:
 LIMITS = {"ppo/policy/approxkl_avg": (0.5, 5.0), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
 
@@ -495,17 +440,18 @@ def check(args: Args, processes: int) -> None:
 
 
 def main(args: Args) -> None:
-    """Load everything, then sample, score and optimize in a loop."""
+    """Load everything, then repeat: sample, score, optimize. Saves the policy at the end."""
     accelerator = distributed.start(args)
     check(args, accelerator.num_processes)
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     # Also checks that query and response fit the model; ids: pad, truncate, prefix, suffix.
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    max_queries = args.total_episodes // args.rloo_k
-    queries = load_queries(task, tokenizer, ids, max_queries, args.reward_fn, task.gold_fn)
-    heldout, queries = queries.hold_out(args.eval_queries)
-    gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score, if the task has one
-    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # [B, Q], [B, R] → [B]
+    num_queries = args.total_episodes // args.rloo_k
+    table = load_queries(task, tokenizer, ids, num_queries)  # table[rows]: [P, Q]
+    heldout, table = table.hold_out(args.eval_queries)
+    # Both are functions of (queries [B, Q], responses [B, R], columns of the table) → [B]:
+    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)
+    gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
 
     ref = Policy(load_lm(task.base_model), ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
@@ -515,7 +461,7 @@ def main(args: Args) -> None:
         enable_gradient_checkpointing(lm)
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
     policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # DDP or FSDP2
-    decoder = Decoder(lm, task.response_length, args.cuda_graphs)  # calls lm with a static cache
+    decoder = Decoder(lm, task.response_length, args.cuda_graphs)  # samples from lm
 
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
     local_batch_size = args.batch_size // processes
@@ -525,22 +471,53 @@ def main(args: Args) -> None:
     run = Run(args, SCRIPT, num_updates, PROGRESS, accelerator, LIMITS)
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)
 
+    @torch.no_grad()
+    def make_rollout(
+        queries: Tensor, columns: dict, minibatches: list[Tensor], kl_coef: float, rng: Any
+    ) -> Rollout:
+        """Steps 1 to 3 for queries [B, Q], in an update or an evaluation.
+
+        `minibatches` are the indices of the episodes in the first epoch's minibatches. Rounding
+        depends on how sequences are batched; with the same batches, the first ratio is 1 (L6).
+        """
+        # 1. Sample a response to each query.
+        timer.start("sample")
+        contexts = add_affixes(queries, ids)  # [B, C]
+        with distributed.inference(accelerator, policy):  # autocast, full weights under FSDP2
+            responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]
+
+        # 2. Score each response with the reward model.
+        timer.start("score")
+        inputs = queries, responses, columns
+        scores, truncated, ended = score_responses(reward, *inputs, ids, args)
+        if task.eos_task:
+            responses = truncated  # nothing after the end is trained on (X9)
+
+        # 3. Compute the log-probability and reward of each response.
+        mask = responses != ids.pad
+        lengths = (contexts != ids.pad).sum(dim=1) + mask.sum(dim=1)
+        logprobs, ref_logprobs = torch.zeros(2, *mask.shape, device=device)
+        for rows in minibatches:
+            for part in micro_batches(lengths[rows], args.micro_batch_tokens):
+                i = rows[part]
+                logprobs[i], _ = policy(contexts[i], responses[i])
+                ref_logprobs[i], _ = ref(contexts[i], responses[i])
+        kl = estimate_kl(logprobs, ref_logprobs, args.kl_estimator)
+        rewards = scores - kl_coef * kl.sum(dim=1)  # a response is one action (L1, L2)
+        tokens = queries, contexts, responses, truncated, ended, mask, lengths
+        return Rollout(*tokens, logprobs, kl, scores, rewards)
+
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Evaluate on the held-out queries, log samples, keep weights; alike on every process."""
-        rng = generator(args.seed, 0, device)
-        eval_queries = heldout[:].to(device)
-        eval_reward, eval_gold = with_columns(heldout.columns(), reward, gold_reward)
-        with distributed.inference(accelerator, policy):
-            responses = sample_in_batches(decoder, add_affixes(eval_queries, ids), ids, args, rng)
-        rows = [torch.arange(len(eval_queries), device=device)]
-        inputs = policy, ref, eval_reward, eval_queries, responses, rows
-        rollout = make_rollout(*inputs, kl_coef, ids, args)
-        metrics = rollout_metrics(rollout, kl_coef, ids.pad, eval_gold)
-        texts = (decode(tokenizer, x[:4], ids.pad) for x in (eval_queries, rollout.truncated))
+        """Metrics of the held-out queries. Also logs samples, and keeps weights (--keep_every)."""
+        queries, columns = heldout[:].to(device), heldout.columns()
+        minibatches = [torch.arange(len(queries), device=device)]
+        rng = generator(args.seed, 0, device)  # the same on all processes
+        rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
+        metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
+        texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
         run.log_samples(update, texts, rollout.scores[:4].tolist())
-        metrics = {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
-        run.keep(update, metrics, lm, tokenizer)  # --keep_every, --keep_best
-        return metrics
+        run.keep(update, lm, tokenizer)
+        return {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
 
     for update in range(start, num_updates):
         eval_metrics = evaluate(update, kl_coef) if update % args.eval_every == 0 else {}
@@ -548,50 +525,49 @@ def main(args: Args) -> None:
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        timer.start("sample")
+        # 1. to 3. Sample, score, and compute log-probabilities and rewards.
         num_queries = local_batch_size // args.rloo_k
-        rows = query_rows(len(queries), num_queries, update, seed)  # reshuffled every pass
-        batch_queries = queries[rows].to(device).repeat(args.rloo_k, 1)  # [K * P, Q]
-        columns = queries.columns(np.tile(rows, args.rloo_k))  # of the data set, for reward_fn
-        batch_reward, batch_gold = with_columns(columns, reward, gold_reward)
-        with distributed.inference(accelerator, policy):  # autocast, full weights under FSDP2
-            rng = generator(seed, update, device)
-            responses = sample_in_batches(decoder, add_affixes(batch_queries, ids), ids, args, rng)
-
-        timer.start("score")
+        rows = query_rows(len(table), num_queries, update, seed)  # reshuffled every pass
+        rows = np.tile(rows, args.rloo_k)  # [K * P]
+        queries, columns = table[rows].to(device), table.columns(rows)
         epochs = shuffle(local_batch_size, args, [seed, update], device)
-        inputs = policy, ref, batch_reward, batch_queries, responses, epochs[0]
-        rollout = make_rollout(*inputs, kl_coef, ids, args)
+        rng = generator(seed, update, device)
+        rollout = make_rollout(queries, columns, epochs[0], kl_coef, rng)
+
+        # 4. Compute the advantage of each response.
+        timer.start("optimize")
         all_advantages = compute_advantages(rollout.rewards, args)  # [B]
 
-        timer.start("optimize")
-        stats: dict[str, list[Tensor]] = defaultdict(list)  # each micro-batch's share; summed below
+        # 5. For each epoch, for each minibatch: take one Adam step.
+        stats: dict[str, Any] = defaultdict(float)  # running means over the steps
         for minibatches in epochs:
-            for minibatch_rows in minibatches:  # one optimizer step each
-                minibatch = rollout.select(minibatch_rows)
-                num_tokens = all_sum(minibatch.mask.sum()) / processes  # for the mean entropy
-                advantages = all_advantages[minibatch_rows]
-                num_responses = len(minibatch_rows)  # on each process; DDP averages gradients
+            for minibatch_rows in minibatches:
+                minibatch, advantages = (
+                    rollout.select(minibatch_rows),
+                    all_advantages[minibatch_rows],
+                )
+                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # for the mean entropy
+                num_responses = len(minibatch_rows)
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    is_last = part.stop == len(minibatch_rows)  # only then all-reduce gradients
+                    # Processes average their gradients in the last backward pass of a minibatch.
+                    is_last = part.stop == num_responses
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies = policy(old.contexts, old.responses)
                         loss, part_stats = rloo_loss(
-                            logprobs, old.logprobs, advantages[part], num_responses, args
+                            logprobs, old, advantages[part], num_responses, args
                         )
                         accelerator.backward(loss)
-                    part_stats["policy/entropy_avg"] = entropies.sum() / num_tokens
+                    part_stats["policy/entropy_avg"] = entropies.sum() / avg_tokens
                     for name, value in part_stats.items():
-                        stats[f"ppo/{name}"].append(value.detach())
+                        stats[f"ppo/{name}"] += value.detach() / num_steps
                 if args.max_grad_norm is not None:
                     accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
 
         seconds = timer.stop()
-        metrics = rollout_metrics(rollout, kl_coef, ids.pad, batch_gold)
-        metrics |= {name: torch.stack(parts).sum() / num_steps for name, parts in stats.items()}
+        metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         groups = rollout.scores.view(args.rloo_k, -1)  # [K, P]
         alike = groups.isclose(groups[:1]).all(dim=0)  # all K scores equal: no signal
@@ -602,13 +578,14 @@ def main(args: Args) -> None:
         metrics["time/episodes_per_second"] = args.batch_size / sum(seconds.values())
         run.log(update, metrics | seconds | eval_metrics)
 
+        # 6. Adapt kl_coef to the measured KL.
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)
         if run.exceeds_stop_kl(metrics["objective/kl"]):
             break
-        run.checkpoint(update + 1, policy, optimizer, kl_coef)  # if one is due
+        run.checkpoint(update + 1, policy, optimizer, kl_coef)  # if due; a signal ends the run
 
     run.save(lm, tokenizer)
-    run.log(run.step, evaluate(run.step, kl_coef))
+    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: the number of updates done
     run.finish()
     distributed.stop(accelerator)
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from data.tasks import ARITHMETIC, SYNTHETIC, Task
 from machinery import cli, distributed
-from machinery.cli import UnitFloat
+from machinery.cli import RunArgs, UnitFloat
 from machinery.decoding import generate
 from machinery.models import check_length, compute_logits, enable_gradient_checkpointing
 from machinery.models import load_lm, load_tokenizer, set_residual_dropout
@@ -37,8 +37,8 @@ from machinery.sequences import load_blocks, load_responses
 from utils import Timer, TokenIds, all_sum, decode, generator, micro_batches, permutation, truncate
 
 
-@dataclass(frozen=True, config={"allow_inf_nan": False})
-class Args:
+@dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
+class Args(RunArgs):
     """Supervised fine-tuning."""
 
     task: Task
@@ -68,28 +68,6 @@ class Args:
     """clip the norm of the gradient"""
     resid_dropout: UnitFloat = 0.0
     """residual dropout: of what attention and MLP add to hidden states (P4)"""
-
-    # Memory and speed
-    micro_batch_tokens: PositiveInt = 32_768 if cli.ON_GPU else 4096
-    """tokens per forward pass, without padding; changes only rounding (P7)"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass"""
-    tf32: bool = True
-    """use TF32 for fp32 matrix products under --mixed_precision bf16"""
-
-    # Files
-    run_name: str | None = None
-    """new folder in runs/; None: task, script, seed and time"""
-    output_dir: str | None = None
-    """new folder for the model; None: in the run, linked as models/<task>/sft"""
-    save_every: PositiveInt | None = None
-    """steps between checkpoints; SIGTERM and SIGUSR1 also save one and end the run"""
-    resume: str | None = None
-    """runs/<name> or `latest`: resume it; pass the same flags as before"""
-    track: bool = False
-    """also log to Weights & Biases"""
-    push_to_hub: str | None = None
-    """upload the model to this new private repository, owner/name"""
 
 
 # The defaults above are for sentiment, descriptiveness and gsm8k. Overrides for the other tasks:

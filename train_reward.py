@@ -16,7 +16,6 @@ Tags such as (R1) number the implementation details in docs/details.md.
 
 import json
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 
 from data.tasks import Task
 from machinery import cli, distributed
+from machinery.cli import RunArgs
 from machinery.data import load_queries
 from machinery.decoding import generate
 from machinery.labels import Labels, load_labels
@@ -43,19 +43,19 @@ from machinery.packing import Packed
 from machinery.plots import plot_histogram
 from machinery.rewards import RewardConfig, reward_input, score_in_parts
 from machinery.runs import Run, check_run
-from utils import Timer, TokenIds, add_affixes, global_mean_and_var, mean_over_processes
+from utils import AdamTF, Timer, TokenIds, add_affixes, global_mean_and_var, mean_over_processes
 from utils import micro_batches, permutation, query_rows, truncate
 
 
-@dataclass(frozen=True, config={"allow_inf_nan": False})
-class Args:
+@dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
+class Args(RunArgs):
     """Reward model from human preferences."""
 
     task: Task
 
     # Run
     seed: NonNegativeInt = 1
-    """random seed; process r samples with seed + 100003 * r (G6)"""
+    """random seed; process r samples with seed + 100003 * r"""
     num_labels: PositiveInt = 4992
     """train on the first N labels of the dataset"""
     num_heldout: NonNegativeInt = 1024
@@ -65,39 +65,17 @@ class Args:
     batch_size: PositiveInt = 32
     """labels per optimizer step, over all processes"""
     lr: NonNegativeFloat = 5e-5
-    """learning rate of the first step; decays linearly to 0 (G5)"""
+    """learning rate of the first step; decays linearly to 0"""
     adam_eps: PositiveFloat = 1e-5
-    """epsilon of TensorFlow's Adam (A1)"""
+    """epsilon of TensorFlow's Adam"""
 
     # Normalization
     policy_model: str | None = None
-    """hub name or folder of the policy that samples (R3); None: base_model"""
+    """hub name or folder of the policy that samples; None: base_model"""
     normalize_samples: Annotated[int, Field(ge=2)] = 256
-    """samples to normalize on, rounded up to whole batches (R3)"""
+    """samples to normalize on, rounded up to whole batches"""
     rollout_batch_size: PositiveInt = 512
-    """samples per batch, over all processes (R3)"""
-
-    # Memory and speed
-    micro_batch_tokens: PositiveInt = 32_768 if cli.ON_GPU else 4096
-    """tokens per forward pass, without padding; changes only rounding (P7)"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass"""
-    tf32: bool = True
-    """use TF32 for fp32 matrix products under --mixed_precision bf16"""
-
-    # Files
-    run_name: str | None = None
-    """new folder in runs/; None: task, script, seed and time"""
-    output_dir: str | None = None
-    """new folder for the model; None: in the run, linked in models/<task>/"""
-    save_every: PositiveInt | None = None
-    """steps between checkpoints; SIGTERM and SIGUSR1 also save one and end the run"""
-    resume: str | None = None
-    """runs/<name> or `latest`: resume it; pass the same flags as before"""
-    track: bool = False
-    """also log to Weights & Biases"""
-    push_to_hub: str | None = None
-    """upload the model to this new private repository, owner/name"""
+    """samples per batch, over all processes"""
 
 
 # The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
@@ -151,28 +129,6 @@ def new_reward_model(name: str, pad_id: int) -> RewardModel:
     """A reward model with the transformer of a language model and a new head (R2)."""
     lm = load_lm(name)
     return RewardModel(RewardConfig(lm.config, pad_id), lm.base_model)
-
-
-class AdamTF(torch.optim.Adam):
-    """TensorFlow's Adam, which OpenAI used (A1).
-
-    PyTorch:     m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
-    TensorFlow:  m / (1 - beta1^t) * sqrt(1 - beta2^t) / (sqrt(v) + eps)
-
-    So TensorFlow's eps acts as eps / sqrt(1 - beta2^t) in PyTorch: it is larger at first.
-    """
-
-    def __init__(self, params: Any, lr: float, eps: float = 1e-5, **settings: Any):
-        super().__init__(params, lr=lr, eps=eps, fused=True, **settings)
-        for group in self.param_groups:
-            group["eps_hat"], group["t"] = eps, 0  # saved with the optimizer's state
-
-    def step(self, closure: Callable | None = None) -> Any:
-        """Take one step."""
-        for group in self.param_groups:
-            group["t"] += 1
-            group["eps"] = group["eps_hat"] / math.sqrt(1 - group["betas"][1] ** group["t"])
-        return super().step(closure)
 
 
 # ------------------------------------------------------------------------------------ normalization

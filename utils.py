@@ -4,7 +4,9 @@ Shapes: `B` sequences, `Q` query, `C` context, `R` response and `T` all tokens. 
 real tokens. Tags such as (G2) are explained in docs/details.md.
 """
 
+import math
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -169,6 +171,31 @@ def global_mean_and_var(x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, 
 def masked_sum(x: Tensor, mask: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
     """Sum of x where the mask is True; values elsewhere, NaN too, have no effect."""
     return x.masked_fill(~mask, 0).sum(dim=dim)
+
+
+# --------------------------------------------------------------------------------------- optimizer
+
+
+class AdamTF(torch.optim.Adam):
+    """TensorFlow's Adam, which OpenAI used (A1).
+
+    PyTorch:     m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
+    TensorFlow:  m / (1 - beta1^t) * sqrt(1 - beta2^t) / (sqrt(v) + eps)
+
+    So TensorFlow's eps acts as eps / sqrt(1 - beta2^t) in PyTorch: it is larger at first.
+    """
+
+    def __init__(self, params: Any, lr: float, eps: float = 1e-5, **settings: Any):
+        super().__init__(params, lr=lr, eps=eps, fused=True, **settings)
+        for group in self.param_groups:
+            group["eps_hat"], group["t"] = eps, 0  # saved with the optimizer's state
+
+    def step(self, closure: Callable | None = None) -> Any:
+        """Take one step."""
+        for group in self.param_groups:
+            group["t"] += 1
+            group["eps"] = group["eps_hat"] / math.sqrt(1 - group["betas"][1] ** group["t"])
+        return super().step(closure)
 
 
 # --------------------------------------------------------------------------------- seeds and timing

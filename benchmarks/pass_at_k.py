@@ -70,7 +70,7 @@ def main(args: Args) -> None:
     task = replace(task, query_dataset=args.query_dataset or task.query_dataset)
     for model in args.models:
         policy = replace(task, base_model=model)
-        *texts, columns = sample_responses(policy, args, name, args.samples)
+        *texts, columns = sample_responses(policy, args, args.samples)
         scores = call_reward_function(reward, name, texts, columns).numpy()
         right = scores.reshape(args.samples, -1) >= 1  # [samples, queries]
         found = {f"pass@{k}": round(pass_at_k(right, k), 4) for k in sorted({1, args.k})}

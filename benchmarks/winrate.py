@@ -56,15 +56,15 @@ class Args:
 
 
 def sample_responses(
-    task: Task, args: Any, scorer: str | None, samples: int = 1
+    task: Task, args: Any, samples: int = 1
 ) -> tuple[list[str], list[str], dict[str, list]]:
-    """Held-out queries, responses of the policy `task.base_model`, columns that `scorer` names.
+    """Held-out queries, responses of the policy `task.base_model`, columns of the data set.
 
     All queries once, then again, `samples` times. Of `args`, it reads `queries` and `seed`.
     """
     tokenizer, ids = load_tokenizer(task, task.response_length)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    table = load_queries(task, tokenizer, ids, args.queries, None, scorer)
+    table = load_queries(task, tokenizer, ids, args.queries)
     rows = np.tile(np.arange(min(args.queries, len(table))), samples)
     queries, columns = table[rows].to(device), table.columns(rows)
     lm = load_lm(task.base_model).to(device).eval()
@@ -146,8 +146,7 @@ def main(args: Args) -> None:
         if model == "data":
             *texts, columns = read_responses(replace(task, base_model=other), args)
         else:
-            scorer = None if in_pairs else judge_name
-            *texts, columns = sample_responses(replace(task, base_model=model), args, scorer)
+            *texts, columns = sample_responses(replace(task, base_model=model), args)
         responses.append(texts[1])
         if not in_pairs:
             scores.append(call_reward_function(judge, judge_name, texts, columns).numpy())

@@ -2,13 +2,11 @@
 
 import filecmp
 import json
-import math
 import os
 import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -118,27 +116,6 @@ def save_model(
         if len(same) < len(names):
             raise RunError(f"{folder} has other files; the weights are in {part}") from None
         shutil.rmtree(part)
-
-
-def best_value(best: Path, metric: str) -> float:
-    """The value of the metric for which the weights in `best` were kept; -inf if there are none."""
-    record = best / "evaluation.json"
-    return json.loads(record.read_text())[metric] if record.exists() else -math.inf
-
-
-def replace_best(best: Path, evaluation: dict[str, float], save: Callable[[Path], None]) -> None:
-    """Make `best` a link to a new folder that `save` writes, and delete the one before it.
-
-    At any instant, `best` is a complete folder: weights and their evaluation.
-    """
-    old = best.resolve()
-    folder = best.with_name(".best_1" if old.name == ".best_0" else ".best_0")
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before the link
-    save(folder)
-    (folder / "evaluation.json").write_text(json.dumps(evaluation))
-    replace_link(best, folder)
-    if old != best:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def replace_link(link: Path, target: Path) -> None:

@@ -12,12 +12,40 @@ from typing import Annotated, Any
 
 import torch
 import tyro
-from pydantic import Field
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from data.tasks import TASKS, Task
 
 ON_GPU = torch.cuda.is_available()  # some defaults are larger there
 UnitFloat = Annotated[float, Field(ge=0, le=1)]  # a number in [0, 1]
+
+
+@dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
+class RunArgs:
+    """What all scripts share: memory, speed, files. `--help` lists these flags last."""
+
+    # Memory and speed
+    micro_batch_tokens: PositiveInt = 32_768 if ON_GPU else 4096
+    """tokens per forward pass, without padding; changes only rounding"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    tf32: bool = True
+    """use TF32 for fp32 matrix products under --mixed_precision bf16"""
+
+    # Files
+    run_name: str | None = None
+    """name of the folder in runs/; default: task, script, seed and time"""
+    output_dir: str | None = None
+    """folder for the weights; default: in the run, and models/<task>/ links to it"""
+    save_every: PositiveInt | None = None
+    """updates between checkpoints; SIGTERM and SIGUSR1 also save one and end the run"""
+    resume: str | None = None
+    """runs/<name> or `latest`: resume it; pass the same flags as before"""
+    track: bool = False
+    """also log to Weights & Biases"""
+    push_to_hub: str | None = None
+    """upload the weights to this new private repository, owner/name"""
 
 
 class InputError(ValueError):

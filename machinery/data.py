@@ -17,7 +17,7 @@ from torch import Tensor
 from data.tasks import Task
 from machinery import chat
 from machinery.cli import InputError, say
-from machinery.functions import load_function, wanted_columns
+from machinery.functions import load_function
 from utils import TokenIds, pad_left
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def holds_messages(rows: "datasets.Dataset", column: str) -> bool:
 class TokenTable:
     """Token sequences in a memory-mapped file that the processes of a machine share.
 
-    `table[rows]` → [B, length], padded on the left (G2). `extra` are other columns of these rows.
+    `table[rows]` → [B, length], padded on the left (G2). `extra` are the data set's own columns.
     """
 
     rows: "datasets.Dataset"
@@ -81,7 +81,7 @@ class TokenTable:
         return pad_left(self.rows[rows]["tokens"], self.length, self.pad_id)
 
     def columns(self, rows: np.ndarray | slice = slice(None)) -> dict[str, list]:
-        """The values of the columns that reward functions name: column → a list of B values."""
+        """The values of the data set's columns in these rows: name → a list of B values."""
         return self.extra[rows] if self.extra is not None else {}
 
     def select(self, rows: list[int] | np.ndarray) -> "TokenTable":
@@ -255,23 +255,15 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     return queries
 
 
-def load_queries(
-    task: Task,
-    tokenizer: Any,
-    ids: TokenIds,
-    max_queries: int,
-    reward_fn: str | None = None,
-    gold_fn: str | None = None,
-) -> TokenTable:
+def load_queries(task: Task, tokenizer: Any, ids: TokenIds, max_queries: int) -> TokenTable:
     """The table of queries [N, Q] (G2), of a random sample of texts if there are many.
 
-    `max_queries` are as many as the run can use. The table keeps the columns that the reward
-    functions name. Raises `InputError` if one is missing, or if no text gives a query.
+    `max_queries` are as many as the run can use. The table keeps all columns of the data set.
+    Raises `InputError` if no text gives a query.
     """
     if task.keep_last_line and task.end_text is not None:
         raise InputError("end_text does not work with keep_last_line; pass --no-keep_last_line")
     texts = load_texts(task, task.query_column, tokenizer=tokenizer)
-    wanted = wanted_columns(reward_fn, gold_fn, task.query_dataset, texts.column_names)
     order = np.random.default_rng(0).permutation(len(texts))
     texts = texts.select(order[: max(max_queries, SMALL_TABLE)])
     single_token(tokenizer, task.start_text, "--start_text")
@@ -290,7 +282,7 @@ def load_queries(
             f"blank, lack start_text={task.start_text!r} or end_text={task.end_text!r}, or are "
             f"messages whose last turn is longer than query_length={task.query_length}"
         )
-    table.extra = texts.select_columns(wanted) if wanted else None
+    table.extra = texts
     table = table.select(kept)
     say_skipped(table, texts, task)
     return table

@@ -53,33 +53,6 @@ def names_taken(function: Callable, names: Iterable[str]) -> list[str]:
     return taken
 
 
-def wanted_columns(
-    reward_fn: str | None, gold_fn: str | None, query_dataset: str, columns: list[str]
-) -> list[str]:
-    """The columns of the query data set that the reward functions take, by parameter name.
-
-    `scores` are the reward model's, never a column. Raises `InputError` for a missing column.
-    """
-    columns = [name for name in columns if name != "scores"]
-    wanted: list[str] = []
-    for flag, name, known in (
-        ("reward_fn", reward_fn, [*columns, "scores"]),
-        ("gold_fn", gold_fn, columns),
-    ):
-        if name:
-            function = load_function(name)
-            taken = names_taken(function, known)
-            try:
-                signature_of(function).bind(None, None, **dict.fromkeys(taken))
-            except TypeError as error:
-                raise InputError(
-                    f"--{flag} {name} cannot be called with (queries, responses): {error}; "
-                    f"--query_dataset {query_dataset} has the columns {', '.join(columns)}"
-                ) from error
-            wanted += taken
-    return [name for name in columns if name in wanted]
-
-
 def import_module(name: str) -> Any:
     """Import a module from the current folder or the environment."""
     if os.getcwd() not in sys.path:

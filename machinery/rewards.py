@@ -202,11 +202,6 @@ def text_scorer(name: str, tokenizer: Any, pad_id: int) -> Callable[..., Tensor]
     return score
 
 
-def with_columns(columns: dict[str, list], *rewards: Callable | None) -> list[Any]:
-    """Reward functions, or None, of queries with these columns of the data set, row by row."""
-    return [partial(x, columns=columns) if x and columns else x for x in rewards]
-
-
 def load_reward(
     args: Any, cls: Callable, tokenizer: Any, ids: TokenIds, accelerator: Accelerator
 ) -> Callable[[Tensor, Tensor], Tensor]:

@@ -4,14 +4,12 @@ import atexit
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from data.tasks import Task
 from machinery import artifacts, checkpoints, hub
 from machinery.cli import InputError, RunError, check_divisible
 from machinery.distributed import stop
@@ -47,17 +44,6 @@ def check_run(args: Any, script: Path, processes: int) -> None:
         hub.check_token(args.push_to_hub)
     if getattr(args, "keep_every", None):
         check_divisible("keep_every", args.keep_every, args.eval_every, "eval_every")
-    if getattr(args, "keep_best", None):
-        names = eval_metrics(args.task, script)
-        if args.keep_best not in names:
-            raise InputError(f"--keep_best {args.keep_best} is unknown; choose {', '.join(names)}")
-
-
-def eval_metrics(task: Task, script: Path) -> list[str]:
-    """The metrics of an evaluation: those of `rollout_metrics` in the script's source."""
-    source = script.read_text().partition("def rollout_metrics(")[2].partition("\n\n\n")[0]
-    names = dict.fromkeys(re.findall(r'"objective/(\w+)"', source))
-    return [f"eval/{name}" for name in names if name != "gold_score" or task.gold_fn]
 
 
 class Run:
@@ -181,27 +167,19 @@ class Run:
             stop(self.accelerator)
             sys.exit(143)
 
-    def keep(self, update: int, metrics: dict[str, float], model: Any, tokenizer: Any) -> None:
-        """Save weights as keep_<update>/ (`--keep_every`) and best/ (`--keep_best`) in the run.
+    def keep(self, update: int, model: Any, tokenizer: Any) -> None:
+        """Save weights as keep_<update>/ in the run if `--keep_every` says so.
 
-        `metrics` are an evaluation of these weights. All processes have to call this.
+        All processes have to call this.
         """
-        every, metric = self.args.keep_every, self.args.keep_best
-        due = bool(every) and update > 0 and update % every == 0
-        best = self.folder / "best"
-        better = self.main and metric and metrics[metric] > artifacts.best_value(best, metric)
-        wanted = torch.tensor([due, bool(better)], device=self.accelerator.device)
-        due, better = all_max(wanted.int()).tolist()  # the main process decides
-        if not (due or better):
+        every = self.args.keep_every
+        if not every or update == 0 or update % every:
             return
         state = checkpoints.full_weights(model)
-        save = partial(artifacts.save_model, model, tokenizer, weights=state, heads={})
-        if self.main and due:
+        if self.main:
             folder = self.folder / f"keep_{update}"
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed and resumed
-            save(folder)
-        if self.main and better:
-            artifacts.replace_best(best, {"step": update, **metrics}, save)
+            artifacts.save_model(model, tokenizer, folder, state, {})
         self.accelerator.wait_for_everyone()
 
     def exceeds_stop_kl(self, kl: float) -> bool:

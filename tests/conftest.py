@@ -95,25 +95,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
     seen = SimpleNamespace(folder=folder, args={}, rollouts={}, epochs={}, optimizer_steps={})
 
     def spy(script: ModuleType, name: str, patch: pytest.MonkeyPatch) -> None:
-        """Keep what `make_rollout` and `shuffle` return, and count optimizer steps."""
+        """Keep rollouts and what `shuffle` returns, and count optimizer steps."""
         seen.rollouts[name], seen.epochs[name], seen.optimizer_steps[name] = [], [], 0
-        step = script.AdamTF.step
 
-        def spy_step(self, closure=None):
-            seen.optimizer_steps[name] += 1
-            return step(self, closure)
+        class Counting(script.AdamTF):
+            def step(self, closure=None):
+                seen.optimizer_steps[name] += 1
+                return super().step(closure)
 
-        patch.setattr(script.AdamTF, "step", spy_step)
-        for function, kept in (("make_rollout", seen.rollouts), ("shuffle", seen.epochs)):
+        patch.setattr(script, "AdamTF", Counting)
+        for function, kept in (("Rollout", seen.rollouts), ("shuffle", seen.epochs)):
             if hasattr(script, function):
-                patch.setattr(script, function, keeping(getattr(script, function), kept[name]))
-
-    def keeping(function, kept):
-        def kept_function(*args):
-            kept.append(function(*args))
-            return kept[-1]
-
-        return kept_function
+                patch.setattr(script, function, tiny.keep(getattr(script, function), kept[name]))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

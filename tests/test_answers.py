@@ -205,9 +205,8 @@ def test_gsm8k_on_rows_of_its_form(tmp_path, monkeypatch):
     sizes = "--num_heldout 2 --batch_size 4 --output_dir start"
     run(sft, f"{files} {sizes} --run_name sft")
     for name, script in (("ppo", ppo), ("rloo", rloo)):
-        rollouts, make_rollout = [], script.make_rollout
-        keep = lambda *args: rollouts.append(make_rollout(*args)) or rollouts[-1]  # noqa: E731
-        monkeypatch.setattr(script, "make_rollout", keep)
+        rollouts = []
+        monkeypatch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
         run(script, f"{files} --base_model start {TINY.format(name)}")
         contexts = rollouts[0].contexts
         texts = AutoTokenizer.from_pretrained(model).batch_decode(

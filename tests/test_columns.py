@@ -14,7 +14,6 @@ from test_diffs import apply, load
 import ppo
 import rloo
 from machinery import data
-from machinery.cli import InputError
 from machinery.models import load_tokenizer
 
 # A query names its number; so do an int and a list. 5 occurs three times, with other values of `twin`.
@@ -62,9 +61,9 @@ def home(task, tmp_path, monkeypatch):
     return replace(task, **files)
 
 
-def table(task, reward_fn="by_column.py:score", **changes):
+def table(task, **changes):
     task = replace(task, **changes)
-    return data.load_queries(task, *load_tokenizer(task, 5), 1000, reward_fn)
+    return data.load_queries(task, *load_tokenizer(task, 5), 1000)
 
 
 def pairs(table, task):
@@ -123,15 +122,3 @@ def test_scores_of_the_reward_model_and_columns_together(home, tmp_path):
     ppo.main(tiny.make_args(home, reward_fn="by_column.py:composed", total_episodes=8, **flags))
     lines = [json.loads(x) for x in Path("runs/run/metrics.jsonl").read_text().splitlines()]
     assert all(line["eval/scores"] > 100 for line in lines)
-
-
-@pytest.mark.parametrize("flag", ["reward_fn", "gold_fn"])
-def test_a_missing_column_is_named_before_a_model_is_loaded(flag, home, no_weights):
-    """With the columns that there are. The true score has no reward model's scores."""
-    task = replace(home, gold_fn="by_column.py:composed" if flag == "gold_fn" else None)
-    reward_fn = "by_column.py:wrong" if flag == "reward_fn" else "by_column.py:score"
-    with pytest.raises(InputError) as error:
-        ppo.main(tiny.make_args(task, reward_fn=reward_fn))
-    missing = "'answer'" if flag == "reward_fn" else "'scores'"
-    for word in (f"--{flag} by_column.py:", missing, "prompt, number, tags, twin", "rows.jsonl"):
-        assert word in str(error.value)

@@ -623,7 +623,7 @@ def test_P7_X10_the_micro_batch_size_changes_neither_gradients_nor_metrics(eos_t
     for tokens in (1, 40, 4096):
         sizes = dict(micro_batch_tokens=tokens, total_episodes=8, num_ppo_epochs=1)
         args = tiny.small_args(script, task, **sizes)
-        spies = dict(AdamTF=tiny.Recorder, make_rollout=tiny.noisy_rollout(script))
+        spies = dict(AdamTF=tiny.Recorder, Rollout=tiny.noisy_rollout(script))
         run = tiny.run_episodes(script, args, **spies)
         metrics = [x for x in run.metrics[0].items() if not x[0].startswith("time")]
         results.append((run.optimizer.optimizer.gradients, dict(metrics)))
@@ -803,7 +803,7 @@ def eos_run(script, seed: int = 2):
         responses=[eos_responses(seed)],
         reward=lambda queries, responses: torch.arange(1.0, 1 + len(queries)),
         AdamTF=tiny.Recorder,
-        make_rollout=tiny.noisy_rollout(script, rollouts),
+        Rollout=tiny.noisy_rollout(script, rollouts),
     )
     return run, rollouts[1], policy  # the first rollout is the evaluation's
 

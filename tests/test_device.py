@@ -206,7 +206,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 def update(script: Any, kind: str, device: torch.device, length: int, use: Any) -> tuple:
     """One update of an EOS task: tensors, metrics, and how often sampling and all of it read."""
-    reads, rollouts, sample, make_rollout = [], [], script.sample_in_batches, script.make_rollout
+    reads, rollouts, sample = [], [], script.sample_in_batches
 
     def spy_sample(*args):
         before = len(Elsewhere.current.reads) if device == AWAY else 0
@@ -214,11 +214,8 @@ def update(script: Any, kind: str, device: torch.device, length: int, use: Any) 
         reads.append(len(Elsewhere.current.reads) - before if device == AWAY else 0)
         return responses
 
-    def spy_rollout(*args):
-        rollouts.append(make_rollout(*args))
-        return rollouts[-1]
-
-    spies = dict(sample_in_batches=spy_sample, make_rollout=spy_rollout, AdamTF=tiny.Recorder)
+    spies = dict(sample_in_batches=spy_sample, AdamTF=tiny.Recorder)
+    spies |= dict(Rollout=tiny.keep(script.Rollout, rollouts))
     task = tiny.make_task(eos_task=True, response_length=length)
     flags = dict(total_episodes=8, num_ppo_epochs=1, max_grad_norm=1.0, micro_batch_tokens=4096)
     args = tiny.small_args(script, task, **flags)

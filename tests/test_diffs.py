@@ -204,7 +204,7 @@ def run_main(script, task, precision="no", moved=False, names=(), **flags):
 
     With `moved`, the policy differs from the reference, and the ratio from 1, at the start.
     """
-    run, load_lm, make_rollout = KeptRun(), models.load_lm, script.make_rollout
+    run, load_lm, rollout_class = KeptRun(), models.load_lm, script.Rollout
     losses = "ppo_losses" if hasattr(script, "ppo_losses") else "rloo_loss"
     compute_losses, step = getattr(script, losses), script.AdamTF.step
     run.args = script.Args(task=task, **SIZES | dict(reward_model=folder_of(task)) | flags)
@@ -215,10 +215,9 @@ def run_main(script, task, precision="no", moved=False, names=(), **flags):
             run.loaded[1].transformer.h[0].mlp.c_fc.weight.data *= 1.3
         return run.loaded[-1]
 
-    def spy_rollout(policy, ref, *inputs):
-        rollout = make_rollout(policy, ref, *inputs)
+    def spy_rollout(*fields):
+        rollout = rollout_class(*fields)
         if len(rollout.scores) == run.args.batch_size:  # not an evaluation
-            run.policy, run.ref = policy, ref
             noise = 0.2 * moved * torch.randn(rollout.mask.shape) * rollout.mask
             old = dict(logprobs=rollout.logprobs + noise, kl=rollout.kl + noise)
             run.rollouts.append((rollout, rollout._replace(**old)))
@@ -239,7 +238,7 @@ def run_main(script, task, precision="no", moved=False, names=(), **flags):
         seen.weights = {name: p.detach().clone() for name, p in named.items()}
         run.steps.append(seen)
 
-    spies = dict(load_lm=spy_lm, make_rollout=spy_rollout, Run=run) | {losses: spy_losses}
+    spies = dict(load_lm=spy_lm, Rollout=spy_rollout, Run=run) | {losses: spy_losses}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script.AdamTF, "step", spy_step)
         patch.setenv("ACCELERATE_MIXED_PRECISION", precision)
@@ -612,7 +611,7 @@ def test_length_penalty_is_subtracted_for_each_token_of_the_truncated_response(p
     args = tiny.make_args(task, script, length_penalty=0.25)
     responses = [[9, 5, 9, 9, 9], [5, 5, 5, 5, 5], [9, 9, 9, 9, 5], [9, 9, 9, 9, 9]]  # 5 ends
     scores = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    inputs = lambda *texts: scores, None, torch.tensor(responses), tiny.IDS, args  # noqa: E731
+    inputs = lambda *texts: scores, None, torch.tensor(responses), {}, tiny.IDS, args  # noqa: E731
     expected = [1 - 0.25 * 2, 2 - 0.25, 3 - 0.25 * 5, -1 - 0.25 * 5]
     assert script.score_responses(*inputs)[0].tolist() == expected
 

@@ -70,7 +70,6 @@ BY_FILE = {  # the other flags, and where they are tested
     "output_dir": "test_runs.py",
     "save_every": "test_resume.py",
     "keep_every": "test_keep.py",
-    "keep_best": "test_keep.py",
     "stop_kl": "test_keep.py",
     "resume": "test_resume.py",
     "track": "test_hub.py",
@@ -130,7 +129,7 @@ def test_the_same_flags_give_the_same_run(results):
 
 
 OFF = dict(kl_estimator="k1", clip_score=None, max_grad_norm=None, anneal_lr=True)
-OFF |= dict(gradient_checkpointing=False, stop_kl=None, keep_every=None, keep_best=None)
+OFF |= dict(gradient_checkpointing=False, stop_kl=None, keep_every=None)
 OFF |= dict(save_every=None, resume=None, track=False, push_to_hub=None, reward_fn=None)
 
 
@@ -152,13 +151,13 @@ def test_options_are_off_by_default_for_every_task(name):
 
 
 def test_X2_scores_are_clipped_and_the_penalty_with_them():
-    reward = lambda queries, responses: torch.tensor([-9.0, 0.5, 2.5, 1e4, 0.0])  # noqa: E731
+    reward = lambda queries, responses, columns: torch.tensor([-9.0, 0.5, 2.5, 1e4, 0.0])  # noqa: E731
     responses = torch.full((5, 5), EOS)
     responses[4] = EOS + 1  # no truncate token
     task = tiny.make_task(missing_eos_penalty=-7.0)
     for clip, expected in ((2.0, [-2.0, 0.5, 2.0, 2.0, -2.0]), (None, [-9.0, 0.5, 2.5, 1e4, -7.0])):
         args = tiny.make_args(task, clip_score=clip)
-        scores, _, _ = ppo.score_responses(reward, responses, responses, IDS, args)
+        scores, _, _ = ppo.score_responses(reward, responses, responses, {}, IDS, args)
         assert scores.tolist() == expected
 
 
@@ -188,7 +187,7 @@ def test_X3_the_estimate_is_penalized_and_logged(script, estimator):
     policy, ref = (tiny.make_policy(seed=seed, script=script) for seed in (0, 3))
     args = tiny.make_args(script=script, kl_estimator=estimator)
     rollout = tiny.make_rollout(policy, args, script, ref=ref)
-    metrics = script.rollout_metrics(rollout, 0.15, PAD, None)
+    metrics = script.rollout_metrics(rollout, {}, 0.15, PAD, None)
     sums = []
     for given in zip(rollout.contexts, rollout.responses, strict=True):
         log_ratio = tiny.run_alone(policy, *given)[0] - tiny.run_alone(ref, *given)[0]

@@ -134,9 +134,8 @@ def test_a_run_starts_from_a_policy_and_a_reward_model_that_trl_saved(
     classifier = write_classifier(Path("reward"), kind)
     task = tiny.replace(task, base_model="policy", truncate_token=None)
     settings = dict(total_episodes=8, lr=0.0, reward_model="reward", run_name="a")
-    rollouts, make_rollout = [], script.make_rollout
-    spy = lambda *args: rollouts.append(make_rollout(*args)) or rollouts[-1]  # noqa: E731
-    monkeypatch.setattr(script, "make_rollout", spy)
+    rollouts = []
+    monkeypatch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
     script.main(tiny.make_args(task, script, **settings))
     weights, wanted = load_lm("runs/a/model").state_dict(), lm.state_dict()
     assert weights.keys() == wanted.keys()

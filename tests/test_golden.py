@@ -271,7 +271,7 @@ def test_P5_truncation_and_penalty(script, name):
     ids = utils.TokenIds(pad_id, config["truncate_token"], [], [])
     reward = tiny.reward_function(model, max_tokens=50)
     args = script.Args(task=task)
-    scores, cut, ended = script.score_responses(reward, queries, responses, ids, args)
+    scores, cut, ended = script.score_responses(reward, queries, responses, {}, ids, args)
     assert torch.equal(cut, torch.from_numpy(arrays[f"{name}/postprocessed"]).long())
     assert ended.tolist() == [config["valid"][row] for row in record["row_names"]]
     expected = torch.from_numpy(arrays[f"{name}/scores"])
@@ -350,10 +350,6 @@ def test_ppo_reproduces_every_update(name, micro_batch_tokens, accelerator):
     epochs = [[[*torch.from_numpy(order).split(size)] for order in u["order"]] for u in updates]
     rollouts, steps = [], [{}]
 
-    def spy_rollout(*arguments):
-        rollouts.append(make_rollout(*arguments))
-        return rollouts[-1]
-
     def spy_losses(*arguments):
         *losses, stats = ppo_losses(*arguments)
         for key, value in stats.items():
@@ -385,7 +381,7 @@ def test_ppo_reproduces_every_update(name, micro_batch_tokens, accelerator):
         following = [script.next_kl_coef(kl_coef, kl, args) for script in (ppo, rloo)]
         assert following == pytest.approx([float(u["kl_coef_after"])] * 2, rel=2e-6)
 
-    make_rollout, ppo_losses, step = ppo.make_rollout, ppo.ppo_losses, ppo.AdamTF.step
+    ppo_losses, step = ppo.ppo_losses, ppo.AdamTF.step
     spy_step = lambda self, closure=None: (steps.append({}), step(self))  # noqa: E731
     run = tiny.run_updates(
         ppo,
@@ -398,7 +394,7 @@ def test_ppo_reproduces_every_update(name, micro_batch_tokens, accelerator):
         epochs=epochs,
         after=check_update,
         ids=ids,
-        make_rollout=spy_rollout,
+        Rollout=tiny.keep(ppo.Rollout, rollouts),
         ppo_losses=spy_losses,
         AdamTF=type("Spy", (ppo.AdamTF,), {"step": spy_step}),
     )

@@ -100,7 +100,9 @@ def test_P7_the_variance_of_ratios_is_their_mean_squared_distance_from_1():
     old = SimpleNamespace(logprobs=zeros, values=zeros, mask=torch.ones(1, 3).bool())
     *_, stats = ppo.ppo_losses(logprobs, zeros, old, zeros, zeros, 3, tiny.make_args())
     args = tiny.make_args(script=rloo)
-    _, of_responses = rloo.rloo_loss(logprobs.T, zeros.T, zeros[0], 3, args)
+    _, of_responses = rloo.rloo_loss(
+        logprobs.T, SimpleNamespace(logprobs=zeros.T), zeros[0], 3, args
+    )
     for found in (stats, of_responses):
         assert found["val/ratio"].item() == pytest.approx(3.5 / 3)
         assert found["val/ratio_var"].item() == pytest.approx(1.25 / 3)

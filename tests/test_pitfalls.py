@@ -52,8 +52,8 @@ def spy_ratios(script) -> tuple[list[Tensor], dict]:
     ratios, loss = [], getattr(script, LOSS[script])
 
     def spy(logprobs, *args):
-        old = args[1].logprobs if script is ppo else args[0]
-        log_ratio = logprobs.detach() - old
+        old = args[1] if script is ppo else args[0]
+        log_ratio = logprobs.detach() - old.logprobs
         ratios.append((log_ratio if script is ppo else log_ratio.sum(dim=1)).exp())
         return loss(logprobs, *args)
 
@@ -155,9 +155,7 @@ def test_07_nan_and_huge_numbers_at_masked_positions_change_nothing(number, scri
         reward.run_backbone = fill_padding(reward.run_backbone, padding)
         models = dict(ref=ref, reward=tiny.reward_function(reward))
         noisy = tiny.noisy_rollout(script, rollouts)
-        run = tiny.run_episodes(
-            script, args, policy, **models, make_rollout=noisy, AdamTF=tiny.Recorder
-        )
+        run = tiny.run_episodes(script, args, policy, **models, Rollout=noisy, AdamTF=tiny.Recorder)
         assert 0 < rollouts[1].mask.float().mean() < 1
         metrics = [torch.tensor(x) for name, x in run.metrics[0].items() if "time" not in name]
         results.append([*rollouts[1], *sum(run.optimizer.optimizer.gradients, []), *metrics])
@@ -182,12 +180,12 @@ def test_08_whitening_masks_mean_and_variance(huge):
 def test_07_an_update_mutates_nothing_of_its_rollout(script, accelerator):
     kept = []
 
-    def spy(*args, make_rollout=script.make_rollout):
-        rollout = make_rollout(*args)
+    def spy(*fields, rollout_class=script.Rollout):
+        rollout = rollout_class(*fields)
         kept.append((rollout, [x.clone() for x in rollout]))
         return rollout
 
-    tiny.run_episodes(script, one_update(script, EOS_TASK), make_rollout=spy)
+    tiny.run_episodes(script, one_update(script, EOS_TASK), Rollout=spy)
     assert all(map(torch.equal, *kept[1]))
 
 
@@ -226,7 +224,7 @@ def test_09_the_gradient_is_that_of_a_naive_loop(task, script, accelerator):
     sizes = dict(num_minibatches=1, num_ppo_epochs=1, micro_batch_tokens=40)
     args, policy, rollouts = one_update(script, task, **sizes), tiny.make_policy(script=script), []
     noisy = tiny.noisy_rollout(script, rollouts)
-    run = tiny.run_episodes(script, args, policy, make_rollout=noisy, AdamTF=tiny.Recorder)
+    run = tiny.run_episodes(script, args, policy, Rollout=noisy, AdamTF=tiny.Recorder)
     loss = naive_loss(script, policy, rollouts[1], args)
     loss.backward()
     assert rollouts[1].mask.all() != task.eos_task
@@ -364,16 +362,17 @@ def test_14_kl_is_positive_where_the_policy_is_surer_and_lowers_the_reward(eos_t
     outputs = 3 if script is ppo else 2  # values are not looked at
 
     def model(table):
-        return lambda c, r: [torch.where(r < 5, table[r.clamp(max=4)], 0.0)] * outputs
+        return tiny.Stub(lambda c, r: [torch.where(r < 5, table[r.clamp(max=4)], 0.0)] * outputs)
 
     reward = lambda queries, responses: torch.tensor([2.0, 9.0])  # noqa: E731
-    inputs = torch.tensor([[7], [8]]), torch.tensor([[1, 2], [3, 4]]), [torch.arange(2)]
-    ids, args = utils.TokenIds(PAD, 1, [], []), tiny.make_args(task, script)
-    rollout = script.make_rollout(model(OWN), model(REF), reward, *inputs, 0.2, ids, args)
+    inputs = dict(queries=torch.tensor([[7], [8]]), responses=torch.tensor([[1, 2], [3, 4]]))
+    inputs |= dict(ref=model(REF), reward=reward, ids=utils.TokenIds(PAD, 1, [], []))
+    args = tiny.make_args(task, script)
+    rollout = tiny.make_rollout(model(OWN), args, script, **inputs, kl_coef=0.2)
     first = [[-0.1, 1.95], [1.9, 0.0]][eos_task]
     rewards = torch.tensor([first, [0.05, 3.8]])
     torch.testing.assert_close(rollout.rewards, rewards if script is ppo else rewards.sum(dim=1))
-    metrics = script.rollout_metrics(rollout, 0.2, PAD, None)
+    metrics = script.rollout_metrics(rollout, {}, 0.2, PAD, None)
     kl, entropy, length = (0.625, 2.0, 1.5) if eos_task else (0.75, 2.5, 2.0)
     expected = {
         "objective/scores": 3.0,
@@ -418,10 +417,10 @@ def test_15_the_penalty_looks_at_the_response_only_and_replaces_the_score(token,
     """The queries are full of both truncate tokens."""
     queries = torch.tensor([[5, 5, 6, 6]] * 3)
     responses = torch.tensor([[1, 6, 1], [1, 5, 1], [1, 1, 1]])
-    reward = lambda queries, responses: torch.tensor([10.0, 20.0, 30.0])  # noqa: E731
+    reward = lambda queries, responses, columns: torch.tensor([10.0, 20.0, 30.0])  # noqa: E731
     args = tiny.make_args(tiny.make_task(truncate_after=0, missing_eos_penalty=-3.5), script)
     ids = utils.TokenIds(PAD, token, [], [])
-    assert script.score_responses(reward, queries, responses, ids, args)[0].tolist() == scores
+    assert script.score_responses(reward, queries, responses, {}, ids, args)[0].tolist() == scores
 
 
 def test_15_a_truncate_text_becomes_its_one_token(task):
@@ -565,7 +564,7 @@ def test_20_under_bf16_probabilities_statistics_and_weights_are_fp32(script, bf1
         seen.append((torch.is_autocast_enabled("cpu"), logits.dtype, logits.detach()))
         return logits
 
-    patches = dict(compute_logits=spy_logits, make_rollout=tiny.noisy_rollout(script, rollouts))
+    patches = dict(compute_logits=spy_logits, Rollout=tiny.noisy_rollout(script, rollouts))
     run = tiny.run_episodes(script, one_update(script), policy, ref=ref, **patches)
     assert {x[:2] for x in seen} == {(True, torch.float32)}
     numbers = [x for x in rollouts[1] if x.is_floating_point()]

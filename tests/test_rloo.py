@@ -5,6 +5,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -67,14 +68,14 @@ def test_L3_the_responses_to_a_query_are_each_others_baseline(k, batch_size):
     """In `main`, which learns each response with its own advantage."""
     rollouts, learned = [], {}
 
-    def spy(logprobs, old_logprobs, advantages, *rest):
-        for row, advantage in zip(old_logprobs.tolist(), advantages.tolist(), strict=True):
+    def spy(logprobs, old, advantages, *rest):
+        for row, advantage in zip(old.logprobs.tolist(), advantages.tolist(), strict=True):
             learned[tuple(row)] = advantage
-        return rloo_loss(logprobs, old_logprobs, advantages, *rest)
+        return rloo_loss(logprobs, old, advantages, *rest)
 
     rloo_loss = rloo.rloo_loss
     args = tiny.small_args(rloo, rloo_k=k, batch_size=batch_size, total_episodes=batch_size)
-    spies = dict(rloo_loss=spy, make_rollout=tiny.noisy_rollout(rloo, rollouts))
+    spies = dict(rloo_loss=spy, Rollout=tiny.noisy_rollout(rloo, rollouts))
     tiny.run_episodes(rloo, args, **spies)
     rollout = rollouts[1]  # the first is the evaluation's
     contexts, rewards = rollout.contexts.tolist(), rollout.rewards.tolist()
@@ -121,7 +122,8 @@ def test_L1_L2_a_responses_reward_is_its_score_minus_the_summed_kl(
     logprobs, ref_logprobs, kl_coef, reward
 ):
     policy, ref = (
-        lambda contexts, responses, x=x: (torch.tensor([x]), None) for x in (logprobs, ref_logprobs)
+        tiny.Stub(lambda contexts, responses, x=x: (torch.tensor([x]), None))
+        for x in (logprobs, ref_logprobs)
     )
     inputs = dict(ref=ref, reward=lambda queries, responses: torch.ones(1), kl_coef=kl_coef)
     inputs |= dict(queries=tiny.make_contexts([3], 3), responses=torch.tensor([[7, 6, tiny.EOS]]))
@@ -132,11 +134,16 @@ def test_L1_L2_a_responses_reward_is_its_score_minus_the_summed_kl(
 # ----------------------------------------------------------------------------------------------- L4
 
 
+def record(logprobs):
+    """A rollout that has only log-probabilities."""
+    return SimpleNamespace(logprobs=logprobs)
+
+
 def test_L4_worked_example_the_gradient_at_ratio_1_is_reinforces():
     """[R] maximizes."""
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0]], requires_grad=True)
     logprob = logits.log_softmax(dim=-1)[:, 1:2]
-    loss, _ = rloo.rloo_loss(logprob, logprob.detach(), torch.ones(1), 1, ARGS)
+    loss, _ = rloo.rloo_loss(logprob, record(logprob.detach()), torch.ones(1), 1, ARGS)
     (-loss).backward()
     expected = torch.tensor([[-0.1749, 0.5246, -0.1749, -0.1749]])
     assert_close(logits.grad, expected, atol=1e-4, rtol=0)
@@ -153,7 +160,9 @@ def test_L4_worked_example_the_gradient_at_ratio_1_is_reinforces():
 )
 def test_L4_the_ratio_of_the_whole_response_is_clipped(ratios, advantage, loss, clipped):
     new = torch.tensor([ratios]).log()
-    found, stats = rloo.rloo_loss(new, torch.zeros(1, 2), torch.tensor([advantage]), 1, ARGS)
+    found, stats = rloo.rloo_loss(
+        new, record(torch.zeros(1, 2)), torch.tensor([advantage]), 1, ARGS
+    )
     assert found.item() == pytest.approx(loss) and stats["policy/clipfrac_avg"] == clipped
     assert stats["val/ratio_var"].item() == pytest.approx((ratios[0] * ratios[1] - 1) ** 2)
 
@@ -209,22 +218,18 @@ def test_L6_01_the_first_minibatch_has_ratios_of_exactly_1(script, precision, eo
     request.getfixturevalue(precision)
     steps, rollouts = [[]], []
     name = "ppo_losses" if script is ppo else "rloo_loss"
-    losses, step, make_rollout = getattr(script, name), script.AdamTF.step, script.make_rollout
+    losses, step = getattr(script, name), script.AdamTF.step
 
     def spy_losses(logprobs, *args):
-        old = args[1].logprobs if script is ppo else args[0]
-        steps[-1].append((logprobs - old).abs().max().item())
+        old = args[1] if script is ppo else args[0]
+        steps[-1].append((logprobs - old.logprobs).abs().max().item())
         return losses(logprobs, *args)
 
     def spy_step(self, closure=None):
         steps.append([])
         return step(self)
 
-    def spy_rollout(*args):
-        rollouts.append(make_rollout(*args))
-        return rollouts[-1]
-
-    spies = {name: spy_losses, "make_rollout": spy_rollout}
+    spies = {name: spy_losses, "Rollout": tiny.keep(script.Rollout, rollouts)}
     spies["AdamTF"] = type("Spy", (script.AdamTF,), {"step": spy_step})
     task = tiny.make_task(eos_task=eos_task, truncate_after=0)
     args = tiny.small_args(script, task, total_episodes=8, micro_batch_tokens=18)
@@ -259,7 +264,7 @@ def test_L6_worked_example_of_response_ratios_under_bf16():
     assert (sums[0] - sums[1]).exp().tolist() == [1.0625, 12.1875]
     for new, old, ratio in zip(FORWARD, GENERATION, (1.0568, 0.9776), strict=True):
         new, old = torch.tensor([new]), torch.tensor([old[:9]])
-        _, stats = rloo.rloo_loss(new, old, torch.ones(1), 1, ARGS)
+        _, stats = rloo.rloo_loss(new, record(old), torch.ones(1), 1, ARGS)
         assert stats["val/ratio"].item() == pytest.approx(ratio, abs=2e-4)
         assert stats["policy/clipfrac_avg"] == 0
 
@@ -267,7 +272,7 @@ def test_L6_worked_example_of_response_ratios_under_bf16():
 def test_L6_worked_example_a_ratio_of_12_nulls_the_gradient_of_the_whole_response():
     """[R]: "the gradient for the entire second sequence is nulled". exp(0.0625) is 1.0645."""
     new = torch.tensor([[0.0625], [2.5]], requires_grad=True)
-    loss, stats = rloo.rloo_loss(new, torch.zeros(2, 1), torch.ones(2), 1, ARGS)
+    loss, stats = rloo.rloo_loss(new, record(torch.zeros(2, 1)), torch.ones(2), 1, ARGS)
     loss.backward()
     assert_close(new.grad, torch.tensor([[-1.0645], [0.0]]), atol=1e-4, rtol=0)
     assert stats["policy/clipfrac_avg"] == 1

@@ -16,12 +16,12 @@ FAULTS = {  # column: a line of ppo.py, and a wrong one in its place
         "permutations = [np.random.permutation(num_episodes)",
     ),
     "one micro-batch": (
-        "return masked_sum(x, old.mask, dim=(-2, -1)) / num_tokens",
+        "return masked_sum(x, old.mask, dim=(-2, -1)) / avg_tokens",
         "return masked_sum(x, old.mask, dim=(-2, -1)) / old.mask.sum()",
     ),
     "2 processes": (
-        "num_tokens = all_sum(minibatch.mask.sum()) / processes",
-        "num_tokens = all_sum(minibatch.mask.sum())",
+        "avg_tokens = all_sum(minibatch.mask.sum()) / processes",
+        "avg_tokens = all_sum(minibatch.mask.sum())",
     ),
     "resumed": (
         "run.checkpoint(update + 1, policy, optimizer, kl_coef)",

@@ -62,7 +62,7 @@ def test_X9_the_whole_pipeline_of_an_eos_task(eos_task, monkeypatch):
     task = replace(eos_task, base_model="sft_model")
     train_reward.main(small(train_reward, task, "reward"))
     for name in ("ppo", "rloo"):
-        calls = spy_on(SCRIPTS[name], "make_rollout", monkeypatch)
+        calls = spy_on(SCRIPTS[name], "Rollout", monkeypatch)
         from_model = dict(reward_fn=None, reward_model="reward_model", eval_queries=3)
         SCRIPTS[name].main(small(SCRIPTS[name], task, name, **from_model))
         rollouts = [rollout for _, rollout in calls if len(rollout.mask) == 8]
@@ -103,21 +103,22 @@ def test_gradient_checkpointing_recomputes_every_block_and_changes_nothing(name,
 @BOTH
 def test_P9_P11_L3_L6_main_hands_minibatches_and_kl_coef_from_phase_to_phase(script, monkeypatch):
     """3 updates × 2 epochs × 2 minibatches. Advantages are of a minibatch in ppo, of the batch in
-    rloo. The rollout has the next kl_coef, and its batches are those of the first epoch."""
+    rloo. The rollout has the next kl_coef."""
     calls = {
         name: spy_on(script, name, monkeypatch)
-        for name in ("make_rollout", "shuffle", "compute_advantages")
+        for name in ("Rollout", "shuffle", "compute_advantages")
     }
     args = tiny.small_args(script, kl_horizon=100, eval_every=100)
     metrics = tiny.run_episodes(script, args).metrics[:3]
-    rollouts = [call for call in calls["make_rollout"] if len(call[0][4]) == 8]
+    rollouts = [rollout for _, rollout in calls["Rollout"] if len(rollout.scores) == 8]
     advantages = [arguments[0] for arguments, _ in calls["compute_advantages"]]
     assert len(rollouts) == len(calls["shuffle"]) == 3
     assert len(advantages) == (12 if script is ppo else 3)
-    for update, (arguments, rollout) in enumerate(rollouts):
+    for update, rollout in enumerate(rollouts):
         epochs = calls["shuffle"][update][1]
-        assert arguments[5] is epochs[0]
-        assert arguments[6] == pytest.approx(metrics[update]["objective/kl_coef"])
+        rewards = rollout.rewards.sum(dim=1) if script is ppo else rollout.rewards
+        kl = (rollout.scores - rewards) / metrics[update]["objective/kl_coef"]
+        torch.testing.assert_close(rollout.kl.sum(dim=1), kl, atol=1e-4, rtol=1e-4)
         if script is ppo:
             minibatches = [rows for epoch in epochs for rows in epoch]
             for i, rows in enumerate(minibatches):
@@ -125,7 +126,7 @@ def test_P9_P11_L3_L6_main_hands_minibatches_and_kl_coef_from_phase_to_phase(scr
                 assert torch.equal(minibatch.rewards, rollout.rewards[rows])
         else:
             assert torch.equal(advantages[update], rollout.rewards)
-    assert len({arguments[6] for arguments, _ in rollouts}) == 3
+    assert len({line["objective/kl_coef"] for line in metrics}) == 3
 
 
 @BOTH
@@ -134,11 +135,11 @@ def test_22_evaluations_have_the_same_unseen_queries_and_random_numbers(
 ):
     """With a learning rate of 0 all give the same numbers; 10 of 40 queries are held out."""
     monkeypatch.chdir(tmp_path)
-    calls = spy_on(script, "make_rollout", monkeypatch)
+    calls = spy_on(script, "Rollout", monkeypatch)
     sizes = dict(total_episodes=80, batch_size=40, micro_batch_tokens=240, eval_queries=10)
     task = replace(task, truncate_token=None)
     script.main(small(script, task, "run", lr=0.0, eval_every=1, **sizes))
-    batches = [arguments[3] for arguments, _ in calls]
+    batches = [rollout.queries for _, rollout in calls]
     heldout = [queries for queries in batches if len(queries) == 10]
     assert len(heldout) == 3 and all(torch.equal(x, heldout[0]) for x in heldout)
     seen = {tuple(row) for queries in batches if len(queries) == 40 for row in queries.tolist()}

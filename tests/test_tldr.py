@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import tokenizers
 import torch
 from formats import TLDR
@@ -134,9 +135,8 @@ def test_the_pages_command_scores_as_the_classifier_itself(
     if form == "bin":
         assert "2.8b" in blocks("docs/tldr.md", "python")[0]
         exec(blocks("docs/tldr.md", "python")[0], {})  # converts the weights, in place
-    rollouts, make_rollout = [], script.make_rollout
-    spy = lambda *args: rollouts.append(make_rollout(*args)) or rollouts[-1]  # noqa: E731
-    monkeypatch.setattr(script, "make_rollout", spy)
+    rollouts = []
+    monkeypatch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
     command = commands(Path(script.__file__).stem, size)[0]
     words = [*command, *TASK.split(), *TINY.split(), "--num_ppo_epochs", "1", "--lr", "0"]
     words += ["--output_dir", "policy"]

@@ -132,7 +132,7 @@ def make_reward(kind: str = "gpt2", seed: int = 7, pad_id: int = PAD, **settings
 
 def reward_function(model: Any, max_tokens: int = 36) -> Callable[[Tensor, Tensor], Tensor]:
     """A reward model as a function of (queries [B, Q], responses [B, R]) → [B]."""
-    return lambda queries, responses: score_in_parts(
+    return lambda queries, responses, columns=None: score_in_parts(
         model, torch.cat([queries, responses], 1), max_tokens
     )
 
@@ -200,19 +200,63 @@ def make_responses(batch_size: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(1, 8, (batch_size, length))
 
 
+class Stub(torch.nn.Module):
+    """A policy or reference whose numbers are those of a function of (contexts, responses)."""
+
+    def __init__(self, function: Callable):
+        super().__init__()
+        self.lm, self.function = make_lm(), function
+
+    def forward(self, contexts: Tensor, responses: Tensor) -> Any:
+        return self.function(contexts, responses)
+
+
+class Done(Exception):
+    """Ends `main` once there is a rollout."""
+
+
 def make_rollout(policy: Any, args: Any, script: Any = ppo, **inputs: Any) -> Any:
-    """The rollout of random queries and responses; `inputs` replace arguments of `make_rollout`."""
-    batch_size = len(LENGTHS)
-    arguments = dict(
-        ref=make_policy(seed=3, script=script),
-        reward=reward_function(make_reward()),
-        queries=make_contexts(LENGTHS, args.task.query_length),
-        responses=make_responses(batch_size, args.task.response_length),
-        minibatches=[torch.arange(batch_size)],
-        kl_coef=0.15,
-        ids=IDS,
-    )
-    return script.make_rollout(policy, args=args, **arguments | inputs)
+    """The rollout that `main` makes of random queries and responses, or of those in `inputs`."""
+    inputs = dict(kl_coef=0.15, queries=make_contexts(LENGTHS, args.task.query_length)) | inputs
+    queries = inputs.pop("queries")
+    batch_size = len(queries)
+    responses = make_responses(batch_size, args.task.response_length)
+    minibatches = inputs.pop("minibatches", [torch.arange(batch_size)])
+    sizes = dict(batch_size=batch_size, total_episodes=2 * batch_size)
+    kl_coef = inputs.pop("kl_coef")
+    rollouts: list[Any] = []
+
+    def spy(*fields: Any) -> None:
+        rollouts.append(rollout_class(*fields))
+        raise Done
+
+    rollout_class = script.Rollout
+    resumed = dict(restore=lambda *args: (1, kl_coef))  # so that nothing is evaluated
+    try:
+        run_updates(
+            script,
+            replace(args, **sizes),
+            policy,
+            queries=[queries],
+            responses=[inputs.pop("responses", responses)],
+            epochs=[[minibatches]],
+            Run=type("Run", (FakeRun,), resumed)(),
+            Rollout=spy,
+            query_rows=lambda *a: np.arange(0),
+            **inputs,
+        )
+    except Done:
+        return rollouts[0]
+
+
+def keep(function: Callable, kept: list[Any]) -> Callable:
+    """A function that also keeps what it returns."""
+
+    def keeping(*args: Any) -> Any:
+        kept.append(function(*args))
+        return kept[-1]
+
+    return keeping
 
 
 HELDOUT = 3  # queries of an evaluation in `run_updates`
@@ -233,8 +277,11 @@ class Table:
     def columns(self, rows: np.ndarray | slice = slice(None)) -> dict[str, list]:
         return {}
 
-    def __getitem__(self, rows: np.ndarray) -> Tensor:
-        return self.batches.pop(0)
+    def __getitem__(self, rows: np.ndarray | slice) -> Tensor:
+        batch = self.batches.pop(0)
+        if isinstance(rows, slice):
+            return batch
+        return batch.repeat(max(len(rows) // len(batch), 1), 1)  # RLOO's K responses to a query
 
 
 class Tokenizer:
@@ -307,6 +354,7 @@ def run_updates(
     if responses is None:
         size, length = len(queries[0]), task.response_length
         responses = [make_responses(size, length, seed) for seed in range(100)]
+    reward = reward or reward_function(make_reward())
     models_left = [ref or make_policy(seed=3, script=script), policy]
     names = {ppo: "PolicyAndValue", rloo: "Policy"}
     run = FakeRun(after)
@@ -320,7 +368,7 @@ def run_updates(
     replaced = {
         "load_tokenizer": lambda *a, **k: (Tokenizer(), ids),
         "load_queries": lambda *a, **k: Table(queries),
-        "load_reward": lambda *a: reward or reward_function(make_reward()),
+        "load_reward": lambda *a: lambda queries, responses, columns: reward(queries, responses),
         "load_lm": lambda name: models_left[0].lm,
         names[script]: lambda *a: models_left.pop(0),
         "load_gold_reward": lambda *a: None,
@@ -357,11 +405,11 @@ def run_episodes(script: Any, args: Any, policy: Any = None, **inputs: Any) -> F
 
 
 def noisy_rollout(script: Any, kept: list[Any] | None = None) -> Callable:
-    """`make_rollout`, but old numbers and rewards are off the policy's own, so that losses clip."""
-    make_rollout = script.make_rollout
+    """`Rollout`, but old numbers and rewards are off the policy's own, so that losses clip."""
+    rollout_class = script.Rollout
 
-    def make_noisy_rollout(*args: Any) -> Any:
-        rollout = make_rollout(*args)
+    def make_noisy_rollout(*fields: Any) -> Any:
+        rollout = rollout_class(*fields)
         generator = torch.Generator().manual_seed(1)
         noise = torch.randn(3, *rollout.mask.shape, generator=generator) * rollout.mask
         rollout = rollout._replace(logprobs=rollout.logprobs + 0.2 * noise[0])

@@ -74,7 +74,7 @@ def run_update(script: ModuleType, rank: int, processes: int, optimizer: type) -
         load_queries=lambda *args, **kwargs: Table([queries]),
         responses=[RESPONSES[rows]],
         epochs=[[minibatches, minibatches[::-1]]],
-        make_rollout=keep(script.make_rollout, rollouts),
+        Rollout=keep(script.Rollout, rollouts),
         compute_advantages=keep(script.compute_advantages, advantages),
         AdamTF=optimizer,
     )
@@ -207,9 +207,9 @@ def run_scripts(accelerator: Accelerator) -> dict[str, Any]:
     for script in (ppo, rloo):
         name, rollouts, prepared = script.__name__, [], []
         files = dict(run_name=name, output_dir=name, reward_fn="two_processes:count_e_of_rows")
-        files |= dict(keep_best="eval/kl", keep_every=50)
+        files |= dict(keep_every=50)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(script, "make_rollout", keep(script.make_rollout, rollouts))
+            patch.setattr(script, "Rollout", keep(script.Rollout, rollouts))
             patch.setattr(distributed, "prepare", keep(distributed.prepare, prepared))
             patch.setattr(distributed, "stop", lambda accelerator: None)
             script.main(tiny.make_args(task, script, total_episodes=16, eval_queries=3, **files))
