@@ -3,7 +3,7 @@
 The library's `generate`, padded batches, logits at all positions of policy, reference and reward
 model, the entropy by a second softmax, TensorFlow's Adam as a loop over the parameters. It shares
 no line with ppo.py, and one update on the same responses gives the same weights
-(tests/test_speed.py).
+(tests/benchmarks/test_speed.py).
 
 Shapes: B sequences, Q query tokens, R response tokens, T = Q + R, V vocabulary size. Queries are
 padded on the left, and responses that end on the right.

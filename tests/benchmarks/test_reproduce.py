@@ -11,7 +11,7 @@ from test_curves import rows_of, write_chart
 
 from benchmarks.mutations import copy_project
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY = """python() {
 echo "${CUDA_VISIBLE_DEVICES:-} $1" >> calls
 files=(--base_model task/model --label_tokenizer task/model --query_dataset task/stories.txt)

@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 from benchmarks import curves
 from machinery.cli import InputError
 
-DOCS = (Path(__file__).parents[1] / "docs" / "your-experiment.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "your-experiment.md").read_text()
 SCORES, KL = "objective/scores", "objective/kl"
 EPISODES = "--episodes_per_step", "a=512"
 

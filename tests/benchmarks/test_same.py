@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FAULTS = {  # column: a line of ppo.py, and a wrong one in its place
     "again": (
         "permutations = [rng.permutation(num_episodes)",
