@@ -42,7 +42,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import transformers
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -52,7 +51,7 @@ from data.tasks import Task
 from machinery import cli, distributed
 from machinery.cli import RunArgs, UnitFloat
 from machinery.data import load_queries
-from machinery.decoding import Decoder, unfinished
+from machinery.decoding import Decoder
 from machinery.models import Float32Linear, compute_logits, enable_gradient_checkpointing
 from machinery.models import load_lm, load_tokenizer
 from machinery.packing import Packed
@@ -228,50 +227,40 @@ class PolicyAndValue(nn.Module):
 
 
 @torch.no_grad()
-def sample(lm: Callable, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args) -> Tensor:
-    """Sample R tokens after each context: [B, C], random numbers [R, B, 1] → [B, R] (G4).
+def sample(
+    decoder: Decoder, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args
+) -> Tensor:
+    """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     From the full vocabulary; the model's generation_config is ignored. In EOS tasks, responses that
-    have ended leave the batch every 16 tokens; `make_rollout` masks what follows the end of each.
+    have ended leave the batch every 16 tokens, and what follows their end is masked later.
     """
     task = args.task
-    mask = contexts != ids.pad
-    position_ids = mask.cumsum(dim=1) - mask.long()
-    tokens = contexts.masked_fill(~mask, 0)
-    cache = None
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
-    rows = torch.arange(len(contexts), device=contexts.device)  # the unfinished sequences
+    batch = decoder.start(contexts, contexts != ids.pad)
     for t in range(len(uniform)):
-        output = lm(tokens, mask, position_ids, past_key_values=cache)
-        cache = output.past_key_values
-        logits = output.logits[:, -1].float() / task.temperature  # as in training (P1)
-        tokens = sample_token(logits, uniform[t])  # [B, 1], by inverting the CDF
-        responses[rows, t] = tokens[:, 0]
-        mask = F.pad(mask, (0, 1), value=True)
-        position_ids = position_ids[:, -1:] + 1
+        logits = batch.next_logits() / task.temperature  # [b, V], as in training (P1)
+        tokens = sample_token(logits, uniform[t][batch.rows])  # [b], by inverting the CDF
+        responses[batch.rows, t] = tokens
+        batch.append(tokens)
         if task.eos_task and t % 16 == 15:  # not at every token: the check waits for the GPU
-            _, ended = truncate(responses[rows], ids.truncate, task.truncate_after, ids.pad)
-            keep = unfinished(ended)
-            if len(keep) == 0:
+            _, ended = truncate(responses[batch.rows], ids.truncate, task.truncate_after, ids.pad)
+            batch.drop(ended)
+            if len(batch.rows) == 0:
                 break
-            cache.batch_select_indices(keep)
-            rows, tokens, mask, position_ids = (x[keep] for x in (rows, tokens, mask, position_ids))
-            uniform = uniform[:, keep.to(uniform.device)]
     return responses
 
 
 def sample_in_batches(
-    lm: Callable, contexts: Tensor, ids: TokenIds, args: Args, rng: torch.Generator
+    decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: torch.Generator
 ) -> Tensor:
     """Sample `rollout_batch_size` sequences of similar length at a time: [B, C] → [B, R] (X10)."""
-    response_length = args.task.response_length
-    shape = response_length, len(contexts), 1
+    shape = args.task.response_length, len(contexts)
     uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
-    responses = contexts.new_empty(len(contexts), response_length)
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True)
+    responses = contexts.new_empty(shape[::-1])
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)
     for rows in order.split(args.rollout_batch_size):
-        numbers = uniform[:, rows.to(uniform.device)]
-        responses[rows] = sample(lm, contexts[rows], numbers, ids, args)
+        responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
 
 

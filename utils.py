@@ -81,14 +81,15 @@ def decode(tokenizer: Any, tokens: Tensor, pad_id: int) -> list[str]:
 
 
 def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Sample from softmax(logits) by inverting its CDF: [B, V], [B, 1] in [0, 1) → [B, 1].
+    """Sample from softmax(logits) by inverting its CDF: [B, V], [B] in [0, 1) → [B].
 
     With torch.multinomial a token would depend on the other sequences of the batch, and hence on
     `rollout_batch_size`.
     """
     probs = logits.to(uniform.device, torch.float64).softmax(dim=-1)
     cdf = probs.cumsum(dim=-1)
-    tokens = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)  # never probability 0
+    targets = (uniform * cdf[:, -1])[:, None]
+    tokens = torch.searchsorted(cdf, targets, right=True).squeeze(1)  # never probability 0
     return tokens.clamp(max=logits.shape[1] - 1).to(logits.device)  # guards against NaN
 
 

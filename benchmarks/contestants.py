@@ -146,7 +146,7 @@ def ours(job: Job, watch: Stopwatch) -> None:
 
 
 def full_batches(
-    sampler: Callable, decoder: Callable, contexts: torch.Tensor, ids: Any, args: Any, rng: Any
+    sampler: Callable, decoder: Any, contexts: torch.Tensor, ids: Any, args: Any, rng: Any
 ) -> float:
     """CPU seconds of sampling the same tokens, each in a batch that no response leaves.
 
@@ -156,12 +156,19 @@ def full_batches(
 
     began = []
 
-    def timed(*inputs: Any, **cache: Any) -> Any:
-        began.append(time.process_time())
-        return decoder(*inputs, **cache)
+    def start(*inputs: torch.Tensor) -> Any:
+        batch = decoder.start(*inputs)
+        compute = batch.next_logits
+
+        def timed() -> torch.Tensor:
+            began.append(time.process_time())
+            return compute()
+
+        batch.next_logits = timed
+        return batch
 
     endless = replace(args, task=replace(args.task, eos_task=False))
-    responses = sampler(timed, contexts, ids, endless, rng)
+    responses = sampler(SimpleNamespace(start=start), contexts, ids, endless, rng)
     seconds = np.diff([*began, time.process_time()])
     real = truncate(responses, ids.truncate, args.task.truncate_after, ids.pad)[0] != ids.pad
     return float(seconds @ real.double().mean(dim=0).numpy())

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaC
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train_reward  # noqa: E402
-from machinery import cli, decoding, distributed, models, packing, rewards  # noqa: E402
+from machinery import cli, distributed, models, packing, rewards  # noqa: E402
 from utils import TokenIds  # noqa: E402
 
 GIB = 2**30
@@ -89,8 +89,8 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operator. There is no padding, and no batch of responses ends early."""
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            return False
+        if func is torch.ops.aten._local_scalar_dense.default and not args[0].is_floating_point():
+            return 0  # also the first column that is not padding everywhere
         if func is torch.ops.aten.nonzero.default:
             out = args[0].new_empty(args[0].numel(), args[0].ndim, dtype=torch.long)
         else:
@@ -161,13 +161,9 @@ class Recorder:
         return lambda *_: None  # the rest of a `Run` does nothing
 
 
-class Decoder(decoding.Decoder):
-    """Does not look for equal prompts."""
-
-    def prefill(self, input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> Any:
-        held = input_ids.shape[1]
-        cache = decoding.KeyValueCache(self.lm.config, 0, held + 1, held + self.response_length)
-        return self(input_ids, mask, position_ids, cache)
+def each_alone(prompts: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """In place of `Tensor.unique`: no prompt is equal to another."""
+    return prompts, torch.arange(len(prompts))
 
 
 def random_lm(config: Any) -> Any:
@@ -202,7 +198,7 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
     def padded(backbone: Any) -> Any:
         return lambda *inputs, **_: packing.run_plain(backbone, *inputs[:3])
 
-    replaced = dict(load_reward=random_reward, Packed=padded, Decoder=Decoder)
+    replaced = dict(load_reward=random_reward, Packed=padded)
     replaced |= dict(load_lm=lambda name: random_lm(config))
     replaced |= dict(load_tokenizer=lambda *a: (None, ids), load_queries=lambda *a, **k: recorder)
     replaced |= dict(Run=lambda *a: recorder, Timer=lambda device: recorder, check=lambda *a: None)
@@ -215,6 +211,7 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
         patch.object(train_reward, "Packed", padded),
         patch.object(distributed, "check_gradients", lambda *a: None),
         patch.object(torch.nn.Module, "to", lambda self, *a: self),
+        patch.object(Tensor, "unique", each_alone),
         FakeTensorMode(allow_non_fake_inputs=True),
         tracker,
     ):

@@ -1,19 +1,17 @@
-"""A language model for sampling: the same call as `lm(...)`, with a static cache.
+"""Sampling token by token with a static cache.
 
-Shapes: `B` sequences, `P` distinct prompts, `C` context tokens.
+Shapes: `B` sequences, `b` of them still in the batch, `P` distinct prompts, `C` context tokens.
 """
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig
 from transformers.cache_utils import StaticCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from machinery.cli import RunError
 
@@ -22,42 +20,13 @@ MIN_ROWS = 16  # with fewer sequences, fp32 products round differently
 
 
 class KeyValueCache(StaticCache):
-    """A static cache that grows by blocks of columns. It also works under autocast.
+    """A static cache that also works under autocast.
 
     Rotary embeddings leave the keys in fp32 there, and a static cache has one dtype for keys and
     values. Attention casts the keys to the dtype of the values anyway.
     """
 
     layers: Any  # all of them are static layers, with keys and values
-
-    def __init__(self, config: PretrainedConfig, first: int, needed: int, longest: int):
-        self.length = min(math.ceil(needed / BLOCK) * BLOCK, longest)  # tokens that fit in
-        super().__init__(config=config, max_cache_len=self.length)
-        self.config = config
-        self.first = first  # columns of the contexts that are padding in every sequence
-        self.longest = longest  # tokens that it may have to hold
-        self.steps = 0  # since the shape of the cache changed
-        self.replay: Callable[..., Tensor] | None = None  # the step as a CUDA graph
-
-    def grow(self, needed: int) -> None:
-        """Make room for `needed` tokens, and for the rest of the last block."""
-        larger = KeyValueCache(self.config, self.first, needed, self.longest)
-        for layer, like in zip(self.layers, larger.layers, strict=True):
-            more = 0, 0, 0, like.max_cache_len - layer.max_cache_len  # 0 if its window is full
-            layer.keys, layer.values = F.pad(layer.keys, more), F.pad(layer.values, more)
-            layer.max_cache_len = like.max_cache_len
-        self.length, self.steps, self.replay = larger.length, 0, None
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the sequences with these indices; `grow` can use the memory of the others."""
-        if len(indices) == len(self.layers[0].keys):
-            return  # all of them: `unfinished` keeps their order
-        slots = (indices != torch.arange(len(indices), device=indices.device)).nonzero()[:, 0]
-        for layer in self.layers:
-            for x in (layer.keys, layer.values):
-                x[slots] = x[indices[slots]]  # the few that move
-            layer.keys, layer.values = layer.keys[: len(indices)], layer.values[: len(indices)]
-        self.steps, self.replay = 0, None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -67,12 +36,16 @@ class KeyValueCache(StaticCache):
 
 
 class Decoder:
-    """Calls a language model token by token, for responses of `response_length` tokens.
+    """Samples from a language model token by token, at most `response_length` tokens.
 
-    Equal prompts are computed once. The cache has room for the tokens so far, and at most a block
-    more. With `cuda_graphs`, on a GPU, the step of one token is recorded and then replayed, until
-    the cache grows or sequences leave it. There is no graph under FSDP2 (weights move), with
-    sliding windows (the CPU manages the cache), and for Falcon (indexes with Python lists).
+        batch = decoder.start(contexts, mask)
+        for _ in range(response_length):
+            tokens = choose(batch.next_logits())
+            batch.append(tokens)
+
+    With `cuda_graphs`, on a GPU, the step of one token is recorded and then replayed, until the
+    cache grows or sequences leave it. There is no graph under FSDP2 (weights move), with sliding
+    windows (the CPU manages the cache), and for Falcon (indexes with Python lists).
     """
 
     def __init__(self, lm: Any, response_length: int, cuda_graphs: bool = False):
@@ -85,42 +58,9 @@ class Decoder:
             self.stream = torch.cuda.Stream()
             self.pool: Any = torch.cuda.MemPool()  # the graphs' memory, for one after the other
 
-    @torch.no_grad()
-    def __call__(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor,
-        past_key_values: KeyValueCache | None = None,
-    ) -> CausalLMOutputWithPast:
-        """Logits [B, 1, V] after the contexts [B, C], or after one more token [B, 1]."""
-        cache = past_key_values
-        if cache is None:
-            return self.prefill(input_ids, attention_mask, position_ids)
-        mask = attention_mask[:, cache.first :]
-        if mask.shape[1] > cache.length:
-            cache.grow(mask.shape[1])
-        mask = F.pad(mask, (0, cache.length - mask.shape[1]))
-        inputs = input_ids, mask, position_ids
-        if self.cuda_graphs and cache.replay is None and cache.steps > 0:
-            cache.replay = self.record(partial(self.step, cache), inputs)
-        cache.steps += 1
-        logits = cache.replay(*inputs) if cache.replay else self.step(cache, *inputs)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-
-    def step(
-        self, cache: KeyValueCache, input_ids: Tensor, mask: Tensor, position_ids: Tensor
-    ) -> Tensor:
-        """Logits [B, 1, V] after one more token [B, 1]; mask [B, cache.length]."""
-        output = self.lm(
-            input_ids,
-            attention_mask=mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits
+    def start(self, contexts: Tensor, mask: Tensor) -> "DecodingBatch":
+        """A batch of contexts [B, C], whose mask is True at real tokens; computes nothing yet."""
+        return DecodingBatch(self, contexts, mask)
 
     def record(self, function: Callable, inputs: tuple[Tensor, ...]) -> Callable:
         """A function that does what `function` does, for inputs of these shapes, as a CUDA graph.
@@ -147,43 +87,113 @@ class Decoder:
 
         return replay
 
-    def prefill(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor
-    ) -> CausalLMOutputWithPast:
+
+class DecodingBatch:
+    """Sequences that grow token by token: `next_logits`, then `append`, in turn.
+
+    `rows` [b] are the indices of those that are still in the batch. The cache has room for the
+    tokens so far, and at most a block more.
+    """
+
+    cache: KeyValueCache  # from the first `next_logits` on
+
+    def __init__(self, decoder: Decoder, contexts: Tensor, mask: Tensor):
+        self.decoder = decoder
+        # Random numbers are on the CPU for MPS, which has no float64; so are their indices, then.
+        device = torch.device("cpu") if contexts.device.type == "mps" else contexts.device
+        self.rows = torch.arange(len(contexts), device=device)
+        self.tokens = contexts.masked_fill(~mask, 0)  # [b, C], then [b, 1]: not yet computed
+        self.mask = mask  # [b, C], then [b, columns of the cache]
+        self.length = 0  # columns of the cache that are in use
+        self.steps = 0  # since the shape of the cache changed
+        self.replay: Callable[..., Tensor] | None = None  # the step as a CUDA graph
+
+    @torch.no_grad()
+    def next_logits(self) -> Tensor:
+        """Logits [b, V] in fp32 of the token after those so far. The next call may reuse them."""
+        if self.length == 0:
+            return self.prefill()
+        if self.length == self.mask.shape[1]:
+            self.grow()
+        position_ids = self.mask.sum(dim=1, keepdim=True)  # the number of real tokens before
+        self.mask[:, self.length] = True
+        self.length += 1
+        inputs = self.tokens, self.mask, position_ids
+        if self.decoder.cuda_graphs and self.replay is None and self.steps > 0:
+            self.replay = self.decoder.record(self.compute, inputs)
+        self.steps += 1
+        return self.replay(*inputs) if self.replay else self.compute(*inputs)
+
+    def append(self, tokens: Tensor) -> None:
+        """Add one token [b] to each sequence."""
+        self.tokens = tokens[:, None]
+
+    def drop(self, ended: Tensor) -> None:
+        """Remove the sequences that have ended [b]; waits for the GPU.
+
+        The last ones move to the places of those that have ended, the others stay where they are.
+        At least `MIN_ROWS` sequences stay, ended ones if necessary, or none if all have ended.
+        """
+        ended = ended.cpu()
+        left = len((~ended).nonzero())
+        number = max(left, MIN_ROWS) if left else 0
+        if number >= len(ended):
+            return
+        movers = number + (~ended[number:]).nonzero()[:, 0]
+        places = ended[:number].nonzero()[: len(movers), 0]
+        order = torch.arange(number).index_copy(0, places, movers)
+        self.rows = self.rows[order.to(self.rows.device)]
+        order, movers, places = (x.to(self.mask.device) for x in (order, movers, places))
+        self.tokens, self.mask = self.tokens[order], self.mask[order]
+        for layer in self.cache.layers:
+            for x in (layer.keys, layer.values):
+                x[places] = x[movers]  # in place: they are large
+            layer.keys, layer.values = layer.keys[:number], layer.values[:number]
+        self.steps, self.replay = 0, None
+
+    def prefill(self) -> Tensor:
         """Compute each distinct prompt once, without the columns that are padding everywhere."""
-        prompts = input_ids.masked_fill(~attention_mask.bool(), -1)
-        prompts, copies = prompts.unique(dim=0, return_inverse=True)  # [P, C], [B]
-        rows = torch.arange(len(copies), device=copies.device)
-        rows = copies.new_empty(len(prompts)).scatter(0, copies, rows)  # one sequence per prompt
-        first = int(attention_mask.any(dim=0).byte().argmax())
-        held = input_ids.shape[1] - first
-        cache = KeyValueCache(self.lm.config, first, held + 1, held + self.response_length)
-        output = self.lm(
-            input_ids[rows, first:],
-            attention_mask=F.pad(attention_mask[rows, first:], (0, cache.length - held)),
-            position_ids=position_ids[rows, first:],
-            past_key_values=cache,
+        first = int(self.mask.any(dim=0).byte().argmax())
+        tokens, mask = self.tokens[:, first:], self.mask[:, first:]
+        prompts, copies = tokens.masked_fill(~mask, -1).unique(dim=0, return_inverse=True)  # [P, C]
+        sources = torch.arange(len(copies), device=copies.device)
+        sources = copies.new_empty(len(prompts)).scatter(0, copies, sources)  # one sequence of each
+        position_ids = mask.cumsum(dim=1) - mask.long()
+        self.length = mask.shape[1]
+        self.longest = self.length + self.decoder.response_length
+        self.cache = KeyValueCache(config=self.decoder.lm.config, max_cache_len=self.room())
+        self.mask = F.pad(mask, (0, self.room() - self.length))
+        logits = self.compute(tokens[sources], self.mask[sources], position_ids[sources])
+        for layer in self.cache.layers:
+            layer.keys, layer.values = layer.keys[copies], layer.values[copies]
+        return logits[copies]
+
+    def compute(self, tokens: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
+        """Logits [b, V] after more tokens of each sequence; mask [b, columns of the cache]."""
+        output = self.decoder.lm(
+            tokens,
+            attention_mask=mask,
+            position_ids=position_ids,
+            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
         )
-        for layer in cache.layers:
-            layer.keys, layer.values = layer.keys[copies], layer.values[copies]
-        return CausalLMOutputWithPast(logits=output.logits[copies], past_key_values=cache)
+        return output.logits[:, -1].float()
 
+    def room(self) -> int:
+        """Columns of a cache for one token more than so far, in whole blocks."""
+        blocks = math.ceil((self.length + 1) / BLOCK)
+        return min(blocks * BLOCK, self.longest)
 
-def unfinished(ended: Tensor) -> Tensor:
-    """Indices of the unfinished sequences, none if all have ended: [B] → [N].
-
-    The last ones move to the places of those that have ended, the others stay where they are. At
-    least `MIN_ROWS` sequences stay, ended ones if necessary.
-    """
-    number = len((~ended).nonzero())  # waits for the GPU
-    if number:
-        number = max(number, MIN_ROWS)
-    indices = torch.arange(len(ended), device=ended.device)
-    movers = indices[number:][~ended[number:]]
-    places = ended[:number].nonzero()[: len(movers), 0]
-    return indices[:number].index_copy(0, places, movers)
+    def grow(self) -> None:
+        """Make room for one more token, and for the rest of its block."""
+        larger = KeyValueCache(config=self.decoder.lm.config, max_cache_len=self.room())
+        for layer, like in zip(self.cache.layers, larger.layers, strict=True):
+            more = 0, 0, 0, like.max_cache_len - layer.max_cache_len  # 0 if its window is full
+            layer.keys, layer.values = F.pad(layer.keys, more), F.pad(layer.values, more)
+            layer.max_cache_len = like.max_cache_len
+        self.mask = F.pad(self.mask, (0, self.room() - self.length))
+        self.steps, self.replay = 0, None
 
 
 @torch.no_grad()

@@ -143,22 +143,15 @@ def check_model(lm: "transformers.PreTrainedModel", name: str, flag: str) -> Non
 
 
 def decode_step_by_step(
-    lm: "transformers.PreTrainedModel",
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    position_ids: Tensor,
+    lm: "transformers.PreTrainedModel", tokens: Tensor, mask: Tensor, position_ids: Tensor
 ) -> Tensor:
     """Logits [B, T, V] as `Decoder` computes them: a prompt of 4 tokens, then one at a time."""
-    decoder = Decoder(lm, input_ids.shape[1] - 4)
-    logits = compute_logits(lm, run_plain(lm.base_model, input_ids, attention_mask, position_ids))
-    output: Any = decoder(input_ids[:, :4], attention_mask[:, :4], position_ids[:, :4])
-    for end in range(4, input_ids.shape[1]):
-        logits[:, end - 1] = output.logits[:, -1]
-        column = slice(end, end + 1)
-        cache = output.past_key_values
-        mask = attention_mask[:, : end + 1]
-        output = decoder(input_ids[:, column], mask, position_ids[:, column], cache)
-    logits[:, -1] = output.logits[:, -1]
+    logits = compute_logits(lm, run_plain(lm.base_model, tokens, mask, position_ids))
+    batch = Decoder(lm, tokens.shape[1] - 4).start(tokens[:, :4], mask[:, :4])
+    logits[:, 3] = batch.next_logits()
+    for t in range(4, tokens.shape[1]):
+        batch.append(tokens[:, t])
+        logits[:, t] = batch.next_logits()
     return logits
 
 

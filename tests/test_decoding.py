@@ -51,42 +51,40 @@ def next_logits(lm, tokens: Tensor, position_ids: Tensor) -> Tensor:
 def test_G4_decoder_gives_the_logits_of_the_plain_model_at_every_step(
     kind, settings, bf16, monkeypatch
 ):
-    """With padding, prompts that repeat, the positions that it is given, a cache that grows."""
+    """With any ids as padding, prompts that repeat, a cache that grows; what is not asked for is
+    not computed.
+    """
     monkeypatch.setattr(decoding, "BLOCK", 3)
     lm, read = make_lm(kind, settings), []
-    decoder = decoding.Decoder(lm, LENGTH)
-    mask = CONTEXTS != PAD
-    position_ids = mask.cumsum(dim=1) - mask.long() + 2
-    tokens, new, cache = CONTEXTS, CONTEXTS.masked_fill(~mask, 0), None
+    tokens, mask = CONTEXTS, CONTEXTS != PAD
     responses = tiny.make_responses(15, LENGTH)
     hook = lambda module, args: read.append(tuple(args[0].shape))  # noqa: E731
-    for step in range(LENGTH + 1):
+    pads = torch.randint(-1, 999, tokens.shape)
+    batch = decoding.Decoder(lm, LENGTH).start(tokens.where(mask, pads), mask)
+    for step in range(LENGTH):
+        mask = tokens != PAD
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            expected = next_logits(lm, tokens, position_ids)
+            expected = next_logits(lm, tokens, mask.cumsum(dim=1) - mask.long())
             handle = lm.get_input_embeddings().register_forward_pre_hook(hook)
-            output = decoder(new, mask, position_ids[:, -new.shape[1] :], past_key_values=cache)
+            logits = batch.next_logits()
             handle.remove()
-        cache, logits = output.past_key_values, output.logits[:, -1].float()
-        assert output.logits.shape == (15, 1, tiny.VOCAB)
+        assert logits.shape == (15, tiny.VOCAB) and logits.dtype == torch.float32
         error = (logits - expected).norm(dim=1) / expected.norm(dim=1)
         assert error.max() < (3e-2 if bf16 else 1e-5), step
-        if step < LENGTH:
-            new = responses[:, step : step + 1]
-            tokens, mask = torch.cat([tokens, new], dim=1), F.pad(mask, (0, 1), value=True)
-            position_ids = torch.cat([position_ids, position_ids[:, -1:] + 1], dim=1)
-    assert read == [(5, 8)] + [(15, 1)] * LENGTH  # distinct prompts once, no column of pads
+        tokens = torch.cat([tokens, responses[:, step : step + 1]], dim=1)
+        batch.append(responses[:, step])
+    assert read == [(5, 8)] + [(15, 1)] * (LENGTH - 1)  # distinct prompts once, no column of pads
 
 
 def ending_soon(decoder, calls: list):
     """`decoder` with token 0, at which responses of EOS tasks end, made likely. Notes its calls."""
 
-    def call(*inputs, **cache):
-        output = decoder(*inputs, **cache)
-        calls.append((len(inputs[0]), inputs[1].shape[1], output.past_key_values))
-        output.logits[:, :, 0] = output.logits.logsumexp(dim=-1) - 2.5  # about 0.05
-        return output
+    def look(batch, logits: Tensor) -> Tensor:
+        calls.append((len(batch.rows), batch.length))
+        logits[:, 0] = logits.logsumexp(dim=-1) - 2.5  # about 0.05
+        return logits
 
-    return call
+    return tiny.watched(decoder, look)
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
@@ -101,14 +99,14 @@ def test_G4_responses_that_have_ended_leave_the_batch(kind, settings, size, bf16
     inputs = contexts, tiny.uniform(50, size)
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         full = tiny.sample(decoder, *inputs)
-        assert [rows for rows, *_ in calls] == [size] * 50
+        assert [rows for rows, _ in calls] == [size] * 50
         for after in (0, 4):
             calls.clear()
             found = tiny.sample(decoder, *inputs, eos_task=True, truncate_after=after)
             expected, ended = truncate(full, 0, after, PAD)
             assert torch.equal(truncate(found, 0, after, PAD)[0], expected)
             last = (expected != PAD).sum(dim=1)
-            sizes = [rows for rows, *_ in calls]
+            sizes = [rows for rows, _ in calls]
             for t, rows in enumerate(sizes):  # checked after every 16 tokens
                 left = int((last > t // 16 * 16).sum() + (~ended & (last == t // 16 * 16)).sum())
                 assert rows == min(max(left, decoding.MIN_ROWS), size)
@@ -123,16 +121,36 @@ def test_the_cache_holds_the_tokens_so_far_and_at_most_a_block_more(monkeypatch)
     decoder = ending_soon(decoding.Decoder(tiny.make_lm("llama"), 10**6), calls)
     contexts = tiny.make_contexts([5] * 60, 8)
 
-    def watched(*inputs, **cache):
-        output = decoder(*inputs, **cache)
-        shapes.append({x.shape for y in output.past_key_values.layers for x in (y.keys, y.values)})
-        return output
+    def look(batch, logits: Tensor) -> Tensor:
+        shapes.append({x.shape for y in batch.cache.layers for x in (y.keys, y.values)})
+        return logits
 
-    tiny.sample(watched, contexts, tiny.uniform(50, 60), eos_task=True, truncate_after=0)
-    for (rows, width, _), found in zip(calls, shapes, strict=True):
+    inputs = tiny.watched(decoder, look), contexts, tiny.uniform(50, 60)
+    tiny.sample(*inputs, eos_task=True, truncate_after=0)
+    for t, ((rows, _), found) in enumerate(zip(calls, shapes, strict=True)):
         ((batch, _, columns, _),) = found  # keys and values of all layers
-        assert batch == rows and width - 3 <= columns <= width - 3 + 8  # 3 columns of pads
+        assert batch == rows and 5 + t <= columns <= 5 + t + 8  # without 3 columns of pads
     assert calls[-1][0] == 16 < 60
+
+
+def test_sequences_that_have_ended_make_room_for_the_last_ones(monkeypatch):
+    """At least MIN_ROWS stay, ended ones if need be, and none when all have ended."""
+    monkeypatch.setattr(decoding, "MIN_ROWS", 3)
+    contexts = torch.arange(1, 9)[:, None]
+    batch = decoding.Decoder(tiny.make_lm(), 9).start(contexts, contexts > 0)
+
+    def drop(*rows: int) -> list[int]:
+        batch.next_logits()
+        batch.append(10 + batch.rows)
+        batch.drop(torch.isin(batch.rows, torch.tensor(rows)))
+        assert batch.tokens[:, 0].equal(10 + batch.rows)
+        return batch.rows.tolist()
+
+    assert drop() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert drop(1, 4, 6) == [0, 5, 2, 3, 7]  # 5 and 7 to the places of 1 and 4
+    assert drop(0, 2, 3, 5) == [7, 5, 2]  # 5 and 2 have ended
+    assert drop(2, 5) == [7, 5, 2]
+    assert drop(2, 5, 7) == []
 
 
 @pytest.mark.parametrize("after", [0, 20])
@@ -142,15 +160,14 @@ def test_G4_P5_a_response_ends_at_its_first_end_at_or_after_truncate_after(scrip
     wanted, calls = torch.ones(2, 48, dtype=torch.long), []
     wanted[:, 20] = wanted[1, 3] = 0
 
-    def lm(*inputs, past_key_values):
-        logits = 1000.0 * F.one_hot(wanted[:, [len(calls)]], tiny.VOCAB)
-        calls.append(inputs)
-        return SimpleNamespace(logits=logits, past_key_values=cache)
+    def look(batch, logits: Tensor) -> Tensor:
+        calls.append(1)
+        return 1000.0 * F.one_hot(wanted[batch.rows, len(calls) - 1], tiny.VOCAB)
 
-    cache = SimpleNamespace(batch_select_indices=lambda keep: None)
+    decoder = tiny.watched(decoding.Decoder(tiny.make_lm(), 48), look)
     task = tiny.make_task(eos_task=True, truncate_token="x", truncate_after=after)
     inputs = tiny.make_contexts([1, 2], 4), tiny.uniform(48, 2), TokenIds(PAD, 0, [], [])
-    found = script.sample(lm, *inputs, tiny.make_args(task, script))
+    found = script.sample(decoder, *inputs, tiny.make_args(task, script))
     assert len(calls) == 32 and found[:, :32].equal(wanted[:, :32]) and (found[:, 32:] == PAD).all()
 
 
@@ -239,7 +256,7 @@ def test_graphs_are_recorded_again_when_the_cache_grows_or_responses_leave(
         inputs = ending_soon(decoder, calls), contexts, tiny.uniform(50, 40)
         samples.append(tiny.sample(*inputs, eos_task=True, truncate_after=0))
     assert torch.equal(*samples)
-    steps = Counter((rows, -(-width // 24)) for rows, width, _ in calls[1:])
+    steps = Counter((rows, -(-length // 24)) for rows, length in calls[1:])
     assert len(fake_graphs) == sum(n > 1 for n in steps.values()) == 3  # 40 → 16 rows → grown
 
 

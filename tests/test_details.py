@@ -119,12 +119,17 @@ class Alone:
     def __init__(self, lm):
         self.lm = lm
 
-    def __call__(self, tokens, mask, position_ids, past_key_values=None):
-        if past_key_values is not None:
-            tokens = torch.cat([past_key_values, tokens], dim=1)
-        rows = [row[real] for row, real in zip(tokens, mask, strict=True)]
-        logits = torch.stack([self.lm(row[None]).logits[:, -1] for row in rows])
-        return SimpleNamespace(logits=logits, past_key_values=tokens)
+    def start(self, contexts, mask):
+        self.rows = torch.arange(len(contexts))
+        self.sequences = [row[real] for row, real in zip(contexts, mask, strict=True)]
+        return self
+
+    def next_logits(self):
+        return torch.cat([self.lm(row[None]).logits[:, -1] for row in self.sequences])
+
+    def append(self, tokens):
+        pairs = zip(self.sequences, tokens, strict=True)
+        self.sequences = [torch.cat([row, token[None]]) for row, token in pairs]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "falcon_alibi"])
@@ -179,7 +184,7 @@ def test_G4_a_token_of_probability_zero_is_never_sampled(dtype):
     logits = torch.tensor([never, never, 0.0, never, 0.0, 1e-3, never, never], dtype=dtype)
     border = 1 / (2 + math.exp(logits[5].item()))  # between the first two possible tokens
     uniform = torch.tensor([0.0, 5e-324, border, 1 - 2**-53, 1 - 2**-24], dtype=torch.float64)
-    tokens = utils.sample_token(logits.expand(5, -1), uniform[:, None])[:, 0].tolist()
+    tokens = utils.sample_token(logits.expand(5, -1), uniform).tolist()
     assert tokens[:2] + tokens[3:] == [2, 2, 5, 5]
     assert tokens[2] in (2, 4)  # never the 3 between them
 
@@ -187,8 +192,8 @@ def test_G4_a_token_of_probability_zero_is_never_sampled(dtype):
 def test_G4_each_of_gpt2s_50257_tokens_has_its_own_share():
     """Of V equally likely tokens, u = (k + 1/2) / V is the k-th."""
     tokens = torch.linspace(0, 50256, 40).long()
-    uniform = ((tokens.double() + 0.5) / 50257)[:, None]
-    assert torch.equal(utils.sample_token(torch.full((40, 50257), -3.3), uniform)[:, 0], tokens)
+    uniform = (tokens.double() + 0.5) / 50257
+    assert torch.equal(utils.sample_token(torch.full((40, 50257), -3.3), uniform), tokens)
 
 
 @both

@@ -285,15 +285,11 @@ def test_L6_log_probabilities_of_sampling_are_those_of_training_in_fp32_only():
     contexts, responses = tokens[:, :8], tokens[:, 8:]
     for bf16 in (False, True):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            decoder, cache, inputs, sampled = Decoder(policy.lm, 12), None, contexts, []
-            for t in range(12):
-                end = 8 + t
-                mask = torch.ones(32, end, dtype=torch.bool)
-                position_ids = torch.arange(end - inputs.shape[1], end).expand(32, -1)
-                output = decoder(inputs, mask, position_ids, past_key_values=cache)
-                cache, inputs = output.past_key_values, responses[:, t : t + 1]
-                logits = output.logits[:, -1].float() / policy.temperature
-                sampled.append(F.log_softmax(logits, dim=-1).gather(1, inputs))
+            batch, sampled = Decoder(policy.lm, 12).start(contexts, contexts != PAD), []
+            for token in responses.split(1, dim=1):
+                logits = batch.next_logits() / policy.temperature
+                sampled.append(F.log_softmax(logits, dim=-1).gather(1, token))
+                batch.append(token[:, 0])
             trained, _ = policy(contexts, responses)
         ratios = (trained - torch.cat(sampled, dim=1)).sum(dim=1).exp()
         spread[bf16] = ratios.std().item()

@@ -61,7 +61,7 @@ def test_the_comparison_sees_the_twins_and_what_differs():
     ("script", "name", "old", "new"),
     [
         ("ppo", "next_kl_coef", "-0.2", "-0.1"),
-        ("rloo", "sample", "  # as in training (P1)", ""),  # comments too
+        ("rloo", "sample", ", as in training (P1)", ""),  # comments too
         ("ppo", "sample", "@torch.no_grad()\n", ""),  # and decorators
         ("rloo", "Rollout.select", "x[rows]", "x[rows].clone()"),
         ("rloo", "main.evaluate", "args.seed, 0", "args.seed, 1"),

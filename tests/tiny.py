@@ -146,23 +146,34 @@ def make_contexts(lengths: list[int], width: int, seed: int = 0, vocab: int = VO
 
 
 def uniform(length: int, rows: int) -> Tensor:
-    """The random numbers [R, B, 1] of B responses."""
-    return torch.rand(
-        length, rows, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-    )
+    """The random numbers [R, B] of B responses."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(length, rows, generator=generator, dtype=torch.float64)
+
+
+def watched(decoder: Any, look: Callable) -> Any:
+    """`decoder`, whose logits [b, V] become `look(batch, logits)`."""
+
+    def start(*inputs: Tensor) -> Any:
+        batch = decoder.start(*inputs)
+        compute = batch.next_logits
+        batch.next_logits = lambda: look(batch, compute())
+        return batch
+
+    return SimpleNamespace(start=start)
 
 
 def sample(
-    lm: Any,
+    decoder: Any,
     contexts: Tensor,
     uniform: Tensor,
     pad_id: int = PAD,
     temperature: float = 0.7,
     **task: Any,
 ) -> Tensor:
-    """`ppo.sample` with token 0 as the truncate token: [B, C], [R, B, 1] → [B, R]."""
+    """`ppo.sample` with token 0 as the truncate token: [B, C], [R, B] → [B, R]."""
     args = make_args(make_task(temperature=temperature, **task))
-    return ppo.sample(lm, contexts, uniform, utils.TokenIds(pad_id, 0, [], []), args)
+    return ppo.sample(decoder, contexts, uniform, utils.TokenIds(pad_id, 0, [], []), args)
 
 
 def make_task(**changes: Any) -> tasks.Task:
