@@ -17,15 +17,19 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tiny
 import torch
+import transformers
 import tyro
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import ppo  # noqa: E402
 from benchmarks.mutations import copy_project  # noqa: E402
+from data.synthetic import judge  # noqa: E402
+from data.tasks import SYNTHETIC  # noqa: E402
 from machinery.cli import parse_args  # noqa: E402
 
 README = ROOT / "README.md"
@@ -39,7 +43,7 @@ def right_line(link: re.Match) -> str:
     """The link with the line where its function, class or `Class.method` begins."""
     name, file, _ = link.groups()
     node = ast.parse((ROOT / file).read_text())
-    for part in name.split("."):
+    for part in name.split("."):  # a function, or one inside a function or class
         (node,) = [child for child in node.body if getattr(child, "name", "") == part]
     return f"[`{name}`]({file}#L{node.lineno})"
 
@@ -66,6 +70,32 @@ def test_links_into_a_script_point_to_the_line_of_what_they_name():
     assert len(links) > 12
     assert [link[0] for link in links] == [right_line(link) for link in links], "run me with --fix"
     assert not re.search(r"\.py#L\d", LINK.sub("", "".join(PAGES.values())))
+
+
+def test_the_readme_shows_the_loop_of_ppo():
+    (excerpt,) = (x for x in blocks("README.md", "python") if "compute_advantages" in x)
+    source = (ROOT / "ppo.py").read_text().splitlines()
+    lines = [line.strip() for line in excerpt.splitlines() if "..." not in line]
+    assert len(lines) > 10 and set(lines) <= {line.strip() for line in source}
+
+
+def test_random_happy_sentences_score_what_the_readme_says():
+    """24 tokens of sentences of the stories; only those with a positive score, or any."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SYNTHETIC / "model")
+    text = (SYNTHETIC / "stories.txt").read_text()
+    sentences = [f" {x.strip()}." for x in text.split(".")[:8000] if x.strip()]
+    lengths = [len(ids) for ids in tokenizer(sentences)["input_ids"]]
+    scores = judge.gold_score([""] * len(sentences), sentences)
+    rng, means = np.random.default_rng(0), []
+    for rows in (range(len(scores)), [i for i, score in enumerate(scores) if score > 0]):
+        responses = []
+        for _ in range(1000):
+            order = rng.permutation(rows)[:24]
+            fits = np.cumsum([lengths[i] for i in order]) <= 24
+            responses.append("".join(sentences[i] for i in order[fits]))
+        means.append(np.mean(judge.gold_score([""] * 1000, responses)))
+    told = re.search(r"stories score (\S+), of random happy sentences (\S+),", PAGES["README.md"])
+    assert means == pytest.approx([float(x) for x in told.groups()], abs=0.15)
 
 
 @pytest.mark.parametrize("page", PAGES)
