@@ -124,14 +124,32 @@ def prepare(
         model.forward = accelerator.autocast()(model.forward)  # DDP's wrapper does this itself
     wrapped, prepared = accelerator.prepare(model.train(), optimizer)
     if accelerator.is_fsdp2:
-        wrapped.set_reshard_after_forward(True)  # the root's weights too
-        wrapped._get_fsdp_state()._lazy_init()  # `inference` comes before the first forward pass
+        set_up_root(wrapped)
     elif isinstance(wrapped, nn.parallel.DistributedDataParallel):
-        # DDP would rebuild its buckets after the first step. The order in which three or more
-        # processes add up a gradient would then differ in a resumed run, and so would rounding.
-        wrapped.reducer._push_all_rebuilt_params()
-        wrapped.reducer._rebuild_buckets()
+        order_buckets(wrapped)
+        prepared.zero_grad()
     return wrapped, prepared
+
+
+def order_buckets(wrapped: nn.parallel.DistributedDataParallel) -> None:
+    """Order DDP's buckets by a backward pass, in which the last weights get their gradients first.
+
+    DDP would do so after the first step. The order in which three or more processes add up a
+    gradient would then differ in a resumed run, and so would rounding. Here all gradients are 0.
+    """
+    total = torch.zeros((), device=wrapped.device)
+    for weight in wrapped.parameters():
+        if weight.requires_grad:
+            total = total + 0 * weight.sum()
+    wrapped.reducer.prepare_for_backward([])
+    total.backward()
+    wrapped.reducer._rebuild_buckets()
+
+
+def set_up_root(model: Any) -> None:
+    """Let `inference` gather the weights of an FSDP2 model before its first forward pass."""
+    model.set_reshard_after_forward(True)  # the root's weights too
+    model._get_fsdp_state()._lazy_init()
 
 
 def check_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -155,7 +173,9 @@ def freeze(accelerator: Accelerator, model: nn.Module) -> Any:
     model.forward = accelerator.autocast()(model.forward)
     if accelerator.is_fsdp2:
         name_blocks(model)
-        return fsdp2_prepare_model(accelerator, model)
+        model = fsdp2_prepare_model(accelerator, model)
+        set_up_root(model)
+        return model
     return model.to(accelerator.device)
 
 
@@ -168,6 +188,7 @@ def inference(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     """
     from torch.distributed.fsdp import FSDPModule  # takes a second to import
 
+    was_training = model.training
     model.eval()
     shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in shards:
@@ -178,7 +199,7 @@ def inference(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     for module in shards:
         module.set_reshard_after_forward(True, recurse=False)
         module.reshard()
-    model.train()
+    model.train(was_training)
 
 
 def full_tensor(x: torch.Tensor) -> torch.Tensor:
