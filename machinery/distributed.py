@@ -15,6 +15,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 
 from machinery.cli import InputError, RunError
+from machinery.models import store_as_cast
 
 JOIN_LIMIT = timedelta(minutes=5)  # for all processes to start
 WORK_LIMIT = timedelta(days=1)  # for a collective: one process may wait for a slow reward function
@@ -119,6 +120,8 @@ def prepare(
     A step with gradients that are not finite raises `RunError` before it changes the weights.
     """
     optimizer.register_step_pre_hook(check_gradients)
+    if accelerator.mixed_precision == "bf16":
+        store_as_cast(model)
     if accelerator.is_fsdp2:
         name_blocks(model)
         model.forward = accelerator.autocast()(model.forward)  # DDP's wrapper does this itself
@@ -170,6 +173,8 @@ def freeze(accelerator: Accelerator, model: nn.Module) -> Any:
     Under FSDP2 it is sharded like the one that is trained.
     """
     model = model.eval().requires_grad_(False)
+    if accelerator.mixed_precision == "bf16":
+        store_as_cast(model)
     model.forward = accelerator.autocast()(model.forward)
     if accelerator.is_fsdp2:
         name_blocks(model)

@@ -261,9 +261,7 @@ def test_graphs_are_recorded_again_when_the_cache_grows_or_responses_leave(
     assert len(fake_graphs) == sum(n > 1 for n in steps.values()) == 4
 
 
-def test_a_graph_that_cannot_be_recorded_is_ended_and_sampling_goes_on_without(
-    fake_graphs, capsys
-):
+def test_a_graph_that_cannot_be_recorded_is_ended_and_sampling_goes_on_without(fake_graphs, capsys):
     lm, contexts, uniform = tiny.make_lm(), tiny.make_contexts([5, 3], 8), tiny.uniform(LENGTH, 2)
     decoders = decoding.Decoder(lm, LENGTH), with_graphs(lm)
 
