@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +43,15 @@ def start(args: Any) -> Accelerator:
     for name, reason in REFUSED.items():
         if is_on(name):
             raise InputError(f"{name}: {reason}; {USE}")
+    if (
+        Path("/dev/nvidia0").exists()
+        and not torch.cuda.is_available()
+        and not is_on("ACCELERATE_USE_CPU")
+    ):
+        raise InputError(
+            f"there is a GPU, but torch {torch.__version__} cannot use it: see docs/gpu.md; "
+            "set ACCELERATE_USE_CPU=true to run on the CPU"
+        )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -63,6 +73,10 @@ def start(args: Any) -> Accelerator:
     # cuDNN's attention builds a plan for each new shape, and packing makes new shapes all the time.
     # It also had NaN gradients for some masks (PyTorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
+    device = accelerator.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    accelerator.print(f"{name}, {precision}, processes: {accelerator.num_processes}")
     return accelerator
 
 
