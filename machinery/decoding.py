@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import StaticCache
 
-from machinery.cli import RunError
-
 BLOCK = 64  # columns of the cache; kernels also prefer lengths that are multiples of it
 MIN_ROWS = 16  # with fewer sequences, fp32 products round differently
 
@@ -62,10 +60,11 @@ class Decoder:
         """A batch of contexts [B, C], whose mask is True at real tokens; computes nothing yet."""
         return DecodingBatch(self, contexts, mask)
 
-    def record(self, function: Callable, inputs: tuple[Tensor, ...]) -> Callable:
+    def record(self, function: Callable, inputs: tuple[Tensor, ...]) -> Callable | None:
         """A function that does what `function` does, for inputs of these shapes, as a CUDA graph.
 
         Its kernels read and write the same memory each time; the next call overwrites the result.
+        None, and no graphs from then on, if the GPU cannot record it.
         """
         inputs = tuple(x.clone() for x in inputs)
         graph = torch.cuda.CUDAGraph()
@@ -73,10 +72,14 @@ class Decoder:
         try:
             with torch.cuda.stream(self.stream):
                 graph.capture_begin(self.pool.id, capture_error_mode="thread_local")
-                result = function(*inputs)
-                graph.capture_end()
+                try:
+                    result = function(*inputs)
+                finally:
+                    graph.capture_end()  # otherwise the process aborts at its exit
         except RuntimeError as error:
-            raise RunError(f"pass --no-cuda_graphs: {error!s:.200}") from error
+            print(f"sampling without CUDA graphs, which failed: {error!s:.200}", flush=True)
+            self.cuda_graphs = False
+            return None
         torch.cuda.current_stream().wait_stream(self.stream)
 
         def replay(*new: Tensor) -> Tensor:
@@ -133,10 +136,13 @@ class DecodingBatch:
 
         The last ones move to the places of those that have ended, the others stay where they are.
         At least `MIN_ROWS` sequences stay, ended ones if necessary, or none if all have ended.
+        With CUDA graphs, their number falls by powers of two: each number needs a new graph.
         """
         ended = ended.cpu()
         left = len((~ended).nonzero())
         number = max(left, MIN_ROWS) if left else 0
+        if self.decoder.cuda_graphs and number:
+            number = 1 << (number - 1).bit_length()
         if number >= len(ended):
             return
         movers = number + (~ended[number:]).nonzero()[:, 0]

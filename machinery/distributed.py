@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 
 from machinery.cli import InputError, RunError
+from machinery.models import store_as_cast
 
 JOIN_LIMIT = timedelta(minutes=5)  # for all processes to start
 WORK_LIMIT = timedelta(days=1)  # for a collective: one process may wait for a slow reward function
@@ -41,6 +43,15 @@ def start(args: Any) -> Accelerator:
     for name, reason in REFUSED.items():
         if is_on(name):
             raise InputError(f"{name}: {reason}; {USE}")
+    if (
+        Path("/dev/nvidia0").exists()
+        and not torch.cuda.is_available()
+        and not is_on("ACCELERATE_USE_CPU")
+    ):
+        raise InputError(
+            f"there is a GPU, but torch {torch.__version__} cannot use it: see docs/gpu.md; "
+            "set ACCELERATE_USE_CPU=true to run on the CPU"
+        )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -62,6 +73,10 @@ def start(args: Any) -> Accelerator:
     # cuDNN's attention builds a plan for each new shape, and packing makes new shapes all the time.
     # It also had NaN gradients for some masks (PyTorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
+    device = accelerator.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    accelerator.print(f"{name}, {precision}, processes: {accelerator.num_processes}")
     return accelerator
 
 
@@ -119,19 +134,39 @@ def prepare(
     A step with gradients that are not finite raises `RunError` before it changes the weights.
     """
     optimizer.register_step_pre_hook(check_gradients)
+    if accelerator.mixed_precision == "bf16":
+        store_as_cast(model)
     if accelerator.is_fsdp2:
         name_blocks(model)
         model.forward = accelerator.autocast()(model.forward)  # DDP's wrapper does this itself
     wrapped, prepared = accelerator.prepare(model.train(), optimizer)
     if accelerator.is_fsdp2:
-        wrapped.set_reshard_after_forward(True)  # the root's weights too
-        wrapped._get_fsdp_state()._lazy_init()  # `inference` comes before the first forward pass
+        set_up_root(wrapped)
     elif isinstance(wrapped, nn.parallel.DistributedDataParallel):
-        # DDP would rebuild its buckets after the first step. The order in which three or more
-        # processes add up a gradient would then differ in a resumed run, and so would rounding.
-        wrapped.reducer._push_all_rebuilt_params()
-        wrapped.reducer._rebuild_buckets()
+        order_buckets(wrapped)
+        prepared.zero_grad()
     return wrapped, prepared
+
+
+def order_buckets(wrapped: nn.parallel.DistributedDataParallel) -> None:
+    """Order DDP's buckets by a backward pass, in which the last weights get their gradients first.
+
+    DDP would do so after the first step. The order in which three or more processes add up a
+    gradient would then differ in a resumed run, and so would rounding. Here all gradients are 0.
+    """
+    total = torch.zeros((), device=wrapped.device)
+    for weight in wrapped.parameters():
+        if weight.requires_grad:
+            total = total + 0 * weight.sum()
+    wrapped.reducer.prepare_for_backward([])
+    total.backward()
+    wrapped.reducer._rebuild_buckets()
+
+
+def set_up_root(model: Any) -> None:
+    """Let `inference` gather the weights of an FSDP2 model before its first forward pass."""
+    model.set_reshard_after_forward(True)  # the root's weights too
+    model._get_fsdp_state()._lazy_init()
 
 
 def check_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -152,10 +187,14 @@ def freeze(accelerator: Accelerator, model: nn.Module) -> Any:
     Under FSDP2 it is sharded like the one that is trained.
     """
     model = model.eval().requires_grad_(False)
+    if accelerator.mixed_precision == "bf16":
+        store_as_cast(model)
     model.forward = accelerator.autocast()(model.forward)
     if accelerator.is_fsdp2:
         name_blocks(model)
-        return fsdp2_prepare_model(accelerator, model)
+        model = fsdp2_prepare_model(accelerator, model)
+        set_up_root(model)
+        return model
     return model.to(accelerator.device)
 
 
@@ -168,6 +207,7 @@ def inference(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     """
     from torch.distributed.fsdp import FSDPModule  # takes a second to import
 
+    was_training = model.training
     model.eval()
     shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in shards:
@@ -178,7 +218,7 @@ def inference(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     for module in shards:
         module.set_reshard_after_forward(True, recurse=False)
         module.reshard()
-    model.train()
+    model.train(was_training)
 
 
 def full_tensor(x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from data.tasks import Task
 from machinery.cli import InputError
@@ -30,6 +31,19 @@ class Float32Linear(nn.Linear):
         with torch.autocast(input.device.type, enabled=False):
             bias = None if self.bias is None else self.bias.float()
             return nn.functional.linear(input.float(), self.weight.float(), bias)
+
+
+def store_as_cast(model: nn.Module) -> None:
+    """Store the weights of frozen linear layers in bf16, to which autocast would cast them.
+
+    It casts weights that need no gradients again in each forward pass. Not the exact head, and of
+    a model that is trained only what is under adapters: the rest may be saved.
+    """
+    trained = any(weight.requires_grad for weight in model.parameters())
+    for name, module in model.named_modules():
+        linear = type(module) in (nn.Linear, Conv1D)
+        if linear and (not trained or name.endswith(".base_layer")):
+            module.to(torch.bfloat16)
 
 
 def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> tuple[Any, TokenIds]:

@@ -19,7 +19,7 @@ from data.tasks import Task
 from machinery.cli import InputError, RunError
 from machinery.functions import call_function, load_function, names_taken, signature_of
 from machinery.hub import check_weights, loading_model, looks_local
-from machinery.models import check_length, disable_dropout, use_fused_gelu
+from machinery.models import check_length, disable_dropout, store_as_cast, use_fused_gelu
 from utils import TokenIds, decode, micro_batches, pad_left
 
 PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # a text that tokenizers split differently
@@ -216,6 +216,8 @@ def load_reward(
     folder = args.reward_model or f"models/{args.task.task}/train_reward"
     model = load_reward_model(cls, folder, f"python train_reward.py --task {args.task.task}")
     model = model.to(accelerator.device).requires_grad_(False)
+    if accelerator.mixed_precision == "bf16":
+        store_as_cast(model)
     with loading_model(folder, "--reward_model"):
         own_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     if same_tokens(own_tokenizer, tokenizer):

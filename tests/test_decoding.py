@@ -250,14 +250,31 @@ def test_graphs_are_recorded_again_when_the_cache_grows_or_responses_leave(
 ):
     """At their second step, as at the beginning."""
     monkeypatch.setattr(decoding, "BLOCK", 24)
-    lm, contexts, samples = tiny.make_lm("llama"), tiny.make_contexts([8, 3, 5, 8, 1] * 8, 8), []
+    lm, contexts, samples = tiny.make_lm("llama"), tiny.make_contexts([8, 3, 5, 8, 1] * 16, 8), []
     for decoder in (decoding.Decoder(lm, 50), with_graphs(lm)):
         decoder.response_length, calls = 50, []  # of tests with fewer tokens
-        inputs = ending_soon(decoder, calls), contexts, tiny.uniform(50, 40)
+        inputs = ending_soon(decoder, calls), contexts, tiny.uniform(50, 80)
         samples.append(tiny.sample(*inputs, eos_task=True, truncate_after=0))
-    assert torch.equal(*samples)
+    assert torch.equal(*(truncate(x, 0, 0, PAD)[0] for x in samples))
     steps = Counter((rows, -(-length // 24)) for rows, length in calls[1:])
-    assert len(fake_graphs) == sum(n > 1 for n in steps.values()) == 3  # 40 → 16 rows → grown
+    assert {rows for rows, _ in calls} == {80, 32, 16}  # powers of two
+    assert len(fake_graphs) == sum(n > 1 for n in steps.values()) == 4
+
+
+def test_a_graph_that_cannot_be_recorded_is_ended_and_sampling_goes_on_without(fake_graphs, capsys):
+    lm, contexts, uniform = tiny.make_lm(), tiny.make_contexts([5, 3], 8), tiny.uniform(LENGTH, 2)
+    decoders = decoding.Decoder(lm, LENGTH), with_graphs(lm)
+
+    def refuse(*_):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    lm.register_forward_hook(refuse)
+    for _ in range(2):
+        plain, replayed = (tiny.sample(x, contexts, uniform) for x in decoders)
+        assert torch.equal(plain, replayed)
+    assert len(fake_graphs) == 1 and not torch.cuda.is_current_stream_capturing()
+    assert capsys.readouterr().out.count("not permitted") == 1
 
 
 def test_sliding_windows_falcon_and_cpus_have_no_graphs(fake_graphs):

@@ -3,6 +3,7 @@ mixed with tensors of the host. What a GPU would stop at, these tests stop at, a
 often the host waits for the device.
 """
 
+import copy
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from peft import LoraConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -21,11 +23,14 @@ import rloo
 import sft
 import train_reward
 from machinery import distributed, packing
+from machinery.decoding import Decoder
 from machinery.labels import Labels
+from machinery.models import Float32Linear
 
 HERE = torch.device("cpu")
 AWAY = torch.device("meta")  # a device that autograd knows; its tensors here have numbers
 aten = torch.ops.aten
+CONTEXTS = tiny.make_contexts([8, 3, 5], 8)
 INDEXING = (
     aten.index.Tensor,
     aten.index_put_.default,
@@ -104,7 +109,7 @@ class Elsewhere(TorchDispatchMode):
 class Accelerator(SimpleNamespace):
     """One process without autocast on `device`, where its models are already."""
 
-    num_processes, process_index, is_fsdp2 = 1, 0, False
+    num_processes, process_index, is_fsdp2, mixed_precision = 1, 0, False, "no"
 
     def prepare(self, *objects: Any) -> tuple:
         return objects
@@ -302,3 +307,85 @@ def test_a_language_model_is_tuned_elsewhere_to_the_same_numbers(elsewhere, monk
     (found, metrics), (expected, expected_metrics) = tune(AWAY), tune(HERE)
     assert_same(found, expected)
     assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-4)
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of these tensors."""
+
+    def __init__(self, tensors: Any):
+        super().__init__()
+        self.shapes, self.count = {x.shape for x in tensors}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is aten._to_copy.default and args[0].shape in self.shapes:
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+FROZEN = [*(kind for kind in tiny.KINDS if "falcon" not in kind), "gptj", "opt", "gemma2"]
+
+
+@pytest.mark.parametrize("kind", FROZEN)
+def test_frozen_weights_are_stored_as_autocast_casts_them(kind, bf16_accelerator):
+    """The same logits to the bit, of a forward pass and of a step with a cache, without casts."""
+    model = tiny.make_lm(kind) if kind in tiny.KINDS else tiny.make_other_lm(kind)
+    contexts, mask = CONTEXTS, CONTEXTS != tiny.PAD
+    model.get_output_embeddings().__class__ = Float32Linear
+    weights = [w for name, w in model.named_parameters() if w.dim() == 2 and "embed" not in name]
+    found = []
+    for lm in (copy.deepcopy(model), distributed.freeze(bf16_accelerator, model)):
+        lm.requires_grad_(False)
+        with torch.no_grad(), bf16_accelerator.autocast():
+            batch = Decoder(lm, 2).start(contexts, mask)
+            plain = lm(contexts.masked_fill(~mask, 0), attention_mask=mask).logits
+            logits = [plain, batch.next_logits()]
+            batch.append(contexts[:, 0] * 0 + 7)
+            with Casts(weights) as casts:
+                found.append([*logits, batch.next_logits()])
+            found[-1].append(casts.count)
+    (*expected, before), (*frozen, after) = found
+    assert all(map(torch.equal, expected, frozen))
+    assert before >= 8 and after == 0
+    assert model.get_output_embeddings().weight.dtype == torch.float32
+
+
+def test_weights_under_adapters_are_stored_in_bf16_and_other_frozen_ones_are_not(bf16_accelerator):
+    """Frozen layers of a model that is trained may be saved; under adapters they are not."""
+    plain, adapted = tiny.make_lm("llama"), tiny.make_lm("llama")
+    plain.model.layers[0].requires_grad_(False)
+    adapted.add_adapter(LoraConfig(r=2, target_modules="all-linear"))
+    for lm in (plain, adapted):
+        weights = (w for w in lm.parameters() if w.requires_grad)
+        distributed.prepare(bf16_accelerator, lm, torch.optim.SGD(weights))
+    assert {w.dtype for w in plain.parameters()} == {torch.float32}
+    bf16 = {name for name, w in adapted.named_parameters() if w.dtype == torch.bfloat16}
+    assert bf16 == {name for name, _ in adapted.named_parameters() if "base_layer" in name}
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (aten.mm.default, aten.bmm.default, aten.addmm.default)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "falcon", "qwen2", "mistral", "gemma2"])
+def test_rotary_angles_are_no_matrix_product(kind):
+    """TF32 would round an fp32 product: at position 2,000 to angles wrong by up to 0.3."""
+    lm, products = tiny.make_lm(kind), []
+    (rotary,) = (m for name, m in lm.named_modules() if name.endswith("rotary_emb"))
+    forward = rotary.forward
+
+    def spy(*args, **kwargs):
+        with Products() as mode:
+            angles = forward(*args, **kwargs)
+        products.append(mode.count)
+        return angles
+
+    rotary.forward = spy
+    with Products() as all_products:
+        lm(CONTEXTS.clamp(max=9))
+    assert products == [0] and all_products.count > 8

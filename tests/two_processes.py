@@ -224,10 +224,40 @@ def run_scripts(accelerator: Accelerator) -> dict[str, Any]:
     return seen
 
 
+def bucket_starts(accelerator: Accelerator) -> dict[str, Any]:
+    """Shares of the gradients that are there when DDP begins to add up each bucket, in two steps."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(*sizes) for sizes in [(512, 4096), (4096, 512)] * 4]  # 67 MB
+    before = torch.get_rng_state()
+    parameters = [x for layer in layers for x in layer.parameters()]
+    optimizer = torch.optim.Adam(parameters)
+    model, optimizer = distributed.prepare(
+        accelerator, torch.nn.Sequential(*layers, torch.nn.Dropout()), optimizer
+    )
+    clean = all(x.grad is None for x in parameters) and not optimizer.state
+    clean = clean and before.equal(torch.get_rng_state())
+    ready, starts, total = [], [], sum(x.numel() for x in parameters)
+    for weight in parameters:
+        weight.register_post_accumulate_grad_hook(lambda x: ready.append(x.numel()))
+
+    def hook(state, bucket):  # DDP refuses other annotations than its own
+        starts.append(sum(ready) / total)
+        work = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    model.register_comm_hook(None, hook)
+    for _ in range(2):
+        ready.clear()
+        model(torch.ones(1, 512)).sum().backward()
+        optimizer.zero_grad()
+    return {"clean": clean, "starts": starts}
+
+
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     accelerator = distributed.start(tiny.make_args())
     rank, processes = accelerator.process_index, accelerator.num_processes
     result = work(rank, processes) | {"processes": processes, "scripts": run_scripts(accelerator)}
+    result["buckets"] = bucket_starts(accelerator)
     torch.save(result, f"rank{rank}.pt")
     distributed.stop(accelerator)
