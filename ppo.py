@@ -156,7 +156,7 @@ ANSWERS: dict[str, Any] = dict(
 )
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
-    # Whitening that keeps the mean adds a constant per token: it would reward or punish length.
+    # Whitened rewards keep their mean. Where lengths differ, that rewards or punishes length.
     "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
     "cnndm": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.01),
     "tldr_2019": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
@@ -480,8 +480,8 @@ def main(args: Args) -> None:
     tokenizer, ids = load_tokenizer(task, task.response_length)
     table = load_queries(task, tokenizer, ids, args.total_episodes)  # table[rows]: [B, Q]
     heldout, table = table.hold_out(args.eval_queries)
-    # Both are functions of (queries [B, Q], responses [B, R], columns of the table) → [B]:
-    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)
+    # Both are functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
+    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
 
     ref = PolicyAndValue(load_lm(task.base_model), ids.pad, task.temperature)
@@ -573,7 +573,7 @@ def main(args: Args) -> None:
                 avg_tokens = all_sum(minibatch.mask.sum()) / processes
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # Processes average their gradients in the last backward pass of a minibatch.
+                    # All processes have equally many parts, and average gradients in the last.
                     is_last = part.stop == len(minibatch_rows)
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies, values = policy(old.contexts, old.responses)

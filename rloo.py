@@ -438,8 +438,8 @@ def main(args: Args) -> None:
     num_queries = args.total_episodes // args.rloo_k
     table = load_queries(task, tokenizer, ids, num_queries)  # table[rows]: [P, Q]
     heldout, table = table.hold_out(args.eval_queries)
-    # Both are functions of (queries [B, Q], responses [B, R], columns of the table) → [B]:
-    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)
+    # Both are functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
+    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
 
     ref = Policy(load_lm(task.base_model), ids.pad, task.temperature)
@@ -539,7 +539,7 @@ def main(args: Args) -> None:
                 num_responses = len(minibatch_rows)
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # Processes average their gradients in the last backward pass of a minibatch.
+                    # All processes have equally many parts, and average gradients in the last.
                     is_last = part.stop == num_responses
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies = policy(old.contexts, old.responses)
