@@ -48,13 +48,14 @@ from torch import Tensor, nn
 from data.tasks import Task
 from machinery import cli, distributed
 from machinery.cli import UnitFloat
-from machinery.data import load_queries
 from machinery.decoding import Decoder, unfinished
 from machinery.models import Float32Linear, compute_logits, enable_gradient_checkpointing
-from machinery.models import load_lm, load_tokenizer
+from machinery.models import load_lm
 from machinery.packing import Packed
+from machinery.queries import load_queries
 from machinery.rewards import load_gold_reward, load_reward, with_columns
 from machinery.runs import Run, check_run
+from machinery.tokens import load_tokenizer
 from train_reward import RewardModel
 from utils import Timer, TokenIds, add_affixes, all_sum, decode, generator, global_mean_and_var
 from utils import masked_sum, mean_over_processes, micro_batches, query_rows, sample_token, truncate
@@ -147,8 +148,6 @@ class Args:
     """updates between checkpoints; SIGTERM and SIGUSR1 also save one and end the run"""
     keep_every: PositiveInt | None = None
     """also keep the weights after every so many updates; a multiple of eval_every"""
-    keep_best: str | None = None
-    """also keep the weights with the highest value of this metric: eval/scores, ..."""
     resume: str | None = None
     """runs/<name> or `latest`: resume it; pass the same flags as before"""
     track: bool = False
@@ -180,10 +179,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     | dict(lr=3e-6, kl_coef=0.05, micro_batch_tokens=16_384, rollout_batch_size=256),
     "arithmetic": dict(total_episodes=16_384, eval_every=16, batch_size=128, num_ppo_epochs=1)
     | dict(num_minibatches=4, lr=3e-4, kl_coef=0.1, kl_target=None)
-    | dict(reward_fn="data.rewards:exact_match", whiten_rewards=False),
+    | dict(reward_fn="data.answers:exact_match", whiten_rewards=False),
     "gsm8k": dict(total_episodes=112_000, batch_size=256, num_ppo_epochs=1, num_minibatches=4)
     | dict(lr=1e-6, kl_coef=0.001, kl_target=None)
-    | dict(micro_batch_tokens=8192, reward_fn="data.rewards:gsm8k", whiten_rewards=False),
+    | dict(micro_batch_tokens=8192, reward_fn="data.answers:gsm8k", whiten_rewards=False),
 }
 SCRIPT = Path(__file__)  # its name is part of run and model folders
 
@@ -581,7 +580,7 @@ def main(args: Args) -> None:
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (eval_queries, rollout.truncated))
         run.log_samples(update, texts, rollout.scores[:4].tolist())
         metrics = {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
-        run.keep(update, metrics, lm, tokenizer)  # --keep_every, --keep_best
+        run.keep(update, lm, tokenizer)  # if --keep_every asks for it
         return metrics
 
     for update in range(start, num_updates):

@@ -46,7 +46,7 @@ ROUNDING = 1e-6  # of weights; 1000 times that, relative, for everything else
 SIZES = dict(total_episodes=48, batch_size=16, num_minibatches=2, num_ppo_epochs=2, rloo_k=2)
 SIZES |= dict(rollout_batch_size=5, eval_queries=3, eval_every=2, kl_horizon=20, lr=3e-4)
 SIZES |= dict(micro_batch_tokens=36, save_every=1, seed=int(os.environ.get("SEED", 1)))
-SIZES |= dict(keep_every=2, keep_best="eval/scores")
+SIZES |= dict(keep_every=2)
 OTHERS = {  # of train_reward.py and sft.py, by a field that only they have
     "num_labels": dict(num_labels=16, batch_size=4, normalize_samples=16, rollout_batch_size=16),
     "num_heldout": dict(num_heldout=4, batch_size=8, num_epochs=4, lr=1e-4),

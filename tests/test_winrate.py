@@ -15,7 +15,7 @@ from test_diffs import apply, load
 import ppo
 from benchmarks import winrate
 from data import tasks
-from machinery.cli import InputError, RunError
+from machinery.cli import InputError
 
 
 def test_ties_count_half_and_the_interval_is_of_pairs():
@@ -75,7 +75,7 @@ def test_a_judge_of_pairs_is_asked_in_both_orders():
     assert agreement == 0.75  # the third prefers what is first
     rate, low, high = winrate.mean_and_interval(wins, seed=1)
     assert rate == pytest.approx(0.45) and 0 <= low < rate < high <= 0.8
-    with pytest.raises(RunError, match="1.5"):
+    with pytest.raises(InputError, match="1.5"):
         winrate.ask_in_both_orders(lambda queries, a, b: [1.5], "judge", ["1"], ["a"], ["b"])
 
 
@@ -95,12 +95,12 @@ def test_kept_policies_and_averages_are_compared_by_a_judge_of_pairs(
     copy = Path(shutil.copy(ppo.SCRIPT, tmp_path / "mine.py"))
     assert apply(copy, "ema")
     flags = dict(total_episodes=8, reward_fn="pairs.py:score", run_name="run")
-    flags |= dict(eval_every=1, keep_every=1, keep_best="eval/kl")
+    flags |= dict(eval_every=1, keep_every=1)
     script = load(copy)
     script.main(tiny.make_args(task, script, **flags))
     capsys.readouterr()
     settings = dict(task="mine", queries=6, b=task.base_model)
-    for name in ("model", "keep_1", "best", "ema"):
+    for name in ("model", "keep_1", "ema"):
         winrate.main(winrate.Args(a=f"runs/run/{name}", judge="pairs.py:longer", **settings))
         line = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert line["agreement"] == 1 and 0 <= line["win_rate"] <= 1 and line["queries"] == 6
@@ -112,7 +112,7 @@ def test_kept_policies_and_averages_are_compared_by_a_judge_of_pairs(
 
 @pytest.mark.parametrize(
     ("words", "code", "named"),
-    [("--task foo", 2, "--task foo"), ("--judge bad.py:judge", 1, "ZeroDivisionError")],
+    [("--task foo", 2, "--task foo"), ("--judge bad.py:judge", 2, "ZeroDivisionError")],
 )
 def test_a_bad_task_or_judge_is_one_sentence(words, code, named, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
