@@ -50,13 +50,14 @@ from torch import Tensor, nn
 from data.tasks import Task
 from machinery import cli, distributed
 from machinery.cli import RunArgs, UnitFloat
-from machinery.data import load_queries
 from machinery.decoding import Decoder
 from machinery.models import Float32Linear, compute_logits, enable_gradient_checkpointing
-from machinery.models import load_lm, load_tokenizer
+from machinery.models import load_lm
 from machinery.packing import Packed
+from machinery.queries import load_queries
 from machinery.rewards import load_gold_reward, load_reward
 from machinery.runs import Run, check_run
+from machinery.tokens import load_tokenizer
 from train_reward import RewardModel
 from utils import AdamTF, Timer, TokenIds, add_affixes, all_sum, decode, generator
 from utils import global_mean_and_var, masked_sum, mean_over_processes, micro_batches, query_rows
@@ -165,7 +166,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "arithmetic": dict(
         **ANSWERS,
-        reward_fn="data.rewards:exact_match",
+        reward_fn="data.answers:exact_match",
         total_episodes=16_384,
         eval_every=16,
         batch_size=128,
@@ -174,7 +175,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "gsm8k": dict(
         **ANSWERS,
-        reward_fn="data.rewards:gsm8k",
+        reward_fn="data.answers:gsm8k",
         total_episodes=112_000,
         batch_size=256,
         lr=1e-6,

@@ -52,13 +52,13 @@ from torch import Tensor, nn
 from data.tasks import Task
 from machinery import cli, distributed
 from machinery.cli import RunArgs
-from machinery.data import load_queries
 from machinery.decoding import Decoder
 from machinery.models import compute_logits, enable_gradient_checkpointing, load_lm
-from machinery.models import load_tokenizer
 from machinery.packing import Packed
+from machinery.queries import load_queries
 from machinery.rewards import load_gold_reward, load_reward
 from machinery.runs import Run, check_run
+from machinery.tokens import load_tokenizer
 from train_reward import RewardModel
 from utils import AdamTF, Timer, TokenIds, add_affixes, all_sum, decode, generator
 from utils import global_mean_and_var, mean_over_processes, micro_batches, query_rows
@@ -151,7 +151,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         lr=3e-6, kl_coef=0.05, kl_target=None, micro_batch_tokens=16_384, rollout_batch_size=256
     ),
     "arithmetic": dict(
-        reward_fn="data.rewards:exact_match",
+        reward_fn="data.answers:exact_match",
         total_episodes=16_384,
         eval_every=16,
         batch_size=128,
@@ -161,7 +161,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         kl_target=None,
     ),
     "gsm8k": dict(
-        reward_fn="data.rewards:gsm8k",
+        reward_fn="data.answers:gsm8k",
         total_episodes=112_000,
         batch_size=256,
         num_minibatches=4,

@@ -30,11 +30,12 @@ from machinery import cli, distributed
 from machinery.cli import RunArgs, UnitFloat
 from machinery.decoding import generate
 from machinery.models import check_length, compute_logits, enable_gradient_checkpointing
-from machinery.models import load_lm, load_tokenizer, set_residual_dropout
+from machinery.models import load_lm
 from machinery.packing import Packed
 from machinery.runs import Run, check_run
 from machinery.sequences import load_blocks, load_responses
-from utils import Timer, TokenIds, all_sum, decode, generator, micro_batches, permutation, truncate
+from machinery.tokens import load_tokenizer
+from utils import Timer, TokenIds, all_sum, decode, micro_batches, permutation, truncate
 
 
 @dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
@@ -66,8 +67,6 @@ class Args(RunArgs):
     """weight decay of AdamW"""
     max_grad_norm: PositiveFloat = 1.0
     """clip the norm of the gradient"""
-    resid_dropout: UnitFloat = 0.0
-    """residual dropout: of what attention and MLP add to hidden states (P4)"""
 
 
 # The defaults above are for sentiment, descriptiveness and gsm8k. Overrides for the other tasks:
@@ -188,17 +187,11 @@ def main(args: Args) -> None:
         check_length(config, longest, f"block_size={args.block_size}")
         table = load_blocks(task, args.block_size, tokenizer, ids)
         first = 1
-    if len(table) < (needed := args.num_heldout + args.batch_size):
-        raise cli.InputError(
-            f"--query_dataset {task.query_dataset} has only {len(table)} sequences of "
-            f"{table.length} tokens; num_heldout={args.num_heldout} and one batch need {needed}"
-        )
     heldout_table, table = table.hold_out(args.num_heldout, needed=args.batch_size)
     heldout = heldout_table[:].to(device)
 
     torch.manual_seed(args.seed)
     lm = load_lm(task.base_model, allow_random=True)
-    set_residual_dropout(lm, args.resid_dropout)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
     model = LanguageModel(lm, ids.pad)
@@ -208,7 +201,6 @@ def main(args: Args) -> None:
 
     steps_per_epoch = len(table) // args.batch_size
     num_steps = args.num_epochs * steps_per_epoch
-    seed = args.seed + 100003 * accelerator.process_index  # of dropout (G6)
     timer = Timer(device)
     run = Run(args, SCRIPT, num_steps, SHOWN, accelerator)
     start, _ = run.restore(model, optimizer)
@@ -223,8 +215,6 @@ def main(args: Args) -> None:
         mask = tokens != ids.pad
         num_tokens = all_sum(mask[:, first:].sum()) / processes  # DDP averages gradients
         total = torch.zeros((), device=device)
-        dropout = generator(seed, step, torch.device("cpu"))  # the same after a resume
-        torch.manual_seed(dropout.initial_seed())
         for part in micro_batches(mask.sum(dim=1), args.micro_batch_tokens):
             is_last = part.stop == len(tokens)  # only then all-reduce gradients
             with nullcontext() if is_last else accelerator.no_sync(model):

@@ -34,15 +34,15 @@ from torch import Tensor, nn
 from data.tasks import Task
 from machinery import cli, distributed
 from machinery.cli import RunArgs
-from machinery.data import load_queries
 from machinery.decoding import generate
 from machinery.labels import Labels, load_labels
 from machinery.models import Float32Linear, check_length, enable_gradient_checkpointing
-from machinery.models import load_lm, load_tokenizer, new_backbone
+from machinery.models import load_lm, new_backbone
 from machinery.packing import Packed
-from machinery.plots import plot_histogram
+from machinery.queries import load_queries
 from machinery.rewards import RewardConfig, reward_input, score_in_parts
 from machinery.runs import Run, check_run
+from machinery.tokens import load_tokenizer
 from utils import AdamTF, Timer, TokenIds, add_affixes, global_mean_and_var, mean_over_processes
 from utils import micro_batches, permutation, query_rows, truncate
 
@@ -203,39 +203,6 @@ def predict(
     return torch.cat(rewards), torch.cat(best)
 
 
-def calibration(rewards: Tensor, best: Tensor, bins: int = 5) -> list[dict[str, float]]:
-    """Mean confidence and accuracy of N labels [N, K], [N], in groups of similar confidence."""
-    confidence, choice = rewards.softmax(dim=1).max(dim=1)
-    correct = (choice == best).float()
-    groups = [rows for rows in confidence.argsort().tensor_split(bins) if len(rows)]
-    return [
-        {
-            "labels": len(rows),
-            "predicted": confidence[rows].mean().item(),
-            "accuracy": correct[rows].mean().item(),
-        }
-        for rows in groups
-    ]
-
-
-def report(run: Run, rewards: Tensor, best: Tensor) -> dict[str, float]:
-    """Metrics of held-out labels, with a table of the calibration and a histogram of rewards."""
-    rows = calibration(rewards, best)
-    run.print_table(rows, "calibration on held-out labels")
-    is_best = F.one_hot(best, rewards.shape[1]).bool()
-    if run.main:
-        groups = {"chosen": rewards[is_best].tolist(), "others": rewards[~is_best].tolist()}
-        plot_histogram(groups, "rewards of held-out responses", run.folder / "histogram.png")
-    errors = [row["labels"] * abs(row["predicted"] - row["accuracy"]) for row in rows]
-    return {
-        "heldout/accuracy": (rewards.argmax(dim=1) == best).float().mean().item(),
-        "heldout/loss": F.cross_entropy(rewards, best).item(),
-        "heldout/calibration_error": sum(errors) / len(rewards),
-        "heldout/reward_chosen": rewards[is_best].mean().item(),
-        "heldout/reward_others": rewards[~is_best].mean().item(),
-    }
-
-
 # ---------------------------------------------------------------------------------------------- run
 
 
@@ -266,13 +233,13 @@ def main(args: Args) -> None:
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     tokenizer, ids = load_tokenizer(task, task.response_length)
     labels = load_labels(task, tokenizer, ids)
-    config = transformers.AutoConfig.from_pretrained(task.base_model)
-    check_length(config, labels.longest(), f"--label_dataset {task.label_dataset}")
     if len(labels) < args.num_labels:
         raise cli.InputError(
             f"num_labels={args.num_labels}, but --label_dataset {task.label_dataset} has only "
             f"{len(labels)}; use a multiple of batch_size={args.batch_size} below that"
         )
+    config = transformers.AutoConfig.from_pretrained(task.base_model)
+    check_length(config, labels.longest(), f"--label_dataset {task.label_dataset}")
     samples, policy_tokenizer, policy_ids = sample_policy(args, accelerator)
 
     torch.manual_seed(args.seed)
@@ -326,7 +293,11 @@ def main(args: Args) -> None:
     heldout = labels.held_out(args.num_labels)[: args.num_heldout]
     if len(heldout):
         rewards, best = predict(plain_model, labels, heldout, ids.pad, args, device)
-        results |= report(run, rewards, best)
+        is_best = F.one_hot(best, rewards.shape[1]).bool()
+        results["heldout/accuracy"] = (rewards.argmax(dim=1) == best).float().mean().item()
+        results["heldout/loss"] = F.cross_entropy(rewards, best).item()
+        results["heldout/reward_chosen"] = rewards[is_best].mean().item()
+        results["heldout/reward_others"] = rewards[~is_best].mean().item()
     run.log(num_steps, results)
     run.finish(json.dumps({name: round(value, 4) for name, value in results.items()}))
     distributed.stop(accelerator)

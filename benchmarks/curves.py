@@ -24,7 +24,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from machinery import cli  # noqa: E402
 from machinery.cli import InputError  # noqa: E402
-from machinery.plots import make_panels  # noqa: E402
+from machinery.progress import make_panels  # noqa: E402
 
 PANELS = ("objective/scores", "objective/gold_score", "objective/kl", "objective/kl_coef")
 PANELS += ("ppo/loss/value_avg", "objective/entropy")

@@ -35,7 +35,7 @@ import tyro  # noqa: E402
 
 from benchmarks import contestants, gpu_checks, speed  # noqa: E402
 from benchmarks.gpu_checks import enter, verdict, watch_first_step  # noqa: E402
-from machinery import data  # noqa: E402
+from machinery import queries  # noqa: E402
 
 PEAKS = {"H200": (989.5e12, 4.8e12), "H100 80GB HBM3": (989.5e12, 3.35e12)}  # bf16, bytes: a second
 COLUMNS = ("what", "result", "took", "first", "seconds", *speed.PHASES, "episodes/s", "1M min")
@@ -111,7 +111,7 @@ def make(work: speed.Work, folder: Path) -> dict[str, Any]:
     return {"result": "ok"}
 
 
-def make_queries(work: speed.Work, group: int) -> data.TokenTable:
+def make_queries(work: speed.Work, group: int) -> queries.TokenTable:
     """As many queries as 2,000 updates use, of random lengths: every update has new shapes."""
     import datasets
     import pyarrow
@@ -121,7 +121,7 @@ def make_queries(work: speed.Work, group: int) -> data.TokenTable:
     ends = np.array([0, *lengths]).cumsum().astype(np.int32)
     column = pyarrow.ListArray.from_arrays(ends, rng.integers(1, words, ends[-1]))
     rows = datasets.table.InMemoryTable(pyarrow.table({"tokens": column}))
-    table: Any = data.TokenTable(datasets.Dataset(rows), work.query_length, words)
+    table: Any = queries.TokenTable(datasets.Dataset(rows), work.query_length, words)
     split = np.split(np.arange(len(lengths)), [1])  # it would take long to look for duplicates
     table.hold_out = lambda n: [table.select(part) for part in split]
     return table

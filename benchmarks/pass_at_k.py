@@ -66,12 +66,15 @@ def main(args: Args) -> None:
         raise cli.InputError(f"task {args.task} has no reward function; pass --reward_fn")
     if not 1 <= args.k <= args.samples:
         raise cli.InputError(f"--k {args.k} is not between 1 and samples={args.samples}")
-    task, reward = TASKS[args.task], load_function(name)
+    with cli.about(f"--reward_fn {name}"):
+        reward = load_function(name)
+    task = TASKS[args.task]
     task = replace(task, query_dataset=args.query_dataset or task.query_dataset)
     for model in args.models:
         policy = replace(task, base_model=model)
         *texts, columns = sample_responses(policy, args, args.samples)
-        scores = call_reward_function(reward, name, texts, columns).numpy()
+        with cli.about(f"--reward_fn {name}"):
+            scores = call_reward_function(reward, texts, columns).numpy()
         right = scores.reshape(args.samples, -1) >= 1  # [samples, queries]
         found = {f"pass@{k}": round(pass_at_k(right, k), 4) for k in sorted({1, args.k})}
         print(json.dumps({"model": model, "queries": right.shape[1]} | found))
@@ -82,5 +85,3 @@ if __name__ == "__main__":
         main(tyro.cli(Args))
     except cli.InputError as error:
         cli.fail(error, 2)
-    except cli.RunError as error:  # the reward function failed
-        cli.fail(error, 1)

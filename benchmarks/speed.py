@@ -286,7 +286,7 @@ def write(path: Path, workload: str, table: dict[str, dict[str, Any]]) -> list[d
 
 def draw(rows: list[dict[str, str]], path: Path) -> None:
     """A panel per workload: stacked CPU seconds of the phases."""
-    from machinery.plots import pyplot
+    from machinery.progress import pyplot
 
     panels = list(dict.fromkeys(row["workload"] for row in rows))
     rows_of_panels = math.ceil(len(panels) / 2)

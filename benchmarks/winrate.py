@@ -27,11 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import ppo  # noqa: E402
 from data.tasks import TASKS, Task  # noqa: E402
 from machinery import cli  # noqa: E402
-from machinery.data import load_queries, load_texts, tokenize_queries  # noqa: E402
 from machinery.decoding import Decoder  # noqa: E402
 from machinery.functions import load_function, signature_of  # noqa: E402
-from machinery.models import load_lm, load_tokenizer  # noqa: E402
+from machinery.models import load_lm  # noqa: E402
+from machinery.queries import load_queries, load_texts, tokenize_queries  # noqa: E402
 from machinery.rewards import call_reward_function  # noqa: E402
+from machinery.tokens import load_tokenizer  # noqa: E402
 from utils import add_affixes, decode, generator, truncate  # noqa: E402
 
 
@@ -119,9 +120,10 @@ def ask_in_both_orders(
     orders = []
     for first, second in ((a, b), (b, a)):
         ask = partial(judge, queries)  # with two further lists
-        found = call_reward_function(ask, name, [first, second], {}).double().numpy()
-        if ((found < 0) | (found > 1)).any():
-            raise cli.RunError(f"{name} returned {found}; probabilities are between 0 and 1")
+        with cli.about(f"--judge {name}"):
+            found = call_reward_function(ask, [first, second], {}).double().numpy()
+            if ((found < 0) | (found > 1)).any():
+                raise cli.InputError(f"returned {found}; probabilities are between 0 and 1")
         orders.append(found)
     forward, backward = orders[0], 1 - orders[1]
     agree = np.sign(forward - 0.5) == np.sign(backward - 0.5)
@@ -139,7 +141,8 @@ def main(args: Args) -> None:
         raise cli.InputError(f"task {args.task} has no true score; pass --judge path.py:function")
     if "data" in (args.a, args.b) and task.response_column is None:
         raise cli.InputError(f"task {args.task} has no responses of its own (response_column)")
-    judge = load_function(judge_name)
+    with cli.about(f"--judge {judge_name}"):
+        judge = load_function(judge_name)
     in_pairs = list(signature_of(judge).parameters)[1:3] == ["a", "b"]
     scores, responses = [], []
     for model, other in ((args.a, args.b), (args.b, args.a)):
@@ -149,7 +152,8 @@ def main(args: Args) -> None:
             *texts, columns = sample_responses(replace(task, base_model=model), args)
         responses.append(texts[1])
         if not in_pairs:
-            scores.append(call_reward_function(judge, judge_name, texts, columns).numpy())
+            with cli.about(f"--judge {judge_name}"):
+                scores.append(call_reward_function(judge, texts, columns).numpy())
     queries = len(texts[0])
     if in_pairs:
         wins, agreement = ask_in_both_orders(judge, judge_name, texts[0], *responses)
@@ -169,5 +173,3 @@ if __name__ == "__main__":
         main(tyro.cli(Args))
     except cli.InputError as error:
         cli.fail(error, 2)
-    except cli.RunError as error:  # the judge failed
-        cli.fail(error, 1)

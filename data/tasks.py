@@ -99,7 +99,7 @@ SUMMARIES = replace(
 )
 STORIES = replace(BOOKS, label_tokenizer=None, gold_fn=f"{SYNTHETIC / 'judge.py'}:gold_score")
 ENDS_AT_EOS: dict[str, Any] = dict(truncate_token="<|endoftext|>", truncate_after=0, eos_task=True)
-# Answers are checked (data/rewards.py): 1 if right, 0 if wrong or without an end. No labels.
+# Answers are checked (data/answers.py): 1 if right, 0 if wrong or without an end. No labels.
 VERIFIABLE = replace(
     BOOKS,
     temperature=1.0,

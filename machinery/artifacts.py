@@ -7,8 +7,10 @@ import platform
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,6 @@ import huggingface_hub
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from safetensors.torch import save_file
 from torch import Tensor
-
-from machinery.checkpoints import MAY_CHANGE
-from machinery.cli import InputError, RunError
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tyro", "numpy")
@@ -31,18 +30,18 @@ def models_link(args: Any, script: Path) -> Path:
 
 def create_run_folder(args: Any, script: Path) -> Path:
     """Create a new folder in runs/. If the default name is taken, append a number."""
+    if args.run_name:
+        folder = Path("runs") / args.run_name
+        folder.mkdir(parents=True)
+        return folder
     when = time.strftime("%Y%m%d-%H%M%S")
-    default = f"{args.task.task}__{script.stem}__{args.seed}__{when}"
-    path = Path("runs") / (args.run_name or default)
-    for i in range(1, 100):
-        folder = path if i == 1 else path.with_name(f"{path.name}-{i}")
-        try:
+    name = f"{args.task.task}__{script.stem}__{args.seed}__{when}"
+    for i in count(1):
+        folder = Path("runs") / (name if i == 1 else f"{name}-{i}")
+        with suppress(FileExistsError):
             folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            if args.run_name:
-                break
-    raise InputError(f"--run_name {args.run_name}: {path} exists; choose another name")
+            break
+    return folder
 
 
 def describe_environment(folder: Path) -> dict[str, Any]:
@@ -100,22 +99,17 @@ def save_model(
     part = folder.with_name(f".{folder.name}.part")
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it wrote this
-    try:
-        model.save_pretrained(part, state_dict=weights)
-        tokenizer.save_pretrained(part)
-        for name, head in heads.items():
-            save_file(head, part / f"{name}.safetensors")
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    try:
-        part.rename(folder)  # fails if the folder has files
-    except OSError:
-        names = [path.name for path in part.iterdir()]
-        same, _, _ = filecmp.cmpfiles(part, folder, names, shallow=False)
-        if len(same) < len(names):
-            raise RunError(f"{folder} has other files; the weights are in {part}") from None
+    model.save_pretrained(part, state_dict=weights)
+    tokenizer.save_pretrained(part)
+    for name, head in heads.items():
+        save_file(head, part / f"{name}.safetensors")
+    names = [path.name for path in part.iterdir()]
+    if folder.exists() and len(filecmp.cmpfiles(part, folder, names, shallow=False)[0]) == len(
+        names
+    ):
         shutil.rmtree(part)
+    else:
+        part.rename(folder)  # fails if the folder has other files
 
 
 def replace_link(link: Path, target: Path) -> None:
@@ -134,7 +128,7 @@ def write_card(args: Any, run: Path, script: str, weights: Path) -> None:
     names = sorted(name for name in first if not name.startswith(("step", "time/", "ppo/")))
     rows = "".join(f"| `{name}` | {first[name]:.4g} | {last[name]:.4g} |\n" for name in names)
     record = json.loads((run / "args.json").read_text())
-    settings = {key: x for key, x in asdict(args).items() if key not in MAY_CHANGE}
+    settings = asdict(args)
     for key in ("processes", "mixed_precision", "device", "python", "versions"):
         settings[key] = record[key]
     shutil.copy(run / "curves.png", weights)

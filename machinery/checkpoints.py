@@ -19,15 +19,6 @@ from torch import Tensor, nn
 from machinery.cli import InputError
 
 KEPT = 2  # checkpoints of a run: the newest and the one before it
-MAY_CHANGE = (
-    "save_every",
-    "keep_every",
-    "resume",
-    "run_name",
-    "output_dir",
-    "track",
-    "push_to_hub",
-)
 FULL: dict[str, Any] = dict(full_state_dict=True, cpu_offload=True)
 
 
@@ -72,16 +63,12 @@ def save_checkpoint(
 
 
 def write_atomically(path: Path, write: Any) -> None:
-    """Call `write(part)` for a file beside `path`, then rename it; leave nothing if that fails."""
+    """Call `write(part)` for a file beside `path`, then rename it."""
     part = path.with_name(f"{path.name}.part")
-    try:
-        write(part)
-        sync(part)
-        os.replace(part, path)
-        sync(path.parent)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    write(part)
+    sync(part)
+    os.replace(part, path)
+    sync(path.parent)
 
 
 def sync(path: Path) -> None:
@@ -169,10 +156,11 @@ def check_same_run(args: Any, processes: int, run: Path) -> None:
     new = asdict(args) | {"processes": processes, "mixed_precision": precision}
     old = json.loads((run / "args.json").read_text())
     new, old = (record | record["task"] for record in (new, old))
+    free = ["save_every", "keep_every", "resume", "run_name", "output_dir", "track", "push_to_hub"]
     changed = [
         f"{name}={value} instead of {old.get(name)}"
         for name, value in new.items()
-        if name not in MAY_CHANGE and value != old.get(name)
+        if name not in free and value != old.get(name)
     ]
     if changed:
         raise InputError(

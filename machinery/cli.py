@@ -1,11 +1,12 @@
 """Command line of the scripts: flags with the defaults of a task, and errors as one sentence."""
 
 import argparse
-import errno
 import os
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,18 +57,30 @@ class RunError(RuntimeError):
     """A run cannot continue."""
 
 
+@contextmanager
+def about(what: str) -> Iterator[None]:
+    """Name the flag, file or row that an error inside is about: `what: the error's own message`.
+
+    It becomes an `InputError`, which keeps the first error as its cause.
+    """
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{what}: {error}") from error.__cause__
+    except (Exception, SystemExit) as error:  # a user's function may call sys.exit
+        raise InputError(f"{what}: {type(error).__name__}: {error}") from error
+
+
 def parse_args(cls: type, presets: dict[str, dict[str, Any]], argv: list[str] | None = None) -> Any:
     """Parse the command line into the dataclass `cls`.
 
     `--task NAME` selects the defaults: the task's entry in `TASKS`, then the script's own
-    `presets[NAME]`. Raises `InputError` for an unknown task; tyro reports all other bad flags.
+    `presets[NAME]`. argparse reports an unknown task, tyro all other bad flags.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--task", default=next(iter(TASKS)))
+    parser.add_argument("--task", choices=TASKS, default=next(iter(TASKS)))
     name = parser.parse_known_args(argv)[0].task
-    if name not in TASKS:
-        raise InputError(f"--task {name} is unknown; choose {', '.join(TASKS)} (data/tasks.py)")
     task_fields = {field.name for field in fields(Task)}
     preset = presets.get(name, {})
     of_task = {key: value for key, value in preset.items() if key in task_fields}
@@ -78,7 +91,7 @@ def parse_args(cls: type, presets: dict[str, dict[str, Any]], argv: list[str] | 
 
 
 def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]]) -> None:
-    """Call `main(args)`. Expected errors print one sentence; bugs print a traceback.
+    """Call `main(args)`. Expected errors end with one sentence, bugs with a traceback.
 
     Exit codes: 2 for bad input, 1 for a run that cannot continue, 130 for Ctrl-C.
     """
@@ -88,29 +101,19 @@ def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]]) -> None:
         fail(error, 2)
     except RunError as error:
         fail(error, 1)
-    except Exception as error:
-        if not is_disk_error(error):
-            raise
-        fail(error, 1)
     except KeyboardInterrupt:
         fail("stopped by Ctrl-C", 130)
 
 
-def is_disk_error(error: BaseException) -> bool:
-    """Whether a disk is full or read-only."""
-    numbers = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG
-    if isinstance(error, OSError):
-        return error.errno in numbers
-    return any(os.strerror(number) in str(error) for number in numbers)  # libraries in Rust
-
-
-def fail(message: Any, code: int) -> None:
-    """Print why this process ends, and end it."""
+def fail(error: Any, code: int) -> None:
+    """Print why this process ends, after the traceback of the cause, and end it."""
     rank = int(os.environ.get("RANK", 0))
     if rank > 0:
         time.sleep(2)  # if all processes fail alike, only the first one prints before they end
+    if cause := getattr(error, "__cause__", None):
+        traceback.print_exception(cause)
     where = f" (process {rank})" if rank > 0 else ""
-    print(f"{Path(sys.argv[0]).name}: error{where}: {message}", file=sys.stderr, flush=True)
+    print(f"{Path(sys.argv[0]).name}: error{where}: {error}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 

@@ -15,11 +15,10 @@ import transformers
 from torch import Tensor
 
 from data.tasks import Task
-from machinery import chat
-from machinery.cli import InputError, say
-from machinery.data import tokenize_queries
-from machinery.hub import loading_model
-from machinery.rewards import same_tokens, translate
+from machinery import tokens
+from machinery.cli import InputError, about, say
+from machinery.queries import tokenize_queries
+from machinery.sources import check_source, load_rows
 from utils import TokenIds, pad_left, pad_right
 
 if TYPE_CHECKING:
@@ -68,22 +67,16 @@ class Labels:
 
 
 def load_labels(task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
-    """Load `label_dataset` as token ids of `tokenizer` (R4). Raises `InputError` with the row."""
-    from machinery.sources import load_rows  # datasets takes a second to import
-
-    if task.label_dataset is None:
-        raise InputError(
-            f"task {task.task} needs no reward model, and has no labels; pass --label_dataset"
-        )
-    rows = load_rows(task.label_dataset, "--label_dataset")
-    if {"chosen", "rejected"} <= set(rows.column_names):
-        return load_pairs(rows, task, tokenizer, ids)
-    source = load_label_tokenizer(task)
-    vocabulary = ids.pad if source is None else len(source)
-    labels = load_best_of_k(rows, vocabulary, f"--label_dataset {task.label_dataset}")
-    if source is None or same_tokens(tokenizer, source):
-        return labels
-    return translate_labels(labels, source, tokenizer)
+    """Load `label_dataset` as token ids of `tokenizer` (R4)."""
+    rows = load_rows(str(task.label_dataset), "--label_dataset")
+    with about(f"--label_dataset {task.label_dataset}"):
+        if {"chosen", "rejected"} <= set(rows.column_names):
+            return load_pairs(rows, task, tokenizer, ids)
+        source = load_label_tokenizer(task)
+        labels = load_best_of_k(rows, ids.pad if source is None else len(source))
+        if source is None or tokens.same_tokens(tokenizer, source):
+            return labels
+        return translate_labels(labels, source, tokenizer)
 
 
 # ---------------------------------------------------------------------------------- OpenAI's files
@@ -94,58 +87,31 @@ def load_label_tokenizer(task: Task) -> Any | None:
     name = task.label_tokenizer
     if name is None or name == task.base_model:
         return None
-    files = "config.json tokenizer.json tokenizer_config.json"
-    try:
-        with loading_model(name, "--label_tokenizer", files=files):
-            return transformers.AutoTokenizer.from_pretrained(name)
-    except InputError as error:
-        raise InputError(
-            f"--label_dataset {task.label_dataset} holds ids of {name}'s tokenizer. {error}\n"
-            f"If they are the model's own ids, pass --label_tokenizer {task.base_model}"
-        ) from error
+    with about(f"--label_tokenizer {name}"):
+        check_source(name)
+        return transformers.AutoTokenizer.from_pretrained(name)
 
 
-def load_best_of_k(rows: "datasets.Dataset", vocabulary: int, where: str) -> Labels:
+def load_best_of_k(rows: "datasets.Dataset", vocabulary: int) -> Labels:
     """OpenAI's format: lists of ids below `vocabulary`, padded with `OPENAI_PAD`."""
     samples = [name for name in rows.column_names if re.fullmatch(r"sample\d+", name)]
     names = [f"sample{k}" for k in range(max(len(samples), 2))]
-    missing = [name for name in ("query", "best", *names) if name not in rows.column_names]
-    if missing:
-        raise InputError(
-            f"{where} has no {', '.join(missing)}; it needs query, sample0, sample1, "
-            "..., best, or prompt, chosen, rejected"
-        )
-    queries, responses, best = [], [], []
-    for i, row in enumerate(rows):
-        query, *candidates = (
-            read_ids(row[name], vocabulary, f"{where} row {i}: {name}")
-            for name in ("query", *names)
-        )
-        if not len(query):
-            raise InputError(f"{where} row {i}: query has only padding")
-        if type(row["best"]) not in (int, float) or row["best"] not in range(len(names)):
-            raise InputError(
-                f"{where} row {i}: best={row['best']!r} is not in 0...{len(names) - 1}"
-            )
-        queries.append(query)
-        responses.append(candidates)
-        best.append(int(row["best"]))
-    return Labels(queries, responses, np.array(best))
-
-
-def read_ids(value: Any, vocabulary: int, where: str) -> np.ndarray:
-    """A list of token ids without its padding. Raises `InputError` for anything else."""
     pad = max(OPENAI_PAD, vocabulary)
-    try:
-        ids = np.asarray(value, dtype=np.float64)
-    except (TypeError, ValueError):
-        ids = np.empty((0, 0))
-    if isinstance(value, str) or ids.ndim != 1 or (ids != np.floor(ids)).any():
-        raise InputError(f"{where}={value!r:.60} is not a list of token ids")
-    wrong = (ids < 0) | ((ids >= vocabulary) & (ids != pad))
-    if wrong.any():
-        found = ids[wrong][0]
-        raise InputError(f"{where} has id {found:g}; ids are below {vocabulary}, padding is {pad}")
+    labels = Labels([], [], np.zeros(len(rows), dtype=int))
+    for i, row in enumerate(rows):
+        with about(f"row {i}"):
+            labels.queries.append(read_ids(row["query"], vocabulary, pad))
+            labels.responses.append([read_ids(row[name], vocabulary, pad) for name in names])
+            labels.best[i] = read_ids([row["best"]], len(names)).item()
+    return labels
+
+
+def read_ids(value: Any, vocabulary: int, pad: int | None = None) -> np.ndarray:
+    """A list of ids without padding. Raises `InputError` for fractions and ids out of range."""
+    ids = np.asarray(value, dtype=np.float64)
+    wrong = (ids != np.floor(ids)) | (ids < 0) | ((ids >= vocabulary) & (ids != pad))
+    if ids.ndim != 1 or wrong.any():
+        raise InputError(f"{value!r:.60} is not a list of ids below {vocabulary}")
     return ids[ids != pad].astype(np.int32)
 
 
@@ -154,7 +120,7 @@ def translate_labels(labels: Labels, source: Any, tokenizer: Any) -> Labels:
 
     def convert(sequences: list[np.ndarray]) -> list[np.ndarray]:
         padded = pad_right([ids.tolist() for ids in sequences], -1)
-        return to_arrays(translate(padded, source, -1, tokenizer))
+        return to_arrays(tokens.translate(padded, source, -1, tokenizer))
 
     flat = convert([ids for candidates in labels.responses for ids in candidates])
     k = len(labels.responses[0])
@@ -175,47 +141,39 @@ def load_pairs(rows: "datasets.Dataset", task: Task, tokenizer: Any, ids: TokenI
 
     Each response ends with the truncate token. Prompts that are too long lose the end, dialogues
     their beginning, and messages their first turns. Rows that are blank or whose last turn is too
-    long are skipped. Raises `InputError` with the row.
+    long are skipped.
     """
-    where = f"--label_dataset {task.label_dataset}"
     names = [name for name in ("prompt", "chosen", "rejected") if name in rows.column_names]
-    texts = []
-    dialogues = []
+    pairs = []
     for i, row in enumerate(rows.select_columns(names)):
-        try:
-            texts.append(split_pair(row, tokenizer))
-        except InputError as error:
-            raise InputError(f"{where} row {i}: {error}") from error
-        dialogues.append("prompt" not in row)
-    messages = [prompt if isinstance(prompt, list) else None for prompt, _, _ in texts]
+        with about(f"row {i}"):
+            pairs.append(split_pair(row, tokenizer))
+    messages = [prompt if isinstance(prompt, list) else None for prompt, _, _ in pairs]
     if any(messages):
-        chat.check_chat(task, tokenizer, where)
+        tokens.check_chat(task, tokenizer)
     prompts = [
-        chat.render(x, tokenizer, prompt=True) if isinstance(x, list) else x for x, *_ in texts
+        tokens.render(x, tokenizer, prompt=True) if isinstance(x, list) else x for x, *_ in pairs
     ]
     queries = tokenize_queries(prompts, task, tokenizer)
     full = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    sides = [tokenizer([text[i] for text in texts], add_special_tokens=False) for i in (1, 2)]
+    sides = [tokenizer([pair[i] for pair in pairs], add_special_tokens=False) for i in (1, 2)]
     labels = Labels([], [], np.zeros(0, dtype=int))
     cut = 0
     for i, query in enumerate(queries):
         too_long = len(full[i]) > task.query_length
         if prompt := messages[i]:
-            query = chat.tokenize_prompt(prompt, task.query_length, tokenizer)
-        elif too_long and dialogues[i]:
+            query = tokens.tokenize_prompt(prompt, task.query_length, tokenizer)
+        elif too_long and "prompt" not in names:
             query = full[i][-task.query_length :]
         pair = [with_end(side["input_ids"][i], ids.truncate) for side in sides]
         if query and all(pair):
             labels.queries.append(np.array(query, dtype=np.int32))
             labels.responses.append(to_arrays(pair))
             cut += too_long
-    skipped = len(queries) - len(labels.queries)
-    if skipped == len(queries):
-        raise InputError(f"{where} has no usable rows: all {skipped} are blank or too long")
-    if skipped:
-        say(f"{where}: skipped {skipped} of {len(queries)} rows: blank or too long")
+    if skipped := len(pairs) - len(labels.queries):
+        say(f"skipped {skipped} of {len(pairs)} pairs: blank or too long")
     if cut:
-        say(f"{where}: cut {cut} of {len(queries)} prompts to query_length={task.query_length}")
+        say(f"cut {cut} of {len(pairs)} prompts to query_length={task.query_length}")
     return Labels(labels.queries, labels.responses, np.zeros(len(labels.queries), dtype=int))
 
 
@@ -225,22 +183,13 @@ def with_end(ids: list[int], end: int | None) -> list[int]:
 
 
 def split_pair(row: Any, tokenizer: Any) -> tuple[str | list[dict], str, str]:
-    """Prompt, chosen and rejected as texts; the prompt of messages as messages.
-
-    Raises `InputError` for other forms.
-    """
+    """Prompt, chosen and rejected as texts; the prompt of messages as messages."""
     prompt, chosen, rejected = (row.get(name) for name in ("prompt", "chosen", "rejected"))
-    lists = isinstance(chosen, list) and isinstance(rejected, list)
-    if not lists and not (isinstance(chosen, str) and isinstance(rejected, str)):
-        raise InputError("chosen and rejected have to be two texts or two lists of messages")
-    is_prompt = isinstance(prompt, str) or (lists and isinstance(prompt, list))
-    if "prompt" in row and not is_prompt:
-        raise InputError(f"prompt={prompt!r:.60} has to be a text or a list of messages")
-    if lists:
+    if isinstance(chosen, list) and isinstance(rejected, list):
         return split_messages(prompt, chosen, rejected, tokenizer)
-    if "prompt" in row:
-        return prompt, chosen, rejected
-    return split_texts(chosen, rejected)
+    if not all(isinstance(text, str) for text in (chosen, rejected, row.get("prompt", ""))):
+        raise InputError(f"prompt, chosen and rejected have to be texts, not {row!r:.60}")
+    return (prompt, chosen, rejected) if "prompt" in row else split_texts(chosen, rejected)
 
 
 def split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
@@ -253,17 +202,14 @@ def split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
 
 def split_messages(
     prompt: str | list | None, chosen: list, rejected: list, tokenizer: Any
-) -> tuple[list[dict], str, str]:
+) -> tuple[str | list[dict], str, str]:
     """The prompt's messages, and the texts of both answers by the chat template.
 
     The prompt is a list, or a text or nothing if the two lists begin with its messages.
     """
-    chat.check_messages([*chosen, *rejected])
     if not isinstance(prompt, list):
         same = [a == b for a, b in zip(chosen[:-1], rejected[:-1], strict=False)]
         shared = chosen[: (same + [False]).index(False)]
         prompt = shared or ([{"role": "user", "content": prompt}] if prompt else [])
-    if not prompt:
-        raise InputError("chosen and rejected have no message in common that could be the prompt")
-    good, bad = (chat.render_answer(prompt, side, tokenizer) for side in (chosen, rejected))
-    return prompt, good, bad
+    good, bad = (tokens.render_answer(prompt, side, tokenizer) for side in (chosen, rejected))
+    return prompt or "", good, bad

@@ -1,26 +1,24 @@
-"""Loading tokenizers and language models, and checks that a model can be used.
+"""Loading language models, and checks that a model can be used.
 
 Tags such as (P4) are explained in docs/details.md.
 """
 
-import inspect
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from data.tasks import Task
-from machinery.cli import InputError
-from machinery.data import single_token
+from machinery.cli import InputError, about
 from machinery.decoding import Decoder
-from machinery.hub import check_weights, has_weights, loading_model
 from machinery.packing import Packed, run_plain
-from utils import TokenIds, pad_left
+from machinery.sources import check_source
+from utils import pad_left
 
-KNOWN = "GPT-2, GPT-NeoX (Pythia), Llama, Qwen 2, Mistral, Falcon and similar models work"
+KNOWN = "GPT-2, GPT-NeoX (Pythia), Llama, Qwen 2, Mistral, Falcon and similar models can"
 
 
 class Float32Linear(nn.Linear):
@@ -46,45 +44,6 @@ def store_as_cast(model: nn.Module) -> None:
             module.to(torch.bfloat16)
 
 
-def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> tuple[Any, TokenIds]:
-    """The tokenizer of `task.base_model` and the token ids of the task; loads no weights.
-
-    `new_tokens` follow each query. The pad id is one past the vocabulary (G2); the tokenizer's own
-    pad token is never used. Raises `InputError` if the model cannot be used.
-    """
-    name = task.base_model
-    with loading_model(name, flag):
-        config = transformers.AutoConfig.from_pretrained(name)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    check_config(config, name, flag)
-    if len(tokenizer) > config.vocab_size:
-        raise InputError(
-            f"{flag} {name}: the tokenizer has {len(tokenizer)} tokens and the model only "
-            f"{config.vocab_size}; resize the model's embeddings first"
-        )
-    prefix, suffix = (
-        tokenizer.encode(text, add_special_tokens=False)
-        for text in (task.query_prefix, task.query_suffix)
-    )
-    length = len(prefix) + task.query_length + len(suffix) + new_tokens
-    check_length(
-        config, length, f"query_length={task.query_length} with prefix, suffix and response"
-    )
-    truncate = single_token(tokenizer, task.truncate_token, "--truncate_token")
-    if task.eos_task and truncate is None:
-        raise InputError("eos_task needs a truncate_token, at which responses end")
-    return tokenizer, TokenIds(config.vocab_size, truncate, prefix, suffix)
-
-
-def check_config(config: transformers.PretrainedConfig, name: str, flag: str) -> None:
-    """Raise `InputError` for an architecture that cannot be used, before loading its weights."""
-    if getattr(config, "vocab_size", None) is None:
-        raise InputError(f"{flag} {name} ({config.model_type}) is not a text-only model; {KNOWN}")
-    cls: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if cls is None or "position_ids" not in inspect.signature(cls.forward).parameters:
-        raise InputError(f"{flag} {name} ({config.model_type}) takes no position_ids; {KNOWN}")
-
-
 def check_length(config: transformers.PretrainedConfig, needed: int, what: str) -> None:
     """Raise `InputError` if a model has fewer positions than tokens to read."""
     longest = getattr(config, "max_position_embeddings", None)
@@ -99,61 +58,60 @@ def load_lm(
 ) -> "transformers.PreTrainedModel":
     """A causal language model in fp32 without dropout (P4), its head outside autocast.
 
-    Only safetensors are read. A folder without weights gives a random model if `allow_random`, and
-    otherwise an `InputError`, as does a model whose results would be wrong.
+    Only safetensors are read. A folder without weights gives a random model if `allow_random`.
+    Ends the run if a weight would be random, or if the model's results would be wrong.
     """
-    with loading_model(name, flag):
+    with about(f"{flag} {name}"):
+        check_source(name)
         config = disable_dropout(transformers.AutoConfig.from_pretrained(name))
-    path = Path(name)
-    if path.is_dir() and not has_weights(path):
-        if not allow_random or any(path.glob("*.bin")):
-            check_weights(path, flag)
-        lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    else:
-        options = dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
-        with loading_model(name, flag):
-            load: Any = transformers.AutoModelForCausalLM.from_pretrained
-            lm, info = load(name, config=config, **options)
-        if info["missing_keys"]:  # they would be random
-            missing = sorted(info["missing_keys"])[0]
-            raise InputError(f"{flag} {name} is not a language model: {missing} is missing")
-    head = lm.get_output_embeddings()
-    head.__class__ = Float32Linear  # the same module, so names and tied weights stay
-    use_fused_gelu(lm)
-    check_model(lm, name, flag)
+        weights = [path for end in ("safetensors", "bin") for path in Path(name).glob(f"*.{end}")]
+        if allow_random and Path(name).is_dir() and not weights:
+            lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        else:
+            lm = load_weights(transformers.AutoModelForCausalLM, name, config)
+        head = lm.get_output_embeddings()
+        head.__class__ = Float32Linear  # the same module, so names and tied weights stay
+        use_fused_gelu(lm)
+        with about(f"{config.model_type} cannot be used ({KNOWN})"):
+            check_model(lm)
     return lm
 
 
+def load_weights(cls: Any, name: str, config: transformers.PretrainedConfig) -> Any:
+    """A model of an Auto class in fp32. Raises `InputError` if a weight would be random."""
+    for path in sorted(Path(name).glob("*.safetensors")):
+        with about(f"{path.name} is damaged"), safe_open(path, "pt"):
+            pass
+    options = dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
+    model, info = cls.from_pretrained(name, config=config, **options)
+    if info["missing_keys"]:
+        raise InputError(f"has no {sorted(info['missing_keys'])[0]}, which would be random")
+    return model
+
+
 @torch.no_grad()
-def check_model(lm: "transformers.PreTrainedModel", name: str, flag: str) -> None:
+def check_model(lm: "transformers.PreTrainedModel") -> None:
     """Raise `InputError` if our ways to call a model give other results than `lm(...)` itself.
 
     Two sequences, alone, are compared with the same two padded, packed, sampled token by token,
     and in training mode, which must not be random.
     """
-    who = f"{flag} {name} ({lm.config.model_type})"
     sequences = [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
     sequences = [[token % lm.config.vocab_size for token in tokens] for tokens in sequences]
     tokens = pad_left(sequences, 6, -1)
     mask = tokens >= 0
     inputs = tokens.clamp(min=0), mask, mask.cumsum(dim=1) - mask.long()
     lm.eval()
-    try:
-        alone = torch.cat([lm(torch.tensor([ids])).logits[0] for ids in sequences])
-        results = {"with padding": compute_logits(lm, Packed(lm.base_model)(*inputs))[mask]}
-        results["token by token"] = decode_step_by_step(lm, *inputs)[mask]
-        lm.train()
-        results["in training mode"] = compute_logits(lm, run_plain(lm.base_model, *inputs))[mask]
-    except Exception as error:  # of any kind, from an unsupported architecture
-        raise InputError(f"{who} cannot be used: {error!r:.200}. {KNOWN}") from error
-    finally:
-        lm.eval()
-    if not alone.isfinite().all():
-        raise InputError(f"{who} has weights that are not finite")
+    alone = torch.cat([lm(torch.tensor([ids])).logits[0] for ids in sequences])
+    results = {"with padding": compute_logits(lm, Packed(lm.base_model)(*inputs))[mask]}
+    results["token by token"] = decode_step_by_step(lm, *inputs)[mask]
+    lm.train()
+    results["in training mode"] = compute_logits(lm, run_plain(lm.base_model, *inputs))[mask]
+    lm.eval()
     for how, logits in results.items():
         gap = (logits.log_softmax(dim=-1) - alone.log_softmax(dim=-1)).abs().max().item()
-        if not gap < 0.01:
-            raise InputError(f"{who} cannot be used: {how} it differs by {gap:.2g} nats. {KNOWN}")
+        if not gap < 0.01:  # also if it is not a number
+            raise InputError(f"{how} it differs by {gap:.2g} nats")
 
 
 def decode_step_by_step(
@@ -175,23 +133,6 @@ def disable_dropout(config: transformers.PretrainedConfig) -> transformers.Pretr
         if ("drop" in key or "jitter" in key) and isinstance(value, float):
             setattr(config, key, 0.0)
     return config
-
-
-def set_residual_dropout(lm: "transformers.PreTrainedModel", p: float) -> None:
-    """Dropout in training of what attention and MLP add to the hidden states, GPT-2's resid_pdrop.
-
-    Raises `InputError` for a model without it. The configuration keeps its 0.
-    """
-    attention = "resid_dropout", "post_attention_dropout", "resid_attn_dropout"
-    mlp = "mlp.dropout", "post_mlp_dropout", "resid_mlp_dropout"
-    found = [m for name, m in lm.named_modules() if name.endswith((*attention, *mlp))]
-    if p and not found:
-        raise InputError(
-            f"--resid_dropout {p}: {lm.config.model_type} has no residual dropout; GPT-2, GPT-NeoX "
-            "(Pythia), GPT-J and Phi have it"
-        )
-    for module in found:
-        module.p = p
 
 
 def use_fused_gelu(model: nn.Module) -> None:

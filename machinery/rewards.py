@@ -16,13 +16,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data.tasks import Task
-from machinery.cli import InputError, RunError
-from machinery.functions import call_function, load_function, names_taken, signature_of
-from machinery.hub import check_weights, loading_model, looks_local
-from machinery.models import check_length, disable_dropout, store_as_cast, use_fused_gelu
+from machinery.cli import InputError, about
+from machinery.functions import load_function, names_taken, signature_of
+from machinery.models import (
+    check_length,
+    disable_dropout,
+    load_weights,
+    store_as_cast,
+    use_fused_gelu,
+)
+from machinery.sources import check_source
+from machinery.tokens import same_tokens, translate
 from utils import TokenIds, decode, micro_batches, pad_left
-
-PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # a text that tokenizers split differently
 
 
 class RewardConfig(transformers.PretrainedConfig):
@@ -48,74 +53,42 @@ class RewardConfig(transformers.PretrainedConfig):
         super().__init__(**kwargs)
 
 
-def load_reward_model(cls: Callable, folder: str, make: str = "train_reward.py") -> Any:
+def load_reward_model(cls: Callable, name: str) -> Any:
     """Load a reward model of class `cls` in fp32 and evaluation mode.
 
     The folder or hub name is what train_reward.py wrote, or a sequence classifier with one label as
-    TRL trains it, whose head `score` has no bias. Raises `InputError` with the command that creates
-    one.
+    TRL trains it, whose head `score` has no bias.
     """
+    with about(f"--reward_model {name}"):
+        check_source(name)
+        if RewardConfig.get_config_dict(name)[0].get("model_type") == RewardConfig.model_type:
+            return load_own_model(cls, name)
+        config = disable_dropout(transformers.AutoConfig.from_pretrained(name))
+        classifier = load_weights(transformers.AutoModelForSequenceClassification, name, config)
+        if config.num_labels != 1:
+            raise InputError(f"has {config.num_labels} labels; a reward model has one")
+        use_fused_gelu(classifier)
+        skip_id = -1 if config.pad_token_id is None else config.pad_token_id
+        model = cls(RewardConfig(config, config.vocab_size, skip_id), classifier.base_model)
+        model.head.weight = classifier.score.weight
+        return model.eval()
+
+
+def load_own_model(cls: Callable, name: str) -> Any:
+    """Load what train_reward.py wrote."""
     from transformers.initialization import no_init_weights
 
-    path = Path(folder)
-    local = path.exists() or looks_local(folder)
-    if local and not (path / "config.json").is_file():
-        raise InputError(
-            f"there is no reward model in {folder}; create it with `{make}`, "
-            "or pass --reward_model or --reward_fn"
-        )
-    if local:
-        check_weights(path, "--reward_model")
-    options = dict(dtype=torch.float32, use_safetensors=True)
-    with loading_model(folder, "--reward_model"):
-        if RewardConfig.get_config_dict(folder)[0].get("model_type") == RewardConfig.model_type:
-            with no_init_weights():
-                model = cls(RewardConfig.from_pretrained(folder))
-            if not local:
-                path = Path(snapshot_download(folder, allow_patterns="*.safetensors"))
-            files = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
-            model.load_state_dict({name: x for tensors in files for name, x in tensors.items()})
-            return model.eval()
-        config = disable_dropout(transformers.AutoConfig.from_pretrained(folder))
-        classifier, info = transformers.AutoModelForSequenceClassification.from_pretrained(
-            folder, config=config, output_loading_info=True, **options
-        )
-    if info["missing_keys"] or classifier.num_labels != 1 or not hasattr(classifier, "score"):
-        raise InputError(
-            f"--reward_model {folder} is not a reward model or classifier of one label"
-        )
-    use_fused_gelu(classifier)
-    skip_id = -1 if config.pad_token_id is None else config.pad_token_id
-    model = cls(RewardConfig(config, config.vocab_size, skip_id), classifier.base_model)
-    model.head.weight = classifier.score.weight
+    with no_init_weights():
+        model = cls(RewardConfig.from_pretrained(name))
+    path = Path(name)
+    if not path.is_dir():
+        path = Path(snapshot_download(name, allow_patterns="*.safetensors"))
+    weights: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with about(f"{file.name} is damaged"):
+            weights |= load_file(file)
+    model.load_state_dict(weights)
     return model.eval()
-
-
-def same_tokens(tokenizer: Any, other: Any) -> bool:
-    """Whether every token id of `other` is the same text for `tokenizer`, which may have more.
-
-    No text has the pad token of `other`, such as TRL's [PAD], unless it is also its EOS.
-    """
-    vocabulary = other.get_vocab()
-    if other.pad_token != other.eos_token:
-        vocabulary.pop(other.pad_token, None)
-    same = vocabulary.items() <= tokenizer.get_vocab().items()
-    encoded = [t.encode(PROBE, add_special_tokens=False) for t in (tokenizer, other)]
-    return same and encoded[0] == encoded[1]
-
-
-def translate(tokens: Tensor, source: Any, pad_id: int, target: Any) -> list[list[int]]:
-    """Token ids [B, T] of tokenizer `source` → the same B texts as token lists of `target`.
-
-    Padding is dropped; an end of text stays one. Nothing is cut.
-    """
-    sequences = [[token for token in row if token != pad_id] for row in tokens.tolist()]
-    texts = source.batch_decode(
-        sequences, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    if source.eos_token:
-        texts = [text.replace(source.eos_token, target.eos_token or "") for text in texts]
-    return target(texts, add_special_tokens=False)["input_ids"]
 
 
 def reward_input(
@@ -161,43 +134,37 @@ def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: i
 
 
 def call_reward_function(
-    function: Callable, name: str, texts: list[list[str]], columns: dict[str, list]
+    function: Callable, texts: list[list[str]], columns: dict[str, list]
 ) -> Tensor:
     """Call a function of (queries, responses) → [B], with the columns that it names.
 
-    Raises `RunError` unless it returns one finite number for each response.
+    Raises `InputError` unless it returns one finite number for each response.
     """
     queries, responses = texts
-    for column, values in columns.items():
-        if len(values) != len(queries):
-            raise RunError(f"{len(values)} values of {column!r} for {len(queries)} responses")
+    assert all(len(values) == len(queries) for values in columns.values())
     further = {column: columns[column] for column in names_taken(function, columns)}
-    returned = call_function(function, name, queries, responses, **further)
-    wanted = f"it has to return one finite number for each of {len(queries)} responses"
-    try:
-        result = torch.as_tensor(returned, dtype=torch.float32)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise RunError(f"{name} returned {returned!r:.60}; {wanted}") from error
-    if result.shape != (len(queries),):
-        raise RunError(f"{name} returned shape {list(result.shape)}; {wanted}")
-    for value, response in zip(result.tolist(), responses, strict=True):
-        if not abs(value) < float("inf"):
-            raise RunError(f"{name} returned {value} for {response!r:.60}; {wanted}")
+    returned = function(queries, responses, **further)
+    result = torch.as_tensor(returned, dtype=torch.float32)
+    if result.shape != (len(queries),) or not result.isfinite().all():
+        wanted = f"one finite number for each of {len(queries)} responses"
+        raise InputError(f"returned {returned!r:.60} and has to return {wanted}")
     return result
 
 
 def load_gold_reward(task: Task, tokenizer: Any, ids: TokenIds) -> Callable | None:
     """The true score as a function of (queries, responses) → [B]; None if it is unknown."""
-    return text_scorer(task.gold_fn, tokenizer, ids.pad) if task.gold_fn else None
+    return text_scorer("--gold_fn", task.gold_fn, tokenizer, ids.pad) if task.gold_fn else None
 
 
-def text_scorer(name: str, tokenizer: Any, pad_id: int) -> Callable[..., Tensor]:
+def text_scorer(flag: str, name: str, tokenizer: Any, pad_id: int) -> Callable[..., Tensor]:
     """Return a user's function of texts as a function of (queries, responses) → [B]."""
-    function = load_function(name)
+    with about(f"{flag} {name}"):
+        function = load_function(name)
 
     def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
         texts = [decode(tokenizer, tokens, pad_id) for tokens in (queries, responses)]
-        return call_reward_function(function, name, texts, columns or {}).to(queries.device)
+        with about(f"{flag} {name}"):
+            return call_reward_function(function, texts, columns or {}).to(queries.device)
 
     return score
 
@@ -208,21 +175,22 @@ def load_reward(
     """Return the reward as a function of (queries [B, Q], responses [B, R]) → scores [B].
 
     It is the reward model's (of class `cls`), or `--reward_fn`'s; a reward function with a
-    parameter `scores` gets the reward model's. `with_columns` adds columns of the data set.
+    parameter `scores` gets the reward model's.
     """
-    of_texts = text_scorer(args.reward_fn, tokenizer, ids.pad) if args.reward_fn else None
-    if of_texts and "scores" not in signature_of(load_function(args.reward_fn)).parameters:
-        return of_texts
+    of_texts = None
+    if args.reward_fn:
+        of_texts = text_scorer("--reward_fn", args.reward_fn, tokenizer, ids.pad)
+        if "scores" not in signature_of(load_function(args.reward_fn)).parameters:
+            return of_texts
     folder = args.reward_model or f"models/{args.task.task}/train_reward"
-    model = load_reward_model(cls, folder, f"python train_reward.py --task {args.task.task}")
-    model = model.to(accelerator.device).requires_grad_(False)
+    model = load_reward_model(cls, folder).to(accelerator.device).requires_grad_(False)
     if accelerator.mixed_precision == "bf16":
         store_as_cast(model)
-    with loading_model(folder, "--reward_model"):
+    with about(f"--reward_model {folder}"):
         own_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    if same_tokens(own_tokenizer, tokenizer):
-        length = args.task.query_length + args.task.response_length
-        check_length(model.config.backbone, length, f"--reward_model {folder}: query and response")
+        if same_tokens(own_tokenizer, tokenizer):
+            length = args.task.query_length + args.task.response_length
+            check_length(model.config.backbone, length, "query and response")
     read = reward_input(model, own_tokenizer, tokenizer, ids.pad)
 
     def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+import huggingface_hub
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from machinery import artifacts, checkpoints, hub
-from machinery.cli import InputError, RunError, check_divisible
+from machinery import artifacts, checkpoints
+from machinery.cli import InputError, RunError, about, check_divisible
 from machinery.distributed import stop
-from machinery.plots import plot_run
-from machinery.progress import Limits, Progress
+from machinery.progress import Limits, Progress, plot_run
 from utils import all_max
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -30,18 +30,18 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 def check_run(args: Any, script: Path, processes: int) -> None:
     """Raise `InputError` if the run would overwrite something, or cannot be resumed."""
-    if args.resume is None:
-        if args.run_name and (Path("runs") / args.run_name).exists():
-            raise InputError(f"--run_name {args.run_name}: the folder exists; choose another name")
-        if args.output_dir and os.path.lexists(args.output_dir):
-            raise InputError(f"--output_dir {args.output_dir} exists; choose another folder")
+    new = {f"--output_dir {args.output_dir}": args.output_dir}
+    new[f"--run_name {args.run_name}"] = args.run_name and f"runs/{args.run_name}"
+    for flag, path in new.items():
+        if args.resume is None and path and os.path.lexists(path):
+            raise InputError(f"{flag}: {path} exists; choose another name")
     link = artifacts.models_link(args, script)
     if link.exists() and not link.is_symlink() and not args.output_dir:
         raise InputError(f"{link} is a folder, not a link to the weights of a run; move it away")
     if checkpoint := checkpoints.find_checkpoint(args, script):
         checkpoints.check_same_run(args, processes, checkpoint.parents[1])
-    if args.push_to_hub:
-        hub.check_token(args.push_to_hub)
+    if args.push_to_hub and not huggingface_hub.get_token():
+        raise InputError(f"--push_to_hub {args.push_to_hub} needs a token; run `hf auth login`")
     if getattr(args, "keep_every", None):
         check_divisible("keep_every", args.keep_every, args.eval_every, "eval_every")
 
@@ -89,18 +89,14 @@ class Run:
         record = asdict(self.args) | {"processes": self.accelerator.num_processes}
         record |= {"mixed_precision": self.accelerator.mixed_precision}
         record |= {"device": self.accelerator.device.type, "command": sys.argv}
-        if self.args.push_to_hub:
-            hub.create_repository(self.args.push_to_hub)
         if not self.source:
             self.folder = artifacts.create_run_folder(self.args, self.script)
             shutil.copy(self.script, self.folder / self.script.name)
             record |= artifacts.describe_environment(self.folder)
             (self.folder / "args.json").write_text(json.dumps(record, indent=1))
         self.lock = filelock.FileLock(self.folder / ".lock")  # released when the process ends
-        try:
+        with about(f"another process is still writing {self.folder}"):
             self.lock.acquire(timeout=0)
-        except filelock.Timeout:
-            raise InputError(f"another process is still writing {self.folder}") from None
         self.accelerator.trackers = artifacts.start_trackers(self.folder, record, self.args.track)
         self.progress = Progress(self.script.stem, self.total, self.shown, self.limits)
 
@@ -168,7 +164,7 @@ class Run:
             sys.exit(143)
 
     def keep(self, update: int, model: Any, tokenizer: Any) -> None:
-        """Save weights as keep_<update>/ in the run if `--keep_every` says so.
+        """Save the weights as keep_<update>/ in the run, if `--keep_every` asks for them.
 
         All processes have to call this.
         """
@@ -179,7 +175,7 @@ class Run:
         if self.main:
             folder = self.folder / f"keep_{update}"
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed and resumed
-            artifacts.save_model(model, tokenizer, folder, state, {})
+            artifacts.save_model(model, tokenizer, folder, state, heads={})
         self.accelerator.wait_for_everyone()
 
     def exceeds_stop_kl(self, kl: float) -> bool:
@@ -206,16 +202,9 @@ class Run:
             self.progress.update(step, metrics)
 
     def append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """Add lines to a file of the run, all or none."""
-        path = self.folder / name
-        length = path.stat().st_size if path.exists() else 0
-        try:
-            with open(path, "a") as file:
-                file.write("".join(json.dumps(row) + "\n" for row in rows))
-        except OSError as error:
-            if path.exists():
-                os.truncate(path, length)
-            raise RunError(f"{path} cannot be written: {error.strerror}") from error
+        """Add lines to a file of the run."""
+        with open(self.folder / name, "a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
 
     def log_samples(self, step: int, texts: Iterable[list[str]], scores: list[float]) -> None:
         """Log queries and responses (`texts`) with their scores as a table."""
@@ -227,15 +216,10 @@ class Run:
         if not self.main:
             return
         self.append("samples.jsonl", [{"step": step, **row} for row in rows])
-        self.print_table(rows, f"samples after {step} updates")
+        self.progress.table(rows, f"samples after {step} updates")
         if self.args.track:
             tracker = self.accelerator.get_tracker("wandb")
             tracker.log_table("samples", list(rows[0]), [list(x.values()) for x in rows], step=step)
-
-    def print_table(self, rows: list[dict[str, Any]], title: str) -> None:
-        """Print rows of texts and numbers."""
-        if self.main and rows:
-            self.progress.table(rows, title)
 
     def save(self, model: Any, tokenizer: Any, name: str = "model", **heads: nn.Module) -> None:
         """Save weights as a folder of this name in the run, or as `--output_dir`.
@@ -271,8 +255,10 @@ class Run:
         atexit.unregister(self.stopped_early)
         plot_run(self.folder, self.shown)
         artifacts.write_card(self.args, self.folder, self.script.stem, self.weights)
-        if self.args.push_to_hub:
-            messages += (hub.upload(self.args.push_to_hub, self.weights),)
         link = "" if self.args.output_dir else f" ({artifacts.models_link(self.args, self.script)})"
         print(*messages, f"weights: {self.weights}{link}", sep="\n")
         print(f"curves and metrics: {self.folder / 'curves.png'}")
+        if name := self.args.push_to_hub:
+            with about(f"--push_to_hub {name}"):
+                huggingface_hub.create_repo(name, private=True)  # fails if there is one
+                print(huggingface_hub.upload_folder(repo_id=name, folder_path=self.weights))

@@ -6,9 +6,10 @@ Shapes: `T` tokens per sequence.
 from typing import Any
 
 from data.tasks import Task
-from machinery.chat import drop_answer, render_answer
-from machinery.data import TokenTable, clean_texts, cleaning_key, load_texts, say_skipped
-from machinery.data import tokenize_queries, tokenize_rows
+from machinery import queries
+from machinery.cli import about
+from machinery.queries import TokenTable, cleaning_key, load_texts, tokenize_rows
+from machinery.tokens import drop_answer, render_answer
 from utils import TokenIds
 
 
@@ -35,7 +36,7 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
     rest: list[int] = []
 
     def to_blocks(batch: dict[str, list]) -> list[list[int]]:
-        texts = [text.strip() for text in clean_texts(batch[task.query_column], task)]
+        texts = [text.strip() for text in queries.clean_texts(batch[task.query_column], task)]
         texts = [text for text in texts if text]
         if not texts:
             return []
@@ -46,7 +47,8 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
 
     rows = load_texts(task, task.query_column)
     settings = task.query_column, cleaning_key(task)
-    return tokenize_rows(rows, to_blocks, block_size, tokenizer, ids.pad, *settings)
+    with about(f"--query_dataset {task.query_dataset}"):
+        return tokenize_rows(rows, to_blocks, block_size, tokenizer, ids.pad, *settings)
 
 
 def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
@@ -59,7 +61,7 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
     assert column is not None
 
     def to_sequences(batch: dict[str, list]) -> list[list[int]]:
-        queries = tokenize_queries(batch[task.query_column], task, tokenizer)
+        prompts = queries.tokenize_queries(batch[task.query_column], task, tokenizer)
         texts = []
         for query, text in zip(batch[task.query_column], batch[column], strict=True):
             if isinstance(text, list):
@@ -67,7 +69,7 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
             texts.append(text or "")
         responses = tokenizer(texts, add_special_tokens=False)["input_ids"]
         sequences = []
-        for query, response in zip(queries, responses, strict=True):
+        for query, response in zip(prompts, responses, strict=True):
             if query and response:
                 if response[-1:] != end:  # some datasets already have it
                     response = response + end
@@ -80,6 +82,7 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
     length = len(ids.prefix) + task.query_length + len(ids.suffix) + task.response_length
     cut = task.keep_last_line, task.start_text, task.end_text, task.response_length
     settings = task.query_column, column, *cut, ids, end, cleaning_key(task)
-    table = tokenize_rows(rows, to_sequences, length, tokenizer, ids.pad, *settings)
-    say_skipped(table, rows, task)
+    with about(f"--query_dataset {task.query_dataset}"):
+        table = tokenize_rows(rows, to_sequences, length, tokenizer, ids.pad, *settings)
+    queries.say_skipped(table, rows, task)
     return table

@@ -9,14 +9,18 @@ os.environ["ACCELERATE_USE_CPU"] = (
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for more
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import datasets
+import formats
+import huggingface_hub
 import pytest
 import tiny
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from transformers import AutoTokenizer
 
 import ppo
 import rloo
@@ -74,6 +78,60 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     for script in (ppo, rloo, train_reward, sft):
         monkeypatch.setattr(script, "load_lm", refuse)
     monkeypatch.setattr(rewards, "load_file", refuse)
+
+
+@pytest.fixture
+def start(task: tasks.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A function that runs a script on tiny files, with other values of its flags."""
+    monkeypatch.chdir(tmp_path)
+    scripts = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
+    reward_model = tiny.write_reward(tmp_path / "reward")
+    small = dict(batch_size=4, normalize_samples=4, rollout_batch_size=4)
+    args = {
+        "ppo": tiny.make_args(task, reward_model=reward_model),
+        "rloo": tiny.make_args(task, rloo, reward_model=reward_model),
+        "train_reward": train_reward.Args(task=task, num_labels=12, **small),
+        "sft": sft.Args(task=task, num_heldout=4, batch_size=2, block_size=10),
+    }
+
+    def start(script: str, **changes) -> None:
+        of_task = {name: changes.pop(name) for name in list(changes) if hasattr(task, name)}
+        scripts[script].main(replace(args[script], task=replace(task, **of_task), **changes))
+
+    start.task = task
+    return start
+
+
+@pytest.fixture
+def unreachable_hub(monkeypatch, tmp_path):
+    """A hub that refuses connections, and an empty cache."""
+    constants, nowhere = huggingface_hub.constants, "http://127.0.0.1:9"
+    for module, name, value in (
+        (constants, "ENDPOINT", nowhere),
+        (constants, "HF_HUB_OFFLINE", False),
+        (constants, "HF_HUB_CACHE", str(tmp_path / "cache")),
+        (datasets.config, "HF_ENDPOINT", nowhere),
+        (datasets.config, "HF_HUB_OFFLINE", False),
+        (datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache"),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+
+@pytest.fixture(scope="session")
+def gpt2():
+    return formats.gpt2_tokenizer()
+
+
+@pytest.fixture
+def hers():
+    """The synthetic task's tokenizer: another vocabulary than GPT-2's."""
+    return AutoTokenizer.from_pretrained(tasks.SYNTHETIC / "model")
+
+
+@pytest.fixture
+def chat(hers):
+    hers.chat_template = formats.CHATML
+    return hers
 
 
 def read_metrics(name: str) -> list[dict[str, float]]:

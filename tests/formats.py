@@ -4,8 +4,10 @@ form is from: [card] is the dataset's card or viewer, [facts] what was read from
 
 import json
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+import datasets
 import tokenizers
 from tokenizers import decoders, normalizers
 from transformers import GPT2Tokenizer, PreTrainedTokenizerFast
@@ -228,3 +230,17 @@ def oai_labels(tokenizer: Any) -> list[dict[str, Any]]:
     samples = [" It was raining.", " There was nobody.<|endoftext|>The"]
     samples += [" A cat sat there, wet.", " Night."]
     return [row(queries[i], best) for i, best in ((0, 2), (1, 0), (0, 3))]
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    """A data file in the format that its name ends with."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".txt":
+        path.write_text("\n".join(row["text"] for row in rows) + "\n")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        getattr(datasets.Dataset.from_list(rows), f"to_{path.suffix[1:]}")(str(path))
+    return str(path)

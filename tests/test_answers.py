@@ -12,19 +12,18 @@ import numpy as np
 import pytest
 import tiny
 from formats import GSM8K
-from test_data import load_module
 from transformers import AutoTokenizer
 
 import ppo
 import rloo
 import sft
 import train_reward
-from benchmarks import pass_at_k
-from data import rewards, tasks
+from benchmarks import arithmetic_data, pass_at_k
+from data import answers as data_answers
+from data import tasks
 from machinery.cli import InputError, parse_args
 from machinery.functions import load_function
 
-GENERATE = tasks.ARITHMETIC / "generate.py"
 TINY = "--total_episodes 16 --batch_size 16 --eval_queries 4 --run_name {0} --output_dir {0}"
 
 
@@ -55,9 +54,9 @@ def test_the_reward_of_arithmetic_is_1_for_exactly_the_answer_after_the_last_equ
         "15,12,12,7": 0,
         "": 0,
     }
-    found = rewards.exact_match(["4758+2467="] * 9, list(scores), ["7225"] * 9)
+    found = data_answers.exact_match(["4758+2467="] * 9, list(scores), ["7225"] * 9)
     assert found == list(scores.values())
-    assert rewards.exact_match(["1+1=", "2+2="], ["=4", "=4"], ["2", "4"]) == [0, 1]
+    assert data_answers.exact_match(["1+1=", "2+2="], ["=4", "=4"], ["2", "4"]) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -83,29 +82,29 @@ def test_the_reward_of_gsm8k_compares_the_numbers_after_the_last_mark(right, sam
     for text, score in [(x, 1.0) for x in same] + [(x, 0.0) for x in other]:
         responses = [f"So it is 8 + 8 = <<8+8=16>>16.\n#### {text}", f"#### 99\n#### {text}"]
         answers = [f"8 + 8 = <<8+8=16>>16\n#### {right}"] * 2
-        assert rewards.gsm8k(["?", "?"], responses, answers) == [score, score], text
+        assert data_answers.gsm8k(["?", "?"], responses, answers) == [score, score], text
 
 
 def test_gsm8k_without_a_mark_is_wrong():
     answer = GSM8K[0]["answer"]
     responses = ["", "72", "The answer is 72.", "### 72", "#### ", "72 ####"]
-    assert rewards.gsm8k(["?"] * 6, responses, [answer] * 6) == [0] * 6
-    assert rewards.gsm8k(["?"], ["no number"], ["no number either"]) == [0]
+    assert data_answers.gsm8k(["?"] * 6, responses, [answer] * 6) == [0] * 6
+    assert data_answers.gsm8k(["?"], ["no number"], ["no number either"]) == [0]
     answers = [row["answer"] for row in GSM8K]
-    assert [rewards.final_number(text) for text in answers] == [72, 1600, -3]
-    assert rewards.gsm8k(["?"] * 3, answers, answers) == [1, 1, 1]
-    assert rewards.gsm8k(["?"] * 3, answers, answers[1:] + answers[:1]) == [0, 0, 0]
+    assert [data_answers.final_number(text) for text in answers] == [72, 1600, -3]
+    assert data_answers.gsm8k(["?"] * 3, answers, answers) == [1, 1, 1]
+    assert data_answers.gsm8k(["?"] * 3, answers, answers[1:] + answers[:1]) == [0, 0, 0]
 
 
 # ----------------------------------------------------------------------------- the embedded problems
 
 
 def test_the_problems_are_made_again_to_the_byte(tmp_path):
-    subprocess.run([sys.executable, str(GENERATE), "--out", str(tmp_path)], check=True)
+    subprocess.run([sys.executable, arithmetic_data.__file__, "--out", str(tmp_path)], check=True)
     names = ["solutions.jsonl", "problems.jsonl"]
     same, *rest = filecmp.cmpfiles(tasks.ARITHMETIC, tmp_path, names, shallow=False)
     assert (same, rest) == (names, [[], []])
-    assert doctest.testmod(load_module(GENERATE)) == (0, 2)
+    assert doctest.testmod(arithmetic_data) == (0, 2)
 
 
 def test_solutions_forget_carries_and_make_no_other_mistake():
@@ -151,10 +150,10 @@ def run(script, words: str) -> list[dict]:
 
 
 def test_arithmetic_from_sft_to_pass_at_k_in_any_folder(tmp_path, monkeypatch, capsys):
-    """The reward function is the project's, also where the folder has a `data/rewards.py`."""
+    """The reward function is the project's, also where the folder has a `data/answers.py`."""
     monkeypatch.chdir(tmp_path)
     Path("data").mkdir()
-    Path("data/rewards.py").write_text("raise SystemExit('not me')")
+    Path("data/answers.py").write_text("raise SystemExit('not me')")
     run(sft, "--task arithmetic --num_queries 700 --num_epochs 1 --run_name sft")
     seen = []
 
@@ -195,13 +194,13 @@ def test_gsm8k_on_rows_of_its_form(tmp_path, monkeypatch):
     rows = [{**row, "question": f"{i} {row['question']}"} for i in range(4) for row in GSM8K]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = f"--task gsm8k --query_dataset rows.jsonl --base_model {model} --response_length 40"
-    seen, gsm8k = [], rewards.gsm8k
+    seen, gsm8k = [], data_answers.gsm8k
 
     def spy(queries, responses, answer):
         seen.append((queries, answer))
         return gsm8k(queries, responses, answer)
 
-    monkeypatch.setattr(rewards, "gsm8k", spy)
+    monkeypatch.setattr(data_answers, "gsm8k", spy)
     sizes = "--num_heldout 2 --batch_size 4 --output_dir start"
     run(sft, f"{files} {sizes} --run_name sft")
     for name, script in (("ppo", ppo), ("rloo", rloo)):
@@ -229,7 +228,7 @@ def test_a_task_without_labels_trains_no_reward_model(name, tmp_path, no_weights
     words = ["--task", name, "--base_model", model]
     if name == "gsm8k":
         words += ["--query_length", "100", "--response_length", "100"]
-    with pytest.raises(InputError, match=f"{name} .*--label_dataset"):
+    with pytest.raises(InputError, match="--label_dataset None: "):
         train_reward.main(parse_args(train_reward.Args, train_reward.PRESETS, words))
 
 

@@ -25,12 +25,14 @@ import rloo
 import sft
 import train_reward
 import utils
-from machinery import cli, data, distributed
+from machinery import distributed
 from machinery.cli import InputError
 from machinery.decoding import Decoder
 from machinery.labels import Labels
-from machinery.models import load_lm, load_tokenizer, set_residual_dropout
+from machinery.models import load_lm
+from machinery.queries import cut_query, ends_word
 from machinery.rewards import RewardConfig, load_reward, load_reward_model, score_in_parts
+from machinery.tokens import load_tokenizer
 
 HAND = dict(atol=1e-4, rtol=0)  # for expected values that are written with four decimals
 SAME = dict(atol=2e-5, rtol=0)  # for the same number by another way through the network
@@ -74,7 +76,7 @@ def test_G2_pad_is_one_past_the_vocabulary_and_the_embedding_is_not_resized(task
 
 def test_G2_worked_example_a_long_query_is_cut_and_a_short_one_padded_on_the_left():
     """[B] pads with 50257, one past GPT-2's vocabulary, but on the right (no matter: G3)."""
-    assert data.cut_query([4, 5, 6, 7], 3, None, None) == [4, 5, 6]
+    assert cut_query([4, 5, 6, 7], 3, None, None) == [4, 5, 6]
     padded = utils.pad_left([[23073, 11, 339, 561], [7091, 1807, 546]], 5, 50257)
     assert padded.tolist() == [[50257, 23073, 11, 339, 561], [50257, 50257, 7091, 1807, 546]]
 
@@ -436,7 +438,7 @@ def test_P2_the_value_head_starts_at_zero():
 
 
 def test_P3_an_end_closes_a_word_also_where_a_text_begins():
-    found = data.ends_word(". a 1.5.", [(0, 1), (1, 3), (3, 6), (6, 7), (7, 8)], ".")
+    found = ends_word(". a 1.5.", [(0, 1), (1, 3), (3, 6), (6, 7), (7, 8)], ".")
     assert found == [True, False, False, False, True]
 
 
@@ -444,7 +446,7 @@ def test_P3_a_query_starts_after_the_first_start_and_ends_with_the_last_end_insi
     """The golden numbers have more cases."""
 
     def cut(tokens, length, start, end=None):
-        return data.cut_query(tokens, length, start, end and [token == end for token in tokens])
+        return cut_query(tokens, length, start, end and [token == end for token in tokens])
 
     assert cut([1, 13, 2, 3, 13, 4], 8, 13) == [2, 3, 13, 4]
     assert cut([1, 2], 8, 13) is None
@@ -465,7 +467,7 @@ def test_P4_12_no_dropout_even_after_train(kind, tmp_path):
     reward = train_reward.new_reward_model(folder, WORDS)
     reward.config.backbone = tiny.config(kind, vocab=WORDS, dropout=0.5)
     reward.save_pretrained(tmp_path / "r")
-    loaded = load_reward_model(train_reward.RewardModel, str(tmp_path / "r"), "")
+    loaded = load_reward_model(train_reward.RewardModel, str(tmp_path / "r"))
     policy = ppo.PolicyAndValue(load_lm(folder), WORDS, 0.7)
     torch.nn.init.normal_(policy.value_head.weight)
     models = [policy, rloo.Policy(load_lm(folder), WORDS, 0.7), reward, loaded]
@@ -479,39 +481,6 @@ def test_P4_12_no_dropout_even_after_train(kind, tmp_path):
         assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
         rates = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
         assert not any(rates)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
-def test_P4_residual_dropout_drops_what_attention_and_mlp_add_in_training_only(kind, tmp_path):
-    """Entries are 0 or scaled by 1 / (1 - p); embeddings and attention weights have no dropout."""
-    folder = str(tiny.write_model(tmp_path / "m", kind, dropout=0.5))
-    plain, lm = load_lm(folder), load_lm(folder)
-    set_residual_dropout(lm, 0.25)
-    rates = [m.p for m in lm.modules() if isinstance(m, torch.nn.Dropout)]
-    assert sorted(rates) == [0] * (len(rates) - 4) + [0.25] * 4  # two in each of two layers
-    tokens = torch.arange(1, 33)[None]
-    assert torch.equal(lm.eval()(tokens).logits, plain(tokens).logits)
-    assert not any("drop" in key and value for key, value in lm.config.to_dict().items())
-    lm.train()
-    assert not torch.equal(lm(tokens).logits, lm(tokens).logits)
-    dropouts = [m for m in lm.modules() if isinstance(m, torch.nn.Dropout) and m.p]
-    seen = []
-    for module in dropouts:
-        module.register_forward_hook(lambda module, inputs, output: seen.append((*inputs, output)))
-    lm(tokens)
-    assert len(seen) == 4
-    for before, after in seen:
-        kept = after != 0
-        assert kept.float().mean().item() == pytest.approx(0.75, abs=0.06)
-        torch.testing.assert_close(after[kept], before[kept] / 0.75)
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "falcon"])
-def test_P4_models_without_residual_dropout_are_refused_by_name(kind):
-    lm = tiny.make_lm(kind)
-    set_residual_dropout(lm, 0.0)
-    with pytest.raises(cli.InputError, match=f"--resid_dropout 0.1: {kind} "):
-        set_residual_dropout(lm, 0.1)
 
 
 def test_P5_a_response_is_cut_after_the_first_truncate_token_at_or_after_its_position():

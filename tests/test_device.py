@@ -281,8 +281,13 @@ def test_a_reward_model_is_trained_elsewhere_to_the_same_numbers(elsewhere):
         responses = [[rng.integers(1, tiny.PAD, 5) for _ in range(4)] for _ in queries]
         sizes = dict(num_labels=4, batch_size=4, num_heldout=2, micro_batch_tokens=40)
         args = train_reward.Args(task=tiny.make_task(), **sizes)
-        rewards = []
-        spies = dict(AdamTF=tiny.Recorder, report=lambda run, *found: rewards.extend(found) or {})
+        rewards, predict = [], train_reward.predict
+
+        def keep(*args):
+            rewards.extend(found := predict(*args))
+            return found
+
+        spies = dict(AdamTF=tiny.Recorder, predict=keep)
         with elsewhere(device):
             labels, model = Labels(queries, responses, np.arange(6) % 4), tiny.make_reward()
             run = tiny.run_reward_training(args, moved(model, device), labels, **spies)

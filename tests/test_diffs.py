@@ -33,8 +33,9 @@ import rloo
 import sft
 import train_reward
 from data import tasks
-from machinery import cli, labels, models
+from machinery import checkpoints, cli, labels, models
 from machinery.rewards import load_reward_model
+from machinery.tokens import load_tokenizer
 from train_reward import RewardModel
 from utils import TokenIds, decode
 
@@ -46,7 +47,11 @@ SCRIPTS = dict(ppo=ppo, rloo=rloo, train_reward=train_reward, sft=sft)
 OF_PPO, OF_RLOO = ([n for n, base in BASES.items() if base == x] for x in ("ppo", "rloo"))
 ALGORITHMS = [name for name in OF_RLOO if name != "lora_rloo"]  # alternatives
 LIMITS = {"dpo": 45}  # added lines; others 25
-EXCLUSIVE = [{"lora", "freeze_layers"}, {"lora", "ema"}]  # what is trained; what is saved
+EXCLUSIVE = [
+    {"lora", "freeze_layers"},
+    {"lora", "ema"},
+    {"lora", "keep_best"},
+]  # what is trained; what is saved
 PAIRS = [pair for pair in itertools.combinations(OF_PPO, 2) if {*pair} not in EXCLUSIVE]
 PAIRS.remove(("lora", "reference_on_cpu"))  # lora has no reference model that could move
 PAIRS.remove(("reference_on_cpu", "trlx_kl"))  # which needs it after it has moved
@@ -942,10 +947,10 @@ def train(script, task, **changes):
 def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(k, patched, task):
     """Of two responses, the loss is -log sigmoid of beta times the difference of log-ratios."""
     script = patched("dpo")
-    every = labels.load_labels(task, *models.load_tokenizer(task, 5))
+    every = labels.load_labels(task, *load_tokenizer(task, 5))
     few = labels.Labels(every.queries, [x[:k] for x in every.responses], every.best % k)
     task = replace(task, query_prefix="Story: ")
-    prefix = models.load_tokenizer(task, 5)[1].prefix
+    prefix = load_tokenizer(task, 5)[1].prefix
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "load_labels", lambda *a: few)
         run = train(script, task, beta=0.3)
@@ -1031,7 +1036,7 @@ def test_X15_gradients_are_those_of_a_slow_loop_over_the_labels(ranked, patched,
     path.write_text(json.dumps(rows))
     task = replace(task, label_dataset=str(path))
     run = train(patched("ranking"), task)
-    few = labels.load_labels(task, *models.load_tokenizer(task, 5))
+    few = labels.load_labels(task, *load_tokenizer(task, 5))
     order = np.random.default_rng([1, 0]).permutation(8)
     assert len(run.parts) == 2
     for step, (weights, grads) in enumerate(zip(run.parts, run.steps, strict=True)):
@@ -1054,7 +1059,7 @@ def test_X15_ranks_that_do_not_fit_are_refused_with_their_row(ranks, patched, ta
     rows[3]["ranks"] = ranks
     path = tmp_path / "labels.json"
     path.write_text(json.dumps(rows))
-    few = labels.load_labels(task, *models.load_tokenizer(task, 5))
+    few = labels.load_labels(task, *load_tokenizer(task, 5))
     with pytest.raises(cli.InputError, match=r"row 3: ranks=\["):
         patched("ranking").load_ranks(few, str(path))
 
@@ -1097,7 +1102,7 @@ def test_a_patched_training_script_runs_and_what_it_saves_loads(name, patched, t
             sizes |= dict(normalize_samples=8, rollout_batch_size=8)
         script.main(script.Args(task=task, **sizes))
         if of_rewards:
-            load_reward_model(RewardModel, "runs/run/model", "")
+            load_reward_model(RewardModel, "runs/run/model")
         else:
             folder = "runs/run/model"
             _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -1217,6 +1222,94 @@ def test_L6_a_recipe_runs_and_its_first_ratio_is_exactly_1(name, recipe, task):
     assert ("ema" in run.saved) == ("ema_decay" in RECIPES[name])
     (betas,) = {group["betas"] for group in run.optimizer.param_groups}
     assert betas == (0.9, published(name).get("adam_beta2", 0.999))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
+def test_P4_residual_dropout_drops_what_attention_and_mlp_add_in_training_only(
+    kind, patched, tmp_path
+):
+    """Entries are 0 or scaled by 1 / (1 - p); embeddings and attention weights have no dropout."""
+    folder = str(tiny.write_model(tmp_path / "m", kind, dropout=0.5))
+    plain, lm = models.load_lm(folder), models.load_lm(folder)
+    patched("resid_dropout").set_residual_dropout(lm, 0.25)
+    rates = [m.p for m in lm.modules() if isinstance(m, torch.nn.Dropout)]
+    assert sorted(rates) == [0] * (len(rates) - 4) + [0.25] * 4  # two in each of two layers
+    tokens = torch.arange(1, 33)[None]
+    assert torch.equal(lm.eval()(tokens).logits, plain(tokens).logits)
+    assert not any("drop" in key and value for key, value in lm.config.to_dict().items())
+    lm.train()
+    assert not torch.equal(lm(tokens).logits, lm(tokens).logits)
+    dropouts = [m for m in lm.modules() if isinstance(m, torch.nn.Dropout) and m.p]
+    seen = []
+    for module in dropouts:
+        module.register_forward_hook(lambda module, inputs, output: seen.append((*inputs, output)))
+    lm(tokens)
+    assert len(seen) == 4
+    for before, after in seen:
+        kept = after != 0
+        assert kept.float().mean().item() == pytest.approx(0.75, abs=0.06)
+        torch.testing.assert_close(after[kept], before[kept] / 0.75)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "falcon"])
+def test_P4_models_without_residual_dropout_are_refused_by_name(kind, patched):
+    with pytest.raises(cli.InputError, match=f"--resid_dropout 0.1: {kind} "):
+        patched("resid_dropout").set_residual_dropout(tiny.make_lm(kind), 0.1)
+
+
+def test_P4_dropout_in_sft_is_the_same_after_a_resume_and_follows_the_seed(
+    patched, task, tmp_path, monkeypatch
+):
+    script = patched("resid_dropout")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoints, "KEPT", 100)
+    sizes = dict(num_heldout=4, batch_size=4, block_size=6, num_epochs=2, save_every=1, lr=1e-9)
+
+    def losses(name: str, **flags) -> list[float]:
+        script.main(script.Args(task=task, run_name=name, **sizes | flags))
+        lines = (json.loads(x) for x in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines())
+        return [line["loss"] for line in lines if "loss" in line]
+
+    found = losses("run")
+    assert all(a != b for a, b in zip(found, losses("none", resid_dropout=0.0), strict=True))
+    assert found != losses("other", seed=2)
+    shutil.copytree("runs/run", "runs/again")
+    again = dict(resume="runs/again/checkpoints/00000002.safetensors", run_name=None)
+    script.main(script.Args(task=task, **sizes | again))
+    lines = Path("runs/again/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines if "loss" in line][: len(found)] == found
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_keep_best_saves_the_policy_of_each_evaluation_that_is_the_best_so_far(
+    killed, patched, task, tmp_path, monkeypatch
+):
+    """Also of a run that was stopped and resumed: what came before counts."""
+    script = patched("keep_best")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoints, "KEPT", 100)
+    Path("mine.py").write_text("def f(queries, responses): return [len(r) for r in responses]")
+    flags = dict(reward_fn=f"{tmp_path}/mine.py:f", eval_every=1, save_every=1, run_name="run")
+    args = tiny.make_args(task, script, total_episodes=48, lr=3e-2, **flags)
+    script.main(args)
+    if killed:
+        resume = "runs/run/checkpoints/00000003.safetensors"
+        for path in Path("runs/run").glob("best_[3-9]"):
+            shutil.rmtree(path)
+        shutil.rmtree("runs/run/model")
+        script.main(replace(args, run_name=None, resume=resume))
+    lines = [json.loads(x) for x in Path("runs/run/metrics.jsonl").read_text().splitlines()]
+    scores = {line["step"]: line["eval/scores"] for line in lines if "eval/scores" in line}
+    best = [i for i in scores if all(scores[j] < scores[i] for j in range(i))]
+    assert {path.name for path in Path("runs/run").glob("best_*")} == {f"best_{i}" for i in best}
+    assert 1 < len(best) < len(scores) == 7
+    for i in best[1:]:
+        if i == 6:
+            continue  # there is no checkpoint of the last update
+        state = load_file(f"runs/run/checkpoints/{i:08}.safetensors")
+        saved = AutoModelForCausalLM.from_pretrained(f"runs/run/best_{i}").state_dict()
+        of_lm = {k.removeprefix("model/lm."): x for k, x in state.items() if "model/lm." in k}
+        assert of_lm and all(torch.equal(saved[key], x) for key, x in of_lm.items())
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ import rloo
 import sft
 import train_reward
 from data import tasks
-from machinery import data, distributed
-from machinery.models import load_tokenizer
+from machinery import distributed, queries
 from machinery.progress import Progress
+from machinery.queries import load_queries, load_texts
+from machinery.tokens import load_tokenizer
 
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
 both = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
@@ -51,16 +52,16 @@ CHANGES = {  # another value than in `results`
     "train_reward": OPTIMIZER
     | dict(num_labels=8, num_heldout=2, batch_size=6, normalize_samples=9, rollout_batch_size=6),
     "sft": dict(seed=2, num_epochs=2, eval_every=1, num_heldout=3, batch_size=3, block_size=12)
-    | dict(lr=2e-3, warmup=0.5, weight_decay=1.0, max_grad_norm=0.1, resid_dropout=0.2),
+    | dict(lr=2e-3, warmup=0.5, weight_decay=1.0, max_grad_norm=0.1),
 }
 BY_FILE = {  # the other flags, and where they are tested
-    "task": "test_data.py",
+    "task": "test_queries.py",
     "batch_size": "test_details.py",
     "rloo_k": "test_rloo.py",
     "eval_queries": "test_flags.py",
     "policy_model": "test_flags.py",
     "cuda_graphs": "test_flags.py",
-    "tf32": "test_errors.py",
+    "tf32": "test_launch.py",
     "micro_batch_tokens": "test_details.py",
     "rollout_batch_size": "test_details.py",
     "gradient_checkpointing": "test_scripts.py",
@@ -69,11 +70,11 @@ BY_FILE = {  # the other flags, and where they are tested
     "run_name": "test_runs.py",
     "output_dir": "test_runs.py",
     "save_every": "test_resume.py",
-    "keep_every": "test_keep.py",
-    "stop_kl": "test_keep.py",
+    "keep_every": "test_runs.py",
+    "stop_kl": "test_runs.py",
     "resume": "test_resume.py",
-    "track": "test_hub.py",
-    "push_to_hub": "test_hub.py",
+    "track": "test_artifacts.py",
+    "push_to_hub": "test_artifacts.py",
 }
 
 
@@ -291,11 +292,11 @@ def test_eval_queries_and_batch_size_are_the_episodes_of_evaluations_and_updates
 
 def test_total_episodes_bounds_the_queries_that_are_tokenized(task, monkeypatch):
     """A random sample, and always the same: NumPy's generator 0 permutes six to 3, 2, 5, ..."""
-    texts = data.load_texts(task, "text").select(range(6))
-    monkeypatch.setattr(data, "load_texts", lambda *args, **kwargs: texts)
-    monkeypatch.setattr(data, "SMALL_TABLE", 2)
+    texts = load_texts(task, "text").select(range(6))
+    monkeypatch.setattr(queries, "load_texts", lambda *args, **kwargs: texts)
+    monkeypatch.setattr(queries, "SMALL_TABLE", 2)
     tokenizer, ids = load_tokenizer(task, 5)
-    table = data.load_queries(task, tokenizer, ids, max_queries=3)
+    table = load_queries(task, tokenizer, ids, max_queries=3)
     expected = tokenizer([texts[i]["text"] for i in (3, 2, 5)])["input_ids"]
     assert table.rows["tokens"] == [row[: task.query_length] for row in expected]
 

@@ -19,8 +19,9 @@ import rloo
 import train_reward
 import utils
 from data import tasks
-from machinery import data, models
+from machinery import models
 from machinery.labels import Labels
+from machinery.queries import cut_query
 from machinery.rewards import RewardConfig, score_in_parts
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -294,7 +295,7 @@ def test_P3_queries_start_and_end_where_openais_do(setting):
             if setting["end_token"] is not None
             else None
         )
-        cut = data.cut_query(tokens, length, setting["start_token"], ends)
+        cut = cut_query(tokens, length, setting["start_token"], ends)
         expected = setting["results"][name]
         if expected is None:
             assert cut is None, name
@@ -509,7 +510,6 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator, 
         monkeypatch.setattr(train_reward, name, value)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name: config)
     monkeypatch.setattr(train_reward.np.random, "default_rng", lambda seed: Permutation)
-    monkeypatch.setattr(train_reward, "report", lambda *a: {})
     train_reward.main(args)
     assert len(events) == 2
     assert_weights(model, tensors(arrays, "final/reward/"), atol=2e-5)

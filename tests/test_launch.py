@@ -11,12 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny
+import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from accelerate.state import AcceleratorState
 from test_resume import free_port
+from tiny import refuses
 
 from data import tasks
+from machinery import distributed
 from machinery.artifacts import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -161,3 +166,63 @@ def test_slurm_saves_a_checkpoint_in_time_and_the_requeued_job_resumes(task, tmp
     assert f"after {before} of" in (tmp_path / "task0.log").read_text()
     steps = [json.loads(line)["step"] for line in metrics.open()]
     assert steps == list(range(len(steps))) and len(steps) > before
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """A function that starts the accelerator in the environment of a launcher."""
+
+    def launch(args=None, **env):
+        AcceleratorState._reset_state(True)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        return distributed.start(args or tiny.make_args())
+
+    yield launch
+    AcceleratorState._reset_state(True)
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "fp16", ("fp16", "--mixed_precision bf16")),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", ("=4", "--micro_batch_tokens")),
+        ("ACCELERATE_USE_DEEPSPEED", "true", ("DEEPSPEED", "configs/ddp.yaml")),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", ("MEGATRON", "configs/ddp.yaml")),
+        ("FSDP_OFFLOAD_PARAMS", "true", ("FSDP_OFFLOAD_PARAMS", "configs/ddp.yaml")),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", ("--gradient_checkpointing",)),
+        ("ACCELERATE_USE_FSDP", "true", ("FSDP2", "NO started", "configs/fsdp2.yaml")),  # on a CPU
+    ],
+)
+def test_a_launch_that_would_silently_change_the_mathematics_is_refused(name, value, words, launch):
+    refuses(lambda: launch(**{name: value}), *words)
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        (dict(FSDP_VERSION="1"), ("FSDP2", "FSDP started", "--fsdp_version 2")),
+        (dict(FSDP_RESHARD_AFTER_FORWARD="false"), ("fsdp_reshard_after_forward", "true")),
+        (dict(), None),
+    ],
+)
+def test_fsdp_has_to_be_version_2_with_resharding(env, words, launch, monkeypatch):
+    tiny.shard_on_a_cpu(monkeypatch.setattr)
+    env = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2") | env
+    if words:
+        refuses(lambda: launch(**env), *words)
+    else:
+        assert launch(**env).is_fsdp2
+
+
+def test_fp32_and_bf16_start_and_bf16_has_tf32_unless_it_is_off(launch):
+    for precision, tf32, found in (
+        ("no", True, "highest"),
+        ("bf16", False, "highest"),
+        ("bf16", True, "high"),
+    ):
+        args = tiny.make_args(tf32=tf32)
+        assert launch(args, ACCELERATE_MIXED_PRECISION=precision).mixed_precision == precision
+        assert torch.get_float32_matmul_precision() == found
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

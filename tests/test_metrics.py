@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -12,6 +13,7 @@ import ppo
 import rloo
 import sft
 import train_reward
+from machinery.labels import Labels
 
 BOTH = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
 
@@ -68,30 +70,31 @@ def test_22_an_evaluation_counts_to_the_end_of_a_response_and_all_of_one_without
         assert responses == [f"7 {EOS}", "7 7 7 7 7", "9 9 9 9 9"]
 
 
-def test_22_calibration_compares_stated_and_true_confidence_in_fifths_of_the_labels():
-    """Ten labels with two candidates: the probability of the model's favorite, and whether it is
-    the preferred one."""
-    sure = {0.9: True, 0.6: False, 0.7: True, 0.8: True, 0.95: True, 0.55: False, 0.65: True}
-    sure |= {0.75: True, 0.85: False, 0.52: False}
-    rewards = torch.tensor([[math.log(p), math.log(1 - p)] for p in sure])
-    best = torch.tensor([0 if right else 1 for right in sure.values()])
-    tables = []
-    run = SimpleNamespace(print_table=lambda rows, title: tables.append(rows), main=False)
-    metrics = train_reward.report(run, rewards, best)
-    expected = [(0.535, 0), (0.625, 0.5), (0.725, 1), (0.825, 0.5), (0.925, 1)]
-    assert [row["labels"] for row in tables[0]] == [2] * 5
-    found = [x for row in tables[0] for x in (row["predicted"], row["accuracy"])]
-    assert found == pytest.approx([x for pair in expected for x in pair], abs=1e-6)
+def test_heldout_labels_are_predicted_in_batches_and_averaged(monkeypatch):
+    """Five labels with two candidates, at logits whose probabilities are known."""
+    sure = {0.9: True, 0.6: False, 0.7: True, 0.8: True, 0.55: False}
+    logits = torch.tensor([[math.log(p), math.log(1 - p)] for p in sure])
+    best = np.array([0 if right else 1 for right in sure.values()])
+    tokens = [[np.array([3 + 2 * i]), np.array([4 + 2 * i])] for i in range(5)]
+    labels = Labels(
+        [np.array([1, 2])] * 4 + [np.array([i]) for i in range(1, 6)],
+        tokens[:4] + tokens,
+        np.append(best[:4], best),
+    )
+    rewards = lambda model, x, max_tokens: logits.flatten()[x[:, -1] - 3]  # noqa: E731
+    args = train_reward.Args(task=tiny.make_task(), num_labels=4, batch_size=2)
+    monkeypatch.setattr(train_reward, "score_in_parts", rewards)
+    monkeypatch.setattr(train_reward, "normalize", lambda *a: (0.0, 1.0))
+    found = tiny.run_reward_training(args, tiny.make_reward(), labels).metrics[-1]
     chosen = [math.log(p if right else 1 - p) for p, right in sure.items()]
     others = [math.log(1 - p if right else p) for p, right in sure.items()]
     expected = {
         "heldout/accuracy": 0.6,
-        "heldout/loss": -sum(chosen) / 10,
-        "heldout/calibration_error": (0.535 + 0.125 + 0.275 + 0.325 + 0.075) / 5,
-        "heldout/reward_chosen": sum(chosen) / 10,
-        "heldout/reward_others": sum(others) / 10,
+        "heldout/loss": -sum(chosen) / 5,
+        "heldout/reward_chosen": sum(chosen) / 5,
+        "heldout/reward_others": sum(others) / 5,
     }
-    assert metrics == pytest.approx(expected, abs=1e-6)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
 def test_P7_the_variance_of_ratios_is_their_mean_squared_distance_from_1():

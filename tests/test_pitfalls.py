@@ -26,6 +26,7 @@ from machinery import artifacts, checkpoints, models, sequences
 from machinery.cli import InputError
 from machinery.labels import Labels, load_labels
 from machinery.rewards import RewardConfig, load_reward_model
+from machinery.tokens import load_tokenizer
 
 BOTH = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
 LOSS = {ppo: "ppo_losses", rloo: "rloo_loss"}
@@ -343,7 +344,7 @@ def test_10_11_sft_steps_and_rates_are_those_of_a_linear_warm_up_and_decay(runs,
 def sft_blocks(runs) -> tuple[Tensor, sequences.TokenTable]:
     """Held-out blocks and the others of the run of sft.py."""
     args = runs.args["sft"]
-    tokenizer, ids = models.load_tokenizer(args.task, args.task.response_length)
+    tokenizer, ids = load_tokenizer(args.task, args.task.response_length)
     return sequences.load_blocks(args.task, 10, tokenizer, ids).hold_out(6)
 
 
@@ -427,10 +428,10 @@ def test_15_a_truncate_text_becomes_its_one_token(task):
     tokenizer = AutoTokenizer.from_pretrained(task.base_model)
     period = tokenizer.convert_tokens_to_ids(".")
     for text, token in ((".", period), ("<|endoftext|>", tokenizer.eos_token_id)):
-        _, ids = models.load_tokenizer(tiny.replace(task, truncate_token=text), 5)
+        _, ids = load_tokenizer(tiny.replace(task, truncate_token=text), 5)
         assert ids.truncate == token
     with pytest.raises(InputError, match=r"--truncate_token '\. \.'"):
-        models.load_tokenizer(tiny.replace(task, truncate_token=". ."), 5)
+        load_tokenizer(tiny.replace(task, truncate_token=". ."), 5)
 
 
 # ------------------------------------------------------------------------------- 18: what is saved
@@ -495,7 +496,7 @@ def test_18_a_reward_model_round_trips(kind, tmp_path):
     model = tiny.make_reward(kind)
     model.save_pretrained(tmp_path / "r")
     assert (tmp_path / "r" / "model.safetensors").is_file()
-    loaded = load_reward_model(train_reward.RewardModel, str(tmp_path / "r"), "")
+    loaded = load_reward_model(train_reward.RewardModel, str(tmp_path / "r"))
     assert not loaded.training and {p.dtype for p in loaded.parameters()} == {torch.float32}
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
@@ -652,7 +653,7 @@ def test_22_the_reward_models_held_out_accuracy_is_logged(runs, monkeypatch):
     """Of the saved model on labels 12 to 15, which are not trained on."""
     monkeypatch.chdir(runs.folder)
     task = runs.args["train_reward"].task
-    labels = load_labels(task, *models.load_tokenizer(task, task.response_length))
+    labels = load_labels(task, *load_tokenizer(task, task.response_length))
     model = load_reward_model(train_reward.RewardModel, "reward", "")
     right = []
     for i in range(12, 16):

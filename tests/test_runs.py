@@ -1,35 +1,57 @@
-"""What a run writes and where: folders, links, copies of scripts, own tasks and rewards."""
+"""What a run writes and where, what ends it, and that nothing is lost or overwritten."""
 
 import importlib.util
 import json
+import math
 import os
+import pickle
+import resource
 import shutil
+import signal
 import subprocess
 import sys
+import tarfile
 import threading
+import time
 import tomllib
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
 import torch
+import wandb
 from accelerate import Accelerator
 from conftest import read_metrics
-from test_resume import ROOT, SCRIPTS, settings, write_files
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from test_resume import (  # noqa: F401
+    SCRIPTS,
+    at_call,
+    checkpoint_files,
+    exit_code,
+    pair,
+    read_state,
+    run_jobs,
+    send,
+    settings,
+    signals,
+    write_files,
+)
 from transformers import AutoModelForCausalLM
 
 import ppo
 import sft
-import train_reward
 from data import tasks
-from machinery import artifacts, cli, functions, models, plots, rewards, runs
-from machinery.cli import InputError, RunError
+from machinery import artifacts, checkpoints, cli, distributed, models, runs
+from machinery.artifacts import ROOT
+from machinery.cli import InputError
+from machinery.tokens import load_tokenizer
 
-pytestmark = pytest.mark.usefixtures("accelerator")
+pytestmark = pytest.mark.usefixtures("accelerator", "signals")
 ALL = pytest.mark.parametrize("script", SCRIPTS)
 
 
@@ -39,6 +61,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "home"
     folder.mkdir()
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["script.py"])
     write_files(folder)
     return folder
 
@@ -62,7 +85,7 @@ def new_run(script: Path = ppo.SCRIPT, **flags: Any) -> runs.Run:
 
 def save(run: runs.Run, seed: int = 0) -> None:
     """Save a random policy."""
-    tokenizer, _ = models.load_tokenizer(run.args.task, 5)
+    tokenizer, _ = load_tokenizer(run.args.task, 5)
     run.save(tiny.make_lm(seed=seed, vocab=tiny.WORDS), tokenizer)
 
 
@@ -110,25 +133,6 @@ def test_a_copy_of_a_script_has_runs_and_weights_of_its_own(name, home, monkeypa
     assert "models/synthetic/mine" in printed and run.name in printed
 
 
-@pytest.mark.parametrize("script", ["ppo", "rloo"])
-def test_a_much_too_high_lr_is_said_once_for_each_metric(script, home, capsys):
-    flags = dict(total_episodes=40, eval_every=100, num_ppo_epochs=4, run_name="broken")
-    SCRIPTS[script].main(two_steps(script, **flags, lr=0.03))
-    warnings = [line for line in capsys.readouterr().out.splitlines() if "healthy" in line]
-    for name in ("ppo/policy/approxkl_avg", "ppo/policy/clipfrac_avg"):
-        (text,) = [line for line in warnings if line.startswith(f"{name} is ")]
-        far = SCRIPTS[script].LIMITS[name][1]
-        value = next(line[name] for line in read_metrics("broken") if line[name] > far)
-        assert f"{value:.2g}" in text and "--lr" in text and "--num_ppo_epochs" in text
-    assert len(warnings) == 2
-
-
-@pytest.mark.parametrize("script", ["ppo", "rloo"])
-def test_a_run_with_healthy_steps_has_no_warning(script, home, capsys):
-    SCRIPTS[script].main(two_steps(script, lr=1e-4))
-    assert "healthy" not in capsys.readouterr().out
-
-
 def test_runs_of_one_second_have_a_folder_each(home, monkeypatch):
     """Two learning rates, one seed: own flags, source, metrics, weights; the link is the last one's."""
     freeze_clock(monkeypatch)
@@ -160,7 +164,7 @@ def test_runs_that_begin_at_the_same_instant_never_share_a_folder(run_name, home
         barrier.wait()
         try:
             folders.append(artifacts.create_run_folder(args, ppo.SCRIPT))
-        except InputError as error:
+        except FileExistsError as error:
             refused.append(error)
 
     threads = [threading.Thread(target=begin) for _ in range(16)]
@@ -235,11 +239,10 @@ def test_a_file_that_appears_in_the_output_folder_during_the_run_survives(home):
     run = new_run(output_dir="out")
     Path("out").mkdir()
     Path("out/thesis.tex").write_text("mine")
-    with pytest.raises(RunError, match=r"out has other files.* (\.out\.part)") as caught:
+    with pytest.raises(OSError, match=r"\.out\.part"):
         save(run)
     assert Path("out/thesis.tex").read_text() == "mine" and len(os.listdir("out")) == 1
-    beside = str(caught.value).split()[-1]
-    assert AutoModelForCausalLM.from_pretrained(beside).config.vocab_size == tiny.WORDS
+    assert AutoModelForCausalLM.from_pretrained(".out.part").config.vocab_size == tiny.WORDS
 
 
 def test_a_folder_beside_the_output_folder_survives(home):
@@ -375,93 +378,358 @@ def test_a_preset_is_of_a_task_that_exists_and_repeats_no_default(script):
             assert getattr(owner, field) != preset[field], (name, field)
 
 
-# ---------------------------------------------------------------------------------------------- own rewards
-
-COMPOSED = """
-def composed(queries, responses, scores):
-    assert isinstance(scores, list) and all(isinstance(score, float) for score in scores)
-    return [10 + 2 * score for score in scores]
-
-def plain(queries, responses):
-    return [1.0] * len(responses)
-"""
+def small(script: str, **changes: Any) -> Any:
+    """Six cheap updates with a checkpoint after each, in runs/ran."""
+    cheap = dict(num_ppo_epochs=1, eval_every=100) if script in ("ppo", "rloo") else {}
+    return settings(script, **dict(run_name="ran", save_every=1) | cheap | changes)
 
 
-@pytest.fixture
-def reward_folder(home: Path) -> str:
-    """A reward model of the tiny task's vocabulary, and functions in mine.py."""
-    (home / "mine.py").write_text(COMPOSED)
-    return tiny.write_reward(home / "reward")
+def sentence(capsys: pytest.CaptureFixture, *words: Any) -> str:
+    """Standard error, whose last sentence has all the words."""
+    err = capsys.readouterr().err
+    last = err.partition("script.py: error")[2]
+    assert [word for word in words if str(word) not in last] == [], err
+    return err
 
 
-def load_reward(**flags: Any) -> Any:
-    """The reward of these flags, as ppo loads it, and the token ids."""
-    args = two_steps("ppo", **flags)
-    tokenizer, ids = models.load_tokenizer(args.task, 5)
-    rest = tokenizer, ids, Accelerator(cpu=True)
-    return rewards.load_reward(args, train_reward.RewardModel, *rest), ids
+def steps_kept() -> list[int]:
+    """The updates after which runs/ran has checkpoints, all of which can be read."""
+    return [read_state(path)[1]["step"] for path in checkpoint_files()]
 
 
-def test_a_reward_function_with_an_argument_scores_gets_the_reward_models(reward_folder):
-    queries = tiny.make_contexts([8, 3, 1, 5], 8, vocab=tiny.WORDS)
-    responses = tiny.make_contexts([5, 5, 5, 5], 5, seed=1, vocab=tiny.WORDS)
-    responses[1, 1:], responses[2, 3:] = tiny.WORDS, tiny.WORDS  # padding
-    model = rewards.load_reward_model(train_reward.RewardModel, reward_folder)
-    alone = []
-    for row in torch.cat([queries, responses], dim=1):
-        with torch.no_grad():
-            alone.append(model(row[row != tiny.WORDS][None]).item())
-    alone = torch.tensor(alone)
-    assert alone.std() > 0.1
-    expected = {None: alone, "composed": 10 + 2 * alone, "plain": torch.ones(4)}
-    for function, scores in expected.items():
-        spec = function and f"mine.py:{function}"
-        reward, ids = load_reward(reward_model=reward_folder, reward_fn=spec)
-        assert ids.pad == tiny.WORDS
-        torch.testing.assert_close(reward(queries, responses), scores, atol=1e-5, rtol=0)
+# ---------------------------------------------------------------------------------------------- a full disk
+
+FULL = {  # what → script, the call before which the disk gets full, bytes that a file can have
+    "checkpoint": ("ppo", checkpoints, "save_file", 3, lambda: 50_000),
+    "metrics": ("rloo", runs.Run, "log", 4, lambda: size("metrics.jsonl") + 20),
+    "weights": ("train_reward", artifacts, "save_model", 1, lambda: 50_000),
+}
 
 
-def test_a_composed_reward_needs_the_reward_model_and_a_plain_one_does_not(reward_folder):
-    with pytest.raises(InputError, match="no reward model in ./nowhere"):
-        load_reward(reward_fn="mine.py:composed", reward_model="./nowhere")
-    load_reward(reward_fn="mine.py:plain", reward_model="./nowhere")
+def size(name: str) -> int:
+    return Path("runs/ran", name).stat().st_size
 
 
-class Scorer:
-    """A reward that is an object."""
+@contextmanager
+def full_at(owner: Any, name: str, n: int, room: Callable[[], int]) -> Iterator[None]:
+    """From the `n`-th call of `owner.name` on, the kernel refuses to make a file longer than `room()`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def __call__(self, queries: list[str], responses: list[str], scores: list[float]) -> None:
-        """Three arguments besides itself."""
+    def fill(function: Callable, *args: Any, **settings: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room(), hard))
+        return function(*args, **settings)
 
-
-@pytest.mark.parametrize(
-    ("function", "taken"),
-    [
-        (lambda queries, responses: 0, []),
-        (lambda queries, responses, weight=2.0: 0, []),  # its default stands
-        (lambda prompts, completions, *, answer, queries: 0, ["answer", "queries"]),
-        (lambda queries, responses, answer=None, scores=None: 0, ["answer", "scores"]),
-        (lambda queries, responses, **columns: 0, ["answer", "scores"]),  # the first two are given
-        (Scorer(), ["scores"]),
-        (max, []),  # has no signature
-    ],
-)
-def test_arguments_after_the_first_two_are_given_by_name(function, taken):
-    assert functions.names_taken(function, ["answer", "queries", "scores"]) == taken
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            at_call(patch, owner, name, n, fill)
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_metrics_that_cannot_be_written_end_the_run_with_a_sentence(tmp_path):
-    """Of a file that is not there yet, in a folder that somebody removed."""
-    run = SimpleNamespace(folder=tmp_path / "gone")
-    with pytest.raises(RunError, match="metrics.jsonl cannot be written: No such file"):
-        runs.Run.append(run, "metrics.jsonl", [{"step": 0}])
+@pytest.mark.parametrize("what", FULL)
+def test_a_full_disk_loses_nothing_and_the_run_resumes(what, home, capsys):
+    """Whole checkpoints stay, no weights are half written, and the metrics end as at a checkpoint."""
+    script, *where = FULL[what]
+    with full_at(*where), pytest.raises((OSError, SafetensorError), match="File too large"):
+        exit_code(script, small(script))
+    done = {"checkpoint": 2, "metrics": 3}.get(what, 5)
+    assert steps_kept() == [done - 1, done]
+    assert not Path("runs/ran/model").exists() and not Path("models").exists()
+    assert exit_code(script, small(script, run_name=None, resume="runs/ran")) == 0
+    assert [line["step"] for line in read_metrics("ran")][:6] == list(range(6))
+    assert Path("runs/ran/model/model.safetensors").is_file()
+    assert not list(Path().rglob("*.part*"))
 
 
-def test_curves_have_no_empty_panels(tmp_path, monkeypatch):
-    """A task without a true score logs no `objective/gold_score`."""
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
-    drawn, make_panels = [], plots.make_panels
-    spy = lambda names, label: drawn.extend(names) or make_panels(names, label)  # noqa: E731
-    monkeypatch.setattr(plots, "make_panels", spy)
-    plots.plot_run(tmp_path, ["loss", "objective/gold_score"])
-    assert drawn == ["loss"] and (tmp_path / "curves.png").is_file()
+# ------------------------------------------------------------------------------------------ reward functions
+
+
+def function_file(folder: Path, name: str, body: str) -> str:
+    """The flag of a reward function with this body, which knows the number of its calls so far.
+
+    The first call is the evaluation before update 1.
+    """
+    path = folder / f"{name}.py"  # a function is loaded only once, so names differ
+    lines = ["import os, signal, sys, time", "count = []", "def score(queries, responses):"]
+    lines += ["    count.append(1)", "    calls = len(count)"]
+    lines += [f"    {line}" for line in body.splitlines()]
+    path.write_text("\n".join([*lines, "    return [len(r) / 10 for r in responses]", ""]))
+    return f"{path}:score"
+
+
+FAILS = {  # flag → script, body, what the error says of it
+    "reward_fn raises": ("ppo", "{}['mood']", "KeyError: 'mood'"),
+    "gold_fn raises": ("rloo", "raise ValueError('no')", "ValueError: no"),
+    "reward_fn exits": ("rloo", "sys.exit(0)", "SystemExit: 0"),
+    "reward_fn returns": ("ppo", "return [float('nan')] * 8", "nan"),
+}
+
+
+@pytest.mark.parametrize("what", FAILS)
+def test_a_function_that_fails_is_named_after_its_traceback(what, home, capsys):
+    """And the update, with a checkpoint to resume from or without."""
+    script, code, words = FAILS[what]
+    spec = function_file(home, what.replace(" ", "_"), f"if calls == 4:\n    {code}")  # line 7
+    args = small(script, reward_fn=spec, save_every=None if "returns" in what else 1)
+    if what.startswith("gold_fn"):
+        args = replace(args, reward_fn="reward.py:score", task=replace(args.task, gold_fn=spec))
+    assert exit_code(script, args) == 2
+    err = sentence(capsys, f"--{what.split()[0]} {spec}: ", words)
+    if "returns" not in what:
+        assert f'File "{spec.removesuffix(":score")}", line 7, in score' in err
+    if args.save_every:
+        assert "stopped after 2 of 6 updates; resume after 2 with --resume runs/ran" in err
+        assert steps_kept() == [1, 2]
+    else:
+        assert "stopped after 2 of 6 updates; no checkpoint to resume from" in err
+
+
+def test_ctrl_c_ends_a_function_that_hangs(home, capsys):
+    spec = function_file(home, "hangs", "if calls == 3:\n    signal.alarm(1)\n    time.sleep(60)")
+    before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    begin = time.monotonic()
+    try:
+        assert exit_code("ppo", small("ppo", reward_fn=spec)) == 130
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert "resume after 1 with --resume runs/ran" in sentence(capsys, "stopped by Ctrl-C")
+    assert time.monotonic() - begin < 30 and steps_kept() == [1]
+
+
+# ----------------------------------------------------------------------------- numbers that are not finite
+
+
+@ALL
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step(
+    script, home, capsys, monkeypatch
+):
+    """After steps of size 10^6, which are finite themselves."""
+    check, seen = distributed.check_gradients, []
+
+    def spy(optimizer: Any, args: Any, kwargs: Any) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        seen.append((params, [p.detach().clone() for p in params]))
+        check(optimizer, args, kwargs)
+
+    monkeypatch.setattr(distributed, "check_gradients", spy)
+    assert exit_code(script, small(script, lr=1e6)) == 1
+    sentence(capsys, "the norm of the gradient is", "the step was not taken", "--lr")
+    params, before = seen[-1]
+    assert len(seen) > 1 and all(p.isfinite().all() for p in before)
+    assert all(p.equal(old) for p, old in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("script", ["ppo", "rloo"])
+def test_a_policy_whose_logits_are_not_finite_stops_the_run_too(script, home, capsys):
+    """It diverged in the last step of an update, so that sampling meets it first."""
+    assert exit_code(script, small(script, lr=1e6, num_minibatches=1)) == 1
+    sentence(capsys, "--lr")
+
+
+class Bomb:
+    """Unpickling it makes a folder."""
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, ("exploded",)
+
+
+def bomb(path: Path | str) -> None:
+    """A pickle in a file, or a file of torch's with one in it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix in (".bin", ".pt", ".pth"):
+        torch.save({"weight": Bomb()}, path)
+    else:
+        path.write_bytes(pickle.dumps(Bomb()))
+
+
+def test_the_bomb_works(home):
+    bomb("bomb.pt")
+    torch.load("bomb.pt", weights_only=False)
+    assert Path("exploded").is_dir()
+
+
+@ALL
+def test_a_model_folder_with_a_pickle_in_place_of_its_weights_is_refused(script, home, capsys):
+    Path("task/model/model.safetensors").unlink()
+    bomb("task/model/pytorch_model.bin")
+    assert exit_code(script, small(script)) == 2
+    sentence(capsys, "task/model", "safetensors")
+    assert not Path("exploded").exists()
+
+
+def test_a_reward_folder_with_a_pickle_in_place_of_its_weights_is_refused(home, capsys):
+    tiny.write_reward(home / "reward")
+    Path("reward/model.safetensors").unlink()
+    bomb("reward/pytorch_model.bin")
+    assert exit_code("ppo", small("ppo", reward_fn=None, reward_model="reward")) == 2
+    sentence(capsys, "--reward_model reward: ")
+    assert not Path("exploded").exists()
+
+
+def test_pickles_beside_the_weights_and_in_checkpoints_are_not_read(home, capsys):
+    for name in ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "tokenizer.pkl"):
+        bomb(f"task/model/{name}")
+    assert exit_code("sft", small("sft", save_every=3)) == 0
+    bomb("runs/ran/checkpoints/00000099.safetensors")
+    capsys.readouterr()
+    assert exit_code("sft", small("sft", save_every=3, run_name=None, resume="runs/ran")) == 2
+    sentence(capsys, "00000099.safetensors is damaged")
+    assert not Path("exploded").exists()
+
+
+@pytest.mark.parametrize("name", ["rows.pkl", "rows.pt", "folder/rows.pkl", "folder/rows.tar"])
+@pytest.mark.parametrize("script", ["sft", "train_reward"])
+def test_pickled_data_is_refused_unread(name, script, home, capsys):
+    path = Path(name)
+    if path.suffix == ".tar":
+        path.parent.mkdir()
+        with tarfile.open(path, "w") as file:
+            for suffix in (".pickle", ".pyd", ".pth"):
+                bomb(f"0{suffix}")
+                file.add(f"0{suffix}")
+    else:
+        bomb(path)
+    source = str(path if path.parent == Path() else path.parent)
+    args = small(script)
+    changed = {"label_dataset" if script == "train_reward" else "query_dataset": source}
+    assert exit_code(script, replace(args, task=replace(args.task, **changed))) == 2
+    sentence(capsys, source)
+    assert not Path("exploded").exists()
+
+
+def test_a_model_with_its_own_code_is_refused_and_nobody_is_asked(home, capsys, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    Path("task/model/mine.py").write_text("import os\nos.mkdir('exploded')\n")
+
+    def bring(name: str, **values: Any) -> None:
+        path = Path("task/model", name)
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    auto = {"AutoTokenizer": ["mine.Mine", None]}
+    bring("tokenizer_config.json", tokenizer_class="Mine", auto_map=auto)
+    assert exit_code("sft", small("sft")) == 0  # with the library's own tokenizer
+    auto = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"}
+    bring("config.json", model_type="mine", auto_map=auto)
+    capsys.readouterr()
+    assert exit_code("sft", small("sft", run_name=None)) == 2
+    sentence(capsys, "--base_model task/model: ", "custom code")
+    assert not Path("exploded").exists()
+
+
+SECRETS = {
+    "HF_TOKEN": "hf_" + "Qx7" * 11,
+    "WANDB_API_KEY": "ab12cd34" * 5,
+    "OPENAI_API_KEY": "sk-" + "Zt9" * 12,
+    "AWS_SECRET_ACCESS_KEY": "Kp5" * 12,
+}
+
+
+def test_keys_of_the_environment_are_in_nothing_that_a_run_writes_or_prints(
+    home, monkeypatch, capfd
+):
+    """With W&B, offline; its file has a value that is no secret, so that it is known to be read."""
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ppo.main(small("ppo", save_every=3, seed=7654321, track=True))
+    wandb.teardown()
+    texts = {str(path): path.read_bytes() for path in home.rglob("*") if path.is_file()}
+    texts["printed"] = "".join(capfd.readouterr()).encode()
+    for secret in SECRETS.values():
+        assert [name for name, text in texts.items() if secret.encode() in text] == []
+    found = [name for name, text in texts.items() if b"7654321" in text]
+    assert any(name.endswith("args.json") for name in found)
+    assert any(name.endswith(".wandb") for name in found)
+
+
+# ------------------------------------------------------------------------- kept weights, the end at a KL
+
+
+def lines(name):
+    """metrics.jsonl without times."""
+    rows = map(json.loads, Path("runs", name, "metrics.jsonl").read_text().splitlines())
+    return [{key: x for key, x in row.items() if "time/" not in key} for row in rows]
+
+
+def evaluations(name, metric):
+    """Step → value of the metric."""
+    return {row["step"]: row[metric] for row in lines(name) if metric in row}
+
+
+def weights(name, step):
+    """The policy after so many updates, from a checkpoint or the start."""
+    if step == 0:
+        return AutoModelForCausalLM.from_pretrained("task/model").state_dict()
+    state = load_file(f"runs/{name}/checkpoints/{step:08}.safetensors")
+    return {key.removeprefix("model/lm."): x for key, x in state.items() if "model/lm." in key}
+
+
+def assert_weights(folder, expected):
+    """The folder is a language model with these weights, and there is its tokenizer."""
+    lm, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()) and (Path(folder) / "tokenizer.json").exists()
+    state = lm.state_dict()
+    assert all(torch.equal(state[key], x) for key, x in expected.items()) and expected
+
+
+@pytest.mark.parametrize("script", ["ppo", "rloo"])
+def test_kept_policies_are_those_after_that_many_updates(script, home, monkeypatch):
+    """Six updates, evaluated before each second one and at the end."""
+    monkeypatch.setattr(checkpoints, "KEPT", 100)
+    flags = dict(keep_every=2, eval_every=2, save_every=1)
+    assert exit_code(script, settings(script, run_name="run", lr=3e-2, **flags)) == 0
+    final = AutoModelForCausalLM.from_pretrained("runs/run/model").state_dict()
+    for step, expected in ((2, weights("run", 2)), (4, weights("run", 4)), (6, final)):
+        assert_weights(f"runs/run/keep_{step}", expected)
+    kept = {path.name for path in Path("runs/run").glob("*") if path.is_dir()}
+    assert kept == {"keep_2", "keep_4", "keep_6", "model", "checkpoints"}
+
+
+@pytest.mark.parametrize("script", ["ppo", "rloo"])
+def test_a_run_ends_after_the_first_update_whose_kl_exceeds_the_limit(script, home, monkeypatch):
+    """Until then it is the full run, with its learning rates, also if it was stopped and resumed."""
+    monkeypatch.setattr(checkpoints, "KEPT", 100)
+    assert exit_code(script, settings(script, run_name="full", save_every=1)) == 0
+    kl = [row["objective/kl"] for row in lines("full")[:6]]
+    last = next(i for i in range(2, 5) if kl[i] > max(kl[:i]))
+    limit = dict(stop_kl=math.nextafter(kl[last], 0))
+    assert exit_code(script, settings(script, run_name="short", **limit)) == 0
+    assert exit_code(script, settings(script, run_name="same", stop_kl=max(kl))) == 0
+    assert lines("same") == lines("full")  # it has to exceed the limit
+    with pytest.MonkeyPatch.context() as patch:
+        at_call(patch, distributed, "check_gradients", 5, send(signal.SIGTERM))
+        assert exit_code(script, settings(script, run_name="resumed", **limit)) == 143
+    assert exit_code(script, settings(script, resume="runs/resumed", **limit)) == 0
+    for name in ("short", "resumed"):
+        *updates, evaluation = lines(name)
+        assert updates == lines("full")[: last + 1] and evaluation["step"] == last + 1
+        assert all(key == "step" or key.startswith("eval/") for key in evaluation)
+        assert_weights(f"runs/{name}/model", weights("full", last + 1))
+        assert all((Path("runs", name, "model") / x).exists() for x in ("README.md", "curves.png"))
+    link = Path(f"models/synthetic/{script}")
+    assert link.resolve() == Path("runs/resumed/model").resolve()
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_runs_keep_the_same_policies(tmp_path):
+    """Killed in the middle of keeping one, before and after it is in its place."""
+    where = "before the weights 2, in a checkpoint 1, after the weights 2"
+    jobs = [job for script in ("ppo", "rloo") for job in pair(script, where, keep_every=2)]
+    done = run_jobs(tmp_path / "home", jobs)
+    for name in ("ppo_killed", "rloo_killed"):
+        assert len(done.codes[name]) > 2 and set(done.codes[name][-1]) == {0}, done.logs
+        ours, theirs = (kept(done.runs / x) for x in (name, name.replace("killed", "straight")))
+        assert ours == theirs and len(ours) == 3, done.logs
+
+
+def kept(run: Path) -> dict:
+    """Kept folder → the bytes of its files."""
+    folders = run.glob("keep_*")
+    return {x.name: {path.name: path.read_bytes() for path in x.iterdir()} for x in folders}
+
+
+def test_weights_are_kept_only_where_they_are_evaluated(home, no_weights):
+    with pytest.raises(InputError, match="keep_every=3 .* eval_every = 2; use 4"):
+        ppo.main(settings("ppo", keep_every=3))

@@ -19,6 +19,7 @@ import rloo
 import sft
 import train_reward
 from machinery import models
+from machinery.tokens import load_tokenizer
 
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
 BOTH = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
@@ -191,7 +192,7 @@ def test_04_a_tokenizer_whose_pad_is_its_eos_changes_nothing(script, eos_task, t
         if name == "same":
             config = json.loads(path.read_text()) | {"pad_token": "<|endoftext|>"}
             path.write_text(json.dumps(config))
-            tokenizer, _ = models.load_tokenizer(eos_task, 1)
+            tokenizer, _ = load_tokenizer(eos_task, 1)
             assert tokenizer.pad_token_id == tokenizer.eos_token_id
         script.main(small(script, eos_task, name))
         lines = [

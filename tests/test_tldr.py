@@ -31,6 +31,7 @@ from benchmarks import winrate
 from machinery import rewards
 from machinery.cli import InputError, parse_args
 from machinery.models import load_lm
+from machinery.tokens import same_tokens
 from train_reward import RewardModel
 
 EOS = 0
@@ -178,9 +179,9 @@ def test_weights_without_safetensors_are_one_sentence(tmp_path, monkeypatch):
     write_models("2.8b", "bin")
     for load, name, flag in (
         (load_lm, SFT, "--base_model"),
-        (lambda x: rewards.load_reward_model(RewardModel, x, ""), RM, "--reward_model"),
+        (lambda x: rewards.load_reward_model(RewardModel, x), RM, "--reward_model"),
     ):
-        with pytest.raises(InputError, match=f"{flag} {name.format('2.8b')} .*model.safetensors"):
+        with pytest.raises(InputError, match=f"{flag} {name.format('2.8b')}: "):
             load(name.format("2.8b"))
 
 
@@ -190,10 +191,10 @@ def test_X13_a_pad_token_of_the_policys_tokenizer_alone_changes_no_text(tmp_path
         (tmp_path / name).mkdir()
         write_tokenizer(tmp_path / name, pad)
     sft, rm = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("sft", "rm"))
-    assert len(sft) == len(rm) + 1 and rewards.same_tokens(rm, sft)
+    assert len(sft) == len(rm) + 1 and same_tokens(rm, sft)
     sft.add_tokens(["house"])
-    assert not rewards.same_tokens(rm, sft)
+    assert not same_tokens(rm, sft)
     rm.add_special_tokens(
         {"pad_token": "[END]", "eos_token": "[END]"}
     )  # a pad that ends texts counts
-    assert not rewards.same_tokens(sft, rm)
+    assert not same_tokens(sft, rm)

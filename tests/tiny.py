@@ -34,8 +34,19 @@ import train_reward
 import utils
 from data import tasks
 from machinery import distributed
+from machinery.cli import InputError
 from machinery.labels import OPENAI_PAD, Labels
 from machinery.rewards import RewardConfig, score_in_parts
+
+
+def refuses(call, *words, error: type = InputError) -> str:
+    """Assert that `call` raises an error whose message has all `words`; return the message."""
+    with pytest.raises(error) as caught:
+        call()
+    message = str(caught.value)
+    assert [word for word in words if str(word) not in message] == [], message
+    return message
+
 
 VOCAB = 61
 PAD = VOCAB  # one past the vocabulary
@@ -308,6 +319,7 @@ class FakeRun:
     def __init__(self, after: Callable | None = None):
         self.after, self.metrics, self.main, self.step = after, [], True, 0
         self.model = self.optimizer = None
+        self.folder = Path("nowhere")
 
     def __call__(self, *args: Any) -> "FakeRun":
         return self

@@ -15,7 +15,7 @@ from test_diffs import apply, load
 import ppo
 from benchmarks import winrate
 from data import tasks
-from machinery.cli import InputError, RunError
+from machinery.cli import InputError
 
 
 def test_ties_count_half_and_the_interval_is_of_pairs():
@@ -75,7 +75,7 @@ def test_a_judge_of_pairs_is_asked_in_both_orders():
     assert agreement == 0.75  # the third prefers what is first
     rate, low, high = winrate.mean_and_interval(wins, seed=1)
     assert rate == pytest.approx(0.45) and 0 <= low < rate < high <= 0.8
-    with pytest.raises(RunError, match="1.5"):
+    with pytest.raises(InputError, match="1.5"):
         winrate.ask_in_both_orders(lambda queries, a, b: [1.5], "judge", ["1"], ["a"], ["b"])
 
 
@@ -112,7 +112,7 @@ def test_kept_policies_and_averages_are_compared_by_a_judge_of_pairs(
 
 @pytest.mark.parametrize(
     ("words", "code", "named"),
-    [("--task foo", 2, "--task foo"), ("--judge bad.py:judge", 1, "ZeroDivisionError")],
+    [("--task foo", 2, "--task foo"), ("--judge bad.py:judge", 2, "ZeroDivisionError")],
 )
 def test_a_bad_task_or_judge_is_one_sentence(words, code, named, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

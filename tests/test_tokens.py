@@ -23,10 +23,18 @@ import sft
 import train_reward
 from benchmarks import winrate
 from data import tasks
-from machinery import chat, data, labels, sequences
+from machinery import labels, sequences
 from machinery.cli import InputError
 from machinery.functions import load_function
-from machinery.models import load_tokenizer
+from machinery.queries import load_queries
+from machinery.tokens import (
+    load_tokenizer,
+    render_answer,
+    same_tokens,
+    single_token,
+    tokenize_prompt,
+    translate,
+)
 from utils import decode
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -93,12 +101,12 @@ def load(function, task: tasks.Task, *more) -> list[list[int]]:
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_query_is_the_prompt_with_the_generation_prompt(suffix, model, tmp_path):
     path = tmp_path / f"a.{suffix}"
-    found = load(data.load_queries, make_task(model, formats.ULTRAFEEDBACK_PROMPT, path), 9)
+    found = load(load_queries, make_task(model, formats.ULTRAFEEDBACK_PROMPT, path), 9)
     prompts = [row["prompt"] for row in formats.ULTRAFEEDBACK_PROMPT]
     assert found == sorted(map(model.write, prompts))
     more = {"prompt": [USER | {"name": "Anna"}]}  # keys that differ give a column of another type
     task = make_task(model, [*formats.ULTRAFEEDBACK_PROMPT, more], tmp_path / f"b.{suffix}")
-    assert load(data.load_queries, task, 9) == sorted(map(model.write, [*prompts, [USER]]))
+    assert load(load_queries, task, 9) == sorted(map(model.write, [*prompts, [USER]]))
 
 
 def test_a_template_that_writes_bos_and_a_tokenizer_that_adds_it_give_one(tmp_path):
@@ -108,7 +116,7 @@ def test_a_template_that_writes_bos_and_a_tokenizer_that_adds_it_give_one(tmp_pa
     tokenizer.backend_tokenizer.post_processor = adds_bos
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     assert tokenizer.encode("Hi")[0] == bos  # as Llama's does
-    tokens = chat.tokenize_prompt([USER], 99, tokenizer)
+    tokens = tokenize_prompt([USER], 99, tokenizer)
     assert tokens == [bos, *tokenizer.encode(USER["content"], add_special_tokens=False)]
 
 
@@ -119,12 +127,12 @@ def test_the_oldest_turns_are_dropped_and_the_system_message_and_the_last_turn_s
     assert lengths[0] > lengths[1] > lengths[2]
     for i, messages in enumerate(kept):
         for length in (lengths[i], lengths[i - 1] - 1 if i else 10**6):
-            assert chat.tokenize_prompt(prompt, length, model.tokenizer) == model.write(messages)
-    assert chat.tokenize_prompt(prompt, lengths[2] - 1, model.tokenizer) is None
+            assert tokenize_prompt(prompt, length, model.tokenizer) == model.write(messages)
+    assert tokenize_prompt(prompt, lengths[2] - 1, model.tokenizer) is None
     without = prompt[1:]  # SmolLM2's template then adds a system message, which counts
     n = len(model.write(without[2:]))
-    assert chat.tokenize_prompt(without, n, model.tokenizer) == model.write(without[2:])
-    assert chat.tokenize_prompt(without, n - 1, model.tokenizer) == model.write(without[4:])
+    assert tokenize_prompt(without, n, model.tokenizer) == model.write(without[2:])
+    assert tokenize_prompt(without, n - 1, model.tokenizer) == model.write(without[4:])
 
 
 def test_prompts_that_are_blank_or_too_long_are_skipped_and_counted(model, tmp_path, capsys):
@@ -133,13 +141,12 @@ def test_prompts_that_are_blank_or_too_long_are_skipped_and_counted(model, tmp_p
     long = [USER | {"content": "What color is the sky? Why?"}]
     rows = [{"prompt": prompt} for prompt in ([USER], *blank, long)]
     task = make_task(model, rows, tmp_path / "a.jsonl", query_length=n)
-    assert load(data.load_queries, task, 9) == [model.write([USER])]
+    assert load(load_queries, task, 9) == [model.write([USER])]
     assert "skipped 4 of 5" in capsys.readouterr().out
-    load(data.load_queries, make_task(model, rows[:1], tmp_path / "c.jsonl", query_length=n), 9)
+    load(load_queries, make_task(model, rows[:1], tmp_path / "c.jsonl", query_length=n), 9)
     assert "skipped" not in capsys.readouterr().out
     task = make_task(model, rows[4:], tmp_path / "b.jsonl", query_length=n)
-    with pytest.raises(InputError, match=f"no query.*query_length={n}"):
-        load(data.load_queries, task, 9)
+    assert load(load_queries, task, 9) == []
 
 
 def test_the_answer_of_a_conversation_is_its_last_message_and_the_rest_its_prompt(model, tmp_path):
@@ -162,7 +169,7 @@ def test_the_answer_of_a_conversation_is_its_last_message_and_the_rest_its_promp
         load(sequences.load_responses, replace(split, response_length=20, query_length=150)) == both
     )
     task = make_task(model, SMOLTALK, tmp_path / "c.jsonl", **options)
-    assert load(data.load_queries, task, 9) == sorted(prompt for prompt, _ in expected)
+    assert load(load_queries, task, 9) == sorted(prompt for prompt, _ in expected)
 
 
 def test_R4_pairs_of_messages_lose_whole_turns_and_end_once(model, tmp_path, capsys):
@@ -222,44 +229,40 @@ def calls(task: tasks.Task) -> list:
 def test_settings_for_texts_are_refused_by_name_before_a_model_loads(name, chat_task, no_weights):
     flag = f"--no-{name}$" if name == "keep_last_line" else f"--{name} "
     for call in calls(replace(chat_task, **REFUSED[name])):
-        with pytest.raises(InputError, match=rf"rows.jsonl.*{name}=.*pass {flag}"):
+        with pytest.raises(InputError, match=rf"rows.jsonl: .*pass {flag}"):
             call()
 
 
 def test_a_tokenizer_without_a_template_is_refused_before_a_model_loads(chat_task, no_weights):
     (Path(chat_task.base_model) / "chat_template.jinja").unlink()
-    for call, column in zip(calls(chat_task), ("prompt", "prompt", "prompt", "row 0"), strict=True):
-        with pytest.raises(InputError, match=f"rows.jsonl.*{column}.*chat template.*--base_model"):
+    for call in calls(chat_task):
+        with pytest.raises(InputError, match="rows.jsonl: .*chat_template"):
             call()
 
 
-def test_messages_where_only_texts_can_be_are_refused(chat_task, no_weights):
-    task = replace(chat_task, response_column=None)
-    with pytest.raises(InputError, match="column 'prompt' .*--response_column"):
-        sft.main(sft.Args(task=task))
-    for content in (None, 3):
-        rows = [{"prompt": [{"role": "user", "content": content}]}]
-        Path(task.query_dataset).write_text("\n".join(map(json.dumps, rows)))
-        with pytest.raises(InputError, match="is not a message"):
-            load(data.load_queries, task, 9)
+@pytest.mark.parametrize("content", [None, 3, [{"type": "text", "text": "What?"}]])
+def test_messages_whose_content_is_no_text_are_refused(content, chat_task):
+    """A template would write None, or leave it out."""
+    rows = [{"prompt": [{"role": "user", "content": content}, USER]}]
+    Path(chat_task.query_dataset).write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(InputError, match="rows.jsonl: .*content"):
+        load(load_queries, chat_task, 9)
 
 
-def test_an_error_of_the_template_is_one_sentence(chat_task):
-    tokenizer, ids = load_tokenizer(chat_task, 8)
-    tokenizer.chat_template = (
-        "{% if messages[0].content != '?' %}{{ raise_exception('no roles') }}{% endif %}"
-    )
-    with pytest.raises(InputError, match="no roles.*chat template"):
-        data.load_queries(chat_task, tokenizer, ids, 9)
+def test_a_template_that_changes_the_prompt_once_it_has_an_answer_is_refused(chat_task):
+    tokenizer, _ = load_tokenizer(chat_task, 8)
+    tokenizer.chat_template = "{{ messages | length }} turns"
+    with pytest.raises(InputError, match="changes the prompt '1 turns'"):
+        render_answer([USER], [BLUE], tokenizer)
 
 
 def test_another_template_or_bos_is_another_table(chat_task):
     tokenizer, ids = load_tokenizer(chat_task, 8)
-    tables = [data.load_queries(chat_task, tokenizer, ids, 9)[:].tolist()]
+    tables = [load_queries(chat_task, tokenizer, ids, 9)[:].tolist()]
     tokenizer.chat_template = "{{ bos_token }}" + formats.CHATML
-    tables.append(data.load_queries(chat_task, tokenizer, ids, 9)[:].tolist())
+    tables.append(load_queries(chat_task, tokenizer, ids, 9)[:].tolist())
     tokenizer.bos_token = END
-    tables.append(data.load_queries(chat_task, tokenizer, ids, 9)[:].tolist())
+    tables.append(load_queries(chat_task, tokenizer, ids, 9)[:].tolist())
     assert all(a != b for a, b in zip(tables, tables[1:], strict=False))
 
 
@@ -320,3 +323,55 @@ def test_decoding_leaves_out_the_end_and_the_padding(model):
     tokens = model.tokenizer.encode(f"It is blue.{END}", add_special_tokens=False)
     pad = len(model.tokenizer)
     assert decode(model.tokenizer, torch.tensor([[*tokens, pad]]), pad) == ["It is blue."]
+
+
+def test_gpt2s_ids_are_those_that_the_tasks_name(gpt2):
+    """13 and 198 are [O]'s truncate tokens; 764 is what the hub's books and articles have for 13."""
+    assert len(gpt2) == 50257 and gpt2.eos_token_id == 50256
+    found = [gpt2.encode(text) for text in (".", " .", "\n", "\n\nThe")]
+    assert found == [[13], [764], [198], [198, 198, 464]]
+    assert gpt2.decode([23073, 11, 339, 561]) == "usually, he would"
+    books = [gpt2.encode(row["text"]) for row in formats.BOOKS]
+    assert all(13 not in tokens and 764 in tokens for tokens in books)
+
+
+def test_29_a_tokenizer_reads_anothers_ids_if_it_has_them_all(gpt2, hers):
+    more = formats.gpt2_tokenizer()
+    more.add_special_tokens({"pad_token": "[PAD]"})  # as many fine-tuned GPT-2s have it
+    assert same_tokens(gpt2, formats.gpt2_tokenizer()) and same_tokens(more, gpt2)
+    assert same_tokens(gpt2, more)  # no text has a [PAD]
+    assert not same_tokens(hers, gpt2) and not same_tokens(gpt2, hers)
+
+
+def test_29_ids_become_the_same_texts_without_padding_and_with_the_others_own_end(gpt2, chat):
+    tokens = [[50257, 50257, 1026, 764, 50256], [50257, 314, 1101, 764, 198], [50257] * 5]
+    expected = [chat.encode(text) for text in ("It .<|endoftext|>", " I'm .\n", "")]
+    assert translate(torch.tensor(tokens), gpt2, 50257, chat) == expected
+    chat.add_special_tokens({"eos_token": "<|im_end|>"})
+    (ids,) = translate(torch.tensor([[1026, 50256]]), gpt2, 50257, chat)
+    expected = [*chat.encode("It"), chat.convert_tokens_to_ids("<|im_end|>")]
+    assert ids == expected
+    chat.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_end|> $A", special_tokens=[("<|im_end|>", ids[-1])]
+    )
+    assert chat.encode("It")[0] == ids[-1]  # it begins every text with that, as Llama's does
+    (ids,) = translate(torch.tensor([[1026, 50256]]), gpt2, 50257, chat)
+    assert ids == expected
+
+
+def test_29_ids_beyond_the_tokenizer_are_no_text(gpt2, hers):
+    """A model's vocabulary may be larger than its tokenizer (Pythia's 50,304): they can be sampled."""
+    tokens = torch.tensor([[1026, 50300, 764, 50304]])
+    assert translate(tokens, gpt2, 50304, hers) == [hers.encode("It .")]
+    assert translate(tokens[:, [0, 2, 2]], gpt2, 764, hers) == [hers.encode("It")]
+
+
+def test_the_id_of_a_text_is_the_one_that_it_has_inside_of_a_text():
+    """In Llama 2's form "." alone is not the token that ends "dog."."""
+    tokenizer = formats.llama2_tokenizer(["dog"])
+    period, _, dog = (tokenizer.convert_tokens_to_ids(piece) for piece in (".", "▁.", "▁dog"))
+    assert tokenizer.encode(".") != [period] and tokenizer.encode("dog. dog.") == [dog, period] * 2
+    assert single_token(tokenizer, ".", "--truncate_token") == period
+    assert single_token(tokenizer, "dog", "--truncate_token") == dog  # as it is in a text
+    with pytest.raises(InputError, match="--truncate_token 'dog.'"):
+        single_token(tokenizer, "dog.", "--truncate_token")

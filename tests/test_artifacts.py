@@ -1,8 +1,9 @@
-"""The model card and the hub, with a stand-in for the hub's API, since tests have no network."""
+"""The model card, uploads, and trackers, with a stand-in for the hub's API."""
 
 import json
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,23 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError
-from test_resume import ROOT, SCRIPTS, settings, write_files
+import wandb
+from conftest import read_metrics
+from huggingface_hub.errors import HTTPError
+from test_resume import (
+    SCRIPTS,
+    free_port,
+    settings,
+    write_files,
+)
 
 import ppo
 from data import tasks
-from machinery import artifacts, distributed, hub, runs
+from machinery import (
+    artifacts,
+    runs,
+)
+from machinery.artifacts import ROOT
 from machinery.cli import InputError
 
 
@@ -35,28 +47,23 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def api(home: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Somebody is logged in; `calls` are what is asked of the API.
 
-    `public` are the repositories that everybody can read, `down` is the function that fails with
-    `error`.
+    `down` is the function that fails.
     """
-    fake = SimpleNamespace(calls=[], public=set(), down=None, error=HTTPError("no connection"))
+    fake = SimpleNamespace(calls=[], down=None)
 
     def call(function: str, repo_id: str, **values: Any) -> None:
         fake.calls.append((function, repo_id, values))
         if fake.down == function:
-            raise fake.error
+            raise HTTPError("no connection")
 
-    def create_repo(repo_id: str, *, private: bool, exist_ok: bool) -> None:
+    def create_repo(repo_id: str, *, private: bool) -> None:
         call("create_repo", repo_id, private=private)
-        assert exist_ok
-
-    def model_info(repo_id: str) -> SimpleNamespace:
-        return SimpleNamespace(private=repo_id not in fake.public)
 
     def upload_folder(*, repo_id: str, folder_path: Path) -> str:
         call("upload_folder", repo_id, files={path.name for path in Path(folder_path).iterdir()})
         return f"https://hub/{repo_id}"
 
-    for function in (create_repo, model_info, upload_folder):
+    for function in (create_repo, upload_folder):
         monkeypatch.setattr(huggingface_hub, function.__name__, function)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_s3cr3t")
     return fake
@@ -99,7 +106,7 @@ def test_the_card_has_task_metrics_flags_and_versions(name, runs):
     assert flags["versions"]["torch"] == torch.__version__
     assert flags["lr"] == record["lr"]
     assert flags["task"]["temperature"] == record["task"]["temperature"]
-    assert flags.keys() & {"command", "track", "output_dir", "run_name", "commit"} == set()
+    assert flags.keys() & {"command", "commit"} == set()
 
 
 def test_the_card_has_no_secret_and_no_path_of_this_machine(api, home, monkeypatch):
@@ -145,50 +152,29 @@ def test_a_missing_token_is_named_before_anything_is_loaded(name, home, no_weigh
     assert not Path("runs").exists()
 
 
-def test_the_private_repository_is_made_before_training_and_gets_the_weights_after_it(
-    api, monkeypatch, capsys
-):
-    check = distributed.check_gradients
-    spy = lambda *args: api.calls.append(("step",)) or check(*args)  # noqa: E731
-    monkeypatch.setattr(distributed, "check_gradients", spy)
+def test_the_weights_are_uploaded_into_a_new_private_repository_after_training(api, capsys):
     ppo.main(two_updates())
-    first, *steps, last = api.calls
-    assert first == ("create_repo", "me/it", {"private": True}) and steps == [("step",)] * 8
+    create, upload = api.calls
+    assert create == ("create_repo", "me/it", {"private": True})
     files = {"config.json", "model.safetensors", "tokenizer.json", "value_head.safetensors"}
-    assert last[:2] == ("upload_folder", "me/it")
-    assert files | {"README.md", "curves.png"} <= last[2]["files"]
+    assert upload[:2] == ("upload_folder", "me/it")
+    assert files | {"README.md", "curves.png"} <= upload[2]["files"]
     assert "https://hub/me/it" in capsys.readouterr().out
 
 
-def test_a_public_repository_gets_nothing(api):
-    api.public.add("me/it")
-    with pytest.raises(InputError, match="--push_to_hub me/it: .* public"):
+@pytest.mark.parametrize("down", ["create_repo", "upload_folder"])
+def test_a_hub_that_fails_at_the_end_is_named_and_the_weights_are_kept(down, api, capsys):
+    api.down = down
+    with pytest.raises(InputError, match="--push_to_hub me/it: .*no connection"):
         ppo.main(two_updates())
-    assert [call[0] for call in api.calls] == ["create_repo"] and not Path("runs").exists()
-
-
-@pytest.mark.parametrize("error", [HTTPError("no connection"), LocalTokenNotFoundError("no token")])
-def test_a_hub_that_fails_at_the_start_stops_the_run_before_training(error, api):
-    api.down, api.error = "create_repo", error
-    with pytest.raises(InputError, match=f"--push_to_hub me/it: {error}"):
-        ppo.main(two_updates())
-    assert not Path("runs").exists()
-
-
-def test_a_hub_that_fails_at_the_end_keeps_the_weights(api, capsys):
-    """hf_xet raises a RuntimeError."""
-    api.down, api.error = "upload_folder", RuntimeError("Data processing error: CAS service error")
-    ppo.main(two_updates())
-    printed = capsys.readouterr().out
-    assert "CAS service error" in printed and "`hf upload me/it runs/a/model`" in printed
     assert Path("models/synthetic/ppo/model.safetensors").is_file()
-    api.error = HTTPError("no connection")
-    assert "no connection" in hub.upload("me/it", Path("runs/a/model"))
+    assert "weights: runs/a/model" in capsys.readouterr().out
 
 
 def test_only_the_main_process_talks_to_the_hub(api):
     accelerator = SimpleNamespace(is_main_process=False)
-    runs.Run(two_updates(), ppo.SCRIPT, 1, [], accelerator).close()
+    run = runs.Run(two_updates(), ppo.SCRIPT, 1, [], accelerator)
+    run.finish()
     assert api.calls == [] and not Path("runs").exists()
 
 
@@ -213,3 +199,31 @@ def test_wandb_gets_the_run_only_with_track(track, project, tmp_path, monkeypatc
         monkeypatch.setenv("WANDB_PROJECT", project)
     artifacts.start_trackers(tmp_path, {"lr": 1}, track)
     assert seen == ([(project or "onefile-rlhf", tmp_path.name, {"lr": 1})] if track else [])
+
+
+def test_a_run_whose_wandb_cannot_be_reached_goes_offline(home, monkeypatch, capfd):
+    """Its file is complete, to be uploaded later."""
+    timeouts, wandb_settings = {}, wandb.Settings
+
+    def impatient(**values: Any) -> wandb.Settings:
+        timeouts.update({name: value for name, value in values.items() if "timeout" in name})
+        return wandb_settings(**values | dict(init_timeout=2, finish_timeout=4))
+
+    monkeypatch.setattr(wandb, "Settings", impatient)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    begin = time.monotonic()
+    ppo.main(settings("ppo", run_name="ran", track=True, num_ppo_epochs=1, eval_every=100))
+    assert time.monotonic() - begin < 30 and timeouts == dict(init_timeout=30, finish_timeout=60)
+    assert [row["step"] for row in read_metrics("ran")] == list(range(6))
+    assert Path("runs/ran/model/model.safetensors").is_file()
+    assert "W&B is offline" in capfd.readouterr().out
+    wandb.teardown()  # as at the end of the process
+    (data,) = Path("runs/ran/wandb").glob("offline-run-*/*.wandb")
+    assert b"objective/kl_coef" in data.read_bytes()
+    tables = list(Path("runs/ran/wandb").glob("offline-run-*/files/media/table/*.json"))
+    samples = [json.loads(table.read_text()) for table in tables]
+    assert len(samples) == 2
+    assert all(table["columns"] == ["query", "response", "score"] for table in samples)
+    assert all("Clara" in str(table["data"]) for table in samples)

@@ -15,9 +15,10 @@ import numpy as np
 from torch import Tensor
 
 from data.tasks import Task
-from machinery import chat
-from machinery.cli import InputError, say
+from machinery.cli import InputError, about, say
 from machinery.functions import load_function
+from machinery.sources import load_rows
+from machinery.tokens import check_chat, drop_answer, single_token, tokenize_prompt
 from utils import TokenIds, pad_left
 
 if TYPE_CHECKING:
@@ -27,26 +28,15 @@ SMALL_TABLE = 2**15  # tokenize at least this many rows: it takes a second or tw
 
 
 def load_texts(task: Task, *columns: str, tokenizer: Any = None) -> "datasets.Dataset":
-    """The rows of `query_dataset`, at most `num_queries`. Raises `InputError` for other columns.
+    """The rows of `query_dataset`, at most `num_queries`, which have to have these columns.
 
-    Columns hold texts or, with a `tokenizer`, lists of messages for its chat template.
+    They hold texts or, with a `tokenizer`, lists of messages for its chat template.
     """
-    from machinery.sources import load_rows  # datasets takes a second to import
-
     rows = load_rows(task.query_dataset, "--query_dataset")
-    for name in columns:
-        if name not in rows.column_names:
-            raise InputError(
-                f"--query_dataset {task.query_dataset} has no column {name!r}; "
-                f"it has {', '.join(rows.column_names)}"
-            )
-        where = f"--query_dataset {task.query_dataset}: column {name!r}"
-        kind = getattr(rows.features[name], "dtype", None)
-        if tokenizer and holds_messages(rows, name):
-            chat.check_chat(task, tokenizer, where)
-        elif kind not in ("string", "large_string", "null"):
-            hint = "" if tokenizer else "; to learn the answers in messages, pass --response_column"
-            raise InputError(f"{where} has to hold texts, not {rows.features[name]}{hint}")
+    with about(f"--query_dataset {task.query_dataset}"):
+        rows.select_columns(list(columns))  # names those that there are, if one is missing
+        if tokenizer and any(holds_messages(rows, name) for name in columns):
+            check_chat(task, tokenizer)
     if len(rows) > task.num_queries:
         chosen = np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)
         rows = rows.select(np.sort(chosen))
@@ -105,7 +95,7 @@ class TokenTable:
         rest = [i for i, tokens in enumerate(sequences) if tuple(tokens) not in held_out]
         if len(rest) < needed:
             left = f"leaves {len(rest)}; training needs {needed}"
-            raise InputError(f"holding out {n} of {len(self)} sequences {left}")
+            raise InputError(f"--query_dataset: holding out {n} of {len(self)} sequences {left}")
         return self.select(list(range(n))), self.select(rest)
 
 
@@ -127,7 +117,7 @@ def tokenize_rows(
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend else str(sorted(tokenizer.get_vocab().items()))
     template = f"{tokenizer.chat_template} {tokenizer.special_tokens_map}"
-    files = __file__, chat.__file__, inspect.getfile(function)
+    files = __file__, inspect.getfile(tokenize_prompt), inspect.getfile(function)
     code = "".join(Path(file).read_text() for file in files)
     key = (rows._fingerprint, vocabulary, template, str(length), str(pad_id), repr(settings), code)
     fingerprint = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
@@ -149,41 +139,21 @@ def clean_texts(texts: Sequence[str | None], task: Task) -> list[str]:
     """Apply `clean_fn`; a missing text becomes an empty one."""
     if not task.clean_fn:
         return [text or "" for text in texts]
-    clean = load_function(task.clean_fn)
-    cleaned = []
-    for text in texts:
-        try:
-            result = clean(text or "")
-        except Exception as error:  # anything that the user's code raises
-            raise InputError(f"{task.clean_fn} raised {error!r} for {text!r:.60}") from error
-        if not isinstance(result, str):
-            raise InputError(f"{task.clean_fn} returned {result!r:.60}, which is not a text")
-        cleaned.append(result)
-    return cleaned
+    with about(f"--clean_fn {task.clean_fn}"):
+        clean = load_function(task.clean_fn)
+        return [clean(text or "") for text in texts]
 
 
 def cleaning_key(task: Task) -> str:
     """What a cache of cleaned texts depends on: the name of `clean_fn` and its source code."""
     if not task.clean_fn:
         return ""
+    with about(f"--clean_fn {task.clean_fn}"):
+        function = load_function(task.clean_fn)
     try:
-        return task.clean_fn + Path(inspect.getfile(load_function(task.clean_fn))).read_text()
+        return task.clean_fn + Path(inspect.getfile(function)).read_text()
     except TypeError:  # builtins have no source file
         return task.clean_fn
-
-
-def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
-    """The id of a text that is one token. Raises `InputError` if it is not.
-
-    The vocabulary comes first: tokenizers such as Llama 2's add a space before what they encode.
-    """
-    if text is None:
-        return None
-    known = tokenizer.get_vocab().get(text)
-    ids = tokenizer.encode(text, add_special_tokens=False) if known is None else [known]
-    if len(ids) != 1:
-        raise InputError(f"{flag} {text!r} has to be one token; for this tokenizer it is {ids}")
-    return ids[0]
 
 
 def ends_word(text: str, offsets: list[tuple[int, int]], end: str) -> list[bool]:
@@ -235,8 +205,8 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     with an answer is what precedes it.
     """
     if any(isinstance(text, list) for text in texts):
-        prompts = [chat.drop_answer(messages or []) for messages in texts]
-        return [chat.tokenize_prompt(prompt, task.query_length, tokenizer) for prompt in prompts]
+        prompts = [drop_answer(messages or []) for messages in texts]
+        return [tokenize_prompt(prompt, task.query_length, tokenizer) for prompt in prompts]
     cleaned = clean_texts(texts, task)
     start = single_token(tokenizer, task.start_text, "--start_text")
     wants_offsets = task.end_text is not None
@@ -259,14 +229,12 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, max_queries: int) ->
     """The table of queries [N, Q] (G2), of a random sample of texts if there are many.
 
     `max_queries` are as many as the run can use. The table keeps all columns of the data set.
-    Raises `InputError` if no text gives a query.
     """
     if task.keep_last_line and task.end_text is not None:
         raise InputError("end_text does not work with keep_last_line; pass --no-keep_last_line")
     texts = load_texts(task, task.query_column, tokenizer=tokenizer)
     order = np.random.default_rng(0).permutation(len(texts))
     texts = texts.select(order[: max(max_queries, SMALL_TABLE)])
-    single_token(tokenizer, task.start_text, "--start_text")
 
     def queries(batch: dict[str, list]) -> list[list[int]]:
         found = tokenize_queries(batch[task.query_column], task, tokenizer)
@@ -274,16 +242,10 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, max_queries: int) ->
 
     cut = task.keep_last_line, task.start_text, task.end_text
     settings = task.query_column, *cut, cleaning_key(task)
-    table = tokenize_rows(texts, queries, task.query_length, tokenizer, ids.pad, *settings)
-    kept = table.nonempty()
-    if not len(kept):
-        raise InputError(
-            f"--query_dataset {task.query_dataset} gives no query: all {len(texts)} texts are "
-            f"blank, lack start_text={task.start_text!r} or end_text={task.end_text!r}, or are "
-            f"messages whose last turn is longer than query_length={task.query_length}"
-        )
+    with about(f"--query_dataset {task.query_dataset}"):
+        table = tokenize_rows(texts, queries, task.query_length, tokenizer, ids.pad, *settings)
     table.extra = texts
-    table = table.select(kept)
+    table = table.select(table.nonempty())
     say_skipped(table, texts, task)
     return table
 

@@ -1,10 +1,10 @@
 """Write the synthetic task: stories from a grammar, a tokenizer of 1000 tokens, a GPT-2 config.
 
-    python data/synthetic/generate.py texts [--out DIR]
+    python benchmarks/synthetic_data.py texts [--out DIR]
     python sft.py --task synthetic
-    python data/synthetic/generate.py labels [--model DIR] [--out FILE]
+    python benchmarks/synthetic_data.py labels [--model DIR] [--out FILE]
     python sft.py --task synthetic_eos
-    python data/synthetic/generate.py pairs [--model DIR] [--out FILE]
+    python benchmarks/synthetic_data.py pairs [--model DIR] [--out FILE]
 
 Every run of `texts` writes the same bytes; `labels` and `pairs` also depend on rounding in the model.
 """
@@ -20,10 +20,13 @@ from pathlib import Path
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread: the same BPE every time
 
-from judge import GROUPS, best_accuracy, gold_score, human_choice  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from data.synthetic.judge import GROUPS, best_accuracy, gold_score, human_choice  # noqa: E402
+
+HERE = ROOT / "data/synthetic"
 SEED = 1
 STORIES, EOS_STORIES = 20_000, 12_000
 LABELS, PAIRS = 5504, 10_496  # 4992 and 9984 to train, the rest to test
@@ -365,16 +368,16 @@ def judged_samples(task_name, model, count, per_query, seed):
 
     The samples are truncated as for scoring, so that judge and reward model read the same text.
     """
-    sys.path.insert(0, str(HERE.parents[1]))
     import numpy as np
     import torch
 
     import ppo
     import utils
     from data.tasks import TASKS
-    from machinery.data import load_queries
     from machinery.decoding import Decoder
-    from machinery.models import load_lm, load_tokenizer
+    from machinery.models import load_lm
+    from machinery.queries import load_queries
+    from machinery.tokens import load_tokenizer
 
     task = dataclasses.replace(TASKS[task_name], base_model=model)
     tokenizer, ids = load_tokenizer(task, task.response_length)

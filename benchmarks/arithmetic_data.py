@@ -1,6 +1,6 @@
 """Write the arithmetic task: sums of two numbers, and worked solutions that often forget a carry.
 
-    python data/arithmetic/generate.py [--out DIR]
+    python benchmarks/arithmetic_data.py [--out DIR]
 
 Every run writes the same bytes.
 """
@@ -10,6 +10,7 @@ import json
 import random
 from pathlib import Path
 
+FOLDER = Path(__file__).parents[1] / "data/arithmetic"
 SEED = 1
 SOLUTIONS, PROBLEMS = 12_000, 8_000
 DIGITS = 4
@@ -46,7 +47,7 @@ def make_problems(rng: random.Random, count: int) -> list[tuple[int, int]]:
 def main() -> None:
     """Write solutions for sft.py and other problems with their answers for PPO and RLOO."""
     parser = argparse.ArgumentParser(description="Write the arithmetic task.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder")
     out = parser.parse_args().out
     rng = random.Random(SEED)
     problems = make_problems(rng, SOLUTIONS + PROBLEMS)

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import tiny
 from test_diffs import apply, load
+from tiny import refuses
 
 import ppo
 import rloo
-from machinery import data
-from machinery.models import load_tokenizer
+from machinery import functions, queries
+from machinery.cli import about
+from machinery.functions import load_function
+from machinery.tokens import load_tokenizer
 
 # A query names its number; so do an int and a list. 5 occurs three times, with other values of `twin`.
 ROWS = [
@@ -63,7 +66,7 @@ def home(task, tmp_path, monkeypatch):
 
 def table(task, **changes):
     task = replace(task, **changes)
-    return data.load_queries(task, *load_tokenizer(task, 5), 1000)
+    return queries.load_queries(task, *load_tokenizer(task, 5), 1000)
 
 
 def pairs(table, task):
@@ -122,3 +125,76 @@ def test_scores_of_the_reward_model_and_columns_together(home, tmp_path):
     ppo.main(tiny.make_args(home, reward_fn="by_column.py:composed", total_episodes=8, **flags))
     lines = [json.loads(x) for x in Path("runs/run/metrics.jsonl").read_text().splitlines()]
     assert all(line["eval/scores"] > 100 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no_colon", "no_colon"),
+        ("nowhere.py:f", "nowhere.py"),
+        ("no.such.package:f", "no"),
+        ("mine.py:g", "g"),
+        ("exits.py:f", "SystemExit"),
+        ("broken.py:f", "KeyError"),
+    ],
+)
+def test_a_function_that_cannot_be_imported_ends_the_run(name, words, tmp_path, monkeypatch):
+    """Also if its file ends the process."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def f():\n    pass\n")
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "broken.py").write_text("{}['no']\n")
+
+    def load():
+        with about(f"--clean_fn {name}"):
+            load_function(name)
+
+    refuses(load, f"--clean_fn {name}: ", words)
+
+
+WITH_A_DATACLASS = """
+from __future__ import annotations
+from dataclasses import dataclass
+from pathlib import Path
+
+@dataclass
+class Weights:
+    length: float = 2.0
+
+with Path("loaded").open("a") as file:
+    file.write("once\\n")
+
+def f(queries, responses):
+    return [Weights().length] * len(queries)
+"""
+
+
+def test_a_file_of_functions_is_imported_once(tmp_path, monkeypatch):
+    """A judge that loads a model at its top must not load it for every use."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judge.py").write_text(WITH_A_DATACLASS)
+    assert [load_function("judge.py:f")(["a"], ["b"]) for _ in range(3)] == [[2.0]] * 3
+    assert (tmp_path / "loaded").read_text() == "once\n"
+
+
+class Scorer:
+    """A reward that is an object."""
+
+    def __call__(self, queries: list[str], responses: list[str], scores: list[float]) -> None:
+        """Three arguments besides itself."""
+
+
+@pytest.mark.parametrize(
+    ("function", "taken"),
+    [
+        (lambda queries, responses: 0, []),
+        (lambda queries, responses, weight=2.0: 0, []),  # its default stands
+        (lambda prompts, completions, *, answer, queries: 0, ["answer", "queries"]),
+        (lambda queries, responses, answer=None, scores=None: 0, ["answer", "scores"]),
+        (lambda queries, responses, **columns: 0, ["answer", "scores"]),  # the first two are given
+        (Scorer(), ["scores"]),
+        (max, []),  # has no signature
+    ],
+)
+def test_arguments_after_the_first_two_are_given_by_name(function, taken):
+    assert functions.names_taken(function, ["answer", "queries", "scores"]) == taken

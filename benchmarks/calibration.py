@@ -1,0 +1,57 @@
+"""How often is a reward model right that is 70% sure? On the labels that its training holds out.
+
+    python benchmarks/calibration.py models/synthetic/train_reward --task synthetic
+
+Labels are sorted by confidence, the largest softmax probability of a label's candidates, into five
+groups. Prints a line of JSON for each, and draws the rewards of preferred and other responses.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import transformers
+import tyro
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import train_reward  # noqa: E402
+from machinery import cli  # noqa: E402
+from machinery.labels import load_labels  # noqa: E402
+from machinery.progress import pyplot  # noqa: E402
+from machinery.rewards import load_reward_model  # noqa: E402
+from utils import TokenIds  # noqa: E402
+
+
+def calibration(rewards: Tensor, best: Tensor, bins: int = 5) -> list[dict[str, float]]:
+    """Mean confidence and accuracy of N labels [N, K], [N], in groups of similar confidence."""
+    confidence, choice = rewards.softmax(dim=1).max(dim=1)
+    correct = (choice == best).float()
+    rows = []
+    for group in confidence.argsort().tensor_split(bins):
+        predicted, accuracy = confidence[group].mean().item(), correct[group].mean().item()
+        rows.append({"labels": len(group), "predicted": predicted, "accuracy": accuracy})
+    return rows
+
+
+def main(model: tyro.conf.Positional[str], task: str = "synthetic", out: str = "rewards.png"):
+    """Print the table and draw the picture `out`, of a reward model's folder or hub name."""
+    args = cli.parse_args(train_reward.Args, train_reward.PRESETS, ["--task", task])
+    reward_model = load_reward_model(train_reward.RewardModel, model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    end = tokenizer.eos_token_id if args.task.eos_task else None  # of pairs
+    labels = load_labels(args.task, tokenizer, TokenIds(reward_model.config.pad_id, end, [], []))
+    rows = labels.held_out(args.num_labels)[: args.num_heldout]
+    pad_id = reward_model.config.pad_id
+    rewards, best = train_reward.predict(reward_model, labels, rows, pad_id, args, "cpu")
+    for row in calibration(rewards, best):
+        print(json.dumps(row))
+    is_best = train_reward.F.one_hot(best, rewards.shape[1]).bool()
+    figure, axis = pyplot().subplots(figsize=(6, 3.6), layout="constrained")
+    axis.hist([rewards[is_best].tolist(), rewards[~is_best].tolist()], bins=40, density=True)
+    axis.legend(["preferred", "others"])
+    figure.savefig(out, dpi=110)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,149 @@
+"""Tokenizers: ids of a task, the same texts in ids of another tokenizer, and chat templates.
+
+A message is `{"role": ..., "content": ...}`. Templates write the special tokens, so tokenizers add
+none. A turn begins with a message of the user. Tags such as (G2) are explained in docs/details.md.
+"""
+
+from typing import Any
+
+import transformers
+from torch import Tensor
+
+from data.tasks import Task
+from machinery.cli import InputError, about
+from machinery.models import check_length
+from machinery.sources import check_source
+from utils import TokenIds
+
+PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # a text that tokenizers split differently
+FOR_TEXTS = ("query_prefix", "query_suffix", "start_text", "end_text", "clean_fn", "keep_last_line")
+
+
+def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> tuple[Any, TokenIds]:
+    """The tokenizer of `task.base_model` and the token ids of the task; loads no weights.
+
+    `new_tokens` follow each query. The pad id is one past the vocabulary (G2); the tokenizer's own
+    pad token is never used.
+    """
+    name = task.base_model
+    with about(f"{flag} {name}"):
+        check_source(name)
+        config = transformers.AutoConfig.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        if len(tokenizer) > config.vocab_size:
+            raise InputError(
+                f"the tokenizer has {len(tokenizer)} tokens and the model only "
+                f"{config.vocab_size}; resize the model's embeddings first"
+            )
+    prefix, suffix = (
+        tokenizer.encode(text, add_special_tokens=False)
+        for text in (task.query_prefix, task.query_suffix)
+    )
+    length = len(prefix) + task.query_length + len(suffix) + new_tokens
+    what = f"query_length={task.query_length} with prefix, suffix and response"
+    check_length(config, length, what)
+    truncate = single_token(tokenizer, task.truncate_token, "--truncate_token")
+    return tokenizer, TokenIds(config.vocab_size, truncate, prefix, suffix)
+
+
+def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
+    """The id of a text that is one token. Raises `InputError` if it is not.
+
+    The vocabulary comes first: tokenizers such as Llama 2's add a space before what they encode.
+    """
+    if text is None:
+        return None
+    known = tokenizer.get_vocab().get(text)
+    ids = tokenizer.encode(text, add_special_tokens=False) if known is None else [known]
+    if len(ids) != 1:
+        raise InputError(f"{flag} {text!r} has to be one token; for this tokenizer it is {ids}")
+    return ids[0]
+
+
+def same_tokens(tokenizer: Any, other: Any) -> bool:
+    """Whether every token id of `other` is the same text for `tokenizer`, which may have more.
+
+    No text has the pad token of `other`, such as TRL's [PAD], unless it is also its EOS.
+    """
+    vocabulary = other.get_vocab()
+    if other.pad_token != other.eos_token:
+        vocabulary.pop(other.pad_token, None)
+    same = vocabulary.items() <= tokenizer.get_vocab().items()
+    encoded = [t.encode(PROBE, add_special_tokens=False) for t in (tokenizer, other)]
+    return same and encoded[0] == encoded[1]
+
+
+def translate(tokens: Tensor, source: Any, pad_id: int, target: Any) -> list[list[int]]:
+    """Token ids [B, T] of tokenizer `source` → the same B texts as token lists of `target`.
+
+    Padding is dropped; an end of text stays one. Nothing is cut.
+    """
+    sequences = [[token for token in row if token != pad_id] for row in tokens.tolist()]
+    texts = source.batch_decode(
+        sequences, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    if source.eos_token:
+        texts = [text.replace(source.eos_token, target.eos_token or "") for text in texts]
+    return target(texts, add_special_tokens=False)["input_ids"]
+
+
+# ---------------------------------------------------------------------------------- chat templates
+
+
+def check_chat(task: Task, tokenizer: Any) -> None:
+    """Raise `InputError` if flags of this task would be ignored for lists of messages."""
+    for name in FOR_TEXTS:
+        if value := getattr(task, name):
+            off = f"--no-{name}" if value is True else f"--{name} {getattr(Task, name)!r}"
+            raise InputError(f"for messages, {name}={value!r} is not used; pass {off}")
+    question, answer = ({"role": role, "content": "?"} for role in ("user", "assistant"))
+    end = render_answer([question], [answer], tokenizer).rpartition("?")[2].strip()
+    if task.eos_task and end not in ("", task.truncate_token):
+        raise InputError(f"the chat template ends answers otherwise; pass --truncate_token {end!r}")
+
+
+def render(messages: list[dict], tokenizer: Any, prompt: bool = False) -> str:
+    """Apply the chat template; `prompt` adds the generation prompt."""
+    for message in messages:
+        if not isinstance(message["content"], str):  # a template may write "None", or leave it out
+            raise InputError(f"the content of {message!r:.60} is not a text")
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+
+
+def render_answer(prompt: list[dict], answer: list[dict], tokenizer: Any) -> str:
+    """The text after that of the prompt, through the end token; "" if there is no answer.
+
+    `answer` may repeat the prompt. Raises `InputError` if the template then writes another prompt.
+    """
+    if not prompt or answer in ([], prompt):
+        return ""
+    messages = answer if answer[: len(prompt)] == prompt else prompt + answer
+    text, dialogue = render(prompt, tokenizer, prompt=True), render(messages, tokenizer)
+    if not dialogue.startswith(text):
+        raise InputError(f"the chat template changes the prompt {text!r:.60} in {dialogue!r:.60}")
+    if not messages[-1]["content"].strip():
+        return ""
+    return dialogue[len(text) :].rstrip()  # templates end with a newline after the end
+
+
+def drop_answer(messages: list[dict]) -> list[dict]:
+    """The prompt of a conversation: all before the assistant's message, if that is the last one."""
+    return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+
+
+def tokenize_prompt(messages: list[dict], length: int, tokenizer: Any) -> list[int] | None:
+    """Tokens of a prompt, at most `length`: the oldest turns are dropped if it is longer.
+
+    A system message at the beginning stays. None if that and the last turn are too long, or if the
+    last message is blank.
+    """
+    if not messages or not messages[-1]["content"].strip():
+        return None
+    system = 1 if messages[0]["role"] in ("system", "developer") else 0
+    turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    for start in sorted({system, *turns}):
+        text = render(messages[:system] + messages[start:], tokenizer, prompt=True)
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if len(tokens) <= length:
+            return tokens
+    return None

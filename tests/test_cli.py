@@ -1,0 +1,377 @@
+"""The command line: flags and their bounds, errors as one sentence, refused before any weights load."""
+
+import errno
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import typing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+from pydantic import ValidationError
+from tiny import refuses
+
+import ppo
+import rloo
+import sft
+import train_reward
+from data import tasks
+from machinery import (
+    cli,
+)
+from machinery.artifacts import ROOT
+from machinery.cli import InputError, RunError, about, parse_args
+from machinery.functions import load_function
+
+pytestmark = pytest.mark.usefixtures("accelerator")
+SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
+
+
+@pytest.mark.parametrize(
+    ("script", "processes", "changes", "words"),
+    [
+        (ppo, 1, dict(batch_size=10, num_minibatches=4), ("batch_size=10", "use 12")),
+        (ppo, 64, dict(batch_size=500, num_minibatches=8), ("batch_size=500", "512", "use 512")),
+        (rloo, 2, dict(batch_size=30, num_minibatches=3), ("batch_size=30", "use 48")),  # 2 · 3 · 4
+        (sft, 2, dict(batch_size=5), ("batch_size=5", "use 6")),
+        (train_reward, 2, dict(batch_size=3), ("batch_size=3", "use 4")),
+        (train_reward, 4, dict(rollout_batch_size=6), ("rollout_batch_size=6", "use 8")),
+        (train_reward, 1, dict(num_labels=13), ("num_labels=13", "use 16")),
+    ],
+)
+def test_a_size_that_does_not_divide_names_itself_and_the_next_one_that_works(
+    script, processes, changes, words
+):
+    small = dict(num_labels=12, batch_size=4) if script is train_reward else {}
+    args = script.Args(task=tiny.make_task(), **small | changes)
+    message = refuses(lambda: script.check(args, processes), *words)
+    name, right = words[0].split("=")[0], int(message.split()[-1])
+    script.check(replace(args, **{name: right}), processes)
+
+
+MAY_BE_0 = {"seed", "truncate_after", "num_heldout", "lr", "kl_coef", "vf_coef", "weight_decay"}
+MAY_BE_0 |= {"gamma", "lam", "warmup"}
+OTHER_BOUNDS = dict(rloo_k=1, normalize_samples=1, block_size=3, gamma=1.01, lam=1.01, warmup=1.01)
+OTHER_BOUNDS |= {"missing_eos_penalty": float("-inf")}  # any other number is right
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_number_has_its_bounds(script):
+    """What is outside is refused by name: nan, infinity, negative numbers, 0 for most fields."""
+    module, task = SCRIPTS[script], tiny.make_task()
+    may_be_0 = MAY_BE_0 - ({"lr", "num_heldout"} if script == "sft" else set())
+    for cls, default in ((tasks.Task, task), (module.Args, module.Args(task=task))):
+        for name, hint in typing.get_type_hints(cls).items():
+            kinds = {hint, *typing.get_args(hint)} & {int, float}
+            wrong = [float("nan"), float("inf")] if float in kinds else []
+            if kinds and name != "missing_eos_penalty":
+                wrong += [-1, -1e-9 if float in kinds else -1, *[0] * (name not in may_be_0)]
+            if name in OTHER_BOUNDS:
+                wrong.append(OTHER_BOUNDS[name])
+            if name in may_be_0:
+                replace(default, **{name: 0})
+            for value in wrong:
+                with pytest.raises(ValidationError, match=rf"\n{name}\n"):
+                    replace(default, **{name: value})
+
+
+# --------------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("ppo.py --lr -1e-5", ("lr", "-1e-05")),
+        ("ppo.py --kl-coef nan", ("kl_coef", "nan")),
+        ("ppo.py --gamma two", ("--gamma", "two")),
+        ("rloo.py --rloo_k=1", ("rloo_k", "input_value=1")),
+        ("rloo.py --kl_estimator k4", ("--kl-estimator", "k4", "k1", "k3")),
+        ("sft.py --temperature 0", ("temperature",)),
+        ("train_reward.py --no_such_flag 3", ("--no_such_flag",)),
+        ("ppo.py --batch-size 10 --num_minibatches=4", ("batch_size=10", "use 12")),
+        ("train_reward.py --task sentimental", ("--task", "sentimental", "descriptiveness")),
+        ("sft.py --task=sentimental", ("--task", "sentimental", "synthetic")),
+    ],
+)
+def test_bad_flags_are_named_on_stderr_with_exit_code_2(
+    command, words, tmp_path, monkeypatch, capsys
+):
+    """Of the scripts as a command line runs them. Nothing is created."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", command.split())
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
+    out, error = capsys.readouterr()
+    assert stop.value.code == 2 and not out and not list(tmp_path.iterdir())
+    assert "Traceback" not in error
+    assert [word for word in words if word not in error] == []
+
+
+def test_exit_codes_tell_bad_input_from_failed_runs_and_bugs(monkeypatch, capsys):
+    """2: bad input; 1: the run failed; 130: Ctrl-C. A bug, or a full disk, keeps its traceback."""
+    monkeypatch.setattr(sys, "argv", ["/somewhere/ppo.py"])
+    monkeypatch.delenv("RANK", raising=False)
+
+    def run(error: BaseException) -> None:
+        def main(args):
+            raise error
+
+        cli.run(main, ppo.Args, ppo.PRESETS)
+
+    for error, code in (
+        (InputError("bad"), 2),
+        (RunError("loss"), 1),
+        (KeyboardInterrupt(), 130),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            run(error)
+        assert stop.value.code == code
+        message = capsys.readouterr().err
+        assert message.startswith("ppo.py: error: ") and message.count("\n") == 1
+        assert str(error) in message
+    for bug in (ZeroDivisionError(), ValueError("a bug"), OSError(errno.ENOSPC, "full")):
+        with pytest.raises(type(bug)):
+            run(bug)
+
+
+def test_what_is_raised_about_a_flag_ends_with_its_traceback_and_then_one_sentence(
+    monkeypatch, capsys
+):
+    """Also if the user's code calls sys.exit; what is about more than one thing names each."""
+    monkeypatch.setattr(sys, "argv", ["ppo.py"])
+    for error, words in (
+        (KeyError("mood"), "KeyError: 'mood'"),
+        (OSError("no such file"), "OSError: no such file"),
+        (SystemExit(0), "SystemExit: 0"),
+    ):
+
+        def main(args, error=error):
+            with about("--label_dataset x.jsonl"), about("row 3"):
+                raise error
+
+        with pytest.raises(SystemExit) as stop:
+            cli.run(main, ppo.Args, ppo.PRESETS)
+        *above, last = capsys.readouterr().err.splitlines()
+        assert stop.value.code == 2
+        assert last == f"ppo.py: error: --label_dataset x.jsonl: row 3: {words}"
+        assert above[0].startswith("Traceback") and above[-1].startswith(words.split(":")[0])
+        assert sum("Traceback" in line for line in above) == 1
+
+
+def test_a_sentence_of_our_own_has_no_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ppo.py"])
+
+    def main(args):
+        with about("--base_model x"):
+            raise InputError("is too small")
+
+    with pytest.raises(SystemExit):
+        cli.run(main, ppo.Args, ppo.PRESETS)
+    assert capsys.readouterr().err == "ppo.py: error: --base_model x: is too small\n"
+
+
+@pytest.mark.parametrize(("rank", "seconds", "where"), [("0", [], ""), ("1", [2], " (process 1)")])
+def test_the_first_process_prints_at_once_and_others_later_with_their_number(
+    rank, seconds, where, monkeypatch, capsys
+):
+    """If all processes fail alike, the launcher ends the others before they print."""
+    slept = []
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(sys, "argv", ["ppo.py"])
+    monkeypatch.setattr(cli.time, "sleep", slept.append)
+    with pytest.raises(SystemExit):
+        cli.fail("no labels", 2)
+    assert slept == seconds
+    assert capsys.readouterr().err == f"ppo.py: error{where}: no labels\n"
+
+
+ONE_FAILS = """
+import ppo, utils, torch
+from machinery import cli, distributed
+def main(args):
+    accelerator = distributed.start(args)
+    if accelerator.process_index == 1:
+        raise cli.InputError("labels.json is not on this machine")
+    utils.all_sum(torch.ones(1))
+cli.run(main, ppo.Args, ppo.PRESETS)
+"""
+
+
+@pytest.mark.slow
+def test_bad_input_of_another_process_ends_all(tmp_path):
+    (tmp_path / "one.py").write_text(ONE_FAILS)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", "2", "one.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert "one.py: error (process 1): labels.json is not on this machine" in done.stderr
+
+
+# ------------------------------------------------------------------- refused before weights are loaded
+
+
+def test_the_scripts_run_without_the_mistakes_below(start):
+    for script in SCRIPTS:
+        start(script)
+
+
+ALL, RL, SCORED = tuple(SCRIPTS), ("ppo", "rloo"), ("ppo", "rloo", "train_reward")
+EMPTY = ("empty.txt", "blank.txt", "empty.jsonl", "blank.jsonl")
+CLEAN = tasks.TASKS["tldr_2019"].clean_fn
+MISTAKES = [  # scripts, flags, words of the error
+    (SCORED, dict(response_length=60), ("68 tokens", "64", "gpt2")),
+    (SCORED, dict(query_length=100), ("query_length=100", "64")),
+    (ALL, dict(base_model="./nowhere"), ("--base_model ./nowhere", "does not exist")),
+    (ALL, dict(base_model="file.txt"), ("--base_model file.txt",)),
+    (ALL, dict(base_model="models/x/sft"), ("models/x/sft", "python sft.py --task x")),
+    (ALL, dict(query_dataset="nowhere.txt"), ("--query_dataset nowhere.txt", "does not exist")),
+    *((ALL, dict(query_dataset=name), ("--query_dataset",)) for name in EMPTY[::2]),
+    *((RL, dict(query_dataset=name), ("--query_dataset", "of 0")) for name in EMPTY[1::2]),
+    (ALL, dict(query_column="story"), ("--query_dataset", "story", "text")),
+    (ALL, dict(clean_fn="broken.py:f"), ("--clean_fn broken.py:f", "JSONDecodeError")),
+    (ALL, dict(clean_fn="good.py:number"), ("--query_dataset",)),
+    (ALL, dict(truncate_token=". ."), ("--truncate_token", "one token")),
+    (SCORED, dict(start_text=". ."), ("--start_text", "one token")),
+    (RL, dict(start_text="!"), ("--query_dataset", "of 0")),
+    (ALL, dict(resume="file.txt"), ("--resume file.txt",)),
+    (ALL, dict(resume="reward"), ("--resume reward",)),
+    (RL, dict(gold_fn="no_colon"), ("--gold_fn no_colon",)),
+    (RL, dict(reward_fn="nowhere.py:f"), ("--reward_fn nowhere.py:f",)),
+    (RL, dict(reward_model=None), ("models/synthetic/train_reward", "python train_reward.py")),
+    (RL, dict(reward_model="task"), ("--reward_model task",)),
+    (RL, dict(eval_queries=1000), ("1000",)),
+    (("sft",), dict(block_size=65), ("65", "64")),
+    (("sft",), dict(block_size=64, response_length=50), ("66", "64")),  # 64 / 4 + 50
+    (("sft",), dict(query_dataset="few.txt"), ("--query_dataset", "holding out 4", "2")),
+    (("sft",), dict(query_dataset="twice.txt"), ("holding out 4 of 60", "leaves 0", "2")),
+    (("sft",), dict(response_column="answer"), ("--query_dataset", "answer", "text")),
+    (("train_reward",), dict(label_dataset="nowhere.json"), ("--label_dataset nowhere.json",)),
+    (("train_reward",), dict(label_dataset="empty.jsonl"), ("--label_dataset empty.jsonl",)),
+    (("train_reward",), dict(label_dataset=None), ("--label_dataset None",)),
+    (("train_reward",), dict(label_dataset="long.json"), ("--label_dataset", "70 tokens", "64")),
+    (("train_reward",), dict(num_labels=20), ("16", "num_labels=20")),
+    (("train_reward",), dict(policy_model="reward"), ("--policy_model reward",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "words"),
+    [(script, flags, words) for names, flags, words in MISTAKES for script in names],
+    ids=[f"{s}-{'-'.join(map(str, f.items()))}" for names, f, _ in MISTAKES for s in names],
+)
+def test_bad_input_is_refused_before_any_weights(script, flags, words, start, no_weights, tmp_path):
+    for name, content in zip(EMPTY, ("", "\n  \n\n\t\n", "", '{"text": " "}\n{}\n'), strict=True):
+        (tmp_path / name).write_text(content)
+    (tmp_path / "file.txt").write_text("Anna saw a cat.\n")
+    (tmp_path / "few.txt").write_text("Anna saw a cat.\n" * 3)
+    (tmp_path / "twice.txt").write_text("Anna saw a cat.\n" * 120)  # equal blocks
+    (tmp_path / "good.py").write_text("def number(text):\n    return 1\n")
+    (tmp_path / "broken.py").write_text("import json\njson.loads('{')\n")
+    row = dict(query=[1] * 60, sample0=[1] * 10, sample1=[2], best=0)
+    (tmp_path / "long.json").write_text(json.dumps([row] * 12))
+    refuses(lambda: start(script, **flags), *words)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_missing_optional_package_is_named_before_any_weights(
+    script, start, no_weights, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "ftfy", None)  # as if it was not installed
+    load_function.cache_clear()
+    refuses(lambda: start(script, clean_fn=CLEAN), "--clean_fn", "ftfy")
+
+
+# -------------------------------------------------------------------------------- presets and flags
+
+SETTINGS = {  # task → (query, response, temperature, stop, from, prefix, suffix) as published
+    "sentiment": (64, 24, 0.7, ".", 16, "", ""),
+    "descriptiveness": (64, 24, 0.7, ".", 16, "", ""),
+    "cnndm": (500, 75, 0.5, "\n", 55, "Article:\n\n", "\n\nTL;DR:"),
+    "tldr_2019": (500, 75, 0.7, "\n", 55, "", "\n\nTL;DR:"),
+    "synthetic": (64, 24, 0.7, ".", 16, "", ""),
+    "tldr": (512, 53, 0.7, "<|endoftext|>", 0, "", ""),
+}
+PPO_SETTINGS = {  # task → (lr, episodes, batch, β, target, horizon, whitening of rewards)
+    "sentiment": (1e-5, 1_000_000, 512, 0.15, 6.0, 10_000, True),
+    "descriptiveness": (1e-5, 1_000_000, 512, 0.15, 6.0, 10_000, True),
+    "cnndm": (2e-6, 1_000_000, 32, 0.01, None, 10_000, False),
+    "tldr_2019": (2e-6, 1_000_000, 32, 0.03, None, 10_000, False),
+}
+REWARD_SETTINGS = {  # task → (lr, batch, labels)
+    "sentiment": (5e-5, 32, 4992),
+    "descriptiveness": (5e-5, 32, 4992),
+    "cnndm": (2.5e-5, 16, 46_000),
+    "tldr_2019": (2.5e-5, 16, 46_000),
+}
+
+
+def parse(script, *argv: str):
+    return parse_args(script.Args, script.PRESETS, list(argv))
+
+
+def values(args, names: str) -> tuple:
+    return tuple(getattr(args, name) for name in names.split())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_tasks_have_their_published_settings(name):
+    task = parse(ppo, "--task", name).task
+    names = "query_length response_length temperature truncate_token truncate_after"
+    assert values(task, f"{names} query_prefix query_suffix") == SETTINGS[name]
+    found = values(task, "eos_task missing_eos_penalty start_text task")
+    assert found == (name == "tldr", -1.0, None, name)
+
+
+@pytest.mark.parametrize("name", PPO_SETTINGS)
+def test_ppo_and_reward_training_have_their_published_settings(name):
+    args = parse(ppo, "--task", name)
+    names = "lr total_episodes batch_size kl_coef kl_target kl_horizon whiten_rewards"
+    assert values(args, names) == PPO_SETTINGS[name]
+    names = "num_minibatches num_ppo_epochs gamma lam cliprange cliprange_value vf_coef adam_eps"
+    assert values(args, names) == (1, 4, 1.0, 0.95, 0.2, 0.2, 0.1, 1e-5)
+    args = parse(train_reward, "--task", name)
+    assert values(args, "lr batch_size num_labels") == REWARD_SETTINGS[name]
+
+
+def shown_help(script, name: str, capsys) -> dict[str, str]:
+    """Flag → its resolved default in `--task NAME --help`."""
+    with pytest.raises(SystemExit) as stop:
+        parse(script, "--task", name, "--help")
+    assert stop.value.code == 0
+    text = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", capsys.readouterr().out)
+    pattern = r"--([a-z0-9-]+)\b(?:(?!\n\s*--).)*?\(default:\s(.*?)\)\s*\n"
+    return {flag: " ".join(text.split()) for flag, text in re.findall(pattern, text, re.S)}
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("script", [ppo, rloo, train_reward, sft])
+def test_help_shows_the_resolved_defaults_of_the_task(script, name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = shown_help(script, name, capsys)
+    args = parse(script, "--task", name)
+    flags = {flag: getattr(args, flag) for flag in ("lr", "batch_size")}
+    names = ("query_length", "response_length", "temperature", "truncate_after")
+    flags |= {flag: getattr(args.task, flag) for flag in names}
+    assert {flag: float(shown[flag.replace("_", "-")]) for flag in flags} == flags
+    assert shown["task"] == name and Path(shown["base-model"]) == Path(args.task.base_model)
+    if script is ppo:
+        assert (shown["kl-coef"], shown["kl-target"]) == (str(args.kl_coef), str(args.kl_target))
+
+
+def test_flags_override_the_tasks_defaults_in_both_spellings():
+    flags = "--lr 3e-5 --task=cnndm --batch_size 64 --kl-coef 0.5 --response-length 10"
+    args = parse(ppo, *flags.split(), "--no-whiten-rewards", "--kl-target", "None")
+    names = "lr batch_size kl_coef kl_target whiten_rewards"
+    assert values(args, names) == (3e-5, 64, 0.5, None, False)
+    names = "task response_length query_length"  # the last one keeps the task's default
+    assert values(args.task, names) == ("cnndm", 10, 500)
+    assert parse(ppo).task.task == "synthetic"

@@ -1,0 +1,277 @@
+"""Labels: token ids as OpenAI's files hold them, and pairs of texts or messages as people have them.
+
+Expected values are written by hand or are GPT-2's own ids.
+"""
+
+import json
+
+import datasets
+import formats
+import numpy as np
+import pytest
+import tiny
+from tiny import make_task
+from transformers import (
+    AutoTokenizer,
+)
+
+import train_reward
+from data.tasks import SYNTHETIC
+from machinery import (
+    labels,
+)
+from machinery.cli import InputError
+from machinery.labels import Labels, load_labels
+from machinery.tokens import render
+from utils import TokenIds
+
+
+def ids_of(pad: int, truncate: int | None = None) -> TokenIds:
+    return TokenIds(pad, truncate, [], [])
+
+
+def lists(arrays) -> list:
+    """Labels' arrays of tokens as lists."""
+    return [lists(x) if isinstance(x, list) else x.tolist() for x in arrays]
+
+
+def label_task(path, rows, **changes):
+    """A task whose labels are these rows in a file."""
+    text = json.dumps(rows) if path.suffix == ".json" else "\n".join(map(json.dumps, rows))
+    path.write_text(text)
+    return make_task(label_dataset=str(path), **changes)
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_R4_openais_labels_load_from_an_array_and_from_lines_without_their_padding(
+    suffix, tmp_path
+):
+    """In a batch queries are padded on the left and responses on the right, with the model's pad."""
+    p = 50259
+    responses = [[[1, p, p], [2, 3, p], [4, 5, 6], [9, 9, 9]], [[5, p, p], [6, p, p], [7], [0]]]
+    rows = [
+        {"query": query, **{f"sample{k}": ids for k, ids in enumerate(samples)}, "best": best}
+        for query, samples, best in zip([[7, 8, p, p], [1, 2, 3]], responses, [2, 0], strict=True)
+    ]
+    found = load_labels(label_task(tmp_path / f"labels.{suffix}", rows), None, ids_of(100))
+    assert lists(found.queries) == [[7, 8], [1, 2, 3]] and found.best.tolist() == [2, 0]
+    assert lists(found.responses) == [[[1], [2, 3], [4, 5, 6], [9, 9, 9]], [[5], [6], [7], [0]]]
+    tokens, best = train_reward.candidate_tokens(found, np.array([1, 0]), 100, "cpu")
+    assert tokens.shape == (2, 4, 6) and best.tolist() == [0, 2]
+    assert tokens[0, 3].tolist() == [1, 2, 3, 0, 100, 100]
+    assert tokens[1, :2].tolist() == [[100, 7, 8, 1, 100, 100], [100, 7, 8, 2, 3, 100]]
+
+
+def make_labels(queries: list[list[int]], responses: list[list[list[int]]]) -> Labels:
+    arrays = [labels.to_arrays(samples) for samples in responses]
+    return Labels(labels.to_arrays(queries), arrays, np.zeros(len(queries), dtype=int))
+
+
+def test_a_single_long_answer_does_not_widen_the_batches_without_it():
+    found = make_labels([[1], [2, 3], [4] * 50], [[[5], [6, 7]], [[8], [9]], [[1] * 500, [2]]])
+    shapes = [[x.shape for x in found.batch(np.array(rows), 0)[:2]] for rows in ([0, 1], [0, 2])]
+    assert shapes == [[(2, 2), (2, 2, 2)], [(2, 50), (2, 2, 500)]]
+    assert (
+        found.longest() == 550 and make_labels([[1] * 9, [2]], [[[3]], [[4] * 5]]).longest() == 10
+    )
+
+
+def test_heldout_labels_share_no_query_with_the_training_labels():
+    queries = [[1, 2], [3, 4], [1, 2], [5, 6], [3, 4], [5, 6], [2, 1], [1], [3, 4, 5]]
+    found = make_labels(queries, [[[1], [2]]] * len(queries))
+    assert found.held_out(2).tolist() == [3, 5, 6, 7, 8] and found.held_out(2).dtype.kind == "i"
+    assert found.held_out(len(queries)).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("pad_id", "query", "expected"),
+    [
+        (50257, [50256, 50259], [50256]),  # GPT-2: the files' 50259 is padding
+        (50259, [7, 50259], [7]),
+        (50260, [7, 50259], [7, 50259]),  # in a vocabulary of more ids it is a token; the padding
+        (60_000, [50259, 60_000], [50259]),  # of such a file is the model's own pad id
+    ],
+)
+def test_R4_openais_padding_is_50259_or_the_models_pad_id(pad_id, query, expected, tmp_path):
+    rows = [{"query": query, "sample0": query, "sample1": [1, 2], "best": 1}]
+    found = load_labels(label_task(tmp_path / "l.json", rows), None, ids_of(pad_id))
+    assert lists(found.queries) == [expected] and lists(found.responses) == [[expected, [1, 2]]]
+
+
+@pytest.mark.parametrize("vocabulary", [50257, 50400])
+def test_29_labels_of_gpt2_are_read_as_they_are_with_gpt2s_tokenizer(vocabulary, gpt2, tmp_path):
+    """Also by a larger vocabulary of the same tokens, such as GPT-J's, where 50259 could be one."""
+    gpt2.save_pretrained(tmp_path / "g")
+    rows = formats.oai_labels(gpt2)
+    task = label_task(tmp_path / "l.json", rows, label_tokenizer=str(tmp_path / "g"))
+    found = load_labels(task, gpt2, ids_of(vocabulary))
+    assert len(found) == 3 and found.best.tolist() == [2, 0, 3]
+    assert found.queries[0].tolist() == gpt2.encode("He opened the door and looked out.")
+    assert 50256 in found.responses[0][1] and len(found.responses[0][3]) == 2
+
+
+def test_29_labels_of_gpt2_are_encoded_again_for_another_tokenizer(gpt2, hers, tmp_path):
+    """They are longer with 1,000 tokens than with 50,257: nothing of them is cut."""
+    gpt2.save_pretrained(tmp_path / "g")
+    task = label_task(
+        tmp_path / "l.json",
+        formats.oai_labels(gpt2),
+        query_length=8,
+        label_tokenizer=str(tmp_path / "g"),
+    )
+    found = load_labels(task, hers, ids_of(1000))
+    assert found.queries[1].tolist() == hers.encode("“Go,” she said.\n\nNobody went.")
+    assert found.responses[2][1].tolist() == hers.encode(" There was nobody.<|endoftext|>The")
+    assert found.best.tolist() == [2, 0, 3] and len(found.queries[1]) > 8
+
+
+def test_29_a_label_tokenizer_out_of_reach_is_refused(hers, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    task = label_task(tmp_path / "l.json", tiny.label_rows(3, 8, 5), label_tokenizer="./nowhere")
+    with pytest.raises(InputError, match="--label_dataset .*: --label_tokenizer ./nowhere: "):
+        load_labels(task, hers, ids_of(1000))
+
+
+def test_lists_of_a_fixed_length_and_selections_of_rows_are_read_too():
+    features = {"query": datasets.List(datasets.Value("int32"), length=2)}
+    features |= {f"sample{k}": datasets.List(datasets.Value("int64")) for k in range(2)}
+    features = datasets.Features(features | {"best": datasets.Value("int8")})
+    rows = [{"query": [i, 50259], "sample0": [1], "sample1": [2], "best": i} for i in (0, 1)]
+    table = datasets.Dataset.from_list(rows * 2, features=features).select([3, 0])
+    found = labels.load_best_of_k(table, 100)
+    assert lists(found.queries) == [[1], [0]] and found.best.tolist() == [1, 0]
+
+
+def test_the_first_bad_row_of_several_is_named(hers, tmp_path):
+    rows = tiny.label_rows(16, 8, 5)
+    rows[3]["query"], rows[9]["query"] = None, [2.5] * 8
+    for first in (3, 9):
+        task = label_task(tmp_path / f"{first}.json", rows)
+        with pytest.raises(InputError, match=f"--label_dataset .*{first}.json: row {first}: "):
+            load_labels(task, hers, ids_of(1000))
+        rows[first]["query"] = [1] * 8
+
+
+# -------------------------------------------------------------------------------------------- pairs
+
+SKY = (
+    "<|im_start|>user\nWhat color is the sky?<|im_end|>\n<|im_start|>assistant\n",
+    "It is blue.<|im_end|>",
+    "It is green.<|im_end|>",
+)
+BAKE = (
+    "\n\nHuman: How do I bake bread?\n\nAssistant: Do you have flour?\n\nHuman: Yes.\n\nAssistant:"
+)
+PAIRS = {
+    "strings": (formats.TLDR_PREFERENCE[0], tuple(formats.TLDR_PREFERENCE[0].values())),
+    "hh-rlhf": (formats.HH_RLHF[0], (BAKE, " Then mix it with water.", " Then buy bread.")),
+    "hh-rlhf without an answer": (
+        formats.HH_RLHF[1],
+        ("\n\nHuman: Hello.\n\nAssistant:", " Hello!", ""),
+    ),
+    "hh-rlhf that part early": (
+        {
+            "chosen": "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: C?\n\nAssistant: D.",
+            "rejected": "\n\nHuman: A?\n\nAssistant: E.",
+        },
+        ("\n\nHuman: A?\n\nAssistant:", " B.\n\nHuman: C?\n\nAssistant: D.", " E."),
+    ),
+    "implicit prompt": (
+        {"chosen": "The sky is blue.", "rejected": "The sky is black."},
+        ("The sky is", " blue.", " black."),
+    ),
+    "messages": (formats.MESSAGES[0], SKY),
+    "messages without a prompt": (formats.MESSAGES_WITHOUT_PROMPT[0], SKY),
+    "trl-style": (formats.TRL_STYLE[0], SKY),
+    "ultrafeedback_binarized": (formats.ULTRAFEEDBACK_BINARIZED[0], SKY),
+    "HuggingFaceH4/ultrafeedback_binarized": (formats.ULTRAFEEDBACK_BINARIZED_H4[0], SKY),
+    "prompt string, answers as messages": (
+        {
+            "prompt": "What color is the sky?",
+            "chosen": [formats.BLUE],
+            "rejected": [formats.GREEN],
+        },
+        SKY,
+    ),
+    "prompt list that is repeated": (
+        formats.MESSAGES[0] | formats.MESSAGES_WITHOUT_PROMPT[0],
+        SKY,
+    ),
+    "messages that part early": (
+        {
+            "chosen": [formats.USER, formats.BLUE, formats.USER, formats.BLUE],
+            "rejected": [formats.USER, formats.GREEN],
+        },
+        (SKY[0], f"{SKY[1]}\n{SKY[0]}{SKY[1]}", SKY[2]),
+    ),
+    "identical answers": (
+        dict.fromkeys(("chosen", "rejected"), [formats.USER, formats.BLUE]),
+        (SKY[0], SKY[1], SKY[1]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_R4_pairs_as_people_have_them(name, chat):
+    row, expected = PAIRS[name]
+    (row,) = datasets.Dataset.from_list([row])  # messages as a dataset gives them back
+    prompt, *answers = labels.split_pair(row, chat)
+    if isinstance(prompt, list):
+        prompt = render(prompt, chat, prompt=True)
+    assert (prompt, *answers) == expected
+
+
+def test_R4_what_is_no_pair_is_refused(hers, tmp_path):
+    chat = AutoTokenizer.from_pretrained(SYNTHETIC / "model", chat_template=formats.CHATML)
+    for row, tokenizer, words in (
+        (formats.MESSAGES[0], hers, "chat_template"),
+        ({"chosen": "a", "rejected": None}, chat, "have to be texts"),
+        ({"chosen": "a", "rejected": [formats.BLUE]}, chat, "have to be texts"),
+        ({"prompt": None, "chosen": "a", "rejected": "b"}, chat, "have to be texts"),
+    ):
+        task = label_task(tmp_path / "pairs.jsonl", [row] * 2)
+        with pytest.raises(InputError, match=f"--label_dataset .*pairs.jsonl: row 0: .*{words}"):
+            load_labels(task, tokenizer, ids_of(1000, 0))
+
+
+@pytest.mark.parametrize("name", ["TLDR_PREFERENCE", "OAI_PREPROCESSED"])
+def test_R4_the_first_candidate_was_chosen_and_each_has_exactly_one_end(name, hers, tmp_path):
+    task = label_task(tmp_path / "p.jsonl", getattr(formats, name), query_length=128)
+    found = load_labels(task, hers, ids_of(1000, 0))
+    prompt, *sides = formats.TLDR_PREFERENCE[0].values()
+    assert lists(found.queries) == [hers.encode(prompt)] and found.best.tolist() == [0]
+    assert lists(found.responses) == [[[*hers.encode(side), 0] for side in sides]]
+
+
+def test_R4_blank_rows_are_skipped_and_counted(hers, tmp_path, capsys):
+    """An empty answer is blank where nothing ends it; with its end it is an answer (hh-rlhf)."""
+    sides = [(" ", " no"), ("Hi:", ""), ("So:", " no")]
+    rows = [{"prompt": prompt, "chosen": " yes", "rejected": no} for prompt, no in sides]
+    task = label_task(tmp_path / "p.jsonl", rows)
+    for end, queries, skipped in ((None, ["So:"], 2), (0, ["Hi:", "So:"], 1)):
+        found = load_labels(task, hers, ids_of(1000, end))
+        assert lists(found.queries) == [hers.encode(text) for text in queries]
+        assert len(found.responses) == len(found.best) == len(queries)
+        assert f"skipped {skipped} of 3" in capsys.readouterr().out
+    assert found.responses[0][1].tolist() == [0]
+    assert len(load_labels(label_task(tmp_path / "p.jsonl", rows[:1]), hers, ids_of(1000, 0))) == 0
+
+
+LONG = {  # rows, the first prompt, and whether it keeps its end
+    "a dialogue without a prompt": (formats.HH_RLHF, BAKE, True),
+    "a text": (formats.TLDR_PREFERENCE, formats.TLDR_PREFERENCE[0]["prompt"], False),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_R4_a_dialogue_that_is_too_long_keeps_its_end_and_a_text_its_beginning(
+    name, chat, tmp_path, capsys
+):
+    rows, prompt, keeps_end = LONG[name]
+    hello = chat.encode("\n\nHuman: Hello.\n\nAssistant:")  # the second row of hh-rlhf just fits
+    n, full = len(hello), chat.encode(prompt)
+    found = load_labels(
+        label_task(tmp_path / "p.jsonl", rows, query_length=n), chat, ids_of(1000, 0)
+    )
+    assert lists(found.queries) == [full[-n:] if keeps_end else full[:n], hello][: len(rows)]
+    assert len(full) > n and f"cut 1 of {len(rows)}" in capsys.readouterr().out

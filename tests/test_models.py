@@ -1,0 +1,197 @@
+"""Models that cannot be used are refused; nothing is random in silence, nothing is unpickled."""
+
+import functools
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import transformers
+from tiny import refuses
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2LMHeadModel,
+    GPT2Model,
+)
+
+import ppo
+import rloo
+import sft
+import train_reward
+from machinery import (
+    models,
+)
+from machinery.cli import InputError, about
+from machinery.models import load_lm
+
+pytestmark = pytest.mark.usefixtures("accelerator")
+RL = ("ppo", "rloo")
+
+
+QWEN = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8)
+QWEN |= dict(linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2)
+QWEN |= dict(moe_intermediate_size=16, shared_expert_intermediate_size=16)
+SETTINGS = {
+    "phimoe": dict(num_local_experts=4, router_jitter_noise=0.5, input_jitter_noise=0.5),
+    "gpt_neo": dict(window_size=4),  # columns of a static cache
+    "qwen3_next": dict(QWEN, layer_types=["linear_attention", "full_attention"]),
+    "lfm2": dict(layer_types=["conv", "full_attention"]),  # a state that padding changes
+    "bert": {},  # sees later tokens
+}
+
+
+def check(kind: str) -> None:
+    """Check a random model, made as `load_lm` makes it."""
+    if kind in SETTINGS:
+        config = tiny.make_other_lm(kind, **SETTINGS[kind]).config
+    else:
+        config = tiny.config(kind, dropout=0.5)
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(models.disable_dropout(config))
+    with about(f"--base_model {kind}"):
+        models.check_model(lm)
+
+
+@pytest.mark.parametrize("kind", (*tiny.KINDS, "gemma2", "phimoe"))
+def test_check_model_accepts_models_that_give_one_result_in_all_ways(kind):
+    """Also with dropout, a soft cap, and noise of the router in the config (P4)."""
+    check(kind)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neo", "qwen3_next", "lfm2", "bert"])
+def test_check_model_refuses_architectures_by_name(kind):
+    refuses(lambda: check(kind), "--base_model", kind)
+
+
+def test_check_model_refuses_a_backbone_that_is_packed_wrongly(monkeypatch):
+    def packed(backbone):
+        return lambda *inputs: models.run_plain(backbone, *inputs) * 1.1
+
+    monkeypatch.setattr(models, "Packed", packed)
+    refuses(lambda: check("gpt2"), "gpt2", "with padding")
+
+
+def test_check_model_refuses_randomness_that_is_left_in_training_mode(monkeypatch):
+    """Of PhiMoE's router without P4, and of an unknown kind: the gradient would be of another loss."""
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "disable_dropout", lambda config: config)
+        refuses(lambda: check("phimoe"), "phimoe", "in training mode")
+    forward = GPT2Model.forward
+
+    def noisy(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.last_hidden_state += self.training * torch.randn(output.last_hidden_state.shape)
+        return output
+
+    monkeypatch.setattr(GPT2Model, "forward", noisy)
+    refuses(lambda: check("gpt2"), "gpt2", "in training mode")
+
+
+@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("mistake", ["head", "positions"])
+def test_a_model_that_computes_something_unknown_is_refused_at_start(
+    mistake, script, start, tmp_path, monkeypatch
+):
+    """Something after the head that `compute_logits` does not know; positions that are ignored."""
+    kind = GPT2LMHeadModel if mistake == "head" else GPT2Model
+    forward = kind.forward
+
+    @functools.wraps(forward)
+    def changed(self, *args, position_ids=None, **kwargs):
+        if mistake == "positions":
+            return forward(self, *args, **kwargs)
+        output = forward(self, *args, position_ids=position_ids, **kwargs)
+        output.logits = 2 * output.logits
+        return output
+
+    monkeypatch.setattr(kind, "forward", changed)
+    refuses(lambda: start(script), "--base_model", "gpt2", "nats")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mamba", "t5"])
+def test_a_model_that_is_no_text_decoder_with_positions_is_refused(kind, start, no_weights):
+    """The library says why; the model of Mamba loads, and cannot be called."""
+    transformers.AutoConfig.for_model(kind).save_pretrained(start.task.base_model)
+    for script in ("ppo", "rloo", "train_reward", "sft"):
+        with pytest.raises((InputError, AssertionError), match="--base_model|weights were loaded"):
+            start(script)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(start, no_weights):
+    """The first of them would be taken for padding."""
+    tiny.config(vocab=500).save_pretrained(start.task.base_model)
+    refuses(lambda: start("ppo"), "--base_model", tiny.WORDS, 500, "embeddings")
+
+
+def test_a_model_with_a_recurrent_state_cannot_be_loaded(tmp_path):
+    sizes = dict(hidden_size=32, num_hidden_layers=1, vocab_size=tiny.WORDS)
+    config = transformers.AutoConfig.for_model("mamba", **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    refuses(lambda: load_lm(str(tmp_path)), f"--base_model {tmp_path}: mamba", "GPT-2")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("model-00002-of-00005.safetensors", lambda old: old[:-50], ("damaged",)),
+        ("model-00002-of-00005.safetensors", lambda old: b"", ("damaged",)),
+        ("model-00002-of-00005.safetensors", None, ()),
+        ("config.json", lambda old: old[:9], ()),
+    ],
+    ids=["truncated", "empty", "missing", "config"],
+)
+def test_a_broken_file_of_a_model_is_named(name, content, words, tmp_path):
+    """One of several files of weights, as large models have them."""
+    tiny.make_lm(vocab=tiny.WORDS).save_pretrained(tmp_path, max_shard_size="40KB")
+    path = tmp_path / name
+    old = path.read_bytes()
+    path.unlink()
+    if content:
+        path.write_bytes(content(old))
+    refuses(lambda: models.load_lm(str(tmp_path)), "--base_model", tmp_path, name, *words)
+
+
+def test_weights_that_are_missing_or_not_finite_are_refused(tmp_path):
+    """They are not replaced by random ones, and a pickle is neither loaded nor ignored."""
+    for value in (float("nan"), float("inf")):
+        lm = tiny.make_lm(vocab=tiny.WORDS)
+        lm.transformer.h[1].mlp.c_fc.weight.data[3, 4] = value
+        lm.save_pretrained(tmp_path / f"{value}")
+        refuses(lambda v=value: models.load_lm(str(tmp_path / f"{v}")), f"/{value}", "nan nats")
+    classifier = transformers.AutoModelForSequenceClassification.from_config(tiny.config("llama"))
+    classifier.save_pretrained(tmp_path / "classifier")
+    refuses(lambda: models.load_lm(str(tmp_path / "classifier")), "--base_model", "lm_head.weight")
+    shutil.copytree(tmp_path / "nan", tmp_path / "pickle")
+    (tmp_path / "pickle" / "model.safetensors").unlink()
+    torch.save(lm.state_dict(), tmp_path / "pickle" / "pytorch_model.bin")
+    refuses(lambda: models.load_lm(str(tmp_path / "pickle")), "/pickle", "safetensors")
+
+
+def test_only_sft_starts_from_a_model_folder_without_weights(task, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("score.py").write_text("def score(queries, responses): return [0.0] * len(queries)")
+    empty = tiny.write_model(tmp_path / "empty")
+    (empty / "model.safetensors").unlink()
+    start, reward = replace(task, base_model=str(empty)), dict(reward_fn="score.py:score")
+    sizes = dict(num_labels=12, batch_size=4, normalize_samples=5, rollout_batch_size=4)
+
+    monkeypatch.setattr(sft, "LanguageModel", lambda lm, pad_id: seen.append(lm) or 1 / 0)
+    seen = []
+    with pytest.raises(ZeroDivisionError):
+        sft.main(sft.Args(task=start, num_heldout=1, batch_size=1, block_size=10))
+    assert seen[0].get_output_embeddings().weight.std() > 0.1  # random
+    for script, args, flag in (
+        (ppo, tiny.make_args(start, ppo, **reward), "base_model"),
+        (rloo, tiny.make_args(start, rloo, **reward), "base_model"),
+        (train_reward, train_reward.Args(task=start, **sizes), "base_model"),
+        (
+            train_reward,
+            train_reward.Args(task=task, policy_model=str(empty), **sizes),
+            "policy_model",
+        ),
+    ):
+        with pytest.raises(InputError, match=f"--{flag} {empty}: .*safetensors"):
+            script.main(args)

@@ -1,0 +1,176 @@
+"""What a run shows: lines without a terminal, a bar in one, warnings, curves.
+
+This file is also a program whose runs lose their terminal: it imports everything once and forks
+each of them.
+"""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import read_metrics
+from test_resume import (  # noqa: F401
+    SCRIPTS,
+    checkpoint_files,
+    exit_code,
+    read_state,
+    settings,
+    signals,
+    wait,
+    write_files,
+)
+from test_runs import small, two_steps
+
+import ppo
+from machinery import (
+    progress,
+    runs,
+)
+from machinery.artifacts import ROOT
+
+pytestmark = pytest.mark.usefixtures("accelerator", "signals")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of `settings` in a folder to work in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    write_files(tmp_path)
+    return tmp_path
+
+
+def test_without_a_terminal_a_line_is_printed_at_least_once_a_minute(home, monkeypatch, capsys):
+    """And 20 times in a run, with the last update; the metrics are in the file at once."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    def printed(total: int, seconds: float) -> list[int]:
+        run = runs.Run(
+            small("ppo", run_name=None), ppo.SCRIPT, total, ["a/b"], Accelerator(cpu=True)
+        )
+        run.restore(torch.nn.Linear(1, 1), None)
+        for step in range(total):
+            now[0] += seconds
+            run.log(step, {"a/b": 0.5, "other": 1.0})
+            assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == step + 1
+        run.close()
+        lines = [line for line in capsys.readouterr().out.splitlines() if " b 0.5 " in line]
+        return [int(line.split("/")[0]) for line in lines]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.atexit, "register", lambda _: None)
+        assert printed(100, 1) == [*range(1, 100, 5), 100]
+        slow = printed(300, 25)
+    assert max(b - a for a, b in zip(slow, slow[1:], strict=False)) * 25 <= 60 + 25
+    assert 300 in slow and len(slow) < 150
+
+
+def in_terminal(name: str, **flags: Any) -> dict[str, Any]:
+    """The exit code of a run in a terminal of its own, and what it printed there.
+
+    `closed` ones lose theirs as soon as an update is done.
+    """
+    pid, master = pty.fork()  # the child has no other terminal
+    if not pid:
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        os.environ.update({"COLUMNS": "20"} if name == "narrow" else {}, TERM="xterm-256color")
+        code = 99
+        try:
+            args = settings("ppo", run_name=name, reward_fn="slow.py:score", **flags)
+            code = exit_code("ppo", args)
+        except BaseException:
+            Path(f"{name}.log").write_text(traceback.format_exc())
+        finally:
+            os._exit(code)
+    printed = b""
+    with suppress(OSError):  # the other side is gone
+        while not ("closed" in name and Path("runs", name, "metrics.jsonl").exists()):
+            if not (part := os.read(master, 2**16)):
+                break
+            printed += part
+    os.close(master)
+    return {"code": wait(pid, 60), "printed": printed.decode()}
+
+
+TERMINALS = {
+    "narrow": {},
+    "wide": {},
+    "closed": dict(eval_every=100),
+    "closed_evaluating": dict(eval_every=1),
+}
+
+
+@pytest.mark.slow
+def test_progress_is_readable_in_terminals_and_a_closed_one_leaves_a_checkpoint(home):
+    """Lines where there is no room for a bar; the last update and the samples are there.
+
+    After a terminal is closed, neither progress nor samples can be printed any more.
+    """
+    lines = ["import time", "def score(queries, responses):", "    time.sleep(0.1)"]
+    Path("slow.py").write_text("\n".join([*lines, "    return [len(r) / 9 for r in responses]"]))
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    options = dict(env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, __file__], **options, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(Path("terminals.json").read_text())
+    for name in ("narrow", "wide"):
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", found[name]["printed"])  # colors and cursor
+        lines = text.replace("\r", "\n").splitlines()
+        assert found[name]["code"] == 0, text
+        assert any("6/6" in line and "score" in line for line in lines), text
+        assert sum("Clara found the sea." in line for line in lines) >= 2  # of both evaluations
+        assert ("━" in text) == (name == "wide")
+    printed = found["wide"]["printed"]  # shows the cursor again
+    assert printed.rindex("\x1b[?25h") > printed.rindex("\x1b[?25l")
+    for name in ("closed", "closed_evaluating"):
+        updates = len(Path(f"runs/{name}/metrics.jsonl").read_text().splitlines())
+        kept = [read_state(path)[1]["step"] for path in checkpoint_files(name)]
+        assert kept == [updates] and updates < 6
+        assert found[name]["code"] == 143
+
+
+@pytest.mark.parametrize("script", ["ppo", "rloo"])
+def test_a_much_too_high_lr_is_said_once_for_each_metric(script, home, capsys):
+    flags = dict(total_episodes=40, eval_every=100, num_ppo_epochs=4, run_name="broken")
+    SCRIPTS[script].main(two_steps(script, **flags, lr=0.03))
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "healthy" in line]
+    for name in ("ppo/policy/approxkl_avg", "ppo/policy/clipfrac_avg"):
+        (text,) = [line for line in warnings if line.startswith(f"{name} is ")]
+        far = SCRIPTS[script].LIMITS[name][1]
+        value = next(line[name] for line in read_metrics("broken") if line[name] > far)
+        assert f"{value:.2g}" in text and "--lr" in text and "--num_ppo_epochs" in text
+    assert len(warnings) == 2
+
+
+@pytest.mark.parametrize("script", ["ppo", "rloo"])
+def test_a_run_with_healthy_steps_has_no_warning(script, home, capsys):
+    SCRIPTS[script].main(two_steps(script, lr=1e-4))
+    assert "healthy" not in capsys.readouterr().out
+
+
+def test_curves_have_no_empty_panels(tmp_path, monkeypatch):
+    """A task without a true score logs no `objective/gold_score`."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    drawn, make_panels = [], progress.make_panels
+    spy = lambda names, label: drawn.extend(names) or make_panels(names, label)  # noqa: E731
+    monkeypatch.setattr(progress, "make_panels", spy)
+    progress.plot_run(tmp_path, ["loss", "objective/gold_score"])
+    assert drawn == ["loss"] and (tmp_path / "curves.png").is_file()
+
+
+if __name__ == "__main__":
+    progress.pyplot()
+    found = {name: in_terminal(name, **flags) for name, flags in TERMINALS.items()}
+    Path("terminals.json").write_text(json.dumps(found))

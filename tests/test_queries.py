@@ -1,0 +1,402 @@
+"""Texts to queries, the table of tokens and its cache."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import formats
+import numpy as np
+import pytest
+import tiny
+import torch
+from formats import write_rows
+from tiny import WORDS
+
+import ppo
+import rloo
+import utils
+from data import clean, tasks
+from machinery import (
+    queries,
+)
+from machinery.cli import InputError
+from machinery.queries import cut_query, ends_word
+from machinery.tokens import load_tokenizer
+from utils import TokenIds, query_rows
+
+ROOT = Path(__file__).parents[1]
+SENTENCES = [
+    "Anna saw the old red house .",
+    "",
+    "  \t",
+    "Ben was glad .",
+    "The cat slept under the table in the kitchen .",
+    "So .",
+]
+
+
+def write_sentences(path: Path, n: int = 100) -> str:
+    """A file of `n` different sentences."""
+    return write_rows(path, [{"text": f"Anna saw {i} cats. So did Ben."} for i in range(n)])
+
+
+def tokenizer_of(task: tasks.Task):
+    return load_tokenizer(task, task.response_length)[0]
+
+
+def load_queries(task: tasks.Task, max_queries: int = 1000, tokenizer=None) -> queries.TokenTable:
+    """The table of queries with the task's own tokenizer or another one."""
+    own, ids = load_tokenizer(task, task.response_length)
+    return queries.load_queries(task, tokenizer or own, ids, max_queries)
+
+
+def rows_of(table) -> list[tuple[int, ...]]:
+    return [tuple(row) for row in table[:].tolist()]
+
+
+# ------------------------------------------------------------------------------------------ queries
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "json", "parquet", "csv"])
+def test_G2_books_are_one_sentence_a_row_in_any_format_padded_on_the_left(suffix, task, tmp_path):
+    rows = [{"text": sentence} for sentence in SENTENCES]
+    task = replace(task, query_dataset=write_rows(tmp_path / f"books.{suffix}", rows))
+    table, tokenizer = load_queries(task), tokenizer_of(task)
+    expected = [tokenizer.encode(SENTENCES[i])[:8] for i in (0, 3, 4, 5)]  # blank rows: no queries
+    assert {len(row) for row in expected} != {8}
+    assert sorted(rows_of(table)) == sorted((WORDS,) * (8 - len(r)) + tuple(r) for r in expected)
+
+
+def test_a_large_source_is_sampled_without_replacement(task):
+    few, everything = replace(task, num_queries=30), set(rows_of(load_queries(task)))
+    sample = rows_of(load_queries(few))
+    assert len(sample) == len(set(sample)) == 30 and set(sample) < everything
+    assert len(everything) == 40 and rows_of(load_queries(few)) == sample
+
+
+ARTICLES = [*formats.CNNDM[2:], formats.CNNDM[2] | {"article": "Nothing here ends a sentence"}]
+
+
+@pytest.fixture
+def cnndm(task, tmp_path) -> tasks.Task:
+    """The task's own settings; lengths and model are tiny."""
+    return replace(
+        tasks.TASKS["cnndm"],
+        base_model=task.base_model,
+        query_dataset=write_rows(tmp_path / "cnn.parquet", ARTICLES),
+        query_length=40,
+        response_length=8,
+        truncate_after=4,
+    )
+
+
+def test_P3_cnndm_queries_are_cleaned_end_a_sentence_and_have_prefix_and_suffix(cnndm):
+    tokenizer, ids = load_tokenizer(cnndm, 8)
+    queries = load_queries(cnndm)[:]
+    texts = [
+        "The Senate voted on Tuesday. The bill passed by 51 to 49, a clerk said .",
+        "Rain fell on Sunday. It did not stop.",
+    ]
+    assert utils.decode(tokenizer, queries, ids.pad) == texts
+    contexts = utils.add_affixes(queries, ids)
+    expected = [f"Article:\n\n{text}\n\nTL;DR:" for text in texts]
+    assert utils.decode(tokenizer, contexts, ids.pad) == expected
+    for row in contexts.tolist():  # all padding is on the left
+        assert row == sorted(row, key=lambda token: token != ids.pad)
+    assert [ids.truncate] == tokenizer.encode("\n")
+
+
+@pytest.mark.parametrize("script", [ppo, rloo])
+def test_prefix_and_suffix_go_to_the_policy_and_not_to_the_reward_model(script, cnndm):
+    tokenizer, ids = load_tokenizer(cnndm, 8)
+    queries, seen = load_queries(cnndm)[:], []
+    policy = tiny.make_policy(script=script, vocab=WORDS)
+    rollout = tiny.make_rollout(
+        policy,
+        tiny.make_args(cnndm, script),
+        script,
+        ref=policy,
+        reward=lambda q, r: seen.append(q) or torch.zeros(2),
+        queries=queries,
+        responses=torch.full((2, 8), 20),
+        minibatches=[torch.arange(2)],
+        ids=ids,
+    )
+    assert torch.equal(seen[0], queries)
+    texts = utils.decode(tokenizer, rollout.contexts, ids.pad)
+    assert all(text.startswith("Article:") and text.endswith("TL;DR:") for text in texts)
+
+
+POST = "TITLE: soup\n\nPOST: Anna saw it.\nBen saw it too.\nThe end.\n\nTL;DR:"
+SHORTER = [
+    "TITLE: soup\n\nPOST: Anna saw it.\nBen saw it too.\n\nTL;DR:",
+    "TITLE: soup\n\nPOST: Anna saw it.\n\nTL;DR:",
+]
+
+
+def test_a_prompt_that_is_too_long_loses_lines_before_its_last_one(task):
+    """TL;DR: as in [N+]: whole lines go until it fits."""
+    tokenizer = tokenizer_of(task)
+    length = {text: len(tokenizer.encode(text)) for text in (POST, *SHORTER)}
+    for query_length, expected in (
+        (length[POST], POST),
+        (length[SHORTER[0]], SHORTER[0]),
+        (length[SHORTER[0]] - 1, SHORTER[1]),  # one token less is one line less
+        (length[SHORTER[1]], SHORTER[1]),
+    ):
+        task = replace(task, keep_last_line=True, query_length=query_length)
+        assert queries.tokenize_queries([POST], task, tokenizer) == [tokenizer.encode(expected)]
+    line = "Anna saw the old red house"  # there is no other line to drop
+    (cut,) = queries.tokenize_queries([line], replace(task, query_length=2), tokenizer)
+    assert cut == tokenizer.encode(line)[:2]
+
+
+def test_the_table_of_tokens_is_not_written_into_the_users_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = datasets.Dataset.from_dict({"text": SENTENCES})
+    rows.save_to_disk(tmp_path / "mine")
+    before = sorted((tmp_path / "mine").iterdir())
+    task = tiny.make_task(
+        base_model=str(tiny.write_model(tmp_path / "m")), query_dataset=str(tmp_path / "mine")
+    )
+    tokenizer, ids = load_tokenizer(task, 5)
+    assert len(queries.load_queries(task, tokenizer, ids, 8)) == 4
+    assert sorted((tmp_path / "mine").iterdir()) == before
+    assert list((tmp_path / "cache").glob("*.arrow"))
+
+
+def test_end_text_with_keep_last_line_is_refused(tmp_path):
+    task = tiny.make_task(keep_last_line=True, end_text=".")
+    with pytest.raises(InputError, match="end_text .*--no-keep_last_line"):
+        queries.load_queries(task, None, None, 8)
+
+
+# ------------------------------------------------------------------------------ the table of tokens
+
+
+@pytest.fixture
+def tokenized(monkeypatch) -> list[str]:
+    """Every text that is tokenized as a query from now on."""
+    seen, tokenize = [], queries.tokenize_queries
+
+    def spy(texts, *rest):
+        seen.extend(texts)
+        return tokenize(texts, *rest)
+
+    monkeypatch.setattr(queries, "tokenize_queries", spy)
+    return seen
+
+
+@pytest.fixture
+def many(task, tmp_path) -> tasks.Task:
+    """A task of 100 different sentences."""
+    return replace(task, query_dataset=write_sentences(tmp_path / "many.txt"))
+
+
+def test_a_run_of_few_episodes_tokenizes_few_rows_and_holds_out_the_same_ones(
+    many, tokenized, monkeypatch
+):
+    """A table of all would take minutes; one below SMALL_TABLE is not worth a cache of its own."""
+    monkeypatch.setattr(queries, "SMALL_TABLE", 8)
+    heldout = []
+    for needed, expected in ((1, 8), (8, 8), (30, 30), (1000, 100)):
+        tokenized.clear()
+        table = load_queries(many, needed)
+        assert len(set(tokenized)) == len(tokenized) == (0 if needed == 8 else expected)  # cached
+        held, rest = map(rows_of, table.hold_out(5))
+        assert len(table) == expected and len(set(rest) - set(held)) == len(rest) == expected - 5
+        heldout.append(held)
+    assert all(held == heldout[0] for held in heldout) and len(heldout[0]) == 5
+    with pytest.raises(InputError, match="100 of 100"):
+        table.hold_out(100)
+
+
+def test_a_heldout_query_is_not_trained_on_where_it_is_once_more(task, tmp_path):
+    lines = [{"text": f"Anna saw {i} cats."} for i in range(30)]
+    task = replace(task, query_dataset=write_rows(tmp_path / "twice.txt", lines * 2))
+    held, rest = map(rows_of, load_queries(task).hold_out(10))
+    assert not set(held) & set(rest) and len(set(held) | set(rest)) == 30
+    assert len(rest) == 60 - 2 * len(set(held))  # duplicates of others stay
+    one = replace(task, query_dataset=write_rows(tmp_path / "one.txt", lines[:1] * 8))
+    with pytest.raises(InputError, match="2 of 8"):
+        load_queries(one).hold_out(2)
+
+
+def test_the_second_start_tokenizes_nothing(many, tokenized):
+    first = load_queries(many)
+    assert len(tokenized) == 100
+    assert torch.equal(first[:], load_queries(many)[:]) and len(tokenized) == 100
+    for _ in range(2):  # a sample is found again, too
+        load_queries(replace(many, num_queries=50))
+        assert len(tokenized) == 150
+
+
+def test_the_table_is_int32_in_a_file_and_gives_int64_rows_in_any_order(task):
+    table = load_queries(task)
+    assert table.rows.features["tokens"].feature.dtype == "int32" and table.rows.cache_files
+    rows = np.array([5, 0, 39, 5])
+    assert table[rows].dtype == torch.int64 and table[rows].shape == (4, 8)
+    assert torch.equal(table[rows], table[:][rows]) and torch.equal(table[1:3], table[:][1:3])
+
+
+CHANGES = {  # what makes another table
+    "query_length": dict(query_length=7),
+    "query_column": dict(query_column="title"),
+    "start_text": dict(start_text="."),
+    "end_text": dict(end_text="."),
+    "keep_last_line": dict(keep_last_line=True),
+    "num_queries": dict(num_queries=50),
+    "clean_fn": dict(clean_fn="clean.py:short"),  # another function of the same file
+}
+
+
+@pytest.mark.parametrize("change", [*CHANGES, "source", "content", "tokenizer", "pad"])
+def test_what_a_table_depends_on_makes_another_one(change, task, tmp_path, tokenized, monkeypatch):
+    """A stale table would be silent: the run trains on other queries than it says."""
+    monkeypatch.chdir(tmp_path)
+    Path("clean.py").write_text("def same(x): return x\ndef short(x): return x[:9]\n")
+    rows = [
+        {"text": f"Anna saw {i} cats. So did Ben.", "title": f"Ben saw {i}."} for i in range(100)
+    ]
+    settings = dict(clean_fn="clean.py:same", truncate_token=None)
+    task = replace(task, query_dataset=write_rows(tmp_path / "a.jsonl", rows), **settings)
+    tokenizer, pad_id = tokenizer_of(task), WORDS
+    before = rows_of(load_queries(task))
+    tokenized.clear()
+    if change in ("source", "content"):
+        for row in rows:
+            row["text"] = "The " + row["text"]
+        name = "b.jsonl" if change == "source" else "a.jsonl"
+        task = replace(task, query_dataset=write_rows(tmp_path / name, rows))
+    elif change == "tokenizer":  # without its merges
+        folder = tiny.write_model(tmp_path / "other")
+        words = json.loads((folder / "tokenizer.json").read_text())
+        words["model"]["merges"] = []
+        (folder / "tokenizer.json").write_text(json.dumps(words))
+        tokenizer = tokenizer_of(replace(task, base_model=str(folder)))
+    elif change == "pad":
+        pad_id += 1
+    task = replace(task, **CHANGES.get(change, {}))
+    after = rows_of(queries.load_queries(task, tokenizer, TokenIds(pad_id, None, [], []), 1))
+    assert len(tokenized) == len(after) == (50 if change == "num_queries" else 100)
+    if change not in ("keep_last_line", "pad"):  # here nothing is cut or padded
+        assert before != after
+
+
+CHILD = """
+import sys, time
+from dataclasses import replace
+from pathlib import Path
+from data.tasks import TASKS
+from machinery import queries, tokens
+folder = Path(sys.argv[1])
+tokenize = queries.tokenize_queries
+def hang(texts, *rest):
+    if (folder / "started").exists():
+        time.sleep(600)
+    (folder / "started").touch()
+    return tokenize(texts, *rest)
+queries.tokenize_queries = hang
+files = dict(base_model=sys.argv[2], query_dataset=str(folder / "many.txt"))
+task = replace(TASKS["synthetic"], query_length=8, response_length=5, **files)
+queries.load_queries(task, *tokens.load_tokenizer(task, 5), 10**6)
+"""
+
+
+def test_processes_wait_at_a_file_lock_and_a_killed_one_leaves_no_table(
+    task, tmp_path, monkeypatch, tokenized
+):
+    """No collective: these three know nothing of each other. The child is killed in its second
+    batch; of two that waited for it one tokenizes, and the other one reads its table."""
+    many = replace(task, query_dataset=write_sentences(tmp_path / "many.txt", 2500))
+    cache = tmp_path / "cache"
+    env = os.environ | {"HF_DATASETS_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", CHILD, str(tmp_path), task.base_model]
+    child = subprocess.Popen(command, env=env)
+    try:
+        end = time.monotonic() + 120
+        while not (tmp_path / "started").exists():
+            assert time.monotonic() < end and child.poll() is None
+            time.sleep(0.02)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+        with ThreadPoolExecutor() as pool:
+            waiting = [pool.submit(load_queries, many, 10**6) for _ in range(2)]
+            time.sleep(1)
+            assert not tokenized and not any(future.done() for future in waiting)
+            child.kill()
+            tables = [future.result(timeout=60)[:] for future in waiting]
+    finally:
+        child.kill()
+        child.wait()
+    assert len(tokenized) == 2500 and torch.equal(*tables)
+    tokenizer, order = tokenizer_of(task), np.random.default_rng(0).permutation(2500)
+    for i in (0, 999, 1000, 2499):
+        expected = tokenizer.encode(f"Anna saw {order[i]} cats. So did Ben.")[:8]
+        assert tables[0][i].tolist() == expected
+
+
+# -------------------------------------------------------------------------------------------- order
+
+
+def test_G6_rows_of_a_step_are_a_pure_function_and_visit_every_row_once_an_epoch():
+    """10 rows, 4 a step: steps 0 to 4 are two epochs, whatever was asked for before; every process,
+    which has a seed of its own, visits all rows in another order."""
+    orders = []
+    for seed in (1, 100_004, 200_007):
+        steps = [query_rows(10, 4, step, seed).tolist() for step in range(5)]
+        assert [query_rows(10, 4, step, seed).tolist() for step in (4, 0)] == [steps[4], steps[0]]
+        flat = sum(steps, [])
+        orders += [tuple(flat[:10]), tuple(flat[10:])]
+    assert all(sorted(order) == list(range(10)) for order in orders) and len(set(orders)) == 6
+    assert np.bincount(query_rows(3, 9, 0, 1)).tolist() == [3, 3, 3]  # fewer than a step's
+
+
+def test_generators_are_a_pure_function_of_seed_and_step():
+    def numbers(seed, step):
+        rng = utils.generator(seed, step, torch.device("cpu"))
+        return tuple(torch.rand(3, generator=rng).tolist())
+
+    assert numbers(1, 2) == numbers(1, 2)
+    assert len({numbers(seed, step) for seed in (1, 2, 100_004) for step in range(5)}) == 15
+
+
+def query(text, tokenizer, length, end="."):
+    ids = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ends = ends_word(text, ids["offset_mapping"], end)
+    cut = cut_query(ids["input_ids"], length, None, ends)
+    return None if cut is None else tokenizer.decode(cut, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "hers"])
+def test_P3_a_query_ends_with_its_last_sentence_with_and_without_a_space_before_the_stop(
+    name, request
+):
+    tokenizer = request.getfixturevalue(name)
+    cuts = {
+        "It won £1.5million. More at CNN.com": "It won £1.5million.",  # 13, and 13 within words
+        "It rained. Happy: the baker . More at": "It rained. Happy: the baker .",  # 764
+        "It rained . He": "It rained .",
+        "It rained.": "It rained.",
+        "It rained . ": "It rained .",
+        "1.5 at CNN.com": None,
+        "": None,
+    }
+    assert {text: query(text, tokenizer, 500) for text in cuts} == cuts
+    articles = [clean.clean_article(row["article"]) for row in formats.CNNDM]
+    expected = [article.removesuffix(" More at CNN.com") for article in articles]
+    assert [query(article, tokenizer, 500) for article in articles] == expected
+
+
+def test_P3_the_last_sentence_inside_the_length_counts(gpt2):
+    text = "It was hot. He left . She"
+    assert len(gpt2.encode(text)) == 8
+    cuts = [query(text, gpt2, n) for n in (3, 4, 6, 7, 8)]
+    assert cuts == [None, "It was hot.", "It was hot.", *["It was hot. He left ."] * 2]
+    assert query("One.\n\nTwo", gpt2, 9, "\n") == "One.\n\n"
+    assert query("One.\nTwo\n", gpt2, 3, "\n") == "One.\n"

@@ -1,0 +1,199 @@
+"""Rewards: models, functions of users, both; what a reward model reads."""
+
+from pathlib import Path
+from typing import Any
+
+import formats
+import pytest
+import tiny
+import torch
+from accelerate import Accelerator
+from tiny import refuses
+
+import train_reward
+import utils
+from machinery import (
+    rewards,
+)
+from machinery.rewards import load_reward_model
+from machinery.tokens import load_tokenizer
+
+pytestmark = pytest.mark.usefixtures("accelerator")
+
+
+def load_reward(task, folder: Path | None = None, code: str = "", **flags: Any) -> Any:
+    """The reward of a function with this body in `folder`, or of other flags; and the tokenizer."""
+    if folder:
+        path = folder / "function.py"
+        path.write_text(f"import sys, numpy\ndef f(queries, responses):\n    {code}\n")
+        flags["reward_fn"] = f"{path}:f"
+    tokenizer, ids = load_tokenizer(task, 5)
+    args = tiny.make_args(task, **flags)
+    rest = tokenizer, ids, Accelerator(cpu=True)
+    return rewards.load_reward(args, train_reward.RewardModel, *rest), tokenizer
+
+
+RETURNS = (  # for four responses
+    "[1.0]",
+    "[1.0] * 9",
+    "[[1.0]] * 4",
+    "[float('nan')] * 4",
+    "[1.0, float('-inf'), 0, 0]",
+    "[1e39, 0.0, 0.0, 0.0]",
+    "[0.5, None, 1, 1]",
+    "1.0",
+    "None",
+    "['a', 'b', 'c', 'd']",
+    "{'good': 1.0}",
+    "(1.0 for _ in range(4))",
+    "10**400",
+    "1 / 0",
+    "sys.exit(0)",
+)
+
+
+@pytest.mark.parametrize("returned", RETURNS)
+def test_a_reward_function_without_one_finite_number_per_response_ends_the_run(
+    returned, task, tmp_path
+):
+    """A judge that calls sys.exit must not end the run with exit code 0."""
+    reward, _ = load_reward(task, tmp_path, f"return {returned}")
+    tokens = torch.full((4, 3), 14)
+    message = refuses(lambda: reward(tokens, tokens), f"--reward_fn {tmp_path}/function.py:f: ")
+    assert len(message) < 400
+
+
+def test_a_reward_model_with_too_few_positions_is_refused(task, tmp_path):
+    """On a GPU its embedding would end the process without a word."""
+    folder = tiny.write_reward(tmp_path / "reward", positions=task.query_length + 4)
+    refuses(
+        lambda: load_reward(task, reward_model=folder), f"--reward_model {folder}", "at most 12"
+    )
+
+
+def test_a_reward_function_reads_texts_and_may_return_an_array(task, tmp_path):
+    code = "return numpy.array([len(q + 100 * r) for q, r in zip(queries, responses)])"
+    reward, tokenizer = load_reward(task, tmp_path, code)
+    queries, responses = (
+        utils.pad_left([tokenizer.encode(text) for text in texts], 8, tiny.WORDS)
+        for texts in (("Anna saw", "A"), (".", " .."))
+    )
+    assert reward(queries, responses).tolist() == [108, 301]
+
+
+@pytest.mark.parametrize("script", ["ppo", "rloo"])
+def test_a_reward_of_0_for_every_response_does_not_stop_a_run(script, start, tmp_path):
+    """As of a sparse reward in the first update, where the KL is 0, too."""
+    (tmp_path / "mine.py").write_text("def f(queries, responses):\n    return [0] * len(queries)\n")
+    start(script, reward_fn="mine.py:f", truncate_token=None, total_episodes=8)
+
+
+def test_a_reward_model_without_its_tokenizer_is_refused(task, tmp_path):
+    folder = tiny.write_reward(tmp_path / "reward")
+    for path in Path(folder).glob("token*"):
+        path.unlink()
+    refuses(lambda: load_reward(task, reward_model=folder), f"--reward_model {folder}: ")
+
+
+@pytest.mark.parametrize("content", [lambda old: old[:-50], lambda old: b""])
+def test_damaged_weights_of_a_reward_model_are_named(content, tmp_path):
+    path = Path(tiny.write_reward(tmp_path / "reward"), "model.safetensors")
+    path.write_bytes(content(path.read_bytes()))
+    load = lambda: load_reward_model(train_reward.RewardModel, str(path.parent))  # noqa: E731
+    refuses(load, f"--reward_model {path.parent}: model.safetensors is damaged")
+
+
+def test_an_uploaded_reward_model_loads_by_its_name_on_the_hub(unreachable_hub, tmp_path):
+    """From the hub's cache: refs/main, snapshots/<commit>/ with links into blobs/."""
+    local = Path(tiny.write_reward(tmp_path / "reward"))
+    commit, cached = "0" * 40, tmp_path / "cache" / "models--me--reward"
+    for name in ("refs", "blobs", f"snapshots/{commit}"):
+        (cached / name).mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    for i, path in enumerate(local.iterdir()):
+        (cached / "blobs" / str(i)).write_bytes(path.read_bytes())
+        (cached / "snapshots" / commit / path.name).symlink_to(f"../../blobs/{i}")
+    cls = train_reward.RewardModel
+    expected, loaded = (load_reward_model(cls, name) for name in (str(local), "me/reward"))
+    for name, x in expected.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], x), name
+
+
+def test_X13_a_reward_model_reads_and_scores_the_policys_texts(gpt2, hers):
+    pairs = [("It", " .\n"), ("I'm", " .<|endoftext|>"), ("Ben saw the cat", " and left .")]
+    q = utils.pad_left([gpt2.encode(q) for q, _ in pairs], 6, 50257)
+    r = utils.pad_right([gpt2.encode(r) for _, r in pairs], 50257)
+    texts = [hers.encode(q + r) for q, r in pairs]
+    for longest in (64, 2):  # a text that is too long loses its beginning
+        model = tiny.make_reward(pad_id=1000, positions=longest)
+        read = rewards.reward_input(model, hers, gpt2, 50257)
+        rows = [tokens[-longest:] for tokens in texts]
+        assert read(q, r).tolist() == utils.pad_left(rows, max(map(len, rows)), 1000).tolist()
+        alone = [model(torch.tensor([row])).item() for row in rows]
+        assert model(read(q, r)).tolist() == pytest.approx(alone, abs=1e-5)
+
+
+def test_X13_query_and_response_are_decoded_together(hers):
+    """Llama 2's decoder strips the first space of a text: decoded alone, the response would lose it,
+    and the reward model would read "happy.Maria"."""
+    policy = formats.llama2_tokenizer(["Anna", "was", "happy", "Maria"])
+    q, r = (policy.convert_tokens_to_ids(t.split()) for t in ("▁Anna ▁was ▁happy .", "▁Maria ▁was"))
+    assert policy.decode(r) == "Maria was" and policy.decode(q + r) == "Anna was happy. Maria was"
+    pad = len(policy)
+    read = rewards.reward_input(tiny.make_reward(pad_id=1000), hers, policy, pad)
+    tokens = read(torch.tensor([[pad, *q]]), torch.tensor([[*r, pad]]))
+    assert tokens.tolist() == [hers.encode("Anna was happy. Maria was")]
+
+
+def test_X13_models_of_one_tokenizer_may_be_padded_to_other_sizes(hers):
+    rows = torch.tensor([[61, 61, 3, 60], [4, 58, 57, 61]])
+    for pad, expected in (
+        (58, [[58, 58, 3, 58], [4, 58, 57, 58]]),  # the ids 58 … 60 are no text to it
+        (70, [[70, 70, 3, 60], [4, 58, 57, 70]]),
+    ):
+        read = rewards.reward_input(tiny.make_reward(pad_id=pad), hers, hers, 61)
+        assert read(rows[:, :2], rows[:, 2:]).tolist() == expected
+
+
+# ---------------------------------------------------------------------------------------------- own rewards
+
+COMPOSED = """
+def composed(queries, responses, scores):
+    assert isinstance(scores, list) and all(isinstance(score, float) for score in scores)
+    return [10 + 2 * score for score in scores]
+
+def plain(queries, responses):
+    return [1.0] * len(responses)
+"""
+
+
+@pytest.fixture
+def reward_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A reward model of the tiny task's vocabulary, and functions in mine.py."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(COMPOSED)
+    return tiny.write_reward(tmp_path / "reward")
+
+
+def test_a_reward_function_with_an_argument_scores_gets_the_reward_models(reward_folder, task):
+    queries = tiny.make_contexts([8, 3, 1, 5], 8, vocab=tiny.WORDS)
+    responses = tiny.make_contexts([5, 5, 5, 5], 5, seed=1, vocab=tiny.WORDS)
+    responses[1, 1:], responses[2, 3:] = tiny.WORDS, tiny.WORDS  # padding
+    model = rewards.load_reward_model(train_reward.RewardModel, reward_folder)
+    alone = []
+    for row in torch.cat([queries, responses], dim=1):
+        with torch.no_grad():
+            alone.append(model(row[row != tiny.WORDS][None]).item())
+    alone = torch.tensor(alone)
+    assert alone.std() > 0.1
+    expected = {None: alone, "composed": 10 + 2 * alone, "plain": torch.ones(4)}
+    for function, scores in expected.items():
+        spec = function and f"mine.py:{function}"
+        reward, _ = load_reward(task, reward_model=reward_folder, reward_fn=spec)
+        torch.testing.assert_close(reward(queries, responses), scores, atol=1e-5, rtol=0)
+
+
+def test_a_composed_reward_needs_the_reward_model_and_a_plain_one_does_not(reward_folder, task):
+    composed = dict(reward_fn="mine.py:composed", reward_model="./nowhere")
+    refuses(lambda: load_reward(task, **composed), "--reward_model ./nowhere")
+    load_reward(task, reward_fn="mine.py:plain", reward_model="./nowhere")

@@ -1,0 +1,81 @@
+"""Data sources: files, folders, the hub; what is not read."""
+
+import time
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import pytest
+import tiny
+import transformers
+from formats import write_rows
+from tiny import refuses
+
+from machinery import (
+    sources,
+)
+from machinery.cli import InputError
+from machinery.models import load_lm
+from machinery.sources import load_rows
+from machinery.tokens import load_tokenizer
+
+
+def save_splits(path: Path, form: str) -> str:
+    """The splits train and test, or only train, in one of the forms that people have."""
+    texts = {"train": "Anna .", "test": "Ben ."}
+    splits = {name: datasets.Dataset.from_dict({"text": [text]}) for name, text in texts.items()}
+    if form == "file":
+        return write_rows(path.with_suffix(".csv"), list(splits["train"]))
+    if form == "parquet files":
+        for name, rows in splits.items():
+            write_rows(path / f"data/{name}-00000-of-00001.parquet", list(rows))
+    elif form == "DatasetDict":
+        datasets.DatasetDict(splits).save_to_disk(path)
+    else:
+        splits["train"].save_to_disk(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("form", ["file", "parquet files", "Dataset", "DatasetDict"])
+def test_files_and_folders_are_data_sources_of_which_at_selects_a_split(form, tmp_path):
+    source = save_splits(tmp_path / "f@home", form)  # what is in a name that exists selects nothing
+    for name in (source, f"{source}@train"):
+        assert load_rows(name, "--flag")["text"][:] == ["Anna ."]
+    if form in ("parquet files", "DatasetDict"):
+        assert load_rows(f"{source}@test", "--flag")["text"][:] == ["Ben ."]
+    with pytest.raises(InputError, match="--flag .*dev"):
+        load_rows(f"{source}@dev", "--flag")
+
+
+def test_a_missing_dataset_is_not_called_an_unreachable_hub(monkeypatch):
+    """The hub answers that there is none, or that access is denied: datasets raises an OSError."""
+
+    def load_dataset(path, **options):
+        raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{path}' doesn't exist on the Hub")
+
+    monkeypatch.setattr(sources, "go_offline_if_unreachable", lambda: None)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(InputError, match="--flag me/tldrr: .* doesn't exist on the Hub"):
+        load_rows("me/tldrr", "--flag")
+
+
+@pytest.mark.parametrize("source", ["abisee/cnn_dailymail:3.0.0", "OpenAI/lm:a/5k.json"])
+def test_a_dataset_that_cannot_be_reached_is_named_at_once(source, unreachable_hub):
+    began = time.perf_counter()
+    refuses(lambda: load_rows(source, "--query_dataset"), f"--query_dataset {source}: ")
+    assert time.perf_counter() - began < 15  # the libraries retry for 23 s
+
+
+def test_a_model_that_cannot_be_reached_is_named_at_once(unreachable_hub, tmp_path):
+    """Also if the cache has its configuration and no weights, after an interrupted download."""
+    began = time.perf_counter()
+    refuses(lambda: load_tokenizer(tiny.make_task(base_model="gpt2"), 5), "--base_model gpt2: ")
+    commit, cached = "0" * 40, tmp_path / "cache" / "models--gpt2"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    tiny.config().save_pretrained(cached / "snapshots" / commit)
+    config = transformers.AutoConfig.from_pretrained("gpt2", cache_dir=tmp_path / "cache")
+    assert config.vocab_size == tiny.VOCAB
+    refuses(lambda: load_lm("gpt2"), "--base_model gpt2: ")
+    assert time.perf_counter() - began < 15  # the libraries retry for 23 s
