@@ -11,6 +11,7 @@ a is better: it is asked in both orders, and the two are averaged. Ties count ha
 paired bootstrap over queries.
 """
 
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -28,7 +29,7 @@ import ppo  # noqa: E402
 from data.tasks import TASKS, Task  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.decoding import Decoder  # noqa: E402
-from machinery.functions import load_function, signature_of  # noqa: E402
+from machinery.functions import load_function  # noqa: E402
 from machinery.models import load_lm  # noqa: E402
 from machinery.queries import load_queries, load_texts, tokenize_queries  # noqa: E402
 from machinery.rewards import call_reward_function  # noqa: E402
@@ -143,7 +144,7 @@ def main(args: Args) -> None:
         raise cli.InputError(f"task {args.task} has no responses of its own (response_column)")
     with cli.about(f"--judge {judge_name}"):
         judge = load_function(judge_name)
-    in_pairs = list(signature_of(judge).parameters)[1:3] == ["a", "b"]
+    in_pairs = list(inspect.signature(judge).parameters)[1:3] == ["a", "b"]
     scores, responses = [], []
     for model, other in ((args.a, args.b), (args.b, args.a)):
         if model == "data":

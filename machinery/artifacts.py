@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -103,10 +102,9 @@ def save_model(
     tokenizer.save_pretrained(part)
     for name, head in heads.items():
         save_file(head, part / f"{name}.safetensors")
-    names = [path.name for path in part.iterdir()]
-    if folder.exists() and len(filecmp.cmpfiles(part, folder, names, shallow=False)[0]) == len(
-        names
-    ):
+    names = os.listdir(part)
+    same, _, _ = filecmp.cmpfiles(part, folder, names, shallow=False)
+    if len(same) == len(names):
         shutil.rmtree(part)
     else:
         part.rename(folder)  # fails if the folder has other files
@@ -128,9 +126,8 @@ def write_card(args: Any, run: Path, script: str, weights: Path) -> None:
     names = sorted(name for name in first if not name.startswith(("step", "time/", "ppo/")))
     rows = "".join(f"| `{name}` | {first[name]:.4g} | {last[name]:.4g} |\n" for name in names)
     record = json.loads((run / "args.json").read_text())
-    settings = asdict(args)
-    for key in ("processes", "mixed_precision", "device", "python", "versions"):
-        settings[key] = record[key]
+    for name in ("command", "commit", "changes"):
+        record.pop(name, None)
     shutil.copy(run / "curves.png", weights)
     base = args.task.base_model
     hub_name = None if Path(base).exists() else base
@@ -139,7 +136,7 @@ def write_card(args: Any, run: Path, script: str, weights: Path) -> None:
         f"---\n{data.to_yaml()}\n---\n\n# {script} on {args.task.task}\n\n"
         f"Trained from `{base}` with onefile-rlhf.\n\n"
         f"| metric | first | last |\n|---|---|---|\n{rows}\n![Learning curves](curves.png)\n\n"
-        f"```json\n{json.dumps(settings, indent=1, ensure_ascii=False)}\n```\n"
+        f"```json\n{json.dumps(record, indent=1, ensure_ascii=False)}\n```\n"
     )
     text = text.replace(f"{ROOT}/", "")  # no paths of this machine
     if len(home := str(Path.home())) > 1:

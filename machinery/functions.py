@@ -31,17 +31,9 @@ def import_file(path: str) -> Any:
     return module
 
 
-def signature_of(function: Callable) -> inspect.Signature:
-    """The signature of a reward function; (queries, responses) for builtins that have none."""
-    try:
-        return inspect.signature(function)
-    except ValueError:
-        return inspect.signature(lambda queries, responses: None)
-
-
 def names_taken(function: Callable, names: Iterable[str]) -> list[str]:
     """Those of `names` that a function of (queries, responses) takes as further arguments."""
-    signature, taken = signature_of(function), []
+    signature, taken = inspect.signature(function), []
     for name in names:
         with suppress(TypeError):
             signature.bind_partial(None, None, **{name: None})

@@ -246,12 +246,11 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, max_queries: int) ->
         table = tokenize_rows(texts, queries, task.query_length, tokenizer, ids.pad, *settings)
     table.extra = texts
     table = table.select(table.nonempty())
-    say_skipped(table, texts, task)
+    say_skipped(len(texts) - len(table), len(texts), task)
     return table
 
 
-def say_skipped(table: TokenTable, rows: "datasets.Dataset", task: Task) -> None:
-    """Print how many lists of messages gave no sequence."""
-    if holds_messages(rows, task.query_column) and len(table) < len(rows):
-        skipped = f"skipped {len(rows) - len(table)} of {len(rows)} rows: blank or too long"
-        say(f"--query_dataset {task.query_dataset}: {skipped}")
+def say_skipped(skipped: int, rows: int, task: Task) -> None:
+    """Print how many rows gave no sequence."""
+    if skipped:
+        say(f"--query_dataset {task.query_dataset}: skipped {skipped} of {rows} rows")

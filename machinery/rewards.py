@@ -3,6 +3,7 @@
 Shapes: `B` sequences, `Q` query tokens, `R` response tokens, `T` tokens.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from data.tasks import Task
 from machinery.cli import InputError, about
-from machinery.functions import load_function, names_taken, signature_of
+from machinery.functions import load_function, names_taken
 from machinery.models import (
     check_length,
     disable_dropout,
@@ -180,7 +181,7 @@ def load_reward(
     of_texts = None
     if args.reward_fn:
         of_texts = text_scorer("--reward_fn", args.reward_fn, tokenizer, ids.pad)
-        if "scores" not in signature_of(load_function(args.reward_fn)).parameters:
+        if "scores" not in inspect.signature(load_function(args.reward_fn)).parameters:
             return of_texts
     folder = args.reward_model or f"models/{args.task.task}/train_reward"
     model = load_reward_model(cls, folder).to(accelerator.device).requires_grad_(False)

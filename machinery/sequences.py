@@ -84,5 +84,5 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
     settings = task.query_column, column, *cut, ids, end, cleaning_key(task)
     with about(f"--query_dataset {task.query_dataset}"):
         table = tokenize_rows(rows, to_sequences, length, tokenizer, ids.pad, *settings)
-    queries.say_skipped(table, rows, task)
+    queries.say_skipped(len(rows) - len(table), len(rows), task)
     return table

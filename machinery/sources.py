@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     import datasets
 
 LOCAL = (".", "/", "~", "models/", "data/", "runs/")  # names that start like this are paths
-READERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-READER_OPTIONS: dict[str, dict[str, Any]] = {  # a byte-order mark is not text, and "NA" is
-    ".txt": dict(encoding="utf-8-sig"),
-    ".csv": dict(keep_default_na=False),
+READERS: dict[str, tuple[str, dict[str, Any]]] = {  # a byte-order mark is not text, and "NA" is
+    ".txt": ("text", dict(encoding="utf-8-sig")),
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+    ".parquet": ("parquet", {}),
+    ".csv": ("csv", dict(keep_default_na=False)),
 }
 transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # never ask whether to run remote code
 
@@ -56,7 +58,8 @@ def load_rows(source: str, flag: str) -> "datasets.Dataset":
         if not Path(source).exists() and "@" in source:
             name, _, split = source.rpartition("@")
         if Path(name).is_file():
-            return load_file(name, split)
+            kind, options = READERS[Path(name).suffix]
+            return datasets.load_dataset(kind, data_files=name, split=split, **options)
         name, _, part = name.partition(":")  # a configuration or, of the hub, a file
         if (Path(name) / "state.json").is_file():  # one of these is from `save_to_disk`
             return datasets.DatasetDict(train=datasets.load_from_disk(name))[split]
@@ -65,12 +68,3 @@ def load_rows(source: str, flag: str) -> "datasets.Dataset":
         check_source(name)
         files = {"data_files": part} if Path(part).suffix in READERS else {"name": part or None}
         return datasets.load_dataset(name, split=split, **files)
-
-
-def load_file(name: str, split: str) -> "datasets.Dataset":
-    """Load a local file; its only split is `train`."""
-    import datasets
-
-    suffix = Path(name).suffix
-    options = READER_OPTIONS.get(suffix, {})
-    return datasets.load_dataset(READERS[suffix], data_files=name, split=split, **options)

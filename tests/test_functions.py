@@ -193,7 +193,6 @@ class Scorer:
         (lambda queries, responses, answer=None, scores=None: 0, ["answer", "scores"]),
         (lambda queries, responses, **columns: 0, ["answer", "scores"]),  # the first two are given
         (Scorer(), ["scores"]),
-        (max, []),  # has no signature
     ],
 )
 def test_arguments_after_the_first_two_are_given_by_name(function, taken):
