@@ -316,7 +316,7 @@ class Rollout(NamedTuple):
 
     def select(self, rows: Tensor | slice) -> "Rollout":
         """The episodes with these indices."""
-        return self._make(x[rows] for x in self)
+        return type(self)._make(x[rows] for x in self)
 
 
 def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list[list[Tensor]]:
