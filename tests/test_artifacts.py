@@ -15,19 +15,11 @@ import torch
 import wandb
 from conftest import read_metrics
 from huggingface_hub.errors import HTTPError
-from test_resume import (
-    SCRIPTS,
-    free_port,
-    settings,
-    write_files,
-)
+from test_resume import SCRIPTS, free_port, settings, write_files
 
 import ppo
 from data import tasks
-from machinery import (
-    artifacts,
-    runs,
-)
+from machinery import artifacts, runs
 from machinery.artifacts import ROOT
 from machinery.cli import InputError
 

@@ -21,9 +21,7 @@ import rloo
 import sft
 import train_reward
 from data import tasks
-from machinery import (
-    cli,
-)
+from machinery import cli
 from machinery.artifacts import ROOT
 from machinery.cli import InputError, RunError, about, parse_args
 from machinery.functions import load_function

@@ -11,15 +11,11 @@ import numpy as np
 import pytest
 import tiny
 from tiny import make_task
-from transformers import (
-    AutoTokenizer,
-)
+from transformers import AutoTokenizer
 
 import train_reward
 from data.tasks import SYNTHETIC
-from machinery import (
-    labels,
-)
+from machinery import labels
 from machinery.cli import InputError
 from machinery.labels import Labels, load_labels
 from machinery.tokens import render

@@ -10,19 +10,13 @@ import tiny
 import torch
 import transformers
 from tiny import refuses
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2LMHeadModel,
-    GPT2Model,
-)
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel, GPT2Model
 
 import ppo
 import rloo
 import sft
 import train_reward
-from machinery import (
-    models,
-)
+from machinery import models
 from machinery.cli import InputError, about
 from machinery.models import load_lm
 

@@ -1,6 +1,6 @@
 """Where such code went wrong before (pitfalls 1 to 22), where no other file shows it.
 
-2, 3, 5, 6, 8 and 12 are G3, R1, P6, P9 and P4 in test_details.py, 4 is in test_errors.py, 11 and
+2, 3, 5, 6, 8 and 12 are G3, R1, P6, P9 and P4 in test_details.py, 4 is in test_tokens.py, 11 and
 19 on two processes in test_distributed.py, 13 in test_decoding.py, 17 in test_resume.py.
 """
 

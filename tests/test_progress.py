@@ -32,10 +32,7 @@ from test_resume import (  # noqa: F401
 from test_runs import small, two_steps
 
 import ppo
-from machinery import (
-    progress,
-    runs,
-)
+from machinery import progress, runs
 from machinery.artifacts import ROOT
 
 pytestmark = pytest.mark.usefixtures("accelerator", "signals")

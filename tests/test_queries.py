@@ -22,9 +22,7 @@ import ppo
 import rloo
 import utils
 from data import clean, tasks
-from machinery import (
-    queries,
-)
+from machinery import queries
 from machinery.cli import InputError
 from machinery.queries import cut_query, ends_word
 from machinery.tokens import load_tokenizer

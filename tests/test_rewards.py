@@ -12,9 +12,7 @@ from tiny import refuses
 
 import train_reward
 import utils
-from machinery import (
-    rewards,
-)
+from machinery import rewards
 from machinery.rewards import load_reward_model
 from machinery.tokens import load_tokenizer
 

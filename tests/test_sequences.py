@@ -19,10 +19,7 @@ import sft
 import train_reward
 import utils
 from data import tasks
-from machinery import (
-    queries,
-    sequences,
-)
+from machinery import queries, sequences
 from machinery.cli import InputError
 from machinery.functions import import_file
 from machinery.labels import load_labels

@@ -11,9 +11,7 @@ import transformers
 from formats import write_rows
 from tiny import refuses
 
-from machinery import (
-    sources,
-)
+from machinery import sources
 from machinery.cli import InputError
 from machinery.models import load_lm
 from machinery.sources import load_rows
