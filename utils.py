@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 # ------------------------------------------------------------------------------------------ tokens
@@ -84,13 +85,20 @@ def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
     """Sample from softmax(logits) by inverting its CDF: [B, V], [B] in [0, 1) → [B].
 
     With torch.multinomial a token would depend on the other sequences of the batch, and hence on
-    `rollout_batch_size`.
+    `rollout_batch_size`. Finds a block of 256 tokens first, so that only sums are in float64.
     """
-    probs = logits.to(uniform.device, torch.float64).softmax(dim=-1)
-    cdf = probs.cumsum(dim=-1)
-    targets = (uniform * cdf[:, -1])[:, None]
-    tokens = torch.searchsorted(cdf, targets, right=True).squeeze(1)  # never probability 0
-    return tokens.clamp(max=logits.shape[1] - 1).to(logits.device)  # guards against NaN
+    probs = logits.to(uniform.device, torch.float32).softmax(dim=-1)
+    blocks = F.pad(probs, (0, -probs.shape[1] % 256)).unflatten(1, (-1, 256))
+    cdf = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    target = (uniform * cdf[:, -1])[:, None]
+    block = torch.searchsorted(cdf, target, right=True)
+    block = block.clamp(max=cdf.shape[1] - 1)  # guards against NaN, as below
+    target = target - F.pad(cdf, (1, 0)).gather(1, block)
+    rows = torch.arange(len(probs), device=probs.device)
+    cdf = blocks[rows, block[:, 0]].double().cumsum(dim=-1)  # of the block
+    target = target.minimum(cdf[:, -1:].nextafter(target.new_zeros(1)))  # never probability 0
+    tokens = 256 * block + torch.searchsorted(cdf, target, right=True)
+    return tokens[:, 0].clamp(max=logits.shape[1] - 1).to(logits.device)
 
 
 # ----------------------------------------------------------------------------------------- batches

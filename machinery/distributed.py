@@ -43,11 +43,8 @@ def start(args: Any) -> Accelerator:
     for name, reason in REFUSED.items():
         if is_on(name):
             raise InputError(f"{name}: {reason}; {USE}")
-    if (
-        Path("/dev/nvidia0").exists()
-        and not torch.cuda.is_available()
-        and not is_on("ACCELERATE_USE_CPU")
-    ):
+    usable = torch.cuda.is_available() or is_on("ACCELERATE_USE_CPU")
+    if Path("/dev/nvidia0").exists() and not usable:
         raise InputError(
             f"there is a GPU, but torch {torch.__version__} cannot use it: see docs/gpu.md; "
             "set ACCELERATE_USE_CPU=true to run on the CPU"
@@ -73,9 +70,9 @@ def start(args: Any) -> Accelerator:
     # cuDNN's attention builds a plan for each new shape, and packing makes new shapes all the time.
     # It also had NaN gradients for some masks (PyTorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    device = accelerator.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    device = accelerator.device.type
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
     accelerator.print(f"{name}, {precision}, processes: {accelerator.num_processes}")
     return accelerator
 

@@ -191,6 +191,28 @@ def test_G4_a_token_of_probability_zero_is_never_sampled(dtype):
     assert tokens[2] in (2, 4)  # never the 3 between them
 
 
+def test_G4_a_token_is_that_of_the_cdf_in_float64_and_does_not_depend_on_the_batch():
+    generator = torch.Generator().manual_seed(0)
+    same = []
+    for vocab in (61, 256, 257, 5000):
+        logits = 4 * torch.randn(480, vocab, generator=generator)
+        uniform = torch.rand(480, generator=generator, dtype=torch.float64)
+        tokens = utils.sample_token(logits, uniform)
+        cdf = logits.double().softmax(dim=-1).cumsum(dim=-1)
+        same.append((cdf < uniform[:, None]).sum(dim=1) == tokens)
+        alone = [
+            utils.sample_token(logits[i : i + 1], uniform[i : i + 1]) for i in range(0, 480, 9)
+        ]
+        assert torch.cat(alone).equal(tokens[::9])
+    assert torch.cat(same).sum() >= 1900 and len(torch.cat(same)) == 1920
+
+
+def test_G4_logits_that_are_nan_give_a_token():
+    """So that the run ends with its own sentence, not with an index out of bounds on a GPU."""
+    tokens = utils.sample_token(torch.full((2, 300), math.nan), torch.tensor([0.0, 0.5]).double())
+    assert ((tokens >= 0) & (tokens < 300)).all()
+
+
 def test_G4_each_of_gpt2s_50257_tokens_has_its_own_share():
     """Of V equally likely tokens, u = (k + 1/2) / V is the k-th."""
     tokens = torch.linspace(0, 50256, 40).long()
