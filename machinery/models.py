@@ -59,7 +59,7 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
     truncate = single_token(tokenizer, task.truncate_token, "--truncate_token")
     if task.eos_task and truncate is None:
         raise InputError("eos_task needs a truncate_token, at which responses end")
-    return tokenizer, TokenIds(config.vocab_size, truncate, prefix, suffix)
+    return tokenizer, TokenIds(config.vocab_size, truncate, prefix, suffix, length)
 
 
 def check_config(config: transformers.PretrainedConfig, name: str, flag: str) -> None:
@@ -81,12 +81,12 @@ def check_length(config: transformers.PretrainedConfig, needed: int, what: str) 
 
 
 def load_lm(
-    name: str, flag: str = "--base_model", allow_random: bool = False
+    name: str, flag: str = "--base_model", allow_random: bool = False, length: int = 6
 ) -> "transformers.PreTrainedModel":
     """A causal language model in fp32 without dropout (P4), its head outside autocast.
 
     Only safetensors are read. A folder without weights gives a random model if `allow_random`, and
-    otherwise an `InputError`, as does a model whose results would be wrong.
+    otherwise an `InputError`, as does a model whose results for `length` tokens would be wrong.
     """
     with loading_model(name, flag):
         config = disable_dropout(transformers.AutoConfig.from_pretrained(name))
@@ -106,38 +106,58 @@ def load_lm(
     head = lm.get_output_embeddings()
     head.__class__ = Float32Linear  # the same module, so names and tied weights stay
     use_fused_gelu(lm)
-    check_model(lm, name, flag)
+    check_model(lm, name, flag, length)
     return lm
 
 
+def probe_inputs(
+    length: int, vocab_size: int
+) -> tuple[list[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """A sequence of `length` tokens and one of 3: each alone as [1, T], and a batch of three.
+
+    The batch, where the long one is there twice, is padded on the left: input_ids, attention_mask
+    and position_ids [3, length].
+    """
+    alone = [torch.arange(1, length + 1)[None] % vocab_size, torch.arange(7, 10)[None] % vocab_size]
+    tokens = pad_left([alone[i][0].tolist() for i in (0, 0, 1)], length, -1)
+    mask = tokens >= 0
+    return alone, (tokens.clamp(min=0), mask, mask.cumsum(dim=1) - mask.long())
+
+
 @torch.no_grad()
-def check_model(lm: "transformers.PreTrainedModel", name: str, flag: str) -> None:
+def check_model(lm: "transformers.PreTrainedModel", name: str, flag: str, length: int = 6) -> None:
     """Raise `InputError` if our ways to call a model give other results than `lm(...)` itself.
 
-    Two sequences, alone, are compared with the same two padded, packed, sampled token by token,
-    and in training mode, which must not be random.
+    The last tokens of two sequences, alone, are compared with the same two padded, packed and
+    sampled token by token. One is as long as the run's, so that no window of the model is missed.
+    The other one is also compared in training mode, which must not be random.
     """
     who = f"{flag} {name} ({lm.config.model_type})"
-    sequences = [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
-    sequences = [[token % lm.config.vocab_size for token in tokens] for tokens in sequences]
-    tokens = pad_left(sequences, 6, -1)
-    mask = tokens >= 0
-    inputs = tokens.clamp(min=0), mask, mask.cumsum(dim=1) - mask.long()
+    length = max(length, 6)
+    sequences, batch = probe_inputs(length, lm.config.vocab_size)
+    input_ids, mask, position_ids = (x[1:] for x in batch)
+    seen = mask[:, -6:]
     lm.eval()
     try:
-        alone = torch.cat([lm(torch.tensor([ids])).logits[0] for ids in sequences])
-        results = {"with padding": compute_logits(lm, Packed(lm.base_model)(*inputs))[mask]}
-        results["token by token"] = decode_step_by_step(lm, *inputs)[mask]
+        alone = torch.cat([lm(tokens, logits_to_keep=6).logits[0] for tokens in sequences])
+        hidden = Packed(lm.base_model)(*batch, prompt_length=length // 2)[1:, -6:]
+        results = {"with padding": compute_logits(lm, hidden)[seen]}
+        results["token by token"] = decode_step_by_step(lm, input_ids, mask, position_ids)[
+            seen[:, -3:]
+        ]
         lm.train()
-        results["in training mode"] = compute_logits(lm, run_plain(lm.base_model, *inputs))[mask]
+        hidden = run_plain(lm.base_model, *(x[2:, -6:] for x in batch))
+        results["in training mode"] = compute_logits(lm, hidden)[seen[1:]]
     except Exception as error:  # of any kind, from an unsupported architecture
         raise InputError(f"{who} cannot be used: {error!r:.200}. {KNOWN}") from error
     finally:
         lm.eval()
     if not alone.isfinite().all():
         raise InputError(f"{who} has weights that are not finite")
+    expected = {"token by token": alone[3:], "in training mode": alone[6:]}
     for how, logits in results.items():
-        gap = (logits.log_softmax(dim=-1) - alone.log_softmax(dim=-1)).abs().max().item()
+        right = expected.get(how, alone)
+        gap = (logits.log_softmax(dim=-1) - right.log_softmax(dim=-1)).abs().max().item()
         if not gap < 0.01:
             raise InputError(f"{who} cannot be used: {how} it differs by {gap:.2g} nats. {KNOWN}")
 
@@ -148,18 +168,16 @@ def decode_step_by_step(
     attention_mask: Tensor,
     position_ids: Tensor,
 ) -> Tensor:
-    """Logits [B, T, V] as `Decoder` computes them: a prompt of 4 tokens, then one at a time."""
-    decoder = Decoder(lm, input_ids.shape[1] - 4)
-    logits = compute_logits(lm, run_plain(lm.base_model, input_ids, attention_mask, position_ids))
-    output: Any = decoder(input_ids[:, :4], attention_mask[:, :4], position_ids[:, :4])
-    for end in range(4, input_ids.shape[1]):
-        logits[:, end - 1] = output.logits[:, -1]
-        column = slice(end, end + 1)
-        cache = output.past_key_values
-        mask = attention_mask[:, : end + 1]
-        output = decoder(input_ids[:, column], mask, position_ids[:, column], cache)
-    logits[:, -1] = output.logits[:, -1]
-    return logits
+    """The last 3 logits [B, 3, V] as `Decoder` computes them: of a prompt, then one at a time."""
+    start = input_ids.shape[1] - 2
+    decoder = Decoder(lm, 2)
+    output: Any = decoder(input_ids[:, :start], attention_mask[:, :start], position_ids[:, :start])
+    logits = [output.logits]
+    for end in range(start + 1, input_ids.shape[1] + 1):
+        new = input_ids[:, end - 1 : end], attention_mask[:, :end], position_ids[:, end - 1 : end]
+        output = decoder(*new, output.past_key_values)
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1)
 
 
 def disable_dropout(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:

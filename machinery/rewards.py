@@ -19,7 +19,7 @@ from data.tasks import Task
 from machinery.cli import InputError, RunError
 from machinery.functions import call_function, load_function, names_taken, signature_of
 from machinery.hub import check_weights, loading_model, looks_local
-from machinery.models import check_length, disable_dropout, use_fused_gelu
+from machinery.models import check_length, disable_dropout, probe_inputs, use_fused_gelu
 from utils import TokenIds, decode, micro_batches, pad_left
 
 PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # a text that tokenizers split differently
@@ -89,6 +89,24 @@ def load_reward_model(cls: Callable, folder: str, make: str = "train_reward.py")
     model = cls(RewardConfig(config, config.vocab_size, skip_id), classifier.base_model)
     model.head.weight = classifier.score.weight
     return model.eval()
+
+
+@torch.no_grad()
+def check_reward_model(model: Any, folder: str, length: int) -> None:
+    """Raise `InputError` if the score of a text depends on the texts beside it."""
+    longest = getattr(model.config.backbone, "max_position_embeddings", None) or length
+    length = max(6, min(length, longest))
+    sequences, batch = probe_inputs(length, model.config.pad_id)
+    alone = [model.backbone(tokens, use_cache=False).last_hidden_state for tokens in sequences]
+    hidden = model.run_backbone(*batch, prompt_length=length // 2)
+    last = torch.cat([x[:, -1] for x in alone]), hidden[1:, -1]
+    right, scores = (model.gain * model.head(x) for x in last)
+    if not torch.allclose(right, scores, rtol=1e-3, atol=1e-2):
+        gap = (right - scores).abs().max().item()
+        raise InputError(
+            f"--reward_model {folder} ({model.config.backbone.model_type}) cannot be used: "
+            f"scores depend on the texts beside them and differ by {gap:.2g}"
+        )
 
 
 def same_tokens(tokenizer: Any, other: Any) -> bool:
@@ -220,12 +238,13 @@ def load_reward(
         return of_texts
     folder = args.reward_model or f"models/{args.task.task}/train_reward"
     model = load_reward_model(cls, folder, f"python train_reward.py --task {args.task.task}")
-    model = model.to(accelerator.device).requires_grad_(False)
     with loading_model(folder, "--reward_model"):
         own_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    length = args.task.query_length + args.task.response_length
     if same_tokens(own_tokenizer, tokenizer):
-        length = args.task.query_length + args.task.response_length
         check_length(model.config.backbone, length, f"--reward_model {folder}: query and response")
+    check_reward_model(model, folder, length)
+    model = model.to(accelerator.device).requires_grad_(False)
     read = reward_input(model, own_tokenizer, tokenizer, ids.pad)
 
     def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
