@@ -29,6 +29,7 @@ from machinery.progress import Limits, Progress
 from utils import all_max
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+FILES = ("metrics.jsonl", "samples.jsonl")  # cut back to a checkpoint's time when a run is resumed
 
 
 def check_run(args: Any, script: Path, processes: int) -> None:
@@ -150,8 +151,10 @@ class Run:
 
     def cut_back(self, source: Path, lengths: dict[str, int]) -> None:
         """Restore the run's files to what they were at the checkpoint `source`."""
-        for name, length in lengths.items():
-            path = self.folder / name
+        for name in FILES:  # no other name that a checkpoint may hold
+            path, length = self.folder / name, lengths[name]
+            if path.is_symlink():
+                raise InputError(f"{path} is a symbolic link; what it points to would be cut")
             if length and (not path.exists() or path.stat().st_size < length):
                 raise InputError(f"{path} is shorter than it was at {source}")
             if path.exists():
@@ -171,7 +174,7 @@ class Run:
         due, asked = all_max(torch.tensor(wanted, device=device).int()).tolist()
         if step == self.total or not (due or asked):
             return
-        files = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")]
+        files = [self.folder / name for name in FILES]
         lengths = {path.name: path.stat().st_size if path.exists() else 0 for path in files}
         state = {"kl_coef": kl_coef, "lengths": lengths}
         folder, plain = self.folder / "checkpoints", self.accelerator.unwrap_model(model)

@@ -31,7 +31,7 @@ import tiny
 import torch
 from accelerate import Accelerator
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import ppo
@@ -608,6 +608,24 @@ def test_metrics_that_somebody_shortened_are_not_filled_up(home):
     os.truncate("runs/ran/metrics.jsonl", 100)
     with refused("runs/ran/metrics.jsonl"):
         ppo.main(again())
+
+
+def test_a_checkpoint_cuts_only_the_files_of_its_run(ran, home):
+    """Neither another file that its header names, nor one that a link points to."""
+    for name in ("victim.txt", "metrics.jsonl"):
+        shutil.copy("runs/ran/metrics.jsonl", name)
+    newest = checkpoint_files()[-1]
+    tensors, state = read_state(newest)
+    state["lengths"]["../../victim.txt"] = 3
+    save_file(tensors, newest, {"state": json.dumps(state)})
+    Path("runs/ran/metrics.jsonl").unlink()
+    Path("runs/ran/metrics.jsonl").symlink_to("../../metrics.jsonl")
+    with refused("runs/ran/metrics.jsonl", "link"):
+        ppo.main(again())
+    Path("metrics.jsonl").rename("runs/ran/metrics.jsonl")
+    ppo.main(again())
+    assert_same_run(home / "runs/ran", ran / "runs/ran")
+    assert Path("victim.txt").read_bytes() == (ran / "runs/ran/metrics.jsonl").read_bytes()
 
 
 def test_a_loss_that_is_not_finite_leaves_the_last_checkpoint_and_no_later_one(
