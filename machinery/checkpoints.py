@@ -6,6 +6,7 @@ read each other's checkpoints.
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -158,8 +159,9 @@ def latest_run(task: str, script: Path) -> Path:
         record = run / "args.json"
         if not (run / script.name).is_file() or not record.is_file():
             continue
-        if json.loads(record.read_text())["task"]["task"] == task:
-            started[run] = record.stat().st_mtime_ns
+        with suppress(ValueError, KeyError, TypeError):  # damaged
+            if json.loads(record.read_text())["task"]["task"] == task:
+                started[run] = record.stat().st_mtime_ns
     return max(started, key=lambda run: started[run], default=Path("runs"))
 
 

@@ -587,6 +587,8 @@ def test_latest_is_the_newest_run_of_this_task_and_script_that_has_a_checkpoint(
     shutil.rmtree(copy("bare", 30) / "checkpoints")
     copy("task", 40, task=task | dict(task="sentiment"))
     (copy("script", 50) / "ppo.py").rename("runs/script/mine.py")
+    for i, damaged in enumerate(("", "{}", '{"task": 1}')):
+        (copy(f"damaged{i}", 60) / "args.json").write_text(damaged)
 
     def found(name: str, script: Path = ppo.SCRIPT) -> Path:
         return checkpoints.find_checkpoint(again(resume=name), script)
