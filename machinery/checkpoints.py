@@ -64,7 +64,7 @@ def save_checkpoint(
         for key, x in moments.items():
             tensors[f"optimizer/{key}/{name}"] = x
     groups = optimizer_state["param_groups"]
-    header = json.dumps({"step": step, "groups": groups, **state})
+    header = json.dumps({"step": step, "groups": groups, "tensors": sorted(tensors), **state})
     folder.mkdir(exist_ok=True)
     path = folder / f"{step:08}.safetensors"
     write_atomically(path, lambda part: save_file(tensors, part, {"state": header}))
@@ -103,6 +103,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         with safe_open(path, "pt") as file:
             state = json.loads(file.metadata()["state"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if lost := sorted(set(state.pop("tensors")) - tensors.keys()):
+            raise KeyError(f"no {lost[0]}")
     except (SafetensorError, OSError, KeyError, TypeError) as error:
         others = [other for other in sorted(path.parent.glob("*.safetensors")) if other < path]
         hint = f"the one before it: --resume {others[-1]}" if others else "there is no other"

@@ -529,6 +529,17 @@ def test_a_truncated_checkpoint_is_refused_and_the_one_before_it_offered(size, r
     assert read_state(checkpoint_files()[-1])[1]["step"] == 5
 
 
+@pytest.mark.parametrize("lost", ["optimizer/", "optimizer/exp_avg_sq/lm.transformer.h.1", "model/"])
+def test_a_checkpoint_without_some_of_its_tensors_is_refused(lost, home):
+    """Also without Adam's moments, which a parameter that had no gradient lacks as well."""
+    before, newest = checkpoint_files()
+    tensors, state = read_state(newest)
+    kept = {name: x for name, x in tensors.items() if not name.startswith(lost)}
+    save_file(kept, newest, {"state": json.dumps(state)})
+    with refused(f"{newest} is damaged", f"no {lost}", f"--resume {before}"):
+        ppo.main(again())
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(script, tmp_path):
     """Flags that only save memory too, since they change rounding."""
