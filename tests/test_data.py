@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import formats
@@ -33,6 +34,7 @@ import utils
 from data import tasks
 from machinery import data, hub, sequences
 from machinery.cli import InputError, parse_args
+from machinery.functions import load_function
 from machinery.labels import load_labels
 from machinery.models import load_lm, load_tokenizer
 from machinery.rewards import same_tokens
@@ -564,6 +566,38 @@ def test_the_second_start_tokenizes_nothing(many, tokenized, monkeypatch):
     blocks = load_blocks(many, 16)
     monkeypatch.delattr(sequences, "make_blocks")
     assert load_blocks(many, 16) == blocks
+
+
+CLEANER = """
+import functools
+import helper
+
+def clean(text):
+    return text.replace("cat", helper.word)
+
+class Cleaner:
+    def __call__(self, text):
+        return clean(text)
+
+part, thing = functools.partial(clean), Cleaner()
+"""
+
+
+@pytest.mark.parametrize("name", ["clean", "part", "thing"])
+def test_what_a_users_function_cleaned_is_not_taken_from_an_earlier_run(
+    name, task, tmp_path, monkeypatch
+):
+    """It may be of any kind and call anything: here a module that is edited between two runs."""
+    (tmp_path / "mine.py").write_text(CLEANER)
+    monkeypatch.setitem(sys.modules, "helper", SimpleNamespace(word="dog"))
+    task = replace(task, clean_fn=f"{tmp_path / 'mine.py'}:{name}")
+    load_function.cache_clear()
+    first, blocks = load_queries(task)[:], load_blocks(task, 10)
+    monkeypatch.setitem(sys.modules, "helper", SimpleNamespace(word="sea"))
+    load_function.cache_clear()
+    second = load_queries(task)[:]
+    assert first.shape == second.shape and not torch.equal(first, second)
+    assert load_blocks(task, 10) != blocks
 
 
 def test_the_table_is_int32_in_a_file_and_gives_int64_rows_in_any_order(task):

@@ -529,7 +529,9 @@ def test_a_truncated_checkpoint_is_refused_and_the_one_before_it_offered(size, r
     assert read_state(checkpoint_files()[-1])[1]["step"] == 5
 
 
-@pytest.mark.parametrize("lost", ["optimizer/", "optimizer/exp_avg_sq/lm.transformer.h.1", "model/"])
+@pytest.mark.parametrize(
+    "lost", ["optimizer/", "optimizer/exp_avg_sq/lm.transformer.h.1", "model/"]
+)
 def test_a_checkpoint_without_some_of_its_tensors_is_refused(lost, home):
     """Also without Adam's moments, which a parameter that had no gradient lacks as well."""
     before, newest = checkpoint_files()
