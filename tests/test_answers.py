@@ -19,7 +19,7 @@ import ppo
 import rloo
 import sft
 import train_reward
-from benchmarks import pass_at_k
+from benchmarks import judgments, pass_at_k
 from data import rewards, tasks
 from machinery.cli import InputError, parse_args
 from machinery.functions import load_function
@@ -111,6 +111,19 @@ def test_gsm8k_without_a_mark_is_wrong():
     assert [rewards.final_number(text) for text in answers] == [72, 1600, -3]
     assert rewards.gsm8k(["?"] * 3, answers, answers) == [1, 1, 1]
     assert rewards.gsm8k(["?"] * 3, answers, answers[1:] + answers[:1]) == [0, 0, 0]
+
+
+def test_the_reward_is_compared_with_judgments_of_solutions(tmp_path, capsys):
+    """In the form of OpenAI's file; the reward differs from the second judgment."""
+    solutions = [("5 + 4 = <<5+4=9>>9\nA: 9", True), ("A: 1,000 or 9", True)]
+    row = {"question": "?", "ground_truth": "5 + 4 = <<5+4=9>>9\nA:  9"}
+    for name, (solution, is_correct) in zip(("one", "two"), solutions, strict=True):
+        row[name] = {"solution": solution, "is_correct": is_correct}
+    (tmp_path / "judged.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    judgments.main(str(tmp_path / "judged.jsonl"))
+    printed = capsys.readouterr().out
+    assert "one: 3 of 3 agree, 3 are right\ntwo: 0 of 3 agree, 3 are right" in printed
+    assert "all: 3 of 6 judgments agree\nreward 1: 3 of 3 worked answers" in printed
 
 
 # ----------------------------------------------------------------------------- the embedded problems
