@@ -110,6 +110,7 @@ class Run:
             self.folder = artifacts.create_run_folder(self.args, self.script)
             shutil.copy(self.script, self.folder / self.script.name)
             record |= artifacts.describe_environment(self.folder)
+            record["meanings"] = checkpoints.meanings(self.args)
             (self.folder / "args.json").write_text(json.dumps(record, indent=1))
         self.lock = filelock.FileLock(self.folder / ".lock")  # released when the process ends
         try:

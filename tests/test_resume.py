@@ -5,6 +5,7 @@ This file is also a program that runs the scripts and kills them: it imports eve
 forks each process.
 """
 
+import hashlib
 import importlib
 import json
 import math
@@ -577,6 +578,45 @@ def test_changed_flags_are_all_named_before_anything_is_loaded(home, no_weights)
     with refused("processes=2 instead of 1"):
         ppo.check(again(), 2)
     ppo.check(again(run_name=None, output_dir="out", save_every=None), 1)
+
+
+def test_a_resumed_run_has_the_models_and_data_that_its_names_meant(ran, home):
+    """A link may point elsewhere, and a file may have been edited. Other names of the same are fine."""
+    stories = Path("task/stories.txt").read_text()
+    Path("task/stories.txt").write_text(stories.replace("cat", "dog"))
+    known, name = hashlib.sha256(stories.encode()).digest(), "task/stories.txt (sha256 "
+    known = hashlib.sha256(known).hexdigest()[:8]
+    with refused(f"query_dataset={name}", f"instead of {name}{known})"):
+        ppo.main(again())
+    Path("task/stories.txt").write_text(stories)
+    tiny.write_model(Path("second"), seed=5)
+    Path("task/model").rename("task/first")
+    Path("task/model").symlink_to("../second")
+    with refused("base_model=second instead of task/model"):
+        ppo.main(again())
+    Path("task/model").unlink()
+    Path("task/first").rename("task/model")
+    Path("alias").symlink_to("task/model")
+    args = again()
+    ppo.main(replace(args, task=replace(args.task, base_model="alias")))
+    assert_same_run(home / "runs/ran", ran / "runs/ran")
+
+
+def test_the_reward_model_and_the_labels_of_a_run_are_recorded_where_it_has_them(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path)
+    tiny.write_reward(tmp_path / "runs/r1/model")
+    artifacts.replace_link(Path("models/synthetic/train_reward"), Path("runs/r1/model"))
+    of_all = {"base_model", "query_dataset"}
+    assert set(checkpoints.meanings(settings("ppo"))) == of_all  # it has a reward function
+    found = checkpoints.meanings(settings("ppo", reward_fn=None))
+    assert found["reward_model"] == "runs/r1/model" and found["base_model"] == "task/model"
+    assert set(checkpoints.meanings(settings("train_reward"))) == of_all | {"label_dataset"}
+    assert checkpoints.meaning("me/on-the-hub:main@train") is None
+    assert checkpoints.meaning("task/labels.json") != checkpoints.meaning("task")
+    assert checkpoints.meaning("task:default@train").startswith("task:default@train (sha256 ")
 
 
 def test_another_precision_is_refused(home, bf16_accelerator):
