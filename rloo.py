@@ -444,7 +444,7 @@ def main(args: Args) -> None:
 
     ref = Policy(load_lm(task.base_model), ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
-    lm = load_lm(task.base_model)  # from sft.py or the hub; without dropout (P4)
+    lm = load_lm(task.base_model, length=ids.length)  # from sft.py or the hub; no dropout (P4)
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)

@@ -191,7 +191,8 @@ def main(args: Args) -> None:
     heldout = heldout_table[:].to(device)
 
     torch.manual_seed(args.seed)
-    lm = load_lm(task.base_model, allow_random=True)
+    longest = max(ids.length, table.length)
+    lm = load_lm(task.base_model, allow_random=True, length=longest)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
     model = LanguageModel(lm, ids.pad)

@@ -125,9 +125,9 @@ class RewardModel(nn.Module):
         save_file(state_dict or self.state_dict(), folder / "model.safetensors", {"format": "pt"})
 
 
-def new_reward_model(name: str, pad_id: int) -> RewardModel:
+def new_reward_model(name: str, pad_id: int, length: int = 0) -> RewardModel:
     """A reward model with the transformer of a language model and a new head (R2)."""
-    lm = load_lm(name)
+    lm = load_lm(name, length=length)
     return RewardModel(RewardConfig(lm.config, pad_id), lm.base_model)
 
 
@@ -150,7 +150,7 @@ def sample_policy(
     batch_size = args.rollout_batch_size // processes
     num_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * batch_size
     table = load_queries(task, tokenizer, ids, max_queries=2 * num_samples * processes)
-    lm = load_lm(task.base_model, flag).to(device).eval()
+    lm = load_lm(task.base_model, flag, length=ids.length).to(device).eval()
     seed = args.seed + 100003 * accelerator.process_index  # (G6)
     torch.manual_seed(seed)
     samples = []
@@ -243,7 +243,7 @@ def main(args: Args) -> None:
     samples, policy_tokenizer, policy_ids = sample_policy(args, accelerator)
 
     torch.manual_seed(args.seed)
-    model = new_reward_model(task.base_model, ids.pad)
+    model = new_reward_model(task.base_model, ids.pad, labels.longest())
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(model.backbone)
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)

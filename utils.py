@@ -27,6 +27,7 @@ class TokenIds(NamedTuple):
     truncate: int | None  # ends a response (P5)
     prefix: list[int]  # before each query
     suffix: list[int]  # after each query
+    length: int = 0  # of a context and its response
 
 
 def pad_left(sequences: list[list[int]], length: int, pad_id: int) -> Tensor:

@@ -199,7 +199,7 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
         return lambda *inputs, **_: packing.run_plain(backbone, *inputs[:3])
 
     replaced = dict(load_reward=random_reward, Packed=padded)
-    replaced |= dict(load_lm=lambda name: random_lm(config))
+    replaced |= dict(load_lm=lambda name, **_: random_lm(config))
     replaced |= dict(load_tokenizer=lambda *a: (None, ids), load_queries=lambda *a, **k: recorder)
     replaced |= dict(Run=lambda *a: recorder, Timer=lambda device: recorder, check=lambda *a: None)
     if until == "live":

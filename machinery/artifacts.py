@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import torch
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from safetensors.torch import save_file
 from torch import Tensor
@@ -58,7 +59,8 @@ def describe_environment(folder: Path) -> dict[str, Any]:
         "commit": git("rev-parse", "HEAD").decode().strip() or None,
         "changes": bool(changes),
         "python": platform.python_version(),
-        "versions": {package: version(package) for package in PACKAGES},
+        "versions": {package: version(package) for package in PACKAGES}
+        | {"torch": torch.__version__},  # with +cu130 or +cpu, which the wheel's metadata may lack
     }
 
 

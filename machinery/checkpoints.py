@@ -4,8 +4,11 @@ Nothing is pickled: numbers are JSON in the header of the file. DDP, FSDP2 and s
 read each other's checkpoints.
 """
 
+import hashlib
 import json
 import os
+import re
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,7 +57,7 @@ def save_checkpoint(
         for key, x in moments.items():
             tensors[f"optimizer/{key}/{name}"] = x
     groups = optimizer_state["param_groups"]
-    header = json.dumps({"step": step, "groups": groups, **state})
+    header = json.dumps({"step": step, "groups": groups, "tensors": sorted(tensors), **state})
     folder.mkdir(exist_ok=True)
     path = folder / f"{step:08}.safetensors"
     write_atomically(path, lambda part: save_file(tensors, part, {"state": header}))
@@ -89,6 +92,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         with safe_open(path, "pt") as file:
             state = json.loads(file.metadata()["state"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if lost := sorted(set(state.pop("tensors")) - tensors.keys()):
+            raise KeyError(f"no {lost[0]}")
     except (SafetensorError, OSError, KeyError, TypeError) as error:
         others = [other for other in sorted(path.parent.glob("*.safetensors")) if other < path]
         hint = f"the one before it: --resume {others[-1]}" if others else "there is no other"
@@ -145,17 +150,50 @@ def latest_run(task: str, script: Path) -> Path:
         record = run / "args.json"
         if not (run / script.name).is_file() or not record.is_file():
             continue
-        if json.loads(record.read_text())["task"]["task"] == task:
-            started[run] = record.stat().st_mtime_ns
+        with suppress(ValueError, KeyError, TypeError):  # damaged
+            if json.loads(record.read_text())["task"]["task"] == task:
+                started[run] = record.stat().st_mtime_ns
     return max(started, key=lambda run: started[run], default=Path("runs"))
 
 
+def meanings(args: Any) -> dict[str, str]:
+    """What the names of local models and data mean now, by flag: see `meaning`."""
+    task = args.task
+    names = {"base_model": task.base_model, "policy_model": getattr(args, "policy_model", None)}
+    names["query_dataset"] = task.query_dataset
+    if hasattr(args, "num_labels"):
+        names["label_dataset"] = task.label_dataset
+    if hasattr(args, "reward_model"):
+        names["reward_model"] = args.reward_model
+        if not args.reward_model and not args.reward_fn:
+            names["reward_model"] = f"models/{task.task}/train_reward"
+    found = {flag: meaning(name) for flag, name in names.items() if name}
+    return {flag: text for flag, text in found.items() if text}
+
+
+def meaning(name: str) -> str | None:
+    """The folder of a model, behind links, or the digest of data; None for a name on the hub."""
+    path = next((p for p in map(Path, (name, *re.split("[:@]", name)[:1])) if p.exists()), None)
+    if path is None:
+        return None
+    if (path / "config.json").is_file():
+        return os.path.relpath(path.resolve())
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(path.rglob("*")):
+        if file.is_file():
+            with open(file, "rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return f"{name} (sha256 {digest.hexdigest()[:8]})"
+
+
 def check_same_run(args: Any, processes: int, run: Path) -> None:
-    """Raise `InputError` if flags would change the numbers of the run that is resumed."""
+    """Raise `InputError` if flags, or what they name, would change the numbers of a run."""
     precision = AcceleratorState().mixed_precision
     new = asdict(args) | {"processes": processes, "mixed_precision": precision}
     old = json.loads((run / "args.json").read_text())
-    new, old = (record | record["task"] for record in (new, old))
+    meant = old.get("meanings", {})
+    now = {flag: text for flag, text in meanings(args).items() if flag in meant}
+    new, old = new | new["task"] | now, old | old["task"] | meant
     free = ["save_every", "keep_every", "resume", "run_name", "output_dir", "track", "push_to_hub"]
     changed = [
         f"{name}={value} instead of {old.get(name)}"

@@ -54,12 +54,12 @@ def check_length(config: transformers.PretrainedConfig, needed: int, what: str) 
 
 
 def load_lm(
-    name: str, flag: str = "--base_model", allow_random: bool = False
+    name: str, flag: str = "--base_model", allow_random: bool = False, length: int = 6
 ) -> "transformers.PreTrainedModel":
     """A causal language model in fp32 without dropout (P4), its head outside autocast.
 
     Only safetensors are read. A folder without weights gives a random model if `allow_random`.
-    Ends the run if a weight would be random, or if the model's results would be wrong.
+    Ends the run if a weight would be random, or if results for `length` tokens would be wrong.
     """
     with about(f"{flag} {name}"):
         check_source(name)
@@ -73,7 +73,7 @@ def load_lm(
         head.__class__ = Float32Linear  # the same module, so names and tied weights stay
         use_fused_gelu(lm)
         with about(f"{config.model_type} cannot be used ({KNOWN})"):
-            check_model(lm)
+            check_model(lm, length)
     return lm
 
 
@@ -89,42 +89,57 @@ def load_weights(cls: Any, name: str, config: transformers.PretrainedConfig) -> 
     return model
 
 
+def probe_inputs(
+    length: int, vocab_size: int
+) -> tuple[list[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """A sequence of `length` tokens and one of 3: each alone as [1, T], and a batch of three.
+
+    The batch, where the long one is there twice, is padded on the left: input_ids, attention_mask
+    and position_ids [3, length].
+    """
+    alone = [torch.arange(1, length + 1)[None] % vocab_size, torch.arange(7, 10)[None] % vocab_size]
+    tokens = pad_left([alone[i][0].tolist() for i in (0, 0, 1)], length, -1)
+    mask = tokens >= 0
+    return alone, (tokens.clamp(min=0), mask, mask.cumsum(dim=1) - mask.long())
+
+
 @torch.no_grad()
-def check_model(lm: "transformers.PreTrainedModel") -> None:
+def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
     """Raise `InputError` if our ways to call a model give other results than `lm(...)` itself.
 
-    Two sequences, alone, are compared with the same two padded, packed, sampled token by token,
-    and in training mode, which must not be random.
+    The last tokens of two sequences, alone, are compared with the same two padded, packed and
+    sampled token by token. One is as long as the run's, so that no window of the model is missed.
+    The other one is also compared in training mode, which must not be random.
     """
-    sequences = [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
-    sequences = [[token % lm.config.vocab_size for token in tokens] for tokens in sequences]
-    tokens = pad_left(sequences, 6, -1)
-    mask = tokens >= 0
-    inputs = tokens.clamp(min=0), mask, mask.cumsum(dim=1) - mask.long()
+    length = max(length, 6)
+    sequences, batch = probe_inputs(length, lm.config.vocab_size)
+    input_ids, mask, _ = (x[1:] for x in batch)
+    seen = mask[:, -6:]
     lm.eval()
-    alone = torch.cat([lm(torch.tensor([ids])).logits[0] for ids in sequences])
-    results = {"with padding": compute_logits(lm, Packed(lm.base_model)(*inputs))[mask]}
-    results["token by token"] = decode_step_by_step(lm, *inputs)[mask]
+    alone = torch.cat([lm(tokens, logits_to_keep=6).logits[0] for tokens in sequences])
+    hidden = Packed(lm.base_model)(*batch, prompt_length=length // 2)[1:, -6:]
+    results = {"with padding": (compute_logits(lm, hidden)[seen], alone)}
+    steps = decode_step_by_step(lm, input_ids, mask)[seen[:, -3:]]
+    results["token by token"] = steps, alone[3:]
     lm.train()
-    results["in training mode"] = compute_logits(lm, run_plain(lm.base_model, *inputs))[mask]
+    hidden = run_plain(lm.base_model, *(x[2:, -6:] for x in batch))
+    results["in training mode"] = compute_logits(lm, hidden)[seen[1:]], alone[6:]
     lm.eval()
-    for how, logits in results.items():
-        gap = (logits.log_softmax(dim=-1) - alone.log_softmax(dim=-1)).abs().max().item()
+    for how, (logits, right) in results.items():
+        gap = (logits.log_softmax(dim=-1) - right.log_softmax(dim=-1)).abs().max().item()
         if not gap < 0.01:  # also if it is not a number
             raise InputError(f"{how} it differs by {gap:.2g} nats")
 
 
-def decode_step_by_step(
-    lm: "transformers.PreTrainedModel", tokens: Tensor, mask: Tensor, position_ids: Tensor
-) -> Tensor:
-    """Logits [B, T, V] as `Decoder` computes them: a prompt of 4 tokens, then one at a time."""
-    logits = compute_logits(lm, run_plain(lm.base_model, tokens, mask, position_ids))
-    batch = Decoder(lm, tokens.shape[1] - 4).start(tokens[:, :4], mask[:, :4])
-    logits[:, 3] = batch.next_logits()
-    for t in range(4, tokens.shape[1]):
+def decode_step_by_step(lm: "transformers.PreTrainedModel", tokens: Tensor, mask: Tensor) -> Tensor:
+    """The last 3 logits [B, 3, V] as `Decoder` computes them: of a prompt, then one at a time."""
+    start = tokens.shape[1] - 2
+    batch = Decoder(lm, 2).start(tokens[:, :start], mask[:, :start])
+    logits = [batch.next_logits()]
+    for t in range(start, tokens.shape[1]):
         batch.append(tokens[:, t])
-        logits[:, t] = batch.next_logits()
-    return logits
+        logits.append(batch.next_logits())
+    return torch.stack(logits, dim=1)
 
 
 def disable_dropout(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:

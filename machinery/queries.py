@@ -6,6 +6,7 @@ Shapes: `B` sequences, `Q` query tokens. Tags such as (P3) are explained in docs
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import filelock
 import numpy as np
 from torch import Tensor
 
-from data.tasks import Task
+from data.tasks import DATA, Task
 from machinery.cli import InputError, about, say
 from machinery.functions import load_function
 from machinery.sources import load_rows
@@ -24,6 +25,7 @@ from utils import TokenIds, pad_left
 if TYPE_CHECKING:
     import datasets
 
+CLEAN = DATA / "clean.py"
 SMALL_TABLE = 2**15  # tokenize at least this many rows: it takes a second or two
 
 
@@ -105,12 +107,14 @@ def tokenize_rows(
     length: int,
     tokenizer: Any,
     pad_id: int,
+    cleaning: str | None,
     *settings: Any,
 ) -> TokenTable:
     """Map `function` (batch of rows → token lists) over all rows, once: the result is cached.
 
     The cache key is the data, the tokenizer with its chat template, `settings` and the source code.
-    A file lock, not a collective, makes other processes wait, since this may take minutes.
+    A file lock, not a collective, makes other processes wait, since this may take minutes. If
+    `cleaning` is None, nothing is cached: each process maps all rows, in memory.
     """
     import datasets
 
@@ -119,18 +123,23 @@ def tokenize_rows(
     template = f"{tokenizer.chat_template} {tokenizer.special_tokens_map}"
     files = __file__, inspect.getfile(tokenize_prompt), inspect.getfile(function)
     code = "".join(Path(file).read_text() for file in files)
-    key = (rows._fingerprint, vocabulary, template, str(length), str(pad_id), repr(settings), code)
+    settings = length, pad_id, cleaning, *settings
+    key = rows._fingerprint, vocabulary, template, repr(settings), code
     fingerprint = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(cache / f"{fingerprint}.lock"):
+    where: dict[str, Any] = dict(cache_file_name=str(cache / f"{fingerprint}.arrow"))
+    lock: Any = filelock.FileLock(cache / f"{fingerprint}.lock")
+    if cleaning is None:
+        where, lock = dict(keep_in_memory=True, load_from_cache_file=False), nullcontext()
+    with lock:
         table = rows.map(
             lambda batch: {"tokens": function(batch)},
             batched=True,
             remove_columns=rows.column_names,
             features=datasets.Features({"tokens": datasets.List(datasets.Value("int32"))}),
             new_fingerprint=fingerprint,
-            cache_file_name=str(cache / f"{fingerprint}.arrow"),
+            **where,
         )
     return TokenTable(table, length, pad_id)
 
@@ -144,16 +153,15 @@ def clean_texts(texts: Sequence[str | None], task: Task) -> list[str]:
         return [clean(text or "") for text in texts]
 
 
-def cleaning_key(task: Task) -> str:
-    """What a cache of cleaned texts depends on: the name of `clean_fn` and its source code."""
+def cleaning_key(task: Task) -> str | None:
+    """What a cache of cleaned texts depends on: the source of data/clean.py.
+
+    None if a user's own function cleans them, which may call anything.
+    """
     if not task.clean_fn:
         return ""
-    with about(f"--clean_fn {task.clean_fn}"):
-        function = load_function(task.clean_fn)
-    try:
-        return task.clean_fn + Path(inspect.getfile(function)).read_text()
-    except TypeError:  # builtins have no source file
-        return task.clean_fn
+    source, _, name = task.clean_fn.rpartition(":")
+    return name + CLEAN.read_text() if Path(source) == CLEAN else None
 
 
 def ends_word(text: str, offsets: list[tuple[int, int]], end: str) -> list[bool]:
@@ -241,7 +249,7 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, max_queries: int) ->
         return [ids or [] for ids in found]  # one for each row: columns stay beside their queries
 
     cut = task.keep_last_line, task.start_text, task.end_text
-    settings = task.query_column, *cut, cleaning_key(task)
+    settings = cleaning_key(task), task.query_column, *cut
     with about(f"--query_dataset {task.query_dataset}"):
         table = tokenize_rows(texts, queries, task.query_length, tokenizer, ids.pad, *settings)
     table.extra = texts

@@ -23,6 +23,7 @@ from machinery.models import (
     check_length,
     disable_dropout,
     load_weights,
+    probe_inputs,
     store_as_cast,
     use_fused_gelu,
 )
@@ -90,6 +91,22 @@ def load_own_model(cls: Callable, name: str) -> Any:
             weights |= load_file(file)
     model.load_state_dict(weights)
     return model.eval()
+
+
+@torch.no_grad()
+def check_reward_model(model: Any, length: int) -> None:
+    """Raise `InputError` if the score of a text depends on the texts beside it."""
+    longest = getattr(model.config.backbone, "max_position_embeddings", None) or length
+    length = max(6, min(length, longest))
+    sequences, batch = probe_inputs(length, model.config.pad_id)
+    alone = [model.backbone(tokens, use_cache=False).last_hidden_state for tokens in sequences]
+    hidden = model.run_backbone(*batch, prompt_length=length // 2)
+    last = torch.cat([x[:, -1] for x in alone]), hidden[1:, -1]
+    right, scores = (model.gain * model.head(x) for x in last)
+    if not torch.allclose(right, scores, rtol=1e-3, atol=1e-2):
+        gap = (right - scores).abs().max().item()
+        kind = model.config.backbone.model_type
+        raise InputError(f"{kind}: scores depend on the texts beside them, by {gap:.2g}")
 
 
 def reward_input(
@@ -184,14 +201,16 @@ def load_reward(
         if "scores" not in inspect.signature(load_function(args.reward_fn)).parameters:
             return of_texts
     folder = args.reward_model or f"models/{args.task.task}/train_reward"
-    model = load_reward_model(cls, folder).to(accelerator.device).requires_grad_(False)
-    if accelerator.mixed_precision == "bf16":
-        store_as_cast(model)
+    model = load_reward_model(cls, folder)
     with about(f"--reward_model {folder}"):
         own_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        length = args.task.query_length + args.task.response_length
         if same_tokens(own_tokenizer, tokenizer):
-            length = args.task.query_length + args.task.response_length
             check_length(model.config.backbone, length, "query and response")
+        check_reward_model(model, length)
+    model = model.to(accelerator.device).requires_grad_(False)
+    if accelerator.mixed_precision == "bf16":
+        store_as_cast(model)
     read = reward_input(model, own_tokenizer, tokenizer, ids.pad)
 
     def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:

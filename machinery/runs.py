@@ -26,6 +26,7 @@ from machinery.progress import Limits, Progress, plot_run
 from utils import all_max
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+FILES = ("metrics.jsonl", "samples.jsonl")  # cut back to a checkpoint's time when a run is resumed
 
 
 def check_run(args: Any, script: Path, processes: int) -> None:
@@ -93,6 +94,7 @@ class Run:
             self.folder = artifacts.create_run_folder(self.args, self.script)
             shutil.copy(self.script, self.folder / self.script.name)
             record |= artifacts.describe_environment(self.folder)
+            record["meanings"] = checkpoints.meanings(self.args)
             (self.folder / "args.json").write_text(json.dumps(record, indent=1))
         self.lock = filelock.FileLock(self.folder / ".lock")  # released when the process ends
         with about(f"another process is still writing {self.folder}"):
@@ -132,8 +134,10 @@ class Run:
 
     def cut_back(self, source: Path, lengths: dict[str, int]) -> None:
         """Restore the run's files to what they were at the checkpoint `source`."""
-        for name, length in lengths.items():
-            path = self.folder / name
+        for name in FILES:  # no other name that a checkpoint may hold
+            path, length = self.folder / name, lengths[name]
+            if path.is_symlink():
+                raise InputError(f"{path} is a symbolic link; what it points to would be cut")
             if length and (not path.exists() or path.stat().st_size < length):
                 raise InputError(f"{path} is shorter than it was at {source}")
             if path.exists():
@@ -153,7 +157,7 @@ class Run:
         due, asked = all_max(torch.tensor(wanted, device=device).int()).tolist()
         if step == self.total or not (due or asked):
             return
-        files = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")]
+        files = [self.folder / name for name in FILES]
         lengths = {path.name: path.stat().st_size if path.exists() else 0 for path in files}
         state = {"kl_coef": kl_coef, "lengths": lengths}
         folder, plain = self.folder / "checkpoints", self.accelerator.unwrap_model(model)

@@ -46,7 +46,7 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
         return make_blocks(starts, continued, rest, block_size)
 
     rows = load_texts(task, task.query_column)
-    settings = task.query_column, cleaning_key(task)
+    settings = cleaning_key(task), task.query_column
     with about(f"--query_dataset {task.query_dataset}"):
         return tokenize_rows(rows, to_blocks, block_size, tokenizer, ids.pad, *settings)
 
@@ -81,7 +81,7 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
     rows = load_texts(task, task.query_column, column, tokenizer=tokenizer)
     length = len(ids.prefix) + task.query_length + len(ids.suffix) + task.response_length
     cut = task.keep_last_line, task.start_text, task.end_text, task.response_length
-    settings = task.query_column, column, *cut, ids, end, cleaning_key(task)
+    settings = cleaning_key(task), task.query_column, column, *cut, ids, end
     with about(f"--query_dataset {task.query_dataset}"):
         table = tokenize_rows(rows, to_sequences, length, tokenizer, ids.pad, *settings)
     queries.say_skipped(len(rows) - len(table), len(rows), task)

@@ -43,7 +43,7 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
     what = f"query_length={task.query_length} with prefix, suffix and response"
     check_length(config, length, what)
     truncate = single_token(tokenizer, task.truncate_token, "--truncate_token")
-    return tokenizer, TokenIds(config.vocab_size, truncate, prefix, suffix)
+    return tokenizer, TokenIds(config.vocab_size, truncate, prefix, suffix, length)
 
 
 def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:

@@ -18,7 +18,7 @@ import ppo
 import rloo
 import sft
 import train_reward
-from benchmarks import arithmetic_data, pass_at_k
+from benchmarks import arithmetic_data, judgments, pass_at_k
 from data import answers as data_answers
 from data import tasks
 from machinery.cli import InputError, parse_args
@@ -64,8 +64,9 @@ def test_the_reward_of_arithmetic_is_1_for_exactly_the_answer_after_the_last_equ
     [
         (
             "72",
-            ["72", " 72", "\n72", "72.", "72.0", "$72", "072", "72 clips", "72 73"],
-            ["-72", "720", "7.2", "72.5"],
+            ["72", " 72", "\n72", "72.", "72.0", "$72", "072", "72 clips", "72\n73"],
+            ["-72", "720", "7.2", "72.5", "72 73", "72 or 73", "72e5", "72x3=216", "72 * x", "72½"]
+            + [",,,72", "7,2", "72\u0663", "\u0667\u0662", "72 = y"],  # Arabic digits
         ),
         (
             "1,600",
@@ -74,26 +75,54 @@ def test_the_reward_of_arithmetic_is_1_for_exactly_the_answer_after_the_last_equ
         ),
         ("-5", ["-5", "-$5", "$-5", "-5.00"], ["5", "$5", "- 5", "--5"]),
         ("0.5", ["0.5", ".5", "0.50", "$.5"], ["5", "0", "1/2", "-0.5"]),
-        ("3", ["3 ", "3%", "3/4"], ["x 3", "three", "", ".", "$", ",", "-", "\n"]),
+        ("3", ["3 ", "3%"], ["3/4", "x 3", "three", "", ".", "$", ",", "-", "\n"]),
     ],
 )
 def test_the_reward_of_gsm8k_compares_the_numbers_after_the_last_mark(right, same, other):
-    """However they are written; what follows the first number does not count."""
+    """However they are written; a line that goes on with the number has none."""
     for text, score in [(x, 1.0) for x in same] + [(x, 0.0) for x in other]:
         responses = [f"So it is 8 + 8 = <<8+8=16>>16.\n#### {text}", f"#### 99\n#### {text}"]
         answers = [f"8 + 8 = <<8+8=16>>16\n#### {right}"] * 2
         assert data_answers.gsm8k(["?", "?"], responses, answers) == [score, score], text
 
 
+def test_a_column_of_numbers_or_of_answers_without_a_mark_is_compared_as_text():
+    """As people bring it: integers, floats, and texts that are the answer alone."""
+    responses = ["#### 1,600", "#### 2", "2", "#### 2.5"]
+    for answers in ([1600, 2, 2, 2], ["1,600", "2", "2", "2"], [1600.0, 2.0, 2.0, 2.0]):
+        assert data_answers.gsm8k(["?"] * 4, responses, answers) == [1, 1, 0, 0]
+    assert data_answers.exact_match(["?"] * 3, ["=12", "=1", "="], [12, 12, None]) == [1, 0, 0]
+
+
+@pytest.mark.parametrize("reward, empty", [("gsm8k", "see the text"), ("exact_match", "")])
+def test_a_column_in_which_no_row_has_an_answer_is_refused(reward, empty):
+    for answers in ([None, None], [empty, empty]):
+        with pytest.raises(ValueError, match="no row of the column 'answer'"):
+            getattr(data_answers, reward)(["?"] * 2, ["#### 1", "="], answers)
+
+
 def test_gsm8k_without_a_mark_is_wrong():
     answer = GSM8K[0]["answer"]
     responses = ["", "72", "The answer is 72.", "### 72", "#### ", "72 ####"]
     assert data_answers.gsm8k(["?"] * 6, responses, [answer] * 6) == [0] * 6
-    assert data_answers.gsm8k(["?"], ["no number"], ["no number either"]) == [0]
+    assert data_answers.gsm8k(["?"] * 2, ["no number"] * 2, ["nor here", answer]) == [0, 0]
     answers = [row["answer"] for row in GSM8K]
     assert [data_answers.final_number(text) for text in answers] == [72, 1600, -3]
     assert data_answers.gsm8k(["?"] * 3, answers, answers) == [1, 1, 1]
     assert data_answers.gsm8k(["?"] * 3, answers, answers[1:] + answers[:1]) == [0, 0, 0]
+
+
+def test_the_reward_is_compared_with_judgments_of_solutions(tmp_path, capsys):
+    """In the form of OpenAI's file; the reward differs from the second judgment."""
+    solutions = [("5 + 4 = <<5+4=9>>9\nA: 9", True), ("A: 1,000 or 9", True)]
+    row = {"question": "?", "ground_truth": "5 + 4 = <<5+4=9>>9\nA:  9"}
+    for name, (solution, is_correct) in zip(("one", "two"), solutions, strict=True):
+        row[name] = {"solution": solution, "is_correct": is_correct}
+    (tmp_path / "judged.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    judgments.main(str(tmp_path / "judged.jsonl"))
+    printed = capsys.readouterr().out
+    assert "one: 3 of 3 agree, 3 are right\ntwo: 0 of 3 agree, 3 are right" in printed
+    assert "all: 3 of 6 judgments agree\nreward 1: 3 of 3 worked answers" in printed
 
 
 # ----------------------------------------------------------------------------- the embedded problems

@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,9 +97,17 @@ def test_the_card_has_task_metrics_flags_and_versions(name, runs):
     flags, record = json.loads(flags), json.loads((run / "args.json").read_text())
     assert flags["versions"] == record["versions"]
     assert flags["versions"]["torch"] == torch.__version__
+    assert flags["versions"]["datasets"] == version("datasets")
     assert flags["lr"] == record["lr"]
     assert flags["task"]["temperature"] == record["task"]["temperature"]
     assert flags.keys() & {"command", "commit"} == set()
+
+
+def test_the_build_of_torch_is_recorded_where_its_metadata_lack_it(tmp_path, monkeypatch):
+    """The default wheel for Linux calls itself 2.13.0+cu130, its metadata 2.13.0."""
+    monkeypatch.setattr(artifacts, "version", lambda package: "2.13.0")
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    assert artifacts.describe_environment(tmp_path)["versions"]["torch"] == "2.13.0+cu130"
 
 
 def test_the_card_has_no_secret_and_no_path_of_this_machine(api, home, monkeypatch):

@@ -214,8 +214,8 @@ def run_main(script, task, precision="no", moved=False, names=(), **flags):
     compute_losses, step = getattr(script, losses), script.AdamTF.step
     run.args = script.Args(task=task, **SIZES | dict(reward_model=folder_of(task)) | flags)
 
-    def spy_lm(name):
-        run.loaded.append(load_lm(name))
+    def spy_lm(name, **settings):
+        run.loaded.append(load_lm(name, **settings))
         if moved and len(run.loaded) == 2:
             run.loaded[1].transformer.h[0].mlp.c_fc.weight.data *= 1.3
         return run.loaded[-1]

@@ -239,7 +239,7 @@ def test_X13_R3_policy_model_samples_and_base_model_becomes_the_reward_model(
     other, loaded = str(tiny.write_model(tmp_path / "other", "llama")), []
     load_lm = train_reward.load_lm
     monkeypatch.setattr(
-        train_reward, "load_lm", lambda name, *flag: (loaded.append(name), load_lm(name))[1]
+        train_reward, "load_lm", lambda name, *flag, **more: (loaded.append(name), load_lm(name))[1]
     )
     sizes = dict(num_labels=4, batch_size=4, normalize_samples=4, rollout_batch_size=4)
     run = tiny.FakeRun()

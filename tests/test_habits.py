@@ -1,7 +1,6 @@
 """What contributors rely on: quick --help, one version, pins, and checks that agree everywhere."""
 
 import re
-import resource
 import subprocess
 import sys
 import tomllib
@@ -30,22 +29,23 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(".")))
 
 
-def cpu_seconds(*command: str) -> float:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+SLOW = {"datasets", "pyarrow", "pandas", "wandb", "matplotlib", "peft", "scipy", "torch._dynamo"}
+SLOW |= {"torch.distributed.checkpoint", "transformers.modeling_utils", "transformers.generation"}
+
+
+def imports(*command: str) -> set[str]:
+    """The modules that a Python command imports."""
+    command = sys.executable, "-X", "importtime", *command
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return set(re.findall(r"^import time: .*\| +(\S+)$", done.stderr, flags=re.M))
 
 
 @pytest.mark.parametrize("script", ["ppo", "rloo", "train_reward", "sft"])
-def test_help_takes_at_most_a_cpu_second_more_than_to_import_torch_and_transformers(script):
-    """The better of two attempts: other processes slow down the cache that all share."""
-    seconds = []
-    while len(seconds) < 2 and min(seconds, default=9) > 1:
-        imports = cpu_seconds("-c", "import torch, transformers")
-        path = str(ROOT / f"{script}.py")
-        seconds.append(cpu_seconds(path, "--task", "synthetic", "--help") - imports)
-    assert min(seconds) <= 1, seconds
+def test_help_imports_little_more_than_torch_and_transformers(script):
+    """A count, since seconds depend on what else the machine does. 257 modules are tyro's and ours."""
+    found = imports(str(ROOT / f"{script}.py"), "--task", "synthetic", "--help")
+    assert {"tyro", "machinery.cli"} <= found and not found & SLOW
+    assert len(found - imports("-c", "import torch, transformers")) < 400
 
 
 def test_one_version_everywhere():

@@ -38,6 +38,7 @@ from utils import truncate
 SCRIPTS = ("ppo", "rloo", "train_reward", "sft")
 PRECISIONS = ("no", "bf16")
 FORMS = ("fixed", "eos")
+KINDS = (*tiny.KINDS, "mistral_window")
 
 
 def one_update(folder: Path, script: str, kind: str, form: str, rank: int = 0) -> Any:
@@ -57,7 +58,7 @@ def one_update(folder: Path, script: str, kind: str, form: str, rank: int = 0) -
         sizes = dict(num_labels=8, batch_size=8, micro_batch_tokens=96)
         sizes |= dict(normalize_samples=8, rollout_batch_size=8)
     else:
-        micro_batch_tokens = (108, 4096)[tiny.KINDS.index(kind) % 2]  # several parts, or one
+        micro_batch_tokens = (108, 4096)[KINDS.index(kind) % 2]  # several parts, or one
         sizes = dict(total_episodes=32, batch_size=32, num_ppo_epochs=1, eval_queries=4)
         sizes |= dict(rollout_batch_size=13, micro_batch_tokens=micro_batch_tokens)
         sizes |= dict(reward_model=tiny.write_reward(files / "reward", kind))
@@ -94,7 +95,7 @@ def precision(request, monkeypatch):
 def combinations() -> list[Any]:
     """All combinations; by default half of the scripts meet a kind of model once."""
     found = []
-    for (s, script), (k, kind) in product(enumerate(SCRIPTS), enumerate(tiny.KINDS)):
+    for (s, script), (k, kind) in product(enumerate(SCRIPTS), enumerate(KINDS)):
         for (p, precision), (f, form) in product(enumerate(PRECISIONS), enumerate(FORMS)):
             meet = (s + k) % 2 == 0 and p == k // 2 % 2 and f == (s // 2 + k // 2) % 2
             marks = () if meet else pytest.mark.slow

@@ -16,9 +16,10 @@ import ppo
 import rloo
 import sft
 import train_reward
-from machinery import models
+from machinery import models, rewards
 from machinery.cli import InputError, about
 from machinery.models import load_lm
+from machinery.rewards import RewardConfig
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 RL = ("ppo", "rloo")
@@ -59,9 +60,47 @@ def test_check_model_refuses_architectures_by_name(kind):
     refuses(lambda: check(kind), "--base_model", kind)
 
 
+ROPE = dict(type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+WINDOWS = {  # of 10 tokens; GPT-Neo's is that of local attention, Phi 3's where LongRoPE changes
+    "gpt_neo": dict(window_size=10, vocab_size=tiny.WORDS, eos_token_id=0),
+    "phi3": dict(
+        original_max_position_embeddings=10,
+        rope_scaling=ROPE,
+        vocab_size=tiny.WORDS,
+        eos_token_id=0,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_a_window_is_found_whatever_its_name_if_the_run_has_longer_texts(kind, start, tmp_path):
+    """Each script compares at the length of its own texts: 13 tokens, or the labels'."""
+    lm = tiny.make_other_lm(kind, **WINDOWS[kind])
+    lm.save_pretrained(tmp_path / "model")
+    folder = str(tiny.write_tokenizer(tmp_path / "model"))
+    models.load_lm(folder)
+    for script in ("ppo", "rloo", "train_reward", "sft"):
+        refuses(lambda s=script: start(s, base_model=folder), "--base_model", kind, "nats")
+    policy = dict(base_model=start.task.base_model, policy_model=folder)
+    refuses(lambda: start("train_reward", **policy), "--policy_model", kind, "nats")
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_a_reward_model_whose_scores_depend_on_other_texts_is_refused(kind, start, tmp_path):
+    """At the length of query and response, not at that of a short probe."""
+    config = tiny.make_other_lm(kind, **WINDOWS[kind]).config
+    torch.manual_seed(0)
+    model = train_reward.RewardModel(RewardConfig(config, tiny.WORDS))
+    model.save_pretrained(tmp_path / "other")
+    folder = str(tiny.write_tokenizer(tmp_path / "other"))
+    for script in RL:
+        refuses(lambda s=script: start(s, reward_model=folder), "--reward_model", kind, "texts")
+    rewards.check_reward_model(model, 6)
+
+
 def test_check_model_refuses_a_backbone_that_is_packed_wrongly(monkeypatch):
     def packed(backbone):
-        return lambda *inputs: models.run_plain(backbone, *inputs) * 1.1
+        return lambda *inputs, prompt_length: models.run_plain(backbone, *inputs) * 1.1
 
     monkeypatch.setattr(models, "Packed", packed)
     refuses(lambda: check("gpt2"), "gpt2", "with padding")
@@ -101,7 +140,8 @@ def test_a_model_that_computes_something_unknown_is_refused_at_start(
         return output
 
     monkeypatch.setattr(kind, "forward", changed)
-    refuses(lambda: start(script), "--base_model", "gpt2", "nats")
+    words = ("--base_model", "nats") if mistake == "head" else ("--reward_model", "texts")
+    refuses(lambda: start(script), "gpt2", *words)
     assert not (tmp_path / "runs").exists()
 
 

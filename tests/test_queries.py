@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import formats
@@ -24,6 +25,7 @@ import utils
 from data import clean, tasks
 from machinery import queries
 from machinery.cli import InputError
+from machinery.functions import load_function
 from machinery.queries import cut_query, ends_word
 from machinery.tokens import load_tokenizer
 from utils import TokenIds, query_rows
@@ -398,3 +400,34 @@ def test_P3_the_last_sentence_inside_the_length_counts(gpt2):
     assert cuts == [None, "It was hot.", "It was hot.", *["It was hot. He left ."] * 2]
     assert query("One.\n\nTwo", gpt2, 9, "\n") == "One.\n\n"
     assert query("One.\nTwo\n", gpt2, 3, "\n") == "One.\n"
+
+
+CLEANER = """
+import functools
+import helper
+
+def clean(text):
+    return text.replace("cat", helper.word)
+
+class Cleaner:
+    def __call__(self, text):
+        return clean(text)
+
+part, thing = functools.partial(clean), Cleaner()
+"""
+
+
+@pytest.mark.parametrize("name", ["clean", "part", "thing"])
+def test_what_a_users_function_cleaned_is_not_taken_from_an_earlier_run(
+    name, task, tmp_path, monkeypatch
+):
+    """It may be of any kind and call anything: here a module that is edited between two runs."""
+    (tmp_path / "mine.py").write_text(CLEANER)
+    monkeypatch.setitem(sys.modules, "helper", SimpleNamespace(word="dog"))
+    task = replace(task, clean_fn=f"{tmp_path / 'mine.py'}:{name}")
+    load_function.cache_clear()
+    first = load_queries(task)[:]
+    monkeypatch.setitem(sys.modules, "helper", SimpleNamespace(word="sea"))
+    load_function.cache_clear()
+    second = load_queries(task)[:]
+    assert first.shape == second.shape and not torch.equal(first, second)

@@ -5,6 +5,7 @@ This file is also a program that runs the scripts and kills them: it imports eve
 forks each process.
 """
 
+import hashlib
 import importlib
 import json
 import math
@@ -31,7 +32,7 @@ import tiny
 import torch
 from accelerate import Accelerator
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import ppo
@@ -503,6 +504,19 @@ def test_a_truncated_checkpoint_is_refused_and_the_one_before_it_offered(size, r
     assert read_state(checkpoint_files()[-1])[1]["step"] == 5
 
 
+@pytest.mark.parametrize(
+    "lost", ["optimizer/", "optimizer/exp_avg_sq/lm.transformer.h.1", "model/"]
+)
+def test_a_checkpoint_without_some_of_its_tensors_is_refused(lost, home):
+    """Also without Adam's moments, which a parameter that had no gradient lacks as well."""
+    before, newest = checkpoint_files()
+    tensors, state = read_state(newest)
+    kept = {name: x for name, x in tensors.items() if not name.startswith(lost)}
+    save_file(kept, newest, {"state": json.dumps(state)})
+    with refused(f"{newest} is damaged", f"no {lost}", f"--resume {before}"):
+        ppo.main(again())
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(script, tmp_path):
     """Flags that only save memory too, since they change rounding."""
@@ -540,6 +554,45 @@ def test_changed_flags_are_all_named_before_anything_is_loaded(home, no_weights)
     ppo.check(again(run_name=None, output_dir="out", save_every=None), 1)
 
 
+def test_a_resumed_run_has_the_models_and_data_that_its_names_meant(ran, home):
+    """A link may point elsewhere, and a file may have been edited. Other names of the same are fine."""
+    stories = Path("task/stories.txt").read_text()
+    Path("task/stories.txt").write_text(stories.replace("cat", "dog"))
+    known, name = hashlib.sha256(stories.encode()).digest(), "task/stories.txt (sha256 "
+    known = hashlib.sha256(known).hexdigest()[:8]
+    with refused(f"query_dataset={name}", f"instead of {name}{known})"):
+        ppo.main(again())
+    Path("task/stories.txt").write_text(stories)
+    tiny.write_model(Path("second"), seed=5)
+    Path("task/model").rename("task/first")
+    Path("task/model").symlink_to("../second")
+    with refused("base_model=second instead of task/model"):
+        ppo.main(again())
+    Path("task/model").unlink()
+    Path("task/first").rename("task/model")
+    Path("alias").symlink_to("task/model")
+    args = again()
+    ppo.main(replace(args, task=replace(args.task, base_model="alias")))
+    assert_same_run(home / "runs/ran", ran / "runs/ran")
+
+
+def test_the_reward_model_and_the_labels_of_a_run_are_recorded_where_it_has_them(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path)
+    tiny.write_reward(tmp_path / "runs/r1/model")
+    artifacts.replace_link(Path("models/synthetic/train_reward"), Path("runs/r1/model"))
+    of_all = {"base_model", "query_dataset"}
+    assert set(checkpoints.meanings(settings("ppo"))) == of_all  # it has a reward function
+    found = checkpoints.meanings(settings("ppo", reward_fn=None))
+    assert found["reward_model"] == "runs/r1/model" and found["base_model"] == "task/model"
+    assert set(checkpoints.meanings(settings("train_reward"))) == of_all | {"label_dataset"}
+    assert checkpoints.meaning("me/on-the-hub:main@train") is None
+    assert checkpoints.meaning("task/labels.json") != checkpoints.meaning("task")
+    assert checkpoints.meaning("task:default@train").startswith("task:default@train (sha256 ")
+
+
 def test_another_precision_is_refused(home, bf16_accelerator):
     """`accelerate launch --mixed_precision bf16` changes the numbers of an fp32 run."""
     with refused("mixed_precision=bf16"):
@@ -561,6 +614,8 @@ def test_latest_is_the_newest_run_of_this_task_and_script_that_has_a_checkpoint(
     shutil.rmtree(copy("bare", 30) / "checkpoints")
     copy("task", 40, task=task | dict(task="sentiment"))
     (copy("script", 50) / "ppo.py").rename("runs/script/mine.py")
+    for i, damaged in enumerate(("", "{}", '{"task": 1}')):
+        (copy(f"damaged{i}", 60) / "args.json").write_text(damaged)
 
     def found(name: str, script: Path = ppo.SCRIPT) -> Path:
         return checkpoints.find_checkpoint(again(resume=name), script)
@@ -582,6 +637,24 @@ def test_metrics_that_somebody_shortened_are_not_filled_up(home):
     os.truncate("runs/ran/metrics.jsonl", 100)
     with refused("runs/ran/metrics.jsonl"):
         ppo.main(again())
+
+
+def test_a_checkpoint_cuts_only_the_files_of_its_run(ran, home):
+    """Neither another file that its header names, nor one that a link points to."""
+    for name in ("victim.txt", "metrics.jsonl"):
+        shutil.copy("runs/ran/metrics.jsonl", name)
+    newest = checkpoint_files()[-1]
+    tensors, state = read_state(newest)
+    state["lengths"]["../../victim.txt"] = 3
+    save_file(tensors, newest, {"state": json.dumps(state)})
+    Path("runs/ran/metrics.jsonl").unlink()
+    Path("runs/ran/metrics.jsonl").symlink_to("../../metrics.jsonl")
+    with refused("runs/ran/metrics.jsonl", "link"):
+        ppo.main(again())
+    Path("metrics.jsonl").rename("runs/ran/metrics.jsonl")
+    ppo.main(again())
+    assert_same_run(home / "runs/ran", ran / "runs/ran")
+    assert Path("victim.txt").read_bytes() == (ran / "runs/ran/metrics.jsonl").read_bytes()
 
 
 def test_a_loss_that_is_not_finite_leaves_the_last_checkpoint_and_no_later_one(

@@ -84,8 +84,8 @@ def config(
         return FalconConfig(
             **sizes, hidden_dropout=dropout, attention_dropout=dropout, **rw, **same
         )
-    if kind == "mistral":  # a window wider than any text here, as in the checkpoints
-        return MistralConfig(**grouped, sliding_window=4096, **same)
+    if kind in ("mistral", "mistral_window"):  # as in the checkpoints, or narrower than the texts
+        return MistralConfig(**grouped, sliding_window=4096 if kind == "mistral" else 6, **same)
     return {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma2": Gemma2Config}[kind](
         **grouped, **same
     )
@@ -392,7 +392,7 @@ def run_updates(
         "load_tokenizer": lambda *a, **k: (Tokenizer(), ids),
         "load_queries": lambda *a, **k: Table(queries),
         "load_reward": lambda *a: lambda queries, responses, columns: reward(queries, responses),
-        "load_lm": lambda name: models_left[0].lm,
+        "load_lm": lambda name, **more: models_left[0].lm,
         names[script]: lambda *a: models_left.pop(0),
         "load_gold_reward": lambda *a: None,
         "Run": run,

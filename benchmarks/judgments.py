@@ -1,0 +1,42 @@
+"""How well `--reward_fn data/answers.py:gsm8k` agrees with people's judgments of solutions.
+
+    python benchmarks/judgments.py example_model_solutions.jsonl
+
+The file is of https://github.com/openai/grade-school-math (MIT): questions, the worked answer, and
+the solutions of four models, each judged. Its answers stand after `A:`, as others after `####`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from data.answers import gsm8k  # noqa: E402
+
+
+def mark(text: str) -> str:
+    """The last `A:` as `####`."""
+    return "####".join(text.rsplit("A:", maxsplit=1))
+
+
+def main(path: str) -> None:
+    """Print how often the reward is the judgment, and the reward of the worked answers."""
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    answers = [mark(row["ground_truth"]) for row in rows]
+    questions = [row["question"] for row in rows]
+    judged = agree = 0
+    for name in [key for key in rows[0] if key not in ("question", "ground_truth")]:
+        solutions = [row[name] for row in rows]
+        rewards = gsm8k(questions, [mark(solution["solution"]) for solution in solutions], answers)
+        judgments = [solution["is_correct"] for solution in solutions]
+        same = [reward == judgment for reward, judgment in zip(rewards, judgments, strict=True)]
+        judged, agree = judged + len(same), agree + sum(same)
+        print(f"{name}: {sum(same)} of {len(same)} agree, {sum(judgments)} are right")
+    print(f"all: {agree} of {judged} judgments agree")
+    right = sum(gsm8k(questions, answers, answers))
+    print(f"reward 1: {right:.0f} of {len(answers)} worked answers")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
