@@ -52,7 +52,7 @@ from machinery.data import load_queries
 from machinery.decoding import Decoder, unfinished
 from machinery.models import Float32Linear, compute_logits, enable_gradient_checkpointing
 from machinery.models import load_lm, load_tokenizer
-from machinery.packing import Packed
+from machinery.unpadding import Unpadded
 from machinery.rewards import load_gold_reward, load_reward, with_columns
 from machinery.runs import Run, check_run
 from train_reward import RewardModel
@@ -196,7 +196,7 @@ class PolicyAndValue(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = Packed(lm.base_model)  # shares the weights; computes no padding
+        self.backbone = Unpadded(lm.base_model)  # shares the weights; computes no padding
         self.value_head = Float32Linear(lm.config.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)  # values start at 0 (P2)
         nn.init.zeros_(self.value_head.bias)

@@ -53,7 +53,7 @@ from machinery.data import load_queries
 from machinery.decoding import Decoder, unfinished
 from machinery.models import compute_logits, enable_gradient_checkpointing, load_lm
 from machinery.models import load_tokenizer
-from machinery.packing import Packed
+from machinery.unpadding import Unpadded
 from machinery.rewards import load_gold_reward, load_reward, with_columns
 from machinery.runs import Run, check_run
 from train_reward import RewardModel
@@ -185,7 +185,7 @@ class Policy(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = Packed(lm.base_model)  # shares the weights; computes no padding
+        self.backbone = Unpadded(lm.base_model)  # shares the weights; computes no padding
         self.pad_id = pad_id  # not in the vocabulary: a sampled token is never padding (G2)
         self.temperature = temperature
 

@@ -31,7 +31,7 @@ from machinery.cli import UnitFloat
 from machinery.decoding import generate
 from machinery.models import check_length, compute_logits, enable_gradient_checkpointing
 from machinery.models import load_lm, load_tokenizer, set_residual_dropout
-from machinery.packing import Packed
+from machinery.unpadding import Unpadded
 from machinery.runs import Run, check_run
 from machinery.sequences import load_blocks, load_responses
 from utils import Timer, TokenIds, all_sum, decode, generator, micro_batches, permutation, truncate
@@ -114,7 +114,7 @@ class LanguageModel(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int):
         super().__init__()
         self.lm = lm
-        self.backbone = Packed(lm.base_model)  # shares the weights; computes no padding
+        self.backbone = Unpadded(lm.base_model)  # shares the weights; computes no padding
         self.pad_id = pad_id
 
     def forward(self, tokens: Tensor, first: int) -> Tensor:

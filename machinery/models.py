@@ -16,7 +16,7 @@ from machinery.cli import InputError
 from machinery.data import single_token
 from machinery.decoding import Decoder
 from machinery.hub import check_weights, has_weights, loading_model
-from machinery.packing import Packed, run_plain
+from machinery.unpadding import Unpadded, run_plain
 from utils import TokenIds, pad_left
 
 KNOWN = "GPT-2, GPT-NeoX (Pythia), Llama, Qwen 2, Mistral, Falcon and similar models work"
@@ -114,7 +114,7 @@ def load_lm(
 def check_model(lm: "transformers.PreTrainedModel", name: str, flag: str) -> None:
     """Raise `InputError` if our ways to call a model give other results than `lm(...)` itself.
 
-    Two sequences, alone, are compared with the same two padded, packed, sampled token by token,
+    Two sequences, alone, are compared with the same two padded, unpadded, sampled token by token,
     and in training mode, which must not be random.
     """
     who = f"{flag} {name} ({lm.config.model_type})"
@@ -126,7 +126,7 @@ def check_model(lm: "transformers.PreTrainedModel", name: str, flag: str) -> Non
     lm.eval()
     try:
         alone = torch.cat([lm(torch.tensor([ids])).logits[0] for ids in sequences])
-        results = {"with padding": compute_logits(lm, Packed(lm.base_model)(*inputs))[mask]}
+        results = {"with padding": compute_logits(lm, Unpadded(lm.base_model)(*inputs))[mask]}
         results["token by token"] = decode_step_by_step(lm, *inputs)[mask]
         lm.train()
         results["in training mode"] = compute_logits(lm, run_plain(lm.base_model, *inputs))[mask]

@@ -340,11 +340,11 @@ def test_check_model_refuses_architectures_by_name(kind):
     refuses(lambda: check(kind), "--base_model model", kind, "GPT-2")
 
 
-def test_check_model_refuses_a_backbone_that_is_packed_wrongly(monkeypatch):
-    def packed(backbone):
+def test_check_model_refuses_a_backbone_that_is_unpadded_wrongly(monkeypatch):
+    def unpadded(backbone):
         return lambda *inputs: models.run_plain(backbone, *inputs) * 1.1
 
-    monkeypatch.setattr(models, "Packed", packed)
+    monkeypatch.setattr(models, "Unpadded", unpadded)
     refuses(lambda: check("gpt2"), "gpt2", "with padding")
 
 
