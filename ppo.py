@@ -53,11 +53,11 @@ from machinery.cli import RunArgs, UnitFloat
 from machinery.decoding import Decoder
 from machinery.models import Float32Linear, compute_logits, enable_gradient_checkpointing
 from machinery.models import load_lm
-from machinery.packing import Packed
 from machinery.queries import load_queries
 from machinery.rewards import load_gold_reward, load_reward
 from machinery.runs import Run, check_run
 from machinery.tokens import load_tokenizer
+from machinery.unpadding import Unpadded
 from train_reward import RewardModel
 from utils import AdamTF, Timer, TokenIds, add_affixes, all_sum, decode, generator
 from utils import global_mean_and_var, masked_sum, mean_over_processes, micro_batches, query_rows
@@ -194,7 +194,7 @@ class PolicyAndValue(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = Packed(lm.base_model)  # shares the weights; computes no padding
+        self.backbone = Unpadded(lm.base_model)  # shares the weights; computes no padding
         self.value_head = Float32Linear(lm.config.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)  # values start at 0 (P2)
         nn.init.zeros_(self.value_head.bias)

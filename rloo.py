@@ -54,11 +54,11 @@ from machinery import cli, distributed
 from machinery.cli import RunArgs
 from machinery.decoding import Decoder
 from machinery.models import compute_logits, enable_gradient_checkpointing, load_lm
-from machinery.packing import Packed
 from machinery.queries import load_queries
 from machinery.rewards import load_gold_reward, load_reward
 from machinery.runs import Run, check_run
 from machinery.tokens import load_tokenizer
+from machinery.unpadding import Unpadded
 from train_reward import RewardModel
 from utils import AdamTF, Timer, TokenIds, add_affixes, all_sum, decode, generator
 from utils import global_mean_and_var, mean_over_processes, micro_batches, query_rows
@@ -182,7 +182,7 @@ class Policy(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = Packed(lm.base_model)  # shares the weights; computes no padding
+        self.backbone = Unpadded(lm.base_model)  # shares the weights; computes no padding
         self.pad_id = pad_id  # not in the vocabulary: a sampled token is never padding (G2)
         self.temperature = temperature
 

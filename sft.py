@@ -31,10 +31,10 @@ from machinery.cli import RunArgs, UnitFloat
 from machinery.decoding import generate
 from machinery.models import check_length, compute_logits, enable_gradient_checkpointing
 from machinery.models import load_lm
-from machinery.packing import Packed
 from machinery.runs import Run, check_run
 from machinery.sequences import load_blocks, load_responses
 from machinery.tokens import load_tokenizer
+from machinery.unpadding import Unpadded
 from utils import Timer, TokenIds, all_sum, decode, micro_batches, permutation, truncate
 
 
@@ -91,7 +91,7 @@ class LanguageModel(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int):
         super().__init__()
         self.lm = lm
-        self.backbone = Packed(lm.base_model)  # shares the weights; computes no padding
+        self.backbone = Unpadded(lm.base_model)  # shares the weights; computes no padding
         self.pad_id = pad_id
 
     def forward(self, tokens: Tensor, first: int) -> Tensor:

@@ -38,11 +38,11 @@ from machinery.decoding import generate
 from machinery.labels import Labels, load_labels
 from machinery.models import Float32Linear, check_length, enable_gradient_checkpointing
 from machinery.models import load_lm, new_backbone
-from machinery.packing import Packed
 from machinery.queries import load_queries
 from machinery.rewards import RewardConfig, reward_input, score_in_parts
 from machinery.runs import Run, check_run
 from machinery.tokens import load_tokenizer
+from machinery.unpadding import Unpadded
 from utils import AdamTF, Timer, TokenIds, add_affixes, global_mean_and_var, mean_over_processes
 from utils import micro_batches, permutation, query_rows, truncate
 
@@ -98,7 +98,7 @@ class RewardModel(nn.Module):
         super().__init__()
         self.config = config
         self.backbone = new_backbone(config.backbone) if backbone is None else backbone
-        self.run_backbone = Packed(self.backbone)  # shares the weights; computes no padding
+        self.run_backbone = Unpadded(self.backbone)  # shares the weights; computes no padding
         self.head = Float32Linear(config.backbone.hidden_size, 1)
         nn.init.normal_(self.head.weight, std=1 / math.sqrt(self.head.in_features + 1))  # (R2)
         nn.init.zeros_(self.head.bias)

@@ -67,7 +67,8 @@ def start(args: Any) -> Accelerator:
     # Under bf16 the fp32 products, such as the vocabulary head, may round their inputs to 10 bits.
     tf32 = args.tf32 and accelerator.mixed_precision == "bf16"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    # cuDNN's attention builds a plan for each new shape, and packing makes new shapes all the time.
+    # cuDNN's attention builds a plan for each new shape, and unpadded batches are of new shapes all
+    # the time.
     # It also had NaN gradients for some masks (PyTorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
     device = accelerator.device.type

@@ -14,8 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from machinery.cli import InputError, about
 from machinery.decoding import Decoder
-from machinery.packing import Packed, run_plain
 from machinery.sources import check_source
+from machinery.unpadding import Unpadded, run_plain
 from utils import pad_left
 
 KNOWN = "GPT-2, GPT-NeoX (Pythia), Llama, Qwen 2, Mistral, Falcon and similar models can"
@@ -107,7 +107,7 @@ def probe_inputs(
 def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
     """Raise `InputError` if our ways to call a model give other results than `lm(...)` itself.
 
-    The last tokens of two sequences, alone, are compared with the same two padded, packed and
+    The last tokens of two sequences, alone, are compared with the same two padded, unpadded and
     sampled token by token. One is as long as the run's, so that no window of the model is missed.
     The other one is also compared in training mode, which must not be random.
     """
@@ -117,7 +117,7 @@ def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
     seen = mask[:, -6:]
     lm.eval()
     alone = torch.cat([lm(tokens, logits_to_keep=6).logits[0] for tokens in sequences])
-    hidden = Packed(lm.base_model)(*batch, prompt_length=length // 2)[1:, -6:]
+    hidden = Unpadded(lm.base_model)(*batch, prompt_length=length // 2)[1:, -6:]
     results = {"with padding": (compute_logits(lm, hidden)[seen], alone)}
     steps = decode_step_by_step(lm, input_ids, mask)[seen[:, -3:]]
     results["token by token"] = steps, alone[3:]

@@ -98,11 +98,11 @@ def test_a_reward_model_whose_scores_depend_on_other_texts_is_refused(kind, star
     rewards.check_reward_model(model, 6)
 
 
-def test_check_model_refuses_a_backbone_that_is_packed_wrongly(monkeypatch):
-    def packed(backbone):
+def test_check_model_refuses_a_backbone_that_is_unpadded_wrongly(monkeypatch):
+    def unpadded(backbone):
         return lambda *inputs, prompt_length: models.run_plain(backbone, *inputs) * 1.1
 
-    monkeypatch.setattr(models, "Packed", packed)
+    monkeypatch.setattr(models, "Unpadded", unpadded)
     refuses(lambda: check("gpt2"), "gpt2", "with padding")
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ppo
 import rloo
 from benchmarks import gpu, gpu_checks, memory, speed
-from machinery import packing
+from machinery import unpadding
 
 ROWS = list(gpu.plan(True, Path("unused"), Path("unused")))
 ALL = [what for what, *_ in ROWS]
@@ -139,8 +139,8 @@ class Logits(memory.Tracker):
 
 def test_at_most_three_copies_of_the_logits_are_alive(monkeypatch):
     """Logits and their quotient; log-probabilities and p log p; backward two gradients as well."""
-    plain = lambda backbone: lambda *inputs, **_: packing.run_plain(backbone, *inputs[:3])  # noqa: E731
-    monkeypatch.setattr(ppo, "Packed", plain)
+    plain = lambda backbone: lambda *inputs, **_: unpadding.run_plain(backbone, *inputs[:3])  # noqa: E731
+    monkeypatch.setattr(ppo, "Unpadded", plain)
     tracker, copies = Logits(7 * 24 * 50257), []
     with FakeTensorMode(allow_non_fake_inputs=True), tracker:
         contexts, responses = (torch.ones(7, n, dtype=torch.long) for n in (16, 24))

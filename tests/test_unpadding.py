@@ -1,0 +1,317 @@
+"""machinery/unpadding.py: the call without padding gives what the plain call gives, or is not used (G3)."""
+
+import copy
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import PAD
+from torch import Tensor, nn
+from transformers import AutoModel
+
+from machinery import models, unpadding
+
+OTHERS = ("gemma2", "opt", "gptj", "mixtral", "cohere", "phi")
+PADDED = ("falcon", "falcon_alibi", "gemma2", "gptj")  # models that take the plain call
+PROMPT = 8  # columns of a prompt in `make_batch`
+
+
+def make_lm(kind: str, **settings):
+    return tiny.make_lm(kind) if kind in tiny.KINDS else tiny.make_other_lm(kind, **settings)
+
+
+def make_inputs(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, T] → input_ids, attention_mask and position_ids."""
+    mask = tokens != PAD
+    return tokens.masked_fill(~mask, 0), mask, mask.cumsum(dim=1) - mask.long()
+
+
+def make_batch(width: int = 16, pads_anywhere: bool = True) -> tuple[Tensor, int]:
+    """Sequences [60, width], of which 1 to 4 neighbors have one prompt, and tokens of all prompts.
+
+    Padding is anywhere, or on the left of prompts and on the right of the rest.
+    """
+    rng = np.random.default_rng(0)
+    tokens = torch.from_numpy(rng.integers(1, tiny.VOCAB, (60, width)))
+    real = torch.from_numpy(rng.random((60, width)) < 0.65)
+    real[:, PROMPT - 1] = True
+    if not pads_anywhere:
+        real[:, :PROMPT] = real[:, :PROMPT].sort(dim=1).values
+        real[:, PROMPT:] = real[:, PROMPT:].sort(dim=1, descending=True).values
+    tokens = tokens.masked_fill(~real, PAD)
+    prompts = tokens[:, :PROMPT].clone()
+    copies = np.repeat(np.arange(60), rng.integers(1, 5, 60))[:60]
+    tokens[:, :PROMPT] = prompts[copies]
+    return tokens, int((prompts[np.unique(copies)] != PAD).sum())
+
+
+def spy_tokens(lm) -> list[tuple[int, int]]:
+    """For each call from here on: the real tokens (none is 0) and all tokens that it reads."""
+    read = []
+    count = lambda module, args: read.append((args[0].count_nonzero().item(), args[0].numel()))  # noqa: E731
+    lm.get_input_embeddings().register_forward_pre_hook(count)
+    return read
+
+
+def hidden_and_gradients(lm, call, inputs, bf16: bool = False, **options) -> list[Tensor]:
+    """Hidden states of real tokens, and the gradients of a random sum of them."""
+    mask = inputs[1]
+    weights = torch.randn(int(mask.sum()), 32, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        hidden = call(*inputs, **options)
+    assert hidden.isfinite().all() and hidden.shape == (*mask.shape, 32)
+    loss = (hidden[mask].float() * weights).sum()
+    return [hidden[mask].float(), *torch.autograd.grad(loss, list(lm.base_model.parameters()))]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], bf16: bool = False) -> None:
+    """Hidden states, and gradients relative to all of them.
+
+    In bf16 the plain call's gradients differ from those in fp32 by up to 0.13.
+    """
+    total = torch.cat([x.flatten() for x in expected[1:]]).norm()
+    assert (found[0] - expected[0]).norm() < (5e-3 if bf16 else 1e-6) * expected[0].norm()
+    for x, y in zip(found[1:], expected[1:], strict=True):
+        assert (x - y).norm() < (5e-2 if bf16 else 2e-5) * (y.norm() + 1e-2 * total)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", (*tiny.KINDS, *OTHERS))
+def test_G3_hidden_states_and_gradients_are_those_of_the_plain_call(kind, bf16):
+    """Padding anywhere, prompts computed for each sequence or once; no padding is read."""
+    lm = make_lm(kind)
+    tokens, prompt_tokens = make_batch()
+    inputs = make_inputs(tokens)
+    plain = lambda *x: unpadding.run_plain(lm.base_model, *x)  # noqa: E731
+    expected = hidden_and_gradients(lm, plain, inputs, bf16)
+    run, read = unpadding.Unpadded(lm.base_model), spy_tokens(lm)
+    own_tokens = int((tokens[:, PROMPT:] != PAD).sum())
+    for prompt_length, real in ((0, int(inputs[1].sum())), (PROMPT, prompt_tokens + own_tokens)):
+        found = hidden_and_gradients(lm, run, inputs, bf16, prompt_length=prompt_length)
+        assert_close(found, expected, bf16)
+        if kind in PADDED:
+            assert all(map(torch.equal, found, expected)) and read[-1][1] == tokens.numel()
+        else:
+            assert read[-1] == (real, real)
+
+
+@pytest.mark.parametrize("own", [0, 1, 5])
+@pytest.mark.parametrize("prompt", [0, 1, 8])
+def test_few_or_no_tokens_in_prompts_or_after_them(prompt, own):
+    """Two prompts for five sequences, one of which has one own token more than the others."""
+    tokens = torch.full((5, 14), PAD)
+    tokens[:, 8 - prompt : 8] = torch.tensor([1, 1, 1, 2, 2])[:, None] + torch.arange(prompt)
+    tokens[:, 8 : 8 + own] = torch.arange(1, 1 + 5 * own).view(5, own)
+    tokens[4, 8 + own] = 7
+    lm = tiny.make_lm("llama")
+    inputs = make_inputs(tokens)
+    plain = lambda *x: unpadding.run_plain(lm.base_model, *x)  # noqa: E731
+    run = unpadding.Unpadded(lm.base_model)
+    found = hidden_and_gradients(lm, run, inputs, prompt_length=8)
+    assert_close(found, hidden_and_gradients(lm, plain, inputs))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "opt"])
+def test_gradients_with_checkpointing_are_those_without(kind, monkeypatch):
+    """Two calls before one backward pass, which computes both again; another model in between."""
+    lm, other = make_lm(kind), make_lm(kind)
+    tokens, _ = make_batch()
+    run, run_other = (unpadding.Unpadded(x.base_model) for x in (lm, other))
+
+    def call(*inputs: Tensor) -> Tensor:
+        half = [x[:30] for x in inputs], [x[30:] for x in inputs]
+        first = run(*half[0], prompt_length=PROMPT)
+        second = run(*half[1])
+        run_other(*half[0])
+        return torch.cat([first, second])
+
+    attended, sdpa = [], unpadding.sdpa_attention_forward
+    spy = lambda *x, **options: (attended.append(len(x[1])), sdpa(*x, **options))[1]  # noqa: E731
+    monkeypatch.setattr(unpadding, "sdpa_attention_forward", spy)
+    expected = hidden_and_gradients(lm, call, make_inputs(tokens))
+    once = len(attended)
+    models.enable_gradient_checkpointing(lm)
+    lm.train()
+    found = hidden_and_gradients(lm, call, make_inputs(tokens))
+    assert len(attended) > 2.5 * once  # the other model's are not computed again
+    assert_close(found, expected)
+
+
+def test_calls_with_padding_and_caches_are_those_of_sdpa():
+    """`lm(...)` and `generate` do not notice; a saved configuration is as before."""
+    lm, (inputs, mask, positions) = tiny.make_lm("llama"), make_inputs(make_batch()[0])
+    config = lm.config.to_json_string()
+    call = lambda: lm(inputs, attention_mask=mask, position_ids=positions).logits  # noqa: E731
+    generate = lambda: lm.generate(inputs, attention_mask=mask, max_new_tokens=4, do_sample=False)  # noqa: E731
+    expected, tokens = call(), generate()
+    unpadding.Unpadded(lm.base_model)
+    assert lm.config._attn_implementation == unpadding.NAME
+    assert torch.equal(call(), expected) and torch.equal(generate(), tokens)
+    assert lm.config.to_json_string() == config
+
+
+@pytest.mark.parametrize(
+    "kind, settings",
+    [
+        ("mistral", dict(sliding_window=6)),
+        ("gemma3_text", dict(sliding_window=6)),  # in some of its layers
+        ("gpt_neo", dict(window_size=6)),  # under another name
+    ],
+)
+def test_G3_local_attention_reaches_as_far_as_in_the_plain_call(kind, settings):
+    lm = tiny.make_other_lm(kind, **settings)
+    inputs = make_inputs(make_batch(12, pads_anywhere=False)[0])
+    with torch.no_grad():
+        expected = unpadding.run_plain(lm.base_model, *inputs)
+        hidden = unpadding.Unpadded(lm.base_model)(*inputs, prompt_length=PROMPT)
+    assert torch.equal(hidden, expected)
+
+
+@pytest.mark.parametrize("window", [15, 16])
+def test_a_batch_wider_than_the_window_is_computed_with_its_padding(window, capsys):
+    """And a run says so, once."""
+    unpadding.say_once.cache_clear()
+    lm = tiny.make_other_lm("mistral", sliding_window=window)
+    inputs = make_inputs(make_batch()[0])
+    run, read = unpadding.Unpadded(lm.base_model), spy_tokens(lm)
+    with torch.no_grad():
+        hidden = run(*inputs)
+        run(*inputs)
+        same = torch.equal(hidden, unpadding.run_plain(lm.base_model, *inputs))
+    assert same == (window == 15) == (read[0][1] == 60 * 16)
+    assert capsys.readouterr().out.count("padding") == (window == 15)
+
+
+@pytest.mark.parametrize("kind", PADDED)
+def test_a_run_says_once_that_a_model_needs_its_padding(kind, capsys, monkeypatch):
+    unpadding.say_once.cache_clear()
+    for _ in range(3):
+        unpadding.Unpadded(make_lm(kind).base_model)
+    said = capsys.readouterr().out
+    assert said.count("padding") == 1 and kind.split("_")[0] in said
+    unpadding.say_once.cache_clear()
+    monkeypatch.setenv("RANK", "1")
+    unpadding.Unpadded(make_lm(kind).base_model)
+    assert not capsys.readouterr().out
+
+
+def forget_sequences(base, args, kwargs):
+    """Every token sees all others, as in attention that ignores the argument."""
+    return args, {k: v for k, v in kwargs.items() if k != "unpadding"}
+
+
+def see_all_of_the_prompts(base, args, kwargs):
+    """Responses see padding of prompts, too."""
+    if kwargs.get("unpadding"):
+        slots, parts = kwargs["unpadding"]
+        parts = [x if x.mask is None else x._replace(mask=x.mask | True) for x in parts]
+        kwargs["unpadding"] = slots, parts
+    return args, kwargs
+
+
+def count_positions(base, args, kwargs):
+    """Positions go on from one sequence to the next."""
+    if kwargs.get("unpadding"):
+        kwargs["position_ids"] = torch.arange(args[0].shape[1])[None]
+    return args, kwargs
+
+
+def mix_neighbors(base, args, kwargs, output):
+    """Every token changes the next, as in convolutions, by a twentieth: more than rounding."""
+    hidden = output.last_hidden_state
+    output.last_hidden_state = hidden + hidden.roll(1, dims=1) / 20
+    return output
+
+
+MIXERS = [forget_sequences, see_all_of_the_prompts, count_positions, mix_neighbors]
+
+
+@pytest.mark.parametrize("mix", MIXERS)
+def test_36_the_probe_notices_a_model_that_mixes_sequences(mix):
+    """Such a model is called as it is, with the attention that it had."""
+    base = tiny.make_lm().base_model
+    if mix is mix_neighbors:
+        base.register_forward_hook(mix, with_kwargs=True)
+    else:
+        base.register_forward_pre_hook(mix, with_kwargs=True)
+    assert unpadding.find_max_length(base) == 0 and base.config._attn_implementation == "sdpa"
+
+
+def test_36_the_probe_runs_once_per_model_in_fp32_and_changes_nothing():
+    base, seen = tiny.make_lm().base_model.train(), []
+    base.register_forward_hook(lambda *x: seen.append((base.training, x[-1][0].dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            unpadding.Unpadded(base)
+    assert base.training and seen == [(False, torch.float32)] * 3
+
+
+def test_36_an_error_in_the_probe_is_not_taken_for_a_model_that_needs_padding():
+    """Such as no memory."""
+    base = tiny.make_lm().base_model
+
+    def fail(*x):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    base.register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        unpadding.Unpadded(base)
+
+
+def test_a_deep_copy_computes_with_its_own_weights():
+    """As an average of a policy's weights, or a reference made of a policy, has to."""
+    policy = tiny.make_policy()
+    contexts, responses = tiny.make_contexts([8, 3], 8), tiny.make_responses(2, 5)
+    before = policy(contexts, responses)[0]
+    other = copy.deepcopy(policy)
+    nn.init.normal_(policy.lm.transformer.wpe.weight)
+    assert torch.equal(other(contexts, responses)[0], before)
+    assert not torch.allclose(policy(contexts, responses)[0], before)
+
+
+def test_a_model_of_the_same_configuration_is_unpadded_too():
+    lm = tiny.make_lm()
+    unpadding.Unpadded(lm.base_model)
+    other = AutoModel.from_config(lm.config).eval()
+    inputs = make_inputs(make_batch()[0])
+    with torch.no_grad():
+        hidden = unpadding.Unpadded(other)(*inputs)
+        expected = unpadding.run_plain(other, *inputs)
+    torch.testing.assert_close(hidden[inputs[1]], expected[inputs[1]], atol=1e-5, rtol=0)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=80), st.integers(0, 20))
+def test_every_sequence_has_a_place_of_its_own_in_attention(lengths, num_prompts):
+    """With its own prompt, if there are prompts."""
+    lengths, num_prompts = np.array(lengths), min(num_prompts, len(lengths) - 1)
+    groups = np.arange(len(lengths) - num_prompts) * num_prompts // len(lengths)
+    starts, parts = unpadding.make_parts(lengths, groups, num_prompts, torch.device("cpu"))
+    used = np.zeros(sum(part.rows * part.width for part in parts), dtype=int)
+    first, prompts = 0, {}
+    for part in parts:
+        for row in range(part.rows):
+            prompts[first + row * part.width] = row, part
+        first += part.rows * part.width
+    for i, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        used[start : start + length] += 1
+        row, part = prompts[start]
+        assert length <= part.width
+        if i >= num_prompts and num_prompts:
+            prompt = groups[i - num_prompts]
+            assert part.prompts[row] == prompt
+            sees = part.mask[row, 0, : max(length, 1)]
+            n, width = lengths[prompt], parts[0].width
+            assert sees[:, :n].all() and not sees[:, n:width].any()
+            assert torch.equal(sees[:, width:], torch.ones_like(sees[:, width:]).tril())
+    assert used.max(initial=0) <= 1 and used.sum() == lengths.sum()
+
+
+@pytest.mark.parametrize("size, longest, share", [(512, 88, 0.9), (64, 700, 0.85), (16, 88, 0.85)])
+def test_attention_computes_little_padding(size, longest, share):
+    lengths = np.random.default_rng(0).integers(longest // 4, longest + 1, size)
+    _, parts = unpadding.make_parts(lengths, np.arange(size), 0, torch.device("cpu"))
+    assert len(parts) <= 8 and lengths.sum() > share * sum(x.rows * x.width for x in parts)
