@@ -165,7 +165,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "synthetic_eos": SYNTHETIC,
     "cnndm": dict(batch_size=32, lr=2e-6, kl_coef=0.01, kl_target=None),
     "tldr_2019": dict(batch_size=32, lr=2e-6, kl_coef=0.03, kl_target=None),
-    "tldr": dict(lr=3e-6, kl_coef=0.05, kl_target=None)
+    "tldr": dict(num_ppo_epochs=2, num_minibatches=2, lr=3e-6, kl_coef=0.03, kl_target=None)
     | dict(micro_batch_tokens=16_384, rollout_batch_size=256),
     "arithmetic": dict(total_episodes=16_384, eval_every=16, batch_size=128, num_minibatches=4)
     | dict(lr=3e-4, kl_coef=0.01, kl_target=None)
