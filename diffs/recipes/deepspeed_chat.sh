@@ -4,9 +4,9 @@
 #     batch, log-probabilities at temperature 1. Pretraining gradients (X4) are an option of its
 #     trainer that this script of it leaves off: here `ptx` and --ptx_coef 27.8.
 # Source: Yao et al. 2023, arXiv 2308.01320, its script for OPT-1.3B, and its ppo_trainer.py.
-# Differs: Answers of one token are dropped there; here they are never sampled. Its newer
-#     ppo_trainer.py adds the score one index later, where padding is after a shorter response;
-#     here it is at the last token, as in the older one.
+# Differs: Answers of one token are dropped there; here they are never sampled. There padding is
+#     the end token: the reward is read before it. Its newer ppo_trainer.py adds the score one index
+#     later than the older one: at the end token, not before it. Here both are at the end token.
 # Synthetic: diffs/recipes/deepspeed_chat.sh --task synthetic --lr 5e-4 --warmup_updates 12
 #     --eval_every 80 --critic_from models/synthetic/train_reward
 set -euo pipefail
