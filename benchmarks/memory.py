@@ -141,7 +141,7 @@ class Recorder:
         return None, self
 
     def restore(self, policy: Any, optimizer: Any, kl_coef: float) -> tuple[int, float]:
-        for weight in policy.parameters():
+        for weight in filter(lambda x: x.requires_grad, policy.parameters()):
             weight.grad = torch.zeros_like(weight)
         optimizer.step()  # now Adam has its moments
         optimizer.zero_grad()
@@ -204,6 +204,7 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
 
     replaced = dict(load_reward=random_reward, Packed=padded, Decoder=Decoder)
     replaced |= dict(load_lm=lambda name: random_lm(config))
+    replaced |= dict(unfinished=lambda ended: torch.arange(len(ended)))
     replaced |= dict(load_tokenizer=lambda *a: (None, ids), load_queries=lambda *a, **k: recorder)
     replaced |= dict(Run=lambda *a: recorder, Timer=lambda device: recorder, check=lambda *a: None)
     if until == "live":
@@ -214,7 +215,7 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
         patch.object(rewards, "micro_batches", micro_batches),
         patch.object(train_reward, "Packed", padded),
         patch.object(distributed, "check_gradients", lambda *a: None),
-        patch.object(torch.nn.Module, "to", lambda self, *a: self),
+        patch.object(torch.nn.Module, "to", lambda self, *a, **k: self),
         FakeTensorMode(allow_non_fake_inputs=True),
         tracker,
     ):
