@@ -145,11 +145,12 @@ def test_every_flag_has_one_line_of_help(path):
         assert re.fullmatch(r'    """.{5,80}"""', text), text
 
 
-# ------------------------------------------------------------------- tables that are made from a CSV
+# ------------------------------------------------------------------ tables that are made from a CSV
 
 Numbers = list[float | None]  # None: it is not in the CSV
 SCORE, GOLD, KL = "objective/scores", "objective/gold_score", "objective/kl"
 LENGTH, COEF = "objective/response_length", "objective/kl_coef"
+FLAGS_80GB = "--rollout_batch_size 32 --micro_batch_tokens 8192"
 FLAGS = {"sentiment": "--micro_batch_tokens 32768 --rollout_batch_size 512", "tldr": ""}
 
 
@@ -239,6 +240,23 @@ def memory(shape: str) -> Numbers:
     return [pick("memory", x, shape=shape, **w)[0] for w in where for x in ("sample", "optimize")]
 
 
+def adapters(label: str) -> Numbers:
+    flags = "--rollout_batch_size 64" if "64" in label else FLAGS_80GB
+    script = "lora, frozen layers in bf16" if "bf16" in label else "lora"
+    where = dict(script=script, flags=f"{flags} --gradient_checkpointing")
+    return [pick("memory", x, **where)[0] for x in ("live", "sample", "optimize")]
+
+
+def recipe(label: str) -> Numbers:
+    """Mean, lowest and highest seed; of several seeds the last three rows are their summary."""
+    found = []
+    for metric in (SCORE, GOLD, KL, "objective/rlhf_reward", "ppo/val/var_explained"):
+        seeds = pick("recipes", "last five", label=label.removesuffix(".py"), metric=metric)
+        seeds = seeds[:-3] if len(seeds) > 1 else seeds
+        found += [statistics.mean(seeds), *([min(seeds), max(seeds)] if len(seeds) > 1 else [])]
+    return found
+
+
 def started(steps: str, lr: str, k: str, precision: str, seed: str) -> Numbers:
     """SmolLM2's first updates (docs/rloo.md)."""
     epochs, _, minibatches = steps.removesuffix(", the default").partition(" × ")
@@ -264,6 +282,9 @@ TABLES = {  # page and header → the columns, and their numbers by the cells of
         lambda x, *_: curves("synthetic_eos", x, SCORE, GOLD, KL, LENGTH),
     ),
     (RESULTS, "| PPO | policy"): (slice(3, 5), lambda x, *_: memory(x)),
+    ("docs/tldr.md", "| | one GPU "): (slice(1, 2), lambda x, *_: [max(memory(f"Pythia {x}")[2:])]),
+    ("docs/tldr.md", "| 6.9B with LoRA"): (slice(1, 4), lambda x, *_: adapters(x)),
+    (EXPERIMENTS, "| recipe "): (slice(1, 6), lambda x, *_: recipe(x)),
     ("docs/arithmetic.md", "| policy "): (slice(1, 2), lambda x, *_: arithmetic(x)),
     ("docs/ablations.md", "|  | detail "): (slice(3, 10), lambda *x: ablation(x[0], x[2])),
     (EXPERIMENTS, "| labels | run "): (slice(2, 7), lambda *x: optimized(*x[:2])),
