@@ -23,9 +23,9 @@ it is truncated after its truncate token, such as a period, only for scoring. In
 truncate token is the end of text, and what follows it is masked out everywhere.
 
 Tags such as (P9) point to docs/details.md, which lists the implementation details. With the default
-flags the algorithm differs from OpenAI's code in this: whitening uses the moments over all
-processes (X11), and old log-probabilities are recomputed after sampling by the forward pass of
-training, which changes rounding (L6). docs/ppo.md has smaller differences, and those in the data.
+flags the algorithm differs from OpenAI's code in four ways: moments of whitening over all processes
+(X11), old log-probabilities from the forward pass of training (L6), fp32 logits also under bf16
+(P1), and queries in another order on every pass (G6). docs/ppo.md has the reasons.
 
 Shapes: B sequences, Q query tokens, C context tokens (prefix + query + suffix), R response tokens,
 T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real tokens.

@@ -148,7 +148,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cnndm": dict(batch_size=32, lr=2e-6, kl_coef=0.01, kl_target=None),
     "tldr_2019": dict(batch_size=32, lr=2e-6, kl_coef=0.03, kl_target=None),
     "tldr": dict(
-        lr=3e-6, kl_coef=0.05, kl_target=None, micro_batch_tokens=16_384, rollout_batch_size=256
+        num_ppo_epochs=2,
+        num_minibatches=2,
+        lr=3e-6,
+        kl_coef=0.03,
+        kl_target=None,
+        micro_batch_tokens=16_384,
+        rollout_batch_size=256,
     ),
     "arithmetic": dict(
         reward_fn="data.answers:exact_match",

@@ -27,7 +27,7 @@ from machinery.cli import InputError  # noqa: E402
 from machinery.progress import make_panels  # noqa: E402
 
 PANELS = ("objective/scores", "objective/gold_score", "objective/kl", "objective/kl_coef")
-PANELS += ("ppo/loss/value_avg", "objective/entropy")
+PANELS += ("objective/rlhf_reward", "objective/entropy")
 X = "ppo/episode"  # metric of the x axis
 Lines = list[dict[str, float]]  # as in metrics.jsonl: the metrics of one step each
 
@@ -41,7 +41,7 @@ class Args:
     out: Path
     """picture to write"""
     metrics: tuple[str, ...] = ()
-    """a panel each; default: score, true score, KL, kl_coef, value loss, entropy"""
+    """a panel each; default: score, true score, KL, kl_coef, rlhf_reward, entropy"""
     names: tuple[str, ...] = ()
     """`theirs=ours`: rename metrics; a run's own metric of that name takes precedence"""
     episodes_per_step: tuple[str, ...] = ()

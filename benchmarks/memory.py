@@ -141,7 +141,7 @@ class Recorder:
         return None, self
 
     def restore(self, policy: Any, optimizer: Any, kl_coef: float) -> tuple[int, float]:
-        for weight in policy.parameters():
+        for weight in filter(lambda x: x.requires_grad, policy.parameters()):
             weight.grad = torch.zeros_like(weight)
         optimizer.step()  # now Adam has its moments
         optimizer.zero_grad()
@@ -210,7 +210,7 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
         patch.object(rewards, "micro_batches", micro_batches),
         patch.object(train_reward, "Unpadded", padded),
         patch.object(distributed, "check_gradients", lambda *a: None),
-        patch.object(torch.nn.Module, "to", lambda self, *a: self),
+        patch.object(torch.nn.Module, "to", lambda self, *a, **k: self),
         patch.object(Tensor, "unique", each_alone),
         FakeTensorMode(allow_non_fake_inputs=True),
         tracker,

@@ -15,5 +15,5 @@ for seed in ${SEEDS:-1 2 3}; do
   done
   wait
 done
-metrics="objective/scores objective/gold_score objective/kl objective/kl_coef ${METRIC:-ppo/loss/value_avg} objective/entropy"
+metrics="objective/scores objective/gold_score objective/kl objective/kl_coef ${METRIC:-objective/rlhf_reward} objective/entropy"
 python benchmarks/curves.py "${runs[@]}" --out benchmarks/$task.png --metrics $metrics

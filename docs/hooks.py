@@ -29,7 +29,8 @@ def on_files(files, config):
     for file in queue:
         path = site_path(file)
         if files.get_file_from_path(path) is None:
-            listing = f'# {file.name}\n\n````{file.suffix[1:]} linenums="1"\n{{}}\n````'
+            listing = "---\nhide: [toc]\n---\n"  # room for lines of 100 characters
+            listing += f'# {file.name}\n\n````{file.suffix[1:]} linenums="1"\n{{}}\n````'
             is_copied = path == str(file.relative_to(ROOT))
             content = None if is_copied else listing.format(file.read_text())
             abs_src_path = str(file) if is_copied else None

@@ -18,7 +18,7 @@ import tiny
 import torch
 from tiny import EOS, KINDS, PAD, WORDS
 from torch.testing import assert_close
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import ppo
 import rloo
@@ -113,6 +113,23 @@ def test_G3_worked_example_of_position_ids(name):
         ([[0, 1, 1, 1, 2, 3]], [[1, 0, 0, 1, 1, 1]], True),
         ([[0, 0, 0, 1, 2, 3]], [[0, 0, 1, 1, 1, 1]], True),
     ]
+
+
+@torch.no_grad()
+def test_G3_padding_changes_no_log_probability_of_a_model_of_gpt2s_shape():
+    """[B] prints GPT-2's logits of [pad, pad, 23073, 11, 339, 561] and of the row without padding.
+
+    GPT-2's weights are not in the repository, so these are random, and large enough to tell.
+    """
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(GPT2Config(initializer_range=0.1)).eval()
+    row = torch.tensor([[23073, 11, 339, 561]])
+    expected = lm(row).logits.log_softmax(dim=-1)[:, :-1].gather(2, row[:, 1:, None])[..., 0]
+    for model in (ppo.PolicyAndValue(lm, 50257, 1.0), rloo.Policy(lm, 50257, 1.0)):
+        assert_close(model(torch.tensor([[50257, 50257, 23073]]), row[:, 1:])[0], expected, **HAND)
+    counted = lm(row, position_ids=torch.arange(2, 6)[None]).logits.log_softmax(dim=-1)
+    wrong = counted[:, :-1].gather(2, row[:, 1:, None])[..., 0]  # position ids that count padding
+    assert (wrong - expected).abs().max() > 0.1
 
 
 class Alone:

@@ -1116,20 +1116,22 @@ RECIPES = {  # the published values
         kl_coef=0.02 lr=5e-6 critic_lr=5e-6 anneal_lr=False warmup_updates=10 adam_beta1=0.9
         adam_beta2=0.95 weight_decay=0.0 ptx_coef=27.8 ema_decay=0.992 temperature=1.0""",
     "llama2": """total_episodes=204800 batch_size=512 num_minibatches=8 num_ppo_epochs=1
-        kl_coef=0.01 lr=1e-6 anneal_lr=False adam_beta1=0.9 adam_beta2=0.95 adam_eps=1e-5
-        weight_decay=0.1 max_grad_norm=1.0""",
+        kl_coef=0.01 lr=1e-6 critic_lr=1e-6 anneal_lr=False adam_beta1=0.9 adam_beta2=0.95
+        adam_eps=1e-5 weight_decay=0.1 max_grad_norm=1.0 vf_coef=1.0""",
     "qwen": """num_ppo_epochs=4 samples_per_query=2 kl_coef=0.04 cliprange_value=0.15 lr=1e-6
         critic_lr=5e-6 value_warmup_updates=50 top_p=0.9 min_response_length=1""",
-    "chinese_llama": "num_ppo_epochs=4 lr=5e-7 critic_lr=1.65e-6 kl_coef=0.1",
+    "chinese_llama": """num_ppo_epochs=4 lr=5e-7 critic_lr=1.65e-6 kl_coef=0.1
+        value_warmup_updates=50""",
     "deepspeed_chat": """batch_size=32 num_minibatches=1 num_ppo_epochs=1 kl_coef=0.1 lr=9.65e-6
         critic_lr=5e-6 anneal_lr=True cosine=True warmup_updates=100 adam_beta1=0.9 adam_beta2=0.95
         weight_decay=0.0 max_grad_norm=1.0 vf_coef=1.0 clip_score=5.0 cliprange_value=0.2
-        ptx_coef=27.8 ema_decay=0.992 top_p=1.0 min_response_length=2 whiten_rewards=False
+        ema_decay=0.992 temperature=1.0 top_p=1.0 min_response_length=2 whiten_rewards=False
         whiten_advantages=False""",
+    # 59 updates of warm-up: 3% of all
     "openrlhf": """batch_size=512 num_minibatches=4 num_ppo_epochs=1 kl_coef=0.01 lr=1e-6
         critic_lr=9e-6 anneal_lr=True cosine=True warmup_updates=59 adam_beta1=0.9 adam_beta2=0.95
         adam_eps=1e-8 weight_decay=0.0 max_grad_norm=1.0 vf_coef=1.0 cliprange_value=0.2
-        temperature=1.0 whiten_rewards=False whiten_advantages=True""",  # 59: 3% of the updates
+        temperature=1.0 kl_estimator='k1' whiten_rewards=False whiten_advantages=True""",
     "trlx": """batch_size=128 num_minibatches=4 num_ppo_epochs=4 kl_coef=0.001 vf_coef=1.0 lr=3e-5
         anneal_lr=False adam_beta1=0.9 adam_beta2=0.95 adam_eps=1e-8 weight_decay=1e-6
         clip_score=10.0 cliprange_value=0.2 unfrozen_layers=2 temperature=1.0 kl_estimator='k1'
@@ -1184,14 +1186,16 @@ def test_a_recipe_passes_the_published_values_and_works_for_every_task(name, rec
 
 
 @every_recipe
-def test_a_recipe_names_its_source_and_the_readme_has_its_command(name, recipe):
+def test_a_recipe_names_its_source_and_the_readme_has_its_patches_and_command(name, recipe):
     text = (ROOT / "diffs" / "recipes" / f"{name}.sh").read_text().replace("\n#    ", "")
+    patches = re.search(r"^  for name in (.*); do$", text, re.M)[1].replace(" ", ", ")
+    differs = re.search(r"^# Differs: (.*)$", text, re.M)[1]
     labels = re.findall(r"^# ([\w -]+): \S", text, flags=re.M)
     assert labels[1:] == ["Source", "Differs", "Synthetic"]
     command = re.search(rf"^# Synthetic: diffs/recipes/{name}\.sh --task (.*)$", text, re.M)[1]
     assert recipe(name, *command.split())[1].total_episodes == 4096
-    row = re.search(rf"^\| \[`{name}`\]\(recipes/{name}\.sh\) .*\| `(.*)` \|$", README, re.M)
-    assert command == f"synthetic {row[1]}"
+    row = rf"| [`{name}`](recipes/{name}.sh) | {patches} | {differs} | `"
+    assert f"{row}{command.removeprefix('synthetic ')}` |" in README.splitlines()
 
 
 def test_a_recipe_keeps_the_users_changes_and_never_runs_half_patched(tmp_path):

@@ -1,9 +1,13 @@
 """docs/: the table of details holds code and tests, texts name flags and metrics that exist."""
 
 import ast
+import csv
 import importlib
+import math
 import re
+import statistics
 from dataclasses import fields
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 
@@ -139,3 +143,178 @@ def test_every_flag_has_one_line_of_help(path):
     assert len(flags) > 10
     for text in flags[path.name != "tasks.py" :]:  # the first field of Args is the task
         assert re.fullmatch(r'    """.{5,80}"""', text), text
+
+
+# ------------------------------------------------------------------ tables that are made from a CSV
+
+Numbers = list[float | None]  # None: it is not in the CSV
+SCORE, GOLD, KL = "objective/scores", "objective/gold_score", "objective/kl"
+LENGTH, COEF = "objective/response_length", "objective/kl_coef"
+FLAGS_80GB = "--rollout_batch_size 32 --micro_batch_tokens 8192"
+FLAGS = {"sentiment": "--micro_batch_tokens 32768 --rollout_batch_size 512", "tldr": ""}
+
+
+def pick(file: str, column: str, **where: str) -> list[float]:
+    """The numbers of a column of a CSV, of the rows that have these values."""
+    text = (ROOT / "benchmarks" / f"{file}.csv").read_text()
+    rows = csv.DictReader(text.splitlines())
+    return [float(x[column]) for x in rows if where.items() <= x.items()]
+
+
+def means(file: str, *columns: str, **where: str) -> Numbers:
+    return [statistics.mean(pick(file, column, **where)) for column in columns]
+
+
+def curves(name: str, label: str, *metrics: str) -> Numbers:
+    """Mean and interval of the last five updates; before, the first update, except of KL and β."""
+    found = []
+    for metric in metrics:
+        if metric not in (KL, COEF):
+            found += pick(name, "first", label=label, metric=metric, run="mean of 8")
+        for part in ("mean", "2.5%", "97.5%"):
+            found += pick(name, "last five", label=label, metric=metric, run=f"{part} of 8")
+    return found
+
+
+def arithmetic(label: str) -> Numbers:
+    """Mean, lowest and highest seed; the last three rows of a label are their summary."""
+    column, label = ("first", "PPO") if label == "SFT" else ("last", label)
+    seeds = pick("arithmetic", column, label=label, metric="eval/scores")[:-3]
+    return [statistics.mean(seeds), min(seeds), max(seeds)]
+
+
+def adam(model: str, epoch: str) -> Numbers | None:
+    size, _, optimizer = model.partition(", ")
+    if "published" in model:
+        return None
+    where = dict(parameters={"0.9M": "937857", "5.0M": "5028097"}[size], adam=optimizer)
+    ratios = [f"{x}_{y}" for x in ("ratio", "logratio") for y in ("mean", "var", "min", "max")]
+    return means("adam", "approxkl", "clipfrac", *ratios, **where, epoch=epoch, update="1")
+
+
+def ablation(script: str, what: str) -> Numbers:
+    script, _, two = script.partition(" on two")
+    where = dict(script=script, processes="2" if two else "1")
+    true, base = (
+        [pick("ablations", "true score", **where, what=x, seed=seed)[0] for seed in "12345"]
+        for x in (what, "all details")
+    )
+    gains = [a - b for a, b in zip(true, base, strict=True)]
+    interval = 2.776 * statistics.stdev(gains) / math.sqrt(5)  # Student's, 95%
+    columns = ("score", "true score", "KL", "first approxkl", "approxkl", "clip fraction")
+    score, mean, kl, *rest = means("ablations", *columns, **where, what=what)
+    gain = [statistics.mean(gains), interval] if any(gains) else []
+    return [score, mean, None, None, *gain, kl, None, None, *rest]
+
+
+def optimized(labels: str, run: str) -> Numbers | None:
+    if run == "reference":
+        return None
+    way, _, beta = run.lower().partition(", β ")
+    where = dict(way=way, beta=str(float(beta or 0)), at="48", labels=labels.replace(",", ""))
+    if not beta:
+        where |= dict(way="best_of_n", beta="", at="64")
+    found = means("overoptimize", "KL", "score", "true score", **where)
+    found += [pick("overoptimize", "true score", **where, seed=seed)[0] for seed in "12"]
+    return found + [None, None] * bool(beta)
+
+
+def clipped(model: str, label: str, steps: str) -> Numbers:
+    where = dict(model=model, steps=steps, head="bf16" if "in bf16" in label else "fp32")
+    where |= dict(autocast="bf16" if "bf16" in label else "no")
+    script, column, old = ("ppo", "rloo"), ("tokens", "completions"), ("sampler", "forward")
+    cells = [
+        dict(script=a, old=c) | where | dict(column=b) for a in script for b in column for c in old
+    ]
+    return [pick("bf16_clipped", **cell)[0] * 100 for cell in cells]
+
+
+def patch(name: str) -> Numbers:
+    at = "624.0" if name == "dpo" else "15.0"  # the last step, or update
+    found = [pick("patches", "value", name=name, metric=metric, at=at) for metric in (GOLD, KL)]
+    return [x for values in found for x in (statistics.mean(values), *sorted(values))]
+
+
+def memory(shape: str) -> Numbers:
+    where = [dict(task=task, flags=flags, script="ppo") for task, flags in FLAGS.items()]
+    return [pick("memory", x, shape=shape, **w)[0] for w in where for x in ("sample", "optimize")]
+
+
+def adapters(label: str) -> Numbers:
+    flags = "--rollout_batch_size 64" if "64" in label else FLAGS_80GB
+    script = "lora, frozen layers in bf16" if "bf16" in label else "lora"
+    where = dict(script=script, flags=f"{flags} --gradient_checkpointing")
+    return [pick("memory", x, **where)[0] for x in ("live", "sample", "optimize")]
+
+
+def recipe(label: str) -> Numbers:
+    """Mean, lowest and highest seed; of several seeds the last three rows are their summary."""
+    found = []
+    for metric in (SCORE, GOLD, KL, "objective/rlhf_reward", "ppo/val/var_explained"):
+        seeds = pick("recipes", "last five", label=label.removesuffix(".py"), metric=metric)
+        seeds = seeds[:-3] if len(seeds) > 1 else seeds
+        found += [statistics.mean(seeds), *([min(seeds), max(seeds)] if len(seeds) > 1 else [])]
+    return found
+
+
+def started(steps: str, lr: str, k: str, precision: str, seed: str) -> Numbers:
+    """SmolLM2's first updates (docs/rloo.md)."""
+    epochs, _, minibatches = steps.removesuffix(", the default").partition(" × ")
+    model = "SmolLM2-135M" + ", weights * (1 + 1e-4 N(0, 1))" * (precision == "bf16")
+    where = dict(num_ppo_epochs=epochs, num_minibatches=minibatches, lr=str(float(lr)), rloo_k=k)
+    where |= dict(model=model, precision=precision, seed=seed, batch_size="32", updates="10")
+    columns = ("clipfrac", "approxkl", "kl", "score")
+    clip, approxkl, kl, score = (pick("rloo_start", x, **where) for x in columns)
+    clipping = [min(clip), max(clip), approxkl[0], max(approxkl[1:])] if any(clip) else [0.0, 0.0]
+    return [*clipping, *map(statistics.mean, (kl[5:], score[:5], score[5:]))]
+
+
+CLAIM = [x for label in ("PPO", "RLOO") for x in curves("synthetic", label, GOLD)]
+RESULTS, EXPERIMENTS = "docs/results.md", "docs/experiments.md"
+TABLES = {  # page and header → the columns, and their numbers by the cells of a row
+    ("README.md", "| claim "): (slice(1, 2), lambda x, *_: CLAIM if "true score" in x else None),
+    (RESULTS, "| | score | true score | KL | β"): (
+        slice(1, 5),
+        lambda x, *_: curves("synthetic", x, SCORE, GOLD, KL, COEF),
+    ),
+    (RESULTS, "| | score | true score | KL | response"): (
+        slice(1, 5),
+        lambda x, *_: curves("synthetic_eos", x, SCORE, GOLD, KL, LENGTH),
+    ),
+    (RESULTS, "| PPO | policy"): (slice(3, 5), lambda x, *_: memory(x)),
+    ("docs/tldr.md", "| | one GPU "): (slice(1, 2), lambda x, *_: [max(memory(f"Pythia {x}")[2:])]),
+    ("docs/tldr.md", "| 6.9B with LoRA"): (slice(1, 4), lambda x, *_: adapters(x)),
+    (EXPERIMENTS, "| recipe "): (slice(1, 6), lambda x, *_: recipe(x)),
+    ("docs/arithmetic.md", "| policy "): (slice(1, 2), lambda x, *_: arithmetic(x)),
+    ("docs/ablations.md", "|  | detail "): (slice(3, 10), lambda *x: ablation(x[0], x[2])),
+    (EXPERIMENTS, "| labels | run "): (slice(2, 7), lambda *x: optimized(*x[:2])),
+    (EXPERIMENTS, "| model, Adam "): (slice(2, 12), lambda *x: adam(*x[:2])),
+    (EXPERIMENTS, "| synthetic, 0.9M "): (slice(2, 6), lambda *x: clipped("sft", *x[:2])),
+    (EXPERIMENTS, "| SmolLM2, 135M "): (
+        slice(2, 6),
+        lambda *x: clipped("smollm2_jittered", *x[:2]),
+    ),
+    ("docs/rloo.md", "| epochs × minibatches | lr | k "): (
+        slice(5, 9),
+        lambda *x: started(*x[:5]),
+    ),
+    ("diffs/README.md", "| script or patch "): (slice(2, 4), lambda x, *_: patch(x)),
+}
+
+
+@pytest.mark.parametrize("page, header", TABLES)
+def test_numbers_of_a_table_are_those_of_its_csv(page, header):
+    columns, expected = TABLES[page, header]
+    rows = PAGES[page].split(f"\n{header}")[1].split("\n\n")[0].splitlines()[2:]
+    above: list[str] = []
+    assert rows
+    for row in rows:
+        cells = [x.strip().strip("`") for x in row.strip("|").split("|")]
+        above = [x or y for x, y in zip(cells, above or cells, strict=True)]  # blank: as above
+        if (values := expected(*above)) is None:
+            continue
+        printed = re.findall(r"−?\d[\d,]*(?:\.\d+)?(?:e-\d+)?", " ".join(cells[columns]))
+        for text, value in zip(printed, values, strict=True):
+            number = Decimal(text.replace("−", "-").replace(",", ""))
+            unit = 10.0 ** int(number.as_tuple().exponent)  # of the last digit
+            assert value is None or abs(float(number) - value) < 0.51 * unit, (row, text, value)

@@ -135,7 +135,7 @@ ELSEWHERE = {
     r"^(pip|pytest|pre-commit|ruff|python -m venv|python3 -m pip)": "CI",
     r"pretrained\.py|smollm2": "CI",
     r"git worktree": "the history",
-    r"mutations\.py|(arithmetic|synthetic)\.sh": "minutes",
+    r"mutations\.py|(arithmetic|recipes|synthetic)\.sh": "minutes",
     r"demo\.sh|^python (sft|train_reward)\.py --task synthetic(_eos)?\s*(#|$)": FIXTURE,
     r"--task arithmetic": "test_answers.test_arithmetic_from_sft_to_pass_at_k_in_any_folder",
     r"curves\.py .*wandb": "test_curves.test_the_documented_command_draws_published_curves_over_ours",
