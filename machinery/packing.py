@@ -26,7 +26,6 @@ class Packed:
 
     def __init__(self, backbone: Any):
         self.backbone = backbone
-        self.packable: bool | None = None  # not tried yet
 
     def __call__(
         self,
@@ -36,10 +35,12 @@ class Packed:
         prompt_length: int = 0,
     ) -> Tensor:
         inputs = self.backbone, input_ids, attention_mask, position_ids
-        if self.packable is None:
-            self.packable = is_packable(self.backbone)
+        if not hasattr(self.backbone, "packable"):  # not tried yet
+            self.backbone.packable = is_packable(self.backbone)
         window = getattr(self.backbone.config, "sliding_window", None) or math.inf
-        if self.packable and input_ids.shape[1] <= window:  # the mask knows no sliding window
+        if (
+            self.backbone.packable and input_ids.shape[1] <= window
+        ):  # the mask knows no sliding window
             return run_packed(*inputs, prompt_length)
         return run_plain(*inputs)
 

@@ -222,6 +222,7 @@ def load_reward(
     model = load_reward_model(cls, folder, f"python train_reward.py --task {args.task.task}")
     model = model.to(accelerator.device).requires_grad_(False)
     if accelerator.mixed_precision == "bf16":
+        model(torch.zeros(1, 2, dtype=torch.long, device=accelerator.device))  # checked in fp32
         store_as_cast(model)
     with loading_model(folder, "--reward_model"):
         own_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
