@@ -35,7 +35,8 @@ def store_as_cast(model: nn.Module) -> None:
     """Store the weights of frozen linear layers in bf16, to which autocast would cast them.
 
     It casts weights that need no gradients again in each forward pass. Not the exact head, and of
-    a model that is trained only what is under adapters: the rest may be saved.
+    a model that is trained only what is under adapters: the rest may be saved. From then on the
+    model only works under autocast; `load_lm` has checked it before.
     """
     trained = any(weight.requires_grad for weight in model.parameters())
     for name, module in model.named_modules():
