@@ -43,6 +43,8 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
         config = transformers.AutoConfig.from_pretrained(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     check_config(config, name, flag)
+    if not tokenizer.encode("text", add_special_tokens=False):  # transformers makes up an empty one
+        raise InputError(f"{flag} {name} has no tokenizer: no tokenizer.json, or an empty one")
     if len(tokenizer) > config.vocab_size:
         raise InputError(
             f"{flag} {name}: the tokenizer has {len(tokenizer)} tokens and the model only "
@@ -69,6 +71,12 @@ def check_config(config: transformers.PretrainedConfig, name: str, flag: str) ->
     cls: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if cls is None or "position_ids" not in inspect.signature(cls.forward).parameters:
         raise InputError(f"{flag} {name} ({config.model_type}) takes no position_ids; {KNOWN}")
+    width = getattr(config, "word_embed_proj_dim", None)
+    if width and width != config.hidden_size:  # OPT-350m
+        raise InputError(
+            f"{flag} {name}: word_embed_proj_dim={width} is not its hidden_size="
+            f"{config.hidden_size}, which heads are made for; {KNOWN}"
+        )
 
 
 def check_length(config: transformers.PretrainedConfig, needed: int, what: str) -> None:

@@ -433,9 +433,10 @@ def test_a_model_that_computes_something_unknown_is_refused_at_start(
         (transformers.BloomConfig(), ("bloom", "position_ids")),
         (transformers.MambaConfig(), ("mamba", "position_ids")),
         (transformers.T5Config(), ("t5", "position_ids")),
+        (transformers.OPTConfig(hidden_size=32, word_embed_proj_dim=16), ("=16", "=32")),
         (tiny.config(vocab=500), (tiny.WORDS, 500, "embeddings")),
     ],
-    ids=["gemma3", "llava", "bloom", "mamba", "t5", "larger_tokenizer"],
+    ids=["gemma3", "llava", "bloom", "mamba", "t5", "opt_350m", "larger_tokenizer"],
 )
 def test_a_config_that_cannot_be_used_is_refused_before_any_weights(
     config, words, start, no_weights
@@ -445,6 +446,15 @@ def test_a_config_that_cannot_be_used_is_refused_before_any_weights(
     config.save_pretrained(folder)
     for script in SCRIPTS:
         refuses(lambda script=script: start(script), "--base_model", folder, *words)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "qwen2", "llama"])
+def test_a_model_without_tokenizer_files_says_so(kind, start, no_weights, tmp_path):
+    """transformers makes up a tokenizer of one or two tokens for it, or of none."""
+    tiny.make_lm(kind).save_pretrained(tmp_path / "bare")
+    for script in SCRIPTS:
+        message = refuses(lambda s=script: start(s, base_model=str(tmp_path / "bare")), "/bare")
+        assert "tokenizer" in message
 
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 548105171\n"
