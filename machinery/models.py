@@ -119,6 +119,10 @@ def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
     lm.eval()
     alone = torch.cat([lm(tokens, logits_to_keep=6).logits[0] for tokens in sequences])
     hidden = Unpadded(lm.base_model)(*batch, prompt_length=length // 2)[1:, -6:]
+    if (
+        hidden.shape[-1] != lm.config.hidden_size
+    ):  # OPT-350m; value and reward heads are made for it
+        raise InputError(f"hidden states have {hidden.shape[-1]} features, not hidden_size")
     results = {"with padding": (compute_logits(lm, hidden)[seen], alone)}
     steps = decode_step_by_step(lm, input_ids, mask)[seen[:, -3:]]
     results["token by token"] = steps, alone[3:]

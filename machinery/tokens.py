@@ -30,6 +30,10 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
         check_source(name)
         config = transformers.AutoConfig.from_pretrained(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        if not tokenizer.encode(
+            "text", add_special_tokens=False
+        ):  # the library makes up an empty one
+            raise InputError("there is no tokenizer: no tokenizer.json, or an empty one")
         if len(tokenizer) > config.vocab_size:
             raise InputError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model only "

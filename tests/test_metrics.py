@@ -133,3 +133,17 @@ def test_rouge_l_is_the_mean_f1_of_the_longest_common_subsequence():
     pairs = [("the big cat", "the big cat"), ("one two three four", "two four")]
     rows = [dict(reference=reference, continuation=text) for reference, text in pairs]
     assert sft.rouge_l(rows) == pytest.approx((1 + 2 / 3) / 2)
+
+
+@pytest.mark.parametrize("column", ["completion", None])
+def test_continuations_are_compared_with_the_tokens_that_follow_their_contexts(column):
+    """Contexts of 4 tokens where the data has responses, and of a quarter of a block elsewhere."""
+    tokens = torch.arange(10, 34).view(2, 12)
+    task = tiny.make_task(response_length=3, response_column=column)
+    inputs = tiny.make_lm(), tokens, 4, tiny.Tokenizer(), tiny.IDS
+    rows = sft.sample_continuations(*inputs, sft.Args(task=task, block_size=8))
+    texts = [" ".join(map(str, range(n, n + 12))).split() for n in (10, 22)]
+    n = 4 if column else 2
+    assert [row["text"].split() for row in rows] == [text[:n] for text in texts]
+    assert [row["reference"].split() for row in rows] == [text[n : n + 3] for text in texts]
+    assert all(len(row["continuation"].split()) == 3 for row in rows)

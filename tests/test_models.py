@@ -229,3 +229,23 @@ def test_only_sft_starts_from_a_model_folder_without_weights(task, tmp_path, mon
     ):
         with pytest.raises(InputError, match=f"--{flag} {empty}: .*safetensors"):
             script.main(args)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "qwen2", "llama"])
+def test_a_model_without_tokenizer_files_says_so(kind, start, no_weights, tmp_path):
+    """transformers makes up a tokenizer of one or two tokens for it, or of none."""
+    tiny.make_lm(kind).save_pretrained(tmp_path / "bare")
+    for script in RL:
+        message = refuses(lambda s=script: start(s, base_model=str(tmp_path / "bare")), "/bare")
+        assert "tokenizer" in message
+
+
+def test_a_model_whose_hidden_states_are_narrower_than_its_configuration_says_is_refused():
+    """OPT-350m's form: value and reward heads are made for `hidden_size`."""
+    config = transformers.OPTConfig(
+        hidden_size=32, word_embed_proj_dim=16, vocab_size=50, ffn_dim=8
+    )
+    config.num_hidden_layers, config.num_attention_heads, config.dropout = 2, 2, 0.0
+    with about("--base_model opt"):
+        lm = AutoModelForCausalLM.from_config(config)
+    refuses(lambda: models.check_model(lm), "16")
