@@ -52,7 +52,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("L5", "rloo.py", "self.pad_id = pad_id",
      "self.value_head, self.pad_id = nn.Linear(1, 1), pad_id"),
     ("L6", "ppo.py", "args.micro_batch_tokens):\n            index", "1):\n            index"),
-    ("X1", "diffs/separate_critic.diff", "*= args.critic_lr_ratio", "*= 1"),
+    ("X1", "diffs/separate_critic.diff", "lr * args.critic_lr_ratio", "lr"),
     ("X2", "ppo.py", "scores.clamp(-args.clip_score, ", "scores.clamp(-10 * args.clip_score, "),
     ("X3", "ppo.py", "log_r.exp() - 1 - log_r", "(-log_r).exp() - 1 + log_r"),
     ("X4", "diffs/ptx.diff", "return -logprobs[", "return logprobs["),

@@ -47,11 +47,7 @@ SCRIPTS = dict(ppo=ppo, rloo=rloo, train_reward=train_reward, sft=sft)
 OF_PPO, OF_RLOO = ([n for n, base in BASES.items() if base == x] for x in ("ppo", "rloo"))
 ALGORITHMS = [name for name in OF_RLOO if name != "lora_rloo"]  # alternatives
 LIMITS = {"dpo": 45}  # added lines; others 25
-EXCLUSIVE = [
-    {"lora", "freeze_layers"},
-    {"lora", "ema"},
-    {"lora", "keep_best"},
-]  # what is trained; what is saved
+EXCLUSIVE = [{"lora", x} for x in ("freeze_layers", "ema", "keep_best")]  # what is trained, saved
 PAIRS = [pair for pair in itertools.combinations(OF_PPO, 2) if {*pair} not in EXCLUSIVE]
 PAIRS.remove(("lora", "reference_on_cpu"))  # lora has no reference model that could move
 PAIRS.remove(("reference_on_cpu", "trlx_kl"))  # which needs it after it has moved
@@ -66,6 +62,7 @@ STACKS = [
 ]
 SIZES = dict(batch_size=16, num_minibatches=2, num_ppo_epochs=2, eval_queries=4, lr=1e-2)
 SIZES |= dict(total_episodes=32, micro_batch_tokens=60, rollout_batch_size=5, eval_every=1)
+EOS = dict(truncate_token=".", truncate_after=0, eos_task=True)
 every_patch = pytest.mark.parametrize("name", DIFFS)
 every_online_patch = pytest.mark.parametrize("name", [*OF_PPO, *OF_RLOO])
 
@@ -93,16 +90,14 @@ def load(path):
 
 def fix(name):
     """Apply a patch, also where the context around it has changed, and write it again."""
-    header, base = DIFFS[name].split("\n--- ")[0], f"{BASES[name]}.py"
-    command = ["patch", "--output=-", "--reject-file=-", ROOT / base, f"{ROOT}/diffs/{name}.diff"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"diffs/{name}.diff: change what it says about the changed lines\n{done.stderr}")
-    new = done.stdout
-    old = (ROOT / base).read_text()
-    both = (text.splitlines(keepends=True) for text in (old, new))
-    lines = difflib.unified_diff(*both, base, f"{name}.py")
-    (ROOT / "diffs" / f"{name}.diff").write_text("".join([header, "\n", *lines]))
+    path, base = ROOT / "diffs" / f"{name}.diff", f"{BASES[name]}.py"
+    command = ["patch", "--output=-", "--reject-file=-", ROOT / base, path]
+    new = subprocess.run(command, capture_output=True, text=True)
+    if new.returncode:
+        sys.exit(f"diffs/{name}.diff: change what it says about the changed lines\n{new.stderr}")
+    command = ["diff", "-u", f"--label={base}", f"--label={name}.py", ROOT / base, "-"]
+    lines = subprocess.run(command, input=new.stdout, capture_output=True, text=True).stdout
+    path.write_text(DIFFS[name].split("--- ", 1)[0] + lines)
 
 
 @pytest.fixture(scope="session")
@@ -134,10 +129,8 @@ def test_a_patch_has_a_header_adds_few_lines_and_leaves_the_docstring_alone(name
     parts = re.split(r"^(\w+): ", DIFFS[name].split("\n--- ")[0], flags=re.M)[1:]
     header = dict(zip(parts[::2], (" ".join(x.split()) for x in parts[1::2]), strict=True))
     assert list(header) == [name, "Source", "Command"] and all(header.values())
-    base, (command, flags) = (
-        BASES[name],
-        header["Command"].replace("\\ ", "").split(" python mine.py "),
-    )
+    base = BASES[name]
+    command, flags = header["Command"].replace("\\ ", "").split(" python mine.py ")
     assert command == f"cp {base}.py mine.py && patch --fuzz=0 mine.py diffs/{name}.diff"
     script = patched(name)
     assert cli.parse_args(script.Args, script.PRESETS, flags.split()).task.task == "synthetic"
@@ -198,6 +191,7 @@ class KeptRun(tiny.FakeRun):
 
     def __init__(self):
         super().__init__()
+        self.folder, self.main = Path(), False
         self.rollouts, self.parts, self.steps, self.saved, self.loaded = [], [], [], {}, []
 
     def save(self, model, tokenizer, name="model", **heads):
@@ -348,7 +342,7 @@ def test_a_run_writes_its_folder_and_the_saved_weights_load(names, patched, task
 
 def with_critic(script, task, critic_from):
     """The policy with its critic that `main` makes, and a batch for it."""
-    policy = run_main(script, task, lr=0.0, critic_from=critic_from).policy
+    policy = run_main(script, task, lr=0.0, critic_from=critic_from).model
     batch = tiny.make_contexts([3, 6], 6, vocab=tiny.WORDS), torch.tensor([[4, 9, 2], [7, 1, 30]])
     return policy, lambda: policy(*batch), batch
 
@@ -389,10 +383,9 @@ def test_X1_the_critic_has_its_own_learning_rate(run_of):
 
 
 def test_X1_gradient_checkpointing_reaches_the_critic(patched, task):
-    policy = run_main(patched("separate_critic"), task, gradient_checkpointing=True).policy
-    assert (
-        policy.lm.is_gradient_checkpointing and policy.value_head.backbone.is_gradient_checkpointing
-    )
+    policy = run_main(patched("separate_critic"), task, gradient_checkpointing=True).model
+    assert policy.lm.is_gradient_checkpointing
+    assert policy.value_head.backbone.is_gradient_checkpointing
 
 
 @pytest.mark.parametrize(("limit", "clipped"), [(2.0, {"lm"}), (0.1, {"lm", "value_head"})])
@@ -423,7 +416,7 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
     flags = dict(lr=0.0, ptx_coef=0.5, ptx_dataset=str(other), micro_batch_tokens=20)
     run = run_main(script, task, names=dict(ptx_loss=spy), **flags)
     plain = run_of("ppo", lr=0.0, micro_batch_tokens=20)
-    assert run.policy.temperature == 0.7  # of the responses; that of the texts is 1
+    assert run.model.temperature == 0.7  # of the responses; that of the texts is 1
     assert len(batches) > len(run.steps)  # micro-batches
     batches, means = torch.cat(batches).split(8), []
     assert len(batches) == 8 and not torch.equal(batches[0], batches[1])
@@ -431,19 +424,17 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
         losses = []
         for row in texts:
             row = row[row != tiny.WORDS]
-            logprobs = run.policy.lm(row[None]).logits[0].log_softmax(dim=-1)
+            logprobs = run.model.lm(row[None]).logits[0].log_softmax(dim=-1)
             losses += [-logprobs[t, row[t + 1]] for t in range(len(row) - 1)]
         torch.stack(losses).mean().backward()
         means.append(torch.stack(losses).mean().item())
-        for name, p in run.policy.lm.named_parameters():
+        for name, p in run.model.lm.named_parameters():
             expected = without.grads[f"lm.{name}"] + 0.5 * p.grad
             torch.testing.assert_close(step.grads[f"lm.{name}"], expected, atol=1e-5, rtol=1e-3)
         assert torch.equal(step.grads["value_head.weight"], without.grads["value_head.weight"])
-        run.policy.zero_grad()
-    texts = decode(
-        transformers.AutoTokenizer.from_pretrained(task.base_model), batches[0], tiny.WORDS
-    )
-    assert all(text in other.read_text() for text in texts)
+        run.model.zero_grad()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(task.base_model)
+    assert all(x in other.read_text() for x in decode(tokenizer, batches[0], tiny.WORDS))
     found = [line["ppo/loss/ptx_avg"] for line in run.metrics[:2]]
     assert found == pytest.approx([sum(means[:4]) / 4, sum(means[4:]) / 4], rel=1e-4)
 
@@ -534,15 +525,16 @@ def test_X7_no_response_ends_before_its_minimum_length_or_leaves_the_nucleus(pat
     script = patched("sampling")
     logits = torch.tensor([3.0, 2.0, 2.0, 1.0, -1.0]) * 0.7  # token 0 ends a response
 
-    def lm(tokens, *inputs, past_key_values):
-        return SimpleNamespace(logits=logits.expand(*tokens.shape, -1), past_key_values=None)
+    rows = torch.arange(400)
+    batch = dict(rows=rows, next_logits=lambda: logits.repeat(400, 1), append=lambda tokens: None)
+    decoder = SimpleNamespace(start=lambda *inputs: SimpleNamespace(**batch))
 
     def sample(**flags):
         args = tiny.make_args(script=script, **flags)
-        return script.sample(lm, *inputs, TokenIds(5, 0, [], []), args)
+        return script.sample(decoder, *inputs, TokenIds(5, 0, [], []), args)
 
     inputs = torch.zeros(400, 1).long(), tiny.uniform(5, 400)
-    assert torch.equal(sample(), tiny.sample(lm, *inputs, 5))
+    assert torch.equal(sample(), tiny.sample(decoder, *inputs, 5))
     ends = (sample(min_response_length=3) == 0).float().mean(dim=0)
     assert not ends[:2].any() and (ends[2:] > 0.4).all()
     nucleus = sample(top_p=0.6)  # probabilities 0.519 0.191 0.191 0.070 0.010 at T = 0.7
@@ -622,19 +614,17 @@ def test_length_penalty_is_subtracted_for_each_token_of_the_truncated_response(p
 
 
 def test_X14_a_token_gets_what_it_adds_to_the_score_and_the_last_one_gets_the_rest(patched):
-    """The score of a text is the sum of its ids, of each query 10; 5 ends two of the responses."""
+    """The score of a text is the sum of its ids, of each query 10; 5 ends three of the responses."""
     task, script = (
         tiny.make_task(truncate_after=0, missing_eos_penalty=-3.0),
         patched("dense_rewards"),
     )
-    queries = torch.full((3, 8), tiny.PAD).index_fill(1, torch.tensor([7]), 10)
-    responses = torch.tensor([[2, 5, 9, 9, 9], [2, 3, 4, 1, 5], [2, 3, 4, 1, 1]])
+    queries = torch.full((4, 8), tiny.PAD).index_fill(1, torch.tensor([7]), 10)
+    responses = [[2, 5, 9, 9, 9], [2, 3, 4, 1, 5], [2, 3, 4, 1, 1], [5, 9, 9, 9, 9]]
     reward = lambda *x: sum((y * (y != tiny.PAD)).sum(dim=1) for y in x).float()  # noqa: E731
-    inputs = dict(queries=queries, responses=responses, reward=reward, kl_coef=0.5)
-    args = tiny.make_args(task, script)
-    policy = tiny.make_policy()
-    rollout = tiny.make_rollout(policy, args, script, minibatches=[torch.arange(3)], **inputs)
-    dense = [[2, 5, 0, 0, 10], [2, 3, 4, 1, 5 + 10], [2, 3, 4, 1, 1 - 3 - 11]]
+    inputs = dict(queries=queries, responses=torch.tensor(responses), reward=reward, kl_coef=0.5)
+    rollout = tiny.make_rollout(tiny.make_policy(), tiny.make_args(task, script), script, **inputs)
+    dense = [[2, 5, 0, 0, 10], [2, 3, 4, 1, 5 + 10], [2, 3, 4, 1, 1 - 3 - 11], [5, 0, 0, 0, 10]]
     torch.testing.assert_close(rollout.rewards + 0.5 * rollout.kl, torch.tensor(dense).float())
 
 
@@ -642,10 +632,9 @@ def test_X14_a_token_gets_what_it_adds_to_the_score_and_the_last_one_gets_the_re
 def test_X3_trlx_kl_is_what_a_slow_loop_over_queries_and_responses_gives(eos, patched, task):
     """By trlX's formula, exp(x) - 1 - x with x = log pi - log pi_ref; roots of the means."""
     script = patched("trlx_kl")
-    end = dict(truncate_token=".", truncate_after=0, eos_task=True) if eos else {}
-    run = run_main(script, replace(task, **end), lr=0.0, moved=True)
+    run = run_main(script, replace(task, **EOS if eos else {}), lr=0.0, moved=True)
     (rollout, _), *_ = run.rollouts
-    policy, ref = run.policy.lm, new_policy(task).lm
+    policy, ref = run.model.lm, new_policy(task).lm
     sums, positions = [], 0
     for context, response in zip(rollout.contexts, rollout.responses, strict=True):
         positions += len(context) + len(response) - 1  # padding, too
@@ -671,7 +660,6 @@ def test_lora_trains_adapters_and_the_base_model_is_the_reference(name, run_of, 
     trained = {name for name, grad in grads.items() if grad is not None}
     assert trained == {name for name in grads if "lora_" in name or name.startswith("value_head")}
     assert len(trained) == 2 * 2 * 4 + 2 * (name == "lora")  # A and B of 4 layers in 2 blocks
-    assert not isinstance(run.ref, torch.nn.Module)  # no second model
     (first, _), (second, _) = run.rollouts
     assert not first.kl.any() and second.kl.any()
     expected = new_policy(task)(second.contexts, second.responses)[0]
@@ -688,24 +676,18 @@ def test_lora_the_saved_model_is_merged(name, run_of, task):
     for name in names:
         assert torch.linalg.matrix_rank((after[name] - before[name]).double(), rtol=1e-4) <= 2
     texts = run.rollouts[1][0].contexts, run.rollouts[1][0].responses
-    expected, merged = run.policy(*texts)[0], new_policy(task, after)(*texts)[0]
+    expected, merged = run.model(*texts)[0], new_policy(task, after)(*texts)[0]
     torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-4)
     assert len(run.loaded) == 2  # to train and to save: evaluations merge only what is kept
 
 
 def test_reference_on_cpu_is_on_the_device_only_for_its_forward_passes(patched, run_of):
-    policy, events = tiny.make_policy(), []
-
-    class Reference:
-        def to(self, device):
-            events.append(device)
-
-        def __call__(self, *inputs):
-            events.append("forward")
-            return policy(*inputs)
-
+    policy, ref, events = tiny.make_policy(), tiny.make_policy(), []
+    ref.to = lambda device: events.append(device) or ref
+    ref.register_forward_pre_hook(lambda *inputs: events.append("forward"))
     script = patched("reference_on_cpu")
-    tiny.make_rollout(policy, tiny.make_args(script=script), script, ref=Reference())
+    tiny.make_rollout(policy, tiny.make_args(script=script), script, ref=ref)
+    _, *events = events  # `distributed.freeze` moves it first
     forwards = ["forward"] * (len(events) - 2)
     assert events == [torch.device("cpu"), *forwards, "cpu"] and len(forwards) > 1
     same_numbers(run_of("reference_on_cpu"), run_of("ppo"))
@@ -730,12 +712,10 @@ def test_freeze_layers_trains_the_upper_layers_and_the_norm_after_them(run_of, t
 
 def test_freeze_layers_trains_a_vocabulary_head_that_is_not_tied(patched, task):
     config = transformers.AutoConfig.from_pretrained(task.base_model, tie_word_embeddings=False)
-    lm = transformers.AutoModelForCausalLM.from_config(config)
+    lm = AutoModelForCausalLM.from_config(config)
     patched("freeze_layers").freeze_below(lm, 1)
     trained = {name for name, p in lm.named_parameters() if p.requires_grad}
-    assert {name for name in trained if "h.1." not in name and "ln_f" not in name} == {
-        "lm_head.weight"
-    }
+    assert [x for x in trained if "h.1." not in x and "ln_f" not in x] == ["lm_head.weight"]
 
 
 # --------------------------------------------------------------------------------- patches of rloo
@@ -788,6 +768,12 @@ def slow_losses(name, log_ratios, logprobs, advantages, ref_logprobs, kl_coef):
     return losses, clipped
 
 
+def uneven_responses(lm, contexts, ids, args, rng):
+    """In place of `sample_in_batches`: random tokens, and the end after 1 to 5."""
+    responses = torch.randint(20, 90, (len(contexts), args.task.response_length), generator=rng)
+    return responses.scatter(1, torch.arange(len(contexts))[:, None] % 5, ids.truncate)
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
     """With responses of uneven length, a KL to the reference, and ratios that clip.
@@ -796,24 +782,18 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
     """
     epochs = []
 
-    def uneven(lm, contexts, ids, args, rng):
-        responses = torch.randint(20, 90, (len(contexts), args.task.response_length), generator=rng)
-        return responses.scatter(1, torch.arange(len(contexts))[:, None] % 5, ids.truncate)
-
     def spy_shuffle(*inputs):
         epochs.append(rloo.shuffle(*inputs)[0])
         return epochs[-1:]
 
     def load_reward(args, *inputs):
         score = models_reward(args, *inputs)
-        return lambda queries, responses: torch.where(
-            queries.sum(dim=1) % 2 == 0, 0.5, score(queries, responses)
-        )
+        return lambda x, *inputs: torch.where(x.sum(dim=1) % 2 == 0, 0.5, score(x, *inputs))
 
     script = patched(name)
     models_reward = script.load_reward
-    task = replace(task, truncate_token=".", truncate_after=0, eos_task=True)
-    names = dict(sample_in_batches=uneven, shuffle=spy_shuffle, load_reward=load_reward)
+    task = replace(task, **EOS)
+    names = dict(sample_in_batches=uneven_responses, shuffle=spy_shuffle, load_reward=load_reward)
     flags = dict(kl_coef=0.3, kl_target=0.01, kl_horizon=50, lr=0.0, num_ppo_epochs=1, rloo_k=4)
     if name in BOUNDS:
         flags |= dict(cliprange=1 - BOUNDS[name][0], cliprange_high=BOUNDS[name][1] - 1)
@@ -835,8 +815,8 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
             assert line["objective/frac_reward_zero_std"] == sum(alike) / 16
         left_out += sum(alike)
         for rows in minibatches:
-            run.policy.zero_grad()
-            loss, logprobs = 0.0, run.policy(rollout.contexts, rollout.responses)[0]
+            run.model.zero_grad()
+            loss, logprobs = 0.0, run.model(rollout.contexts, rollout.responses)[0]
             learned = [i for i in rows.tolist() if name != "dapo" or not alike[i]]
             tokens = sum(len(advantages[i]) for i in learned)
             for i in learned:
@@ -850,7 +830,7 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
                 clipped += outside
             loss.backward()
             grads = next(steps).grads
-            for key, p in run.policy.named_parameters():
+            for key, p in run.model.named_parameters():
                 torch.testing.assert_close(grads[key], p.grad, atol=2e-5, rtol=2e-3)
     kl = run.rollouts[0][1].kl.sum(dim=1).mean()  # may be negative: the policy did not sample these
     assert kl_coefs == pytest.approx([0.3, 0.3 * (1.064 if kl > 0.012 else 0.936)])
@@ -884,15 +864,9 @@ def test_of_equal_scores_only_the_penalty_is_left_in_proportion_to_kl_coef(name,
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_statistics_are_means_over_what_is_learned_also_in_eos_tasks(name, patched, task):
     """Not over a constant: in a first step the mean ratio is 1, however short responses are."""
-    ends = torch.arange(16)[:, None] % 5
-
-    def uneven(lm, contexts, ids, args, rng):
-        responses = torch.randint(20, 90, (len(contexts), args.task.response_length), generator=rng)
-        return responses.scatter(1, ends[: len(contexts)], ids.truncate)
-
-    task = replace(task, truncate_token=".", truncate_after=0, eos_task=True)
+    names = dict(sample_in_batches=uneven_responses)
     one_step = dict(num_ppo_epochs=1, num_minibatches=1)
-    run = run_main(patched(name), task, names=dict(sample_in_batches=uneven), **one_step)
+    run = run_main(patched(name), replace(task, **EOS), names=names, **one_step)
     for line, (rollout, _) in zip(run.metrics, run.rollouts, strict=False):
         assert rollout.mask.float().mean() < 0.8
         assert line["ppo/val/ratio"] == pytest.approx(1, abs=1e-5)
@@ -907,7 +881,7 @@ def test_reinforce_plus_plus_has_one_response_to_each_query_or_several(patched, 
 
 
 def test_dapo_a_batch_without_signal_changes_nothing(patched, task):
-    names = dict(load_reward=lambda *a: lambda queries, responses: torch.ones(len(queries)))
+    names = dict(load_reward=lambda *a: lambda queries, *inputs: torch.ones(len(queries)))
     run = run_main(patched("dapo"), task, names=names)
     assert not any(grad.any() for step in run.steps for grad in step.grads.values())
     assert [x["objective/frac_reward_zero_std"] for x in run.metrics[:2]] == [1, 1]
@@ -927,7 +901,6 @@ def train(script, task, **changes):
         sizes |= dict(normalize_samples=8, rollout_batch_size=8)
     run = KeptRun()
     run.args = script.Args(task=task, **sizes | changes)
-    run.folder, run.main = Path(), False
 
     def spy_step(self, closure=None, step=torch.optim.Adam.step):
         names = dict(run.model.named_parameters())
@@ -1018,9 +991,8 @@ def test_X15_a_ranking_of_two_is_a_pair(patched):
     rewards = torch.tensor([[0.3, -1.2], [2.0, 2.5], [-40.0, 60.0]])
     best = torch.tensor([0, 1, 0])
     losses = patched("ranking").ranking_losses(rewards, torch.tensor([[1, 2], [2, 1], [1, 2]]))
-    torch.testing.assert_close(
-        losses, torch.nn.functional.cross_entropy(rewards, best, reduction="none")
-    )
+    expected = torch.nn.functional.cross_entropy(rewards, best, reduction="none")
+    torch.testing.assert_close(losses, expected)
     assert losses[2] == 100
 
 
@@ -1221,7 +1193,7 @@ def test_L6_a_recipe_runs_and_its_first_ratio_is_exactly_1(name, recipe, task):
     run = run_main(script, **values | dict(task=task))
     assert first_ratio_is_1(run) == 2
     assert len(run.steps) == 2 * args.num_minibatches * args.num_ppo_epochs
-    critic = isinstance(run.policy.value_head, RewardModel)
+    critic = isinstance(run.model.value_head, RewardModel)
     assert critic == ("critic_lr" in RECIPES[name])
     assert ("ema" in run.saved) == ("ema_decay" in RECIPES[name])
     (betas,) = {group["betas"] for group in run.optimizer.param_groups}

@@ -379,7 +379,7 @@ def run_updates(
         responses = [make_responses(size, length, seed) for seed in range(100)]
     reward = reward or reward_function(make_reward())
     models_left = [ref or make_policy(seed=3, script=script), policy]
-    names = {ppo: "PolicyAndValue", rloo: "Policy"}
+    policy_class = "PolicyAndValue" if hasattr(script, "PolicyAndValue") else "Policy"
     run = FakeRun(after)
     responses, epochs = list(responses), list(epochs or [])
 
@@ -393,7 +393,7 @@ def run_updates(
         "load_queries": lambda *a, **k: Table(queries),
         "load_reward": lambda *a: lambda queries, responses, columns: reward(queries, responses),
         "load_lm": lambda name, **more: models_left[0].lm,
-        names[script]: lambda *a: models_left.pop(0),
+        policy_class: lambda *a: models_left.pop(0),
         "load_gold_reward": lambda *a: None,
         "Run": run,
         "check": lambda *a: None,
