@@ -170,17 +170,18 @@ def find_max_length(backbone: Any) -> float:
     Attention other than the library's `sdpa` (Falcon's, Gemma 2's) and layers without attention
     need the padding. Windows have to be as wide as the sequences.
     """
-    config = backbone.config
+    config, reason = backbone.config, "its attention is not the library's sdpa"
     if config._attn_implementation == "sdpa" and backbone.is_backend_compatible():
         backbone.set_attn_implementation(NAME)
         if not is_equal(backbone):
             backbone.set_attn_implementation("sdpa")
+            reason = "without it the hidden states would differ"
     if config._attn_implementation != NAME:
-        say_once(f"padding is computed: {config.model_type} cannot be run without it")
+        say_once(f"padding is computed: {config.model_type}: {reason}")
         return 0
     ends = "window", "window_size", "chunk_size"
     found = [x for name, x in config.to_dict().items() if name.endswith(ends)]
-    return min((x for x in found if type(x) is int), default=math.inf)
+    return min((x for x in found if type(x) is int and x), default=math.inf)  # 0: no window
 
 
 @torch.no_grad()

@@ -185,6 +185,12 @@ def test_a_batch_wider_than_the_window_is_computed_with_its_padding(window, caps
     assert capsys.readouterr().out.count("padding") == (window == 15)
 
 
+def test_a_window_of_0_is_none():
+    lm = tiny.make_other_lm("qwen2_moe")
+    assert lm.config.sliding_window == 0
+    assert unpadding.find_max_length(lm.base_model) == float("inf")
+
+
 @pytest.mark.parametrize("kind", PADDED)
 def test_a_run_says_once_that_a_model_needs_its_padding(kind, capsys, monkeypatch):
     unpadding.say_once.cache_clear()
