@@ -127,7 +127,7 @@ def test_commands_parse_as_printed(source):
 
 # What test_local_commands_run_as_printed runs, and what it leaves out: the test that has it instead,
 # or what it needs.
-LOCAL = r"--task synthetic|^(cp|diff|grep|for|done)\b|benchmarks/(curves|winrate)\.py"
+LOCAL = r"--task synthetic|^(cp|diff|grep|for|done)\b|benchmarks/(curves|judgments|winrate)\.py"
 FIXTURE = "test_readme.test_local_commands_run_as_printed"  # its models come from these commands
 ELSEWHERE = {
     r"# .*(needs|GPU|hub)": "it says so",
