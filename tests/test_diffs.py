@@ -1068,7 +1068,7 @@ def test_a_patched_training_script_runs_and_what_it_saves_loads(name, patched, t
         patch.chdir(tmp_path)
         script = patched(name)
         sizes = dict(batch_size=4, num_heldout=4, run_name="run")
-        sizes |= dict(block_size=10) if name == "lora_sft" else dict(num_labels=8)
+        sizes |= dict(block_size=10) if BASES[name] == "sft" else dict(num_labels=8)
         of_rewards = name in ("lora_train_reward", "ranking")
         if of_rewards:
             sizes |= dict(normalize_samples=8, rollout_batch_size=8)
