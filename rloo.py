@@ -537,11 +537,9 @@ def main(args: Args) -> None:
         stats: dict[str, Any] = defaultdict(float)  # running means over the steps
         for minibatches in epochs:
             for minibatch_rows in minibatches:
-                minibatch, advantages = (
-                    rollout.select(minibatch_rows),
-                    all_advantages[minibatch_rows],
-                )
-                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # for the mean entropy
+                minibatch = rollout.select(minibatch_rows)
+                advantages = all_advantages[minibatch_rows]
+                avg_tokens = all_sum(minibatch.mask.sum()) / processes
                 num_responses = len(minibatch_rows)
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
