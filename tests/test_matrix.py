@@ -176,25 +176,31 @@ def check_equal(ours: Path, theirs: Path, within: float) -> None:
 
 
 def sample_apart(rank: int) -> None:
-    """Under FSDP2, sampling stops at different tokens: no process waits for the other's weights."""
-    lm, size = tiny.make_lm("llama"), (2, 20)[rank]
-    policy = ppo.PolicyAndValue(lm, tiny.PAD, 0.7)
+    """Under FSDP2, sampling stops at different tokens: no process waits for the other's weights.
+
+    Also from a frozen model that has not been called before.
+    """
+    size = (2, 20)[rank]
+    policy, second = (ppo.PolicyAndValue(tiny.make_lm("llama"), tiny.PAD, 0.7) for _ in range(2))
     contexts = tiny.make_contexts([8, 3, 5, 8, 1] * 8, 8)[rank::2][:size]
 
-    def sample() -> tuple[torch.Tensor, int]:
+    def sample(policy: torch.nn.Module) -> tuple[torch.Tensor, int]:
         calls: list = []
-        decoder = ending_soon(Decoder(lm, 50), calls)
+        decoder = ending_soon(Decoder(policy.lm, 50), calls)
         inputs = decoder, contexts, tiny.uniform(50, 20)[:, :size]
         found = tiny.sample(*inputs, eos_task=True, truncate_after=0)
         return truncate(found, 0, 0, tiny.PAD)[0], len(calls)
 
     accelerator = distributed.start(tiny.make_args())
     with accelerator.autocast():
-        expected, steps = sample()
+        expected, steps = sample(policy)
     policy, _ = distributed.prepare(accelerator, policy, torch.optim.SGD(policy.parameters()))
-    with distributed.inference(accelerator, policy):
-        found, again = sample()
-    assert torch.equal(found, expected) and steps == again
+    second = distributed.freeze(accelerator, second)
+    for model in (policy, second):
+        training = model.training
+        with distributed.inference(accelerator, model):
+            found, again = sample(model)
+        assert torch.equal(found, expected) and steps == again and model.training == training
     print(f"apart after {steps}", flush=True)
 
 
