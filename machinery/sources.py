@@ -59,7 +59,9 @@ def load_rows(source: str, flag: str) -> "datasets.Dataset":
             name, _, split = source.rpartition("@")
         if Path(name).is_file():
             kind, options = READERS[Path(name).suffix]
-            return datasets.load_dataset(kind, data_files=name, split=split, **options)
+            rows = datasets.load_dataset(kind, data_files=name, split=split, **options)
+            rows.data.validate(full=True)  # that texts are UTF-8, which the JSON reader does not
+            return rows
         name, _, part = name.partition(":")  # a configuration or, of the hub, a file
         if (Path(name) / "state.json").is_file():  # one of these is from `save_to_disk`
             return datasets.DatasetDict(train=datasets.load_from_disk(name))[split]

@@ -123,6 +123,45 @@ def test_ddp_and_two_machines_give_the_same_numbers_and_fsdp2_is_refused_on_a_cp
     assert not (tmp_path / "runs/fsdp2").exists()
 
 
+SLEEPY = """
+import time
+def score(queries, responses):
+    open("asked", "a").write("x")
+    time.sleep(35)
+    return [float(len(response)) for response in responses]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda x: x.name)
+def test_launched_processes_finish_a_long_update_and_its_checkpoint(number, task, tmp_path):
+    """As docs/resume.md says; without its two variables the launcher ends them before that."""
+    (tmp_path / "sleepy.py").write_text(SLEEPY)
+    page = (ROOT / "docs/resume.md").read_text()
+    (variables,) = re.findall(r"`export (PET_.*?)` before", page)
+    env = dict(variable.split("=") for variable in variables.split())
+    values = dict(base_model=task.base_model, query_dataset=task.query_dataset, query_length=8)
+    values |= dict(response_length=5, total_episodes=32, batch_size=8, num_minibatches=2)
+    values |= dict(eval_every=99, eval_queries=2, reward_fn="sleepy.py:score", run_name="a")
+    command = [*ACCELERATE, "--multi_gpu", "--num_processes", 2]
+    command += ["--main_process_port", free_port(), ROOT / "ppo.py", "--task", "synthetic"]
+    job = start(
+        tmp_path, [*command, *(f"--{name}={value}" for name, value in values.items())], **env
+    )
+    end = time.monotonic() + 300
+    while not (tmp_path / "runs/a/metrics.jsonl").exists() and time.monotonic() < end:
+        time.sleep(0.5)
+    asked = len((tmp_path / "asked").read_text())
+    while len((tmp_path / "asked").read_text()) == asked and time.monotonic() < end:
+        time.sleep(0.5)  # until the next update waits for its scores
+    begin = time.monotonic()
+    job.send_signal(number)
+    finish(job, code=1)
+    assert time.monotonic() - begin > 30
+    saved = list((tmp_path / "runs/a/checkpoints").iterdir())
+    assert len(saved) == 1 and saved[0].suffix == ".safetensors"
+
+
 SRUN = """#!/usr/bin/env bash
 # as Slurm's: a copy of the command for each task, the highest exit code
 while [[ "$1" == --* ]]; do shift; done

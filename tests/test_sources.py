@@ -45,6 +45,14 @@ def test_files_and_folders_are_data_sources_of_which_at_selects_a_split(form, tm
         load_rows(f"{source}@dev", "--flag")
 
 
+@pytest.mark.parametrize("name", ["mine.jsonl", "mine.json", "mine.txt", "mine.csv"])
+def test_a_file_that_is_not_utf_8_is_named(name, tmp_path):
+    """The reader of JSON does not notice; reading a row then fails."""
+    rows = "text\ncafé\n" if name == "mine.csv" else '{"text": "café"}\n'
+    (tmp_path / name).write_bytes(rows.encode("latin-1"))
+    refuses(lambda: load_rows(str(tmp_path / name), "--query_dataset"), "--query_dataset", name)
+
+
 def test_a_missing_dataset_is_not_called_an_unreachable_hub(monkeypatch):
     """The hub answers that there is none, or that access is denied: datasets raises an OSError."""
 
