@@ -11,9 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from machinery.cli import say
 
@@ -137,6 +134,8 @@ def attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The library's `sdpa`; of one part after the other if the tokens are without padding."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     if unpadding is None:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     slots, parts = unpadding
@@ -160,8 +159,14 @@ def attention(
     return torch.cat(outputs).index_select(0, slots)[None], None
 
 
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)  # for calls with padding
+@cache
+def register_attention() -> None:
+    """Give the library our attention function, and `sdpa`'s masks for calls with padding."""
+    from transformers import AttentionInterface  # takes two seconds to import
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def find_max_length(backbone: Any) -> float:
@@ -172,6 +177,7 @@ def find_max_length(backbone: Any) -> float:
     """
     config, reason = backbone.config, "its attention is not the library's sdpa"
     if config._attn_implementation == "sdpa" and backbone.is_backend_compatible():
+        register_attention()
         backbone.set_attn_implementation(NAME)
         if not is_equal(backbone):
             backbone.set_attn_implementation("sdpa")

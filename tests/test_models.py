@@ -85,7 +85,7 @@ def test_a_window_is_found_whatever_its_name_if_the_run_has_longer_texts(kind, s
     refuses(lambda: start("train_reward", **policy), "--policy_model", kind, "nats")
 
 
-@pytest.mark.parametrize("kind", WINDOWS)
+@pytest.mark.parametrize("kind", ["phi3"])  # of GPT-Neo the padding is computed
 def test_a_reward_model_whose_scores_depend_on_other_texts_is_refused(kind, start, tmp_path):
     """At the length of query and response, not at that of a short probe."""
     config = tiny.make_other_lm(kind, **WINDOWS[kind]).config

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tiny import PAD
 from torch import Tensor, nn
 from transformers import AutoModel
+from transformers.integrations import sdpa_attention
 
 from machinery import models, unpadding
 
@@ -128,9 +129,9 @@ def test_gradients_with_checkpointing_are_those_without(kind, monkeypatch):
         run_other(*half[0])
         return torch.cat([first, second])
 
-    attended, sdpa = [], unpadding.sdpa_attention_forward
+    attended, sdpa = [], sdpa_attention.sdpa_attention_forward
     spy = lambda *x, **options: (attended.append(len(x[1])), sdpa(*x, **options))[1]  # noqa: E731
-    monkeypatch.setattr(unpadding, "sdpa_attention_forward", spy)
+    monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", spy)
     expected = hidden_and_gradients(lm, call, make_inputs(tokens))
     once = len(attended)
     models.enable_gradient_checkpointing(lm)
