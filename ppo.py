@@ -288,7 +288,7 @@ def score_responses(
     truncated, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
     scores = torch.where(ended, reward(queries, truncated, columns), task.missing_eos_penalty)
     if args.clip_score is not None:
-        scores = scores.clamp(-args.clip_score, args.clip_score)
+        scores = scores.clamp(-args.clip_score, args.clip_score)  # (X2)
     return scores, truncated, ended
 
 
@@ -382,7 +382,7 @@ def compute_advantages(minibatch: Rollout, args: Args) -> tuple[Tensor, Tensor]:
     if args.whiten_rewards:
         rewards = whiten(rewards, minibatch.mask, shift_mean=False)
     advantages, returns = gae(rewards, minibatch.values, args.gamma, args.lam)
-    if args.whiten_advantages:
+    if args.whiten_advantages:  # (X14)
         advantages = whiten(advantages, minibatch.mask)
     return advantages, returns
 
@@ -415,7 +415,7 @@ def ppo_losses(
     low, high = old.values - args.cliprange_value, old.values + args.cliprange_value
     vf_losses = (values - returns) ** 2
     vf_losses_clipped = (values.clamp(low, high) - returns) ** 2
-    vf_loss = 0.5 * share(torch.max(vf_losses, vf_losses_clipped))
+    vf_loss = 0.5 * share(torch.max(vf_losses, vf_losses_clipped))  # (P10)
 
     with torch.no_grad():
         per_token = {
@@ -482,8 +482,8 @@ def main(args: Args) -> None:
     table = load_queries(task, tokenizer, ids, args.total_episodes)  # table[rows]: [B, Q]
     heldout, table = table.hold_out(args.eval_queries)
     # Both are functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
-    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
+    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
     ref = PolicyAndValue(load_lm(task.base_model), ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
@@ -587,7 +587,7 @@ def main(args: Args) -> None:
                     part_stats["policy/entropy_avg"] = entropies.sum() / avg_tokens
                     for name, value in part_stats.items():
                         stats[f"ppo/{name}"] += value.detach() / num_steps
-                if args.max_grad_norm is not None:
+                if args.max_grad_norm is not None:  # (X8)
                     accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -280,7 +280,7 @@ def score_responses(
     truncated, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
     scores = torch.where(ended, reward(queries, truncated, columns), task.missing_eos_penalty)
     if args.clip_score is not None:
-        scores = scores.clamp(-args.clip_score, args.clip_score)
+        scores = scores.clamp(-args.clip_score, args.clip_score)  # (X2)
     return scores, truncated, ended
 
 
@@ -358,7 +358,7 @@ def leave_one_out_advantages(rewards: Tensor, k: int) -> Tensor:
 def compute_advantages(rewards: Tensor, args: Args) -> Tensor:
     """Leave-one-out advantages [B], whitened over the batch of all processes if asked for."""
     advantages = leave_one_out_advantages(rewards, args.rloo_k)
-    if args.whiten_advantages:
+    if args.whiten_advantages:  # (X14)
         mean, var = global_mean_and_var(advantages)
         advantages = (advantages - mean) * torch.rsqrt(var + 1e-8)
     return advantages
@@ -445,8 +445,8 @@ def main(args: Args) -> None:
     table = load_queries(task, tokenizer, ids, num_queries)  # table[rows]: [P, Q]
     heldout, table = table.hold_out(args.eval_queries)
     # Both are functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
-    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
+    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
     ref = Policy(load_lm(task.base_model), ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
@@ -554,7 +554,7 @@ def main(args: Args) -> None:
                     part_stats["policy/entropy_avg"] = entropies.sum() / avg_tokens
                     for name, value in part_stats.items():
                         stats[f"ppo/{name}"] += value.detach() / num_steps
-                if args.max_grad_norm is not None:
+                if args.max_grad_norm is not None:  # (X8)
                     accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -135,8 +135,8 @@ def watch_first_step(script: Any) -> list[float]:
 
     def spy(logprobs: torch.Tensor, *rest: Any) -> Any:
         if not steps:
-            old = rest[1].logprobs if name == "ppo_losses" else rest[0]
-            gaps.append((logprobs - old).abs().max().item())
+            old = rest[1] if name == "ppo_losses" else rest[0]
+            gaps.append((logprobs - old.logprobs).abs().max().item())
         return losses(logprobs, *rest)
 
     setattr(script, name, spy)

@@ -189,7 +189,7 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
         model = cls(rewards.RewardConfig(copy.deepcopy(config), ids.pad))
         score = accelerator.autocast()(rewards.score_in_parts)
         models.store_as_cast(model.eval().requires_grad_(False))
-        return lambda *texts: score(model, torch.cat(texts, dim=1), args.micro_batch_tokens)
+        return lambda *texts: score(model, torch.cat(texts[:2], dim=1), args.micro_batch_tokens)
 
     def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:
         n = len(lengths)

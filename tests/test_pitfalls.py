@@ -654,7 +654,7 @@ def test_22_the_reward_models_held_out_accuracy_is_logged(runs, monkeypatch):
     monkeypatch.chdir(runs.folder)
     task = runs.args["train_reward"].task
     labels = load_labels(task, *load_tokenizer(task, task.response_length))
-    model = load_reward_model(train_reward.RewardModel, "reward", "")
+    model = load_reward_model(train_reward.RewardModel, "reward")
     right = []
     for i in range(12, 16):
         rows = [np.concatenate([labels.queries[i], x]) for x in labels.responses[i]]

@@ -529,7 +529,7 @@ def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(script
     owners += [(args.task, field) for field in fields(args.task)]
     for owner, field in owners:
         value = getattr(owner, field.name)
-        others = ["another", 0.25, "k2"]
+        others = ["another", 0.25, "k2", 3]
         if isinstance(value, bool | int | float):
             others = [not value if isinstance(value, bool) else value + 1, value / 2]
         for other in others:
