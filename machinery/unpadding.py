@@ -29,7 +29,7 @@ class Unpadded:
 
     def __init__(self, backbone: Any):
         self.backbone = backbone
-        self.max_length = find_max_length(backbone)
+        self.max_length: float | None = None  # not known before the weights are loaded
 
     def __call__(
         self,
@@ -39,6 +39,8 @@ class Unpadded:
         prompt_length: int = 0,
     ) -> Tensor:
         inputs = self.backbone, input_ids, attention_mask, position_ids
+        if self.max_length is None:
+            self.max_length = find_max_length(self.backbone)
         if input_ids.shape[1] <= self.max_length:
             return run_unpadded(*inputs, prompt_length)
         if self.max_length:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.integrations import sdpa_attention
 
-from machinery import models, unpadding
+import train_reward
+from machinery import models, rewards, unpadding
 
 OTHERS = ("gemma2", "opt", "gptj", "mixtral", "cohere", "phi")
 PADDED = ("falcon", "falcon_alibi", "gemma2", "gptj")  # models that take the plain call
@@ -88,6 +89,7 @@ def test_G3_hidden_states_and_gradients_are_those_of_the_plain_call(kind, bf16):
     inputs = make_inputs(tokens)
     plain = lambda *x: unpadding.run_plain(lm.base_model, *x)  # noqa: E731
     expected = hidden_and_gradients(lm, plain, inputs, bf16)
+    unpadding.find_max_length(lm.base_model)  # reads tokens, too
     run, read = unpadding.Unpadded(lm.base_model), spy_tokens(lm)
     own_tokens = int((tokens[:, PROMPT:] != PAD).sum())
     for prompt_length, real in ((0, int(inputs[1].sum())), (PROMPT, prompt_tokens + own_tokens)):
@@ -120,6 +122,8 @@ def test_gradients_with_checkpointing_are_those_without(kind, monkeypatch):
     """Two calls before one backward pass, which computes both again; another model in between."""
     lm, other = make_lm(kind), make_lm(kind)
     tokens, _ = make_batch()
+    for model in (lm, other):
+        unpadding.find_max_length(model.base_model)
     run, run_other = (unpadding.Unpadded(x.base_model) for x in (lm, other))
 
     def call(*inputs: Tensor) -> Tensor:
@@ -148,7 +152,7 @@ def test_calls_with_padding_and_caches_are_those_of_sdpa():
     call = lambda: lm(inputs, attention_mask=mask, position_ids=positions).logits  # noqa: E731
     generate = lambda: lm.generate(inputs, attention_mask=mask, max_new_tokens=4, do_sample=False)  # noqa: E731
     expected, tokens = call(), generate()
-    unpadding.Unpadded(lm.base_model)
+    unpadding.find_max_length(lm.base_model)
     assert lm.config._attn_implementation == unpadding.NAME
     assert torch.equal(call(), expected) and torch.equal(generate(), tokens)
     assert lm.config.to_json_string() == config
@@ -177,6 +181,7 @@ def test_a_batch_wider_than_the_window_is_computed_with_its_padding(window, caps
     unpadding.say_once.cache_clear()
     lm = tiny.make_other_lm("mistral", sliding_window=window)
     inputs = make_inputs(make_batch()[0])
+    unpadding.find_max_length(lm.base_model)
     run, read = unpadding.Unpadded(lm.base_model), spy_tokens(lm)
     with torch.no_grad():
         hidden = run(*inputs)
@@ -184,6 +189,18 @@ def test_a_batch_wider_than_the_window_is_computed_with_its_padding(window, caps
         same = torch.equal(hidden, unpadding.run_plain(lm.base_model, *inputs))
     assert same == (window == 15) == (read[0][1] == 60 * 16)
     assert capsys.readouterr().out.count("padding") == (window == 15)
+
+
+def test_a_loaded_reward_model_is_unpadded(tmp_path):
+    """Its weights are loaded after it has been made; until then they may be anything."""
+    model = tiny.make_reward()
+    model.save_pretrained(tmp_path)
+    loaded = rewards.load_reward_model(train_reward.RewardModel, str(tmp_path))
+    read = spy_tokens(loaded.backbone)
+    tokens, _ = make_batch()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens), model(tokens))
+    assert read[-1] == (int((tokens != PAD).sum()),) * 2
 
 
 def test_a_window_of_0_is_none():
@@ -195,13 +212,14 @@ def test_a_window_of_0_is_none():
 @pytest.mark.parametrize("kind", PADDED)
 def test_a_run_says_once_that_a_model_needs_its_padding(kind, capsys, monkeypatch):
     unpadding.say_once.cache_clear()
+    inputs = make_inputs(make_batch()[0])
     for _ in range(3):
-        unpadding.Unpadded(make_lm(kind).base_model)
+        unpadding.Unpadded(make_lm(kind).base_model)(*inputs)
     said = capsys.readouterr().out
     assert said.count("padding") == 1 and kind.split("_")[0] in said
     unpadding.say_once.cache_clear()
     monkeypatch.setenv("RANK", "1")
-    unpadding.Unpadded(make_lm(kind).base_model)
+    unpadding.Unpadded(make_lm(kind).base_model)(*inputs)
     assert not capsys.readouterr().out
 
 
@@ -252,7 +270,7 @@ def test_36_the_probe_runs_once_per_model_in_fp32_and_changes_nothing():
     base.register_forward_hook(lambda *x: seen.append((base.training, x[-1][0].dtype)))
     with torch.autocast("cpu", torch.bfloat16):
         for _ in range(2):
-            unpadding.Unpadded(base)
+            unpadding.find_max_length(base)
     assert base.training and seen == [(False, torch.float32)] * 3
 
 
@@ -265,7 +283,7 @@ def test_36_an_error_in_the_probe_is_not_taken_for_a_model_that_needs_padding():
 
     base.register_forward_pre_hook(fail)
     with pytest.raises(torch.OutOfMemoryError):
-        unpadding.Unpadded(base)
+        unpadding.find_max_length(base)
 
 
 def test_a_deep_copy_computes_with_its_own_weights():
@@ -281,7 +299,7 @@ def test_a_deep_copy_computes_with_its_own_weights():
 
 def test_a_model_of_the_same_configuration_is_unpadded_too():
     lm = tiny.make_lm()
-    unpadding.Unpadded(lm.base_model)
+    unpadding.find_max_length(lm.base_model)
     other = AutoModel.from_config(lm.config).eval()
     inputs = make_inputs(make_batch()[0])
     with torch.no_grad():
