@@ -18,11 +18,7 @@ import tiny
 import torch
 from tiny import EOS, KINDS, PAD, WORDS
 from torch.testing import assert_close
-<<<<<<< HEAD
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2Config
-=======
-from transformers import AutoModelForCausalLM, AutoTokenizer
->>>>>>> unpad
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import ppo
 import rloo
