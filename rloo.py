@@ -442,7 +442,7 @@ def main(args: Args) -> None:
     # Also checks that query and response fit the model; ids: pad, truncate, prefix, suffix.
     tokenizer, ids = load_tokenizer(task, task.response_length)
     num_queries = args.total_episodes // args.rloo_k
-    table = load_queries(task, tokenizer, ids, num_queries)  # table[rows]: [P, Q]
+    table = load_queries(task, tokenizer, ids, num_queries)  # table[rows] are queries [P, Q]
     heldout, table = table.hold_out(args.eval_queries)
     # Both are functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
@@ -450,7 +450,7 @@ def main(args: Args) -> None:
 
     ref = Policy(load_lm(task.base_model), ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
-    lm = load_lm(task.base_model, length=ids.length)  # from sft.py or the hub; no dropout (P4)
+    lm = load_lm(task.base_model, length=ids.length)  # without dropout (P4); checked at this length
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
@@ -575,7 +575,7 @@ def main(args: Args) -> None:
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)
         if run.exceeds_stop_kl(metrics["objective/kl"]):
             break
-        run.checkpoint(update + 1, policy, optimizer, kl_coef)  # if due; a signal ends the run
+        run.checkpoint(update + 1, policy, optimizer, kl_coef)  # if due; exits after a signal
 
     run.save(lm, tokenizer)
     run.log(run.step, evaluate(run.step, kl_coef))  # run.step: the number of updates done

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from machinery.cli import InputError, about
 from machinery.decoding import Decoder
 from machinery.sources import check_source
-from machinery.unpadding import Unpadded, run_plain
+from machinery.unpadding import Unpadded, find_max_length, run_plain
 from utils import pad_left
 
 KNOWN = "GPT-2, GPT-NeoX (Pythia), Llama, Qwen 2, Mistral, Falcon and similar models can"
@@ -36,8 +36,11 @@ def store_as_cast(model: nn.Module) -> None:
 
     It casts weights that need no gradients again in each forward pass. Not the exact head, and of
     a model that is trained only what is under adapters: the rest may be saved. From then on the
-    model only works under autocast; `load_lm` has checked it before.
+    model only works under autocast, which unpadding is tried without.
     """
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel) and module.base_model is module:
+            find_max_length(module)
     trained = any(weight.requires_grad for weight in model.parameters())
     for name, module in model.named_modules():
         linear = type(module) in (nn.Linear, Conv1D)

@@ -29,7 +29,6 @@ class Unpadded:
 
     def __init__(self, backbone: Any):
         self.backbone = backbone
-        self.max_length: float | None = None  # not known before the weights are loaded
 
     def __call__(
         self,
@@ -39,12 +38,11 @@ class Unpadded:
         prompt_length: int = 0,
     ) -> Tensor:
         inputs = self.backbone, input_ids, attention_mask, position_ids
-        if self.max_length is None:
-            self.max_length = find_max_length(self.backbone)
-        if input_ids.shape[1] <= self.max_length:
+        longest = find_max_length(self.backbone)
+        if input_ids.shape[1] <= longest:
             return run_unpadded(*inputs, prompt_length)
-        if self.max_length:
-            say_once(f"padding is computed: some attention reaches only {self.max_length} tokens")
+        if longest:
+            say_once(f"padding is computed: some attention reaches only {longest} tokens")
         return run_plain(*inputs)
 
 
@@ -175,8 +173,10 @@ def find_max_length(backbone: Any) -> float:
     """The longest sequences for which `run_unpadded` equals `run_plain`; 0 if it never does.
 
     Attention other than the library's `sdpa` (Falcon's, Gemma 2's) and layers without attention
-    need the padding. Windows have to be as wide as the sequences.
+    need the padding. Windows have to be as wide as the sequences. Tried once, with fp32 weights.
     """
+    if hasattr(backbone, "max_unpadded"):
+        return backbone.max_unpadded
     config, reason = backbone.config, "its attention is not the library's sdpa"
     if config._attn_implementation == "sdpa" and backbone.is_backend_compatible():
         register_attention()
@@ -186,10 +186,13 @@ def find_max_length(backbone: Any) -> float:
             reason = "without it the hidden states would differ"
     if config._attn_implementation != NAME:
         say_once(f"padding is computed: {config.model_type}: {reason}")
+        backbone.max_unpadded = 0
         return 0
     ends = "window", "window_size", "chunk_size"
     found = [x for name, x in config.to_dict().items() if name.endswith(ends)]
-    return min((x for x in found if type(x) is int and x), default=math.inf)  # 0: no window
+    windows = [x for x in found if type(x) is int and x]  # 0: no window
+    backbone.max_unpadded = min(windows, default=math.inf)
+    return backbone.max_unpadded
 
 
 @torch.no_grad()
