@@ -251,7 +251,7 @@ def sample_in_batches(
     shape = args.task.response_length, len(contexts)
     uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(shape[::-1])
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)  # CPU for MPS
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -441,8 +441,8 @@ def main(args: Args) -> None:
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     # Also checks that query and response fit the model; ids: pad, truncate, prefix, suffix.
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    num_queries = args.total_episodes // args.rloo_k
-    table = load_queries(task, tokenizer, ids, num_queries)  # table[rows] are queries [P, Q]
+    # As many as the run can use; table[rows] are queries [P, Q].
+    table = load_queries(task, tokenizer, ids, args.total_episodes // args.rloo_k)
     heldout, table = table.hold_out(args.eval_queries)
     # Both are functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
