@@ -92,3 +92,11 @@ def test_issue_forms_parse(path):
     form = yaml.safe_load(path.read_text())
     assert form["name"] and form["description"]
     assert all(item["type"] and item["attributes"]["label"] for item in form["body"])
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo", "sft", "train_reward"])
+def test_a_copy_of_a_script_passes_the_linter(name):
+    command = [sys.executable, "-m", "ruff", "check", "--stdin-filename", "mine.py", "-"]
+    source = (ROOT / f"{name}.py").read_text()
+    done = subprocess.run(command, input=source, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
