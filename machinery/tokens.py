@@ -30,9 +30,8 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
         check_source(name)
         config = transformers.AutoConfig.from_pretrained(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        if not tokenizer.encode(
-            "text", add_special_tokens=False
-        ):  # the library makes up an empty one
+        words = tokenizer(["one", "two"], add_special_tokens=False)["input_ids"]
+        if words[0] == words[1]:  # the library makes up an empty one
             raise InputError("there is no tokenizer: no tokenizer.json, or an empty one")
         if len(tokenizer) > config.vocab_size:
             raise InputError(
