@@ -49,6 +49,9 @@ class RunArgs:
     """upload the weights to this new private repository, owner/name"""
 
 
+SHARED = RunArgs.__dataclass_fields__
+
+
 class InputError(ValueError):
     """Bad input. The message names the value and what would be right."""
 
@@ -71,7 +74,7 @@ def about(what: str) -> Iterator[None]:
         raise InputError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def parse_args(cls: type, presets: dict[str, dict[str, Any]], argv: list[str] | None = None) -> Any:
+def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | None = None) -> Any:
     """Parse the command line into the dataclass `cls`.
 
     `--task NAME` selects the defaults: the task's entry in `TASKS`, then the script's own
@@ -86,6 +89,8 @@ def parse_args(cls: type, presets: dict[str, dict[str, Any]], argv: list[str] | 
     of_task = {key: value for key, value in preset.items() if key in task_fields}
     of_script = {key: value for key, value in preset.items() if key not in task_fields}
     default = cls(task=replace(TASKS[name], **of_task), **of_script)
+    own = {name: field for name, field in cls.__dataclass_fields__.items() if name not in SHARED}
+    cls.__dataclass_fields__ = own | SHARED  # their order in --help
     kind: Any = tyro.conf.OmitArgPrefixes
     return tyro.cli(kind[cls], default=default, args=argv)
 

@@ -127,7 +127,7 @@ def test_commands_parse_as_printed(source):
 
 # What test_local_commands_run_as_printed runs, and what it leaves out: the test that has it instead,
 # or what it needs.
-LOCAL = r"--task synthetic|^(cp|diff|grep|for|done)\b|benchmarks/(curves|judgments|winrate)\.py"
+LOCAL = r"--task synthetic|^(cp|diff|grep|for|done)\b|benchmarks/(curves|winrate)\.py"
 FIXTURE = "test_readme.test_local_commands_run_as_printed"  # its models come from these commands
 ELSEWHERE = {
     r"# .*(needs|GPU|hub)": "it says so",
@@ -138,6 +138,7 @@ ELSEWHERE = {
     r"git worktree": "the history",
     r"mutations\.py|(arithmetic|recipes|synthetic)\.sh": "minutes",
     r"demo\.sh|^python (sft|train_reward)\.py --task synthetic(_eos)?\s*(#|$)": FIXTURE,
+    r"judgments\.py": "test_answers.test_the_reward_is_compared_with_judgments_of_solutions",
     r"--task arithmetic": "test_answers.test_arithmetic_from_sft_to_pass_at_k_in_any_folder",
     r"curves\.py .*wandb": "test_curves.test_the_documented_command_draws_published_curves_over_ours",
     r"curves\.py .*TRL=": "test_from_trl.test_the_pages_commands_parse_and_the_first_is_the_run_of_its"
