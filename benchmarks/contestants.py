@@ -123,13 +123,21 @@ def ours(job: Job, watch: Stopwatch) -> None:
     """The script's own `main`; its timer and `run.checkpoint` mark the phases."""
     from machinery.runs import Run
 
-    script = importlib.import_module(job.kind)
+    script, updating = importlib.import_module(job.kind), []
 
     class Timer(script.Timer):
         def start(self, phase: str | None) -> None:
-            if phase:  # `optimize` ends at the checkpoint, after metrics have been logged
+            if phase and updating:  # `optimize` ends at the checkpoint, after metrics are logged
                 watch(phase)
             super().start(phase)
+
+    def query_rows(*inputs: Any) -> np.ndarray:  # begins an update, after its evaluation
+        updating.append(True)
+        return rows(*inputs)
+
+    def checkpoint(*inputs: Any) -> None:
+        updating.clear()
+        save(*inputs)
 
     def sample_in_batches(*inputs: Any) -> torch.Tensor:
         rng, responses = inputs[-1].clone_state(), sampler(*inputs)
@@ -141,7 +149,9 @@ def ours(job: Job, watch: Stopwatch) -> None:
 
     script.Timer, sampler = Timer, script.sample_in_batches
     script.sample_in_batches = sample_in_batches
-    Run.checkpoint = watch.around(Run.checkpoint, None, None)
+    script.query_rows, rows = query_rows, script.query_rows
+    save = Run.checkpoint
+    Run.checkpoint = watch.around(checkpoint, None, None)
     script.main(script_args(script, job))
 
 
