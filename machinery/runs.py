@@ -192,7 +192,7 @@ class Run:
         return True
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of one update. Raises `RunError` if a loss, score or KL is not finite."""
+        """Write the metrics of one update. Raises `RunError` if a loss or score is not finite."""
         for name, value in metrics.items():
             watched = "loss" in name or name.startswith(("objective/", "eval/"))
             if watched and not math.isfinite(value):
