@@ -326,18 +326,19 @@ class Rollout(NamedTuple):
 
 
 def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list[list[Tensor]]:
-    """For each epoch, the episodes of each minibatch: a new permutation of all (P7).
+    """For each epoch, the episodes of each minibatch: a new permutation of the queries (P7).
 
-    Episode i is a response to query i % P. Within a minibatch, responses to the same query are
-    neighbors, so that the query is computed only once for them.
+    Episode i is a response to query i % P. All K responses to a query are in one minibatch, side by
+    side, so that losses can compare them and the query is computed only once.
     """
     rng = np.random.default_rng(seed)
     num_queries = num_episodes // args.rloo_k
+    responses = num_queries * np.arange(args.rloo_k)  # of query 0
     epochs = []
     for _ in range(args.num_ppo_epochs):
-        minibatches = np.split(rng.permutation(num_episodes), args.num_minibatches)
-        minibatches = [rows[np.argsort(rows % num_queries)] for rows in minibatches]
-        epochs.append([torch.as_tensor(rows, device=device) for rows in minibatches])
+        minibatches = np.split(rng.permutation(num_queries), args.num_minibatches)
+        rows = [np.add.outer(queries, responses).flatten() for queries in minibatches]
+        epochs.append([torch.as_tensor(x, device=device) for x in rows])
     return epochs
 
 
@@ -429,8 +430,8 @@ LIMITS = {"ppo/policy/approxkl_avg": (0.5, 5.0), "ppo/policy/clipfrac_avg": (0.3
 def check(args: Args, processes: int) -> None:
     """Raise `InputError` for flags that cannot work, before anything is loaded."""
     check_run(args, SCRIPT, processes)
-    unit = processes * math.lcm(args.num_minibatches, args.rloo_k)
-    reason = "processes * lcm(num_minibatches, rloo_k)"
+    unit = processes * args.num_minibatches * args.rloo_k
+    reason = "processes * num_minibatches * rloo_k"
     cli.check_divisible("batch_size", args.batch_size, unit, reason)
 
 

@@ -39,7 +39,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("P4", "machinery/models.py", 'if ("drop" in key or', 'if ("no drop" in key or'),
     ("P5", "utils.py", "(positions >= after)", "(positions > after)"),
     ("P6", "ppo.py", "delta + gamma * lam * last_gae", "delta + gamma * last_gae"),
-    ("P7", "rloo.py", "(num_episodes), args.num_minibatches)", "(num_episodes), 1)"),
+    ("P7", "rloo.py", "(num_queries), args.num_minibatches)", "(num_queries), 1)"),
     ("P8", "ppo.py", "(-kl_coef * kl)", "(kl_coef * kl)"),
     ("P9", "utils.py", "(x - mean) ** 2, mask)) / count", "(x - mean) ** 2, mask)) / (count - 1)"),
     ("P10", "ppo.py", "share(torch.max(vf_losses, vf_losses_clipped))", "share(vf_losses)"),

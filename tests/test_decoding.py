@@ -308,7 +308,7 @@ INHERITED = {  # what checkpoints carry
 
 
 @pytest.mark.parametrize("name", INHERITED)
-def test_13_generate_ignores_the_generation_config_of_the_checkpoint(name):
+def test_generate_ignores_the_generation_config_of_the_checkpoint(name):
     """Exactly `length` tokens of the full vocabulary, as a naive loop samples them."""
     lm = tiny.make_lm()
     lm.generation_config = own = GenerationConfig(**INHERITED[name])

@@ -65,7 +65,7 @@ def test_two_processes_have_different_episodes_and_numbers_of_tokens(name, both)
 
 
 @ALL
-def test_P7_R4_09_gradients_do_not_depend_on_the_number_of_processes(name, both):
+def test_P7_R4_gradients_do_not_depend_on_the_number_of_processes(name, both):
     """Of each step, before clipping. Means of means would differ; Adam would hide a factor."""
     expected = both.one[name]["gradients"]
     assert len(expected) == (4 if name in ("ppo", "rloo") else 2)
@@ -76,7 +76,7 @@ def test_P7_R4_09_gradients_do_not_depend_on_the_number_of_processes(name, both)
 
 
 @ALL
-def test_P7_A1_10_weights_after_training_do_not_depend_on_the_number_of_processes(name, both):
+def test_P7_A1_weights_after_training_do_not_depend_on_the_number_of_processes(name, both):
     """Several steps of 1e-3; the processes have the same weights to the bit."""
     start = {
         "ppo": lambda: tiny.make_policy(),
@@ -93,7 +93,7 @@ def test_P7_A1_10_weights_after_training_do_not_depend_on_the_number_of_processe
 
 
 @ALL
-def test_R3_19_metrics_are_those_of_all_processes_together(name, both):
+def test_R3_metrics_are_those_of_all_processes_together(name, both):
     """Sums and counts are added before they are divided; statistics of the normalization, too."""
     for rank in both.ranks:
         for ours, theirs in zip(rank[name]["metrics"], both.one[name]["metrics"], strict=True):
@@ -134,7 +134,7 @@ def test_X11_advantages_are_whitened_over_all_processes(name, both):
         assert abs(mean) > 1e-3 or abs(var - 1) > 1e-3
 
 
-def test_G5_11_learning_rates_and_episodes_count_all_processes(both):
+def test_G5_learning_rates_and_episodes_count_all_processes(both):
     """Labels: two steps of 6. Episodes: two updates of 8 of all processes, four of each."""
     lines = both.ranks[0]["train_reward"]["metrics"]
     assert [line["lr"] for line in lines if "lr" in line] == pytest.approx([1e-3, 5e-4])

@@ -95,7 +95,7 @@ def test_R4_openais_padding_is_50259_or_the_models_pad_id(pad_id, query, expecte
 
 
 @pytest.mark.parametrize("vocabulary", [50257, 50400])
-def test_29_labels_of_gpt2_are_read_as_they_are_with_gpt2s_tokenizer(vocabulary, gpt2, tmp_path):
+def test_labels_of_gpt2_are_read_as_they_are_with_gpt2s_tokenizer(vocabulary, gpt2, tmp_path):
     """Also by a larger vocabulary of the same tokens, such as GPT-J's, where 50259 could be one."""
     gpt2.save_pretrained(tmp_path / "g")
     rows = formats.oai_labels(gpt2)
@@ -106,7 +106,7 @@ def test_29_labels_of_gpt2_are_read_as_they_are_with_gpt2s_tokenizer(vocabulary,
     assert 50256 in found.responses[0][1] and len(found.responses[0][3]) == 2
 
 
-def test_29_labels_of_gpt2_are_encoded_again_for_another_tokenizer(gpt2, hers, tmp_path):
+def test_labels_of_gpt2_are_encoded_again_for_another_tokenizer(gpt2, hers, tmp_path):
     """They are longer with 1,000 tokens than with 50,257: nothing of them is cut."""
     gpt2.save_pretrained(tmp_path / "g")
     task = label_task(
@@ -121,7 +121,7 @@ def test_29_labels_of_gpt2_are_encoded_again_for_another_tokenizer(gpt2, hers, t
     assert found.best.tolist() == [2, 0, 3] and len(found.queries[1]) > 8
 
 
-def test_29_a_label_tokenizer_out_of_reach_is_refused(hers, tmp_path, monkeypatch):
+def test_a_label_tokenizer_out_of_reach_is_refused(hers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     task = label_task(tmp_path / "l.json", tiny.label_rows(3, 8, 5), label_tokenizer="./nowhere")
     with pytest.raises(InputError, match="--label_dataset .*: --label_tokenizer ./nowhere: "):

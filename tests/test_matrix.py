@@ -106,7 +106,7 @@ def combinations() -> list[Any]:
 @pytest.mark.parametrize(
     ("script", "kind", "precision", "form"), combinations(), indirect=["precision"]
 )
-def test_24_every_script_updates_every_kind_of_model(
+def test_every_script_updates_every_kind_of_model(
     script, kind, precision, form, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -116,7 +116,7 @@ def test_24_every_script_updates_every_kind_of_model(
 
 
 @pytest.mark.slow
-def test_24_ddp_and_fsdp2_update_every_kind_of_model_alike_on_two_processes(tmp_path):
+def test_ddp_and_fsdp2_update_every_kind_of_model_alike_on_two_processes(tmp_path):
     """In bf16, in one launch; equal to the bit, although half of the sharded ones checkpoint."""
     root = Path(__file__).parents[1]
     env = {"ACCELERATE_MIXED_PRECISION": "bf16", "PYTHONPATH": f"{root}:{root / 'tests'}"}
@@ -130,7 +130,7 @@ def test_24_ddp_and_fsdp2_update_every_kind_of_model_alike_on_two_processes(tmp_
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_25_every_preset_passes_its_own_checks(script, tmp_path, monkeypatch):
+def test_every_preset_passes_its_own_checks(script, tmp_path, monkeypatch):
     """On up to 8 processes. A task without a preset has the defaults."""
     monkeypatch.chdir(tmp_path)
     module = importlib.import_module(script)

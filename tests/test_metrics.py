@@ -20,7 +20,7 @@ BOTH = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
 
 @BOTH
 @pytest.mark.parametrize("eos_task", [True, False])
-def test_22_an_evaluation_counts_to_the_end_of_a_response_and_all_of_one_without_an_end(
+def test_an_evaluation_counts_to_the_end_of_a_response_and_all_of_one_without_an_end(
     script, eos_task, accelerator
 ):
     """Of three held-out responses one ends. The policy is surer than the reference by 1 at the first

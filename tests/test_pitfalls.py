@@ -63,7 +63,7 @@ def spy_ratios(script) -> tuple[list[Tensor], dict]:
 
 @BOTH
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_01_without_learning_every_ratio_is_1(script, kind, accelerator):
+def test_without_learning_every_ratio_is_1(script, kind, accelerator):
     """Exactly 1 in the first epoch, cut into micro-batches as the rollout was. Later ones add up
     in another order."""
     args = one_update(script, lr=0.0, num_ppo_epochs=3, micro_batch_tokens=26)
@@ -78,7 +78,7 @@ def test_01_without_learning_every_ratio_is_1(script, kind, accelerator):
 
 @BOTH
 @pytest.mark.parametrize("precision", ["accelerator", "bf16_accelerator"])
-def test_01_L6_ratios_of_the_first_minibatch_are_exactly_1(script, precision, request):
+def test_ratios_of_the_first_minibatch_are_exactly_1(script, precision, request):
     """Old log-probabilities come from the same forward passes: the same episodes together."""
     request.getfixturevalue(precision)
     args = one_update(script, lr=1e-2, num_ppo_epochs=1, micro_batch_tokens=26)
@@ -107,7 +107,7 @@ def test_01_L6_ratios_of_the_first_minibatch_are_exactly_1(script, precision, re
 # --------------------------------------------------------------------- 2, 6 to 8: what padding does
 
 
-def test_02_prefix_and_suffix_join_the_query_without_a_gap():
+def test_prefix_and_suffix_join_the_query_without_a_gap():
     ids = utils.TokenIds(pad=9, truncate=None, prefix=[1, 2], suffix=[3])
     queries = torch.tensor([[9, 9, 5, 6], [4, 4, 4, 4]])
     expected = [[9, 9, 1, 2, 5, 6, 3], [1, 2, 4, 4, 4, 4, 3]]
@@ -115,7 +115,7 @@ def test_02_prefix_and_suffix_join_the_query_without_a_gap():
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.99, 0.0)])
-def test_06_advantages_equal_a_brute_force_sum_over_each_responses_own_length(gamma, lam):
+def test_advantages_equal_a_brute_force_sum_over_each_responses_own_length(gamma, lam):
     rng, lengths = np.random.default_rng(0), [6, 1, 4]
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]
     rewards, values = (torch.tensor(rng.normal(size=(3, 6))) * mask for _ in range(2))
@@ -143,7 +143,7 @@ def fill_padding(backbone, number: float):
 
 @BOTH
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e30])
-def test_07_nan_and_huge_numbers_at_masked_positions_change_nothing(number, script, accelerator):
+def test_nan_and_huge_numbers_at_masked_positions_change_nothing(number, script, accelerator):
     """Neither rollout, nor gradients, nor metrics, with responses that end in one micro-batch with
     others that do not."""
     args = one_update(script, EOS_TASK, num_ppo_epochs=1, micro_batch_tokens=4096)
@@ -165,7 +165,7 @@ def test_07_nan_and_huge_numbers_at_masked_positions_change_nothing(number, scri
 
 
 @pytest.mark.parametrize("huge", [float("nan"), float("inf"), 1e9])
-def test_08_whitening_masks_mean_and_variance(huge):
+def test_whitening_masks_mean_and_variance(huge):
     """Of the population: 1, 3, 5, 7 have mean 4 and variance 5."""
     x = torch.tensor([[1.0, 3.0, huge], [5.0, 7.0, -huge]])
     mask = torch.tensor([[True, True, False], [True, True, False]])
@@ -178,7 +178,7 @@ def test_08_whitening_masks_mean_and_variance(huge):
 
 
 @BOTH
-def test_07_an_update_mutates_nothing_of_its_rollout(script, accelerator):
+def test_an_update_mutates_nothing_of_its_rollout(script, accelerator):
     kept = []
 
     def spy(*fields, rollout_class=script.Rollout):
@@ -220,7 +220,7 @@ def naive_loss(script, policy, rollout, args) -> Tensor:
 
 @BOTH
 @pytest.mark.parametrize("task", [tiny.make_task(), EOS_TASK], ids=["fixed", "eos"])
-def test_09_the_gradient_is_that_of_a_naive_loop(task, script, accelerator):
+def test_the_gradient_is_that_of_a_naive_loop(task, script, accelerator):
     """Of responses of uneven length in uneven micro-batches: a mean of means would differ."""
     sizes = dict(num_minibatches=1, num_ppo_epochs=1, micro_batch_tokens=40)
     args, policy, rollouts = one_update(script, task, **sizes), tiny.make_policy(script=script), []
@@ -235,7 +235,7 @@ def test_09_the_gradient_is_that_of_a_naive_loop(task, script, accelerator):
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 40, 4096])
-def test_09_reward_training_follows_the_mean_over_labels(micro_batch_tokens, accelerator):
+def test_reward_training_follows_the_mean_over_labels(micro_batch_tokens, accelerator):
     """Of 6 labels with 3 candidates each, all of uneven length."""
     rng, model = np.random.default_rng(0), tiny.make_reward()
     queries = [rng.integers(1, PAD, n) for n in (8, 1, 3, 5, 2, 8)]
@@ -273,7 +273,7 @@ def recorder(monkeypatch):
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 20, 4096])
-def test_09_sft_follows_the_mean_over_tokens(micro_batch_tokens, recorder, accelerator):
+def test_sft_follows_the_mean_over_tokens(micro_batch_tokens, recorder, accelerator):
     """Clipped far above its norm, since clipping hides a factor. Real tokens of responses only."""
     lm, contexts = tiny.make_lm(), tiny.make_contexts([6, 6, 1, 3, 6], 6)
     rows = torch.cat([contexts, tiny.make_responses(5, 5)], dim=1)
@@ -294,7 +294,7 @@ def test_09_sft_follows_the_mean_over_tokens(micro_batch_tokens, recorder, accel
         torch.testing.assert_close(found, p.grad, atol=2e-5, rtol=1e-4)
 
 
-def test_09_sft_clips_the_norm_of_the_gradient(recorder, accelerator):
+def test_sft_clips_the_norm_of_the_gradient(recorder, accelerator):
     sizes = dict(batch_size=4, num_heldout=1, max_grad_norm=0.1)
     args = sft.Args(task=tiny.make_task(), **sizes)
     tiny.run_sft(args, tiny.make_lm(), tiny.make_contexts([11] * 5, 11))
@@ -306,7 +306,7 @@ def test_09_sft_clips_the_norm_of_the_gradient(recorder, accelerator):
 
 
 @BOTH
-def test_10_the_number_of_optimizer_steps_is_exact(script, accelerator):
+def test_the_number_of_optimizer_steps_is_exact(script, accelerator):
     """3 epochs of 2 minibatches of several micro-batches: the weights move 6 times."""
     policy, moved = tiny.make_policy(script=script), []
     weight = policy.lm.get_output_embeddings().weight
@@ -323,12 +323,12 @@ def test_10_the_number_of_optimizer_steps_is_exact(script, accelerator):
     assert all(p.grad is None for p in policy.parameters())  # nothing is left for the next update
 
 
-def test_10_every_script_takes_exactly_its_steps(runs):
+def test_every_script_takes_exactly_its_steps(runs):
     """ppo and rloo: ⌈20 / 8⌉ updates of 2 epochs of 2 minibatches; train_reward: 12 labels / 4."""
     assert runs.optimizer_steps == {"train_reward": 3, "ppo": 12, "rloo": 12}
 
 
-def test_10_11_sft_steps_and_rates_are_those_of_a_linear_warm_up_and_decay(runs, monkeypatch):
+def test_sft_steps_and_rates_are_those_of_a_linear_warm_up_and_decay(runs, monkeypatch):
     """5% of so few steps are one: it has the peak rate, and then n - 1, n - 2, …, 1 parts of n - 1."""
     monkeypatch.chdir(runs.folder)
     rates = [line["lr"] / 1e-3 for line in runs.metrics["sft"]]
@@ -356,7 +356,7 @@ REF = torch.tensor([0.0, -1.5, -1.25, -1.75, -2.0])  # log pi - log pi_ref: 0.5,
 
 @BOTH
 @pytest.mark.parametrize("eos_task", [False, True])
-def test_14_kl_is_positive_where_the_policy_is_surer_and_lowers_the_reward(eos_task, script):
+def test_kl_is_positive_where_the_policy_is_surer_and_lowers_the_reward(eos_task, script):
     """Responses 1 2 and 3 4, of which the first ends with 1 and scores 2; the other costs 4."""
     penalty = dict(truncate_after=0, missing_eos_penalty=4.0)
     task = tiny.make_task(eos_task=eos_task, response_length=2, **penalty)
@@ -397,7 +397,7 @@ def training_rollouts(runs, name: str) -> list:
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
-def test_14_the_kl_that_is_logged_is_the_kl_that_is_trained_on(name, runs):
+def test_the_kl_that_is_logged_is_the_kl_that_is_trained_on(name, runs):
     """kl_coef * KL is what the rewards of the rollout lack to its scores."""
     lines = runs.metrics[name]
     for line, rollout in zip(lines, training_rollouts(runs, name), strict=True):
@@ -414,7 +414,7 @@ def test_14_the_kl_that_is_logged_is_the_kl_that_is_trained_on(name, runs):
 @pytest.mark.parametrize(
     "token, scores", [(5, [-3.5, 20, -3.5]), (6, [10, -3.5, -3.5]), (None, [10, 20, 30])]
 )
-def test_15_the_penalty_looks_at_the_response_only_and_replaces_the_score(token, scores, script):
+def test_the_penalty_looks_at_the_response_only_and_replaces_the_score(token, scores, script):
     """The queries are full of both truncate tokens."""
     queries = torch.tensor([[5, 5, 6, 6]] * 3)
     responses = torch.tensor([[1, 6, 1], [1, 5, 1], [1, 1, 1]])
@@ -424,7 +424,7 @@ def test_15_the_penalty_looks_at_the_response_only_and_replaces_the_score(token,
     assert script.score_responses(reward, queries, responses, {}, ids, args)[0].tolist() == scores
 
 
-def test_15_a_truncate_text_becomes_its_one_token(task):
+def test_a_truncate_text_becomes_its_one_token(task):
     tokenizer = AutoTokenizer.from_pretrained(task.base_model)
     period = tokenizer.convert_tokens_to_ids(".")
     for text, token in ((".", period), ("<|endoftext|>", tokenizer.eos_token_id)):
@@ -438,7 +438,7 @@ def test_15_a_truncate_text_becomes_its_one_token(task):
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_18_a_saved_policy_loads_as_a_language_model_with_the_same_logits(
+def test_a_saved_policy_loads_as_a_language_model_with_the_same_logits(
     kind, tmp_path, accelerator
 ):
     """Tied weights stay tied, and no pad was added to the embedding."""
@@ -465,7 +465,7 @@ def test_18_a_saved_policy_loads_as_a_language_model_with_the_same_logits(
     assert saved.encode(" and") == tokenizer.encode(" and")
 
 
-def test_18_gelu_is_one_kernel_and_the_saved_configuration_keeps_its_name(tmp_path):
+def test_gelu_is_one_kernel_and_the_saved_configuration_keeps_its_name(tmp_path):
     """Of language model and reward model; logits are those of the library's own model."""
     folder = tiny.write_model(tmp_path / "model")
     lm, config = models.load_lm(str(folder)), RewardConfig(tiny.config(), PAD)
@@ -482,7 +482,7 @@ def test_18_gelu_is_one_kernel_and_the_saved_configuration_keeps_its_name(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
-def test_18_main_saves_the_policy_that_it_trained(name, runs, monkeypatch):
+def test_main_saves_the_policy_that_it_trained(name, runs, monkeypatch):
     monkeypatch.chdir(runs.folder)
     start, trained = (AutoModelForCausalLM.from_pretrained(folder) for folder in ("sft", name))
     assert trained.lm_head.weight is trained.transformer.wte.weight
@@ -492,7 +492,7 @@ def test_18_main_saves_the_policy_that_it_trained(name, runs, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_18_a_reward_model_round_trips(kind, tmp_path):
+def test_a_reward_model_round_trips(kind, tmp_path):
     model = tiny.make_reward(kind)
     model.save_pretrained(tmp_path / "r")
     assert (tmp_path / "r" / "model.safetensors").is_file()
@@ -509,7 +509,7 @@ def test_18_a_reward_model_round_trips(kind, tmp_path):
 
 
 @BOTH
-def test_19_metrics_are_means_over_all_steps_of_the_update(script, accelerator):
+def test_metrics_are_means_over_all_steps_of_the_update(script, accelerator):
     """And not of its last minibatch; each step's own numbers are sums over its micro-batches."""
     loss, steps = getattr(script, LOSS[script]), [{}]
 
@@ -538,7 +538,7 @@ def test_19_metrics_are_means_over_all_steps_of_the_update(script, accelerator):
         assert metrics["ppo/val/var_explained"] == pytest.approx(explained)
 
 
-def test_19_variances_are_exact_where_the_mean_is_a_hundred_times_the_deviation(accelerator):
+def test_variances_are_exact_where_the_mean_is_a_hundred_times_the_deviation(accelerator):
     """Population variances of each minibatch's real tokens."""
     seen, compute = [], ppo.compute_advantages
 
@@ -556,7 +556,7 @@ def test_19_variances_are_exact_where_the_mean_is_a_hundred_times_the_deviation(
 
 
 @BOTH
-def test_20_under_bf16_probabilities_statistics_and_weights_are_fp32(script, bf16_accelerator):
+def test_under_bf16_probabilities_statistics_and_weights_are_fp32(script, bf16_accelerator):
     """In the rollout and in training the same: autocast in the transformer, not behind it."""
     policy, ref, seen, rollouts = make_policy(script), make_policy(script, seed=3), [], []
 
@@ -583,7 +583,7 @@ def test_20_under_bf16_probabilities_statistics_and_weights_are_fp32(script, bf1
     torch.testing.assert_close(entropies.double(), entropy, atol=1e-5, rtol=0)
 
 
-def test_20_checkpoints_in_half_precision_are_trained_in_fp32(tmp_path):
+def test_checkpoints_in_half_precision_are_trained_in_fp32(tmp_path):
     folder = str(tmp_path)
     tiny.make_lm().bfloat16().save_pretrained(folder)
     made = [models.load_lm(folder), train_reward.new_reward_model(folder, PAD)]
@@ -597,7 +597,7 @@ def test_20_checkpoints_in_half_precision_are_trained_in_fp32(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
-def test_21_steps_and_episodes_are_counted_exactly(name, runs):
+def test_steps_and_episodes_are_counted_exactly(name, runs):
     assert [line["step"] for line in runs.metrics[name]] == [0, 1, 2]
     assert [line["ppo/episode"] for line in runs.metrics[name]] == [8, 16, 24]
     for line in runs.metrics[name]:
@@ -607,7 +607,7 @@ def test_21_steps_and_episodes_are_counted_exactly(name, runs):
 
 
 @pytest.mark.parametrize("name, copies", [("ppo", 1), ("rloo", 4)])
-def test_21_no_query_comes_twice_before_all_have_come(name, copies, runs):
+def test_no_query_comes_twice_before_all_have_come(name, copies, runs):
     """24 episodes: of 24 of the 36 queries, or four each of 6, all four in one update."""
     seen = set()
     for rollout in training_rollouts(runs, name):
@@ -618,7 +618,7 @@ def test_21_no_query_comes_twice_before_all_have_come(name, copies, runs):
     assert len(seen) == 24 // copies
 
 
-def test_22_sfts_held_out_evaluation_runs_and_is_logged(runs, monkeypatch):
+def test_sfts_held_out_evaluation_runs_and_is_logged(runs, monkeypatch):
     """Every 3 steps and at the last one: the loss of the blocks that were held out."""
     lines = runs.metrics["sft"]
     logged = [line["step"] for line in lines if "heldout/perplexity" in line]
@@ -633,7 +633,7 @@ def test_22_sfts_held_out_evaluation_runs_and_is_logged(runs, monkeypatch):
     assert lines[-1]["heldout/perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-4)
 
 
-def test_22_held_out_sequences_are_evaluated_and_not_trained_on(accelerator):
+def test_held_out_sequences_are_evaluated_and_not_trained_on(accelerator):
     rows = torch.cat([tiny.make_contexts([6] * 12, 6), tiny.make_responses(12, 5)], dim=1)
     seen = {True: [], False: []}
 
@@ -649,7 +649,7 @@ def test_22_held_out_sequences_are_evaluated_and_not_trained_on(accelerator):
     assert sorted(seen[False]) == sorted(rows[:4].tolist())
 
 
-def test_22_the_reward_models_held_out_accuracy_is_logged(runs, monkeypatch):
+def test_the_reward_models_held_out_accuracy_is_logged(runs, monkeypatch):
     """Of the saved model on labels 12 to 15, which are not trained on."""
     monkeypatch.chdir(runs.folder)
     task = runs.args["train_reward"].task
@@ -665,7 +665,7 @@ def test_22_the_reward_models_held_out_accuracy_is_logged(runs, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
-def test_22_samples_are_written_before_during_and_after_training(name, runs):
+def test_samples_are_written_before_during_and_after_training(name, runs):
     """Every 2 of 3 updates, and after the last."""
     lines = Path(runs.folder, "runs", name, "samples.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]

@@ -1,4 +1,4 @@
-"""README and docs/: links, commands, flags and code are right (pitfall 23).
+"""README and docs/: links, commands, flags and code are right.
 
 `python tests/test_readme.py --fix` updates the line numbers of README's links into the scripts.
 """
@@ -143,7 +143,7 @@ ELSEWHERE = {
     r"curves\.py .*wandb": "test_curves.test_the_documented_command_draws_published_curves_over_ours",
     r"curves\.py .*TRL=": "test_from_trl.test_the_pages_commands_parse_and_the_first_is_the_run_of_its"
     "_configuration",
-    r"same\.py": "test_same.test_17_32_nothing_depends_on_what_a_script_runs_on",
+    r"same\.py": "test_same.test_nothing_depends_on_what_a_script_runs_on",
     r"gpu\.py": "test_gpu.test_every_row_runs_without_a_gpu_and_is_written_and_printed",
     r"memory\.py": "test_gpu.test_memory_between_updates_is_that_of_weights_and_moments",
     r"speed\.py": "test_speed.test_a_race_measures_every_phase_and_keeps_rows_of_other_workloads",

@@ -1,5 +1,5 @@
-"""A run that is killed at any instant and resumed writes, bit for bit, what an undisturbed run writes
-(pitfall 17).
+"""A run that is killed at any instant and resumed writes, bit for bit, what an undisturbed run
+writes.
 
 This file is also a program that runs the scripts and kills them: it imports everything once and
 forks each process.
@@ -318,7 +318,7 @@ def read_kills(text: str, processes: int) -> list[list]:
 
 
 @pytest.mark.slow
-def test_17_a_run_that_is_killed_anywhere_and_resumed_equals_an_undisturbed_run(tmp_path):
+def test_a_run_that_is_killed_anywhere_and_resumed_equals_an_undisturbed_run(tmp_path):
     """Every script is killed at every kind of instant, at random ones, and stopped by signals."""
     jobs = [job for script, kills in ONE.items() for job in pair(script, kills)]
     random.seed(1)
@@ -342,7 +342,7 @@ def test_17_a_run_that_is_killed_anywhere_and_resumed_equals_an_undisturbed_run(
 
 
 @pytest.mark.slow
-def test_17_one_of_several_processes_is_killed_or_gets_a_signal(tmp_path):
+def test_one_of_several_processes_is_killed_or_gets_a_signal(tmp_path):
     """Three processes: DDP would rebuild its buckets after a resume and add up in another order.
 
     A number that is not finite in one process ends both with the same sentence.
@@ -394,7 +394,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("script", "number"), [*zip(SCRIPTS, [*SIGNALS, signal.SIGTERM], strict=True)]
 )
-def test_17_a_signal_writes_a_checkpoint_and_exits_with_143(
+def test_a_signal_writes_a_checkpoint_and_exits_with_143(
     script, number, folder, monkeypatch, capsys
 ):
     """Without --save_every. The resumed run equals an undisturbed one; handlers are restored."""

@@ -47,7 +47,7 @@ def test_L3_worked_example_of_three_queries_with_four_responses():
 
 
 @pytest.mark.parametrize("k", [2, 3, 4, 7])
-def test_L3_16_leave_one_out_equals_the_slow_loop(k):
+def test_L3_leave_one_out_equals_the_slow_loop(k):
     rewards = torch.randn(k, 5, generator=torch.Generator().manual_seed(k))
     slow = torch.empty(k, 5)
     for j in range(k):
@@ -58,7 +58,7 @@ def test_L3_16_leave_one_out_equals_the_slow_loop(k):
 
 
 @pytest.mark.parametrize("k", [2, 3, 5])
-def test_L3_16_equal_rewards_have_advantages_of_exactly_zero(k):
+def test_L3_equal_rewards_have_advantages_of_exactly_zero(k):
     rewards = torch.tensor([0.1, -1.7, 1 / 3]).repeat(k)
     assert (rloo.leave_one_out_advantages(rewards, k) == 0).all()
 
@@ -213,7 +213,7 @@ def test_X9_L1_L4_loss_and_metrics_are_those_of_a_slow_loop_over_ragged_rows():
 @pytest.mark.parametrize("eos_task", [False, True], ids=["fixed", "eos"])
 @pytest.mark.parametrize("precision", ["accelerator", "bf16_accelerator"])
 @both
-def test_L6_01_the_first_minibatch_has_ratios_of_exactly_1(script, precision, eos_task, request):
+def test_L6_the_first_minibatch_has_ratios_of_exactly_1(script, precision, eos_task, request):
     """In fp32 and bf16, with uneven sequences in uneven micro-batches; later ones have not."""
     request.getfixturevalue(precision)
     steps, rollouts = [[]], []

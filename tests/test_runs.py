@@ -358,7 +358,7 @@ def test_a_task_that_is_only_an_entry_of_TASKS_runs_in_all_four_scripts(home, mo
 
 
 @ALL
-def test_25_every_task_passes_its_own_checks_on_1_2_4_and_8_processes(script, home):
+def test_every_task_passes_its_own_checks_on_1_2_4_and_8_processes(script, home):
     module = SCRIPTS[script]
     for name in tasks.TASKS:
         args = cli.parse_args(module.Args, module.PRESETS, ["--task", name])

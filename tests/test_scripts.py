@@ -131,7 +131,7 @@ def test_P9_P11_L3_L6_main_hands_minibatches_and_kl_coef_from_phase_to_phase(scr
 
 
 @BOTH
-def test_22_evaluations_have_the_same_unseen_queries_and_random_numbers(
+def test_evaluations_have_the_same_unseen_queries_and_random_numbers(
     script, task, tmp_path, monkeypatch
 ):
     """With a learning rate of 0 all give the same numbers; 10 of 40 queries are held out."""
@@ -157,7 +157,7 @@ def test_22_evaluations_have_the_same_unseen_queries_and_random_numbers(
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @BOTH
-def test_33_with_a_learning_rate_of_0_nothing_drifts_over_a_hundred_updates(
+def test_with_a_learning_rate_of_0_nothing_drifts_over_a_hundred_updates(
     script, precision, task, tmp_path, monkeypatch
 ):
     """The policy stays the reference; the same held-out queries give the same numbers."""
@@ -185,7 +185,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     "script", [sft, ppo, pytest.param(rloo, marks=SLOW), pytest.param(train_reward, marks=SLOW)]
 )
-def test_04_a_tokenizer_whose_pad_is_its_eos_changes_nothing(script, eos_task, tmp_path):
+def test_a_tokenizer_whose_pad_is_its_eos_changes_nothing(script, eos_task, tmp_path):
     """Our pad id is one past the vocabulary."""
     path, results = tmp_path / "task" / "model" / "tokenizer_config.json", []
     for name in ("plain", "same"):

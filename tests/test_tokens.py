@@ -335,7 +335,7 @@ def test_gpt2s_ids_are_those_that_the_tasks_name(gpt2):
     assert all(13 not in tokens and 764 in tokens for tokens in books)
 
 
-def test_29_a_tokenizer_reads_anothers_ids_if_it_has_them_all(gpt2, hers):
+def test_a_tokenizer_reads_anothers_ids_if_it_has_them_all(gpt2, hers):
     more = formats.gpt2_tokenizer()
     more.add_special_tokens({"pad_token": "[PAD]"})  # as many fine-tuned GPT-2s have it
     assert same_tokens(gpt2, formats.gpt2_tokenizer()) and same_tokens(more, gpt2)
@@ -343,7 +343,7 @@ def test_29_a_tokenizer_reads_anothers_ids_if_it_has_them_all(gpt2, hers):
     assert not same_tokens(hers, gpt2) and not same_tokens(gpt2, hers)
 
 
-def test_29_ids_become_the_same_texts_without_padding_and_with_the_others_own_end(gpt2, chat):
+def test_ids_become_the_same_texts_without_padding_and_with_the_others_own_end(gpt2, chat):
     tokens = [[50257, 50257, 1026, 764, 50256], [50257, 314, 1101, 764, 198], [50257] * 5]
     expected = [chat.encode(text) for text in ("It .<|endoftext|>", " I'm .\n", "")]
     assert translate(torch.tensor(tokens), gpt2, 50257, chat) == expected
@@ -359,7 +359,7 @@ def test_29_ids_become_the_same_texts_without_padding_and_with_the_others_own_en
     assert ids == expected
 
 
-def test_29_ids_beyond_the_tokenizer_are_no_text(gpt2, hers):
+def test_ids_beyond_the_tokenizer_are_no_text(gpt2, hers):
     """A model's vocabulary may be larger than its tokenizer (Pythia's 50,304): they can be sampled."""
     tokens = torch.tensor([[1026, 50300, 764, 50304]])
     assert translate(tokens, gpt2, 50304, hers) == [hers.encode("It .")]

@@ -255,7 +255,7 @@ MIXERS = [forget_sequences, see_all_of_the_prompts, count_positions, mix_neighbo
 
 
 @pytest.mark.parametrize("mix", MIXERS)
-def test_36_the_probe_notices_a_model_that_mixes_sequences(mix):
+def test_the_probe_notices_a_model_that_mixes_sequences(mix):
     """Such a model is called as it is, with the attention that it had."""
     base = tiny.make_lm().base_model
     if mix is mix_neighbors:
@@ -265,7 +265,7 @@ def test_36_the_probe_notices_a_model_that_mixes_sequences(mix):
     assert unpadding.find_max_length(base) == 0 and base.config._attn_implementation == "sdpa"
 
 
-def test_36_the_probe_runs_once_per_model_in_fp32_and_changes_nothing():
+def test_the_probe_runs_once_per_model_in_fp32_and_changes_nothing():
     base, seen = tiny.make_lm().base_model.train(), []
     base.register_forward_hook(lambda *x: seen.append((base.training, x[-1][0].dtype)))
     with torch.autocast("cpu", torch.bfloat16):
@@ -274,7 +274,7 @@ def test_36_the_probe_runs_once_per_model_in_fp32_and_changes_nothing():
     assert base.training and seen == [(False, torch.float32)] * 3
 
 
-def test_36_an_error_in_the_probe_is_not_taken_for_a_model_that_needs_padding():
+def test_an_error_in_the_probe_is_not_taken_for_a_model_that_needs_padding():
     """Such as no memory."""
     base = tiny.make_lm().base_model
 

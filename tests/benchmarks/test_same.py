@@ -96,7 +96,7 @@ def check_fault(table: Table, column: str) -> None:
         assert re.match(r"(after update|metrics.jsonl, line) \d: \S+ is off by ", text), text
 
 
-def test_17_32_ppo_is_the_same_on_two_processes_and_resumed_from_fsdp2_to_ddp(tmp_path):
+def test_ppo_is_the_same_on_two_processes_and_resumed_from_fsdp2_to_ddp(tmp_path):
     """The slow tests below have all columns, scripts, patches and faults."""
     table = tables(tmp_path, [(ROOT / "ppo.py", FEW)])[0]
     assert list(table) == FEW and all(fine for fine, _ in table.values()), table
@@ -104,7 +104,7 @@ def test_17_32_ppo_is_the_same_on_two_processes_and_resumed_from_fsdp2_to_ddp(tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["ppo", "rloo", "train_reward", "sft"])
-def test_17_32_nothing_depends_on_what_a_script_runs_on(script, tmp_path):
+def test_nothing_depends_on_what_a_script_runs_on(script, tmp_path):
     """Kills, processes, micro-batches, FSDP2: equal to the bit unless sums have another order."""
     table = tables(tmp_path, [(ROOT / f"{script}.py", [])])[0]
     assert all(fine for fine, _ in table.values()), table
@@ -119,7 +119,7 @@ def test_17_32_nothing_depends_on_what_a_script_runs_on(script, tmp_path):
 
 
 @pytest.mark.slow
-def test_17_32_no_patch_depends_on_the_number_of_processes(tmp_path):
+def test_no_patch_depends_on_the_number_of_processes(tmp_path):
     """Where rounding flips a sampled token with one seed, it does not with all of three."""
     names = list(PATCHES)
     for seed in (1, 2, 5):
