@@ -438,9 +438,7 @@ def test_a_truncate_text_becomes_its_one_token(task):
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_a_saved_policy_loads_as_a_language_model_with_the_same_logits(
-    kind, tmp_path, accelerator
-):
+def test_a_saved_policy_loads_as_a_language_model_with_the_same_logits(kind, tmp_path, accelerator):
     """Tied weights stay tied, and no pad was added to the embedding."""
     folder = str(tiny.write_model(tmp_path / "start", kind))
     policy = rloo.Policy(models.load_lm(folder), WORDS, 0.7)
