@@ -153,6 +153,7 @@ def sample_policy(
     lm = load_lm(task.base_model, flag, length=ids.length).to(device).eval()
     seed = args.seed + 100003 * accelerator.process_index  # (G6)
     torch.manual_seed(seed)
+    cli.say(f"sampling 2 * {num_samples * processes} responses of {task.base_model} to normalize")
     samples = []
     for step in range(2):
         queries = table[query_rows(len(table), num_samples, step, seed)].to(device)

@@ -67,6 +67,8 @@ def load_lm(
     """
     with about(f"{flag} {name}"):
         check_source(name)
+        if Path(name).exists():  # `lm.name_or_path`, also after a link is changed
+            name = str(Path(name).resolve())
         config = disable_dropout(transformers.AutoConfig.from_pretrained(name))
         weights = [path for end in ("safetensors", "bin") for path in Path(name).glob(f"*.{end}")]
         if allow_random and Path(name).is_dir() and not weights:

@@ -13,7 +13,6 @@ from tiny import PAD
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
-from transformers import GenerationConfig
 
 import ppo
 import rloo
@@ -293,30 +292,6 @@ def sample_naively(lm, contexts: Tensor, length: int, temperature: float) -> Ten
         new = torch.multinomial((logits / temperature).softmax(dim=-1), num_samples=1)
         tokens = torch.cat([tokens, new], dim=1)
     return tokens[:, contexts.shape[1] :]
-
-
-INHERITED = {  # what checkpoints carry
-    "nothing": {},
-    "eos": dict(eos_token_id=list(range(40)), forced_eos_token_id=3),
-    "top_k": dict(do_sample=True, top_k=50, top_p=0.1, min_p=0.5, typical_p=0.2),
-    "temperature": dict(do_sample=True, temperature=0.01),
-    "greedy": dict(do_sample=False, num_beams=2),
-    "long": dict(min_new_tokens=40, min_length=50, max_length=60),
-    "short": dict(max_length=4, max_new_tokens=2, stop_strings=["a"], max_time=0.0),
-    "penalties": dict(repetition_penalty=9.0, no_repeat_ngram_size=1, suppress_tokens=[3]),
-}
-
-
-@pytest.mark.parametrize("name", INHERITED)
-def test_generate_ignores_the_generation_config_of_the_checkpoint(name):
-    """Exactly `length` tokens of the full vocabulary, as a naive loop samples them."""
-    lm = tiny.make_lm()
-    lm.generation_config = own = GenerationConfig(**INHERITED[name])
-    torch.manual_seed(0)
-    expected = sample_naively(lm, CONTEXTS, LENGTH, 1.5)
-    torch.manual_seed(0)
-    assert torch.equal(decoding.generate(lm, CONTEXTS, PAD, LENGTH, 1.5), expected)
-    assert lm.generation_config is own
 
 
 @pytest.mark.parametrize("kind", (*tiny.KINDS, "opt", "gptj"))

@@ -1061,6 +1061,32 @@ def test_lora_of_other_scripts_trains_adapters_and_saves_them_merged(name, patch
     torch.testing.assert_close(merged(*inputs), run.model(*inputs), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["lora", "lora_rloo", "lora_train_reward", "lora_sft"])
+def test_lora_adapters_are_merged_into_the_model_that_a_link_pointed_to(
+    name, patched, task, tmp_path
+):
+    """Another run may change `models/<task>/sft` meanwhile. The adapters start as a change of 0."""
+    script, link = patched(name), tmp_path / "sft"
+    link.symlink_to(task.base_model)
+    other = tiny.write_model(tmp_path / "other", seed=5)
+
+    def relink(device, timer=script.Timer):
+        link.unlink()
+        link.symlink_to(other)
+        return timer(device)
+
+    of_link = replace(task, base_model=str(link))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "Timer", relink)
+        if name in ("lora", "lora_rloo"):
+            run = run_main(script, of_link, lr=0.0, reward_model=folder_of(task))
+        else:
+            run = train(script, of_link, lr=1e-9)  # sft.py refuses 0
+    key = "backbone.wte.weight" if name == "lora_train_reward" else "transformer.wte.weight"
+    expected = load_file(f"{task.base_model}/model.safetensors")["transformer.wte.weight"]
+    assert link.resolve() == other and torch.equal(run.saved["model"][key], expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in DIFFS if name not in OF_PPO + OF_RLOO])
 def test_a_patched_training_script_runs_and_what_it_saves_loads(name, patched, task, tmp_path):
