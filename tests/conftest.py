@@ -2,16 +2,16 @@
 
 import os
 import signal
+import sys
 
-os.environ["ACCELERATE_USE_CPU"] = (
-    "true"  # before accelerate is imported: also where there is a GPU
-)
+os.environ["ACCELERATE_USE_CPU"] = "true"  # before accelerate is imported; also where a GPU is
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for more
 
 import json
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import datasets
 import formats
@@ -32,6 +32,58 @@ from machinery import rewards
 # `nohup` and `&` ignore these signals, and so would the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # that a run handles
+REWARD = """
+def score(queries, responses):
+    return [response.count('e') / 4 for response in responses]
+"""
+
+
+def settings(script: str, **changes: Any) -> Any:
+    """Flags of six updates or steps in which kl_coef, Adam's moments, gain and bias all move."""
+    files = dict(base_model="task/model", query_dataset="task/stories.txt")
+    task = tiny.make_task(**files, label_dataset="task/labels.json", truncate_token=None)
+    values: dict[str, Any] = dict(lr=1e-2)
+    if script == "sft":
+        task = replace(task, num_queries=18)
+        values |= dict(num_heldout=4, batch_size=4, block_size=6, num_epochs=3, eval_every=2)
+    elif script == "train_reward":
+        values |= dict(num_labels=12, batch_size=2, normalize_samples=4, rollout_batch_size=4)
+    else:
+        values |= dict(total_episodes=48, batch_size=8, num_minibatches=2, num_ppo_epochs=2)
+        values |= dict(micro_batch_tokens=36, rollout_batch_size=5, eval_queries=4, eval_every=2)
+        values |= dict(reward_fn="reward.py:score", kl_horizon=20)
+        values |= dict(rloo_k=2) if script == "rloo" else {}
+    return SCRIPTS[script].Args(task=task, **values | changes)
+
+
+def write_files(folder: Path) -> None:
+    """The files that `settings` names."""
+    tiny.write_task(folder / "task")
+    (folder / "reward.py").write_text(REWARD)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of `settings` in the working folder of a user who is not logged in."""
+    folder = tmp_path / "jürgen" / "work"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    write_files(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """A run that an error ends leaves its handlers, since its process ends too."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -75,7 +127,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args, **kwargs):
         raise AssertionError("a model's weights were loaded before the input was checked")
 
-    for script in (ppo, rloo, train_reward, sft):
+    for script in SCRIPTS.values():
         monkeypatch.setattr(script, "load_lm", refuse)
     monkeypatch.setattr(rewards, "load_file", refuse)
 
@@ -84,7 +136,6 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(task: tasks.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A function that runs a script on tiny files, with other values of its flags."""
     monkeypatch.chdir(tmp_path)
-    scripts = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
     reward_model = tiny.write_reward(tmp_path / "reward")
     small = dict(batch_size=4, normalize_samples=4, rollout_batch_size=4)
     args = {
@@ -96,7 +147,7 @@ def start(task: tasks.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def start(script: str, **changes) -> None:
         of_task = {name: changes.pop(name) for name in list(changes) if hasattr(task, name)}
-        scripts[script].main(replace(args[script], task=replace(task, **of_task), **changes))
+        SCRIPTS[script].main(replace(args[script], task=replace(task, **of_task), **changes))
 
     start.task = task
     return start
@@ -134,11 +185,15 @@ def chat(hers):
     return hers
 
 
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What two runs of the same flags have in common."""
+    return [{name: x for name, x in row.items() if "time/" not in name} for row in rows]
+
+
 def read_metrics(name: str) -> list[dict[str, float]]:
     """The lines of a run's metrics.jsonl, without the evaluation after the last update."""
-    lines = [
-        json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()
-    ]
+    text = Path("runs", name, "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
     return [line for line in lines if not all(key.startswith(("step", "eval/")) for key in line)]
 
 
@@ -173,25 +228,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
         seen.args["sft"] = sft.Args(task=task, output_dir="sft", run_name="sft", **common)
         sft.main(seen.args["sft"])
         task = tiny.replace(task, base_model="sft", truncate_token=None)
-        seen.args["train_reward"] = train_reward.Args(
-            task=task,
-            num_labels=12,
-            batch_size=4,
-            micro_batch_tokens=96,
-            lr=1e-3,
-            normalize_samples=5,
-            rollout_batch_size=4,
-            output_dir="reward",
-            run_name="train_reward",
-        )
+        sizes = dict(num_labels=12, batch_size=4, micro_batch_tokens=96, lr=1e-3)
+        sizes |= dict(normalize_samples=5, rollout_batch_size=4)
+        files = dict(output_dir="reward", run_name="train_reward")
+        seen.args["train_reward"] = train_reward.Args(task=task, **sizes, **files)
         spy(train_reward, "train_reward", patch)
         train_reward.main(seen.args["train_reward"])
         for script, name in ((ppo, "ppo"), (rloo, "rloo")):
             spy(script, name, patch)
-            settings = dict(
-                total_episodes=20, reward_model="reward", output_dir=name, run_name=name
-            )
-            seen.args[name] = tiny.make_args(task, script, **settings, eval_every=2)
+            files = dict(reward_model="reward", output_dir=name, run_name=name)
+            sizes = dict(total_episodes=20, eval_every=2)
+            seen.args[name] = tiny.make_args(task, script, **sizes, **files)
             script.main(seen.args[name])
         seen.metrics = {name: read_metrics(name) for name in seen.args}
     return seen

@@ -14,9 +14,9 @@ import huggingface_hub
 import pytest
 import torch
 import wandb
-from conftest import read_metrics
+from conftest import SCRIPTS, read_metrics, settings
 from huggingface_hub.errors import HTTPError
-from test_resume import SCRIPTS, free_port, settings, write_files
+from test_resume import free_port
 
 import ppo
 from data import tasks
@@ -26,34 +26,20 @@ from machinery.cli import InputError
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files of `settings` in the folder of a user who is not logged in."""
-    folder = tmp_path / "jürgen" / "work"
-    folder.mkdir(parents=True)
-    monkeypatch.chdir(folder)
-    write_files(folder)
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    return folder
-
-
-@pytest.fixture
 def api(home: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Somebody is logged in; `calls` are what is asked of the API.
-
-    `down` is the function that fails.
-    """
+    """Somebody is logged in; `calls` are what is asked of the hub, `down` the call that fails."""
     fake = SimpleNamespace(calls=[], down=None)
 
-    def call(function: str, repo_id: str, **values: Any) -> None:
-        fake.calls.append((function, repo_id, values))
+    def call(function: str, repo_id: str, value: Any) -> None:
+        fake.calls.append((function, repo_id, value))
         if fake.down == function:
             raise HTTPError("no connection")
 
     def create_repo(repo_id: str, *, private: bool) -> None:
-        call("create_repo", repo_id, private=private)
+        call("create_repo", repo_id, private)
 
     def upload_folder(*, repo_id: str, folder_path: Path) -> str:
-        call("upload_folder", repo_id, files={path.name for path in Path(folder_path).iterdir()})
+        call("upload_folder", repo_id, {path.name for path in Path(folder_path).iterdir()})
         return f"https://hub/{repo_id}"
 
     for function in (create_repo, upload_folder):
@@ -95,17 +81,13 @@ def test_the_card_has_task_metrics_flags_and_versions(name, runs):
     assert not any(metric.startswith(("time/", "ppo/", "step")) for metric in found)
     (flags,) = re.findall(r"```json\n(.*?)\n```", card.text, flags=re.S)
     flags, record = json.loads(flags), json.loads((run / "args.json").read_text())
-    assert flags["versions"] == record["versions"]
+    assert flags == {x: y for x, y in record.items() if x not in ("command", "commit", "changes")}
     assert flags["versions"]["torch"] == torch.__version__
     assert flags["versions"]["datasets"] == version("datasets")
-    assert flags["lr"] == record["lr"]
-    assert flags["task"]["temperature"] == record["task"]["temperature"]
-    assert flags.keys() & {"command", "commit"} == set()
 
 
 def test_the_build_of_torch_is_recorded_where_its_metadata_lack_it(tmp_path, monkeypatch):
     """The default wheel for Linux calls itself 2.13.0+cu130, its metadata 2.13.0."""
-    monkeypatch.setattr(artifacts, "version", lambda package: "2.13.0")
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
     assert artifacts.describe_environment(tmp_path)["versions"]["torch"] == "2.13.0+cu130"
 
@@ -116,10 +98,8 @@ def test_the_card_has_no_secret_and_no_path_of_this_machine(api, home, monkeypat
     monkeypatch.setattr(sys, "argv", ["ppo.py", "argv_s3cr3t"])
     monkeypatch.setenv("HOME", str(home.parent))
     args = two_updates()
-    changes = dict(
-        query_dataset=str(home / "task/stories.txt"), gold_fn=tasks.TASKS["synthetic"].gold_fn
-    )
-    ppo.main(replace(args, task=replace(args.task, **changes)))
+    task = replace(args.task, query_dataset=str(home / "task/stories.txt"))
+    ppo.main(replace(args, task=replace(task, gold_fn=tasks.TASKS["synthetic"].gold_fn)))
     card = Path("runs/a/model/README.md").read_text()
     assert "s3cr3t" not in card and str(ROOT) not in card
     assert '"data/synthetic/judge.py:gold_score"' in card and '"~/work/task/stories.txt"' in card
@@ -155,11 +135,10 @@ def test_a_missing_token_is_named_before_anything_is_loaded(name, home, no_weigh
 
 def test_the_weights_are_uploaded_into_a_new_private_repository_after_training(api, capsys):
     ppo.main(two_updates())
-    create, upload = api.calls
-    assert create == ("create_repo", "me/it", {"private": True})
+    create, (*upload, names) = api.calls
+    assert create == ("create_repo", "me/it", True) and upload == ["upload_folder", "me/it"]
     files = {"config.json", "model.safetensors", "tokenizer.json", "value_head.safetensors"}
-    assert upload[:2] == ("upload_folder", "me/it")
-    assert files | {"README.md", "curves.png"} <= upload[2]["files"]
+    assert files | {"README.md", "curves.png"} <= names
     assert "https://hub/me/it" in capsys.readouterr().out
 
 
@@ -174,8 +153,7 @@ def test_a_hub_that_fails_at_the_end_is_named_and_the_weights_are_kept(down, api
 
 def test_only_the_main_process_talks_to_the_hub(api):
     accelerator = SimpleNamespace(is_main_process=False)
-    run = runs.Run(two_updates(), ppo.SCRIPT, 1, [], accelerator)
-    run.finish()
+    runs.Run(two_updates(), ppo.SCRIPT, 1, [], accelerator).finish()
     assert api.calls == [] and not Path("runs").exists()
 
 
@@ -187,14 +165,11 @@ def test_wandb_gets_the_run_only_with_track(track, project, tmp_path, monkeypatc
     """Its project is W&B's own environment variable, or ours."""
     seen = []
 
-    class Tracker:
-        def __init__(self, project: str, **values: Any):
-            seen.append((project, values["name"], values["config"]))
+    def tracker(project: str, **values: Any) -> SimpleNamespace:
+        seen.append((project, values["name"], values["config"]))
+        return SimpleNamespace(start=lambda: None)
 
-        def start(self) -> None:
-            """Nothing."""
-
-    monkeypatch.setattr(artifacts, "WandBTracker", Tracker)
+    monkeypatch.setattr(artifacts, "WandBTracker", tracker)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     if project:
         monkeypatch.setenv("WANDB_PROJECT", project)

@@ -18,33 +18,15 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import read_metrics
-from test_resume import (  # noqa: F401
-    SCRIPTS,
-    checkpoint_files,
-    exit_code,
-    read_state,
-    settings,
-    signals,
-    wait,
-    write_files,
-)
+from conftest import SCRIPTS, read_metrics, settings
+from test_resume import checkpoint_files, exit_code, read_state, wait
 from test_runs import small, two_steps
 
 import ppo
 from machinery import progress, runs
 from machinery.artifacts import ROOT
 
-pytestmark = pytest.mark.usefixtures("accelerator", "signals")
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files of `settings` in a folder to work in."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["script.py"])
-    write_files(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("accelerator")
 
 
 def test_without_a_terminal_a_line_is_printed_at_least_once_a_minute(home, monkeypatch, capsys):
@@ -53,9 +35,8 @@ def test_without_a_terminal_a_line_is_printed_at_least_once_a_minute(home, monke
     monkeypatch.setattr("time.monotonic", lambda: now[0])
 
     def printed(total: int, seconds: float) -> list[int]:
-        run = runs.Run(
-            small("ppo", run_name=None), ppo.SCRIPT, total, ["a/b"], Accelerator(cpu=True)
-        )
+        args = small("ppo", run_name=None)
+        run = runs.Run(args, ppo.SCRIPT, total, ["a/b"], Accelerator(cpu=True))
         run.restore(torch.nn.Linear(1, 1), None)
         for step in range(total):
             now[0] += seconds
@@ -84,6 +65,7 @@ def in_terminal(name: str, **flags: Any) -> dict[str, Any]:
         os.environ.update({"COLUMNS": "20"} if name == "narrow" else {}, TERM="xterm-256color")
         code = 99
         try:
+            flags = dict(eval_every=100 if name == "closed" else 2) | flags
             args = settings("ppo", run_name=name, reward_fn="slow.py:score", **flags)
             code = exit_code("ppo", args)
         except BaseException:
@@ -100,12 +82,7 @@ def in_terminal(name: str, **flags: Any) -> dict[str, Any]:
     return {"code": wait(pid, 60), "printed": printed.decode()}
 
 
-TERMINALS = {
-    "narrow": {},
-    "wide": {},
-    "closed": dict(eval_every=100),
-    "closed_evaluating": dict(eval_every=1),
-}
+TERMINALS = {"narrow": {}, "wide": {}, "closed": {}, "closed_evaluating": dict(eval_every=1)}
 
 
 @pytest.mark.slow
@@ -139,7 +116,11 @@ def test_progress_is_readable_in_terminals_and_a_closed_one_leaves_a_checkpoint(
 
 
 @pytest.mark.parametrize("script", ["ppo", "rloo"])
-def test_a_much_too_high_lr_is_said_once_for_each_metric(script, home, capsys):
+def test_a_much_too_high_lr_is_said_once_for_each_metric_and_a_healthy_one_is_not(
+    script, home, capsys
+):
+    SCRIPTS[script].main(two_steps(script, lr=1e-4))
+    assert "healthy" not in capsys.readouterr().out
     flags = dict(total_episodes=40, eval_every=100, num_ppo_epochs=4, run_name="broken")
     SCRIPTS[script].main(two_steps(script, **flags, lr=0.03))
     warnings = [line for line in capsys.readouterr().out.splitlines() if "healthy" in line]
@@ -149,12 +130,6 @@ def test_a_much_too_high_lr_is_said_once_for_each_metric(script, home, capsys):
         value = next(line[name] for line in read_metrics("broken") if line[name] > far)
         assert f"{value:.2g}" in text and "--lr" in text and "--num_ppo_epochs" in text
     assert len(warnings) == 2
-
-
-@pytest.mark.parametrize("script", ["ppo", "rloo"])
-def test_a_run_with_healthy_steps_has_no_warning(script, home, capsys):
-    SCRIPTS[script].main(two_steps(script, lr=1e-4))
-    assert "healthy" not in capsys.readouterr().out
 
 
 def test_curves_have_no_empty_panels(tmp_path, monkeypatch):

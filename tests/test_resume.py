@@ -31,52 +31,17 @@ import pytest
 import tiny
 import torch
 from accelerate import Accelerator
+from conftest import SCRIPTS, SIGNALS, settings, without_times, write_files
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import ppo
 import rloo
-import sft
-import train_reward
 from machinery import artifacts, checkpoints, cli, distributed, models, progress, runs
 from machinery.cli import InputError
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-REWARD = """
-def score(queries, responses):
-    return [response.count('e') / 4 for response in responses]
-"""
-
-
-def settings(script: str, **changes: Any) -> Any:
-    """Flags of six updates or steps in which kl_coef, Adam's moments, gain and bias all move."""
-    task = tiny.make_task(
-        base_model="task/model",
-        query_dataset="task/stories.txt",
-        label_dataset="task/labels.json",
-        truncate_token=None,
-    )
-    values: dict[str, Any] = dict(lr=1e-2)
-    if script == "sft":
-        task = replace(task, num_queries=18)
-        values |= dict(num_heldout=4, batch_size=4, block_size=6, num_epochs=3, eval_every=2)
-    elif script == "train_reward":
-        values |= dict(num_labels=12, batch_size=2, normalize_samples=4, rollout_batch_size=4)
-    else:
-        values |= dict(total_episodes=48, batch_size=8, num_minibatches=2, num_ppo_epochs=2)
-        values |= dict(micro_batch_tokens=36, rollout_batch_size=5, eval_queries=4, eval_every=2)
-        values |= dict(reward_fn="reward.py:score", kl_horizon=20)
-        values |= dict(rloo_k=2) if script == "rloo" else {}
-    return SCRIPTS[script].Args(task=task, **values | changes)
-
-
-def write_files(folder: Path) -> None:
-    """The files that `settings` names."""
-    tiny.write_task(folder / "task")
-    (folder / "reward.py").write_text(REWARD)
 
 
 @contextmanager
@@ -111,8 +76,7 @@ def written(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("metrics.jsonl", "samples.jsonl"):
         text = (folder / name).read_text() if (folder / name).exists() else ""
-        rows = [json.loads(line) for line in text.splitlines()]
-        found[name] = [{k: v for k, v in row.items() if "time/" not in k} for row in rows]
+        found[name] = without_times([json.loads(line) for line in text.splitlines()])
     return found | {path.name: path.read_bytes() for path in folder.glob("model/*.safetensors")}
 
 
@@ -128,20 +92,14 @@ def assert_same_run(folder: Path, expected: Path) -> None:
 # -------------------------------------------------------------------------------------- where runs are killed
 
 
-def at_call(
-    patch: pytest.MonkeyPatch,
-    owner: Any,
-    name: str,
-    n: int,
-    do: Callable,
-    when: Callable = lambda *args: True,
-) -> None:
+def at_call(patch: Any, owner: Any, name: str, n: int, do: Callable, when: Any = None) -> None:
     """At the `n`-th call of `owner.name` with `when(*arguments)`, `do(the function, *arguments)`."""
     function, calls = getattr(owner, name), [0]
 
     def patched(*args, **kwargs):
-        calls[0] += when(*args)
-        now = calls[0] == n and when(*args)
+        counts = when is None or when(*args)
+        calls[0] += counts
+        now = counts and calls[0] == n
         return do(function, *args, **kwargs) if now else function(*args, **kwargs)
 
     patch.setattr(owner, name, patched)
@@ -169,8 +127,11 @@ def half_a_line(function: Callable, run: runs.Run, *_: Any) -> None:
 
 
 def send(number: int) -> Callable:
+    """The signal twice, as launchers send it."""
+
     def do(function: Callable, *args: Any) -> Any:
-        os.kill(os.getpid(), number)
+        for _ in range(2):
+            os.kill(os.getpid(), number)
         return function(*args)
 
     return do
@@ -201,11 +162,6 @@ KILLS = {  # what → owner and name of the function that is called then, what h
 }
 
 
-def stop_at(what: str, n: int, patch: pytest.MonkeyPatch) -> None:
-    owner, name, do, *when = KILLS[what]
-    at_call(patch, owner, name, n, do, *when)
-
-
 def fork(script: str, flags: dict, what: str | None, n: int, log: Path, env: dict) -> int:
     """Run a script in a new process, which ends at the `n`-th `what`. Returns its id."""
     if pid := os.fork():
@@ -216,7 +172,8 @@ def fork(script: str, flags: dict, what: str | None, n: int, log: Path, env: dic
         os.dup2(out, 1), os.dup2(out, 2)
         os.environ.update(env)
         if what:
-            stop_at(what, n, pytest.MonkeyPatch())
+            owner, name, do, *when = KILLS[what]
+            at_call(pytest.MonkeyPatch(), owner, name, n, do, *when)
         code = exit_code(script, settings(script, **flags))
     except BaseException:
         traceback.print_exc()
@@ -279,13 +236,12 @@ def run_jobs(folder: Path, jobs: list[dict]) -> SimpleNamespace:
     write_files(folder)
     (folder / "jobs.json").write_text(json.dumps(jobs))
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
-    command = [sys.executable, __file__]
     options = dict(cwd=folder, env=env, capture_output=True, text=True, timeout=400)
-    done = subprocess.run(command, **options, check=False)
-    logs = [f"== {path.name}\n{path.read_text()[-1500:]}" for path in sorted(folder.glob("*.log"))]
-    assert done.returncode == 0, done.stderr + "".join(logs)
+    done = subprocess.run([sys.executable, __file__], **options, check=False)
+    logs = "".join(f"== {x.name}\n{x.read_text()[-1500:]}" for x in sorted(folder.glob("*.log")))
+    assert done.returncode == 0, done.stderr + logs
     codes = json.loads((folder / "codes.json").read_text())
-    return SimpleNamespace(codes=codes, logs="".join(logs), folder=folder, runs=folder / "runs")
+    return SimpleNamespace(codes=codes, logs=logs, folder=folder, runs=folder / "runs")
 
 
 def pair(script: str, kills: str, processes: int = 1, **flags: Any) -> list[dict]:
@@ -327,7 +283,7 @@ def test_a_run_that_is_killed_anywhere_and_resumed_equals_an_undisturbed_run(tmp
     jobs.append(job | dict(name="times", flags=dict(save_every=1), kills=times))
     stops = [["SIGTERM", 5, 0], ["SIGUSR1", 9, 0]]
     jobs.append(job | dict(name="stopped", flags={}, kills=stops, resume="latest"))
-    done = run_jobs(tmp_path / "home", jobs)
+    done = run_jobs(tmp_path / "copy", jobs)
     for script, kills in ONE.items():
         assert done.codes[f"{script}_straight"] == [[0]], done.logs
         kills = kills.split(", ")
@@ -353,7 +309,7 @@ def test_one_of_several_processes_is_killed_or_gets_a_signal(tmp_path):
     jobs += [job | dict(name=f"{job['name']}_3") for job in three_jobs]
     flags = dict(eval_every=100, save_every=1)
     jobs.append(dict(script="ppo", name="nan", processes=2, flags=flags, kills=[["NaN", 4, 1]]))
-    done = run_jobs(tmp_path / "home", jobs)
+    done = run_jobs(tmp_path / "copy", jobs)
     for script, kills in TWO.items():
         assert done.codes[f"{script}_straight"] == [[0, 0]], done.logs
         *codes, last = done.codes[f"{script}_killed"]
@@ -374,28 +330,11 @@ def test_one_of_several_processes_is_killed_or_gets_a_signal(tmp_path):
 # ------------------------------------------------------------------------------------ one run, looked at closely
 
 
-@pytest.fixture(autouse=True)
-def signals():
-    """A run that an error ends leaves its handlers, since its process ends too."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files of `settings` in a folder to work in."""
-    monkeypatch.chdir(tmp_path)
-    write_files(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     ("script", "number"), [*zip(SCRIPTS, [*SIGNALS, signal.SIGTERM], strict=True)]
 )
-def test_a_signal_writes_a_checkpoint_and_exits_with_143(
-    script, number, folder, monkeypatch, capsys
+def test_a_signal_writes_a_checkpoint_after_the_update_and_exits_with_143(
+    script, number, home, monkeypatch, capsys
 ):
     """Without --save_every. The resumed run equals an undisturbed one; handlers are restored."""
     handlers = [signal.getsignal(number) for number in SIGNALS]
@@ -425,9 +364,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture
-def home(ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def copy(ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of that folder to work in; the run lost its last update and the weights."""
-    folder = tmp_path / "home"
+    folder = tmp_path / "copy"
     shutil.copytree(ran, folder, symlinks=True)
     shutil.rmtree(folder / "runs/ran/model")
     monkeypatch.chdir(folder)
@@ -467,7 +406,7 @@ def refused(*words: str):
     assert files() == before
 
 
-def test_a_checkpoint_is_one_safetensors_file_and_the_newest_two_are_kept(home):
+def test_a_checkpoint_is_one_safetensors_file_and_the_newest_two_are_kept(copy):
     """Weights and moments by name, tied weights once; all else is JSON in the header."""
     names = [path.name for path in checkpoint_files()]
     assert names == ["00000004.safetensors", "00000005.safetensors"]
@@ -485,36 +424,31 @@ def test_a_checkpoint_is_one_safetensors_file_and_the_newest_two_are_kept(home):
     assert state["lengths"]["metrics.jsonl"] == sum(map(len, lines[:5]))
 
 
-def test_a_run_that_has_finished_can_be_resumed_and_stays_the_same(ran, home):
+def test_a_run_that_has_finished_can_be_resumed_and_stays_the_same(ran, copy):
     for flags in ({}, dict(resume="latest", run_name=None)):  # without and with the weights
         ppo.main(again(**flags))
-        assert_same_run(home / "runs/ran", ran / "runs/ran")
+        assert_same_run(copy / "runs/ran", ran / "runs/ran")
     assert os.listdir("runs") == ["ran"] and not list(Path().rglob("*.part*"))
 
 
-@pytest.mark.parametrize("size", [0, 0.5])
-def test_a_truncated_checkpoint_is_refused_and_the_one_before_it_offered(size, ran, home):
-    """Resuming that one gives the same run."""
+@pytest.mark.parametrize(
+    "lost", [0, 0.5, "optimizer/", "optimizer/exp_avg_sq/lm.transformer.h.1", "model/"]
+)
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_gives_the_same_run(lost, ran, copy):
+    """Cut short, or without tensors: also without moments, as of a parameter without gradients."""
     before, newest = checkpoint_files()
-    os.truncate(newest, int(newest.stat().st_size * size))
+    if isinstance(lost, str):
+        tensors, state = read_state(newest)
+        kept = {name: x for name, x in tensors.items() if not name.startswith(lost)}
+        save_file(kept, newest, {"state": json.dumps(state)})
+    else:
+        os.truncate(newest, int(newest.stat().st_size * lost))
     with refused(f"{newest} is damaged", f"--resume {before}"):
         ppo.main(again())
-    ppo.main(again(resume=str(before)))
-    assert_same_run(home / "runs/ran", ran / "runs/ran")
-    assert read_state(checkpoint_files()[-1])[1]["step"] == 5
-
-
-@pytest.mark.parametrize(
-    "lost", ["optimizer/", "optimizer/exp_avg_sq/lm.transformer.h.1", "model/"]
-)
-def test_a_checkpoint_without_some_of_its_tensors_is_refused(lost, home):
-    """Also without Adam's moments, which a parameter that had no gradient lacks as well."""
-    before, newest = checkpoint_files()
-    tensors, state = read_state(newest)
-    kept = {name: x for name, x in tensors.items() if not name.startswith(lost)}
-    save_file(kept, newest, {"state": json.dumps(state)})
-    with refused(f"{newest} is damaged", f"no {lost}", f"--resume {before}"):
-        ppo.main(again())
+    if lost == 0.5:
+        ppo.main(again(resume=str(before)))
+        assert_same_run(copy / "runs/ran", ran / "runs/ran")
+        assert read_state(checkpoint_files()[-1])[1]["step"] == 5
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -546,7 +480,7 @@ def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(script
                 pytest.fail(f"--{field.name} may change")
 
 
-def test_changed_flags_are_all_named_before_anything_is_loaded(home, no_weights):
+def test_changed_flags_are_all_named_before_anything_is_loaded(copy, no_weights):
     with refused("seed=3 instead of 1", "lr=0.5 instead of 0.01", "add --resume"):
         ppo.main(again(lr=0.5, seed=3))
     with refused("processes=2 instead of 1"):
@@ -554,7 +488,7 @@ def test_changed_flags_are_all_named_before_anything_is_loaded(home, no_weights)
     ppo.check(again(run_name=None, output_dir="out", save_every=None), 1)
 
 
-def test_a_resumed_run_has_the_models_and_data_that_its_names_meant(ran, home):
+def test_a_resumed_run_has_the_models_and_data_that_its_names_meant(ran, copy):
     """A link may point elsewhere, and a file may have been edited. Other names of the same are fine."""
     stories = Path("task/stories.txt").read_text()
     Path("task/stories.txt").write_text(stories.replace("cat", "dog"))
@@ -573,7 +507,7 @@ def test_a_resumed_run_has_the_models_and_data_that_its_names_meant(ran, home):
     Path("alias").symlink_to("task/model")
     args = again()
     ppo.main(replace(args, task=replace(args.task, base_model="alias")))
-    assert_same_run(home / "runs/ran", ran / "runs/ran")
+    assert_same_run(copy / "runs/ran", ran / "runs/ran")
 
 
 def test_the_reward_model_and_the_labels_of_a_run_are_recorded_where_it_has_them(
@@ -593,29 +527,28 @@ def test_the_reward_model_and_the_labels_of_a_run_are_recorded_where_it_has_them
     assert checkpoints.meaning("task:default@train").startswith("task:default@train (sha256 ")
 
 
-def test_another_precision_is_refused(home, bf16_accelerator):
+def test_another_precision_is_refused(copy, bf16_accelerator):
     """`accelerate launch --mixed_precision bf16` changes the numbers of an fp32 run."""
     with refused("mixed_precision=bf16"):
         ppo.main(again())
 
 
-def test_latest_is_the_newest_run_of_this_task_and_script_that_has_a_checkpoint(home):
-    def copy(name: str, age: int, **changes: Any) -> Path:
-        folder = Path("runs", name)
-        shutil.copytree("runs/ran", folder)
-        record = json.loads((folder / "args.json").read_text())
-        (folder / "args.json").write_text(json.dumps(record | changes))
+def test_latest_is_the_newest_run_of_this_task_and_script_that_has_a_checkpoint(copy):
+    record = json.loads(Path("runs/ran/args.json").read_text())
+
+    def add(name: str, age: int, text: str = json.dumps(record)) -> Path:
+        folder = shutil.copytree("runs/ran", Path("runs", name))
+        (folder / "args.json").write_text(text)
         os.utime(folder / "args.json", (age, age))
         return folder
 
-    task = json.loads(Path("runs/ran/args.json").read_text())["task"]
     os.utime("runs/ran/args.json", (1, 1))
-    old, new = copy("old", 10), copy("sweep/new", 20)
-    shutil.rmtree(copy("bare", 30) / "checkpoints")
-    copy("task", 40, task=task | dict(task="sentiment"))
-    (copy("script", 50) / "ppo.py").rename("runs/script/mine.py")
+    old, new = add("old", 10), add("sweep/new", 20)
+    shutil.rmtree(add("bare", 30) / "checkpoints")
+    add("task", 40, json.dumps(record | {"task": record["task"] | {"task": "sentiment"}}))
+    (add("script", 50) / "ppo.py").rename("runs/script/mine.py")
     for i, damaged in enumerate(("", "{}", '{"task": 1}')):
-        (copy(f"damaged{i}", 60) / "args.json").write_text(damaged)
+        add(f"damaged{i}", 60, damaged)
 
     def found(name: str, script: Path = ppo.SCRIPT) -> Path:
         return checkpoints.find_checkpoint(again(resume=name), script)
@@ -628,18 +561,15 @@ def test_latest_is_the_newest_run_of_this_task_and_script_that_has_a_checkpoint(
             rloo.check(settings("rloo", resume=name), 1)
 
 
-def test_a_run_that_another_process_writes_is_left_alone(home):
+def test_a_run_that_another_process_writes_or_whose_metrics_are_cut_is_left_alone(copy):
     with filelock.FileLock("runs/ran/.lock"), refused("another process", "runs/ran"):
         ppo.main(again())
-
-
-def test_metrics_that_somebody_shortened_are_not_filled_up(home):
     os.truncate("runs/ran/metrics.jsonl", 100)
     with refused("runs/ran/metrics.jsonl"):
         ppo.main(again())
 
 
-def test_a_checkpoint_cuts_only_the_files_of_its_run(ran, home):
+def test_a_checkpoint_cuts_only_the_files_of_its_run(ran, copy):
     """Neither another file that its header names, nor one that a link points to."""
     for name in ("victim.txt", "metrics.jsonl"):
         shutil.copy("runs/ran/metrics.jsonl", name)
@@ -653,12 +583,12 @@ def test_a_checkpoint_cuts_only_the_files_of_its_run(ran, home):
         ppo.main(again())
     Path("metrics.jsonl").rename("runs/ran/metrics.jsonl")
     ppo.main(again())
-    assert_same_run(home / "runs/ran", ran / "runs/ran")
+    assert_same_run(copy / "runs/ran", ran / "runs/ran")
     assert Path("victim.txt").read_bytes() == (ran / "runs/ran/metrics.jsonl").read_bytes()
 
 
 def test_a_loss_that_is_not_finite_leaves_the_last_checkpoint_and_no_later_one(
-    ran, home, monkeypatch, capsys
+    ran, copy, monkeypatch, capsys
 ):
     """Resumed from the older of two; the newer one does not fit the metrics any more."""
 
@@ -670,68 +600,40 @@ def test_a_loss_that_is_not_finite_leaves_the_last_checkpoint_and_no_later_one(
         assert exit_code("ppo", again(resume=str(checkpoint_files()[0]))) == 1
     assert "ppo/loss/total is nan" in capsys.readouterr().err
     assert [path.name for path in checkpoint_files()] == ["00000004.safetensors"]
-    assert len(written(home / "runs/ran")["metrics.jsonl"]) == 4
+    assert len(written(copy / "runs/ran")["metrics.jsonl"]) == 4
     assert exit_code("ppo", again()) == 0
-    assert_same_run(home / "runs/ran", ran / "runs/ran")
+    assert_same_run(copy / "runs/ran", ran / "runs/ran")
 
 
-class Stepper:
-    """A run without training: `step(n)` ends the n-th update."""
+def newest_checkpoints(total: int, sent: dict[int, int] | None = None, **flags: Any) -> list[int]:
+    """The update of the newest checkpoint after each update of a run without training.
 
-    def __init__(self, total: int = 10, **flags: Any):
-        self.model = torch.nn.Linear(2, 1)
-        adam = ppo.AdamTF(self.model.parameters(), lr=1e-3)
-        self.optimizer = SimpleNamespace(optimizer=adam)
-        args = settings("ppo", **flags)
-        self.run = runs.Run(args, ppo.SCRIPT, total, [], Accelerator(cpu=True))
-
-    def step(self, n: int) -> int:
-        """The number of updates after which the newest checkpoint was written."""
-        self.run.checkpoint(n, self.model, self.optimizer)
-        names = self.run.folder.glob("checkpoints/*.safetensors")
-        return max((int(path.stem) for path in names), default=0)
-
-
-@pytest.mark.parametrize(
-    ("save_every", "expected"),
-    [
-        (None, [0] * 10),
-        (3, [0, 0, 3, 3, 3, 6, 6, 6, 9, 9]),
-        (5, [0, 0, 0, 0, 5, 5, 5, 5, 5, 5]),  # not after the last update, which the weights follow
-    ],
-)
-def test_when_checkpoints_are_written(save_every, expected, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    stepper = Stepper(save_every=save_every)
-    assert [stepper.step(n) for n in range(1, 11)] == expected
-    stepper.run.close()
+    `sent`: update → the signal that it gets.
+    """
+    model, newest = torch.nn.Linear(2, 1), []
+    optimizer = SimpleNamespace(optimizer=ppo.AdamTF(model.parameters(), lr=1e-3))
+    run = runs.Run(settings("ppo", **flags), ppo.SCRIPT, total, [], Accelerator(cpu=True))
+    for update in range(1, total + 1):
+        if sent and update in sent:
+            os.kill(os.getpid(), sent[update])
+        run.checkpoint(update, model, optimizer)
+        paths = run.folder.glob("checkpoints/*.safetensors")
+        newest.append(max((int(path.stem) for path in paths), default=0))
+    run.close()
+    return newest
 
 
-def test_a_signal_waits_for_the_end_of_the_update(tmp_path, monkeypatch):
-    """A second one, as launchers send it, changes nothing; nor does one in the last update."""
-    monkeypatch.chdir(tmp_path)
-    stepper = Stepper()
-    assert stepper.step(1) == 0
-    for _ in range(2):
-        os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(SystemExit) as caught:
-        stepper.step(2)
-    assert caught.value.code == 143
-    assert len(list(stepper.run.folder.glob("checkpoints/*.safetensors"))) == 1
-    last = Stepper(total=2)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert last.step(2) == 0
-    last.run.close()
+def test_no_checkpoint_is_written_after_the_last_update_which_the_weights_follow(home):
+    assert newest_checkpoints(10) == [0] * 10
+    assert newest_checkpoints(10, save_every=3) == [0, 0, 3, 3, 3, 6, 6, 6, 9, 9]
+    assert newest_checkpoints(10, save_every=5) == [0, 0, 0, 0, 5, 5, 5, 5, 5, 5]
+    assert newest_checkpoints(2, sent={2: signal.SIGUSR1}) == [0, 0]
 
 
-def test_nohup_stays_in_force(tmp_path, monkeypatch):
+def test_nohup_stays_in_force(home):
     """nohup ignores SIGHUP; a run does not take it back."""
-    monkeypatch.chdir(tmp_path)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    stepper = Stepper()
-    os.kill(os.getpid(), signal.SIGHUP)
-    assert stepper.step(1) == 0
-    stepper.run.close()
+    assert newest_checkpoints(2, sent={1: signal.SIGHUP}) == [0, 0]
     assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
 
 
