@@ -11,21 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    FalconConfig,
-    Gemma2Config,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ppo
 import rloo
@@ -50,45 +40,32 @@ def refuses(call, *words, error: type = InputError) -> str:
 
 VOCAB = 61
 PAD = VOCAB  # one past the vocabulary
-WORDS = json.loads((tasks.SYNTHETIC / "model" / "config.json").read_text())[
-    "vocab_size"
-]  # of the synthetic task's tokenizer
+WORDS = json.loads((tasks.SYNTHETIC / "model" / "config.json").read_text())["vocab_size"]
 KINDS = ("gpt2", "gpt_neox", "llama", "falcon", "falcon_alibi", "qwen2", "mistral")
+FALCON_RW = dict(alibi=True, multi_query=False, parallel_attn=False, bias=True)
 
 
-def config(
-    kind: str = "gpt2", vocab: int = VOCAB, dropout: float = 0.0, positions: int = 64
-) -> PretrainedConfig:
+def config(kind: str = "gpt2", vocab: int = VOCAB, dropout: float = 0.0, positions: int = 64):
     """A language model of some thousand weights, large enough (0.3) for every mistake to show in its logits."""
     same = dict(vocab_size=vocab, initializer_range=0.3, bos_token_id=0, eos_token_id=0)
-    sizes = dict(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=positions,
-    )
-    grouped = dict(**sizes, intermediate_size=64, num_key_value_heads=2, attention_dropout=dropout)
     if kind == "gpt2":
+        sizes = dict(n_embd=32, n_layer=2, n_head=2, n_positions=positions)
         drops = dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
-        return GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=positions, **drops, **same)
+        return transformers.GPT2Config(**sizes, **drops, **same)
+    same |= dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    same |= dict(max_position_embeddings=positions, attention_dropout=dropout)
     if kind == "gpt_neox":
-        return GPTNeoXConfig(
-            **sizes, intermediate_size=64, hidden_dropout=dropout, attention_dropout=dropout, **same
-        )
+        same |= dict(intermediate_size=64, hidden_dropout=dropout)
+        return transformers.GPTNeoXConfig(**same)
     if kind in ("falcon", "falcon_alibi"):  # falcon-rw: alibi, a key for each head, biases
-        rw = (
-            dict(alibi=True, multi_query=False, parallel_attn=False, bias=True)
-            if kind == "falcon_alibi"
-            else {}
-        )
-        return FalconConfig(
-            **sizes, hidden_dropout=dropout, attention_dropout=dropout, **rw, **same
-        )
+        own = FALCON_RW if kind == "falcon_alibi" else {}
+        return transformers.FalconConfig(**same, hidden_dropout=dropout, **own)
+    same |= dict(intermediate_size=64, num_key_value_heads=2)
     if kind in ("mistral", "mistral_window"):  # as in the checkpoints, or narrower than the texts
-        return MistralConfig(**grouped, sliding_window=4096 if kind == "mistral" else 6, **same)
-    return {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma2": Gemma2Config}[kind](
-        **grouped, **same
-    )
+        window = 4096 if kind == "mistral" else 6
+        return transformers.MistralConfig(**same, sliding_window=window)
+    name = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "gemma2": "Gemma2Config"}[kind]
+    return getattr(transformers, name)(**same)
 
 
 def make_lm(kind: str = "gpt2", seed: int = 0, **settings: Any) -> Any:
@@ -115,9 +92,7 @@ def make_other_lm(kind: str, seed: int = 0, **settings: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def make_policy(
-    kind: str = "gpt2", seed: int = 0, temperature: float = 0.7, script: Any = ppo, **settings: Any
-) -> Any:
+def make_policy(kind="gpt2", seed=0, temperature=0.7, script: Any = ppo, **settings: Any) -> Any:
     """A random policy of `script`; ppo's value head is random too."""
     lm, pad_id = make_lm(kind, seed, **settings), settings.get("vocab", VOCAB)
     if script is rloo:
@@ -131,17 +106,15 @@ def make_policy(
 def make_reward(kind: str = "gpt2", seed: int = 7, pad_id: int = PAD, **settings: Any) -> Any:
     """A random reward model whose gain and bias are not 1 and 0."""
     torch.manual_seed(seed)
-    backbone = config(kind, vocab=pad_id, **settings)
-    model = train_reward.RewardModel(RewardConfig(backbone, pad_id))
+    model = train_reward.RewardModel(RewardConfig(config(kind, vocab=pad_id, **settings), pad_id))
     torch.nn.init.normal_(model.head.weight, std=0.3)
     torch.nn.init.constant_(model.head.bias, 0.2)
-    with torch.no_grad():
-        model.gain.fill_(1.5)
-        model.bias.fill_(-0.5)
+    torch.nn.init.constant_(model.gain, 1.5)
+    torch.nn.init.constant_(model.bias, -0.5)
     return model.eval()
 
 
-def reward_function(model: Any, max_tokens: int = 36) -> Callable[[Tensor, Tensor], Tensor]:
+def reward_function(model: Any, max_tokens: int = 36) -> Callable:
     """A reward model as a function of (queries [B, Q], responses [B, R]) → [B]."""
     return lambda queries, responses, columns=None: score_in_parts(
         model, torch.cat([queries, responses], 1), max_tokens
@@ -151,9 +124,8 @@ def reward_function(model: Any, max_tokens: int = 36) -> Callable[[Tensor, Tenso
 def make_contexts(lengths: list[int], width: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
     """Left-padded random rows of these lengths: [B, width]."""
     rng = np.random.default_rng(seed)
-    return torch.tensor(
-        [[vocab] * (width - n) + rng.integers(1, vocab, n).tolist() for n in lengths]
-    )
+    rows = [[vocab] * (width - n) + rng.integers(1, vocab, n).tolist() for n in lengths]
+    return torch.tensor(rows)
 
 
 def uniform(length: int, rows: int) -> Tensor:
@@ -174,14 +146,7 @@ def watched(decoder: Any, look: Callable) -> Any:
     return SimpleNamespace(start=start)
 
 
-def sample(
-    decoder: Any,
-    contexts: Tensor,
-    uniform: Tensor,
-    pad_id: int = PAD,
-    temperature: float = 0.7,
-    **task: Any,
-) -> Tensor:
+def sample(decoder, contexts, uniform, pad_id=PAD, temperature=0.7, **task: Any) -> Tensor:
     """`ppo.sample` with token 0 as the truncate token: [B, C], [R, B] → [B, R]."""
     args = make_args(make_task(temperature=temperature, **task))
     return ppo.sample(decoder, contexts, uniform, utils.TokenIds(pad_id, 0, [], []), args)
@@ -189,31 +154,26 @@ def sample(
 
 def make_task(**changes: Any) -> tasks.Task:
     """A task of tiny lengths without files."""
-    values = (
-        dict(query_length=8, response_length=5, temperature=0.7, truncate_after=2, gold_fn=None)
-        | changes
-    )
-    return replace(tasks.TASKS["synthetic"], **values)
+    values = dict(query_length=8, response_length=5, temperature=0.7, truncate_after=2)
+    return replace(tasks.TASKS["synthetic"], **values | dict(gold_fn=None) | changes)
 
 
 def make_args(task: tasks.Task | None = None, script: Any = ppo, **changes: Any) -> Any:
     """Flags of ppo or rloo for a batch of 8."""
-    values: dict[str, Any] = dict(
-        total_episodes=24,
-        batch_size=8,
-        num_minibatches=2,
-        num_ppo_epochs=2,
-        micro_batch_tokens=24,
-        rollout_batch_size=3,
-        lr=1e-3,
-        eval_queries=4,
-    )
+    values = dict(total_episodes=24, batch_size=8, num_minibatches=2, num_ppo_epochs=2)
+    values |= dict(micro_batch_tokens=24, rollout_batch_size=3, lr=1e-3, eval_queries=4)
     return script.Args(task=task or make_task(), **values | changes)
+
+
+def small_args(script: Any, task: tasks.Task | None = None, **flags: Any) -> Any:
+    """`make_args` for `run_episodes`: RLOO has two responses to each query."""
+    return make_args(task, script, **({"rloo_k": 2} if script is rloo else {}) | flags)
 
 
 LENGTHS = [8, 1, 3, 5, 2, 8, 4, 1]  # of queries: uneven, so that there is padding
 EOS = 5  # truncate token of `IDS`
 IDS = utils.TokenIds(PAD, EOS, [], [])
+HELDOUT = 3  # queries of an evaluation in `run_episodes`
 
 
 def make_responses(batch_size: int, length: int, seed: int = 1) -> Tensor:
@@ -231,57 +191,6 @@ class Stub(torch.nn.Module):
 
     def forward(self, contexts: Tensor, responses: Tensor) -> Any:
         return self.function(contexts, responses)
-
-
-class Done(Exception):
-    """Ends `main` once there is a rollout."""
-
-
-def make_rollout(policy: Any, args: Any, script: Any = ppo, **inputs: Any) -> Any:
-    """The rollout that `main` makes of random queries and responses, or of those in `inputs`."""
-    inputs = dict(kl_coef=0.15, queries=make_contexts(LENGTHS, args.task.query_length)) | inputs
-    queries = inputs.pop("queries")
-    batch_size = len(queries)
-    responses = make_responses(batch_size, args.task.response_length)
-    minibatches = inputs.pop("minibatches", [torch.arange(batch_size)])
-    sizes = dict(batch_size=batch_size, total_episodes=2 * batch_size)
-    kl_coef = inputs.pop("kl_coef")
-    rollouts: list[Any] = []
-
-    def spy(*fields: Any) -> None:
-        rollouts.append(rollout_class(*fields))
-        raise Done
-
-    rollout_class = script.Rollout
-    resumed = dict(restore=lambda *args: (1, kl_coef))  # so that nothing is evaluated
-    try:
-        run_updates(
-            script,
-            replace(args, **sizes),
-            policy,
-            queries=[queries],
-            responses=[inputs.pop("responses", responses)],
-            epochs=[[minibatches]],
-            Run=type("Run", (FakeRun,), resumed)(),
-            Rollout=spy,
-            query_rows=lambda *a: np.arange(0),
-            **inputs,
-        )
-    except Done:
-        return rollouts[0]
-
-
-def keep(function: Callable, kept: list[Any]) -> Callable:
-    """A function that also keeps what it returns."""
-
-    def keeping(*args: Any) -> Any:
-        kept.append(function(*args))
-        return kept[-1]
-
-    return keeping
-
-
-HELDOUT = 3  # queries of an evaluation in `run_updates`
 
 
 class Table:
@@ -347,40 +256,57 @@ class Recorder(torch.optim.SGD):
 
     def step(self, closure: Callable | None = None) -> None:
         params = self.param_groups[0]["params"]
-        self.gradients.append(
-            [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params]
-        )
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params]
+        self.gradients.append(grads)
 
 
-def run_updates(
+def keep(function: Callable, kept: list[Any]) -> Callable:
+    """A function that also keeps what it returns."""
+
+    def keeping(*args: Any) -> Any:
+        kept.append(function(*args))
+        return kept[-1]
+
+    return keeping
+
+
+def run_main(script: Any, args: Any, replaced: dict[str, Any]) -> FakeRun:
+    """Run `main` with other values of some of the script's names, of which `Run` is a `FakeRun`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in replaced.items():
+            patch.setattr(script, name, value)
+        patch.setattr(distributed, "stop", lambda accelerator: None)
+        script.main(args)
+    return replaced["Run"]
+
+
+def run_episodes(
     script: Any,
     args: Any,
-    policy: Any,
+    policy: Any = None,
     ref: Any = None,
     reward: Callable | None = None,
     queries: list[Tensor] | None = None,
     responses: list[Tensor] | None = None,
     epochs: list[list[list[Tensor]]] | None = None,
-    after: Callable | None = None,
     ids: Any = IDS,
     **patches: Any,
 ) -> FakeRun:
     """Run `main` of ppo or rloo on given models, queries [B, Q] and responses [B, R] of each update.
 
-    `epochs` are the rows of each minibatch, in place of `shuffle`'s. `patches` replace other names
-    of the script. Returns what `main` logged.
+    By default, of uneven lengths; RLOO has `rloo_k` episodes of each query. `epochs` are the rows
+    of each minibatch, in place of `shuffle`'s. `patches` replace other names of the script.
     """
-    task = args.task
+    task, size = args.task, args.batch_size
     if queries is None:
-        lengths = LENGTHS if script is ppo else [8, 3] * 4
+        lengths = LENGTHS[: size // getattr(args, "rloo_k", 1)]
         queries = [make_contexts(lengths, task.query_length)] * 100
     if responses is None:
-        size, length = len(queries[0]), task.response_length
-        responses = [make_responses(size, length, seed) for seed in range(100)]
+        responses = [make_responses(size, task.response_length, seed) for seed in range(100)]
     reward = reward or reward_function(make_reward())
+    policy = policy or make_policy(script=script)
     models_left = [ref or make_policy(seed=3, script=script), policy]
     policy_class = "PolicyAndValue" if hasattr(script, "PolicyAndValue") else "Policy"
-    run = FakeRun(after)
     responses, epochs = list(responses), list(epochs or [])
 
     def next_responses(lm: Any, contexts: Tensor, *args: Any) -> Tensor:
@@ -395,36 +321,40 @@ def run_updates(
         "load_lm": lambda name, **more: models_left[0].lm,
         policy_class: lambda *a: models_left.pop(0),
         "load_gold_reward": lambda *a: None,
-        "Run": run,
+        "Run": FakeRun(),
         "check": lambda *a: None,
         "sample_in_batches": next_responses,
-        **patches,
     }
     if epochs:
         replaced["shuffle"] = lambda *a: epochs.pop(0)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in replaced.items():
-            patch.setattr(script, name, value)
-        patch.setattr(distributed, "stop", lambda accelerator: None)
-        script.main(replace(args, task=replace(task, gold_fn=None)))
-    return run
+    return run_main(script, replace(args, task=replace(task, gold_fn=None)), replaced | patches)
 
 
-def small_args(script: Any, task: tasks.Task | None = None, **flags: Any) -> Any:
-    """`make_args` for `run_episodes`: RLOO has two responses to each query."""
-    return make_args(task, script, **({"rloo_k": 2} if script is rloo else {}) | flags)
+class Done(Exception):
+    """Ends `main` once there is a rollout."""
 
 
-def run_episodes(script: Any, args: Any, policy: Any = None, **inputs: Any) -> FakeRun:
-    """`run_updates` on batches of 8 uneven episodes; RLOO has `rloo_k` of each query."""
-    lengths = LENGTHS[: args.batch_size // getattr(args, "rloo_k", 1)]
-    size, length = args.batch_size, args.task.response_length
-    defaults: dict[str, Any] = dict(
-        queries=[make_contexts(lengths, args.task.query_length)] * 100,
-        responses=[make_responses(size, length, seed) for seed in range(100)],
-    )
-    policy = policy or make_policy(script=script)
-    return run_updates(script, args, policy, **defaults | inputs)
+def make_rollout(policy: Any, args: Any, script: Any = ppo, kl_coef=0.15, **inputs: Any) -> Any:
+    """The rollout that `main` makes of random queries and responses, or of those in `inputs`."""
+    queries = inputs.pop("queries", make_contexts(LENGTHS, args.task.query_length))
+    batch_size = len(queries)
+    responses = inputs.pop("responses", make_responses(batch_size, args.task.response_length))
+    minibatches = inputs.pop("minibatches", [torch.arange(batch_size)])
+    inputs |= dict(queries=[queries], responses=[responses], epochs=[[minibatches]])
+    args = replace(args, batch_size=batch_size, total_episodes=2 * batch_size)
+    rollouts: list[Any] = []
+
+    def spy(*fields: Any) -> None:
+        rollouts.append(rollout_class(*fields))
+        raise Done
+
+    rollout_class = script.Rollout
+    run = FakeRun()
+    run.restore = lambda *args: (1, kl_coef)  # so that nothing is evaluated
+    no_rows = lambda *a: np.arange(0)  # noqa: E731
+    with pytest.raises(Done):
+        run_episodes(script, args, policy, Run=run, Rollout=spy, query_rows=no_rows, **inputs)
+    return rollouts[0]
 
 
 def noisy_rollout(script: Any, kept: list[Any] | None = None) -> Callable:
@@ -465,10 +395,7 @@ def run_reward_training(args: Any, model: Any, labels: Labels, **patches: Any) -
     """Run `main` of train_reward on a given model and labels; it normalizes on 4 random samples."""
     samples = make_contexts([8, 2, 5, 3], 8), make_responses(4, 5)
     texts = [tuple(x.to(model.gain.device) for x in samples)] * 2
-
-    def config(name: str) -> Any:
-        return model.config.backbone
-
+    auto_config = SimpleNamespace(from_pretrained=lambda name: model.config.backbone)
     replaced = {
         "check": lambda *a: None,
         "load_tokenizer": lambda *a, **k: (Tokenizer(), IDS),
@@ -476,7 +403,7 @@ def run_reward_training(args: Any, model: Any, labels: Labels, **patches: Any) -
         "sample_policy": lambda *a: (texts, Tokenizer(), IDS),
         "new_reward_model": lambda *a: model,
         "reward_input": lambda *a: lambda *texts: torch.cat(texts, dim=1),
-        "transformers": SimpleNamespace(AutoConfig=SimpleNamespace(from_pretrained=config)),
+        "transformers": SimpleNamespace(AutoConfig=auto_config),
         "Run": FakeRun(),
     }
     return run_main(train_reward, args, replaced | patches)
@@ -513,16 +440,6 @@ def run_sft(args: Any, lm: Any, tokens: Tensor, **patches: Any) -> FakeRun:
     return run_main(sft, args, replaced | patches)
 
 
-def run_main(script: Any, args: Any, replaced: dict[str, Any]) -> FakeRun:
-    """Run `main` with other values of some of the script's names, of which `Run` is a `FakeRun`."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in replaced.items():
-            patch.setattr(script, name, value)
-        patch.setattr(distributed, "stop", lambda accelerator: None)
-        script.main(args)
-    return replaced["Run"]
-
-
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     """A copy of every gradient; they are cleared."""
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -530,9 +447,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return grads
 
 
-def write_model(
-    folder: Path, kind: str = "gpt2", seed: int = 0, dropout: float = 0.1, **settings: Any
-) -> Path:
+def write_model(folder: Path, kind="gpt2", seed=0, dropout=0.1, **settings: Any) -> Path:
     """A folder with a random language model of the synthetic task's vocabulary, and its tokenizer."""
     make_lm(kind, seed, vocab=WORDS, dropout=dropout, **settings).save_pretrained(folder)
     return write_tokenizer(folder)
@@ -551,69 +466,45 @@ def write_reward(folder: Path, kind: str = "gpt2", pad_id: int = WORDS, **settin
     return str(write_tokenizer(folder))
 
 
+THINGS = ("cat", "old red house", "sea", "bus to the village", "soup that was very good")
+
+
 def write_task(folder: Path, kind: str = "gpt2", labels: int = 16, **changes: Any) -> tasks.Task:
     """A task whose model, queries and labels are small local files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    task = make_task(
-        base_model=str(write_model(folder / "model", kind)),
-        query_dataset=str(folder / "stories.txt"),
-        label_dataset=str(folder / "labels.json"),
-        **changes,
-    )
-    stories = [
-        f"{name} {verb} the {thing}."
-        for name in ("Anna", "Ben", "Clara", "Tom the baker")
-        for verb in ("saw", "found")
-        for thing in (
-            "cat",
-            "old red house",
-            "sea",
-            "bus to the village",
-            "soup that was very good",
-        )
-    ]
-    (folder / "stories.txt").write_text("\n".join(stories) + "\n")
-    (folder / "labels.json").write_text(
-        json.dumps(label_rows(labels, task.query_length, task.response_length))
-    )
+    stories, label_file = folder / "stories.txt", folder / "labels.json"
+    files = dict(query_dataset=str(stories), label_dataset=str(label_file))
+    model = write_model(folder / "model", kind)
+    task = make_task(base_model=str(model), **files, **changes)
+    names = ("Anna", "Ben", "Clara", "Tom the baker")
+    lines = [f"{n} {verb} the {x}.\n" for n in names for verb in ("saw", "found") for x in THINGS]
+    stories.write_text("".join(lines))
+    rows = label_rows(labels, task.query_length, task.response_length)
+    label_file.write_text(json.dumps(rows))
     return task
 
 
 def eos_task(task: tasks.Task, folder: Path) -> tasks.Task:
     """A task of `write_task` in the columns of TL;DR, its files in `folder`: prompts with completions, and pairs; a
     completion ends at <|endoftext|>."""
-    names, things = (
-        ("Anna", "Ben", "Clara", "Tom"),
-        ("cat", "old red house", "sea", "bus to the village"),
-    )
-    rows = [
-        {"prompt": f"{n} found the {thing}.", "completion": f" {n} saw the {thing}."}
-        for n in names
-        for thing in things
-    ]
-    pairs = [
-        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": " It was cold."}
-        for row in rows
-    ]
+    rows, pairs = [], []
+    for name in ("Anna", "Ben", "Clara", "Tom"):
+        for thing in THINGS[:4]:
+            prompt, text = f"{name} found the {thing}.", f" {name} saw the {thing}."
+            rows.append(dict(prompt=prompt, completion=text))
+            pairs.append(dict(prompt=prompt, chosen=text, rejected=" It was cold."))
     for name, content in (("rows", rows), ("pairs", pairs)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)) + "\n")
-    return replace(
-        task,
-        query_dataset=str(folder / "rows.jsonl"),
-        query_column="prompt",
-        response_column="completion",
-        label_dataset=str(folder / "pairs.jsonl"),
-        query_length=8,
-        response_length=12,
-        truncate_token="<|endoftext|>",
-        truncate_after=0,
-        eos_task=True,
+    files = dict(
+        query_dataset=str(folder / "rows.jsonl"), label_dataset=str(folder / "pairs.jsonl")
     )
+    columns = dict(query_column="prompt", response_column="completion")
+    lengths = dict(query_length=8, response_length=12, truncate_after=0)
+    eos = dict(truncate_token="<|endoftext|>", eos_task=True)
+    return replace(task, **files, **columns, **lengths, **eos)
 
 
-def label_rows(
-    n: int, query_length: int, response_length: int, pad: int = OPENAI_PAD
-) -> list[dict[str, Any]]:
+def label_rows(n: int, query_length: int, response_length: int, pad: int = OPENAI_PAD) -> list:
     """Rows in OpenAI's label format: token ids, padded on the right."""
     rng = np.random.default_rng(5)
 
@@ -621,14 +512,12 @@ def label_rows(
         real = int(rng.integers(1, length + 1))
         return rng.integers(1, 200, real).tolist() + [pad] * (length - real)
 
-    return [
-        {
-            "query": ids(query_length),
-            **{f"sample{k}": ids(response_length) for k in range(4)},
-            "best": int(rng.integers(4)),
-        }
-        for _ in range(n)
-    ]
+    def row() -> dict[str, Any]:
+        samples = {"query": ids(query_length)}
+        samples |= {f"sample{k}": ids(response_length) for k in range(4)}
+        return samples | {"best": int(rng.integers(4))}
+
+    return [row() for _ in range(n)]
 
 
 def shard_on_a_cpu(put: Callable = setattr) -> None:

@@ -67,7 +67,7 @@ def run_update(script: ModuleType, rank: int, processes: int, optimizer: type) -
     policy = tiny.make_policy(script=script)
     rollouts: list[Any] = []
     advantages: list[Any] = []
-    run = tiny.run_updates(
+    run = tiny.run_episodes(
         script,
         args,
         policy,

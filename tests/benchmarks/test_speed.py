@@ -22,7 +22,7 @@ SMALL = speed.Work(
 
 
 def plain_copy(policy, args):
-    """The models of `tiny.run_updates`, in a PlainPPO."""
+    """The models of `tiny.run_episodes`, in a PlainPPO."""
     reward = plain_ppo.reward_from(tiny.make_reward())
     models = copy.deepcopy(policy.lm), tiny.make_lm(seed=3), reward
     plain = plain_ppo.PlainPPO(*models, args, tiny.PAD, micro=3)
@@ -41,7 +41,7 @@ def test_plain_ppo_and_ppo_get_the_same_weights_from_the_same_responses(eos_task
     queries, responses = tiny.make_contexts(tiny.LENGTHS, 8), tiny.make_responses(8, 5)
     orders = [np.random.default_rng(epoch).permutation(8) for epoch in range(4)]
     epochs = [[torch.from_numpy(order)] for order in orders]
-    run = tiny.run_updates(
+    run = tiny.run_episodes(
         ppo, args, policy, queries=[queries], responses=[responses], epochs=[epochs]
     )
     assert 0 < run.metrics[0]["objective/ended"] < 1  # some scores are the penalty
