@@ -348,7 +348,7 @@ def check_rollout(rollout: ppo.Rollout, u: dict[str, np.ndarray], first: bool) -
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [96, 4096])
-def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator, monkeypatch):
+def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator):
     """`main` on recorded samples and labels: normalize, train, normalize again (R1-R4, A1, G5)."""
     record, arrays = load("reward")
     h, pad_id = record["hparams"], record["padding_token"]
@@ -400,18 +400,15 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator, 
             assert metrics[name] == pytest.approx(expected[name], abs=2e-5)
         assert_weights(model, tensors(arrays, f"s{expected['step']}/weights/"))
 
-    class Permutation:
-        permutation = staticmethod(lambda n: arrays["order"])
-
     ids = utils.TokenIds(pad_id, 13, [], [])
     samples = [texts[i] for i in estimates]
     replaced = {
         "load_tokenizer": lambda *a, **k: (tiny.Tokenizer(), ids),
         "sample_policy": lambda *a: (samples, tiny.Tokenizer(), ids),
+        "permutation": lambda size, epoch, seed: arrays["order"],
         "normalize": check_normalize,
         "Run": tiny.FakeRun(check_step),
     }
-    monkeypatch.setattr(train_reward.np.random, "default_rng", lambda seed: Permutation)
     tiny.run_reward_training(args, model, labels, **replaced)
     assert len(events) == 2
     assert_weights(model, tensors(arrays, "final/reward/"))

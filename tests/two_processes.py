@@ -212,7 +212,7 @@ def run_scripts(accelerator: Accelerator) -> dict[str, Any]:
             patch.setattr(script, "Rollout", keep(script.Rollout, rollouts))
             patch.setattr(distributed, "prepare", keep(distributed.prepare, prepared))
             patch.setattr(distributed, "stop", lambda accelerator: None)
-            script.main(tiny.make_args(task, script, total_episodes=16, eval_queries=3, **files))
+            script.main(tiny.small_args(script, task, total_episodes=16, eval_queries=3, **files))
         seen[name] = {
             "weights": accelerator.unwrap_model(prepared[0][0]).lm.state_dict(),
             "samples": [(r.contexts, r.responses) for r in rollouts if len(r.mask) == 4],
