@@ -910,6 +910,7 @@ def train(script, task, **changes):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim.Adam, "step", spy_step)
+        patch.setattr(torch.optim.AdamW, "step", spy_step)  # torch sets it to Adam's, with a hook
         AcceleratorState._reset_state(True)
         tiny.run_main(script, run.args, dict(Run=run))
     AcceleratorState._reset_state(True)
