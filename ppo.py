@@ -75,8 +75,6 @@ class Args(RunArgs):
     """random seed; process r uses seed + 100003 * r"""
     total_episodes: PositiveInt = 1_000_000
     """sampled responses of the whole run, rounded up to whole batches"""
-    stop_kl: PositiveFloat | None = None
-    """end the run after the first update whose objective/kl exceeds this"""
     eval_every: PositiveInt = 50
     """updates between evaluations on held-out queries"""
     eval_queries: PositiveInt = 256
@@ -103,8 +101,6 @@ class Args(RunArgs):
     # Algorithm
     reward_model: str | None = None
     """folder or hub name of the reward model; default: models/<task>/train_reward"""
-    reward_fn: str | None = None
-    """function instead of a reward model: path.py:name or module:name; docs/ppo.md"""
     kl_coef: NonNegativeFloat = 0.15
     """initial coefficient of the KL penalty"""
     kl_target: PositiveFloat | None = 6.0
@@ -135,8 +131,6 @@ class Args(RunArgs):
     # Memory and speed; RunArgs has the rest, and where files go
     rollout_batch_size: PositiveInt = 512 if cli.ON_GPU else 256
     """sequences that a process samples at a time; changes only rounding"""
-    cuda_graphs: bool = True
-    """replay the decoding step as a CUDA graph; on GPUs, not with FSDP2"""
 
 
 # The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
@@ -153,7 +147,7 @@ SYNTHETIC: dict[str, Any] = dict(
 )
 FIXED_KL: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)
 ANSWERS: dict[str, Any] = dict(
-    num_ppo_epochs=1, num_minibatches=4, kl_target=None, whiten_rewards=False
+    **FIXED_KL, num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192
 )
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
@@ -165,23 +159,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         **FIXED_KL, lr=3e-6, kl_coef=0.05, micro_batch_tokens=16_384, rollout_batch_size=256
     ),
     "arithmetic": dict(
-        **ANSWERS,
-        reward_fn="data.answers:exact_match",
-        total_episodes=16_384,
-        eval_every=16,
-        batch_size=128,
-        lr=3e-4,
-        kl_coef=0.1,
+        **ANSWERS, total_episodes=16_384, eval_every=16, batch_size=128, lr=3e-4, kl_coef=0.1
     ),
-    "gsm8k": dict(
-        **ANSWERS,
-        reward_fn="data.answers:gsm8k",
-        total_episodes=112_000,
-        batch_size=256,
-        lr=1e-6,
-        kl_coef=0.001,
-        micro_batch_tokens=8192,
-    ),
+    "gsm8k": dict(**ANSWERS, total_episodes=112_000, batch_size=256, lr=1e-6, kl_coef=0.001),
 }
 SCRIPT = Path(__file__)  # its name is part of run and model folders
 
@@ -269,12 +249,7 @@ def sample_in_batches(
 
 
 def score_responses(
-    reward: Callable,
-    queries: Tensor,
-    responses: Tensor,
-    columns: dict[str, list],
-    ids: TokenIds,
-    args: Args,
+    reward: Callable, queries: Tensor, responses: Tensor, columns: dict, ids: TokenIds, args: Args
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score responses [B, R], truncated after the first truncate token, with `reward`.
 
@@ -609,8 +584,6 @@ def main(args: Args) -> None:
 
         # 5. Adapt kl_coef to the measured KL.
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)
-        if run.exceeds_stop_kl(metrics["objective/kl"]):
-            break
         run.checkpoint(update + 1, policy, optimizer, kl_coef)  # if due; exits after a signal
 
     run.save(lm, tokenizer, value_head=accelerator.unwrap_model(policy).value_head)

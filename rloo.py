@@ -76,8 +76,6 @@ class Args(RunArgs):
     """random seed; process r uses seed + 100003 * r"""
     total_episodes: PositiveInt = 1_000_000
     """sampled responses of the whole run, rounded up to whole batches"""
-    stop_kl: PositiveFloat | None = None
-    """end the run after the first update whose objective/kl exceeds this"""
     eval_every: PositiveInt = 50
     """updates between evaluations on held-out queries"""
     eval_queries: PositiveInt = 256
@@ -106,8 +104,6 @@ class Args(RunArgs):
     # Algorithm
     reward_model: str | None = None
     """folder or hub name of the reward model; default: models/<task>/train_reward"""
-    reward_fn: str | None = None
-    """function instead of a reward model: path.py:name or module:name; docs/rloo.md"""
     kl_coef: NonNegativeFloat = 0.15
     """initial coefficient of the KL penalty"""
     kl_target: PositiveFloat | None = 6.0
@@ -128,8 +124,6 @@ class Args(RunArgs):
     # Memory and speed; RunArgs has the rest, and where files go
     rollout_batch_size: PositiveInt = 512 if cli.ON_GPU else 256
     """sequences that a process samples at a time; changes only rounding"""
-    cuda_graphs: bool = True
-    """replay the decoding step as a CUDA graph; on GPUs, not with FSDP2"""
 
 
 # The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
@@ -142,6 +136,7 @@ SYNTHETIC: dict[str, Any] = dict(
     kl_target=10.0,
     kl_horizon=1000,
 )
+ANSWERS: dict[str, Any] = dict(num_minibatches=4, kl_target=None, micro_batch_tokens=8192)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
     "synthetic_eos": SYNTHETIC,
@@ -157,25 +152,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         rollout_batch_size=256,
     ),
     "arithmetic": dict(
-        reward_fn="data.answers:exact_match",
-        total_episodes=16_384,
-        eval_every=16,
-        batch_size=128,
-        num_minibatches=4,
-        lr=3e-4,
-        kl_coef=0.01,
-        kl_target=None,
+        **ANSWERS, total_episodes=16_384, eval_every=16, batch_size=128, lr=3e-4, kl_coef=0.01
     ),
-    "gsm8k": dict(
-        reward_fn="data.answers:gsm8k",
-        total_episodes=112_000,
-        batch_size=256,
-        num_minibatches=4,
-        lr=1e-6,
-        kl_coef=0.001,
-        kl_target=None,
-        micro_batch_tokens=8192,
-    ),
+    "gsm8k": dict(**ANSWERS, total_episodes=112_000, batch_size=256, lr=1e-6, kl_coef=0.001),
 }
 SCRIPT = Path(__file__)  # its name is part of run and model folders
 
@@ -261,12 +240,7 @@ def sample_in_batches(
 
 
 def score_responses(
-    reward: Callable,
-    queries: Tensor,
-    responses: Tensor,
-    columns: dict[str, list],
-    ids: TokenIds,
-    args: Args,
+    reward: Callable, queries: Tensor, responses: Tensor, columns: dict, ids: TokenIds, args: Args
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score responses [B, R], truncated after the first truncate token, with `reward`.
 
@@ -345,21 +319,15 @@ def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list
 # ----------------------------------------------------------------------------- advantages and loss
 
 
-def leave_one_out_advantages(rewards: Tensor, k: int) -> Tensor:
-    """Each reward minus the mean of the k - 1 other rewards of its query: [B] → [B] (L3).
-
-    Episodes are laid out [K, P], as in `queries.repeat(k, 1)`. Written as the mean of differences,
-    so that equal rewards give exactly 0.
-    """
-    rewards = rewards.view(k, -1)
-    differences = rewards[:, None] - rewards[None]  # [K, K, P]
-    return (differences.sum(dim=1) / (k - 1)).flatten()
-
-
 def compute_advantages(rewards: Tensor, args: Args) -> Tensor:
-    """Leave-one-out advantages [B], whitened over the batch of all processes if asked for."""
-    advantages = leave_one_out_advantages(rewards, args.rloo_k)
-    if args.whiten_advantages:  # (X14)
+    """Each reward minus the mean of the K - 1 other rewards of its query: [B] → [B] (L3).
+
+    Episodes are laid out [K, P]. As the mean of differences, equal rewards give exactly 0.
+    """
+    rewards = rewards.view(args.rloo_k, -1)
+    differences = rewards[:, None] - rewards[None]  # [K, K, P]
+    advantages = (differences.sum(dim=1) / (args.rloo_k - 1)).flatten()
+    if args.whiten_advantages:  # over the batch of all processes (X14)
         mean, var = global_mean_and_var(advantages)
         advantages = (advantages - mean) * torch.rsqrt(var + 1e-8)
     return advantages
@@ -431,8 +399,7 @@ def check(args: Args, processes: int) -> None:
     """Raise `InputError` for flags that cannot work, before anything is loaded."""
     check_run(args, SCRIPT, processes)
     unit = processes * args.num_minibatches * args.rloo_k
-    reason = "processes * num_minibatches * rloo_k"
-    cli.check_divisible("batch_size", args.batch_size, unit, reason)
+    cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches * rloo_k")
 
 
 def main(args: Args) -> None:
@@ -574,8 +541,6 @@ def main(args: Args) -> None:
 
         # 6. Adapt kl_coef to the measured KL.
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)
-        if run.exceeds_stop_kl(metrics["objective/kl"]):
-            break
         run.checkpoint(update + 1, policy, optimizer, kl_coef)  # if due; exits after a signal
 
     run.save(lm, tokenizer)

@@ -47,7 +47,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("A1", "utils.py", 'group["eps_hat"] / math.sqrt', 'group["eps_hat"] * math.sqrt'),
     ("L1", "rloo.py", "- old.logprobs).sum(dim=1)", "- old.logprobs).mean(dim=1)"),
     ("L2", "rloo.py", "scores - kl_coef * kl.sum(dim=1)", "scores + kl_coef * kl.sum(dim=1)"),
-    ("L3", "rloo.py", "/ (k - 1)).flatten()", "/ k).flatten()"),
+    ("L3", "rloo.py", "/ (args.rloo_k - 1)).flatten()", "/ args.rloo_k).flatten()"),
     ("L4", "rloo.py", "share(torch.max(pg_losses, pg_losses_clipped))", "share(pg_losses_clipped)"),
     ("L5", "rloo.py", "self.pad_id = pad_id",
      "self.value_head, self.pad_id = nn.Linear(1, 1), pad_id"),

@@ -17,7 +17,6 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import ppo  # noqa: E402
 from benchmarks.winrate import sample_responses  # noqa: E402
 from data.tasks import TASKS  # noqa: E402
 from machinery import cli  # noqa: E402
@@ -34,7 +33,7 @@ class Args:
     task: str = "arithmetic"
     """task with the queries, lengths and temperature"""
     reward_fn: str | None = None
-    """module:function or path.py:function; None: the default of ppo.py for this task"""
+    """module:function or path.py:function; None: the task's own"""
     query_dataset: str | None = None
     """other queries than the task's, such as openai/gsm8k:main@test"""
     queries: int = 256
@@ -61,7 +60,7 @@ def main(args: Args) -> None:
     """Sample, score and count; print a line of JSON for each policy."""
     if args.task not in TASKS:
         raise cli.InputError(f"--task {args.task} is unknown; choose {', '.join(TASKS)}")
-    name = args.reward_fn or ppo.PRESETS.get(args.task, {}).get("reward_fn")
+    name = args.reward_fn or TASKS[args.task].reward_fn
     if name is None:
         raise cli.InputError(f"task {args.task} has no reward function; pass --reward_fn")
     if not 1 <= args.k <= args.samples:

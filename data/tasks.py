@@ -67,11 +67,13 @@ class Task:
     response_column: str | None = None
     """column of reference responses for sft.py, or of conversations with them"""
 
-    # Labels
+    # Labels, rewards
     label_dataset: str | None
     """data source of the human preferences; None: the task has none"""
     label_tokenizer: str | None = None
     """tokenizer of the labels' token ids: hub name or folder; None: base_model's"""
+    reward_fn: str | None = None
+    """module:function or path.py:function instead of a reward model; docs/ppo.md"""
     gold_fn: str | None = None
     """module:function or path.py:function for the true score; only logged"""
 
@@ -177,6 +179,7 @@ TASKS = {
         query_column="prompt",
         query_length=10,
         response_length=20,
+        reward_fn="data.answers:exact_match",
         **ENDS_AT_EOS,
     ),
     "gsm8k": replace(
@@ -192,5 +195,6 @@ TASKS = {
         response_column="answer",
         truncate_token="<|im_end|>",
         eos_task=True,
+        reward_fn="data.answers:gsm8k",
     ),
 }

@@ -165,7 +165,7 @@ def meanings(args: Any) -> dict[str, str]:
         names["label_dataset"] = task.label_dataset
     if hasattr(args, "reward_model"):
         names["reward_model"] = args.reward_model
-        if not args.reward_model and not args.reward_fn:
+        if not args.reward_model and not task.reward_fn:
             names["reward_model"] = f"models/{task.task}/train_reward"
     found = {flag: meaning(name) for flag, name in names.items() if name}
     return {flag: text for flag, text in found.items() if text}

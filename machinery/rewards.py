@@ -195,10 +195,10 @@ def load_reward(
     It is the reward model's (of class `cls`), or `--reward_fn`'s; a reward function with a
     parameter `scores` gets the reward model's.
     """
-    of_texts = None
-    if args.reward_fn:
-        of_texts = text_scorer("--reward_fn", args.reward_fn, tokenizer, ids.pad)
-        if "scores" not in inspect.signature(load_function(args.reward_fn)).parameters:
+    of_texts, name = None, args.task.reward_fn
+    if name:
+        of_texts = text_scorer("--reward_fn", name, tokenizer, ids.pad)
+        if "scores" not in inspect.signature(load_function(name)).parameters:
             return of_texts
     folder = args.reward_model or f"models/{args.task.task}/train_reward"
     model = load_reward_model(cls, folder)

@@ -182,15 +182,6 @@ class Run:
             artifacts.save_model(model, tokenizer, folder, state, heads={})
         self.accelerator.wait_for_everyone()
 
-    def exceeds_stop_kl(self, kl: float) -> bool:
-        """Whether the KL to the reference exceeds `--stop_kl`; then this update is the last one."""
-        if self.args.stop_kl is None or kl <= self.args.stop_kl:
-            return False
-        if self.main:
-            print(f"objective/kl {kl:.3g} exceeds stop_kl: {self.step} of {self.total} updates")
-        self.total = self.step
-        return True
-
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of one update. Raises `RunError` if a loss or score is not finite."""
         for name, value in metrics.items():

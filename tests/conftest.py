@@ -56,7 +56,7 @@ def settings(script: str, **changes: Any) -> Any:
         values |= dict(micro_batch_tokens=36, rollout_batch_size=5, eval_queries=4, eval_every=2)
         values |= dict(reward_fn="reward.py:score", kl_horizon=20)
         values |= dict(rloo_k=2) if script == "rloo" else {}
-    return SCRIPTS[script].Args(task=task, **values | changes)
+    return tiny.new_args(SCRIPTS[script], task, **values | changes)
 
 
 def write_files(folder: Path) -> None:

@@ -1269,7 +1269,7 @@ def test_P4_dropout_in_sft_is_the_same_after_a_resume_and_follows_the_seed(
     sizes = dict(num_heldout=4, batch_size=4, block_size=6, num_epochs=2, save_every=1, lr=1e-9)
 
     def losses(name: str, **flags) -> list[float]:
-        script.main(script.Args(task=task, run_name=name, **sizes | flags))
+        script.main(tiny.new_args(script, task, run_name=name, **sizes | flags))
         lines = (json.loads(x) for x in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines())
         return [line["loss"] for line in lines if "loss" in line]
 

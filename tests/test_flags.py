@@ -18,7 +18,6 @@ import ppo
 import rloo
 import sft
 import train_reward
-from data import tasks
 from machinery import distributed, queries
 from machinery.progress import Progress
 from machinery.queries import load_queries, load_texts
@@ -66,12 +65,10 @@ BY_FILE = {  # the other flags, and where they are tested
     "rollout_batch_size": "test_details.py",
     "gradient_checkpointing": "test_scripts.py",
     "reward_model": "test_scripts.py",
-    "reward_fn": "test_scripts.py",
     "run_name": "test_runs.py",
     "output_dir": "test_runs.py",
     "save_every": "test_resume.py",
     "keep_every": "test_runs.py",
-    "stop_kl": "test_runs.py",
     "resume": "test_resume.py",
     "track": "test_artifacts.py",
     "push_to_hub": "test_artifacts.py",
@@ -130,8 +127,8 @@ def test_the_same_flags_give_the_same_run(results):
 
 
 OFF = dict(kl_estimator="k1", clip_score=None, max_grad_norm=None, anneal_lr=True)
-OFF |= dict(gradient_checkpointing=False, stop_kl=None, keep_every=None)
-OFF |= dict(save_every=None, resume=None, track=False, push_to_hub=None, reward_fn=None)
+OFF |= dict(gradient_checkpointing=False, keep_every=None)
+OFF |= dict(save_every=None, resume=None, track=False, push_to_hub=None)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -144,8 +141,7 @@ def test_options_are_off_by_default_for_every_task(name):
     off |= {"ppo": {"whiten_advantages": True}, "rloo": {"whiten_advantages": False}}.get(name, {})
     assert {flag: getattr(defaults, flag) for flag in off} == off
     for task, preset in script.PRESETS.items():
-        without_labels = {"reward_fn"} if tasks.TASKS[task].label_dataset is None else set()
-        assert off.keys() & preset.keys() <= without_labels
+        assert not off.keys() & preset.keys(), task
 
 
 # ------------------------------------------------------------------------------------------ X2, X3

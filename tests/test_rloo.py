@@ -39,7 +39,7 @@ both = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
 
 def test_L3_worked_example_of_three_queries_with_four_responses():
     rewards = torch.tensor([1.0, 2, 3, 2, 3, 4, 5, 6, 7, 8, 9, 10])  # laid out [K, P]
-    advantages = rloo.leave_one_out_advantages(rewards, k=4).view(4, 3)
+    advantages = rloo.compute_advantages(rewards, tiny.make_args(script=rloo, rloo_k=4)).view(4, 3)
     assert advantages[0, 0].item() == pytest.approx(1 - (2 + 5 + 8) / 3)
     assert advantages[1, 0].item() == pytest.approx(2 - (1 + 5 + 8) / 3)
     assert advantages[2, 1].item() == pytest.approx(6 - (3 + 2 + 9) / 3)
@@ -54,13 +54,18 @@ def test_L3_leave_one_out_equals_the_slow_loop(k):
         for p in range(5):
             others = [rewards[i, p].item() for i in range(k) if i != j]
             slow[j, p] = rewards[j, p].item() - sum(others) / len(others)
-    assert_close(rloo.leave_one_out_advantages(rewards.flatten(), k).view(k, 5), slow)
+    assert_close(
+        rloo.compute_advantages(rewards.flatten(), tiny.make_args(script=rloo, rloo_k=k)).view(
+            k, 5
+        ),
+        slow,
+    )
 
 
 @pytest.mark.parametrize("k", [2, 3, 5])
 def test_L3_equal_rewards_have_advantages_of_exactly_zero(k):
     rewards = torch.tensor([0.1, -1.7, 1 / 3]).repeat(k)
-    assert (rloo.leave_one_out_advantages(rewards, k) == 0).all()
+    assert (rloo.compute_advantages(rewards, tiny.make_args(script=rloo, rloo_k=k)) == 0).all()
 
 
 @pytest.mark.parametrize(("k", "batch_size"), [(2, 8), (4, 16)])

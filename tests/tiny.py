@@ -160,9 +160,16 @@ def make_task(**changes: Any) -> tasks.Task:
 
 def make_args(task: tasks.Task | None = None, script: Any = ppo, **changes: Any) -> Any:
     """Flags of ppo or rloo for a batch of 8."""
-    values = dict(total_episodes=24, batch_size=8, num_minibatches=2, num_ppo_epochs=2)
-    values |= dict(micro_batch_tokens=24, rollout_batch_size=3, lr=1e-3, eval_queries=4)
-    return script.Args(task=task or make_task(), **values | changes)
+    values: dict[str, Any] = dict(total_episodes=24, batch_size=8, num_minibatches=2)
+    values |= dict(num_ppo_epochs=2, micro_batch_tokens=24, rollout_batch_size=3, lr=1e-3)
+    values |= dict(eval_queries=4)
+    return new_args(script, task or make_task(), **values | changes)
+
+
+def new_args(script: Any, task: tasks.Task, **values: Any) -> Any:
+    """`Args` of a script. Values may also be fields of its task, as on the command line."""
+    of_task = {name: values.pop(name) for name in set(values) & set(vars(task))}
+    return script.Args(task=replace(task, **of_task), **values)
 
 
 def small_args(script: Any, task: tasks.Task | None = None, **flags: Any) -> Any:
