@@ -1,9 +1,9 @@
-"""A device that is not the host, played on a CPU: its tensors have their numbers, and refuse to be
-mixed with tensors of the host. What a GPU would stop at, these tests stop at, and they count how
-often the host waits for the device.
+"""A device that is not the host, played on a CPU: its tensors have numbers, and refuse to be mixed
+with the host's. What a GPU would refuse fails here, and waits of the host are counted.
 """
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -31,18 +31,11 @@ HERE = torch.device("cpu")
 AWAY = torch.device("meta")  # a device that autograd knows; its tensors here have numbers
 aten = torch.ops.aten
 CONTEXTS = tiny.make_contexts([8, 3, 5], 8)
-INDEXING = (
-    aten.index.Tensor,
-    aten.index_put_.default,
-    aten.index_put.default,
-    aten._index_put_impl_.default,
-)
-READS = (  # operations whose result the host needs: a number, or a size
-    aten._local_scalar_dense.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten.unique_dim.default,
-)
+INDEXING = {aten.index.Tensor, aten._index_put_impl_.default}
+INDEXING |= {aten.index_put_.default, aten.index_put.default}
+# Operations whose result the host needs: a number, or a size
+READS = {aten._local_scalar_dense.default, aten.nonzero.default}
+READS |= {aten.masked_select.default, aten.unique_dim.default}
 
 
 class Far(Tensor):
@@ -132,10 +125,7 @@ class Accelerator(SimpleNamespace):
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """`use(device)` is where scripts run from then on.
-
-    What there is none of elsewhere: autocast, random numbers and a direct way for data.
-    """
+    """`use(device)` is where scripts run from then on; there, autocast and random numbers are fake."""
     rand = torch.rand
 
     def rand_here(*size, device, generator, **options):
@@ -154,7 +144,7 @@ def elsewhere(monkeypatch):
     def use(device: torch.device) -> Any:
         accelerator = Accelerator(device=device)
         monkeypatch.setattr(distributed, "start", lambda args: accelerator)
-        return Elsewhere() if device == AWAY else nullcontext()
+        return Elsewhere()
 
     return use
 
@@ -207,31 +197,32 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(x.near, y, atol=1e-4, rtol=1e-4)
 
 
-def update(script: Any, kind: str, device: torch.device, length: int, use: Any) -> tuple:
+def update(
+    script: Any, kind: str, device: torch.device, length: int, use: Any, micro=4096, **spies: Any
+) -> tuple:
     """One update of an EOS task: tensors, metrics, and how often sampling and all of it read."""
     reads, rollouts, sample = [], [], script.sample_in_batches
 
     def spy_sample(*args):
-        before = len(Elsewhere.current.reads) if device == AWAY else 0
+        before = len(Elsewhere.current.reads)
         responses = sample(*args)
-        reads.append(len(Elsewhere.current.reads) - before if device == AWAY else 0)
+        reads.append(len(Elsewhere.current.reads) - before)
         return responses
 
-    spies = dict(sample_in_batches=spy_sample, AdamTF=tiny.Recorder)
+    spies |= dict(sample_in_batches=spy_sample, AdamTF=tiny.Recorder)
     spies |= dict(Rollout=tiny.keep(script.Rollout, rollouts))
     task = tiny.make_task(eos_task=True, response_length=length)
-    flags = dict(total_episodes=8, num_ppo_epochs=1, max_grad_norm=1.0, micro_batch_tokens=4096)
+    flags = dict(total_episodes=8, num_ppo_epochs=1, max_grad_norm=1.0, micro_batch_tokens=micro)
     args = tiny.small_args(script, task, **flags)
     with use(device) as mode:
-        policy, ref = (
-            moved(tiny.make_policy(kind, seed, script=script), device) for seed in (0, 3)
-        )
+        models = (tiny.make_policy(kind, seed, script=script) for seed in (0, 3))
+        policy, ref = (moved(model, device) for model in models)
         reward = tiny.reward_function(moved(tiny.make_reward(kind), device), 4096)
         ids = tiny.utils.TokenIds(tiny.PAD, tiny.EOS, [7], [8, 9])
         inputs = dict(ref=ref, reward=reward, ids=ids)
         run = tiny.run_episodes(script, args, policy, **inputs, **spies)
     found = [*rollouts[1], *sum(run.optimizer.gradients, [])]
-    return found, run.metrics[0], reads, len(mode.reads) if device == AWAY else 0
+    return found, run.metrics[0], reads, len(mode.reads)
 
 
 @pytest.mark.parametrize(
@@ -261,67 +252,51 @@ def test_the_host_waits_at_most_twice_per_micro_batch(script, elsewhere):
         reads.append(len(Elsewhere.current.reads))
         return compute_loss(*args)
 
-    flags = dict(total_episodes=8, num_ppo_epochs=1, num_minibatches=1, micro_batch_tokens=20)
-    args = tiny.small_args(script, tiny.make_task(eos_task=True), **flags)
-    with elsewhere(AWAY):
-        policy, ref = (moved(tiny.make_policy(seed=seed, script=script), AWAY) for seed in (0, 3))
-        reward = tiny.reward_function(moved(tiny.make_reward(), AWAY), 4096)
-        ids = tiny.utils.TokenIds(tiny.PAD, tiny.EOS, [], [])
-        inputs = dict(ref=ref, reward=reward, ids=ids, sample_in_batches=script.sample_in_batches)
-        tiny.run_episodes(script, args, policy, **inputs, **{loss: spy, "AdamTF": tiny.Recorder})
-    assert len(reads) == 4 and set(np.diff(reads)) == {2}
+    update(script, "gpt2", AWAY, 5, elsewhere, micro=20, **{loss: spy})
+    reads = np.array(reads).reshape(2, -1)  # of two minibatches
+    assert reads.shape[1] >= 2 and set(np.diff(reads).flatten()) == {2}
 
 
-def test_a_reward_model_is_trained_elsewhere_to_the_same_numbers(elsewhere):
-    def train(device: torch.device) -> tuple[list[Tensor], list[float]]:
-        rng = np.random.default_rng(0)
-        queries = [rng.integers(1, tiny.PAD, n) for n in (8, 2, 5, 1, 7, 3)]
-        responses = [[rng.integers(1, tiny.PAD, 5) for _ in range(4)] for _ in queries]
-        sizes = dict(num_labels=4, batch_size=4, num_heldout=2, micro_batch_tokens=40)
-        args = train_reward.Args(task=tiny.make_task(), **sizes)
-        rewards, predict = [], train_reward.predict
-
-        def keep(*args):
-            rewards.extend(found := predict(*args))
-            return found
-
-        spies = dict(AdamTF=tiny.Recorder, predict=keep)
-        with elsewhere(device):
-            labels, model = Labels(queries, responses, np.arange(6) % 4), tiny.make_reward()
-            run = tiny.run_reward_training(args, moved(model, device), labels, **spies)
-        metrics = [x for line in run.metrics for name, x in line.items() if "time/" not in name]
-        return [*rewards, *run.optimizer.gradients[0]], metrics
-
-    (found, metrics), (expected, expected_metrics) = train(AWAY), train(HERE)
-    assert_same(found, expected)
-    assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-4)
+def train_reward_model(device: torch.device) -> tuple[list[Tensor], Any]:
+    rng = np.random.default_rng(0)
+    queries = [rng.integers(1, tiny.PAD, n) for n in (8, 2, 5, 1, 7, 3)]
+    responses = [[rng.integers(1, tiny.PAD, 5) for _ in range(4)] for _ in queries]
+    sizes = dict(num_labels=4, batch_size=4, num_heldout=2, micro_batch_tokens=40)
+    args, rewards = train_reward.Args(task=tiny.make_task(), **sizes), []
+    spies = dict(AdamTF=tiny.Recorder, predict=tiny.keep(train_reward.predict, rewards))
+    labels = Labels(queries, responses, np.arange(6) % 4)
+    run = tiny.run_reward_training(args, moved(tiny.make_reward(), device), labels, **spies)
+    return sum(map(list, rewards), []), run
 
 
-def test_a_language_model_is_tuned_elsewhere_to_the_same_numbers(elsewhere, monkeypatch):
-    def tune(device: torch.device) -> tuple[list[Tensor], list[float]]:
-        args = sft.Args(task=tiny.make_task(), micro_batch_tokens=40, batch_size=4, num_heldout=2)
-        rows = tiny.make_contexts([13, 7, 10, 9, 12, 8], 13)
-        with elsewhere(device):
-            run = tiny.run_sft(args, moved(tiny.make_lm(), device), rows)
-        metrics = [x for name, x in run.metrics[0].items() if "time/" not in name]
-        return run.optimizer.gradients[0], metrics
+def tune_language_model(device: torch.device) -> tuple[list[Tensor], Any]:
+    args = sft.Args(task=tiny.make_task(), micro_batch_tokens=40, batch_size=4, num_heldout=2)
+    rows = tiny.make_contexts([13, 7, 10, 9, 12, 8], 13)
+    return [], tiny.run_sft(args, moved(tiny.make_lm(), device), rows)
 
+
+@pytest.mark.parametrize("train", [train_reward_model, tune_language_model])
+def test_training_elsewhere_makes_the_same_numbers(train, elsewhere, monkeypatch):
     monkeypatch.setattr(torch.optim, "AdamW", tiny.Recorder)
-    (found, metrics), (expected, expected_metrics) = tune(AWAY), tune(HERE)
-    assert_same(found, expected)
-    assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-4)
+    tensors, metrics = [], []
+    for device in (AWAY, HERE):
+        with elsewhere(device):
+            rewards, run = train(device)
+        tensors.append([*rewards, *run.optimizer.gradients[0]])
+        metrics.append([x for line in run.metrics for k, x in line.items() if "time/" not in k])
+    assert_same(*tensors)
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-4)
 
 
-class Casts(TorchDispatchMode):
-    """Counts casts of these tensors."""
+class Count(TorchDispatchMode):
+    """Counts the operations for which `condition(function, args)` is true."""
 
-    def __init__(self, tensors: Any):
+    def __init__(self, condition: Callable):
         super().__init__()
-        self.shapes, self.count = {x.shape for x in tensors}, 0
+        self.condition, self.count = condition, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is aten._to_copy.default and args[0].shape in self.shapes:
-            self.count += 1
+        self.count += self.condition(function, args)
         return function(*args, **(kwargs or {}))
 
 
@@ -334,7 +309,9 @@ def test_frozen_weights_are_stored_as_autocast_casts_them(kind, bf16_accelerator
     model = tiny.make_lm(kind) if kind in tiny.KINDS else tiny.make_other_lm(kind)
     contexts, mask = CONTEXTS, CONTEXTS != tiny.PAD
     model.get_output_embeddings().__class__ = Float32Linear
-    weights = [w for name, w in model.named_parameters() if w.dim() == 2 and "embed" not in name]
+    named = model.named_parameters()
+    shapes = {w.shape for name, w in named if w.dim() == 2 and "embed" not in name}
+    is_cast = lambda function, x: function is aten._to_copy.default and x[0].shape in shapes  # noqa: E731
     found = []
     for lm in (copy.deepcopy(model), distributed.freeze(bf16_accelerator, model)):
         lm.requires_grad_(False)
@@ -343,7 +320,7 @@ def test_frozen_weights_are_stored_as_autocast_casts_them(kind, bf16_accelerator
             plain = lm(contexts.masked_fill(~mask, 0), attention_mask=mask).logits
             logits = [plain, batch.next_logits()]
             batch.append(contexts[:, 0] * 0 + 7)
-            with Casts(weights) as casts:
+            with Count(is_cast) as casts:
                 found.append([*logits, batch.next_logits()])
             found[-1].append(casts.count)
     (*expected, before), (*frozen, after) = found
@@ -365,30 +342,23 @@ def test_weights_under_adapters_are_stored_in_bf16_and_other_frozen_ones_are_not
     assert bf16 == {name for name, _ in adapted.named_parameters() if "base_layer" in name}
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function in (aten.mm.default, aten.bmm.default, aten.addmm.default)
-        return function(*args, **(kwargs or {}))
+PRODUCTS = aten.mm.default, aten.bmm.default, aten.addmm.default
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama", "falcon", "qwen2", "mistral", "gemma2"])
 def test_rotary_angles_are_no_matrix_product(kind):
     """TF32 would round an fp32 product: at position 2,000 to angles wrong by up to 0.3."""
-    lm, products = tiny.make_lm(kind), []
+    lm, products, is_product = tiny.make_lm(kind), [], lambda function, args: function in PRODUCTS
     (rotary,) = (m for name, m in lm.named_modules() if name.endswith("rotary_emb"))
     forward = rotary.forward
 
     def spy(*args, **kwargs):
-        with Products() as mode:
+        with Count(is_product) as mode:
             angles = forward(*args, **kwargs)
         products.append(mode.count)
         return angles
 
     rotary.forward = spy
-    with Products() as all_products:
+    with Count(is_product) as all_products:
         lm(CONTEXTS.clamp(max=9))
     assert products == [0] and all_products.count > 8

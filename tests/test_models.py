@@ -1,9 +1,6 @@
 """Models that cannot be used are refused; nothing is random in silence, nothing is unpickled."""
 
 import functools
-import shutil
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import tiny
@@ -12,18 +9,13 @@ import transformers
 from tiny import refuses
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, GPT2Model
 
-import ppo
-import rloo
-import sft
 import train_reward
 from machinery import models, rewards
-from machinery.cli import InputError, about
-from machinery.models import load_lm
+from machinery.cli import about
 from machinery.rewards import RewardConfig
 
 pytestmark = pytest.mark.usefixtures("accelerator")
-RL = ("ppo", "rloo")
-
+RL, SCRIPTS = ("ppo", "rloo"), ("ppo", "rloo", "train_reward", "sft")
 
 QWEN = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8)
 QWEN |= dict(linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2)
@@ -34,6 +26,7 @@ SETTINGS = {
     "qwen3_next": dict(QWEN, layer_types=["linear_attention", "full_attention"]),
     "lfm2": dict(layer_types=["conv", "full_attention"]),  # a state that padding changes
     "bert": {},  # sees later tokens
+    "mamba": dict(state_size=4),  # takes no positions
 }
 
 
@@ -55,20 +48,16 @@ def test_check_model_accepts_models_that_give_one_result_in_all_ways(kind):
     check(kind)
 
 
-@pytest.mark.parametrize("kind", ["gpt_neo", "qwen3_next", "lfm2", "bert"])
+@pytest.mark.parametrize("kind", ["gpt_neo", "qwen3_next", "lfm2", "bert", "mamba"])
 def test_check_model_refuses_architectures_by_name(kind):
     refuses(lambda: check(kind), "--base_model", kind)
 
 
 ROPE = dict(type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+VOCABULARY = dict(vocab_size=tiny.WORDS, eos_token_id=0)
 WINDOWS = {  # of 10 tokens; GPT-Neo's is that of local attention, Phi 3's where LongRoPE changes
-    "gpt_neo": dict(window_size=10, vocab_size=tiny.WORDS, eos_token_id=0),
-    "phi3": dict(
-        original_max_position_embeddings=10,
-        rope_scaling=ROPE,
-        vocab_size=tiny.WORDS,
-        eos_token_id=0,
-    ),
+    "gpt_neo": dict(window_size=10, **VOCABULARY),
+    "phi3": dict(original_max_position_embeddings=10, rope_scaling=ROPE, **VOCABULARY),
 }
 
 
@@ -79,22 +68,20 @@ def test_a_window_is_found_whatever_its_name_if_the_run_has_longer_texts(kind, s
     lm.save_pretrained(tmp_path / "model")
     folder = str(tiny.write_tokenizer(tmp_path / "model"))
     models.load_lm(folder)
-    for script in ("ppo", "rloo", "train_reward", "sft"):
+    for script in SCRIPTS:
         refuses(lambda s=script: start(s, base_model=folder), "--base_model", kind, "nats")
-    policy = dict(base_model=start.task.base_model, policy_model=folder)
-    refuses(lambda: start("train_reward", **policy), "--policy_model", kind, "nats")
+    refuses(lambda: start("train_reward", policy_model=folder), "--policy_model", kind, "nats")
 
 
-@pytest.mark.parametrize("kind", ["phi3"])  # of GPT-Neo the padding is computed
-def test_a_reward_model_whose_scores_depend_on_other_texts_is_refused(kind, start, tmp_path):
+def test_a_reward_model_whose_scores_depend_on_other_texts_is_refused(start, tmp_path):
     """At the length of query and response, not at that of a short probe."""
-    config = tiny.make_other_lm(kind, **WINDOWS[kind]).config
+    config = tiny.make_other_lm("phi3", **WINDOWS["phi3"]).config
     torch.manual_seed(0)
     model = train_reward.RewardModel(RewardConfig(config, tiny.WORDS))
     model.save_pretrained(tmp_path / "other")
     folder = str(tiny.write_tokenizer(tmp_path / "other"))
     for script in RL:
-        refuses(lambda s=script: start(s, reward_model=folder), "--reward_model", kind, "texts")
+        refuses(lambda s=script: start(s, reward_model=folder), "--reward_model", "phi3", "texts")
     rewards.check_reward_model(model, 6)
 
 
@@ -127,7 +114,7 @@ def test_check_model_refuses_randomness_that_is_left_in_training_mode(monkeypatc
 def test_a_model_that_computes_something_unknown_is_refused_at_start(
     mistake, script, start, tmp_path, monkeypatch
 ):
-    """Something after the head that `compute_logits` does not know; positions that are ignored."""
+
     kind = GPT2LMHeadModel if mistake == "head" else GPT2Model
     forward = kind.forward
 
@@ -145,26 +132,17 @@ def test_a_model_that_computes_something_unknown_is_refused_at_start(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mamba", "t5"])
-def test_a_model_that_is_no_text_decoder_with_positions_is_refused(kind, start, no_weights):
-    """The library says why; the model of Mamba loads, and cannot be called."""
+@pytest.mark.parametrize("kind", ["gemma3", "t5"])
+def test_a_model_that_is_no_text_decoder_is_refused(kind, start):
     transformers.AutoConfig.for_model(kind).save_pretrained(start.task.base_model)
-    for script in ("ppo", "rloo", "train_reward", "sft"):
-        with pytest.raises((InputError, AssertionError), match="--base_model|weights were loaded"):
-            start(script)
+    for script in SCRIPTS:
+        refuses(lambda s=script: start(s), "--base_model")
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(start, no_weights):
     """The first of them would be taken for padding."""
     tiny.config(vocab=500).save_pretrained(start.task.base_model)
     refuses(lambda: start("ppo"), "--base_model", tiny.WORDS, 500, "embeddings")
-
-
-def test_a_model_with_a_recurrent_state_cannot_be_loaded(tmp_path):
-    sizes = dict(hidden_size=32, num_hidden_layers=1, vocab_size=tiny.WORDS)
-    config = transformers.AutoConfig.for_model("mamba", **sizes)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    refuses(lambda: load_lm(str(tmp_path)), f"--base_model {tmp_path}: mamba", "GPT-2")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +156,6 @@ def test_a_model_with_a_recurrent_state_cannot_be_loaded(tmp_path):
     ids=["truncated", "empty", "missing", "config"],
 )
 def test_a_broken_file_of_a_model_is_named(name, content, words, tmp_path):
-    """One of several files of weights, as large models have them."""
     tiny.make_lm(vocab=tiny.WORDS).save_pretrained(tmp_path, max_shard_size="40KB")
     path = tmp_path / name
     old = path.read_bytes()
@@ -189,63 +166,35 @@ def test_a_broken_file_of_a_model_is_named(name, content, words, tmp_path):
 
 
 def test_weights_that_are_missing_or_not_finite_are_refused(tmp_path):
-    """They are not replaced by random ones, and a pickle is neither loaded nor ignored."""
-    for value in (float("nan"), float("inf")):
+    """They are not replaced by random ones."""
+    for value in ("nan", "inf"):
         lm = tiny.make_lm(vocab=tiny.WORDS)
-        lm.transformer.h[1].mlp.c_fc.weight.data[3, 4] = value
-        lm.save_pretrained(tmp_path / f"{value}")
-        refuses(lambda v=value: models.load_lm(str(tmp_path / f"{v}")), f"/{value}", "nan nats")
+        lm.transformer.h[1].mlp.c_fc.weight.data[3, 4] = float(value)
+        lm.save_pretrained(tmp_path / value)
+        refuses(lambda v=value: models.load_lm(str(tmp_path / v)), f"/{value}", "nan nats")
     classifier = transformers.AutoModelForSequenceClassification.from_config(tiny.config("llama"))
     classifier.save_pretrained(tmp_path / "classifier")
     refuses(lambda: models.load_lm(str(tmp_path / "classifier")), "--base_model", "lm_head.weight")
-    shutil.copytree(tmp_path / "nan", tmp_path / "pickle")
-    (tmp_path / "pickle" / "model.safetensors").unlink()
-    torch.save(lm.state_dict(), tmp_path / "pickle" / "pytorch_model.bin")
-    refuses(lambda: models.load_lm(str(tmp_path / "pickle")), "/pickle", "safetensors")
 
 
-def test_only_sft_starts_from_a_model_folder_without_weights(task, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("score.py").write_text("def score(queries, responses): return [0.0] * len(queries)")
+def test_only_sft_starts_from_a_model_folder_without_weights(start, tmp_path):
     empty = tiny.write_model(tmp_path / "empty")
     (empty / "model.safetensors").unlink()
-    start, reward = replace(task, base_model=str(empty)), dict(reward_fn="score.py:score")
-    sizes = dict(num_labels=12, batch_size=4, normalize_samples=5, rollout_batch_size=4)
-
-    monkeypatch.setattr(sft, "LanguageModel", lambda lm, pad_id: seen.append(lm) or 1 / 0)
-    seen = []
-    with pytest.raises(ZeroDivisionError):
-        sft.main(sft.Args(task=start, num_heldout=1, batch_size=1, block_size=10))
-    assert seen[0].get_output_embeddings().weight.std() > 0.1  # random
-    for script, args, flag in (
-        (ppo, tiny.make_args(start, ppo, **reward), "base_model"),
-        (rloo, tiny.make_args(start, rloo, **reward), "base_model"),
-        (train_reward, train_reward.Args(task=start, **sizes), "base_model"),
-        (
-            train_reward,
-            train_reward.Args(task=task, policy_model=str(empty), **sizes),
-            "policy_model",
-        ),
-    ):
-        with pytest.raises(InputError, match=f"--{flag} {empty}: .*safetensors"):
-            script.main(args)
+    for script in SCRIPTS[:3]:
+        refuses(lambda s=script: start(s, base_model=str(empty)), f"--base_model {empty}: ")
+    policy = lambda: start("train_reward", policy_model=str(empty))  # noqa: E731
+    refuses(policy, f"--policy_model {empty}: ", "safetensors")
+    start("sft", base_model=str(empty))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "qwen2", "llama"])
 def test_a_model_without_tokenizer_files_says_so(kind, start, no_weights, tmp_path):
     """transformers makes up a tokenizer of one or two tokens for it, or of none."""
     tiny.make_lm(kind).save_pretrained(tmp_path / "bare")
-    for script in RL:
-        message = refuses(lambda s=script: start(s, base_model=str(tmp_path / "bare")), "/bare")
-        assert "tokenizer" in message
+    refuses(lambda: start("ppo", base_model=str(tmp_path / "bare")), "/bare", "tokenizer")
 
 
 def test_a_model_whose_hidden_states_are_narrower_than_its_configuration_says_is_refused():
     """OPT-350m's form: value and reward heads are made for `hidden_size`."""
-    config = transformers.OPTConfig(
-        hidden_size=32, word_embed_proj_dim=16, vocab_size=50, ffn_dim=8
-    )
-    config.num_hidden_layers, config.num_attention_heads, config.dropout = 2, 2, 0.0
-    with about("--base_model opt"):
-        lm = AutoModelForCausalLM.from_config(config)
+    lm = tiny.make_other_lm("opt", word_embed_proj_dim=16)
     refuses(lambda: models.check_model(lm), "16")

@@ -270,8 +270,8 @@ class Recorder(torch.optim.SGD):
 def keep(function: Callable, kept: list[Any]) -> Callable:
     """A function that also keeps what it returns."""
 
-    def keeping(*args: Any) -> Any:
-        kept.append(function(*args))
+    def keeping(*args: Any, **options: Any) -> Any:
+        kept.append(function(*args, **options))
         return kept[-1]
 
     return keeping
