@@ -4,11 +4,11 @@ Nothing is repaired silently. hypothesis makes the same examples in every run.
 """
 
 import csv
-import functools
 import io
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ import pytest
 import tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny import refuses
 
 from machinery.cli import InputError
 from machinery.labels import OPENAI_PAD, load_labels
@@ -28,9 +29,8 @@ from machinery.queries import load_queries, load_texts
 from machinery.sources import load_rows
 from machinery.tokens import load_tokenizer
 
-examples = functools.partial(
-    settings, derandomize=True, deadline=None, database=None, suppress_health_check=HealthCheck
-)
+FIXED = dict(derandomize=True, deadline=None, database=None, suppress_health_check=HealthCheck)
+examples = partial(settings, **FIXED)
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +60,13 @@ def lines(rows: list[Any], end: str = "\n") -> str:
     return "".join(json.dumps(row) + end for row in rows)
 
 
+MISSING = object()
+
+
 def row(i: int, rows: list[dict], **values: Any) -> list[dict]:
-    """The rows with other values in row `i`."""
-    return [old | values if j == i else old for j, old in enumerate(rows)]
-
-
-def without(i: int, key: str, rows: list[dict]) -> list[dict]:
-    """The rows without a key in row `i`."""
-    return [{k: v for k, v in old.items() if j != i or k != key} for j, old in enumerate(rows)]
+    """The rows with other values in row `i`, or without those that are `MISSING`."""
+    new = {key: value for key, value in (rows[i] | values).items() if value is not MISSING}
+    return [*rows[:i], new, *rows[i + 1 :]]
 
 
 # ------------------------------------------------------------------------------------------- labels
@@ -93,10 +92,8 @@ def same(labels: Any, rows: list[dict]) -> bool:
 
 
 ACCEPTED = {  # the same rows in other forms
-    "array": ("a.json", json.dumps(ROWS)),
     "indented array with CRLF": ("a.json", json.dumps(ROWS, indent=2).replace("\n", "\r\n")),
     "array with BOM": ("a.json", "\ufeff" + json.dumps(ROWS)),
-    "lines": ("a.jsonl", lines(ROWS)),
     "lines with CRLF": ("a.jsonl", lines(ROWS, "\r\n")),
     "lines with BOM": ("a.jsonl", "\ufeff" + lines(ROWS)),
     "empty lines between": ("a.jsonl", "\n" + lines(ROWS, "\n\n\n")),
@@ -128,32 +125,22 @@ REFUSED = {  # rows → the row that the message names; -1: the file only
     "best is NaN": (row(1, ROWS, best=math.nan), 1),
     "best is negative": (row(2, ROWS, best=-1), 2),
     "best is too high": (row(2, ROWS, best=2), 2),
-    "no best": ([without(0, "best", [old])[0] for old in ROWS], 0),
-    "no query in one row": (without(2, "query", ROWS), 2),
-    "one candidate": ([without(0, "sample1", [old])[0] for old in ROWS], 0),
-    "a gap in the candidates": (
-        [{k.replace("1", "2"): v for k, v in old.items()} for old in ROWS],
-        0,
-    ),
-    "no candidate in one row": (without(1, "sample1", ROWS), 1),
-    "an id is a list": (row(1, ROWS, sample0=[[0]]), 1),
+    "no best": (row(0, ROWS[:1], best=MISSING), 0),
+    "no query in one row": (row(2, ROWS, query=MISSING), 2),
+    "one candidate": (row(0, ROWS[:1], sample1=MISSING), 0),
+    "a gap in the candidates": (row(0, ROWS[:1], sample1=MISSING, sample2=[1]), 0),
+    "no candidate in one row": (row(1, ROWS, sample1=MISSING), 1),
     "an id is null": (row(1, ROWS, sample0=[0, None]), 1),
     "an id is a fraction": (row(1, ROWS, sample0=[0, 3.5]), 1),
-    "an id is negative": (row(1, ROWS, query=[-8, 1]), 1),
     "an id is past the vocabulary": (row(1, ROWS, sample0=[1000]), 1),
-    "a text for ids": ([old | {"query": "Anna"} for old in ROWS], 0),
-    "a number for ids": ([old | {"sample0": 7} for old in ROWS], 0),
+    "a text for ids": (row(0, ROWS[:1], query="Anna"), 0),
     "an object with an array": ({"data": ROWS}, 0),
     "a row is empty": ([ROWS[0], {}, ROWS[1]], 1),
     "no rows": ([], -1),
-    "no chosen in one row": (without(1, "chosen", PAIRS), 1),
-    "no prompt in one row": (without(1, "prompt", PAIRS), 1),
-    "a prompt is a list": (row(0, PAIRS, prompt=["Anna"]), 0),
-    "chosen is an object": ([old | {"chosen": {"a": 1}} for old in PAIRS], 0),
-    "a message without content": (
-        [dict(prompt=MESSAGE, chosen=[{"role": "user"}], rejected=MESSAGE)],
-        -1,
-    ),
+    "no chosen in one row": (row(1, PAIRS, chosen=MISSING), 1),
+    "no prompt in one row": (row(1, PAIRS, prompt=MISSING), 1),
+    "chosen is an object": (row(0, PAIRS[:1], chosen={"a": 1}), 0),
+    "no content": ([dict(prompt=MESSAGE, chosen=[{"role": "user"}], rejected=MESSAGE)], -1),
 }
 
 
@@ -164,20 +151,15 @@ def test_wrong_labels_are_refused_with_file_and_row(name, home, tmp_path):
     if isinstance(content, list):
         files.append(("a.jsonl", lines(content)))
     for file, text in files:
-        with pytest.raises(InputError) as caught:
-            read_labels(home, file, text, tmp_path)
-        message = str(caught.value)
-        assert message.startswith(f"--label_dataset {tmp_path / file}: ")
-        assert i < 0 or f": row {i}: " in message
+        words = f"--label_dataset {tmp_path / file}: ", f": row {i}: " if i >= 0 else ""
+        refuses(partial(read_labels, home, file, text, tmp_path), *words)
 
 
 def test_an_error_of_the_chat_template_names_the_row(home, tmp_path, monkeypatch):
-    template = "{{ raise_exception('roles have to alternate') }}"
-    monkeypatch.setattr(home.tokenizer, "chat_template", template)
+    monkeypatch.setattr(home.tokenizer, "chat_template", "{{ raise_exception('roles') }}")
     answer = [dict(role="assistant", content="Hi.")]
     content = lines([dict(prompt=MESSAGE, chosen=answer, rejected=answer)])
-    with pytest.raises(InputError, match="a.jsonl: row 0: .*roles have to alternate"):
-        read_labels(home, "a.jsonl", content, tmp_path)
+    refuses(partial(read_labels, home, "a.jsonl", content, tmp_path), "a.jsonl: row 0: ", "roles")
 
 
 GARBAGE = {
@@ -185,11 +167,9 @@ GARBAGE = {
     "blank": b" \n\r\n\t ",
     "truncated": json.dumps(ROWS).encode()[:-9],
     "two arrays": 2 * json.dumps(ROWS).encode(),
-    "text after it": json.dumps(ROWS).encode() + b"?",
     "nested without end": b"[" * 100_000,
     "nested deep": b'[{"query":' + b"[" * 5000 + b"]" * 5000 + b"}]",
     "bytes": bytes(range(256)) * 99,
-    "NULs": b"\0" * 99,
     "UTF-16": json.dumps(ROWS).encode("utf-16"),
     "Latin-1": json.dumps(row(1, ROWS, note="é"), ensure_ascii=False).encode("latin-1"),
     "zip": b"PK\3\4" + bytes(99),
@@ -200,34 +180,34 @@ NO_TEXT = ("empty", "bytes", "UTF-16", "Latin-1")  # a .txt or .csv file may hol
 @pytest.mark.parametrize("name", GARBAGE)
 @pytest.mark.parametrize("file", ["a.json", "a.jsonl", "a.csv", "a.parquet", "a.txt"])
 def test_a_file_of_something_else_is_refused_by_name(file, name, home, tmp_path):
-    with pytest.raises(InputError, match=f"--label_dataset {tmp_path / file}"):
-        read_labels(home, file, GARBAGE[name], tmp_path)
+    labels = partial(read_labels, home, file, GARBAGE[name], tmp_path)
+    refuses(labels, f"--label_dataset {tmp_path / file}")
     if name in NO_TEXT or file not in ("a.txt", "a.csv"):
         task = replace(home.task, query_dataset=str(tmp_path / file))
-        with pytest.raises(InputError, match=f"--query_dataset {tmp_path / file}"):
-            load_queries(task, home.tokenizer, home.ids, 1)
+        queries = partial(load_queries, task, home.tokenizer, home.ids, 1)
+        refuses(queries, f"--query_dataset {tmp_path / file}")
 
 
-JUNK = st.recursive(
-    st.none()
-    | st.integers(-3, 1002)
-    | st.floats()
-    | st.text("ab: é", max_size=3)  # the library reads "1" as 1
-    | st.just(2**70),
-    lambda inner: (
-        st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=2), inner, max_size=2)
-    ),
-    max_leaves=6,
-)
+LEAVES = st.none() | st.integers(-3, 1002) | st.floats() | st.just(2**70)
+LEAVES |= st.text("ab: é", max_size=3)  # the library reads "1" as 1
+JUNK = LEAVES | st.lists(LEAVES, max_size=5) | st.lists(st.lists(LEAVES, max_size=2), max_size=2)
+JUNK |= st.dictionaries(st.text(max_size=2), LEAVES, max_size=2)
 IDS = st.lists(st.integers(-1, 1001) | st.floats(0, 3), min_size=1, max_size=4)
 LABEL_KEYS = ("query", "sample0", "sample1", "best", "note")
 
 
+def read_any(home: Any, rows: list[dict], as_lines: bool) -> Any:
+    """The labels of these rows, or None if they are refused."""
+    file = ("any.jsonl", lines(rows)) if as_lines else ("any.json", json.dumps(rows))
+    try:
+        return read_labels(home, *file, home.folder)
+    except InputError as error:
+        assert "--label_dataset" in str(error)
+
+
 @examples(max_examples=60)
 @given(st.integers(0, 2), st.sampled_from(LABEL_KEYS), IDS | JUNK, st.booleans())
-def test_a_label_with_anything_in_one_place_is_read_as_it_is_or_refused(
-    home, i, key, value, as_lines
-):
+def test_any_label_is_read_as_it_is_or_refused(home, i, key, value, as_lines):
     """What is right is decided by a loop over the plain rows."""
     rows = row(i, ROWS, **{key: value})
     right = True
@@ -236,13 +216,8 @@ def test_a_label_with_anything_in_one_place_is_read_as_it_is_or_refused(
             ids = r[name] if isinstance(r[name], list) else [None]
             right &= all(type(x) in (int, float) and x in range(1000) for x in ids)
         right &= r["best"] in (0, 1)
-    name, content = ("any.jsonl", lines(rows)) if as_lines else ("any.json", json.dumps(rows))
-    try:
-        labels = read_labels(home, name, content, home.folder)
-    except InputError as error:
-        assert "--label_dataset" in str(error) and (not right or key == "note"), error
-    else:
-        assert right and same(labels, rows)
+    labels = read_any(home, rows, as_lines)
+    assert right and same(labels, rows) if labels else not right or key == "note"
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -251,17 +226,11 @@ PAIR_KEYS = ("prompt", "chosen", "rejected")
 
 @examples(max_examples=60)
 @given(st.integers(0, 1), st.sampled_from(PAIR_KEYS), TEXT | JUNK, st.booleans())
-def test_a_pair_with_anything_in_one_place_is_read_as_it_is_or_refused(
-    home, i, key, value, as_lines
-):
+def test_any_pair_is_read_as_it_is_or_refused(home, i, key, value, as_lines):
     rows = row(i, PAIRS, **{key: value})
-    name, content = ("any.jsonl", lines(rows)) if as_lines else ("any.json", json.dumps(rows))
-    try:
-        labels = read_labels(home, name, content, home.folder)
-    except InputError as error:
-        assert "--label_dataset" in str(error) and not isinstance(value, str), error
-    else:
-        assert isinstance(value, str)
+    labels = read_any(home, rows, as_lines)
+    assert isinstance(value, str) == (labels is not None)
+    if labels is not None:
         read = zip(labels.queries, *zip(*labels.responses, strict=True), strict=True)
         decoded = [[home.tokenizer.decode(ids) for ids in parts] for parts in read]
         kept = [r for r in rows if r["prompt"].strip() and r["chosen"] and r["rejected"]]
@@ -300,9 +269,7 @@ def read_texts(home: Any, path: str) -> list[str]:
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_texts_are_read_as_they_are_in_every_format(suffix, home, tmp_path):
     """With Unix and Windows line ends, a byte-order mark, and lines of 10 MB."""
-    for i, (end, bom) in enumerate(
-        [("\n", ""), ("\n", "\ufeff"), ("\r\n", ""), ("\r\n", "\ufeff")]
-    ):
+    for i, (end, bom) in enumerate([("\n", ""), ("\n", "\ufeff"), ("\r\n", "\ufeff")]):
         path = write_texts(tmp_path / f"{i}{suffix}", TEXTS, end, bom)
         assert read_texts(home, path) == TEXTS
     long = ["Anna saw it. " * 800_000, "Ben was glad."]
@@ -334,8 +301,8 @@ def test_queries_of_something_else_than_texts_are_refused(values, home, tmp_path
         else:
             write_texts(path, values)
         task = replace(home.task, query_dataset=str(path))
-        with pytest.raises(InputError, match=f"--query_dataset {path}: "):
-            load_queries(task, home.tokenizer, home.ids, 1)
+        load = partial(load_queries, task, home.tokenizer, home.ids, 1)
+        refuses(load, f"--query_dataset {path}: ")
 
 
 # ------------------------------------------------------------------------------------------ sources
@@ -359,5 +326,5 @@ def test_any_source_is_loaded_or_refused_with_its_flag(home, source):
 @pytest.mark.parametrize("name", ["a.json", "a.txt", "a.parquet", "a"])
 def test_a_folder_without_data_is_refused(name, home, tmp_path):
     (tmp_path / name / "within").mkdir(parents=True)
-    with pytest.raises(InputError, match=f"--query_dataset {tmp_path / name}"):
-        load_rows(str(tmp_path / name), "--query_dataset")
+    load = partial(load_rows, str(tmp_path / name), "--query_dataset")
+    refuses(load, f"--query_dataset {tmp_path / name}")
