@@ -17,6 +17,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState
+from conftest import without_times
+from test_readme import PAGES
 from test_resume import free_port
 from tiny import refuses
 
@@ -29,10 +31,12 @@ ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
 def flags(task: tasks.Task, **more: object) -> list[str]:
-    """The flags of a short run of sft.py."""
-    values = dict(base_model=task.base_model, query_dataset=task.query_dataset, query_length=8)
-    values |= dict(num_queries=20, num_heldout=2, batch_size=4, block_size=10, lr=1e-3) | more
-    return ["--task", "synthetic", *(f"--{name}={value}" for name, value in values.items())]
+    """The flags of a run on the files of a task."""
+    files = dict(base_model=task.base_model, query_dataset=task.query_dataset, query_length=8)
+    return ["--task", "synthetic", *(f"--{name}={value}" for name, value in (files | more).items())]
+
+
+SFT = dict(num_queries=20, num_heldout=2, batch_size=4, block_size=10, lr=1e-3)
 
 
 def start(folder: Path, command: list, **env: str) -> subprocess.Popen:
@@ -56,6 +60,7 @@ def test_accelerate_reads_every_file_and_its_commands(path):
     """With accelerate's own reader, which refuses keys that it does not know."""
     text = path.read_text()
     config, plain = load_config_from_file(str(path)), yaml.safe_load(text)
+    assert any(f"configs/{path.name}" in page for page in PAGES.values())
     assert config.mixed_precision == "bf16" and config.num_processes == plain["num_processes"]
     commands = re.findall(r"#     accelerate launch (.*)", text)
     assert commands
@@ -88,13 +93,6 @@ def test_a_process_whose_partner_never_starts_says_so_and_ends(tmp_path):
     assert time.monotonic() - begin < 60
 
 
-def test_the_docs_name_every_file():
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    text = "".join(page.read_text() for page in pages)
-    for path in CONFIGS.iterdir():
-        assert f"configs/{path.name}" in text
-
-
 @pytest.mark.slow
 def test_ddp_and_two_machines_give_the_same_numbers_and_fsdp2_is_refused_on_a_cpu(task, tmp_path):
     """All at once. On a CPU accelerate makes something else of configs/fsdp2.yaml."""
@@ -103,18 +101,15 @@ def test_ddp_and_two_machines_give_the_same_numbers_and_fsdp2_is_refused_on_a_cp
     def launch(name: str, offset: int, *more: object) -> subprocess.Popen:
         command = [*ACCELERATE, "--config_file", CONFIGS / f"{name}.yaml", "--num_processes", 2]
         command += ["--main_process_port", port + offset, *more, ROOT / "sft.py"]
-        return start(tmp_path, command + flags(task, run_name=name))
+        return start(tmp_path, command + flags(task, **SFT, run_name=name))
 
     here = "--main_process_ip", "127.0.0.1"
     runs = [launch("two_machines", 1, *here, "--machine_rank", rank) for rank in range(2)]
     runs.append(launch("ddp", 0))
     for run in runs:
         finish(run)
-    read = [
-        [json.loads(x) for x in (tmp_path / f"runs/{name}/metrics.jsonl").open()]
-        for name in ("ddp", "two_machines")
-    ]
-    ddp, two = ([{k: v for k, v in line.items() if "time/" not in k} for line in x] for x in read)
+    files = (tmp_path / f"runs/{name}/metrics.jsonl" for name in ("ddp", "two_machines"))
+    ddp, two = (without_times(list(map(json.loads, file.open()))) for file in files)
     assert ddp == two and len(ddp) >= 3
     args = json.loads((tmp_path / "runs/two_machines/args.json").read_text())
     assert (args["processes"], args["mixed_precision"]) == (2, "bf16")
@@ -140,14 +135,11 @@ def test_launched_processes_finish_a_long_update_and_its_checkpoint(number, task
     page = (ROOT / "docs/resume.md").read_text()
     (variables,) = re.findall(r"`export (PET_.*?)` before", page)
     env = dict(variable.split("=") for variable in variables.split())
-    values = dict(base_model=task.base_model, query_dataset=task.query_dataset, query_length=8)
-    values |= dict(response_length=5, total_episodes=32, batch_size=8, num_minibatches=2)
+    values = dict(response_length=5, total_episodes=32, batch_size=8, num_minibatches=2)
     values |= dict(eval_every=99, eval_queries=2, reward_fn="sleepy.py:score", run_name="a")
     command = [*ACCELERATE, "--multi_gpu", "--num_processes", 2]
-    command += ["--main_process_port", free_port(), ROOT / "ppo.py", "--task", "synthetic"]
-    job = start(
-        tmp_path, [*command, *(f"--{name}={value}" for name, value in values.items())], **env
-    )
+    command += ["--main_process_port", free_port(), ROOT / "ppo.py", *flags(task, **values)]
+    job = start(tmp_path, command, **env)
     end = time.monotonic() + 300
     while not (tmp_path / "runs/a/metrics.jsonl").exists() and time.monotonic() < end:
         time.sleep(0.5)
@@ -188,7 +180,7 @@ def test_slurm_saves_a_checkpoint_in_time_and_the_requeued_job_resumes(task, tmp
     env = dict(PATH=f"{commands}{os.pathsep}{os.environ['PATH']}", SLURM_JOB_ID="7")
     env |= dict(SLURM_NTASKS="2", SLURM_JOB_NODELIST="here")
     env |= dict(MASTER_PORT=str(30611 + os.getpid() % 1000))
-    command = ["bash", CONFIGS / "slurm.sh", ROOT / "sft.py", *flags(task, num_epochs=60)]
+    command = ["bash", CONFIGS / "slurm.sh", ROOT / "sft.py", *flags(task, **SFT, num_epochs=60)]
     (tmp_path / "runs/slurm-7").mkdir(parents=True)  # of a start that ended before its checkpoint
     job = start(tmp_path, command, **env)
     metrics, end = tmp_path / "runs/slurm-7/metrics.jsonl", time.monotonic() + 100
@@ -227,9 +219,9 @@ def launch(monkeypatch):
     [
         ("ACCELERATE_MIXED_PRECISION", "fp16", ("fp16", "--mixed_precision bf16")),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", ("=4", "--micro_batch_tokens")),
-        ("ACCELERATE_USE_DEEPSPEED", "true", ("DEEPSPEED", "configs/ddp.yaml")),
-        ("ACCELERATE_USE_MEGATRON_LM", "true", ("MEGATRON", "configs/ddp.yaml")),
-        ("FSDP_OFFLOAD_PARAMS", "true", ("FSDP_OFFLOAD_PARAMS", "configs/ddp.yaml")),
+        ("ACCELERATE_USE_DEEPSPEED", "true", ("DEEPSPEED",)),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", ("MEGATRON",)),
+        ("FSDP_OFFLOAD_PARAMS", "true", ("FSDP_OFFLOAD_PARAMS",)),
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", ("--gradient_checkpointing",)),
         ("ACCELERATE_USE_FSDP", "true", ("FSDP2", "NO started", "configs/fsdp2.yaml")),  # on a CPU
     ],
@@ -238,29 +230,18 @@ def test_a_launch_that_would_silently_change_the_mathematics_is_refused(name, va
     refuses(lambda: launch(**{name: value}), *words)
 
 
-@pytest.mark.parametrize(
-    ("env", "words"),
-    [
-        (dict(FSDP_VERSION="1"), ("FSDP2", "FSDP started", "--fsdp_version 2")),
-        (dict(FSDP_RESHARD_AFTER_FORWARD="false"), ("fsdp_reshard_after_forward", "true")),
-        (dict(), None),
-    ],
-)
-def test_fsdp_has_to_be_version_2_with_resharding(env, words, launch, monkeypatch):
+def test_fsdp_has_to_be_version_2_with_resharding(launch, monkeypatch):
     tiny.shard_on_a_cpu(monkeypatch.setattr)
-    env = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2") | env
-    if words:
-        refuses(lambda: launch(**env), *words)
-    else:
-        assert launch(**env).is_fsdp2
+    env = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="1")
+    refuses(lambda: launch(**env), "FSDP2", "FSDP started", "--fsdp_version 2")
+    assert launch(FSDP_VERSION="2").is_fsdp2
+    env = dict(FSDP_RESHARD_AFTER_FORWARD="false")
+    refuses(lambda: launch(**env), "fsdp_reshard_after_forward", "true")
 
 
 def test_fp32_and_bf16_start_and_bf16_has_tf32_unless_it_is_off(launch):
-    for precision, tf32, found in (
-        ("no", True, "highest"),
-        ("bf16", False, "highest"),
-        ("bf16", True, "high"),
-    ):
+    cases = ("no", True, "highest"), ("bf16", False, "highest"), ("bf16", True, "high")
+    for precision, tf32, found in cases:
         args = tiny.make_args(tf32=tf32)
         assert launch(args, ACCELERATE_MIXED_PRECISION=precision).mixed_precision == precision
         assert torch.get_float32_matmul_precision() == found

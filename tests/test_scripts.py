@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from accelerate.state import AcceleratorState
-from conftest import read_metrics
+from conftest import SCRIPTS, read_metrics, without_times
 from safetensors.torch import load_file
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
@@ -21,7 +21,6 @@ import train_reward
 from machinery import models
 from machinery.tokens import load_tokenizer
 
-SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
 BOTH = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
 
 
@@ -92,11 +91,8 @@ def test_gradient_checkpointing_recomputes_every_block_and_changes_nothing(name,
     monkeypatch.setattr(GPT2MLP, "forward", count)
     files = dict(run_name=f"{name}_checkpointed", output_dir=f"{name}_checkpointed")
     SCRIPTS[name].main(replace(runs.args[name], gradient_checkpointing=True, **files))
-    for ours, theirs in zip(read_metrics(files["run_name"]), runs.metrics[name], strict=True):
-        ours, theirs = (
-            {key: x for key, x in line.items() if not key.startswith("time/")}
-            for line in (ours, theirs)
-        )
+    found, expected = map(without_times, (read_metrics(files["run_name"]), runs.metrics[name]))
+    for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     assert calls["recomputed"] == calls["forward"] > 0
 
@@ -105,10 +101,8 @@ def test_gradient_checkpointing_recomputes_every_block_and_changes_nothing(name,
 def test_P9_P11_L3_L6_main_hands_minibatches_and_kl_coef_from_phase_to_phase(script, monkeypatch):
     """3 updates × 2 epochs × 2 minibatches. Advantages are of a minibatch in ppo, of the batch in
     rloo. The rollout has the next kl_coef."""
-    calls = {
-        name: spy_on(script, name, monkeypatch)
-        for name in ("Rollout", "shuffle", "compute_advantages")
-    }
+    spied = ("Rollout", "shuffle", "compute_advantages")
+    calls = {name: spy_on(script, name, monkeypatch) for name in spied}
     args = tiny.small_args(script, kl_horizon=100, eval_every=100)
     metrics = tiny.run_episodes(script, args).metrics[:3]
     rollouts = [rollout for _, rollout in calls["Rollout"] if len(rollout.scores) == 8]
@@ -120,13 +114,11 @@ def test_P9_P11_L3_L6_main_hands_minibatches_and_kl_coef_from_phase_to_phase(scr
         rewards = rollout.rewards.sum(dim=1) if script is ppo else rollout.rewards
         kl = (rollout.scores - rewards) / metrics[update]["objective/kl_coef"]
         torch.testing.assert_close(rollout.kl.sum(dim=1), kl, atol=1e-4, rtol=1e-4)
-        if script is ppo:
-            minibatches = [rows for epoch in epochs for rows in epoch]
-            for i, rows in enumerate(minibatches):
-                minibatch = advantages[4 * update + i]
-                assert torch.equal(minibatch.rewards, rollout.rewards[rows])
-        else:
+        if script is rloo:
             assert torch.equal(advantages[update], rollout.rewards)
+            continue
+        for i, rows in enumerate(rows for epoch in epochs for rows in epoch):
+            assert torch.equal(advantages[4 * update + i].rewards, rollout.rewards[rows])
     assert len({line["objective/kl_coef"] for line in metrics}) == 3
 
 
@@ -179,12 +171,7 @@ def test_with_a_learning_rate_of_0_nothing_drifts_over_a_hundred_updates(
     assert all(torch.equal(value, before.state_dict()[name]) for name, value in after.items())
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "script", [sft, ppo, pytest.param(rloo, marks=SLOW), pytest.param(train_reward, marks=SLOW)]
-)
+@pytest.mark.parametrize("script", SCRIPTS.values())
 def test_a_tokenizer_whose_pad_is_its_eos_changes_nothing(script, eos_task, tmp_path):
     """Our pad id is one past the vocabulary."""
     path, results = tmp_path / "task" / "model" / "tokenizer_config.json", []
@@ -195,11 +182,8 @@ def test_a_tokenizer_whose_pad_is_its_eos_changes_nothing(script, eos_task, tmp_
             tokenizer, _ = load_tokenizer(eos_task, 1)
             assert tokenizer.pad_token_id == tokenizer.eos_token_id
         script.main(small(script, eos_task, name))
-        lines = [
-            {key: x for key, x in line.items() if not key.startswith("time/")}
-            for line in read_metrics(name)
-        ]
-        results.append((lines, load_file(f"{name}_model/model.safetensors")))
+        weights = load_file(f"{name}_model/model.safetensors")
+        results.append((without_times(read_metrics(name)), weights))
     (plain, weights), (same, same_weights) = results
     assert plain == same
     assert all(torch.equal(value, same_weights[name]) for name, value in weights.items())
@@ -221,10 +205,8 @@ def test_held_out_sequences_count_once_and_every_process_has_as_many(
     per_process = []
     for rank in range(processes):
         sizes.clear()
-        one = SimpleNamespace(
-            process_index=rank, num_processes=processes, unwrap_model=lambda model: model
-        )
-        sft.heldout_loss(model, tokens, 6, args, one)
+        of_rank = dict(process_index=rank, num_processes=processes, unwrap_model=lambda x: x)
+        sft.heldout_loss(model, tokens, 6, args, SimpleNamespace(**of_rank))
         per_process.append(sum(sizes))
     assert set(per_process) == {-(-5 // processes)}
     total, count = sum(sums[::2]).item(), sum(sums[1::2]).item()

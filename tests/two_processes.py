@@ -7,7 +7,6 @@ Every process writes FOLDER/rank<r>.pt.
 
 import os
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-import transformers
 from accelerate import Accelerator
-from torch import Tensor
 
 import ppo
 import rloo
@@ -41,16 +38,6 @@ class Table(tiny.Table):
         return tiny.Table([tiny.make_contexts([4, 2, 6], 8)] * 100), self
 
 
-def keep(function: Callable, kept: list) -> Callable:
-    """`function`, whose results are appended to a list."""
-
-    def keeping(*args: Any) -> Any:
-        kept.append(function(*args))
-        return kept[-1]
-
-    return keeping
-
-
 def run_update(script: ModuleType, rank: int, processes: int, optimizer: type) -> dict[str, Any]:
     """One update of an EOS task, 2 epochs of 2 minibatches, with responses of uneven lengths."""
     if script is ppo:
@@ -64,9 +51,7 @@ def run_update(script: ModuleType, rank: int, processes: int, optimizer: type) -
     minibatches = [torch.tensor([rows.index(row) for row in half]) for half in halves]
     task = tiny.make_task(eos_task=True, truncate_after=0)
     args = tiny.make_args(task, script, total_episodes=8, micro_batch_tokens=12, **whiten)
-    policy = tiny.make_policy(script=script)
-    rollouts: list[Any] = []
-    advantages: list[Any] = []
+    policy, rollouts, advantages = tiny.make_policy(script=script), [], []
     run = tiny.run_episodes(
         script,
         args,
@@ -74,19 +59,16 @@ def run_update(script: ModuleType, rank: int, processes: int, optimizer: type) -
         load_queries=lambda *args, **kwargs: Table([queries]),
         responses=[RESPONSES[rows]],
         epochs=[[minibatches, minibatches[::-1]]],
-        Rollout=keep(script.Rollout, rollouts),
-        compute_advantages=keep(script.compute_advantages, advantages),
+        Rollout=tiny.keep(script.Rollout, rollouts),
+        compute_advantages=tiny.keep(script.compute_advantages, advantages),
         AdamTF=optimizer,
     )
     rollout = next(rollout for rollout in rollouts if len(rollout.mask) == len(rows))
-    return {
+    return results(run, policy) | {
         "rows": rows,
         "rollout": rollout._asdict(),
         "first_mask": rollout.mask[minibatches[0]],
         "advantages": advantages[0][0] if script is ppo else advantages[0],
-        "metrics": run.metrics,
-        "weights": policy.state_dict(),
-        "optimizer": run.optimizer.optimizer,
     }
 
 
@@ -99,49 +81,17 @@ def train_rewards(rank: int, processes: int, optimizer: type) -> dict[str, Any]:
 
     labels = Labels(texts(12), [texts(4) for _ in range(12)], np.arange(12) % 4)
     samples = QUERIES[rank::processes], RESPONSES[rank::processes]
-    model, run = tiny.make_reward(), tiny.FakeRun()
-    patches = {
-        "check": lambda *args: None,
-        "load_tokenizer": lambda *args: (tiny.Tokenizer(), tiny.IDS),
-        "load_labels": lambda *args: labels,
-        "sample_policy": lambda *args: ([samples, samples], tiny.Tokenizer(), tiny.IDS),
-        "new_reward_model": lambda *args: model,
-        "reward_input": lambda *args: lambda *texts: torch.cat(texts, dim=1),
-        "Run": run,
-        "AdamTF": optimizer,
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in patches.items():
-            patch.setattr(train_reward, name, value)
-        patch.setattr(transformers.AutoConfig, "from_pretrained", lambda name: tiny.config())
-        patch.setattr(distributed, "stop", lambda accelerator: None)
-        sizes = dict(num_labels=12, batch_size=6, num_heldout=0, micro_batch_tokens=48, lr=1e-3)
-        train_reward.main(train_reward.Args(task=tiny.make_task(), **sizes))
-    weights, optimizer = model.state_dict(), run.optimizer.optimizer
-    return {"metrics": run.metrics, "weights": weights, "optimizer": optimizer}
+    model = tiny.make_reward()
+    sizes = dict(num_labels=12, batch_size=6, num_heldout=0, micro_batch_tokens=48, lr=1e-3)
+    args = train_reward.Args(task=tiny.make_task(), **sizes)
+    sampled = lambda *args: ([samples, samples], tiny.Tokenizer(), tiny.IDS)  # noqa: E731
+    patches = dict(sample_policy=sampled, AdamTF=optimizer)
+    return results(tiny.run_reward_training(args, model, labels, **patches), model)
 
 
-class Sequences:
-    """A table of sequences [N, T]."""
-
-    def __init__(self, tokens: Tensor):
-        self.tokens, self.length = tokens, tokens.shape[1]
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, rows: Any) -> Tensor:
-        return self.tokens[rows]
-
-    def hold_out(self, n: int, needed: int = 1) -> tuple[Tensor, "Sequences"]:
-        return self.tokens[:n], Sequences(self.tokens[n:])
-
-
-class SGD(torch.optim.SGD):
-    """In place of AdamW, which enlarges the rounding of gradients that are 0."""
-
-    def __init__(self, params: Any, **settings: Any):
-        super().__init__(params, lr=settings["lr"])
+def results(run: tiny.FakeRun, model: torch.nn.Module) -> dict[str, Any]:
+    optimizer = run.optimizer.optimizer
+    return {"metrics": run.metrics, "weights": model.state_dict(), "optimizer": optimizer}
 
 
 def fine_tune(optimizer: type, max_grad_norm: float) -> dict[str, Any]:
@@ -149,26 +99,19 @@ def fine_tune(optimizer: type, max_grad_norm: float) -> dict[str, Any]:
     contexts = tiny.make_contexts([6, 1, 3, 6, 2, 5, 6, 4, 1, 2, 6], 6)
     tokens = torch.cat([contexts, tiny.make_responses(11, 5)], dim=1)
     tokens[::3, 8:] = tiny.PAD
-    lm, run = tiny.make_lm(), tiny.FakeRun()
-    patches = {
-        "check": lambda *args: None,
-        "load_tokenizer": lambda *args: (tiny.Tokenizer(), tiny.IDS),
-        "load_responses": lambda *args: Sequences(tokens),
-        "load_lm": lambda *args, **kwargs: lm,
-        "sample_continuations": lambda *args: [],
-        "rouge_l": lambda samples: 0.0,
-        "Run": run,
-    }
+    lm = tiny.make_lm()
+    sizes = dict(num_heldout=3, batch_size=4, micro_batch_tokens=12, eval_every=1, lr=0.5)
+    args = sft.Args(task=tiny.make_task(), max_grad_norm=max_grad_norm, **sizes)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in patches.items():
-            patch.setattr(sft, name, value)
         patch.setattr(torch.optim, "AdamW", optimizer)
-        patch.setattr(distributed, "stop", lambda accelerator: None)
-        sizes = dict(num_heldout=3, batch_size=4, micro_batch_tokens=12, eval_every=1, lr=0.5)
-        task = tiny.make_task(response_column="completion")
-        sft.main(sft.Args(task=task, max_grad_norm=max_grad_norm, **sizes))
-    optimizer = run.optimizer.optimizer
-    return {"metrics": run.metrics, "weights": lm.state_dict(), "optimizer": optimizer}
+        return results(tiny.run_sft(args, lm, tokens), lm)
+
+
+class SGD(torch.optim.SGD):
+    """In place of AdamW, which enlarges the rounding of gradients that are 0."""
+
+    def __init__(self, params: Any, **settings: Any):
+        super().__init__(params, lr=settings["lr"])
 
 
 def work(rank: int, processes: int) -> dict[str, Any]:
@@ -209,8 +152,8 @@ def run_scripts(accelerator: Accelerator) -> dict[str, Any]:
         files = dict(run_name=name, output_dir=name, reward_fn="two_processes:count_e_of_rows")
         files |= dict(keep_every=50)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(script, "Rollout", keep(script.Rollout, rollouts))
-            patch.setattr(distributed, "prepare", keep(distributed.prepare, prepared))
+            patch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
+            patch.setattr(distributed, "prepare", tiny.keep(distributed.prepare, prepared))
             patch.setattr(distributed, "stop", lambda accelerator: None)
             script.main(tiny.small_args(script, task, total_episodes=16, eval_queries=3, **files))
         seen[name] = {
