@@ -112,8 +112,17 @@ def save_model(
         part.rename(folder)  # fails if the folder has other files
 
 
+def data_of(weights: Path) -> list[str]:
+    """The data that the run of these weights read."""
+    run = json.loads((weights.parent / "args.json").read_text())
+    return [run["meanings"].get(x, run["task"][x]) for x in ("query_dataset", "label_dataset")]
+
+
 def replace_link(link: Path, target: Path) -> None:
-    """Make `link` a relative symbolic link to `target`, atomically."""
+    """Make `link` a relative symbolic link to `target`, atomically; say if its data was another."""
+    with suppress(OSError, ValueError, KeyError):  # there was no link, or not to a run
+        if data_of(link.resolve()) != data_of(target):
+            print(f"{link} no longer points to {link.resolve().parent.name}, a run of other data")
     link.parent.mkdir(parents=True, exist_ok=True)
     part = link.with_name(f"{link.name}.part{os.getpid()}")
     part.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))

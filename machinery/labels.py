@@ -72,6 +72,11 @@ def load_labels(task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     with about(f"--label_dataset {task.label_dataset}"):
         if {"chosen", "rejected"} <= set(rows.column_names):
             return load_pairs(rows, task, tokenizer, ids)
+        if "best" not in rows.column_names:
+            raise InputError(
+                f"{rows.column_names} have neither chosen and rejected nor best; docs/data.md makes "
+                "pairs of rows with a label (KTO)"
+            )
         source = load_label_tokenizer(task)
         labels = load_best_of_k(rows, ids.pad if source is None else len(source))
         if source is None or tokens.same_tokens(tokenizer, source):

@@ -39,6 +39,10 @@ def load_texts(task: Task, *columns: str, tokenizer: Any = None) -> "datasets.Da
         rows.select_columns(list(columns))  # names those that there are, if one is missing
         if tokenizer and any(holds_messages(rows, name) for name in columns):
             check_chat(task, tokenizer)
+        elif tokenizer and tokenizer.chat_template and not task.query_prefix + task.query_suffix:
+            others = [name for name in rows.column_names if holds_messages(rows, name)]
+            hint = f"pass --query_column {others[0]}" if others else "see Chat in docs/data.md"
+            say(f"warning: texts of --query_column {task.query_column} get no template; {hint}")
     if len(rows) > task.num_queries:
         chosen = np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)
         rows = rows.select(np.sort(chosen))

@@ -7,7 +7,7 @@ from typing import Any
 
 from data.tasks import Task
 from machinery import queries
-from machinery.cli import about
+from machinery.cli import InputError, about, say
 from machinery.queries import TokenTable, cleaning_key, load_texts, tokenize_rows
 from machinery.tokens import drop_answer, render_answer
 from utils import TokenIds
@@ -79,6 +79,13 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
         return sequences
 
     rows = load_texts(task, task.query_column, column, tokenizer=tokenizer)
+    if column == task.query_column and not queries.holds_messages(rows, column):
+        raise InputError(
+            f"--response_column {column} is the query column and holds texts; make messages of "
+            "dialogues (docs/data.md), or pass --response_column None to learn whole texts"
+        )
+    if getattr(rows.features.get("label"), "dtype", "") == "bool" and not all(rows["label"]):
+        say(f"warning: rows of {task.query_dataset} whose label is false are learned, too")
     length = len(ids.prefix) + task.query_length + len(ids.suffix) + task.response_length
     cut = task.keep_last_line, task.start_text, task.end_text, task.response_length
     settings = cleaning_key(task), task.query_column, column, *cut, ids, end

@@ -189,6 +189,19 @@ def test_a_tokenizer_whose_pad_is_its_eos_changes_nothing(script, eos_task, tmp_
     assert all(torch.equal(value, same_weights[name]) for name, value in weights.items())
 
 
+def test_a_run_says_that_the_link_to_its_weights_was_one_to_a_run_of_other_data(eos_task, capsys):
+    """The next plain command of the task reads what the link points to."""
+    for name in ("first", "same", "other"):
+        if name == "other":
+            path = Path(eos_task.query_dataset)
+            path.write_text(path.read_text().replace("Anna", "Ben"))
+        sft.main(small(sft, eos_task, name, output_dir=None))
+        link = Path("models", eos_task.task, "sft")
+        assert link.resolve() == Path("runs", name, "model").resolve()
+        told = f"{link} no longer points to same, a run of other data" in capsys.readouterr().out
+        assert told == (name == "other")
+
+
 @pytest.mark.parametrize("processes", [2, 3, 4, 7])
 def test_held_out_sequences_count_once_and_every_process_has_as_many(
     processes, accelerator, monkeypatch

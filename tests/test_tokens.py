@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 from formats import BLUE, GREEN, SMOLTALK, SYSTEM, USER
+from test_readme import blocks
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -317,6 +318,103 @@ def test_four_scripts_run_on_messages_and_responses_end_at_the_templates_end(
     seen = load_function(judge).__globals__["seen"]
     assert seen[:6] == seen[12:18] and seen[6:12] == [BLUE["content"]] * 6
     assert not any(END in text for text in seen)
+
+
+# ---------------------------------------------------------------------- what people bring instead
+
+WARNING = "get no template; "
+
+
+@pytest.mark.parametrize(
+    "rows, hint",
+    [
+        (formats.ULTRAFEEDBACK_BINARIZED_H4, "pass --query_column messages"),
+        (formats.TRL_STYLE, "pass --query_column chosen"),
+        (formats.TLDR, "see Chat in docs/data.md"),
+        (formats.ULTRAFEEDBACK_PROMPT, None),
+    ],
+)
+def test_texts_for_a_chat_model_are_warned_about(rows, hint, model, tmp_path, capsys):
+    """As UltraFeedback's `prompt` beside messages. Prefix and suffix may write the template."""
+    task = make_task(model, rows, tmp_path / "rows.jsonl")
+    load(load_queries, task, 9)
+    out = capsys.readouterr().out
+    assert out.count("warning: ") == out.count(f"{WARNING}{hint}") == (hint is not None)
+    if hint:
+        load(load_queries, replace(task, query_prefix=START), 9)
+        assert WARNING not in capsys.readouterr().out
+
+
+def test_dialogues_become_messages_by_the_code_of_docs_data(model, tmp_path, monkeypatch, capsys):
+    """As they are, sft.py would learn to repeat a dialogue. A dialogue without an answer is a query."""
+    monkeypatch.chdir(tmp_path)
+    task = make_task(
+        model, formats.HH_RLHF, Path("rows.jsonl"), query_length=200, response_length=40
+    )
+    texts = replace(task, query_column="chosen", response_column="chosen")
+    tiny.refuses(
+        lambda: load(sequences.load_responses, texts), "--response_column chosen", "data.md"
+    )
+
+    rows = datasets.Dataset.from_list(formats.HH_RLHF)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: rows)
+    exec(next(x for x in blocks("docs/data.md", "python") if "hh-rlhf" in x), {})
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    turns = ["How do I bake bread?", "Do you have flour?", "Yes.", "Then mix it with water."]
+    roles = ["user", "assistant"] * 2
+    bread = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
+    hello = [{"role": "user", "content": "Hello."}]
+    queries = [model.write(bread[:3]), model.write(hello)]
+    task = replace(texts, query_dataset="hh.jsonl", label_dataset="hh.jsonl")
+    assert load(load_queries, task, 9) == sorted(queries)
+    answers = [model.tokenizer.encode(text + END) for text in (turns[3], "Hello!")]
+    expected = [query + answer for query, answer in zip(queries, answers, strict=True)]
+    assert load(sequences.load_responses, task) == sorted(expected)
+    found = labels.load_labels(task, *load_tokenizer(task, 8))
+    assert [query.tolist() for query in found.queries] == queries
+    bad = [model.tokenizer.encode(f"Then buy bread.{END}"), [model.tokenizer.eos_token_id]]
+    sides = [[x.tolist() for x in pair] for pair in found.responses]
+    assert sides == [list(pair) for pair in zip(answers, bad, strict=True)]
+
+
+JUDGED = [
+    {"prompt": prompt, "completion": f" {text}", "label": label}
+    for prompt, text, label in [
+        ("Hi", "yes", True),
+        ("So", "no", False),
+        ("Hi", "bad", False),
+        ("So", "good", True),
+        ("Hi", "more", True),
+    ]
+]
+
+
+def test_judged_answers_become_references_and_pairs_by_the_code_of_docs_data(
+    model, tmp_path, monkeypatch, capsys
+):
+    """KTO's form: sft.py warns that it learns all answers; train_reward.py needs pairs."""
+    monkeypatch.chdir(tmp_path)
+    task = make_task(model, JUDGED, Path("judged.jsonl"), response_column="completion")
+    task = replace(task, label_dataset="judged.jsonl")
+    assert len(load(sequences.load_responses, task)) == 5
+    assert "label is false" in capsys.readouterr().out
+    given = load_tokenizer(task, 8)
+    tiny.refuses(
+        lambda: labels.load_labels(task, *given), "--label_dataset judged.jsonl", "data.md"
+    )
+
+    exec(next(x for x in blocks("docs/data.md", "python") if "judged.jsonl" in x), {})
+    task = replace(task, query_dataset="sft.jsonl", label_dataset="pairs.jsonl")
+    assert len(load(sequences.load_responses, task)) == 3
+    assert "label is false" not in capsys.readouterr().out
+    found = labels.load_labels(task, *given)
+    texts = [
+        [model.tokenizer.decode(x) for x in (query, *pair)]
+        for query, pair in zip(found.queries, found.responses, strict=True)
+    ]
+    expected = [["Hi", f" yes{END}", f" bad{END}"], ["So", f" good{END}", f" no{END}"]]
+    assert sorted(texts) == expected
 
 
 def test_decoding_leaves_out_the_end_and_the_padding(model):
