@@ -7,11 +7,9 @@ import json
 import math
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rich import progress
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -20,39 +18,22 @@ Limits = dict[str, tuple[float, float]]  # metric → largest healthy value, and
 
 
 class Progress:
-    """A bar in a terminal, otherwise a line once a minute and at every 5% of the run."""
+    """A line once a minute and at every 5% of the run: the metrics `shown`, and the time left."""
 
-    def __init__(self, name: str, total: int, shown: list[str], limits: Limits):
+    def __init__(self, total: int, shown: list[str], limits: Limits):
         self.total, self.shown, self.limits = total, shown, dict(limits)
         self.console = Console()
-        self.live = self.console.is_terminal and self.console.width >= 60
-        self.bar = progress.Progress(
-            progress.TextColumn(name),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[shown]}"),
-            console=self.console,
-            disable=not self.live,
-        )
-        self.line = self.bar.add_task("", total=total, shown="")
         self.start, self.began = 0, time.monotonic()
         self.printed = self.began
-
-    def resume(self, start: int) -> None:
-        """Continue after this many updates."""
-        self.start = start
-        self.bar.update(self.line, completed=start)
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
         """Show the metrics of an update."""
         self.warn(metrics)
-        shown = [name for name in self.shown if name in metrics]
-        text = "  ".join(f"{name.split('/')[-1]} {metrics[name]:.3g}" for name in shown)
-        self.bar.update(self.line, completed=step + 1, shown=text)
         now = time.monotonic()
-        due = step % max(self.total // 20, 1) == 0 or now - self.printed > 60
-        if not self.live and (due or step + 1 == self.total):
+        due = step % max(self.total // 20, 1) == 0 or step + 1 == self.total
+        if due or now - self.printed > 60:
+            shown = [name for name in self.shown if name in metrics]
+            text = "  ".join(f"{name.split('/')[-1]} {metrics[name]:.3g}" for name in shown)
             left = (now - self.began) / (step + 1 - self.start) * (self.total - step - 1)
             print(f"{step + 1:>6}/{self.total}  {text}  left {left:.0f} s", flush=True)
             self.printed = now
@@ -74,11 +55,6 @@ class Progress:
             values = (f"{x:.2f}" if isinstance(x, float) else escape(str(x)) for x in row.values())
             table.add_row(*values)
         self.console.print(table)
-
-    def stop(self) -> None:
-        """Show the cursor again, which the bar has hidden."""
-        with suppress(OSError):  # the terminal may be gone
-            self.bar.stop()
 
 
 def pyplot() -> Any:

@@ -100,11 +100,10 @@ class Run:
         with about(f"another process is still writing {self.folder}"):
             self.lock.acquire(timeout=0)
         self.accelerator.trackers = artifacts.start_trackers(self.folder, record, self.args.track)
-        self.progress = Progress(self.script.stem, self.total, self.shown, self.limits)
+        self.progress = Progress(self.total, self.shown, self.limits)
 
     def stopped_early(self) -> None:
         """At exit, unless the run finished: where it stopped and how to resume it."""
-        self.progress.stop()
         saved = sorted(self.folder.glob("checkpoints/*.safetensors"))
         how = "no checkpoint to resume from; --save_every writes them"
         if saved:
@@ -119,7 +118,6 @@ class Run:
         samples are cut back to it. Without, the result is 0 and `kl_coef`.
         """
         if self.main:
-            self.progress.bar.start()
             atexit.register(self.stopped_early)
         if self.source is None:
             return 0, kl_coef
@@ -128,7 +126,7 @@ class Run:
         self.step = self.start = state["step"]
         if self.main:
             self.cut_back(self.source, state["lengths"])
-            self.progress.resume(self.start)
+            self.progress.start = self.start
             print(f"resuming {self.folder} after {self.start} of {self.total}", flush=True)
         return self.start, state["kl_coef"]
 
@@ -239,7 +237,6 @@ class Run:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if self.main:
-            self.progress.stop()
             self.lock.release()
 
     def finish(self, *messages: str) -> None:

@@ -272,8 +272,8 @@ def test_the_time_left_of_a_resumed_run_counts_its_own_updates(monkeypatch, caps
     """10 seconds for updates 4 and 5 of 10: 5 seconds each, and 4 are left."""
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    progress = Progress("ppo", 10, ["x"], {})
-    progress.resume(4)
+    progress = Progress(10, ["x"], {})
+    progress.start = 4
     now[0] = 110.0
     progress.update(5, {"x": 1.0})
     assert "left 20 s" in capsys.readouterr().out
