@@ -19,6 +19,8 @@ from accelerate.tracking import TensorBoardTracker, WandBTracker
 from safetensors.torch import save_file
 from torch import Tensor
 
+from machinery.cli import about
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tyro", "numpy")
 
@@ -65,9 +67,8 @@ def describe_environment(folder: Path) -> dict[str, Any]:
 
 
 def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[Any]:
-    """TensorBoard's tracker, and W&B's if `track`: offline if it cannot be reached."""
+    """TensorBoard's tracker, and W&B's if `track`."""
     trackers: list[Any] = [TensorBoardTracker("", folder)]
-    trackers[0].start()
     if track:
         import wandb
 
@@ -75,13 +76,9 @@ def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[An
         settings = wandb.Settings(init_timeout=30, finish_timeout=60, silent=True)
         where = dict(name=folder.name, dir=str(folder.absolute()))
         trackers.append(WandBTracker(project, config=config, settings=settings, **where))
-        try:
-            trackers[1].start()
-        except wandb.Error as error:
-            sync = f"wandb sync {folder}/wandb/offline-*"
-            print(f"W&B is offline ({type(error).__name__}); upload later with `{sync}`")
-            trackers[1].init_kwargs["mode"] = "offline"
-            trackers[1].start()
+    for tracker in trackers:
+        with about("--track; WANDB_MODE=offline works without a network"):
+            tracker.start()
     return trackers
 
 

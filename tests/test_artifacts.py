@@ -177,28 +177,26 @@ def test_wandb_gets_the_run_only_with_track(track, project, tmp_path, monkeypatc
     assert seen == ([(project or "onefile-rlhf", tmp_path.name, {"lr": 1})] if track else [])
 
 
-def test_a_run_whose_wandb_cannot_be_reached_goes_offline(home, monkeypatch, capfd):
-    """Its file is complete, to be uploaded later."""
-    timeouts, wandb_settings = {}, wandb.Settings
-
-    def impatient(**values: Any) -> wandb.Settings:
-        timeouts.update({name: value for name, value in values.items() if "timeout" in name})
-        return wandb_settings(**values | dict(init_timeout=2, finish_timeout=4))
-
-    monkeypatch.setattr(wandb, "Settings", impatient)
+def test_an_unreachable_wandb_ends_the_run_before_training(home, monkeypatch):
+    """The message names a way on; wandb has its own retries, cut short here."""
+    wandb_settings = wandb.Settings
+    monkeypatch.setattr(wandb, "Settings", lambda **x: wandb_settings(**x | dict(init_timeout=2)))
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     begin = time.monotonic()
-    ppo.main(settings("ppo", run_name="ran", track=True, num_ppo_epochs=1, eval_every=100))
-    assert time.monotonic() - begin < 30 and timeouts == dict(init_timeout=30, finish_timeout=60)
-    assert [row["step"] for row in read_metrics("ran")] == list(range(6))
-    assert Path("runs/ran/model/model.safetensors").is_file()
-    assert "W&B is offline" in capfd.readouterr().out
+    flags = dict(track=True, num_ppo_epochs=1, eval_every=100)
+    with pytest.raises(InputError, match="--track; WANDB_MODE=offline "):
+        ppo.main(settings("ppo", run_name="ran", **flags))
+    assert time.monotonic() - begin < 30 and not Path("runs/ran/metrics.jsonl").exists()
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ppo.main(settings("ppo", run_name="offline", **flags))
+    assert [row["step"] for row in read_metrics("offline")] == list(range(6))
     wandb.teardown()  # as at the end of the process
-    (data,) = Path("runs/ran/wandb").glob("offline-run-*/*.wandb")
+    (data,) = Path("runs/offline/wandb").glob("offline-run-*/*.wandb")
     assert b"objective/kl_coef" in data.read_bytes()
-    tables = list(Path("runs/ran/wandb").glob("offline-run-*/files/media/table/*.json"))
+    tables = list(Path("runs/offline/wandb").glob("offline-run-*/files/media/table/*.json"))
     samples = [json.loads(table.read_text()) for table in tables]
     assert len(samples) == 2
     assert all(table["columns"] == ["query", "response", "score"] for table in samples)
