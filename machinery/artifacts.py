@@ -1,7 +1,6 @@
-"""Files of a run besides its metrics: model folders, model cards, tracker logs."""
+"""Files of a run besides its metrics: model folders, tracker logs."""
 
 import filecmp
-import json
 import os
 import platform
 import shutil
@@ -13,7 +12,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from safetensors.torch import save_file
@@ -124,29 +122,3 @@ def replace_link(link: Path, target: Path) -> None:
     part = link.with_name(f"{link.name}.part{os.getpid()}")
     part.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))
     part.replace(link)
-
-
-def write_card(args: Any, run: Path, script: str, weights: Path) -> None:
-    """README.md beside the weights: task, metrics, curves, arguments, versions."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    first = {name: x for line in reversed(lines) for name, x in line.items()}
-    last = {name: x for line in lines for name, x in line.items()}
-    names = sorted(name for name in first if not name.startswith(("step", "time/", "ppo/")))
-    rows = "".join(f"| `{name}` | {first[name]:.4g} | {last[name]:.4g} |\n" for name in names)
-    record = json.loads((run / "args.json").read_text())
-    for name in ("command", "commit", "changes"):
-        record.pop(name, None)
-    shutil.copy(run / "curves.png", weights)
-    base = args.task.base_model
-    hub_name = None if Path(base).exists() else base
-    data = huggingface_hub.ModelCardData(tags=["rlhf", script], base_model=hub_name)
-    text = (
-        f"---\n{data.to_yaml()}\n---\n\n# {script} on {args.task.task}\n\n"
-        f"Trained from `{base}` with onefile-rlhf.\n\n"
-        f"| metric | first | last |\n|---|---|---|\n{rows}\n![Learning curves](curves.png)\n\n"
-        f"```json\n{json.dumps(record, indent=1, ensure_ascii=False)}\n```\n"
-    )
-    text = text.replace(f"{ROOT}/", "")  # no paths of this machine
-    if len(home := str(Path.home())) > 1:
-        text = text.replace(f"{home}/", "~/")
-    (weights / "README.md").write_text(text)

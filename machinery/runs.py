@@ -240,13 +240,12 @@ class Run:
             self.lock.release()
 
     def finish(self, *messages: str) -> None:
-        """Draw the curves, write the model card, say where everything is."""
+        """Draw the curves, say where everything is, upload the weights if asked to."""
         self.close()
         if not self.main:
             return
         atexit.unregister(self.stopped_early)
         plot_run(self.folder, self.shown)
-        artifacts.write_card(self.args, self.folder, self.script.stem, self.weights)
         link = "" if self.args.output_dir else f" ({artifacts.models_link(self.args, self.script)})"
         print(*messages, f"weights: {self.weights}{link}", sep="\n")
         print(f"curves and metrics: {self.folder / 'curves.png'}")
