@@ -9,13 +9,14 @@ import statistics
 from dataclasses import fields
 from decimal import Decimal
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
 from test_readme import PAGES, SCRIPTS
 
 from benchmarks import mutations
-from data.tasks import TASKS, Task
+from data.tasks import Task
 
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(r"^\| ([GRPALX]\d+) \| [^|]+ \| ([^|]+) \| ", flags=re.M)
@@ -26,32 +27,24 @@ CODE = [*ROOT.glob("*.py"), *ROOT.glob("machinery/*.py"), ROOT / "data/tasks.py"
 PATCHES = list(ROOT.glob("diffs/*.diff"))
 
 
-def defines(file: Path, name: str) -> bool:
-    """Whether a file has this function, class or `Class.method`; every file has ""."""
-    node = ast.parse(file.read_text())
-    for part in name.split(".") if name else []:
-        node = next((x for x in node.body if getattr(x, "name", "") == part), ast.Module([], []))
-    return name == "" or not isinstance(node, ast.Module)
-
-
 def files_of(where: str) -> list[Path]:
     """The files that a cell names: `file.name`, a patch, or `name` (both) or of some scripts."""
     scripts = re.findall(r"\b(ppo|rloo|train_reward)\b", re.sub("`.*?`", "", where))
     scripts = scripts or (["ppo", "rloo"] if "both" in where else ["ppo", "rloo", "train_reward"])
+    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in CODE}
     found = []
     for name in re.findall(r"`([^`]+)`", where):
-        files = [file for file in CODE if f"{name}.".startswith(f"{module(file)}.")]
-        name = name.removeprefix(module(files[0])).strip(".") if files else name
         if name.endswith(".diff"):
-            files, name = [ROOT / name], ""
-        files = files or [ROOT / f"{script}.py" for script in scripts]
-        assert all(file.suffix == ".diff" or defines(file, name) for file in files), name
+            found.append(ROOT / name)
+            continue
+        module = next((module for module in modules if f"{name}.".startswith(f"{module}.")), "")
+        names = name.removeprefix(module).strip(".").split(".")
+        files = [modules[module]] if module else [ROOT / f"{script}.py" for script in scripts]
+        for node in [ast.parse(file.read_text()) for file in files]:
+            for part in filter(None, names):  # a function, class or `Class.method`
+                (node,) = (x for x in node.body if getattr(x, "name", "") == part)
         found += files
     return found
-
-
-def module(file: Path) -> str:
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts)
 
 
 def test_the_table_holds_every_detail():
@@ -125,25 +118,12 @@ def test_the_progress_line_shows_what_is_maximized():
     assert "objective/rlhf_reward" in progress
 
 
-def test_presets_are_of_tasks_that_there_are_and_say_something():
-    for name in SCRIPTS:
-        for task, preset in importlib.import_module(name).PRESETS.items():
-            assert task in TASKS and preset, (name, task)
-
-
 @pytest.mark.parametrize(
-    "path",
-    [
-        *(ROOT / f"{x}.py" for x in sorted(SCRIPTS)),
-        ROOT / "data/tasks.py",
-        ROOT / "machinery/cli.py",
-    ],
-    ids=lambda path: path.name,
+    "file", [*sorted(f"{x}.py" for x in SCRIPTS), "data/tasks.py", "machinery/cli.py"]
 )
-def test_every_flag_has_one_line_of_help(path):
-    body = re.split(r"^class (?:Task|Args|RunArgs)\b.*:$", path.read_text(), flags=re.M)[1]
-    body = body.split("\n\n\n")[0]
-    flags = re.findall(r"^    (?!task: Task)\w+: .*\n(.*)", body, re.M)
+def test_every_flag_has_one_line_of_help(file):
+    body = re.split(r"^class (?:Task|Args|RunArgs)\b.*:$", (ROOT / file).read_text(), flags=re.M)[1]
+    flags = re.findall(r"^    (?!task: Task)\w+: .*\n(.*)", body.split("\n\n\n")[0], re.M)
     assert len(flags) > 5
     for text in flags:
         assert re.fullmatch(r'    """.{5,80}"""', text), text
@@ -180,11 +160,19 @@ def curves(name: str, label: str, *metrics: str) -> Numbers:
     return found
 
 
-def arithmetic(label: str) -> Numbers:
-    """Mean, lowest and highest seed; the last three rows of a label are their summary."""
-    column, label = ("first", "PPO") if label == "SFT" else ("last", label)
-    seeds = pick("arithmetic", column, label=label, metric="eval/scores")[:-3]
+def results(label: str, last: str) -> Numbers:
+    name = "synthetic" if last == COEF else "synthetic_eos"
+    return curves(name, label, SCORE, GOLD, KL, last)
+
+
+def summary(seeds: list[float]) -> list[float]:
     return [statistics.mean(seeds), min(seeds), max(seeds)]
+
+
+def arithmetic(label: str) -> Numbers:
+    """The last three rows of a label are a summary of its seeds."""
+    column, label = ("first", "PPO") if label == "SFT" else ("last", label)
+    return summary(pick("arithmetic", column, label=label, metric="eval/scores")[:-3])
 
 
 def adam(model: str, epoch: str) -> Numbers | None:
@@ -226,11 +214,8 @@ def optimized(labels: str, run: str) -> Numbers | None:
 def clipped(model: str, label: str, steps: str) -> Numbers:
     where = dict(model=model, steps=steps, head="bf16" if "in bf16" in label else "fp32")
     where |= dict(autocast="bf16" if "bf16" in label else "no")
-    script, column, old = ("ppo", "rloo"), ("tokens", "completions"), ("sampler", "forward")
-    cells = [
-        dict(script=a, old=c) | where | dict(column=b) for a in script for b in column for c in old
-    ]
-    return [pick("bf16_clipped", **cell)[0] * 100 for cell in cells]
+    cells = product(("ppo", "rloo"), ("tokens", "completions"), ("sampler", "forward"))
+    return [100 * pick("bf16_clipped", b, script=a, old=c, **where)[0] for a, b, c in cells]
 
 
 def patch(name: str) -> Numbers:
@@ -256,8 +241,7 @@ def recipe(label: str) -> Numbers:
     found = []
     for metric in (SCORE, GOLD, KL, "objective/rlhf_reward", "ppo/val/var_explained"):
         seeds = pick("recipes", "last five", label=label.removesuffix(".py"), metric=metric)
-        seeds = seeds[:-3] if len(seeds) > 1 else seeds
-        found += [statistics.mean(seeds), *([min(seeds), max(seeds)] if len(seeds) > 1 else [])]
+        found += [*seeds] if len(seeds) == 1 else summary(seeds[:-3])
     return found
 
 
@@ -274,16 +258,13 @@ def started(steps: str, lr: str, k: str, precision: str, seed: str) -> Numbers:
 
 
 CLAIM = [x for label in ("PPO", "RLOO") for x in curves("synthetic", label, GOLD)]
-RESULTS, EXPERIMENTS = "docs/results.md", "docs/experiments.md"
+RESULTS, EXPERIMENTS, JITTERED = "docs/results.md", "docs/experiments.md", "smollm2_jittered"
 TABLES = {  # page and header → the columns, and their numbers by the cells of a row
     ("README.md", "| claim "): (slice(1, 2), lambda x, *_: CLAIM if "true score" in x else None),
-    (RESULTS, "| | score | true score | KL | β"): (
+    (RESULTS, "| | score | true score | KL | β"): (slice(1, 5), lambda x, *_: results(x, COEF)),
+    (RESULTS, "| | score | true score | KL | resp"): (
         slice(1, 5),
-        lambda x, *_: curves("synthetic", x, SCORE, GOLD, KL, COEF),
-    ),
-    (RESULTS, "| | score | true score | KL | response"): (
-        slice(1, 5),
-        lambda x, *_: curves("synthetic_eos", x, SCORE, GOLD, KL, LENGTH),
+        lambda x, *_: results(x, LENGTH),
     ),
     (RESULTS, "| PPO | policy"): (slice(3, 5), lambda x, *_: memory(x)),
     ("docs/tldr.md", "| | one GPU "): (slice(1, 2), lambda x, *_: [max(memory(f"Pythia {x}")[2:])]),
@@ -294,14 +275,8 @@ TABLES = {  # page and header → the columns, and their numbers by the cells of
     (EXPERIMENTS, "| labels | run "): (slice(2, 7), lambda *x: optimized(*x[:2])),
     (EXPERIMENTS, "| model, Adam "): (slice(2, 12), lambda *x: adam(*x[:2])),
     (EXPERIMENTS, "| synthetic, 0.9M "): (slice(2, 6), lambda *x: clipped("sft", *x[:2])),
-    (EXPERIMENTS, "| SmolLM2, 135M "): (
-        slice(2, 6),
-        lambda *x: clipped("smollm2_jittered", *x[:2]),
-    ),
-    ("docs/rloo.md", "| epochs × minibatches | lr | k "): (
-        slice(5, 9),
-        lambda *x: started(*x[:5]),
-    ),
+    (EXPERIMENTS, "| SmolLM2, 135M "): (slice(2, 6), lambda *x: clipped(JITTERED, *x[:2])),
+    ("docs/rloo.md", "| epochs × minibatches | lr | k "): (slice(5, 9), lambda *x: started(*x[:5])),
     ("diffs/README.md", "| script or patch "): (slice(2, 4), lambda x, *_: patch(x)),
 }
 

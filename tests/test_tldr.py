@@ -118,12 +118,6 @@ def commands(script: str, size: str) -> list[list[str]]:
     return [shlex.split(x[1]) for x in found if x and SFT.format(size) in x[1]]
 
 
-@torch.no_grad()
-def own_logits(classifier: Any, rows: list[torch.Tensor]) -> torch.Tensor:
-    """`GPTNeoXForSequenceClassification`'s own logit of each text, alone: at its last token."""
-    return torch.cat([classifier(row[None]).logits[:, 0] for row in rows])
-
-
 @pytest.mark.parametrize(
     ("script", "size", "form"), [(ppo, "1b", "file"), (rloo, "6.9b", "index"), (ppo, "2.8b", "bin")]
 )
@@ -151,7 +145,9 @@ def test_the_pages_command_scores_as_the_classifier_itself(
         rows = torch.cat([rollout.queries, rollout.responses], dim=1)
         rows = [row[row != pad] for row in rows]
         assert [bool(row[-1] == EOS) for row in rows] == rollout.ended.tolist()
-        own = torch.where(rollout.ended, own_logits(classifier, rows), -1.0)
+        with torch.no_grad():  # the classifier's own logit of each text, alone: at its last token
+            own = torch.cat([classifier(row[None]).logits[:, 0] for row in rows])
+        own = own.where(rollout.ended, -1.0)
         assert torch.allclose(rollout.scores, own, atol=1e-4) and own.std() > 0.1
     weights = load_lm("policy").state_dict()
     assert all(torch.equal(weights[name], x) for name, x in lm.state_dict().items())
@@ -194,7 +190,5 @@ def test_X13_a_pad_token_of_the_policys_tokenizer_alone_changes_no_text(tmp_path
     assert len(sft) == len(rm) + 1 and same_tokens(rm, sft)
     sft.add_tokens(["house"])
     assert not same_tokens(rm, sft)
-    rm.add_special_tokens(
-        {"pad_token": "[END]", "eos_token": "[END]"}
-    )  # a pad that ends texts counts
+    rm.add_special_tokens({"pad_token": "[END]", "eos_token": "[END]"})  # a pad that ends texts
     assert not same_tokens(sft, rm)

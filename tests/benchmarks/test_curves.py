@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import tyro
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
@@ -34,15 +35,13 @@ def write_run(folder: Path, lines: list[dict]) -> Path:
 
 def write_chart(path: Path, x: str, columns: dict[str, dict[float, float]]) -> Path:
     """A chart as W&B exports it: all cells quoted, `<run> - <metric>` and its range, or blank."""
-    header = [x] + [name + end for name in columns for end in ("", "__MIN", "__MAX")]
     with open(path, "w", newline="") as file:
         writer = csv.writer(file, quoting=csv.QUOTE_ALL)
-        writer.writerow(header)
+        writer.writerow([x] + [name + end for name in columns for end in ("", "__MIN", "__MAX")])
         for at in sorted({at for points in columns.values() for at in points}):
             cells = [points.get(at, "") for points in columns.values()]
-            writer.writerow(
-                [at] + [y if y == "" else y + d for y in cells for d in (0, -1000, 1000)]
-            )
+            ranges = [y if y == "" else y + d for y in cells for d in (0, -1000, 1000)]
+            writer.writerow([at, *ranges])
     return path
 
 
@@ -74,51 +73,35 @@ def rows_of(path: Path) -> dict[tuple[str, str, str], list[float]]:
 def test_nine_seeds_have_a_mean_and_ten_an_interquartile_one():
     seeds = [5.0, 1.0, 3.0, 2.0, 4.0, 9.0, 6.0, 8.0, 700.0]
     assert curves.center(np.array(seeds)[:, None]) == pytest.approx([82.0])  # 738 / 9
-    ten = np.array([*seeds, 7.0])[:, None]
-    assert curves.center(ten) == pytest.approx([5.5])  # of 3 … 8: without two on either side
+    ten = np.array([*seeds, 7.0])[:, None]  # of 3 … 8: without two on either side
+    assert curves.center(ten * [1, -1]) == pytest.approx([5.5, -5.5])  # of each point of a curve
     twelve = np.array([*seeds, 7.0, -800.0, 10.0])[:, None]  # without −800, 1, 2 and 9, 10, 700
     assert curves.center(twelve) == pytest.approx([5.5])
 
 
-def test_points_of_a_curve_are_each_their_own():
-    values = np.arange(20.0).reshape(10, 2) * [1, -1]  # columns 0, 2 … 18 and −1, −3 … −19
-    assert curves.center(values) == pytest.approx([9.0, -10.0])
+def test_the_band_of_few_seeds_is_that_of_all_draws_of_whole_curves():
+    """Of three seeds, all draws are the smallest with probability 1/27 = 3.7%: more than 2.5%.
 
-
-def test_the_band_of_three_seeds_is_their_range_and_of_one_the_curve_itself():
-    """All three draws are the smallest with probability 1/27 = 3.7%, which is more than 2.5%."""
+    Of four, how often 1 is drawn is binomial(4, 1/4): three times 12/256 = 4.7%, four times 1/256,
+    so that the upper 2.5% begin at a mean of 3/4.
+    """
     middle, low, high = curves.band(np.array([[1.0, 10.0], [2.0, 40.0], [6.0, -20.0]]))
     assert middle.tolist() == [3.0, 10.0]
     assert (low.tolist(), high.tolist()) == ([1.0, -20.0], [6.0, 40.0])
     assert [x.tolist() for x in curves.band(np.array([[4.0, 5.0]]))] == [[4.0, 5.0]] * 3
-
-
-def test_the_band_of_four_seeds_is_the_one_of_all_256_draws():
-    """How often 1 is drawn is binomial(4, 1/4): three times 12/256 = 4.7%, four times 1/256.
-
-    So the upper 2.5% begin at three of four, a mean of 3/4.
-    """
     _, low, high = curves.band(np.array([[0.0], [0.0], [0.0], [1.0]]))
     assert (low.item(), high.item()) == (0.0, 0.75)
+    values = np.random.default_rng(0).normal(size=(5, 1))
+    _, low, high = curves.band(np.concatenate([values, -values], axis=1))
+    assert low[0] == pytest.approx(-high[1]) and high[0] == pytest.approx(
+        -low[1]
+    )  # a seed is whole
 
 
 def test_the_band_of_many_seeds_is_the_normal_interval_of_their_center():
-    """Of the mean of 9 it is 1.96 σ / √9; an interquartile mean has 1.195 times its variance."""
-    rng = np.random.default_rng(0)
-    values = rng.normal(size=(9, 400))
-    _, low, high = curves.band(values)
-    width = 2 * 1.96 * np.mean(values.std(axis=0)) / 3
-    assert np.mean(high - low) == pytest.approx(width, rel=0.03)
-    values = rng.normal(size=(400, 30))
-    _, low, high = curves.band(values)
+    """An interquartile mean has 1.195 times the variance of the mean."""
+    _, low, high = curves.band(np.random.default_rng(0).normal(size=(400, 30)))
     assert np.mean(high - low) == pytest.approx(2 * 1.96 * np.sqrt(1.195 / 400), rel=0.05)
-
-
-def test_whole_curves_are_drawn_never_points_of_different_seeds():
-    """A seed that is drawn is drawn at both points, so the second band mirrors the first."""
-    values = np.random.default_rng(0).normal(size=(5, 1))
-    _, low, high = curves.band(np.concatenate([values, -values], axis=1))
-    assert low[0] == pytest.approx(-high[1]) and high[0] == pytest.approx(-low[1])
 
 
 def test_curves_of_other_steps_meet_on_straight_lines_where_all_of_them_are():
@@ -172,25 +155,26 @@ def test_scalars_of_any_writer_are_read_all_of_them(tmp_path):
 
 def test_runs_of_one_name_stay_two_and_a_pattern_is_all_that_it_matches(tmp_path):
     for i in (1, 2):
-        write_run(
-            tmp_path / f"seed{i}/ppo", [{"step": 0, "ppo/episode": 8, "objective/kl": float(i)}]
-        )
-    args = arguments(f"PPO={tmp_path}/seed*/ppo", "--out", str(tmp_path / "all.png"))
-    curves.main(args)
+        line = {"step": 0, "ppo/episode": 8, "objective/kl": float(i)}
+        write_run(tmp_path / f"seed{i}/ppo", [line])
+    curves.main(arguments(f"PPO={tmp_path}/seed*/ppo", "--out", str(tmp_path / "all.png")))
     rows = rows_of(tmp_path / "all.csv")
     assert rows["PPO", "mean of 2", "objective/kl"] == [1.5] * 3
     assert rows["PPO", "2.5% of 2", "objective/kl"] == [1.0] * 3
 
 
-def test_our_own_name_stays_where_a_run_has_both(tmp_path):
+def test_names_and_steps_become_ours_where_a_run_has_none_of_ours(tmp_path):
     lines = [
         {"step": 0, "elapsed/episodes": 8, "loss/value": 1.0},
         {"step": 1, "elapsed/episodes": 16, "loss/value": 2.0, "mine": 3.0},
     ]
     write_run(tmp_path / "a", lines)
-    names = ("--names", "elapsed/episodes=ppo/episode", "loss/value=mine")
-    (run,) = curves.load(arguments(str(tmp_path / "a"), "--out", "a.png", *names))
-    assert (run.label, run.points("mine").tolist()) == ("a", [[8, 16], [1, 3]])
+    chart = write_chart(tmp_path / "b.csv", "Step", {"b - mine": {1: 0.5, 2: 0.75}})
+    flags = ["--names", "elapsed/episodes=ppo/episode", "loss/value=mine"]
+    flags += ["--episodes_per_step", "PPO=512", "--out", "a.png"]
+    a, b = curves.load(arguments(str(tmp_path / "a"), f"PPO={chart}", *flags))
+    assert (a.label, a.points("mine").tolist()) == ("a", [[8, 16], [1, 3]])
+    assert (b.label, b.points("mine").tolist()) == ("PPO", [[512, 1024], [0.5, 0.75]])
 
 
 @pytest.mark.parametrize(
@@ -200,15 +184,9 @@ def test_our_own_name_stays_where_a_run_has_both(tmp_path):
         (["table.csv"], "table.csv is not .*could not convert string to float: 'finished'"),
         (["empty.csv"], "empty.csv is not .*not enough values"),
         (["folder"], "folder is not .*KeyError"),
-        (
-            ["PPO=chart.csv"],
-            "PPO .a. has no ppo/episode; .*--episodes_per_step PPO=512",
-        ),
-        (
-            ["a=chart.csv", *EPISODES, "--metrics", "objective/k"],
-            "no run has objective/k; they have objective/kl, ppo/episode, step",
-        ),
-        (["a=chart.csv", *EPISODES, "--names", "kl"], "--names kl: write it as a=b"),
+        (["PPO=chart.csv"], "PPO .a. has no ppo/episode; .*--episodes_per_step PPO=512"),
+        (["a=chart.csv", *EPISODES, "--metrics", "objective/k"], "no run has objective/k; .*step"),
+        (["a=chart.csv", *EPISODES, "--names", "kl"], "--names kl: "),
         (["chart.csv", "--out", "all.text"], "--out all.text"),
         ([], "name the runs"),
     ],
@@ -233,15 +211,6 @@ def test_a_missing_folder_of_out_is_one_sentence(tmp_path, monkeypatch, capsys):
     assert line.startswith("curves.py: error: --out ") and "missing/x.png" in line
 
 
-def test_steps_become_episodes_where_a_source_knows_no_other(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_chart(Path("chart.csv"), "Step", {"a - objective/kl": {1: 0.5, 2: 0.75}})
-    (run,) = curves.load(
-        arguments("PPO=chart.csv", "--out", "a.png", "--episodes_per_step", "PPO=512")
-    )
-    assert run.points("objective/kl").tolist() == [[512, 1024], [0.5, 0.75]]
-
-
 # ------------------------------------------------------------------------------------------- docs
 
 
@@ -255,19 +224,16 @@ def make_exports(folder: Path) -> None:
         return (top * (1 - np.exp(-np.arange(1, n + 1) / 8)) + noise).tolist()
 
     for seed in (1, 2, 3):
-        columns = {"ppo/episode": episodes, SCORES: rise(2.0), KL: rise(6.0)}
+        columns = {"step": range(40), "ppo/episode": episodes, SCORES: rise(2.0), KL: rise(6.0)}
         rows = zip(*columns.values(), strict=True)
-        lines = [{"step": i} | dict(zip(columns, x, strict=True)) for i, x in enumerate(rows)]
-        write_run(folder / f"runs/ppo_{seed}", lines)
+        write_run(folder / f"runs/ppo_{seed}", [dict(zip(columns, x, strict=True)) for x in rows])
     metrics = {SCORES: rise(1.8), KL: rise(6.5), "elapsed/episodes": episodes}
     write_events(folder / "tb", {name: dict(enumerate(values)) for name, values in metrics.items()})
-    chart = {
-        f"ppo__{seed} - {name}": dict(
-            zip(episodes, rise(top, 30 if seed == 1 else 40), strict=False)
-        )
-        for seed in range(1, 11)
-        for name, top in ((SCORES, 1.9), (KL, 5.5))
-    }
+    chart = {}
+    for seed in range(1, 11):
+        for name, top in ((SCORES, 1.9), (KL, 5.5)):
+            values = rise(top, 30 if seed == 1 else 40)
+            chart[f"ppo__{seed} - {name}"] = dict(zip(episodes, values, strict=False))
     write_chart(folder / "wandb.csv", "ppo/episode", chart)
 
 
@@ -298,13 +264,8 @@ def test_the_documented_command_draws_published_curves_over_ours(tmp_path, monke
 
 def test_the_picture_has_a_line_for_each_seed_and_a_band_for_each_label(tmp_path, monkeypatch):
     make_exports(tmp_path)
-    figures, make_panels = [], curves.make_panels
-
-    def spy(*args: Any) -> Any:
-        figures.append(make_panels(*args))
-        return figures[-1]
-
-    monkeypatch.setattr(curves, "make_panels", spy)
+    figures: list[Any] = []
+    monkeypatch.setattr(curves, "make_panels", tiny.keep(curves.make_panels, figures))
     runs = f"PPO={tmp_path}/runs/ppo_*", f"2023={tmp_path}/wandb.csv"
     curves.main(arguments(*runs, "--out", str(tmp_path / "all.png")))
     ((_, axes),) = figures

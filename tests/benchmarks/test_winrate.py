@@ -111,17 +111,16 @@ def test_kept_policies_and_averages_are_compared_by_a_judge_of_pairs(
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "named"),
-    [("--task foo", 2, "--task foo"), ("--judge bad.py:judge", 2, "ZeroDivisionError")],
+    ("words", "named"),
+    [("--task foo", "--task foo"), ("--judge bad.py:judge", "ZeroDivisionError")],
 )
-def test_a_bad_task_or_judge_is_one_sentence(words, code, named, tmp_path, monkeypatch, capsys):
+def test_a_bad_task_or_judge_is_one_sentence(words, named, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("bad.py").write_text("def judge(queries, responses):\n    return 1 / 0\n")
-    model = str(tasks.SYNTHETIC / "model")
-    words = f"--task synthetic_eos {words}"
-    monkeypatch.setattr(sys, "argv", ["winrate.py", "data", model, *words.split()])
+    words = ["data", str(tasks.SYNTHETIC / "model"), "--task", "synthetic_eos", *words.split()]
+    monkeypatch.setattr(sys, "argv", ["winrate.py", *words])
     with pytest.raises(SystemExit) as error:
         runpy.run_path(winrate.__file__, run_name="__main__")
-    assert error.value.code == code
+    assert error.value.code == 2
     *_, line = capsys.readouterr().err.splitlines()  # after the traceback of a judge
     assert line.startswith("winrate.py: error: ") and named in line
