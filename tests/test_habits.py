@@ -30,7 +30,8 @@ def version(text: str) -> tuple[int, ...]:
 
 
 SLOW = {"datasets", "pyarrow", "pandas", "wandb", "matplotlib", "peft", "scipy"}
-SLOW |= {"torch.distributed.checkpoint", "transformers.modeling_utils", "transformers.generation"}
+SLOW |= {f"transformers.{name}" for name in ("modeling_utils", "generation.utils")}
+SLOW |= {"torch.distributed.checkpoint"}
 
 
 def imports(*command: str) -> set[str]:
