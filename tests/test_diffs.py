@@ -64,7 +64,6 @@ SIZES = dict(batch_size=16, num_minibatches=2, num_ppo_epochs=2, eval_queries=4,
 SIZES |= dict(total_episodes=32, micro_batch_tokens=60, rollout_batch_size=5, eval_every=1)
 EOS = dict(truncate_token=".", truncate_after=0, eos_task=True)
 every_patch = pytest.mark.parametrize("name", DIFFS)
-every_online_patch = pytest.mark.parametrize("name", [*OF_PPO, *OF_RLOO])
 
 
 def added(name):
@@ -197,16 +196,55 @@ class KeptRun(tiny.FakeRun):
     def save(self, model, tokenizer, name="model", **heads):
         self.saved[name] = {key: x.clone() for key, x in model.state_dict().items()}
 
+    def start(self, script, names, precision="no"):
+        """Run `main` with other values of some names of the script."""
+        optimizer = getattr(script, "AdamTF", torch.optim.AdamW)
+        step = optimizer.step
 
-def run_main(script, task, precision="no", moved=False, names=(), **flags):
+        def copy(number):
+            tensors = {name: number(p) for name, p in self.model.named_parameters()}
+            return {name: None if x is None else x.clone() for name, x in tensors.items()}
+
+        def spy_step(optimizer, closure=None):
+            seen = SimpleNamespace(lrs=[group["lr"] for group in optimizer.param_groups])
+            seen.grads, seen.before = copy(lambda p: p.grad), copy(torch.Tensor.detach)
+            step(optimizer, closure)
+            seen.weights = copy(torch.Tensor.detach)
+            self.steps.append(seen)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(optimizer, "step", spy_step)
+            patch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+            AcceleratorState._reset_state(True)
+            torch.manual_seed(0)
+            tiny.run_main(script, self.args, dict(Run=self) | names)
+        AcceleratorState._reset_state(True)
+        return self
+
+
+def sizes_of(script, task):
+    """Flags of a run of a few steps on a task."""
+    if hasattr(script.Args, "num_ppo_epochs"):
+        return dict(task=task, reward_model=folder_of(task), **SIZES)
+    sizes = dict(task=task, batch_size=4, micro_batch_tokens=60, num_heldout=4, lr=1e-2)
+    sizes |= dict(block_size=10) if hasattr(script.Args, "block_size") else dict(num_labels=8)
+    if hasattr(script.Args, "normalize_samples"):
+        sizes |= dict(normalize_samples=8, rollout_batch_size=8)
+    return sizes
+
+
+def run_main(script, task, precision="no", moved=False, names=None, **flags):
     """Two updates by `main` on tiny models; `names` are replaced in the script.
 
     With `moved`, the policy differs from the reference, and the ratio from 1, at the start.
     """
-    run, load_lm, rollout_class = KeptRun(), models.load_lm, script.Rollout
+    run = KeptRun()
+    run.args = tiny.new_args(script, **sizes_of(script, task) | flags)
+    if not hasattr(script, "Rollout"):
+        return run.start(script, names or {})
+    load_lm, rollout_class = models.load_lm, script.Rollout
     losses = "ppo_losses" if hasattr(script, "ppo_losses") else "rloo_loss"
-    compute_losses, step = getattr(script, losses), script.AdamTF.step
-    run.args = script.Args(task=task, **SIZES | dict(reward_model=folder_of(task)) | flags)
+    compute_losses = getattr(script, losses)
 
     def spy_lm(name, **settings):
         run.loaded.append(load_lm(name, **settings))
@@ -229,23 +267,8 @@ def run_main(script, task, precision="no", moved=False, names=(), **flags):
         run.parts[-1].append({key: x.item() for key, x in result[-1].items()})
         return result
 
-    def spy_step(self, closure=None):
-        seen = SimpleNamespace(lrs=[group["lr"] for group in self.param_groups])
-        named = dict(run.model.named_parameters())
-        seen.grads = {name: None if p.grad is None else p.grad.clone() for name, p in named.items()}
-        step(self, closure)
-        seen.weights = {name: p.detach().clone() for name, p in named.items()}
-        run.steps.append(seen)
-
-    spies = dict(load_lm=spy_lm, Rollout=spy_rollout, Run=run) | {losses: spy_losses}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script.AdamTF, "step", spy_step)
-        patch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-        AcceleratorState._reset_state(True)
-        torch.manual_seed(0)
-        tiny.run_main(script, run.args, spies | dict(names))
-    AcceleratorState._reset_state(True)
-    return run
+    spies = dict(load_lm=spy_lm, Rollout=spy_rollout) | {losses: spy_losses}
+    return run.start(script, spies | (names or {}), precision)
 
 
 @pytest.fixture(scope="session")
@@ -301,57 +324,99 @@ def first_ratio_is_1(run):
     return all(x["policy/approxkl_avg"] == x["val/ratio_var"] == 0 for x in first) and len(first)
 
 
-@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
-@every_online_patch
-def test_L6_a_patched_script_runs_and_its_first_ratio_is_exactly_1(name, precision, run_of):
-    run = run_of(name, precision=precision)
+ONLINE = [*OF_PPO, *OF_RLOO]
+SLOW_RUNS = [(name, "bf16") for name in ONLINE] + [("+".join(pair), "no") for pair in PAIRS]
+RUNS = [(name, "no") for name in ONLINE]
+RUNS += [pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS]
+
+
+@pytest.mark.parametrize(("names", "precision"), RUNS)
+def test_L6_a_patched_script_runs_and_its_first_ratio_is_exactly_1(
+    names, precision, patched, task, run_of
+):
+    fast = names in ONLINE and precision == "no"
+    run = run_of(names) if fast else run_main(patched(*names.split("+")), task, precision)
     assert [line["ppo/episode"] for line in run.metrics[:2]] == [16, 32]
     assert first_ratio_is_1(run) == 2 and len(run.parts[0]) >= 4  # several micro-batches
-    assert run.parts[-1][-1]["policy/approxkl_avg"] > 0 or name == "value_warmup"
+    assert run.parts[-1][-1]["policy/approxkl_avg"] > 0 or "value_warmup" in names
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_L6_any_two_patches_of_ppo_run_together(pair, patched, task):
-    run = run_main(patched(*pair), task)
-    assert [line["ppo/episode"] for line in run.metrics[:2]] == [16, 32]
-    assert first_ratio_is_1(run) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("names", [(x,) for x in [*OF_PPO, *OF_RLOO]] + STACKS, ids="+".join)
-def test_a_run_writes_its_folder_and_the_saved_weights_load(names, patched, task, tmp_path):
-    """X5: the average, too, is in the checkpoint: a resumed run writes the same files again."""
-    script = patched(*names)
-    args = script.Args(task=task, reward_model=folder_of(task), run_name="run", **SIZES)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        script.main(replace(args, save_every=1))
-        if "ema" in names:  # it fails if there are other files
-            script.main(replace(args, resume="runs/run", run_name=None))
+@pytest.mark.parametrize("names", [(name,) for name in DIFFS] + STACKS, ids="+".join)
+def test_a_run_writes_its_folder_and_the_saved_weights_load(
+    names, patched, task, tmp_path, monkeypatch
+):
+    script, base = patched(*names), BASES[names[0]]
+    monkeypatch.chdir(tmp_path)
+    script.main(script.Args(run_name="run", **sizes_of(script, task)))
+    if base in ("ppo", "rloo"):
         assert Path("runs/run/metrics.jsonl").read_text().count("ppo/episode") == 2
-        for name in ("model", "ema") if "ema" in names else ("model",):
-            folder = f"runs/run/{name}"
-            lm, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-            assert not any(info.values())
-            assert lm.state_dict().keys() == new_policy(task).lm.state_dict().keys()
+    if base == "train_reward" and names != ("dpo",):
+        load_reward_model(RewardModel, "runs/run/model")
+        return
+    for name in ("model", "ema") if "ema" in names else ("model",):
+        folder = f"runs/run/{name}"
+        lm, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(info.values())
+        assert lm.state_dict().keys() == new_policy(task).lm.state_dict().keys()
+
+
+RESUMED = [("separate_critic", "value_warmup"), ("ema",), ("keep_best",), ("resid_dropout",)]
+
+
+@pytest.mark.parametrize("names", RESUMED, ids="+".join)
+def test_X5_X6_P4_a_resumed_run_writes_what_an_undisturbed_run_writes(
+    names, patched, task, tmp_path, monkeypatch
+):
+    """The average, the frozen policy's missing moments, the best score so far, dropout's masks."""
+    script, flags = patched(*names), dict(save_every=1, run_name="run")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoints, "KEPT", 100)
+    if names == ("resid_dropout",):
+        flags |= dict(num_epochs=2)
+    else:
+        flags |= dict(total_episodes=64)
+    if "value_warmup" in names:
+        flags |= dict(value_warmup_updates=1)
+    if names == ("keep_best",):
+        Path("mine.py").write_text("def f(queries, responses): return [len(r) for r in responses]")
+        flags |= dict(reward_model=None, reward_fn=f"{tmp_path}/mine.py:f", lr=3e-2)
+    args = tiny.new_args(script, **sizes_of(script, task) | flags)
+    script.main(args)
+    first = Path("runs/run/checkpoints/00000001.safetensors")
+    expected = {path: load_file(path) for path in Path("runs/run").rglob("*.safetensors")}
+    for folder in {path.parent for path in expected} - {first.parent}:
+        if folder.name not in ("best_0", "best_1"):
+            shutil.rmtree(folder)
+    for path in {*first.parent.iterdir()} - {first}:
+        path.unlink()
+    script.main(replace(args, run_name=None, resume=str(first)))
+    assert {*Path("runs/run").rglob("*.safetensors")} == {*expected} and len(expected) > 3
+    for path, weights in expected.items():
+        found = load_file(path)
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[key], x) for key, x in weights.items())
 
 
 # --------------------------------------------------------------------------------- separate_critic
 
 
-def with_critic(script, task, critic_from):
+def with_critic(script, task, critic_from, **flags):
     """The policy with its critic that `main` makes, and a batch for it."""
-    policy = run_main(script, task, lr=0.0, critic_from=critic_from).model
+    policy = run_main(script, task, lr=0.0, critic_from=critic_from, **flags).model
     batch = tiny.make_contexts([3, 6], 6, vocab=tiny.WORDS), torch.tensor([[4, 9, 2], [7, 1, 30]])
     return policy, lambda: policy(*batch), batch
 
 
 @pytest.mark.parametrize("kind", ["reward model", "policy"])
 def test_X1_neither_loss_reaches_the_weights_of_the_other_model(patched, task, kind):
+    """Gradient checkpointing reaches both."""
     critic_from = folder_of(task) if kind == "reward model" else None
-    policy, forward, _ = with_critic(patched("separate_critic"), task, critic_from)
+    script, flags = patched("separate_critic"), dict(gradient_checkpointing=kind == "policy")
+    policy, forward, _ = with_critic(script, task, critic_from, **flags)
     if kind == "policy":
+        assert policy.lm.is_gradient_checkpointing
+        assert policy.value_head.backbone.is_gradient_checkpointing
         assert not forward()[2].any()  # its transformer, copied, with a head of zeros
         own, copy = policy.lm.base_model.state_dict(), policy.value_head.backbone.state_dict()
         assert all(torch.equal(own[name], copy[name]) for name in own)
@@ -380,12 +445,6 @@ def test_X1_the_critic_has_its_own_learning_rate(run_of):
     steps = run_of("separate_critic", critic_lr_ratio=0.3).steps
     expected = 4 * [1e-2, 3e-3] + 4 * [5e-3, 1.5e-3]
     assert [lr for step in steps for lr in step.lrs] == pytest.approx(expected)
-
-
-def test_X1_gradient_checkpointing_reaches_the_critic(patched, task):
-    policy = run_main(patched("separate_critic"), task, gradient_checkpointing=True).model
-    assert policy.lm.is_gradient_checkpointing
-    assert policy.value_head.backbone.is_gradient_checkpointing
 
 
 @pytest.mark.parametrize(("limit", "clipped"), [(2.0, {"lm"}), (0.1, {"lm", "value_head"})])
@@ -485,23 +544,6 @@ def test_X6_a_frozen_policy_has_no_moments_and_its_gradient_clips_nothing(run_of
     for step in run_of("value_warmup", **flags).steps:  # the value head is all that learns
         head = [x.flatten() for x in step.grads.values() if x is not None]
         assert len(head) == 2 and torch.cat(head).norm() == pytest.approx(0.01, rel=1e-3)
-
-
-def test_X6_a_run_resumed_while_the_policy_is_frozen_equals_an_undisturbed_run(
-    patched, task, tmp_path, monkeypatch
-):
-    script = patched("separate_critic", "value_warmup")
-    files = dict(reward_model=folder_of(task), value_warmup_updates=1, save_every=1)
-    args = script.Args(task=task, run_name="run", **SIZES | files | dict(total_episodes=48))
-    monkeypatch.chdir(tmp_path)
-    script.main(args)
-    shutil.copytree("runs/run", "runs/again")
-    resume = "runs/again/checkpoints/00000001.safetensors"
-    script.main(replace(args, run_name=None, resume=resume))
-    for name in ("checkpoints/00000002.safetensors", "model/model.safetensors"):
-        expected, found = (load_file(f"runs/{run}/{name}") for run in ("run", "again"))
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], x) for key, x in expected.items())
 
 
 # ----------------------------------------------------------------------------------------- sampling
@@ -615,10 +657,8 @@ def test_length_penalty_is_subtracted_for_each_token_of_the_truncated_response(p
 
 def test_X14_a_token_gets_what_it_adds_to_the_score_and_the_last_one_gets_the_rest(patched):
     """The score of a text is the sum of its ids, of each query 10; 5 ends three of the responses."""
-    task, script = (
-        tiny.make_task(truncate_after=0, missing_eos_penalty=-3.0),
-        patched("dense_rewards"),
-    )
+    task = tiny.make_task(truncate_after=0, missing_eos_penalty=-3.0)
+    script = patched("dense_rewards")
     queries = torch.full((4, 8), tiny.PAD).index_fill(1, torch.tensor([7]), 10)
     responses = [[2, 5, 9, 9, 9], [2, 3, 4, 1, 5], [2, 3, 4, 1, 1], [5, 9, 9, 9, 9]]
     reward = lambda *x: sum((y * (y != tiny.PAD)).sum(dim=1) for y in x).float()  # noqa: E731
@@ -654,31 +694,67 @@ def test_X3_trlx_kl_is_what_a_slow_loop_over_queries_and_responses_gives(eos, pa
 
 
 @pytest.mark.parametrize("name", ["lora", "lora_rloo"])
-def test_lora_trains_adapters_and_the_base_model_is_the_reference(name, run_of, task):
-    run = run_of(name)
-    grads = run.steps[-1].grads
-    trained = {name for name, grad in grads.items() if grad is not None}
-    assert trained == {name for name in grads if "lora_" in name or name.startswith("value_head")}
-    assert len(trained) == 2 * 2 * 4 + 2 * (name == "lora")  # A and B of 4 layers in 2 blocks
-    (first, _), (second, _) = run.rollouts
+def test_lora_the_base_model_is_the_reference(name, run_of, task):
+    (first, _), (second, _) = run_of(name).rollouts
     assert not first.kl.any() and second.kl.any()
     expected = new_policy(task)(second.contexts, second.responses)[0]
     torch.testing.assert_close(second.logprobs - second.kl, expected, rtol=1e-4, atol=1e-4)
+    # To train and to save: evaluations merge only what is kept.
+    assert len(run_of(name).loaded) == 2
 
 
-@pytest.mark.parametrize("name", ["lora", "lora_rloo"])
-def test_lora_the_saved_model_is_merged(name, run_of, task):
-    run = run_of(name, lora_rank=2)
+HEADS = dict(lora={"value_head.weight", "value_head.bias"})
+HEADS["lora_train_reward"] = {"head.weight", "head.bias", "gain", "bias"}
+
+
+@pytest.mark.parametrize("name", ["lora", "lora_rloo", "lora_train_reward", "lora_sft"])
+def test_lora_trains_adapters_and_saves_them_merged(name, patched, task):
+    run, heads = run_main(patched(name), task, lora_rank=2), HEADS.get(name, set())
+    trained = {x for x, grad in run.steps[-1].grads.items() if grad is not None}
+    assert trained == {x for x in run.steps[-1].grads if "lora_" in x} | heads
+    assert len(trained) == 2 * 2 * 4 + len(heads)  # A and B of 4 layers in 2 blocks
+    lm, saved = models.load_lm(task.base_model), run.saved["model"]
     layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    names = {f"transformer.h.{i}.{layer}.weight" for i in range(2) for layer in layers}
-    assert changed(run, task) == names
-    before, after = new_policy(task).lm.state_dict(), run.saved["model"]
-    for name in names:
-        assert torch.linalg.matrix_rank((after[name] - before[name]).double(), rtol=1e-4) <= 2
-    texts = run.rollouts[1][0].contexts, run.rollouts[1][0].responses
-    expected, merged = run.model(*texts)[0], new_policy(task, after)(*texts)[0]
-    torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-4)
-    assert len(run.loaded) == 2  # to train and to save: evaluations merge only what is kept
+    adapted = [f"h.{i}.{layer}.weight" for i in range(2) for layer in layers]
+    prefix = "backbone." if name == "lora_train_reward" else "transformer."
+    for key, before in lm.base_model.state_dict().items():
+        change = (saved[prefix + key] - before).double()
+        assert change.any() == (key in adapted)
+        assert key not in adapted or torch.linalg.matrix_rank(change, rtol=1e-4) <= 2
+    tokens = tiny.make_contexts([8, 3, 5], 8, vocab=tiny.WORDS)
+    if name == "lora_train_reward":
+        merged = train_reward.new_reward_model(task.base_model, tiny.WORDS)
+        merged.load_state_dict(saved)
+        found, expected = merged(tokens), run.model(tokens)
+    elif name == "lora_sft":
+        lm.load_state_dict(saved)
+        found, expected = sft.LanguageModel(lm, tiny.WORDS)(tokens, 1), run.model(tokens, 1)
+    else:
+        inputs = tokens, torch.tensor([[4, 9, 2], [7, 1, 30], [5, 5, 8]])
+        found, expected = new_policy(task, saved)(*inputs)[0], run.model(*inputs)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["lora", "lora_rloo", "lora_train_reward", "lora_sft"])
+def test_lora_adapters_are_merged_into_the_model_that_a_link_pointed_to(
+    name, patched, task, tmp_path
+):
+    """Another run may change `models/<task>/sft` meanwhile. The adapters start as a change of 0."""
+    script, link = patched(name), tmp_path / "sft"
+    link.symlink_to(task.base_model)
+    other = tiny.write_model(tmp_path / "other", seed=5)
+
+    def relink(device, timer=script.Timer):
+        link.unlink()
+        link.symlink_to(other)
+        return timer(device)
+
+    files = dict(reward_model=folder_of(task)) if name in ONLINE else {}
+    of_link = replace(task, base_model=str(link))
+    run = run_main(script, of_link, names=dict(Timer=relink), lr=1e-9, **files)
+    key = "backbone.wte.weight" if name == "lora_train_reward" else "transformer.wte.weight"
+    expected = load_file(f"{task.base_model}/model.safetensors")["transformer.wte.weight"]
+    assert link.resolve() == other and torch.equal(run.saved["model"][key], expected)
 
 
 def test_reference_on_cpu_is_on_the_device_only_for_its_forward_passes(patched, run_of):
@@ -890,33 +966,6 @@ def test_dapo_a_batch_without_signal_changes_nothing(patched, task):
 # ------------------------------------------------------------------- patches of train_reward and sft
 
 
-def train(script, task, **changes):
-    """Two steps of `main` of a patched train_reward or sft."""
-    sizes = dict(batch_size=4, micro_batch_tokens=60, num_heldout=4, lr=1e-2)
-    if hasattr(script.Args, "block_size"):
-        sizes |= dict(block_size=10)
-    else:
-        sizes |= dict(num_labels=8)
-    if hasattr(script.Args, "normalize_samples"):
-        sizes |= dict(normalize_samples=8, rollout_batch_size=8)
-    run = KeptRun()
-    run.args = script.Args(task=task, **sizes | changes)
-
-    def spy_step(self, closure=None, step=torch.optim.Adam.step):
-        names = dict(run.model.named_parameters())
-        run.steps.append({name: p.grad.clone() for name, p in names.items() if p.requires_grad})
-        run.parts.append({name: p.detach().clone() for name, p in names.items()})  # before the step
-        return step(self, closure)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.optim.Adam, "step", spy_step)
-        patch.setattr(torch.optim.AdamW, "step", spy_step)  # torch sets it to Adam's, with a hook
-        AcceleratorState._reset_state(True)
-        tiny.run_main(script, run.args, dict(Run=run))
-    AcceleratorState._reset_state(True)
-    return run
-
-
 @pytest.mark.parametrize("k", [2, 4])
 def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(k, patched, task):
     """Of two responses, the loss is -log sigmoid of beta times the difference of log-ratios."""
@@ -925,10 +974,8 @@ def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(k, patched, task):
     few = labels.Labels(every.queries, [x[:k] for x in every.responses], every.best % k)
     task = replace(task, query_prefix="Story: ")
     prefix = load_tokenizer(task, 5)[1].prefix
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "load_labels", lambda *a: few)
-        run = train(script, task, beta=0.3)
-    assert prefix and len(run.parts) == 2
+    run = run_main(script, task, names=dict(load_labels=lambda *a: few), beta=0.3)
+    assert prefix and len(run.steps) == 2
 
     def logprob(lm, query, response):
         tokens = torch.tensor([[*prefix, *query, *response]])
@@ -938,9 +985,9 @@ def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(k, patched, task):
 
     order = np.random.default_rng([1, 0]).permutation(8)
     ref = models.load_lm(task.base_model)
-    for step, (weights, grads) in enumerate(zip(run.parts, run.steps, strict=True)):
+    for step, seen in enumerate(run.steps):
         lm = models.load_lm(task.base_model)
-        lm.load_state_dict({name.removeprefix("lm."): x for name, x in weights.items()}, False)
+        lm.load_state_dict({name.removeprefix("lm."): x for name, x in seen.before.items()}, False)
         losses, margins, correct = [], [], 0
         for row in order[4 * step :][:4]:
             query, best = few.queries[row], few.best[row]
@@ -954,7 +1001,7 @@ def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(k, patched, task):
             correct += all(x < rewards[best] for x in others)
         (sum(losses) / 4).backward()
         for name, p in lm.named_parameters():
-            torch.testing.assert_close(grads[f"lm.{name}"], p.grad, atol=1e-5, rtol=2e-3)
+            torch.testing.assert_close(seen.grads[f"lm.{name}"], p.grad, atol=1e-5, rtol=2e-3)
         line = run.metrics[step]
         assert line["loss"] == pytest.approx(sum(losses).item() / 4, abs=1e-5)
         assert line["margin"] == pytest.approx(sum(margins) / 4, abs=1e-5)
@@ -976,25 +1023,20 @@ def slow_ranking_loss(rewards, ranks):
 
 
 def test_X15_ranking_losses_are_those_of_a_double_loop_over_pairs(patched):
+    ranking_losses = patched("ranking").ranking_losses
     rewards = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)) * 2
     ranks = [[3, 1, 5, 2, 4], [1, 2, 3, 4, 5], [5, 4, 3, 2, 1]]  # 10 comparisons each
     ranks += [[1, 1, 2, 3, 3], [2, 1, 2, 2, 2], [1, 1, 1, 1, 1]]  # 8, 4 and 0
-    losses = patched("ranking").ranking_losses(rewards, torch.tensor(ranks))
+    losses = ranking_losses(rewards, torch.tensor(ranks))
     expected = [float(slow_ranking_loss(*pair)) for pair in zip(rewards, ranks, strict=True)]
     assert losses.tolist() == pytest.approx(expected, rel=1e-5) and losses[-1] == 0
     order = torch.tensor([4, 0, 3, 1, 2])  # of the responses: it does not matter
-    again = patched("ranking").ranking_losses(rewards[:, order], torch.tensor(ranks)[:, order])
+    again = ranking_losses(rewards[:, order], torch.tensor(ranks)[:, order])
     torch.testing.assert_close(again, losses)
-
-
-def test_X15_a_ranking_of_two_is_a_pair(patched):
-    """Softmax cross-entropy over two candidates, as in train_reward.py (R4)."""
+    # Of two, it is that of a pair (R4): -log sigmoid of 1.5, of 0.5 and of -100.
     rewards = torch.tensor([[0.3, -1.2], [2.0, 2.5], [-40.0, 60.0]])
-    best = torch.tensor([0, 1, 0])
-    losses = patched("ranking").ranking_losses(rewards, torch.tensor([[1, 2], [2, 1], [1, 2]]))
-    expected = torch.nn.functional.cross_entropy(rewards, best, reduction="none")
-    torch.testing.assert_close(losses, expected)
-    assert losses[2] == 100
+    losses = ranking_losses(rewards, torch.tensor([[1, 2], [2, 1], [1, 2]]))
+    assert losses.tolist() == pytest.approx([0.201413, 0.474077, 100], rel=1e-5)
 
 
 @pytest.mark.parametrize("ranked", [True, False])
@@ -1008,13 +1050,13 @@ def test_X15_gradients_are_those_of_a_slow_loop_over_the_labels(ranked, patched,
     path = tmp_path / "labels.json"
     path.write_text(json.dumps(rows))
     task = replace(task, label_dataset=str(path))
-    run = train(patched("ranking"), task)
+    run = run_main(patched("ranking"), task)
     few = labels.load_labels(task, *load_tokenizer(task, 5))
     order = np.random.default_rng([1, 0]).permutation(8)
-    assert len(run.parts) == 2
-    for step, (weights, grads) in enumerate(zip(run.parts, run.steps, strict=True)):
+    assert len(run.steps) == 2
+    for step, seen in enumerate(run.steps):
         model = train_reward.new_reward_model(task.base_model, tiny.WORDS)
-        model.load_state_dict(weights)
+        model.load_state_dict(seen.before)
         losses = []
         for i in order[4 * step :][:4]:
             texts = [torch.tensor([[*few.queries[i], *x]]) for x in few.responses[i]]
@@ -1022,7 +1064,7 @@ def test_X15_gradients_are_those_of_a_slow_loop_over_the_labels(ranked, patched,
         (sum(losses) / 4).backward()
         assert run.metrics[step]["loss"] == pytest.approx(sum(losses).item() / 4, rel=1e-4)
         for name, p in model.named_parameters():
-            torch.testing.assert_close(grads[name], p.grad, atol=1e-5, rtol=2e-3)
+            torch.testing.assert_close(seen.grads[name], p.grad, atol=1e-5, rtol=2e-3)
 
 
 @pytest.mark.parametrize("ranks", [[1, 2, 3], [2, 1, 1, 3, 4]])
@@ -1035,77 +1077,6 @@ def test_X15_ranks_that_do_not_fit_are_refused_with_their_row(ranks, patched, ta
     few = labels.load_labels(task, *load_tokenizer(task, 5))
     with pytest.raises(cli.InputError, match=r"row 3: ranks=\["):
         patched("ranking").load_ranks(few, str(path))
-
-
-@pytest.mark.parametrize("name", ["lora_train_reward", "lora_sft"])
-def test_lora_of_other_scripts_trains_adapters_and_saves_them_merged(name, patched, task):
-    run = train(patched(name), task, lora_rank=2)
-    heads = {"head.weight", "head.bias", "gain", "bias"} if name == "lora_train_reward" else set()
-    trained = {x for x, p in run.model.named_parameters() if p.requires_grad}
-    assert trained == {x for x in dict(run.model.named_parameters()) if "lora_" in x} | heads
-    assert len(trained) == 2 * 2 * 4 + len(heads)
-    lm, saved = models.load_lm(task.base_model), run.saved["model"]
-    layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    adapted = [f"h.{i}.{layer}.weight" for i in range(2) for layer in layers]
-    prefix = "backbone." if heads else "transformer."
-    for key, before in lm.base_model.state_dict().items():
-        change = (saved[prefix + key] - before).double()
-        assert change.any() == (key in adapted)
-        assert torch.linalg.matrix_rank(change, rtol=1e-4) <= 2 if key in adapted else True
-    tokens = tiny.make_contexts([8, 3, 5], 8, vocab=tiny.WORDS)
-    if heads:
-        merged = train_reward.new_reward_model(task.base_model, tiny.WORDS)
-        inputs = (tokens,)
-    else:
-        merged, inputs = sft.LanguageModel(lm, tiny.WORDS), (tokens, 1)
-    (merged if heads else lm).load_state_dict(saved)
-    torch.testing.assert_close(merged(*inputs), run.model(*inputs), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["lora", "lora_rloo", "lora_train_reward", "lora_sft"])
-def test_lora_adapters_are_merged_into_the_model_that_a_link_pointed_to(
-    name, patched, task, tmp_path
-):
-    """Another run may change `models/<task>/sft` meanwhile. The adapters start as a change of 0."""
-    script, link = patched(name), tmp_path / "sft"
-    link.symlink_to(task.base_model)
-    other = tiny.write_model(tmp_path / "other", seed=5)
-
-    def relink(device, timer=script.Timer):
-        link.unlink()
-        link.symlink_to(other)
-        return timer(device)
-
-    of_link = replace(task, base_model=str(link))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "Timer", relink)
-        if name in ("lora", "lora_rloo"):
-            run = run_main(script, of_link, lr=0.0, reward_model=folder_of(task))
-        else:
-            run = train(script, of_link, lr=1e-9)  # sft.py refuses 0
-    key = "backbone.wte.weight" if name == "lora_train_reward" else "transformer.wte.weight"
-    expected = load_file(f"{task.base_model}/model.safetensors")["transformer.wte.weight"]
-    assert link.resolve() == other and torch.equal(run.saved["model"][key], expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in DIFFS if name not in OF_PPO + OF_RLOO])
-def test_a_patched_training_script_runs_and_what_it_saves_loads(name, patched, task, tmp_path):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        script = patched(name)
-        sizes = dict(batch_size=4, num_heldout=4, run_name="run")
-        sizes |= dict(block_size=10) if BASES[name] == "sft" else dict(num_labels=8)
-        of_rewards = name in ("lora_train_reward", "ranking")
-        if of_rewards:
-            sizes |= dict(normalize_samples=8, rollout_batch_size=8)
-        script.main(script.Args(task=task, **sizes))
-        if of_rewards:
-            load_reward_model(RewardModel, "runs/run/model")
-        else:
-            folder = "runs/run/model"
-            _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-            assert not any(info.values())
 
 
 # ------------------------------------------------------------------------------------------ recipes
@@ -1260,47 +1231,22 @@ def test_P4_models_without_residual_dropout_are_refused_by_name(kind, patched):
         patched("resid_dropout").set_residual_dropout(tiny.make_lm(kind), 0.1)
 
 
-def test_P4_dropout_in_sft_is_the_same_after_a_resume_and_follows_the_seed(
+def test_P4_dropout_is_in_training_of_sft(patched, task):
+    rates = (0.0, 0.1, 0.1)
+    runs = [run_main(patched("resid_dropout"), task, resid_dropout=rate) for rate in rates]
+    losses = [[line["loss"] for line in run.metrics if "loss" in line] for run in runs]
+    assert losses[1] == losses[2] and losses[0][0] != losses[1][0]
+
+
+def test_keep_best_saves_the_policy_of_each_evaluation_that_is_the_best_so_far(
     patched, task, tmp_path, monkeypatch
 ):
-    script = patched("resid_dropout")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checkpoints, "KEPT", 100)
-    sizes = dict(num_heldout=4, batch_size=4, block_size=6, num_epochs=2, save_every=1, lr=1e-9)
-
-    def losses(name: str, **flags) -> list[float]:
-        script.main(tiny.new_args(script, task, run_name=name, **sizes | flags))
-        lines = (json.loads(x) for x in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines())
-        return [line["loss"] for line in lines if "loss" in line]
-
-    found = losses("run")
-    assert all(a != b for a, b in zip(found, losses("none", resid_dropout=0.0), strict=True))
-    assert found != losses("other", seed=2)
-    shutil.copytree("runs/run", "runs/again")
-    again = dict(resume="runs/again/checkpoints/00000002.safetensors", run_name=None)
-    script.main(script.Args(task=task, **sizes | again))
-    lines = Path("runs/again/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in lines if "loss" in line][: len(found)] == found
-
-
-@pytest.mark.parametrize("killed", [False, True])
-def test_keep_best_saves_the_policy_of_each_evaluation_that_is_the_best_so_far(
-    killed, patched, task, tmp_path, monkeypatch
-):
-    """Also of a run that was stopped and resumed: what came before counts."""
     script = patched("keep_best")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoints, "KEPT", 100)
     Path("mine.py").write_text("def f(queries, responses): return [len(r) for r in responses]")
     flags = dict(reward_fn=f"{tmp_path}/mine.py:f", eval_every=1, save_every=1, run_name="run")
-    args = tiny.make_args(task, script, total_episodes=48, lr=3e-2, **flags)
-    script.main(args)
-    if killed:
-        resume = "runs/run/checkpoints/00000003.safetensors"
-        for path in Path("runs/run").glob("best_[3-9]"):
-            shutil.rmtree(path)
-        shutil.rmtree("runs/run/model")
-        script.main(replace(args, run_name=None, resume=resume))
+    script.main(tiny.make_args(task, script, total_episodes=48, lr=3e-2, **flags))
     lines = [json.loads(x) for x in Path("runs/run/metrics.jsonl").read_text().splitlines()]
     scores = {line["step"]: line["eval/scores"] for line in lines if "eval/scores" in line}
     best = [i for i in scores if all(scores[j] < scores[i] for j in range(i))]

@@ -46,48 +46,31 @@ def test_L3_worked_example_of_three_queries_with_four_responses():
     assert advantages[3, 2].item() == pytest.approx(10 - (3 + 4 + 7) / 3)
 
 
-@pytest.mark.parametrize("k", [2, 3, 4, 7])
-def test_L3_leave_one_out_equals_the_slow_loop(k):
-    rewards = torch.randn(k, 5, generator=torch.Generator().manual_seed(k))
-    slow = torch.empty(k, 5)
-    for j in range(k):
-        for p in range(5):
-            others = [rewards[i, p].item() for i in range(k) if i != j]
-            slow[j, p] = rewards[j, p].item() - sum(others) / len(others)
-    assert_close(
-        rloo.compute_advantages(rewards.flatten(), tiny.make_args(script=rloo, rloo_k=k)).view(
-            k, 5
-        ),
-        slow,
-    )
-
-
 @pytest.mark.parametrize("k", [2, 3, 5])
 def test_L3_equal_rewards_have_advantages_of_exactly_zero(k):
     rewards = torch.tensor([0.1, -1.7, 1 / 3]).repeat(k)
     assert (rloo.compute_advantages(rewards, tiny.make_args(script=rloo, rloo_k=k)) == 0).all()
 
 
-@pytest.mark.parametrize(("k", "batch_size"), [(2, 8), (4, 16)])
-def test_L3_the_responses_to_a_query_are_each_others_baseline(k, batch_size):
+@pytest.mark.parametrize("k", [2, 4])
+def test_L3_the_responses_to_a_query_are_each_others_baseline(k):
     """In `main`, which learns each response with its own advantage."""
-    rollouts, learned = [], {}
+    rollouts, learned, rloo_loss = [], {}, rloo.rloo_loss
 
     def spy(logprobs, old, advantages, *rest):
         for row, advantage in zip(old.logprobs.tolist(), advantages.tolist(), strict=True):
             learned[tuple(row)] = advantage
         return rloo_loss(logprobs, old, advantages, *rest)
 
-    rloo_loss = rloo.rloo_loss
-    args = tiny.small_args(rloo, rloo_k=k, batch_size=batch_size, total_episodes=batch_size)
+    args = tiny.small_args(rloo, rloo_k=k, batch_size=4 * k, total_episodes=4 * k)
     spies = dict(rloo_loss=spy, Rollout=tiny.noisy_rollout(rloo, rollouts))
     tiny.run_episodes(rloo, args, **spies)
     rollout = rollouts[1]  # the first is the evaluation's
     contexts, rewards = rollout.contexts.tolist(), rollout.rewards.tolist()
-    for i in range(batch_size):
-        others = [rewards[j] for j in range(batch_size) if contexts[j] == contexts[i] and j != i]
-        assert len(others) == k - 1
-        expected = rewards[i] - sum(others) / len(others)
+    for i, context in enumerate(contexts):
+        alike = [rewards[j] for j, other in enumerate(contexts) if other == context]
+        assert len(alike) == k
+        expected = rewards[i] - (sum(alike) - rewards[i]) / (k - 1)
         assert learned[tuple(rollout.logprobs[i].tolist())] == pytest.approx(expected, abs=1e-5)
 
 
@@ -116,7 +99,7 @@ def test_frac_reward_zero_std_is_the_fraction_of_queries_whose_scores_are_all_eq
 
 
 @pytest.mark.parametrize(
-    ("logprobs", "ref_logprobs", "kl_coef", "reward"),
+    ("logprobs", "ref_logprobs", "kl_coef", "expected"),
     [
         # [R], with the KL added as there: tokens of -1, 0.1 and 0.7
         ([-12.3, -8.3, -2.3], [-11.3, -8.4, -2.0], -1.0, -0.2),
@@ -124,16 +107,14 @@ def test_frac_reward_zero_std_is_the_fraction_of_queries_whose_scores_are_all_eq
     ],
 )
 def test_L1_L2_a_responses_reward_is_its_score_minus_the_summed_kl(
-    logprobs, ref_logprobs, kl_coef, reward
+    logprobs, ref_logprobs, kl_coef, expected
 ):
-    policy, ref = (
-        tiny.Stub(lambda contexts, responses, x=x: (torch.tensor([x]), None))
-        for x in (logprobs, ref_logprobs)
-    )
-    inputs = dict(ref=ref, reward=lambda queries, responses: torch.ones(1), kl_coef=kl_coef)
-    inputs |= dict(queries=tiny.make_contexts([3], 3), responses=torch.tensor([[7, 6, tiny.EOS]]))
-    rollout = tiny.make_rollout(policy, ARGS, rloo, **inputs, minibatches=[torch.arange(1)])
-    assert_close(rollout.rewards, torch.tensor([reward]))
+    numbers = [(torch.tensor([x]), None) for x in (logprobs, ref_logprobs)]
+    policy, ref = (tiny.Stub(lambda contexts, responses, x=x: x) for x in numbers)
+    reward = lambda queries, responses: torch.ones(1)  # noqa: E731
+    texts = dict(queries=tiny.make_contexts([3], 3), responses=torch.tensor([[7, 6, tiny.EOS]]))
+    rollout = tiny.make_rollout(policy, ARGS, rloo, kl_coef, ref=ref, reward=reward, **texts)
+    assert_close(rollout.rewards, torch.tensor([expected]))
 
 
 # ----------------------------------------------------------------------------------------------- L4
@@ -165,9 +146,8 @@ def test_L4_worked_example_the_gradient_at_ratio_1_is_reinforces():
 )
 def test_L4_the_ratio_of_the_whole_response_is_clipped(ratios, advantage, loss, clipped):
     new = torch.tensor([ratios]).log()
-    found, stats = rloo.rloo_loss(
-        new, record(torch.zeros(1, 2)), torch.tensor([advantage]), 1, ARGS
-    )
+    inputs = record(torch.zeros(1, 2)), torch.tensor([advantage]), 1, ARGS
+    found, stats = rloo.rloo_loss(new, *inputs)
     assert found.item() == pytest.approx(loss) and stats["policy/clipfrac_avg"] == clipped
     assert stats["val/ratio_var"].item() == pytest.approx((ratios[0] * ratios[1] - 1) ** 2)
 
@@ -176,8 +156,7 @@ def test_L4_the_ratio_of_the_whole_response_is_clipped(ratios, advantage, loss, 
 
 
 def test_L5_there_is_no_value_network():
-    names = [name for name, _ in tiny.make_policy(script=rloo).named_parameters()]
-    assert {name.split(".")[0] for name in names} == {"lm"}
+    assert [name for name, _ in tiny.make_policy(script=rloo).named_children()] == ["lm"]
 
 
 def test_X9_L1_L4_loss_and_metrics_are_those_of_a_slow_loop_over_ragged_rows():
@@ -250,8 +229,8 @@ def test_L6_the_first_minibatch_has_ratios_of_exactly_1(script, precision, eos_t
 
 # [R], "The Dark Side": bf16 log-probabilities of two responses, from generation and from training
 GENERATION = [
-    [-0.1426, -0.1904, -3.5938, -3.4688, -0.0618, -2.3906, -2.0781, -0.4375, -0.1562, 0.0],
-    [-0.1426, -0.1904, -5.2812, -0.1641, -8.5625, -4.2812, -1.0078, -0.8398, -1.5781, -2.5781],
+    [-0.1426, -0.1904, -3.5938, -3.4688, -0.0618, -2.3906, -2.0781, -0.4375, -0.1562],
+    [-0.1426, -0.1904, -5.2812, -0.1641, -8.5625, -4.2812, -1.0078, -0.8398, -1.5781],
 ]
 FORWARD = [
     [-0.1445, -0.1670, -3.5938, -3.5156, -0.0554, -2.2969, -1.9688, -0.5273, -0.1953],
@@ -260,16 +239,13 @@ FORWARD = [
 
 
 def test_L6_worked_example_of_response_ratios_under_bf16():
-    """[R] prints the ratios [1.0625, 12.1875] before any step.
+    """[R] prints 1.0625 and 12.1875 before any step: bf16 sums, the second with a token more.
 
-    Of bf16 sums, and with a tenth token (-2.5781) that only generation counts. Of the tokens that
-    both have, summed in fp32 as here, they are 1.0568 and 0.9776, which are not clipped.
+    Summed in fp32, as here, they are 1.0568 and 0.9776, which are not clipped.
     """
-    sums = [torch.tensor(x, dtype=torch.bfloat16).sum(dim=1) for x in (FORWARD, GENERATION)]
-    assert (sums[0] - sums[1]).exp().tolist() == [1.0625, 12.1875]
     for new, old, ratio in zip(FORWARD, GENERATION, (1.0568, 0.9776), strict=True):
-        new, old = torch.tensor([new]), torch.tensor([old[:9]])
-        _, stats = rloo.rloo_loss(new, record(old), torch.ones(1), 1, ARGS)
+        inputs = record(torch.tensor([old])), torch.ones(1), 1, ARGS
+        _, stats = rloo.rloo_loss(torch.tensor([new]), *inputs)
         assert stats["val/ratio"].item() == pytest.approx(ratio, abs=2e-4)
         assert stats["policy/clipfrac_avg"] == 0
 
@@ -298,5 +274,4 @@ def test_L6_log_probabilities_of_sampling_are_those_of_training_in_fp32_only():
             trained, _ = policy(contexts, responses)
         ratios = (trained - torch.cat(sampled, dim=1)).sum(dim=1).exp()
         spread[bf16] = ratios.std().item()
-    assert spread[False] < 1e-4
-    assert spread[True] > 1e-3
+    assert spread[False] < 1e-4 and spread[True] > 1e-3

@@ -21,10 +21,10 @@ from utils import TokenIds
 
 
 @pytest.fixture(scope="module")
-def synthetic():
-    """The judge, the program, and the tokenizer of the synthetic task."""
+def tokenizer():
+    """Of the synthetic task."""
     task = replace(tasks.TASKS["synthetic"], base_model=str(tasks.SYNTHETIC / "model"))
-    return judge, synthetic_data, load_tokenizer(task, task.response_length)[0]
+    return load_tokenizer(task, task.response_length)[0]
 
 
 def test_the_synthetic_texts_are_made_again_to_the_byte(tmp_path):
@@ -36,19 +36,15 @@ def test_the_synthetic_texts_are_made_again_to_the_byte(tmp_path):
     assert (sorted(same), different, missing) == (sorted(names), [], [])
 
 
-def test_the_examples_in_the_synthetic_tasks_docstrings_hold(synthetic):
-    for module in synthetic[:2]:
-        failed, tried = doctest.testmod(module)
-        assert failed == 0 and tried > 0
+@pytest.mark.parametrize("module", [judge, synthetic_data])
+def test_the_examples_in_the_synthetic_tasks_docstrings_hold(module):
+    failed, tried = doctest.testmod(module)
+    assert failed == 0 and tried > 0
 
 
-def test_synthetic_stories_and_completions_have_the_lengths_that_the_tasks_expect(synthetic):
-    """Stories: 6 to 8 and 36 to 44 tokens at their 5% and 95% quantiles. Rows of the EOS task are a
-    prompt and a completion that begins with a space."""
-
-    def lengths(texts: list[str]) -> list[int]:
-        return sorted(map(len, synthetic[2](texts)["input_ids"]))
-
+def test_synthetic_stories_and_completions_have_the_lengths_that_the_tasks_expect(tokenizer):
+    """Stories: 6 to 8 and 36 to 44 tokens at their 5% and 95% quantiles."""
+    lengths = lambda texts: sorted(map(len, tokenizer(texts)["input_ids"]))  # noqa: E731
     stories = (tasks.SYNTHETIC / "stories.txt").read_text().splitlines()
     found = lengths(stories)
     assert len(stories) == len(set(stories)) == 20_000
@@ -61,8 +57,7 @@ def test_synthetic_stories_and_completions_have_the_lengths_that_the_tasks_expec
     assert found[0] >= 4 and found[-1] <= 40
 
 
-def test_the_synthetic_tokenizer_has_its_stop_and_end_as_one_token_each_and_no_pad(synthetic):
-    tokenizer = synthetic[2]
+def test_the_synthetic_tokenizer_has_its_stop_and_end_as_one_token_each_and_no_pad(tokenizer):
     assert len(tokenizer) == WORDS and tokenizer.pad_token_id is None
     for text in (".", "<|endoftext|>", "\n"):
         assert len(tokenizer.encode(text)) == 1
@@ -72,11 +67,10 @@ def test_the_synthetic_tokenizer_has_its_stop_and_end_as_one_token_each_and_no_p
 
 
 def test_the_synthetic_labels_are_5504_rows_in_openais_form_that_prefer_what_the_judge_likes(
-    synthetic,
+    tokenizer,
 ):
     """Responses are cut for scoring. A perfect predictor's accuracy is near its ceiling, a coin's
     would be a quarter."""
-    judge, _, tokenizer = synthetic
     rows = json.loads((tasks.SYNTHETIC / "labels.json").read_text())
     samples = ["sample0", "sample1", "sample2", "sample3"]
     stop = tokenizer.encode(".")[0]
