@@ -1,6 +1,7 @@
 """Files of a run besides its metrics: model folders, tracker logs."""
 
 import filecmp
+import json
 import os
 import platform
 import shutil
