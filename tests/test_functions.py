@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+from conftest import read_metrics
+from formats import write_rows
 from test_diffs import apply, load
 from tiny import refuses
 
@@ -20,11 +22,8 @@ from machinery.functions import load_function
 from machinery.tokens import load_tokenizer
 
 # A query names its number; so do an int and a list. 5 occurs three times, with other values of `twin`.
-ROWS = [
-    {"prompt": f"Anna saw {i} cats.", "number": i, "tags": [str(i), "x"], "twin": 0}
-    for i in range(40)
-]
-ROWS += [ROWS[5] | {"twin": 1}, ROWS[5] | {"twin": 2}, ROWS[7] | {"prompt": " "}]  # fmt: skip
+ROWS = [dict(prompt=f"Anna saw {i} cats.", number=i, tags=[str(i), "x"], twin=0) for i in range(40)]
+ROWS += [ROWS[5] | {"twin": 1}, ROWS[5] | {"twin": 2}, ROWS[7] | {"prompt": " "}]
 REWARD = """
 import json
 
@@ -49,8 +48,6 @@ def composed(queries, responses, scores, number):
     assert len(scores) == len(number) == len(queries)
     return [s + 100 * n for s, n in zip(scores, number)]
 
-def wrong(queries, responses, scores, answer):
-    return scores
 """
 
 
@@ -58,10 +55,9 @@ def wrong(queries, responses, scores, answer):
 def home(task, tmp_path, monkeypatch):
     """A task of `ROWS`; by_column.py in the current folder."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "by_column.py").write_text(REWARD)
-    files = dict(query_dataset="rows.jsonl", query_column="prompt", truncate_token=None)
-    return replace(task, **files)
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS)
+    return replace(task, query_dataset=rows, query_column="prompt", truncate_token=None)
 
 
 def table(task, **changes):
@@ -114,39 +110,34 @@ def test_a_reward_sees_the_columns_of_each_query_in_training_and_evaluation(name
     if name != "ppo":  # in each group of queries [K, P], all rows are the same
         k = {"rloo": 4, "samples_per_query": 2}[name]
         assert all(values == values[: 8 // k] * k for call in calls[1::2] for values in call)
-    lines = [json.loads(x) for x in Path("runs/run/metrics.jsonl").read_text().splitlines()]
-    assert lines[0]["eval/gold_score"] == pytest.approx(np.mean(heldout[0]))
-    assert lines[0]["objective/gold_score"] == pytest.approx(np.mean(calls[1][0]))
+    line = read_metrics("run")[0]
+    assert line["eval/gold_score"] == pytest.approx(np.mean(heldout[0]))
+    assert line["objective/gold_score"] == pytest.approx(np.mean(calls[1][0]))
 
 
 def test_scores_of_the_reward_model_and_columns_together(home, tmp_path):
     flags = dict(reward_model=tiny.write_reward(tmp_path / "rm"), run_name="run", eval_every=1)
     ppo.main(tiny.make_args(home, reward_fn="by_column.py:composed", total_episodes=8, **flags))
-    lines = [json.loads(x) for x in Path("runs/run/metrics.jsonl").read_text().splitlines()]
-    assert all(line["eval/scores"] > 100 for line in lines)
+    assert all(line["eval/scores"] > 100 for line in read_metrics("run"))
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("no_colon", "no_colon"),
-        ("nowhere.py:f", "nowhere.py"),
-        ("no.such.package:f", "no"),
-        ("mine.py:g", "g"),
-        ("exits.py:f", "SystemExit"),
-        ("broken.py:f", "KeyError"),
-    ],
-)
-def test_a_function_that_cannot_be_imported_ends_the_run(name, words, tmp_path, monkeypatch):
+FILES = {  # with a function → what the error says
+    "no_colon": ("", "no_colon"),
+    "mine.py:g": ("def f(): pass", "g"),
+    "exits.py:f": ("import sys; sys.exit(0)", "SystemExit"),
+    "broken.py:f": ("{}['no']", "KeyError"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_function_that_cannot_be_imported_ends_the_run(name, tmp_path):
     """Also if its file ends the process."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("def f():\n    pass\n")
-    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
-    (tmp_path / "broken.py").write_text("{}['no']\n")
+    content, words = FILES[name]
+    (tmp_path / name.split(":")[0]).write_text(content)
 
     def load():
         with about(f"--clean_fn {name}"):
-            load_function(name)
+            load_function(f"{tmp_path}/{name}")
 
     refuses(load, f"--clean_fn {name}: ", words)
 
@@ -154,33 +145,28 @@ def test_a_function_that_cannot_be_imported_ends_the_run(name, words, tmp_path, 
 WITH_A_DATACLASS = """
 from __future__ import annotations
 from dataclasses import dataclass
-from pathlib import Path
 
 @dataclass
 class Weights:
     length: float = 2.0
 
-with Path("loaded").open("a") as file:
-    file.write("once\\n")
+print("once")
 
 def f(queries, responses):
     return [Weights().length] * len(queries)
 """
 
 
-def test_a_file_of_functions_is_imported_once(tmp_path, monkeypatch):
+def test_a_file_of_functions_is_imported_once(tmp_path, capsys):
     """A judge that loads a model at its top must not load it for every use."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "judge.py").write_text(WITH_A_DATACLASS)
-    assert [load_function("judge.py:f")(["a"], ["b"]) for _ in range(3)] == [[2.0]] * 3
-    assert (tmp_path / "loaded").read_text() == "once\n"
+    name = f"{tmp_path / 'judge.py'}:f"
+    assert [load_function(name)(["a"], ["b"]) for _ in range(3)] == [[2.0]] * 3
+    assert capsys.readouterr().out == "once\n"
 
 
 class Scorer:
-    """A reward that is an object."""
-
-    def __call__(self, queries: list[str], responses: list[str], scores: list[float]) -> None:
-        """Three arguments besides itself."""
+    def __call__(self, queries: list[str], responses: list[str], scores: list[float]) -> None: ...
 
 
 @pytest.mark.parametrize(

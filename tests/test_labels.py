@@ -1,22 +1,16 @@
-"""Labels: token ids as OpenAI's files hold them, and pairs of texts or messages as people have them.
+"""Labels: token ids as OpenAI's files hold them, and pairs of texts or messages as people have them."""
 
-Expected values are written by hand or are GPT-2's own ids.
-"""
-
-import json
+from functools import partial
 
 import datasets
 import formats
 import numpy as np
 import pytest
 import tiny
-from tiny import make_task
-from transformers import AutoTokenizer
+from tiny import make_task, refuses
 
 import train_reward
-from data.tasks import SYNTHETIC
 from machinery import labels
-from machinery.cli import InputError
 from machinery.labels import Labels, load_labels
 from machinery.tokens import render
 from utils import TokenIds
@@ -33,9 +27,7 @@ def lists(arrays) -> list:
 
 def label_task(path, rows, **changes):
     """A task whose labels are these rows in a file."""
-    text = json.dumps(rows) if path.suffix == ".json" else "\n".join(map(json.dumps, rows))
-    path.write_text(text)
-    return make_task(label_dataset=str(path), **changes)
+    return make_task(label_dataset=formats.write_rows(path, rows), **changes)
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
@@ -67,9 +59,8 @@ def test_a_single_long_answer_does_not_widen_the_batches_without_it():
     found = make_labels([[1], [2, 3], [4] * 50], [[[5], [6, 7]], [[8], [9]], [[1] * 500, [2]]])
     shapes = [[x.shape for x in found.batch(np.array(rows), 0)[:2]] for rows in ([0, 1], [0, 2])]
     assert shapes == [[(2, 2), (2, 2, 2)], [(2, 50), (2, 2, 500)]]
-    assert (
-        found.longest() == 550 and make_labels([[1] * 9, [2]], [[[3]], [[4] * 5]]).longest() == 10
-    )
+    other = make_labels([[1] * 9, [2]], [[[3]], [[4] * 5]])
+    assert (found.longest(), other.longest()) == (550, 10)
 
 
 def test_heldout_labels_share_no_query_with_the_training_labels():
@@ -94,38 +85,26 @@ def test_R4_openais_padding_is_50259_or_the_models_pad_id(pad_id, query, expecte
     assert lists(found.queries) == [expected] and lists(found.responses) == [[expected, [1, 2]]]
 
 
-@pytest.mark.parametrize("vocabulary", [50257, 50400])
-def test_labels_of_gpt2_are_read_as_they_are_with_gpt2s_tokenizer(vocabulary, gpt2, tmp_path):
-    """Also by a larger vocabulary of the same tokens, such as GPT-J's, where 50259 could be one."""
+@pytest.mark.parametrize("vocabulary", [50257, 50400, 1000])
+def test_labels_of_gpt2_are_read_as_they_are_or_encoded_again(vocabulary, gpt2, hers, tmp_path):
+    """By a larger vocabulary of the same tokens, such as GPT-J's, where 50259 could be one. By 1,000
+    other tokens they are longer, and nothing of them is cut."""
     gpt2.save_pretrained(tmp_path / "g")
-    rows = formats.oai_labels(gpt2)
-    task = label_task(tmp_path / "l.json", rows, label_tokenizer=str(tmp_path / "g"))
-    found = load_labels(task, gpt2, ids_of(vocabulary))
+    options = dict(query_length=8, label_tokenizer=str(tmp_path / "g"))
+    task = label_task(tmp_path / "l.json", formats.oai_labels(gpt2), **options)
+    tokenizer = hers if vocabulary == 1000 else gpt2
+    found = load_labels(task, tokenizer, ids_of(vocabulary))
     assert len(found) == 3 and found.best.tolist() == [2, 0, 3]
-    assert found.queries[0].tolist() == gpt2.encode("He opened the door and looked out.")
-    assert 50256 in found.responses[0][1] and len(found.responses[0][3]) == 2
-
-
-def test_labels_of_gpt2_are_encoded_again_for_another_tokenizer(gpt2, hers, tmp_path):
-    """They are longer with 1,000 tokens than with 50,257: nothing of them is cut."""
-    gpt2.save_pretrained(tmp_path / "g")
-    task = label_task(
-        tmp_path / "l.json",
-        formats.oai_labels(gpt2),
-        query_length=8,
-        label_tokenizer=str(tmp_path / "g"),
-    )
-    found = load_labels(task, hers, ids_of(1000))
-    assert found.queries[1].tolist() == hers.encode("“Go,” she said.\n\nNobody went.")
-    assert found.responses[2][1].tolist() == hers.encode(" There was nobody.<|endoftext|>The")
-    assert found.best.tolist() == [2, 0, 3] and len(found.queries[1]) > 8
+    assert found.queries[1].tolist() == tokenizer.encode("“Go,” she said.\n\nNobody went.")
+    end = tokenizer.encode(" There was nobody.<|endoftext|>The")
+    assert found.responses[2][1].tolist() == end and len(found.queries[1]) > 8
 
 
 def test_a_label_tokenizer_out_of_reach_is_refused(hers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     task = label_task(tmp_path / "l.json", tiny.label_rows(3, 8, 5), label_tokenizer="./nowhere")
-    with pytest.raises(InputError, match="--label_dataset .*: --label_tokenizer ./nowhere: "):
-        load_labels(task, hers, ids_of(1000))
+    load = partial(load_labels, task, hers, ids_of(1000))
+    refuses(load, "--label_dataset", ": --label_tokenizer ./nowhere: ")
 
 
 def test_lists_of_a_fixed_length_and_selections_of_rows_are_read_too():
@@ -141,11 +120,8 @@ def test_lists_of_a_fixed_length_and_selections_of_rows_are_read_too():
 def test_the_first_bad_row_of_several_is_named(hers, tmp_path):
     rows = tiny.label_rows(16, 8, 5)
     rows[3]["query"], rows[9]["query"] = None, [2.5] * 8
-    for first in (3, 9):
-        task = label_task(tmp_path / f"{first}.json", rows)
-        with pytest.raises(InputError, match=f"--label_dataset .*{first}.json: row {first}: "):
-            load_labels(task, hers, ids_of(1000))
-        rows[first]["query"] = [1] * 8
+    task = label_task(tmp_path / "a.json", rows)
+    refuses(partial(load_labels, task, hers, ids_of(1000)), "--label_dataset", "a.json: row 3: ")
 
 
 # -------------------------------------------------------------------------------------------- pairs
@@ -155,22 +131,14 @@ SKY = (
     "It is blue.<|im_end|>",
     "It is green.<|im_end|>",
 )
-BAKE = (
-    "\n\nHuman: How do I bake bread?\n\nAssistant: Do you have flour?\n\nHuman: Yes.\n\nAssistant:"
-)
+BAKE, HELLO = formats.BAKE, formats.HELLO
 PAIRS = {
     "strings": (formats.TLDR_PREFERENCE[0], tuple(formats.TLDR_PREFERENCE[0].values())),
     "hh-rlhf": (formats.HH_RLHF[0], (BAKE, " Then mix it with water.", " Then buy bread.")),
-    "hh-rlhf without an answer": (
-        formats.HH_RLHF[1],
-        ("\n\nHuman: Hello.\n\nAssistant:", " Hello!", ""),
-    ),
+    "hh-rlhf without an answer": (formats.HH_RLHF[1], (HELLO, " Hello!", "")),
     "hh-rlhf that part early": (
-        {
-            "chosen": "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: C?\n\nAssistant: D.",
-            "rejected": "\n\nHuman: A?\n\nAssistant: E.",
-        },
-        ("\n\nHuman: A?\n\nAssistant:", " B.\n\nHuman: C?\n\nAssistant: D.", " E."),
+        {"chosen": f"{HELLO} B.\n\nHuman: C?\n\nAssistant: D.", "rejected": f"{HELLO} E."},
+        (HELLO, " B.\n\nHuman: C?\n\nAssistant: D.", " E."),
     ),
     "implicit prompt": (
         {"chosen": "The sky is blue.", "rejected": "The sky is black."},
@@ -182,17 +150,10 @@ PAIRS = {
     "ultrafeedback_binarized": (formats.ULTRAFEEDBACK_BINARIZED[0], SKY),
     "HuggingFaceH4/ultrafeedback_binarized": (formats.ULTRAFEEDBACK_BINARIZED_H4[0], SKY),
     "prompt string, answers as messages": (
-        {
-            "prompt": "What color is the sky?",
-            "chosen": [formats.BLUE],
-            "rejected": [formats.GREEN],
-        },
+        formats.MESSAGES[0] | {"prompt": "What color is the sky?"},
         SKY,
     ),
-    "prompt list that is repeated": (
-        formats.MESSAGES[0] | formats.MESSAGES_WITHOUT_PROMPT[0],
-        SKY,
-    ),
+    "repeated prompt": (formats.MESSAGES[0] | formats.MESSAGES_WITHOUT_PROMPT[0], SKY),
     "messages that part early": (
         {
             "chosen": [formats.USER, formats.BLUE, formats.USER, formats.BLUE],
@@ -218,16 +179,15 @@ def test_R4_pairs_as_people_have_them(name, chat):
 
 
 def test_R4_what_is_no_pair_is_refused(hers, tmp_path):
-    chat = AutoTokenizer.from_pretrained(SYNTHETIC / "model", chat_template=formats.CHATML)
-    for row, tokenizer, words in (
-        (formats.MESSAGES[0], hers, "chat_template"),
-        ({"chosen": "a", "rejected": None}, chat, "have to be texts"),
-        ({"chosen": "a", "rejected": [formats.BLUE]}, chat, "have to be texts"),
-        ({"prompt": None, "chosen": "a", "rejected": "b"}, chat, "have to be texts"),
+    for row in (
+        formats.MESSAGES[0],  # without a chat template
+        {"chosen": "a", "rejected": None},
+        {"chosen": "a", "rejected": [formats.BLUE]},
+        {"prompt": None, "chosen": "a", "rejected": "b"},
     ):
         task = label_task(tmp_path / "pairs.jsonl", [row] * 2)
-        with pytest.raises(InputError, match=f"--label_dataset .*pairs.jsonl: row 0: .*{words}"):
-            load_labels(task, tokenizer, ids_of(1000, 0))
+        load = partial(load_labels, task, hers, ids_of(1000, 0))
+        refuses(load, "--label_dataset", "pairs.jsonl: row 0: ")
 
 
 @pytest.mark.parametrize("name", ["TLDR_PREFERENCE", "OAI_PREPROCESSED"])
@@ -264,10 +224,9 @@ def test_R4_a_dialogue_that_is_too_long_keeps_its_end_and_a_text_its_beginning(
     name, chat, tmp_path, capsys
 ):
     rows, prompt, keeps_end = LONG[name]
-    hello = chat.encode("\n\nHuman: Hello.\n\nAssistant:")  # the second row of hh-rlhf just fits
+    hello = chat.encode(HELLO)  # the second row of hh-rlhf just fits
     n, full = len(hello), chat.encode(prompt)
-    found = load_labels(
-        label_task(tmp_path / "p.jsonl", rows, query_length=n), chat, ids_of(1000, 0)
-    )
+    task = label_task(tmp_path / "p.jsonl", rows, query_length=n)
+    found = load_labels(task, chat, ids_of(1000, 0))
     assert lists(found.queries) == [full[-n:] if keeps_end else full[:n], hello][: len(rows)]
     assert len(full) > n and f"cut 1 of {len(rows)}" in capsys.readouterr().out

@@ -17,28 +17,21 @@ import pytest
 import tiny
 import torch
 from formats import write_rows
-from tiny import WORDS
+from tiny import WORDS, refuses
 
 import ppo
 import rloo
 import utils
 from data import clean, tasks
 from machinery import queries
-from machinery.cli import InputError
 from machinery.functions import load_function
 from machinery.queries import cut_query, ends_word
 from machinery.tokens import load_tokenizer
 from utils import TokenIds, query_rows
 
 ROOT = Path(__file__).parents[1]
-SENTENCES = [
-    "Anna saw the old red house .",
-    "",
-    "  \t",
-    "Ben was glad .",
-    "The cat slept under the table in the kitchen .",
-    "So .",
-]
+SENTENCES = ["Anna saw the old red house .", "", "  \t", "Ben was glad ."]
+SENTENCES += ["The cat slept under the table in the kitchen .", "So ."]
 
 
 def write_sentences(path: Path, n: int = 100) -> str:
@@ -80,20 +73,14 @@ def test_a_large_source_is_sampled_without_replacement(task):
     assert len(everything) == 40 and rows_of(load_queries(few)) == sample
 
 
-ARTICLES = [*formats.CNNDM[2:], formats.CNNDM[2] | {"article": "Nothing here ends a sentence"}]
-
-
 @pytest.fixture
 def cnndm(task, tmp_path) -> tasks.Task:
     """The task's own settings; lengths and model are tiny."""
-    return replace(
-        tasks.TASKS["cnndm"],
-        base_model=task.base_model,
-        query_dataset=write_rows(tmp_path / "cnn.parquet", ARTICLES),
-        query_length=40,
-        response_length=8,
-        truncate_after=4,
-    )
+    articles = [*formats.CNNDM[2:], {"article": "Nothing here ends a sentence"}]
+    files = dict(query_dataset=write_rows(tmp_path / "cnn.parquet", articles))
+    files |= dict(base_model=task.base_model)
+    lengths = dict(query_length=40, response_length=8, truncate_after=4)
+    return replace(tasks.TASKS["cnndm"], **files, **lengths)
 
 
 def test_P3_cnndm_queries_are_cleaned_end_a_sentence_and_have_prefix_and_suffix(cnndm):
@@ -117,27 +104,16 @@ def test_prefix_and_suffix_go_to_the_policy_and_not_to_the_reward_model(script, 
     tokenizer, ids = load_tokenizer(cnndm, 8)
     queries, seen = load_queries(cnndm)[:], []
     policy = tiny.make_policy(script=script, vocab=WORDS)
-    rollout = tiny.make_rollout(
-        policy,
-        tiny.make_args(cnndm, script),
-        script,
-        ref=policy,
-        reward=lambda q, r: seen.append(q) or torch.zeros(2),
-        queries=queries,
-        responses=torch.full((2, 8), 20),
-        minibatches=[torch.arange(2)],
-        ids=ids,
-    )
+    inputs = dict(ref=policy, reward=lambda q, r: seen.append(q) or torch.zeros(2), ids=ids)
+    inputs |= dict(queries=queries, responses=torch.full((2, 8), 20))
+    rollout = tiny.make_rollout(policy, tiny.make_args(cnndm, script), script, **inputs)
     assert torch.equal(seen[0], queries)
     texts = utils.decode(tokenizer, rollout.contexts, ids.pad)
     assert all(text.startswith("Article:") and text.endswith("TL;DR:") for text in texts)
 
 
 POST = "TITLE: soup\n\nPOST: Anna saw it.\nBen saw it too.\nThe end.\n\nTL;DR:"
-SHORTER = [
-    "TITLE: soup\n\nPOST: Anna saw it.\nBen saw it too.\n\nTL;DR:",
-    "TITLE: soup\n\nPOST: Anna saw it.\n\nTL;DR:",
-]
+SHORTER = [POST.replace("\nThe end.", ""), "TITLE: soup\n\nPOST: Anna saw it.\n\nTL;DR:"]
 
 
 def test_a_prompt_that_is_too_long_loses_lines_before_its_last_one(task):
@@ -148,7 +124,6 @@ def test_a_prompt_that_is_too_long_loses_lines_before_its_last_one(task):
         (length[POST], POST),
         (length[SHORTER[0]], SHORTER[0]),
         (length[SHORTER[0]] - 1, SHORTER[1]),  # one token less is one line less
-        (length[SHORTER[1]], SHORTER[1]),
     ):
         task = replace(task, keep_last_line=True, query_length=query_length)
         assert queries.tokenize_queries([POST], task, tokenizer) == [tokenizer.encode(expected)]
@@ -157,24 +132,19 @@ def test_a_prompt_that_is_too_long_loses_lines_before_its_last_one(task):
     assert cut == tokenizer.encode(line)[:2]
 
 
-def test_the_table_of_tokens_is_not_written_into_the_users_folder(tmp_path, monkeypatch):
+def test_the_table_of_tokens_is_not_written_into_the_users_folder(task, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     rows = datasets.Dataset.from_dict({"text": SENTENCES})
     rows.save_to_disk(tmp_path / "mine")
     before = sorted((tmp_path / "mine").iterdir())
-    task = tiny.make_task(
-        base_model=str(tiny.write_model(tmp_path / "m")), query_dataset=str(tmp_path / "mine")
-    )
-    tokenizer, ids = load_tokenizer(task, 5)
-    assert len(queries.load_queries(task, tokenizer, ids, 8)) == 4
+    assert len(load_queries(replace(task, query_dataset=str(tmp_path / "mine")))) == 4
     assert sorted((tmp_path / "mine").iterdir()) == before
     assert list((tmp_path / "cache").glob("*.arrow"))
 
 
-def test_end_text_with_keep_last_line_is_refused(tmp_path):
+def test_end_text_with_keep_last_line_is_refused():
     task = tiny.make_task(keep_last_line=True, end_text=".")
-    with pytest.raises(InputError, match="end_text .*--no-keep_last_line"):
-        queries.load_queries(task, None, None, 8)
+    refuses(lambda: queries.load_queries(task, None, None, 8), "end_text", "--no-keep_last_line")
 
 
 # ------------------------------------------------------------------------------ the table of tokens
@@ -193,16 +163,12 @@ def tokenized(monkeypatch) -> list[str]:
     return seen
 
 
-@pytest.fixture
-def many(task, tmp_path) -> tasks.Task:
-    """A task of 100 different sentences."""
-    return replace(task, query_dataset=write_sentences(tmp_path / "many.txt"))
-
-
 def test_a_run_of_few_episodes_tokenizes_few_rows_and_holds_out_the_same_ones(
-    many, tokenized, monkeypatch
+    task, tmp_path, tokenized, monkeypatch
 ):
-    """A table of all would take minutes; one below SMALL_TABLE is not worth a cache of its own."""
+    """A table of all would take minutes; one below SMALL_TABLE is not worth a cache of its own.
+    The second start tokenizes nothing."""
+    many = replace(task, query_dataset=write_sentences(tmp_path / "many.txt"))
     monkeypatch.setattr(queries, "SMALL_TABLE", 8)
     heldout = []
     for needed, expected in ((1, 8), (8, 8), (30, 30), (1000, 100)):
@@ -213,8 +179,11 @@ def test_a_run_of_few_episodes_tokenizes_few_rows_and_holds_out_the_same_ones(
         assert len(table) == expected and len(set(rest) - set(held)) == len(rest) == expected - 5
         heldout.append(held)
     assert all(held == heldout[0] for held in heldout) and len(heldout[0]) == 5
-    with pytest.raises(InputError, match="100 of 100"):
-        table.hold_out(100)
+    refuses(lambda: table.hold_out(100), "100 of 100")
+    few = replace(many, num_queries=50)
+    for expected in (100, 150, 150):  # a table and a sample are found again
+        assert len(tokenized) == expected
+        assert torch.equal(load_queries(many)[:], table[:]) and len(load_queries(few)) == 50
 
 
 def test_a_heldout_query_is_not_trained_on_where_it_is_once_more(task, tmp_path):
@@ -224,17 +193,7 @@ def test_a_heldout_query_is_not_trained_on_where_it_is_once_more(task, tmp_path)
     assert not set(held) & set(rest) and len(set(held) | set(rest)) == 30
     assert len(rest) == 60 - 2 * len(set(held))  # duplicates of others stay
     one = replace(task, query_dataset=write_rows(tmp_path / "one.txt", lines[:1] * 8))
-    with pytest.raises(InputError, match="2 of 8"):
-        load_queries(one).hold_out(2)
-
-
-def test_the_second_start_tokenizes_nothing(many, tokenized):
-    first = load_queries(many)
-    assert len(tokenized) == 100
-    assert torch.equal(first[:], load_queries(many)[:]) and len(tokenized) == 100
-    for _ in range(2):  # a sample is found again, too
-        load_queries(replace(many, num_queries=50))
-        assert len(tokenized) == 150
+    refuses(lambda: load_queries(one).hold_out(2), "2 of 8")
 
 
 def test_the_table_is_int32_in_a_file_and_gives_int64_rows_in_any_order(task):
@@ -258,12 +217,9 @@ CHANGES = {  # what makes another table
 
 @pytest.mark.parametrize("change", [*CHANGES, "source", "content", "tokenizer", "pad"])
 def test_what_a_table_depends_on_makes_another_one(change, task, tmp_path, tokenized, monkeypatch):
-    """A stale table would be silent: the run trains on other queries than it says."""
     monkeypatch.chdir(tmp_path)
     Path("clean.py").write_text("def same(x): return x\ndef short(x): return x[:9]\n")
-    rows = [
-        {"text": f"Anna saw {i} cats. So did Ben.", "title": f"Ben saw {i}."} for i in range(100)
-    ]
+    rows = [dict(text=f"Anna saw {i} cats. So did Ben.", title=f"{i}.") for i in range(100)]
     settings = dict(clean_fn="clean.py:same", truncate_token=None)
     task = replace(task, query_dataset=write_rows(tmp_path / "a.jsonl", rows), **settings)
     tokenizer, pad_id = tokenizer_of(task), WORDS
@@ -312,8 +268,8 @@ queries.load_queries(task, *tokens.load_tokenizer(task, 5), 10**6)
 def test_processes_wait_at_a_file_lock_and_a_killed_one_leaves_no_table(
     task, tmp_path, monkeypatch, tokenized
 ):
-    """No collective: these three know nothing of each other. The child is killed in its second
-    batch; of two that waited for it one tokenizes, and the other one reads its table."""
+    """The child is killed in its second batch; of two that waited for it one tokenizes, and the
+    other one reads its table."""
     many = replace(task, query_dataset=write_sentences(tmp_path / "many.txt", 2500))
     cache = tmp_path / "cache"
     env = os.environ | {"HF_DATASETS_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
@@ -345,8 +301,8 @@ def test_processes_wait_at_a_file_lock_and_a_killed_one_leaves_no_table(
 
 
 def test_G6_rows_of_a_step_are_a_pure_function_and_visit_every_row_once_an_epoch():
-    """10 rows, 4 a step: steps 0 to 4 are two epochs, whatever was asked for before; every process,
-    which has a seed of its own, visits all rows in another order."""
+    """10 rows, 4 a step: steps 0 to 4 are two epochs, whatever was asked for before; every process
+    visits all rows in another order."""
     orders = []
     for seed in (1, 100_004, 200_007):
         steps = [query_rows(10, 4, step, seed).tolist() for step in range(5)]
@@ -409,25 +365,19 @@ import helper
 def clean(text):
     return text.replace("cat", helper.word)
 
-class Cleaner:
-    def __call__(self, text):
-        return clean(text)
-
-part, thing = functools.partial(clean), Cleaner()
+part = functools.partial(clean)
 """
 
 
-@pytest.mark.parametrize("name", ["clean", "part", "thing"])
+@pytest.mark.parametrize("name", ["clean", "part"])
 def test_what_a_users_function_cleaned_is_not_taken_from_an_earlier_run(
     name, task, tmp_path, monkeypatch
 ):
     """It may be of any kind and call anything: here a module that is edited between two runs."""
     (tmp_path / "mine.py").write_text(CLEANER)
-    monkeypatch.setitem(sys.modules, "helper", SimpleNamespace(word="dog"))
-    task = replace(task, clean_fn=f"{tmp_path / 'mine.py'}:{name}")
-    load_function.cache_clear()
-    first = load_queries(task)[:]
-    monkeypatch.setitem(sys.modules, "helper", SimpleNamespace(word="sea"))
-    load_function.cache_clear()
-    second = load_queries(task)[:]
-    assert first.shape == second.shape and not torch.equal(first, second)
+    task, tables = replace(task, clean_fn=f"{tmp_path / 'mine.py'}:{name}"), []
+    for word in ("dog", "sea"):
+        monkeypatch.setitem(sys.modules, "helper", SimpleNamespace(word=word))
+        load_function.cache_clear()
+        tables.append(load_queries(task)[:])
+    assert tables[0].shape == tables[1].shape and not torch.equal(*tables)

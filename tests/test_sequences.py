@@ -1,6 +1,7 @@
 """Sequences that sft.py learns: blocks of texts, prompts with responses."""
 
 import copy
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,11 +115,9 @@ def test_sft_blocks_do_not_depend_on_the_batches_that_texts_come_in(
     texts = [f"  {name} saw {i} cats." for i in range(20) for name in names]
     texts += [""] * 8 + ["The end."] * 30
     task = replace(task, query_dataset=write_rows(tmp_path / "t.txt", [{"text": t} for t in texts]))
-    dataset_map = datasets.Dataset.map
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")  # an empty one
-    monkeypatch.setattr(
-        datasets.Dataset, "map", lambda *a, **k: dataset_map(*a, **k | dict(batch_size=batch))
-    )
+    in_batches = functools.partialmethod(datasets.Dataset.map, batch_size=batch)
+    monkeypatch.setattr(datasets.Dataset, "map", in_batches)
     tokenizer = tokenizer_of(task)
     expected = blocks_by_hand(texts, tokenizer, 11)
     assert load_blocks(task, 11) == expected and len(expected) > 20
@@ -139,8 +138,7 @@ def test_another_way_to_make_blocks_makes_another_table(task, tmp_path, monkeypa
 
 
 def test_a_tokenizer_that_adds_a_token_in_front_adds_none_anywhere(task, eos_task, tmp_path):
-    """Llama's and Gemma's `encode` do: queries, prompts that lose lines, affixes, stop tokens,
-    labels and sequences of sft.py have the texts' own ids only."""
+    """As Llama's and Gemma's `encode` add one."""
     plain = tokenizer_of(task)
     adds = copy.deepcopy(plain)
     special = [("<|endoftext|>", 0)]
@@ -181,9 +179,8 @@ def test_every_script_asks_for_the_queries_that_it_can_use_and_needs_prompts_onl
 ):
     """PPO takes one query an episode, RLOO one for `rloo_k` of them, train_reward two for each of its
     samples, in whole batches (R3). Only sft.py reads `response_column`."""
-    prompts = write_rows(
-        tmp_path / "prompts.jsonl", [{"prompt": f"Ben saw {i}."} for i in range(9)]
-    )
+    rows = [{"prompt": f"Ben saw {i}."} for i in range(9)]
+    prompts = write_rows(tmp_path / "prompts.jsonl", rows)
     pairs = [{"prompt": "So", "chosen": " the end", "rejected": " Ben"}] * 16
     labels = write_rows(tmp_path / "pairs.jsonl", pairs)
     task, seen = replace(eos_task, query_dataset=prompts, label_dataset=labels), []
