@@ -152,6 +152,7 @@ ELSEWHERE = {
     r"^speed\.operations": "test_readme.test_counted_operations_and_bytes_of_the_docs",
     r"^args = PPOConfig": "test_from_trl.test_the_page_names_every_field_once_beside_flags_that_the"
     "_script_has",
+    r"^(mkdir|code|model|flags)\b|\$code": "test_tokens.test_the_page_goes_from_own_data_to_ppo",
     r"^import re$": "test_tokens.test_dialogues_become_messages_by_the_code_of_docs_data",
     r"^from datasets import D": "test_tokens.test_judged_answers_become_references_and_pairs_by_the"
     "_code_of_docs_data",

@@ -3,6 +3,8 @@ from the template's own text. `small` is the synthetic task's tokenizer with suc
 is SmolLM2-Instruct's own tokenizer and template, from the package of benchmarks/pretrained.sh."""
 
 import json
+import re
+import subprocess
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +27,7 @@ import train_reward
 from benchmarks import winrate
 from data import tasks
 from machinery import labels, sequences
-from machinery.cli import InputError
+from machinery.cli import InputError, parse_args
 from machinery.functions import load_function
 from machinery.queries import load_queries
 from machinery.tokens import (
@@ -415,6 +417,49 @@ def test_judged_answers_become_references_and_pairs_by_the_code_of_docs_data(
     ]
     expected = [["Hi", f" yes{END}", f" bad{END}"], ["So", f" good{END}", f" no{END}"]]
     assert sorted(texts) == expected
+
+
+FEW = "--batch_size 4 --micro_batch_tokens 2048 --response_length 16 "
+FEW_OF = {
+    "sft": "--num_heldout 4",
+    "train_reward": "--num_labels 8 --normalize_samples 8 --rollout_batch_size 8",
+    "ppo": "--total_episodes 8 --num_minibatches 2 --eval_queries 4",
+}
+
+
+@pytest.mark.parametrize("form", ["messages", pytest.param("texts", marks=pytest.mark.slow)])
+def test_the_page_goes_from_own_data_to_ppo(form, tmp_path, monkeypatch, capsys):
+    """docs/your-data.md: its commands as bash reads them, and rows of its table, numbered."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = small_tokenizer()
+    if form == "texts":
+        tokenizer.chat_template = None
+    for x in (tiny.make_lm(vocab=len(tokenizer), positions=512), tokenizer):
+        x.save_pretrained(tmp_path / "model")
+    page = Path(tasks.DATA).parent / "docs/your-data.md"
+    rows = re.findall(r"^\| `(\w+\.jsonl)` \| `(.*)` \| `(.*)` \|$", page.read_text(), flags=re.M)
+    Path("mine").mkdir()
+    for name, *forms in rows:
+        row = forms[form == "texts"]
+        numbered = [row.replace("Hi", f"Hi {i}") for i in range(16)]
+        Path("mine", name).write_text("\n".join(numbered))
+    (code,) = blocks("docs/your-data.md", "bash")
+    code = code.replace("mkdir", "#", 1).replace("HuggingFaceTB/SmolLM2-135M-Instruct", "../model")
+    code = code.replace("# mine && ", "")
+    if form == "texts":
+        code = code.replace("--query_column messages --response_column messages", "")
+    monkeypatch.chdir("mine")
+    record = 'python() { printf "%s\\0" "$@" "" >> calls; }; set -e\n'
+    subprocess.run(["bash", "-c", record + code], check=True, cwd=tmp_path)
+    calls = Path("calls").read_text().split("\0\0")[:-1]
+    assert len(calls) == 3
+    for call in calls:
+        file, *flags = call.split("\0")
+        script = {"sft": sft, "train_reward": train_reward, "ppo": ppo}[Path(file).stem]
+        flags += (FEW + FEW_OF[Path(file).stem]).split()
+        script.main(parse_args(script.Args, script.PRESETS, flags))
+        assert Path("models/tldr", Path(file).stem, "model.safetensors").is_file()
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_decoding_leaves_out_the_end_and_the_padding(model):
