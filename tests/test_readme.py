@@ -125,39 +125,23 @@ def test_commands_parse_as_printed(source):
                 tyro.cli(script.Args, args=argv)
 
 
-# What test_local_commands_run_as_printed runs, and what it leaves out: the test that has it instead,
-# or what it needs.
+# What test_local_commands_run_as_printed runs; what needs more, or what another test runs.
 LOCAL = r"--task synthetic|^(cp|diff|grep|for|done)\b|benchmarks/(curves|winrate)\.py"
-FIXTURE = "test_readme.test_local_commands_run_as_printed"  # its models come from these commands
-ELSEWHERE = {
-    r"# .*(needs|GPU|hub)": "it says so",
-    r"--task (sentiment|tldr|gsm8k)|^end=": "the hub",
-    r"^for minibatches in epochs": "test_readme.test_the_readme_shows_the_loop_of_ppo",
-    r"^(pip|pytest|pre-commit|ruff|python -m venv|python3 -m pip)": "CI",
-    r"pretrained\.py|smollm2": "CI",
-    r"git worktree": "the history",
-    r"mutations\.py|(arithmetic|recipes|synthetic)\.sh": "minutes",
-    r"demo\.sh|^python (sft|train_reward)\.py --task synthetic(_eos)?\s*(#|$)": FIXTURE,
-    r"judgments\.py": "test_answers.test_the_reward_is_compared_with_judgments_of_solutions",
-    r"--task arithmetic": "test_answers.test_arithmetic_from_sft_to_pass_at_k_in_any_folder",
-    r"curves\.py .*wandb": "test_curves.test_the_documented_command_draws_published_curves_over_ours",
-    r"curves\.py .*TRL=": "test_from_trl.test_the_pages_commands_parse_and_the_first_is_the_run_of_its"
-    "_configuration",
-    r"same\.py": "test_same.test_nothing_depends_on_what_a_script_runs_on",
-    r"gpu\.py": "test_gpu.test_every_row_runs_without_a_gpu_and_is_written_and_printed",
-    r"memory\.py": "test_gpu.test_memory_between_updates_is_that_of_weights_and_moments",
-    r"speed\.py": "test_speed.test_a_race_measures_every_phase_and_keeps_rows_of_other_workloads",
-    r"^def score": "test_readme.test_reward_functions_of_the_docs_score_each_response",
-    r"^-    advantages, returns = gae": "test_readme.test_the_edit_of_the_docs_is_what_lam_1_gives",
-    r"^speed\.operations": "test_readme.test_counted_operations_and_bytes_of_the_docs",
-    r"^args = PPOConfig": "test_from_trl.test_the_page_names_every_field_once_beside_flags_that_the"
-    "_script_has",
-    r"^(mkdir|code|model|flags)\b|\$code": "test_tokens.test_the_page_goes_from_own_data_to_ppo",
-    r"^import re$": "test_tokens.test_dialogues_become_messages_by_the_code_of_docs_data",
-    r"^from datasets import D": "test_tokens.test_judged_answers_become_references_and_pairs_by_the"
-    "_code_of_docs_data",
-    r"^from transformers": "test_tldr.test_the_pages_command_scores_as_the_classifier_itself",
-}
+ELSEWHERE = "|".join(
+    (
+        r"# .*(needs|GPU|hub)|--task (sentiment|tldr|gsm8k)|^end=",
+        r"^(pip|pytest|pre-commit|ruff|python -m venv|python3 -m pip)|pretrained\.py|smollm2",
+        r"git worktree|mutations\.py|(arithmetic|recipes|synthetic)\.sh",
+        r"demo\.sh|^python (sft|train_reward)\.py --task synthetic(_eos)?\s*(#|$)",  # `project`
+        r"judgments\.py|--task arithmetic",  # test_answers.py
+        r"curves\.py .*(wandb|TRL=)|^args = PPOConfig",  # test_curves.py, test_from_trl.py
+        r"(same|gpu|memory|speed)\.py",  # tests of these names
+        r"^for minibatches in epochs|^def score|^-    advantages, returns = gae",  # in this file
+        r"^speed\.operations",
+        r"^(mkdir|code|model|flags)\b|\$code|^import re$|^from datasets import D",  # test_tokens.py
+        r"^from transformers",  # test_tldr.py
+    )
+)
 TINY = """set -e
 tiny() {
 case "$1" in
@@ -173,12 +157,6 @@ diff() { command diff "$@" || [ $? = 1 ]; }
 """
 
 
-def elsewhere(text: str) -> str | None:
-    """What runs a command or block that is left out, or what it needs; None if it is not."""
-    found = (where for pattern, where in ELSEWHERE.items() if re.search(pattern, text, re.M))
-    return next(found, None)
-
-
 def lines_of(text: str) -> list[str]:
     """A command each, with its comment."""
     return [line for line in text.replace("\\\n", " ").splitlines() if commands([line])]
@@ -187,25 +165,17 @@ def lines_of(text: str) -> list[str]:
 def local_commands(page: str) -> str:
     """The commands of a page that need nothing, in its order; a loop runs once."""
     lines = lines_of("".join(blocks(page, "bash")).replace("in 1 2 3", "in 1"))
-    return "\n".join(line for line in lines if not elsewhere(line))
+    return "\n".join(line for line in lines if not re.search(ELSEWHERE, line))
 
 
-def test_every_command_and_code_block_is_run_by_a_test_or_has_what_it_needs_listed():
-    used = set()
+def test_every_command_and_code_block_is_run_by_a_test_or_listed():
     for page, text in PAGES.items():
-        for block in re.finditer(r"^ *```(\w*)\n(.*?)^ *```", text, flags=re.M | re.S):
-            language, code = block.groups()
+        for language, code in re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, flags=re.M | re.S):
             for part in lines_of(code) if language in ("bash", "") else [code]:
-                place = f"{page}:{text[: block.start()].count(chr(10)) + 1}: {part}"
                 if language == "":  # output, or a tree
-                    assert not re.search(LOCAL + "|^(python|pip|accelerate) ", part), place
-                else:
-                    used.add(elsewhere(part))
-                    assert elsewhere(part) or language == "bash" and re.search(LOCAL, part), place
-    assert used == {None, *ELSEWHERE.values()}
-    for file, name in (x.split(".") for x in ELSEWHERE.values() if "." in x):
-        (path,) = (ROOT / "tests").rglob(f"{file}.py")
-        assert f"\ndef {name}(" in path.read_text(), name
+                    assert not re.search(LOCAL + "|^(python|pip|accelerate) ", part), (page, part)
+                elif language != "bash" or not re.search(LOCAL, part):
+                    assert re.search(ELSEWHERE, part, flags=re.M), (page, part)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
-from test_diffs import apply, load
 
-import ppo
 from benchmarks import winrate
 from data import tasks
 from machinery.cli import InputError
@@ -79,32 +76,21 @@ def test_a_judge_of_pairs_is_asked_in_both_orders():
         winrate.ask_in_both_orders(lambda queries, a, b: [1.5], "judge", ["1"], ["a"], ["b"])
 
 
-def test_kept_policies_and_averages_are_compared_by_a_judge_of_pairs(
-    task, tmp_path, monkeypatch, capsys
-):
+def test_policies_are_compared_by_a_judge_of_pairs(task, tmp_path, monkeypatch, capsys):
     """One that always prefers the first has no preference and never agrees with itself."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pairs.py").write_text(
         "def first(queries, a, b):\n    return [1.0] * len(a)\n\n"
         "def longer(queries, a, b):\n    return [(len(x) > len(y)) + 0.5 * (len(x) == len(y))"
-        " for x, y in zip(a, b)]\n\n"
-        "def score(queries, responses):\n    return [1.0] * len(queries)\n"
+        " for x, y in zip(a, b)]\n"
     )
-    task = replace(task, task="mine", truncate_token=None)
-    monkeypatch.setitem(tasks.TASKS, "mine", task)
-    copy = Path(shutil.copy(ppo.SCRIPT, tmp_path / "mine.py"))
-    assert apply(copy, "ema")
-    flags = dict(total_episodes=8, reward_fn="pairs.py:score", run_name="run")
-    flags |= dict(eval_every=1, keep_every=1)
-    script = load(copy)
-    script.main(tiny.make_args(task, script, **flags))
-    capsys.readouterr()
+    monkeypatch.setitem(tasks.TASKS, "mine", replace(task, truncate_token=None))
     settings = dict(task="mine", queries=6, b=task.base_model)
-    for name in ("model", "keep_1", "ema"):
-        winrate.main(winrate.Args(a=f"runs/run/{name}", judge="pairs.py:longer", **settings))
-        line = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert line["agreement"] == 1 and 0 <= line["win_rate"] <= 1 and line["queries"] == 6
-    winrate.main(winrate.Args(a="runs/run/ema", judge="pairs.py:first", **settings))
+    settings |= dict(a=str(tiny.write_model(tmp_path / "other", seed=3)))
+    winrate.main(winrate.Args(judge="pairs.py:longer", **settings))
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert line["agreement"] == 1 and 0 < line["win_rate"] < 1 and line["queries"] == 6
+    winrate.main(winrate.Args(judge="pairs.py:first", **settings))
     *_, agree, sentence, line = capsys.readouterr().out.splitlines()
     assert "0.0%" in agree and "50.0%" in sentence
     assert json.loads(line)["win_rate"] == 0.5 and json.loads(line)["agreement"] == 0
