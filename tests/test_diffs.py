@@ -919,7 +919,10 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
 @pytest.mark.parametrize("name", [x for x in ALGORITHMS if x != "reinforce_plus_plus"])
 def test_a_group_with_equal_rewards_has_advantages_of_exactly_zero(name, patched):
     rewards = torch.tensor([1.0, 0.1, 2.0, 0.1, 3.0, 0.1])  # of two queries: 1 2 3 and 0.1
-    advantages = patched(name).group_advantages(rewards, 3)
+    of_scores = SimpleNamespace(scores=rewards, kl=torch.zeros(6, 1)), 0.5
+    inputs = of_scores if name in ("cispo", "gspo") else (rewards,)
+    script = patched(name)
+    advantages = script.compute_advantages(*inputs, tiny.make_args(script=script, rloo_k=3))
     torch.testing.assert_close(advantages[::2], torch.tensor([-1.0, 0, 1]), atol=2e-4, rtol=0)
     assert not advantages[1::2].any()
 
@@ -1241,20 +1244,18 @@ def test_P4_dropout_is_in_training_of_sft(patched, task):
 def test_keep_best_saves_the_policy_of_each_evaluation_that_is_the_best_so_far(
     patched, task, tmp_path, monkeypatch
 ):
-    script = patched("keep_best")
+    script, path = patched("keep_best"), tmp_path / "mine.py"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoints, "KEPT", 100)
-    Path("mine.py").write_text("def f(queries, responses): return [len(r) for r in responses]")
-    flags = dict(reward_fn=f"{tmp_path}/mine.py:f", eval_every=1, save_every=1, run_name="run")
+    path.write_text("def f(queries, responses): return [len(r) for r in responses]")
+    flags = dict(reward_fn=f"{path}:f", eval_every=1, save_every=1, run_name="run")
     script.main(tiny.make_args(task, script, total_episodes=48, lr=3e-2, **flags))
     lines = [json.loads(x) for x in Path("runs/run/metrics.jsonl").read_text().splitlines()]
     scores = {line["step"]: line["eval/scores"] for line in lines if "eval/scores" in line}
     best = [i for i in scores if all(scores[j] < scores[i] for j in range(i))]
     assert {path.name for path in Path("runs/run").glob("best_*")} == {f"best_{i}" for i in best}
     assert 1 < len(best) < len(scores) == 7
-    for i in best[1:]:
-        if i == 6:
-            continue  # there is no checkpoint of the last update
+    for i in {*best} - {0, 6}:  # without a checkpoint
         state = load_file(f"runs/run/checkpoints/{i:08}.safetensors")
         saved = AutoModelForCausalLM.from_pretrained(f"runs/run/best_{i}").state_dict()
         of_lm = {k.removeprefix("model/lm."): x for k, x in state.items() if "model/lm." in k}
