@@ -541,7 +541,8 @@ def main(args: Args) -> None:
 
         # 6. Adapt kl_coef to the measured KL.
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)
-        run.checkpoint(update + 1, policy, optimizer, kl_coef)  # if due; exits after a signal
+        # If --save_every says so, or after a signal, which then ends the process:
+        run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer)
     run.log(run.step, evaluate(run.step, kl_coef))  # run.step: the number of updates done

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from data.tasks import ARITHMETIC, SYNTHETIC, Task
 from machinery import cli, distributed
 from machinery.cli import RunArgs, UnitFloat
-from machinery.decoding import generate
+from machinery.decoding import Decoder, generate
 from machinery.models import check_length, compute_logits, enable_gradient_checkpointing
 from machinery.models import load_lm
 from machinery.runs import Run, check_run
@@ -144,7 +144,8 @@ def sample_continuations(
     n = first if task.response_column else args.block_size // 4
     contexts, references = tokens[:, :n], tokens[:, n : n + task.response_length]
     torch.manual_seed(args.seed)
-    responses = generate(lm, contexts, ids.pad, task.response_length, task.temperature)
+    decoder = Decoder(lm, task.response_length, args.cuda_graphs)
+    responses = generate(decoder, contexts, ids.pad, task.temperature)
     if task.eos_task:
         responses, _ = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
     columns = {"text": contexts, "continuation": responses, "reference": references}

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from data.tasks import Task
 from machinery import cli, distributed
 from machinery.cli import RunArgs
-from machinery.decoding import generate
+from machinery.decoding import Decoder, generate
 from machinery.labels import Labels, load_labels
 from machinery.models import Float32Linear, check_length, enable_gradient_checkpointing
 from machinery.models import load_lm, new_backbone
@@ -151,6 +151,7 @@ def sample_policy(
     num_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * batch_size
     table = load_queries(task, tokenizer, ids, max_queries=2 * num_samples * processes)
     lm = load_lm(task.base_model, flag, length=ids.length).to(device).eval()
+    decoder = Decoder(lm, task.response_length, args.cuda_graphs)
     seed = args.seed + 100003 * accelerator.process_index  # (G6)
     torch.manual_seed(seed)
     cli.say(f"sampling 2 * {num_samples * processes} responses of {task.base_model} to normalize")
@@ -160,7 +161,7 @@ def sample_policy(
         contexts = add_affixes(queries, ids)
         with accelerator.autocast():
             parts = [
-                generate(lm, part, ids.pad, task.response_length, task.temperature)
+                generate(decoder, part, ids.pad, task.temperature)
                 for part in contexts.split(batch_size)
             ]
         responses = torch.cat(parts)

