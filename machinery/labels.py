@@ -53,11 +53,8 @@ class Labels:
 
     def longest(self) -> int:
         """Tokens of the longest query with one of its responses."""
-        lengths = (
-            len(query) + max(map(len, responses))
-            for query, responses in zip(self.queries, self.responses, strict=True)
-        )
-        return max(lengths)
+        pairs = zip(self.queries, self.responses, strict=True)
+        return max(len(query) + max(map(len, responses)) for query, responses in pairs)
 
     def held_out(self, num_train: int) -> np.ndarray:
         """The rows after the first `num_train` whose query is none of theirs."""
@@ -77,24 +74,18 @@ def load_labels(task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
                 f"{rows.column_names} have neither chosen and rejected nor best; docs/data.md makes "
                 "pairs of rows with a label (KTO)"
             )
-        source = load_label_tokenizer(task)
-        labels = load_best_of_k(rows, ids.pad if source is None else len(source))
-        if source is None or tokens.same_tokens(tokenizer, source):
-            return labels
-        return translate_labels(labels, source, tokenizer)
+        name = task.label_tokenizer
+        if name in (None, task.base_model):
+            return load_best_of_k(rows, ids.pad)
+        with about(f"--label_tokenizer {name}"):
+            check_source(name)
+            source = transformers.AutoTokenizer.from_pretrained(name)
+        labels = load_best_of_k(rows, len(source))
+        same = tokens.same_tokens(tokenizer, source)
+        return labels if same else translate_labels(labels, source, tokenizer)
 
 
 # ---------------------------------------------------------------------------------- OpenAI's files
-
-
-def load_label_tokenizer(task: Task) -> Any | None:
-    """The tokenizer that made the ids of the labels; None if it is the model's own."""
-    name = task.label_tokenizer
-    if name is None or name == task.base_model:
-        return None
-    with about(f"--label_tokenizer {name}"):
-        check_source(name)
-        return transformers.AutoTokenizer.from_pretrained(name)
 
 
 def load_best_of_k(rows: "datasets.Dataset", vocabulary: int) -> Labels:
@@ -153,11 +144,10 @@ def load_pairs(rows: "datasets.Dataset", task: Task, tokenizer: Any, ids: TokenI
     for i, row in enumerate(rows.select_columns(names)):
         with about(f"row {i}"):
             pairs.append(split_pair(row, tokenizer))
-    messages = [prompt if isinstance(prompt, list) else None for prompt, _, _ in pairs]
-    if any(messages):
+    if any(isinstance(prompt, list) for prompt, _, _ in pairs):
         tokens.check_chat(task, tokenizer)
     prompts = [
-        tokens.render(x, tokenizer, prompt=True) if isinstance(x, list) else x for x, *_ in pairs
+        tokens.render(x, tokenizer, prompt=True) if isinstance(x, list) else x for x, _, _ in pairs
     ]
     queries = tokenize_queries(prompts, task, tokenizer)
     full = tokenizer(prompts, add_special_tokens=False)["input_ids"]
@@ -166,11 +156,11 @@ def load_pairs(rows: "datasets.Dataset", task: Task, tokenizer: Any, ids: TokenI
     cut = 0
     for i, query in enumerate(queries):
         too_long = len(full[i]) > task.query_length
-        if prompt := messages[i]:
+        if isinstance(prompt := pairs[i][0], list):
             query = tokens.tokenize_prompt(prompt, task.query_length, tokenizer)
         elif too_long and "prompt" not in names:
             query = full[i][-task.query_length :]
-        pair = [with_end(side["input_ids"][i], ids.truncate) for side in sides]
+        pair = [tokens.with_end(side["input_ids"][i], ids.truncate) for side in sides]
         if query and all(pair):
             labels.queries.append(np.array(query, dtype=np.int32))
             labels.responses.append(to_arrays(pair))
@@ -182,23 +172,18 @@ def load_pairs(rows: "datasets.Dataset", task: Task, tokenizer: Any, ids: TokenI
     return Labels(labels.queries, labels.responses, np.zeros(len(labels.queries), dtype=int))
 
 
-def with_end(ids: list[int], end: int | None) -> list[int]:
-    """A response with its end token, which some datasets already have."""
-    return ids if end is None or ids[-1:] == [end] else [*ids, end]
-
-
 def split_pair(row: Any, tokenizer: Any) -> tuple[str | list[dict], str, str]:
-    """Prompt, chosen and rejected as texts; the prompt of messages as messages."""
+    """Prompt, chosen and rejected as texts; the prompt of messages as messages.
+
+    Dialogues without a prompt part at their last common `\n\nAssistant:`, or else at a space.
+    """
     prompt, chosen, rejected = (row.get(name) for name in ("prompt", "chosen", "rejected"))
     if isinstance(chosen, list) and isinstance(rejected, list):
         return split_messages(prompt, chosen, rejected, tokenizer)
     if not all(isinstance(text, str) for text in (chosen, rejected, row.get("prompt", ""))):
         raise InputError(f"prompt, chosen and rejected have to be texts, not {row!r:.60}")
-    return (prompt, chosen, rejected) if "prompt" in row else split_texts(chosen, rejected)
-
-
-def split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Split two dialogues at their last common `\n\nAssistant:`, or else at a common space."""
+    if "prompt" in row:
+        return prompt, chosen, rejected
     common = commonprefix([chosen, rejected])
     turn = common.rfind(ASSISTANT)
     end = turn + len(ASSISTANT) if turn >= 0 else len(re.sub(r"\s*\S*$", "", common))

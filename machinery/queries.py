@@ -19,13 +19,14 @@ from data.tasks import DATA, Task
 from machinery.cli import InputError, about, say
 from machinery.functions import load_function
 from machinery.sources import load_rows
-from machinery.tokens import check_chat, drop_answer, single_token, tokenize_prompt
+from machinery.tokens import FOR_TEXTS, check_chat, drop_answer, single_token, tokenize_prompt
 from utils import TokenIds, pad_left
 
 if TYPE_CHECKING:
     import datasets
 
 CLEAN = DATA / "clean.py"
+IN_KEY = ["query_column", "query_length", "response_column", "response_length", "eos_task"]
 SMALL_TABLE = 2**15  # tokenize at least this many rows: it takes a second or two
 
 
@@ -85,12 +86,6 @@ class TokenTable:
         extra = self.extra.select(rows) if self.extra is not None else None
         return TokenTable(self.rows.select(rows), self.length, self.pad_id, extra)
 
-    def nonempty(self) -> np.ndarray:
-        """The rows that have tokens."""
-        import pyarrow.compute
-
-        return np.flatnonzero(pyarrow.compute.list_value_length(self.rows.data.column("tokens")))
-
     def hold_out(self, n: int, needed: int = 1) -> tuple["TokenTable", "TokenTable"]:
         """A table of the first `n` sequences, and one without them and their duplicates.
 
@@ -109,34 +104,33 @@ def tokenize_rows(
     rows: "datasets.Dataset",
     function: Callable,
     length: int,
+    task: Task,
     tokenizer: Any,
-    pad_id: int,
-    cleaning: str | None,
-    *settings: Any,
+    ids: TokenIds,
 ) -> TokenTable:
     """Map `function` (batch of rows → token lists) over all rows, once: the result is cached.
 
-    The cache key is the data, the tokenizer with its chat template, `settings` and the source code.
-    A file lock, not a collective, makes other processes wait, since this may take minutes. If
-    `cleaning` is None, nothing is cached: each process maps all rows, in memory.
+    The cache key is the data, the tokenizer with its chat template, what the task says about texts,
+    and the source code. A file lock, not a collective, makes other processes wait, since this may
+    take minutes. Nothing is cached if a user's own function, which may call anything, cleans texts.
     """
     import datasets
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend else str(sorted(tokenizer.get_vocab().items()))
     template = f"{tokenizer.chat_template} {tokenizer.special_tokens_map}"
-    files = __file__, inspect.getfile(tokenize_prompt), inspect.getfile(function)
+    settings = [function.__name__, length, ids, *(getattr(task, x) for x in (*FOR_TEXTS, *IN_KEY))]
+    files = __file__, inspect.getfile(tokenize_prompt), inspect.getfile(function), CLEAN
     code = "".join(Path(file).read_text() for file in files)
-    settings = length, pad_id, cleaning, *settings
     key = rows._fingerprint, vocabulary, template, repr(settings), code
     fingerprint = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
     where: dict[str, Any] = dict(cache_file_name=str(cache / f"{fingerprint}.arrow"))
     lock: Any = filelock.FileLock(cache / f"{fingerprint}.lock")
-    if cleaning is None:
+    if task.clean_fn and Path(task.clean_fn.rpartition(":")[0]) != CLEAN:
         where, lock = dict(keep_in_memory=True, load_from_cache_file=False), nullcontext()
-    with lock:
+    with about(f"--query_dataset {task.query_dataset}"), lock:
         table = rows.map(
             lambda batch: {"tokens": function(batch)},
             batched=True,
@@ -145,7 +139,7 @@ def tokenize_rows(
             new_fingerprint=fingerprint,
             **where,
         )
-    return TokenTable(table, length, pad_id)
+    return TokenTable(table, length, ids.pad)
 
 
 def clean_texts(texts: Sequence[str | None], task: Task) -> list[str]:
@@ -155,17 +149,6 @@ def clean_texts(texts: Sequence[str | None], task: Task) -> list[str]:
     with about(f"--clean_fn {task.clean_fn}"):
         clean = load_function(task.clean_fn)
         return [clean(text or "") for text in texts]
-
-
-def cleaning_key(task: Task) -> str | None:
-    """What a cache of cleaned texts depends on: the source of data/clean.py.
-
-    None if a user's own function cleans them, which may call anything.
-    """
-    if not task.clean_fn:
-        return ""
-    source, _, name = task.clean_fn.rpartition(":")
-    return name + CLEAN.read_text() if Path(source) == CLEAN else None
 
 
 def ends_word(text: str, offsets: list[tuple[int, int]], end: str) -> list[bool]:
@@ -242,6 +225,8 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, max_queries: int) ->
 
     `max_queries` are as many as the run can use. The table keeps all columns of the data set.
     """
+    import pyarrow.compute
+
     if task.keep_last_line and task.end_text is not None:
         raise InputError("end_text does not work with keep_last_line; pass --no-keep_last_line")
     texts = load_texts(task, task.query_column, tokenizer=tokenizer)
@@ -250,14 +235,12 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, max_queries: int) ->
 
     def queries(batch: dict[str, list]) -> list[list[int]]:
         found = tokenize_queries(batch[task.query_column], task, tokenizer)
-        return [ids or [] for ids in found]  # one for each row: columns stay beside their queries
+        return [query or [] for query in found]  # one for each row: columns stay beside them
 
-    cut = task.keep_last_line, task.start_text, task.end_text
-    settings = cleaning_key(task), task.query_column, *cut
-    with about(f"--query_dataset {task.query_dataset}"):
-        table = tokenize_rows(texts, queries, task.query_length, tokenizer, ids.pad, *settings)
+    table = tokenize_rows(texts, queries, task.query_length, task, tokenizer, ids)
     table.extra = texts
-    table = table.select(table.nonempty())
+    lengths = pyarrow.compute.list_value_length(table.rows.data.column("tokens"))
+    table = table.select(np.flatnonzero(lengths))
     say_skipped(len(texts) - len(table), len(texts), task)
     return table
 

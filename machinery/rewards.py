@@ -119,19 +119,18 @@ def reward_input(
     """
     pad = model.config.pad_id
     longest = getattr(model.config.backbone, "max_position_embeddings", None) or 0
+    same = same_tokens(tokenizer, policy_tokenizer)
 
-    def read_ids(queries: Tensor, responses: Tensor) -> Tensor:
-        tokens = torch.cat([queries, responses], dim=1)
-        unknown = (tokens == pad_id) | (tokens >= pad)  # padding, or ids that are not a text
-        return tokens.masked_fill(unknown, pad)
-
-    def read_texts(queries: Tensor, responses: Tensor) -> Tensor:
+    def read(queries: Tensor, responses: Tensor) -> Tensor:
         tokens = torch.cat([queries, responses], dim=1)  # together: the space between them counts
+        if same:
+            unknown = (tokens == pad_id) | (tokens >= pad)  # padding, or ids that are not a text
+            return tokens.masked_fill(unknown, pad)
         sequences = translate(tokens, policy_tokenizer, pad_id, tokenizer)
-        sequences = [tokens[-longest:] for tokens in sequences]
+        sequences = [sequence[-longest:] for sequence in sequences]
         return pad_left(sequences, max(map(len, sequences)), pad).to(queries.device)
 
-    return read_ids if same_tokens(tokenizer, policy_tokenizer) else read_texts
+    return read
 
 
 @torch.no_grad()
@@ -158,13 +157,11 @@ def call_reward_function(
 
     Raises `InputError` unless it returns one finite number for each response.
     """
-    queries, responses = texts
-    assert all(len(values) == len(queries) for values in columns.values())
     further = {column: columns[column] for column in names_taken(function, columns)}
-    returned = function(queries, responses, **further)
+    returned = function(*texts, **further)
     result = torch.as_tensor(returned, dtype=torch.float32)
-    if result.shape != (len(queries),) or not result.isfinite().all():
-        wanted = f"one finite number for each of {len(queries)} responses"
+    if result.shape != (len(texts[0]),) or not result.isfinite().all():
+        wanted = f"one finite number for each of {len(texts[0])} responses"
         raise InputError(f"returned {returned!r:.60} and has to return {wanted}")
     return result
 

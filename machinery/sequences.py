@@ -7,33 +7,19 @@ from typing import Any
 
 from data.tasks import Task
 from machinery import queries
-from machinery.cli import InputError, about, say
-from machinery.queries import TokenTable, cleaning_key, load_texts, tokenize_rows
-from machinery.tokens import drop_answer, render_answer
+from machinery.cli import InputError, say
+from machinery.queries import TokenTable, load_texts, tokenize_rows
+from machinery.tokens import drop_answer, render_answer, with_end
 from utils import TokenIds
 
 
-def make_blocks(
-    texts: list[list[int]], continued: list[list[int]], rest: list[int], block_size: int
-) -> list[list[int]]:
-    """Join tokenized texts into blocks of `block_size` tokens.
-
-    A block begins with a text and continues with the next ones, tokenized after a space
-    (`continued`); the end of its last text is dropped. `rest` keeps a block that is not full yet
-    for the next call.
-    """
-    blocks = []
-    for text, continuation in zip(texts, continued, strict=True):
-        rest += continuation if rest else text
-        if len(rest) >= block_size:
-            blocks.append(rest[:block_size])
-            rest.clear()
-    return blocks
-
-
 def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> TokenTable:
-    """Blocks of consecutive texts [num_blocks, T]."""
-    rest: list[int] = []
+    """Texts joined into blocks [num_blocks, block_size].
+
+    A block begins with a text and continues with the next ones, tokenized after a space; the end of
+    its last text is dropped.
+    """
+    rest: list[int] = []  # a block that is not full yet; the next batch continues it
 
     def to_blocks(batch: dict[str, list]) -> list[list[int]]:
         texts = [text.strip() for text in queries.clean_texts(batch[task.query_column], task)]
@@ -43,12 +29,16 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
         starts = tokenizer(texts, add_special_tokens=False)["input_ids"]
         spaced = [" " + text for text in texts]
         continued = tokenizer(spaced, add_special_tokens=False)["input_ids"]
-        return make_blocks(starts, continued, rest, block_size)
+        blocks = []
+        for start, continuation in zip(starts, continued, strict=True):
+            rest.extend(continuation if rest else start)
+            if len(rest) >= block_size:
+                blocks.append(rest[:block_size])
+                rest.clear()
+        return blocks
 
     rows = load_texts(task, task.query_column)
-    settings = cleaning_key(task), task.query_column
-    with about(f"--query_dataset {task.query_dataset}"):
-        return tokenize_rows(rows, to_blocks, block_size, tokenizer, ids.pad, *settings)
+    return tokenize_rows(rows, to_blocks, block_size, task, tokenizer, ids)
 
 
 def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
@@ -56,7 +46,7 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
 
     Both columns may be one of conversations, whose last messages are the responses.
     """
-    end = [ids.truncate] if task.eos_task else []
+    end = ids.truncate if task.eos_task else None
     column = task.response_column
     assert column is not None
 
@@ -71,9 +61,7 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
         sequences = []
         for query, response in zip(prompts, responses, strict=True):
             if query and response:
-                if response[-1:] != end:  # some datasets already have it
-                    response = response + end
-                response = response[: task.response_length]
+                response = with_end(response, end)[: task.response_length]
                 padding = [ids.pad] * (task.response_length - len(response))
                 sequences.append(ids.prefix + query + ids.suffix + response + padding)
         return sequences
@@ -87,9 +75,6 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
     if getattr(rows.features.get("label"), "dtype", "") == "bool" and not all(rows["label"]):
         say(f"warning: rows of {task.query_dataset} whose label is false are learned, too")
     length = len(ids.prefix) + task.query_length + len(ids.suffix) + task.response_length
-    cut = task.keep_last_line, task.start_text, task.end_text, task.response_length
-    settings = cleaning_key(task), task.query_column, column, *cut, ids, end
-    with about(f"--query_dataset {task.query_dataset}"):
-        table = tokenize_rows(rows, to_sequences, length, tokenizer, ids.pad, *settings)
+    table = tokenize_rows(rows, to_sequences, length, task, tokenizer, ids)
     queries.say_skipped(len(rows) - len(table), len(rows), task)
     return table

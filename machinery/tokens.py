@@ -37,13 +37,12 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
                 f"the tokenizer has {len(tokenizer)} tokens and the model only "
                 f"{config.vocab_size}; resize the model's embeddings first"
             )
-    prefix, suffix = (
-        tokenizer.encode(text, add_special_tokens=False)
-        for text in (task.query_prefix, task.query_suffix)
-    )
+    prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
+    suffix = tokenizer.encode(task.query_suffix, add_special_tokens=False)
     length = len(prefix) + task.query_length + len(suffix) + new_tokens
-    what = f"query_length={task.query_length} with prefix, suffix and response"
-    check_length(config, length, what)
+    check_length(
+        config, length, f"query_length={task.query_length} with prefix, suffix and response"
+    )
     truncate = single_token(tokenizer, task.truncate_token, "--truncate_token")
     return tokenizer, TokenIds(config.vocab_size, truncate, prefix, suffix, length)
 
@@ -60,6 +59,11 @@ def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
     if len(ids) != 1:
         raise InputError(f"{flag} {text!r} has to be one token; for this tokenizer it is {ids}")
     return ids[0]
+
+
+def with_end(ids: list[int], end: int | None) -> list[int]:
+    """A response with its end token, which some datasets already have."""
+    return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
 def same_tokens(tokenizer: Any, other: Any) -> bool:
