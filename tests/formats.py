@@ -41,13 +41,6 @@ def llama2_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
 
 
-# SamuelYang/bookcorpus, only `train` [facts]: one sentence a row, lower case, tokenized with spaces;
-# quotes are `` ''
-BOOKS = [
-    {"text": "usually , he would be tearing around the living room , playing with his toys ."},
-    {"text": "`` just as long as you do n't read it aloud , we 'll be fine . ''"},
-]
-
 # abisee/cnn_dailymail 3.0.0 [facts]: articles in one line, " ." where a line had no end
 # punctuation, proper lines keep theirs. The three beginnings of [facts], and a later one of CNN
 CNNDM = [

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from conftest import SCRIPTS
 from pydantic import ValidationError
 from tiny import refuses
 
@@ -23,10 +24,8 @@ from data import tasks
 from machinery import cli
 from machinery.artifacts import ROOT
 from machinery.cli import InputError, RunError, about, parse_args
-from machinery.functions import load_function
 
 pytestmark = pytest.mark.usefixtures("accelerator")
-SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
 
 
 @pytest.mark.parametrize(
@@ -57,11 +56,13 @@ OTHER_BOUNDS = dict(rloo_k=1, normalize_samples=1, block_size=3, gamma=1.01, lam
 OTHER_BOUNDS |= {"missing_eos_penalty": float("-inf")}  # any other number is right
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", SCRIPTS.values())
 def test_every_number_has_its_bounds(script):
-    module, task = SCRIPTS[script], tiny.make_task()
-    may_be_0 = MAY_BE_0 - ({"lr", "num_heldout"} if script == "sft" else set())
-    for cls, default in ((tasks.Task, task), (module.Args, module.Args(task=task))):
+    task, may_be_0 = (
+        tiny.make_task(),
+        MAY_BE_0 - ({"lr", "num_heldout"} if script is sft else set()),
+    )
+    for cls, default in ((tasks.Task, task), (script.Args, script.Args(task=task))):
         for name, hint in typing.get_type_hints(cls).items():
             kinds = {hint, *typing.get_args(hint)} & {int, float}
             wrong = [float("nan"), float("inf")] if float in kinds else []
@@ -173,7 +174,6 @@ def test_the_scripts_run_without_the_mistakes_below(start):
 
 ALL, RL, SCORED = tuple(SCRIPTS), ("ppo", "rloo"), ("ppo", "rloo", "train_reward")
 EMPTY = ("empty.txt", "blank.txt", "empty.jsonl", "blank.jsonl")
-CLEAN = tasks.TASKS["tldr_2019"].clean_fn
 MISTAKES = [  # scripts, flags, words of the error
     (SCORED, dict(response_length=60), ("68 tokens", "64", "gpt2")),
     (SCORED, dict(query_length=100), ("query_length=100", "64")),
@@ -228,36 +228,20 @@ def test_bad_input_is_refused_before_any_weights(script, flags, words, start, no
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_missing_optional_package_is_named_before_any_weights(
-    script, start, no_weights, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, "ftfy", None)  # as if it was not installed
-    load_function.cache_clear()
-    refuses(lambda: start(script, clean_fn=CLEAN), "--clean_fn", "ftfy")
-
-
 # -------------------------------------------------------------------------------- presets and flags
 
+STYLE = (64, 24, 0.7, ".", 16, "", "")
 SETTINGS = {  # task → (query, response, temperature, stop, from, prefix, suffix) as published
-    "sentiment": (64, 24, 0.7, ".", 16, "", ""),
-    "descriptiveness": (64, 24, 0.7, ".", 16, "", ""),
     "cnndm": (500, 75, 0.5, "\n", 55, "Article:\n\n", "\n\nTL;DR:"),
     "tldr_2019": (500, 75, 0.7, "\n", 55, "", "\n\nTL;DR:"),
-    "synthetic": (64, 24, 0.7, ".", 16, "", ""),
     "tldr": (512, 53, 0.7, "<|endoftext|>", 0, "", ""),
-}
-PPO_SETTINGS = {  # task → (lr, episodes, batch, β, target, horizon, whitening of rewards)
-    "sentiment": (1e-5, 1_000_000, 512, 0.15, 6.0, 10_000, True),
-    "descriptiveness": (1e-5, 1_000_000, 512, 0.15, 6.0, 10_000, True),
-    "cnndm": (2e-6, 1_000_000, 32, 0.01, None, 10_000, False),
-    "tldr_2019": (2e-6, 1_000_000, 32, 0.03, None, 10_000, False),
-}
-REWARD_SETTINGS = {  # task → (lr, batch, labels)
-    "sentiment": (5e-5, 32, 4992),
-    "descriptiveness": (5e-5, 32, 4992),
-    "cnndm": (2.5e-5, 16, 46_000),
-    "tldr_2019": (2.5e-5, 16, 46_000),
+} | dict.fromkeys(("sentiment", "descriptiveness", "synthetic"), STYLE)
+STYLE = (1e-5, 1_000_000, 512, 0.15, 6.0, 10_000, True), (5e-5, 32, 4992)
+PPO_SETTINGS = {  # task → (lr, episodes, batch, β, target, horizon, whitening), (lr, batch, labels)
+    "sentiment": STYLE,
+    "descriptiveness": STYLE,
+    "cnndm": ((2e-6, 1_000_000, 32, 0.01, None, 10_000, False), (2.5e-5, 16, 46_000)),
+    "tldr_2019": ((2e-6, 1_000_000, 32, 0.03, None, 10_000, False), (2.5e-5, 16, 46_000)),
 }
 
 
@@ -280,13 +264,13 @@ def test_the_tasks_have_their_published_settings(name):
 
 @pytest.mark.parametrize("name", PPO_SETTINGS)
 def test_ppo_and_reward_training_have_their_published_settings(name):
-    args = parse(ppo, "--task", name)
+    args, (of_ppo, of_rewards) = parse(ppo, "--task", name), PPO_SETTINGS[name]
     names = "lr total_episodes batch_size kl_coef kl_target kl_horizon whiten_rewards"
-    assert values(args, names) == PPO_SETTINGS[name]
+    assert values(args, names) == of_ppo
     names = "num_minibatches num_ppo_epochs gamma lam cliprange cliprange_value vf_coef adam_eps"
     assert values(args, names) == (1, 4, 1.0, 0.95, 0.2, 0.2, 0.1, 1e-5)
     args = parse(train_reward, "--task", name)
-    assert values(args, "lr batch_size num_labels") == REWARD_SETTINGS[name]
+    assert values(args, "lr batch_size num_labels") == of_rewards
 
 
 def shown_help(script, name: str, capsys) -> dict[str, str]:

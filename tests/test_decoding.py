@@ -114,13 +114,12 @@ def test_the_cache_holds_the_tokens_so_far_and_at_most_a_block_more(monkeypatch)
     monkeypatch.setattr(decoding, "BLOCK", 8)
     calls, shapes = [], []
     decoder = ending_soon(decoding.Decoder(tiny.make_lm("llama"), 10**6), calls)
-    contexts = tiny.make_contexts([5] * 60, 8)
 
     def look(batch, logits: Tensor) -> Tensor:
         shapes.append({x.shape for y in batch.cache.layers for x in (y.keys, y.values)})
         return logits
 
-    inputs = tiny.watched(decoder, look), contexts, tiny.uniform(50, 60)
+    inputs = tiny.watched(decoder, look), tiny.make_contexts([5] * 60, 8), tiny.uniform(50, 60)
     tiny.sample(*inputs, eos_task=True, truncate_after=0)
     for t, ((rows, _), found) in enumerate(zip(calls, shapes, strict=True)):
         ((batch, _, columns, _),) = found  # keys and values of all layers

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from conftest import without_times
 from peft import LoraConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -164,7 +165,6 @@ def moved(model: Any, device: torch.device) -> Any:
 
 
 def test_tensors_here_and_elsewhere_do_not_mix(elsewhere):
-    """What the other tests rest on, by hand."""
     with Elsewhere() as mode:
         x = torch.arange(4.0).to(AWAY)
         assert x.device == (x + 1).device == torch.zeros(2, device=AWAY).device == AWAY
@@ -182,11 +182,10 @@ def test_tensors_here_and_elsewhere_do_not_mix(elsewhere):
         assert len(mode.reads) == 4
 
 
-def test_models_elsewhere_are_unpadded(elsewhere):
-    for kind in ("gpt2", "gpt_neox", "llama", "qwen2", "mistral"):
-        lm = tiny.make_lm(kind)
-        with elsewhere(AWAY):
-            assert unpadding.find_max_length(moved(lm, AWAY).base_model) > 0
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "qwen2", "mistral"])
+def test_models_elsewhere_are_unpadded(kind, elsewhere):
+    with elsewhere(AWAY):
+        assert unpadding.find_max_length(moved(tiny.make_lm(kind), AWAY).base_model) > 0
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -222,22 +221,19 @@ def update(
         inputs = dict(ref=ref, reward=reward, ids=ids)
         run = tiny.run_episodes(script, args, policy, **inputs, **spies)
     found = [*rollouts[1], *sum(run.optimizer.gradients, [])]
-    return found, run.metrics[0], reads, len(mode.reads)
+    return found, without_times(run.metrics)[0], reads, len(mode.reads)
 
 
-@pytest.mark.parametrize(
-    "script, kind",
-    [(ppo, "gpt2"), (ppo, "llama"), (rloo, "gpt_neox"), (rloo, "falcon_alibi")],
-)
-def test_an_update_elsewhere_makes_the_same_numbers_without_waiting_for_tokens(
-    script, kind, elsewhere
-):
+MODELS = [(ppo, "gpt2"), (ppo, "llama"), (rloo, "gpt_neox"), (rloo, "falcon_alibi")]
+
+
+@pytest.mark.parametrize("script, kind", MODELS)
+def test_an_update_elsewhere_makes_the_same_numbers_without_waiting(script, kind, elsewhere):
     """The host waits as often for responses of 4 tokens as for those of 7."""
     expected, metrics, *_ = update(script, kind, HERE, 7, elsewhere)
     found, metrics_away, *reads = update(script, kind, AWAY, 7, elsewhere)
     assert_same(found, expected)
-    for name in (name for name in metrics if not name.startswith("time/")):
-        assert metrics_away[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-4), name
+    assert metrics_away == pytest.approx(metrics, rel=1e-4, abs=1e-4)
     *_, sampling, total = update(script, kind, AWAY, 4, elsewhere)
     assert reads == [sampling, total] and sampling[1] > 0
 
@@ -283,9 +279,10 @@ def test_training_elsewhere_makes_the_same_numbers(train, elsewhere, monkeypatch
         with elsewhere(device):
             rewards, run = train(device)
         tensors.append([*rewards, *run.optimizer.gradients[0]])
-        metrics.append([x for line in run.metrics for k, x in line.items() if "time/" not in k])
+        metrics.append(without_times(run.metrics))
     assert_same(*tensors)
-    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-4)
+    for here, away in zip(*metrics, strict=True):
+        assert here == pytest.approx(away, rel=1e-4, abs=1e-4)
 
 
 class Count(TorchDispatchMode):

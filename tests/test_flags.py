@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from conftest import SCRIPTS, without_times
 from tiny import EOS, IDS, PAD
 from torch.testing import assert_close
 
 import ppo
 import rloo
-import sft
 import train_reward
-from machinery import distributed, queries
+from machinery import queries
 from machinery.progress import Progress
 from machinery.queries import load_queries, load_texts
 from machinery.tokens import load_tokenizer
 
-SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
 both = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
 
 # ---------------------------------------------------------------------------------------- all flags
@@ -66,9 +65,9 @@ def test_every_flag_has_a_test(request):
 def results(tmp_path_factory):
     """(script, flags) → metrics of a run on tiny models, without times; runs are kept."""
     task = tiny.write_task(tmp_path_factory.mktemp("flags") / "task")
+    small = dict(num_labels=12, batch_size=4, normalize_samples=5, rollout_batch_size=4)
     sizes = {
-        "train_reward": dict(num_labels=12, batch_size=4, normalize_samples=5, rollout_batch_size=4)
-        | dict(num_heldout=4),
+        "train_reward": small | dict(num_heldout=4),
         "sft": dict(num_heldout=6, batch_size=2, block_size=10, eval_every=3),
     }
 
@@ -81,12 +80,8 @@ def results(tmp_path_factory):
             run = tiny.FakeRun()
             run.main = False  # no pictures
             args = script.Args(task=task, **dict(lr=1e-3) | sizes[name] | flags)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(script, "Run", run)
-                patch.setattr(distributed, "stop", lambda accelerator: None)
-                script.main(args)
-            metrics = run.metrics
-        return [{k: v for k, v in line.items() if not k.startswith("time")} for line in metrics]
+            metrics = tiny.run_main(script, args, {"Run": run}).metrics
+        return without_times(metrics)
 
     return results
 

@@ -1,8 +1,6 @@
-"""Lists of messages through the chat template, in all four scripts. Expected texts are written by hand
-from the template's own text. `small` is the synthetic task's tokenizer with such a template; `smollm2`
-is SmolLM2-Instruct's own tokenizer and template, from the package of benchmarks/pretrained.sh."""
+"""Lists of messages through the chat template, in all four scripts. `small` is the synthetic task's
+tokenizer with a template, `smollm2` SmolLM2-Instruct's own (the package of benchmarks/pretrained.sh)."""
 
-import json
 import re
 import subprocess
 from dataclasses import replace
@@ -15,8 +13,10 @@ import formats
 import pytest
 import tiny
 import torch
+from conftest import read_metrics
 from formats import BLUE, GREEN, SMOLTALK, SYSTEM, USER
 from test_readme import blocks
+from tiny import refuses
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -46,8 +46,7 @@ DEFAULT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 def small_tokenizer():
     tokenizer = AutoTokenizer.from_pretrained(tasks.SYNTHETIC / "model")
-    special = {"bos_token": START, "eos_token": END}
-    tokenizer.add_special_tokens(special)
+    tokenizer.add_special_tokens({"bos_token": START, "eos_token": END})
     tokenizer.chat_template = formats.CHATML
     return tokenizer
 
@@ -75,20 +74,15 @@ def model(request, tmp_path_factory):
     def write(messages: list[dict], prompt: bool = True) -> list[int]:
         if request.param == "smollm2" and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": DEFAULT}, *messages]
-        texts = [f"{START}{m['role']}\n{m['content']}{END}\n" for m in messages]
-        return tokenizer(
-            "".join(texts) + f"{START}assistant\n" * prompt, add_special_tokens=False
-        ).input_ids
+        text = "".join(f"{START}{m['role']}\n{m['content']}{END}\n" for m in messages)
+        return tokenizer.encode(text + f"{START}assistant\n" * prompt, add_special_tokens=False)
 
     return SimpleNamespace(folder=folder, tokenizer=tokenizer, write=write)
 
 
 def make_task(model, rows: list[dict], path: Path, **changes) -> tasks.Task:
     """A chat task whose queries are these rows in a file."""
-    if path.suffix == ".jsonl":
-        path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    else:
-        datasets.Dataset.from_list(rows).to_parquet(str(path))
+    formats.write_rows(path, rows)
     values = dict(query_length=100, response_length=8, truncate_token=END, truncate_after=0)
     values |= dict(base_model=str(model.folder), query_dataset=str(path), query_column="prompt")
     return tiny.make_task(**values | dict(eos_task=True) | changes)
@@ -134,8 +128,8 @@ def test_the_oldest_turns_are_dropped_and_the_system_message_and_the_last_turn_s
     assert tokenize_prompt(prompt, lengths[2] - 1, model.tokenizer) is None
     without = prompt[1:]  # SmolLM2's template then adds a system message, which counts
     n = len(model.write(without[2:]))
-    assert tokenize_prompt(without, n, model.tokenizer) == model.write(without[2:])
-    assert tokenize_prompt(without, n - 1, model.tokenizer) == model.write(without[4:])
+    for length, kept in ((n, without[2:]), (n - 1, without[4:])):
+        assert tokenize_prompt(without, length, model.tokenizer) == model.write(kept)
 
 
 def test_prompts_that_are_blank_or_too_long_are_skipped_and_counted(model, tmp_path, capsys):
@@ -160,17 +154,15 @@ def test_the_answer_of_a_conversation_is_its_last_message_and_the_rest_its_promp
         encoded = model.tokenizer.encode(answer["content"], add_special_tokens=False)
         expected.append((model.write(prompt), [*encoded, end]))
     both = sorted(prompt + answer for prompt, answer in expected)
-    options = dict(query_column="messages", response_column="messages", response_length=20)
-    options["query_length"] = 150
+    lengths = dict(response_length=20, query_length=150)
+    options = lengths | dict(query_column="messages", response_column="messages")
     blank = {"messages": [USER, BLUE | {"content": ""}], "source": ""}
     rows = [*SMOLTALK, {"messages": [USER], "source": ""}, blank]  # the last two have no answer
     task = make_task(model, rows, tmp_path / "a.jsonl", **options)
     assert load(sequences.load_responses, task) == both
     rows = [dict(prompt=r["messages"][:-1], completion=r["messages"][-1:]) for r in SMOLTALK]
-    split = make_task(model, rows, tmp_path / "b.jsonl", response_column="completion")
-    assert (
-        load(sequences.load_responses, replace(split, response_length=20, query_length=150)) == both
-    )
+    split = make_task(model, rows, tmp_path / "b.jsonl", response_column="completion", **lengths)
+    assert load(sequences.load_responses, split) == both
     task = make_task(model, SMOLTALK, tmp_path / "c.jsonl", **options)
     assert load(load_queries, task, 9) == sorted(prompt for prompt, _ in expected)
 
@@ -190,18 +182,14 @@ def test_R4_pairs_of_messages_lose_whole_turns_and_end_once(model, tmp_path, cap
     found = labels.load_labels(task, *load_tokenizer(task, 8))
     assert [query.tolist() for query in found.queries] == [model.write(x) for x in fits]
     (end,) = model.tokenizer.encode(END, add_special_tokens=False)
-    for pair in found.responses:
-        answers = (
-            model.tokenizer.encode(x["content"], add_special_tokens=False) for x in (BLUE, GREEN)
-        )
-        assert [ids.tolist() for ids in pair] == [[*ids, end] for ids in answers]
+    texts = [x["content"] for x in (BLUE, GREEN)]
+    answers = [[*model.tokenizer.encode(x, add_special_tokens=False), end] for x in texts]
+    assert all([ids.tolist() for ids in pair] == answers for pair in found.responses)
     assert "skipped 1 of 3" in capsys.readouterr().out
 
 
 FOR_TEXTS = dict(query_prefix="Q: ", query_suffix="TL;DR:", start_text=".", end_text=".")
-FOR_TEXTS |= dict(clean_fn="builtins:str", keep_last_line=True)
-REFUSED = {name: {name: value} for name, value in FOR_TEXTS.items()}
-REFUSED |= {"truncate_token": dict(truncate_token="<|endoftext|>")}
+FOR_TEXTS |= dict(clean_fn="builtins:str", keep_last_line=True, truncate_token="<|endoftext|>")
 
 
 @pytest.fixture
@@ -218,6 +206,9 @@ def chat_task(tmp_path):
     return replace(task, label_dataset=task.query_dataset)
 
 
+BOS_FIRST = "{{ bos_token }}" + formats.CHATML
+
+
 def calls(task: tasks.Task) -> list:
     """All four scripts."""
     return [
@@ -228,10 +219,10 @@ def calls(task: tasks.Task) -> list:
     ]
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", FOR_TEXTS)
 def test_settings_for_texts_are_refused_by_name_before_a_model_loads(name, chat_task, no_weights):
     flag = f"--no-{name}$" if name == "keep_last_line" else f"--{name} "
-    for call in calls(replace(chat_task, **REFUSED[name])):
+    for call in calls(replace(chat_task, **{name: FOR_TEXTS[name]})):
         with pytest.raises(InputError, match=rf"rows.jsonl: .*pass {flag}"):
             call()
 
@@ -239,34 +230,30 @@ def test_settings_for_texts_are_refused_by_name_before_a_model_loads(name, chat_
 def test_a_tokenizer_without_a_template_is_refused_before_a_model_loads(chat_task, no_weights):
     (Path(chat_task.base_model) / "chat_template.jinja").unlink()
     for call in calls(chat_task):
-        with pytest.raises(InputError, match="rows.jsonl: .*chat_template"):
-            call()
+        refuses(call, "rows.jsonl: ", "chat_template")
 
 
 @pytest.mark.parametrize("content", [None, 3, [{"type": "text", "text": "What?"}]])
 def test_messages_whose_content_is_no_text_are_refused(content, chat_task):
     """A template would write None, or leave it out."""
     rows = [{"prompt": [{"role": "user", "content": content}, USER]}]
-    Path(chat_task.query_dataset).write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(InputError, match="rows.jsonl: .*content"):
-        load(load_queries, chat_task, 9)
+    formats.write_rows(Path(chat_task.query_dataset), rows)
+    refuses(lambda: load(load_queries, chat_task, 9), "rows.jsonl: ", "content")
 
 
 def test_a_template_that_changes_the_prompt_once_it_has_an_answer_is_refused(chat_task):
     tokenizer, _ = load_tokenizer(chat_task, 8)
     tokenizer.chat_template = "{{ messages | length }} turns"
-    with pytest.raises(InputError, match="changes the prompt '1 turns'"):
-        render_answer([USER], [BLUE], tokenizer)
+    refuses(lambda: render_answer([USER], [BLUE], tokenizer), "1 turns")
 
 
 def test_another_template_or_bos_is_another_table(chat_task):
     tokenizer, ids = load_tokenizer(chat_task, 8)
-    tables = [load_queries(chat_task, tokenizer, ids, 9)[:].tolist()]
-    tokenizer.chat_template = "{{ bos_token }}" + formats.CHATML
-    tables.append(load_queries(chat_task, tokenizer, ids, 9)[:].tolist())
-    tokenizer.bos_token = END
-    tables.append(load_queries(chat_task, tokenizer, ids, 9)[:].tolist())
-    assert all(a != b for a, b in zip(tables, tables[1:], strict=False))
+    tables = set()
+    for template, bos in ((formats.CHATML, START), (BOS_FIRST, START), (BOS_FIRST, END)):
+        tokenizer.chat_template, tokenizer.bos_token = template, bos
+        tables.add(str(load_queries(chat_task, tokenizer, ids, 9)[:].tolist()))
+    assert len(tables) == 3
 
 
 REWARD = """
@@ -303,18 +290,14 @@ def test_four_scripts_run_on_messages_and_responses_end_at_the_templates_end(
         name = script.__name__ + next(iter(reward))
         options = dict(total_episodes=16, eval_queries=4, output_dir=name, run_name=name, **reward)
         script.main(tiny.make_args(task, script, **options))
-        lines = [
-            json.loads(x) for x in Path("runs", name, "metrics.jsonl").read_text().splitlines()
-        ]
-        assert any(line["objective/ended"] > 0 for line in lines if "objective/ended" in line)
+        assert any(line["objective/ended"] > 0 for line in read_metrics(name))
     seen = load_function(function["reward_fn"]).__globals__["seen"]
     assert len(seen) > 32 and not any(word in text for text in seen for word in (START, END))
     assert any(text.endswith("user\nSay gray or red.\nassistant\n") for text in seen)
 
     (tmp_path / "judge.py").write_text(REWARD.replace("score", "judge"))
-    monkeypatch.setitem(
-        tasks.TASKS, "mine", replace(task, query_column="messages", response_column="messages")
-    )
+    columns = dict(query_column="messages", response_column="messages")
+    monkeypatch.setitem(tasks.TASKS, "mine", replace(task, **columns))
     judge = f"{tmp_path / 'judge.py'}:judge"
     winrate.main(winrate.Args(a="data", b="sft", task="mine", judge=judge, queries=6))
     seen = load_function(judge).__globals__["seen"]
@@ -350,13 +333,10 @@ def test_texts_for_a_chat_model_are_warned_about(rows, hint, model, tmp_path, ca
 def test_dialogues_become_messages_by_the_code_of_docs_data(model, tmp_path, monkeypatch, capsys):
     """As they are, sft.py would learn to repeat a dialogue. A dialogue without an answer is a query."""
     monkeypatch.chdir(tmp_path)
-    task = make_task(
-        model, formats.HH_RLHF, Path("rows.jsonl"), query_length=200, response_length=40
-    )
+    lengths = dict(query_length=200, response_length=40)
+    task = make_task(model, formats.HH_RLHF, Path("rows.jsonl"), **lengths)
     texts = replace(task, query_column="chosen", response_column="chosen")
-    tiny.refuses(
-        lambda: load(sequences.load_responses, texts), "--response_column chosen", "data.md"
-    )
+    refuses(lambda: load(sequences.load_responses, texts), "--response_column chosen", "data.md")
 
     rows = datasets.Dataset.from_list(formats.HH_RLHF)
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: rows)
@@ -380,16 +360,8 @@ def test_dialogues_become_messages_by_the_code_of_docs_data(model, tmp_path, mon
     assert sides == [list(pair) for pair in zip(answers, bad, strict=True)]
 
 
-JUDGED = [
-    {"prompt": prompt, "completion": f" {text}", "label": label}
-    for prompt, text, label in [
-        ("Hi", "yes", True),
-        ("So", "no", False),
-        ("Hi", "bad", False),
-        ("So", "good", True),
-        ("Hi", "more", True),
-    ]
-]
+GOOD, BAD = [("Hi", " yes"), ("So", " good"), ("Hi", " more")], [("So", " no"), ("Hi", " bad")]
+JUDGED = [dict(prompt=p, completion=c, label=(p, c) in GOOD) for p, c in [*BAD, *GOOD]]
 
 
 def test_judged_answers_become_references_and_pairs_by_the_code_of_docs_data(
@@ -402,9 +374,8 @@ def test_judged_answers_become_references_and_pairs_by_the_code_of_docs_data(
     assert len(load(sequences.load_responses, task)) == 5
     assert "label is false" in capsys.readouterr().out
     given = load_tokenizer(task, 8)
-    tiny.refuses(
-        lambda: labels.load_labels(task, *given), "--label_dataset judged.jsonl", "data.md"
-    )
+    pairs = lambda: labels.load_labels(task, *given)  # noqa: E731
+    refuses(pairs, "--label_dataset judged.jsonl", "data.md")
 
     exec(next(x for x in blocks("docs/data.md", "python") if "judged.jsonl" in x), {})
     task = replace(task, query_dataset="sft.jsonl", label_dataset="pairs.jsonl")
@@ -468,16 +439,6 @@ def test_decoding_leaves_out_the_end_and_the_padding(model):
     assert decode(model.tokenizer, torch.tensor([[*tokens, pad]]), pad) == ["It is blue."]
 
 
-def test_gpt2s_ids_are_those_that_the_tasks_name(gpt2):
-    """13 and 198 are [O]'s truncate tokens; 764 is what the hub's books and articles have for 13."""
-    assert len(gpt2) == 50257 and gpt2.eos_token_id == 50256
-    found = [gpt2.encode(text) for text in (".", " .", "\n", "\n\nThe")]
-    assert found == [[13], [764], [198], [198, 198, 464]]
-    assert gpt2.decode([23073, 11, 339, 561]) == "usually, he would"
-    books = [gpt2.encode(row["text"]) for row in formats.BOOKS]
-    assert all(13 not in tokens and 764 in tokens for tokens in books)
-
-
 def test_a_tokenizer_reads_anothers_ids_if_it_has_them_all(gpt2, hers):
     more = formats.gpt2_tokenizer()
     more.add_special_tokens({"pad_token": "[PAD]"})  # as many fine-tuned GPT-2s have it
@@ -491,15 +452,13 @@ def test_ids_become_the_same_texts_without_padding_and_with_the_others_own_end(g
     expected = [chat.encode(text) for text in ("It .<|endoftext|>", " I'm .\n", "")]
     assert translate(torch.tensor(tokens), gpt2, 50257, chat) == expected
     chat.add_special_tokens({"eos_token": "<|im_end|>"})
-    (ids,) = translate(torch.tensor([[1026, 50256]]), gpt2, 50257, chat)
-    expected = [*chat.encode("It"), chat.convert_tokens_to_ids("<|im_end|>")]
-    assert ids == expected
-    chat.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|im_end|> $A", special_tokens=[("<|im_end|>", ids[-1])]
-    )
-    assert chat.encode("It")[0] == ids[-1]  # it begins every text with that, as Llama's does
-    (ids,) = translate(torch.tensor([[1026, 50256]]), gpt2, 50257, chat)
-    assert ids == expected
+    end = chat.convert_tokens_to_ids(END)
+    expected = [[*chat.encode("It"), end]]
+    assert translate(torch.tensor([[1026, 50256]]), gpt2, 50257, chat) == expected
+    adds_end = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, end)])
+    chat.backend_tokenizer.post_processor = adds_end
+    assert chat.encode("It")[0] == end  # it begins every text with that, as Llama's does
+    assert translate(torch.tensor([[1026, 50256]]), gpt2, 50257, chat) == expected
 
 
 def test_ids_beyond_the_tokenizer_are_no_text(gpt2, hers):
@@ -516,5 +475,5 @@ def test_the_id_of_a_text_is_the_one_that_it_has_inside_of_a_text():
     assert tokenizer.encode(".") != [period] and tokenizer.encode("dog. dog.") == [dog, period] * 2
     assert single_token(tokenizer, ".", "--truncate_token") == period
     assert single_token(tokenizer, "dog", "--truncate_token") == dog  # as it is in a text
-    with pytest.raises(InputError, match="--truncate_token 'dog.'"):
-        single_token(tokenizer, "dog.", "--truncate_token")
+    two = lambda: single_token(tokenizer, "dog.", "--truncate_token")  # noqa: E731
+    refuses(two, "--truncate_token 'dog.'")
