@@ -639,7 +639,8 @@ def eos_run(script):
 
 
 @both
-def test_X9_the_mask_ends_with_eos_the_score_sits_there_and_a_missing_eos_costs_the_penalty(script):
+def test_X9_L2_the_mask_ends_with_eos_the_score_sits_there_minus_beta_times_the_kl(script):
+    """Of each token in ppo.py, summed in rloo.py. A missing EOS costs the penalty."""
     task = tiny.make_task(eos_task=True, truncate_after=0)
     policy, ref = tiny.make_policy(script=script), tiny.make_policy(seed=3, script=script)
     reward = lambda queries, responses: torch.arange(1.0, 9.0)  # noqa: E731

@@ -95,28 +95,6 @@ def test_frac_reward_zero_std_is_the_fraction_of_queries_whose_scores_are_all_eq
     assert run.metrics[0]["objective/frac_reward_zero_std"] == 1 / 4
 
 
-# ------------------------------------------------------------------------------------------- L1, L2
-
-
-@pytest.mark.parametrize(
-    ("logprobs", "ref_logprobs", "kl_coef", "expected"),
-    [
-        # [R], with the KL added as there: tokens of -1, 0.1 and 0.7
-        ([-12.3, -8.3, -2.3], [-11.3, -8.4, -2.0], -1.0, -0.2),
-        ([-1.0, -2.0, 0.0], [-2.0, -3.0, 0.0], 0.1, 0.8),  # surer than the reference: penalized
-    ],
-)
-def test_L1_L2_a_responses_reward_is_its_score_minus_the_summed_kl(
-    logprobs, ref_logprobs, kl_coef, expected
-):
-    numbers = [(torch.tensor([x]), None) for x in (logprobs, ref_logprobs)]
-    policy, ref = (tiny.Stub(lambda contexts, responses, x=x: x) for x in numbers)
-    reward = lambda queries, responses: torch.ones(1)  # noqa: E731
-    texts = dict(queries=tiny.make_contexts([3], 3), responses=torch.tensor([[7, 6, tiny.EOS]]))
-    rollout = tiny.make_rollout(policy, ARGS, rloo, kl_coef, ref=ref, reward=reward, **texts)
-    assert_close(rollout.rewards, torch.tensor([expected]))
-
-
 # ----------------------------------------------------------------------------------------------- L4
 
 
