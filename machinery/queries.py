@@ -165,8 +165,8 @@ def ends_word(text: str, offsets: list[tuple[int, int]], end: str) -> list[bool]
 
 def cut_query(
     tokens: list[int], length: int, start: int | None, ends: list[bool] | None
-) -> list[int] | None:
-    """The query inside a passage, or None to skip the passage (P3).
+) -> list[int]:
+    """The query inside a passage, empty if there is none (P3).
 
     It begins after the first `start` token, has at most `length` tokens, and ends with the last of
     those for which `ends` is True.
@@ -174,13 +174,13 @@ def cut_query(
     first = 0
     if start is not None:
         if start not in tokens:
-            return None
+            return []
         first = (tokens.index(start) + 1) % len(tokens)  # OpenAI: a final start token cuts nothing
     tokens = tokens[first : first + length]
     if ends is None:
         return tokens
     stops = [i + 1 for i, end in enumerate(ends[first : first + length]) if end]
-    return tokens[: stops[-1]] if stops else None
+    return tokens[: stops[-1]] if stops else []
 
 
 def keep_last_line(text: str, length: int, tokenizer: Any) -> list[int]:
@@ -193,8 +193,8 @@ def keep_last_line(text: str, length: int, tokenizer: Any) -> list[int]:
     return ids[:length]
 
 
-def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[list[int] | None]:
-    """Texts or lists of messages → queries as token lists; None for those that are skipped (P3).
+def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[list[int]]:
+    """Texts or lists of messages → queries as token lists, empty for those that are skipped (P3).
 
     Blank ones are, and messages whose last turn is too long. The query of a conversation that ends
     with an answer is what precedes it.
@@ -206,17 +206,14 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     start = single_token(tokenizer, task.start_text, "--start_text")
     wants_offsets = task.end_text is not None
     encoded = tokenizer(cleaned, add_special_tokens=False, return_offsets_mapping=wants_offsets)
-    queries: list[list[int] | None] = []
+    queries = []
     for i, (text, ids) in enumerate(zip(cleaned, encoded["input_ids"], strict=True)):
-        if not text.strip():
-            queries.append(None)
-            continue
         ends = None
         if task.end_text is not None:
             ends = ends_word(text, encoded["offset_mapping"][i], task.end_text)
         if task.keep_last_line and len(ids) > task.query_length:
             ids = keep_last_line(text, task.query_length, tokenizer)
-        queries.append(cut_query(ids, task.query_length, start, ends) or None)
+        queries.append(cut_query(ids, task.query_length, start, ends) if text.strip() else [])
     return queries
 
 
@@ -234,11 +231,10 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, max_queries: int) ->
     texts = texts.select(order[: max(max_queries, SMALL_TABLE)])
 
     def queries(batch: dict[str, list]) -> list[list[int]]:
-        found = tokenize_queries(batch[task.query_column], task, tokenizer)
-        return [query or [] for query in found]  # one for each row: columns stay beside them
+        return tokenize_queries(batch[task.query_column], task, tokenizer)
 
     table = tokenize_rows(texts, queries, task.query_length, task, tokenizer, ids)
-    table.extra = texts
+    table.extra = texts  # a row for each query, also for those that are skipped
     lengths = pyarrow.compute.list_value_length(table.rows.data.column("tokens"))
     table = table.select(np.flatnonzero(lengths))
     say_skipped(len(texts) - len(table), len(texts), task)

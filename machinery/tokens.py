@@ -137,14 +137,14 @@ def drop_answer(messages: list[dict]) -> list[dict]:
     return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
 
 
-def tokenize_prompt(messages: list[dict], length: int, tokenizer: Any) -> list[int] | None:
+def tokenize_prompt(messages: list[dict], length: int, tokenizer: Any) -> list[int]:
     """Tokens of a prompt, at most `length`: the oldest turns are dropped if it is longer.
 
-    A system message at the beginning stays. None if that and the last turn are too long, or if the
+    A system message at the beginning stays. Empty if that and the last turn are too long, or if the
     last message is blank.
     """
     if not messages or not messages[-1]["content"].strip():
-        return None
+        return []
     system = 1 if messages[0]["role"] in ("system", "developer") else 0
     turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
     for start in sorted({system, *turns}):
@@ -152,4 +152,4 @@ def tokenize_prompt(messages: list[dict], length: int, tokenizer: Any) -> list[i
         tokens = tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) <= length:
             return tokens
-    return None
+    return []

@@ -125,7 +125,7 @@ def test_the_oldest_turns_are_dropped_and_the_system_message_and_the_last_turn_s
     for i, messages in enumerate(kept):
         for length in (lengths[i], lengths[i - 1] - 1 if i else 10**6):
             assert tokenize_prompt(prompt, length, model.tokenizer) == model.write(messages)
-    assert tokenize_prompt(prompt, lengths[2] - 1, model.tokenizer) is None
+    assert tokenize_prompt(prompt, lengths[2] - 1, model.tokenizer) == []
     without = prompt[1:]  # SmolLM2's template then adds a system message, which counts
     n = len(model.write(without[2:]))
     for length, kept in ((n, without[2:]), (n - 1, without[4:])):
