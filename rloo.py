@@ -104,6 +104,8 @@ class Args(RunArgs):
     # Algorithm
     reward_model: str | None = None
     """folder or hub name of the reward model; default: models/<task>/train_reward"""
+    ref_model: str | None = None
+    """folder or hub name of the reference of the KL penalty; default: base_model"""
     kl_coef: NonNegativeFloat = 0.15
     """initial coefficient of the KL penalty"""
     kl_target: PositiveFloat | None = 6.0
@@ -416,7 +418,8 @@ def main(args: Args) -> None:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    ref = Policy(load_lm(task.base_model), ids.pad, task.temperature)
+    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model")
+    ref = Policy(ref_lm, ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
     lm = load_lm(task.base_model, length=ids.length)  # without dropout (P4); checked at this length
     policy = Policy(lm, ids.pad, task.temperature)

@@ -159,8 +159,8 @@ def latest_run(task: str, script: Path) -> Path:
 def meanings(args: Any) -> dict[str, str]:
     """What the names of local models and data mean now, by flag: see `meaning`."""
     task = args.task
-    names = {"base_model": task.base_model, "policy_model": getattr(args, "policy_model", None)}
-    names["query_dataset"] = task.query_dataset
+    names = {"base_model": task.base_model, "query_dataset": task.query_dataset}
+    names |= {flag: getattr(args, flag, None) for flag in ("policy_model", "ref_model")}
     if hasattr(args, "num_labels"):
         names["label_dataset"] = task.label_dataset
     if hasattr(args, "reward_model"):
@@ -193,6 +193,7 @@ def check_same_run(args: Any, processes: int, run: Path) -> None:
     old = json.loads((run / "args.json").read_text())
     meant = old.get("meanings", {})
     now = {flag: text for flag, text in meanings(args).items() if flag in meant}
+    new = json.loads(json.dumps(new, default=str))  # as they were written
     new, old = new | new["task"] | now, old | old["task"] | meant
     free = ["save_every", "keep_every", "resume", "run_name", "output_dir", "track", "push_to_hub"]
     changed = [

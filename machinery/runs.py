@@ -92,10 +92,13 @@ class Run:
         record |= {"device": self.accelerator.device.type, "command": sys.argv}
         if not self.source:
             self.folder = artifacts.create_run_folder(self.args, self.script)
-            shutil.copy(self.script, self.folder / self.script.name)
+            reward_file, _, _ = (self.args.task.reward_fn or "").rpartition(":")
+            for file in (self.script, Path(reward_file)):
+                if file.is_file():
+                    shutil.copy(file, self.folder / file.name)
             record |= artifacts.describe_environment(self.folder)
             record["meanings"] = checkpoints.meanings(self.args)
-            (self.folder / "args.json").write_text(json.dumps(record, indent=1))
+            (self.folder / "args.json").write_text(json.dumps(record, indent=1, default=str))
         self.lock = filelock.FileLock(self.folder / ".lock")  # released when the process ends
         with about(f"another process is still writing {self.folder}"):
             self.lock.acquire(timeout=0)
@@ -111,24 +114,24 @@ class Run:
         with suppress(OSError):  # the terminal may be gone
             print(f"stopped after {self.step} of {self.total} updates; {how}", file=sys.stderr)
 
-    def restore(self, model: nn.Module, optimizer: Any, kl_coef: float = 0.0) -> tuple[int, float]:
-        """Return the number of updates that are done and the KL coefficient.
+    def restore(self, model: nn.Module, optimizer: Any, state: Any = None) -> tuple[int, Any]:
+        """Return the number of updates that are done, and the state that `checkpoint` was given.
 
         With `--resume`, weights and optimizer become those of the checkpoint, and metrics and
-        samples are cut back to it. Without, the result is 0 and `kl_coef`.
+        samples are cut back to it. Without, the result is 0 and `state`.
         """
         if self.main:
             atexit.register(self.stopped_early)
         if self.source is None:
-            return 0, kl_coef
+            return 0, state
         plain = self.accelerator.unwrap_model(model)
-        state = checkpoints.load_checkpoint(self.source, plain, optimizer.optimizer)
-        self.step = self.start = state["step"]
+        saved = checkpoints.load_checkpoint(self.source, plain, optimizer.optimizer)
+        self.step = self.start = saved["step"]
         if self.main:
-            self.cut_back(self.source, state["lengths"])
+            self.cut_back(self.source, saved["lengths"])
             self.progress.start = self.start
             print(f"resuming {self.folder} after {self.start} of {self.total}", flush=True)
-        return self.start, state["kl_coef"]
+        return self.start, saved["state"]
 
     def cut_back(self, source: Path, lengths: dict[str, int]) -> None:
         """Restore the run's files to what they were at the checkpoint `source`."""
@@ -144,9 +147,10 @@ class Run:
             if path.name > source.name:
                 path.unlink()
 
-    def checkpoint(self, step: int, model: nn.Module, optimizer: Any, kl_coef: float = 0.0) -> None:
+    def checkpoint(self, step: int, model: nn.Module, optimizer: Any, state: Any = None) -> None:
         """Write a checkpoint after `step` updates, if one is due or a signal asks for one.
 
+        `state` is what else a resumed run needs, such as the KL coefficient: any JSON value.
         After a signal, end the run with exit code 143. The last update needs no checkpoint.
         """
         every = self.args.save_every
@@ -157,7 +161,7 @@ class Run:
             return
         files = [self.folder / name for name in FILES]
         lengths = {path.name: path.stat().st_size if path.exists() else 0 for path in files}
-        state = {"kl_coef": kl_coef, "lengths": lengths}
+        state = {"state": state, "lengths": lengths}
         folder, plain = self.folder / "checkpoints", self.accelerator.unwrap_model(model)
         checkpoints.save_checkpoint(folder, step, plain, optimizer.optimizer, state)
         if asked:

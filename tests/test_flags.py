@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch.testing import assert_close
 import ppo
 import rloo
 import train_reward
-from machinery import queries
+from machinery import models, queries
 from machinery.progress import Progress
 from machinery.queries import load_queries, load_texts
 from machinery.tokens import load_tokenizer
@@ -42,7 +43,7 @@ BY_FILE = {  # where the other flags are tested
     "test_queries.py": "task",
     "test_details.py": "batch_size micro_batch_tokens rollout_batch_size",
     "test_rloo.py": "rloo_k",
-    "test_flags.py": "eval_queries policy_model cuda_graphs",
+    "test_flags.py": "eval_queries policy_model cuda_graphs ref_model",
     "test_launch.py": "tf32",
     "test_scripts.py": "gradient_checkpointing reward_model",
     "test_runs.py": "run_name output_dir keep_every",
@@ -199,6 +200,31 @@ def test_X8_G5_without_anneal_lr_the_learning_rate_is_constant(script):
         tiny.run_episodes(script, tiny.small_args(script, anneal_lr=anneal_lr), AdamTF=Spy)
     falling = [1e-3] * 4 + [1e-3 * 2 / 3] * 4 + [1e-3 / 3] * 4  # 3 updates of 4 steps
     assert lrs == pytest.approx(falling + [1e-3] * 12)
+
+
+@pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
+def test_the_kl_is_to_ref_model_and_the_policy_starts_at_base_model(script, tmp_path, monkeypatch):
+    """By a slow loop over the first update's texts, each alone."""
+    monkeypatch.chdir(tmp_path)
+    task = tiny.write_task(Path("task"))
+    names = {"policy": task.base_model, "ref": str(tiny.write_model(Path("ref"), seed=5))}
+    Path("reward.py").write_text("def score(queries, responses): return [0.0 for _ in queries]")
+    rollouts: list = []
+    make = script.Rollout
+    monkeypatch.setattr(script, "Rollout", lambda *x: rollouts.append(make(*x)) or rollouts[-1])
+    flags = dict(reward_fn="reward.py:score", ref_model=names["ref"], eval_every=99)
+    script.main(tiny.small_args(script, task, **flags, total_episodes=8))
+    lms = {name: models.load_lm(path) for name, path in names.items()}
+    first = next(x for x in rollouts if len(x.mask) == 8)
+    for context, response, kl in zip(first.contexts, first.responses, first.kl, strict=True):
+        tokens = torch.cat([context[context != tiny.WORDS], response])[None]
+        logps = {
+            name: (lm(tokens).logits[0, -len(response) - 1 : -1] / task.temperature).log_softmax(-1)
+            for name, lm in lms.items()
+        }
+        taken = {name: x.gather(1, response[:, None])[:, 0] for name, x in logps.items()}
+        torch.testing.assert_close(kl, taken["policy"] - taken["ref"], atol=1e-4, rtol=1e-4)
+    assert first.kl.abs().max() > 0.01
 
 
 def test_X13_R3_policy_model_samples_and_base_model_becomes_the_reward_model(

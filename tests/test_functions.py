@@ -110,6 +110,7 @@ def test_a_reward_sees_the_columns_of_each_query_in_training_and_evaluation(name
     if name != "ppo":  # in each group of queries [K, P], all rows are the same
         k = {"rloo": 4, "samples_per_query": 2}[name]
         assert all(values == values[: 8 // k] * k for call in calls[1::2] for values in call)
+    assert Path("runs/run/by_column.py").read_text() == Path("by_column.py").read_text()
     line = read_metrics("run")[0]
     assert line["eval/gold_score"] == pytest.approx(np.mean(heldout[0]))
     assert line["objective/gold_score"] == pytest.approx(np.mean(calls[1][0]))

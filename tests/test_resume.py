@@ -11,6 +11,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -40,6 +41,7 @@ import ppo
 import rloo
 from machinery import artifacts, checkpoints, cli, distributed, models, progress, runs
 from machinery.cli import InputError
+from machinery.functions import import_file
 
 ROOT = Path(__file__).parents[1]
 
@@ -418,7 +420,7 @@ def test_a_checkpoint_is_one_safetensors_file_and_the_newest_two_are_kept(copy):
     assert sorted(tensors) == sorted(f"{kind}/{name}" for kind in kinds for name in weights)
     lines = Path("runs/ran/metrics.jsonl").read_text().splitlines(keepends=True)
     following = json.loads(lines[5])["objective/kl_coef"]
-    assert state["step"] == 5 and state["kl_coef"] == pytest.approx(following, rel=1e-6)
+    assert state["step"] == 5 and state["state"] == pytest.approx(following, rel=1e-6)
     assert following != json.loads(lines[4])["objective/kl_coef"]
     assert state["groups"][0]["t"] == 5 * 4 and state["groups"][0]["eps_hat"] == 1e-5
     assert state["lengths"]["metrics.jsonl"] == sum(map(len, lines[:5]))
@@ -525,6 +527,37 @@ def test_the_reward_model_and_the_labels_of_a_run_are_recorded_where_it_has_them
     assert checkpoints.meaning("me/on-the-hub:main@train") is None
     assert checkpoints.meaning("task/labels.json") != checkpoints.meaning("task")
     assert checkpoints.meaning("task:default@train").startswith("task:default@train (sha256 ")
+
+
+def test_a_copys_own_state_and_flags_of_any_type_are_resumed(tmp_path, monkeypatch):
+    """The edit of docs/your-experiment.md; here, the price is taken from kl_coef."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoints, "KEPT", 100)
+    write_files(tmp_path)
+    page = (artifacts.ROOT / "docs/your-experiment.md").read_text()
+    (edit,) = (x for x in re.findall(r"```diff\n(.*?)```", page, flags=re.S) if "run.restore" in x)
+    text = ppo.SCRIPT.read_text()
+    for old, new in re.findall(r"^-(.*\n)((?:^\+.*\n)+)", edit, flags=re.M):
+        assert text.count(old) == 1
+        text = text.replace(old, new.replace("+", "", 1).replace("\n+", "\n"))
+    flags = "    max_length: tuple[float, ...] = (2.0, 9.0)\n    notes: Path = Path('notes')\n"
+    text = text.replace("    # Optimization\n", f"{flags}\n    # Optimization\n", 1)
+    text = text.replace("- args.max_length)", "- args.max_length[0])")
+    text = text.replace(
+        "queries, columns, epochs[0], kl_coef, rng)",
+        "queries, columns, epochs[0], kl_coef + price, rng)",
+    )
+    Path("mine.py").write_text(text)
+    monkeypatch.setitem(SCRIPTS, "mine", import_file("mine.py"))
+    SCRIPTS["mine"].main(settings("mine", run_name="full", save_every=1))
+    shutil.copytree("runs/full", "runs/again")
+    for path in Path("runs/again/checkpoints").glob("0000000[4-9]*"):
+        path.unlink()
+    shutil.rmtree("runs/again/model")
+    saved = [read_state(path)[1]["state"][1] for path in checkpoint_files("full")]
+    assert saved == sorted(saved) and saved[0] < saved[-1]  # the price, which rises
+    SCRIPTS["mine"].main(settings("mine", save_every=1, resume="runs/again"))
+    assert_same_run(Path("runs/again"), Path("runs/full"))
 
 
 def test_another_precision_is_refused(copy, bf16_accelerator):
