@@ -325,7 +325,7 @@ def run_episodes(
         "load_tokenizer": lambda *a, **k: (Tokenizer(), ids),
         "load_queries": lambda *a, **k: Table(queries),
         "load_reward": lambda *a: lambda queries, responses, columns: reward(queries, responses),
-        "load_lm": lambda name, **more: models_left[0].lm,
+        "load_lm": lambda *names, **more: models_left[0].lm,
         policy_class: lambda *a: models_left.pop(0),
         "load_gold_reward": lambda *a: None,
         "Run": FakeRun(),
