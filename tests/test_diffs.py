@@ -246,8 +246,8 @@ def run_main(script, task, precision="no", moved=False, names=None, **flags):
     losses = "ppo_losses" if hasattr(script, "ppo_losses") else "rloo_loss"
     compute_losses = getattr(script, losses)
 
-    def spy_lm(name, **settings):
-        run.loaded.append(load_lm(name, **settings))
+    def spy_lm(*names, **settings):
+        run.loaded.append(load_lm(*names, **settings))
         if moved and len(run.loaded) == 2:
             run.loaded[1].transformer.h[0].mlp.c_fc.weight.data *= 1.3
         return run.loaded[-1]
