@@ -1,20 +1,19 @@
 """Where such code went wrong before (pitfalls 1 to 22), where no other file shows it.
 
-2, 3, 5, 6, 8 and 12 are G3, R1, P6, P9 and P4 in test_details.py, 4 is in test_tokens.py, 11 and
-19 on two processes in test_distributed.py, 13 in test_decoding.py, 17 in test_resume.py.
+1 is L6 in test_rloo.py; 2, 3, 5, 6, 8, 12 to 15 are G3, R1, P6, X11, P4, G4, X9 and P5 in
+test_details.py; 9 of ppo and rloo is X9 there; 4 is G2; 11, 19 on two processes: test_distributed.py;
+16 is L3 in test_rloo.py; 17 is in test_resume.py.
 """
 
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from test_details import naive_gae
 from tiny import PAD, WORDS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,7 +25,7 @@ import train_reward
 import utils
 from machinery import artifacts, checkpoints, models, sequences
 from machinery.labels import Labels, load_labels
-from machinery.rewards import RewardConfig, load_reward_model
+from machinery.rewards import load_reward_model
 from machinery.tokens import load_tokenizer
 
 BOTH = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
@@ -46,57 +45,11 @@ def one_update(script, task=None, **flags):
     return tiny.small_args(script, task, **dict(total_episodes=8) | flags)
 
 
-# ----------------------------------------------------------------------------- 1: without learning
+# ------------------------------------------------------------------------ 7: what padding does
 
 
 @BOTH
-@pytest.mark.parametrize("kind", tiny.KINDS)
-def test_without_learning_every_ratio_is_1(script, kind, accelerator):
-    """Exactly 1 in the first epoch, cut into micro-batches as the rollout was. Later ones add up
-    in another order. With learning: test_L6_the_first_minibatch_has_ratios_of_exactly_1."""
-    ratios, loss = [], getattr(script, LOSS[script])
-
-    def spy(logprobs, *args):
-        old = args[1] if script is ppo else args[0]
-        log_ratio = logprobs.detach() - old.logprobs  # of tokens [b, R]
-        ratios.append((log_ratio if script is ppo else log_ratio.sum(dim=1)).exp())
-        return loss(logprobs, *args)
-
-    args = one_update(script, lr=0.0, num_ppo_epochs=3, micro_batch_tokens=26)
-    policy = tiny.make_policy(kind, script=script)
-    run = tiny.run_episodes(script, args, policy, **{LOSS[script]: spy})
-    ratios = torch.cat(ratios)
-    assert len(ratios) == 3 * 8 and (ratios[:8] == 1).all()
-    assert (ratios - 1).abs().max() < 1e-4
-    assert run.metrics[0]["ppo/policy/clipfrac_avg"] == 0
-    assert run.metrics[0]["ppo/policy/approxkl_avg"] < 1e-8
-
-
-# --------------------------------------------------------------------- 2, 6 to 8: what padding does
-
-
-def test_prefix_and_suffix_join_the_query_without_a_gap():
-    ids = utils.TokenIds(pad=9, truncate=None, prefix=[1, 2], suffix=[3])
-    queries = torch.tensor([[9, 9, 5, 6], [4, 4, 4, 4]])
-    expected = [[9, 9, 1, 2, 5, 6, 3], [1, 2, 4, 4, 4, 4, 3]]
-    assert utils.add_affixes(queries, ids).tolist() == expected
-
-
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.99, 0.0)])
-def test_advantages_equal_a_brute_force_sum_over_each_responses_own_length(gamma, lam):
-    rng, lengths = np.random.default_rng(0), [6, 1, 4]
-    mask = np.arange(6) < np.array(lengths)[:, None]
-    rewards, values = (rng.normal(size=(3, 6)) * mask for _ in range(2))
-    found = ppo.gae(torch.tensor(rewards), torch.tensor(values), gamma, lam)
-    expected = np.zeros((3, 6))
-    for i, n in enumerate(lengths):
-        expected[i, :n] = naive_gae(rewards[i, :n], values[i, :n], gamma, lam)
-    torch.testing.assert_close(found, tuple(map(torch.tensor, (expected, expected + values))))
-
-
-@BOTH
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e30])
-def test_nan_and_huge_numbers_at_masked_positions_change_nothing(number, script, accelerator):
+def test_nan_at_masked_positions_changes_nothing(script, accelerator):
     """Neither rollout, nor gradients, nor metrics, with responses that end in one micro-batch with
     others that do not."""
 
@@ -109,7 +62,7 @@ def test_nan_and_huge_numbers_at_masked_positions_change_nothing(number, script,
 
     args = one_update(script, EOS_TASK, num_ppo_epochs=1, micro_batch_tokens=4096)
     results = []
-    for padding in (0.0, number):
+    for padding in (0.0, math.nan):
         policy, ref = (tiny.make_policy(seed=seed, script=script) for seed in (0, 3))
         reward, rollouts = tiny.make_reward(), []
         for model in (policy, ref):
@@ -125,31 +78,6 @@ def test_nan_and_huge_numbers_at_masked_positions_change_nothing(number, script,
         assert clean.isfinite().all() and torch.equal(clean, other)
 
 
-@pytest.mark.parametrize("huge", [float("nan"), float("inf"), 1e9])
-def test_whitening_masks_mean_and_variance(huge):
-    """Of the population: 1, 3, 5, 7 have mean 4 and variance 5. Equal numbers do not blow up."""
-    x = torch.tensor([[1.0, 3.0, huge], [5.0, 7.0, -huge]])
-    mask = torch.tensor([[True, True, False], [True, True, False]])
-    expected = torch.tensor([[-3.0, -1, 0], [1, 3, 0]]) / math.sqrt(5)
-    torch.testing.assert_close(ppo.whiten(x, mask), expected)
-    shifted = (expected + 4).masked_fill(~mask, 0)
-    torch.testing.assert_close(ppo.whiten(x, mask, shift_mean=False), shifted)
-    assert not ppo.whiten(torch.full((2, 3), 7.0), mask).any()
-
-
-@BOTH
-def test_an_update_mutates_nothing_of_its_rollout(script, accelerator):
-    kept = []
-
-    def spy(*fields, rollout_class=script.Rollout):
-        rollout = rollout_class(*fields)
-        kept.append((rollout, [x.clone() for x in rollout]))
-        return rollout
-
-    tiny.run_episodes(script, one_update(script, EOS_TASK), Rollout=spy)
-    assert all(map(torch.equal, *kept[1]))
-
-
 # --------------------------------------------------------------------------------- 9: the gradient
 
 
@@ -159,70 +87,31 @@ def assert_gradients(run, model) -> None:
         torch.testing.assert_close(found, p.grad, atol=4e-5, rtol=1e-4)
 
 
-def naive_loss(script, policy, rollout, args) -> Tensor:
-    """The mean over tokens or, in rloo.py, responses: one after the other, without padding."""
-    losses = []
-    if script is ppo:
-        advantages, returns = ppo.compute_advantages(rollout, args)
-    else:
-        advantages = rloo.compute_advantages(rollout.rewards, args)
-    for i, (context, mask) in enumerate(zip(rollout.contexts, rollout.mask, strict=True)):
-        response = rollout.responses[i][mask]
-        logprobs, _, *values = policy(context[context != PAD][None], response[None])
-        old = rollout.logprobs[i][mask]
-        if script is rloo:
-            ratio = (logprobs[0].sum() - old.sum()).exp()
-            losses.append(torch.max(-advantages[i] * ratio, -advantages[i] * ratio.clamp(0.8, 1.2)))
-            continue
-        for t in range(len(response)):
-            ratio, advantage = (logprobs[0, t] - old[t]).exp(), advantages[i, t]
-            pg_loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
-            value, old_value, target = values[0][0, t], rollout.values[i, t], returns[i, t]
-            clipped = value.clamp(old_value - 0.2, old_value + 0.2)
-            vf_loss = 0.5 * torch.max((value - target) ** 2, (clipped - target) ** 2)
-            losses.append(pg_loss + 0.1 * vf_loss)
-    return torch.stack(losses).mean()
-
-
-@BOTH
-@pytest.mark.parametrize("task", [tiny.make_task(), EOS_TASK], ids=["fixed", "eos"])
-def test_the_gradient_is_that_of_a_naive_loop(task, script, accelerator):
-    """Of responses of uneven length in uneven micro-batches: a mean of means would differ."""
-    sizes = dict(num_minibatches=1, num_ppo_epochs=1, micro_batch_tokens=40)
-    args, policy, rollouts = one_update(script, task, **sizes), tiny.make_policy(script=script), []
-    noisy = tiny.noisy_rollout(script, rollouts)
-    run = tiny.run_episodes(script, args, policy, Rollout=noisy, AdamTF=tiny.Recorder)
-    loss = naive_loss(script, policy, rollouts[1], args)
-    loss.backward()
-    assert rollouts[1].mask.all() != task.eos_task
-    assert run.metrics[0]["ppo/policy/clipfrac_avg"] > 0.1
-    assert_gradients(run, policy)
-
-
-@pytest.mark.parametrize("micro_batch_tokens", [1, 40, 4096])
-def test_reward_training_follows_the_mean_over_labels(micro_batch_tokens, accelerator):
-    """Of 6 labels with 3 candidates each, all of uneven length."""
+@pytest.mark.parametrize(("k", "micro_batch_tokens"), [(2, 40), (3, 1), (3, 40), (3, 4096)])
+def test_R4_reward_training_follows_the_mean_over_labels(k, micro_batch_tokens, accelerator):
+    """Of 6 labels with k candidates each, all of uneven length; a pair is -log sigmoid."""
     rng, model = np.random.default_rng(0), tiny.make_reward()
     queries = [rng.integers(1, PAD, n) for n in (8, 1, 3, 5, 2, 8)]
-    responses = [[rng.integers(1, PAD, n) for n in rng.integers(1, 6, 3)] for _ in queries]
-    labels = Labels(queries, responses, np.arange(6) % 3)
+    responses = [[rng.integers(1, PAD, n) for n in rng.integers(1, 6, k)] for _ in queries]
+    labels = Labels(queries, responses, np.arange(6) % k)
     sizes = dict(num_labels=6, batch_size=6, num_heldout=0, micro_batch_tokens=micro_batch_tokens)
     args = train_reward.Args(task=tiny.make_task(), **sizes)
-    run = tiny.run_reward_training(
-        args, model, labels, AdamTF=tiny.Recorder, normalize=lambda *a: (0.0, 1.0)
-    )
-    losses = []
+    spies = dict(AdamTF=tiny.Recorder, normalize=lambda *a: (0.0, 1.0))
+    run = tiny.run_reward_training(args, model, labels, **spies)
+    losses, right = [], []
     for query, candidates, best in zip(queries, responses, labels.best, strict=True):
         rows = [torch.tensor([*query, *response])[None] for response in candidates]
-        rewards = torch.cat([model(row) for row in rows])
-        losses.append(rewards.logsumexp(0) - rewards[best])
+        gaps = torch.cat([model(row) for row in rows]) - model(rows[best])
+        losses.append(gaps.exp().sum().log())
+        right.append(gaps.max().item() == 0)
     loss = torch.stack(losses).mean()
     loss.backward()
     assert run.metrics[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert run.metrics[0]["accuracy"] == pytest.approx(np.mean(right))
     assert_gradients(run, model)
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [1, 20, 4096])
+@pytest.mark.parametrize("micro_batch_tokens", [20, 4096])
 def test_sft_follows_the_mean_over_tokens(micro_batch_tokens, accelerator, monkeypatch):
     """Of the real tokens of responses. Clipping far above the norm hides no factor; it clips."""
     monkeypatch.setattr(torch.optim, "AdamW", tiny.Recorder)
@@ -255,12 +144,8 @@ def test_every_script_takes_exactly_its_steps(runs):
     on 24 episodes; train_reward: 12 labels / 4."""
     assert runs.optimizer_steps == {"train_reward": 3, "ppo": 12, "rloo": 12}
     for name, copies in (("ppo", 1), ("rloo", 4)):
-        lines, rollouts = runs.metrics[name], training_rollouts(runs, name)
-        assert [line["step"] for line in lines] == [0, 1, 2] and len(rollouts) == 3
-        assert [line["ppo/episode"] for line in lines] == [8, 16, 24]
-        for line in lines:
-            seconds = sum(line[f"time/{phase}"] for phase in ("sample", "score", "optimize"))
-            assert line["time/episodes_per_second"] == pytest.approx(8 / seconds)
+        rollouts = [x for x in runs.rollouts[name] if len(x.responses) == 8]  # not evaluations
+        assert [line["ppo/episode"] for line in runs.metrics[name]] == [8, 16, 24]
         rows = [{tuple(row) for row in rollout.contexts.tolist()} for rollout in rollouts]
         assert [len(x) for x in rows] == [8 // copies] * 3
         assert len(set.union(*rows)) == 24 // copies  # no query comes twice before all have come
@@ -286,82 +171,6 @@ def sft_blocks(runs) -> tuple[Tensor, sequences.TokenTable]:
     return sequences.load_blocks(args.task, 10, tokenizer, ids).hold_out(6)
 
 
-# ------------------------------------------------------------------------------ 14, 15: KL and score
-
-OWN = torch.tensor([0.0, -1.0, -1.0, -2.0, -1.0])  # log-probabilities by token
-REF = torch.tensor([0.0, -1.5, -1.25, -1.75, -2.0])  # log pi - log pi_ref: 0.5, 0.25, -0.25, 1
-
-
-@BOTH
-@pytest.mark.parametrize("eos_task", [False, True])
-def test_kl_is_positive_where_the_policy_is_surer_and_lowers_the_reward(eos_task, script):
-    """Responses 1 2 and 3 4, of which the first ends with 1 and scores 2; the other costs 4."""
-    penalty = dict(truncate_after=0, missing_eos_penalty=4.0)
-    task = tiny.make_task(eos_task=eos_task, response_length=2, **penalty)
-    outputs = 3 if script is ppo else 2  # values are not looked at
-
-    def model(table):
-        return tiny.Stub(lambda c, r: [torch.where(r < 5, table[r.clamp(max=4)], 0.0)] * outputs)
-
-    reward = lambda queries, responses: torch.tensor([2.0, 9.0])  # noqa: E731
-    inputs = dict(queries=torch.tensor([[7], [8]]), responses=torch.tensor([[1, 2], [3, 4]]))
-    inputs |= dict(ref=model(REF), reward=reward, ids=utils.TokenIds(PAD, 1, [], []))
-    args = tiny.make_args(task, script)
-    rollout = tiny.make_rollout(model(OWN), args, script, **inputs, kl_coef=0.2)
-    first = [[-0.1, 1.95], [1.9, 0.0]][eos_task]
-    rewards = torch.tensor([first, [0.05, 3.8]])
-    torch.testing.assert_close(rollout.rewards, rewards if script is ppo else rewards.sum(dim=1))
-    metrics = script.rollout_metrics(rollout, {}, 0.2, PAD, None)
-    kl, entropy, length = (0.625, 2.0, 1.5) if eos_task else (0.75, 2.5, 2.0)
-    expected = {
-        "objective/scores": 3.0,
-        "objective/scores_std": 1.0,
-        "objective/kl": kl,
-        "objective/kl_coef": 0.2,
-        "objective/rlhf_reward": 3 - 0.2 * kl,
-        "objective/entropy": entropy,
-        "objective/ended": 0.5,
-        "objective/response_length": length,
-        "objective/cut_length": 1.5,
-    }
-    if script is ppo:
-        expected["objective/score_total"] = 3 - 0.2 * kl
-    assert {name: float(x) for name, x in metrics.items()} == pytest.approx(expected, abs=1e-6)
-
-
-def training_rollouts(runs, name: str) -> list:
-    """Rollouts of the updates, not of evaluations, which have 4 responses."""
-    return [rollout for rollout in runs.rollouts[name] if len(rollout.responses) == 8]
-
-
-@pytest.mark.parametrize("name", ["ppo", "rloo"])
-def test_the_kl_that_is_logged_is_the_kl_that_is_trained_on(name, runs):
-    """kl_coef * KL is what the rewards of the rollout lack to its scores."""
-    lines = runs.metrics[name]
-    for line, rollout in zip(lines, training_rollouts(runs, name), strict=True):
-        total = rollout.rewards.view(8, -1).sum(dim=1)
-        penalty = (rollout.scores - total).mean().item()
-        kl_coef = line["objective/kl_coef"]
-        assert kl_coef * line["objective/kl"] == pytest.approx(penalty, abs=1e-5)
-        assert line["objective/rlhf_reward"] == pytest.approx(total.mean().item(), abs=1e-5)
-    assert abs(lines[-1]["objective/kl"]) > 1e-2
-    assert lines[0]["objective/kl"] == pytest.approx(0, abs=1e-5)  # it starts as the reference
-
-
-@BOTH
-@pytest.mark.parametrize(
-    "token, scores", [(5, [-3.5, 20, -3.5]), (6, [10, -3.5, -3.5]), (None, [10, 20, 30])]
-)
-def test_the_penalty_looks_at_the_response_only_and_replaces_the_score(token, scores, script):
-    """The queries are full of both truncate tokens."""
-    queries = torch.tensor([[5, 5, 6, 6]] * 3)
-    responses = torch.tensor([[1, 6, 1], [1, 5, 1], [1, 1, 1]])
-    reward = lambda queries, responses, columns: torch.tensor([10.0, 20.0, 30.0])  # noqa: E731
-    args = tiny.make_args(tiny.make_task(truncate_after=0, missing_eos_penalty=-3.5), script)
-    ids = utils.TokenIds(PAD, token, [], [])
-    assert script.score_responses(reward, queries, responses, {}, ids, args)[0].tolist() == scores
-
-
 # ------------------------------------------------------------------------------- 18: what is saved
 
 
@@ -383,28 +192,9 @@ def test_a_saved_policy_loads_as_a_language_model_with_the_same_logits(kind, tmp
         logits = loaded(tokens).logits
         torch.testing.assert_close(logits, lm.eval()(tokens).logits, atol=1e-5, rtol=0)
         assert not torch.allclose(logits, start(tokens).logits)
-    for model in (lm, loaded):
-        embeddings = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        assert (embeddings[0] is embeddings[1]) == lm.config.tie_word_embeddings
+    embeddings = loaded.get_input_embeddings().weight, loaded.get_output_embeddings().weight
+    assert (embeddings[0] is embeddings[1]) == lm.config.tie_word_embeddings
     assert len(embeddings[0]) == WORDS
-    saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
-    assert saved.encode(" and") == tokenizer.encode(" and")
-
-
-def test_gelu_is_one_kernel_and_the_saved_configuration_keeps_its_name(tmp_path):
-    """Of language model and reward model; logits are those of the library's own model."""
-    folder = tiny.write_model(tmp_path / "model")
-    lm, config = models.load_lm(str(folder)), RewardConfig(tiny.config(), PAD)
-    for i, model in enumerate((lm, train_reward.RewardModel(config))):
-        kinds = [type(module).__name__ for module in model.modules()]
-        assert kinds.count("GELU") == 2 and "NewGELUActivation" not in kinds  # of two layers
-        model.save_pretrained(tmp_path / str(i))
-        saved = json.loads((tmp_path / str(i) / "config.json").read_text())
-        assert saved.get("backbone", saved)["activation_function"] == "gelu_new"
-    tokens = torch.arange(1, 30)[None]
-    with torch.no_grad():
-        theirs = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
-        torch.testing.assert_close(lm.eval()(tokens).logits, theirs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
@@ -417,7 +207,7 @@ def test_a_reward_model_round_trips(kind, tmp_path):
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), atol=0, rtol=0)
     tokens = utils.pad_left([[3, 4], [5, 6, 7, 8]], 6, PAD)
     torch.testing.assert_close(loaded(tokens), model(tokens), atol=1e-6, rtol=1e-6)
-    assert (loaded.gain.item(), loaded.bias.item(), loaded.config.pad_id) == (1.5, -0.5, PAD)
+    assert loaded.config.pad_id == PAD
 
 
 # ----------------------------------------------------------------------- 19, 20: metrics, precision
@@ -446,11 +236,6 @@ def test_metrics_are_means_over_all_steps_of_the_update(script, accelerator):
         values = [step[name] for step in steps[:-1]]
         assert metrics[f"ppo/{name}"] == pytest.approx(np.mean(values), rel=1e-4, abs=1e-6), name
         assert max(values) > min(values) or "clipfrac" in name
-    if script is ppo:
-        total = metrics["ppo/loss/policy_avg"] + 0.1 * metrics["ppo/loss/value_avg"]
-        assert metrics["ppo/loss/total"] == pytest.approx(total, abs=1e-6)
-        explained = 1 - metrics["ppo/val/error"] / metrics["ppo/returns/var"]
-        assert metrics["ppo/val/var_explained"] == pytest.approx(explained)
 
 
 def test_variances_are_exact_where_the_mean_is_a_hundred_times_the_deviation(accelerator):
@@ -555,12 +340,3 @@ def test_the_reward_models_held_out_accuracy_is_logged(runs, monkeypatch):
             rewards = [model(torch.from_numpy(row).long()[None]).item() for row in rows]
         right.append(np.argmax(rewards) == labels.best[i])
     assert runs.metrics["train_reward"][-1]["heldout/accuracy"] == np.mean(right)
-
-
-@pytest.mark.parametrize("name", ["ppo", "rloo"])
-def test_samples_are_written_before_during_and_after_training(name, runs):
-    """Every 2 of 3 updates, and after the last."""
-    lines = Path(runs.folder, "runs", name, "samples.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert [row["step"] for row in rows] == [0] * 4 + [2] * 4 + [3] * 4
-    assert all(set(row) == {"step", "query", "response", "score"} for row in rows)

@@ -383,7 +383,6 @@ def noisy_rollout(script: Any, kept: list[Any] | None = None) -> Callable:
     return make_noisy_rollout
 
 
-@torch.no_grad()
 def run_alone(policy: Any, context: Tensor, response: Tensor) -> tuple[Tensor, ...]:
     """Log-probabilities, entropies and values of one response, from a plain call without padding."""
     context, response = context[context != policy.pad_id], response[response != policy.pad_id]
