@@ -14,20 +14,18 @@ import tiny
 import torch
 from tiny import EOS, KINDS, PAD, WORDS
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import ppo
 import rloo
-import sft
 import train_reward
 import utils
 from machinery import distributed
 from machinery.cli import InputError
 from machinery.decoding import Decoder
-from machinery.labels import Labels
 from machinery.models import load_lm
 from machinery.queries import ends_word
-from machinery.rewards import RewardConfig, load_reward, load_reward_model, score_in_parts
+from machinery.rewards import RewardConfig, load_reward_model, score_in_parts
 from machinery.tokens import load_tokenizer
 
 HAND = dict(atol=1e-4, rtol=0)  # for expected values that are written with four decimals
@@ -42,10 +40,6 @@ def naive_rewards(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     return 1.5 * model.head(hidden)[:, 0] - 0.5
 
 
-class Stop(Exception):
-    """A run has come as far as the test needs."""
-
-
 # ----------------------------------------------------------------------------------------- general
 
 
@@ -53,67 +47,6 @@ def test_G2_pad_is_one_past_the_vocabulary_and_the_embedding_is_not_resized(task
     tokenizer, ids = load_tokenizer(task, task.response_length)
     assert ids.pad == WORDS >= len(tokenizer) and ids.pad != tokenizer.eos_token_id
     assert load_lm(task.base_model).get_input_embeddings().num_embeddings == WORDS
-
-
-READERS = {
-    "ppo": lambda lm: ppo.PolicyAndValue(lm, PAD, 1.0),
-    "rloo": lambda lm: rloo.Policy(lm, PAD, 1.0),
-    "sft": lambda lm: sft.LanguageModel(lm, PAD),
-    "reward": lambda lm: train_reward.RewardModel(RewardConfig(lm.config, PAD), lm.base_model),
-}
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_G3_worked_example_of_position_ids(name):
-    """[B]: query [23073, pad, pad], response [11, 339, 561]: positions 0 1 1 1 2 3.
-
-    On the left, padding gets other positions, which nobody sees; real tokens have 0 1 2 3 both
-    ways. A pad is never embedded.
-    """
-    model, seen = READERS[name](tiny.make_lm()), []
-
-    def spy(input_ids, mask, position_ids, prompt_length=0):
-        seen.append((position_ids.tolist(), mask.long().tolist(), input_ids.max() < PAD))
-        raise Stop
-
-    setattr(model, "run_backbone" if name == "reward" else "backbone", spy)
-    for query in ([23, PAD, PAD], [PAD, PAD, 23]):
-        inputs = torch.tensor([query]), torch.tensor([[11, 39, 56]])
-        if name in ("sft", "reward"):
-            inputs = (torch.cat(inputs, dim=1), 3)[: 2 if name == "sft" else 1]
-        with pytest.raises(Stop):
-            model(*inputs)
-    assert seen == [
-        ([[0, 1, 1, 1, 2, 3]], [[1, 0, 0, 1, 1, 1]], True),
-        ([[0, 0, 0, 1, 2, 3]], [[0, 0, 1, 1, 1, 1]], True),
-    ]
-
-
-class Alone:
-    """A language model to sample with: no padding, no packing, no cache, one sequence at a time."""
-
-    def __init__(self, lm):
-        self.lm = lm
-
-    def start(self, contexts, mask):
-        self.rows = torch.arange(len(contexts))
-        self.sequences = [row[real] for row, real in zip(contexts, mask, strict=True)]
-        return self
-
-    def next_logits(self):
-        return torch.cat([self.lm(row[None]).logits[:, -1] for row in self.sequences])
-
-    def append(self, tokens):
-        pairs = zip(self.sequences, tokens, strict=True)
-        self.sequences = [torch.cat([row, token[None]]) for row, token in pairs]
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "falcon_alibi"])
-def test_G3_G4_padded_contexts_are_sampled_from_as_each_sequence_alone(kind):
-    lm, contexts = tiny.make_lm(kind), tiny.make_contexts([8, 3, 5, 8, 1], 8).repeat(2, 1)
-    uniform = tiny.uniform(6, 10)
-    expected = tiny.sample(Alone(lm), contexts, uniform)
-    assert torch.equal(tiny.sample(Decoder(lm, 6), contexts, uniform), expected)
 
 
 def sample(lm, contexts, length, temperature):
@@ -130,9 +63,7 @@ def test_G4_a_response_has_its_exact_length_whatever_the_generation_config_says(
     assert expected.shape == (400, 9) and sorted(expected.unique().tolist()) == list(range(7))
     assert (expected[expected[:, 3] == 0][:, 4:] != 0).any()
     settings = dict(top_k=1, top_p=0.1, temperature=0.01, eos_token_id=[0, 1, 2], min_length=50)
-    settings |= dict(max_new_tokens=2, repetition_penalty=9.0, do_sample=False)
-    for name, value in settings.items():
-        setattr(lm.generation_config, name, value)
+    lm.generation_config.update(**settings, max_new_tokens=2, do_sample=False)
     assert torch.equal(sample(lm, contexts, 9, 1.5), expected)
 
 
@@ -147,11 +78,10 @@ def test_G4_P1_sampled_tokens_follow_softmax_of_logits_over_temperature():
     assert ((counts - of_1) ** 2 / of_1).sum() > 278.8  # temperature 1 would show
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_G4_a_token_of_probability_zero_is_never_sampled(dtype):
+def test_G4_a_token_of_probability_zero_is_never_sampled():
     never = float("-inf")
-    logits = torch.tensor([never, never, 0.0, never, 0.0, 1e-3, never, never], dtype=dtype)
-    border = 1 / (2 + math.exp(logits[5].item()))  # between the first two possible tokens
+    logits = torch.tensor([never, never, 0.0, never, 0.0, 1e-3, never, never])
+    border = 1 / (2 + math.exp(1e-3))  # between the first two possible tokens
     uniform = torch.tensor([0.0, 5e-324, border, 1 - 2**-53, 1 - 2**-24], dtype=torch.float64)
     tokens = utils.sample_token(logits.expand(5, -1), uniform).tolist()
     assert tokens[:2] + tokens[3:] == [2, 2, 5, 5]
@@ -170,10 +100,6 @@ def test_G4_a_token_is_that_of_the_cdf_in_float64_and_does_not_depend_on_the_bat
         for i in range(0, 480, 9):
             assert utils.sample_token(logits[i : i + 1], uniform[i : i + 1]) == tokens[i]
     assert same >= 1900  # of 1920
-    # Of GPT-2's 50257 tokens, equally likely, u = (k + 1/2) / 50257 is the k-th.
-    tokens = torch.linspace(0, 50256, 40).long()
-    uniform = (tokens.double() + 0.5) / 50257
-    assert torch.equal(utils.sample_token(torch.full((40, 50257), -3.3), uniform), tokens)
 
 
 def test_G4_logits_that_are_nan_give_a_token():
@@ -272,16 +198,11 @@ def test_G1_R1_a_reward_is_of_the_last_real_token_whatever_the_padding_and_the_b
     rows = [[3, 4, 5], [7], [8, 9, 10, 11, 12], [7, 7]]
     of_tokens = [naive_rewards(model, row) for row in rows]
     expected = torch.stack([rewards[-1] for rewards in of_tokens])
-    repeated = [0, 2, 0, 1, 2, 0]
     for tokens in (utils.pad_left(rows, 9, PAD), utils.pad_right(rows, PAD)):
         assert_close(model.token_rewards(tokens)[tokens != PAD], torch.cat(of_tokens), **SAME)
         assert_close(model(tokens), expected, **SAME)
         assert_close(model(tokens[1:2]), expected[1:2], **SAME)
-        for max_tokens in (1, 6):
-            assert_close(score_in_parts(model, tokens, max_tokens), expected, **SAME)
-        for prompt_length in (1, 8, 20):
-            shared = score_in_parts(model, tokens[repeated], 14, prompt_length)
-            assert_close(shared, expected[repeated], **SAME)
+        assert_close(score_in_parts(model, tokens, 6), expected, **SAME)
     assert_close(model(torch.tensor([[3, PAD, 4, 5, PAD]])), expected[:1], **SAME)
 
 
@@ -293,30 +214,14 @@ def test_R2_the_reward_head_starts_at_one_over_the_root_of_the_width_plus_one():
     heads = [train_reward.RewardModel(RewardConfig(config), backbone).head for _ in range(10_000)]
     weights = torch.cat([head.weight for head in heads])
     assert weights.std().item() == pytest.approx(0.5, rel=0.02) and abs(weights.mean()) < 0.02
-    assert not any(head.bias.any() for head in heads)
 
 
 def test_R2_a_new_reward_model_has_the_language_models_backbone_and_a_new_head(model_folder):
-    lm = load_lm(str(model_folder)).base_model.state_dict()
+    lm = load_lm(str(model_folder)).base_model
     model = train_reward.new_reward_model(str(model_folder), WORDS)
-    backbone = model.backbone.state_dict()
-    assert backbone.keys() == lm.keys() and all(torch.equal(x, lm[k]) for k, x in backbone.items())
+    assert_close(model.backbone.state_dict(), lm.state_dict(), atol=0, rtol=0)
     assert model.head.weight.std().item() == pytest.approx(1 / math.sqrt(33), rel=0.4)  # 32 numbers
     assert (model.head.bias.item(), model.gain.item(), model.bias.item()) == (0, 1, 0)
-
-
-def test_R3_gain_and_bias_are_reset_and_then_give_mean_0_and_population_std_1():
-    model = tiny.make_reward()
-    tokens = torch.cat([tiny.make_contexts(tiny.LENGTHS, 8), tiny.make_responses(8, 5)], dim=1)
-    rewards = [naive_rewards(model, row[row != PAD].tolist())[-1].item() for row in tokens]
-    raw = [(reward + 0.5) / 1.5 for reward in rewards]
-    mean, std = train_reward.normalize(model, tokens, 36)
-    assert mean == pytest.approx(sum(raw) / 8, abs=1e-5)
-    assert std == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in raw) / 8), abs=1e-5)
-    assert model.gain.item() == pytest.approx(1 / std, rel=1e-5)
-    assert model.bias.item() == pytest.approx(-mean / std, abs=1e-5)
-    after = score_in_parts(model, tokens, 36).numpy()
-    assert (after.mean(), after.std()) == pytest.approx((0, 1), abs=1e-5)
 
 
 def test_R3_samples_of_one_reward_cannot_be_normalized():
@@ -348,37 +253,13 @@ def test_R3_X9_samples_are_the_policys_untruncated_except_in_eos_tasks(
     assert (cut[0][1] == ids.pad).any()
 
 
-def test_R4_the_loss_of_pairs_is_minus_log_sigmoid_of_the_difference():
-    """-log sigmoid(c - r) is log(1 + exp(r - c)). Four candidates: the golden numbers."""
-    rng, model = np.random.default_rng(0), tiny.make_reward()
-    queries = [rng.integers(1, 60, n) for n in (8, 1, 3, 5, 2, 8)]
-    responses = [[rng.integers(1, 60, 1 + (i + k) % 4) for k in range(2)] for i in range(6)]
-    labels = Labels(queries, responses, np.arange(6) % 2)
-    texts = [[[*q, *r] for r in pair] for q, pair in zip(queries, responses, strict=True)]
-    rewards = torch.tensor([[naive_rewards(model, text)[-1] for text in pair] for pair in texts])
-
-    sizes = dict(num_labels=6, batch_size=6, micro_batch_tokens=40)
-    args = train_reward.Args(task=tiny.make_task(), **sizes, num_heldout=0)
-    inputs = np.arange(6), PAD, replace(args, batch_size=4), "cpu"
-    found, best = train_reward.predict(model, labels, *inputs)
-    assert_close(found, rewards, **SAME)
-    assert best.tolist() == labels.best.tolist()
-
-    normalize = lambda *a: (0.0, 1.0)  # noqa: E731
-    metrics = tiny.run_reward_training(args, model, labels, normalize=normalize).metrics[0]
-    margins = [r[b].item() - r[1 - b].item() for r, b in zip(rewards, labels.best, strict=True)]
-    losses = [math.log(1 + math.exp(-margin)) for margin in margins]
-    assert metrics["loss"] == pytest.approx(sum(losses) / 6, abs=1e-5)
-    assert metrics["accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / 6)
-
-
 # ------------------------------------------------------------------------------------------ policy
 
 
 @both
 @pytest.mark.parametrize("kind", KINDS)
-def test_P1_log_probabilities_and_entropies_are_those_of_logits_over_temperature(kind, script):
-    """At exactly the response tokens, 0 at padding. Values are read there, too (G1)."""
+def test_G3_P1_log_probabilities_and_entropies_are_of_logits_over_temperature(kind, script):
+    """As of each text alone. At exactly the response tokens, 0 at padding. Values, too (G1)."""
     policy = tiny.make_policy(kind, temperature=0.5, script=script).train()
     contexts, responses = tiny.make_contexts([2, 6, 4], 6), tiny.make_responses(3, 4)
     responses[1, 2:] = PAD
@@ -415,38 +296,23 @@ def test_P4_no_dropout_even_after_train(kind, tmp_path):
     """All models of a checkpoint that asks for dropout 0.5, which would show."""
     folder = str(tiny.write_model(tmp_path / "m", kind, dropout=0.5))
     tokens = torch.arange(1, 9)[None]
-    noisy = AutoModelForCausalLM.from_pretrained(folder).train()
-    assert kind != "gpt2" or not torch.equal(noisy(tokens).logits, noisy(tokens).logits)
-
     reward = train_reward.new_reward_model(folder, WORDS)
     reward.config.backbone = tiny.config(kind, vocab=WORDS, dropout=0.5)
     reward.save_pretrained(tmp_path / "r")
     loaded = load_reward_model(train_reward.RewardModel, str(tmp_path / "r"))
-    policy = ppo.PolicyAndValue(load_lm(folder), WORDS, 0.7)
+    policy, of_rloo = (
+        ppo.PolicyAndValue(load_lm(folder), WORDS, 0.7),
+        rloo.Policy(load_lm(folder), WORDS, 0.7),
+    )
     torch.nn.init.normal_(policy.value_head.weight)
-    of_rloo = rloo.Policy(load_lm(folder), WORDS, 0.7)
-    prompt_and_response = tokens[:, :3], tokens[:, 3:]
-    for model, inputs in (
-        (policy, prompt_and_response),
-        (of_rloo, prompt_and_response),
-        (reward, (tokens,)),
-        (loaded, (tokens,)),
-    ):
+    for model in (policy, of_rloo, reward, loaded):
+        of_policy = model in (policy, of_rloo)
+        inputs = (tokens[:, :3], tokens[:, 3:]) if of_policy else (tokens,)
         outputs = [model.train(training)(*inputs) for training in (True, True, False)]
-        if len(inputs) == 2:  # entropies, the second result, are computed in training mode only
+        if of_policy:  # entropies, the second result, are computed in training mode only
             outputs = [torch.cat(output[::2]) for output in outputs]
         assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
         assert not any(m.p for m in model.modules() if isinstance(m, torch.nn.Dropout))
-
-
-def test_P5_a_response_is_cut_after_the_first_truncate_token_at_or_after_its_position():
-    rows = [[7, 1, 7, 2, 7, 3], [1, 2, 3, 4, 5, 7], [7, 7, 1, 2, 3, 4], [1, 2, 7, 7, 1, 2]]
-    responses = torch.tensor(rows)
-    cut, ended = utils.truncate(responses, 7, 2, 99)
-    assert cut.tolist() == [[7, 1, 7, 99, 99, 99], rows[1], rows[2], [1, 2, 7, 99, 99, 99]]
-    assert ended.tolist() == [True, True, False, True]
-    cut, ended = utils.truncate(responses, None, 2, 99)  # a task without such a token
-    assert torch.equal(cut, responses) and ended.all()
 
 
 @both
@@ -471,30 +337,25 @@ def test_P5_only_scoring_sees_the_cut_and_the_score_is_at_the_last_position(scri
 def test_P7_A1_batch_8_in_minibatches_of_4_in_micro_batches_of_2(script):
     """The blog's example: every episode once per epoch, one optimizer step per minibatch.
 
-    3 epochs, and 2 updates with one optimizer, whose state stays. Each context's last token tells
-    the episodes apart.
+    2 updates with one optimizer, whose state stays.
     """
     orders = [[3, 1, 7, 0, 2, 4, 6, 5], [5, 4, 3, 2, 1, 0, 7, 6], list(range(8))]
     epochs = [[list(torch.tensor(order).split(4)) for order in orders] for _ in range(2)]
     policy, visited = tiny.make_policy(script=script), []
-    forward = policy.forward
 
-    def spy(contexts, responses):
+    def spy(contexts, responses, forward=policy.forward):
         if torch.is_grad_enabled():
             visited.append((contexts[:, -1] - 20).tolist())
         return forward(contexts, responses)
 
     policy.forward = spy
-    queries = tiny.make_contexts([8] * 8, 8)
-    queries[:, -1] = torch.arange(20, 28)
+    queries = tiny.make_contexts([8] * 8, 8)[: 8 if script is ppo else 4]
+    queries[:, -1] = torch.arange(20, 20 + len(queries))  # tells the episodes apart
     sizes = dict(total_episodes=16, num_ppo_epochs=3, num_minibatches=2, micro_batch_tokens=26)
     args = tiny.small_args(script, **sizes)
-    if script is rloo:
-        queries = queries[:4]
-        orders = [[row % 4 for row in order] for order in orders]
     run = tiny.run_episodes(script, args, policy, queries=[queries] * 9, epochs=epochs)
-    halves = [half for order in orders for half in (order[:4], order[4:])] * 2
-    assert visited == [half[i : i + 2] for half in halves for i in (0, 2)]
+    parts = [order[i : i + 2] for order in orders * 2 for i in (0, 2, 4, 6)]
+    assert visited == [[row % len(queries) for row in part] for part in parts]
     assert run.optimizer.param_groups[0]["t"] == 12
 
 
@@ -516,9 +377,7 @@ def test_P7_every_epoch_is_a_fresh_permutation_of_the_batch(script, runs):
 @pytest.mark.parametrize(
     ("lengths", "tokens", "expected"),
     [
-        ([5, 1, 4, 2, 3], 15, [(0, 5)]),
         ([5, 1, 4, 2, 3], 8, [(0, 2), (2, 5)]),  # 7.5 tokens each
-        ([5, 1, 4, 2, 3], 1, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]),
         ([1, 1, 1, 97], 25, [(0, 1), (1, 2), (2, 3), (3, 4)]),
     ],
 )
@@ -569,6 +428,15 @@ def naive_gae(rewards: np.ndarray, values: np.ndarray, gamma=1.0, lam=0.95) -> n
     delta = rewards + gamma * np.append(values[1:], 0) - values
     discounts = [[(gamma * lam) ** (k - t) for k in range(t, length)] for t in range(length)]
     return np.array([delta[t:] @ discounts[t] for t in range(length)])
+
+
+def test_P6_advantages_with_other_gamma_and_lambda_are_a_brute_force_sum():
+    rewards, values = np.random.default_rng(0).normal(size=(2, 3, 6))
+    pairs = zip(rewards, values, strict=True)
+    expected = torch.tensor(np.array([naive_gae(*pair, 0.9, 0.8) for pair in pairs]))
+    values = torch.tensor(values)
+    found = ppo.gae(torch.tensor(rewards), values, 0.9, 0.8)
+    assert_close(found, (expected, expected + values))
 
 
 @pytest.mark.parametrize(
@@ -653,24 +521,24 @@ def test_X9_L2_the_mask_ends_with_eos_the_score_sits_there_minus_beta_times_the_
     assert not rollout.logprobs[~rollout.mask].any() and not rollout.kl[~rollout.mask].any()
     for i, n in enumerate(REAL):
         given = rollout.contexts[i], rollout.responses[i]
-        own, theirs = tiny.run_alone(policy, *given), tiny.run_alone(ref, *given)
-        assert_close(rollout.logprobs[i, :n], own[0], **HAND)
-        expected = -0.15 * (own[0] - theirs[0])
+        expected = -0.15 * (tiny.run_alone(policy, *given)[0] - tiny.run_alone(ref, *given)[0])
         expected[-1] += rollout.scores[i]
         if script is rloo:
             assert_close(rollout.rewards[i], expected.sum(), **HAND)
-            continue
-        assert_close(rollout.rewards[i, :n], expected, **HAND)
-        assert_close(rollout.values[i, :n], own[2], **HAND)
-        assert not rollout.rewards[i, n:].any() and not rollout.values[i, n:].any()
-    if script is ppo:
-        for x in ppo.compute_advantages(rollout, tiny.make_args(task)):
-            assert not x[~rollout.mask].any()
+        else:
+            assert_close(rollout.rewards[i, :n], expected, **HAND)
+            assert not rollout.rewards[i, n:].any() and not rollout.values[i, n:].any()
 
 
-def test_X9_P6_P8_P10_losses_and_metrics_are_those_of_a_slow_loop_over_ragged_rows():
-    """By gamma 1, lambda 0.95, clipping at 0.2; that `main` uses vf_coef: the golden numbers."""
-    assert ppo.Args(task=tiny.make_task()).vf_coef == 0.1
+def assert_gradients(run, policy, loss) -> None:
+    """Assert that the first step of an `eos_run` had the gradient of a loss."""
+    loss.backward()
+    for found, p in zip(run.optimizer.optimizer.gradients[0], policy.parameters(), strict=True):
+        assert_close(found, p.grad, atol=4e-5, rtol=1e-4)
+
+
+def test_X9_P6_P8_P10_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged_rows():
+    """By gamma 1, lambda 0.95, clipping at 0.2, vf_coef 0.1: a mean of means would differ."""
     run, rollout, policy = eos_run(ppo)
     tokens = [(i, t) for i, n in enumerate(REAL) for t in range(n)]
     fields = rollout.rewards, rollout.values, rollout.logprobs, rollout.kl
@@ -684,26 +552,32 @@ def test_X9_P6_P8_P10_losses_and_metrics_are_those_of_a_slow_loop_over_ragged_ro
     values = np.array([v[token] for token in tokens])
     returns = a + values
     whitened = (a - a.mean()) / math.sqrt(a.var() + 1e-8)
-    pg, vf, entropy, ratios, branches, vf_clipped = [], [], [], [], set(), 0
+    pg, vf, entropies, ratios, branches, vf_clipped = [], [], [], [], set(), 0
     for (i, t), advantage, target in zip(tokens, whitened, returns, strict=True):
-        logprob, entropy_t, value = (x[t].item() for x in new[i])
-        ratio = math.exp(logprob - old[i, t])
-        pg.append(max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2)))
-        branches.add((ratio < 0.8, ratio > 1.2, advantage > 0))
-        clipped = min(max(value, v[i, t] - 0.2), v[i, t] + 0.2)
-        vf.append(0.5 * max((value - target) ** 2, (clipped - target) ** 2))
-        vf_clipped += (clipped - target) ** 2 > (value - target) ** 2
-        entropy.append(entropy_t)
-        ratios.append(ratio)
+        logprob, entropy, value = (x[t] for x in new[i])
+        ratio = torch.exp(logprob - old[i, t])
+        pg.append(torch.max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)))
+        branches.add((ratio.item() < 0.8, ratio.item() > 1.2, advantage > 0))
+        clipped = value.clamp(v[i, t] - 0.2, v[i, t] + 0.2)
+        errors = (value - target) ** 2, (clipped - target) ** 2
+        vf.append(0.5 * torch.max(*errors))
+        vf_clipped += (errors[1] > errors[0]).item()
+        entropies.append(entropy.item())
+        ratios.append(ratio.item())
     assert len(branches) == 6 and 2 < vf_clipped < 20
+    pg_loss, vf_loss = torch.stack(pg).mean(), torch.stack(vf).mean()
+    assert_gradients(run, policy, pg_loss + 0.1 * vf_loss)
     log_ratios, kl = np.log(ratios), sum(kl[token] for token in tokens) / 8
+    unclipped = -whitened * ratios
     scores = [1, 2, 3, -1, 5, 6, 7, -1]
     expected = {
-        "ppo/loss/policy_avg": np.mean(pg),
-        "ppo/loss/value_avg": np.mean(vf),
-        "ppo/policy/entropy_avg": np.mean(entropy),
+        "ppo/loss/policy_avg": pg_loss.item(),
+        "ppo/loss/value_avg": vf_loss.item(),
+        "ppo/policy/entropy_avg": np.mean(entropies),
         "ppo/policy/approxkl_avg": np.mean(log_ratios**2) / 2,
-        "ppo/policy/clipfrac_avg": np.mean(np.array(pg) > -whitened * ratios),
+        "ppo/policy/clipfrac_avg": np.mean(
+            [x.item() > y + 1e-6 for x, y in zip(pg, unclipped, strict=True)]
+        ),
         "ppo/val/clipfrac": vf_clipped / len(tokens),
         "ppo/val/ratio": np.mean(ratios),
         "ppo/val/ratio_var": np.mean((np.array(ratios) - 1) ** 2),
@@ -721,22 +595,6 @@ def test_X9_P6_P8_P10_losses_and_metrics_are_those_of_a_slow_loop_over_ragged_ro
     }
     found = {name: run.metrics[0][name] for name in expected}
     assert found == pytest.approx(expected, abs=2e-4)
-
-
-def test_X10_the_reward_model_reads_micro_batch_tokens_at_a_time(tmp_path, accelerator):
-    """16 sequences of 14 tokens, 70 at a time: as few parts as hold 224 tokens, equally full."""
-    folder, sizes = tiny.write_reward(tmp_path, pad_id=PAD), []
-    args = tiny.make_args(reward_model=folder, micro_batch_tokens=70)
-
-    class Spy(train_reward.RewardModel):
-        def forward(self, tokens, **prompt_length):
-            sizes.append(len(tokens))
-            return super().forward(tokens, **prompt_length)
-
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    reward = load_reward(args, Spy, tokenizer, tiny.IDS, accelerator)
-    scores = reward(torch.randint(0, PAD, (16, 8)), torch.randint(0, PAD, (16, 6)))
-    assert scores.shape == (16,) and sizes == [4, 4, 4, 4]
 
 
 def test_X11_moments_are_over_the_masked_numbers_of_all_rows():
