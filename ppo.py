@@ -153,7 +153,7 @@ ANSWERS: dict[str, Any] = dict(
 )
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
-    # Whitened rewards keep their mean. Where lengths differ, that rewards or punishes length.
+    # Whitening adds mean * (1 - 1 / std) to each token's reward, which rewards or punishes length.
     "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
     "cnndm": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.01),
     "tldr_2019": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
@@ -194,7 +194,8 @@ class PolicyAndValue(nn.Module):
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
         real = mask[:, contexts.shape[1] :]  # [B, R], N of them are True
         where = real.nonzero(as_tuple=True)
-        hidden = hidden[:, contexts.shape[1] - 1 : -1][where]  # [N, D], position t predicts t + 1
+        # Contexts end with a real token, padding is at their left; position t predicts t + 1.
+        hidden = hidden[:, contexts.shape[1] - 1 : -1][where]  # [N, D]
         values = self.value_head(hidden).squeeze(1)  # [N], one per token (G1)
         logps = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)  # [N, V]
         logprobs = logps.gather(1, responses[where][:, None]).squeeze(1)  # [N] (P1)
@@ -241,7 +242,7 @@ def sample_in_batches(
     shape = args.task.response_length, len(contexts)
     uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(shape[::-1])
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)  # CPU for MPS
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -456,8 +457,7 @@ def main(args: Args) -> None:
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     # Also checks that query and response fit the model; ids: pad, truncate, prefix, suffix.
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    # As many as the run can use; table[rows] are queries [B, Q].
-    table = load_queries(task, tokenizer, ids, args.total_episodes)
+    table = load_queries(task, tokenizer, ids, args.total_episodes)  # table[rows] is [B, Q]
     heldout, table = table.hold_out(args.eval_queries)
     # Both are functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
@@ -466,7 +466,8 @@ def main(args: Args) -> None:
     ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model")
     ref = PolicyAndValue(ref_lm, ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
-    lm = load_lm(task.base_model, length=ids.length)  # without dropout (P4); checked at this length
+    # base_model is sft.py's folder in tasks that need one; it is tried out at this length first.
+    lm = load_lm(task.base_model, length=ids.length)  # without dropout (P4)
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
@@ -499,8 +500,7 @@ def main(args: Args) -> None:
 
         # 2. Score each response with the reward model.
         timer.start("score")
-        inputs = queries, responses, columns
-        scores, truncated, ended = score_responses(reward, *inputs, ids, args)
+        scores, truncated, ended = score_responses(reward, queries, responses, columns, ids, args)
         if task.eos_task:
             responses = truncated  # nothing after the end is trained on (X9)
 
@@ -522,7 +522,7 @@ def main(args: Args) -> None:
         """Metrics of the held-out queries. Also logs samples, and keeps weights (--keep_every)."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, 0, device)  # the same on all processes
+        rng = generator(args.seed, num_updates, device)  # of no update; the same on all processes
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -553,7 +553,7 @@ def main(args: Args) -> None:
                 avg_tokens = all_sum(minibatch.mask.sum()) / processes
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # All processes have equally many parts, and average gradients in the last.
+                    # All processes have equally many parts; the last one averages gradients.
                     is_last = part.stop == len(minibatch_rows)
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies, values = policy(old.contexts, old.responses)

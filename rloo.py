@@ -232,7 +232,7 @@ def sample_in_batches(
     shape = args.task.response_length, len(contexts)
     uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(shape[::-1])
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)  # CPU for MPS
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -305,7 +305,7 @@ def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list
     """For each epoch, the episodes of each minibatch: a new permutation of the queries (P7).
 
     Episode i is a response to query i % P. All K responses to a query are in one minibatch, side by
-    side, so that losses can compare them and the query is computed only once.
+    side: the query is computed only once, and a loss of your own can compare them.
     """
     rng = np.random.default_rng(seed)
     num_queries = num_episodes // args.rloo_k
@@ -411,8 +411,7 @@ def main(args: Args) -> None:
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     # Also checks that query and response fit the model; ids: pad, truncate, prefix, suffix.
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    # As many as the run can use; table[rows] are queries [P, Q].
-    table = load_queries(task, tokenizer, ids, args.total_episodes // args.rloo_k)
+    table = load_queries(task, tokenizer, ids, args.total_episodes // args.rloo_k)  # [rows]: [P, Q]
     heldout, table = table.hold_out(args.eval_queries)
     # Both are functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
@@ -421,7 +420,8 @@ def main(args: Args) -> None:
     ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model")
     ref = Policy(ref_lm, ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
-    lm = load_lm(task.base_model, length=ids.length)  # without dropout (P4); checked at this length
+    # base_model is sft.py's folder in tasks that need one; it is tried out at this length first.
+    lm = load_lm(task.base_model, length=ids.length)  # without dropout (P4)
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
@@ -441,7 +441,7 @@ def main(args: Args) -> None:
     def make_rollout(
         queries: Tensor, columns: dict, minibatches: list[Tensor], kl_coef: float, rng: Any
     ) -> Rollout:
-        """Steps 1 to 3 for queries [B, Q], in an update or an evaluation.
+        """Steps 1 to 3 for queries [B, Q]. In an update, each query is there K times.
 
         `minibatches` are the indices of the episodes in the first epoch's minibatches. Rounding
         depends on how sequences are batched; with the same batches, the first ratio is 1 (L6).
@@ -454,8 +454,7 @@ def main(args: Args) -> None:
 
         # 2. Score each response with the reward model.
         timer.start("score")
-        inputs = queries, responses, columns
-        scores, truncated, ended = score_responses(reward, *inputs, ids, args)
+        scores, truncated, ended = score_responses(reward, queries, responses, columns, ids, args)
         if task.eos_task:
             responses = truncated  # nothing after the end is trained on (X9)
 
@@ -477,7 +476,7 @@ def main(args: Args) -> None:
         """Metrics of the held-out queries. Also logs samples, and keeps weights (--keep_every)."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, 0, device)  # the same on all processes
+        rng = generator(args.seed, num_updates, device)  # of no update; the same on all processes
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -514,7 +513,7 @@ def main(args: Args) -> None:
                 num_responses = len(minibatch_rows)
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # All processes have equally many parts, and average gradients in the last.
+                    # All processes have equally many parts; the last one averages gradients.
                     is_last = part.stop == num_responses
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies = policy(old.contexts, old.responses)
@@ -534,7 +533,7 @@ def main(args: Args) -> None:
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         groups = rollout.scores.view(args.rloo_k, -1)  # [K, P]
-        alike = groups.isclose(groups[:1]).all(dim=0)  # all K scores equal: no signal
+        alike = groups.isclose(groups[:1]).all(dim=0)  # all K scores are equal
         metrics["objective/frac_reward_zero_std"] = alike.float().mean()
         metrics = mean_over_processes(metrics, device)
         metrics["ppo/lr"] = lr
