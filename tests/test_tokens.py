@@ -4,6 +4,7 @@ tokenizer with a template, `smollm2` SmolLM2-Instruct's own (the package of benc
 import re
 import subprocess
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import formats
 import pytest
 import tiny
 import torch
-from conftest import read_metrics
+from conftest import SCRIPTS, read_metrics
 from formats import BLUE, GREEN, SMOLTALK, SYSTEM, USER
 from test_readme import blocks
 from tiny import refuses
@@ -22,23 +23,12 @@ from transformers import AutoTokenizer
 
 import ppo
 import rloo
-import sft
-import train_reward
-from benchmarks import winrate
 from data import tasks
 from machinery import labels, sequences
-from machinery.cli import InputError, parse_args
+from machinery.cli import parse_args
 from machinery.functions import load_function
 from machinery.queries import load_queries
-from machinery.tokens import (
-    load_tokenizer,
-    render_answer,
-    same_tokens,
-    single_token,
-    tokenize_prompt,
-    translate,
-)
-from utils import decode
+from machinery.tokens import load_tokenizer, render_answer, single_token, tokenize_prompt, translate
 
 START, END = "<|im_start|>", "<|im_end|>"
 DEFAULT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -71,13 +61,14 @@ def model(request, tmp_path_factory):
     lm.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
-    def write(messages: list[dict], prompt: bool = True) -> list[int]:
+    def write(messages: list[dict]) -> list[int]:
         if request.param == "smollm2" and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": DEFAULT}, *messages]
         text = "".join(f"{START}{m['role']}\n{m['content']}{END}\n" for m in messages)
-        return tokenizer.encode(text + f"{START}assistant\n" * prompt, add_special_tokens=False)
+        return encode(text + f"{START}assistant\n")
 
-    return SimpleNamespace(folder=folder, tokenizer=tokenizer, write=write)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return SimpleNamespace(folder=folder, tokenizer=tokenizer, write=write, encode=encode)
 
 
 def make_task(model, rows: list[dict], path: Path, **changes) -> tasks.Task:
@@ -97,13 +88,10 @@ def load(function, task: tasks.Task, *more) -> list[list[int]]:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_query_is_the_prompt_with_the_generation_prompt(suffix, model, tmp_path):
-    path = tmp_path / f"a.{suffix}"
-    found = load(load_queries, make_task(model, formats.ULTRAFEEDBACK_PROMPT, path), 9)
-    prompts = [row["prompt"] for row in formats.ULTRAFEEDBACK_PROMPT]
-    assert found == sorted(map(model.write, prompts))
     more = {"prompt": [USER | {"name": "Anna"}]}  # keys that differ give a column of another type
-    task = make_task(model, [*formats.ULTRAFEEDBACK_PROMPT, more], tmp_path / f"b.{suffix}")
-    assert load(load_queries, task, 9) == sorted(map(model.write, [*prompts, [USER]]))
+    for rows in (formats.ULTRAFEEDBACK_PROMPT, [*formats.ULTRAFEEDBACK_PROMPT, more]):
+        found = load(load_queries, make_task(model, rows, tmp_path / f"a.{suffix}"), 9)
+        assert found == sorted(model.write(row["prompt"]) for row in rows)
 
 
 def test_a_template_that_writes_bos_and_a_tokenizer_that_adds_it_give_one(tmp_path):
@@ -140,50 +128,36 @@ def test_prompts_that_are_blank_or_too_long_are_skipped_and_counted(model, tmp_p
     task = make_task(model, rows, tmp_path / "a.jsonl", query_length=n)
     assert load(load_queries, task, 9) == [model.write([USER])]
     assert "skipped 4 of 5" in capsys.readouterr().out
-    load(load_queries, make_task(model, rows[:1], tmp_path / "c.jsonl", query_length=n), 9)
-    assert "skipped" not in capsys.readouterr().out
-    task = make_task(model, rows[4:], tmp_path / "b.jsonl", query_length=n)
-    assert load(load_queries, task, 9) == []
 
 
 def test_the_answer_of_a_conversation_is_its_last_message_and_the_rest_its_prompt(model, tmp_path):
-    (end,) = model.tokenizer.encode(END, add_special_tokens=False)
-    expected = []
-    for row in SMOLTALK:
-        *prompt, answer = row["messages"]
-        encoded = model.tokenizer.encode(answer["content"], add_special_tokens=False)
-        expected.append((model.write(prompt), [*encoded, end]))
-    both = sorted(prompt + answer for prompt, answer in expected)
     lengths = dict(response_length=20, query_length=150)
     options = lengths | dict(query_column="messages", response_column="messages")
     blank = {"messages": [USER, BLUE | {"content": ""}], "source": ""}
     rows = [*SMOLTALK, {"messages": [USER], "source": ""}, blank]  # the last two have no answer
     task = make_task(model, rows, tmp_path / "a.jsonl", **options)
+    parts = [(row["messages"][:-1], row["messages"][-1]) for row in SMOLTALK]
+    prompts = [model.write(prompt) for prompt, _ in parts]
+    assert load(load_queries, task, 9) == sorted([*prompts, *[model.write([USER])] * 2])
+    answers = [model.encode(answer["content"] + END) for _, answer in parts]
+    both = sorted(prompt + answer for prompt, answer in zip(prompts, answers, strict=True))
     assert load(sequences.load_responses, task) == both
-    rows = [dict(prompt=r["messages"][:-1], completion=r["messages"][-1:]) for r in SMOLTALK]
+    rows = [dict(prompt=prompt, completion=[answer]) for prompt, answer in parts]
     split = make_task(model, rows, tmp_path / "b.jsonl", response_column="completion", **lengths)
     assert load(sequences.load_responses, split) == both
-    task = make_task(model, SMOLTALK, tmp_path / "c.jsonl", **options)
-    assert load(load_queries, task, 9) == sorted(prompt for prompt, _ in expected)
 
 
 def test_R4_pairs_of_messages_lose_whole_turns_and_end_once(model, tmp_path, capsys):
     prompt = SMOLTALK[1]["messages"][:-1]
-    rows = [
-        dict(chosen=[*prompt, BLUE], rejected=[*prompt, GREEN]),
-        dict(chosen=[USER, BLUE], rejected=[USER, GREEN]),
-        dict(chosen=[SYSTEM, USER, BLUE], rejected=[SYSTEM, USER, GREEN]),
-    ]
-    kept = [[SYSTEM, prompt[-1]], [USER], [SYSTEM, USER]]
-    n = sorted(len(model.write(messages)) for messages in kept)[1]
-    fits = [messages for messages in kept if len(model.write(messages)) <= n]
+    long = [USER | {"content": "Why? " * 99}]
+    rows = [dict(chosen=[*x, BLUE], rejected=[*x, GREEN]) for x in (prompt, [USER], long)]
+    fits = [[SYSTEM, prompt[-1]], [USER]]
+    n = max(len(model.write(messages)) for messages in fits)
     task = make_task(model, rows, tmp_path / "a.jsonl", query_length=n)
     task = replace(task, label_dataset=task.query_dataset)
     found = labels.load_labels(task, *load_tokenizer(task, 8))
     assert [query.tolist() for query in found.queries] == [model.write(x) for x in fits]
-    (end,) = model.tokenizer.encode(END, add_special_tokens=False)
-    texts = [x["content"] for x in (BLUE, GREEN)]
-    answers = [[*model.tokenizer.encode(x, add_special_tokens=False), end] for x in texts]
+    answers = [model.encode(x["content"] + END) for x in (BLUE, GREEN)]
     assert all([ids.tolist() for ids in pair] == answers for pair in found.responses)
     assert "skipped 1 of 3" in capsys.readouterr().out
 
@@ -193,44 +167,27 @@ FOR_TEXTS |= dict(clean_fn="builtins:str", keep_last_line=True, truncate_token="
 
 
 @pytest.fixture
-def chat_task(tmp_path):
-    """A task of the small tokenizer whose files hold messages."""
-    tiny.write_model(tmp_path / "model")
-    tokenizer = small_tokenizer()
-    lm = tiny.make_lm(vocab=len(tokenizer), positions=256)
-    for x in (lm, tokenizer):
-        x.save_pretrained(tmp_path / "model")
-    files = SimpleNamespace(folder=tmp_path / "model", tokenizer=tokenizer)
+def chat_task(model, tmp_path):
+    """A task whose files hold messages."""
     rows = [{"prompt": [USER], "chosen": [BLUE], "rejected": [GREEN]}] * 9
-    task = make_task(files, rows, tmp_path / "rows.jsonl", response_column="chosen")
+    task = make_task(model, rows, tmp_path / "rows.jsonl")
     return replace(task, label_dataset=task.query_dataset)
 
 
-BOS_FIRST = "{{ bos_token }}" + formats.CHATML
-
-
-def calls(task: tasks.Task) -> list:
-    """All four scripts."""
-    return [
-        lambda: ppo.main(tiny.make_args(task, ppo)),
-        lambda: rloo.main(tiny.make_args(task, rloo)),
-        lambda: sft.main(sft.Args(task=task)),
-        lambda: train_reward.main(train_reward.Args(task=task, num_labels=8, batch_size=4)),
-    ]
-
-
 @pytest.mark.parametrize("name", FOR_TEXTS)
-def test_settings_for_texts_are_refused_by_name_before_a_model_loads(name, chat_task, no_weights):
-    flag = f"--no-{name}$" if name == "keep_last_line" else f"--{name} "
-    for call in calls(replace(chat_task, **{name: FOR_TEXTS[name]})):
-        with pytest.raises(InputError, match=rf"rows.jsonl: .*pass {flag}"):
-            call()
+def test_settings_for_texts_are_refused_by_name(name, chat_task):
+    """In queries, and in pairs."""
+    flag = f"--no-{name}" if name == "keep_last_line" else f"--{name} "
+    task = replace(chat_task, **{name: FOR_TEXTS[name]})
+    given = load_tokenizer(task, 8)
+    refuses(lambda: load_queries(task, *given, 9), "rows.jsonl: ", f"pass {flag}")
+    refuses(lambda: labels.load_labels(task, *given), "rows.jsonl: ", f"pass {flag}")
 
 
-def test_a_tokenizer_without_a_template_is_refused_before_a_model_loads(chat_task, no_weights):
-    (Path(chat_task.base_model) / "chat_template.jinja").unlink()
-    for call in calls(chat_task):
-        refuses(call, "rows.jsonl: ", "chat_template")
+def test_a_tokenizer_without_a_template_is_refused(chat_task):
+    tokenizer, ids = load_tokenizer(chat_task, 8)
+    tokenizer.chat_template = None
+    refuses(lambda: load_queries(chat_task, tokenizer, ids, 9), "rows.jsonl: ", "chat_template")
 
 
 @pytest.mark.parametrize("content", [None, 3, [{"type": "text", "text": "What?"}]])
@@ -249,8 +206,8 @@ def test_a_template_that_changes_the_prompt_once_it_has_an_answer_is_refused(cha
 
 def test_another_template_or_bos_is_another_table(chat_task):
     tokenizer, ids = load_tokenizer(chat_task, 8)
-    tables = set()
-    for template, bos in ((formats.CHATML, START), (BOS_FIRST, START), (BOS_FIRST, END)):
+    bos_first, tables = "{{ bos_token }}" + formats.CHATML, set()
+    for template, bos in ((formats.CHATML, START), (bos_first, START), (bos_first, END)):
         tokenizer.chat_template, tokenizer.bos_token = template, bos
         tables.add(str(load_queries(chat_task, tokenizer, ids, 9)[:].tolist()))
     assert len(tables) == 3
@@ -265,69 +222,39 @@ def score(queries, responses):
 """
 
 
-def test_four_scripts_run_on_messages_and_responses_end_at_the_templates_end(
-    model, tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize("script", [ppo, rloo])
+def test_responses_end_at_the_templates_end_and_a_reward_function_reads_none_of_it(
+    script, model, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    colors = ["red", "green", "blue", "black", "white", "gray", "pink", "gold"]
-    users = [USER | {"content": f"Say {a} or {b}."} for a in colors for b in colors[:2]]
-    rows = [
-        dict(prompt=[user], messages=[user, BLUE], chosen=[BLUE], rejected=[GREEN])
-        for user in users
-    ]
+    rows = [{"prompt": [USER | {"content": f"Say {i} or gray."}]} for i in range(16)]
     task = make_task(model, rows, Path("rows.jsonl"), query_length=48)
-    task = replace(task, label_dataset=task.query_dataset, task="mine")
-    small = dict(batch_size=4, micro_batch_tokens=512)
-    learn = replace(task, query_column="messages", response_column="messages")
-    sft.main(sft.Args(task=learn, num_heldout=4, num_epochs=1, output_dir="sft", **small))
-    assert END not in Path(next(Path("runs").glob("*sft*")), "samples.jsonl").read_text()
-    task = replace(task, base_model="sft")
-    options = dict(num_labels=8, normalize_samples=8, rollout_batch_size=8, output_dir="reward")
-    train_reward.main(train_reward.Args(task=task, **options, **small))
     Path("score.py").write_text(REWARD)
-    function = dict(reward_fn=f"{tmp_path / 'score.py'}:score")
-    for script, reward in ((ppo, dict(reward_model="reward")), (rloo, function)):
-        name = script.__name__ + next(iter(reward))
-        options = dict(total_episodes=16, eval_queries=4, output_dir=name, run_name=name, **reward)
-        script.main(tiny.make_args(task, script, **options))
-        assert any(line["objective/ended"] > 0 for line in read_metrics(name))
-    seen = load_function(function["reward_fn"]).__globals__["seen"]
+    function = f"{tmp_path / 'score.py'}:score"
+    options = dict(total_episodes=16, eval_queries=4, run_name="a", reward_fn=function)
+    script.main(tiny.make_args(task, script, **options))
+    assert any(line["objective/ended"] > 0 for line in read_metrics("a"))
+    seen = load_function(function).__globals__["seen"]
     assert len(seen) > 32 and not any(word in text for text in seen for word in (START, END))
-    assert any(text.endswith("user\nSay gray or red.\nassistant\n") for text in seen)
-
-    (tmp_path / "judge.py").write_text(REWARD.replace("score", "judge"))
-    columns = dict(query_column="messages", response_column="messages")
-    monkeypatch.setitem(tasks.TASKS, "mine", replace(task, **columns))
-    judge = f"{tmp_path / 'judge.py'}:judge"
-    winrate.main(winrate.Args(a="data", b="sft", task="mine", judge=judge, queries=6))
-    seen = load_function(judge).__globals__["seen"]
-    assert seen[:6] == seen[12:18] and seen[6:12] == [BLUE["content"]] * 6
-    assert not any(END in text for text in seen)
+    assert any(text.endswith(" or gray.\nassistant\n") for text in seen)
 
 
 # ---------------------------------------------------------------------- what people bring instead
 
-WARNING = "get no template; "
+HINTS = {
+    "pass --query_column messages": formats.ULTRAFEEDBACK_BINARIZED_H4,
+    "see Chat in docs/data.md": formats.TLDR,
+}
 
 
-@pytest.mark.parametrize(
-    "rows, hint",
-    [
-        (formats.ULTRAFEEDBACK_BINARIZED_H4, "pass --query_column messages"),
-        (formats.TRL_STYLE, "pass --query_column chosen"),
-        (formats.TLDR, "see Chat in docs/data.md"),
-        (formats.ULTRAFEEDBACK_PROMPT, None),
-    ],
-)
-def test_texts_for_a_chat_model_are_warned_about(rows, hint, model, tmp_path, capsys):
+@pytest.mark.parametrize("hint", HINTS)
+def test_texts_for_a_chat_model_are_warned_about(hint, model, tmp_path, capsys):
     """As UltraFeedback's `prompt` beside messages. Prefix and suffix may write the template."""
-    task = make_task(model, rows, tmp_path / "rows.jsonl")
+    task = make_task(model, HINTS[hint], tmp_path / "rows.jsonl")
     load(load_queries, task, 9)
-    out = capsys.readouterr().out
-    assert out.count("warning: ") == out.count(f"{WARNING}{hint}") == (hint is not None)
-    if hint:
-        load(load_queries, replace(task, query_prefix=START), 9)
-        assert WARNING not in capsys.readouterr().out
+    assert f"get no template; {hint}" in capsys.readouterr().out
+    load(load_queries, replace(task, query_prefix=START), 9)
+    assert "get no template" not in capsys.readouterr().out
 
 
 def test_dialogues_become_messages_by_the_code_of_docs_data(model, tmp_path, monkeypatch, capsys):
@@ -343,21 +270,19 @@ def test_dialogues_become_messages_by_the_code_of_docs_data(model, tmp_path, mon
     exec(next(x for x in blocks("docs/data.md", "python") if "hh-rlhf" in x), {})
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    turns = ["How do I bake bread?", "Do you have flour?", "Yes.", "Then mix it with water."]
-    roles = ["user", "assistant"] * 2
-    bread = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
-    hello = [{"role": "user", "content": "Hello."}]
-    queries = [model.write(bread[:3]), model.write(hello)]
+    bread = [USER | {"content": "How do I bake bread?"}]
+    bread += [BLUE | {"content": "Do you have flour?"}, USER | {"content": "Yes."}]
+    queries = [model.write(bread), model.write([USER | {"content": "Hello."}])]
     task = replace(texts, query_dataset="hh.jsonl", label_dataset="hh.jsonl")
     assert load(load_queries, task, 9) == sorted(queries)
-    answers = [model.tokenizer.encode(text + END) for text in (turns[3], "Hello!")]
-    expected = [query + answer for query, answer in zip(queries, answers, strict=True)]
+    good = [model.encode(x + END) for x in ("Then mix it with water.", "Hello!")]
+    bad = [model.encode(f"Then buy bread.{END}"), [model.tokenizer.eos_token_id]]
+    expected = [query + answer for query, answer in zip(queries, good, strict=True)]
     assert load(sequences.load_responses, task) == sorted(expected)
     found = labels.load_labels(task, *load_tokenizer(task, 8))
     assert [query.tolist() for query in found.queries] == queries
-    bad = [model.tokenizer.encode(f"Then buy bread.{END}"), [model.tokenizer.eos_token_id]]
-    sides = [[x.tolist() for x in pair] for pair in found.responses]
-    assert sides == [list(pair) for pair in zip(answers, bad, strict=True)]
+    pairs = [[x.tolist() for x in pair] for pair in found.responses]
+    assert pairs == [list(pair) for pair in zip(good, bad, strict=True)]
 
 
 GOOD, BAD = [("Hi", " yes"), ("So", " good"), ("Hi", " more")], [("So", " no"), ("Hi", " bad")]
@@ -374,51 +299,39 @@ def test_judged_answers_become_references_and_pairs_by_the_code_of_docs_data(
     assert len(load(sequences.load_responses, task)) == 5
     assert "label is false" in capsys.readouterr().out
     given = load_tokenizer(task, 8)
-    pairs = lambda: labels.load_labels(task, *given)  # noqa: E731
-    refuses(pairs, "--label_dataset judged.jsonl", "data.md")
+    refuses(partial(labels.load_labels, task, *given), "--label_dataset judged.jsonl", "data.md")
 
     exec(next(x for x in blocks("docs/data.md", "python") if "judged.jsonl" in x), {})
     task = replace(task, query_dataset="sft.jsonl", label_dataset="pairs.jsonl")
     assert len(load(sequences.load_responses, task)) == 3
-    assert "label is false" not in capsys.readouterr().out
     found = labels.load_labels(task, *given)
-    texts = [
-        [model.tokenizer.decode(x) for x in (query, *pair)]
-        for query, pair in zip(found.queries, found.responses, strict=True)
-    ]
-    expected = [["Hi", f" yes{END}", f" bad{END}"], ["So", f" good{END}", f" no{END}"]]
-    assert sorted(texts) == expected
+    rows = zip(found.queries, *zip(*found.responses, strict=True), strict=True)
+    texts = [[model.tokenizer.decode(x) for x in row] for row in rows]
+    assert sorted(texts) == [["Hi", f" yes{END}", f" bad{END}"], ["So", f" good{END}", f" no{END}"]]
 
 
-FEW = "--batch_size 4 --micro_batch_tokens 2048 --response_length 16 "
-FEW_OF = {
+FEW = {
     "sft": "--num_heldout 4",
     "train_reward": "--num_labels 8 --normalize_samples 8 --rollout_batch_size 8",
     "ppo": "--total_episodes 8 --num_minibatches 2 --eval_queries 4",
 }
 
 
-@pytest.mark.parametrize("form", ["messages", pytest.param("texts", marks=pytest.mark.slow)])
-def test_the_page_goes_from_own_data_to_ppo(form, tmp_path, monkeypatch, capsys):
+def test_the_page_goes_from_own_data_to_ppo(tmp_path, monkeypatch, capsys):
     """docs/your-data.md: its commands as bash reads them, and rows of its table, numbered."""
     monkeypatch.chdir(tmp_path)
     tokenizer = small_tokenizer()
-    if form == "texts":
-        tokenizer.chat_template = None
     for x in (tiny.make_lm(vocab=len(tokenizer), positions=512), tokenizer):
         x.save_pretrained(tmp_path / "model")
     page = Path(tasks.DATA).parent / "docs/your-data.md"
-    rows = re.findall(r"^\| `(\w+\.jsonl)` \| `(.*)` \| `(.*)` \|$", page.read_text(), flags=re.M)
+    rows = re.findall(r"^\| `(\w+\.jsonl)` \| `(.*)` \| `.*` \|$", page.read_text(), flags=re.M)
     Path("mine").mkdir()
-    for name, *forms in rows:
-        row = forms[form == "texts"]
+    for name, row in rows:
         numbered = [row.replace("Hi", f"Hi {i}") for i in range(16)]
         Path("mine", name).write_text("\n".join(numbered))
     (code,) = blocks("docs/your-data.md", "bash")
     code = code.replace("mkdir", "#", 1).replace("HuggingFaceTB/SmolLM2-135M-Instruct", "../model")
     code = code.replace("# mine && ", "")
-    if form == "texts":
-        code = code.replace("--query_column messages --response_column messages", "")
     monkeypatch.chdir("mine")
     record = 'python() { printf "%s\\0" "$@" "" >> calls; }; set -e\n'
     subprocess.run(["bash", "-c", record + code], check=True, cwd=tmp_path)
@@ -426,25 +339,13 @@ def test_the_page_goes_from_own_data_to_ppo(form, tmp_path, monkeypatch, capsys)
     assert len(calls) == 3
     for call in calls:
         file, *flags = call.split("\0")
-        script = {"sft": sft, "train_reward": train_reward, "ppo": ppo}[Path(file).stem]
-        flags += (FEW + FEW_OF[Path(file).stem]).split()
-        script.main(parse_args(script.Args, script.PRESETS, flags))
-        assert Path("models/tldr", Path(file).stem, "model.safetensors").is_file()
+        name = Path(file).stem
+        flags += ["--batch_size", "4", "--micro_batch_tokens", "2048", "--response_length", "16"]
+        args = parse_args(SCRIPTS[name].Args, SCRIPTS[name].PRESETS, flags + FEW[name].split())
+        SCRIPTS[name].main(args)
+        assert Path("models/tldr", name, "model.safetensors").is_file()
+    assert END not in next(Path("runs").glob("*sft*/samples.jsonl")).read_text()
     assert "warning" not in capsys.readouterr().out
-
-
-def test_decoding_leaves_out_the_end_and_the_padding(model):
-    tokens = model.tokenizer.encode(f"It is blue.{END}", add_special_tokens=False)
-    pad = len(model.tokenizer)
-    assert decode(model.tokenizer, torch.tensor([[*tokens, pad]]), pad) == ["It is blue."]
-
-
-def test_a_tokenizer_reads_anothers_ids_if_it_has_them_all(gpt2, hers):
-    more = formats.gpt2_tokenizer()
-    more.add_special_tokens({"pad_token": "[PAD]"})  # as many fine-tuned GPT-2s have it
-    assert same_tokens(gpt2, formats.gpt2_tokenizer()) and same_tokens(more, gpt2)
-    assert same_tokens(gpt2, more)  # no text has a [PAD]
-    assert not same_tokens(hers, gpt2) and not same_tokens(gpt2, hers)
 
 
 def test_ids_become_the_same_texts_without_padding_and_with_the_others_own_end(gpt2, chat):
@@ -475,5 +376,5 @@ def test_the_id_of_a_text_is_the_one_that_it_has_inside_of_a_text():
     assert tokenizer.encode(".") != [period] and tokenizer.encode("dog. dog.") == [dog, period] * 2
     assert single_token(tokenizer, ".", "--truncate_token") == period
     assert single_token(tokenizer, "dog", "--truncate_token") == dog  # as it is in a text
-    two = lambda: single_token(tokenizer, "dog.", "--truncate_token")  # noqa: E731
+    two = partial(single_token, tokenizer, "dog.", "--truncate_token")
     refuses(two, "--truncate_token 'dog.'")
