@@ -18,8 +18,7 @@ import ppo
 import rloo
 import sft
 import train_reward
-from machinery import models
-from machinery.tokens import load_tokenizer
+from machinery.models import load_lm
 
 BOTH = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
 
@@ -108,101 +107,57 @@ def test_P9_P11_L3_L6_main_hands_minibatches_and_kl_coef_from_phase_to_phase(scr
     rollouts = [rollout for _, rollout in calls["Rollout"] if len(rollout.scores) == 8]
     advantages = [arguments[0] for arguments, _ in calls["compute_advantages"]]
     assert len(rollouts) == len(calls["shuffle"]) == 3
-    assert len(advantages) == (12 if script is ppo else 3)
-    for update, rollout in enumerate(rollouts):
-        epochs = calls["shuffle"][update][1]
+    if script is rloo:
+        assert all(map(torch.equal, advantages, [x.rewards for x in rollouts]))
+    else:
+        epochs = [result for _, result in calls["shuffle"]]
+        rows = [(i, rows) for i in range(3) for epoch in epochs[i] for rows in epoch]
+        expected = [rollouts[i].rewards[rows] for i, rows in rows]
+        assert len(expected) == 12
+        assert all(map(torch.equal, [x.rewards for x in advantages], expected))
+    for rollout, line in zip(rollouts, metrics, strict=True):
         rewards = rollout.rewards.sum(dim=1) if script is ppo else rollout.rewards
-        kl = (rollout.scores - rewards) / metrics[update]["objective/kl_coef"]
+        kl = (rollout.scores - rewards) / line["objective/kl_coef"]
         torch.testing.assert_close(rollout.kl.sum(dim=1), kl, atol=1e-4, rtol=1e-4)
-        if script is rloo:
-            assert torch.equal(advantages[update], rollout.rewards)
-            continue
-        for i, rows in enumerate(rows for epoch in epochs for rows in epoch):
-            assert torch.equal(advantages[4 * update + i].rewards, rollout.rewards[rows])
     assert len({line["objective/kl_coef"] for line in metrics}) == 3
 
 
 @BOTH
-def test_evaluations_have_the_same_unseen_queries_and_random_numbers(
-    script, task, tmp_path, monkeypatch
-):
-    """With a learning rate of 0 all give the same numbers; 10 of 40 queries are held out."""
-    monkeypatch.chdir(tmp_path)
-    calls = spy_on(script, "Rollout", monkeypatch)
-    sizes = dict(total_episodes=80, batch_size=40, micro_batch_tokens=240, eval_queries=10)
-    task = replace(task, truncate_token=None)
-    script.main(small(script, task, "run", lr=0.0, eval_every=1, **sizes))
-    batches = [rollout.queries for _, rollout in calls]
-    heldout = [queries for queries in batches if len(queries) == 10]
-    assert len(heldout) == 3 and all(torch.equal(x, heldout[0]) for x in heldout)
-    seen = {tuple(row) for queries in batches if len(queries) == 40 for row in queries.tolist()}
-    assert len(seen) == (30 if script is ppo else 20)
-    assert not seen & {tuple(row) for row in heldout[0].tolist()}
-    lines = map(json.loads, Path("runs/run/metrics.jsonl").read_text().splitlines())
-    evaluations = [{k: x for k, x in line.items() if k.startswith("eval/")} for line in lines]
-    coefs = [line.pop("eval/kl_coef") for line in evaluations]
-    assert coefs[0] > coefs[1] > coefs[2]  # the KL is below its target
-    assert evaluations[0] == evaluations[1] == evaluations[2]
-    assert evaluations[0]["eval/kl"] == 0
-
-
-@pytest.mark.slow
+@pytest.mark.parametrize("updates", [2, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@BOTH
-def test_with_a_learning_rate_of_0_nothing_drifts_over_a_hundred_updates(
-    script, precision, task, tmp_path, monkeypatch
+def test_with_a_learning_rate_of_0_nothing_drifts(
+    script, updates, precision, task, tmp_path, monkeypatch
 ):
-    """The policy stays the reference; the same held-out queries give the same numbers."""
+    """Evaluations have the same unseen queries and random numbers; 10 of 40 are held out."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     AcceleratorState._reset_state(True)
+    calls = spy_on(script, "Rollout", monkeypatch)
+    sizes = dict(total_episodes=40 * updates, batch_size=40, micro_batch_tokens=240)
+    sizes |= dict(eval_queries=10, eval_every=updates // 2, lr=0.0)
     task = replace(task, truncate_token=None)
-    script.main(small(script, task, "run", lr=0.0, total_episodes=800, eval_every=50))
+    script.main(small(script, task, "run", **sizes))
     AcceleratorState._reset_state(True)
-    lines = read_metrics("run")
-    assert len(lines) == 100
-    for line in lines:
+    batches = [rollout.queries for _, rollout in calls]
+    heldout = [queries for queries in batches if len(queries) == 10]
+    assert len(heldout) == 3 and all(torch.equal(x, heldout[0]) for x in heldout)
+    seen = {tuple(row) for x in batches if len(x) == 40 for row in x.tolist()}
+    assert len(seen) == (30 if script is ppo or updates > 2 else 20)
+    assert not seen & {tuple(row) for row in heldout[0].tolist()}
+    lines = [json.loads(x) for x in Path("runs/run/metrics.jsonl").read_text().splitlines()]
+    for line in lines[:updates]:
         assert line["objective/kl"] == 0  # policy and reference read the same batches
         assert line["ppo/policy/approxkl_avg"] < (1e-8 if precision == "no" else 1e-3)
-    evaluations = [{k: x for k, x in lines[i].items() if "eval/" in k} for i in (0, 50)]
-    assert evaluations[0].pop("eval/kl_coef") > evaluations[1].pop("eval/kl_coef")
-    assert evaluations[0] == evaluations[1] and "eval/scores" in evaluations[0]
-    before, after = models.load_lm(task.base_model), load_file("run_model/model.safetensors")
+    evaluations = [{k: x for k, x in line.items() if "eval/" in k} for line in lines]
+    evaluations = [x for x in evaluations if x]
+    coefs = [line.pop("eval/kl_coef") for line in evaluations]
+    assert coefs[0] > coefs[1] > coefs[2]  # the KL is below its target
+    assert evaluations[0] == evaluations[1] == evaluations[2] and "eval/scores" in evaluations[0]
+    before, after = load_lm(task.base_model), load_file("run_model/model.safetensors")
     assert all(torch.equal(value, before.state_dict()[name]) for name, value in after.items())
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values())
-def test_a_tokenizer_whose_pad_is_its_eos_changes_nothing(script, eos_task, tmp_path):
-    """Our pad id is one past the vocabulary."""
-    path, results = tmp_path / "task" / "model" / "tokenizer_config.json", []
-    for name in ("plain", "same"):
-        if name == "same":
-            config = json.loads(path.read_text()) | {"pad_token": "<|endoftext|>"}
-            path.write_text(json.dumps(config))
-            tokenizer, _ = load_tokenizer(eos_task, 1)
-            assert tokenizer.pad_token_id == tokenizer.eos_token_id
-        script.main(small(script, eos_task, name))
-        weights = load_file(f"{name}_model/model.safetensors")
-        results.append((without_times(read_metrics(name)), weights))
-    (plain, weights), (same, same_weights) = results
-    assert plain == same
-    assert all(torch.equal(value, same_weights[name]) for name, value in weights.items())
-
-
-def test_a_run_says_that_the_link_to_its_weights_was_one_to_a_run_of_other_data(eos_task, capsys):
-    """The next plain command of the task reads what the link points to."""
-    for name in ("first", "same", "other"):
-        if name == "other":
-            path = Path(eos_task.query_dataset)
-            path.write_text(path.read_text().replace("Anna", "Ben"))
-        sft.main(small(sft, eos_task, name, output_dir=None))
-        link = Path("models", eos_task.task, "sft")
-        assert link.resolve() == Path("runs", name, "model").resolve()
-        told = f"{link} no longer points to same, a run of other data" in capsys.readouterr().out
-        assert told == (name == "other")
-
-
-@pytest.mark.parametrize("processes", [2, 3, 4, 7])
+@pytest.mark.parametrize("processes", [2, 7])
 def test_held_out_sequences_count_once_and_every_process_has_as_many(
     processes, accelerator, monkeypatch
 ):
@@ -215,13 +170,10 @@ def test_held_out_sequences_count_once_and_every_process_has_as_many(
     sums, sizes = [], []
     model.register_forward_pre_hook(lambda model, inputs: sizes.append(len(inputs[0])))
     monkeypatch.setattr(sft, "all_sum", lambda x: sums.append(x) or x + 1)
-    per_process = []
     for rank in range(processes):
-        sizes.clear()
         of_rank = dict(process_index=rank, num_processes=processes, unwrap_model=lambda x: x)
         sft.heldout_loss(model, tokens, 6, args, SimpleNamespace(**of_rank))
-        per_process.append(sum(sizes))
-    assert set(per_process) == {-(-5 // processes)}
+        assert sum(sizes) == (rank + 1) * -(-5 // processes)
     total, count = sum(sums[::2]).item(), sum(sums[1::2]).item()
     assert count == 2 + 7 + 4 + 7 + 7
     assert total / count == pytest.approx(alone, rel=1e-5)
