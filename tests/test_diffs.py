@@ -4,7 +4,6 @@
 """
 
 import ast
-import difflib
 import importlib.util
 import itertools
 import json
@@ -43,7 +42,6 @@ ROOT = Path(ppo.__file__).parent
 README = (ROOT / "diffs" / "README.md").read_text()
 DIFFS = {path.stem: path.read_text() for path in sorted((ROOT / "diffs").glob("*.diff"))}
 BASES = {name: re.search(r"^--- (\w+)\.py", text, flags=re.M)[1] for name, text in DIFFS.items()}
-SCRIPTS = dict(ppo=ppo, rloo=rloo, train_reward=train_reward, sft=sft)
 OF_PPO, OF_RLOO = ([n for n, base in BASES.items() if base == x] for x in ("ppo", "rloo"))
 ALGORITHMS = [name for name in OF_RLOO if name != "lora_rloo"]  # alternatives
 LIMITS = {"dpo": 45}  # added lines; others 25
@@ -124,46 +122,14 @@ def test_the_readme_lists_every_patch_with_its_script_and_number_of_lines():
 
 
 @every_patch
-def test_a_patch_has_a_header_adds_few_lines_and_leaves_the_docstring_alone(name, patched):
-    parts = re.split(r"^(\w+): ", DIFFS[name].split("\n--- ")[0], flags=re.M)[1:]
-    header = dict(zip(parts[::2], (" ".join(x.split()) for x in parts[1::2]), strict=True))
-    assert list(header) == [name, "Source", "Command"] and all(header.values())
-    base = BASES[name]
-    command, flags = header["Command"].replace("\\ ", "").split(" python mine.py ")
-    assert command == f"cp {base}.py mine.py && patch --fuzz=0 mine.py diffs/{name}.diff"
+def test_a_patch_adds_few_lines_and_its_command_works(name, patched):
+    header = " ".join(DIFFS[name].split("\n--- ")[0].split()).replace("\\ ", "")
+    assert header.startswith(f"{name}: ") and " Source: " in header
+    command, flags = header.split(" Command: ")[1].split(" python mine.py ")
+    assert command == f"cp {BASES[name]}.py mine.py && patch --fuzz=0 mine.py diffs/{name}.diff"
     script = patched(name)
     assert cli.parse_args(script.Args, script.PRESETS, flags.split()).task.task == "synthetic"
     assert 0 < len(added(name)) <= LIMITS.get(name, 25) and max(map(len, added(name))) <= 100
-    assert script.__doc__ == SCRIPTS[base].__doc__
-
-
-@every_patch
-def test_a_patch_leaves_no_import_definition_or_flag_unused(name, patched):
-    code = Path(patched(name).__file__).read_text()
-    tree = ast.parse(code)
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    used |= set(re.findall(r': "(\w+)\.\w+"', code))  # annotations in quotes
-    for node in tree.body:
-        found = [node] if hasattr(node, "name") else getattr(node, "names", [])
-        assert {(getattr(x, "asname", None) or x.name).split(".")[0] for x in found} <= used
-    code += "".join(path.read_text() for path in (ROOT / "machinery").glob("*.py"))
-    flags = {field.name for field in fields(patched(name).Args)} - {"cuda_graphs"}  # not in DPO
-    assert not [flag for flag in flags if not re.search(rf"args\.{flag}\b", code)]
-
-
-@every_patch
-def test_a_patch_applies_to_a_script_with_twenty_other_changes(name, patched, tmp_path):
-    lines = (ROOT / f"{BASES[name]}.py").read_text().splitlines(keepends=True)
-    result = Path(patched(name).__file__).read_text()
-    blocks = difflib.SequenceMatcher(None, lines, result.splitlines(keepends=True), autojunk=False)
-    same = [range(x.a + 5, x.a + x.size - 5) for x in blocks.get_matching_blocks()]
-    outside = [i for block in same for i in block]  # not in the context of a change
-    for i in outside[:: -(len(outside) // 20)]:
-        lines[i] = lines[i].rstrip("\n") + "  # mine\n" + "# mine\n" * (i % 2)
-    path = tmp_path / "mine.py"
-    path.write_text("".join(lines))
-    assert path.read_text().count("  # mine") >= 20 and apply(path, name)
-    assert path.read_text().replace("  # mine\n", "\n").replace("# mine\n", "") == result
 
 
 @pytest.mark.parametrize("first", OF_PPO)
@@ -354,7 +320,12 @@ def test_a_run_writes_its_folder_and_the_saved_weights_load(
         assert lm.state_dict().keys() == new_policy(task).lm.state_dict().keys()
 
 
-RESUMED = [("separate_critic", "value_warmup"), ("ema",), ("keep_best",), ("resid_dropout",)]
+RESUMED = {
+    ("separate_critic", "value_warmup"): dict(total_episodes=64, value_warmup_updates=1),
+    ("ema",): dict(total_episodes=64),
+    ("keep_best",): dict(total_episodes=64, lr=3e-2, reward_model=None, reward_fn="mine.py:f"),
+    ("resid_dropout",): dict(num_epochs=2),
+}
 
 
 @pytest.mark.parametrize("names", RESUMED, ids="+".join)
@@ -362,18 +333,10 @@ def test_X5_X6_P4_a_resumed_run_writes_what_an_undisturbed_run_writes(
     names, patched, task, tmp_path, monkeypatch
 ):
     """The average, the frozen policy's missing moments, the best score so far, dropout's masks."""
-    script, flags = patched(*names), dict(save_every=1, run_name="run")
+    script, flags = patched(*names), dict(save_every=1, run_name="run") | RESUMED[names]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoints, "KEPT", 100)
-    if names == ("resid_dropout",):
-        flags |= dict(num_epochs=2)
-    else:
-        flags |= dict(total_episodes=64)
-    if "value_warmup" in names:
-        flags |= dict(value_warmup_updates=1)
-    if names == ("keep_best",):
-        Path("mine.py").write_text("def f(queries, responses): return [len(r) for r in responses]")
-        flags |= dict(reward_model=None, reward_fn=f"{tmp_path}/mine.py:f", lr=3e-2)
+    Path("mine.py").write_text("def f(queries, responses): return [len(r) for r in responses]")
     args = tiny.new_args(script, **sizes_of(script, task) | flags)
     script.main(args)
     first = Path("runs/run/checkpoints/00000001.safetensors")
@@ -386,52 +349,48 @@ def test_X5_X6_P4_a_resumed_run_writes_what_an_undisturbed_run_writes(
     script.main(replace(args, run_name=None, resume=str(first)))
     assert {*Path("runs/run").rglob("*.safetensors")} == {*expected} and len(expected) > 3
     for path, weights in expected.items():
-        found = load_file(path)
-        assert found.keys() == weights.keys()
-        assert all(torch.equal(found[key], x) for key, x in weights.items())
+        torch.testing.assert_close(load_file(path), weights, atol=0, rtol=0)
 
 
 # --------------------------------------------------------------------------------- separate_critic
 
 
-def with_critic(script, task, critic_from, **flags):
-    """The policy with its critic that `main` makes, and a batch for it."""
-    policy = run_main(script, task, lr=0.0, critic_from=critic_from, **flags).model
-    batch = tiny.make_contexts([3, 6], 6, vocab=tiny.WORDS), torch.tensor([[4, 9, 2], [7, 1, 30]])
-    return policy, lambda: policy(*batch), batch
-
-
 @pytest.mark.parametrize("kind", ["reward model", "policy"])
 def test_X1_neither_loss_reaches_the_weights_of_the_other_model(patched, task, kind):
-    """Gradient checkpointing reaches both."""
-    critic_from = folder_of(task) if kind == "reward model" else None
-    script, flags = patched("separate_critic"), dict(gradient_checkpointing=kind == "policy")
-    policy, forward, _ = with_critic(script, task, critic_from, **flags)
+    """Gradient checkpointing reaches both. Without a reward model, the critic is a copy."""
+    flags = dict(critic_from=folder_of(task)) if kind == "reward model" else {}
+    policy = run_main(
+        patched("separate_critic"), task, lr=0.0, gradient_checkpointing=True, **flags
+    ).model
+    for part in (policy.lm, policy.value_head.backbone):
+        assert part.is_gradient_checkpointing
+    batch = tiny.make_contexts([3, 6], 6, vocab=tiny.WORDS), torch.tensor([[4, 9, 2], [7, 1, 30]])
     if kind == "policy":
-        assert policy.lm.is_gradient_checkpointing
-        assert policy.value_head.backbone.is_gradient_checkpointing
-        assert not forward()[2].any()  # its transformer, copied, with a head of zeros
-        own, copy = policy.lm.base_model.state_dict(), policy.value_head.backbone.state_dict()
-        assert all(torch.equal(own[name], copy[name]) for name in own)
+        assert not policy(*batch)[2].any()  # a head of zeros
+        copy, own = policy.value_head.backbone.state_dict(), policy.lm.base_model.state_dict()
+        torch.testing.assert_close(copy, own, atol=0, rtol=0)
         torch.nn.init.normal_(policy.value_head.head.weight)
     for output, part in ((0, "lm"), (2, "value_head")):
         policy.zero_grad()
-        (forward()[output] ** 2).sum().backward()
+        (policy(*batch)[output] ** 2).sum().backward()
         reached = {n.split(".")[0] for n, p in policy.named_parameters() if p.grad is not None}
         assert reached == {part}
 
 
-@pytest.mark.parametrize("more", [0, 8])
-def test_X1_a_value_is_the_reward_of_the_text_so_far(patched, task, tmp_path, more):
+def test_X1_a_value_is_the_reward_of_the_text_so_far(patched, task, tmp_path):
     """Also if the vocabularies of policy and reward model are padded to different sizes."""
-    reward = tiny.make_reward(pad_id=tiny.WORDS + more)
-    reward.save_pretrained(tmp_path / "reward")
-    script = patched("separate_critic")
-    _, forward, (contexts, responses) = with_critic(script, task, str(tmp_path / "reward"))
+    reward = tiny.make_reward(pad_id=tiny.WORDS + 8)
+    reward.save_pretrained(tmp_path)
+    policy = run_main(patched("separate_critic"), task, lr=0.0, critic_from=str(tmp_path)).model
+    contexts, responses = (
+        tiny.make_contexts([3, 6], 6, vocab=tiny.WORDS),
+        torch.tensor([[4, 9, 2], [7, 1, 30]]),
+    )
+    values = policy(contexts, responses)[2]
     for i, t in itertools.product(range(2), range(3)):
         tokens = torch.cat([contexts[i], responses[i, :t]])
         expected = reward(tokens[tokens != tiny.WORDS][None])[0]
-        torch.testing.assert_close(forward()[2][i, t], expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(values[i, t], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_X1_the_critic_has_its_own_learning_rate(run_of):
@@ -528,12 +487,9 @@ def test_X6_a_frozen_policy_has_no_moments_and_its_gradient_clips_nothing(run_of
     """With a critic of its own, as in Qwen. The critic learns as if there was no policy."""
     flags = dict(value_warmup_updates=2, max_grad_norm=0.01)
     run = run_of("separate_critic", "value_warmup", **flags)
-    start = run_of("separate_critic", lr=0.0).steps[0].weights
     for name, p in run.model.named_parameters():
-        frozen = name.startswith("lm.")
-        assert torch.equal(p, start[name]) == frozen
-        assert (p in run.optimizer.state) == (not frozen)
-        assert all((step.grads[name] is None) == frozen for step in run.steps)
+        assert (p not in run.optimizer.state) == name.startswith("lm.")
+        assert all((step.grads[name] is None) == name.startswith("lm.") for step in run.steps)
     for step in run_of("value_warmup", **flags).steps:  # the value head is all that learns
         head = [x.flatten() for x in step.grads.values() if x is not None]
         assert len(head) == 2 and torch.cat(head).norm() == pytest.approx(0.01, rel=1e-3)
@@ -542,7 +498,7 @@ def test_X6_a_frozen_policy_has_no_moments_and_its_gradient_clips_nothing(run_of
 # ----------------------------------------------------------------------------------------- sampling
 
 
-@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("top_p", [0.0, 0.9, 1.0])
 def test_X7_the_nucleus_is_the_fewest_tokens_with_probability_top_p(patched, top_p):
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * 2
     kept = patched("sampling").keep_top_p(logits, top_p)
@@ -560,15 +516,15 @@ def test_X7_no_response_ends_before_its_minimum_length_or_leaves_the_nucleus(pat
     script = patched("sampling")
     logits = torch.tensor([3.0, 2.0, 2.0, 1.0, -1.0]) * 0.7  # token 0 ends a response
 
-    rows = torch.arange(400)
-    batch = dict(rows=rows, next_logits=lambda: logits.repeat(400, 1), append=lambda tokens: None)
+    batch = dict(rows=torch.arange(400), next_logits=lambda: logits.repeat(400, 1))
+    batch |= dict(append=lambda tokens: None)
     decoder = SimpleNamespace(start=lambda *inputs: SimpleNamespace(**batch))
+    inputs = torch.zeros(400, 1).long(), tiny.uniform(5, 400)
 
     def sample(**flags):
         args = tiny.make_args(script=script, **flags)
         return script.sample(decoder, *inputs, TokenIds(5, 0, [], []), args)
 
-    inputs = torch.zeros(400, 1).long(), tiny.uniform(5, 400)
     assert torch.equal(sample(), tiny.sample(decoder, *inputs, 5))
     ends = (sample(min_response_length=3) == 0).float().mean(dim=0)
     assert not ends[:2].any() and (ends[2:] > 0.4).all()
@@ -596,11 +552,6 @@ def test_X8_the_learning_rate_warms_up_and_decays(patched, run_of, flags, expect
     rates = [script.learning_rate(update, 6, args) for update in range(6)]
     assert rates == pytest.approx([2 * x for x in expected])
     assert [line["ppo/lr"] for line in run_of("schedule").metrics[:2]] == [5e-3, 1e-2]  # is used
-
-
-def test_X8_a_cosine_without_decay_is_refused(patched, task):
-    with pytest.raises(cli.InputError, match="cosine.*anneal_lr"):
-        run_main(patched("schedule"), task, cosine=True, anneal_lr=False)
 
 
 def test_X8_adamw_is_the_librarys(run_of):
@@ -728,12 +679,9 @@ def test_lora_trains_adapters_and_saves_them_merged(name, patched, task):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["lora", "lora_rloo", "lora_train_reward", "lora_sft"])
-def test_lora_adapters_are_merged_into_the_model_that_a_link_pointed_to(
-    name, patched, task, tmp_path
-):
+def test_lora_adapters_are_merged_into_the_model_that_a_link_pointed_to(patched, task, tmp_path):
     """Another run may change `models/<task>/sft` meanwhile. The adapters start as a change of 0."""
-    script, link = patched(name), tmp_path / "sft"
+    script, link = patched("lora_sft"), tmp_path / "sft"
     link.symlink_to(task.base_model)
     other = tiny.write_model(tmp_path / "other", seed=5)
 
@@ -742,12 +690,13 @@ def test_lora_adapters_are_merged_into_the_model_that_a_link_pointed_to(
         link.symlink_to(other)
         return timer(device)
 
-    files = dict(reward_model=folder_of(task)) if name in ONLINE else {}
     of_link = replace(task, base_model=str(link))
-    run = run_main(script, of_link, names=dict(Timer=relink), lr=1e-9, **files)
-    key = "backbone.wte.weight" if name == "lora_train_reward" else "transformer.wte.weight"
-    expected = load_file(f"{task.base_model}/model.safetensors")["transformer.wte.weight"]
-    assert link.resolve() == other and torch.equal(run.saved["model"][key], expected)
+    run = run_main(script, of_link, names=dict(Timer=relink), lr=1e-9)
+    key = "transformer.wte.weight"
+    assert link.resolve() == other
+    assert torch.equal(
+        run.saved["model"][key], load_file(f"{task.base_model}/model.safetensors")[key]
+    )
 
 
 def test_reference_on_cpu_is_on_the_device_only_for_its_forward_passes(patched, run_of):
@@ -920,19 +869,6 @@ def test_a_group_with_equal_rewards_has_advantages_of_exactly_zero(name, patched
     assert not advantages[1::2].any()
 
 
-@pytest.mark.parametrize("name", ["cispo", "gspo"])
-def test_of_equal_scores_only_the_penalty_is_left_in_proportion_to_kl_coef(name, patched):
-    """Standardized together, a KL of any size would be a full signal."""
-    script = patched(name)
-    kl = torch.tensor([[1.0, 2], [0, 1], [3, 4], [0, 0]])  # [K * P, R], K = P = 2
-    rollout = SimpleNamespace(scores=torch.full((4,), 0.1), kl=kl)
-    args = tiny.make_args(script=script, rloo_k=2)
-    for kl_coef in (0.0, 1e-3, 0.5):
-        advantages = script.compute_advantages(rollout, kl_coef, args)
-        assert advantages.tolist() == pytest.approx([kl_coef * x for x in (2, -0.5, -2, 0.5)])
-    assert not script.compute_advantages(rollout, 0.0, args).any()
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_statistics_are_means_over_what_is_learned_also_in_eos_tasks(name, patched, task):
     """Not over a constant: in a first step the mean ratio is 1, however short responses are."""
@@ -1018,23 +954,6 @@ def slow_ranking_loss(rewards, ranks):
     return sum(losses) / max(len(losses), 1)
 
 
-def test_X15_ranking_losses_are_those_of_a_double_loop_over_pairs(patched):
-    ranking_losses = patched("ranking").ranking_losses
-    rewards = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)) * 2
-    ranks = [[3, 1, 5, 2, 4], [1, 2, 3, 4, 5], [5, 4, 3, 2, 1]]  # 10 comparisons each
-    ranks += [[1, 1, 2, 3, 3], [2, 1, 2, 2, 2], [1, 1, 1, 1, 1]]  # 8, 4 and 0
-    losses = ranking_losses(rewards, torch.tensor(ranks))
-    expected = [float(slow_ranking_loss(*pair)) for pair in zip(rewards, ranks, strict=True)]
-    assert losses.tolist() == pytest.approx(expected, rel=1e-5) and losses[-1] == 0
-    order = torch.tensor([4, 0, 3, 1, 2])  # of the responses: it does not matter
-    again = ranking_losses(rewards[:, order], torch.tensor(ranks)[:, order])
-    torch.testing.assert_close(again, losses)
-    # Of two, it is that of a pair (R4): -log sigmoid of 1.5, of 0.5 and of -100.
-    rewards = torch.tensor([[0.3, -1.2], [2.0, 2.5], [-40.0, 60.0]])
-    losses = ranking_losses(rewards, torch.tensor([[1, 2], [2, 1], [1, 2]]))
-    assert losses.tolist() == pytest.approx([0.201413, 0.474077, 100], rel=1e-5)
-
-
 @pytest.mark.parametrize("ranked", [True, False])
 def test_X15_gradients_are_those_of_a_slow_loop_over_the_labels(ranked, patched, task, tmp_path):
     rows = json.loads(Path(task.label_dataset).read_text())
@@ -1063,11 +982,10 @@ def test_X15_gradients_are_those_of_a_slow_loop_over_the_labels(ranked, patched,
             torch.testing.assert_close(seen.grads[name], p.grad, atol=1e-5, rtol=2e-3)
 
 
-@pytest.mark.parametrize("ranks", [[1, 2, 3], [2, 1, 1, 3, 4]])
-def test_X15_ranks_that_do_not_fit_are_refused_with_their_row(ranks, patched, task, tmp_path):
+def test_X15_ranks_that_do_not_fit_are_refused_with_their_row(patched, task, tmp_path):
     rows = json.loads(Path(task.label_dataset).read_text())
     rows = [row | {"ranks": [1 + (k != row["best"]) for k in range(4)]} for row in rows]
-    rows[3]["ranks"] = ranks
+    rows[3]["ranks"] = [1, 2, 3]
     path = tmp_path / "labels.json"
     path.write_text(json.dumps(rows))
     few = labels.load_labels(task, *load_tokenizer(task, 5))
@@ -1163,19 +1081,6 @@ def test_a_recipe_passes_the_published_values_and_works_for_every_task(name, rec
                 assert args.lr * args.critic_lr_ratio == pytest.approx(value, rel=1e-3)
             elif key != "num_ppo_epochs" or key in RECIPES[name]:
                 assert getattr(args, key, getattr(args.task, key, None)) == value, key
-
-
-@every_recipe
-def test_a_recipe_names_its_source_and_the_readme_has_its_patches_and_command(name, recipe):
-    text = (ROOT / "diffs" / "recipes" / f"{name}.sh").read_text().replace("\n#    ", "")
-    patches = re.search(r"^  for name in (.*); do$", text, re.M)[1].replace(" ", ", ")
-    differs = re.search(r"^# Differs: (.*)$", text, re.M)[1]
-    labels = re.findall(r"^# ([\w -]+): \S", text, flags=re.M)
-    assert labels[1:] == ["Source", "Differs", "Synthetic"]
-    command = re.search(rf"^# Synthetic: diffs/recipes/{name}\.sh --task (.*)$", text, re.M)[1]
-    assert recipe(name, *command.split())[1].total_episodes == 4096
-    row = rf"| [`{name}`](recipes/{name}.sh) | {patches} | {differs} | `"
-    assert f"{row}{command.removeprefix('synthetic ')}` |" in README.splitlines()
 
 
 def test_a_recipe_keeps_the_users_changes_and_never_runs_half_patched(tmp_path):

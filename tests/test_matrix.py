@@ -4,8 +4,6 @@ One update each: finite numbers, a first ratio of exactly 1, weights that load. 
 of the combinations, the others with `-m slow`.
 """
 
-import importlib
-import json
 import math
 import os
 import re
@@ -21,10 +19,10 @@ import tiny
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from conftest import SCRIPTS, read_metrics
 from safetensors.torch import load_file
 from test_decoding import ending_soon
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import ppo
@@ -35,7 +33,6 @@ from machinery.rewards import load_reward_model
 from train_reward import RewardModel
 from utils import truncate
 
-SCRIPTS = ("ppo", "rloo", "train_reward", "sft")
 FORMS = ("fixed", "eos")
 KINDS = (*tiny.KINDS, "mistral_window")
 
@@ -50,23 +47,21 @@ def one_update(folder: Path, script: str, kind: str, form: str, rank: int = 0) -
         lm.get_output_embeddings().weight[lm.config.eos_token_id] *= 4
     lm.save_pretrained(task.base_model)
     common = dict(run_name=folder.name, output_dir=str(folder / "out"), lr=1e-3)
+    sizes: dict[str, Any] = dict(batch_size=8, micro_batch_tokens=36)
     if script == "sft":
-        task = replace(task, num_queries=20)
-        sizes = dict(num_heldout=2, batch_size=8, micro_batch_tokens=36, block_size=10)
+        sizes |= dict(num_heldout=2, block_size=10, num_queries=20)
     elif script == "train_reward":
-        sizes = dict(num_labels=8, batch_size=8, micro_batch_tokens=96)
-        sizes |= dict(normalize_samples=8, rollout_batch_size=8)
+        sizes |= dict(num_labels=8, normalize_samples=8, rollout_batch_size=8)
     else:
-        sizes = dict(total_episodes=32, batch_size=32, num_ppo_epochs=1, eval_queries=4)
+        sizes |= dict(total_episodes=32, batch_size=32, num_ppo_epochs=1, eval_queries=4)
         sizes |= dict(rollout_batch_size=13, reward_model=tiny.write_reward(files / "reward", kind))
         sizes |= dict(micro_batch_tokens=(108, 4096)[KINDS.index(kind) % 2])  # parts, or one
-    return importlib.import_module(script).Args(task=task, **common, **sizes)
+    return tiny.new_args(SCRIPTS[script], task, **common, **sizes)
 
 
 def check_update(folder: Path, script: str) -> None:
     """Check metrics and weights of a finished run."""
-    text = Path("runs", folder.name, "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
+    lines = read_metrics(folder.name)
     assert all(math.isfinite(value) for line in lines for value in line.values())
     if script == "train_reward":
         assert load_reward_model(RewardModel, folder / "out").config.pad_id == tiny.WORDS
@@ -83,12 +78,11 @@ def check_update(folder: Path, script: str) -> None:
 
 def combinations() -> list[Any]:
     """All combinations; by default half of the scripts meet a kind of model once."""
-    found = []
-    for (s, script), (k, kind) in product(enumerate(SCRIPTS), enumerate(KINDS)):
-        for (p, precision), (f, form) in product(enumerate(("no", "bf16")), enumerate(FORMS)):
-            meet = (s + k) % 2 == 0 and p == k // 2 % 2 and f == (s // 2 + k // 2) % 2
-            marks = () if meet else pytest.mark.slow
-            found.append(pytest.param(script, kind, precision, form, marks=marks))
+    found, names = [], (list(SCRIPTS), KINDS, ("no", "bf16"), FORMS)
+    for s, k, p, f in product(*(range(len(x)) for x in names)):
+        meet = (s + k) % 2 == 0 and p == k // 2 % 2 and f == (s // 2 + k // 2) % 2
+        values = [x[i] for x, i in zip(names, (s, k, p, f), strict=True)]
+        found.append(pytest.param(*values, marks=() if meet else pytest.mark.slow))
     return found
 
 
@@ -101,7 +95,7 @@ def test_every_script_updates_every_kind_of_model(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"
-    importlib.import_module(script).main(one_update(folder, script, kind, form))
+    SCRIPTS[script].main(one_update(folder, script, kind, form))
     check_update(folder, script)
     AcceleratorState._reset_state(True)
 
@@ -109,74 +103,47 @@ def test_every_script_updates_every_kind_of_model(
 @pytest.mark.slow
 def test_ddp_and_fsdp2_update_every_kind_of_model_alike_on_two_processes(tmp_path):
     """In bf16, in one launch; equal to the bit, although half of the sharded ones checkpoint."""
-    root = Path(__file__).parents[1]
-    env = {"ACCELERATE_MIXED_PRECISION": "bf16", "PYTHONPATH": f"{root}:{root / 'tests'}"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", __file__]
+    tests = Path(__file__).parent
+    env = {"ACCELERATE_MIXED_PRECISION": "bf16", "PYTHONPATH": f"{tests.parent}:{tests}"}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     options = dict(env=os.environ | env, capture_output=True, text=True, timeout=600)
-    done = subprocess.run(command, cwd=tmp_path, **options)
+    done = subprocess.run([sys.executable, *launch, __file__], cwd=tmp_path, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(set(re.findall(r"apart after \d+", done.stdout))) == 2, done.stdout[-2000:]
     assert done.stdout.count("passed") == 2 * len(SCRIPTS) * len(tiny.KINDS), done.stdout[-2000:]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", SCRIPTS.values())
 def test_every_preset_passes_its_own_checks(script, tmp_path, monkeypatch):
     """On up to 8 processes. A task without a preset has the defaults."""
     monkeypatch.chdir(tmp_path)
-    module = importlib.import_module(script)
-    assert set(module.PRESETS) <= set(tasks.TASKS)
     for name, task in tasks.TASKS.items():
-        args = cli.parse_args(module.Args, module.PRESETS, ["--task", name])
-        assert name in module.PRESETS or args == module.Args(task=task)
+        args = cli.parse_args(script.Args, script.PRESETS, ["--task", name])
+        assert name in script.PRESETS or args == script.Args(task=task)
         for processes in (1, 2, 4, 8):
-            module.check(args, processes)
-
-
-def spy_on_shards(name: str) -> list[tuple[int, bool]]:
-    """Of each model that `distributed.prepare` or `freeze` returns: its number of sharded modules,
-    and whether all parameters are sharded."""
-    function, seen = getattr(distributed, name), []
-
-    def spy(*args):
-        result = function(*args)
-        model = result[0] if isinstance(result, tuple) else result
-        units = sum(isinstance(module, FSDPModule) for module in model.modules())
-        seen.append((units, all(isinstance(p, DTensor) for p in model.parameters())))
-        return result
-
-    setattr(distributed, name, spy)
-    return seen
+            script.check(args, processes)
 
 
 def check_equal(ours: Path, theirs: Path, within: float) -> None:
-    """Compare weights and configurations in two folders."""
-    weights, configs = [], []
-    for folder in (ours, theirs):
-        files = sorted((folder / "out").glob("*.safetensors"))
-        weights.append({(x.name, key): w for x in files for key, w in load_file(x).items()})
-        configs.append((folder / "out" / "config.json").read_text().replace(folder.name, ""))
-    assert configs[0] == configs[1] and weights[0].keys() == weights[1].keys() and weights[0]
-    for key in weights[0]:
-        gap = (weights[0][key] - weights[1][key]).abs()
-        if within and key[1].endswith("c_attn.bias"):
+    """Compare the weights in two folders."""
+    one, other = (load_file(folder / "out" / "model.safetensors") for folder in (ours, theirs))
+    assert one.keys() == other.keys()
+    for key in one:
+        gap = (one[key] - other[key]).abs()
+        if within and key.endswith("c_attn.bias"):
             gap.view(3, -1)[1] = 0  # GPT-2's key bias has no effect; its gradient is rounding
         assert gap.max() <= within, key
 
 
 def sample_apart(rank: int) -> None:
-    """Under FSDP2, sampling stops at different tokens: no process waits for the other's weights.
-
-    Also from a frozen model that has not been called before.
-    """
-    size = (2, 20)[rank]
+    """Under FSDP2, sampling stops at different tokens: no process waits for the other's weights."""
     policy, second = (ppo.PolicyAndValue(tiny.make_lm("llama"), tiny.PAD, 0.7) for _ in range(2))
-    contexts = tiny.make_contexts([8, 3, 5, 8, 1] * 8, 8)[rank::2][:size]
+    contexts = tiny.make_contexts([8, 3, 5, 8, 1] * 8, 8)[rank::2][: (2, 20)[rank]]
 
     def sample(policy: torch.nn.Module) -> tuple[torch.Tensor, int]:
         calls: list = []
         decoder = ending_soon(Decoder(policy.lm, 50), calls)
-        inputs = decoder, contexts, tiny.uniform(50, 20)[:, :size]
+        inputs = decoder, contexts, tiny.uniform(50, 20)[:, : len(contexts)]
         found = tiny.sample(*inputs, eos_task=True, truncate_after=0)
         return truncate(found, 0, 0, tiny.PAD)[0], len(calls)
 
@@ -184,12 +151,10 @@ def sample_apart(rank: int) -> None:
     with accelerator.autocast():
         expected, steps = sample(policy)
     policy, _ = distributed.prepare(accelerator, policy, torch.optim.SGD(policy.parameters()))
-    second = distributed.freeze(accelerator, second)
-    for model in (policy, second):
-        training = model.training
+    for model in (policy, distributed.freeze(accelerator, second)):
         with distributed.inference(accelerator, model):
             found, again = sample(model)
-        assert torch.equal(found, expected) and steps == again and model.training == training
+        assert torch.equal(found, expected) and steps == again
     print(f"apart after {steps}", flush=True)
 
 
@@ -198,8 +163,11 @@ def two_processes() -> None:
     rank, stop = int(os.environ["RANK"]), distributed.stop
     distributed.stop = lambda accelerator: accelerator.wait_for_everyone()  # one group for all
     tiny.shard_on_a_cpu()
-    prepared, frozen = spy_on_shards("prepare"), spy_on_shards("freeze")
     os.environ |= {"FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"  # the launcher's default
+    seen: list[list[Any]] = [[], []]
+    distributed.prepare = tiny.keep(distributed.prepare, seen[0])
+    distributed.freeze = tiny.keep(distributed.freeze, seen[1])
     runs = []  # written before there is a process group, in which only rank 0 saves models
     for i, (kind, script) in enumerate(product(tiny.KINDS, SCRIPTS)):
         folders = [Path(f"{kind}_{script}_{way}") for way in ("ddp", "fsdp2")]
@@ -210,14 +178,12 @@ def two_processes() -> None:
     for script, folders, arguments in runs:
         for sharded, folder, args in zip((False, True), folders, arguments, strict=True):
             os.environ["ACCELERATE_USE_FSDP"] = str(sharded).lower()
-            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"  # the launcher's default
             AcceleratorState._reset_state(True)
-            importlib.import_module(script).main(args)
-            assert len(prepared) == 1 and len(frozen) == (script in ("ppo", "rloo"))
-            for units, all_sharded in prepared + frozen:
-                assert (units >= 3, all_sharded) == (sharded, sharded)  # two blocks and the root
-            prepared.clear()
-            frozen.clear()
+            SCRIPTS[script].main(args)
+            for model in [seen[0].pop()[0], *seen[1]]:  # policy and reference
+                units = sum(isinstance(module, FSDPModule) for module in model.modules())
+                assert (units >= 3) == sharded  # two blocks and the root
+            seen[1].clear()
             if rank == 0:
                 check_update(folder, script)
                 print(folder, "passed", flush=True)
