@@ -189,7 +189,7 @@ def fake_graphs(monkeypatch):
         stream=lambda stream: nullcontext(),
         MemPool=lambda: SimpleNamespace(id=(0, 1)),
         is_current_stream_capturing=lambda: (
-            made[-1:] and made[-1] in _get_current_dispatch_mode_stack()
+            bool(made) and made[-1] in _get_current_dispatch_mode_stack()
         ),
     )
     for name, fake in fakes.items():
