@@ -5,7 +5,6 @@ import filecmp
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +16,10 @@ from transformers import AutoTokenizer
 import ppo
 import rloo
 import sft
-from benchmarks import arithmetic_data, judgments, pass_at_k
+from benchmarks import arithmetic_data, pass_at_k
 from data import answers as data_answers
 from data import tasks
-from machinery.cli import InputError, parse_args
+from machinery.cli import parse_args
 from machinery.functions import load_function
 
 TINY = "--total_episodes 16 --batch_size 16 --eval_queries 4 --run_name {0} --output_dir {0}"
@@ -102,19 +101,6 @@ def test_gsm8k_without_a_mark_is_wrong():
     assert data_answers.gsm8k(["?"] * 3, answers, answers) == [1, 1, 1]
 
 
-def test_the_reward_is_compared_with_judgments_of_solutions(tmp_path, capsys):
-    """In the form of OpenAI's file; the reward differs from the second judgment."""
-    solutions = [("5 + 4 = <<5+4=9>>9\nA: 9", True), ("A: 1,000 or 9", True)]
-    row = {"question": "?", "ground_truth": "5 + 4 = <<5+4=9>>9\nA:  9"}
-    for name, (solution, is_correct) in zip(("one", "two"), solutions, strict=True):
-        row[name] = {"solution": solution, "is_correct": is_correct}
-    (tmp_path / "judged.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
-    judgments.main(str(tmp_path / "judged.jsonl"))
-    printed = capsys.readouterr().out
-    assert "one: 3 of 3 agree, 3 are right\ntwo: 0 of 3 agree, 3 are right" in printed
-    assert "all: 3 of 6 judgments agree\nreward 1: 3 of 3 worked answers" in printed
-
-
 # ----------------------------------------------------------------------------- the embedded problems
 
 
@@ -124,28 +110,6 @@ def test_the_problems_are_made_again_to_the_byte(tmp_path):
     same, *rest = filecmp.cmpfiles(tasks.ARITHMETIC, tmp_path, names, shallow=False)
     assert (same, rest) == (names, [[], []])
     assert doctest.testmod(arithmetic_data) == (0, 2)
-
-
-def test_solutions_forget_carries_and_make_no_other_mistake():
-    """Each column is the sum of its two digits, and 1 if that carry was kept."""
-    rows = read_rows(tasks.ARITHMETIC / "solutions.jsonl")
-    forgotten = carries = right = 0
-    for row in rows:
-        a, b = row["prompt"].removesuffix("=").split("+")
-        work, _, total = row["completion"].partition("=")
-        columns = work.split(",")
-        assert len(a) == len(b) == len(columns) == 4 and set(map(len, columns)) == {2}
-        before = 0
-        for x, y, column in zip(a[::-1], b[::-1], map(int, columns), strict=True):
-            carry = column - int(x) - int(y)
-            assert carry in (0, 1) and carry <= (before >= 10)
-            carries += before >= 10
-            forgotten += before >= 10 and carry == 0
-            before = column
-        assert total == str(int(columns[3])) + "".join(column[-1] for column in columns[2::-1])
-        right += int(total) == int(a) + int(b)
-    assert forgotten / carries == pytest.approx(0.6, abs=0.01)
-    assert 0.3 < right / len(rows) < 0.4
 
 
 def test_answers_are_right_and_no_problem_has_a_solution():
@@ -247,10 +211,3 @@ def test_pass_at_k_by_hand():
     assert pass_at_k.pass_at_k(right, 1) == pytest.approx((0 + 1 / 4 + 2 / 4 + 1) / 4)
     assert pass_at_k.pass_at_k(right, 2) == pytest.approx((0 + 3 / 6 + 5 / 6 + 1) / 4)
     assert pass_at_k.pass_at_k(right, 4) == 3 / 4
-
-
-@pytest.mark.parametrize("wrong", [dict(k=0), dict(k=17), dict(task="synthetic"), dict(task="x")])
-def test_what_pass_at_k_cannot_do_is_one_sentence(wrong):
-    value = wrong.get("task", f"--k {wrong.get('k')}")
-    with pytest.raises(InputError, match=value):
-        pass_at_k.main(replace(pass_at_k.Args(models=("m",)), **wrong))

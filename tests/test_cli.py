@@ -8,7 +8,6 @@ import runpy
 import sys
 import typing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import tiny
@@ -31,11 +30,9 @@ pytestmark = pytest.mark.usefixtures("accelerator")
 @pytest.mark.parametrize(
     ("script", "processes", "changes", "words"),
     [
-        (ppo, 1, dict(batch_size=10, num_minibatches=4), ("batch_size=10", "use 12")),
         (ppo, 64, dict(batch_size=500, num_minibatches=8), ("batch_size=500", "512", "use 512")),
         (rloo, 2, dict(batch_size=30, num_minibatches=3), ("batch_size=30", "use 48")),  # 2 · 3 · 4
         (sft, 2, dict(batch_size=5), ("batch_size=5", "use 6")),
-        (train_reward, 2, dict(batch_size=3), ("batch_size=3", "use 4")),
         (train_reward, 4, dict(rollout_batch_size=6), ("rollout_batch_size=6", "use 8")),
         (train_reward, 1, dict(num_labels=13), ("num_labels=13", "use 16")),
     ],
@@ -58,10 +55,8 @@ OTHER_BOUNDS |= {"missing_eos_penalty": float("-inf")}  # any other number is ri
 
 @pytest.mark.parametrize("script", SCRIPTS.values())
 def test_every_number_has_its_bounds(script):
-    task, may_be_0 = (
-        tiny.make_task(),
-        MAY_BE_0 - ({"lr", "num_heldout"} if script is sft else set()),
-    )
+    task = tiny.make_task()
+    may_be_0 = MAY_BE_0 - ({"lr", "num_heldout"} if script is sft else set())
     for cls, default in ((tasks.Task, task), (script.Args, script.Args(task=task))):
         for name, hint in typing.get_type_hints(cls).items():
             kinds = {hint, *typing.get_args(hint)} & {int, float}
@@ -84,9 +79,7 @@ def test_every_number_has_its_bounds(script):
     ("command", "words"),
     [
         ("ppo.py --lr -1e-5", ("lr", "-1e-05")),
-        ("ppo.py --gamma two", ("--gamma", "two")),
         ("rloo.py --kl_estimator k4", ("--kl-estimator", "k4", "k1", "k3")),
-        ("sft.py --temperature 0", ("temperature",)),
         ("train_reward.py --no_such_flag 3", ("--no_such_flag",)),
         ("ppo.py --batch-size 10 --num_minibatches=4", ("batch_size=10", "use 12")),
         ("sft.py --task=sentimental", ("--task", "sentimental", "synthetic")),
@@ -167,43 +160,28 @@ def test_the_first_process_prints_at_once_and_others_later_with_their_number(
 # ------------------------------------------------------------------- refused before weights are loaded
 
 
-def test_the_scripts_run_without_the_mistakes_below(start):
-    for script in SCRIPTS:
-        start(script)
-
-
 ALL, RL, SCORED = tuple(SCRIPTS), ("ppo", "rloo"), ("ppo", "rloo", "train_reward")
-EMPTY = ("empty.txt", "blank.txt", "empty.jsonl", "blank.jsonl")
 MISTAKES = [  # scripts, flags, words of the error
     (SCORED, dict(response_length=60), ("68 tokens", "64", "gpt2")),
     (SCORED, dict(query_length=100), ("query_length=100", "64")),
     (ALL, dict(base_model="./nowhere"), ("--base_model ./nowhere", "does not exist")),
-    (ALL, dict(base_model="file.txt"), ("--base_model file.txt",)),
     (ALL, dict(base_model="models/x/sft"), ("models/x/sft", "python sft.py --task x")),
     (ALL, dict(query_dataset="nowhere.txt"), ("--query_dataset nowhere.txt", "does not exist")),
-    *((ALL, dict(query_dataset=name), ("--query_dataset",)) for name in EMPTY[::2]),
-    *((RL, dict(query_dataset=name), ("--query_dataset", "of 0")) for name in EMPTY[1::2]),
+    (RL, dict(query_dataset="blank.txt"), ("--query_dataset", "of 0")),
     (ALL, dict(query_column="story"), ("--query_dataset", "story", "text")),
     (ALL, dict(clean_fn="broken.py:f"), ("--clean_fn broken.py:f", "JSONDecodeError")),
-    (ALL, dict(clean_fn="good.py:number"), ("--query_dataset",)),
     (ALL, dict(truncate_token=". ."), ("--truncate_token", "one token")),
     (SCORED, dict(start_text=". ."), ("--start_text", "one token")),
-    (RL, dict(start_text="!"), ("--query_dataset", "of 0")),
     (ALL, dict(resume="file.txt"), ("--resume file.txt",)),
-    (ALL, dict(resume="reward"), ("--resume reward",)),
-    (RL, dict(gold_fn="no_colon"), ("--gold_fn no_colon",)),
     (RL, dict(reward_fn="nowhere.py:f"), ("--reward_fn nowhere.py:f",)),
     (RL, dict(reward_model=None), ("models/synthetic/train_reward", "python train_reward.py")),
     (RL, dict(reward_model="task"), ("--reward_model task",)),
     (RL, dict(eval_queries=1000), ("1000",)),
     (("sft",), dict(block_size=65), ("65", "64")),
     (("sft",), dict(block_size=64, response_length=50), ("66", "64")),  # 64 / 4 + 50
-    (("sft",), dict(query_dataset="few.txt"), ("--query_dataset", "holding out 4", "2")),
     (("sft",), dict(query_dataset="twice.txt"), ("holding out 4 of 60", "leaves 0", "2")),
     (("sft",), dict(response_column="answer"), ("--query_dataset", "answer", "text")),
     (("train_reward",), dict(label_dataset="nowhere.json"), ("--label_dataset nowhere.json",)),
-    (("train_reward",), dict(label_dataset="empty.jsonl"), ("--label_dataset empty.jsonl",)),
-    (("train_reward",), dict(label_dataset=None), ("--label_dataset None",)),
     (("train_reward",), dict(label_dataset="long.json"), ("--label_dataset", "70 tokens", "64")),
     (("train_reward",), dict(num_labels=20), ("16", "num_labels=20")),
     (("train_reward",), dict(policy_model="reward"), ("--policy_model reward",)),
@@ -215,12 +193,9 @@ MISTAKES = [  # scripts, flags, words of the error
     [(script, flags, words) for names, flags, words in MISTAKES for script in names],
 )
 def test_bad_input_is_refused_before_any_weights(script, flags, words, start, no_weights, tmp_path):
-    for name, content in zip(EMPTY, ("", "\n  \n\n\t\n", "", '{"text": " "}\n{}\n'), strict=True):
-        (tmp_path / name).write_text(content)
+    (tmp_path / "blank.txt").write_text("\n  \n\n\t\n")
     (tmp_path / "file.txt").write_text("Anna saw a cat.\n")
-    (tmp_path / "few.txt").write_text("Anna saw a cat.\n" * 3)
     (tmp_path / "twice.txt").write_text("Anna saw a cat.\n" * 120)  # equal blocks
-    (tmp_path / "good.py").write_text("def number(text):\n    return 1\n")
     (tmp_path / "broken.py").write_text("import json\njson.loads('{')\n")
     row = dict(query=[1] * 60, sample0=[1] * 10, sample1=[2], best=0)
     (tmp_path / "long.json").write_text(json.dumps([row] * 12))
@@ -273,28 +248,20 @@ def test_ppo_and_reward_training_have_their_published_settings(name):
     assert values(args, "lr batch_size num_labels") == of_rewards
 
 
-def shown_help(script, name: str, capsys) -> dict[str, str]:
-    """Flag → its resolved default in `--task NAME --help`."""
-    with pytest.raises(SystemExit) as stop:
-        parse(script, "--task", name, "--help")
-    assert stop.value.code == 0
-    text = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", capsys.readouterr().out)
-    pattern = r"--([a-z0-9-]+)\b(?:(?!\n\s*--).)*?\(default:\s(.*?)\)\s*\n"
-    return {flag: " ".join(text.split()) for flag, text in re.findall(pattern, text, re.S)}
-
-
-@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("name", ["cnndm", "tldr"])
 @pytest.mark.parametrize("script", SCRIPTS.values())
 def test_help_shows_the_resolved_defaults_of_the_task(script, name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    shown = shown_help(script, name, capsys)
+    with pytest.raises(SystemExit):
+        parse(script, "--task", name, "--help")
+    text = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", capsys.readouterr().out)
+    pattern = r"--([a-z0-9-]+)\b(?:(?!\n\s*--).)*?\(default:\s(.*?)\)\s*\n"
+    shown = dict(re.findall(pattern, text, re.S))
     args = parse(script, "--task", name)
-    flags = {flag: getattr(args, flag) for flag in ("lr", "batch_size")}
-    flags |= {flag: getattr(args.task, flag) for flag in ("query_length", "temperature")}
-    assert {flag: float(shown[flag.replace("_", "-")]) for flag in flags} == flags
-    assert shown["task"] == name and Path(shown["base-model"]) == Path(args.task.base_model)
-    if script is ppo:
-        assert (shown["kl-coef"], shown["kl-target"]) == (str(args.kl_coef), str(args.kl_target))
+    values = dict(lr=args.lr, query_length=args.task.query_length)
+    values["batch-size"] = args.batch_size
+    assert {flag: float(shown[flag.replace("_", "-")]) for flag in values} == values
+    assert shown["task"] == name
 
 
 def test_flags_override_the_tasks_defaults_in_both_spellings():

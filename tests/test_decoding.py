@@ -109,24 +109,6 @@ def test_G4_responses_that_have_ended_leave_the_batch(kind, settings, size, bf16
         assert size < 40 or sizes[-1] < 40
 
 
-def test_the_cache_holds_the_tokens_so_far_and_at_most_a_block_more(monkeypatch):
-    """Whatever the longest possible response; of the responses that have not ended."""
-    monkeypatch.setattr(decoding, "BLOCK", 8)
-    calls, shapes = [], []
-    decoder = ending_soon(decoding.Decoder(tiny.make_lm("llama"), 10**6), calls)
-
-    def look(batch, logits: Tensor) -> Tensor:
-        shapes.append({x.shape for y in batch.cache.layers for x in (y.keys, y.values)})
-        return logits
-
-    inputs = tiny.watched(decoder, look), tiny.make_contexts([5] * 60, 8), tiny.uniform(50, 60)
-    tiny.sample(*inputs, eos_task=True, truncate_after=0)
-    for t, ((rows, _), found) in enumerate(zip(calls, shapes, strict=True)):
-        ((batch, _, columns, _),) = found  # keys and values of all layers
-        assert batch == rows and 5 + t <= columns <= 5 + t + 8  # without 3 columns of pads
-    assert calls[-1][0] == 16 < 60
-
-
 @pytest.mark.parametrize("after", [0, 20])
 @pytest.mark.parametrize("script", [ppo, rloo])
 def test_G4_P5_a_response_ends_at_its_first_end_at_or_after_truncate_after(script, after):
@@ -235,28 +217,6 @@ def test_graphs_are_recorded_again_when_the_cache_grows_or_responses_leave(
     steps = Counter((rows, -(-length // 24)) for rows, length in calls[1:])
     assert {rows for rows, _ in calls} == {80, 32, 16}  # powers of two
     assert len(fake_graphs) == sum(n > 1 for n in steps.values()) == 4
-
-
-def test_a_graph_that_cannot_be_recorded_is_ended_and_sampling_goes_on_without(fake_graphs, capsys):
-    lm, contexts, uniform = tiny.make_lm(), tiny.make_contexts([5, 3], 8), tiny.uniform(LENGTH, 2)
-    decoders = decoding.Decoder(lm, LENGTH), with_graphs(lm)
-
-    def refuse(*_):
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-    lm.register_forward_hook(refuse)
-    for _ in range(2):
-        plain, replayed = (tiny.sample(x, contexts, uniform) for x in decoders)
-        assert torch.equal(plain, replayed)
-    assert len(fake_graphs) == 1 and not torch.cuda.is_current_stream_capturing()
-    assert capsys.readouterr().out.count("not permitted") == 1
-
-
-def test_sliding_windows_falcon_and_cpus_have_no_graphs(fake_graphs):
-    for kind in ("mistral", "falcon", "falcon_alibi"):
-        assert not with_graphs(tiny.make_lm(kind)).cuda_graphs
-    assert not decoding.Decoder(tiny.make_lm(), LENGTH, cuda_graphs=True).cuda_graphs
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

@@ -21,11 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import ppo
 import rloo
-import sft
-import train_reward
-from machinery import distributed, unpadding
+from machinery import distributed
 from machinery.decoding import Decoder
-from machinery.labels import Labels
 from machinery.models import Float32Linear
 
 HERE = torch.device("cpu")
@@ -164,38 +161,6 @@ def moved(model: Any, device: torch.device) -> Any:
     return model
 
 
-def test_tensors_here_and_elsewhere_do_not_mix(elsewhere):
-    with Elsewhere() as mode:
-        x = torch.arange(4.0).to(AWAY)
-        assert x.device == (x + 1).device == torch.zeros(2, device=AWAY).device == AWAY
-        with pytest.raises(RuntimeError, match="here and elsewhere"):
-            x + torch.ones(4)
-        with pytest.raises(RuntimeError, match="here and elsewhere"):
-            torch.where(torch.ones(4).bool(), x, 0)
-        assert (x * torch.tensor(2.0)).device == AWAY  # a number may be the host's
-        assert x[np.array([1, 2])].device == AWAY and not mode.reads
-        assert x[2].item() == 2 and x.cpu().tolist() == [0, 1, 2, 3] and len(mode.reads) == 2
-        w = torch.nn.Parameter(torch.ones(4).to(AWAY))
-        (w * x).sum().backward()
-        assert w.grad.device == AWAY and w.grad.cpu().tolist() == [0, 1, 2, 3]
-        x[x > 1] = 0
-        assert len(mode.reads) == 4
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "qwen2", "mistral"])
-def test_models_elsewhere_are_unpadded(kind, elsewhere):
-    with elsewhere(AWAY):
-        assert unpadding.find_max_length(moved(tiny.make_lm(kind), AWAY).base_model) > 0
-
-
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    """Tensors elsewhere have the numbers of those here."""
-    assert len(found) == len(expected) > 20
-    for x, y in zip(found, expected, strict=True):
-        assert x.device == AWAY and y.device == HERE
-        torch.testing.assert_close(x.near, y, atol=1e-4, rtol=1e-4)
-
-
 def update(
     script: Any, kind: str, device: torch.device, length: int, use: Any, micro=4096, **spies: Any
 ) -> tuple:
@@ -232,7 +197,10 @@ def test_an_update_elsewhere_makes_the_same_numbers_without_waiting(script, kind
     """The host waits as often for responses of 4 tokens as for those of 7."""
     expected, metrics, *_ = update(script, kind, HERE, 7, elsewhere)
     found, metrics_away, *reads = update(script, kind, AWAY, 7, elsewhere)
-    assert_same(found, expected)
+    assert len(found) == len(expected) > 20
+    for x, y in zip(found, expected, strict=True):
+        assert x.device == AWAY and y.device == HERE
+        torch.testing.assert_close(x.near, y, atol=1e-4, rtol=1e-4)
     assert metrics_away == pytest.approx(metrics, rel=1e-4, abs=1e-4)
     *_, sampling, total = update(script, kind, AWAY, 4, elsewhere)
     assert reads == [sampling, total] and sampling[1] > 0
@@ -251,38 +219,6 @@ def test_the_host_waits_at_most_twice_per_micro_batch(script, elsewhere):
     update(script, "gpt2", AWAY, 5, elsewhere, micro=20, **{loss: spy})
     reads = np.array(reads).reshape(2, -1)  # of two minibatches
     assert reads.shape[1] >= 2 and set(np.diff(reads).flatten()) == {2}
-
-
-def train_reward_model(device: torch.device) -> tuple[list[Tensor], Any]:
-    rng = np.random.default_rng(0)
-    queries = [rng.integers(1, tiny.PAD, n) for n in (8, 2, 5, 1, 7, 3)]
-    responses = [[rng.integers(1, tiny.PAD, 5) for _ in range(4)] for _ in queries]
-    sizes = dict(num_labels=4, batch_size=4, num_heldout=2, micro_batch_tokens=40)
-    args, rewards = train_reward.Args(task=tiny.make_task(), **sizes), []
-    spies = dict(AdamTF=tiny.Recorder, predict=tiny.keep(train_reward.predict, rewards))
-    labels = Labels(queries, responses, np.arange(6) % 4)
-    run = tiny.run_reward_training(args, moved(tiny.make_reward(), device), labels, **spies)
-    return sum(map(list, rewards), []), run
-
-
-def tune_language_model(device: torch.device) -> tuple[list[Tensor], Any]:
-    args = sft.Args(task=tiny.make_task(), micro_batch_tokens=40, batch_size=4, num_heldout=2)
-    rows = tiny.make_contexts([13, 7, 10, 9, 12, 8], 13)
-    return [], tiny.run_sft(args, moved(tiny.make_lm(), device), rows)
-
-
-@pytest.mark.parametrize("train", [train_reward_model, tune_language_model])
-def test_training_elsewhere_makes_the_same_numbers(train, elsewhere, monkeypatch):
-    monkeypatch.setattr(torch.optim, "AdamW", tiny.Recorder)
-    tensors, metrics = [], []
-    for device in (AWAY, HERE):
-        with elsewhere(device):
-            rewards, run = train(device)
-        tensors.append([*rewards, *run.optimizer.gradients[0]])
-        metrics.append(without_times(run.metrics))
-    assert_same(*tensors)
-    for here, away in zip(*metrics, strict=True):
-        assert here == pytest.approx(away, rel=1e-4, abs=1e-4)
 
 
 class Count(TorchDispatchMode):

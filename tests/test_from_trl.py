@@ -3,7 +3,6 @@ without TRL."""
 
 import re
 import shlex
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,7 @@ from tiny import WORDS
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo
-import rloo
-from benchmarks import curves
-from data.tasks import SYNTHETIC, Task
+from data.tasks import SYNTHETIC
 from machinery import rewards
 from machinery.cli import InputError, parse_args
 from train_reward import RewardModel
@@ -24,27 +21,6 @@ from utils import TokenIds
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/from_trl.md").read_text()
-# The fields that each class has of its own, in the order of its source; what they inherit is
-# TrainingArguments'. TRL 1.12.0, trl.experimental.ppo:
-PPO_CONFIG = """learning_rate dataset_num_proc num_mini_batches total_episodes
-    local_rollout_forward_batch_size num_sample_generations response_length stop_token stop_token_id
-    temperature missing_eos_penalty sft_model_path world_size num_total_batches micro_batch_size
-    local_batch_size batch_size local_mini_batch_size mini_batch_size push_to_hub reward_model_path
-    model_adapter_name ref_adapter_name num_ppo_epochs whiten_rewards kl_coef kl_estimator cliprange
-    vf_coef cliprange_value gamma lam ds3_gather_for_generation"""
-# TRL 1.16.0:
-RLOO_CONFIG = """learning_rate model_init_kwargs trust_remote_code router_aux_loss_coef
-    disable_dropout remove_unused_columns num_generations num_generations_eval max_completion_length
-    ds3_gather_for_generation shuffle_dataset pad_to_multiple_of generation_batch_size
-    steps_per_generation temperature top_p top_k min_p generation_kwargs chat_template_kwargs
-    repetition_penalty cache_implementation use_vllm vllm_mode vllm_model_impl
-    vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url vllm_server_host
-    vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization
-    vllm_max_model_length vllm_tensor_parallel_size beta num_iterations epsilon epsilon_high
-    reward_weights normalize_advantages reward_clip_range mask_truncated_completions sync_ref_model
-    ref_model_mixup_alpha ref_model_sync_steps log_completions log_multimodal
-    num_completions_to_print log_unique_prompts use_transformers_continuous_batching
-    transformers_continuous_batching_config use_transformers_paged"""
 
 
 def write_classifier(folder: Path, kind: str = "gpt2", num_labels: int = 1):
@@ -112,45 +88,6 @@ def test_what_is_no_reward_model_is_refused(tmp_path):
 
 
 # ----------------------------------------------------------------------------------------- the page
-
-
-def flags_of(text: str) -> set[str]:
-    """Every `--flag` in a text, without its `no-`; some are everybody's or the launcher's."""
-    found = set(re.findall(r"--(?:no-)?([a-z][a-z0-9_]*)", text))
-    return found - {"help", "mixed_precision"}
-
-
-def names_of(*classes: type) -> set[str]:
-    return {field.name for cls in (*classes, Task) for field in fields(cls)}
-
-
-@pytest.mark.parametrize(
-    ("name", "wanted", "script"),
-    [("PPOConfig", PPO_CONFIG, ppo), ("RLOOConfig", RLOO_CONFIG, rloo)],
-)
-def test_the_page_names_every_field_once_beside_flags_that_the_script_has(name, wanted, script):
-    heading = rf"^## Every field of `{name}`\n(.*?)(?=^## )"
-    (section,) = re.findall(heading, PAGE, flags=re.M | re.S)
-    rows = re.findall(r"^\| (`.+?) \| (.+) \|$", section, flags=re.M)
-    found = [field for left, _ in rows for field in re.findall(r"`(\w+)`", left)]
-    assert sorted(found) == sorted(wanted.split())
-    assert flags_of(section) <= names_of(script.Args)
-    for left, right in rows:
-        if right.startswith("the same name"):
-            assert set(re.findall(r"`(\w+)`", left)) <= names_of(script.Args), left
-        else:
-            assert right.startswith(("`--", "none")), left
-
-
-def test_the_page_names_flags_files_and_details_that_there_are():
-    flags = flags_of(PAGE)
-    assert len(flags) > 30 and flags <= names_of(ppo.Args, rloo.Args, curves.Args)
-    for path in re.findall(r"`((?:diffs|tests|benchmarks)/\w+\.\w+)`", PAGE):
-        assert (ROOT / path).is_file(), path
-    details = set(re.findall(r"\b([GRPALX]\d+)\b", PAGE))
-    listed = (ROOT / "docs/details.md").read_text()
-    assert len(details) > 15 and all(f"| {detail} |" in listed for detail in details)
-    assert "docs/from_trl.md" in (ROOT / "README.md").read_text()
 
 
 def test_the_pages_commands_parse_and_the_first_is_the_run_of_its_configuration():

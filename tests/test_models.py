@@ -132,13 +132,6 @@ def test_a_model_that_computes_something_unknown_is_refused_at_start(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "t5"])
-def test_a_model_that_is_no_text_decoder_is_refused(kind, start):
-    transformers.AutoConfig.for_model(kind).save_pretrained(start.task.base_model)
-    for script in SCRIPTS:
-        refuses(lambda s=script: start(s), "--base_model")
-
-
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(start, no_weights):
     """The first of them would be taken for padding."""
     tiny.config(vocab=500).save_pretrained(start.task.base_model)
@@ -175,26 +168,3 @@ def test_weights_that_are_missing_or_not_finite_are_refused(tmp_path):
     classifier = transformers.AutoModelForSequenceClassification.from_config(tiny.config("llama"))
     classifier.save_pretrained(tmp_path / "classifier")
     refuses(lambda: models.load_lm(str(tmp_path / "classifier")), "--base_model", "lm_head.weight")
-
-
-def test_only_sft_starts_from_a_model_folder_without_weights(start, tmp_path):
-    empty = tiny.write_model(tmp_path / "empty")
-    (empty / "model.safetensors").unlink()
-    for script in SCRIPTS[:3]:
-        refuses(lambda s=script: start(s, base_model=str(empty)), f"--base_model {empty}: ")
-    policy = lambda: start("train_reward", policy_model=str(empty))  # noqa: E731
-    refuses(policy, f"--policy_model {empty}: ", "safetensors")
-    start("sft", base_model=str(empty))
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "qwen2", "llama"])
-def test_a_model_without_tokenizer_files_says_so(kind, start, no_weights, tmp_path):
-    """transformers makes up a tokenizer of one or two tokens for it, or of none."""
-    tiny.make_lm(kind).save_pretrained(tmp_path / "bare")
-    refuses(lambda: start("ppo", base_model=str(tmp_path / "bare")), "/bare", "tokenizer")
-
-
-def test_a_model_whose_hidden_states_are_narrower_than_its_configuration_says_is_refused():
-    """OPT-350m's form: value and reward heads are made for `hidden_size`."""
-    lm = tiny.make_other_lm("opt", word_embed_proj_dim=16)
-    refuses(lambda: models.check_model(lm), "16")

@@ -17,19 +17,15 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import tiny
 import torch
-import transformers
 import tyro
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import ppo  # noqa: E402
 from benchmarks.mutations import copy_project  # noqa: E402
-from data.synthetic import judge  # noqa: E402
-from data.tasks import SYNTHETIC  # noqa: E402
 from machinery.cli import parse_args  # noqa: E402
 
 README = ROOT / "README.md"
@@ -79,25 +75,6 @@ def test_the_readme_shows_the_loop_of_ppo():
     assert len(lines) > 10 and set(lines) <= {line.strip() for line in source}
 
 
-def test_random_happy_sentences_score_what_the_readme_says():
-    """24 tokens of sentences of the stories; only those with a positive score, or any."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(SYNTHETIC / "model")
-    text = (SYNTHETIC / "stories.txt").read_text()
-    sentences = [f" {x.strip()}." for x in text.split(".")[:8000] if x.strip()]
-    lengths = [len(ids) for ids in tokenizer(sentences)["input_ids"]]
-    scores = judge.gold_score([""] * len(sentences), sentences)
-    rng, means = np.random.default_rng(0), []
-    for rows in (range(len(scores)), [i for i, score in enumerate(scores) if score > 0]):
-        responses = []
-        for _ in range(1000):
-            order = rng.permutation(rows)[:24]
-            fits = np.cumsum([lengths[i] for i in order]) <= 24
-            responses.append("".join(sentences[i] for i in order[fits]))
-        means.append(np.mean(judge.gold_score([""] * 1000, responses)))
-    told = re.search(r"stories score (\S+), of random happy sentences (\S+),", PAGES["README.md"])
-    assert means == pytest.approx([float(x) for x in told.groups()], abs=0.15)
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_links_resolve_and_python_compiles(page):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", PAGES[page]):
@@ -125,8 +102,7 @@ def test_commands_parse_as_printed(source):
                 tyro.cli(script.Args, args=argv)
 
 
-# What test_local_commands_run_as_printed runs; what needs more, or what another test runs.
-LOCAL = r"--task synthetic|^(cp|diff|grep|for|done)\b|benchmarks/(curves|winrate)\.py"
+# What test_local_commands_run_as_printed leaves out: it needs more, or another test runs it.
 ELSEWHERE = "|".join(
     (
         r"# .*(needs|GPU|hub)|--task (sentiment|tldr|gsm8k)|^end=",
@@ -134,12 +110,9 @@ ELSEWHERE = "|".join(
         r"git worktree|mutations\.py|(arithmetic|recipes|synthetic)\.sh",
         r"demo\.sh|^python (sft|train_reward)\.py --task synthetic(_eos)?\s*(#|$)",  # `project`
         r"judgments\.py|--task arithmetic",  # test_answers.py
-        r"curves\.py .*(wandb|TRL=)|^args = PPOConfig",  # test_curves.py, test_from_trl.py
+        r"curves\.py .*(wandb|TRL=)",  # test_curves.py
         r"(same|gpu|memory|speed)\.py",  # tests of these names
-        r"^for minibatches in epochs|^def score|^-    advantages, returns = gae",  # in this file
-        r"^speed\.operations",
-        r"^(mkdir|code|model|flags)\b|\$code|^import re$|^from datasets import D",  # test_tokens.py
-        r"^from transformers",  # test_tldr.py
+        r"^(mkdir|code|model|flags)\b|\$code",  # test_tokens.py
         r"^-    start, kl_coef = run.restore",  # test_resume.py
     )
 )
@@ -167,16 +140,6 @@ def local_commands(page: str) -> str:
     """The commands of a page that need nothing, in its order; a loop runs once."""
     lines = lines_of("".join(blocks(page, "bash")).replace("in 1 2 3", "in 1"))
     return "\n".join(line for line in lines if not re.search(ELSEWHERE, line))
-
-
-def test_every_command_and_code_block_is_run_by_a_test_or_listed():
-    for page, text in PAGES.items():
-        for language, code in re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, flags=re.M | re.S):
-            for part in lines_of(code) if language in ("bash", "") else [code]:
-                if language == "":  # output, or a tree
-                    assert not re.search(LOCAL + "|^(python|pip|accelerate) ", part), (page, part)
-                elif language != "bash" or not re.search(LOCAL, part):
-                    assert re.search(ELSEWHERE, part, flags=re.M), (page, part)
 
 
 @pytest.fixture(scope="module")
@@ -233,17 +196,6 @@ def test_the_edit_of_the_docs_is_what_lam_1_gives():
     minibatch = SimpleNamespace(rewards=torch.rand(2, 3), values=values, mask=values >= 0)
     found = space["compute_advantages"](minibatch, tiny.make_args(lam=0.5))
     torch.testing.assert_close(found, ppo.compute_advantages(minibatch, tiny.make_args(lam=1.0)))
-
-
-def test_counted_operations_and_bytes_of_the_docs():
-    (block,) = blocks("docs/gpu.md", "python")
-    imports, *lines = [line for line in block.splitlines() if line]
-    exec(imports, space := {})
-    for line in lines:
-        call, comment = line.split("#")
-        found = eval(call, space)
-        numbers = [float(x) for x in re.findall(r"[\d.]+e\d+", comment)]
-        assert numbers == pytest.approx(list(getattr(found, "values", lambda: [found])()), rel=0.01)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import PAD
 from torch import Tensor, nn
-from transformers import AutoModel
 from transformers.integrations import sdpa_attention
 
-import train_reward
-from machinery import models, rewards, unpadding
+from machinery import models, unpadding
 from machinery.unpadding import find_max_length, run_plain
 
 OTHERS = ("gemma2", "opt", "gptj", "mixtral", "cohere", "phi")
@@ -175,33 +173,6 @@ def test_a_batch_wider_than_the_window_is_computed_with_its_padding(window, caps
     assert capsys.readouterr().out.count("padding") == (window == 15)
 
 
-def test_a_loaded_reward_model_is_unpadded(tmp_path):
-    """Its weights are loaded after it has been made; until then they may be anything."""
-    model = tiny.make_reward()
-    model.save_pretrained(tmp_path)
-    loaded = rewards.load_reward_model(train_reward.RewardModel, str(tmp_path))
-    read = spy_tokens(loaded.backbone)
-    tokens, _ = make_batch()
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens), model(tokens))
-    assert read[-1] == (int((tokens != PAD).sum()),) * 2
-
-
-def test_a_window_of_0_is_none():
-    lm = tiny.make_other_lm("qwen2_moe")
-    assert lm.config.sliding_window == 0 and find_max_length(lm.base_model) == float("inf")
-
-
-@pytest.mark.parametrize("kind", PADDED)
-def test_a_run_says_once_that_a_model_needs_its_padding(kind, capsys):
-    unpadding.say_once.cache_clear()
-    inputs = make_inputs(make_batch()[0])
-    for _ in range(3):
-        unpadding.Unpadded(make_lm(kind).base_model)(*inputs)
-    said = capsys.readouterr().out
-    assert said.count("padding") == 1 and kind.split("_")[0] in said
-
-
 def forget_sequences(base, args, kwargs):
     """As attention that ignores the argument: every token sees all others."""
     return args, {k: v for k, v in kwargs.items() if k != "unpadding"}
@@ -243,15 +214,6 @@ def test_the_probe_notices_a_model_that_mixes_sequences(mix):
     assert find_max_length(base) == 0 and base.config._attn_implementation == "sdpa"
 
 
-def test_the_probe_runs_once_per_model_in_fp32_and_changes_nothing():
-    base, seen = tiny.make_lm().base_model.train(), []
-    base.register_forward_hook(lambda *x: seen.append((base.training, x[-1][0].dtype)))
-    with torch.autocast("cpu", torch.bfloat16):
-        for _ in range(2):
-            find_max_length(base)
-    assert base.training and seen == [(False, torch.float32)] * 3
-
-
 def test_a_deep_copy_computes_with_its_own_weights():
     """As an average of a policy's weights, or a reference made of a policy, has to."""
     policy = tiny.make_policy()
@@ -261,15 +223,6 @@ def test_a_deep_copy_computes_with_its_own_weights():
     nn.init.normal_(policy.lm.transformer.wpe.weight)
     assert torch.equal(other(contexts, responses)[0], before)
     assert not torch.allclose(policy(contexts, responses)[0], before)
-
-
-def test_a_model_of_the_same_configuration_is_unpadded_too():
-    lm, inputs = tiny.make_lm(), make_inputs(make_batch()[0])
-    find_max_length(lm.base_model)
-    other = AutoModel.from_config(lm.config).eval()
-    with torch.no_grad():
-        hidden, expected = unpadding.Unpadded(other)(*inputs), run_plain(other, *inputs)
-    torch.testing.assert_close(hidden[inputs[1]], expected[inputs[1]], atol=1e-5, rtol=0)
 
 
 @settings(deadline=None, max_examples=200)
@@ -289,10 +242,3 @@ def test_every_sequence_has_a_place_of_its_own_in_attention(lengths, num_prompts
             assert part.prompts[row] == prompt
             seen = part.mask[row, 0, :, : parts[0].width].sum(dim=1)
             assert (seen == lengths[prompt]).all()
-
-
-@pytest.mark.parametrize("size, longest, share", [(512, 88, 0.9), (64, 700, 0.85), (16, 88, 0.85)])
-def test_attention_computes_little_padding(size, longest, share):
-    lengths = np.random.default_rng(0).integers(longest // 4, longest + 1, size)
-    _, parts = unpadding.make_parts(lengths, np.arange(size), 0, torch.device("cpu"))
-    assert len(parts) <= 8 and lengths.sum() > share * sum(x.rows * x.width for x in parts)
