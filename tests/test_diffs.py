@@ -323,6 +323,757 @@ def test_X5_X6_P4_a_resumed_run_writes_what_an_undisturbed_run_writes(
     script, flags = patched(*names), dict(save_every=1, run_name="run") | RESUMED[names]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoints, "KEPT", 100)
+    Path("mine.py").write_text("def f(queries, responses): return [len(r) for r in responses]")
+    args = tiny.new_args(script, **sizes_of(script, task) | flags)
+    script.main(args)
+    first = Path("runs/run/checkpoints/00000001.safetensors")
+    expected = {path: load_file(path) for path in Path("runs/run").rglob("*.safetensors")}
+    for folder in {path.parent for path in expected} - {first.parent}:
+        if folder.name not in ("best_0", "best_1"):
+            shutil.rmtree(folder)
+    for path in {*first.parent.iterdir()} - {first}:
+        path.unlink()
+    script.main(replace(args, run_name=None, resume=str(first)))
+    assert {*Path("runs/run").rglob("*.safetensors")} == {*expected} and len(expected) > 3
+    for path, weights in expected.items():
+        torch.testing.assert_close(load_file(path), weights, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["reward model", "policy"])
+def test_X1_neither_loss_reaches_the_weights_of_the_other_model(patched, task, kind):
+    """Gradient checkpointing reaches both. Without a reward model, the critic is a copy."""
+    flags = dict(critic_from=folder_of(task)) if kind == "reward model" else {}
+    policy = run_main(
+        patched("separate_critic"), task, lr=0.0, gradient_checkpointing=True, **flags
+    ).model
+    for part in (policy.lm, policy.value_head.backbone):
+        assert part.is_gradient_checkpointing
+    batch = tiny.make_contexts([3, 6], 6, vocab=tiny.WORDS), torch.tensor([[4, 9, 2], [7, 1, 30]])
+    if kind == "policy":
+        assert not policy(*batch)[2].any()  # a head of zeros
+        copy, own = policy.value_head.backbone.state_dict(), policy.lm.base_model.state_dict()
+        torch.testing.assert_close(copy, own, atol=0, rtol=0)
+        torch.nn.init.normal_(policy.value_head.head.weight)
+    for output, part in ((0, "lm"), (2, "value_head")):
+        policy.zero_grad()
+        (policy(*batch)[output] ** 2).sum().backward()
+        reached = {n.split(".")[0] for n, p in policy.named_parameters() if p.grad is not None}
+        assert reached == {part}
+
+
+def test_X1_a_value_is_the_reward_of_the_text_so_far(patched, task, tmp_path):
+    """Also if the vocabularies of policy and reward model are padded to different sizes."""
+    reward = tiny.make_reward(pad_id=tiny.WORDS + 8)
+    reward.save_pretrained(tmp_path)
+    policy = run_main(patched("separate_critic"), task, lr=0.0, critic_from=str(tmp_path)).model
+    contexts, responses = (
+        tiny.make_contexts([3, 6], 6, vocab=tiny.WORDS),
+        torch.tensor([[4, 9, 2], [7, 1, 30]]),
+    )
+    values = policy(contexts, responses)[2]
+    for i, t in itertools.product(range(2), range(3)):
+        tokens = torch.cat([contexts[i], responses[i, :t]])
+        expected = reward(tokens[tokens != tiny.WORDS][None])[0]
+        torch.testing.assert_close(values[i, t], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_X1_the_critic_has_its_own_learning_rate(run_of):
+    steps = run_of("separate_critic", critic_lr_ratio=0.3).steps
+    expected = 4 * [1e-2, 3e-3] + 4 * [5e-3, 1.5e-3]
+    assert [lr for step in steps for lr in step.lrs] == pytest.approx(expected)
+
+
+def test_X1_policy_and_critic_clip_their_own_gradient_norms(run_of):
+    """As two engines do. The norm of both together would shrink the smaller one, too."""
+    plain, run = (run_of("separate_critic", lr=0.0, max_grad_norm=x) for x in (None, 2.0))
+    for step, expected in zip(run.steps, plain.steps, strict=True):
+        for part in ("lm", "value_head"):
+            names = [name for name in step.grads if name.startswith(f"{part}.")]
+            norm = math.sqrt(sum((expected.grads[name] ** 2).sum() for name in names))
+            assert (norm > 2) == (part == "lm")
+            for name in names:
+                scaled = expected.grads[name] * min(1, 2 / norm)
+                torch.testing.assert_close(step.grads[name], scaled, rtol=1e-4, atol=1e-8)
+
+
+def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched, run_of, task):
+    script, batches = patched("ptx"), []
+
+    def spy(policy, texts, *inputs, ptx_loss=script.ptx_loss):
+        batches.append(texts)
+        return ptx_loss(policy, texts, *inputs)
+
+    other = Path(folder_of(task), "other.txt")
+    flags = dict(lr=0.0, ptx_coef=0.5, ptx_dataset=str(other), micro_batch_tokens=20)
+    run = run_main(script, task, names=dict(ptx_loss=spy), **flags)
+    plain = run_of("ppo", lr=0.0, micro_batch_tokens=20)
+    assert len(batches) > len(run.steps) == 8  # micro-batches
+    batches, means = torch.cat(batches).split(8), []
+    assert not torch.equal(batches[0], batches[1])
+    for step, without, texts in zip(run.steps, plain.steps, batches, strict=True):
+        losses = []
+        for row in texts:
+            row = row[row != tiny.WORDS]
+            logits = run.model.lm(row[None]).logits[0, :-1]  # at temperature 1
+            losses.append(torch.nn.functional.cross_entropy(logits, row[1:], reduction="none"))
+        torch.cat(losses).mean().backward()
+        means.append(torch.cat(losses).mean().item())
+        for name, p in run.model.named_parameters():
+            expected = without.grads[name] + (0 if p.grad is None else 0.5 * p.grad)
+            torch.testing.assert_close(step.grads[name], expected, atol=1e-5, rtol=1e-3)
+        run.model.zero_grad()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(task.base_model)
+    assert all(x in other.read_text() for x in decode(tokenizer, batches[0], tiny.WORDS))
+    found = [line["ppo/loss/ptx_avg"] for line in run.metrics[:2]]
+    assert found == pytest.approx([sum(means[:4]) / 4, sum(means[4:]) / 4], rel=1e-4)
+
+
+def test_X5_the_average_is_updated_after_every_step_and_training_is_unchanged(run_of, task):
+    run = run_of("ema", ema_decay=0.9)
+    average = {name: p.double() for name, p in new_policy(task).lm.named_parameters()}
+    for step in run.steps:
+        for name, x in average.items():
+            average[name] = 0.9 * x + 0.1 * step.weights[f"lm.{name}"].double()
+    for name, x in average.items():
+        torch.testing.assert_close(run.saved["ema"][name], x.float(), atol=1e-6, rtol=0)
+        assert not torch.equal(run.saved["ema"][name], run.saved["model"][name])
+    assert len(run.steps) == 8
+    same_numbers(run, run_of("ppo"))
+
+
+def test_X6_at_first_only_the_value_function_learns(run_of):
+    run = run_of("value_warmup", value_warmup_updates=1)
+    start = run_of("ppo", lr=0.0).steps[0].weights
+    for step, learning in ((run.steps[3], {"value_head"}), (run.steps[-1], {"value_head", "lm"})):
+        weights = step.weights.items()
+        assert {n.split(".")[0] for n, x in weights if not torch.equal(x, start[n])} == learning
+    steps = {n: run.optimizer.state[p]["step"].item() for n, p in run.model.named_parameters()}
+    assert steps == {name: 4 if name.startswith("lm.") else 8 for name in steps}  # Adam's
+
+
+@pytest.mark.parametrize(("updates", "factor"), [(0, 0.992), (1, 1.0)])
+def test_X6_the_adaptive_kl_coef_waits_for_the_policy(updates, factor, run_of):
+    """A frozen policy has a KL of 0, which is no reason to lower the penalty."""
+    flags = dict(kl_target=1.0, kl_horizon=400, kl_coef=0.5)
+    run = run_of("value_warmup", value_warmup_updates=updates, **flags)
+    assert run.metrics[0]["objective/kl"] == 0
+    found = [line["objective/kl_coef"] for line in run.metrics[:2]]
+    assert found == pytest.approx([0.5, 0.5 * factor])
+
+
+def test_X6_a_frozen_policy_has_no_moments_and_its_gradient_clips_nothing(run_of):
+    """With a critic of its own, as in Qwen. The critic learns as if there was no policy."""
+    flags = dict(value_warmup_updates=2, max_grad_norm=0.01)
+    run = run_of("separate_critic", "value_warmup", **flags)
+    for name, p in run.model.named_parameters():
+        assert (p not in run.optimizer.state) == name.startswith("lm.")
+        assert all((step.grads[name] is None) == name.startswith("lm.") for step in run.steps)
+    for step in run_of("value_warmup", **flags).steps:  # the value head is all that learns
+        head = [x.flatten() for x in step.grads.values() if x is not None]
+        assert len(head) == 2 and torch.cat(head).norm() == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.9, 1.0])
+def test_X7_the_nucleus_is_the_fewest_tokens_with_probability_top_p(patched, top_p):
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * 2
+    kept = patched("sampling").keep_top_p(logits, top_p)
+    for row, result in zip(logits, kept, strict=True):
+        tokens, total = [], 0.0
+        for token in row.argsort(descending=True).tolist():
+            if not tokens or total < top_p - 1e-6:
+                tokens.append(token)
+                total += row.softmax(dim=0)[token].item()
+        assert set(result.isfinite().nonzero()[:, 0].tolist()) == set(tokens)
+        assert torch.equal(result[tokens], row[tokens])
+
+
+def test_X7_no_response_ends_before_its_minimum_length_or_leaves_the_nucleus(patched):
+    script = patched("sampling")
+    logits = torch.tensor([3.0, 2.0, 2.0, 1.0, -1.0]) * 0.7  # token 0 ends a response
+
+    batch = dict(rows=torch.arange(400), next_logits=lambda: logits.repeat(400, 1))
+    batch |= dict(append=lambda tokens: None)
+    decoder = SimpleNamespace(start=lambda *inputs: SimpleNamespace(**batch))
+    inputs = torch.zeros(400, 1).long(), tiny.uniform(5, 400)
+
+    def sample(**flags):
+        args = tiny.make_args(script=script, **flags)
+        return script.sample(decoder, *inputs, TokenIds(5, 0, [], []), args)
+
+    assert torch.equal(sample(), tiny.sample(decoder, *inputs, 5))
+    ends = (sample(min_response_length=3) == 0).float().mean(dim=0)
+    assert not ends[:2].any() and (ends[2:] > 0.4).all()
+    nucleus = sample(top_p=0.6)  # probabilities 0.519 0.191 0.191 0.070 0.010 at T = 0.7
+    assert nucleus.max() == 1
+    assert (nucleus == 0).float().mean().item() == pytest.approx(0.519 / 0.710, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (dict(), [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        (dict(cosine=True), [0.5, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]),
+        (dict(anneal_lr=False), [0.5, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_X8_the_learning_rate_warms_up_and_decays(patched, run_of, flags, expected):
+    script = patched("schedule")
+    args = tiny.make_args(script=script, **dict(lr=2.0) | flags)
+    rates = [script.learning_rate(update, 6, args) for update in range(6)]
+    assert rates == pytest.approx([2 * x for x in expected])
+    assert [line["ppo/lr"] for line in run_of("schedule").metrics[:2]] == [5e-3, 1e-2]  # is used
+
+
+def test_X8_adamw_is_the_librarys(run_of):
+    """Up to epsilon, which A1 defines otherwise."""
+    settings = dict(weight_decay=0.3, adam_eps=1e-20)
+    run = run_of("adamw", adam_beta1=0.8, adam_beta2=0.7, **settings)
+    start = run_of("ppo", lr=0.0).steps[0].weights
+    params = {name: torch.nn.Parameter(x.clone()) for name, x in start.items()}
+    optimizer = torch.optim.AdamW(params.values(), betas=(0.8, 0.7), weight_decay=0.3, eps=1e-20)
+    for step in run.steps:
+        optimizer.param_groups[0]["lr"] = step.lrs[0]
+        for name, p in params.items():
+            p.grad = step.grads[name]
+        optimizer.step()
+        for name, p in params.items():
+            torch.testing.assert_close(p.data, step.weights[name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("epochs", [2, 4])
+def test_X12_an_update_ends_after_the_epoch_that_moved_the_policy_too_far(run_of, epochs):
+    """Metrics are means over the steps that were taken."""
+    flags = dict(num_ppo_epochs=4, total_episodes=16)
+    (parts,) = run_of("ppo", **flags).parts  # without the patch
+    size = len(parts) // 4  # micro-batches in an epoch of two steps
+    kl = [sum(x["policy/approxkl_avg"] for x in parts[i * size :][:size]) / 2 for i in range(4)]
+    assert kl[0] < kl[1] < max(kl[2:])
+    limit = {2: (kl[0] + kl[1]) / 2, 4: 2 * max(kl)}[epochs]
+    run = run_of("early_stop", max_approxkl=limit, **flags)
+    assert len(run.steps) == 2 * epochs
+    for name in parts[0]:
+        mean = sum(part[name] for part in parts[: epochs * size]) / (2 * epochs)
+        assert run.metrics[0][f"ppo/{name}"] == pytest.approx(mean, rel=1e-4, abs=1e-6)
+
+
+def test_length_penalty_is_subtracted_for_each_token_of_the_truncated_response(patched):
+    task, script = tiny.make_task(truncate_after=0), patched("length_penalty")
+    args = tiny.make_args(task, script, length_penalty=0.25)
+    responses = [[9, 5, 9, 9, 9], [5, 5, 5, 5, 5], [9, 9, 9, 9, 5], [9, 9, 9, 9, 9]]  # 5 ends
+    scores = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    inputs = lambda *texts: scores, None, torch.tensor(responses), {}, tiny.IDS, args  # noqa: E731
+    expected = [1 - 0.25 * 2, 2 - 0.25, 3 - 0.25 * 5, -1 - 0.25 * 5]
+    assert script.score_responses(*inputs)[0].tolist() == expected
+
+
+def test_X14_a_token_gets_what_it_adds_to_the_score_and_the_last_one_gets_the_rest(patched):
+    """The score of a text is the sum of its ids, of each query 10; 5 ends three of the responses."""
+    task = tiny.make_task(truncate_after=0, missing_eos_penalty=-3.0)
+    script = patched("dense_rewards")
+    queries = torch.full((4, 8), tiny.PAD).index_fill(1, torch.tensor([7]), 10)
+    responses = [[2, 5, 9, 9, 9], [2, 3, 4, 1, 5], [2, 3, 4, 1, 1], [5, 9, 9, 9, 9]]
+    reward = lambda *x: sum((y * (y != tiny.PAD)).sum(dim=1) for y in x).float()  # noqa: E731
+    inputs = dict(queries=queries, responses=torch.tensor(responses), reward=reward, kl_coef=0.5)
+    rollout = tiny.make_rollout(tiny.make_policy(), tiny.make_args(task, script), script, **inputs)
+    dense = [[2, 5, 0, 0, 10], [2, 3, 4, 1, 5 + 10], [2, 3, 4, 1, 1 - 3 - 11], [5, 0, 0, 0, 10]]
+    torch.testing.assert_close(rollout.rewards + 0.5 * rollout.kl, torch.tensor(dense).float())
+
+
+@pytest.mark.parametrize("eos", [False, True])
+def test_X3_trlx_kl_is_what_a_slow_loop_over_queries_and_responses_gives(eos, patched, task):
+    """By trlX's formula, exp(x) - 1 - x with x = log pi - log pi_ref; roots of the means."""
+    script = patched("trlx_kl")
+    run = run_main(script, replace(task, **EOS if eos else {}), lr=0.0, moved=True)
+    (rollout, _), *_ = run.rollouts
+    policy, ref = run.model.lm, new_policy(task).lm
+    sums, positions = [], rollout.contexts.numel() + rollout.responses.numel() - 16  # padding, too
+    for context, response in zip(rollout.contexts, rollout.responses, strict=True):
+        ids = torch.cat([context[context != tiny.WORDS], response[response != tiny.WORDS]])
+        logps = [(lm(ids[None]).logits[0] / 0.7).log_softmax(dim=-1) for lm in (policy, ref)]
+        x = (logps[0] - logps[1])[:-1].gather(1, ids[1:, None])
+        sums.append((x.exp() - 1 - x).sum().item())
+    expected = math.sqrt(sum(sums) / 16), math.sqrt(sum(sums) / positions)
+    found = [run.metrics[0][f"trlx/policy/{name}"] for name in ("sqrt_kl", "kl_per_token")]
+    assert found == pytest.approx(expected, rel=1e-3) and expected[0] > 0.01
+
+
+@pytest.mark.parametrize("name", ["lora", "lora_rloo"])
+def test_lora_the_base_model_is_the_reference(name, run_of, task):
+    (first, _), (second, _) = run_of(name).rollouts
+    assert not first.kl.any() and second.kl.any()
+    expected = new_policy(task)(second.contexts, second.responses)[0]
+    torch.testing.assert_close(second.logprobs - second.kl, expected, rtol=1e-4, atol=1e-4)
+    # To train and to save: evaluations merge only what is kept.
+    assert len(run_of(name).loaded) == 2
+
+
+HEADS = dict(lora={"value_head.weight", "value_head.bias"})
+HEADS["lora_train_reward"] = {"head.weight", "head.bias", "gain", "bias"}
+
+
+@pytest.mark.parametrize("name", ["lora", "lora_rloo", "lora_train_reward", "lora_sft"])
+def test_lora_trains_adapters_and_saves_them_merged(name, patched, task):
+    run, heads = run_main(patched(name), task, lora_rank=2), HEADS.get(name, set())
+    trained = {x for x, grad in run.steps[-1].grads.items() if grad is not None}
+    assert trained == {x for x in run.steps[-1].grads if "lora_" in x} | heads
+    assert len(trained) == 2 * 2 * 4 + len(heads)  # A and B of 4 layers in 2 blocks
+    lm, saved = models.load_lm(task.base_model), run.saved["model"]
+    layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    adapted = [f"h.{i}.{layer}.weight" for i in range(2) for layer in layers]
+    prefix = "backbone." if name == "lora_train_reward" else "transformer."
+    for key, before in lm.base_model.state_dict().items():
+        change = (saved[prefix + key] - before).double()
+        assert change.any() == (key in adapted)
+        assert key not in adapted or torch.linalg.matrix_rank(change, rtol=1e-4) <= 2
+    tokens = tiny.make_contexts([8, 3, 5], 8, vocab=tiny.WORDS)
+    if name == "lora_train_reward":
+        merged = train_reward.new_reward_model(task.base_model, tiny.WORDS)
+        merged.load_state_dict(saved)
+        found, expected = merged(tokens), run.model(tokens)
+    elif name == "lora_sft":
+        lm.load_state_dict(saved)
+        found, expected = sft.LanguageModel(lm, tiny.WORDS)(tokens, 1), run.model(tokens, 1)
+    else:
+        inputs = tokens, torch.tensor([[4, 9, 2], [7, 1, 30], [5, 5, 8]])
+        found, expected = new_policy(task, saved)(*inputs)[0], run.model(*inputs)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_lora_adapters_are_merged_into_the_model_that_a_link_pointed_to(patched, task, tmp_path):
+    """Another run may change `models/<task>/sft` meanwhile. The adapters start as a change of 0."""
+    script, link = patched("lora_sft"), tmp_path / "sft"
+    link.symlink_to(task.base_model)
+    other = tiny.write_model(tmp_path / "other", seed=5)
+
+    def relink(device, timer=script.Timer):
+        link.unlink()
+        link.symlink_to(other)
+        return timer(device)
+
+    of_link = replace(task, base_model=str(link))
+    run = run_main(script, of_link, names=dict(Timer=relink), lr=1e-9)
+    key = "transformer.wte.weight"
+    assert link.resolve() == other
+    assert torch.equal(
+        run.saved["model"][key], load_file(f"{task.base_model}/model.safetensors")[key]
+    )
+
+
+def test_reference_on_cpu_is_on_the_device_only_for_its_forward_passes(patched, run_of):
+    policy, ref, events = tiny.make_policy(), tiny.make_policy(), []
+    ref.to = lambda device: events.append(device) or ref
+    ref.register_forward_pre_hook(lambda *inputs: events.append("forward"))
+    script = patched("reference_on_cpu")
+    tiny.make_rollout(policy, tiny.make_args(script=script), script, ref=ref)
+    _, *events = events  # `distributed.freeze` moves it first
+    forwards = ["forward"] * (len(events) - 2)
+    assert events == [torch.device("cpu"), *forwards, "cpu"] and len(forwards) > 1
+    same_numbers(run_of("reference_on_cpu"), run_of("ppo"))
+
+
+def test_samples_per_query_are_different_responses_to_the_same_queries(run_of, patched):
+    for rollout, _ in run_of("samples_per_query", samples_per_query=4).rollouts:
+        assert rollout.contexts.unique(dim=0, return_counts=True)[1].tolist() == [4] * 4
+        assert len(rollout.responses.unique(dim=0)) > 12
+
+
+def test_freeze_layers_trains_the_upper_layers_and_the_norm_after_them(run_of, task):
+    after = run_of("freeze_layers", unfrozen_layers=1).saved["model"]
+    for name, before in new_policy(task).lm.state_dict().items():
+        top = name.startswith(("transformer.h.1.", "transformer.ln_f."))
+        assert torch.equal(after[name], before) != top
+
+
+def test_freeze_layers_trains_a_vocabulary_head_that_is_not_tied(patched, task):
+    config = transformers.AutoConfig.from_pretrained(task.base_model, tie_word_embeddings=False)
+    lm = AutoModelForCausalLM.from_config(config)
+    patched("freeze_layers").freeze_below(lm, 1)
+    trained = {name for name, p in lm.named_parameters() if p.requires_grad}
+    assert [x for x in trained if "h.1." not in x and "ln_f" not in x] == ["lm_head.weight"]
+
+
+def slow_advantages(name, rollout, kl_coef):
+    """An advantage for each real token of each response."""
+    scores, contexts = rollout.scores.tolist(), rollout.contexts.tolist()
+    kl = [row[:n] for row, n in zip(rollout.kl.tolist(), rollout.mask.sum(dim=1), strict=True)]
+    rows = range(len(kl))
+    if name == "reinforce_plus_plus":
+        returns = [[scores[i] - kl_coef * sum(kl[i][t:]) for t in range(len(kl[i]))] for i in rows]
+        tokens = sum(returns, [])
+        mean, deviation = statistics.mean(tokens), statistics.pstdev(tokens)
+        return [[(x - mean) / deviation for x in row] for row in returns]
+    penalties = [(name != "grpo") * kl_coef * sum(kl[i]) for i in rows]
+    after = name in ("cispo", "gspo")  # the penalty is subtracted from the standardized score
+    rewards = [scores[i] - (not after) * penalties[i] for i in rows]
+    alike = [[j for j in rows if contexts[j] == contexts[i]] for i in rows]
+    advantages = []
+    for i, group in enumerate(alike):
+        assert len(group) == 4
+        values = [rewards[j] for j in group]
+        scale = 1 if name == "dr_grpo" else statistics.stdev(values) + 1e-4
+        advantages.append((rewards[i] - statistics.mean(values)) / scale)
+        if after:
+            advantages[i] -= penalties[i] - statistics.mean(penalties[j] for j in group)
+    return [[advantages[i]] * len(kl[i]) for i in rows]
+
+
+BOUNDS = dict(dapo=(0.9, 1.2), gspo=(0.9, 1.05), cispo=(0.0, 1.1))  # of the ratio; others 0.8, 1.2
+
+
+def slow_losses(name, log_ratios, logprobs, advantages, ref_logprobs, kl_coef):
+    """A loss for each real token of one response: [n] each → [n]."""
+    low, high = BOUNDS.get(name, (0.8, 1.2))
+    if name == "gspo":  # the same for all tokens: the geometric mean
+        log_ratios = [sum(log_ratios) / len(log_ratios)] * len(log_ratios)
+    losses, clipped = [], 0
+    for t, (log_ratio, advantage) in enumerate(zip(log_ratios, advantages, strict=True)):
+        ratio = torch.exp(log_ratio)
+        objective = torch.min(ratio * advantage, ratio.clamp(low, high) * advantage)
+        clipped += not low < ratio < high
+        if name == "cispo":
+            objective = min(ratio.item(), high) * advantage * logprobs[t]
+        if name == "grpo":
+            log_r = ref_logprobs[t] - logprobs[t]
+            objective = objective - kl_coef * (torch.exp(log_r) - 1 - log_r)
+        losses.append(-objective)
+    return losses, clipped
+
+
+def uneven_responses(lm, contexts, ids, args, rng):
+    """In place of `sample_in_batches`: random tokens, and the end after 1 to 5."""
+    responses = torch.randint(20, 90, (len(contexts), args.task.response_length), generator=rng)
+    return responses.scatter(1, torch.arange(len(contexts))[:, None] % 5, ids.truncate)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
+    """With responses of uneven length, a KL to the reference, and ratios that clip.
+
+    In some groups all scores are equal; only dapo leaves those out.
+    """
+    epochs = []
+
+    def spy_shuffle(*inputs):
+        epochs.append(rloo.shuffle(*inputs)[0])
+        return epochs[-1:]
+
+    def load_reward(args, *inputs):
+        score = models_reward(args, *inputs)
+        return lambda x, *inputs: torch.where(x.sum(dim=1) % 2 == 0, 0.5, score(x, *inputs))
+
+    script = patched(name)
+    models_reward = script.load_reward
+    task = replace(task, **EOS)
+    names = dict(sample_in_batches=uneven_responses, shuffle=spy_shuffle, load_reward=load_reward)
+    flags = dict(kl_coef=0.3, kl_target=0.01, kl_horizon=50, lr=0.0, num_ppo_epochs=1, rloo_k=4)
+    if name in BOUNDS:
+        flags |= dict(cliprange=1 - BOUNDS[name][0], cliprange_high=BOUNDS[name][1] - 1)
+    if name == "cispo":
+        del flags["cliprange"]
+    run = run_main(script, task, moved=True, names=names, **flags)
+    steps, clipped, kl_coefs, left_out = iter(run.steps), 0, [], 0
+    for (rollout, old), minibatches, line in zip(run.rollouts, epochs, run.metrics, strict=False):
+        kl_coefs.append(line["objective/kl_coef"])
+        seen = old if name in ("cispo", "gspo") else rollout  # whose kl or rewards main reads
+        advantages = slow_advantages(name, seen, kl_coefs[-1])
+        assert {len(row) for row in advantages} == {1, 2, 3, 4, 5}
+        assert rollout.kl.abs().sum(dim=1).mean() > 0.1
+        scores = {}
+        for context, score in zip(rollout.contexts.tolist(), rollout.scores.tolist(), strict=True):
+            scores.setdefault(tuple(context), set()).add(score)
+        alike = [len(scores[tuple(context)]) == 1 for context in rollout.contexts.tolist()]
+        if name != "reinforce_plus_plus":
+            assert line["objective/frac_reward_zero_std"] == sum(alike) / 16
+        left_out += sum(alike)
+        for rows in minibatches:
+            run.model.zero_grad()
+            loss, logprobs = 0.0, run.model(rollout.contexts, rollout.responses)[0]
+            learned = [i for i in rows.tolist() if name != "dapo" or not alike[i]]
+            tokens = sum(len(advantages[i]) for i in learned)
+            for i in learned:
+                n = len(advantages[i])
+                log_ratios = logprobs[i, :n] - old.logprobs[i, :n]
+                ref_logprobs = rollout.logprobs[i] - rollout.kl[i]
+                inputs = logprobs[i], advantages[i], ref_logprobs, kl_coefs[-1]
+                losses, outside = slow_losses(name, list(log_ratios), *inputs)
+                weight = {"grpo": 1 / n / 8, "gspo": 1 / n / 8, "dr_grpo": 1 / 8 / 5}
+                loss += sum(losses) * weight.get(name, 1 / tokens)
+                clipped += outside
+            loss.backward()
+            grads = next(steps).grads
+            for key, p in run.model.named_parameters():
+                torch.testing.assert_close(grads[key], p.grad, atol=2e-5, rtol=2e-3)
+    kl = run.rollouts[0][1].kl.sum(dim=1).mean()  # may be negative: the policy did not sample these
+    assert kl_coefs == pytest.approx([0.3, 0.3 * (1.064 if kl > 0.012 else 0.936)])
+    assert clipped > 10 and not 0.008 < kl < 0.012
+    assert 0 < left_out < 32
+
+
+@pytest.mark.parametrize("name", [x for x in ALGORITHMS if x != "reinforce_plus_plus"])
+def test_a_group_with_equal_rewards_has_advantages_of_exactly_zero(name, patched):
+    rewards = torch.tensor([1.0, 0.1, 2.0, 0.1, 3.0, 0.1])  # of two queries: 1 2 3 and 0.1
+    of_scores = SimpleNamespace(scores=rewards, kl=torch.zeros(6, 1)), 0.5
+    inputs = of_scores if name in ("cispo", "gspo") else (rewards,)
+    script = patched(name)
+    advantages = script.compute_advantages(*inputs, tiny.make_args(script=script, rloo_k=3))
+    torch.testing.assert_close(advantages[::2], torch.tensor([-1.0, 0, 1]), atol=2e-4, rtol=0)
+    assert not advantages[1::2].any()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_statistics_are_means_over_what_is_learned_also_in_eos_tasks(name, patched, task):
+    """Not over a constant: in a first step the mean ratio is 1, however short responses are."""
+    names = dict(sample_in_batches=uneven_responses)
+    one_step = dict(num_ppo_epochs=1, num_minibatches=1)
+    run = run_main(patched(name), replace(task, **EOS), names=names, **one_step)
+    for line, (rollout, _) in zip(run.metrics, run.rollouts, strict=False):
+        assert rollout.mask.float().mean() < 0.8
+        assert line["ppo/val/ratio"] == pytest.approx(1, abs=1e-5)
+
+
+def test_dapo_a_batch_without_signal_changes_nothing(patched, task):
+    names = dict(load_reward=lambda *a: lambda queries, *inputs: torch.ones(len(queries)))
+    run = run_main(patched("dapo"), task, names=names)
+    assert not any(grad.any() for step in run.steps for grad in step.grads.values())
+    assert [x["objective/frac_reward_zero_std"] for x in run.metrics[:2]] == [1, 1]
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(k, patched, task):
+    """Of two responses, the loss is -log sigmoid of beta times the difference of log-ratios."""
+    script = patched("dpo")
+    every = labels.load_labels(task, *load_tokenizer(task, 5))
+    few = labels.Labels(every.queries, [x[:k] for x in every.responses], every.best % k)
+    task = replace(task, query_prefix="Story: ")
+    prefix = load_tokenizer(task, 5)[1].prefix
+    run = run_main(script, task, names=dict(load_labels=lambda *a: few), beta=0.3)
+    assert prefix and len(run.steps) == 2
+
+    def logprob(lm, query, response):
+        tokens = torch.tensor([[*prefix, *query, *response]])
+        logps = (lm(tokens).logits[0] / 0.7).log_softmax(dim=-1)
+        first = tokens.shape[1] - len(response)
+        return sum(logps[t - 1, tokens[0, t]] for t in range(first, tokens.shape[1]))
+
+    order = np.random.default_rng([1, 0]).permutation(8)
+    ref = models.load_lm(task.base_model)
+    for step, seen in enumerate(run.steps):
+        lm = models.load_lm(task.base_model)
+        lm.load_state_dict({name.removeprefix("lm."): x for name, x in seen.before.items()}, False)
+        losses, margins, correct = [], [], 0
+        for row in order[4 * step :][:4]:
+            query, best = few.queries[row], few.best[row]
+            with torch.no_grad():
+                refs = [logprob(ref, query, x) for x in few.responses[row]]
+            logprobs = [logprob(lm, query, x) for x in few.responses[row]]
+            rewards = [0.3 * (x - y) for x, y in zip(logprobs, refs, strict=True)]
+            others = [x for i, x in enumerate(rewards) if i != best]
+            losses.append(-torch.log(1 / (1 + sum(torch.exp(x - rewards[best]) for x in others))))
+            margins.append((rewards[best] - sum(others) / (k - 1)).item())
+            correct += all(x < rewards[best] for x in others)
+        (sum(losses) / 4).backward()
+        for name, p in lm.named_parameters():
+            torch.testing.assert_close(seen.grads[f"lm.{name}"], p.grad, atol=1e-5, rtol=2e-3)
+        line = run.metrics[step]
+        assert line["loss"] == pytest.approx(sum(losses).item() / 4, abs=1e-5)
+        assert line["margin"] == pytest.approx(sum(margins) / 4, abs=1e-5)
+        assert line["accuracy"] == correct / 4  # at first all rewards are 0: a tie is no win
+
+
+def slow_ranking_loss(rewards, ranks):
+    """The mean over the comparisons of one prompt; 0 if all of its responses are tied."""
+    rows = range(len(ranks))
+    pairs = [(i, j) for i in rows for j in rows if ranks[i] < ranks[j]]
+    losses = [torch.log(1 + torch.exp(rewards[j] - rewards[i])) for i, j in pairs]
+    return sum(losses) / max(len(losses), 1)
+
+
+@pytest.mark.parametrize("ranked", [True, False])
+def test_X15_gradients_are_those_of_a_slow_loop_over_the_labels(ranked, patched, task, tmp_path):
+    rows = json.loads(Path(task.label_dataset).read_text())
+    ranks = [[1 + int(k != row["best"]) for k in range(4)] for row in rows]
+    if ranked:
+        ranks = [[1 + (k - row["best"]) % 4 for k in range(4)] for row in rows]
+        ranks[0] = [1, 1, 1, 1]
+        rows = [row | {"ranks": x} for row, x in zip(rows, ranks, strict=True)]
+    path = tmp_path / "labels.json"
+    path.write_text(json.dumps(rows))
+    task = replace(task, label_dataset=str(path))
+    run = run_main(patched("ranking"), task)
+    few = labels.load_labels(task, *load_tokenizer(task, 5))
+    order = np.random.default_rng([1, 0]).permutation(8)
+    assert len(run.steps) == 2
+    for step, seen in enumerate(run.steps):
+        model = train_reward.new_reward_model(task.base_model, tiny.WORDS)
+        model.load_state_dict(seen.before)
+        losses = []
+        for i in order[4 * step :][:4]:
+            texts = [torch.tensor([[*few.queries[i], *x]]) for x in few.responses[i]]
+            losses.append(slow_ranking_loss([model(x)[0] for x in texts], ranks[i]))
+        (sum(losses) / 4).backward()
+        assert run.metrics[step]["loss"] == pytest.approx(sum(losses).item() / 4, rel=1e-4)
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(seen.grads[name], p.grad, atol=1e-5, rtol=2e-3)
+
+
+def test_R4_prompt_batches_has_each_pair_once_and_those_of_a_prompt_side_by_side(patched, task):
+    rows = [{"prompt": f"Q{i % 3}", "chosen": f" a{i}", "rejected": " no"} for i in range(8)]
+    path = Path(task.label_dataset).with_name("pairs.jsonl")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script, seen = patched("prompt_batches"), []
+    own = script.candidate_tokens
+    spy = lambda labels, rows, *rest: seen.extend(rows) or own(labels, rows, *rest)  # noqa: E731
+    run_main(script, replace(task, label_dataset=str(path)), names={"candidate_tokens": spy})
+    trained = [int(row) for row in seen[:8]]  # the rest is held out
+    prompts = [row % 3 for row in trained]
+    assert sorted(trained) == list(range(8))
+    assert sum(a != b for a, b in itertools.pairwise(prompts)) == 2  # three runs of equal ones
+
+
+# ------------------------------------------------------------------------------------------ recipes
+
+RECIPES = {  # the published values
+    "instructgpt": """total_episodes=256000 batch_size=512 num_minibatches=8 num_ppo_epochs=1
+        kl_coef=0.02 lr=5e-6 critic_lr=5e-6 anneal_lr=False warmup_updates=10 adam_beta1=0.9
+        adam_beta2=0.95 weight_decay=0.0 ptx_coef=27.8 ema_decay=0.992 temperature=1.0""",
+    "llama2": """total_episodes=204800 batch_size=512 num_minibatches=8 num_ppo_epochs=1
+        kl_coef=0.01 lr=1e-6 critic_lr=1e-6 anneal_lr=False adam_beta1=0.9 adam_beta2=0.95
+        adam_eps=1e-5 weight_decay=0.1 max_grad_norm=1.0 vf_coef=1.0""",
+    "qwen": """num_ppo_epochs=4 samples_per_query=2 kl_coef=0.04 cliprange_value=0.15 lr=1e-6
+        critic_lr=5e-6 value_warmup_updates=50 top_p=0.9 min_response_length=1""",
+    "chinese_llama": """num_ppo_epochs=4 lr=5e-7 critic_lr=1.65e-6 kl_coef=0.1
+        value_warmup_updates=50""",
+    "deepspeed_chat": """batch_size=32 num_minibatches=1 num_ppo_epochs=1 kl_coef=0.1 lr=9.65e-6
+        critic_lr=5e-6 anneal_lr=True cosine=True warmup_updates=100 adam_beta1=0.9 adam_beta2=0.95
+        weight_decay=0.0 max_grad_norm=1.0 vf_coef=1.0 clip_score=5.0 cliprange_value=0.2
+        ema_decay=0.992 temperature=1.0 top_p=1.0 min_response_length=2 whiten_rewards=False
+        whiten_advantages=False""",
+    # 59 updates of warm-up: 3% of all
+    "openrlhf": """batch_size=512 num_minibatches=4 num_ppo_epochs=1 kl_coef=0.01 lr=1e-6
+        critic_lr=9e-6 anneal_lr=True cosine=True warmup_updates=59 adam_beta1=0.9 adam_beta2=0.95
+        adam_eps=1e-8 weight_decay=0.0 max_grad_norm=1.0 vf_coef=1.0 cliprange_value=0.2
+        temperature=1.0 kl_estimator='k1' whiten_rewards=False whiten_advantages=True""",
+    "trlx": """batch_size=128 num_minibatches=4 num_ppo_epochs=4 kl_coef=0.001 vf_coef=1.0 lr=3e-5
+        anneal_lr=False adam_beta1=0.9 adam_beta2=0.95 adam_eps=1e-8 weight_decay=1e-6
+        clip_score=10.0 cliprange_value=0.2 unfrozen_layers=2 temperature=1.0 kl_estimator='k1'
+        whiten_rewards=False whiten_advantages=True""",
+}
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+def published(name):
+    values = (item.split("=") for item in RECIPES[name].split())
+    common = dict(kl_target=None, cliprange=0.2, gamma=1.0, lam=0.95)
+    return common | {key: ast.literal_eval(value) for key, value in values}
+
+
+def run_recipe(checkout, name):
+    """Run a recipe that only prints its command."""
+    command = ["bash", checkout / "diffs" / "recipes" / f"{name}.sh", "--seed", "7"]
+    env = os.environ | {"LAUNCH": "echo"}
+    return subprocess.run(command, capture_output=True, text=True, env=env)
+
+
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory):
+    """Name → the script that a recipe writes, as a module, and the arguments that it passes."""
+    checkout, found = tmp_path_factory.mktemp("checkout"), {}
+    shutil.copy(ROOT / "ppo.py", checkout)
+    shutil.copytree(ROOT / "diffs", checkout / "diffs")
+
+    def recipe(name, task="synthetic", *more):
+        if name not in found:
+            script, *flags = run_recipe(checkout, name).stdout.split()
+            assert script == f"{name}.py" and flags[-2:] == ["--seed", "7"]
+            found[name] = load(checkout / script), flags[:-2]
+        script, flags = found[name]
+        return script, cli.parse_args(script.Args, script.PRESETS, [*flags, "--task", task, *more])
+
+    return recipe
+
+
+@every_recipe
+def test_a_recipe_passes_the_published_values_and_works_for_every_task(name, recipe):
+    for task in tasks.TASKS:
+        script, args = recipe(name, task)
+        script.check(args, 1)
+        # What is not published is as in ppo.py.
+        preset = cli.parse_args(ppo.Args, ppo.PRESETS, ["--task", task])
+        for key, value in (dict(whiten_rewards=preset.whiten_rewards) | published(name)).items():
+            if key == "critic_lr":
+                assert args.lr * args.critic_lr_ratio == pytest.approx(value, rel=1e-3)
+            elif key != "num_ppo_epochs" or key in RECIPES[name]:
+                assert getattr(args, key, getattr(args.task, key, None)) == value, key
+    text = (ROOT / "diffs" / "recipes" / f"{name}.sh").read_text().replace("\n#    ", "")
+    command = re.search(rf"^# Synthetic: diffs/recipes/{name}\.sh --task (.*)$", text, re.M)[1]
+    assert recipe(name, *command.split())[1].total_episodes == 4096
+
+
+def test_a_recipe_keeps_the_users_changes_and_never_runs_half_patched(tmp_path):
+    shutil.copytree(ROOT / "diffs", tmp_path / "diffs")
+    assert {path.stem for path in (tmp_path / "diffs" / "recipes").iterdir()} == set(RECIPES)
+    (tmp_path / "llama2.py").write_text("mine")
+    assert run_recipe(tmp_path, "llama2").stdout.startswith("llama2.py")
+    assert (tmp_path / "llama2.py").read_text() == "mine"
+    changed = (ROOT / "ppo.py").read_text().replace("@torch.no_grad()\ndef sample(", "def sample(")
+    (tmp_path / "ppo.py").write_text(changed)  # the third patch of qwen.sh does not apply to it
+    for _ in range(2):
+        assert run_recipe(tmp_path, "qwen").returncode != 0
+
+
+@pytest.mark.slow
+@every_recipe
+def test_L6_a_recipe_runs_and_its_first_ratio_is_exactly_1(name, recipe, task):
+    script, args = recipe(name, "synthetic", "--lr", "1e-2")
+    own = ("num_minibatches", "num_ppo_epochs")
+    values = vars(args) | SIZES | {key: getattr(args, key) for key in own}
+    values |= dict(reward_model=folder_of(task), task=task)
+    values |= dict(critic_from=folder_of(task)) if "critic_from" in values else {}
+    run = run_main(script, **values)
+    assert first_ratio_is_1(run) == 2
+    assert len(run.steps) == 2 * args.num_minibatches * args.num_ppo_epochs
+    assert ("ema" in run.saved) == ("ema_decay" in RECIPES[name])
+    (betas,) = {group["betas"] for group in run.optimizer.param_groups}
+    assert betas == (0.9, published(name).get("adam_beta2", 0.999))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
+def test_P4_residual_dropout_drops_what_attention_and_mlp_add_in_training_only(
+    kind, patched, tmp_path
+):
+    """Entries are 0 or scaled by 1 / (1 - p); embeddings and attention weights have no dropout."""
+    folder = str(tiny.write_model(tmp_path / "m", kind, dropout=0.5))
+    plain, lm = models.load_lm(folder), models.load_lm(folder)
+    patched("resid_dropout").set_residual_dropout(lm, 0.25)
+    rates = [m.p for m in lm.modules() if isinstance(m, torch.nn.Dropout)]
+    assert sorted(rates) == [0] * (len(rates) - 4) + [0.25] * 4  # two in each of two layers
+    tokens, seen = torch.arange(1, 33)[None], []
+    assert torch.equal(lm.eval()(tokens).logits, plain(tokens).logits)
+    assert not any("drop" in key and value for key, value in lm.config.to_dict().items())
+    for module in lm.train().modules():
+        if isinstance(module, torch.nn.Dropout) and module.p:
+            module.register_forward_hook(lambda module, inputs, out: seen.append((*inputs, out)))
+    lm(tokens)
+    assert len(seen) == 4
+    for before, after in seen:
+        kept = after != 0
+        assert kept.float().mean().item() == pytest.approx(0.75, abs=0.06)
+        torch.testing.assert_close(after[kept], before[kept] / 0.75)
+
+
+def test_P4_dropout_is_in_training_of_sft(patched, task):
+    rates = (0.0, 0.1, 0.1)
+    runs = [run_main(patched("resid_dropout"), task, resid_dropout=rate) for rate in rates]
+    losses = [[line["loss"] for line in run.metrics if "loss" in line] for run in runs]
+    assert losses[1] == losses[2] and losses[0][0] != losses[1][0]
+
+
+def test_keep_best_saves_the_policy_of_each_evaluation_that_is_the_best_so_far(
+    patched, task, tmp_path, monkeypatch
+):
+    script = patched("keep_best")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoints, "KEPT", 100)
     Path("mine.py").write_text(
         "calls, scores = [], [1, 3, 2, 2.5, 4, 3, 3.5]\n"  # of evaluations, every second call
         "def f(queries, responses):\n"
