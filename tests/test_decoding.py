@@ -219,6 +219,12 @@ def test_graphs_are_recorded_again_when_the_cache_grows_or_responses_leave(
     assert len(fake_graphs) == sum(n > 1 for n in steps.values()) == 4
 
 
+def test_sliding_windows_falcon_and_cpus_have_no_graphs(fake_graphs):
+    for kind in ("mistral", "falcon", "falcon_alibi"):
+        assert not with_graphs(tiny.make_lm(kind)).cuda_graphs
+    assert not decoding.Decoder(tiny.make_lm(), LENGTH, cuda_graphs=True).cuda_graphs
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_G4_generate_samples_what_a_loop_without_a_cache_does(kind):
     lm, tokens = tiny.make_lm(kind), CONTEXTS
