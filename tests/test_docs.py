@@ -149,6 +149,15 @@ def arithmetic(label: str) -> Numbers:
     return summary(pick("arithmetic", column, label=label, metric="eval/scores")[:-3])
 
 
+def adam(model: str, epoch: str) -> Numbers | None:
+    size, _, optimizer = model.partition(", ")
+    if "published" in model:
+        return None
+    where = dict(parameters={"0.9M": "937857", "5.0M": "5028097"}[size], adam=optimizer)
+    ratios = [f"{x}_{y}" for x in ("ratio", "logratio") for y in ("mean", "var", "min", "max")]
+    return means("adam", "approxkl", "clipfrac", *ratios, **where, epoch=epoch, update="1")
+
+
 def ablation(script: str, what: str) -> Numbers:
     script, _, two = script.partition(" on two")
     where = dict(script=script, processes="2" if two else "1")
@@ -164,6 +173,28 @@ def ablation(script: str, what: str) -> Numbers:
     return [score, mean, None, None, *gain, kl, None, None, *rest]
 
 
+def optimized(labels: str, run: str) -> Numbers | None:
+    if run == "reference":
+        return None
+    way, _, beta = run.lower().partition(", β ")
+    where = dict(way=way, beta=str(float(beta or 0)), at="48", labels=labels.replace(",", ""))
+    if not beta:
+        where |= dict(way="best_of_n", beta="", at="64")
+    found = means("overoptimize", "KL", "score", "true score", **where)
+    found += [pick("overoptimize", "true score", **where, seed=seed)[0] for seed in "12"]
+    return found + [None, None] * bool(beta)
+
+
+def clipped(model: str, label: str, steps: str) -> Numbers:
+    where = dict(model=model, steps=steps, head="bf16" if "in bf16" in label else "fp32")
+    where |= dict(autocast="bf16" if "bf16" in label else "no")
+    script, column, old = ("ppo", "rloo"), ("tokens", "completions"), ("sampler", "forward")
+    cells = [
+        dict(script=a, old=c) | where | dict(column=b) for a in script for b in column for c in old
+    ]
+    return [pick("bf16_clipped", **cell)[0] * 100 for cell in cells]
+
+
 def patch(name: str) -> Numbers:
     at = "624.0" if name == "dpo" else "15.0"  # the last step, or update
     found = [pick("patches", "value", name=name, metric=metric, at=at) for metric in (GOLD, KL)]
@@ -175,6 +206,14 @@ def memory(shape: str) -> Numbers:
     return [pick("memory", x, shape=shape, **w)[0] for w in where for x in ("sample", "optimize")]
 
 
+def adapters(label: str) -> Numbers:
+    of_80gb = "--rollout_batch_size 32 --micro_batch_tokens 8192"
+    flags = "--rollout_batch_size 64" if "64" in label else of_80gb
+    script = "lora, frozen layers in bf16" if "bf16" in label else "lora"
+    where = dict(script=script, flags=f"{flags} --gradient_checkpointing")
+    return [pick("memory", x, **where)[0] for x in ("live", "sample", "optimize")]
+
+
 def recipe(label: str) -> Numbers:
     """Mean, lowest and highest seed; of several seeds the last three rows are their summary."""
     found = []
@@ -182,6 +221,50 @@ def recipe(label: str) -> Numbers:
         seeds = pick("recipes", "last five", label=label.removesuffix(".py"), metric=metric)
         found += [*seeds] if len(seeds) == 1 else summary(seeds[:-3])
     return found
+
+
+def started(task: str, steps: str, lr: str, **where: str) -> Numbers:
+    """The first ten updates of each seed of a task, or of SmolLM2 (docs/rloo.md)."""
+    epochs, minibatches = re.findall(r"\d+", steps)[:2]
+    where |= dict(num_ppo_epochs=epochs, num_minibatches=minibatches, lr=str(float(lr)))
+    if task == "SmolLM2":
+        task = "SmolLM2-135M" + ", weights * (1 + 1e-4 N(0, 1))" * (where["precision"] == "bf16")
+        where |= dict(batch_size="32", updates="10")
+    else:
+        where |= dict(anneal_lr=str("decays" in steps))
+    seeds = [where["seed"]] if "seed" in where else ["1", "2", "3"]
+    clip, approxkl, kl, score, gold = (
+        [
+            x[:10]
+            for seed in seeds
+            if (x := pick("rloo_start", name, **where | dict(seed=seed, model=task)))
+        ]
+        for name in ("clipfrac", "approxkl", "kl", "score", "gold_score")
+    )
+    clips = sum(clip, [])
+    largest = max(x[0] for x in approxkl), max(max(x[1:]) for x in approxkl)
+    found = [min(clips), max(clips), *largest] if any(clips) else [0.0, 0.0]
+    if "SmolLM2" in task:
+        means_of = [kl[0][5:], score[0][:5], score[0][5:]]
+    else:
+        means_of = [sum((x[7:] for x in kl), []), sum((x[7:] for x in score), [])]
+        means_of += [x[7:] for x in gold]
+    return [*found, *map(statistics.mean, means_of)]
+
+
+def first_ratio(autocast: str, head: str, offset: str) -> Numbers:
+    where = dict(precision=autocast, head=head.removesuffix(" (ours)"))
+    where |= dict(offset=offset.replace("−", "-"))
+    return means("bf16_ratio", "log π std", "ratio std, sampling loop", **where)
+
+
+def pretrained(label: str) -> Numbers:
+    """Without the first five updates, true scores, and seconds."""
+    last = {x: means("pretrained", "last five", label=label, metric=x)[0] for x in (SCORE, KL)}
+    (ended,) = means("pretrained", "last five", label=label, metric="objective/ended")
+    held_out = dict(label=label, metric="eval/scores")
+    ends = [means("pretrained", x, **held_out)[0] for x in ("first", "last")]
+    return [None, last[SCORE], None, ended, None, last[KL], None, None, None, *ends]
 
 
 CLAIM = [x for label in ("PPO", "RLOO") for x in curves("synthetic", label, GOLD)]
@@ -195,9 +278,27 @@ TABLES = {  # page and header → the columns, and their numbers by the cells of
     ),
     (RESULTS, "| PPO | policy"): (slice(3, 5), lambda x, *_: memory(x)),
     ("docs/tldr.md", "| | one GPU "): (slice(1, 2), lambda x, *_: [max(memory(f"Pythia {x}")[2:])]),
+    ("docs/tldr.md", "| 6.9B with LoRA"): (slice(1, 4), lambda x, *_: adapters(x)),
     (EXPERIMENTS, "| recipe "): (slice(1, 6), lambda x, *_: recipe(x)),
     ("docs/arithmetic.md", "| policy "): (slice(1, 2), lambda x, *_: arithmetic(x)),
     ("docs/ablations.md", "|  | detail "): (slice(3, 10), lambda *x: ablation(x[0], x[2])),
+    (EXPERIMENTS, "| labels | run "): (slice(2, 7), lambda *x: optimized(*x[:2])),
+    (EXPERIMENTS, "| model, Adam "): (slice(2, 12), lambda *x: adam(*x[:2])),
+    (EXPERIMENTS, "| synthetic, 0.9M "): (slice(2, 6), lambda *x: clipped("sft", *x[:2])),
+    (EXPERIMENTS, "| SmolLM2, 135M "): (
+        slice(2, 6),
+        lambda *x: clipped("smollm2_jittered", *x[:2]),
+    ),
+    (EXPERIMENTS, "| autocast | head "): (slice(3, 5), lambda *x: first_ratio(*x[:3])),
+    (EXPERIMENTS, "| | score | ended "): (slice(1, 7), lambda x, *_: pretrained(x)),
+    ("docs/rloo.md", "| epochs × minibatches | lr | k "): (
+        slice(5, 9),
+        lambda *x: started("SmolLM2", *x[:2], rloo_k=x[2], precision=x[3], seed=x[4]),
+    ),
+    ("docs/rloo.md", "| task | epochs × minibatches "): (
+        slice(4, 9),
+        lambda *x: started(*x[:3]),
+    ),
     ("diffs/README.md", "| script or patch "): (slice(2, 4), lambda x, *_: patch(x)),
 }
 
