@@ -1,5 +1,6 @@
-"""Tiny models, data files and settings that the tests build from configurations: no network, nothing that is kept."""
+"""Tiny models, data files and settings of the tests: no network, nothing that is kept."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -42,11 +43,10 @@ VOCAB = 61
 PAD = VOCAB  # one past the vocabulary
 WORDS = json.loads((tasks.SYNTHETIC / "model" / "config.json").read_text())["vocab_size"]
 KINDS = ("gpt2", "gpt_neox", "llama", "falcon", "falcon_alibi", "qwen2", "mistral")
-FALCON_RW = dict(alibi=True, multi_query=False, parallel_attn=False, bias=True)
 
 
 def config(kind: str = "gpt2", vocab: int = VOCAB, dropout: float = 0.0, positions: int = 64):
-    """A language model of some thousand weights, large enough (0.3) for every mistake to show in its logits."""
+    """Of some thousand weights, large enough (0.3) for every mistake to show in the logits."""
     same = dict(vocab_size=vocab, initializer_range=0.3, bos_token_id=0, eos_token_id=0)
     if kind == "gpt2":
         sizes = dict(n_embd=32, n_layer=2, n_head=2, n_positions=positions)
@@ -55,17 +55,15 @@ def config(kind: str = "gpt2", vocab: int = VOCAB, dropout: float = 0.0, positio
     same |= dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
     same |= dict(max_position_embeddings=positions, attention_dropout=dropout)
     if kind == "gpt_neox":
-        same |= dict(intermediate_size=64, hidden_dropout=dropout)
-        return transformers.GPTNeoXConfig(**same)
+        return transformers.GPTNeoXConfig(**same, intermediate_size=64, hidden_dropout=dropout)
     if kind in ("falcon", "falcon_alibi"):  # falcon-rw: alibi, a key for each head, biases
-        own = FALCON_RW if kind == "falcon_alibi" else {}
+        rw = dict(alibi=True, multi_query=False, parallel_attn=False, bias=True)
+        own = rw if kind == "falcon_alibi" else {}
         return transformers.FalconConfig(**same, hidden_dropout=dropout, **own)
     same |= dict(intermediate_size=64, num_key_value_heads=2)
-    if kind in ("mistral", "mistral_window"):  # as in the checkpoints, or narrower than the texts
-        window = 4096 if kind == "mistral" else 6
-        return transformers.MistralConfig(**same, sliding_window=window)
-    name = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "gemma2": "Gemma2Config"}[kind]
-    return getattr(transformers, name)(**same)
+    # The window of mistral is as in the checkpoints, or narrower than the texts.
+    own = {"mistral": dict(sliding_window=4096), "mistral_window": dict(sliding_window=6)}
+    return AutoConfig.for_model(kind.removesuffix("_window"), **same, **own.get(kind, {}))
 
 
 def make_lm(kind: str = "gpt2", seed: int = 0, **settings: Any) -> Any:
@@ -76,19 +74,20 @@ def make_lm(kind: str = "gpt2", seed: int = 0, **settings: Any) -> Any:
 
 def make_other_lm(kind: str, seed: int = 0, **settings: Any) -> Any:
     """A random language model of any text architecture of the library, by its `model_type`."""
-    sizes = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    sizes |= dict(num_key_value_heads=2, head_dim=8, intermediate_size=48, initializer_range=0.3)
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0)
+    sizes |= dict(num_key_value_heads=2, head_dim=8, intermediate_size=48, bos_token_id=1)
     sizes |= dict(max_position_embeddings=64)
-    own: dict[str, dict[str, Any]] = {
+    if kind == "gptj":
+        sizes = dict(n_embd=32, n_layer=2, n_head=2, n_positions=64, rotary_dim=8)
+        sizes |= dict(bos_token_id=0, eos_token_id=0)
+    sizes |= {
         "opt": dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.0, init_std=0.3),
-        "gptj": dict(n_embd=32, n_layer=2, n_head=2, n_positions=64, rotary_dim=8),
         "gpt_neo": dict(attention_types=[[["global", "local"], 1]], num_layers=2, num_heads=4),
         "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
-    }
-    of_gptj = dict(bos_token_id=0, eos_token_id=0, initializer_range=0.3, vocab_size=VOCAB)
-    common = of_gptj if kind == "gptj" else sizes | dict(pad_token_id=0, bos_token_id=1)
-    config = AutoConfig.for_model(kind, **common | own.get(kind, {}) | settings)
+    }.get(kind, {})
+    values = dict(vocab_size=VOCAB, initializer_range=0.3) | sizes | settings
     torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **values)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
@@ -160,9 +159,8 @@ def make_task(**changes: Any) -> tasks.Task:
 
 def make_args(task: tasks.Task | None = None, script: Any = ppo, **changes: Any) -> Any:
     """Flags of ppo or rloo for a batch of 8."""
-    values: dict[str, Any] = dict(total_episodes=24, batch_size=8, num_minibatches=2)
-    values |= dict(num_ppo_epochs=2, micro_batch_tokens=24, rollout_batch_size=3, lr=1e-3)
-    values |= dict(eval_queries=4)
+    values: dict[str, Any] = dict(total_episodes=24, batch_size=8, num_minibatches=2, lr=1e-3)
+    values |= dict(num_ppo_epochs=2, micro_batch_tokens=24, rollout_batch_size=3, eval_queries=4)
     return new_args(script, task or make_task(), **values | changes)
 
 
@@ -189,17 +187,6 @@ def make_responses(batch_size: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(1, 8, (batch_size, length))
 
 
-class Stub(torch.nn.Module):
-    """A policy or reference whose numbers are those of a function of (contexts, responses)."""
-
-    def __init__(self, function: Callable):
-        super().__init__()
-        self.lm, self.function = make_lm(), function
-
-    def forward(self, contexts: Tensor, responses: Tensor) -> Any:
-        return self.function(contexts, responses)
-
-
 class Table:
     """A query table that returns given queries [B, Q], one batch after the other."""
 
@@ -217,9 +204,8 @@ class Table:
 
     def __getitem__(self, rows: np.ndarray | slice) -> Tensor:
         batch = self.batches.pop(0)
-        if isinstance(rows, slice):
-            return batch
-        return batch.repeat(max(len(rows) // len(batch), 1), 1)  # RLOO's K responses to a query
+        copies = 1 if isinstance(rows, slice) else max(len(rows) // len(batch), 1)
+        return batch.repeat(copies, 1)  # RLOO's K responses to a query
 
 
 class Tokenizer:
@@ -233,9 +219,8 @@ class FakeRun:
     """In place of `Run`: keeps metrics in memory and calls `after(update, metrics)`."""
 
     def __init__(self, after: Callable | None = None):
-        self.after, self.metrics, self.main, self.step = after, [], True, 0
-        self.model = self.optimizer = None
-        self.folder = Path("nowhere")
+        self.after, self.main, self.step, self.folder = after, True, 0, Path("nowhere")
+        self.metrics, self.model, self.optimizer = [], None, None
 
     def __call__(self, *args: Any) -> "FakeRun":
         return self
@@ -288,38 +273,27 @@ def run_main(script: Any, args: Any, replaced: dict[str, Any]) -> FakeRun:
 
 
 def run_episodes(
-    script: Any,
-    args: Any,
-    policy: Any = None,
-    ref: Any = None,
-    reward: Callable | None = None,
-    queries: list[Tensor] | None = None,
-    responses: list[Tensor] | None = None,
-    epochs: list[list[list[Tensor]]] | None = None,
-    ids: Any = IDS,
-    **patches: Any,
+    script, args, policy=None, ref=None, reward=None, ids=IDS, **given: Any
 ) -> FakeRun:
     """Run `main` of ppo or rloo on given models, queries [B, Q] and responses [B, R] of each update.
 
     By default, of uneven lengths; RLOO has `rloo_k` episodes of each query. `epochs` are the rows
-    of each minibatch, in place of `shuffle`'s. `patches` replace other names of the script.
+    of each minibatch, in place of `shuffle`'s. What else is given replaces names of the script.
     """
     task, size = args.task, args.batch_size
-    if queries is None:
-        lengths = LENGTHS[: size // getattr(args, "rloo_k", 1)]
-        queries = [make_contexts(lengths, task.query_length)] * 100
-    if responses is None:
-        responses = [make_responses(size, task.response_length, seed) for seed in range(100)]
+    lengths = LENGTHS[: size // getattr(args, "rloo_k", 1)]
+    queries = given.pop("queries", None) or [make_contexts(lengths, task.query_length)] * 100
+    of_seeds = (make_responses(size, task.response_length, seed) for seed in range(100))
+    responses, epochs = iter(given.pop("responses", of_seeds)), list(given.pop("epochs", []))
     reward = reward or reward_function(make_reward())
     policy = policy or make_policy(script=script)
     models_left = [ref or make_policy(seed=3, script=script), policy]
     policy_class = "PolicyAndValue" if hasattr(script, "PolicyAndValue") else "Policy"
-    responses, epochs = list(responses), list(epochs or [])
 
     def next_responses(lm: Any, contexts: Tensor, *args: Any) -> Tensor:
         if len(contexts) == HELDOUT:
             return make_responses(HELDOUT, task.response_length)
-        return responses.pop(0)
+        return next(responses)
 
     replaced = {
         "load_tokenizer": lambda *a, **k: (Tokenizer(), ids),
@@ -334,51 +308,44 @@ def run_episodes(
     }
     if epochs:
         replaced["shuffle"] = lambda *a: epochs.pop(0)
-    return run_main(script, replace(args, task=replace(task, gold_fn=None)), replaced | patches)
-
-
-class Done(Exception):
-    """Ends `main` once there is a rollout."""
+    return run_main(script, replace(args, task=replace(task, gold_fn=None)), replaced | given)
 
 
 def make_rollout(policy: Any, args: Any, script: Any = ppo, kl_coef=0.15, **inputs: Any) -> Any:
     """The rollout that `main` makes of random queries and responses, or of those in `inputs`."""
     queries = inputs.pop("queries", make_contexts(LENGTHS, args.task.query_length))
-    batch_size = len(queries)
-    responses = inputs.pop("responses", make_responses(batch_size, args.task.response_length))
-    minibatches = inputs.pop("minibatches", [torch.arange(batch_size)])
-    inputs |= dict(queries=[queries], responses=[responses], epochs=[[minibatches]])
-    args = replace(args, batch_size=batch_size, total_episodes=2 * batch_size)
+    size, length = len(queries), args.task.response_length
+    responses = inputs.pop("responses", make_responses(size, length))
     rollouts: list[Any] = []
 
     def spy(*fields: Any) -> None:
         rollouts.append(rollout_class(*fields))
-        raise Done
+        raise EOFError  # ends `main`
 
-    rollout_class = script.Rollout
-    run = FakeRun()
+    args = replace(args, batch_size=size, total_episodes=2 * size)
+    rollout_class, run = script.Rollout, FakeRun()
     run.restore = lambda *args: (1, kl_coef)  # so that nothing is evaluated
-    no_rows = lambda *a: np.arange(0)  # noqa: E731
-    with pytest.raises(Done):
-        run_episodes(script, args, policy, Run=run, Rollout=spy, query_rows=no_rows, **inputs)
+    inputs |= dict(Run=run, Rollout=spy, query_rows=lambda *a: np.arange(0))
+    inputs.setdefault("epochs", [[[torch.arange(size)]]])
+    with pytest.raises(EOFError):
+        run_episodes(script, args, policy, queries=[queries], responses=[responses], **inputs)
     return rollouts[0]
 
 
 def noisy_rollout(script: Any, kept: list[Any] | None = None) -> Callable:
     """`Rollout`, but old numbers and rewards are off the policy's own, so that losses clip."""
-    rollout_class = script.Rollout
+    rollout_class, kept = script.Rollout, [] if kept is None else kept
 
     def make_noisy_rollout(*fields: Any) -> Any:
         rollout = rollout_class(*fields)
         generator = torch.Generator().manual_seed(1)
         noise = torch.randn(3, *rollout.mask.shape, generator=generator) * rollout.mask
-        rollout = rollout._replace(logprobs=rollout.logprobs + 0.2 * noise[0])
+        noisy = dict(logprobs=rollout.logprobs + 0.2 * noise[0])
         if script is ppo:
-            rewards, values = rollout.rewards + noise[1], rollout.values + 0.3 * noise[2]
-            rollout = rollout._replace(rewards=rewards, values=values)
-        if kept is not None:
-            kept.append(rollout)
-        return rollout
+            noisy |= dict(rewards=rollout.rewards + noise[1])
+            noisy |= dict(values=rollout.values + 0.3 * noise[2])
+        kept.append(rollout._replace(**noisy))
+        return kept[-1]
 
     return make_noisy_rollout
 
@@ -446,13 +413,6 @@ def run_sft(args: Any, lm: Any, tokens: Tensor, **patches: Any) -> FakeRun:
     return run_main(sft, args, replaced | patches)
 
 
-def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """A copy of every gradient; they are cleared."""
-    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    return grads
-
-
 def write_model(folder: Path, kind="gpt2", seed=0, dropout=0.1, **settings: Any) -> Path:
     """A folder with a random language model of the synthetic task's vocabulary, and its tokenizer."""
     make_lm(kind, seed, vocab=WORDS, dropout=dropout, **settings).save_pretrained(folder)
@@ -485,45 +445,37 @@ def write_task(folder: Path, kind: str = "gpt2", labels: int = 16, **changes: An
     names = ("Anna", "Ben", "Clara", "Tom the baker")
     lines = [f"{n} {verb} the {x}.\n" for n in names for verb in ("saw", "found") for x in THINGS]
     stories.write_text("".join(lines))
-    rows = label_rows(labels, task.query_length, task.response_length)
-    label_file.write_text(json.dumps(rows))
+    label_file.write_text(json.dumps(label_rows(labels, task.query_length, task.response_length)))
     return task
 
 
 def eos_task(task: tasks.Task, folder: Path) -> tasks.Task:
-    """A task of `write_task` in the columns of TL;DR, its files in `folder`: prompts with completions, and pairs; a
-    completion ends at <|endoftext|>."""
+    """A task of `write_task` in the columns of TL;DR, its files in `folder`: prompts with
+    completions, and pairs; a completion ends at <|endoftext|>."""
     rows, pairs = [], []
-    for name in ("Anna", "Ben", "Clara", "Tom"):
-        for thing in THINGS[:4]:
-            prompt, text = f"{name} found the {thing}.", f" {name} saw the {thing}."
-            rows.append(dict(prompt=prompt, completion=text))
-            pairs.append(dict(prompt=prompt, chosen=text, rejected=" It was cold."))
-    for name, content in (("rows", rows), ("pairs", pairs)):
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)) + "\n")
-    files = dict(
-        query_dataset=str(folder / "rows.jsonl"), label_dataset=str(folder / "pairs.jsonl")
-    )
-    columns = dict(query_column="prompt", response_column="completion")
-    lengths = dict(query_length=8, response_length=12, truncate_after=0)
-    eos = dict(truncate_token="<|endoftext|>", eos_task=True)
-    return replace(task, **files, **columns, **lengths, **eos)
+    for name, thing in itertools.product(("Anna", "Ben", "Clara", "Tom"), THINGS[:4]):
+        prompt, text = f"{name} found the {thing}.", f" {name} saw the {thing}."
+        rows.append(dict(prompt=prompt, completion=text))
+        pairs.append(dict(prompt=prompt, chosen=text, rejected=" It was cold."))
+    files = dict(query_dataset=str(folder / "r.jsonl"), label_dataset=str(folder / "p.jsonl"))
+    for path, content in zip(files.values(), (rows, pairs), strict=True):
+        Path(path).write_text("\n".join(map(json.dumps, content)) + "\n")
+    columns = dict(query_column="prompt", response_column="completion", truncate_after=0)
+    eos = dict(truncate_token="<|endoftext|>", eos_task=True, query_length=8, response_length=12)
+    return replace(task, **files, **columns, **eos)
 
 
 def label_rows(n: int, query_length: int, response_length: int, pad: int = OPENAI_PAD) -> list:
     """Rows in OpenAI's label format: token ids, padded on the right."""
-    rng = np.random.default_rng(5)
-
-    def ids(length: int) -> list[int]:
-        real = int(rng.integers(1, length + 1))
-        return rng.integers(1, 200, real).tolist() + [pad] * (length - real)
-
-    def row() -> dict[str, Any]:
-        samples = {"query": ids(query_length)}
-        samples |= {f"sample{k}": ids(response_length) for k in range(4)}
-        return samples | {"best": int(rng.integers(4))}
-
-    return [row() for _ in range(n)]
+    rng, rows = np.random.default_rng(5), []
+    lengths = dict(query=query_length) | {f"sample{k}": response_length for k in range(4)}
+    for _ in range(n):
+        row: dict[str, Any] = {}
+        for name, length in lengths.items():
+            real = int(rng.integers(1, length + 1))
+            row[name] = rng.integers(1, 200, real).tolist() + [pad] * (length - real)
+        rows.append(row | {"best": int(rng.integers(4))})
+    return rows
 
 
 def shard_on_a_cpu(put: Callable = setattr) -> None:
