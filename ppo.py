@@ -463,7 +463,7 @@ def main(args: Args) -> None:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model")
+    ref_lm = load_lm(args.ref_model, "--ref_model") if args.ref_model else load_lm(task.base_model)
     ref = PolicyAndValue(ref_lm, ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
     # base_model is sft.py's folder in tasks that need one; it is tried out at this length first.

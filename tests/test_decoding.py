@@ -219,6 +219,22 @@ def test_graphs_are_recorded_again_when_the_cache_grows_or_responses_leave(
     assert len(fake_graphs) == sum(n > 1 for n in steps.values()) == 4
 
 
+def test_a_graph_that_cannot_be_recorded_is_ended_and_sampling_goes_on_without(fake_graphs, capsys):
+    lm, contexts, uniform = tiny.make_lm(), tiny.make_contexts([5, 3], 8), tiny.uniform(LENGTH, 2)
+    decoders = decoding.Decoder(lm, LENGTH), with_graphs(lm)
+
+    def refuse(*_):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    lm.register_forward_hook(refuse)
+    for _ in range(2):
+        plain, replayed = (tiny.sample(x, contexts, uniform) for x in decoders)
+        assert torch.equal(plain, replayed)
+    assert len(fake_graphs) == 1 and not torch.cuda.is_current_stream_capturing()
+    assert capsys.readouterr().out.count("not permitted") == 1
+
+
 def test_sliding_windows_falcon_and_cpus_have_no_graphs(fake_graphs):
     for kind in ("mistral", "falcon", "falcon_alibi"):
         assert not with_graphs(tiny.make_lm(kind)).cuda_graphs

@@ -167,3 +167,9 @@ def test_a_model_without_tokenizer_files_says_so(kind, start, no_weights, tmp_pa
     """transformers makes up a tokenizer of one or two tokens for it, or of none."""
     tiny.make_lm(kind).save_pretrained(tmp_path / "bare")
     refuses(lambda: start("ppo", base_model=str(tmp_path / "bare")), "/bare", "tokenizer")
+
+
+def test_a_model_whose_hidden_states_are_narrower_than_its_configuration_says_is_refused():
+    """OPT-350m's form: value and reward heads are made for `hidden_size`."""
+    lm = tiny.make_other_lm("opt", word_embed_proj_dim=16)
+    refuses(lambda: models.check_model(lm), "16")
