@@ -366,6 +366,7 @@ def test_P7_every_epoch_is_a_fresh_permutation_of_the_batch(script, runs):
     orders = [torch.cat(minibatches).tolist() for update in epochs for minibatches in update]
     assert len(orders) == 3 * 2  # updates * epochs
     assert all(sorted(order) == list(range(8)) for order in orders)
+    assert {len(rows) for update in epochs for parts in update for rows in parts} == {4}
     assert len(set(map(tuple, orders))) == (6 if script is ppo else 2)  # rloo.py has two queries
     if script is rloo:
         num_queries = 8 // runs.args["rloo"].rloo_k
