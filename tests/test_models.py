@@ -127,7 +127,7 @@ def test_a_model_that_computes_something_unknown_is_refused_at_start(
         return output
 
     monkeypatch.setattr(kind, "forward", changed)
-    words = ("--ref_model", "nats") if mistake == "head" else ("--reward_model", "texts")
+    words = ("--base_model", "nats") if mistake == "head" else ("--reward_model", "texts")
     refuses(lambda: start(script), "gpt2", *words)
     assert not (tmp_path / "runs").exists()
 

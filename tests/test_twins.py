@@ -56,7 +56,7 @@ def test_what_has_one_name_has_one_text_unless_it_differs_by_design(name):
         ("rloo", "sample", ", as in training (P1)", ""),  # comments too
         ("ppo", "sample", "@torch.no_grad()\n", ""),  # and decorators
         ("rloo", "Rollout.select", "x[rows]", "x[rows].clone()"),
-        ("rloo", "main.evaluate", "args.seed, 0", "args.seed, 1"),
+        ("rloo", "main.evaluate", "args.seed, num_updates", "args.seed, 1"),
     ],
 )
 def test_a_difference_is_found(script, name, old, new):
