@@ -3,15 +3,11 @@
 import csv
 import json
 import re
-import runpy
 import shlex
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import tyro
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
@@ -75,8 +71,6 @@ def test_nine_seeds_have_a_mean_and_ten_an_interquartile_one():
     assert curves.center(np.array(seeds)[:, None]) == pytest.approx([82.0])  # 738 / 9
     ten = np.array([*seeds, 7.0])[:, None]  # of 3 … 8: without two on either side
     assert curves.center(ten * [1, -1]) == pytest.approx([5.5, -5.5])  # of each point of a curve
-    twelve = np.array([*seeds, 7.0, -800.0, 10.0])[:, None]  # without −800, 1, 2 and 9, 10, 700
-    assert curves.center(twelve) == pytest.approx([5.5])
 
 
 def test_the_band_of_few_seeds_is_that_of_all_draws_of_whole_curves():
@@ -91,11 +85,6 @@ def test_the_band_of_few_seeds_is_that_of_all_draws_of_whole_curves():
     assert [x.tolist() for x in curves.band(np.array([[4.0, 5.0]]))] == [[4.0, 5.0]] * 3
     _, low, high = curves.band(np.array([[0.0], [0.0], [0.0], [1.0]]))
     assert (low.item(), high.item()) == (0.0, 0.75)
-    values = np.random.default_rng(0).normal(size=(5, 1))
-    _, low, high = curves.band(np.concatenate([values, -values], axis=1))
-    assert low[0] == pytest.approx(-high[1]) and high[0] == pytest.approx(
-        -low[1]
-    )  # a seed is whole
 
 
 def test_the_band_of_many_seeds_is_the_normal_interval_of_their_center():
@@ -128,12 +117,9 @@ def test_an_evaluation_is_plotted_at_the_episodes_before_it():
 
 
 def test_a_chart_of_wandb_holds_its_runs_without_their_ranges(tmp_path):
-    nan = float("nan")
-    columns = {"sweep - lr 1 - kl": {0: 0.5, 1: 0.75}, "b - kl": {1: 2.0, 2: nan}}
-    path = write_chart(tmp_path / "wandb_export_2023-08-25T22_43_23.724+02_00.csv", "Step", columns)
-    assert path.read_text().startswith('"Step","sweep - lr 1 - kl","sweep - lr 1 - kl__MIN",')
-    text = path.read_bytes().replace(b"nan", b"NaN")
-    path.write_bytes(b"\xef\xbb\xbf" + text)  # as a spreadsheet saves it again
+    columns = {"sweep - lr 1 - kl": {0: 0.5, 1: 0.75}, "b - kl": {1: 2.0, 2: float("nan")}}
+    path = write_chart(tmp_path / "wandb_export.csv", "Step", columns)
+    path.write_text(path.read_text().replace("nan", "NaN"))
     found = {"sweep - lr 1": [{"step": 0, "kl": 0.5}, {"step": 1, "kl": 0.75}]}
     assert curves.read(path) == found | {"b": [{"step": 1, "kl": 2.0}]}
     path = write_chart(tmp_path / "one.csv", "ppo/episode", {"kl": {512: 0.5}})  # of one run
@@ -142,10 +128,9 @@ def test_a_chart_of_wandb_holds_its_runs_without_their_ranges(tmp_path):
 
 def test_scalars_of_any_writer_are_read_all_of_them(tmp_path):
     values = {step: step / 2 for step in range(3000)}  # TensorBoard's own default keeps 500
-    write_events(tmp_path / "torch", {"objective/kl": values, "ppo/episode": {2: 1536.0}})
+    write_events(tmp_path / "torch", {"objective/kl": values})
     (lines,) = curves.read(tmp_path / "torch").values()
     assert [(line["step"], line["objective/kl"]) for line in lines] == list(values.items())
-    assert lines[2] == {"step": 2, "objective/kl": 1.0, "ppo/episode": 1536.0}
     (tmp_path / "tf2").mkdir()
     writer = EventFileWriter(str(tmp_path / "tf2"))  # TensorFlow 2 writes tensors
     writer.add_event(Event(step=7, summary=scalar_pb("objective/kl", 0.25)))
@@ -182,33 +167,18 @@ def test_names_and_steps_become_ours_where_a_run_has_none_of_ours(tmp_path):
     [
         (["nowhere"], "there is no nowhere"),
         (["table.csv"], "table.csv is not .*could not convert string to float: 'finished'"),
-        (["empty.csv"], "empty.csv is not .*not enough values"),
-        (["folder"], "folder is not .*KeyError"),
         (["PPO=chart.csv"], "PPO .a. has no ppo/episode; .*--episodes_per_step PPO=512"),
         (["a=chart.csv", *EPISODES, "--metrics", "objective/k"], "no run has objective/k; .*step"),
-        (["a=chart.csv", *EPISODES, "--names", "kl"], "--names kl: "),
-        (["chart.csv", "--out", "all.text"], "--out all.text"),
-        ([], "name the runs"),
+        (["chart.csv", "--out", "missing/all.png"], "--out missing/all.png"),
     ],
 )
 def test_what_cannot_be_drawn_is_named(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("table.csv").write_text('"Name","State","kl"\n"run-a","finished","1"\n')
-    Path("empty.csv").write_text("")
-    Path("folder").mkdir()
     write_chart(Path("chart.csv"), "Step", {"a - objective/kl": {0: 0.5, 1: 0.75}})
     with pytest.raises(InputError, match=message):
         curves.main(arguments("--out", "all.png", *words))
     assert not Path("all.png").exists()
-
-
-def test_a_missing_folder_of_out_is_one_sentence(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["curves.py", "--out", str(tmp_path / "missing" / "x.png")])
-    with pytest.raises(SystemExit) as error:
-        runpy.run_path(curves.__file__, run_name="__main__")
-    assert error.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("curves.py: error: --out ") and "missing/x.png" in line
 
 
 # ------------------------------------------------------------------------------------------- docs
@@ -260,25 +230,3 @@ def test_the_documented_command_draws_published_curves_over_ours(tmp_path, monke
     found = rows["2023", "interquartile mean of 10", KL][2]
     assert found == pytest.approx(sum(ten[2:8]) / 6, abs=6e-5)
     assert [run for label, run, _ in rows if label == "OpenAI"] == ["tb", "tb"]
-
-
-def test_the_picture_has_a_line_for_each_seed_and_a_band_for_each_label(tmp_path, monkeypatch):
-    make_exports(tmp_path)
-    figures: list[Any] = []
-    monkeypatch.setattr(curves, "make_panels", tiny.keep(curves.make_panels, figures))
-    runs = f"PPO={tmp_path}/runs/ppo_*", f"2023={tmp_path}/wandb.csv"
-    curves.main(arguments(*runs, "--out", str(tmp_path / "all.png")))
-    ((_, axes),) = figures
-    assert list(axes) == [SCORES, KL]
-    for axis in axes.values():
-        assert len(axis.lines) == 3 + 1 + 10 + 1 and len(axis.collections) == 2
-        assert axis.get_xlabel() == "episodes"
-        centers = [line for line in axis.lines if line.get_linewidth() > 1]
-        assert [line.get_color() for line in centers] == ["C0", "C1"]
-        ends = [line.get_xdata()[-1] for line in centers]
-        assert ends == [40 * 512, 30 * 512]  # as far as all seeds go
-        ours = np.array([line.get_ydata() for line in axis.lines[:3]])
-        band = axis.collections[0].get_paths()[0].vertices[:, 1]
-        assert (band.min(), band.max()) == pytest.approx((ours.min(), ours.max()))
-    legend = axes[SCORES].get_legend().get_texts()
-    assert [text.get_text() for text in legend] == ["PPO", "2023"]
