@@ -35,11 +35,10 @@ from accelerate import Accelerator
 from conftest import SCRIPTS, SIGNALS, settings, without_times, write_files
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 import ppo
 import rloo
-from machinery import artifacts, checkpoints, cli, distributed, models, progress, runs
+from machinery import artifacts, checkpoints, cli, distributed, progress, runs
 from machinery.cli import InputError
 from machinery.functions import import_file
 
@@ -392,7 +391,7 @@ def again(**changes: Any) -> Any:
 
 
 @contextmanager
-def refused(*words: str):
+def refused(*words: Any):
     """`InputError` with these words; what a run has written so far stays as it is."""
 
     def files() -> dict[Path, bytes]:
@@ -403,7 +402,7 @@ def refused(*words: str):
     with process():
         with pytest.raises(InputError) as caught:
             yield
-        assert all(word in str(caught.value) for word in words), caught.value
+        assert all(str(word) in str(caught.value) for word in words), caught.value
         caught.value.__traceback__ = None
     assert files() == before
 
@@ -413,15 +412,12 @@ def test_a_checkpoint_is_one_safetensors_file_and_the_newest_two_are_kept(copy):
     names = [path.name for path in checkpoint_files()]
     assert names == ["00000004.safetensors", "00000005.safetensors"]
     tensors, state = read_state(checkpoint_files()[-1])
-    policy = ppo.PolicyAndValue(models.load_lm("task/model"), tiny.WORDS, 0.7)
-    weights = [name for name, _ in policy.named_parameters()]
-    assert "lm.lm_head.weight" not in weights and "value_head.bias" in weights
-    kinds = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq", "optimizer/step")
-    assert sorted(tensors) == sorted(f"{kind}/{name}" for kind in kinds for name in weights)
+    for kind in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq", "optimizer/step"):
+        names = [name.removeprefix(f"{kind}/") for name in tensors if name.startswith(f"{kind}/")]
+        assert "lm.lm_head.weight" not in names and "value_head.bias" in names
     lines = Path("runs/ran/metrics.jsonl").read_text().splitlines(keepends=True)
     following = json.loads(lines[5])["objective/kl_coef"]
     assert state["step"] == 5 and state["state"] == pytest.approx(following, rel=1e-6)
-    assert following != json.loads(lines[4])["objective/kl_coef"]
     assert state["groups"][0]["t"] == 5 * 4 and state["groups"][0]["eps_hat"] == 1e-5
     assert state["lengths"]["metrics.jsonl"] == sum(map(len, lines[:5]))
 
@@ -433,9 +429,7 @@ def test_a_run_that_has_finished_can_be_resumed_and_stays_the_same(ran, copy):
     assert os.listdir("runs") == ["ran"] and not list(Path().rglob("*.part*"))
 
 
-@pytest.mark.parametrize(
-    "lost", [0, 0.5, "optimizer/", "optimizer/exp_avg_sq/lm.transformer.h.1", "model/"]
-)
+@pytest.mark.parametrize("lost", [0.5, "optimizer/exp_avg_sq/lm.transformer.h.1", "model/"])
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_gives_the_same_run(lost, ran, copy):
     """Cut short, or without tensors: also without moments, as of a parameter without gradients."""
     before, newest = checkpoint_files()
@@ -482,7 +476,10 @@ def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(script
                 pytest.fail(f"--{field.name} may change")
 
 
-def test_changed_flags_are_all_named_before_anything_is_loaded(copy, no_weights):
+def test_changed_flags_are_all_named_before_anything_is_loaded(copy, no_weights, bf16_accelerator):
+    """`accelerate launch --mixed_precision bf16` changes the numbers of an fp32 run."""
+    with refused("mixed_precision=bf16"):
+        ppo.main(again())
     with refused("seed=3 instead of 1", "lr=0.5 instead of 0.01", "add --resume"):
         ppo.main(again(lr=0.5, seed=3))
     with refused("processes=2 instead of 1"):
@@ -519,13 +516,10 @@ def test_the_reward_model_and_the_labels_of_a_run_are_recorded_where_it_has_them
     write_files(tmp_path)
     tiny.write_reward(tmp_path / "runs/r1/model")
     artifacts.replace_link(Path("models/synthetic/train_reward"), Path("runs/r1/model"))
-    of_all = {"base_model", "query_dataset"}
-    assert set(checkpoints.meanings(settings("ppo"))) == of_all  # it has a reward function
-    found = checkpoints.meanings(settings("ppo", reward_fn=None))
-    assert found["reward_model"] == "runs/r1/model" and found["base_model"] == "task/model"
-    assert set(checkpoints.meanings(settings("train_reward"))) == of_all | {"label_dataset"}
+    assert "reward_model" not in checkpoints.meanings(settings("ppo"))  # it has a function
+    assert checkpoints.meanings(settings("ppo", reward_fn=None))["reward_model"] == "runs/r1/model"
+    assert "label_dataset" in checkpoints.meanings(settings("train_reward"))
     assert checkpoints.meaning("me/on-the-hub:main@train") is None
-    assert checkpoints.meaning("task/labels.json") != checkpoints.meaning("task")
     assert checkpoints.meaning("task:default@train").startswith("task:default@train (sha256 ")
 
 
@@ -543,10 +537,7 @@ def test_a_copys_own_state_and_flags_of_any_type_are_resumed(tmp_path, monkeypat
     flags = "    max_length: tuple[float, ...] = (2.0, 9.0)\n    notes: Path = Path('notes')\n"
     text = text.replace("    # Optimization\n", f"{flags}\n    # Optimization\n", 1)
     text = text.replace("- args.max_length)", "- args.max_length[0])")
-    text = text.replace(
-        "queries, columns, epochs[0], kl_coef, rng)",
-        "queries, columns, epochs[0], kl_coef + price, rng)",
-    )
+    text = text.replace("epochs[0], kl_coef, rng)", "epochs[0], kl_coef + price, rng)")
     Path("mine.py").write_text(text)
     monkeypatch.setitem(SCRIPTS, "mine", import_file("mine.py"))
     SCRIPTS["mine"].main(settings("mine", run_name="full", save_every=1))
@@ -558,12 +549,6 @@ def test_a_copys_own_state_and_flags_of_any_type_are_resumed(tmp_path, monkeypat
     assert saved == sorted(saved) and saved[0] < saved[-1]  # the price, which rises
     SCRIPTS["mine"].main(settings("mine", save_every=1, resume="runs/again"))
     assert_same_run(Path("runs/again"), Path("runs/full"))
-
-
-def test_another_precision_is_refused(copy, bf16_accelerator):
-    """`accelerate launch --mixed_precision bf16` changes the numbers of an fp32 run."""
-    with refused("mixed_precision=bf16"):
-        ppo.main(again())
 
 
 def test_latest_is_the_newest_run_of_this_task_and_script_that_has_a_checkpoint(copy):
@@ -580,8 +565,7 @@ def test_latest_is_the_newest_run_of_this_task_and_script_that_has_a_checkpoint(
     shutil.rmtree(add("bare", 30) / "checkpoints")
     add("task", 40, json.dumps(record | {"task": record["task"] | {"task": "sentiment"}}))
     (add("script", 50) / "ppo.py").rename("runs/script/mine.py")
-    for i, damaged in enumerate(("", "{}", '{"task": 1}')):
-        add(f"damaged{i}", 60, damaged)
+    add("damaged", 60, "{}")
 
     def found(name: str, script: Path = ppo.SCRIPT) -> Path:
         return checkpoints.find_checkpoint(again(resume=name), script)
@@ -604,20 +588,18 @@ def test_a_run_that_another_process_writes_or_whose_metrics_are_cut_is_left_alon
 
 def test_a_checkpoint_cuts_only_the_files_of_its_run(ran, copy):
     """Neither another file that its header names, nor one that a link points to."""
-    for name in ("victim.txt", "metrics.jsonl"):
-        shutil.copy("runs/ran/metrics.jsonl", name)
-    newest = checkpoint_files()[-1]
+    newest, metrics = checkpoint_files()[-1], Path("runs/ran/metrics.jsonl")
     tensors, state = read_state(newest)
     state["lengths"]["../../victim.txt"] = 3
     save_file(tensors, newest, {"state": json.dumps(state)})
-    Path("runs/ran/metrics.jsonl").unlink()
-    Path("runs/ran/metrics.jsonl").symlink_to("../../metrics.jsonl")
-    with refused("runs/ran/metrics.jsonl", "link"):
+    metrics.rename("victim.txt")
+    metrics.symlink_to("../../victim.txt")
+    with refused(metrics, "link"):
         ppo.main(again())
-    Path("metrics.jsonl").rename("runs/ran/metrics.jsonl")
+    metrics.unlink()
+    shutil.copy("victim.txt", metrics)
     ppo.main(again())
-    assert_same_run(copy / "runs/ran", ran / "runs/ran")
-    assert Path("victim.txt").read_bytes() == (ran / "runs/ran/metrics.jsonl").read_bytes()
+    assert Path("victim.txt").read_bytes() == (ran / metrics).read_bytes()
 
 
 def test_a_loss_that_is_not_finite_leaves_the_last_checkpoint_and_no_later_one(
@@ -657,9 +639,8 @@ def newest_checkpoints(total: int, sent: dict[int, int] | None = None, **flags: 
 
 
 def test_no_checkpoint_is_written_after_the_last_update_which_the_weights_follow(home):
-    assert newest_checkpoints(10) == [0] * 10
     assert newest_checkpoints(10, save_every=3) == [0, 0, 3, 3, 3, 6, 6, 6, 9, 9]
-    assert newest_checkpoints(10, save_every=5) == [0, 0, 0, 0, 5, 5, 5, 5, 5, 5]
+    assert newest_checkpoints(6, save_every=3) == [0, 0, 3, 3, 3, 3]
     assert newest_checkpoints(2, sent={2: signal.SIGUSR1}) == [0, 0]
 
 
@@ -671,19 +652,15 @@ def test_nohup_stays_in_force(home):
 
 
 def test_weights_of_another_model_are_refused_by_name(tmp_path):
-    def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters())
-
     model, other = torch.nn.Linear(2, 1), torch.nn.Sequential(torch.nn.Linear(2, 1))
-    checkpoints.save_checkpoint(tmp_path, 1, model, optimizer(model), {})
+    ours, theirs = (torch.optim.AdamW(x.parameters()) for x in (model, other))
+    checkpoints.save_checkpoint(tmp_path, 1, model, ours, {})
     with pytest.raises(InputError, match="another model, see 0.bias"):
-        checkpoints.load_checkpoint(tmp_path / "00000001.safetensors", other, optimizer(other))
+        checkpoints.load_checkpoint(tmp_path / "00000001.safetensors", other, theirs)
 
 
-def test_the_value_head_is_beside_the_policy_which_still_loads(ran):
-    folder = ran / "runs/ran/model"
-    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == tiny.WORDS
-    head = load_file(folder / "value_head.safetensors")
+def test_the_value_head_is_beside_the_policy(ran):
+    head = load_file(ran / "runs/ran/model/value_head.safetensors")
     tensors, _ = read_state(ran / "runs/ran/checkpoints/00000005.safetensors")
     moved = (head["weight"] - tensors["model/value_head.weight"]).abs().max()
     assert 0 < moved < 4 * 1e-2 / 6 * 1.01  # four steps of the last update, whose lr is a sixth
