@@ -476,10 +476,7 @@ def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(script
                 pytest.fail(f"--{field.name} may change")
 
 
-def test_changed_flags_are_all_named_before_anything_is_loaded(copy, no_weights, bf16_accelerator):
-    """`accelerate launch --mixed_precision bf16` changes the numbers of an fp32 run."""
-    with refused("mixed_precision=bf16"):
-        ppo.main(again())
+def test_changed_flags_are_all_named_before_anything_is_loaded(copy, no_weights):
     with refused("seed=3 instead of 1", "lr=0.5 instead of 0.01", "add --resume"):
         ppo.main(again(lr=0.5, seed=3))
     with refused("processes=2 instead of 1"):
@@ -549,6 +546,12 @@ def test_a_copys_own_state_and_flags_of_any_type_are_resumed(tmp_path, monkeypat
     assert saved == sorted(saved) and saved[0] < saved[-1]  # the price, which rises
     SCRIPTS["mine"].main(settings("mine", save_every=1, resume="runs/again"))
     assert_same_run(Path("runs/again"), Path("runs/full"))
+
+
+def test_another_precision_is_refused(copy, bf16_accelerator):
+    """`accelerate launch --mixed_precision bf16` changes the numbers of an fp32 run."""
+    with refused("mixed_precision=bf16"):
+        ppo.main(again())
 
 
 def test_latest_is_the_newest_run_of_this_task_and_script_that_has_a_checkpoint(copy):
