@@ -13,8 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import tiny
 from hypothesis import given, settings
@@ -154,9 +152,6 @@ TEXTS = ["Anna saw a cat.", "NA", "ä\u202e\U0001f600", 'a, "b"', "007", "x\u202
 
 def write_texts(path: Path, texts: list[str], end: str = "\n", bom: str = "") -> str:
     """A file with a column `text`, written by other libraries than those that read it."""
-    if path.suffix == ".parquet":
-        pq.write_table(pa.table({"text": texts}), path)
-        return str(path)
     if path.suffix == ".csv":
         out = io.StringIO()
         csv.writer(out, lineterminator=end).writerows([["text"], *([text] for text in texts)])
@@ -164,14 +159,13 @@ def write_texts(path: Path, texts: list[str], end: str = "\n", bom: str = "") ->
     elif path.suffix == ".txt":
         content = "".join(text + end for text in texts)
     else:
-        rows = [{"text": text} for text in texts]
-        content = lines(rows, end) if path.suffix == ".jsonl" else json.dumps(rows)
+        content = lines([{"text": text} for text in texts], end)
     path.write_bytes((bom + content).encode())
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_texts_are_read_as_they_are_in_every_format(suffix, home, tmp_path):
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv"])
+def test_texts_are_read_as_they_are_in_every_format_of_lines(suffix, home, tmp_path):
     """With Unix and Windows line ends, a byte-order mark, and a line of 10 MB."""
     for i, (end, bom) in enumerate([("\n", ""), ("\n", "\ufeff"), ("\r\n", "\ufeff")]):
         texts = [*TEXTS, "Anna saw it. " * 800_000 * (i == 0) + "Ben was glad."]

@@ -4,10 +4,8 @@ import json
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import threading
-import time
 import tomllib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +22,7 @@ from accelerate import Accelerator
 from conftest import SCRIPTS, read_metrics, settings
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from test_resume import at_call, checkpoint_files, exit_code, pair, read_state, run_jobs
+from test_resume import at_call, checkpoint_files, exit_code, read_state
 from transformers import AutoModelForCausalLM
 
 import ppo
@@ -373,16 +371,10 @@ def test_a_function_that_fails_is_named_after_its_traceback(what, home, capsys):
         assert "no checkpoint to resume from" in err
 
 
-def test_ctrl_c_ends_a_function_that_hangs(home, capsys):
-    spec = function_file("hangs", "if calls == 3: signal.alarm(1), time.sleep(60)")
-    before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    begin = time.monotonic()
-    try:
-        assert exit_code("ppo", small("ppo", reward_fn=spec)) == 130
-    finally:
-        signal.signal(signal.SIGALRM, before)
+def test_ctrl_c_ends_a_run_in_the_middle_of_an_update(home, capsys):
+    spec = function_file("stops", "if calls == 3: os.kill(os.getpid(), signal.SIGINT)")
+    assert exit_code("ppo", small("ppo", reward_fn=spec)) == 130
     assert "resume after 1 with --resume runs/ran" in sentence(capsys, "stopped by Ctrl-C")
-    assert time.monotonic() - begin < 30 and steps_kept() == [1]
 
 
 # ----------------------------------------------------------------------------- numbers that are not finite
@@ -422,30 +414,11 @@ class Bomb:
         return os.mkdir, ("exploded",)
 
 
-def bomb(name: str) -> None:
-    """A file of torch's with a pickle in it, which works."""
-    path = Path(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"weight": Bomb()}, path)
-    torch.load(path, weights_only=False)
-    Path("exploded").rmdir()
-
-
-@pytest.mark.parametrize("folder", ["task/model", "reward"])
-def test_a_model_folder_with_a_pickle_in_place_of_its_weights_is_refused(folder, home, capsys):
-    tiny.write_reward(home / "reward")
-    Path(folder, "model.safetensors").unlink()
-    bomb(f"{folder}/pytorch_model.bin")
-    for script in SCRIPTS if folder == "task/model" else ("ppo",):
-        flags = dict(reward_fn=None, reward_model="reward") if folder == "reward" else {}
-        assert exit_code(script, small(script, run_name=script, **flags)) == 2
-        sentence(capsys, folder, "safetensors" if folder == "task/model" else "--reward_model")
-    assert not Path("exploded").exists()
-
-
 @pytest.mark.parametrize("source", ["rows.pt", "folder"])
 def test_pickled_data_is_refused_unread(source, home, capsys):
-    bomb(source if "." in source else f"{source}/rows.pickle")
+    path = Path(source if "." in source else f"{source}/rows.pickle")
+    path.parent.mkdir(exist_ok=True)
+    torch.save(Bomb(), path)
     for script, flag in (("sft", "query_dataset"), ("train_reward", "label_dataset")):
         args = small(script, run_name=script)
         assert exit_code(script, replace(args, task=replace(args.task, **{flag: source}))) == 2
@@ -503,19 +476,6 @@ def test_kept_policies_are_those_after_that_many_updates(script, home, monkeypat
         assert all(state[key].equal(x) for key, x in expected.items()) and expected
         assert (folder / "tokenizer.json").exists()
     assert len(list(Path("runs/ran").glob("keep_*"))) == 3
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_runs_keep_the_same_policies(tmp_path):
-    """Killed in the middle of keeping one, before and after it is in its place."""
-    where = "before the weights 2, in a checkpoint 1, after the weights 2"
-    jobs = [job for script in ("ppo", "rloo") for job in pair(script, where, keep_every=2)]
-    done = run_jobs(tmp_path / "home", jobs)
-    for name in ("ppo_killed", "rloo_killed"):
-        assert len(done.codes[name]) > 2 and set(done.codes[name][-1]) == {0}, done.logs
-        found = (tree(done.runs / x) for x in (name, name.replace("killed", "straight")))
-        ours, theirs = ({k: x for k, x in files.items() if "keep_" in k} for files in found)
-        assert ours == theirs and len({k.split("/")[0] for k in ours}) == 3, done.logs
 
 
 def test_weights_are_kept_only_where_they_are_evaluated(home, no_weights):

@@ -149,11 +149,8 @@ def test_runs_of_one_name_stay_two_and_a_pattern_is_all_that_it_matches(tmp_path
 
 
 def test_names_and_steps_become_ours_where_a_run_has_none_of_ours(tmp_path):
-    lines = [
-        {"step": 0, "elapsed/episodes": 8, "loss/value": 1.0},
-        {"step": 1, "elapsed/episodes": 16, "loss/value": 2.0, "mine": 3.0},
-    ]
-    write_run(tmp_path / "a", lines)
+    line = {"step": 0, "elapsed/episodes": 8, "loss/value": 1.0}
+    write_run(tmp_path / "a", [line, line | {"elapsed/episodes": 16, "mine": 3.0}])
     chart = write_chart(tmp_path / "b.csv", "Step", {"b - mine": {1: 0.5, 2: 0.75}})
     flags = ["--names", "elapsed/episodes=ppo/episode", "loss/value=mine"]
     flags += ["--episodes_per_step", "PPO=512", "--out", "a.png"]
@@ -186,24 +183,21 @@ def test_what_cannot_be_drawn_is_named(words, message, tmp_path, monkeypatch):
 
 def make_exports(folder: Path) -> None:
     """Made up: three seeds of ours, OpenAI's run as TensorBoard, ten of 2023 as W&B exports them."""
-    rng = np.random.default_rng(0)
-    episodes = [512 * (i + 1) for i in range(40)]
+    rng, episodes = np.random.default_rng(0), range(512, 41 * 512, 512)
 
-    def rise(top: float, n: int = 40) -> list[float]:
-        noise = rng.normal(scale=0.1, size=n)
-        return (top * (1 - np.exp(-np.arange(1, n + 1) / 8)) + noise).tolist()
+    def noise() -> list[float]:
+        return rng.normal(size=40).tolist()
 
     for seed in (1, 2, 3):
-        columns = {"step": range(40), "ppo/episode": episodes, SCORES: rise(2.0), KL: rise(6.0)}
-        rows = zip(*columns.values(), strict=True)
-        write_run(folder / f"runs/ppo_{seed}", [dict(zip(columns, x, strict=True)) for x in rows])
-    metrics = {SCORES: rise(1.8), KL: rise(6.5), "elapsed/episodes": episodes}
+        rows = zip(episodes, noise(), noise(), strict=True)
+        lines = [
+            {"step": i, "ppo/episode": e, SCORES: s, KL: k} for i, (e, s, k) in enumerate(rows)
+        ]
+        write_run(folder / f"runs/ppo_{seed}", lines)
+    metrics = {SCORES: noise(), KL: noise(), "elapsed/episodes": episodes}
     write_events(folder / "tb", {name: dict(enumerate(values)) for name, values in metrics.items()})
-    chart = {}
-    for seed in range(1, 11):
-        for name, top in ((SCORES, 1.9), (KL, 5.5)):
-            values = rise(top, 30 if seed == 1 else 40)
-            chart[f"ppo__{seed} - {name}"] = dict(zip(episodes, values, strict=False))
+    names = [f"ppo__{seed} - {name}" for seed in range(1, 11) for name in (SCORES, KL)]
+    chart = {name: dict(zip(episodes, noise(), strict=True)) for name in names}
     write_chart(folder / "wandb.csv", "ppo/episode", chart)
 
 
