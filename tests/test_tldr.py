@@ -17,7 +17,7 @@ import torch
 from formats import TLDR
 from safetensors.torch import load_file
 from test_readme import PRINTED, blocks
-from tokenizers import decoders, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, normalizers, pre_tokenizers
 from transformers import (
     AutoTokenizer,
     GPTNeoXConfig,
@@ -58,7 +58,6 @@ def write_tokenizer(folder: Path, pad: bool) -> None:
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel(add_prefix_space=False)
-    backend.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False)
     settings = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     settings |= dict(special_tokens=["<|endoftext|>", "<|padding|>"], vocab_size=300)
     trainer = tokenizers.trainers.BpeTrainer(**settings)
