@@ -28,6 +28,7 @@ import sft
 import train_reward
 from data import tasks
 from machinery import rewards
+from machinery.functions import load_function
 
 # `nohup` and `&` ignore these signals, and so would the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -78,9 +79,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def signals():
-    """A run that an error ends leaves its handlers, since its process ends too."""
+def as_in_a_new_process():
+    """A run imports functions once, and one that an error ends leaves its signal handlers."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    load_function.cache_clear()
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -20,17 +20,8 @@ from benchmarks import arithmetic_data, pass_at_k
 from data import answers as data_answers
 from data import tasks
 from machinery.cli import parse_args
-from machinery.functions import load_function
 
 TINY = "--total_episodes 16 --batch_size 16 --eval_queries 4 --run_name {0} --output_dir {0}"
-
-
-@pytest.fixture(autouse=True)
-def forget_spies():
-    """Imported functions are kept; tests here replace some."""
-    load_function.cache_clear()
-    yield
-    load_function.cache_clear()
 
 
 def read_rows(path: Path) -> list[dict]:

@@ -1074,14 +1074,14 @@ def test_keep_best_saves_the_policy_of_each_evaluation_that_is_the_best_so_far(
     script = patched("keep_best")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoints, "KEPT", 100)
-    Path("mine.py").write_text(
+    Path("best.py").write_text(
         "calls, scores = [], [1, 3, 2, 2.5, 4, 3, 3.5]\n"  # of evaluations, every second call
         "def f(queries, responses):\n"
         "    calls.append(queries)\n"
         "    texts = [len(response) for response in responses]\n"
         "    return [scores[len(calls) // 2]] * len(texts) if len(calls) % 2 else texts\n"
     )
-    flags = dict(reward_fn="mine.py:f", eval_every=1, save_every=1, run_name="run")
+    flags = dict(reward_fn="best.py:f", eval_every=1, save_every=1, run_name="run")
     args = tiny.make_args(task, script, total_episodes=48, truncate_token=None, **flags)
     script.main(args)
     lines = [json.loads(x) for x in Path("runs/run/metrics.jsonl").read_text().splitlines()]
