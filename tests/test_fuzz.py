@@ -98,18 +98,12 @@ def test_labels_without_a_column_in_one_row_are_refused_with_file_and_row(missin
         refuses(partial(read_labels, home, file, text, tmp_path), *words)
 
 
-GARBAGE = {
-    "truncated": json.dumps(ROWS).encode()[:-9],
-    "Latin-1": json.dumps(row(1, note="é"), ensure_ascii=False).encode("latin-1"),
-}
-
-
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_file_of_something_else_is_refused_by_name(suffix, home, tmp_path):
-    for name, content in GARBAGE.items():
-        file = f"{name}{suffix}"
-        load = partial(read_labels, home, file, content, tmp_path)
-        refuses(load, f"--label_dataset {tmp_path / file}")
+    latin = json.dumps(row(1, note="é"), ensure_ascii=False).encode("latin-1")
+    for content in (json.dumps(ROWS).encode()[:-9], latin):
+        load = partial(read_labels, home, f"a{suffix}", content, tmp_path)
+        refuses(load, f"--label_dataset {tmp_path / 'a'}{suffix}")
 
 
 LEAVES = st.none() | st.integers(-3, 1002) | st.floats() | st.just(2**70)

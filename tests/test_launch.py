@@ -213,7 +213,6 @@ def launch(monkeypatch):
     [
         ("ACCELERATE_MIXED_PRECISION", "fp16", ("fp16", "--mixed_precision bf16")),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", ("=4", "--micro_batch_tokens")),
-        ("ACCELERATE_USE_DEEPSPEED", "true", ("DEEPSPEED",)),
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", ("--gradient_checkpointing",)),
         ("ACCELERATE_USE_FSDP", "true", ("FSDP2", "NO started", "configs/fsdp2.yaml")),  # on a CPU
     ],

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-import wandb
 from accelerate import Accelerator
 from conftest import SCRIPTS, read_metrics, settings
 from safetensors import SafetensorError
@@ -346,18 +345,18 @@ FAILS = {  # flag → script, body, what the error says of it
 
 @pytest.mark.parametrize("what", FAILS)
 def test_a_function_that_fails_is_named_after_its_traceback(what, home, capsys):
-    """And the update, with a checkpoint to resume from or without."""
+    """And the update, with the checkpoint to resume from."""
     script, code, words = FAILS[what]
     spec = function_file(what.replace(" ", "_"), f"if calls == 4: {code}")  # line 6
-    args = small(script, reward_fn=spec, save_every=None if "returns" in what else 1)
+    args = small(script, reward_fn=spec)
     if what.startswith("gold_fn"):
         args = replace(args, task=replace(args.task, reward_fn="reward.py:score", gold_fn=spec))
     assert exit_code(script, args) == 2
     err = sentence(capsys, f"--{what.split()[0]} {spec}: ", words)
     assert "stopped after 2 of 6 updates" in err
-    if args.save_every:
+    if "returns" not in what:
         assert f'File "{spec.removesuffix(":score")}", line 6, in score' in err
-        assert "resume after 2 with --resume runs/ran" in err and steps_kept() == [1, 2]
+    assert "resume after 2 with --resume runs/ran" in err and steps_kept() == [1, 2]
 
 
 def test_ctrl_c_ends_a_run_in_the_middle_of_an_update(home, capsys):
@@ -395,23 +394,11 @@ def test_a_policy_whose_logits_are_not_finite_stops_the_run_too(home, capsys):
     sentence(capsys, "--lr")
 
 
-class Bomb:
-    """Unpickling it makes a folder."""
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, ("exploded",)
-
-
-@pytest.mark.parametrize("source", ["rows.pt", "folder"])
-def test_pickled_data_is_refused_unread(source, home, capsys):
-    path = Path(source if "." in source else f"{source}/rows.pickle")
-    path.parent.mkdir(exist_ok=True)
-    torch.save(Bomb(), path)
-    for script, flag in (("sft", "query_dataset"), ("train_reward", "label_dataset")):
-        args = small(script, run_name=script)
-        assert exit_code(script, replace(args, task=replace(args.task, **{flag: source}))) == 2
-        sentence(capsys, source)
-    assert not Path("exploded").exists()
+def test_pickled_data_is_refused(home, capsys):
+    torch.save({"text": ["Anna saw it."]}, "rows.pt")
+    args = small("sft")
+    assert exit_code("sft", replace(args, task=replace(args.task, query_dataset="rows.pt"))) == 2
+    sentence(capsys, "rows.pt")
 
 
 def test_a_model_with_its_own_code_is_refused_and_nobody_is_asked(home, capsys, monkeypatch):
@@ -425,22 +412,6 @@ def test_a_model_with_its_own_code_is_refused_and_nobody_is_asked(home, capsys, 
     assert exit_code("sft", small("sft")) == 2
     sentence(capsys, "--base_model task/model: ", "custom code")
     assert not Path("exploded").exists()
-
-
-def test_keys_of_the_environment_are_in_nothing_that_a_run_writes_or_prints(
-    home, monkeypatch, capfd
-):
-    """With W&B, offline; its file has a value that is no secret, so that it is known to be read."""
-    secret = "0b12cd34" * 5  # as long as W&B's
-    for name in ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY"):
-        monkeypatch.setenv(name, secret)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    ppo.main(small("ppo", save_every=3, seed=7654321, track=True))
-    wandb.teardown()
-    texts = {str(path): path.read_bytes() for path in home.rglob("*") if path.is_file()}
-    texts["printed"] = "".join(capfd.readouterr()).encode()
-    assert [name for name, text in texts.items() if secret.encode() in text] == []
-    assert any(name.endswith(".wandb") for name, text in texts.items() if b"7654321" in text)
 
 
 # ------------------------------------------------------------------------- kept weights, the end at a KL

@@ -86,12 +86,6 @@ def test_the_band_of_few_seeds_is_that_of_all_draws_of_whole_curves():
     assert (low.item(), high.item()) == (0.0, 0.75)
 
 
-def test_the_band_of_many_seeds_is_the_normal_interval_of_their_center():
-    """An interquartile mean has 1.195 times the variance of the mean."""
-    _, low, high = curves.band(np.random.default_rng(0).normal(size=(400, 30)))
-    assert np.mean(high - low) == pytest.approx(2 * 1.96 * np.sqrt(1.195 / 400), rel=0.05)
-
-
 def test_curves_of_other_steps_meet_on_straight_lines_where_all_of_them_are():
     a = np.array([[0.0, 10.0, 20.0], [0.0, 100.0, 0.0]])
     b = np.array([[5.0, 15.0, 40.0], [1.0, 1.0, 1.0]])
