@@ -394,13 +394,6 @@ def test_a_policy_whose_logits_are_not_finite_stops_the_run_too(home, capsys):
     sentence(capsys, "--lr")
 
 
-def test_pickled_data_is_refused(home, capsys):
-    torch.save({"text": ["Anna saw it."]}, "rows.pt")
-    args = small("sft")
-    assert exit_code("sft", replace(args, task=replace(args.task, query_dataset="rows.pt"))) == 2
-    sentence(capsys, "rows.pt")
-
-
 def test_a_model_with_its_own_code_is_refused_and_nobody_is_asked(home, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     Path("task/model/mine.py").write_text("import os\nos.mkdir('exploded')\n")
@@ -414,7 +407,7 @@ def test_a_model_with_its_own_code_is_refused_and_nobody_is_asked(home, capsys, 
     assert not Path("exploded").exists()
 
 
-# ------------------------------------------------------------------------- kept weights, the end at a KL
+# ------------------------------------------------------------------------- -------------- kept weights
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:

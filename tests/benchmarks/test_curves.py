@@ -148,8 +148,8 @@ def test_names_and_steps_become_ours_where_a_run_has_none_of_ours(tmp_path):
     flags = ["--names", "elapsed/episodes=ppo/episode", "loss/value=mine"]
     flags += ["--episodes_per_step", "PPO=512", "--out", "a.png"]
     a, b = curves.load(arguments(str(tmp_path / "a"), f"PPO={chart}", *flags))
-    assert (a.label, a.points("mine").tolist()) == ("a", [[8, 16], [1, 3]])
-    assert (b.label, b.points("mine").tolist()) == ("PPO", [[512, 1024], [0.5, 0.75]])
+    assert a.points("mine").tolist() == [[8, 16], [1, 3]]
+    assert b.points("mine").tolist() == [[512, 1024], [0.5, 0.75]]
 
 
 @pytest.mark.parametrize(
