@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import resource
 import shutil
 import subprocess
@@ -433,3 +434,37 @@ def test_kept_policies_are_those_after_that_many_updates(script, home, monkeypat
 def test_weights_are_kept_only_where_they_are_evaluated(home, no_weights):
     with pytest.raises(InputError, match="keep_every=3 .* eval_every = 2; use 4"):
         ppo.main(settings("ppo", keep_every=3))
+
+
+class Bomb:
+    """Unpickling it makes a folder."""
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, ("exploded",)
+
+
+def test_no_pickle_is_opened(home, capsys):
+    """Beside the weights, among checkpoints, as data, and in place of the weights."""
+    bomb = pickle.dumps(Bomb())
+    for name in ("pytorch_model.bin", "optimizer.pt", "tokenizer.pkl"):
+        Path("task/model", name).write_bytes(bomb)
+    assert exit_code("sft", small("sft", save_every=3)) == 0
+    Path("runs/ran/checkpoints/00000099.safetensors").write_bytes(bomb)
+    Path("rows.pkl").write_bytes(bomb)
+    sft, labels = (small(name, run_name="other") for name in ("sft", "train_reward"))
+    for script, args, words in (
+        ("sft", small("sft", save_every=3, run_name=None, resume="runs/ran"), "damaged"),
+        ("sft", replace(sft, task=replace(sft.task, query_dataset="rows.pkl")), "rows.pkl"),
+        (
+            "train_reward",
+            replace(labels, task=replace(labels.task, label_dataset="rows.pkl")),
+            "pkl",
+        ),
+    ):
+        assert exit_code(script, args) == 2
+        sentence(capsys, words)
+    Path("task/model/model.safetensors").unlink()
+    assert exit_code("ppo", small("ppo", run_name="ppo")) == 2
+    sentence(capsys, "task/model", "safetensors")
+    assert not Path("exploded").exists() and pickle.loads(bomb) is None  # it works
+    assert Path("exploded").exists()
