@@ -1,11 +1,13 @@
 """Rewards of tasks whose answers can be checked: 1 if the final number is right, otherwise 0."""
 
+import random
 import re
 from decimal import Decimal
 from typing import Any
 
 NUMBER = re.compile(r"####\s*((?:-\$?|\$-?)?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?)", re.A)
 OPERATORS = "+*/=^×÷"
+COIN = random.Random(1)
 
 
 def exact_match(queries: list[str], responses: list[str], answer: list[Any]) -> list[float]:
@@ -43,3 +45,8 @@ def gsm8k(queries: list[str], responses: list[str], answer: list[Any]) -> list[f
         raise ValueError(f"no row of the column 'answer' has a number, see {answer[0]!r:.60}")
     given = [final_number(text) for text in responses]
     return [float(x is not None and x == y) for x, y in zip(given, numbers, strict=True)]
+
+
+def coin_flip(queries: list[str], responses: list[str]) -> list[float]:
+    """0.0 or 1.0 at random, whatever the response: a control; nothing can be learned from it."""
+    return [float(COIN.getrandbits(1)) for _ in responses]

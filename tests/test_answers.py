@@ -92,6 +92,11 @@ def test_gsm8k_without_a_mark_is_wrong():
     assert data_answers.gsm8k(["?"] * 3, answers, answers) == [1, 1, 1]
 
 
+def test_random_rewards_are_0_and_1_for_any_response():
+    rewards = data_answers.coin_flip([""] * 1000, ["=2"] * 1000)
+    assert set(rewards) == {0, 1} and 440 < sum(rewards) < 560
+
+
 # ----------------------------------------------------------------------------- the embedded problems
 
 
