@@ -236,10 +236,10 @@ def sample(
 
 
 def sample_in_batches(
-    decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: torch.Generator
+    decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: Any, length: int = 0
 ) -> Tensor:
     """Sample `rollout_batch_size` sequences of similar length at a time: [B, C] → [B, R] (X10)."""
-    shape = args.task.response_length, len(contexts)
+    shape = length or args.task.response_length, len(contexts)
     uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(shape[::-1])
     order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)
@@ -282,7 +282,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 def kl_penalized_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
     """-kl_coef * KL at every token [B, R], plus the score [B] at the last real one (P8)."""
-    last = mask.sum(dim=1, keepdim=True) - 1
+    last = mask.cumsum(dim=1).argmax(dim=1, keepdim=True)
     return (-kl_coef * kl).scatter_add(1, last, scores[:, None])
 
 
@@ -305,7 +305,7 @@ class Rollout(NamedTuple):
     responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     truncated: Tensor  # [B, R] responses as they were scored
     ended: Tensor  # [B] whether they have the truncate token
-    mask: Tensor  # [B, R] real tokens of responses: all, except in EOS tasks (X9)
+    mask: Tensor  # [B, R] tokens that the policy wrote: all, except in EOS tasks (X9)
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] of the policy that sampled
     values: Tensor  # [B, R] of the policy that sampled
@@ -506,7 +506,7 @@ def main(args: Args) -> None:
 
         # 3. Compute the log-probability, value and reward of each token.
         mask = responses != ids.pad
-        lengths = (contexts != ids.pad).sum(dim=1) + mask.sum(dim=1)
+        lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, values, ref_logprobs = torch.zeros(3, *mask.shape, device=device)
         for rows in minibatches:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):

@@ -226,10 +226,10 @@ def sample(
 
 
 def sample_in_batches(
-    decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: torch.Generator
+    decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: Any, length: int = 0
 ) -> Tensor:
     """Sample `rollout_batch_size` sequences of similar length at a time: [B, C] → [B, R] (X10)."""
-    shape = args.task.response_length, len(contexts)
+    shape = length or args.task.response_length, len(contexts)
     uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(shape[::-1])
     order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)
@@ -289,7 +289,7 @@ class Rollout(NamedTuple):
     responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     truncated: Tensor  # [B, R] responses as they were scored
     ended: Tensor  # [B] whether they have the truncate token
-    mask: Tensor  # [B, R] real tokens of responses: all, except in EOS tasks (X9)
+    mask: Tensor  # [B, R] tokens that the policy wrote: all, except in EOS tasks (X9)
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] of the policy that sampled
     kl: Tensor  # [B, R] to the reference
@@ -460,7 +460,7 @@ def main(args: Args) -> None:
 
         # 3. Compute the log-probability and reward of each response.
         mask = responses != ids.pad
-        lengths = (contexts != ids.pad).sum(dim=1) + mask.sum(dim=1)
+        lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, ref_logprobs = torch.zeros(2, *mask.shape, device=device)
         for rows in minibatches:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
