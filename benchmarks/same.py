@@ -2,24 +2,33 @@
 
     python benchmarks/same.py                       # ppo.py and rloo.py
     python benchmarks/same.py mine.py --only fsdp2
+    python benchmarks/same.py mine.py -- --kl_coef 0.2 --reward_fn mine.py:score
 
 Runs it on tiny models on the CPU: again, in other micro-batches, on 1, 2 and 4 processes, sharded
 by FSDP2, killed and resumed, in bf16. Every run has the same queries, random numbers and
-minibatches: four shares, each drawn as one process would draw it (G6), on however many processes.
+minibatches: four shares of the batch, on however many processes. The numbers with which `sample`
+draws a response are those of its context. Random numbers of your own differ between processes (G6).
 Prints for each run whether weights, optimizer, metrics and samples are equal bit for bit, equal
 within rounding, or what differs first. Exit code 1 if one is not as it should be. Rounding may flip
 a sampled token, after which weights are off by about the learning rate: try another SEED=2 then.
+
+After `--` stand flags of the script. It runs in a folder of its own: paths that exist are made
+absolute there. `reward` is its reward model, `task/model` its policy, `task/r.jsonl` its data.
 """
 
 import importlib.util
+import inspect
 import json
 import os
 import random
+import re
 import signal
 import socket
 import sys
 import tempfile
-from dataclasses import dataclass, fields
+import zlib
+from collections import Counter
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -96,21 +105,31 @@ class Args:
 
 
 def load(path: Path) -> ModuleType:
-    """A script as a module of its own."""
+    """A script as a module of its own, which may import what is beside it."""
+    sys.path += [str(path.parent), os.getcwd()]
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def settings(module: ModuleType, folder: Path, way: Way, name: str) -> Any:
+def settings(module: ModuleType, folder: Path, flags: tuple[str, ...]) -> Any:
     """Arguments of three updates or more, of an EOS task where responses are of uneven length."""
     task = tiny.eos_task(tiny.make_task(base_model=str(folder / "task" / "model")), folder / "task")
     names = {field.name for field in fields(module.Args)}
     other = next((values for field, values in OTHERS.items() if field in names), {})
-    values = SIZES | other | dict(way.flags) | dict(reward_model=str(folder / "reward"))
-    values |= dict(resume=f"runs/{name}") if (Path("runs") / name).exists() else dict(run_name=name)
-    return module.Args(task=task, **{key: value for key, value in values.items() if key in names})
+    values = SIZES | other | dict(reward_model=str(folder / "reward"))
+    args = module.Args(task=task, **{key: value for key, value in values.items() if key in names})
+    kind: Any = tyro.conf.OmitArgPrefixes
+    return tyro.cli(kind[module.Args], default=args, args=[absolute(word) for word in flags])
+
+
+def absolute(word: str) -> str:
+    """A word of the command line, with an absolute path if one begins it, as in `mine.py:score`."""
+    flag, value = re.fullmatch(r"(--\w+=)?(.*)", word, re.S).groups()
+    path, rest = re.fullmatch(r"([^:@]*)(.*)", value, re.S).groups()
+    path = str(Path(path).absolute()) if path and Path(path).exists() else path
+    return (flag or "") + path + rest
 
 
 def write_files(folder: Path) -> None:
@@ -129,43 +148,53 @@ def write_files(folder: Path) -> None:
 def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> None:
     """Make queries, random numbers and minibatches of this process those of its shares."""
     each = SHARES // processes
-    k = getattr(args, "rloo_k", getattr(args, "samples_per_query", 1))
-    seeds = [args.seed + 100003 * share for share in range(rank * each, (rank + 1) * each)]
-    names = ("query_rows", "generator", "sample_in_batches", "shuffle", "generate")
+    shares = range(rank * each, (rank + 1) * each)
+    seeds = [args.seed + 100003 * share for share in shares]
+    names = ("query_rows", "generator", "sample", "shuffle", "generate")
     original = {name: getattr(module, name, None) for name in names}
-    current = [0]  # the update
+    step, local_queries = 0, 1  # of the update
+    seen: Counter[bytes] = Counter()  # contexts that were sampled from in the update
+
+    def query_rows(num_queries: int, size: int, step: int, seed: int) -> np.ndarray:
+        """Rows of each share; no two shares have a row in common."""
+        nonlocal local_queries
+        local_queries, number = size, num_queries // SHARES
+        parts = [original["query_rows"](number, size // each, step, seed) for seed in seeds]
+        return np.concatenate([SHARES * x + share for x, share in zip(parts, shares, strict=True)])
+
+    def generator(seed: int, number: int, device: Any) -> torch.Generator:
+        nonlocal step
+        step = number
+        seen.clear()
+        return original["generator"](seed, step, device)
+
+    def uniform_of(tokens: torch.Tensor, length: int) -> torch.Tensor:
+        """Random numbers of the context `tokens`, others each time that it is there."""
+        key = tokens.cpu().numpy().tobytes()
+        seen[key] += 1
+        rng = np.random.default_rng([zlib.crc32(key), seen[key], step, args.seed])
+        return torch.from_numpy(rng.random(length))
+
+    def sample(*values: Any, **named: Any) -> Any:
+        """With the random numbers of each context: wherever it is, they are the same."""
+        call = inspect.signature(original["sample"]).bind(*values, **named)
+        contexts, uniform, ids = (call.arguments[x] for x in ("contexts", "uniform", "ids"))
+        columns = [uniform_of(x[x != ids.pad], len(uniform)) for x in contexts]
+        call.arguments["uniform"] = torch.stack(columns, dim=1)
+        return original["sample"](*call.args, **call.kwargs)
 
     def place(share: int, rows: Any, total: int) -> Any:
         """Rows of a share, laid out [K, p], among the `total` rows of the process [K, each * p]."""
-        p = total // each // k
+        p = local_queries // each
         return rows // p * (each * p) + share * p + rows % p
 
-    def query_rows(num_queries: int, size: int, step: int, seed: int) -> np.ndarray:
-        parts = [original["query_rows"](num_queries, size // each, step, seed) for seed in seeds]
-        return np.concatenate(parts)
-
-    def generator(seed: int, step: int, device: Any) -> torch.Generator:
-        current[0] = step
-        return original["generator"](seed, step, device)
-
-    def sample_in_batches(lm: Any, contexts: torch.Tensor, ids: Any, args: Any, rng: Any) -> Any:
-        sample = original["sample_in_batches"]
-        if len(contexts) == args.eval_queries:  # the same on every process
-            return sample(lm, contexts, ids, args, rng)
-        responses = contexts.new_empty(len(contexts), args.task.response_length)
-        for share, seed in enumerate(seeds):
-            rows = place(share, torch.arange(len(contexts) // each), len(contexts))
-            rng = original["generator"](seed, current[0], contexts.device)
-            responses[rows] = sample(lm, contexts[rows], ids, args, rng)
-        return responses
-
-    def shuffle(total: int, args: Any, seed: list[int], device: Any) -> list[list[torch.Tensor]]:
-        shares = [original["shuffle"](total // each, args, [s, seed[1]], device) for s in seeds]
+    def shuffle(total: int, args: Any, seed: list[int], *more: Any) -> list[list[torch.Tensor]]:
+        parts = [original["shuffle"](total // each, args, [s, *seed[1:]], *more) for s in seeds]
         epochs = []
-        for share_epochs in zip(*shares, strict=True):
+        for share_epochs in zip(*parts, strict=True):
             minibatches = []
-            for parts in zip(*share_epochs, strict=True):
-                placed = [place(share, rows, total) for share, rows in enumerate(parts)]
+            for rows in zip(*share_epochs, strict=True):
+                placed = [place(share, x, total) for share, x in enumerate(rows)]
                 minibatches.append(torch.cat(placed))
             epochs.append(minibatches)
         return epochs
@@ -178,7 +207,7 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
             responses.append(original["generate"](decoder, context[None], *settings))
         return torch.cat(responses)
 
-    for function in (query_rows, generator, sample_in_batches, shuffle, generate):
+    for function in (query_rows, generator, sample, shuffle, generate):
         if original[function.__name__]:
             setattr(module, function.__name__, function)
 
@@ -188,8 +217,8 @@ def keep_checkpoints(stop_after: int | None) -> None:
     checkpoints.KEPT = 10**6
     checkpoint = Run.checkpoint
 
-    def then_stop(run: Run, step: int, *args: Any) -> None:
-        checkpoint(run, step, *args)
+    def then_stop(run: Run, step: int, *args: Any, **named: Any) -> None:
+        checkpoint(run, step, *args, **named)
         if step == stop_after:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -197,10 +226,10 @@ def keep_checkpoints(stop_after: int | None) -> None:
 
 
 def work(
-    rank: int, path: Path, folder: Path, way: Way, name: str, port: int, stop: int | None
+    rank: int, module: ModuleType, args: Any, folder: Path, way: Way, port: int, stop: int | None
 ) -> None:
-    """One process of a run."""
-    signal.alarm(120)  # a run that hangs is killed
+    """One process of a run. Its error is one line."""
+    signal.alarm(300)  # a run that hangs is killed
     for seed in (random.seed, np.random.seed, torch.seed):  # what a script must not depend on
         seed()
     nothing = os.open(os.devnull, os.O_WRONLY)
@@ -216,33 +245,39 @@ def work(
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
         os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
         tiny.shard_on_a_cpu()
-    module = load(path)
-    args = settings(module, folder, way, name)
     draw_by_share(module, args, rank, way.processes)
     keep_checkpoints(stop)
-    module.main(args)
+    try:
+        module.main(args)
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise RuntimeError(text if len(text) < 160 else f"…{text[-160:]}") from None
 
 
 # ------------------------------------------------------------------------------ outside
 
 
-def run(path: Path, folder: Path, way: Way, name: str) -> str:
-    """Run a script from beginning to end; return what went wrong."""
+def run(module: ModuleType, args: Any, folder: Path, way: Way, name: str) -> str:
+    """Run a script from beginning to end; return what went wrong in one line."""
+    names = {field.name for field in fields(args)}
+    args = replace(args, **{key: value for key, value in way.flags if key in names})
     for stop in (2, None) if way.killed else (None,):
+        again = (folder / "runs" / name).exists()
+        args = replace(args, **({"resume": f"runs/{name}"} if again else {"run_name": name}))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        inputs, error = (path, folder, way, name, port, stop), ""
+        inputs, error = (module, args, folder, way, port, stop), ""
         context = mp.start_processes(work, inputs, way.processes, join=False, start_method="fork")
         try:
             while not context.join(grace_period=10):  # one of them has ended
                 pass
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as exception:
-            error = str(exception)
+            error = str(exception).strip().splitlines()[-1].removeprefix("RuntimeError: ")
         if stop and "SIGKILL" not in error:
             return error or "ended before it was to be killed"
         if error and not stop:
-            return error.strip().splitlines()[-1]
+            return error
     return ""
 
 
@@ -282,30 +317,32 @@ def difference(ours: Path, theirs: Path) -> tuple[float, str]:
                 return float("inf"), f"{kind} {at}: {sorted(x.keys() ^ y.keys())[0]} is in one only"
             for name in y:
                 unit = 1.0
-                if isinstance(y[name], str):
+                if not isinstance(y[name], int | float | torch.Tensor):
                     gap = 0.0 if x[name] == y[name] else float("inf")
                 else:
                     mine, other = (torch.as_tensor(z).double() for z in (x[name], y[name]))
                     if name.startswith("optimizer/") or kind != "after update":
                         unit = 1000 * max(1e-2, other.abs().max().item())
-                    gap = (mine - other).abs().max().item() / unit
+                    both_nan = mine.isnan() & other.isnan()
+                    gap = (mine - other).masked_fill(both_nan, 0).abs().max().item() / unit
                 if not gap <= ROUNDING:
                     return gap, f"{kind} {at}: {name} is off by {gap * unit:.1g}"
                 largest = max(largest, gap)
     return largest, ""
 
 
-def first_ratio(folder: Path) -> str:
-    """What is wrong if the ratios before the only optimizer step of an update are not all 1."""
-    lines = written(folder)["metrics.jsonl, line"]
+def first_ratio(folder: Path) -> tuple[str, str]:
+    """What was found, and what is wrong if ratios before the only step of an update are not 1."""
     name = "ppo/policy/approxkl_avg"  # 0 only if all log ratios are 0
-    values = [line[name] for line in lines if name in line]
+    values = [line[name] for line in written(folder)["metrics.jsonl, line"] if name in line]
     if not values:
-        return f"no metric {name}"
-    return "" if not any(values) else f"{name} is {max(values)}"
+        return f"does not apply: no metric {name}", ""
+    return "exactly 1", f"{name} is {max(values)}" if any(values) else ""
 
 
-def table(script: Path, only: tuple[str, ...] = ()) -> dict[str, tuple[bool, str]]:
+def table(
+    script: Path, only: tuple[str, ...] = (), flags: tuple[str, ...] = ()
+) -> dict[str, tuple[bool, str]]:
     """Print a line per column; return whether each is as it should be, and what was found."""
     print(script.name, flush=True)
     found: dict[str, tuple[bool, str]] = {}
@@ -313,16 +350,19 @@ def table(script: Path, only: tuple[str, ...] = ()) -> dict[str, tuple[bool, str
         folder, done = Path(home), {}
         datasets.config.HF_DATASETS_CACHE = folder / "cache"
         write_files(folder)
-        has_ratio = "num_minibatches" in script.read_text()
+        module = load(script.absolute())
+        args = settings(module, folder, flags)
         for column, (way, other, to_the_bit) in COLUMNS.items():
+            has_ratio = hasattr(args, "num_minibatches")
             if only and column not in only or other is None and not has_ratio:
                 continue
             for each in {other, way} - {None} - set(done):
                 name = f"run{len(done)}"
-                done[each] = name, run(script.resolve(), folder, each, name)
-            (name, error), text = done[way], "exactly 1"
+                done[each] = name, run(module, args, folder, each, name)
+            (name, error), text = done[way], ""
             if other is None:
-                error = error or first_ratio(folder / "runs" / name)
+                if not error:
+                    text, error = first_ratio(folder / "runs" / name)
             else:
                 error = error or done[other][1]
                 if not error:
@@ -342,12 +382,13 @@ def warm_up() -> None:
     torch.set_num_threads(1)
 
 
-def main(args: Args) -> None:
+def main(args: Args, flags: tuple[str, ...]) -> None:
     """A table for each script."""
     warm_up()
-    tables = [table(script, args.only) for script in args.scripts]
+    tables = [table(script, args.only, flags) for script in args.scripts]
     sys.exit(not all(fine for lines in tables for fine, _ in lines.values()))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    end = [*sys.argv, "--"].index("--")
+    main(tyro.cli(Args, args=sys.argv[1:end]), tuple(sys.argv[end + 1 :]))
