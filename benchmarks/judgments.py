@@ -4,6 +4,7 @@
 
 The file is of https://github.com/openai/grade-school-math (MIT): questions, the worked answer, and
 the solutions of four models, each judged. Its answers stand after `A:`, as others after `####`.
+Also prints strict and lenient accuracy, and the share of solutions in the right form.
 """
 
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from data.answers import gsm8k  # noqa: E402
+from data.answers import accuracies, gsm8k  # noqa: E402
 
 
 def mark(text: str) -> str:
@@ -27,12 +28,13 @@ def main(path: str) -> None:
     questions = [row["question"] for row in rows]
     judged = agree = 0
     for name in [key for key in rows[0] if key not in ("question", "ground_truth")]:
-        solutions = [row[name] for row in rows]
-        rewards = gsm8k(questions, [mark(solution["solution"]) for solution in solutions], answers)
-        judgments = [solution["is_correct"] for solution in solutions]
+        solutions = [mark(row[name]["solution"]) for row in rows]
+        rewards = gsm8k(questions, solutions, answers)
+        judgments = [row[name]["is_correct"] for row in rows]
         same = [reward == judgment for reward, judgment in zip(rewards, judgments, strict=True)]
         judged, agree = judged + len(same), agree + sum(same)
         print(f"{name}: {sum(same)} of {len(same)} agree, {sum(judgments)} are right")
+        print(accuracies(gsm8k, questions, solutions, answers))
     print(f"all: {agree} of {judged} judgments agree")
     right = sum(gsm8k(questions, answers, answers))
     print(f"reward 1: {right:.0f} of {len(answers)} worked answers")

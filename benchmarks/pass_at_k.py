@@ -4,7 +4,8 @@
 
 Every policy, a folder or hub name, samples responses to the same held-out queries. A response is
 right if the task's reward function returns at least 1. pass@k is the unbiased estimator of Chen et
-al. 2021, arXiv 2107.03374.
+al. 2021, arXiv 2107.03374. For the rewards of data/answers.py also strict and lenient accuracy, and
+the share of responses in the right form.
 """
 
 import json
@@ -18,6 +19,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.winrate import sample_responses  # noqa: E402
+from data.answers import FORMS, accuracies  # noqa: E402
 from data.tasks import TASKS  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.functions import load_function  # noqa: E402
@@ -76,6 +78,9 @@ def main(args: Args) -> None:
             scores = call_reward_function(reward, texts, columns).numpy()
         right = scores.reshape(args.samples, -1) >= 1  # [samples, queries]
         found = {f"pass@{k}": round(pass_at_k(right, k), 4) for k in sorted({1, args.k})}
+        if reward in FORMS:
+            more = accuracies(reward, *texts, columns["answer"])
+            found |= {name: round(value, 4) for name, value in more.items()}
         print(json.dumps({"model": model, "queries": right.shape[1]} | found))
 
 

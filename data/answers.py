@@ -2,10 +2,13 @@
 
 import random
 import re
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-NUMBER = re.compile(r"####\s*((?:-\$?|\$-?)?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?)", re.A)
+VALUE = r"((?:(?<!\w)-\$?|\$-?)?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?)"  # 8-3 has no -3
+ANYWHERE, MARKED = re.compile(VALUE, re.A), re.compile(rf"####\s*{VALUE}", re.A)
+SUMS = re.compile(r"(\d+,){3}\d+=\d+", re.A)  # the sum of each column, then the total
 OPERATORS = "+*/=^×÷"
 COIN = random.Random(1)
 
@@ -25,13 +28,18 @@ def final_number(text: str) -> Decimal | None:
     None also if its line goes on with another number or an operator, as `18 or 19` does.
     """
     text = text[text.rfind("####") :]
-    found = NUMBER.match(text)
+    found = MARKED.match(text)
     if not found:
         return None
     rest = text[found.end() :].partition("\n")[0]
     if any(character.isnumeric() or character in OPERATORS for character in rest):
         return None
-    return Decimal(re.sub(r"[$,]", "", found[1]))
+    return to_decimal(found[1])
+
+
+def to_decimal(number: str) -> Decimal:
+    """`-$1,600.5` → -1600.5."""
+    return Decimal(re.sub(r"[$,]", "", number))
 
 
 def gsm8k(queries: list[str], responses: list[str], answer: list[Any]) -> list[float]:
@@ -45,6 +53,36 @@ def gsm8k(queries: list[str], responses: list[str], answer: list[Any]) -> list[f
         raise ValueError(f"no row of the column 'answer' has a number, see {answer[0]!r:.60}")
     given = [final_number(text) for text in responses]
     return [float(x is not None and x == y) for x, y in zip(given, numbers, strict=True)]
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number, wherever it is; None if there is none."""
+    found = ANYWHERE.findall(text)
+    return to_decimal(found[-1]) if found else None
+
+
+# Reward function → whether a response has the form that its task asks for:
+FORMS: dict[Any, Callable[[str], bool]] = {
+    exact_match: lambda response: SUMS.fullmatch(response) is not None,
+    gsm8k: lambda response: final_number(response) is not None,
+}
+
+
+def accuracies(
+    reward: Callable, queries: list[str], responses: list[str], answer: list[Any]
+) -> dict[str, float]:
+    """Strict and lenient accuracy of responses, and the share of them in the right form.
+
+    Strict: in the right form, and the reward is 1. Lenient: the last number is that of the answer.
+    """
+    form = [FORMS[reward](response) for response in responses]
+    rewards = reward(queries, responses, answer)
+    right = [last_number(str(number)) for number in answer]
+    pairs = zip(responses, right, strict=True)
+    strict = [x * y for x, y in zip(form, rewards, strict=True)]
+    lenient = [number is not None and last_number(text) == number for text, number in pairs]
+    lists = {"strict": strict, "lenient": lenient, "form": form}
+    return {name: sum(values) / len(responses) for name, values in lists.items()}
 
 
 def coin_flip(queries: list[str], responses: list[str]) -> list[float]:

@@ -92,6 +92,50 @@ def test_gsm8k_without_a_mark_is_wrong():
     assert data_answers.gsm8k(["?"] * 3, answers, answers) == [1, 1, 1]
 
 
+@pytest.mark.parametrize(
+    "reward, answer, rows",
+    [  # response, and whether it counts as strictly right, leniently right, in the right form
+        (
+            "gsm8k",
+            "7 + 65 = 72\n#### 72",
+            [
+                ("So 9 * 8 = 72.\n#### 72", 1, 1, 1),
+                ("#### 71", 0, 0, 1),
+                ("The answer is $72.00.", 0, 1, 0),
+                ("#### 72 or 73", 0, 0, 0),
+                ("#### 73\nNo: 80-8 is 72", 0, 1, 1),
+                ("80-72", 0, 1, 0),
+                ("It is -72", 0, 0, 0),
+                ("", 0, 0, 0),
+            ],
+        ),
+        (
+            "exact_match",
+            "7225",
+            [
+                ("15,12,12,7=7225", 1, 1, 1),
+                ("15,11,11,6=6115", 0, 0, 1),
+                ("=7225", 0, 1, 0),  # right, but without the sums
+                ("15,12,12,7=7225=", 0, 1, 0),
+                ("15,12,12,7=7,225", 0, 1, 0),
+            ],
+        ),
+    ],
+)
+def test_strict_and_lenient_accuracy_and_form_by_hand(reward, answer, rows):
+    for response, *expected in rows:
+        function = getattr(data_answers, reward)
+        found = data_answers.accuracies(function, ["?"], [response], [answer])
+        assert list(found.values()) == expected, response
+    responses, *columns = zip(*rows, strict=True)
+    many = [answer] * len(rows)
+    found = data_answers.accuracies(function, many, responses, many)
+    assert found == {
+        name: sum(column) / len(rows)
+        for name, column in zip(("strict", "lenient", "form"), columns, strict=True)
+    }
+
+
 def test_random_rewards_are_0_and_1_for_any_response():
     rewards = data_answers.coin_flip([""] * 1000, ["=2"] * 1000)
     assert set(rewards) == {0, 1} and 440 < sum(rewards) < 560
