@@ -7,22 +7,26 @@ read each other's checkpoints.
 import hashlib
 import json
 import os
-import re
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from machinery.cli import InputError
+from machinery.cli import InputError, about
 
 KEPT = 2  # checkpoints of a run: the newest and the one before it
 FULL: dict[str, Any] = dict(full_state_dict=True, cpu_offload=True)
+FREE = ("save_every", "keep_every", "resume", "run_name", "output_dir", "track", "push_to_hub")
+
+
+def names_of(model: nn.Module) -> set[str]:
+    """The names of all weights and buffers, tied ones once."""
+    return {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -34,7 +38,7 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
 
     options = dcp.StateDictOptions(**FULL)
     state: dict[str, Any] = dcp.get_model_state_dict(model, options=options)
-    names = {name for name, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
+    names = names_of(model)
     return {name: x.contiguous() for name, x in state.items() if name in names}
 
 
@@ -56,29 +60,16 @@ def save_checkpoint(
     for name, moments in optimizer_state["state"].items():
         for key, x in moments.items():
             tensors[f"optimizer/{key}/{name}"] = x
-    groups = optimizer_state["param_groups"]
-    header = json.dumps({"step": step, "groups": groups, "tensors": sorted(tensors), **state})
+    header = json.dumps({"step": step, "groups": optimizer_state["param_groups"], **state})
     folder.mkdir(exist_ok=True)
     path = folder / f"{step:08}.safetensors"
-    write_atomically(path, lambda part: save_file(tensors, part, {"state": header}))
+    part = path.with_suffix(".part")
+    save_file(tensors, part, {"state": header})
+    with open(part, "r+b") as file:
+        os.fsync(file.fileno())  # on the disk before it gets its name
+    part.replace(path)
     for old in sorted(folder.glob("*.safetensors"))[:-KEPT]:
         old.unlink()
-
-
-def write_atomically(path: Path, write: Any) -> None:
-    """Call `write(part)` for a file beside `path`, then rename it."""
-    part = path.with_name(f"{path.name}.part")
-    write(part)
-    sync(part)
-    os.replace(part, path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
@@ -88,35 +79,23 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     """
     from torch.distributed.checkpoint import state_dict as dcp
 
-    try:
-        with safe_open(path, "pt") as file:
-            state = json.loads(file.metadata()["state"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if lost := sorted(set(state.pop("tensors")) - tensors.keys()):
-            raise KeyError(f"no {lost[0]}")
-    except (SafetensorError, OSError, KeyError, TypeError) as error:
-        others = [other for other in sorted(path.parent.glob("*.safetensors")) if other < path]
-        hint = f"the one before it: --resume {others[-1]}" if others else "there is no other"
-        raise InputError(f"{path} is damaged ({error}); {hint}") from error
     weights: dict[str, Any] = {}
     moments: dict[str, dict[str, Tensor]] = {}
-    for key, x in tensors.items():
-        kind, _, rest = key.partition("/")
-        if kind == "model":
-            weights[rest] = x
-        else:
-            moment, _, name = rest.partition("/")
-            moments.setdefault(name, {})[moment] = x
-    names = {name for name, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
-    if wrong := sorted(names ^ weights.keys()):
+    damaged = about(f"{path} is damaged; pass the one before it to --resume")
+    with damaged, safe_open(path, "pt") as file:
+        state = json.loads(file.metadata()["state"])
+        for key in file.keys():  # noqa: SIM118
+            _, *moment, name = key.split("/")
+            if moment:
+                moments.setdefault(name, {})[moment[0]] = file.get_tensor(key)
+            else:
+                weights[name] = file.get_tensor(key)
+    if wrong := sorted(names_of(model) ^ weights.keys()):
         raise InputError(f"{path} is a checkpoint of another model, see {wrong[0]}")
-    groups = state.pop("groups")
-    for group in groups:
-        group |= {key: tuple(value) for key, value in group.items() if key == "betas"}
     # Not strict: tied weights are there once.
     options = dcp.StateDictOptions(full_state_dict=True, strict=False)
     dcp.set_model_state_dict(model, weights, options=options)
-    optimizer_state = {"state": moments, "param_groups": groups}
+    optimizer_state: Any = {"state": moments, "param_groups": state.pop("groups")}
     dcp.set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
     for name, p in model.named_parameters():
         if name not in moments:  # had no gradient yet; the line above gave it a step and zeros
@@ -131,76 +110,55 @@ def find_checkpoint(args: Any, script: Path) -> Path | None:
     """
     if args.resume is None:
         return None
-    folder = Path(args.resume)
-    if args.resume == "latest":
-        folder = latest_run(args.task.task, script)
-    found = [folder] if folder.is_file() else sorted(folder.glob("checkpoints/*.safetensors"))
-    if not found or not (found[-1].absolute().parents[1] / script.name).is_file():
+    source = Path("runs" if args.resume == "latest" else args.resume)
+    found = [source] if source.is_file() else source.rglob("checkpoints/*.safetensors")
+
+    def fits(path: Path) -> bool:
+        run = path.absolute().parents[1]
+        if not (run / script.name).is_file():
+            return False
+        return json.loads((run / "args.json").read_text())["task"]["task"] == args.task.task
+
+    def age(path: Path) -> tuple[int, str]:
+        return (path.parents[1] / "args.json").stat().st_mtime_ns, path.name
+
+    newest = max(filter(fits, found), key=age, default=None)
+    if newest is None:
         raise InputError(
             f"--resume {args.resume} has no checkpoint of {script.name} on task {args.task.task}; "
             "runs write them with --save_every, and when they receive SIGTERM"
         )
-    return found[-1]
+    return newest
 
 
-def latest_run(task: str, script: Path) -> Path:
-    """The folder of the newest run of this script and task that has a checkpoint."""
-    started = {}
-    for run in {path.parents[1] for path in Path("runs").rglob("checkpoints/*.safetensors")}:
-        record = run / "args.json"
-        if not (run / script.name).is_file() or not record.is_file():
-            continue
-        with suppress(ValueError, KeyError, TypeError):  # damaged
-            if json.loads(record.read_text())["task"]["task"] == task:
-                started[run] = record.stat().st_mtime_ns
-    return max(started, key=lambda run: started[run], default=Path("runs"))
+def fixed_values(args: Any, processes: int) -> dict[str, Any]:
+    """What may not change in a resumed run: flags, with what the names of local files mean now.
 
-
-def meanings(args: Any) -> dict[str, str]:
-    """What the names of local models and data mean now, by flag: see `meaning`."""
-    task = args.task
-    names = {"base_model": task.base_model, "query_dataset": task.query_dataset}
-    names |= {flag: getattr(args, flag, None) for flag in ("policy_model", "ref_model")}
-    if hasattr(args, "num_labels"):
-        names["label_dataset"] = task.label_dataset
-    if hasattr(args, "reward_model"):
-        names["reward_model"] = args.reward_model
-        if not args.reward_model and not task.reward_fn:
-            names["reward_model"] = f"models/{task.task}/train_reward"
-    found = {flag: meaning(name) for flag, name in names.items() if name}
-    return {flag: text for flag, text in found.items() if text}
-
-
-def meaning(name: str) -> str | None:
-    """The folder of a model, behind links, or the digest of data; None for a name on the hub."""
-    path = next((p for p in map(Path, (name, *re.split("[:@]", name)[:1])) if p.exists()), None)
-    if path is None:
-        return None
-    if (path / "config.json").is_file():
-        return os.path.relpath(path.resolve())
-    digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(path.rglob("*")):
-        if file.is_file():
-            with open(file, "rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return f"{name} (sha256 {digest.hexdigest()[:8]})"
+    That is the folder of a model, behind links, and the digest of a data file.
+    """
+    values = asdict(args) | asdict(args.task) | {"processes": processes}
+    values["mixed_precision"] = AcceleratorState().mixed_precision
+    if "reward_model" in values and not args.task.reward_fn:
+        values["reward_model"] = args.reward_model or f"models/{args.task.task}/train_reward"
+    if "num_labels" not in values:  # a script that reads no labels
+        del values["label_dataset"]
+    for name in FREE:
+        values.pop(name, None)
+    for name, value in values.items():
+        if isinstance(value, str) and Path(value).is_file():
+            with open(value, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            values[name] = f"{value} (sha256 {digest[:8]})"
+        elif isinstance(value, str) and Path(value).is_dir():
+            values[name] = os.path.relpath(Path(value).resolve())
+    return json.loads(json.dumps(values, default=str))
 
 
 def check_same_run(args: Any, processes: int, run: Path) -> None:
     """Raise `InputError` if flags, or what they name, would change the numbers of a run."""
-    precision = AcceleratorState().mixed_precision
-    new = asdict(args) | {"processes": processes, "mixed_precision": precision}
-    old = json.loads((run / "args.json").read_text())
-    meant = old.get("meanings", {})
-    now = {flag: text for flag, text in meanings(args).items() if flag in meant}
-    new = json.loads(json.dumps(new, default=str))  # as they were written
-    new, old = new | new["task"] | now, old | old["task"] | meant
-    free = ["save_every", "keep_every", "resume", "run_name", "output_dir", "track", "push_to_hub"]
-    changed = [
-        f"{name}={value} instead of {old.get(name)}"
-        for name, value in new.items()
-        if name not in free and value != old.get(name)
-    ]
+    old = json.loads((run / "args.json").read_text())["fixed"]
+    new = fixed_values(args, processes)
+    changed = [f"{k}={v} instead of {old.get(k)}" for k, v in new.items() if v != old.get(k)]
     if changed:
         raise InputError(
             f"--resume {run} with {', '.join(changed)} would change its numbers; "

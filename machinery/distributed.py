@@ -1,37 +1,25 @@
 """Processes and devices: start, prepare models for DDP or FSDP2, stop."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 
-from machinery.cli import InputError, RunError
+from machinery.cli import InputError, RunError, say
 from machinery.models import store_as_cast
 
 JOIN_LIMIT = timedelta(minutes=5)  # for all processes to start
 WORK_LIMIT = timedelta(days=1)  # for a collective: one process may wait for a slow reward function
-USE = "use `accelerate launch --config_file configs/ddp.yaml` or configs/fsdp2.yaml"
-REFUSED = {  # launcher settings that would silently change the mathematics
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed takes an optimizer step in every backward pass",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM has its own models and optimizers",
-    "FSDP_OFFLOAD_PARAMS": "weights on the CPU cannot be sampled from",
-    "FSDP_ACTIVATION_CHECKPOINTING": "use --gradient_checkpointing of the scripts instead",
-}
-
-
-def is_on(name: str) -> bool:
-    """Whether an environment variable is set to true."""
-    return os.environ.get(name, "false").lower() in ("true", "1")
 
 
 def start(args: Any) -> Accelerator:
@@ -40,36 +28,19 @@ def start(args: Any) -> Accelerator:
     Raises `InputError` if the launcher's processes are missing, or if it asks for something that
     would silently change the mathematics.
     """
-    for name, reason in REFUSED.items():
-        if is_on(name):
-            raise InputError(f"{name}: {reason}; {USE}")
-    usable = torch.cuda.is_available() or is_on("ACCELERATE_USE_CPU")
-    if Path("/dev/nvidia0").exists() and not usable:
-        raise InputError(
-            f"there is a GPU, but torch {torch.__version__} cannot use it: see docs/gpu.md; "
-            "set ACCELERATE_USE_CPU=true to run on the CPU"
-        )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    limit = InitProcessGroupKwargs(timeout=JOIN_LIMIT)
-    try:
-        accelerator = Accelerator(kwargs_handlers=[limit])
-    except dist.DistError as error:
-        raise RunError(
-            f"not all of {world_size} processes joined within {JOIN_LIMIT}: {error!s:.200}"
-        ) from error
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=JOIN_LIMIT)])
     if dist.is_initialized():
         dist.distributed_c10d._set_pg_timeout(WORK_LIMIT, dist.group.WORLD)
-    check_accelerator(accelerator, world_size)
-    if is_on("ACCELERATE_USE_FSDP"):
+    check_launch(accelerator)
+    if accelerator.is_fsdp2:
         set_up_fsdp(accelerator)
     # Under bf16 the fp32 products, such as the vocabulary head, may round their inputs to 10 bits.
     tf32 = args.tf32 and accelerator.mixed_precision == "bf16"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    # cuDNN's attention builds a plan for each new shape, and unpadded batches are of new shapes all
-    # the time.
-    # It also had NaN gradients for some masks (PyTorch issue 196678).
+    # cuDNN's attention plans anew for each shape, and unpadded batches are of new shapes all the
+    # time. It also had NaN gradients for some masks (PyTorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
     device = accelerator.device.type
     name = torch.cuda.get_device_name() if device == "cuda" else device
@@ -78,41 +49,34 @@ def start(args: Any) -> Accelerator:
     return accelerator
 
 
-def check_accelerator(accelerator: Accelerator, world_size: int) -> None:
+def check_launch(accelerator: Accelerator) -> None:
     """Raise `InputError` for what a launcher or a configuration file may set up wrongly."""
-    steps = accelerator.gradient_accumulation_steps
-    if steps != 1:
-        raise InputError(
-            f"gradient_accumulation_steps={steps} would scale the gradients; leave it at 1 and "
-            "set --micro_batch_tokens"
-        )
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        raise InputError(
-            f"mixed_precision={accelerator.mixed_precision}: its loss scaler skips steps that "
-            "Adam counts; use --mixed_precision bf16"
-        )
-    lost = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
-    if lost or accelerator.num_processes != world_size:
-        raise InputError(
-            f"the launcher asked for several processes and {accelerator.num_processes} started; "
-            "on a CPU use `ACCELERATE_USE_CPU=true accelerate launch --multi_gpu "
-            f"--num_processes {max(world_size, 2)}`"
-        )
+    is_on, started = parse_flag_from_env, accelerator.num_processes
+    steps, precision = accelerator.gradient_accumulation_steps, accelerator.mixed_precision
+    # A launcher that means several processes sets one of these:
+    wanted = int(os.environ.get("WORLD_SIZE", 2 if "MASTER_ADDR" in os.environ else 1))
+    checkpointing = "fsdp_activation_checkpointing: use --gradient_checkpointing of the scripts"
+    scaler = f"mixed_precision={precision}: its scaler skips steps that Adam counts; use bf16"
+    alone = f"{wanted} processes were to start, not {started}; on a CPU use --multi_gpu, too"
+    kind = accelerator.distributed_type.value
+    fsdp = f"FSDP2 was asked for and {kind} started, as on a CPU or without --fsdp_version 2"
+    for reason, refused in (
+        ("DeepSpeed takes a step in every backward pass", is_on("ACCELERATE_USE_DEEPSPEED")),
+        (checkpointing, is_on("FSDP_ACTIVATION_CHECKPOINTING")),
+        (f"gradient_accumulation_steps={steps}: set --micro_batch_tokens instead", steps != 1),
+        (scaler, precision not in ("no", "bf16")),
+        (alone, started != wanted),
+        (fsdp, is_on("ACCELERATE_USE_FSDP") and not accelerator.is_fsdp2),
+    ):
+        if refused:
+            raise InputError(f"{reason}; docs/scaling.md has commands that work")
 
 
 def set_up_fsdp(accelerator: Accelerator) -> None:
     """FSDP2 with fp32 weights under autocast, so that it computes what DDP computes."""
     from torch.distributed import fsdp  # takes a second to import
 
-    if not accelerator.is_fsdp2:
-        got = accelerator.distributed_type.value
-        raise InputError(
-            f"FSDP2 was asked for and {got} started, as on a CPU or without --fsdp_version 2; "
-            "use `accelerate launch --config_file configs/fsdp2.yaml` on GPUs"
-        )
     plugin = accelerator.state.fsdp_plugin
-    if not plugin.reshard_after_forward:
-        raise InputError("fsdp_reshard_after_forward: false is not supported; set it to true")
     plugin.mixed_precision_policy = fsdp.MixedPrecisionPolicy()
     plugin.cpu_ram_efficient_loading = False  # it would leave the models of other processes empty
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -167,16 +131,22 @@ def set_up_root(model: Any) -> None:
     model._get_fsdp_state()._lazy_init()
 
 
-def check_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """A hook before each step. Raises `RunError` if the norm of the gradient is not finite."""
+def check_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """A hook before each step. Raises `RunError` if the norm of the gradient is not finite.
+
+    Prints a warning once the norm has been 0 in several steps in a row.
+    """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    norm = nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
-    norm = full_tensor(norm)
-    if not norm.isfinite():
+    total = nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
+    norm = full_tensor(total).item()
+    if not math.isfinite(norm):
         raise RunError(
-            f"the norm of the gradient is {norm.item()}; the step was not taken. "
+            f"the norm of the gradient is {norm}; the step was not taken. "
             "A lower --lr or fp32 instead of bf16 may help"
         )
+    optimizer.zeros = 0 if norm else getattr(optimizer, "zeros", 0) + 1
+    if optimizer.zeros == 10:
+        say("the gradient was 0 in 10 steps: all scores may be equal, or no weight is trained")
 
 
 def freeze(accelerator: Accelerator, model: nn.Module) -> Any:
@@ -205,7 +175,6 @@ def inference(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     """
     from torch.distributed.fsdp import FSDPModule  # takes a second to import
 
-    was_training = model.training
     model.eval()
     shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in shards:
@@ -216,7 +185,7 @@ def inference(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     for module in shards:
         module.set_reshard_after_forward(True, recurse=False)
         module.reshard()
-    model.train(was_training)
+    model.train()
 
 
 def full_tensor(x: torch.Tensor) -> torch.Tensor:

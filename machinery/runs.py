@@ -1,6 +1,5 @@
 """The folder of a run: arguments, metrics, samples, checkpoints, weights, progress."""
 
-import atexit
 import json
 import math
 import os
@@ -8,8 +7,8 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from machinery.distributed import stop
 from machinery.progress import Limits, Progress, plot_run
 from utils import all_max
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-FILES = ("metrics.jsonl", "samples.jsonl")  # cut back to a checkpoint's time when a run is resumed
+NAMES = ("SIGTERM", "SIGUSR1", "SIGHUP")
+SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]  # fewer on Windows
 
 
 def check_run(args: Any, script: Path, processes: int) -> None:
@@ -36,9 +35,8 @@ def check_run(args: Any, script: Path, processes: int) -> None:
     for flag, path in new.items():
         if args.resume is None and path and os.path.lexists(path):
             raise InputError(f"{flag}: {path} exists; choose another name")
-    link = artifacts.models_link(args, script)
-    if link.exists() and not link.is_symlink() and not args.output_dir:
-        raise InputError(f"{link} is a folder, not a link to the weights of a run; move it away")
+    if not args.output_dir:
+        artifacts.check_link(artifacts.models_link(args, script))
     if checkpoint := checkpoints.find_checkpoint(args, script):
         checkpoints.check_same_run(args, processes, checkpoint.parents[1])
     if args.push_to_hub and not huggingface_hub.get_token():
@@ -65,10 +63,10 @@ class Run:
         limits: Limits | None = None,
     ):
         self.args, self.script, self.total = args, script, total
-        self.shown, self.limits = shown, limits or {}
+        self.progress = Progress(total, shown, limits or {})
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.source = checkpoints.find_checkpoint(args, script)
-        self.step, self.start = 0, 0
+        self.step = 0
         self.signals: list[int] = []  # received so far
         self.in_terminal = sys.stdout.isatty()
         self.handlers = {}
@@ -82,37 +80,29 @@ class Run:
     def note_signal(self, number: int, frame: Any) -> None:
         """Remember a signal; the run saves a checkpoint and ends after the current update."""
         self.signals.append(number)
-        if number == signal.SIGHUP and self.in_terminal:  # which is gone
+        if signal.Signals(number).name == "SIGHUP" and self.in_terminal:  # which is gone
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
     def open(self) -> None:
-        """Create the folder or continue in it; start trackers and progress."""
-        record = asdict(self.args) | {"processes": self.accelerator.num_processes}
-        record |= {"mixed_precision": self.accelerator.mixed_precision}
-        record |= {"device": self.accelerator.device.type, "command": sys.argv}
+        """Create the folder or continue in it; start trackers."""
+        task, processes = self.args.task, self.accelerator.num_processes
+        record = asdict(self.args) | {"fixed": checkpoints.fixed_values(self.args, processes)}
+        record |= {"command": sys.argv, "device": self.accelerator.device.type}
         if not self.source:
-            self.folder = artifacts.create_run_folder(self.args, self.script)
-            reward_file, _, _ = (self.args.task.reward_fn or "").rpartition(":")
+            name = f"{task.task}__{self.script.stem}__{self.args.seed}"
+            name = f"{name}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+            self.folder = Path("runs", self.args.run_name or name)
+            self.folder.mkdir(parents=True)  # fails if there is one
+            reward_file, _, _ = (task.reward_fn or "").rpartition(":")
             for file in (self.script, Path(reward_file)):
                 if file.is_file():
                     shutil.copy(file, self.folder / file.name)
             record |= artifacts.describe_environment(self.folder)
-            record["meanings"] = checkpoints.meanings(self.args)
             (self.folder / "args.json").write_text(json.dumps(record, indent=1, default=str))
         self.lock = filelock.FileLock(self.folder / ".lock")  # released when the process ends
         with about(f"another process is still writing {self.folder}"):
             self.lock.acquire(timeout=0)
         self.accelerator.trackers = artifacts.start_trackers(self.folder, record, self.args.track)
-        self.progress = Progress(self.total, self.shown, self.limits)
-
-    def stopped_early(self) -> None:
-        """At exit, unless the run finished: where it stopped and how to resume it."""
-        saved = sorted(self.folder.glob("checkpoints/*.safetensors"))
-        how = "no checkpoint to resume from; --save_every writes them"
-        if saved:
-            how = f"resume after {int(saved[-1].stem)} with --resume {self.folder}"
-        with suppress(OSError):  # the terminal may be gone
-            print(f"stopped after {self.step} of {self.total} updates; {how}", file=sys.stderr)
 
     def restore(self, model: nn.Module, optimizer: Any, state: Any = None) -> tuple[int, Any]:
         """Return the number of updates that are done, and the state that `checkpoint` was given.
@@ -120,32 +110,32 @@ class Run:
         With `--resume`, weights and optimizer become those of the checkpoint, and metrics and
         samples are cut back to it. Without, the result is 0 and `state`.
         """
-        if self.main:
-            atexit.register(self.stopped_early)
         if self.source is None:
             return 0, state
         plain = self.accelerator.unwrap_model(model)
         saved = checkpoints.load_checkpoint(self.source, plain, optimizer.optimizer)
-        self.step = self.start = saved["step"]
+        self.step = saved["step"]
         if self.main:
             self.cut_back(self.source, saved["lengths"])
-            self.progress.start = self.start
-            print(f"resuming {self.folder} after {self.start} of {self.total}", flush=True)
-        return self.start, saved["state"]
+            self.progress.start = self.step
+            print(f"resuming {self.folder} after {self.step} of {self.total}", flush=True)
+        return self.step, saved["state"]
 
     def cut_back(self, source: Path, lengths: dict[str, int]) -> None:
         """Restore the run's files to what they were at the checkpoint `source`."""
-        for name in FILES:  # no other name that a checkpoint may hold
-            path, length = self.folder / name, lengths[name]
-            if path.is_symlink():
-                raise InputError(f"{path} is a symbolic link; what it points to would be cut")
-            if length and (not path.exists() or path.stat().st_size < length):
-                raise InputError(f"{path} is shorter than it was at {source}")
-            if path.exists():
-                os.truncate(path, length)
+        for name, size in self.sizes().items():
+            if size < lengths[name]:
+                raise InputError(f"{self.folder / name} is shorter than it was at {source}")
+            if size:
+                os.truncate(self.folder / name, lengths[name])
         for path in source.parent.glob("*.safetensors"):
             if path.name > source.name:
                 path.unlink()
+
+    def sizes(self) -> dict[str, int]:
+        """The lengths of metrics and samples, which are cut back when the run is resumed."""
+        paths = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")]
+        return {path.name: path.stat().st_size if path.exists() else 0 for path in paths}
 
     def checkpoint(self, step: int, model: nn.Module, optimizer: Any, state: Any = None) -> None:
         """Write a checkpoint after `step` updates, if one is due or a signal asks for one.
@@ -159,13 +149,13 @@ class Run:
         due, asked = all_max(torch.tensor(wanted, device=device).int()).tolist()
         if step == self.total or not (due or asked):
             return
-        files = [self.folder / name for name in FILES]
-        lengths = {path.name: path.stat().st_size if path.exists() else 0 for path in files}
-        state = {"state": state, "lengths": lengths}
+        state = {"state": state, "lengths": self.sizes()}
         folder, plain = self.folder / "checkpoints", self.accelerator.unwrap_model(model)
         checkpoints.save_checkpoint(folder, step, plain, optimizer.optimizer, state)
         if asked:
             self.close()
+            if self.main:
+                print(f"stopped after {step} of {self.total}: --resume {self.folder}", flush=True)
             stop(self.accelerator)
             sys.exit(143)
 
@@ -175,14 +165,8 @@ class Run:
         All processes have to call this.
         """
         every = self.args.keep_every
-        if not every or update == 0 or update % every:
-            return
-        state = checkpoints.full_weights(model)
-        if self.main:
-            folder = self.folder / f"keep_{update}"
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed and resumed
-            artifacts.save_model(model, tokenizer, folder, state, heads={})
-        self.accelerator.wait_for_everyone()
+        if every and update and update % every == 0:
+            self.save(model, tokenizer, name=f"keep_{update}")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of one update. Raises `RunError` if a loss or score is not finite."""
@@ -219,17 +203,16 @@ class Run:
             tracker.log_table("samples", list(rows[0]), [list(x.values()) for x in rows], step=step)
 
     def save(self, model: Any, tokenizer: Any, name: str = "model", **heads: nn.Module) -> None:
-        """Save weights as a folder of this name in the run, or as `--output_dir`.
+        """Save weights as a folder of this name in the run.
 
-        `models/<task>/<script>` becomes a link to the one that is called model.
+        The one called model may be at `--output_dir`; else `models/<task>/<script>` links to it.
         """
         states = {key: checkpoints.full_weights(head) for key, head in heads.items()}
         state = checkpoints.full_weights(model)
         if self.main:
-            out = self.args.output_dir
-            suffix = "" if name == "model" else f"_{name}"
-            folder = Path(f"{out}{suffix}") if out else self.folder / name
-            artifacts.save_model(model, tokenizer, folder, state, states)
+            out = self.args.output_dir if name == "model" else None
+            folder = Path(out or self.folder / name)
+            artifacts.save_model(model, tokenizer, folder, state, states, replace=not out)
             if name == "model":
                 self.weights = folder
                 if not out:
@@ -248,11 +231,8 @@ class Run:
         self.close()
         if not self.main:
             return
-        atexit.unregister(self.stopped_early)
-        plot_run(self.folder, self.shown)
-        link = "" if self.args.output_dir else f" ({artifacts.models_link(self.args, self.script)})"
-        print(*messages, f"weights: {self.weights}{link}", sep="\n")
-        print(f"curves and metrics: {self.folder / 'curves.png'}")
+        plot_run(self.folder, self.progress.shown)
+        print(*messages, f"weights: {self.weights}", f"curves: {self.folder}/curves.png", sep="\n")
         if name := self.args.push_to_hub:
             with about(f"--push_to_hub {name}"):
                 huggingface_hub.create_repo(name, private=True)  # fails if there is one
