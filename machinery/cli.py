@@ -102,6 +102,9 @@ def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]]) -> None:
 
     Exit codes: 2 for bad input, 1 for a run that cannot continue, 130 for Ctrl-C.
     """
+    streams: Any = sys.stdout, sys.stderr
+    for stream in streams:
+        stream.reconfigure(errors="replace")  # files on Windows cannot hold every character
     try:
         main(parse_args(cls, presets))
     except InputError as error:

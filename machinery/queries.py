@@ -121,7 +121,7 @@ def tokenize_rows(
     template = f"{tokenizer.chat_template} {tokenizer.special_tokens_map}"
     settings = [function.__name__, length, ids, *(getattr(task, x) for x in (*FOR_TEXTS, *IN_KEY))]
     files = __file__, inspect.getfile(tokenize_prompt), inspect.getfile(function), CLEAN
-    code = "".join(Path(file).read_text() for file in files)
+    code = "".join(Path(file).read_text("utf-8") for file in files)
     key = rows._fingerprint, vocabulary, template, repr(settings), code
     fingerprint = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
     cache = Path(datasets.config.HF_DATASETS_CACHE)

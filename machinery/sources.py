@@ -1,5 +1,6 @@
 """Where models and data come from: local files, folders, and the Hugging Face hub."""
 
+import os
 import re
 import urllib.error
 import urllib.request
@@ -29,7 +30,7 @@ def check_source(name: str) -> None:
     """Raise `InputError` for a missing path; for a name of the hub, see whether it answers."""
     if Path(name).exists():
         return
-    if name.startswith(LOCAL) or Path(name).suffix in READERS:
+    if name.replace(os.sep, "/").startswith(LOCAL) or Path(name).suffix in READERS:
         made = re.fullmatch(r"models/(\w+)/(\w+)", name)  # by another script
         hint = f"; create it with `python {made[2]}.py --task {made[1]}`" if made else ""
         raise InputError(f"does not exist in {Path.cwd()}{hint}")
@@ -62,7 +63,9 @@ def load_rows(source: str, flag: str) -> "datasets.Dataset":
             rows = datasets.load_dataset(kind, data_files=name, split=split, **options)
             rows.data.validate(full=True)  # that texts are UTF-8, which the JSON reader does not
             return rows
-        name, _, part = name.partition(":")  # a configuration or, of the hub, a file
+        part = ""
+        if not Path(name).exists():  # C:\data is one name
+            name, _, part = name.partition(":")  # a configuration or, of the hub, a file
         if (Path(name) / "state.json").is_file():  # one of these is from `save_to_disk`
             return datasets.DatasetDict(train=datasets.load_from_disk(name))[split]
         if (Path(name) / "dataset_dict.json").is_file():

@@ -29,13 +29,17 @@ import train_reward
 from data import tasks
 from machinery import rewards
 from machinery.functions import load_function
+from machinery.runs import SIGNALS
 
+# They fork, make pseudo-terminals, limit resources, or call bash and patch.
+UNIX = "diffs docs functions launch pitfalls progress readme resume runs".split()
+collect_ignore = [f"test_{x}.py" for x in UNIX] + ["benchmarks"] if os.name == "nt" else []
 # `nohup` and `&` ignore these signals, and so would the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # that a run handles
 REWARD = """
 def score(queries, responses):
     return [response.count('e') / 4 for response in responses]
