@@ -12,13 +12,13 @@ from pathlib import Path
 
 import transformers
 import tyro
+from matplotlib.figure import Figure
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train_reward  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.labels import load_labels  # noqa: E402
-from machinery.progress import pyplot  # noqa: E402
 from machinery.rewards import load_reward_model  # noqa: E402
 from utils import TokenIds  # noqa: E402
 
@@ -47,7 +47,8 @@ def main(model: tyro.conf.Positional[str], task: str = "synthetic", out: str = "
     for row in calibration(rewards, best):
         print(json.dumps(row))
     is_best = train_reward.F.one_hot(best, rewards.shape[1]).bool()
-    figure, axis = pyplot().subplots(figsize=(6, 3.6), layout="constrained")
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axis = figure.add_subplot()
     axis.hist([rewards[is_best].tolist(), rewards[~is_best].tolist()], bins=40, density=True)
     axis.legend(["preferred", "others"])
     figure.savefig(out, dpi=110)

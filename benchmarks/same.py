@@ -377,7 +377,7 @@ def table(
 
 def warm_up() -> None:
     """Import once what every run needs, and not in every fork."""
-    for name in ("rich.progress", "rich.table", "torch.utils.tensorboard", "matplotlib.pyplot"):
+    for name in ("rich.progress", "rich.table", "torch.utils.tensorboard", "matplotlib.figure"):
         importlib.import_module(name)
     torch.set_num_threads(1)
 

@@ -286,12 +286,12 @@ def write(path: Path, workload: str, table: dict[str, dict[str, Any]]) -> list[d
 
 def draw(rows: list[dict[str, str]], path: Path) -> None:
     """A panel per workload: stacked CPU seconds of the phases."""
-    from machinery.progress import pyplot
+    from matplotlib.figure import Figure
 
     panels = list(dict.fromkeys(row["workload"] for row in rows))
     rows_of_panels = math.ceil(len(panels) / 2)
-    look = dict(figsize=(12, 3.2 * rows_of_panels), layout="constrained", squeeze=False)
-    figure, axes = pyplot().subplots(rows_of_panels, 2, **look)
+    figure = Figure(figsize=(12, 3.2 * rows_of_panels), layout="constrained")
+    axes = figure.subplots(rows_of_panels, 2, squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
     for axis, panel in zip(axes.flat, panels, strict=False):

@@ -6,6 +6,7 @@ Curves of several runs: benchmarks/curves.py.
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,20 @@ from rich.table import Table
 Limits = dict[str, tuple[float, float]]  # metric → largest healthy value, and where to warn
 
 
+UPDATES = 5  # in a row, after which a value of this table is a warning
+STUCK = {  # metric → its value if nothing can be learned, and the likely cause
+    "objective/frac_reward_zero_std": (1, "all responses to a query have the same score"),
+    "objective/scores_std": (0, "all responses have the same score"),
+    "objective/ended": (0, "no response has the --truncate_token, so none gets its own score"),
+}
+
+
 class Progress:
     """A line once a minute and at every 5% of the run: the metrics `shown`, and the time left."""
 
     def __init__(self, total: int, shown: list[str], limits: Limits):
         self.total, self.shown, self.limits = total, shown, dict(limits)
-        self.console = Console()
+        self.stuck = Counter[str]()  # metric of STUCK → updates in a row
         self.start, self.began = 0, time.monotonic()
         self.printed = self.began
 
@@ -39,51 +48,41 @@ class Progress:
             self.printed = now
 
     def warn(self, metrics: dict[str, float]) -> None:
-        """Print once for each metric that is far above its healthy range, and what to change."""
+        """Print once for each metric that is far from healthy, and what to change."""
         for name in [name for name, (_, far) in self.limits.items() if metrics.get(name, 0) > far]:
             healthy, _ = self.limits.pop(name)
             change = "if it stays there, lower --lr or --num_ppo_epochs"
             print(f"{name} is {metrics[name]:.2g}, healthy is up to {healthy}; {change}")
+        for name, (value, _) in STUCK.items():
+            is_stuck = math.isclose(metrics.get(name, -1), value, abs_tol=1e-6)
+            self.stuck[name] = self.stuck[name] + 1 if is_stuck else 0
+        for name in [name for name in STUCK if self.stuck[name] == UPDATES][:1]:
+            value, cause = STUCK[name]
+            print(f"nothing to learn from: {name} is {value} in {UPDATES} updates; {cause}")
 
     def table(self, rows: list[dict[str, Any]], title: str) -> None:
         """Print rows of texts and numbers."""
-        if self.console.width < 60:
-            print(title, *rows, sep="\n")
-            return
         table = Table(*rows[0], title=title, show_lines=True)
         for row in rows:
             values = (f"{x:.2f}" if isinstance(x, float) else escape(str(x)) for x in row.values())
             table.add_row(*values)
-        self.console.print(table)
-
-
-def pyplot() -> Any:
-    """matplotlib without a screen; imported only when something is drawn."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
+        Console().print(table)
 
 
 def make_panels(names: Iterable[str], x_label: str) -> tuple[Any, dict[str, Any]]:
     """A figure, and a panel for each name."""
+    from matplotlib.figure import Figure  # takes half a second to import
+
     names = list(names)
-    columns = 2 if len(names) == 4 else min(3, len(names))
+    columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
-    size = 4.6 * columns, 3.1 * rows
-    figure, axes = pyplot().subplots(
-        rows, columns, figsize=size, squeeze=False, layout="constrained"
-    )
-    for axis, name in zip(axes.flat, names, strict=False):
+    figure = Figure(figsize=(4.6 * columns, 3.1 * rows), layout="constrained")
+    panels = {name: figure.add_subplot(rows, columns, i + 1) for i, name in enumerate(names)}
+    for name, axis in panels.items():
         axis.set_title(name, fontsize=10)
         axis.set_xlabel(x_label, fontsize=8)
-        axis.locator_params(axis="x", nbins=6)
         axis.grid(alpha=0.3)
-    for axis in axes.flat[len(names) :]:
-        axis.axis("off")
-    return figure, dict(zip(names, axes.flat, strict=False))
+    return figure, panels
 
 
 def plot_run(folder: Path, names: list[str]) -> None:
@@ -94,4 +93,3 @@ def plot_run(folder: Path, names: list[str]) -> None:
         points = [(line["step"], line[name]) for line in lines if name in line]
         axis.plot([x for x, _ in points], [y for _, y in points], linewidth=1.2)
     figure.savefig(folder / "curves.png", dpi=110)
-    pyplot().close(figure)

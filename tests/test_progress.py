@@ -4,6 +4,7 @@ This file is also a program whose runs lose their terminal: it imports everythin
 each of them.
 """
 
+import importlib
 import json
 import os
 import pty
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from accelerate import Accelerator
 from conftest import SCRIPTS, read_metrics, settings
 from test_resume import checkpoint_files, exit_code, read_state, wait
@@ -37,7 +37,6 @@ def test_a_line_is_printed_at_least_once_a_minute(home, monkeypatch, capsys):
     def printed(total: int, seconds: float) -> list[int]:
         args = small("ppo", run_name=None)
         run = runs.Run(args, ppo.SCRIPT, total, ["a/b"], Accelerator(cpu=True))
-        run.restore(torch.nn.Linear(1, 1), None)
         for step in range(total):
             now[0] += seconds
             run.log(step, {"a/b": 0.5, "other": 1.0})
@@ -46,10 +45,8 @@ def test_a_line_is_printed_at_least_once_a_minute(home, monkeypatch, capsys):
         lines = [line for line in capsys.readouterr().out.splitlines() if " b 0.5 " in line]
         return [int(line.split("/")[0]) for line in lines]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(runs.atexit, "register", lambda _: None)
-        assert printed(100, 1) == [*range(1, 100, 5), 100]
-        slow = printed(300, 25)
+    assert printed(100, 1) == [*range(1, 100, 5), 100]
+    slow = printed(300, 25)
     assert max(b - a for a, b in zip(slow, slow[1:], strict=False)) * 25 <= 60 + 25
     assert 300 in slow and len(slow) < 150
 
@@ -62,7 +59,7 @@ def in_terminal(name: str, **flags: Any) -> dict[str, Any]:
     pid, master = pty.fork()  # the child has no other terminal
     if not pid:
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        os.environ.update({"COLUMNS": "20"} if name == "narrow" else {}, TERM="xterm-256color")
+        os.environ["TERM"] = "xterm-256color"
         code = 99
         try:
             flags = dict(eval_every=100 if name == "closed" else 2) | flags
@@ -82,12 +79,12 @@ def in_terminal(name: str, **flags: Any) -> dict[str, Any]:
     return {"code": wait(pid, 60), "printed": printed.decode()}
 
 
-TERMINALS = {"narrow": {}, "wide": {}, "closed": {}, "closed_evaluating": dict(eval_every=1)}
+TERMINALS = {"wide": {}, "closed": {}, "closed_evaluating": dict(eval_every=1)}
 
 
 @pytest.mark.slow
 def test_progress_is_readable_in_terminals_and_a_closed_one_leaves_a_checkpoint(home):
-    """The last update and the samples are there, as a table if there is room for one.
+    """The last update and the samples are there, as a table.
 
     After a terminal is closed, neither progress nor samples can be printed any more.
     """
@@ -99,13 +96,11 @@ def test_progress_is_readable_in_terminals_and_a_closed_one_leaves_a_checkpoint(
     done = subprocess.run([sys.executable, __file__], **options, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(Path("terminals.json").read_text())
-    for name in ("narrow", "wide"):
-        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", found[name]["printed"])  # colors
-        lines = text.replace("\r", "\n").splitlines()
-        assert found[name]["code"] == 0, text
-        assert any("6/6" in line and "score" in line for line in lines), text
-        assert sum("Clara found the sea." in line for line in lines) >= 2  # of both evaluations
-        assert ("━" in text) == (name == "wide")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", found["wide"]["printed"])  # colors
+    lines = text.replace("\r", "\n").splitlines()
+    assert found["wide"]["code"] == 0 and "━" in text, text
+    assert any("6/6" in line and "score" in line for line in lines), text
+    assert sum("Clara found the sea." in line for line in lines) >= 2  # of both evaluations
     for name in ("closed", "closed_evaluating"):
         updates = len(Path(f"runs/{name}/metrics.jsonl").read_text().splitlines())
         kept = [read_state(path)[1]["step"] for path in checkpoint_files(name)]
@@ -130,6 +125,26 @@ def test_a_much_too_high_lr_is_said_once_for_each_metric_and_a_healthy_one_is_no
     assert len(warnings) == 2
 
 
+@pytest.mark.parametrize("name", progress.STUCK)
+def test_five_updates_without_anything_to_learn_from_are_said_once(name, capsys):
+    shown, value = progress.Progress(100, [], {}), progress.STUCK[name][0]
+    for x, lines in ((value, 0), (0.5, 0), (value, 0), (value, 1)):
+        for _ in range(4):
+            shown.warn({name: x})
+        assert capsys.readouterr().out.count(name) == lines
+
+
+def test_equal_scores_and_a_gradient_of_0_are_said_in_a_run(home, capsys):
+    Path("same.py").write_text(
+        "def score(queries, responses):\n    return [0.1 for _ in queries]\n"
+    )
+    SCRIPTS["rloo"].main(settings("rloo", reward_fn="same.py:score", kl_coef=0.0))
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if "nothing to learn from" in line]
+    assert "frac_reward_zero_std is 1 " in line
+    assert sum("gradient was 0 " in line for line in lines) == 1
+
+
 def test_curves_have_no_empty_panels(tmp_path, monkeypatch):
     """A task without a true score logs no `objective/gold_score`."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
@@ -141,6 +156,6 @@ def test_curves_have_no_empty_panels(tmp_path, monkeypatch):
 
 
 if __name__ == "__main__":
-    progress.pyplot()
+    importlib.import_module("matplotlib.figure")  # once
     found = {name: in_terminal(name, **flags) for name, flags in TERMINALS.items()}
     Path("terminals.json").write_text(json.dumps(found))
