@@ -8,14 +8,13 @@ import math
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from machinery.cli import say
 
 NAME = "unpadded"  # of our attention function in the library
-MAX_PARTS = 8  # more of them leave less padding in attention, and take more kernels
+VARLEN = ("cuda", torch.bfloat16), ("cuda", torch.float16)  # where `varlen_attn` is tried
 say_once = cache(say)
 
 
@@ -52,76 +51,49 @@ def run_plain(backbone: Any, input_ids: Tensor, mask: Tensor, position_ids: Tens
     return backbone(input_ids, **inputs).last_hidden_state
 
 
+class Layout(NamedTuple):
+    """Where the sequences of a flat batch are, end to end, and which tokens they see.
+
+    A sequence that shares n > 0 tokens sees, before its own, the first n of the last sequence
+    that shares none: its prompt.
+    """
+
+    lengths: list[int]
+    shared: list[int]
+    keys: Tensor  # [K], the tokens that sequences see, of one after the other
+    bounds: Tensor  # [2, B + 1], where sequences begin among the queries and among the keys
+
+
 def run_unpadded(
     backbone: Any, input_ids: Tensor, mask: Tensor, position_ids: Tensor, prompt_length: int = 0
 ) -> Tensor:
     """Hidden states [B, T, D], computed from the U real tokens as one sequence [1, U]."""
-    real, n, device = mask.bool(), prompt_length, mask.device
-    first = torch.ones_like(real[:, 0])  # whether the prompt differs from the one before
+    real, n = mask.bool(), prompt_length
+    rows, columns = (torch.arange(size, device=mask.device) for size in real.shape)
+    owners = rows.clone()  # [B], the sequence that computes the prompt: the first that has it
     if n:
         prompts = input_ids.masked_fill(~real, -1)[:, :n]
-        first[1:] = (prompts[1:] != prompts[:-1]).any(dim=1)
-    table = torch.stack([first.long(), real[:, :n].sum(dim=1), real[:, n:].sum(dim=1)])
-    is_first, of_prompts, own = table.cpu().numpy()  # waits for the device
-    num_prompts, lengths = 0, of_prompts + own
-    if not is_first.all():  # G prompts become sequences of their own, before all others
-        num_prompts, lengths = is_first.sum(), np.concatenate([of_prompts[is_first > 0], own])
-        rows = first.nonzero_static(size=num_prompts).squeeze(1)
-        in_prompt = torch.arange(real.shape[1], device=device) < n
-        real = torch.cat([real[rows] & in_prompt, real & ~in_prompt])  # [G + B, T]
-        input_ids, position_ids = (torch.cat([x[rows], x]) for x in (input_ids, position_ids))
-    starts, parts = make_parts(lengths, is_first.cumsum() - 1, num_prompts, device)
-    where = real.flatten().nonzero_static(size=lengths.sum()).squeeze(1)  # [U]
-    slots = (starts[:, None] + real.cumsum(dim=1) - 1).flatten()[where]
-    inputs = dict(attention_mask=real.new_ones(1, 1, 1, 1), use_cache=False)  # no mask is made
+        owners[1:].masked_fill_((prompts[1:] == prompts[:-1]).all(dim=1), 0)
+        owners = owners.cummax(dim=0).values
+    repeated = real & (columns < n) & (owners != rows)[:, None]
+    computed = real & ~repeated
+    counts = torch.stack([computed.sum(dim=1), repeated.sum(dim=1)])  # [2, B]
+    lengths, shared = counts.tolist()  # waits for the device
+    where = computed.flatten().nonzero_static(size=sum(lengths)).squeeze(1)  # [U]
+    places = (computed.flatten().cumsum(dim=0) - 1).view(real.shape)  # [B, T], in the flat batch
+    places = torch.cat([places[owners, :n], places[:, n:]], dim=1)
+    seen = real.flatten().nonzero_static(size=sum(lengths) + sum(shared)).squeeze(1)
+    bounds = nn.functional.pad(counts.cumsum(dim=0).cumsum(dim=1), (1, 0)).int()
+    layout = Layout(lengths, shared, places.flatten()[seen], bounds)
+    inputs: dict[str, Any] = dict(unpadding=layout, use_cache=False)
+    inputs["attention_mask"] = real.new_ones(1, 1, 1, 1)  # 4D: the library makes none
     flat_ids, flat_positions = (x.flatten()[where][None] for x in (input_ids, position_ids))
-    output = backbone(flat_ids, position_ids=flat_positions, unpadding=(slots, parts), **inputs)
-    flat = output.last_hidden_state[0]
+    flat = backbone(flat_ids, position_ids=flat_positions, **inputs).last_hidden_state[0]
     hidden = flat.new_zeros(real.numel(), flat.shape[1]).index_copy_(0, where, flat)
     hidden = hidden.view(*real.shape, -1)
-    if num_prompts:
-        prompts = hidden[:, :n].index_select(0, first.cumsum(dim=0) - 1)
-        hidden = torch.cat([prompts, hidden[num_prompts:, n:]], dim=1)
+    if any(shared):
+        hidden = torch.cat([hidden[:, :n].index_select(0, owners), hidden[:, n:]], dim=1)
     return hidden
-
-
-class Part(NamedTuple):
-    """Sequences of similar length, which attention pads at the right and computes together."""
-
-    rows: int
-    width: int
-    prompts: Tensor | None = None  # [rows], the prompt that each of them follows
-    mask: Tensor | None = None  # [rows, 1, width, P + width] if they follow prompts
-
-
-def make_parts(
-    lengths: np.ndarray, groups: np.ndarray, num_prompts: int, device: torch.device
-) -> tuple[Tensor, list[Part]]:
-    """Where each sequence starts when the padded parts are laid end to end, and the parts.
-
-    `lengths` [G + B] are those of G prompts, which form the first part, then of B sequences.
-    `groups` [B] are the prompts that these follow.
-    """
-    order = num_prompts + lengths[num_prompts:].argsort(kind="stable")
-    splits = np.array_split(order, min(MAX_PARTS, len(order)))
-    starts, end = np.zeros_like(lengths), 0
-    parts: list[Part] = []
-    for rows in [np.arange(num_prompts), *splits] if num_prompts else splits:
-        width = max(1, lengths[rows].max())
-        starts[rows] = end + width * np.arange(len(rows))
-        end += width * len(rows)
-        part = Part(len(rows), width)
-        if num_prompts and parts:
-            of_rows = groups[rows - num_prompts]
-            table = torch.as_tensor(np.stack([of_rows, lengths[of_rows]]))
-            prompts, prompt_lengths = table.to(device, non_blocking=True)
-            columns = torch.arange(parts[0].width + width, device=device)
-            sees_own = columns - columns[:width, None] <= parts[0].width
-            sees_own &= columns >= parts[0].width
-            mask = (columns < prompt_lengths[:, None, None]) | sees_own
-            part = Part(len(rows), width, prompts, mask[:, None])
-        parts.append(part)
-    return torch.as_tensor(starts).to(device, non_blocking=True), parts
 
 
 def attention(
@@ -130,43 +102,69 @@ def attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    unpadding: tuple[Tensor, list[Part]] | None = None,
+    unpadding: Layout | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The library's `sdpa`; of one part after the other if the tokens are without padding."""
+    """The library's `sdpa`; of one sequence after the other if the batch is flat.
+
+    [1, heads, U, features] each → [1, U, heads, features].
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if unpadding is None:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
-    slots, parts = unpadding
-    sizes = [part.rows * part.width for part in parts]
-
-    def pad(x: Tensor) -> tuple[Tensor, ...]:
-        """[1, heads, U, features] → of each part [rows * width, heads, features]."""
-        x = x[0].transpose(0, 1)
-        return x.new_zeros(sum(sizes), *x.shape[1:]).index_copy_(0, slots, x).split(sizes)
-
+    if can_use_varlen(module, unpadding, query, key, value, **options):
+        return varlen_attention(unpadding, query, key, value, **options), None
     outputs = []
-    for part, *qkv in zip(parts, pad(query), pad(key), pad(value), strict=True):
-        q, k, v = (x.unflatten(0, (part.rows, part.width)).transpose(1, 2) for x in qkv)
-        if part.prompts is None:
-            prompt_k, prompt_v = k, v
+    qkv = (x.split(unpadding.lengths, dim=2) for x in (query, key, value))
+    for q, k, v, n in zip(*qkv, unpadding.shared, strict=True):
+        if n == 0:
+            prompt_k, prompt_v, mask = k, v, None
         else:
-            k = torch.cat([prompt_k.index_select(0, part.prompts), k], dim=2)
-            v = torch.cat([prompt_v.index_select(0, part.prompts), v], dim=2)
-        output, _ = sdpa_attention_forward(module, q, k, v, part.mask, **options)
-        outputs.append(output.flatten(0, 1))
-    return torch.cat(outputs).index_select(0, slots)[None], None
+            k = torch.cat([prompt_k[:, :, :n], k], dim=2)
+            v = torch.cat([prompt_v[:, :, :n], v], dim=2)
+            mask = q.new_ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool).tril(n)
+        if q.shape[2]:
+            outputs.append(sdpa_attention_forward(module, q, k, v, mask, **options)[0])
+    return torch.cat(outputs, dim=1), None
 
 
-@cache
-def register_attention() -> None:
-    """Give the library our attention function, and `sdpa`'s masks for calls with padding."""
-    from transformers import AttentionInterface  # takes two seconds to import
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+def varlen_attention(
+    layout: Layout, query: Tensor, key: Tensor, value: Tensor, **options: Any
+) -> Tensor:
+    """The same as one kernel for all sequences of a flat batch: on a GPU, in half precision."""
+    from torch.nn.attention.varlen import varlen_attn
 
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    # Autocast does not cast here, and rotary embeddings leave queries and keys in fp32.
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    if any(layout.shared):
+        k, v = k.index_select(0, layout.keys), v.index_select(0, layout.keys)
+    seen = [length + n for length, n in zip(layout.lengths, layout.shared, strict=True)]
+    sizes: Any = *layout.bounds, max(layout.lengths), max(seen)
+    causal: Any = dict(window_size=(-1, 0), scale=options.get("scaling"), enable_gqa=True)
+    output: Any = varlen_attn(q, k, v, *sizes, **causal)
+    return output[None]
+
+
+@torch.no_grad()
+def can_use_varlen(
+    module: Any, layout: Layout, query: Tensor, key: Tensor, value: Tensor, **options: Any
+) -> bool:
+    """Whether `varlen_attn` gives this layer what SDPA gives. Tried with its first batch."""
+    if (value.device.type, value.dtype) not in VARLEN:
+        return False
+    if not hasattr(module, "can_use_varlen"):
+        module.can_use_varlen = False  # so that `attention` calls SDPA
+        try:
+            expected, _ = attention(module, query, key, value, None, layout, **options)
+            found = varlen_attention(layout, query, key, value, **options)
+            gap = (found - expected).norm() / expected.norm()
+            if not gap < 0.02:
+                raise ValueError(f"differs by {gap:.2g}")
+            module.can_use_varlen = True
+        except Exception as error:
+            say_once(f"attention is one SDPA call per sequence: varlen_attn: {error}")
+    return module.can_use_varlen
 
 
 def find_max_length(backbone: Any) -> float:
@@ -175,24 +173,26 @@ def find_max_length(backbone: Any) -> float:
     Attention other than the library's `sdpa` (Falcon's, Gemma 2's) and layers without attention
     need the padding. Windows have to be as wide as the sequences. Tried once, with fp32 weights.
     """
+    from transformers import AttentionInterface  # takes two seconds to import
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
     if hasattr(backbone, "max_unpadded"):
         return backbone.max_unpadded
-    config, reason = backbone.config, "its attention is not the library's sdpa"
-    if config._attn_implementation == "sdpa" and backbone.is_backend_compatible():
-        register_attention()
-        backbone.set_attn_implementation(NAME)
-        if not is_equal(backbone):
-            backbone.set_attn_implementation("sdpa")
-            reason = "without it the hidden states would differ"
-    if config._attn_implementation != NAME:
-        say_once(f"padding is computed: {config.model_type}: {reason}")
-        backbone.max_unpadded = 0
-        return 0
+    config = backbone.config
     ends = "window", "window_size", "chunk_size"
     found = [x for name, x in config.to_dict().items() if name.endswith(ends)]
     windows = [x for x in found if type(x) is int and x]  # 0: no window
     backbone.max_unpadded = min(windows, default=math.inf)
-    return backbone.max_unpadded
+    if config._attn_implementation == "sdpa" and backbone.is_backend_compatible():
+        AttentionInterface.register(NAME, attention)
+        AttentionMaskInterface.register(NAME, sdpa_mask)  # for calls with padding
+        backbone.set_attn_implementation(NAME)
+        if is_equal(backbone):
+            return backbone.max_unpadded
+        backbone.set_attn_implementation("sdpa")
+    say_once(f"padding is computed: {config.model_type} gives other results without it")
+    backbone.max_unpadded = 0
+    return 0
 
 
 @torch.no_grad()
