@@ -60,7 +60,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("X6", "diffs/value_warmup.diff", "if update < args.value_warmup_updates", "if update < 0"),
     ("X7", "diffs/sampling.diff", "- probs > top_p", "> top_p"),
     ("X8", "ppo.py", "if args.max_grad_norm is not None:", "if False:"),
-    ("X9", "ppo.py", "last = mask.sum(dim=1, keepdim=True) - 1", "last = mask[:, :1].long() - 1"),
+    ("X9", "ppo.py", "mask.cumsum(dim=1).argmax(dim=1, keepdim=True)", "mask[:, :1].long() - 1"),
     ("X10", "rloo.py", "responses[rows] = sample(", "responses[: len(rows)] = sample("),
     ("X11", "utils.py", "dist.all_reduce(x)\n", "pass\n"),
     ("X12", "diffs/early_stop.diff", "> args.max_approxkl", "> 100 * args.max_approxkl"),
