@@ -32,7 +32,7 @@ from machinery.functions import load_function
 from machinery.runs import SIGNALS
 
 # They fork, make pseudo-terminals, limit resources, or call bash and patch.
-UNIX = "diffs docs functions launch pitfalls progress readme resume runs".split()
+UNIX = ["diffs", "docs", "functions", "launch", "pitfalls", "progress", "readme", "resume", "runs"]
 collect_ignore = [f"test_{x}.py" for x in UNIX] + ["benchmarks"] if os.name == "nt" else []
 # `nohup` and `&` ignore these signals, and so would the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
