@@ -251,7 +251,7 @@ def work(
         module.main(args)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RuntimeError(text if len(text) < 160 else f"…{text[-160:]}") from None
+        raise RuntimeError(text if len(text) < 200 else f"{text[:99]}…{text[-99:]}") from None
 
 
 # ------------------------------------------------------------------------------ outside
@@ -295,7 +295,8 @@ def written(folder: Path) -> dict[str, list[dict[str, Any]]]:
         lines = [json.loads(line) for line in text.splitlines()]
         for line in lines:
             for key in list(line):
-                if key.startswith("time/") or "clipfrac" in key:  # chance if the advantage is 0
+                # Rounding decides what is clipped if the advantage is 0, and which scores are equal.
+                if key.startswith("time/") or "clipfrac" in key or "zero_std" in key:
                     del line[key]
         out[f"{name}, line"] = lines
     return out

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import tyro
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import ppo  # noqa: E402
@@ -34,7 +35,7 @@ from machinery.models import load_lm  # noqa: E402
 from machinery.queries import load_queries, load_texts, tokenize_queries  # noqa: E402
 from machinery.rewards import call_reward_function  # noqa: E402
 from machinery.tokens import load_tokenizer  # noqa: E402
-from utils import add_affixes, decode, generator, truncate  # noqa: E402
+from utils import TokenIds, add_affixes, decode, generator, truncate  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,20 @@ class Args:
     """random seed of samples and bootstrap"""
 
 
-def sample_responses(
-    task: Task, args: Any, samples: int = 1
-) -> tuple[list[str], list[str], dict[str, list]]:
-    """Held-out queries, responses of the policy `task.base_model`, columns of the data set.
+def sample_tokens(
+    task: Task, args: Any, samples: int = 1, first: int = 0
+) -> tuple[Any, TokenIds, Tensor, Tensor, dict[str, list]]:
+    """Tokenizer, ids, queries [B, Q], responses [B, R] of `task.base_model`, columns of the data.
 
-    All queries once, then again, `samples` times. Of `args`, it reads `queries` and `seed`.
+    All queries from row `first` on, then again, `samples` times. Of `args`, it reads `queries` and
+    `seed`.
     """
     tokenizer, ids = load_tokenizer(task, task.response_length)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    table = load_queries(task, tokenizer, ids, args.queries)
-    rows = np.tile(np.arange(min(args.queries, len(table))), samples)
+    table = load_queries(task, tokenizer, ids, first + args.queries)
+    if len(table) <= first:
+        raise cli.InputError(f"--first {first} skips all {len(table)} queries")
+    rows = np.tile(np.arange(first, min(first + args.queries, len(table))), samples)
     queries, columns = table[rows].to(device), table.columns(rows)
     lm = load_lm(task.base_model).to(device).eval()
     decoder = Decoder(lm, task.response_length)
@@ -76,7 +80,16 @@ def sample_responses(
     contexts = add_affixes(queries, ids)
     responses = ppo.sample_in_batches(decoder, contexts, ids, settings, rng)
     responses, _ = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
-    return decode(tokenizer, queries, ids.pad), decode(tokenizer, responses, ids.pad), columns
+    return tokenizer, ids, queries, responses, columns
+
+
+def sample_responses(
+    task: Task, args: Any, samples: int = 1
+) -> tuple[list[str], list[str], dict[str, list]]:
+    """Held-out queries, responses of the policy `task.base_model`, columns of the data set."""
+    tokenizer, ids, *tokens, columns = sample_tokens(task, args, samples)
+    queries, responses = (decode(tokenizer, x, ids.pad) for x in tokens)
+    return queries, responses, columns
 
 
 def read_responses(task: Task, args: Args) -> tuple[list[str], list[str], dict[str, list]]:

@@ -146,6 +146,7 @@ sft.py) echo --num_queries 400 --num_heldout 8 --num_epochs 1 ;;
 train_reward.py) echo --num_labels 16 --num_heldout 8 --normalize_samples 8 ;;
 ppo.py | rloo.py | mine.py) echo --total_episodes 96 --batch_size 8 --eval_queries 4 ;;
 benchmarks/winrate.py) echo --queries 4 ;;
+benchmarks/sample.py) echo --queries 24 ;;
 esac
 }
 python() { PYTHON "$@" $(tiny "$1"); }

@@ -6,13 +6,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import formats
 import numpy as np
 import pytest
 import tiny
+import torch
 
-from benchmarks import winrate
+from benchmarks import copying, llm_judge, sample, winrate
 from data import tasks
 from machinery.cli import InputError
+from machinery.labels import load_labels
+from machinery.tokens import load_tokenizer
 
 
 def test_ties_count_half_and_the_interval_is_of_pairs():
@@ -110,3 +114,60 @@ def test_a_bad_task_or_judge_is_one_sentence(words, named, tmp_path, monkeypatch
     assert error.value.code == 2
     *_, line = capsys.readouterr().err.splitlines()  # after the traceback of a judge
     assert line.startswith("winrate.py: error: ") and named in line
+
+
+def test_a_chat_model_judges_summaries(tmp_path, monkeypatch):
+    """Its answer is the letter that follows the template's prompt; equal summaries are a tie."""
+    monkeypatch.setenv("JUDGE", str(tmp_path))
+    lm = tiny.make_lm(vocab=tiny.WORDS, positions=512)
+    lm.save_pretrained(tiny.write_tokenizer(tmp_path))
+    monkeypatch.setattr(llm_judge, "PROMPT", "{query}|{a}|{b}")
+    llm_judge.load.cache_clear()
+    tokenizer, _ = llm_judge.load()
+    tokenizer.chat_template = formats.CHATML
+    queries, a, b = ["A cat. ", "It rained."], [" Cat", "Rain"], ["A dog.", " Rain"]
+    expected = []
+    for texts in (("A cat.", "Cat", "A dog."), ("It rained.", "Rain", "Rain")):
+        text = f"<|im_start|>user\n{'|'.join(texts)}<|im_end|>\n<|im_start|>assistant\n"
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        odds = lm(torch.tensor([tokens])).logits[0, -1].double().exp()
+        odds = [odds[tokenizer.convert_tokens_to_ids(letter)].item() for letter in "ABC"]
+        expected.append((odds[0] + odds[2] / 2) / sum(odds))
+    assert llm_judge.prefer(queries, a, b) == pytest.approx(expected, abs=1e-5)
+    wins, _ = winrate.ask_in_both_orders(llm_judge.prefer, "judge", queries, a, b)
+    assert wins[1] == pytest.approx(0.5, abs=1e-6) and wins[0] != pytest.approx(0.5, abs=1e-6)
+
+
+def test_copied_words_and_novel_bigrams():
+    query = "The red house of my aunt, by the sea, burned down."
+    responses = ["Red house burned down.", "burned house red", "My aunt is sad", "", "x"]
+    queries = [query] * len(responses)
+    assert copying.copied(queries, responses) == [1, 1 / 3, 0.5, 0, 0]
+    assert copying.novel_bigrams(queries, responses) == [1 / 3, 1, 2 / 3, 0, 0]
+    assert copying.rouge_l(["", ""], ["a red cat", "b"], ["a cat", "c"]) == [0.8, 0]
+
+
+def test_samples_become_labels_when_best_is_filled_in(task, tmp_path, monkeypatch):
+    """Distinct responses to the queries after the held-out ones; the text is that of the ids."""
+    monkeypatch.setitem(tasks.TASKS, "mine", task)
+    out = tmp_path / "samples.jsonl"
+    settings = dict(model=task.base_model, task="mine", queries=5, samples=3, out=out)
+    sample.main(sample.Args(**settings, first=2))
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    tokenizer, ids = load_tokenizer(task, task.response_length)
+    table = winrate.load_queries(task, tokenizer, ids, 7)
+    for i, row in enumerate(rows):
+        assert row["best"] is None and len(row["texts"]) == len(set(row["texts"])) == 3
+        assert row["query"] == [x for x in table[[i + 2]][0].tolist() if x != ids.pad]
+        assert tokenizer.decode(row["query"]) == row["query_text"]
+        assert [tokenizer.decode(row[f"sample{k}"]) for k in range(3)] == row["texts"]
+    labeled = [json.dumps(row | {"best": i % 3}) + "\n" for i, row in enumerate(rows)]
+    (tmp_path / "labels.jsonl").write_text("".join(labeled))
+    labels = load_labels(
+        replace(task, label_dataset=str(tmp_path / "labels.jsonl")), tokenizer, ids
+    )
+    assert labels.best.tolist() == [0, 1, 2, 0, 1]
+    assert labels.responses[4][2].tolist() == rows[4]["sample2"]
+    for change, named in ((dict(first=2), "exists"), (dict(out=tmp_path / "new"), "--first 256")):
+        with pytest.raises(InputError, match=named):
+            sample.main(sample.Args(**settings | change))

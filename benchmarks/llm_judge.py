@@ -1,0 +1,59 @@
+"""A chat model as the judge of two summaries, for benchmarks/winrate.py.
+
+    JUDGE=Qwen/Qwen2.5-7B-Instruct python benchmarks/winrate.py models/tldr/ppo data --task tldr \\
+        --query_dataset trl-lib/tldr@validation --queries 1000 --judge benchmarks/llm_judge.py:prefer
+
+JUDGE is a folder or a hub name. Judges prefer what stands first: winrate.py asks in both orders and
+takes the mean. Other texts than summaries need another PROMPT, in a copy of this file.
+"""
+
+import functools
+import os
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+PROMPT = """Which of the following summaries does a better job of summarizing the most important \
+points in the given forum post, without including unimportant or irrelevant details? A good summary \
+is both precise and concise.
+
+{query}
+
+Summary A:
+{a}
+
+Summary B:
+{b}
+
+Answer with one letter: A, B, or C if both are equally good."""
+LETTERS = {"A": 1.0, "B": 0.0, "C": 0.5}  # a tie counts half
+
+
+@functools.cache
+def load() -> tuple[Any, Any]:
+    """The judge's tokenizer and model."""
+    name = os.environ["JUDGE"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    lm = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
+    return AutoTokenizer.from_pretrained(name), lm
+
+
+@torch.no_grad()
+def prefer(queries: list[str], a: list[str], b: list[str]) -> list[float]:
+    """The probability that a is better, from those of the letters as the first token of an answer.
+
+    One prompt at a time: there is no padding, and a long post needs no batch that fits it.
+    """
+    tokenizer, lm = load()
+    letters = [tokenizer.encode(x, add_special_tokens=False)[-1] for x in LETTERS]
+    values, found = torch.tensor(list(LETTERS.values())), []
+    for query, first, second in zip(queries, a, b, strict=True):
+        text = PROMPT.format(query=query.strip(), a=first.strip(), b=second.strip())
+        messages = [{"role": "user", "content": text}]
+        tokens = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        logits = lm(**tokens.to(lm.device), logits_to_keep=1).logits[0, -1, letters]
+        found.append((logits.float().softmax(dim=0).cpu() @ values).item())
+    return found
