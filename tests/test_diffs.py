@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import test_tokens
 import tiny
 import torch
 import transformers
@@ -33,18 +34,21 @@ import sft
 import train_reward
 from data import tasks
 from machinery import checkpoints, cli, labels, models
+from machinery.decoding import Decoder
 from machinery.rewards import load_reward_model
 from machinery.tokens import load_tokenizer
 from train_reward import RewardModel
-from utils import TokenIds, decode
+from utils import TokenIds, decode, sample_token
 
 ROOT = Path(ppo.__file__).parent
 README = (ROOT / "diffs" / "README.md").read_text()
 DIFFS = {path.stem: path.read_text() for path in sorted((ROOT / "diffs").glob("*.diff"))}
 BASES = {name: re.search(r"^--- (\w+)\.py", text, flags=re.M)[1] for name, text in DIFFS.items()}
-OF_PPO, OF_RLOO = ([n for n, base in BASES.items() if base == x] for x in ("ppo", "rloo"))
+EXPERIMENTS = {"tools": 67, "stale": 45, "vine": 55, "sampling_gap": 20}  # added lines at most
+SMALL = [name for name in DIFFS if name not in EXPERIMENTS]
+OF_PPO, OF_RLOO = ([name for name in SMALL if BASES[name] == x] for x in ("ppo", "rloo"))
 ALGORITHMS = [name for name in OF_RLOO if name != "lora_rloo"]  # alternatives
-LIMITS = {"dpo": 45}  # added lines; others 25
+LIMITS = EXPERIMENTS | {"dpo": 45}  # others 25
 EXCLUSIVE = [{"lora", x} for x in ("freeze_layers", "ema", "keep_best")]  # what is trained, saved
 MEANINGLESS = [{"lora", "reference_on_cpu"}, {"trlx_kl", "reference_on_cpu"}]  # no reference there
 PAIRS = [x for x in itertools.combinations(OF_PPO, 2) if {*x} not in EXCLUSIVE + MEANINGLESS]
@@ -127,7 +131,8 @@ def test_a_patch_adds_few_lines_and_its_command_works(name, patched):
     command, flags = header.split(" Command: ")[1].split(" python mine.py ")
     assert command == f"cp {BASES[name]}.py mine.py && patch --fuzz=0 mine.py diffs/{name}.diff"
     script = patched(name)
-    assert cli.parse_args(script.Args, script.PRESETS, flags.split()).task.task == "synthetic"
+    args = cli.parse_args(script.Args, script.PRESETS, flags.split())
+    assert args.task.task in ("synthetic", "arithmetic")
     assert 0 < len(added(name)) <= LIMITS.get(name, 25) and max(map(len, added(name))) <= 100
 
 
@@ -273,7 +278,7 @@ def first_ratio_is_1(run):
     return all(x["policy/approxkl_avg"] == x["val/ratio_var"] == 0 for x in first) and len(first)
 
 
-ONLINE = [*OF_PPO, *OF_RLOO]
+ONLINE = [*OF_PPO, *OF_RLOO, *EXPERIMENTS]
 SLOW_RUNS = [(name, "bf16") for name in ONLINE] + [("+".join(pair), "no") for pair in PAIRS]
 RUNS = [(name, "no") for name in ONLINE]
 RUNS += [pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS]
@@ -312,6 +317,7 @@ RESUMED = {
     ("ema",): dict(total_episodes=64),
     ("keep_best",): dict(total_episodes=64, lr=3e-2, reward_model=None, reward_fn="mine.py:f"),
     ("resid_dropout",): dict(num_epochs=2),
+    ("stale",): dict(total_episodes=64, sampler_lag=2),
 }
 
 
@@ -319,7 +325,7 @@ RESUMED = {
 def test_X5_X6_P4_a_resumed_run_writes_what_an_undisturbed_run_writes(
     names, patched, task, tmp_path, monkeypatch
 ):
-    """The average, the frozen policy's missing moments, the best score so far, dropout's masks."""
+    """The average, missing moments, the best score so far, dropout's masks, older weights."""
     script, flags = patched(*names), dict(save_every=1, run_name="run") | RESUMED[names]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoints, "KEPT", 100)
@@ -928,6 +934,210 @@ def test_R4_prompt_batches_has_each_pair_once_and_those_of_a_prompt_side_by_side
     prompts = [row % 3 for row in trained]
     assert sorted(trained) == list(range(8))
     assert sum(a != b for a, b in itertools.pairwise(prompts)) == 2  # three runs of equal ones
+
+
+# ---------------------------------------------------------------------------------- experiments
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("tools", dict(tool_fn="json:dumps", tool_calls=0)),
+        ("stale", dict(sampler_lag=0)),
+        ("sampling_gap", dict()),
+    ],
+)
+def test_an_experiment_that_is_off_is_rloo(name, flags, patched, task):
+    run, plain = run_main(patched(name), task, **flags), run_main(rloo, task)
+    for step, expected in zip(run.steps, plain.steps, strict=True):
+        torch.testing.assert_close(step.weights, expected.weights, atol=0, rtol=0)
+    for line, expected in zip(run.metrics, plain.metrics, strict=True):
+        assert expected.keys() <= line.keys()
+        assert all(line[key] == x for key, x in expected.items() if not key.startswith("time/"))
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_tools_sampling_continues_after_what_the_tool_inserts(calls, patched, monkeypatch):
+    """As a slow loop does; the answer depends on the response so far, and is cut at R tokens."""
+    script, lm, task = patched("tools"), tiny.make_lm(), tiny.make_task(response_length=12)
+    contexts, uniform = tiny.make_contexts([3, 6, 8, 1] * 4, 8), tiny.uniform(12, 16)
+    decoder = Decoder(lm, 12)
+    caller = tiny.sample(decoder, contexts, uniform).flatten().mode().values.item()
+    tokenizer = SimpleNamespace(
+        batch_decode=lambda rows, **settings: [" ".join(map(str, row)) for row in rows],
+        encode=lambda text, **settings: [int(x) for x in text.split()],
+    )
+    tool = lambda contexts, responses: [f"{len(x.split())} 7" for x in responses]  # noqa: E731
+    monkeypatch.setattr(script, "load_tool", lambda args: (tool, tokenizer, caller))
+    args = tiny.make_args(task, script, tool_fn="mine.py:tool", tool_calls=calls)
+    found = script.sample(decoder, contexts, uniform, tiny.IDS, args)
+    for row, context in enumerate(contexts):
+        tokens, expected, waiting, left = context[context != tiny.PAD].tolist(), [], [], calls
+        for t in range(12):
+            inserted = bool(waiting)
+            logits = lm(torch.tensor([tokens])).logits[:, -1] / task.temperature
+            token = waiting.pop(0) if waiting else sample_token(logits, uniform[t, row : row + 1])
+            tokens.append(int(token))
+            expected.append(int(token) + inserted * (tiny.PAD + 1))
+            if token == caller and not inserted and left:
+                waiting, left = [t + 1, 7], left - 1
+        assert found[row].tolist() == expected
+    assert (found > tiny.PAD).any() == (calls > 0)
+
+
+def inserted_responses(lm, contexts, ids, args, rng):
+    """In place of `sample_in_batches`: a tool wrote tokens 1 and 2; the end is at 3, 4 or missing."""
+    responses = torch.randint(20, 90, (len(contexts), 5), generator=rng)
+    ends = 3 + torch.arange(len(contexts)) % 3
+    responses[torch.arange(5) == ends[:, None]] = ids.truncate
+    responses[:, 1:3] += ids.pad + 1
+    return responses
+
+
+@pytest.mark.parametrize("name", [None, *ALGORITHMS])
+def test_tools_inserted_tokens_are_in_no_loss_kl_or_length(name, patched, task):
+    script = patched(*filter(None, ("tools", name)))
+    names = dict(sample_in_batches=inserted_responses)
+    run = run_main(script, replace(task, **EOS), moved=True, names=names, lr=0.0)
+    (rollout, old), line = run.rollouts[0], run.metrics[0]
+    expected = [[True, False, False, True, i % 3 > 0] for i in range(16)]
+    assert old.mask.tolist() == expected
+    assert line["objective/response_length"] == pytest.approx(sum(map(sum, expected)) / 16)
+    logprobs, entropies = run.model(old.contexts, old.responses)
+    for x in (logprobs, entropies, rollout.logprobs, rollout.kl):
+        assert torch.equal(x != 0, old.mask)
+    for i, (context, response) in enumerate(zip(old.contexts, old.responses, strict=True)):
+        alone = tiny.run_alone(run.model, context, response % (tiny.WORDS + 1))[0]
+        torch.testing.assert_close(logprobs[i][old.mask[i]], alone[old.mask[i][: len(alone)]])
+    if name == "reinforce_plus_plus":  # the score is at the last token, not at the number of tokens
+        rewards = rollout.rewards + line["objective/kl_coef"] * rollout.kl
+        last = torch.tensor([[4 if row[4] else 3] for row in expected])
+        scores = torch.zeros(16, 5).scatter(1, last, rollout.scores[:, None])
+        torch.testing.assert_close(rewards, scores, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["small", pytest.param("smollm2", marks=pytest.mark.slow)])
+def test_tools_a_message_becomes_the_users_turn_and_does_not_end_the_response(
+    kind, patched, tmp_path, monkeypatch
+):
+    """The token that ends the policy's turn calls the tool. Written out by hand in ChatML."""
+    script, end = patched("tools"), test_tokens.END
+    tokenizer = getattr(test_tokens, f"{kind}_tokenizer")()
+    tiny.make_lm(vocab=len(tokenizer)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    Path("user.py").write_text("def ask(*texts): return [dict(role='user', content='Why?')]")
+    changes = dict(base_model="model", truncate_token=end, truncate_after=0, eos_task=True)
+    flags = dict(tool_fn="user.py:ask", tool_token=end)
+    args = tiny.make_args(tiny.make_task(**changes), script, **flags)
+    ids = load_tokenizer(args.task, 5)[1]
+    first, second = (
+        tokenizer.encode(x + end, add_special_tokens=False) for x in ("It is.", "I saw.")
+    )
+    responses = torch.full((1, 60), ids.pad)
+    responses[0, : len(first)] = torch.tensor(first)
+    script.insert_answers(responses, responses, len(first) - 1, ids, args)
+    start = int((responses != ids.pad).sum())
+    assert not script.cut(responses, ids, args.task)[1]
+    responses[0, start : start + len(second)] = torch.tensor(second)
+    script.insert_answers(responses, responses, start + len(second) - 1, ids, args)  # no more calls
+    responses[0, start + len(second) :] = second[0]
+    truncated, ended = script.cut(responses, ids, args.task)
+    text = f"It is.{end}\n<|im_start|>user\nWhy?{end}\n<|im_start|>assistant\nI saw.{end}"
+    tokens = (truncated % (ids.pad + 1))[truncated != ids.pad]
+    assert ended and tokenizer.decode(tokens, clean_up_tokenization_spaces=False) == text
+
+
+def test_stale_responses_are_those_of_the_policy_of_two_updates_ago(patched, task):
+    """Those before the first update are of the initial policy; an evaluation is of today's."""
+    flags = dict(total_episodes=64, sampler_lag=2, kl_coef=0.3, kl_target=None)
+    run = run_main(patched("stale"), task, **flags)
+    starts = [step.before for step in run.steps[::4]]  # of each update
+    for update, ((rollout, _), line) in enumerate(zip(run.rollouts, run.metrics, strict=False)):
+        weights = [starts[max(update - 2, 0)], starts[update], starts[0]]
+        inputs = rollout.contexts, rollout.responses
+        policies = [new_policy(task) for _ in weights]
+        for model, x in zip(policies, weights, strict=True):
+            model.load_state_dict({k: y for k, y in x.items() if "past" not in k}, strict=False)
+        sampler, policy, ref = (model(*inputs)[0].detach() for model in policies)
+        torch.testing.assert_close(rollout.sampler_logprobs, sampler, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(rollout.logprobs, policy, atol=1e-4, rtol=1e-4)
+        assert (update == 0) == torch.equal(rollout.logprobs, rollout.sampler_logprobs)
+        expected = rollout.scores - 0.3 * (policy - ref).sum(dim=1)
+        torch.testing.assert_close(rollout.rewards, expected, atol=1e-3, rtol=1e-3)
+        kl = (sampler - ref).sum(dim=1).mean().item()  # of the policy that sampled
+        assert line["objective/kl"] == pytest.approx(kl, abs=1e-3)
+    assert run.metrics[0]["ppo/val/weight"] == 1 and 0 < run.metrics[-2]["ppo/val/weight"] < 2
+    expected = run_main(patched("stale"), task, **flags | dict(sampler_lag=0)).metrics[0]
+    assert run.metrics[0] | expected == run.metrics[0] | dict(expected)
+
+
+@pytest.mark.parametrize("max_weight", [None, 1.5])
+def test_stale_the_loss_of_a_response_is_weighted_by_its_truncated_ratio(max_weight, patched):
+    script, generator = patched("stale"), torch.Generator().manual_seed(0)
+    args = tiny.make_args(script=script, max_weight=max_weight)
+    sampler, old, new = -torch.rand(3, 8, 5, generator=generator)
+    record = SimpleNamespace(sampler_logprobs=sampler, logprobs=old)
+    advantages = torch.randn(8, generator=generator)
+    loss, stats = script.rloo_loss(new, record, advantages, 8, args)
+    weights = [min(math.exp((old - sampler)[i].sum()), 1.5) if max_weight else 1 for i in range(8)]
+    rows = [slice(i, i + 1) for i in range(8)]
+    inputs = [(new[i], SimpleNamespace(logprobs=old[i]), advantages[i], 8, args) for i in rows]
+    each = [rloo.rloo_loss(*x)[0].item() for x in inputs]
+    assert loss.item() == pytest.approx(sum(w * x for w, x in zip(weights, each, strict=True)))
+    assert stats["val/weight"].item() == pytest.approx(sum(weights) / 8)
+    truncated = sum(w == 1.5 for w in weights) / 8
+    assert stats["val/weight_truncated"] == truncated and truncated < 1
+
+
+def test_sampling_gap_is_rounding(run_of):
+    assert 0 < run_of("sampling_gap").metrics[0]["objective/sampling_gap"] < 1e-5
+
+
+def test_vine_values_are_mean_scores_of_continuations_and_advantages_are_what_parts_add(
+    patched, task
+):
+    """Each first continuation ends at once, each second one never; a score is a number of tokens."""
+    script, seen, token_advantages = patched("vine"), [], patched("vine").token_advantages
+
+    def continue_responses(decoder, contexts, ids, args, rng, length=0):
+        if not length:
+            return uneven_responses(decoder, contexts, ids, args, rng)
+        assert not (contexts[:, -1] == ids.pad).any()
+        ends.append(len(ends) % 2 == 0)
+        return torch.full((len(contexts), length), ids.truncate if ends[-1] else 40)
+
+    def spy(rollout, values, args):
+        seen.append((rollout, values, token_advantages(rollout, values, args), args))
+        return seen[-1][2]
+
+    ends: list[bool] = []
+    count = lambda queries, responses, columns: (responses != tiny.WORDS).sum(dim=1).float()  # noqa: E731
+    names = dict(sample_in_batches=continue_responses, token_advantages=spy)
+    names |= dict(load_reward=lambda *inputs: count)
+    flags = dict(vine_every=2, vine_samples=2, kl_coef=0.3, missing_eos_penalty=-2.0)
+    run_main(script, replace(task, **EOS), moved=True, names=names, **flags)
+    for rollout, values, advantages, args in seen:
+        scores = rollout.scores.view(4, -1)
+        start = ((scores.sum(dim=0) - scores) / 3).flatten()  # the mean of the others
+        penalties = script.compute_advantages(rollout.rewards - rollout.scores, args)
+        assert penalties.all()
+        for i, row in enumerate(advantages - penalties[:, None]):
+            length = i % 5 + 1
+            expected = [length if length <= t else (t + 1 - 2) / 2 for t in (2, 4)] + [length]
+            assert values[i].tolist() == expected
+            parts = np.diff([start[i].item(), *expected])
+            assert row.tolist() == pytest.approx(parts.repeat(2)[:5].tolist(), abs=1e-5)
+
+
+def test_vine_without_values_in_between_has_the_gradient_of_rloo(patched, task):
+    """At a first step; up to a factor, since the loss is a mean over tokens, not responses."""
+    flags = dict(lr=0.0, micro_batch_tokens=1000)
+    run = run_main(patched("vine"), task, vine_every=5, **flags)
+    plain = run_main(rloo, task, **flags)
+    for name, expected in plain.steps[0].grads.items():
+        if expected is not None:
+            torch.testing.assert_close(5 * run.steps[0].grads[name], expected, atol=1e-5, rtol=1e-3)
 
 
 # ------------------------------------------------------------------------------------------ recipes
