@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,12 @@ def start(args: Any) -> Accelerator:
 def check_launch(accelerator: Accelerator) -> None:
     """Raise `InputError` for what a launcher or a configuration file may set up wrongly."""
     is_on, started = parse_flag_from_env, accelerator.num_processes
+    usable = torch.cuda.is_available() or is_on("ACCELERATE_USE_CPU")
+    if Path("/dev/nvidia0").exists() and not usable:
+        raise InputError(
+            f"there is a GPU, but torch {torch.__version__} cannot use it: see docs/gpu.md; "
+            "set ACCELERATE_USE_CPU=true to run on the CPU"
+        )
     steps, precision = accelerator.gradient_accumulation_steps, accelerator.mixed_precision
     # A launcher that means several processes sets one of these:
     wanted = int(os.environ.get("WORLD_SIZE", 2 if "MASTER_ADDR" in os.environ else 1))

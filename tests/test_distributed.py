@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import filelock
@@ -157,6 +158,18 @@ def test_gradients_are_added_up_while_others_are_computed(both):
         assert rank["buckets"]["clean"]  # no gradients, no state of Adam, no random numbers used
         first, second = rank["buckets"]["starts"][:3], rank["buckets"]["starts"][3:]
         assert first == second and first[0] < 0.2 and first[1] < 0.7 and first[2] == 1
+
+
+def test_a_gpu_that_torch_cannot_use_is_not_silently_replaced_by_the_cpu(
+    accelerator, monkeypatch, capsys
+):
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidia0")
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    with pytest.raises(InputError, match="docs/gpu.md"):
+        distributed.start(tiny.make_args())
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    distributed.start(tiny.make_args())
+    assert capsys.readouterr().out == "cpu, fp32, processes: 1\n"
 
 
 def test_processes_that_did_not_start_are_refused(accelerator, monkeypatch):
