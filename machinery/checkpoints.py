@@ -111,24 +111,20 @@ def find_checkpoint(args: Any, script: Path) -> Path | None:
     if args.resume is None:
         return None
     source = Path("runs" if args.resume == "latest" else args.resume)
-    found = [source] if source.is_file() else source.rglob("checkpoints/*.safetensors")
-
-    def fits(path: Path) -> bool:
+    files = [source] if source.is_file() else source.rglob("checkpoints/*.safetensors")
+    found = []
+    for path in files:
         run = path.absolute().parents[1]
-        if not (run / script.name).is_file():
-            return False
-        return json.loads((run / "args.json").read_text())["task"]["task"] == args.task.task
-
-    def age(path: Path) -> tuple[int, str]:
-        return (path.parents[1] / "args.json").stat().st_mtime_ns, path.name
-
-    newest = max(filter(fits, found), key=age, default=None)
-    if newest is None:
+        if (run / script.name).is_file():
+            record = run / "args.json"
+            if json.loads(record.read_text())["task"]["task"] == args.task.task:
+                found.append((record.stat().st_mtime_ns, path.name, path))
+    if not found:
         raise InputError(
             f"--resume {args.resume} has no checkpoint of {script.name} on task {args.task.task}; "
             "runs write them with --save_every, and when they receive SIGTERM"
         )
-    return newest
+    return max(found)[2]
 
 
 def fixed_values(args: Any, processes: int) -> dict[str, Any]:

@@ -29,14 +29,21 @@ def start(args: Any) -> Accelerator:
     Raises `InputError` if the launcher's processes are missing, or if it asks for something that
     would silently change the mathematics.
     """
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        raise InputError("DeepSpeed takes a step in every backward pass; use configs/fsdp2.yaml")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=JOIN_LIMIT)])
     if dist.is_initialized():
         dist.distributed_c10d._set_pg_timeout(WORK_LIMIT, dist.group.WORLD)
     check_launch(accelerator)
-    if accelerator.is_fsdp2:
-        set_up_fsdp(accelerator)
+    if accelerator.is_fsdp2:  # fp32 weights under autocast, so that it computes what DDP computes
+        from torch.distributed import fsdp  # takes a second to import
+
+        plugin = accelerator.state.fsdp_plugin
+        plugin.mixed_precision_policy = fsdp.MixedPrecisionPolicy()
+        plugin.cpu_ram_efficient_loading = False  # other processes would get empty models
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     # Under bf16 the fp32 products, such as the vocabulary head, may round their inputs to 10 bits.
     tf32 = args.tf32 and accelerator.mixed_precision == "bf16"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -68,7 +75,6 @@ def check_launch(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type.value
     fsdp = f"FSDP2 was asked for and {kind} started, as on a CPU or without --fsdp_version 2"
     for reason, refused in (
-        ("DeepSpeed takes a step in every backward pass", is_on("ACCELERATE_USE_DEEPSPEED")),
         (checkpointing, is_on("FSDP_ACTIVATION_CHECKPOINTING")),
         (f"gradient_accumulation_steps={steps}: set --micro_batch_tokens instead", steps != 1),
         (scaler, precision not in ("no", "bf16")),
@@ -77,16 +83,6 @@ def check_launch(accelerator: Accelerator) -> None:
     ):
         if refused:
             raise InputError(f"{reason}; docs/scaling.md has commands that work")
-
-
-def set_up_fsdp(accelerator: Accelerator) -> None:
-    """FSDP2 with fp32 weights under autocast, so that it computes what DDP computes."""
-    from torch.distributed import fsdp  # takes a second to import
-
-    plugin = accelerator.state.fsdp_plugin
-    plugin.mixed_precision_policy = fsdp.MixedPrecisionPolicy()
-    plugin.cpu_ram_efficient_loading = False  # it would leave the models of other processes empty
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
 
 def name_blocks(model: nn.Module) -> None:

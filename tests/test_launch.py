@@ -237,6 +237,7 @@ def launch(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
+        ("ACCELERATE_USE_DEEPSPEED", "true", ("DeepSpeed", "configs/fsdp2.yaml")),
         ("ACCELERATE_MIXED_PRECISION", "fp16", ("fp16", "use bf16")),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", ("=4", "--micro_batch_tokens")),
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", ("--gradient_checkpointing",)),

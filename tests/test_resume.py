@@ -442,7 +442,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_gives_the_same_ru
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(script, tmp_path):
+def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(
+    script, tmp_path, accelerator
+):
     """Flags that only save memory too, since they change rounding."""
     args, run = settings(script), tmp_path
     fixed = checkpoints.fixed_values(args, 1)
