@@ -31,8 +31,8 @@ from machinery.cli import RunArgs, UnitFloat
 from machinery.decoding import Decoder, generate
 from machinery.models import check_length, compute_logits, enable_gradient_checkpointing
 from machinery.models import load_lm
+from machinery.queries import load_blocks, load_responses
 from machinery.runs import Run, check_run
-from machinery.sequences import load_blocks, load_responses
 from machinery.tokens import load_tokenizer
 from machinery.unpadding import Unpadded
 from utils import Timer, TokenIds, all_sum, decode, micro_batches, permutation, truncate

@@ -35,7 +35,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("R4", "train_reward.py", "best[part], reduction", "0 * best[part], reduction"),
     ("P1", "ppo.py", " / self.temperature).log", ").log"),
     ("P2", "ppo.py", "zeros_(self.value_head.weight)", "ones_(self.value_head.weight)"),
-    ("P3", "machinery/queries.py", "+ 1) % len(tokens)", "+ 1)"),
+    ("P3", "machinery/queries.py", "+ 1) % len(ids)", "+ 1)"),
     ("P4", "machinery/models.py", 'if ("drop" in key or', 'if ("no drop" in key or'),
     ("P5", "utils.py", "(positions >= after)", "(positions > after)"),
     ("P6", "ppo.py", "delta + gamma * lam * last_gae", "delta + gamma * last_gae"),

@@ -22,8 +22,8 @@ from benchmarks.winrate import sample_responses  # noqa: E402
 from data.answers import FORMS, accuracies  # noqa: E402
 from data.tasks import TASKS  # noqa: E402
 from machinery import cli  # noqa: E402
-from machinery.functions import load_function  # noqa: E402
 from machinery.rewards import call_reward_function  # noqa: E402
+from machinery.sources import load_function  # noqa: E402
 
 
 @dataclass(frozen=True)

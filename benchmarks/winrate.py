@@ -30,10 +30,10 @@ import ppo  # noqa: E402
 from data.tasks import TASKS, Task  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.decoding import Decoder  # noqa: E402
-from machinery.functions import load_function  # noqa: E402
 from machinery.models import load_lm  # noqa: E402
 from machinery.queries import load_queries, load_texts, tokenize_queries  # noqa: E402
 from machinery.rewards import call_reward_function  # noqa: E402
+from machinery.sources import load_function  # noqa: E402
 from machinery.tokens import load_tokenizer  # noqa: E402
 from utils import TokenIds, add_affixes, decode, generator, truncate  # noqa: E402
 
@@ -95,7 +95,7 @@ def sample_responses(
 def read_responses(task: Task, args: Args) -> tuple[list[str], list[str], dict[str, list]]:
     """The same queries, for the tokenizer of `task.base_model`, with the dataset's responses."""
     tokenizer, _ = load_tokenizer(task, task.response_length)
-    rows = load_texts(task, task.query_column, task.response_column, tokenizer=tokenizer)
+    rows = load_texts(task, task.query_column, task.response_column)
     rows = rows.select(np.random.default_rng(0).permutation(len(rows)))  # as in load_queries
     queries, responses, used = [], [], []
     for row in rows:

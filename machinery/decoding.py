@@ -25,9 +25,7 @@ class KeyValueCache(StaticCache):
 
     layers: Any  # all of them are static layers, with keys and values
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Add keys and values of one layer; return all of them so far."""
         return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
 
@@ -133,27 +131,20 @@ class DecodingBatch:
     def drop(self, ended: Tensor) -> None:
         """Remove the sequences that have ended [b]; waits for the GPU.
 
-        The last ones move to the places of those that have ended, the others stay where they are.
         At least `MIN_ROWS` sequences stay, ended ones if necessary, or none if all have ended.
         With CUDA graphs, their number falls by powers of two: each number needs a new graph.
         """
-        ended = ended.cpu()
-        left = len((~ended).nonzero())
+        left = int((~ended).sum())
         number = max(left, MIN_ROWS) if left else 0
         if self.decoder.cuda_graphs and number:
             number = 1 << (number - 1).bit_length()
         if number >= len(ended):
             return
-        movers = number + (~ended[number:]).nonzero()[:, 0]
-        places = ended[:number].nonzero()[: len(movers), 0]
-        order = torch.arange(number).index_copy(0, places, movers)
+        order = ended.byte().argsort(stable=True)[:number]  # those that have not ended come first
         self.rows = self.rows[order.to(self.rows.device)]
-        order, movers, places = (x.to(self.mask.device) for x in (order, movers, places))
         self.tokens, self.mask = self.tokens[order], self.mask[order]
         for layer in self.cache.layers:
-            for x in (layer.keys, layer.values):
-                x[places] = x[movers]  # in place: they are large
-            layer.keys, layer.values = layer.keys[:number], layer.values[:number]
+            layer.keys, layer.values = layer.keys[order], layer.values[order]
         self.steps, self.replay = 0, None
 
     def prefill(self) -> Tensor:
@@ -161,28 +152,21 @@ class DecodingBatch:
         first = int(self.mask.any(dim=0).byte().argmax())
         tokens, mask = self.tokens[:, first:], self.mask[:, first:]
         prompts, copies = tokens.masked_fill(~mask, -1).unique(dim=0, return_inverse=True)  # [P, C]
-        sources = torch.arange(len(copies), device=copies.device)
-        sources = copies.new_empty(len(prompts)).scatter(0, copies, sources)  # one sequence of each
-        position_ids = mask.cumsum(dim=1) - mask.long()
+        real = prompts >= 0
+        position_ids = real.cumsum(dim=1) - real.long()
         self.length = mask.shape[1]
         self.longest = self.length + self.decoder.response_length
         self.cache = KeyValueCache(config=self.decoder.lm.config, max_cache_len=self.room())
-        self.mask = F.pad(mask, (0, self.room() - self.length))
-        logits = self.compute(tokens[sources], self.mask[sources], position_ids[sources])
+        self.mask, real = (F.pad(x, (0, self.room() - self.length)) for x in (mask, real))
+        logits = self.compute(prompts.clamp(min=0), real, position_ids)
         for layer in self.cache.layers:
             layer.keys, layer.values = layer.keys[copies], layer.values[copies]
         return logits[copies]
 
     def compute(self, tokens: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
         """Logits [b, V] after more tokens of each sequence; mask [b, columns of the cache]."""
-        output = self.decoder.lm(
-            tokens,
-            attention_mask=mask,
-            position_ids=position_ids,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        inputs = dict(attention_mask=mask, position_ids=position_ids, past_key_values=self.cache)
+        output = self.decoder.lm(tokens, use_cache=True, logits_to_keep=1, **inputs)
         return output.logits[:, -1].float()
 
     def room(self) -> int:

@@ -6,6 +6,7 @@ messages (`prompt`, `chosen`, `rejected`). Shapes: `B` labels, `K` candidates pe
 
 import re
 from dataclasses import dataclass
+from itertools import takewhile
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from data.tasks import Task
 from machinery import tokens
 from machinery.cli import InputError, about, say
-from machinery.queries import tokenize_queries
+from machinery.queries import clean_texts, tokenize_queries
 from machinery.sources import check_source, load_rows
 from utils import TokenIds, pad_left, pad_right
 
@@ -69,59 +70,9 @@ def load_labels(task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     with about(f"--label_dataset {task.label_dataset}"):
         if {"chosen", "rejected"} <= set(rows.column_names):
             return load_pairs(rows, task, tokenizer, ids)
-        if "best" not in rows.column_names:
-            raise InputError(
-                f"{rows.column_names} have neither chosen and rejected nor best; docs/data.md makes "
-                "pairs of rows with a label (KTO)"
-            )
-        name = task.label_tokenizer
-        if name in (None, task.base_model):
-            return load_best_of_k(rows, ids.pad)
-        with about(f"--label_tokenizer {name}"):
-            check_source(name)
-            source = transformers.AutoTokenizer.from_pretrained(name)
-        labels = load_best_of_k(rows, len(source))
-        same = tokens.same_tokens(tokenizer, source)
-        return labels if same else translate_labels(labels, source, tokenizer)
-
-
-# ---------------------------------------------------------------------------------- OpenAI's files
-
-
-def load_best_of_k(rows: "datasets.Dataset", vocabulary: int) -> Labels:
-    """OpenAI's format: lists of ids below `vocabulary`, padded with `OPENAI_PAD`."""
-    samples = [name for name in rows.column_names if re.fullmatch(r"sample\d+", name)]
-    names = [f"sample{k}" for k in range(max(len(samples), 2))]
-    pad = max(OPENAI_PAD, vocabulary)
-    labels = Labels([], [], np.zeros(len(rows), dtype=int))
-    for i, row in enumerate(rows):
-        with about(f"row {i}"):
-            labels.queries.append(read_ids(row["query"], vocabulary, pad))
-            labels.responses.append([read_ids(row[name], vocabulary, pad) for name in names])
-            labels.best[i] = read_ids([row["best"]], len(names)).item()
-    return labels
-
-
-def read_ids(value: Any, vocabulary: int, pad: int | None = None) -> np.ndarray:
-    """A list of ids without padding. Raises `InputError` for fractions and ids out of range."""
-    ids = np.asarray(value, dtype=np.float64)
-    wrong = (ids != np.floor(ids)) | (ids < 0) | ((ids >= vocabulary) & (ids != pad))
-    if ids.ndim != 1 or wrong.any():
-        raise InputError(f"{value!r:.60} is not a list of ids below {vocabulary}")
-    return ids[ids != pad].astype(np.int32)
-
-
-def translate_labels(labels: Labels, source: Any, tokenizer: Any) -> Labels:
-    """The same texts in ids of another tokenizer; nothing is cut."""
-
-    def convert(sequences: list[np.ndarray]) -> list[np.ndarray]:
-        padded = pad_right([ids.tolist() for ids in sequences], -1)
-        return to_arrays(tokens.translate(padded, source, -1, tokenizer))
-
-    flat = convert([ids for candidates in labels.responses for ids in candidates])
-    k = len(labels.responses[0])
-    responses = [flat[i : i + k] for i in range(0, len(flat), k)]
-    return Labels(convert(labels.queries), responses, labels.best)
+        if "best" in rows.column_names:
+            return load_best_of_k(rows, task, tokenizer, ids.pad)
+        raise InputError(f"{rows.column_names} are no labels; see Labels in docs/data.md")
 
 
 def to_arrays(sequences: list[list[int]]) -> list[np.ndarray]:
@@ -129,77 +80,86 @@ def to_arrays(sequences: list[list[int]]) -> list[np.ndarray]:
     return [np.array(ids, dtype=np.int32) for ids in sequences]
 
 
-# ------------------------------------------------------------------------------------------- pairs
+def load_best_of_k(rows: "datasets.Dataset", task: Task, tokenizer: Any, vocabulary: int) -> Labels:
+    """OpenAI's format: lists of ids of `label_tokenizer`, padded with `OPENAI_PAD`.
+
+    If the model has another tokenizer, the same texts in its ids; nothing is cut.
+    """
+    source, name = None, task.label_tokenizer
+    if name not in (None, task.base_model):
+        with about(f"--label_tokenizer {name}"):
+            check_source(name)
+            source = transformers.AutoTokenizer.from_pretrained(name)
+        vocabulary = len(source)
+        if tokens.same_tokens(tokenizer, source):
+            source = None
+    samples = [name for name in rows.column_names if re.fullmatch(r"sample\d+", name)]
+    names = [f"sample{k}" for k in range(max(len(samples), 2))]
+    found, best = [], []
+    for i, row in enumerate(rows):
+        with about(f"row {i}"):
+            sequences = [read_ids(row[name], vocabulary) for name in ("query", *names)]
+            (index,) = read_ids([row["best"]], len(names))
+        if source:
+            sequences = tokens.translate(sequences, source, tokenizer)
+        found.append(to_arrays(sequences))
+        best.append(index)
+    return Labels([x[0] for x in found], [x[1:] for x in found], np.array(best, dtype=int))
+
+
+def read_ids(value: Any, vocabulary: int) -> list[int]:
+    """A list of ids without padding. Raises `InputError` for fractions and ids out of range."""
+    pad = max(OPENAI_PAD, vocabulary)
+    ids = np.asarray(value, dtype=np.float64)
+    wrong = (ids != np.floor(ids)) | (ids < 0) | ((ids >= vocabulary) & (ids != pad))
+    if ids.ndim != 1 or wrong.any():
+        raise InputError(f"{value!r:.60} is not a list of ids below {vocabulary}")
+    return ids[ids != pad].astype(int).tolist()
 
 
 def load_pairs(rows: "datasets.Dataset", task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     """Pairs as labels with two candidates, the chosen one first (R4).
 
     Each response ends with the truncate token. Prompts that are too long lose the end, dialogues
-    their beginning, and messages their first turns. Rows that are blank or whose last turn is too
-    long are skipped.
+    their beginning. Rows that are blank are skipped, and messages that are too long.
     """
-    names = [name for name in ("prompt", "chosen", "rejected") if name in rows.column_names]
-    pairs = []
-    for i, row in enumerate(rows.select_columns(names)):
-        with about(f"row {i}"):
-            pairs.append(split_pair(row, tokenizer))
-    if any(isinstance(prompt, list) for prompt, _, _ in pairs):
+    pairs = [split_pair(row, tokenizer) for row in rows]
+    prompts, *sides = map(list, zip(*pairs, strict=True))
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+    if any(isinstance(prompt, list) for prompt in prompts):
         tokens.check_chat(task, tokenizer)
-    prompts = [
-        tokens.render(x, tokenizer, prompt=True) if isinstance(x, list) else x for x, _, _ in pairs
-    ]
-    queries = tokenize_queries(prompts, task, tokenizer)
-    full = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    sides = [tokenizer([pair[i] for pair in pairs], add_special_tokens=False) for i in (1, 2)]
-    labels = Labels([], [], np.zeros(0, dtype=int))
-    cut = 0
-    for i, query in enumerate(queries):
-        too_long = len(full[i]) > task.query_length
-        if isinstance(prompt := pairs[i][0], list):
-            query = tokens.tokenize_prompt(prompt, task.query_length, tokenizer)
-        elif too_long and "prompt" not in names:
-            query = full[i][-task.query_length :]
-        pair = [tokens.with_end(side["input_ids"][i], ids.truncate) for side in sides]
-        if query and all(pair):
-            labels.queries.append(np.array(query, dtype=np.int32))
-            labels.responses.append(to_arrays(pair))
-            cut += too_long
-    if skipped := len(pairs) - len(labels.queries):
+        queries = [tokens.tokenize_prompt(x, task.query_length, tokenizer) for x in prompts]
+    elif "prompt" in rows.column_names:
+        queries = tokenize_queries(prompts, task, tokenizer)
+    else:
+        queries = [x[-task.query_length :] for x in encode(clean_texts(prompts, task))]
+    kept = []
+    for query, *answers in zip(queries, *map(encode, sides), strict=True):
+        answers = [tokens.with_end(answer, ids.truncate) for answer in answers]
+        if query and all(answers):
+            kept.append(to_arrays([query, *answers]))
+    if skipped := len(pairs) - len(kept):
         say(f"skipped {skipped} of {len(pairs)} pairs: blank or too long")
-    if cut:
-        say(f"cut {cut} of {len(pairs)} prompts to query_length={task.query_length}")
-    return Labels(labels.queries, labels.responses, np.zeros(len(labels.queries), dtype=int))
+    return Labels([x[0] for x in kept], [x[1:] for x in kept], np.zeros(len(kept), dtype=int))
 
 
 def split_pair(row: Any, tokenizer: Any) -> tuple[str | list[dict], str, str]:
-    """Prompt, chosen and rejected as texts; the prompt of messages as messages.
+    """The prompt, a text or messages, and the texts of chosen and rejected.
 
-    Dialogues without a prompt part at their last common `\n\nAssistant:`, or else at a space.
+    Without a prompt, dialogues part at their last common `\n\nAssistant:`, and messages where they
+    begin to differ.
     """
     prompt, chosen, rejected = (row.get(name) for name in ("prompt", "chosen", "rejected"))
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        return split_messages(prompt, chosen, rejected, tokenizer)
-    if not all(isinstance(text, str) for text in (chosen, rejected, row.get("prompt", ""))):
-        raise InputError(f"prompt, chosen and rejected have to be texts, not {row!r:.60}")
+    if isinstance(chosen, list):
+        if not isinstance(prompt, list):
+            same = takewhile(lambda x: x[0] == x[1], zip(chosen[:-1], rejected[:-1], strict=False))
+            prompt = tokens.drop_answer([message for message, _ in same])
+        good, bad = (tokens.render_answer(prompt, side, tokenizer) for side in (chosen, rejected))
+        return prompt, good, bad
     if "prompt" in row:
         return prompt, chosen, rejected
-    common = commonprefix([chosen, rejected])
-    turn = common.rfind(ASSISTANT)
-    end = turn + len(ASSISTANT) if turn >= 0 else len(re.sub(r"\s*\S*$", "", common))
+    end = commonprefix([chosen, rejected]).rindex(ASSISTANT) + len(ASSISTANT)
     return chosen[:end], chosen[end:], rejected[end:]
-
-
-def split_messages(
-    prompt: str | list | None, chosen: list, rejected: list, tokenizer: Any
-) -> tuple[str | list[dict], str, str]:
-    """The prompt's messages, and the texts of both answers by the chat template.
-
-    The prompt is a list, or a text or nothing if the two lists begin with its messages.
-    """
-    if not isinstance(prompt, list):
-        same = [a == b for a, b in zip(chosen[:-1], rejected[:-1], strict=False)]
-        shared = chosen[: (same + [False]).index(False)]
-        prompt = shared or ([{"role": "user", "content": prompt}] if prompt else [])
-    good, bad = (tokens.render_answer(prompt, side, tokenizer) for side in (chosen, rejected))
-    return prompt or "", good, bad

@@ -15,10 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from machinery.cli import InputError, about
 from machinery.decoding import Decoder
 from machinery.sources import check_source
-from machinery.unpadding import Unpadded, find_max_length, run_plain
+from machinery.unpadding import Unpadded
 from utils import pad_left
-
-KNOWN = "GPT-2, GPT-NeoX (Pythia), Llama, Qwen 2, Mistral, Falcon and similar models can"
 
 
 class Float32Linear(nn.Linear):
@@ -36,11 +34,8 @@ def store_as_cast(model: nn.Module) -> None:
 
     It casts weights that need no gradients again in each forward pass. Not the exact head, and of
     a model that is trained only what is under adapters: the rest may be saved. From then on the
-    model only works under autocast, which unpadding is tried without.
+    model only works under autocast.
     """
-    for module in model.modules():
-        if isinstance(module, transformers.PreTrainedModel) and module.base_model is module:
-            find_max_length(module)
     trained = any(weight.requires_grad for weight in model.parameters())
     for name, module in model.named_modules():
         linear = type(module) in (nn.Linear, Conv1D)
@@ -52,9 +47,7 @@ def check_length(config: transformers.PretrainedConfig, needed: int, what: str) 
     """Raise `InputError` if a model has fewer positions than tokens to read."""
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and needed > longest:
-        raise InputError(
-            f"{what} needs {needed} tokens; {config.model_type} reads at most {longest}"
-        )
+        raise InputError(f"{what} needs {needed} tokens; {config.model_type} reads {longest}")
 
 
 def load_lm(
@@ -70,15 +63,14 @@ def load_lm(
         if Path(name).exists():  # `lm.name_or_path`, also after a link is changed
             name = str(Path(name).resolve())
         config = disable_dropout(transformers.AutoConfig.from_pretrained(name))
-        weights = [path for end in ("safetensors", "bin") for path in Path(name).glob(f"*.{end}")]
+        weights = [*Path(name).glob("*.safetensors"), *Path(name).glob("*.bin")]
         if allow_random and Path(name).is_dir() and not weights:
             lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         else:
             lm = load_weights(transformers.AutoModelForCausalLM, name, config)
-        head = lm.get_output_embeddings()
-        head.__class__ = Float32Linear  # the same module, so names and tied weights stay
+        lm.get_output_embeddings().__class__ = Float32Linear  # so names and tied weights stay
         use_fused_gelu(lm)
-        with about(f"{config.model_type} cannot be used ({KNOWN})"):
+        with about(f"{config.model_type} cannot be used"):
             check_model(lm, length)
     return lm
 
@@ -95,61 +87,35 @@ def load_weights(cls: Any, name: str, config: transformers.PretrainedConfig) -> 
     return model
 
 
-def probe_inputs(
-    length: int, vocab_size: int
-) -> tuple[list[Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """A sequence of `length` tokens and one of 3: each alone as [1, T], and a batch of three.
-
-    The batch, where the long one is there twice, is padded on the left: input_ids, attention_mask
-    and position_ids [3, length].
-    """
-    alone = [torch.arange(1, length + 1)[None] % vocab_size, torch.arange(7, 10)[None] % vocab_size]
-    tokens = pad_left([alone[i][0].tolist() for i in (0, 0, 1)], length, -1)
-    mask = tokens >= 0
-    return alone, (tokens.clamp(min=0), mask, mask.cumsum(dim=1) - mask.long())
-
-
 @torch.no_grad()
 def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
     """Raise `InputError` if our ways to call a model give other results than `lm(...)` itself.
 
-    The last tokens of two sequences, alone, are compared with the same two padded, unpadded and
-    sampled token by token. One is as long as the run's, so that no window of the model is missed.
-    The other one is also compared in training mode, which must not be random.
+    The last 3 tokens of two texts, alone, are compared with the same two without padding, as in
+    training, which must not be random, and sampled token by token. One text is as long as the
+    run's, so that no window of the model is missed.
     """
     length = max(length, 6)
-    sequences, batch = probe_inputs(length, lm.config.vocab_size)
-    input_ids, mask, _ = (x[1:] for x in batch)
-    seen = mask[:, -6:]
+    texts = [[i % lm.config.vocab_size for i in range(n)] for n in (length, length, 3)]
+    tokens = pad_left(texts, length, -1)
+    mask = tokens >= 0
+    batch = tokens.clamp(min=0), mask, mask.cumsum(dim=1) - mask.long()
     lm.eval()
-    alone = torch.cat([lm(tokens, logits_to_keep=6).logits[0] for tokens in sequences])
-    hidden = Unpadded(lm.base_model)(*batch, prompt_length=length // 2)[1:, -6:]
-    if (
-        hidden.shape[-1] != lm.config.hidden_size
-    ):  # OPT-350m; value and reward heads are made for it
-        raise InputError(f"hidden states have {hidden.shape[-1]} features, not hidden_size")
-    results = {"with padding": (compute_logits(lm, hidden)[seen], alone)}
-    steps = decode_step_by_step(lm, input_ids, mask)[seen[:, -3:]]
-    results["token by token"] = steps, alone[3:]
+    alone = [lm(torch.tensor([text]), logits_to_keep=3).logits for text in texts[1:]]
+    right = torch.cat(alone).log_softmax(dim=-1)  # [2, 3, V]
+    sampling = Decoder(lm, 2).start(tokens[1:, :-2], mask[1:, :-2])
+    steps = [sampling.next_logits()]
+    for t in (-2, -1):
+        sampling.append(tokens[1:, t])
+        steps.append(sampling.next_logits())
     lm.train()
-    hidden = run_plain(lm.base_model, *(x[2:, -6:] for x in batch))
-    results["in training mode"] = compute_logits(lm, hidden)[seen[1:]], alone[6:]
+    hidden = Unpadded(lm.base_model)(*batch, prompt_length=length // 2)[1:, -3:]
     lm.eval()
-    for how, (logits, right) in results.items():
-        gap = (logits.log_softmax(dim=-1) - right.log_softmax(dim=-1)).abs().max().item()
+    in_training = compute_logits(lm, hidden)
+    for how, logits in (("in training", in_training), ("sampling", torch.stack(steps, dim=1))):
+        gap = (logits.log_softmax(dim=-1) - right).abs().max().item()
         if not gap < 0.01:  # also if it is not a number
             raise InputError(f"{how} it differs by {gap:.2g} nats")
-
-
-def decode_step_by_step(lm: "transformers.PreTrainedModel", tokens: Tensor, mask: Tensor) -> Tensor:
-    """The last 3 logits [B, 3, V] as `Decoder` computes them: of a prompt, then one at a time."""
-    start = tokens.shape[1] - 2
-    batch = Decoder(lm, 2).start(tokens[:, :start], mask[:, :start])
-    logits = [batch.next_logits()]
-    for t in range(start, tokens.shape[1]):
-        batch.append(tokens[:, t])
-        logits.append(batch.next_logits())
-    return torch.stack(logits, dim=1)
 
 
 def disable_dropout(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:

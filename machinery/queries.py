@@ -1,13 +1,12 @@
-"""Texts → a table of queries.
+"""Texts → tables of token sequences: queries, and what sft.py learns.
 
-Shapes: `B` sequences, `Q` query tokens. Tags such as (P3) are explained in docs/details.md.
+Shapes: `B` sequences of `T` tokens, `Q` query tokens. Tags such as (P3): docs/details.md.
 """
 
-import hashlib
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,47 +15,27 @@ import numpy as np
 from torch import Tensor
 
 from data.tasks import DATA, Task
+from machinery import tokens
 from machinery.cli import InputError, about, say
-from machinery.functions import load_function
-from machinery.sources import load_rows
-from machinery.tokens import FOR_TEXTS, check_chat, drop_answer, single_token, tokenize_prompt
+from machinery.sources import load_function, load_rows
 from utils import TokenIds, pad_left
 
 if TYPE_CHECKING:
     import datasets
 
 CLEAN = DATA / "clean.py"
-IN_KEY = ["query_column", "query_length", "response_column", "response_length", "eos_task"]
 SMALL_TABLE = 2**15  # tokenize at least this many rows: it takes a second or two
 
 
-def load_texts(task: Task, *columns: str, tokenizer: Any = None) -> "datasets.Dataset":
-    """The rows of `query_dataset`, at most `num_queries`, which have to have these columns.
-
-    They hold texts or, with a `tokenizer`, lists of messages for its chat template.
-    """
+def load_texts(task: Task, *columns: str) -> "datasets.Dataset":
+    """The rows of `query_dataset`, at most `num_queries`, which have to have these columns."""
     rows = load_rows(task.query_dataset, "--query_dataset")
     with about(f"--query_dataset {task.query_dataset}"):
         rows.select_columns(list(columns))  # names those that there are, if one is missing
-        if tokenizer and any(holds_messages(rows, name) for name in columns):
-            check_chat(task, tokenizer)
-        elif tokenizer and tokenizer.chat_template and not task.query_prefix + task.query_suffix:
-            others = [name for name in rows.column_names if holds_messages(rows, name)]
-            hint = f"pass --query_column {others[0]}" if others else "see Chat in docs/data.md"
-            say(f"warning: texts of --query_column {task.query_column} get no template; {hint}")
     if len(rows) > task.num_queries:
         chosen = np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)
         rows = rows.select(np.sort(chosen))
     return rows
-
-
-def holds_messages(rows: "datasets.Dataset", column: str) -> bool:
-    """Whether a column holds lists of messages. `Json` is the type of messages that differ."""
-    import datasets
-
-    feature = rows.features[column]
-    is_list = isinstance(feature, (datasets.List, datasets.LargeList))
-    return is_list and not isinstance(feature.feature, datasets.Value)
 
 
 @dataclass
@@ -91,9 +70,9 @@ class TokenTable:
 
         Raises `InputError` if the second has fewer than `needed`.
         """
-        held_out = {tuple(tokens) for tokens in self.rows[:n]["tokens"]}
-        sequences = (tokens for batch in self.rows.iter(1000) for tokens in batch["tokens"])
-        rest = [i for i, tokens in enumerate(sequences) if tuple(tokens) not in held_out]
+        held_out = {tuple(ids) for ids in self.rows[:n]["tokens"]}
+        sequences = (ids for batch in self.rows.iter(1000) for ids in batch["tokens"])
+        rest = [i for i, ids in enumerate(sequences) if tuple(ids) not in held_out]
         if len(rest) < needed:
             left = f"leaves {len(rest)}; training needs {needed}"
             raise InputError(f"--query_dataset: holding out {n} of {len(self)} sequences {left}")
@@ -108,38 +87,39 @@ def tokenize_rows(
     tokenizer: Any,
     ids: TokenIds,
 ) -> TokenTable:
-    """Map `function` (batch of rows → token lists) over all rows, once: the result is cached.
+    """Map `function` (batch of rows → token lists) over all rows; drop those that give no tokens.
 
-    The cache key is the data, the tokenizer with its chat template, what the task says about texts,
-    and the source code. A file lock, not a collective, makes other processes wait, since this may
-    take minutes. Nothing is cached if a user's own function, which may call anything, cleans texts.
+    The result is cached by data, tokenizer, task and source code, but not if a user's own function,
+    which may call anything, cleans texts. A file lock, not a collective, makes other processes
+    wait, since this may take minutes.
     """
     import datasets
+    import pyarrow.compute
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = backend.to_str() if backend else str(sorted(tokenizer.get_vocab().items()))
-    template = f"{tokenizer.chat_template} {tokenizer.special_tokens_map}"
-    settings = [function.__name__, length, ids, *(getattr(task, x) for x in (*FOR_TEXTS, *IN_KEY))]
-    files = __file__, inspect.getfile(tokenize_prompt), inspect.getfile(function), CLEAN
-    code = "".join(Path(file).read_text("utf-8") for file in files)
-    key = rows._fingerprint, vocabulary, template, repr(settings), code
-    fingerprint = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
-    cache = Path(datasets.config.HF_DATASETS_CACHE)
-    cache.mkdir(parents=True, exist_ok=True)
-    where: dict[str, Any] = dict(cache_file_name=str(cache / f"{fingerprint}.arrow"))
-    lock: Any = filelock.FileLock(cache / f"{fingerprint}.lock")
-    if task.clean_fn and Path(task.clean_fn.rpartition(":")[0]) != CLEAN:
-        where, lock = dict(keep_in_memory=True, load_from_cache_file=False), nullcontext()
+    files = __file__, tokens.__file__, CLEAN
+    key: Any = [rows._fingerprint, function.__name__, length, task, ids]
+    key += [getattr(tokenizer, "backend_tokenizer", tokenizer), tokenizer.chat_template]
+    key += [tokenizer.special_tokens_map, [Path(file).read_text("utf-8") for file in files]]
+    fingerprint = datasets.fingerprint.Hasher.hash(key)
+    path = Path(datasets.config.HF_DATASETS_CACHE, f"{fingerprint}.arrow")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cached = not task.clean_fn or Path(task.clean_fn.rpartition(":")[0]) == CLEAN
+    lock: Any = filelock.FileLock(f"{path}.lock") if cached else nullcontext()
     with about(f"--query_dataset {task.query_dataset}"), lock:
         table = rows.map(
             lambda batch: {"tokens": function(batch)},
             batched=True,
             remove_columns=rows.column_names,
             features=datasets.Features({"tokens": datasets.List(datasets.Value("int32"))}),
+            cache_file_name=str(path),
+            load_from_cache_file=cached,
             new_fingerprint=fingerprint,
-            **where,
         )
-    return TokenTable(table, length, ids.pad)
+    kept = np.flatnonzero(pyarrow.compute.list_value_length(table.data.column("tokens")))
+    if skipped := len(table) - len(kept):
+        say(f"--query_dataset {task.query_dataset}: skipped {skipped} of {len(table)} rows")
+    extra = rows if len(rows) == len(table) else None  # blocks of texts are no rows
+    return TokenTable(table, length, ids.pad, extra).select(kept)
 
 
 def clean_texts(texts: Sequence[str | None], task: Task) -> list[str]:
@@ -163,9 +143,7 @@ def ends_word(text: str, offsets: list[tuple[int, int]], end: str) -> list[bool]
     return found
 
 
-def cut_query(
-    tokens: list[int], length: int, start: int | None, ends: list[bool] | None
-) -> list[int]:
+def cut_query(ids: list[int], length: int, start: int | None, ends: list[bool] | None) -> list[int]:
     """The query inside a passage, empty if there is none (P3).
 
     It begins after the first `start` token, has at most `length` tokens, and ends with the last of
@@ -173,46 +151,47 @@ def cut_query(
     """
     first = 0
     if start is not None:
-        if start not in tokens:
+        if start not in ids:
             return []
-        first = (tokens.index(start) + 1) % len(tokens)  # OpenAI: a final start token cuts nothing
-    tokens = tokens[first : first + length]
+        first = (ids.index(start) + 1) % len(ids)  # OpenAI: a final start token cuts nothing
+    ids = ids[first : first + length]
     if ends is None:
-        return tokens
+        return ids
     stops = [i + 1 for i, end in enumerate(ends[first : first + length]) if end]
-    return tokens[: stops[-1]] if stops else []
+    return ids[: stops[-1]] if stops else []
 
 
-def keep_last_line(text: str, length: int, tokenizer: Any) -> list[int]:
-    """Tokens of a prompt, at most `length`: drop lines before the last one, such as TL;DR:."""
+def drop_lines(text: str, length: int, tokenizer: Any) -> str:
+    """Drop lines before the last one, such as TL;DR:, of a prompt of more than `length` tokens."""
+    encode = partial(tokenizer.encode, add_special_tokens=False)
     head, _, last = text.rpartition("\n")
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    while len(ids) > length and "\n" in head.rstrip():
+    while "\n" in head.rstrip() and len(encode(text)) > length:
         head = head.rstrip().rpartition("\n")[0]
-        ids = tokenizer.encode(f"{head.rstrip()}\n\n{last}", add_special_tokens=False)
-    return ids[:length]
+        text = f"{head.rstrip()}\n\n{last}"
+    return text
 
 
 def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[list[int]]:
     """Texts or lists of messages → queries as token lists, empty for those that are skipped (P3).
 
-    Blank ones are, and messages whose last turn is too long. The query of a conversation that ends
-    with an answer is what precedes it.
+    Blank ones are, and messages that are too long. The query of a conversation that ends with an
+    answer is what precedes it.
     """
     if any(isinstance(text, list) for text in texts):
-        prompts = [drop_answer(messages or []) for messages in texts]
-        return [tokenize_prompt(prompt, task.query_length, tokenizer) for prompt in prompts]
-    cleaned = clean_texts(texts, task)
-    start = single_token(tokenizer, task.start_text, "--start_text")
+        tokens.check_chat(task, tokenizer)
+        prompts = [tokens.drop_answer(messages or []) for messages in texts]
+        return [tokens.tokenize_prompt(prompt, task.query_length, tokenizer) for prompt in prompts]
+    texts = clean_texts(texts, task)
+    if task.keep_last_line:
+        texts = [drop_lines(text, task.query_length, tokenizer) for text in texts]
+    start = tokens.single_token(tokenizer, task.start_text, "--start_text")
     wants_offsets = task.end_text is not None
-    encoded = tokenizer(cleaned, add_special_tokens=False, return_offsets_mapping=wants_offsets)
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=wants_offsets)
     queries = []
-    for i, (text, ids) in enumerate(zip(cleaned, encoded["input_ids"], strict=True)):
+    for i, (text, ids) in enumerate(zip(texts, encoded["input_ids"], strict=True)):
         ends = None
         if task.end_text is not None:
             ends = ends_word(text, encoded["offset_mapping"][i], task.end_text)
-        if task.keep_last_line and len(ids) > task.query_length:
-            ids = keep_last_line(text, task.query_length, tokenizer)
         queries.append(cut_query(ids, task.query_length, start, ends) if text.strip() else [])
     return queries
 
@@ -222,26 +201,66 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, max_queries: int) ->
 
     `max_queries` are as many as the run can use. The table keeps all columns of the data set.
     """
-    import pyarrow.compute
-
-    if task.keep_last_line and task.end_text is not None:
-        raise InputError("end_text does not work with keep_last_line; pass --no-keep_last_line")
-    texts = load_texts(task, task.query_column, tokenizer=tokenizer)
+    texts = load_texts(task, task.query_column)
     order = np.random.default_rng(0).permutation(len(texts))
     texts = texts.select(order[: max(max_queries, SMALL_TABLE)])
 
     def queries(batch: dict[str, list]) -> list[list[int]]:
         return tokenize_queries(batch[task.query_column], task, tokenizer)
 
-    table = tokenize_rows(texts, queries, task.query_length, task, tokenizer, ids)
-    table.extra = texts  # a row for each query, also for those that are skipped
-    lengths = pyarrow.compute.list_value_length(table.rows.data.column("tokens"))
-    table = table.select(np.flatnonzero(lengths))
-    say_skipped(len(texts) - len(table), len(texts), task)
-    return table
+    return tokenize_rows(texts, queries, task.query_length, task, tokenizer, ids)
 
 
-def say_skipped(skipped: int, rows: int, task: Task) -> None:
-    """Print how many rows gave no sequence."""
-    if skipped:
-        say(f"--query_dataset {task.query_dataset}: skipped {skipped} of {rows} rows")
+def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> TokenTable:
+    """Texts joined into blocks [num_blocks, block_size].
+
+    A block begins with a text and continues with the next ones, tokenized after a space; the end of
+    its last text is dropped.
+    """
+    rest: list[int] = []  # a block that is not full yet; the next batch continues it
+
+    def to_blocks(batch: dict[str, list]) -> list[list[int]]:
+        blocks = []
+        for text in map(str.strip, clean_texts(batch[task.query_column], task)):
+            if text:
+                text = f" {text}" if rest else text
+                rest.extend(tokenizer.encode(text, add_special_tokens=False))
+            if len(rest) >= block_size:
+                blocks.append(rest[:block_size])
+                rest.clear()
+        return blocks
+
+    rows = load_texts(task, task.query_column)
+    return tokenize_rows(rows, to_blocks, block_size, task, tokenizer, ids)
+
+
+def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
+    """Contexts, padded on the left, and their reference responses, padded on the right [num, T].
+
+    Both columns may be one of conversations, whose last messages are the responses.
+    """
+    end = ids.truncate if task.eos_task else None
+    column = task.response_column
+    assert column is not None
+
+    def to_sequences(batch: dict[str, list]) -> list[list[int]]:
+        prompts = tokenize_queries(batch[task.query_column], task, tokenizer)
+        texts = []
+        for query, text in zip(batch[task.query_column], batch[column], strict=True):
+            if isinstance(text, list):
+                text = tokens.render_answer(tokens.drop_answer(query or []), text, tokenizer)
+            elif text and column == task.query_column:
+                raise InputError(f"--response_column {column} has texts; see Chat in docs/data.md")
+            texts.append(text or "")
+        responses = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        sequences = []
+        for query, response in zip(prompts, responses, strict=True):
+            learned = tokens.with_end(response, end)[: task.response_length]
+            padding = [ids.pad] * (task.response_length - len(learned))
+            sequence = ids.prefix + query + ids.suffix + learned + padding
+            sequences.append(sequence if query and response else [])
+        return sequences
+
+    rows = load_texts(task, task.query_column, column)
+    length = len(ids.prefix) + task.query_length + len(ids.suffix) + task.response_length
+    return tokenize_rows(rows, to_sequences, length, task, tokenizer, ids)

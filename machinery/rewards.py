@@ -5,29 +5,21 @@ Shapes: `B` sequences, `Q` query tokens, `R` response tokens, `T` tokens.
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from accelerate import Accelerator
-from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.utils import cached_file
 
 from data.tasks import Task
+from machinery import models
 from machinery.cli import InputError, about
-from machinery.functions import load_function, names_taken
-from machinery.models import (
-    check_length,
-    disable_dropout,
-    load_weights,
-    probe_inputs,
-    store_as_cast,
-    use_fused_gelu,
-)
-from machinery.sources import check_source
+from machinery.sources import check_source, load_function
 from machinery.tokens import same_tokens, translate
 from utils import TokenIds, decode, micro_batches, pad_left
 
@@ -61,50 +53,39 @@ def load_reward_model(cls: Callable, name: str) -> Any:
     The folder or hub name is what train_reward.py wrote, or a sequence classifier with one label as
     TRL trains it, whose head `score` has no bias.
     """
+    from transformers.initialization import no_init_weights  # takes two seconds to import
+
     with about(f"--reward_model {name}"):
         check_source(name)
         if RewardConfig.get_config_dict(name)[0].get("model_type") == RewardConfig.model_type:
-            return load_own_model(cls, name)
-        config = disable_dropout(transformers.AutoConfig.from_pretrained(name))
-        classifier = load_weights(transformers.AutoModelForSequenceClassification, name, config)
+            with no_init_weights():
+                model = cls(RewardConfig.from_pretrained(name))
+            with about("model.safetensors is damaged"):
+                weights = load_file(str(cached_file(name, "model.safetensors")))
+            model.load_state_dict(weights)
+            return model.eval()
+        config = models.disable_dropout(transformers.AutoConfig.from_pretrained(name))
+        kind = transformers.AutoModelForSequenceClassification
+        classifier = models.load_weights(kind, name, config)
         if config.num_labels != 1:
             raise InputError(f"has {config.num_labels} labels; a reward model has one")
-        use_fused_gelu(classifier)
+        models.use_fused_gelu(classifier)
         skip_id = -1 if config.pad_token_id is None else config.pad_token_id
         model = cls(RewardConfig(config, config.vocab_size, skip_id), classifier.base_model)
         model.head.weight = classifier.score.weight
         return model.eval()
 
 
-def load_own_model(cls: Callable, name: str) -> Any:
-    """Load what train_reward.py wrote."""
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights():
-        model = cls(RewardConfig.from_pretrained(name))
-    path = Path(name)
-    if not path.is_dir():
-        path = Path(snapshot_download(name, allow_patterns="*.safetensors"))
-    weights: dict[str, Tensor] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        with about(f"{file.name} is damaged"):
-            weights |= load_file(file)
-    model.load_state_dict(weights)
-    return model.eval()
-
-
 @torch.no_grad()
 def check_reward_model(model: Any, length: int) -> None:
     """Raise `InputError` if the score of a text depends on the texts beside it."""
     longest = getattr(model.config.backbone, "max_position_embeddings", None) or length
-    length = max(6, min(length, longest))
-    sequences, batch = probe_inputs(length, model.config.pad_id)
-    alone = [model.backbone(tokens, use_cache=False).last_hidden_state for tokens in sequences]
-    hidden = model.run_backbone(*batch, prompt_length=length // 2)
-    last = torch.cat([x[:, -1] for x in alone]), hidden[1:, -1]
-    right, scores = (model.gain * model.head(x) for x in last)
-    if not torch.allclose(right, scores, rtol=1e-3, atol=1e-2):
-        gap = (right - scores).abs().max().item()
+    length = min(length, longest)
+    pad = model.config.pad_id
+    texts = [[i % pad for i in range(n)] for n in (length, length, 3)]
+    alone = torch.cat([model(torch.tensor([text])) for text in texts])
+    gap = (model(pad_left(texts, length, pad), prompt_length=length // 2) - alone).abs().max()
+    if not gap < 0.01:
         kind = model.config.backbone.model_type
         raise InputError(f"{kind}: scores depend on the texts beside them, by {gap:.2g}")
 
@@ -126,8 +107,8 @@ def reward_input(
         if same:
             unknown = (tokens == pad_id) | (tokens >= pad)  # padding, or ids that are not a text
             return tokens.masked_fill(unknown, pad)
-        sequences = translate(tokens, policy_tokenizer, pad_id, tokenizer)
-        sequences = [sequence[-longest:] for sequence in sequences]
+        rows = [[token for token in row if token != pad_id] for row in tokens.tolist()]
+        sequences = [row[-longest:] for row in translate(rows, policy_tokenizer, tokenizer)]
         return pad_left(sequences, max(map(len, sequences)), pad).to(queries.device)
 
     return read
@@ -153,11 +134,15 @@ def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: i
 def call_reward_function(
     function: Callable, texts: list[list[str]], columns: dict[str, list]
 ) -> Tensor:
-    """Call a function of (queries, responses) → [B], with the columns that it names.
+    """Call a function of (queries, responses) → [B], with the columns that it takes by name.
 
     Raises `InputError` unless it returns one finite number for each response.
     """
-    further = {column: columns[column] for column in names_taken(function, columns)}
+    signature, further = inspect.signature(function), {}
+    for name, values in columns.items():
+        with suppress(TypeError):  # it does not take this one
+            signature.bind_partial(None, None, **{name: values})
+            further[name] = values
     returned = function(*texts, **further)
     result = torch.as_tensor(returned, dtype=torch.float32)
     if result.shape != (len(texts[0]),) or not result.isfinite().all():
@@ -203,11 +188,11 @@ def load_reward(
         own_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         length = args.task.query_length + args.task.response_length
         if same_tokens(own_tokenizer, tokenizer):
-            check_length(model.config.backbone, length, "query and response")
+            models.check_length(model.config.backbone, length, "query and response")
         check_reward_model(model, length)
     model = model.to(accelerator.device).requires_grad_(False)
     if accelerator.mixed_precision == "bf16":
-        store_as_cast(model)
+        models.store_as_cast(model)
     read = reward_input(model, own_tokenizer, tokenizer, ids.pad)
 
     def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:

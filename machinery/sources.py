@@ -1,9 +1,14 @@
-"""Where models and data come from: local files, folders, and the Hugging Face hub."""
+"""Where models, data and functions come from: local files, folders, the Hugging Face hub."""
 
+import functools
+import importlib.util
 import os
+import pkgutil
 import re
+import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +21,7 @@ if TYPE_CHECKING:
     import datasets
 
 LOCAL = (".", "/", "~", "models/", "data/", "runs/")  # names that start like this are paths
-READERS: dict[str, tuple[str, dict[str, Any]]] = {  # a byte-order mark is not text, and "NA" is
-    ".txt": ("text", dict(encoding="utf-8-sig")),
-    ".json": ("json", {}),
-    ".jsonl": ("json", {}),
-    ".parquet": ("parquet", {}),
-    ".csv": ("csv", dict(keep_default_na=False)),
-}
+READERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # never ask whether to run remote code
 
 
@@ -59,10 +58,7 @@ def load_rows(source: str, flag: str) -> "datasets.Dataset":
         if not Path(source).exists() and "@" in source:
             name, _, split = source.rpartition("@")
         if Path(name).is_file():
-            kind, options = READERS[Path(name).suffix]
-            rows = datasets.load_dataset(kind, data_files=name, split=split, **options)
-            rows.data.validate(full=True)  # that texts are UTF-8, which the JSON reader does not
-            return rows
+            return datasets.load_dataset(READERS[Path(name).suffix], data_files=name, split=split)
         part = ""
         if not Path(name).exists():  # C:\data is one name
             name, _, part = name.partition(":")  # a configuration or, of the hub, a file
@@ -73,3 +69,23 @@ def load_rows(source: str, flag: str) -> "datasets.Dataset":
         check_source(name)
         files = {"data_files": part} if Path(part).suffix in READERS else {"name": part or None}
         return datasets.load_dataset(name, split=split, **files)
+
+
+@functools.cache
+def load_function(name: str) -> Callable:
+    """Import `module:function` or `path.py:function`, once."""
+    source, _, attribute = name.rpartition(":")
+    if source.endswith(".py"):
+        return getattr(import_file(source), attribute)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return pkgutil.resolve_name(name)
+
+
+def import_file(path: str) -> Any:
+    """Import a Python file under its path as the module name."""
+    spec: Any = importlib.util.spec_from_file_location(path, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path] = module  # dataclasses look up their module here
+    spec.loader.exec_module(module)
+    return module

@@ -1,13 +1,12 @@
 """Tokenizers: ids of a task, the same texts in ids of another tokenizer, and chat templates.
 
 A message is `{"role": ..., "content": ...}`. Templates write the special tokens, so tokenizers add
-none. A turn begins with a message of the user. Tags such as (G2) are explained in docs/details.md.
+none. Tags such as (G2) are explained in docs/details.md.
 """
 
 from typing import Any
 
 import transformers
-from torch import Tensor
 
 from data.tasks import Task
 from machinery.cli import InputError, about
@@ -30,19 +29,15 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
         check_source(name)
         config = transformers.AutoConfig.from_pretrained(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        if len(tokenizer) < 8:  # the library makes up one of a few special tokens
-            raise InputError("there is no tokenizer: no tokenizer.json, or an empty one")
-        if len(tokenizer) > config.vocab_size:
+        if not 8 <= len(tokenizer) <= config.vocab_size:  # the library makes up one without files
             raise InputError(
-                f"the tokenizer has {len(tokenizer)} tokens and the model only "
-                f"{config.vocab_size}; resize the model's embeddings first"
+                f"the tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}: "
+                "is tokenizer.json missing, or do the embeddings have to be resized?"
             )
     prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
     suffix = tokenizer.encode(task.query_suffix, add_special_tokens=False)
     length = len(prefix) + task.query_length + len(suffix) + new_tokens
-    check_length(
-        config, length, f"query_length={task.query_length} with prefix, suffix and response"
-    )
+    check_length(config, length, f"query_length={task.query_length} with affixes and response")
     truncate = single_token(tokenizer, task.truncate_token, "--truncate_token")
     return tokenizer, TokenIds(config.vocab_size, truncate, prefix, suffix, length)
 
@@ -79,15 +74,12 @@ def same_tokens(tokenizer: Any, other: Any) -> bool:
     return same and encoded[0] == encoded[1]
 
 
-def translate(tokens: Tensor, source: Any, pad_id: int, target: Any) -> list[list[int]]:
-    """Token ids [B, T] of tokenizer `source` → the same B texts as token lists of `target`.
+def translate(sequences: list[list[int]], source: Any, target: Any) -> list[list[int]]:
+    """Token lists of tokenizer `source` → the same texts as token lists of `target`.
 
-    Padding is dropped; an end of text stays one. Nothing is cut.
+    An end of text stays one. Nothing is cut.
     """
-    sequences = [[token for token in row if token != pad_id] for row in tokens.tolist()]
-    texts = source.batch_decode(
-        sequences, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+    texts = source.batch_decode(sequences, clean_up_tokenization_spaces=False)
     if source.eos_token:
         texts = [text.replace(source.eos_token, target.eos_token or "") for text in texts]
     return target(texts, add_special_tokens=False)["input_ids"]
@@ -100,8 +92,7 @@ def check_chat(task: Task, tokenizer: Any) -> None:
     """Raise `InputError` if flags of this task would be ignored for lists of messages."""
     for name in FOR_TEXTS:
         if value := getattr(task, name):
-            off = f"--no-{name}" if value is True else f"--{name} {getattr(Task, name)!r}"
-            raise InputError(f"for messages, {name}={value!r} is not used; pass {off}")
+            raise InputError(f"--{name} {value!r} is not for messages; see Chat in docs/data.md")
     question, answer = ({"role": role, "content": "?"} for role in ("user", "assistant"))
     end = render_answer([question], [answer], tokenizer).rpartition("?")[2].strip()
     if task.eos_task and end not in ("", task.truncate_token):
@@ -138,18 +129,9 @@ def drop_answer(messages: list[dict]) -> list[dict]:
 
 
 def tokenize_prompt(messages: list[dict], length: int, tokenizer: Any) -> list[int]:
-    """Tokens of a prompt, at most `length`: the oldest turns are dropped if it is longer.
-
-    A system message at the beginning stays. Empty if that and the last turn are too long, or if the
-    last message is blank.
-    """
+    """Tokens of a prompt; empty if they are more than `length`, or if the last message is blank."""
     if not messages or not messages[-1]["content"].strip():
         return []
-    system = 1 if messages[0]["role"] in ("system", "developer") else 0
-    turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    for start in sorted({system, *turns}):
-        text = render(messages[:system] + messages[start:], tokenizer, prompt=True)
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        if len(tokens) <= length:
-            return tokens
-    return []
+    text = render(messages, tokenizer, prompt=True)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return tokens if len(tokens) <= length else []

@@ -28,11 +28,11 @@ import sft
 import train_reward
 from data import tasks
 from machinery import rewards
-from machinery.functions import load_function
 from machinery.runs import SIGNALS
+from machinery.sources import load_function
 
 # They fork, make pseudo-terminals, limit resources, or call bash and patch.
-UNIX = ["diffs", "docs", "functions", "launch", "pitfalls", "progress", "readme", "resume", "runs"]
+UNIX = ["diffs", "docs", "launch", "pitfalls", "progress", "readme", "resume", "rewards", "runs"]
 collect_ignore = [f"test_{x}.py" for x in UNIX] + ["benchmarks"] if os.name == "nt" else []
 # `nohup` and `&` ignore these signals, and so would the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,10 +7,13 @@ import formats
 import numpy as np
 import pytest
 import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import make_task, refuses
 
 import train_reward
 from machinery import labels
+from machinery.cli import InputError
 from machinery.labels import Labels, load_labels
 from machinery.tokens import render
 from utils import TokenIds
@@ -28,6 +31,11 @@ def lists(arrays) -> list:
 def label_task(path, rows, **changes):
     """A task whose labels are these rows in a file."""
     return make_task(label_dataset=formats.write_rows(path, rows), **changes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    return tmp_path_factory.mktemp("labels")
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
@@ -107,21 +115,54 @@ def test_a_label_tokenizer_out_of_reach_is_refused(hers, tmp_path, monkeypatch):
     refuses(load, "--label_dataset", ": --label_tokenizer ./nowhere: ")
 
 
-def test_lists_of_a_fixed_length_and_selections_of_rows_are_read_too():
-    features = {"query": datasets.List(datasets.Value("int32"), length=2)}
-    features |= {f"sample{k}": datasets.List(datasets.Value("int64")) for k in range(2)}
-    features = datasets.Features(features | {"best": datasets.Value("int8")})
-    rows = [{"query": [i, 50259], "sample0": [1], "sample1": [2], "best": i} for i in (0, 1)]
-    table = datasets.Dataset.from_list(rows * 2, features=features).select([3, 0])
-    found = labels.load_best_of_k(table, 100)
-    assert lists(found.queries) == [[1], [0]] and found.best.tolist() == [1, 0]
+ROWS = [
+    dict(query=[1, 2, 3, 4], sample0=[11, 12], sample1=[21, 22, 23], best=1),
+    dict(query=[4, 3, 2], sample0=[0, 1, 2], sample1=[999], best=0),
+    dict(query=[3, 1], sample0=[5, 3, 5], sample1=[7, 9], best=1),
+]
 
 
-def test_the_first_bad_row_of_several_is_named(hers, tmp_path):
-    rows = tiny.label_rows(16, 8, 5)
-    rows[3]["query"], rows[9]["query"] = None, [2.5] * 8
-    task = label_task(tmp_path / "a.json", rows)
-    refuses(partial(load_labels, task, hers, ids_of(1000)), "--label_dataset", "a.json: row 3: ")
+def test_candidates_are_sorted_by_number(tmp_path):
+    """`best` counts them: sample10 is the eleventh. Ids and `best` may be written as floats."""
+    rows = [{f"sample{k}": [float(k)] for k in range(12)} | dict(query=[1.0], best=10.0)]
+    found = load_labels(label_task(tmp_path / "l.json", rows), None, ids_of(100))
+    assert lists(found.responses) == [[[k] for k in range(12)]] and found.best.tolist() == [10]
+
+
+def test_the_first_bad_row_of_several_is_named(tmp_path):
+    for i, rows in enumerate(
+        [[*ROWS, dict(query=[1], sample0=[2]), {}], [*ROWS, dict(query=[2.5])]]
+    ):
+        task = label_task(tmp_path / f"{i}.jsonl", rows)
+        refuses(partial(load_labels, task, None, ids_of(1000)), "--label_dataset", "l: row 3: ")
+
+
+LEAVES = st.none() | st.integers(-3, 1002) | st.floats() | st.just(2**70)
+LEAVES |= st.text("ab: é", max_size=3)  # the library reads "1" as 1
+JUNK = LEAVES | st.lists(LEAVES, max_size=5) | st.lists(st.lists(LEAVES, max_size=2), max_size=2)
+JUNK |= st.dictionaries(st.text(max_size=2), LEAVES, max_size=2)
+IDS = st.lists(st.integers(-1, 1001) | st.floats(0, 3), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None, database=None)
+@given(st.integers(0, 2), st.sampled_from([*ROWS[0], "note"]), IDS | JUNK, st.booleans())
+def test_any_label_is_read_as_it_is_or_refused(folder, i, key, value, as_lines):
+    """What is right is decided by a loop over the plain rows."""
+    rows, right = [*ROWS[:i], ROWS[i] | {key: value}, *ROWS[i + 1 :]], True
+    for row in rows:
+        for name in ("query", "sample0", "sample1"):
+            ids = row[name] if isinstance(row[name], list) else [None]
+            right &= all(type(x) in (int, float) and x in range(1000) for x in ids)
+        right &= row["best"] in (0, 1)
+    task = label_task(folder / f"any.{'jsonl' if as_lines else 'json'}", rows)
+    try:
+        found = load_labels(task, None, ids_of(1000))
+    except InputError as error:
+        assert "--label_dataset" in str(error) and (not right or key == "note")
+        return
+    names = "query", "sample0", "sample1", "best"
+    read = zip(found.queries, *zip(*found.responses, strict=True), found.best, strict=True)
+    assert right and [lists(row) for row in read] == [[row[name] for name in names] for row in rows]
 
 
 # -------------------------------------------------------------------------------------------- pairs
@@ -140,19 +181,11 @@ PAIRS = {
         {"chosen": f"{HELLO} B.\n\nHuman: C?\n\nAssistant: D.", "rejected": f"{HELLO} E."},
         (HELLO, " B.\n\nHuman: C?\n\nAssistant: D.", " E."),
     ),
-    "implicit prompt": (
-        {"chosen": "The sky is blue.", "rejected": "The sky is black."},
-        ("The sky is", " blue.", " black."),
-    ),
     "messages": (formats.MESSAGES[0], SKY),
     "messages without a prompt": (formats.MESSAGES_WITHOUT_PROMPT[0], SKY),
     "trl-style": (formats.TRL_STYLE[0], SKY),
     "ultrafeedback_binarized": (formats.ULTRAFEEDBACK_BINARIZED[0], SKY),
     "HuggingFaceH4/ultrafeedback_binarized": (formats.ULTRAFEEDBACK_BINARIZED_H4[0], SKY),
-    "prompt string, answers as messages": (
-        formats.MESSAGES[0] | {"prompt": "What color is the sky?"},
-        SKY,
-    ),
     "repeated prompt": (formats.MESSAGES[0] | formats.MESSAGES_WITHOUT_PROMPT[0], SKY),
     "messages that part early": (
         {
@@ -183,11 +216,10 @@ def test_R4_what_is_no_pair_is_refused(hers, tmp_path):
         formats.MESSAGES[0],  # without a chat template
         {"chosen": "a", "rejected": None},
         {"chosen": "a", "rejected": [formats.BLUE]},
-        {"prompt": None, "chosen": "a", "rejected": "b"},
     ):
         task = label_task(tmp_path / "pairs.jsonl", [row] * 2)
         load = partial(load_labels, task, hers, ids_of(1000, 0))
-        refuses(load, "--label_dataset", "pairs.jsonl: row 0: ")
+        refuses(load, "--label_dataset", "pairs.jsonl: ")
 
 
 @pytest.mark.parametrize("name", ["TLDR_PREFERENCE", "OAI_PREPROCESSED"])
@@ -221,7 +253,7 @@ LONG = {  # rows, the first prompt, and whether it keeps its end
 
 @pytest.mark.parametrize("name", LONG)
 def test_R4_a_dialogue_that_is_too_long_keeps_its_end_and_a_text_its_beginning(
-    name, chat, tmp_path, capsys
+    name, chat, tmp_path
 ):
     rows, prompt, keeps_end = LONG[name]
     hello = chat.encode(HELLO)  # the second row of hh-rlhf just fits
@@ -229,4 +261,4 @@ def test_R4_a_dialogue_that_is_too_long_keeps_its_end_and_a_text_its_beginning(
     task = label_task(tmp_path / "p.jsonl", rows, query_length=n)
     found = load_labels(task, chat, ids_of(1000, 0))
     assert lists(found.queries) == [full[-n:] if keeps_end else full[:n], hello][: len(rows)]
-    assert len(full) > n and f"cut 1 of {len(rows)}" in capsys.readouterr().out
+    assert len(full) > n

@@ -23,7 +23,7 @@ import rloo
 import sft
 import train_reward
 import utils
-from machinery import artifacts, checkpoints, models, sequences
+from machinery import artifacts, checkpoints, models, queries
 from machinery.labels import Labels, load_labels
 from machinery.rewards import load_reward_model
 from machinery.tokens import load_tokenizer
@@ -164,11 +164,11 @@ def test_sft_steps_and_rates_are_those_of_a_linear_warm_up_and_decay(runs, monke
     assert found == pytest.approx([0.5, 1.0, 1.0, 2 / 3, 1 / 3])
 
 
-def sft_blocks(runs) -> tuple[Tensor, sequences.TokenTable]:
+def sft_blocks(runs) -> tuple[Tensor, queries.TokenTable]:
     """Held-out blocks and the others of the run of sft.py."""
     args = runs.args["sft"]
     tokenizer, ids = load_tokenizer(args.task, args.task.response_length)
-    return sequences.load_blocks(args.task, 10, tokenizer, ids).hold_out(6)
+    return queries.load_blocks(args.task, 10, tokenizer, ids).hold_out(6)
 
 
 # ------------------------------------------------------------------------------- 18: what is saved

@@ -40,7 +40,7 @@ import ppo
 import rloo
 from machinery import artifacts, checkpoints, cli, distributed, runs
 from machinery.cli import InputError
-from machinery.functions import import_file
+from machinery.sources import import_file
 
 ROOT = Path(__file__).parents[1]
 

@@ -1,18 +1,28 @@
 """Rewards: models, functions of users, both; what a reward model reads."""
 
+import json
+import shutil
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import formats
+import numpy as np
 import pytest
 import tiny
 import torch
 from accelerate import Accelerator
+from conftest import read_metrics
+from formats import write_rows
+from test_diffs import apply, load
 from tiny import refuses
 
+import ppo
+import rloo
 import train_reward
 import utils
-from machinery import rewards
+from machinery import queries, rewards
 from machinery.rewards import load_reward_model
 from machinery.tokens import load_tokenizer
 
@@ -31,9 +41,8 @@ def load_reward(task, folder: Path | None = None, code: str = "", **flags: Any) 
     return rewards.load_reward(args, train_reward.RewardModel, *rest), tokenizer
 
 
-RETURNS = ["[1.0]", "[1.0] * 9", "[[1.0]] * 4", "[float('nan')] * 4", "[float('-inf'), 0, 0, 0]"]
-RETURNS += ["[1e39, 0, 0, 0]", "[0.5, None, 1, 1]", "1.0", "None", "['a', 'b', 'c', 'd']"]
-RETURNS += ["{'good': 1.0}", "(1.0 for _ in range(4))", "10**400", "1 / 0", "sys.exit(0)"]
+RETURNS = ["[1.0]", "[[1.0]] * 4", "[float('nan')] * 4", "[1e39, 0, 0, 0]", "None"]
+RETURNS += ["['a', 'b', 'c', 'd']", "(1.0 for _ in range(4))", "1 / 0", "sys.exit(0)"]
 
 
 @pytest.mark.parametrize("returned", RETURNS)
@@ -169,3 +178,132 @@ def test_a_reward_function_with_an_argument_scores_gets_the_reward_models(
     composed = dict(reward_fn="mine.py:composed", reward_model="./nowhere")
     refuses(lambda: load_reward(task, **composed), "--reward_model ./nowhere")
     load_reward(task, reward_fn="mine.py:plain", reward_model="./nowhere")  # needs none
+
+
+# ----------------------------------------------------------- columns of the data set, by name
+
+# A query names its number; so do an int and a list. 5 occurs three times, with other values of `twin`.
+ROWS = [dict(prompt=f"Anna saw {i} cats.", number=i, tags=[str(i), "x"], twin=0) for i in range(40)]
+ROWS += [ROWS[5] | {"twin": 1}, ROWS[5] | {"twin": 2}, ROWS[7] | {"prompt": " "}]
+REWARD = """
+import json
+
+def check(queries, number, tags):
+    assert len(queries) == len(number) == len(tags) > 0
+    for query, n, (tag, x) in zip(queries, number, tags):
+        assert type(n) is int and query.split()[2] == tag == str(n) and x == "x"
+
+def score(queries, responses, tags, twin, number, missing=3.0):
+    check(queries, number, tags)
+    assert missing == 3.0
+    with open("seen.jsonl", "a") as seen:
+        print(json.dumps([number, twin]), file=seen)
+    return [response.count("e") / 4 for response in responses]
+
+def gold(queries, responses, *, number, **columns):
+    check(queries, number, columns["tags"])
+    assert columns.keys() == {"prompt", "tags", "twin"} and columns["prompt"][0] == queries[0]
+    return [float(n) for n in number]
+
+def composed(queries, responses, scores, number):
+    assert len(scores) == len(number) == len(queries)
+    return [s + 100 * n for s, n in zip(scores, number)]
+
+"""
+
+
+@pytest.fixture
+def by_column(task, tmp_path, monkeypatch):
+    """A task of `ROWS`; by_column.py in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "by_column.py").write_text(REWARD)
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS)
+    return replace(task, query_dataset=rows, query_column="prompt", truncate_token=None)
+
+
+def table(task, **changes):
+    task = replace(task, **changes)
+    return queries.load_queries(task, *load_tokenizer(task, 5), 1000)
+
+
+def pairs(table, task):
+    """(query, number, twin) of each row."""
+    tokenizer = load_tokenizer(task, 5)[0]
+    texts = [tokenizer.decode(row[row < tiny.WORDS]) for row in table[:]]
+    columns = table.columns(slice(None))
+    return list(zip(texts, columns["number"], columns["twin"], strict=True))
+
+
+def expected(rows):
+    return [(row["prompt"], row["number"], row["twin"]) for row in rows]
+
+
+def test_columns_stay_beside_their_queries_in_every_table(by_column):
+    """Also where rows are dropped or subsampled, and the second time, from the cache."""
+    for _ in range(2):
+        found = table(by_column)
+        assert Counter(pairs(found, by_column)) == Counter(
+            expected(ROWS[:42])
+        )  # without the blank one
+        assert set(found.columns(np.array([3, 3, 0]))) == set(ROWS[0])
+        some = pairs(table(by_column, num_queries=20), by_column)
+        assert len(some) in (19, 20) and set(some) < set(expected(ROWS))
+        held, rest = found.hold_out(30)
+        assert len(pairs(held, by_column)) == 30 and len(pairs(rest, by_column)) in (10, 11, 12)
+        assert not {x[0] for x in pairs(held, by_column)} & {x[0] for x in pairs(rest, by_column)}
+        assert set(pairs(held, by_column) + pairs(rest, by_column)) <= set(expected(ROWS))
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo", "samples_per_query"])
+def test_a_reward_sees_the_columns_of_each_query_in_training_and_evaluation(
+    name, by_column, tmp_path
+):
+    script = {"ppo": ppo, "rloo": rloo}.get(name)
+    if script is None:
+        copy = Path(shutil.copy(ppo.SCRIPT, tmp_path / "mine.py"))
+        assert apply(copy, name)
+        script = load(copy)
+    task = replace(by_column, gold_fn="by_column.py:gold")
+    flags = dict(reward_fn="by_column.py:score", run_name="run", output_dir="out", eval_every=1)
+    flags |= dict(total_episodes=48, eval_queries=6, rollout_batch_size=3)
+    script.main(tiny.make_args(task, script, **flags))
+    calls = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    sizes = [len(numbers) for numbers, _ in calls]
+    assert sizes == [6, 8] * 6 + [6]
+    heldout = calls[0]
+    assert all(call == heldout for call in calls[::2])
+    if name != "ppo":  # in each group of queries [K, P], all rows are the same
+        k = {"rloo": 4, "samples_per_query": 2}[name]
+        assert all(values == values[: 8 // k] * k for call in calls[1::2] for values in call)
+    assert Path("runs/run/by_column.py").read_text() == Path("by_column.py").read_text()
+    line = read_metrics("run")[0]
+    assert line["eval/gold_score"] == pytest.approx(np.mean(heldout[0]))
+    assert line["objective/gold_score"] == pytest.approx(np.mean(calls[1][0]))
+
+
+def test_scores_of_the_reward_model_and_columns_together(by_column, tmp_path):
+    flags = dict(reward_model=tiny.write_reward(tmp_path / "rm"), run_name="run", eval_every=1)
+    ppo.main(
+        tiny.make_args(by_column, reward_fn="by_column.py:composed", total_episodes=8, **flags)
+    )
+    assert all(line["eval/scores"] > 100 for line in read_metrics("run"))
+
+
+class Scorer:
+    def __call__(self, queries: list[str], responses: list[str], scores: list[float]) -> list:
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda queries, responses, weight=2.0: [weight], 2),  # its default stands
+        (lambda prompts, completions, *, answer, queries: [answer[0] + queries[0]], 5),
+        (lambda queries, responses, answer=None, scores=None: [answer[0] + scores[0]], 9),
+        (lambda queries, responses, **columns: [sum(x[0] for x in columns.values())], 9),
+        (Scorer(), 8),
+    ],
+)
+def test_arguments_after_the_first_two_are_given_by_name(function, expected):
+    columns = dict(answer=[1.0], queries=[4.0], scores=[8.0])
+    assert rewards.call_reward_function(function, [["a"], ["b"]], columns).tolist() == [expected]

@@ -28,7 +28,7 @@ from data import tasks
 from machinery import artifacts, checkpoints, cli, distributed, runs
 from machinery.artifacts import ROOT
 from machinery.cli import InputError
-from machinery.functions import import_file
+from machinery.sources import import_file
 from machinery.tokens import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("accelerator")

@@ -1,6 +1,8 @@
 """Data sources: files, folders, the hub; what is not read."""
 
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -12,8 +14,10 @@ from formats import write_rows
 from tiny import refuses
 
 from machinery import sources
+from machinery.cli import about
 from machinery.models import load_lm
-from machinery.sources import load_rows
+from machinery.queries import load_queries
+from machinery.sources import load_function, load_rows
 from machinery.tokens import load_tokenizer
 
 
@@ -44,11 +48,19 @@ def test_files_and_folders_are_data_sources_of_which_at_selects_a_split(form, tm
 
 
 @pytest.mark.parametrize("name", ["mine.jsonl", "mine.json", "mine.txt", "mine.csv"])
-def test_a_file_that_is_not_utf_8_is_named(name, tmp_path):
-    """The reader of JSON does not notice; reading a row then fails."""
+def test_a_file_that_is_not_utf_8_is_named(name, task, tmp_path):
     rows = "text\ncafé\n" if name == "mine.csv" else '{"text": "café"}\n'
     (tmp_path / name).write_bytes(rows.encode("latin-1"))
-    refuses(lambda: load_rows(str(tmp_path / name), "--query_dataset"), "--query_dataset", name)
+    task = replace(task, query_dataset=str(tmp_path / name))
+    load = partial(load_queries, task, *load_tokenizer(task, 5), 9)
+    refuses(load, "--query_dataset", name)
+
+
+@pytest.mark.parametrize("values", [[1, 2], [["Anna"]], ["Anna", 1]])
+def test_queries_of_something_else_than_texts_are_refused(values, task, tmp_path):
+    rows = write_rows(tmp_path / "a.jsonl", [{"text": value} for value in values])
+    load = partial(load_queries, replace(task, query_dataset=rows), *load_tokenizer(task, 5), 1)
+    refuses(load, f"--query_dataset {rows}: ")
 
 
 def test_a_missing_dataset_is_not_called_an_unreachable_hub(monkeypatch):
@@ -82,3 +94,47 @@ def test_a_model_that_cannot_be_reached_is_named_at_once(unreachable_hub, tmp_pa
     assert config.vocab_size == tiny.VOCAB
     refuses(lambda: load_lm("gpt2"), "--base_model gpt2: ")
     assert time.perf_counter() - began < 15  # the libraries retry for 23 s
+
+
+FILES = {  # with a function → what the error says
+    "no_colon": ("", "no_colon"),
+    "mine.py:g": ("def f(): pass", "g"),
+    "exits.py:f": ("import sys; sys.exit(0)", "SystemExit"),
+    "broken.py:f": ("{}['no']", "KeyError"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_function_that_cannot_be_imported_ends_the_run(name, tmp_path):
+    """Also if its file ends the process."""
+    content, words = FILES[name]
+    (tmp_path / name.split(":")[0]).write_text(content)
+
+    def load():
+        with about(f"--clean_fn {name}"):
+            load_function(f"{tmp_path}/{name}")
+
+    refuses(load, f"--clean_fn {name}: ", words)
+
+
+WITH_A_DATACLASS = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Weights:
+    length: float = 2.0
+
+print("once")
+
+def f(queries, responses):
+    return [Weights().length] * len(queries)
+"""
+
+
+def test_a_file_of_functions_is_imported_once(tmp_path, capsys):
+    """A judge that loads a model at its top must not load it for every use."""
+    (tmp_path / "judge.py").write_text(WITH_A_DATACLASS)
+    name = f"{tmp_path / 'judge.py'}:f"
+    assert [load_function(name)(["a"], ["b"]) for _ in range(3)] == [[2.0]] * 3
+    assert capsys.readouterr().out == "once\n"

@@ -24,10 +24,10 @@ from transformers import AutoTokenizer
 import ppo
 import rloo
 from data import tasks
-from machinery import labels, sequences
+from machinery import labels
 from machinery.cli import parse_args
-from machinery.functions import load_function
-from machinery.queries import load_queries
+from machinery.queries import load_queries, load_responses
+from machinery.sources import load_function
 from machinery.tokens import load_tokenizer, render_answer, single_token, tokenize_prompt, translate
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -105,21 +105,6 @@ def test_a_template_that_writes_bos_and_a_tokenizer_that_adds_it_give_one(tmp_pa
     assert tokens == [bos, *tokenizer.encode(USER["content"], add_special_tokens=False)]
 
 
-def test_the_oldest_turns_are_dropped_and_the_system_message_and_the_last_turn_stay(model):
-    prompt = SMOLTALK[1]["messages"][:-1]
-    kept = [prompt, [SYSTEM, *prompt[3:]], [SYSTEM, prompt[-1]]]
-    lengths = [len(model.write(messages)) for messages in kept]
-    assert lengths[0] > lengths[1] > lengths[2]
-    for i, messages in enumerate(kept):
-        for length in (lengths[i], lengths[i - 1] - 1 if i else 10**6):
-            assert tokenize_prompt(prompt, length, model.tokenizer) == model.write(messages)
-    assert tokenize_prompt(prompt, lengths[2] - 1, model.tokenizer) == []
-    without = prompt[1:]  # SmolLM2's template then adds a system message, which counts
-    n = len(model.write(without[2:]))
-    for length, kept in ((n, without[2:]), (n - 1, without[4:])):
-        assert tokenize_prompt(without, length, model.tokenizer) == model.write(kept)
-
-
 def test_prompts_that_are_blank_or_too_long_are_skipped_and_counted(model, tmp_path, capsys):
     n = len(model.write([USER]))
     blank = [None, [], [SYSTEM, {"role": "user", "content": " "}]]
@@ -141,17 +126,17 @@ def test_the_answer_of_a_conversation_is_its_last_message_and_the_rest_its_promp
     assert load(load_queries, task, 9) == sorted([*prompts, *[model.write([USER])] * 2])
     answers = [model.encode(answer["content"] + END) for _, answer in parts]
     both = sorted(prompt + answer for prompt, answer in zip(prompts, answers, strict=True))
-    assert load(sequences.load_responses, task) == both
+    assert load(load_responses, task) == both
     rows = [dict(prompt=prompt, completion=[answer]) for prompt, answer in parts]
     split = make_task(model, rows, tmp_path / "b.jsonl", response_column="completion", **lengths)
-    assert load(sequences.load_responses, split) == both
+    assert load(load_responses, split) == both
 
 
-def test_R4_pairs_of_messages_lose_whole_turns_and_end_once(model, tmp_path, capsys):
+def test_R4_pairs_of_messages_end_once_and_are_skipped_if_too_long(model, tmp_path, capsys):
     prompt = SMOLTALK[1]["messages"][:-1]
     long = [USER | {"content": "Why? " * 99}]
     rows = [dict(chosen=[*x, BLUE], rejected=[*x, GREEN]) for x in (prompt, [USER], long)]
-    fits = [[SYSTEM, prompt[-1]], [USER]]
+    fits = [prompt, [USER]]
     n = max(len(model.write(messages)) for messages in fits)
     task = make_task(model, rows, tmp_path / "a.jsonl", query_length=n)
     task = replace(task, label_dataset=task.query_dataset)
@@ -177,11 +162,10 @@ def chat_task(model, tmp_path):
 @pytest.mark.parametrize("name", FOR_TEXTS)
 def test_settings_for_texts_are_refused_by_name(name, chat_task):
     """In queries, and in pairs."""
-    flag = f"--no-{name}" if name == "keep_last_line" else f"--{name} "
     task = replace(chat_task, **{name: FOR_TEXTS[name]})
     given = load_tokenizer(task, 8)
-    refuses(lambda: load_queries(task, *given, 9), "rows.jsonl: ", f"pass {flag}")
-    refuses(lambda: labels.load_labels(task, *given), "rows.jsonl: ", f"pass {flag}")
+    refuses(lambda: load_queries(task, *given, 9), "rows.jsonl: ", f"--{name} ")
+    refuses(lambda: labels.load_labels(task, *given), "rows.jsonl: ", f"--{name} ")
 
 
 def test_a_tokenizer_without_a_template_is_refused(chat_task):
@@ -241,29 +225,14 @@ def test_responses_end_at_the_templates_end_and_a_reward_function_reads_none_of_
 
 # ---------------------------------------------------------------------- what people bring instead
 
-HINTS = {
-    "pass --query_column messages": formats.ULTRAFEEDBACK_BINARIZED_H4,
-    "see Chat in docs/data.md": formats.TLDR,
-}
 
-
-@pytest.mark.parametrize("hint", HINTS)
-def test_texts_for_a_chat_model_are_warned_about(hint, model, tmp_path, capsys):
-    """As UltraFeedback's `prompt` beside messages. Prefix and suffix may write the template."""
-    task = make_task(model, HINTS[hint], tmp_path / "rows.jsonl")
-    load(load_queries, task, 9)
-    assert f"get no template; {hint}" in capsys.readouterr().out
-    load(load_queries, replace(task, query_prefix=START), 9)
-    assert "get no template" not in capsys.readouterr().out
-
-
-def test_dialogues_become_messages_by_the_code_of_docs_data(model, tmp_path, monkeypatch, capsys):
+def test_dialogues_become_messages_by_the_code_of_docs_data(model, tmp_path, monkeypatch):
     """As they are, sft.py would learn to repeat a dialogue. A dialogue without an answer is a query."""
     monkeypatch.chdir(tmp_path)
     lengths = dict(query_length=200, response_length=40)
     task = make_task(model, formats.HH_RLHF, Path("rows.jsonl"), **lengths)
     texts = replace(task, query_column="chosen", response_column="chosen")
-    refuses(lambda: load(sequences.load_responses, texts), "--response_column chosen", "data.md")
+    refuses(lambda: load(load_responses, texts), "--response_column chosen", "data.md")
 
     rows = datasets.Dataset.from_list(formats.HH_RLHF)
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: rows)
@@ -278,7 +247,7 @@ def test_dialogues_become_messages_by_the_code_of_docs_data(model, tmp_path, mon
     good = [model.encode(x + END) for x in ("Then mix it with water.", "Hello!")]
     bad = [model.encode(f"Then buy bread.{END}"), [model.tokenizer.eos_token_id]]
     expected = [query + answer for query, answer in zip(queries, good, strict=True)]
-    assert load(sequences.load_responses, task) == sorted(expected)
+    assert load(load_responses, task) == sorted(expected)
     found = labels.load_labels(task, *load_tokenizer(task, 8))
     assert [query.tolist() for query in found.queries] == queries
     pairs = [[x.tolist() for x in pair] for pair in found.responses]
@@ -290,20 +259,19 @@ JUDGED = [dict(prompt=p, completion=c, label=(p, c) in GOOD) for p, c in [*BAD, 
 
 
 def test_judged_answers_become_references_and_pairs_by_the_code_of_docs_data(
-    model, tmp_path, monkeypatch, capsys
+    model, tmp_path, monkeypatch
 ):
-    """KTO's form: sft.py warns that it learns all answers; train_reward.py needs pairs."""
+    """KTO's form: sft.py learns all answers; train_reward.py needs pairs."""
     monkeypatch.chdir(tmp_path)
     task = make_task(model, JUDGED, Path("judged.jsonl"), response_column="completion")
     task = replace(task, label_dataset="judged.jsonl")
-    assert len(load(sequences.load_responses, task)) == 5
-    assert "label is false" in capsys.readouterr().out
+    assert len(load(load_responses, task)) == 5
     given = load_tokenizer(task, 8)
     refuses(partial(labels.load_labels, task, *given), "--label_dataset judged.jsonl", "data.md")
 
     exec(next(x for x in blocks("docs/data.md", "python") if "judged.jsonl" in x), {})
     task = replace(task, query_dataset="sft.jsonl", label_dataset="pairs.jsonl")
-    assert len(load(sequences.load_responses, task)) == 3
+    assert len(load(load_responses, task)) == 3
     found = labels.load_labels(task, *given)
     rows = zip(found.queries, *zip(*found.responses, strict=True), strict=True)
     texts = [[model.tokenizer.decode(x) for x in row] for row in rows]
@@ -317,7 +285,7 @@ FEW = {
 }
 
 
-def test_the_page_goes_from_own_data_to_ppo(tmp_path, monkeypatch, capsys):
+def test_the_page_goes_from_own_data_to_ppo(tmp_path, monkeypatch):
     """docs/your-data.md: its commands as bash reads them, and rows of its table, numbered."""
     monkeypatch.chdir(tmp_path)
     tokenizer = small_tokenizer()
@@ -345,28 +313,25 @@ def test_the_page_goes_from_own_data_to_ppo(tmp_path, monkeypatch, capsys):
         SCRIPTS[name].main(args)
         assert Path("models/tldr", name, "model.safetensors").is_file()
     assert END not in next(Path("runs").glob("*sft*/samples.jsonl")).read_text()
-    assert "warning" not in capsys.readouterr().out
 
 
-def test_ids_become_the_same_texts_without_padding_and_with_the_others_own_end(gpt2, chat):
-    tokens = [[50257, 50257, 1026, 764, 50256], [50257, 314, 1101, 764, 198], [50257] * 5]
+def test_ids_become_the_same_texts_with_the_others_own_end(gpt2, chat):
+    tokens = [[1026, 764, 50256], [314, 1101, 764, 198], []]
     expected = [chat.encode(text) for text in ("It .<|endoftext|>", " I'm .\n", "")]
-    assert translate(torch.tensor(tokens), gpt2, 50257, chat) == expected
+    assert translate(tokens, gpt2, chat) == expected
     chat.add_special_tokens({"eos_token": "<|im_end|>"})
     end = chat.convert_tokens_to_ids(END)
     expected = [[*chat.encode("It"), end]]
-    assert translate(torch.tensor([[1026, 50256]]), gpt2, 50257, chat) == expected
+    assert translate([[1026, 50256]], gpt2, chat) == expected
     adds_end = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, end)])
     chat.backend_tokenizer.post_processor = adds_end
     assert chat.encode("It")[0] == end  # it begins every text with that, as Llama's does
-    assert translate(torch.tensor([[1026, 50256]]), gpt2, 50257, chat) == expected
+    assert translate([[1026, 50256]], gpt2, chat) == expected
 
 
 def test_ids_beyond_the_tokenizer_are_no_text(gpt2, hers):
     """A model's vocabulary may be larger than its tokenizer (Pythia's 50,304): they can be sampled."""
-    tokens = torch.tensor([[1026, 50300, 764, 50304]])
-    assert translate(tokens, gpt2, 50304, hers) == [hers.encode("It .")]
-    assert translate(tokens[:, [0, 2, 2]], gpt2, 764, hers) == [hers.encode("It")]
+    assert translate([[1026, 50300, 764]], gpt2, hers) == [hers.encode("It .")]
 
 
 def test_the_id_of_a_text_is_the_one_that_it_has_inside_of_a_text():
