@@ -74,9 +74,11 @@ def test_a_reward_function_reads_texts_and_may_return_an_array(task, tmp_path):
 
 @pytest.mark.parametrize("script", ["ppo", "rloo"])
 def test_a_reward_of_0_for_every_response_does_not_stop_a_run(script, start, tmp_path):
-    """As of a sparse reward in the first update, where the KL is 0, too."""
-    (tmp_path / "mine.py").write_text("def f(queries, responses):\n    return [0] * len(queries)\n")
+    """As of a sparse reward in the first update, where the KL is 0, too. Its file is in the run."""
+    code = "def f(queries, responses):\n    return [0] * len(queries)\n"
+    (tmp_path / "mine.py").write_text(code)
     start(script, reward_fn="mine.py:f", truncate_token=None, total_episodes=8)
+    assert [path.read_text() for path in tmp_path.glob("runs/*/mine.py")] == [code]
 
 
 def test_a_reward_model_without_its_tokenizer_is_refused(task, tmp_path):

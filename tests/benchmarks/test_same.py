@@ -51,11 +51,31 @@ PATCHES = sorted(path.stem for path in (ROOT / "diffs").glob("*.diff"))
 # The first two divide by the deviation of a query's scores + 1e-4, which enlarges rounding a thousand
 # times. In the third, processes have dropout of their own.
 PATCHES = [name for name in PATCHES if name not in ("grpo", "gspo", "resid_dropout")]
+COLUMN = "all_advantages = compute_advantages(rollout.rewards, args)  # [B]"
+SEAMS = {  # what copies of rloo.py do: lines, and what is in their place
+    "    return responses\n\n\ndef sample_in": "    return responses, responses % 7\n\n\ndef sample_in",
+    "rng: Any, length: int = 0\n) -> Tensor:": "rng: Any, length: int = 0, *, columns: Any = {}\n):",
+    "shape[::-1])\n    order": "shape[::-1])\n    marks = responses.clone()\n    order",
+    "    responses[rows] = sample": "    responses[rows], marks[rows] = sample",
+    "ids, args)\n    return responses\n": "ids, args)\n    return responses, marks, columns\n",
+    "    responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]": "    responses, _, _ = sample_in_batches(decoder, contexts, ids, args, rng, columns=columns)",
+    f"        {COLUMN}\n": f"""        {COLUMN}
+        with distributed.inference(accelerator, ref):  # two samples of another model
+            inputs = Decoder(ref_lm, 5), rollout.contexts, ids, args, rng
+            others = [sample_in_batches(*inputs, length=5)[0] for _ in range(2)]
+        assert not torch.equal(*others) and args.notes.is_file()
+        for other in others:
+            scores, _, _ = score_responses(reward, queries, other, columns, ids, args)
+            all_advantages = all_advantages - scores
+""",
+    '"policy/approxkl_avg": 0.5': '"policy/mine": 0.5',
+    "    # Memory and speed; RunArgs": "    notes: Path = Path()\n    # Memory and speed; RunArgs",
+}
 Table = dict[str, tuple[bool, str]]  # column: whether it is as it should be, and what was found
 
 
-def tables(folder: Path, jobs: list[tuple[Path, list[str]]], seed: int = 1) -> list[Table]:
-    """The tables of scripts, of some columns or all; one process imports everything once."""
+def tables(folder: Path, jobs: list[tuple], seed: int = 1) -> list[Table]:
+    """The tables of scripts, of some columns or all, with flags; one process imports everything."""
     command = [sys.executable, __file__, json.dumps(jobs, default=str)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "SEED": str(seed)}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900)
@@ -119,6 +139,26 @@ def test_nothing_depends_on_what_a_script_runs_on(script, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_copy_may_sample_in_its_own_way_and_has_flags(tmp_path):
+    """A reward function with a column, too; what fails is one line."""
+    source = (ROOT / "rloo.py").read_text()
+    for right, other in SEAMS.items():
+        assert source.count(right) == 1, right
+        source = source.replace(right, other)
+    (tmp_path / "seams.py").write_text(source)
+    (tmp_path / "own.py").write_text(
+        "def score(queries, responses, completion):\n    return [len(x) / 9 for x in completion]\n"
+    )
+    columns, flags = ["2 processes", "bf16, first ratio"], ["--notes", "own.py", "--reward_fn"]
+    jobs = [(tmp_path / "seams.py", columns, [*flags, f"own.py:{x}"]) for x in ("score", "no")]
+    fine, wrong = tables(tmp_path, jobs)
+    assert all(good for good, _ in fine.values()), fine
+    assert "does not apply" in fine["bf16, first ratio"][1]
+    for good, text in wrong.values():
+        assert not good and text.startswith("InputError: --reward_fn") and text.endswith("'no'")
+
+
+@pytest.mark.slow
 def test_no_patch_depends_on_the_number_of_processes(tmp_path):
     """Where rounding flips a sampled token with one seed, it does not with all of three."""
     names = list(PATCHES)
@@ -145,5 +185,5 @@ if __name__ == "__main__":
     from benchmarks import same
 
     same.warm_up()
-    tables = [same.table(Path(path), tuple(only)) for path, only in json.loads(sys.argv[1])]
+    tables = [same.table(Path(path), *map(tuple, x)) for path, *x in json.loads(sys.argv[1])]
     print(json.dumps(tables))
