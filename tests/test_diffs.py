@@ -1104,14 +1104,13 @@ def test_vine_values_are_mean_scores_of_continuations_and_advantages_are_what_pa
         if not length:
             return uneven_responses(decoder, contexts, ids, args, rng)
         assert not (contexts[:, -1] == ids.pad).any()
-        ends.append(len(ends) % 2 == 0)
-        return torch.full((len(contexts), length), ids.truncate if ends[-1] else 40)
+        half = torch.full((len(contexts) // 2, length), 40)
+        return torch.cat([torch.full_like(half, ids.truncate), half])
 
     def spy(rollout, values, args):
         seen.append((rollout, values, token_advantages(rollout, values, args), args))
         return seen[-1][2]
 
-    ends: list[bool] = []
     count = lambda queries, responses, columns: (responses != tiny.WORDS).sum(dim=1).float()  # noqa: E731
     names = dict(sample_in_batches=continue_responses, token_advantages=spy)
     names |= dict(load_reward=lambda *inputs: count)
