@@ -143,10 +143,14 @@ def summary(seeds: list[float]) -> list[float]:
     return [statistics.mean(seeds), min(seeds), max(seeds)]
 
 
-def arithmetic(label: str) -> Numbers:
-    """The last three rows of a label are a summary of its seeds."""
-    column, label = ("first", "PPO") if label == "SFT" else ("last", label)
-    return summary(pick("arithmetic", column, label=label, metric="eval/scores")[:-3])
+def seeds_of(file: str, label: str, metric: str) -> list[float]:
+    """Mean, lowest and highest seed. The last three rows of a label are a summary of its seeds."""
+    return summary(pick(file, "last", label=label, metric=metric)[:-3])
+
+
+def arithmetic(script: str, metric: str) -> Numbers:
+    ways = ("0", "0.01", "0.03", "0.1", "random")
+    return [x for way in ways for x in seeds_of("arithmetic", f"{script} {way}", metric)]
 
 
 def adam(model: str, epoch: str) -> Numbers | None:
@@ -196,9 +200,7 @@ def clipped(model: str, label: str, steps: str) -> Numbers:
 
 
 def patch(name: str) -> Numbers:
-    at = "624.0" if name == "dpo" else "15.0"  # the last step, or update
-    found = [pick("patches", "value", name=name, metric=metric, at=at) for metric in (GOLD, KL)]
-    return [x for values in found for x in (statistics.mean(values), *sorted(values))]
+    return [x for y in ("gold_score", "kl") for x in seeds_of("patches", name, f"eval/{y}")]
 
 
 def memory(shape: str) -> Numbers:
@@ -268,7 +270,7 @@ def pretrained(label: str) -> Numbers:
 
 
 CLAIM = [x for label in ("PPO", "RLOO") for x in curves("synthetic", label, GOLD)]
-RESULTS, EXPERIMENTS = "docs/results.md", "docs/experiments.md"
+RESULTS, EXPERIMENTS, CHECKED = (f"docs/{x}.md" for x in ("results", "experiments", "arithmetic"))
 TABLES = {  # page and header → the columns, and their numbers by the cells of a row
     ("README.md", "| claim "): (slice(1, 2), lambda x, *_: CLAIM if "true score" in x else None),
     (RESULTS, "| | score | true score | KL | β"): (slice(1, 5), lambda x, *_: results(x, COEF)),
@@ -280,7 +282,8 @@ TABLES = {  # page and header → the columns, and their numbers by the cells of
     ("docs/tldr.md", "| | one GPU "): (slice(1, 2), lambda x, *_: [max(memory(f"Pythia {x}")[2:])]),
     ("docs/tldr.md", "| 6.9B with LoRA"): (slice(1, 4), lambda x, *_: adapters(x)),
     (EXPERIMENTS, "| recipe "): (slice(1, 6), lambda x, *_: recipe(x)),
-    ("docs/arithmetic.md", "| policy "): (slice(1, 2), lambda x, *_: arithmetic(x)),
+    (CHECKED, "| accuracy "): (slice(1, 6), lambda x, *_: arithmetic(x, "eval/gold_score")),
+    (CHECKED, "| KL, nats "): (slice(1, 6), lambda x, *_: arithmetic(x, "eval/kl")),
     ("docs/ablations.md", "|  | detail "): (slice(3, 10), lambda *x: ablation(x[0], x[2])),
     (EXPERIMENTS, "| labels | run "): (slice(2, 7), lambda *x: optimized(*x[:2])),
     (EXPERIMENTS, "| model, Adam "): (slice(2, 12), lambda *x: adam(*x[:2])),
@@ -299,7 +302,7 @@ TABLES = {  # page and header → the columns, and their numbers by the cells of
         slice(4, 9),
         lambda *x: started(*x[:3]),
     ),
-    ("diffs/README.md", "| script or patch "): (slice(2, 4), lambda x, *_: patch(x)),
+    ("diffs/README.md", "| script or patch "): (slice(1, 3), lambda x, *_: patch(x)),
 }
 
 
