@@ -13,6 +13,7 @@ import csv
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class Args:
     """values of kl_coef, fixed over a run"""
     seeds: int = 5
     """reward models, and runs with each kl_coef"""
-    total_episodes: int = 6144
+    total_episodes: int = 5120
     """sampled responses of a run"""
     out: Path = ROOT / "benchmarks/overoptimize_seeds.csv"
     """CSV to write; the picture is beside it"""
@@ -83,16 +84,14 @@ def read_csv(path: Path) -> dict[float, np.ndarray]:
     return {beta: np.array([*seeds.values()]).transpose(2, 0, 1) for beta, seeds in found.items()}
 
 
-def draw(curves: dict[float, np.ndarray]) -> Any:
+def draw(curves: dict[float, np.ndarray], axes: Sequence[Any]) -> None:
     """Score and true score over KL: a thin line for each seed, and the means of each update."""
-    figure, panels = make_panels([*METRICS][1:], "KL from the initial policy, nats")
     for color, (beta, (kl, *scores)) in enumerate(curves.items()):
-        for axis, values in zip(panels.values(), scores, strict=True):
+        for axis, values in zip(axes, scores, strict=True):
             axis.plot(kl.T, values.T, color=f"C{color}", linewidth=0.5, alpha=0.6)
             means = kl.mean(axis=0), values.mean(axis=0)
             axis.plot(*means, color=f"C{color}", linewidth=1.8, label=f"β = {beta:g}")
-    panels["score"].legend(fontsize=8)
-    return figure
+    axes[0].legend(fontsize=8)
 
 
 def main(args: Args) -> None:
@@ -109,7 +108,8 @@ def main(args: Args) -> None:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    figure = draw(read_csv(args.out))
+    figure, panels = make_panels([*METRICS][1:], "KL from the initial policy, nats")
+    draw(read_csv(args.out), [*panels.values()])
     figure.savefig(args.out.with_suffix(".png"), dpi=110)
     pyplot().close(figure)
 
