@@ -24,7 +24,7 @@ import tyro
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks.curves import provenance  # noqa: E402
-from machinery.progress import make_panels, pyplot  # noqa: E402
+from machinery.progress import make_panels  # noqa: E402
 
 METRICS = {"KL": "objective/kl", "score": "objective/scores"}
 METRICS |= {"true score": "objective/gold_score"}
@@ -40,7 +40,7 @@ class Args:
     """values of kl_coef, fixed over a run"""
     seeds: int = 5
     """reward models, and runs with each kl_coef"""
-    total_episodes: int = 5120
+    total_episodes: int = 4096
     """sampled responses of a run"""
     out: Path = ROOT / "benchmarks/overoptimize_seeds.csv"
     """CSV to write; the picture is beside it"""
@@ -51,11 +51,10 @@ def reward_command(labels: int, seed: int) -> str:
     return f"train_reward.py --task synthetic --seed {seed} --num_labels {labels}"
 
 
-def policy_command(reward_model: str, beta: float, seed: int, total_episodes: int) -> str:
+def policy_command(reward_model: str, beta: float, seed: int) -> str:
     """The command that maximizes its score."""
     command = f"rloo.py --task synthetic --seed {seed} --reward_model {reward_model}"
-    command += f" --kl_coef {beta} --kl_target None --no-anneal_lr"
-    return f"{command} --total_episodes {total_episodes} --eval_every 1000"
+    return f"{command} --kl_coef {beta} --kl_target None --no-anneal_lr --eval_every 1000"
 
 
 def run(name: str, command: str) -> Path:
@@ -100,7 +99,8 @@ def main(args: Args) -> None:
     for seed in range(1, args.seeds + 1):
         reward = run(f"overoptimize_reward_{seed}", reward_command(args.labels, seed)) / "model"
         for beta in args.betas:
-            command = policy_command(str(reward), beta, seed, args.total_episodes)
+            command = policy_command(str(reward), beta, seed)
+            command += f" --total_episodes {args.total_episodes}"
             updates = read_run(run(f"overoptimize_{beta:g}_{seed}", command))
             same = {"labels": args.labels, "kl_coef": beta, "seed": seed}
             rows += [same | {"update": i} | row | provenance() for i, row in enumerate(updates)]
@@ -111,7 +111,6 @@ def main(args: Args) -> None:
     figure, panels = make_panels([*METRICS][1:], "KL from the initial policy, nats")
     draw(read_csv(args.out), [*panels.values()])
     figure.savefig(args.out.with_suffix(".png"), dpi=110)
-    pyplot().close(figure)
 
 
 if __name__ == "__main__":

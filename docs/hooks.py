@@ -1,9 +1,10 @@
 """Hooks of mkdocs. README is the front page, and the site has each file that a page links to.
 
-Markdown files become pages, pictures and CSVs are copied, scripts become listings. Equations become
-MathML, which browsers show without JavaScript.
+Markdown files and notebooks become pages, pictures and CSVs are copied, scripts become listings.
+Equations become MathML, which browsers show without JavaScript.
 """
 
+import json
 import os
 import re
 from pathlib import Path
@@ -23,19 +24,29 @@ def site_path(file):
     return path if file.suffix in (".md", ".png", ".csv") else f"{path}.md"
 
 
+def page_of(file):
+    """The Markdown of a notebook without its outputs, or of the listing of a script."""
+    if file.suffix == ".ipynb":
+        cells = json.loads(file.read_text())["cells"]
+        form = {"markdown": "{}", "code": "````python\n{}\n````"}
+        return "\n\n".join(
+            form[cell["cell_type"]].format("".join(cell["source"])) for cell in cells
+        )
+    top = f"---\nhide: [toc]\n---\n# {file.name}"  # room for lines of 100 characters
+    return f'{top}\n\n````{file.suffix[1:]} linenums="1"\n{file.read_text()}\n````'
+
+
 def on_files(files, config):
     """Add the files that pages link to, also those of added pages."""
     queue = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     for file in queue:
         path = site_path(file)
         if files.get_file_from_path(path) is None:
-            listing = "---\nhide: [toc]\n---\n"  # room for lines of 100 characters
-            listing += f'# {file.name}\n\n````{file.suffix[1:]} linenums="1"\n{{}}\n````'
             is_copied = path == str(file.relative_to(ROOT))
-            content = None if is_copied else listing.format(file.read_text())
+            content = None if is_copied else page_of(file)
             abs_src_path = str(file) if is_copied else None
             files.append(File.generated(config, path, content=content, abs_src_path=abs_src_path))
-        if file.suffix == ".md":
+        if file.suffix in (".md", ".ipynb"):
             PAGES[path] = file
             links = (file.parent / link[1] for link in LINK.finditer(file.read_text()))
             queue += {link.resolve() for link in links} - set(queue)

@@ -1,0 +1,43 @@
+"""docs/course/: all cells of the notebook run in order, and so do its checks and solutions."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CELLS = json.loads((ROOT / "docs/course/course.ipynb").read_text())["cells"]
+TEXT = "\n".join("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "markdown")
+CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
+
+
+def test_every_lesson_says_what_is_learned_and_ends_with_exercises_that_are_solved():
+    lessons = TEXT.split("\n## Lesson ")[1:]
+    assert [lesson[0] for lesson in lessons] == ["1", "2", "3", "4"]
+    for lesson in lessons:
+        text, exercises, solutions = re.split(r"### Exercises|### Solutions", lesson)
+        numbers = re.findall(r"^\*\*(\d\.\d)\*\*", exercises, flags=re.M)
+        assert "You will learn" in text and numbers == [f"{lesson[0]}.{i}" for i in (1, 2, 3)]
+        assert re.findall(r"^\*\*(\d\.\d)\*\*", solutions, flags=re.M) == numbers
+
+
+def test_the_notebook_is_without_outputs_and_defines_nothing_that_a_script_has():
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in CELLS)
+    scripts = "".join(path.read_text() for path in ROOT.glob("*.py"))
+    assert set(re.findall(r"^def (\w+)", "\n".join(CODE), flags=re.M)).isdisjoint(
+        set(re.findall(r"^ *def (\w+)", scripts, flags=re.M))
+    )
+
+
+@pytest.mark.slow
+def test_every_cell_runs_in_a_new_folder(tmp_path):
+    (tmp_path / "course.py").write_text("\n\n".join(CODE))
+    env = os.environ | {"COURSE_QUICK": "1", "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    env["HF_DATASETS_CACHE"] = str(tmp_path / "cache")
+    command = [sys.executable, "course.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
