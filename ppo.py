@@ -217,7 +217,7 @@ def sample(
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     From the full vocabulary; the model's generation_config is ignored. In EOS tasks, responses that
-    have ended leave the batch every 16 tokens, and what follows their end is masked later.
+    have ended leave the batch every 16 tokens; `batch.rows` [b] are those that are still in it.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -242,8 +242,8 @@ def sample_in_batches(
     shape = length or args.task.response_length, len(contexts)
     uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(shape[::-1])
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)
-    for rows in order.split(args.rollout_batch_size):
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True)
+    for rows in order.to(rng.device).split(args.rollout_batch_size):  # the CPU's with MPS
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
 
@@ -439,7 +439,7 @@ def rollout_metrics(
 
 # In the progress line and in curves.png:
 PROGRESS = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
-# Largest healthy value, named in the warning; and the value above which a run warns once:
+# Metric: its largest healthy value, and the value above which a run warns once.
 LIMITS = {"ppo/policy/approxkl_avg": (0.02, 0.2), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
 
@@ -466,8 +466,8 @@ def main(args: Args) -> None:
     ref_lm = load_lm(args.ref_model, "--ref_model") if args.ref_model else load_lm(task.base_model)
     ref = PolicyAndValue(ref_lm, ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
-    # base_model is sft.py's folder in tasks that need one; it is tried out at this length first.
-    lm = load_lm(task.base_model, length=ids.length)  # without dropout (P4)
+    # Without dropout (P4). Refused if it cannot read contexts and responses of this length.
+    lm = load_lm(task.base_model, length=ids.length)
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
@@ -522,7 +522,7 @@ def main(args: Args) -> None:
         """Metrics of the held-out queries. Also logs samples, and keeps weights (--keep_every)."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # of no update; the same on all processes
+        rng = generator(args.seed, num_updates, device)  # no update's; equal on all processes
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -553,7 +553,7 @@ def main(args: Args) -> None:
                 avg_tokens = all_sum(minibatch.mask.sum()) / processes
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # All processes have equally many parts; the last one averages gradients.
+                    # Parts are slices, as many on every process: the last one averages gradients.
                     is_last = part.stop == len(minibatch_rows)
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies, values = policy(old.contexts, old.responses)

@@ -20,8 +20,8 @@ One update (`main` has the same numbers):
     6. Adapt kl_coef to the measured KL.
 
 A whole response is one action, and there is no value function. By default an update is one step, so
-that the gradient is REINFORCE's. With more steps, the ratio is clipped. That and the adaptive
-kl_coef are as in ppo.py. Flags and metrics, also under ppo/, have its names, to compare curves.
+that the gradient is REINFORCE's; with more steps, the ratio is clipped as in PPO. Metrics have the
+names of ppo.py, also those under ppo/, so that curves can be compared.
 
 There are two kinds of tasks. In most, every response has R tokens and all of them are trained on;
 it is truncated after its truncate token, such as a period, only for scoring. In EOS tasks the
@@ -120,8 +120,6 @@ class Args(RunArgs):
     """estimator of the KL in the penalty and in objective/kl"""
     clip_score: PositiveFloat | None = None
     """clip scores to [-clip_score, clip_score]"""
-    whiten_advantages: bool = False
-    """whiten the advantages of a batch"""
 
     # Memory and speed; RunArgs has the rest, and where files go
     rollout_batch_size: PositiveInt = 512 if cli.ON_GPU else 256
@@ -207,7 +205,7 @@ def sample(
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     From the full vocabulary; the model's generation_config is ignored. In EOS tasks, responses that
-    have ended leave the batch every 16 tokens, and what follows their end is masked later.
+    have ended leave the batch every 16 tokens; `batch.rows` [b] are those that are still in it.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -232,13 +230,13 @@ def sample_in_batches(
     shape = length or args.task.response_length, len(contexts)
     uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(shape[::-1])
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)
-    for rows in order.split(args.rollout_batch_size):
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True)
+    for rows in order.to(rng.device).split(args.rollout_batch_size):  # the CPU's with MPS
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
 
 
-# ------------------------------------------------------------------------------- scores and rewards
+# ----------------------------------------------------------------------- scores, rewards, rollout
 
 
 def score_responses(
@@ -276,9 +274,6 @@ def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
-
-
-# ------------------------------------------------------------------------------------------ rollout
 
 
 class Rollout(NamedTuple):
@@ -328,11 +323,7 @@ def compute_advantages(rewards: Tensor, args: Args) -> Tensor:
     """
     rewards = rewards.view(args.rloo_k, -1)
     differences = rewards[:, None] - rewards[None]  # [K, K, P]
-    advantages = (differences.sum(dim=1) / (args.rloo_k - 1)).flatten()
-    if args.whiten_advantages:  # over the batch of all processes (X14)
-        mean, var = global_mean_and_var(advantages)
-        advantages = (advantages - mean) * torch.rsqrt(var + 1e-8)
-    return advantages
+    return (differences.sum(dim=1) / (args.rloo_k - 1)).flatten()
 
 
 def rloo_loss(
@@ -393,7 +384,7 @@ def rollout_metrics(
 
 # In the progress line and in curves.png:
 PROGRESS = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
-# Largest healthy value, named in the warning; and the value above which a run warns once:
+# Metric: its largest healthy value, and the value above which a run warns once.
 LIMITS = {"ppo/policy/approxkl_avg": (0.5, 5.0), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
 
@@ -411,8 +402,8 @@ def main(args: Args) -> None:
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     # Also checks that query and response fit the model; ids: pad, truncate, prefix, suffix.
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = load_queries(task, tokenizer, ids, args.total_episodes // args.rloo_k)  # [rows]: [P, Q]
-    heldout, table = table.hold_out(args.eval_queries)
+    table = load_queries(task, tokenizer, ids, args.total_episodes // args.rloo_k)
+    heldout, table = table.hold_out(args.eval_queries)  # table[rows] is [P, Q]
     # Both are functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
@@ -420,8 +411,8 @@ def main(args: Args) -> None:
     ref_lm = load_lm(args.ref_model, "--ref_model") if args.ref_model else load_lm(task.base_model)
     ref = Policy(ref_lm, ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
-    # base_model is sft.py's folder in tasks that need one; it is tried out at this length first.
-    lm = load_lm(task.base_model, length=ids.length)  # without dropout (P4)
+    # Without dropout (P4). Refused if it cannot read contexts and responses of this length.
+    lm = load_lm(task.base_model, length=ids.length)
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
@@ -476,7 +467,7 @@ def main(args: Args) -> None:
         """Metrics of the held-out queries. Also logs samples, and keeps weights (--keep_every)."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # of no update; the same on all processes
+        rng = generator(args.seed, num_updates, device)  # no update's; equal on all processes
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -513,7 +504,7 @@ def main(args: Args) -> None:
                 num_responses = len(minibatch_rows)
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # All processes have equally many parts; the last one averages gradients.
+                    # Parts are slices, as many on every process: the last one averages gradients.
                     is_last = part.stop == num_responses
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies = policy(old.contexts, old.responses)

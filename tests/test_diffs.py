@@ -585,6 +585,17 @@ def test_X14_a_token_gets_what_it_adds_to_the_score_and_the_last_one_gets_the_re
     torch.testing.assert_close(rollout.rewards + 0.5 * rollout.kl, torch.tensor(dense).float())
 
 
+def test_X14_rloo_whitens_advantages_over_the_batch(patched):
+    script = patched("whiten_advantages")
+    rewards = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    r = rewards.double().numpy().reshape(4, 2)  # [K, P]
+    plain = np.array([r[i] - (r.sum(axis=0) - r[i]) / 3 for i in range(4)]).ravel()
+    for whiten, expected in ((False, plain), (True, (plain - plain.mean()) / plain.std())):
+        args = tiny.make_args(script=script, rloo_k=4, whiten_advantages=whiten)
+        found = script.compute_advantages(rewards, args)
+        assert found.tolist() == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("eos", [False, True])
 def test_X3_trlx_kl_is_what_a_slow_loop_over_queries_and_responses_gives(eos, patched, task):
     """By trlX's formula, exp(x) - 1 - x with x = log pi - log pi_ref; roots of the means."""

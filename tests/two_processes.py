@@ -43,14 +43,14 @@ def run_update(script: ModuleType, rank: int, processes: int, optimizer: type) -
     if script is ppo:
         halves = [half[rank::processes] for half in HALVES["ppo"]]
         rows = sum(halves, [])
-        queries, whiten = QUERIES[rows], {}
+        queries = QUERIES[rows]
     else:  # each process has whole groups of responses [K, P / processes]
         rows = list(range(8))[rank::processes]
         halves = [[row for row in half if row in rows] for half in HALVES["rloo"]]
-        queries, whiten = QUERIES[2:4][rank::processes], dict(whiten_advantages=True)
+        queries = QUERIES[2:4][rank::processes]
     minibatches = [torch.tensor([rows.index(row) for row in half]) for half in halves]
     task = tiny.make_task(eos_task=True, truncate_after=0)
-    args = tiny.make_args(task, script, total_episodes=8, micro_batch_tokens=12, **whiten)
+    args = tiny.make_args(task, script, total_episodes=8, micro_batch_tokens=12)
     policy, rollouts, advantages = tiny.make_policy(script=script), [], []
     run = tiny.run_episodes(
         script,
