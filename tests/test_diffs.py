@@ -47,7 +47,7 @@ BASES = {name: re.search(r"^--- (\w+)\.py", text, flags=re.M)[1] for name, text 
 EXPERIMENTS = {"tools": 67, "stale": 45, "vine": 55, "sampling_gap": 20}  # added lines at most
 SMALL = [name for name in DIFFS if name not in EXPERIMENTS]
 OF_PPO, OF_RLOO = ([name for name in SMALL if BASES[name] == x] for x in ("ppo", "rloo"))
-ALGORITHMS = [name for name in OF_RLOO if name != "lora_rloo"]  # alternatives
+ALGORITHMS = [x for x in OF_RLOO if x not in ("lora_rloo", "whiten_advantages")]  # alternatives
 LIMITS = EXPERIMENTS | {"dpo": 45}  # others 25
 EXCLUSIVE = [{"lora", x} for x in ("freeze_layers", "ema", "keep_best")]  # what is trained, saved
 MEANINGLESS = [{"lora", "reference_on_cpu"}, {"trlx_kl", "reference_on_cpu"}]  # no reference there

@@ -5,7 +5,6 @@ import math
 from dataclasses import fields, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiny
 import torch
