@@ -21,7 +21,13 @@ if TYPE_CHECKING:
     import datasets
 
 LOCAL = (".", "/", "~", "models/", "data/", "runs/")  # names that start like this are paths
-READERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+READERS: dict[str, tuple[str, dict[str, Any]]] = {  # a byte-order mark is not text, and "NA" is
+    ".txt": ("text", dict(encoding="utf-8-sig")),
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+    ".parquet": ("parquet", {}),
+    ".csv": ("csv", dict(keep_default_na=False)),
+}
 transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # never ask whether to run remote code
 
 
@@ -58,7 +64,8 @@ def load_rows(source: str, flag: str) -> "datasets.Dataset":
         if not Path(source).exists() and "@" in source:
             name, _, split = source.rpartition("@")
         if Path(name).is_file():
-            return datasets.load_dataset(READERS[Path(name).suffix], data_files=name, split=split)
+            kind, options = READERS[Path(name).suffix]
+            return datasets.load_dataset(kind, data_files=name, split=split, **options)
         part = ""
         if not Path(name).exists():  # C:\data is one name
             name, _, part = name.partition(":")  # a configuration or, of the hub, a file

@@ -37,6 +37,12 @@ def save_splits(path: Path, form: str) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize(("name", "text"), [("a.csv", "text\nNA\n"), ("a.txt", "\ufeffNA\n")])
+def test_na_is_a_text_and_a_byte_order_mark_is_none(name, text, tmp_path):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    assert sources.load_rows(str(tmp_path / name), "--query_dataset")["text"][:] == ["NA"]
+
+
 @pytest.mark.parametrize("form", ["file", "parquet files", "Dataset", "DatasetDict"])
 def test_files_and_folders_are_data_sources_of_which_at_selects_a_split(form, tmp_path):
     source = save_splits(tmp_path / "f@home", form)  # what is in a name that exists selects nothing
