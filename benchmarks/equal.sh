@@ -32,11 +32,23 @@ arithmetic() {
     done
   done
   wait
+  for seed in 1 2; do # as many episodes as in the presets
+    for script in ppo rloo; do
+      for beta in 0.01 0.1; do
+        run long_${script}_${beta}_$seed $script $task --seed $seed --kl_coef $beta \
+          --total_episodes 16384
+      done
+    done
+  done
+  wait
   for script in $scripts; do
     for beta in 0 0.01 0.03 0.1 random; do
       all+=("$script $beta=runs/arithmetic_${script}_${beta}_*")
     done
     shown+=("$script=runs/arithmetic_${script}_0.01_*")
+  done
+  for script in ppo rloo; do
+    for beta in 0.01 0.1; do all+=("$script $beta long=runs/long_${script}_${beta}_*"); done
   done
   shown+=("random rewards=runs/arithmetic_*_random_*")
 }
