@@ -39,12 +39,13 @@ def replace_link(link: Path, target: Path) -> None:
         part.replace(link)
     except OSError:  # Windows without its developer mode, some disks of a network
         part.unlink(missing_ok=True)
+        shutil.copytree(target, part)
+        (part / COPY).write_text(f"{target}\n", encoding="utf-8")
         check_link(link)
         if link.is_symlink():
             link.unlink()
         shutil.rmtree(link, ignore_errors=True)
-        shutil.copytree(target, link)
-        (link / COPY).write_text(f"{target}\n", encoding="utf-8")
+        part.rename(link)
 
 
 def describe_environment(folder: Path) -> dict[str, Any]:

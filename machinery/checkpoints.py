@@ -7,6 +7,7 @@ read each other's checkpoints.
 import hashlib
 import json
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ FREE = ("save_every", "keep_every", "resume", "run_name", "output_dir", "track",
 
 
 def names_of(model: nn.Module) -> set[str]:
-    """The names of all weights and buffers, tied ones once."""
-    return {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    """The names of all weights and buffers that are saved, tied ones once."""
+    saved = model.state_dict().keys()  # without rotary angles, which are computed
+    names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    return names & saved
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -141,11 +144,12 @@ def fixed_values(args: Any, processes: int) -> dict[str, Any]:
     for name in FREE:
         values.pop(name, None)
     for name, value in values.items():
-        if isinstance(value, str) and Path(value).is_file():
-            with open(value, "rb") as file:
+        path = re.split("[:@]", value)[0] if isinstance(value, str) else ""  # without @split
+        if os.path.isfile(path):  # not Path's, which raises for long texts
+            with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             values[name] = f"{value} (sha256 {digest[:8]})"
-        elif isinstance(value, str) and Path(value).is_dir():
+        elif os.path.isdir(path):
             values[name] = os.path.relpath(Path(value).resolve())
     return json.loads(json.dumps(values, default=str))
 

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from machinery.cli import InputError, about
 from machinery.decoding import Decoder
 from machinery.sources import check_source
-from machinery.unpadding import Unpadded
+from machinery.unpadding import Unpadded, find_max_length
 from utils import pad_left
 
 
@@ -34,8 +34,11 @@ def store_as_cast(model: nn.Module) -> None:
 
     It casts weights that need no gradients again in each forward pass. Not the exact head, and of
     a model that is trained only what is under adapters: the rest may be saved. From then on the
-    model only works under autocast.
+    model only works under autocast, which unpadding is tried without.
     """
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel) and module.base_model is module:
+            find_max_length(module)
     trained = any(weight.requires_grad for weight in model.parameters())
     for name, module in model.named_modules():
         linear = type(module) in (nn.Linear, Conv1D)

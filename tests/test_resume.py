@@ -424,6 +424,22 @@ def test_a_checkpoint_is_one_safetensors_file_and_the_newest_two_are_kept(copy):
     assert state["lengths"]["metrics.jsonl"] == sum(map(len, lines[:5]))
 
 
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_a_checkpoint_of_every_kind_of_model_is_read_back(kind, tmp_path):
+    """Rotary angles are buffers that no state has."""
+    models = [tiny.make_lm(kind, seed=seed) for seed in (0, 1)]
+    first, second = (torch.optim.Adam(model.parameters(), lr=0.1) for model in models)
+    models[0](torch.arange(4)[None], labels=torch.arange(4)[None]).loss.backward()
+    first.step()
+    checkpoints.save_checkpoint(tmp_path, 1, models[0], first, {"state": 3})
+    found = checkpoints.load_checkpoint(tmp_path / "00000001.safetensors", models[1], second)
+    assert found["state"] == 3
+    for x, y in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(x, y) and torch.equal(
+            first.state[x]["exp_avg"], second.state[y]["exp_avg"]
+        )
+
+
 def test_a_run_that_has_finished_can_be_resumed_and_stays_the_same(ran, copy):
     for flags in ({}, dict(resume="latest", run_name=None)):  # without and with the weights
         ppo.main(again(**flags))
