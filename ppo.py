@@ -2,7 +2,7 @@
 
 Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593.
 
-    python sft.py --task synthetic              # the initial policy, which is also the reference
+    python sft.py --task synthetic              # the initial policy and reference: base_model
     python train_reward.py --task synthetic     # the reward model
     python ppo.py --task synthetic
     accelerate launch --mixed_precision bf16 ppo.py --task sentiment
@@ -23,14 +23,14 @@ it is truncated after its truncate token, such as a period, only for scoring. In
 truncate token is the end of text, and what follows it is masked out everywhere.
 
 Tags such as (P9) point to docs/details.md, which lists the implementation details. With the default
-flags the algorithm differs from OpenAI's code in four ways: moments of whitening over all processes
-(X11), old log-probabilities from the forward pass of training (L6), fp32 logits also under bf16
-(P1), and queries in another order on every pass (G6). docs/ppo.md has the reasons.
+flags the algorithm differs from OpenAI's code in four ways: whitening statistics are taken over all
+processes (X11), old log-probabilities come from the code that trains, not that samples (L6), logits
+stay fp32 under bf16 (P1), and queries are reshuffled on every pass (G6).
 
 Shapes: B sequences, Q query tokens, C context tokens (prefix + query + suffix), R response tokens,
 T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real tokens.
-machinery/ has what no experiment changes: loading, processes, fast sampling, files. Each call to it
-can be replaced by the plain library call without changing a result.
+machinery/ contains what experiments do not need to touch: loading, processes, files, and faster
+versions of a transformer's own calls with the same results up to rounding.
 """
 
 import math
@@ -68,7 +68,7 @@ from utils import sample_token, truncate
 class Args(RunArgs):
     """PPO from human preferences."""
 
-    task: Task  # model, data, lengths, temperature: data/tasks.py; each field is a flag, too
+    task: Task  # model, data, lengths, temperature: data/tasks.py; each field is also a flag
 
     # Run
     seed: NonNegativeInt = 1
@@ -80,7 +80,7 @@ class Args(RunArgs):
     eval_queries: PositiveInt = 256
     """number of held-out queries"""
     keep_every: PositiveInt | None = None
-    """also keep the weights after every so many updates; a multiple of eval_every"""
+    """also save the weights every N updates; a multiple of eval_every"""
 
     # Optimization
     batch_size: PositiveInt = 512
@@ -102,7 +102,7 @@ class Args(RunArgs):
     reward_model: str | None = None
     """folder or hub name of the reward model; default: models/<task>/train_reward"""
     ref_model: str | None = None
-    """folder or hub name of the reference of the KL penalty; default: base_model"""
+    """reference model of the KL penalty: folder or hub name; default: base_model"""
     kl_coef: NonNegativeFloat = 0.15
     """initial coefficient of the KL penalty"""
     kl_target: PositiveFloat | None = 6.0
@@ -116,7 +116,7 @@ class Args(RunArgs):
     cliprange: PositiveFloat = 0.2
     """clip the probability ratio to [1 - cliprange, 1 + cliprange]"""
     cliprange_value: PositiveFloat = 0.2
-    """clip values to at most this far from the old value"""
+    """clip values to within this distance of the old ones"""
     vf_coef: NonNegativeFloat = 0.1
     """coefficient of the value loss"""
     whiten_rewards: bool = True
@@ -130,7 +130,7 @@ class Args(RunArgs):
     clip_score: PositiveFloat | None = None
     """clip scores to [-clip_score, clip_score]"""
 
-    # Memory and speed; RunArgs has the rest, and where files go
+    # Memory and speed. More of these flags, and those of files, are in RunArgs.
     rollout_batch_size: PositiveInt = 512 if cli.ON_GPU else 256
     """sequences that a process samples at a time; changes only rounding"""
 
@@ -176,7 +176,7 @@ class PolicyAndValue(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = Unpadded(lm.base_model)  # shares the weights; computes no padding
+        self.backbone = Unpadded(lm.base_model)  # shares the weights; skips padding
         self.value_head = Float32Linear(lm.config.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)  # values start at 0 (P2)
         nn.init.zeros_(self.value_head.bias)
@@ -194,7 +194,7 @@ class PolicyAndValue(nn.Module):
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
         real = mask[:, contexts.shape[1] :]  # [B, R], N of them are True
         where = real.nonzero(as_tuple=True)
-        # Contexts end with a real token, padding is at their left; position t predicts t + 1.
+        # Contexts are left-padded: they end with a real token. Position t predicts t + 1.
         hidden = hidden[:, contexts.shape[1] - 1 : -1][where]  # [N, D]
         values = self.value_head(hidden).squeeze(1)  # [N], one per token (G1)
         logps = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)  # [N, V]
@@ -217,7 +217,7 @@ def sample(
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     From the full vocabulary; the model's generation_config is ignored. In EOS tasks, responses that
-    have ended leave the batch every 16 tokens; `batch.rows` [b] are those that are still in it.
+    have ended leave the batch every 16 tokens; `batch.rows` [b] are those that still run.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -227,7 +227,7 @@ def sample(
         tokens = sample_token(logits, uniform[t][batch.rows])  # [b], by inverting the CDF
         responses[batch.rows, t] = tokens
         batch.append(tokens)
-        if task.eos_task and t % 16 == 15:  # not at every token: the check waits for the GPU
+        if task.eos_task and t % 16 == 15:  # not at every token: the check syncs with the GPU
             _, ended = truncate(responses[batch.rows], ids.truncate, task.truncate_after, ids.pad)
             batch.drop(ended)
             if len(batch.rows) == 0:
@@ -243,7 +243,7 @@ def sample_in_batches(
     uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(shape[::-1])
     order = (contexts != ids.pad).sum(dim=1).argsort(stable=True)
-    for rows in order.to(rng.device).split(args.rollout_batch_size):  # the CPU's with MPS
+    for rows in order.to(rng.device).split(args.rollout_batch_size):  # on MPS, rng is on the CPU
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
 
@@ -298,7 +298,7 @@ def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 class Rollout(NamedTuple):
-    """The episodes of one update or evaluation (X10). Numbers per token are 0 at padding."""
+    """The episodes of one update or evaluation (X10). Per-token values are 0 at padding."""
 
     queries: Tensor  # [B, Q] padded on the left; what the reward model reads
     contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
@@ -319,7 +319,7 @@ class Rollout(NamedTuple):
 
 
 def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list[list[Tensor]]:
-    """For each epoch, the episodes of each minibatch: a new permutation of all (P7)."""
+    """For each epoch, the episodes of each minibatch: a new permutation of the batch (P7)."""
     rng = np.random.default_rng(seed)
     permutations = [rng.permutation(num_episodes) for _ in range(args.num_ppo_epochs)]
     size = num_episodes // args.num_minibatches
@@ -341,7 +341,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation: [B, R] → advantages and returns [B, R] (P6).
 
-    Rewards and values are 0 after the end of a response, so advantages and returns are, too.
+    Rewards and values are 0 after the end of a response, so advantages and returns are 0 as well.
     """
     advantages = torch.zeros_like(rewards)
     last_gae = torch.zeros_like(rewards[:, 0])
@@ -355,7 +355,7 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tens
 
 
 def compute_advantages(minibatch: Rollout, args: Args) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, R] of a minibatch, over which rewards are whitened first (P9)."""
+    """Advantages and returns [B, R] of a minibatch. Rewards are whitened over it first (P9)."""
     rewards = minibatch.rewards
     if args.whiten_rewards:
         rewards = whiten(rewards, minibatch.mask, shift_mean=False)
@@ -376,8 +376,8 @@ def ppo_losses(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Policy loss, value loss and statistics of a micro-batch: [B, R] each → scalars.
 
-    `avg_tokens` is the minibatch's number of response tokens, averaged over processes. Summed over
-    micro-batches and averaged over processes, results are means over tokens (P7).
+    `avg_tokens` is the minibatch's number of response tokens, averaged over processes. Results,
+    summed over micro-batches and averaged over processes, are means over tokens (P7).
     """
 
     def share(x: Tensor) -> Tensor:
@@ -425,7 +425,7 @@ def rollout_metrics(
         "objective/kl": kl,
         "objective/kl_coef": kl_coef,
         "objective/rlhf_reward": rollout.scores.mean() - kl_coef * kl,
-        "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # the same, under OpenAI's name
+        "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # OpenAI's name for it
         "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # estimated from the samples
         "objective/ended": rollout.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
@@ -439,12 +439,12 @@ def rollout_metrics(
 
 # In the progress line and in curves.png:
 PROGRESS = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
-# Metric: its largest healthy value, and the value above which a run warns once.
+# Metric → (largest healthy value, value above which a run warns once):
 LIMITS = {"ppo/policy/approxkl_avg": (0.02, 0.2), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
 
 def check(args: Args, processes: int) -> None:
-    """Raise `InputError` for flags that cannot work, before anything is loaded."""
+    """Raise `InputError` for invalid flags, before anything is loaded."""
     check_run(args, SCRIPT, processes)
     unit = processes * args.num_minibatches
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches")
@@ -455,9 +455,9 @@ def main(args: Args) -> None:
     accelerator = distributed.start(args)
     check(args, accelerator.num_processes)
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
-    # Also checks that query and response fit the model; ids: pad, truncate, prefix, suffix.
+    # ids: pad, truncate, prefix, suffix, and the length of a context with its response.
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = load_queries(task, tokenizer, ids, args.total_episodes)  # table[rows] is [B, Q]
+    table = load_queries(task, tokenizer, ids, args.total_episodes)  # table[rows]: [B, Q]
     heldout, table = table.hold_out(args.eval_queries)
     # Both are functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
@@ -466,7 +466,7 @@ def main(args: Args) -> None:
     ref_lm = load_lm(args.ref_model, "--ref_model") if args.ref_model else load_lm(task.base_model)
     ref = PolicyAndValue(ref_lm, ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
-    # Without dropout (P4). Refused if it cannot read contexts and responses of this length.
+    # Without dropout (P4). Raises if the model's context is too short, or if it is not supported.
     lm = load_lm(task.base_model, length=ids.length)
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
@@ -493,7 +493,7 @@ def main(args: Args) -> None:
         depends on how sequences are batched; with the same batches, the first ratio is 1 (L6).
         """
         # 1. Sample a response to each query.
-        timer.start("sample")
+        timer.start("sample")  # counts anew: evaluations are not in the seconds of an update
         contexts = add_affixes(queries, ids)  # [B, C]
         with distributed.inference(accelerator, policy):  # autocast, full weights under FSDP2
             responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]
@@ -522,7 +522,7 @@ def main(args: Args) -> None:
         """Metrics of the held-out queries. Also logs samples, and keeps weights (--keep_every)."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # no update's; equal on all processes
+        rng = generator(args.seed, num_updates, device)  # no update's seed; same on all processes
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -553,7 +553,7 @@ def main(args: Args) -> None:
                 avg_tokens = all_sum(minibatch.mask.sum()) / processes
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # Parts are slices, as many on every process: the last one averages gradients.
+                    # Every process has as many parts; gradients are averaged after the last one.
                     is_last = part.stop == len(minibatch_rows)
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies, values = policy(old.contexts, old.responses)
@@ -587,11 +587,11 @@ def main(args: Args) -> None:
 
         # 5. Adapt kl_coef to the measured KL.
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)
-        # If --save_every says so, or after a signal, which then ends the process:
+        # Every --save_every updates, and after a signal, which then ends the process:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer, value_head=accelerator.unwrap_model(policy).value_head)
-    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: the number of updates done
+    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: updates done, also after a `break`
     run.finish()
     distributed.stop(accelerator)
 

@@ -3,7 +3,7 @@
 Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization for Learning from
 Human Feedback in LLMs, arXiv 2402.14740.
 
-    python sft.py --task synthetic              # the initial policy, which is also the reference
+    python sft.py --task synthetic              # the initial policy and reference: base_model
     python train_reward.py --task synthetic     # the reward model
     python rloo.py --task synthetic
     accelerate launch --mixed_precision bf16 rloo.py --task sentiment
@@ -21,7 +21,7 @@ One update (`main` has the same numbers):
 
 A whole response is one action, and there is no value function. By default an update is one step, so
 that the gradient is REINFORCE's; with more steps, the ratio is clipped as in PPO. Metrics have the
-names of ppo.py, also those under ppo/, so that curves can be compared.
+names of ppo.py, also the prefix `ppo/`, but here ratios are those of responses, not of tokens.
 
 There are two kinds of tasks. In most, every response has R tokens and all of them are trained on;
 it is truncated after its truncate token, such as a period, only for scoring. In EOS tasks the
@@ -31,8 +31,8 @@ Shapes: P queries, K responses to each, B sequences (K * P in a process's batch,
 minibatch or micro-batch), Q query tokens, C context tokens (prefix + query + suffix), R response
 tokens, T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real
 tokens. Tags such as (L3) point to docs/details.md, which lists the implementation details.
-machinery/ has what no experiment changes: loading, processes, fast sampling, files. Each call to it
-can be replaced by the plain library call without changing a result.
+machinery/ contains what experiments do not need to touch: loading, processes, files, and faster
+versions of a transformer's own calls with the same results up to rounding.
 """
 
 import math
@@ -69,7 +69,7 @@ from utils import sample_token, truncate
 class Args(RunArgs):
     """RLOO from human preferences."""
 
-    task: Task  # model, data, lengths, temperature: data/tasks.py; each field is a flag, too
+    task: Task  # model, data, lengths, temperature: data/tasks.py; each field is also a flag
 
     # Run
     seed: NonNegativeInt = 1
@@ -81,7 +81,7 @@ class Args(RunArgs):
     eval_queries: PositiveInt = 256
     """number of held-out queries"""
     keep_every: PositiveInt | None = None
-    """also keep the weights after every so many updates; a multiple of eval_every"""
+    """also save the weights every N updates; a multiple of eval_every"""
 
     # Optimization
     batch_size: PositiveInt = 512
@@ -105,7 +105,7 @@ class Args(RunArgs):
     reward_model: str | None = None
     """folder or hub name of the reward model; default: models/<task>/train_reward"""
     ref_model: str | None = None
-    """folder or hub name of the reference of the KL penalty; default: base_model"""
+    """reference model of the KL penalty: folder or hub name; default: base_model"""
     kl_coef: NonNegativeFloat = 0.15
     """initial coefficient of the KL penalty"""
     kl_target: PositiveFloat | None = 6.0
@@ -121,7 +121,7 @@ class Args(RunArgs):
     clip_score: PositiveFloat | None = None
     """clip scores to [-clip_score, clip_score]"""
 
-    # Memory and speed; RunArgs has the rest, and where files go
+    # Memory and speed. More of these flags, and those of files, are in RunArgs.
     rollout_batch_size: PositiveInt = 512 if cli.ON_GPU else 256
     """sequences that a process samples at a time; changes only rounding"""
 
@@ -167,7 +167,7 @@ class Policy(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = Unpadded(lm.base_model)  # shares the weights; computes no padding
+        self.backbone = Unpadded(lm.base_model)  # shares the weights; skips padding
         self.pad_id = pad_id  # not in the vocabulary: a sampled token is never padding (G2)
         self.temperature = temperature
 
@@ -205,7 +205,7 @@ def sample(
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     From the full vocabulary; the model's generation_config is ignored. In EOS tasks, responses that
-    have ended leave the batch every 16 tokens; `batch.rows` [b] are those that are still in it.
+    have ended leave the batch every 16 tokens; `batch.rows` [b] are those that still run.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -215,7 +215,7 @@ def sample(
         tokens = sample_token(logits, uniform[t][batch.rows])  # [b], by inverting the CDF
         responses[batch.rows, t] = tokens
         batch.append(tokens)
-        if task.eos_task and t % 16 == 15:  # not at every token: the check waits for the GPU
+        if task.eos_task and t % 16 == 15:  # not at every token: the check syncs with the GPU
             _, ended = truncate(responses[batch.rows], ids.truncate, task.truncate_after, ids.pad)
             batch.drop(ended)
             if len(batch.rows) == 0:
@@ -231,7 +231,7 @@ def sample_in_batches(
     uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(shape[::-1])
     order = (contexts != ids.pad).sum(dim=1).argsort(stable=True)
-    for rows in order.to(rng.device).split(args.rollout_batch_size):  # the CPU's with MPS
+    for rows in order.to(rng.device).split(args.rollout_batch_size):  # on MPS, rng is on the CPU
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
 
@@ -277,7 +277,7 @@ def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 class Rollout(NamedTuple):
-    """The episodes of one update or evaluation (X10). Numbers per token are 0 at padding."""
+    """The episodes of one update or evaluation (X10). Per-token values are 0 at padding."""
 
     queries: Tensor  # [B, Q] padded on the left; what the reward model reads
     contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
@@ -300,7 +300,7 @@ def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list
     """For each epoch, the episodes of each minibatch: a new permutation of the queries (P7).
 
     Episode i is a response to query i % P. All K responses to a query are in one minibatch, side by
-    side: the query is computed only once, and a loss of your own can compare them.
+    side, so that a micro-batch computes the query only once.
     """
     rng = np.random.default_rng(seed)
     num_queries = num_episodes // args.rloo_k
@@ -319,7 +319,7 @@ def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list
 def compute_advantages(rewards: Tensor, args: Args) -> Tensor:
     """Each reward minus the mean of the K - 1 other rewards of its query: [B] → [B] (L3).
 
-    Episodes are laid out [K, P]. As the mean of differences, equal rewards give exactly 0.
+    Episodes are laid out [K, P]. With differences of pairs, equal rewards give exactly 0.
     """
     rewards = rewards.view(args.rloo_k, -1)
     differences = rewards[:, None] - rewards[None]  # [K, K, P]
@@ -384,12 +384,12 @@ def rollout_metrics(
 
 # In the progress line and in curves.png:
 PROGRESS = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
-# Metric: its largest healthy value, and the value above which a run warns once.
+# Metric → (largest healthy value, value above which a run warns once):
 LIMITS = {"ppo/policy/approxkl_avg": (0.5, 5.0), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
 
 def check(args: Args, processes: int) -> None:
-    """Raise `InputError` for flags that cannot work, before anything is loaded."""
+    """Raise `InputError` for invalid flags, before anything is loaded."""
     check_run(args, SCRIPT, processes)
     unit = processes * args.num_minibatches * args.rloo_k
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches * rloo_k")
@@ -400,10 +400,10 @@ def main(args: Args) -> None:
     accelerator = distributed.start(args)
     check(args, accelerator.num_processes)
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
-    # Also checks that query and response fit the model; ids: pad, truncate, prefix, suffix.
+    # ids: pad, truncate, prefix, suffix, and the length of a context with its response.
     tokenizer, ids = load_tokenizer(task, task.response_length)
     table = load_queries(task, tokenizer, ids, args.total_episodes // args.rloo_k)
-    heldout, table = table.hold_out(args.eval_queries)  # table[rows] is [P, Q]
+    heldout, table = table.hold_out(args.eval_queries)  # table[rows] is [rows, Q]
     # Both are functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
@@ -411,7 +411,7 @@ def main(args: Args) -> None:
     ref_lm = load_lm(args.ref_model, "--ref_model") if args.ref_model else load_lm(task.base_model)
     ref = Policy(ref_lm, ids.pad, task.temperature)
     ref = distributed.freeze(accelerator, ref)
-    # Without dropout (P4). Refused if it cannot read contexts and responses of this length.
+    # Without dropout (P4). Raises if the model's context is too short, or if it is not supported.
     lm = load_lm(task.base_model, length=ids.length)
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
@@ -432,13 +432,13 @@ def main(args: Args) -> None:
     def make_rollout(
         queries: Tensor, columns: dict, minibatches: list[Tensor], kl_coef: float, rng: Any
     ) -> Rollout:
-        """Steps 1 to 3 for queries [B, Q]. In an update, each query is there K times.
+        """Steps 1 to 3 for queries [B, Q]. In an update, each query appears K times.
 
         `minibatches` are the indices of the episodes in the first epoch's minibatches. Rounding
         depends on how sequences are batched; with the same batches, the first ratio is 1 (L6).
         """
         # 1. Sample a response to each query.
-        timer.start("sample")
+        timer.start("sample")  # counts anew: evaluations are not in the seconds of an update
         contexts = add_affixes(queries, ids)  # [B, C]
         with distributed.inference(accelerator, policy):  # autocast, full weights under FSDP2
             responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]
@@ -467,7 +467,7 @@ def main(args: Args) -> None:
         """Metrics of the held-out queries. Also logs samples, and keeps weights (--keep_every)."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # no update's; equal on all processes
+        rng = generator(args.seed, num_updates, device)  # no update's seed; same on all processes
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -504,7 +504,7 @@ def main(args: Args) -> None:
                 num_responses = len(minibatch_rows)
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # Parts are slices, as many on every process: the last one averages gradients.
+                    # Every process has as many parts; gradients are averaged after the last one.
                     is_last = part.stop == num_responses
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies = policy(old.contexts, old.responses)
@@ -534,11 +534,11 @@ def main(args: Args) -> None:
 
         # 6. Adapt kl_coef to the measured KL.
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)
-        # If --save_every says so, or after a signal, which then ends the process:
+        # Every --save_every updates, and after a signal, which then ends the process:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer)
-    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: the number of updates done
+    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: updates done, also after a `break`
     run.finish()
     distributed.stop(accelerator)
 

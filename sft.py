@@ -91,7 +91,7 @@ class LanguageModel(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int):
         super().__init__()
         self.lm = lm
-        self.backbone = Unpadded(lm.base_model)  # shares the weights; computes no padding
+        self.backbone = Unpadded(lm.base_model)  # shares the weights; skips padding
         self.pad_id = pad_id
 
     def forward(self, tokens: Tensor, first: int) -> Tensor:
@@ -168,7 +168,7 @@ SHOWN = ["loss", "heldout/loss", "heldout/perplexity", "lr"]  # in the progress 
 
 
 def check(args: Args, processes: int) -> None:
-    """Raise `InputError` for flags that cannot work, before anything is loaded."""
+    """Raise `InputError` for invalid flags, before anything is loaded."""
     check_run(args, SCRIPT, processes)
     cli.check_divisible("batch_size", args.batch_size, processes, "processes")
 

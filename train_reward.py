@@ -98,7 +98,7 @@ class RewardModel(nn.Module):
         super().__init__()
         self.config = config
         self.backbone = new_backbone(config.backbone) if backbone is None else backbone
-        self.run_backbone = Unpadded(self.backbone)  # shares the weights; computes no padding
+        self.run_backbone = Unpadded(self.backbone)  # shares the weights; skips padding
         self.head = Float32Linear(config.backbone.hidden_size, 1)
         nn.init.normal_(self.head.weight, std=1 / math.sqrt(self.head.in_features + 1))  # (R2)
         nn.init.zeros_(self.head.bias)
@@ -221,7 +221,7 @@ SHOWN = ["loss", "accuracy", "gain", "bias", "lr"]  # in the progress line and c
 
 
 def check(args: Args, processes: int) -> None:
-    """Raise `InputError` for flags that cannot work, before anything is loaded."""
+    """Raise `InputError` for invalid flags, before anything is loaded."""
     check_run(args, SCRIPT, processes)
     cli.check_divisible("batch_size", args.batch_size, processes, "processes")
     cli.check_divisible("rollout_batch_size", args.rollout_batch_size, processes, "processes")
