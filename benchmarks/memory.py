@@ -209,6 +209,7 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
         patch.multiple(script, micro_batches=micro_batches, **replaced),
         patch.object(rewards, "micro_batches", micro_batches),
         patch.object(train_reward, "Unpadded", padded),
+        patch.object(models, "find_max_length", lambda backbone: 0),
         patch.object(distributed, "check_gradients", lambda *a: None),
         patch.object(torch.nn.Module, "to", lambda self, *a, **k: self),
         patch.object(Tensor, "unique", each_alone),
