@@ -129,8 +129,8 @@ def test_commands_parse_as_printed(source):
 ELSEWHERE = "|".join(
     (
         r"# .*(needs|GPU|hub)|--task (sentiment|tldr|gsm8k)|^end=",
-        r"^(pip|pytest|pre-commit|ruff|python -m venv|python3 -m pip)|pretrained\.py|smollm2",
-        r"git worktree|mutations\.py|(equal|recipes|synthetic|worked_examples)\.sh",
+        r"^(pip|jupyter|pytest|pre-commit|ruff|python -m venv|python3 -m pip)|pretrained\.py|smollm2",
+        r"git worktree|(mutations|overoptimize)\.py|(equal|recipes|synthetic|worked_examples)\.sh",
         r"demo\.sh|^python (sft|train_reward)\.py --task synthetic(_eos)?\s*(#|$)",  # `project`
         r"judgments\.py|--task arithmetic",  # test_answers.py
         r"curves\.py .*(wandb|TRL=)",  # test_curves.py
