@@ -69,7 +69,7 @@ SEAMS = {  # what copies of rloo.py do: lines, and what is in their place
             all_advantages = all_advantages - scores
 """,
     '"policy/approxkl_avg": 0.5': '"policy/mine": 0.5',
-    "    # Memory and speed; RunArgs": "    notes: Path = Path()\n    # Memory and speed; RunArgs",
+    "    # Memory and speed. More": "    notes: Path = Path()\n    # Memory and speed. More",
 }
 Table = dict[str, tuple[bool, str]]  # column: whether it is as it should be, and what was found
 
