@@ -45,6 +45,7 @@ README = (ROOT / "diffs" / "README.md").read_text()
 DIFFS = {path.stem: path.read_text() for path in sorted((ROOT / "diffs").glob("*.diff"))}
 BASES = {name: re.search(r"^--- (\w+)\.py", text, flags=re.M)[1] for name, text in DIFFS.items()}
 EXPERIMENTS = {"tools": 67, "stale": 45, "vine": 55, "sampling_gap": 20}  # added lines at most
+EXPERIMENTS |= {"online_dpo": 40}
 SMALL = [name for name in DIFFS if name not in EXPERIMENTS]
 OF_PPO, OF_RLOO = ([name for name in SMALL if BASES[name] == x] for x in ("ppo", "rloo"))
 ALGORITHMS = [x for x in OF_RLOO if x not in ("lora_rloo", "whiten_advantages")]  # alternatives
@@ -220,7 +221,8 @@ def run_main(script, task, precision="no", moved=False, names=None, **flags):
         run.parts[-1].append({key: x.item() for key, x in result[-1].items()})
         return result
 
-    spies = dict(load_lm=spy_lm, Rollout=spy_rollout) | {losses: spy_losses}
+    spies = dict(load_lm=spy_lm, Rollout=spy_rollout)
+    spies |= {losses: spy_losses} if compute_losses else {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer, "step", spy_step)
         patch.setenv("ACCELERATE_MIXED_PRECISION", precision)
@@ -278,7 +280,7 @@ def first_ratio_is_1(run):
     return all(x["policy/approxkl_avg"] == x["val/ratio_var"] == 0 for x in first) and len(first)
 
 
-ONLINE = [*OF_PPO, *OF_RLOO, *EXPERIMENTS]
+ONLINE = [*OF_PPO, *OF_RLOO, *(x for x in EXPERIMENTS if x != "online_dpo")]  # with ratios
 SLOW_RUNS = [(name, "bf16") for name in ONLINE] + [("+".join(pair), "no") for pair in PAIRS]
 RUNS = [(name, "no") for name in ONLINE]
 RUNS += [pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS]
@@ -1148,6 +1150,30 @@ def test_vine_without_values_in_between_has_the_gradient_of_rloo(patched, task):
     for name, expected in plain.steps[0].grads.items():
         if expected is not None:
             torch.testing.assert_close(5 * run.steps[0].grads[name], expected, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, patched, task):
+    """Query by query, with log-probabilities of each response alone. Equal scores: no gradient."""
+    script, reward = patched("online_dpo"), lambda *texts: (1 - alike) * texts[1].sum(dim=1).float()
+    flags = dict(lr=0.0, num_minibatches=1, kl_coef=0.3, kl_target=None)
+    names = dict(load_reward=lambda *inputs: reward)
+    run = run_main(script, task, moved=True, names=names, **flags)
+    (rollout, _), policy, loss = run.rollouts[0], run.model, 0
+    ref = script.Policy(run.loaded[0].requires_grad_(False), tiny.WORDS, task.temperature)
+    for query in range(4):
+        log_ratios = []
+        for choose in (max, min):  # the first of several
+            i = choose(range(query, 16, 4), key=lambda i: rollout.scores[i])
+            text = rollout.contexts[i], rollout.responses[i]
+            parts = [tiny.run_alone(model, *text)[0] for model in (policy, ref)]
+            log_ratios.append((parts[0] - parts[1]).sum())
+        loss -= torch.sigmoid(0.3 * (log_ratios[0] - log_ratios[1])).log() / 4
+    policy.zero_grad()
+    loss.backward()
+    assert alike == (max(x.abs().max() for x in run.steps[0].grads.values()) < 1e-6)
+    for name, p in policy.named_parameters():
+        torch.testing.assert_close(run.steps[0].grads[name], p.grad, atol=1e-5, rtol=1e-3)
 
 
 # ------------------------------------------------------------------------------------------ recipes
