@@ -12,11 +12,14 @@ interquartile mean from ten seeds on) with the 95% interval of a bootstrap over 
 import csv
 import glob
 import json
+import math
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tyro
@@ -24,7 +27,6 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from machinery import cli  # noqa: E402
 from machinery.cli import InputError  # noqa: E402
-from machinery.progress import make_panels  # noqa: E402
 
 PANELS = ("objective/scores", "objective/gold_score", "objective/kl", "objective/kl_coef")
 PANELS += ("objective/rlhf_reward", "objective/entropy")
@@ -203,6 +205,22 @@ def by_label(runs: list[Run], metric: str) -> dict[str, list[tuple[str, np.ndarr
         if points.size:
             found[run.label].append((run.name, points))
     return found
+
+
+def make_panels(names: Iterable[str], x_label: str) -> tuple[Any, dict[str, Any]]:
+    """A figure, and a panel for each name."""
+    from matplotlib.figure import Figure  # takes half a second to import
+
+    names = list(names)
+    columns = min(3, len(names))
+    rows = math.ceil(len(names) / columns)
+    figure = Figure(figsize=(4.6 * columns, 3.1 * rows), layout="constrained")
+    panels = {name: figure.add_subplot(rows, columns, i + 1) for i, name in enumerate(names)}
+    for name, axis in panels.items():
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel(x_label, fontsize=8)
+        axis.grid(alpha=0.3)
+    return figure, panels
 
 
 def draw(runs: list[Run], metrics: tuple[str, ...], path: Path) -> None:

@@ -12,11 +12,10 @@ from accelerate.tracking import TensorBoardTracker, WandBTracker
 from safetensors.torch import save_file
 from torch import Tensor
 
-from machinery.cli import InputError, about
+from machinery.cli import about
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tyro", "numpy")
-COPY = "copy_of_a_run.txt"  # in copies of weights, where the system has no links
 
 
 def models_link(args: Any, script: Path) -> Path:
@@ -24,28 +23,17 @@ def models_link(args: Any, script: Path) -> Path:
     return Path("models") / args.task.task / script.stem
 
 
-def check_link(link: Path) -> None:
-    """Raise `InputError` if a folder of the user's is where a link would be."""
-    if link.exists() and not link.is_symlink() and not (link / COPY).exists():
-        raise InputError(f"{link} is a folder, not a link to the weights of a run; move it away")
-
-
 def replace_link(link: Path, target: Path) -> None:
-    """Make `link` a relative symbolic link to a folder, atomically; a copy if that is refused."""
+    """Make `link` a relative symbolic link to a folder, atomically; say so if that is refused."""
     link.parent.mkdir(parents=True, exist_ok=True)
     part = link.with_name(f"{link.name}.part{os.getpid()}")
     try:
         part.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))
+        if os.name == "nt":
+            link.unlink(missing_ok=True)  # Windows replaces no links to folders
         part.replace(link)
-    except OSError:  # Windows without its developer mode, some disks of a network
-        part.unlink(missing_ok=True)
-        shutil.copytree(target, part)
-        (part / COPY).write_text(f"{target}\n", encoding="utf-8")
-        check_link(link)
-        if link.is_symlink():
-            link.unlink()
-        shutil.rmtree(link, ignore_errors=True)
-        part.rename(link)
+    except OSError as error:  # Windows without its developer mode, some disks of a network
+        print(f"no link to the weights ({error}): copy {target} to {link} by hand")
 
 
 def describe_environment(folder: Path) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from machinery.cli import InputError, about
 
 KEPT = 2  # checkpoints of a run: the newest and the one before it
-FULL: dict[str, Any] = dict(full_state_dict=True, cpu_offload=True)
 FREE = ("save_every", "keep_every", "resume", "run_name", "output_dir", "track", "push_to_hub")
 
 
@@ -32,17 +31,17 @@ def names_of(model: nn.Module) -> set[str]:
     return names & saved
 
 
-def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    """All weights on the CPU, tied ones once; empty on all processes but the first.
+def full_state(model: nn.Module, *optimizers: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All weights on the CPU, tied ones once, and the optimizer's state by names of weights.
 
-    All processes have to call this.
+    Both are empty on all processes but the first. All processes have to call this.
     """
     from torch.distributed.checkpoint import state_dict as dcp  # takes a second to import
 
-    options = dcp.StateDictOptions(**FULL)
-    state: dict[str, Any] = dcp.get_model_state_dict(model, options=options)
+    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: Any = dcp.get_state_dict(model, optimizers, options=options)
     names = names_of(model)
-    return {name: x.contiguous() for name, x in state.items() if name in names}
+    return {name: x.contiguous() for name, x in state[0].items() if name in names}, state[1]
 
 
 def save_checkpoint(
@@ -53,13 +52,10 @@ def save_checkpoint(
     The file is complete or absent, whenever the process is killed. All processes have to call
     this; only the first one, which has the tensors, writes.
     """
-    from torch.distributed.checkpoint import state_dict as dcp
-
-    tensors = {f"model/{name}": x for name, x in full_weights(model).items()}
-    options = dcp.StateDictOptions(**FULL)
-    optimizer_state: Any = dcp.get_optimizer_state_dict(model, optimizer, options=options)
-    if not tensors:
+    weights, optimizer_state = full_state(model, optimizer)
+    if not weights:
         return
+    tensors = {f"model/{name}": x for name, x in weights.items()}
     for name, moments in optimizer_state["state"].items():
         for key, x in moments.items():
             tensors[f"optimizer/{key}/{name}"] = x
@@ -97,9 +93,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         raise InputError(f"{path} is a checkpoint of another model, see {wrong[0]}")
     # Not strict: tied weights are there once.
     options = dcp.StateDictOptions(full_state_dict=True, strict=False)
-    dcp.set_model_state_dict(model, weights, options=options)
-    optimizer_state: Any = {"state": moments, "param_groups": state.pop("groups")}
-    dcp.set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+    saved: Any = {"state": moments, "param_groups": state.pop("groups")}
+    both: Any = dict(model_state_dict=weights, optim_state_dict=saved)
+    dcp.set_state_dict(model, optimizer, **both, options=options)
     for name, p in model.named_parameters():
         if name not in moments:  # had no gradient yet; the line above gave it a step and zeros
             optimizer.state.pop(p, None)
@@ -137,10 +133,8 @@ def fixed_values(args: Any, processes: int) -> dict[str, Any]:
     """
     values = asdict(args) | asdict(args.task) | {"processes": processes}
     values["mixed_precision"] = AcceleratorState().mixed_precision
-    if "reward_model" in values and not args.task.reward_fn:
+    if "reward_model" in values:
         values["reward_model"] = args.reward_model or f"models/{args.task.task}/train_reward"
-    if "num_labels" not in values:  # a script that reads no labels
-        del values["label_dataset"]
     for name in FREE:
         values.pop(name, None)
     for name, value in values.items():

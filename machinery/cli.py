@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,17 +23,7 @@ UnitFloat = Annotated[float, Field(ge=0, le=1)]  # a number in [0, 1]
 
 @dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
 class RunArgs:
-    """What all scripts share: memory, speed, files. `--help` lists these flags last."""
-
-    # Memory and speed
-    micro_batch_tokens: PositiveInt = 32_768 if ON_GPU else 4096
-    """tokens per forward pass, without padding; changes only rounding"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass"""
-    tf32: bool = True
-    """use TF32 for fp32 matrix products under --mixed_precision bf16"""
-    cuda_graphs: bool = True
-    """replay the decoding step as a CUDA graph; on GPUs, not with FSDP2"""
+    """What all scripts share: files, memory, speed. `--help` lists these flags first."""
 
     # Files
     run_name: str | None = None
@@ -50,8 +39,15 @@ class RunArgs:
     push_to_hub: str | None = None
     """upload the weights to this new private repository, owner/name"""
 
-
-SHARED = RunArgs.__dataclass_fields__
+    # Memory and speed
+    micro_batch_tokens: PositiveInt = 32_768 if ON_GPU else 4096
+    """tokens per forward pass, without padding; changes only rounding"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    tf32: bool = True
+    """use TF32 for fp32 matrix products under --mixed_precision bf16"""
+    cuda_graphs: bool = True
+    """replay the decoding step as a CUDA graph; on GPUs, not with FSDP2"""
 
 
 class InputError(ValueError):
@@ -91,8 +87,6 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
     of_task = {key: value for key, value in preset.items() if key in task_fields}
     of_script = {key: value for key, value in preset.items() if key not in task_fields}
     default = cls(task=replace(TASKS[name], **of_task), **of_script)
-    own = {name: field for name, field in cls.__dataclass_fields__.items() if name not in SHARED}
-    cls.__dataclass_fields__ = own | SHARED  # their order in --help
     kind: Any = tyro.conf.OmitArgPrefixes
     return tyro.cli(kind[cls], default=default, args=argv)
 
@@ -118,8 +112,6 @@ def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]]) -> None:
 def fail(error: Any, code: int) -> None:
     """Print why this process ends, after the traceback of the cause, and end it."""
     rank = int(os.environ.get("RANK", 0))
-    if rank > 0:
-        time.sleep(2)  # if all processes fail alike, only the first one prints before they end
     if cause := getattr(error, "__cause__", None):
         traceback.print_exception(cause)
     where = f" (process {rank})" if rank > 0 else ""

@@ -16,7 +16,7 @@ from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 
-from machinery.cli import InputError, RunError, say
+from machinery.cli import InputError, RunError
 from machinery.models import store_as_cast
 
 JOIN_LIMIT = timedelta(minutes=5)  # for all processes to start
@@ -45,14 +45,14 @@ def start(args: Any) -> Accelerator:
         plugin.cpu_ram_efficient_loading = False  # other processes would get empty models
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     # Under bf16 the fp32 products, such as the vocabulary head, may round their inputs to 10 bits.
-    tf32 = args.tf32 and accelerator.mixed_precision == "bf16"
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    bf16 = accelerator.mixed_precision == "bf16"
+    torch.set_float32_matmul_precision("high" if bf16 and args.tf32 else "highest")
     # cuDNN's attention plans anew for each shape, and unpadded batches are of new shapes all the
     # time. It also had NaN gradients for some masks (PyTorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
     device = accelerator.device.type
     name = torch.cuda.get_device_name() if device == "cuda" else device
-    precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
+    precision = "bf16" if bf16 else "fp32"
     accelerator.print(f"{name}, {precision}, processes: {accelerator.num_processes}")
     return accelerator
 
@@ -119,12 +119,9 @@ def order_buckets(wrapped: nn.parallel.DistributedDataParallel) -> None:
     DDP would do so after the first step. The order in which three or more processes add up a
     gradient would then differ in a resumed run, and so would rounding. Here all gradients are 0.
     """
-    total = torch.zeros((), device=wrapped.device)
-    for weight in wrapped.parameters():
-        if weight.requires_grad:
-            total = total + 0 * weight.sum()
+    total: Any = sum(weight.sum() for weight in wrapped.parameters() if weight.requires_grad)
     wrapped.reducer.prepare_for_backward([])
-    total.backward()
+    (0 * total).backward()
     wrapped.reducer._rebuild_buckets()
 
 
@@ -135,10 +132,7 @@ def set_up_root(model: Any) -> None:
 
 
 def check_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """A hook before each step. Raises `RunError` if the norm of the gradient is not finite.
-
-    Prints a warning once the norm has been 0 in several steps in a row.
-    """
+    """A hook before each step. Raises `RunError` if the norm of the gradient is not finite."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     total = nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
     norm = full_tensor(total).item()
@@ -147,9 +141,6 @@ def check_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
             f"the norm of the gradient is {norm}; the step was not taken. "
             "A lower --lr or fp32 instead of bf16 may help"
         )
-    optimizer.zeros = 0 if norm else getattr(optimizer, "zeros", 0) + 1
-    if optimizer.zeros == 10:
-        say("the gradient was 0 in 10 steps: all scores may be equal, or no weight is trained")
 
 
 def freeze(accelerator: Accelerator, model: nn.Module) -> Any:

@@ -110,8 +110,8 @@ def load_best_of_k(rows: "datasets.Dataset", task: Task, tokenizer: Any, vocabul
 def read_ids(value: Any, vocabulary: int) -> list[int]:
     """A list of ids without padding. Raises `InputError` for fractions and ids out of range."""
     pad = max(OPENAI_PAD, vocabulary)
-    ids = np.asarray(value, dtype=np.float64)
-    wrong = (ids != np.floor(ids)) | (ids < 0) | ((ids >= vocabulary) & (ids != pad))
+    ids = np.array(value)
+    wrong = (ids % 1 != 0) | (ids < 0) | ((ids >= vocabulary) & (ids != pad))
     if ids.ndim != 1 or wrong.any():
         raise InputError(f"{value!r:.60} is not a list of ids below {vocabulary}")
     return ids[ids != pad].astype(int).tolist()

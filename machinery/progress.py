@@ -7,7 +7,6 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +52,11 @@ class Progress:
             healthy, _ = self.limits.pop(name)
             change = "if it stays there, lower --lr or --num_ppo_epochs"
             print(f"{name} is {metrics[name]:.2g}, healthy is up to {healthy}; {change}")
-        for name, (value, _) in STUCK.items():
+        for name, (value, cause) in STUCK.items():
             is_stuck = math.isclose(metrics.get(name, -1), value, abs_tol=1e-6)
             self.stuck[name] = self.stuck[name] + 1 if is_stuck else 0
-        for name in [name for name in STUCK if self.stuck[name] == UPDATES][:1]:
-            value, cause = STUCK[name]
-            print(f"nothing to learn from: {name} is {value} in {UPDATES} updates; {cause}")
+            if self.stuck[name] == UPDATES:
+                print(f"nothing to learn from: {name} is {value} in {UPDATES} updates; {cause}")
 
     def table(self, rows: list[dict[str, Any]], title: str) -> None:
         """Print rows of texts and numbers."""
@@ -69,27 +67,15 @@ class Progress:
         Console().print(table)
 
 
-def make_panels(names: Iterable[str], x_label: str) -> tuple[Any, dict[str, Any]]:
-    """A figure, and a panel for each name."""
+def plot_run(folder: Path, names: list[str]) -> None:
+    """Draw `curves.png` of a run: one panel for each metric, over the steps."""
     from matplotlib.figure import Figure  # takes half a second to import
 
-    names = list(names)
-    columns = min(3, len(names))
-    rows = math.ceil(len(names) / columns)
-    figure = Figure(figsize=(4.6 * columns, 3.1 * rows), layout="constrained")
-    panels = {name: figure.add_subplot(rows, columns, i + 1) for i, name in enumerate(names)}
-    for name, axis in panels.items():
-        axis.set_title(name, fontsize=10)
-        axis.set_xlabel(x_label, fontsize=8)
-        axis.grid(alpha=0.3)
-    return figure, panels
-
-
-def plot_run(folder: Path, names: list[str]) -> None:
-    """Draw `curves.png` of a run: one panel for each metric."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    figure, panels = make_panels([name for name in names if any(name in x for x in lines)], "step")
-    for name, axis in panels.items():
+    names = [name for name in names if any(name in line for line in lines)]
+    figure = Figure(figsize=(7, 2 * len(names)), layout="constrained")
+    for i, name in enumerate(names):
         points = [(line["step"], line[name]) for line in lines if name in line]
-        axis.plot([x for x, _ in points], [y for _, y in points], linewidth=1.2)
-    figure.savefig(folder / "curves.png", dpi=110)
+        axis = figure.add_subplot(len(names), 1, i + 1, title=name)
+        axis.plot(*zip(*points, strict=True))
+    figure.savefig(folder / "curves.png")

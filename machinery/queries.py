@@ -42,13 +42,13 @@ def load_texts(task: Task, *columns: str) -> "datasets.Dataset":
 class TokenTable:
     """Token sequences in a memory-mapped file that the processes of a machine share.
 
-    `table[rows]` → [B, length], padded on the left (G2). `extra` are the data set's own columns.
+    `table[rows]` → [B, length], padded on the left (G2). `source` has the data set's own columns.
     """
 
     rows: "datasets.Dataset"
+    source: "datasets.Dataset"
     length: int
     pad_id: int
-    extra: "datasets.Dataset | None" = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -58,12 +58,12 @@ class TokenTable:
 
     def columns(self, rows: np.ndarray | slice = slice(None)) -> dict[str, list]:
         """The values of the data set's columns in these rows: name → a list of B values."""
-        return self.extra[rows] if self.extra is not None else {}
+        return self.source[rows]
 
     def select(self, rows: list[int] | np.ndarray) -> "TokenTable":
         """A table of these rows."""
-        extra = self.extra.select(rows) if self.extra is not None else None
-        return TokenTable(self.rows.select(rows), self.length, self.pad_id, extra)
+        chosen = self.rows.select(rows), self.source.select(rows)
+        return TokenTable(*chosen, self.length, self.pad_id)
 
     def hold_out(self, n: int, needed: int = 1) -> tuple["TokenTable", "TokenTable"]:
         """A table of the first `n` sequences, and one without them and their duplicates.
@@ -86,9 +86,11 @@ def tokenize_rows(
     task: Task,
     tokenizer: Any,
     ids: TokenIds,
+    keep_columns: bool = False,
 ) -> TokenTable:
     """Map `function` (batch of rows → token lists) over all rows; drop those that give no tokens.
 
+    `keep_columns` of the rows, if each of them gives one token list.
     The result is cached by data, tokenizer, task and source code, but not if a user's own function,
     which may call anything, cleans texts. A file lock, not a collective, makes other processes
     wait, since this may take minutes.
@@ -115,11 +117,11 @@ def tokenize_rows(
             load_from_cache_file=cached,
             new_fingerprint=fingerprint,
         )
-    kept = np.flatnonzero(pyarrow.compute.list_value_length(table.data.column("tokens")))
+        kept = np.flatnonzero(pyarrow.compute.list_value_length(table.data.column("tokens")))
     if skipped := len(table) - len(kept):
         say(f"--query_dataset {task.query_dataset}: skipped {skipped} of {len(table)} rows")
-    extra = rows if len(rows) == len(table) else None  # blocks of texts are no rows
-    return TokenTable(table, length, ids.pad, extra).select(kept)
+    source = rows if keep_columns else table
+    return TokenTable(table, source, length, ids.pad).select(kept)
 
 
 def clean_texts(texts: Sequence[str | None], task: Task) -> list[str]:
@@ -208,7 +210,8 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, max_queries: int) ->
     def queries(batch: dict[str, list]) -> list[list[int]]:
         return tokenize_queries(batch[task.query_column], task, tokenizer)
 
-    return tokenize_rows(texts, queries, task.query_length, task, tokenizer, ids)
+    length = task.query_length
+    return tokenize_rows(texts, queries, length, task, tokenizer, ids, keep_columns=True)
 
 
 def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> TokenTable:

@@ -1,7 +1,6 @@
 """The folder of a run: arguments, metrics, samples, checkpoints, weights, progress."""
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -19,7 +18,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from machinery import artifacts, checkpoints
-from machinery.cli import InputError, RunError, about, check_divisible
+from machinery.cli import InputError, about, check_divisible
 from machinery.distributed import stop
 from machinery.progress import Limits, Progress, plot_run
 from utils import all_max
@@ -30,13 +29,13 @@ SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]  # 
 
 def check_run(args: Any, script: Path, processes: int) -> None:
     """Raise `InputError` if the run would overwrite something, or cannot be resumed."""
-    new = {f"--output_dir {args.output_dir}": args.output_dir}
-    new[f"--run_name {args.run_name}"] = args.run_name and f"runs/{args.run_name}"
-    for flag, path in new.items():
-        if args.resume is None and path and os.path.lexists(path):
-            raise InputError(f"{flag}: {path} exists; choose another name")
-    if not args.output_dir:
-        artifacts.check_link(artifacts.models_link(args, script))
+    is_new, link = args.resume is None, artifacts.models_link(args, script)
+    if is_new and args.run_name and os.path.lexists(f"runs/{args.run_name}"):
+        raise InputError(f"--run_name {args.run_name} exists in runs/; choose another name")
+    if is_new and args.output_dir and os.path.lexists(args.output_dir):
+        raise InputError(f"--output_dir {args.output_dir} exists; choose another name")
+    if not args.output_dir and link.exists() and not link.is_symlink():
+        raise InputError(f"{link} is a folder, not a link to the weights of a run; move it away")
     if checkpoint := checkpoints.find_checkpoint(args, script):
         checkpoints.check_same_run(args, processes, checkpoint.parents[1])
     if args.push_to_hub and not huggingface_hub.get_token():
@@ -69,10 +68,9 @@ class Run:
         self.step = 0
         self.signals: list[int] = []  # received so far
         self.in_terminal = sys.stdout.isatty()
-        self.handlers = {}
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
-                self.handlers[number] = signal.signal(number, self.note_signal)
+                signal.signal(number, self.note_signal)
         self.folder = self.source.parents[1] if self.source else Path()  # `open` sets a new one
         if self.main:
             self.open()
@@ -94,7 +92,7 @@ class Run:
             self.folder = Path("runs", self.args.run_name or name)
             self.folder.mkdir(parents=True)  # fails if there is one
             reward_file, _, _ = (task.reward_fn or "").rpartition(":")
-            for file in (self.script, Path(reward_file)):
+            for file in (Path(reward_file), self.script):  # the script's name is the script's
                 if file.is_file():
                     shutil.copy(file, self.folder / file.name)
             record |= artifacts.describe_environment(self.folder)
@@ -169,11 +167,7 @@ class Run:
             self.save(model, tokenizer, name=f"keep_{update}")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of one update. Raises `RunError` if a loss or score is not finite."""
-        for name, value in metrics.items():
-            watched = "loss" in name or name.startswith(("objective/", "eval/"))
-            if watched and not math.isfinite(value):
-                raise RunError(f"{name} is {value}; a lower --lr or fp32 instead of bf16 may help")
+        """Write the metrics of one update."""
         self.step = min(step + 1, self.total)
         if not self.main:
             return
@@ -207,8 +201,8 @@ class Run:
 
         The one called model may be at `--output_dir`; else `models/<task>/<script>` links to it.
         """
-        states = {key: checkpoints.full_weights(head) for key, head in heads.items()}
-        state = checkpoints.full_weights(model)
+        states = {key: checkpoints.full_state(head)[0] for key, head in heads.items()}
+        state, _ = checkpoints.full_state(model)
         if self.main:
             out = self.args.output_dir if name == "model" else None
             folder = Path(out or self.folder / name)
@@ -220,9 +214,10 @@ class Run:
         self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
-        """Restore the signal handlers; others may write the folder."""
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+        """From now on, signals end the process at once, and others may write the folder."""
+        for number in SIGNALS:
+            if signal.getsignal(number) == self.note_signal:
+                signal.signal(number, signal.SIG_DFL)
         if self.main:
             self.lock.release()
 

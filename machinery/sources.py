@@ -69,10 +69,8 @@ def load_rows(source: str, flag: str) -> "datasets.Dataset":
         part = ""
         if not Path(name).exists():  # C:\data is one name
             name, _, part = name.partition(":")  # a configuration or, of the hub, a file
-        if (Path(name) / "state.json").is_file():  # one of these is from `save_to_disk`
+        if (Path(name) / "state.json").is_file():  # from `Dataset.save_to_disk`
             return datasets.DatasetDict(train=datasets.load_from_disk(name))[split]
-        if (Path(name) / "dataset_dict.json").is_file():
-            return datasets.load_from_disk(name)[split]
         check_source(name)
         files = {"data_files": part} if Path(part).suffix in READERS else {"name": part or None}
         return datasets.load_dataset(name, split=split, **files)

@@ -142,21 +142,6 @@ def test_what_is_raised_about_a_flag_ends_with_its_traceback_and_then_one_senten
     assert message == "ppo.py: error: --base_model x: is too small\n"
 
 
-@pytest.mark.parametrize(("rank", "seconds", "where"), [("0", [], ""), ("1", [2], " (process 1)")])
-def test_the_first_process_prints_at_once_and_others_later_with_their_number(
-    rank, seconds, where, monkeypatch, capsys
-):
-    """If all processes fail alike, the launcher ends the others before they print."""
-    slept = []
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(sys, "argv", ["ppo.py"])
-    monkeypatch.setattr(cli.time, "sleep", slept.append)
-    with pytest.raises(SystemExit):
-        cli.fail("no labels", 2)
-    assert slept == seconds
-    assert capsys.readouterr().err == f"ppo.py: error{where}: no labels\n"
-
-
 # ------------------------------------------------------------------- refused before weights are loaded
 
 

@@ -184,7 +184,7 @@ def test_a_saved_policy_loads_as_a_language_model_with_the_same_logits(kind, tmp
     policy(contexts, responses)[0].sum().backward()
     optimizer.step()
     lm, tokenizer = accelerator.unwrap_model(policy).lm, AutoTokenizer.from_pretrained(folder)
-    artifacts.save_model(lm, tokenizer, tmp_path / "saved", checkpoints.full_weights(lm), {})
+    artifacts.save_model(lm, tokenizer, tmp_path / "saved", checkpoints.full_state(lm)[0], {})
 
     loaded, start = (AutoModelForCausalLM.from_pretrained(f) for f in (tmp_path / "saved", folder))
     tokens = torch.arange(1, 9)[None]

@@ -114,29 +114,6 @@ def test_the_link_moves_to_the_new_run_and_the_old_weights_stay(home, tmp_path):
     ppo.check(two_steps("ppo"), 1)
 
 
-def test_where_links_are_refused_the_weights_are_copied_and_only_a_copy_is_replaced(
-    home, monkeypatch
-):
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError("no links")
-
-    link = Path("models/synthetic/ppo")
-    link.parent.mkdir(parents=True)
-    link.symlink_to("../../task")  # made before
-    monkeypatch.setattr(os, "symlink", refuse)
-    for seed in (1, 2):
-        ppo.check(two_steps("ppo"), 1)
-        run = new_run()
-        save(run, seed)
-        copied, weights = tree(link), tree(run.folder / "model")
-        assert copied == weights | {artifacts.COPY: f"{run.folder / 'model'}\n".encode()}
-    assert Path("task/stories.txt").exists()
-    (link / artifacts.COPY).unlink()  # now it may be anybody's
-    with pytest.raises(InputError, match="models/synthetic/ppo is a folder"):
-        save(new_run(), 3)
-    assert tree(link) == weights
-
-
 # ---------------------------------------------------------------------------------- nothing is overwritten
 
 IN_THE_WAY = {  # the file that is there → flags, what the error names; `SCRIPT` stands for the script
