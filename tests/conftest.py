@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for mo
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -207,26 +207,10 @@ def read_metrics(name: str) -> list[dict[str, float]]:
 def runs(tmp_path_factory: pytest.TempPathFactory):
     """sft, train_reward, ppo and rloo, run once from end to end on tiny files.
 
-    `args`, `metrics`, `rollouts` and `epochs` (rows of each minibatch) by script; `optimizer_steps`
-    by script.
+    `args`, `metrics`, `rollouts` and `epochs` (rows of each minibatch) by script.
     """
     folder = tmp_path_factory.mktemp("runs")
-    seen = SimpleNamespace(folder=folder, args={}, rollouts={}, epochs={}, optimizer_steps={})
-
-    def spy(script: ModuleType, name: str, patch: pytest.MonkeyPatch) -> None:
-        """Keep rollouts and what `shuffle` returns, and count optimizer steps."""
-        seen.rollouts[name], seen.epochs[name], seen.optimizer_steps[name] = [], [], 0
-
-        class Counting(script.AdamTF):
-            def step(self, closure=None):
-                seen.optimizer_steps[name] += 1
-                return super().step(closure)
-
-        patch.setattr(script, "AdamTF", Counting)
-        for function, kept in (("Rollout", seen.rollouts), ("shuffle", seen.epochs)):
-            if hasattr(script, function):
-                patch.setattr(script, function, tiny.keep(getattr(script, function), kept[name]))
-
+    seen = SimpleNamespace(folder=folder, args={}, rollouts={}, epochs={})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         task = tiny.write_task(folder / "task")
@@ -238,10 +222,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
         sizes |= dict(normalize_samples=5, rollout_batch_size=4)
         files = dict(output_dir="reward", run_name="train_reward")
         seen.args["train_reward"] = train_reward.Args(task=task, **sizes, **files)
-        spy(train_reward, "train_reward", patch)
         train_reward.main(seen.args["train_reward"])
         for script, name in ((ppo, "ppo"), (rloo, "rloo")):
-            spy(script, name, patch)
+            seen.rollouts[name], seen.epochs[name] = [], []
+            for function, kept in (("Rollout", seen.rollouts), ("shuffle", seen.epochs)):
+                patch.setattr(script, function, tiny.keep(getattr(script, function), kept[name]))
             files = dict(reward_model="reward", output_dir=name, run_name=name)
             sizes = dict(total_episodes=20, eval_every=2)
             seen.args[name] = tiny.make_args(task, script, **sizes, **files)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny
 from formats import GSM8K
-from transformers import AutoTokenizer
+from test_tokens import small_tokenizer
 
 import ppo
 import rloo
@@ -200,22 +200,14 @@ def test_arithmetic_from_sft_to_pass_at_k_in_any_folder(tmp_path, monkeypatch, c
     assert responses[:6] != responses[6:12]
 
 
-def write_chatml_model(folder: Path) -> str:
-    """A tiny random Qwen 2 whose tokenizer has ChatML's special tokens."""
-    tiny.make_lm("qwen2", vocab=tiny.WORDS + 2, positions=512).save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(folder))
-    special = ["<|im_start|>", "<|im_end|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": special, "eos_token": special[1]})
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
 def test_gsm8k_on_rows_of_its_form(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = write_chatml_model(tmp_path / "model")
+    tokenizer = small_tokenizer()
+    for x in (tiny.make_lm("qwen2", vocab=len(tokenizer), positions=512), tokenizer):
+        x.save_pretrained("model")
     rows = [{**row, "question": f"{i} {row['question']}"} for i in range(4) for row in GSM8K]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = f"--task gsm8k --query_dataset rows.jsonl --base_model {model} --response_length 40"
+    files = "--task gsm8k --query_dataset rows.jsonl --base_model model --response_length 40"
     seen, gsm8k = [], data_answers.gsm8k
 
     def spy(queries, responses, answer):
@@ -229,8 +221,8 @@ def test_gsm8k_on_rows_of_its_form(tmp_path, monkeypatch):
         rollouts = []
         monkeypatch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
         run(script, f"{files} --base_model start {TINY.format(name)}")
-        tokens = [row[row < tiny.WORDS + 2] for row in rollouts[0].contexts]
-        texts = AutoTokenizer.from_pretrained(model).batch_decode(tokens)
+        tokens = [row[row < len(tokenizer)] for row in rollouts[0].contexts]
+        texts = tokenizer.batch_decode(tokens)
         for text, query in zip(texts, seen[0][0], strict=True):
             assert text == (
                 f"<|im_start|>user\n{query} Let's think step by step and output the final answer "

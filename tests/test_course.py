@@ -11,18 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CELLS = json.loads((ROOT / "docs/course/course.ipynb").read_text())["cells"]
-TEXT = "\n".join("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "markdown")
 CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
-
-
-def test_every_lesson_says_what_is_learned_and_ends_with_exercises_that_are_solved():
-    lessons = TEXT.split("\n## Lesson ")[1:]
-    assert [lesson[0] for lesson in lessons] == ["1", "2", "3", "4"]
-    for lesson in lessons:
-        text, exercises, solutions = re.split(r"### Exercises|### Solutions", lesson)
-        numbers = re.findall(r"^\*\*(\d\.\d)\*\*", exercises, flags=re.M)
-        assert "You will learn" in text and numbers == [f"{lesson[0]}.{i}" for i in (1, 2, 3)]
-        assert re.findall(r"^\*\*(\d\.\d)\*\*", solutions, flags=re.M) == numbers
 
 
 def test_the_notebook_is_without_outputs_and_defines_nothing_that_a_script_has():

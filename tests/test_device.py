@@ -97,33 +97,10 @@ class Elsewhere(TorchDispatchMode):
         return tree_map(lambda x: Far(x) if away and isinstance(x, Tensor) else x, out)
 
 
-class Accelerator(SimpleNamespace):
-    """One process without autocast on `device`, where its models are already."""
-
-    num_processes, process_index, is_fsdp2, mixed_precision = 1, 0, False, "no"
-
-    def prepare(self, *objects: Any) -> tuple:
-        return objects
-
-    def unwrap_model(self, model: Any) -> Any:
-        return model
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float) -> None:
-        torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-
-    def no_sync(self, model: Any) -> Any:
-        return nullcontext()
-
-    def autocast(self) -> Any:
-        return torch.profiler.record_function("")  # a context and a decorator without an effect
-
-
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """`use(device)` is where scripts run from then on; there, autocast and random numbers are fake."""
+    """`use(device)` is where scripts run from then on, in one process whose models are there already;
+    autocast and random numbers are fake."""
     rand = torch.rand
 
     def rand_here(*size, device, generator, **options):
@@ -140,7 +117,17 @@ def elsewhere(monkeypatch):
         monkeypatch.setattr(script, "generator", make)
 
     def use(device: torch.device) -> Any:
-        accelerator = Accelerator(device=device)
+        one = dict(num_processes=1, process_index=0, is_fsdp2=False, mixed_precision="no")
+        accelerator = SimpleNamespace(
+            **one,
+            device=device,
+            prepare=lambda *objects: objects,
+            unwrap_model=lambda model: model,
+            backward=lambda loss: loss.backward(),
+            clip_grad_norm_=torch.nn.utils.clip_grad_norm_,
+            no_sync=lambda model: nullcontext(),
+            autocast=lambda: torch.profiler.record_function(""),  # also a decorator
+        )
         monkeypatch.setattr(distributed, "start", lambda args: accelerator)
         return Elsewhere()
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import filelock
-import numpy as np
 import pytest
 import tiny
 import torch
@@ -94,10 +93,6 @@ def test_R3_X11_metrics_are_those_of_all_processes_together(name, both):
         lines = (without_times(x[name]["metrics"]) for x in (rank, both.one))
         for ours, theirs in zip(*lines, strict=True):
             assert_close(ours, theirs, **CLOSE)
-        if name in ("ppo", "rloo"):
-            scores = both.one[name]["rollout"]["scores"].numpy()
-            found = rank[name]["metrics"][0]["objective/scores_std"]
-            assert found == pytest.approx(np.std(scores), rel=1e-4)
 
 
 @POLICIES
@@ -120,16 +115,6 @@ def test_X11_advantages_are_whitened_over_all_processes(name, both):
             advantages = advantages[result[name]["first_mask"]]
         mean, var = advantages.mean(), advantages.var(correction=0)
         assert abs(mean) > 1e-3 or abs(var - 1) > 1e-3
-
-
-def test_G5_learning_rates_and_episodes_count_all_processes(both):
-    """Labels: two steps of 6. Episodes: two updates of 8 of all processes, four of each."""
-    lines = both.ranks[0]["train_reward"]["metrics"]
-    assert [line["lr"] for line in lines if "lr" in line] == pytest.approx([1e-3, 5e-4])
-    for name in ("ppo", "rloo"):
-        samples = both.ranks[0]["scripts"][name]["samples"]
-        assert [len(responses) for _, responses in samples] == [4, 4]
-        assert both.ranks[0][name]["metrics"][0]["ppo/episode"] == 8
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo", "train_reward"])

@@ -17,8 +17,6 @@ import rloo
 import train_reward
 from machinery import models
 
-both = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
-
 # ---------------------------------------------------------------------------------------- all flags
 
 OPTIMIZER = dict(seed=2, lr=2e-3, adam_eps=1e-3)
@@ -116,7 +114,7 @@ def test_X2_scores_are_clipped_and_the_penalty_with_them():
         assert scores.tolist() == expected
 
 
-@both
+@tiny.both
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_X3_the_estimate_is_penalized_and_logged(script, estimator):
     """By a slow loop over the tokens."""
@@ -138,7 +136,7 @@ def test_X3_the_estimate_is_penalized_and_logged(script, estimator):
 # --------------------------------------------------------------------------------- X8, X13, X14, G5
 
 
-@both
+@tiny.both
 def test_X8_gradients_longer_than_max_grad_norm_are_scaled_down_to_it(script):
     def gradient(bound):
         sizes = dict(total_episodes=8, num_ppo_epochs=1, num_minibatches=1)
@@ -153,14 +151,14 @@ def test_X8_gradients_longer_than_max_grad_norm_are_scaled_down_to_it(script):
     assert torch.equal(gradient(norm * 2), free)
 
 
-@both
+@tiny.both
 def test_X8_G5_without_anneal_lr_the_learning_rate_is_constant(script):
     run = tiny.run_episodes(script, tiny.small_args(script, anneal_lr=False))
     assert [group["lr"] for group in run.optimizer.param_groups] == [1e-3]
     assert [line["ppo/lr"] for line in run.metrics[:3]] == [1e-3] * 3
 
 
-@both
+@tiny.both
 def test_the_kl_is_to_ref_model_and_the_policy_starts_at_base_model(script, tmp_path, monkeypatch):
     """By a slow loop over the first update's texts, each alone."""
     monkeypatch.chdir(tmp_path)
@@ -203,7 +201,7 @@ def test_X14_ppo_without_whitened_advantages():
 # ---------------------------------------------------------------------------------- speed and sizes
 
 
-@both
+@tiny.both
 @pytest.mark.parametrize("graphs", [False, True])
 def test_cuda_graphs_and_response_length_reach_the_decoder(script, graphs):
     asked = []

@@ -25,7 +25,6 @@ from machinery.rewards import RewardConfig, score_in_parts
 
 GOLDEN = Path(__file__).parent / "golden"
 PPO_RECORDS = sorted(path.stem for path in GOLDEN.glob("ppo_*.json"))
-both = pytest.mark.parametrize("script", [ppo, rloo])
 
 
 def load(name: str) -> tuple[dict, dict[str, np.ndarray]]:
@@ -141,7 +140,7 @@ def test_A1_adam_follows_tensorflow(schedule):
 # ------------------------------------------------------------------------------ G1, G3, P1
 
 
-@both
+@tiny.both
 def test_G3_P1_logprobs_entropies_and_values_of_responses(script):
     """rloo has no values."""
     record, arrays = load("model")
@@ -160,7 +159,7 @@ def test_G3_P1_logprobs_entropies_and_values_of_responses(script):
 
 
 @pytest.mark.parametrize("name", json.loads((GOLDEN / "score_fn.json").read_text())["configs"])
-@both
+@tiny.both
 def test_P5_truncation_and_penalty(script, name):
     record, arrays = load("score_fn")
     config, pad_id = record["configs"][name], record["padding_token"]

@@ -78,14 +78,6 @@ def test_contributors_hooks_and_ci_run_the_same_checks():
         assert command.split(" -c ")[0] in CONTRIBUTING + CI, command
 
 
-def test_workflows_test_three_versions_of_python_with_oldest_and_newest_packages():
-    rows = WORKFLOWS["tests"]["jobs"]["tests"]["strategy"]["matrix"]["include"]
-    assert {row["python"] for row in rows} == {"3.11", "3.12", "3.13"}
-    files = {row["pins"] for row in rows}
-    assert {"requirements-oldest.txt", "requirements.txt", "/dev/null"} == files
-    assert all((ROOT / name).exists() for name in files)
-
-
 @pytest.mark.parametrize(
     "path", sorted(ROOT.glob(".github/ISSUE_TEMPLATE/*")), ids=lambda p: p.stem
 )

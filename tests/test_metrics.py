@@ -8,16 +8,12 @@ import tiny
 import torch
 from tiny import EOS, PAD
 
-import ppo
-import rloo
 import sft
 import train_reward
 from machinery.labels import Labels
 
-BOTH = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
 
-
-@BOTH
+@tiny.both
 @pytest.mark.parametrize("eos_task", [True, False])
 def test_an_evaluation_counts_to_the_end_of_a_response_and_all_of_one_without_an_end(
     script, eos_task, accelerator

@@ -24,20 +24,12 @@ import sft
 import train_reward
 import utils
 from machinery import artifacts, checkpoints, models, queries
-from machinery.labels import Labels, load_labels
+from machinery.labels import Labels
 from machinery.rewards import load_reward_model
 from machinery.tokens import load_tokenizer
 
-BOTH = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
 LOSS = {ppo: "ppo_losses", rloo: "rloo_loss"}
 EOS_TASK = tiny.make_task(eos_task=True, truncate_after=0)
-
-
-def make_policy(script, seed: int = 0):
-    """A policy whose head is outside autocast, as `load_lm` makes it."""
-    policy = tiny.make_policy(seed=seed, script=script)
-    policy.lm.get_output_embeddings().__class__ = models.Float32Linear
-    return policy
 
 
 def one_update(script, task=None, **flags):
@@ -48,7 +40,7 @@ def one_update(script, task=None, **flags):
 # ------------------------------------------------------------------------ 7: what padding does
 
 
-@BOTH
+@tiny.both
 def test_nan_at_masked_positions_changes_nothing(script, accelerator):
     """Neither rollout, nor gradients, nor metrics, with responses that end in one micro-batch with
     others that do not."""
@@ -81,12 +73,6 @@ def test_nan_at_masked_positions_changes_nothing(script, accelerator):
 # --------------------------------------------------------------------------------- 9: the gradient
 
 
-def assert_gradients(run, model) -> None:
-    """The `Recorder` of the run had those of the model in its first step."""
-    for found, p in zip(run.optimizer.optimizer.gradients[0], model.parameters(), strict=True):
-        torch.testing.assert_close(found, p.grad, atol=4e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize(("k", "micro_batch_tokens"), [(2, 40), (3, 1), (3, 40), (3, 4096)])
 def test_R4_reward_training_follows_the_mean_over_labels(k, micro_batch_tokens, accelerator):
     """Of 6 labels with k candidates each, all of uneven length; a pair is -log sigmoid."""
@@ -105,10 +91,9 @@ def test_R4_reward_training_follows_the_mean_over_labels(k, micro_batch_tokens, 
         losses.append(gaps.exp().sum().log())
         right.append(gaps.max().item() == 0)
     loss = torch.stack(losses).mean()
-    loss.backward()
     assert run.metrics[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert run.metrics[0]["accuracy"] == pytest.approx(np.mean(right))
-    assert_gradients(run, model)
+    tiny.assert_gradients(run, model, loss)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [20, 4096])
@@ -128,27 +113,14 @@ def test_sft_follows_the_mean_over_tokens(micro_batch_tokens, accelerator, monke
         losses += F.cross_entropy(logits, real[0, prompt:], reduction="none")
     assert len(losses) == 2 + 5 + 4 + 5
     loss = torch.stack(losses).mean()
-    loss.backward()
     assert run.metrics[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert_gradients(run, lm)
+    tiny.assert_gradients(run, lm, loss)
     clipped = tiny.run_sft(replace(args, max_grad_norm=0.1), tiny.make_lm(), rows)
     norm = torch.stack([x.norm() for x in clipped.optimizer.optimizer.gradients[0]]).norm()
     assert norm.item() == pytest.approx(0.1, rel=1e-4)
 
 
 # ------------------------------------------------------------------------- 10, 11: steps and rates
-
-
-def test_every_script_takes_exactly_its_steps(runs):
-    """ppo and rloo: ⌈20 / 8⌉ updates of 2 epochs of 2 minibatches, each of several micro-batches,
-    on 24 episodes; train_reward: 12 labels / 4."""
-    assert runs.optimizer_steps == {"train_reward": 3, "ppo": 12, "rloo": 12}
-    for name, copies in (("ppo", 1), ("rloo", 4)):
-        rollouts = [x for x in runs.rollouts[name] if len(x.responses) == 8]  # not evaluations
-        assert [line["ppo/episode"] for line in runs.metrics[name]] == [8, 16, 24]
-        rows = [{tuple(row) for row in rollout.contexts.tolist()} for rollout in rollouts]
-        assert [len(x) for x in rows] == [8 // copies] * 3
-        assert len(set.union(*rows)) == 24 // copies  # no query comes twice before all have come
 
 
 def test_sft_steps_and_rates_are_those_of_a_linear_warm_up_and_decay(runs, monkeypatch):
@@ -213,7 +185,7 @@ def test_a_reward_model_round_trips(kind, tmp_path):
 # ----------------------------------------------------------------------- 19, 20: metrics, precision
 
 
-@BOTH
+@tiny.both
 def test_metrics_are_means_over_all_steps_of_the_update(script, accelerator):
     """And not of its last minibatch; each step's own numbers are sums over its micro-batches."""
     loss, steps = getattr(script, LOSS[script]), [{}]
@@ -255,10 +227,11 @@ def test_variances_are_exact_where_the_mean_is_a_hundred_times_the_deviation(acc
         assert metrics[f"ppo/returns/{name}"] == pytest.approx(expected, rel=1e-3)
 
 
-@BOTH
+@tiny.both
 def test_under_bf16_probabilities_statistics_and_weights_are_fp32(script, bf16_accelerator):
     """In the rollout and in training the same: autocast in the transformer, not behind it."""
-    policy, ref, seen, rollouts = make_policy(script), make_policy(script, seed=3), [], []
+    policy, ref = (tiny.make_policy(seed=seed, script=script) for seed in (0, 3))
+    seen, rollouts = [], []
 
     def spy_logits(lm, hidden):
         logits = models.compute_logits(lm, hidden)
@@ -325,18 +298,3 @@ def test_held_out_sequences_are_evaluated_and_not_trained_on(accelerator):
     tiny.run_sft(args, tiny.make_lm(), rows, LanguageModel=Spy)
     assert sorted(seen[True]) == sorted(rows[4:].tolist() * 2)
     assert sorted(seen[False]) == sorted(rows[:4].tolist())
-
-
-def test_the_reward_models_held_out_accuracy_is_logged(runs, monkeypatch):
-    """Of the saved model on labels 12 to 15, which are not trained on."""
-    monkeypatch.chdir(runs.folder)
-    task = runs.args["train_reward"].task
-    labels = load_labels(task, *load_tokenizer(task, task.response_length))
-    model = load_reward_model(train_reward.RewardModel, "reward")
-    right = []
-    for i in range(12, 16):
-        rows = [np.concatenate([labels.queries[i], x]) for x in labels.responses[i]]
-        with torch.no_grad():
-            rewards = [model(torch.from_numpy(row).long()[None]).item() for row in rows]
-        right.append(np.argmax(rewards) == labels.best[i])
-    assert runs.metrics["train_reward"][-1]["heldout/accuracy"] == np.mean(right)

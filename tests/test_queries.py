@@ -13,7 +13,6 @@ import datasets
 import formats
 import numpy as np
 import pytest
-import tiny
 import torch
 from formats import write_rows
 from tiny import WORDS, refuses
@@ -101,19 +100,6 @@ def test_P3_cnndm_queries_are_cleaned_end_a_sentence_and_have_prefix_and_suffix(
     for row in contexts.tolist():  # all padding is on the left
         assert row == sorted(row, key=lambda token: token != ids.pad)
     assert [ids.truncate] == tokenizer.encode("\n")
-
-
-@pytest.mark.parametrize("script", [ppo, rloo])
-def test_prefix_and_suffix_go_to_the_policy_and_not_to_the_reward_model(script, cnndm):
-    tokenizer, ids = load_tokenizer(cnndm, 8)
-    queries, seen = load_queries(cnndm)[:], []
-    policy = tiny.make_policy(script=script, vocab=WORDS)
-    inputs = dict(ref=policy, reward=lambda q, r: seen.append(q) or torch.zeros(2), ids=ids)
-    inputs |= dict(queries=queries, responses=torch.full((2, 8), 20))
-    rollout = tiny.make_rollout(policy, tiny.make_args(cnndm, script), script, **inputs)
-    assert torch.equal(seen[0], queries)
-    texts = utils.decode(tokenizer, rollout.contexts, ids.pad)
-    assert all(text.startswith("Article:") and text.endswith("TL;DR:") for text in texts)
 
 
 POST = "TITLE: soup\n\nPOST: Anna saw it.\nBen saw it too.\nThe end.\n\nTL;DR:"

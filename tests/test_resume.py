@@ -31,7 +31,6 @@ import filelock
 import pytest
 import tiny
 import torch
-from accelerate import Accelerator
 from conftest import SCRIPTS, SIGNALS, settings, without_times, write_files
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -424,22 +423,6 @@ def test_a_checkpoint_is_one_safetensors_file_and_the_newest_two_are_kept(copy):
     assert state["lengths"]["metrics.jsonl"] == sum(map(len, lines[:5]))
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
-def test_a_checkpoint_of_every_kind_of_model_is_read_back(kind, tmp_path):
-    """Rotary angles are buffers that no state has."""
-    models = [tiny.make_lm(kind, seed=seed) for seed in (0, 1)]
-    first, second = (torch.optim.Adam(model.parameters(), lr=0.1) for model in models)
-    models[0](torch.arange(4)[None], labels=torch.arange(4)[None]).loss.backward()
-    first.step()
-    checkpoints.save_checkpoint(tmp_path, 1, models[0], first, {"state": 3})
-    found = checkpoints.load_checkpoint(tmp_path / "00000001.safetensors", models[1], second)
-    assert found["state"] == 3
-    for x, y in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(x, y) and torch.equal(
-            first.state[x]["exp_avg"], second.state[y]["exp_avg"]
-        )
-
-
 def test_a_run_that_has_finished_can_be_resumed_and_stays_the_same(ran, copy):
     for flags in ({}, dict(resume="latest", run_name=None)):  # without and with the weights
         ppo.main(again(**flags))
@@ -614,33 +597,14 @@ def test_a_loss_that_is_not_finite_leaves_the_last_checkpoint_and_no_later_one(
     assert_same_run(copy / "runs/ran", ran / "runs/ran")
 
 
-def newest_checkpoints(total: int, sent: dict[int, int] | None = None, **flags: Any) -> list[int]:
-    """The update of the newest checkpoint after each update of a run without training.
-
-    `sent`: update → the signal that it gets.
-    """
-    model, newest = torch.nn.Linear(2, 1), []
-    optimizer = SimpleNamespace(optimizer=ppo.AdamTF(model.parameters(), lr=1e-3))
-    run = runs.Run(settings("ppo", **flags), ppo.SCRIPT, total, [], Accelerator(cpu=True))
-    for update in range(1, total + 1):
-        if sent and update in sent:
-            os.kill(os.getpid(), sent[update])
-        run.checkpoint(update, model, optimizer)
-        paths = run.folder.glob("checkpoints/*.safetensors")
-        newest.append(max((int(path.stem) for path in paths), default=0))
-    run.close()
-    return newest
-
-
-def test_no_checkpoint_is_written_after_the_last_update_which_the_weights_follow(home):
-    assert newest_checkpoints(6, save_every=3) == [0, 0, 3, 3, 3, 3]
-    assert newest_checkpoints(2, sent={2: signal.SIGUSR1}) == [0, 0]
-
-
-def test_nohup_stays_in_force(home):
-    """nohup ignores SIGHUP; a run does not take it back."""
+def test_a_signal_changes_nothing_under_nohup_or_in_the_last_update(home):
+    """nohup ignores SIGHUP. No checkpoint is written after the last update: the weights follow."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert newest_checkpoints(2, sent={1: signal.SIGHUP}) == [0, 0]
+    for number, step in ((signal.SIGHUP, 1), (signal.SIGUSR1, 6)):
+        with pytest.MonkeyPatch.context() as patch:
+            at_call(patch, distributed, "check_gradients", step, send(number))
+            assert exit_code("sft", settings("sft", run_name=number.name)) == 0
+        assert not list(Path("runs", number.name).glob("checkpoints/*"))
     assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
 
 

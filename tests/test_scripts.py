@@ -20,8 +20,6 @@ import sft
 import train_reward
 from machinery.models import load_lm
 
-BOTH = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
-
 
 def small(script, task, name, **settings):
     """Arguments of a run; of ppo and rloo over three updates."""
@@ -96,7 +94,7 @@ def test_gradient_checkpointing_recomputes_every_block_and_changes_nothing(name,
     assert calls["recomputed"] == calls["forward"] > 0
 
 
-@BOTH
+@tiny.both
 def test_P9_P11_L3_L6_main_hands_minibatches_and_kl_coef_from_phase_to_phase(script, monkeypatch):
     """3 updates × 2 epochs × 2 minibatches. Advantages are of a minibatch in ppo, of the batch in
     rloo. The rollout has the next kl_coef."""
@@ -122,7 +120,7 @@ def test_P9_P11_L3_L6_main_hands_minibatches_and_kl_coef_from_phase_to_phase(scr
     assert len({line["objective/kl_coef"] for line in metrics}) == 3
 
 
-@BOTH
+@tiny.both
 @pytest.mark.parametrize("updates", [2, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_with_a_learning_rate_of_0_nothing_drifts(

@@ -24,7 +24,7 @@ import sft
 import train_reward
 import utils
 from data import tasks
-from machinery import distributed
+from machinery import distributed, models
 from machinery.cli import InputError
 from machinery.labels import OPENAI_PAD, Labels
 from machinery.rewards import RewardConfig, score_in_parts
@@ -42,6 +42,7 @@ def refuses(call, *words, error: type = InputError) -> str:
 VOCAB = 61
 PAD = VOCAB  # one past the vocabulary
 WORDS = json.loads((tasks.SYNTHETIC / "model" / "config.json").read_text())["vocab_size"]
+both = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
 KINDS = ("gpt2", "gpt_neox", "llama", "falcon", "falcon_alibi", "qwen2", "mistral")
 
 
@@ -94,6 +95,7 @@ def make_other_lm(kind: str, seed: int = 0, **settings: Any) -> Any:
 def make_policy(kind="gpt2", seed=0, temperature=0.7, script: Any = ppo, **settings: Any) -> Any:
     """A random policy of `script`; ppo's value head is random too."""
     lm, pad_id = make_lm(kind, seed, **settings), settings.get("vocab", VOCAB)
+    lm.get_output_embeddings().__class__ = models.Float32Linear  # as `load_lm` does
     if script is rloo:
         return rloo.Policy(lm, pad_id, temperature).eval()
     policy = ppo.PolicyAndValue(lm, pad_id, temperature)
@@ -362,6 +364,13 @@ def run_alone(policy: Any, context: Tensor, response: Tensor) -> tuple[Tensor, .
         return logprobs, entropies
     hidden = policy.lm.base_model(tokens).last_hidden_state[0, predicted]
     return logprobs, entropies, policy.value_head(hidden)[:, 0]
+
+
+def assert_gradients(run: Any, model: Any, loss: Tensor) -> None:
+    """Assert that the first step of a run with a `Recorder` had the gradient of a loss."""
+    loss.backward()
+    for found, p in zip(run.optimizer.optimizer.gradients[0], model.parameters(), strict=True):
+        torch.testing.assert_close(found, p.grad, atol=4e-5, rtol=1e-4)
 
 
 def run_reward_training(args: Any, model: Any, labels: Labels, **patches: Any) -> FakeRun:

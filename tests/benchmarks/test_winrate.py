@@ -1,10 +1,7 @@
 """benchmarks/winrate.py: numbers by hand, and the command on tiny models."""
 
 import json
-import runpy
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import formats
 import numpy as np
@@ -83,37 +80,13 @@ def test_a_judge_of_pairs_is_asked_in_both_orders():
 def test_policies_are_compared_by_a_judge_of_pairs(task, tmp_path, monkeypatch, capsys):
     """One that always prefers the first has no preference and never agrees with itself."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "pairs.py").write_text(
-        "def first(queries, a, b):\n    return [1.0] * len(a)\n\n"
-        "def longer(queries, a, b):\n    return [(len(x) > len(y)) + 0.5 * (len(x) == len(y))"
-        " for x, y in zip(a, b)]\n"
-    )
+    (tmp_path / "pairs.py").write_text("def first(queries, a, b):\n    return [1.0] * len(a)\n")
     monkeypatch.setitem(tasks.TASKS, "mine", replace(task, truncate_token=None))
-    settings = dict(task="mine", queries=6, b=task.base_model)
-    settings |= dict(a=str(tiny.write_model(tmp_path / "other", seed=3)))
-    winrate.main(winrate.Args(judge="pairs.py:longer", **settings))
-    line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert line["agreement"] == 1 and 0 < line["win_rate"] < 1 and line["queries"] == 6
-    winrate.main(winrate.Args(judge="pairs.py:first", **settings))
+    models = dict(a=str(tiny.write_model(tmp_path / "other", seed=3)), b=task.base_model)
+    winrate.main(winrate.Args(task="mine", queries=6, judge="pairs.py:first", **models))
     *_, agree, sentence, line = capsys.readouterr().out.splitlines()
     assert "0.0%" in agree and "50.0%" in sentence
-    assert json.loads(line)["win_rate"] == 0.5 and json.loads(line)["agreement"] == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [("--task foo", "--task foo"), ("--judge bad.py:judge", "ZeroDivisionError")],
-)
-def test_a_bad_task_or_judge_is_one_sentence(words, named, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("bad.py").write_text("def judge(queries, responses):\n    return 1 / 0\n")
-    words = ["data", str(tasks.SYNTHETIC / "model"), "--task", "synthetic_eos", *words.split()]
-    monkeypatch.setattr(sys, "argv", ["winrate.py", *words])
-    with pytest.raises(SystemExit) as error:
-        runpy.run_path(winrate.__file__, run_name="__main__")
-    assert error.value.code == 2
-    *_, line = capsys.readouterr().err.splitlines()  # after the traceback of a judge
-    assert line.startswith("winrate.py: error: ") and named in line
+    assert json.loads(line) | dict(queries=6, win_rate=0.5, agreement=0) == json.loads(line)
 
 
 def test_a_chat_model_judges_summaries(tmp_path, monkeypatch):
