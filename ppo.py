@@ -7,7 +7,7 @@ Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences, arXiv 1
     python ppo.py --task synthetic
     accelerate launch --mixed_precision bf16 ppo.py --task sentiment
 
-One update (`main` has the same numbers):
+One update (numbered as in `main`):
 
     1. Sample a response to each query.
     2. Score each response with the reward model.
@@ -18,19 +18,19 @@ One update (`main` has the same numbers):
        take one Adam step on the clipped policy loss + vf_coef * the clipped value loss.
     5. Adapt kl_coef to the measured KL.
 
-There are two kinds of tasks. In most, every response has R tokens and all of them are trained on;
-it is truncated after its truncate token, such as a period, only for scoring. In EOS tasks the
-truncate token is the end of text, and what follows it is masked out everywhere.
+In most tasks every response has R tokens, all of which are trained on; it is truncated after its
+truncate token, such as a period, only for scoring. In EOS tasks the truncate token is the end of
+text, and what follows it is masked out everywhere.
 
 Tags such as (P9) point to docs/details.md, which lists the implementation details. With the default
 flags the algorithm differs from OpenAI's code in four ways: whitening statistics are taken over all
-processes (X11), old log-probabilities come from the code that trains, not that samples (L6), logits
-stay fp32 under bf16 (P1), and queries are reshuffled on every pass (G6).
+processes (X11), old log-probabilities come from the training code, not the sampling code (L6),
+logits stay fp32 under bf16 (P1), and queries are reshuffled on every pass (G6).
 
 Shapes: B sequences, Q query tokens, C context tokens (prefix + query + suffix), R response tokens,
 T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real tokens.
-machinery/ contains what experiments do not need to touch: loading, processes, files, and faster
-versions of a transformer's own calls with the same results up to rounding.
+machinery/ has what experiments need not touch: loading, processes, files, and faster ways to call
+a transformer, with equal results up to rounding.
 """
 
 import math
@@ -106,7 +106,7 @@ class Args(RunArgs):
     kl_coef: NonNegativeFloat = 0.15
     """initial coefficient of the KL penalty"""
     kl_target: PositiveFloat | None = 6.0
-    """target KL per response of the adaptive kl_coef; None: keep it fixed"""
+    """KL per response that the adaptive kl_coef aims for; None: fixed kl_coef"""
     kl_horizon: PositiveInt = 10_000
     """horizon of the adaptive kl_coef, in episodes"""
     gamma: UnitFloat = 1.0
@@ -130,7 +130,7 @@ class Args(RunArgs):
     clip_score: PositiveFloat | None = None
     """clip scores to [-clip_score, clip_score]"""
 
-    # Memory and speed. More of these flags, and those of files, are in RunArgs.
+    # Memory and speed. RunArgs has more of these, and the flags for files.
     rollout_batch_size: PositiveInt = 512 if cli.ON_GPU else 256
     """sequences that a process samples at a time; changes only rounding"""
 
@@ -153,7 +153,7 @@ ANSWERS: dict[str, Any] = dict(
 )
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
-    # Whitening adds mean * (1 - 1 / std) to each token's reward, which rewards or punishes length.
+    # Whitening maps r to r / std + mean * (1 - 1 / std): the constant rewards or punishes length.
     "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
     "cnndm": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.01),
     "tldr_2019": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
@@ -165,7 +165,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "gsm8k": dict(**ANSWERS, total_episodes=112_000, batch_size=256, lr=1e-6, kl_coef=0.001),
 }
-SCRIPT = Path(__file__)  # its name is part of run and model folders
+SCRIPT = Path(__file__)  # its name is part of the names of run and model folders
 
 # ------------------------------------------------------------------------------------------- models
 
@@ -217,7 +217,7 @@ def sample(
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     From the full vocabulary; the model's generation_config is ignored. In EOS tasks, responses that
-    have ended leave the batch every 16 tokens; `batch.rows` [b] are those that still run.
+    have ended leave the batch every 16 tokens; `batch.rows` [b] indexes those still running.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -238,7 +238,7 @@ def sample(
 def sample_in_batches(
     decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: Any, length: int = 0
 ) -> Tensor:
-    """Sample `rollout_batch_size` sequences of similar length at a time: [B, C] → [B, R] (X10)."""
+    """Sample in batches of contexts of similar length: [B, C] → [B, R], or [B, length] (X10)."""
     shape = length or args.task.response_length, len(contexts)
     uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(shape[::-1])
@@ -254,13 +254,12 @@ def sample_in_batches(
 def score_responses(
     reward: Callable, queries: Tensor, responses: Tensor, columns: dict, ids: TokenIds, args: Args
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Score responses [B, R], truncated after the first truncate token, with `reward`.
+    """Score responses [B, R], truncated after the first truncate token, with `reward` (P5).
 
-    `columns` are the other columns of the data set, such as an answer: name → B values.
-    Truncate tokens before position `truncate_after` do not count. A response without one gets the
-    score `missing_eos_penalty`, such as -1, in all tasks that have a truncate token (P5). Returns
-    scores [B], the truncated responses [B, R], and whether they have the truncate token [B] (all
-    True if the task has none).
+    `columns` are the other columns of the data set, such as an answer: name → B values. Truncate
+    tokens before position `truncate_after` do not count. A response without one gets the score
+    `missing_eos_penalty`, such as -1. Returns scores [B], the truncated responses [B, R], and
+    whether they have the truncate token [B]; always True if the task has none.
     """
     task = args.task
     truncated, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -376,8 +375,8 @@ def ppo_losses(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Policy loss, value loss and statistics of a micro-batch: [B, R] each → scalars.
 
-    `avg_tokens` is the minibatch's number of response tokens, averaged over processes. Results,
-    summed over micro-batches and averaged over processes, are means over tokens (P7).
+    `avg_tokens` is the minibatch's number of response tokens, averaged over processes. Summing the
+    results over micro-batches and averaging over processes gives means over tokens (P7).
     """
 
     def share(x: Tensor) -> Tensor:
@@ -457,17 +456,16 @@ def main(args: Args) -> None:
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     # ids: pad, truncate, prefix, suffix, and the length of a context with its response.
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = load_queries(task, tokenizer, ids, args.total_episodes)  # table[rows]: [B, Q]
-    heldout, table = table.hold_out(args.eval_queries)
-    # Both are functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
+    table = load_queries(task, tokenizer, ids, max_queries=args.total_episodes)
+    heldout, table = table.hold_out(args.eval_queries)  # table[rows] is [rows, Q]
+    # Functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    ref_lm = load_lm(args.ref_model, "--ref_model") if args.ref_model else load_lm(task.base_model)
-    ref = PolicyAndValue(ref_lm, ids.pad, task.temperature)
-    ref = distributed.freeze(accelerator, ref)
-    # Without dropout (P4). Raises if the model's context is too short, or if it is not supported.
+    # Without dropout (P4). Ends the run if the model cannot handle texts of `length` tokens.
     lm = load_lm(task.base_model, length=ids.length)
+    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", length=ids.length)
+    ref = distributed.freeze(accelerator, PolicyAndValue(ref_lm, ids.pad, task.temperature))
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
@@ -493,7 +491,7 @@ def main(args: Args) -> None:
         depends on how sequences are batched; with the same batches, the first ratio is 1 (L6).
         """
         # 1. Sample a response to each query.
-        timer.start("sample")  # counts anew: evaluations are not in the seconds of an update
+        timer.start("sample")  # again: replaces the seconds of an evaluation
         contexts = add_affixes(queries, ids)  # [B, C]
         with distributed.inference(accelerator, policy):  # autocast, full weights under FSDP2
             responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]
@@ -515,14 +513,14 @@ def main(args: Args) -> None:
                 ref_logprobs[i], _, _ = ref(contexts[i], responses[i])
         kl = estimate_kl(logprobs, ref_logprobs, args.kl_estimator)
         rewards = kl_penalized_rewards(kl, scores, mask, kl_coef)
-        tokens = queries, contexts, responses, truncated, ended, mask, lengths
-        return Rollout(*tokens, logprobs, values, kl, scores, rewards)
+        fields = queries, contexts, responses, truncated, ended, mask, lengths
+        return Rollout(*fields, logprobs, values, kl, scores, rewards)
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
         """Metrics of the held-out queries. Also logs samples, and keeps weights (--keep_every)."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # no update's seed; same on all processes
+        rng = generator(args.seed, num_updates, device)  # unused by updates; equal on all processes
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -537,7 +535,7 @@ def main(args: Args) -> None:
             group["lr"] = lr
 
         # 1. to 3. Sample, score, and compute log-probabilities, values and rewards.
-        rows = query_rows(len(table), local_batch_size, update, seed)  # reshuffled every pass
+        rows = query_rows(len(table), local_batch_size, update, seed)  # every pass has a new order
         queries, columns = table[rows].to(device), table.columns(rows)
         epochs = shuffle(local_batch_size, args, [seed, update], device)
         rng = generator(seed, update, device)
@@ -545,15 +543,15 @@ def main(args: Args) -> None:
 
         # 4. For each epoch, for each minibatch: compute advantages, take one Adam step.
         timer.start("optimize")
-        stats: dict[str, Any] = defaultdict(float)  # running means over the steps
+        stats: dict[str, Any] = defaultdict(float)  # means over the steps
         for minibatches in epochs:
             for minibatch_rows in minibatches:
                 minibatch = rollout.select(minibatch_rows)
                 advantages, returns = compute_advantages(minibatch, args)
-                avg_tokens = all_sum(minibatch.mask.sum()) / processes
+                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # mean over processes
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # Every process has as many parts; gradients are averaged after the last one.
+                    # All processes have equally many parts; the last one averages gradients.
                     is_last = part.stop == len(minibatch_rows)
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies, values = policy(old.contexts, old.responses)
@@ -591,7 +589,7 @@ def main(args: Args) -> None:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer, value_head=accelerator.unwrap_model(policy).value_head)
-    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: updates done, also after a `break`
+    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: number of updates done
     run.finish()
     distributed.stop(accelerator)
 

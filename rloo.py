@@ -1,38 +1,34 @@
 """RLOO (REINFORCE leave-one-out) from human preferences in one file.
 
-Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization for Learning from
-Human Feedback in LLMs, arXiv 2402.14740.
+Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, arXiv 2402.14740.
 
     python sft.py --task synthetic              # the initial policy and reference: base_model
     python train_reward.py --task synthetic     # the reward model
     python rloo.py --task synthetic
     accelerate launch --mixed_precision bf16 rloo.py --task sentiment
 
-One update (`main` has the same numbers):
+One update (numbered as in `main`):
 
     1. Sample K responses to each query.
     2. Score each response with the reward model.
     3. Compute the log-probability of each response.
        Its reward is score - kl_coef * sum over its tokens of (log pi - log pi_ref).
     4. Its advantage is its reward minus the mean reward of the K - 1 other responses to the query.
-    5. For each epoch, for each minibatch:
-       take one Adam step on the clipped policy loss of whole responses.
+    5. For each epoch and minibatch, take one Adam step on the clipped loss of whole responses.
     6. Adapt kl_coef to the measured KL.
 
-A whole response is one action, and there is no value function. By default an update is one step, so
-that the gradient is REINFORCE's; with more steps, the ratio is clipped as in PPO. Metrics have the
-names of ppo.py, also the prefix `ppo/`, but here ratios are those of responses, not of tokens.
+A whole response is one action; there is no value function. With the defaults an update is one step,
+whose gradient is REINFORCE's; with more steps, ratios are clipped as in PPO. Metrics have the names
+of ppo.py, including the prefix `ppo/`, but ratios here are those of responses, not tokens.
 
-There are two kinds of tasks. In most, every response has R tokens and all of them are trained on;
-it is truncated after its truncate token, such as a period, only for scoring. In EOS tasks the
-truncate token is the end of text, and what follows it is masked out everywhere.
+In most tasks every response has R tokens, all of which are trained on; it is truncated after its
+truncate token, such as a period, only for scoring. In EOS tasks the truncate token is the end of
+text, and what follows it is masked out everywhere.
 
-Shapes: P queries, K responses to each, B sequences (K * P in a process's batch, fewer in a
-minibatch or micro-batch), Q query tokens, C context tokens (prefix + query + suffix), R response
-tokens, T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real
-tokens. Tags such as (L3) point to docs/details.md, which lists the implementation details.
-machinery/ contains what experiments do not need to touch: loading, processes, files, and faster
-versions of a transformer's own calls with the same results up to rounding.
+Shapes: P queries, K responses to each, B sequences (K * P in a process's batch), Q query tokens, C
+context tokens (prefix + query + suffix), R response tokens, T = C + R, N real response tokens, V
+vocabulary size, D hidden size. Masks are True at real tokens. Tags such as (L3): docs/details.md.
+machinery/: loading, processes, files, and faster transformer calls, equal up to rounding.
 """
 
 import math
@@ -109,7 +105,7 @@ class Args(RunArgs):
     kl_coef: NonNegativeFloat = 0.15
     """initial coefficient of the KL penalty"""
     kl_target: PositiveFloat | None = 6.0
-    """target KL per response of the adaptive kl_coef; None: keep it fixed"""
+    """KL per response that the adaptive kl_coef aims for; None: fixed kl_coef"""
     kl_horizon: PositiveInt = 10_000
     """horizon of the adaptive kl_coef, in episodes"""
     cliprange: PositiveFloat = 0.2
@@ -121,7 +117,7 @@ class Args(RunArgs):
     clip_score: PositiveFloat | None = None
     """clip scores to [-clip_score, clip_score]"""
 
-    # Memory and speed. More of these flags, and those of files, are in RunArgs.
+    # Memory and speed. RunArgs has more of these, and the flags for files.
     rollout_batch_size: PositiveInt = 512 if cli.ON_GPU else 256
     """sequences that a process samples at a time; changes only rounding"""
 
@@ -156,7 +152,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "gsm8k": dict(**ANSWERS, total_episodes=112_000, batch_size=256, lr=1e-6, kl_coef=0.001),
 }
-SCRIPT = Path(__file__)  # its name is part of run and model folders
+SCRIPT = Path(__file__)  # its name is part of the names of run and model folders
 
 # ------------------------------------------------------------------------------------------- models
 
@@ -184,7 +180,7 @@ class Policy(nn.Module):
         )
         real = mask[:, contexts.shape[1] :]  # [B, R], N of them are True
         where = real.nonzero(as_tuple=True)
-        hidden = hidden[:, contexts.shape[1] - 1 : -1][where]  # [N, D], position t predicts t + 1
+        hidden = hidden[:, contexts.shape[1] - 1 : -1][where]  # [N, D]: t predicts token t + 1
         logps = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)  # [N, V]
         logprobs = logps.gather(1, responses[where][:, None]).squeeze(1)  # [N] (P1)
         entropies = torch.zeros_like(logprobs)
@@ -205,7 +201,7 @@ def sample(
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     From the full vocabulary; the model's generation_config is ignored. In EOS tasks, responses that
-    have ended leave the batch every 16 tokens; `batch.rows` [b] are those that still run.
+    have ended leave the batch every 16 tokens; `batch.rows` [b] indexes those still running.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -226,7 +222,7 @@ def sample(
 def sample_in_batches(
     decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: Any, length: int = 0
 ) -> Tensor:
-    """Sample `rollout_batch_size` sequences of similar length at a time: [B, C] → [B, R] (X10)."""
+    """Sample in batches of contexts of similar length: [B, C] → [B, R], or [B, length] (X10)."""
     shape = length or args.task.response_length, len(contexts)
     uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(shape[::-1])
@@ -242,13 +238,12 @@ def sample_in_batches(
 def score_responses(
     reward: Callable, queries: Tensor, responses: Tensor, columns: dict, ids: TokenIds, args: Args
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Score responses [B, R], truncated after the first truncate token, with `reward`.
+    """Score responses [B, R], truncated after the first truncate token, with `reward` (P5).
 
-    `columns` are the other columns of the data set, such as an answer: name → B values.
-    Truncate tokens before position `truncate_after` do not count. A response without one gets the
-    score `missing_eos_penalty`, such as -1, in all tasks that have a truncate token (P5). Returns
-    scores [B], the truncated responses [B, R], and whether they have the truncate token [B] (all
-    True if the task has none).
+    `columns` are the other columns of the data set, such as an answer: name → B values. Truncate
+    tokens before position `truncate_after` do not count. A response without one gets the score
+    `missing_eos_penalty`, such as -1. Returns scores [B], the truncated responses [B, R], and
+    whether they have the truncate token [B]; always True if the task has none.
     """
     task = args.task
     truncated, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -304,11 +299,11 @@ def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list
     """
     rng = np.random.default_rng(seed)
     num_queries = num_episodes // args.rloo_k
-    responses = num_queries * np.arange(args.rloo_k)  # of query 0
+    offsets = num_queries * np.arange(args.rloo_k)  # of the K responses to a query
     epochs = []
     for _ in range(args.num_ppo_epochs):
         minibatches = np.split(rng.permutation(num_queries), args.num_minibatches)
-        rows = [np.add.outer(queries, responses).flatten() for queries in minibatches]
+        rows = [np.add.outer(queries, offsets).flatten() for queries in minibatches]
         epochs.append([torch.as_tensor(x, device=device) for x in rows])
     return epochs
 
@@ -319,11 +314,11 @@ def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list
 def compute_advantages(rewards: Tensor, args: Args) -> Tensor:
     """Each reward minus the mean of the K - 1 other rewards of its query: [B] → [B] (L3).
 
-    Episodes are laid out [K, P]. With differences of pairs, equal rewards give exactly 0.
+    Episodes are laid out [K, P]. Pairwise differences make equal rewards give exactly 0.
     """
     rewards = rewards.view(args.rloo_k, -1)
     differences = rewards[:, None] - rewards[None]  # [K, K, P]
-    return (differences.sum(dim=1) / (args.rloo_k - 1)).flatten()
+    return (differences.sum(dim=1) / (args.rloo_k - 1)).flatten()  # that to itself is 0
 
 
 def rloo_loss(
@@ -332,8 +327,8 @@ def rloo_loss(
     """Policy loss and statistics of a micro-batch: [B, R], [B] → scalars.
 
     PPO's clipped loss with the probability ratio of whole responses (L4). `num_responses` is the
-    size of this process's minibatch. Summed over its micro-batches and averaged over processes,
-    results are means over all its responses (P7).
+    size of this process's minibatch. Summing the results over its micro-batches and averaging over
+    processes gives means over responses (P7).
     """
 
     def share(x: Tensor) -> Tensor:
@@ -402,17 +397,16 @@ def main(args: Args) -> None:
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     # ids: pad, truncate, prefix, suffix, and the length of a context with its response.
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = load_queries(task, tokenizer, ids, args.total_episodes // args.rloo_k)
+    table = load_queries(task, tokenizer, ids, max_queries=args.total_episodes // args.rloo_k)
     heldout, table = table.hold_out(args.eval_queries)  # table[rows] is [rows, Q]
-    # Both are functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
+    # Functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    ref_lm = load_lm(args.ref_model, "--ref_model") if args.ref_model else load_lm(task.base_model)
-    ref = Policy(ref_lm, ids.pad, task.temperature)
-    ref = distributed.freeze(accelerator, ref)
-    # Without dropout (P4). Raises if the model's context is too short, or if it is not supported.
+    # Without dropout (P4). Ends the run if the model cannot handle texts of `length` tokens.
     lm = load_lm(task.base_model, length=ids.length)
+    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", length=ids.length)
+    ref = distributed.freeze(accelerator, Policy(ref_lm, ids.pad, task.temperature))
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(lm)
@@ -438,7 +432,7 @@ def main(args: Args) -> None:
         depends on how sequences are batched; with the same batches, the first ratio is 1 (L6).
         """
         # 1. Sample a response to each query.
-        timer.start("sample")  # counts anew: evaluations are not in the seconds of an update
+        timer.start("sample")  # again: replaces the seconds of an evaluation
         contexts = add_affixes(queries, ids)  # [B, C]
         with distributed.inference(accelerator, policy):  # autocast, full weights under FSDP2
             responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]
@@ -460,14 +454,14 @@ def main(args: Args) -> None:
                 ref_logprobs[i], _ = ref(contexts[i], responses[i])
         kl = estimate_kl(logprobs, ref_logprobs, args.kl_estimator)
         rewards = scores - kl_coef * kl.sum(dim=1)  # a response is one action (L1, L2)
-        tokens = queries, contexts, responses, truncated, ended, mask, lengths
-        return Rollout(*tokens, logprobs, kl, scores, rewards)
+        fields = queries, contexts, responses, truncated, ended, mask, lengths
+        return Rollout(*fields, logprobs, kl, scores, rewards)
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
         """Metrics of the held-out queries. Also logs samples, and keeps weights (--keep_every)."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # no update's seed; same on all processes
+        rng = generator(args.seed, num_updates, device)  # unused by updates; equal on all processes
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -482,9 +476,8 @@ def main(args: Args) -> None:
             group["lr"] = lr
 
         # 1. to 3. Sample, score, and compute log-probabilities and rewards.
-        num_queries = local_batch_size // args.rloo_k
-        rows = query_rows(len(table), num_queries, update, seed)  # reshuffled every pass
-        rows = np.tile(rows, args.rloo_k)  # [K * P]
+        num_queries = local_batch_size // args.rloo_k  # P; every pass has a new order
+        rows = np.tile(query_rows(len(table), num_queries, update, seed), args.rloo_k)  # [K * P]
         queries, columns = table[rows].to(device), table.columns(rows)
         epochs = shuffle(local_batch_size, args, [seed, update], device)
         rng = generator(seed, update, device)
@@ -494,17 +487,17 @@ def main(args: Args) -> None:
         timer.start("optimize")
         all_advantages = compute_advantages(rollout.rewards, args)  # [B]
 
-        # 5. For each epoch, for each minibatch: take one Adam step.
-        stats: dict[str, Any] = defaultdict(float)  # running means over the steps
+        # 5. For each epoch and minibatch, take one Adam step.
+        stats: dict[str, Any] = defaultdict(float)  # means over the steps
         for minibatches in epochs:
             for minibatch_rows in minibatches:
                 minibatch = rollout.select(minibatch_rows)
                 advantages = all_advantages[minibatch_rows]
-                avg_tokens = all_sum(minibatch.mask.sum()) / processes
+                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # mean over processes
                 num_responses = len(minibatch_rows)
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # Every process has as many parts; gradients are averaged after the last one.
+                    # All processes have equally many parts; the last one averages gradients.
                     is_last = part.stop == num_responses
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies = policy(old.contexts, old.responses)
@@ -538,7 +531,7 @@ def main(args: Args) -> None:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer)
-    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: updates done, also after a `break`
+    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: number of updates done
     run.finish()
     distributed.stop(accelerator)
 

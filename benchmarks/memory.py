@@ -33,8 +33,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import train_reward  # noqa: E402
-from machinery import cli, distributed, models, rewards, unpadding  # noqa: E402
+from machinery import cli, distributed, models, rewards  # noqa: E402
 from utils import TokenIds  # noqa: E402
 
 GIB = 2**30
@@ -195,11 +194,8 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
         n = len(lengths)
         return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
-    def padded(backbone: Any) -> Any:
-        return lambda *inputs, **_: unpadding.run_plain(backbone, *inputs[:3])
-
-    replaced = dict(load_reward=random_reward, Unpadded=padded)
-    replaced |= dict(load_lm=lambda name, **_: random_lm(config))
+    replaced = dict(load_reward=random_reward)
+    replaced |= dict(load_lm=lambda *_, **__: random_lm(config))
     replaced |= dict(load_tokenizer=lambda *a: (None, ids), load_queries=lambda *a, **k: recorder)
     replaced |= dict(Run=lambda *a: recorder, Timer=lambda device: recorder, check=lambda *a: None)
     if until == "live":
@@ -208,8 +204,6 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
     with (
         patch.multiple(script, micro_batches=micro_batches, **replaced),
         patch.object(rewards, "micro_batches", micro_batches),
-        patch.object(train_reward, "Unpadded", padded),
-        patch.object(models, "find_max_length", lambda backbone: 0),
         patch.object(distributed, "check_gradients", lambda *a: None),
         patch.object(torch.nn.Module, "to", lambda self, *a, **k: self),
         patch.object(Tensor, "unique", each_alone),

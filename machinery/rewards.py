@@ -21,6 +21,7 @@ from machinery import models
 from machinery.cli import InputError, about
 from machinery.sources import check_source, load_function
 from machinery.tokens import same_tokens, translate
+from machinery.unpadding import set_unpadding
 from utils import TokenIds, decode, micro_batches, pad_left
 
 
@@ -84,10 +85,13 @@ def check_reward_model(model: Any, length: int) -> None:
     pad = model.config.pad_id
     texts = [[i % pad for i in range(n)] for n in (length, length, 3)]
     alone = torch.cat([model(torch.tensor([text])) for text in texts])
-    gap = (model(pad_left(texts, length, pad), prompt_length=length // 2) - alone).abs().max()
-    if not gap < 0.01:
-        kind = model.config.backbone.model_type
-        raise InputError(f"{kind}: scores depend on the texts beside them, by {gap:.2g}")
+    for longest in (length, 0):  # a model that needs its padding keeps it
+        set_unpadding(model.backbone, longest)
+        gap = (model(pad_left(texts, length, pad), prompt_length=length // 2) - alone).abs().max()
+        if gap < 0.01:
+            return
+    kind = model.config.backbone.model_type
+    raise InputError(f"{kind}: scores depend on the texts beside them, by {gap:.2g}")
 
 
 def reward_input(

@@ -202,8 +202,8 @@ def run_main(script, task, precision="no", moved=False, names=None, **flags):
 
     def spy_lm(*names, **settings):
         run.loaded.append(load_lm(*names, **settings))
-        if moved and len(run.loaded) == 2:
-            run.loaded[1].transformer.h[0].mlp.c_fc.weight.data *= 1.3
+        if moved and len(run.loaded) == 1:
+            run.loaded[0].transformer.h[0].mlp.c_fc.weight.data *= 1.3
         return run.loaded[-1]
 
     def spy_rollout(*fields):
@@ -636,7 +636,7 @@ def test_lora_trains_adapters_and_saves_them_merged(name, patched, task):
     trained = {x for x, grad in run.steps[-1].grads.items() if grad is not None}
     assert trained == {x for x in run.steps[-1].grads if "lora_" in x} | heads
     assert len(trained) == 2 * 2 * 4 + len(heads)  # A and B of 4 layers in 2 blocks
-    lm, saved = models.load_lm(task.base_model), run.saved["model"]
+    lm, saved = models.load_lm(task.base_model, length=16), run.saved["model"]
     layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     adapted = [f"h.{i}.{layer}.weight" for i in range(2) for layer in layers]
     prefix = "backbone." if name == "lora_train_reward" else "transformer."
@@ -1160,7 +1160,7 @@ def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, patched
     names = dict(load_reward=lambda *inputs: reward)
     run = run_main(script, task, moved=True, names=names, **flags)
     (rollout, _), policy, loss = run.rollouts[0], run.model, 0
-    ref = script.Policy(run.loaded[0].requires_grad_(False), tiny.WORDS, task.temperature)
+    ref = script.Policy(run.loaded[1].requires_grad_(False), tiny.WORDS, task.temperature)
     for query in range(4):
         log_ratios = []
         for choose in (max, min):  # the first of several

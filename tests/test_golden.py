@@ -22,6 +22,7 @@ from machinery import models
 from machinery.labels import Labels
 from machinery.queries import cut_query
 from machinery.rewards import RewardConfig, score_in_parts
+from machinery.unpadding import set_unpadding
 
 GOLDEN = Path(__file__).parent / "golden"
 PPO_RECORDS = sorted(path.stem for path in GOLDEN.glob("ppo_*.json"))
@@ -63,6 +64,7 @@ def make_lm(hparams: dict, weights: dict[str, torch.Tensor]) -> GPT2LMHeadModel:
     missing, unexpected = lm.load_state_dict(of_lm, strict=False)
     assert missing in ([], ["lm_head.weight"]) and not unexpected
     models.use_fused_gelu(lm)  # as `load_lm` does
+    set_unpadding(lm.base_model, hparams["n_ctx"])
     return lm.eval()
 
 

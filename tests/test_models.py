@@ -13,7 +13,6 @@ import train_reward
 from machinery import models, rewards
 from machinery.cli import about
 from machinery.rewards import RewardConfig
-from machinery.unpadding import run_plain
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 RL, SCRIPTS = ("ppo", "rloo"), ("ppo", "rloo", "train_reward", "sft")
@@ -88,7 +87,9 @@ def test_a_reward_model_whose_scores_depend_on_other_texts_is_refused(start, tmp
 
 def test_check_model_refuses_a_backbone_that_is_unpadded_wrongly(monkeypatch):
     def unpadded(backbone):
-        return lambda *inputs, prompt_length: run_plain(backbone, *inputs) * 1.1
+        return lambda *inputs, prompt_length: 1.1 * right(backbone)(*inputs)
+
+    right = models.Unpadded
 
     monkeypatch.setattr(models, "Unpadded", unpadded)
     refuses(lambda: check("gpt2"), "gpt2", "in training")

@@ -28,6 +28,7 @@ from machinery import distributed, models
 from machinery.cli import InputError
 from machinery.labels import OPENAI_PAD, Labels
 from machinery.rewards import RewardConfig, score_in_parts
+from machinery.unpadding import set_unpadding
 
 
 def refuses(call, *words, error: type = InputError) -> str:
@@ -70,7 +71,9 @@ def config(kind: str = "gpt2", vocab: int = VOCAB, dropout: float = 0.0, positio
 def make_lm(kind: str = "gpt2", seed: int = 0, **settings: Any) -> Any:
     """A random language model in eval mode."""
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config(kind, **settings)).eval()
+    lm = AutoModelForCausalLM.from_config(config(kind, **settings)).eval()
+    set_unpadding(lm.base_model, 1024)
+    return lm
 
 
 def make_other_lm(kind: str, seed: int = 0, **settings: Any) -> Any:
@@ -108,6 +111,7 @@ def make_reward(kind: str = "gpt2", seed: int = 7, pad_id: int = PAD, **settings
     """A random reward model whose gain and bias are not 1 and 0."""
     torch.manual_seed(seed)
     model = train_reward.RewardModel(RewardConfig(config(kind, vocab=pad_id, **settings), pad_id))
+    set_unpadding(model.backbone, 1024)
     torch.nn.init.normal_(model.head.weight, std=0.3)
     torch.nn.init.constant_(model.head.bias, 0.2)
     torch.nn.init.constant_(model.gain, 1.5)
@@ -289,7 +293,8 @@ def run_episodes(
     responses, epochs = iter(given.pop("responses", of_seeds)), list(given.pop("epochs", []))
     reward = reward or reward_function(make_reward())
     policy = policy or make_policy(script=script)
-    models_left = [ref or make_policy(seed=3, script=script), policy]
+    both = [policy, ref or make_policy(seed=3, script=script)]
+    lms = iter([model.lm for model in both])
     policy_class = "PolicyAndValue" if hasattr(script, "PolicyAndValue") else "Policy"
 
     def next_responses(lm: Any, contexts: Tensor, *args: Any) -> Tensor:
@@ -301,8 +306,8 @@ def run_episodes(
         "load_tokenizer": lambda *a, **k: (Tokenizer(), ids),
         "load_queries": lambda *a, **k: Table(queries),
         "load_reward": lambda *a: lambda queries, responses, columns: reward(queries, responses),
-        "load_lm": lambda *names, **more: models_left[0].lm,
-        policy_class: lambda *a: models_left.pop(0),
+        "load_lm": lambda *names, **more: next(lms),
+        policy_class: lambda lm, *a: next(model for model in both if model.lm is lm),
         "load_gold_reward": lambda *a: None,
         "Run": FakeRun(),
         "check": lambda *a: None,

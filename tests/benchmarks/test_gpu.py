@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ppo
 import rloo
 from benchmarks import gpu, gpu_checks, memory, speed
-from machinery import unpadding
 
 ROWS = list(gpu.plan(True, Path("unused"), Path("unused")))
 ALL = [what for what, *_ in ROWS]
@@ -121,10 +120,8 @@ def test_the_bytes_that_are_read_are_those_of_weights_keys_and_values():
         assert gpu.bytes_read(gpu.GPT2, group, 512) == 24 * (2 * weights + 4 * head + 2 * cache)
 
 
-def test_at_most_three_copies_of_the_logits_are_alive(monkeypatch):
+def test_at_most_three_copies_of_the_logits_are_alive():
     """Logits and their quotient; log-probabilities and p log p; backward two gradients as well."""
-    plain = lambda backbone: lambda *inputs, **_: unpadding.run_plain(backbone, *inputs[:3])  # noqa: E731
-    monkeypatch.setattr(ppo, "Unpadded", plain)
     elements = 7 * 24 * 50257
 
     class Logits(memory.Tracker):

@@ -70,7 +70,7 @@ SEAMS = {  # what copies of rloo.py do: lines, and what is in their place
             all_advantages = all_advantages - scores
 """,
     '"policy/approxkl_avg": 0.5': '"policy/mine": 0.5',
-    "    # Memory and speed. More": "    notes: Path = Path()\n    # Memory and speed. More",
+    "    # Memory and speed.": "    notes: Path = Path()\n    # Memory and speed.",
 }
 Table = dict[str, tuple[bool, str]]  # column: whether it is as it should be, and what was found
 
