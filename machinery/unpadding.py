@@ -95,7 +95,7 @@ def attention(
     if unpadding is None:
         return sdpa(module, q, k, v, mask, **options)
     lengths, seen, bounds = unpadding
-    queries, keys, values = q.split(lengths, dim=2), *(see(x, lengths, seen) for x in (k, v))
+    queries, keys, values = q.split(lengths, dim=2), see(k, lengths, seen), see(v, lengths, seen)
     if can_use_varlen(v):
         from torch.nn.attention.varlen import varlen_attn
 
@@ -103,7 +103,8 @@ def attention(
         flat = (torch.cat(x, dim=2)[0].transpose(0, 1) for x in (queries, keys, values))
         inputs: Any = *(x.to(v.dtype) for x in flat), *bounds, max(lengths), max(seen)
         causal: Any = dict(window_size=(-1, 0), scale=options.get("scaling"), enable_gqa=True)
-        return varlen_attn(*inputs, **causal)[None], None
+        output: Any = varlen_attn(*inputs, **causal)
+        return output[None], None
     outputs = []
     for q, k, v in zip(queries, keys, values, strict=True):
         size, n = q.shape[2], k.shape[2] - q.shape[2]  # n: the prompt's
