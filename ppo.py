@@ -153,7 +153,7 @@ ANSWERS: dict[str, Any] = dict(
 )
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
-    # Whitening maps r to r / std + mean * (1 - 1 / std): the constant rewards or punishes length.
+    # Whitening adds mean * (1 - 1 / std) to each scaled reward, which rewards or punishes length.
     "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
     "cnndm": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.01),
     "tldr_2019": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
@@ -238,7 +238,7 @@ def sample(
 def sample_in_batches(
     decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: Any, length: int = 0
 ) -> Tensor:
-    """Sample in batches of contexts of similar length: [B, C] → [B, R], or [B, length] (X10)."""
+    """Sample contexts of similar length together: [B, C] → [B, R], or another `length` (X10)."""
     shape = length or args.task.response_length, len(contexts)
     uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(shape[::-1])
@@ -424,7 +424,7 @@ def rollout_metrics(
         "objective/kl": kl,
         "objective/kl_coef": kl_coef,
         "objective/rlhf_reward": rollout.scores.mean() - kl_coef * kl,
-        "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # OpenAI's name for it
+        "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # the same; OpenAI's name
         "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # estimated from the samples
         "objective/ended": rollout.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
@@ -456,7 +456,7 @@ def main(args: Args) -> None:
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     # ids: pad, truncate, prefix, suffix, and the length of a context with its response.
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = load_queries(task, tokenizer, ids, max_queries=args.total_episodes)
+    table = load_queries(task, tokenizer, ids, needed=args.total_episodes)
     heldout, table = table.hold_out(args.eval_queries)  # table[rows] is [rows, Q]
     # Functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
@@ -488,10 +488,10 @@ def main(args: Args) -> None:
         """Steps 1 to 3 for queries [B, Q], in an update or an evaluation.
 
         `minibatches` are the indices of the episodes in the first epoch's minibatches. Rounding
-        depends on how sequences are batched; with the same batches, the first ratio is 1 (L6).
+        depends on how sequences are batched; with the same batches, the first ratios are 1 (L6).
         """
         # 1. Sample a response to each query.
-        timer.start("sample")  # again: replaces the seconds of an evaluation
+        timer.start("sample")  # overwrites the seconds of an evaluation just before
         contexts = add_affixes(queries, ids)  # [B, C]
         with distributed.inference(accelerator, policy):  # autocast, full weights under FSDP2
             responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]
@@ -520,7 +520,7 @@ def main(args: Args) -> None:
         """Metrics of the held-out queries. Also logs samples, and keeps weights (--keep_every)."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # unused by updates; equal on all processes
+        rng = generator(args.seed, num_updates, device)  # its own seed, equal on all processes
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -535,7 +535,7 @@ def main(args: Args) -> None:
             group["lr"] = lr
 
         # 1. to 3. Sample, score, and compute log-probabilities, values and rewards.
-        rows = query_rows(len(table), local_batch_size, update, seed)  # every pass has a new order
+        rows = query_rows(len(table), local_batch_size, update, seed)  # reshuffled every pass
         queries, columns = table[rows].to(device), table.columns(rows)
         epochs = shuffle(local_batch_size, args, [seed, update], device)
         rng = generator(seed, update, device)
@@ -548,10 +548,10 @@ def main(args: Args) -> None:
             for minibatch_rows in minibatches:
                 minibatch = rollout.select(minibatch_rows)
                 advantages, returns = compute_advantages(minibatch, args)
-                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # mean over processes
+                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # averaged, as metrics are
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # All processes have equally many parts; the last one averages gradients.
+                    # micro_batches gives each process as many. The last one averages gradients.
                     is_last = part.stop == len(minibatch_rows)
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies, values = policy(old.contexts, old.responses)
@@ -589,7 +589,7 @@ def main(args: Args) -> None:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer, value_head=accelerator.unwrap_model(policy).value_head)
-    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: number of updates done
+    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: updates done, fewer after a `break`
     run.finish()
     distributed.stop(accelerator)
 

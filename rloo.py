@@ -222,7 +222,7 @@ def sample(
 def sample_in_batches(
     decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: Any, length: int = 0
 ) -> Tensor:
-    """Sample in batches of contexts of similar length: [B, C] → [B, R], or [B, length] (X10)."""
+    """Sample contexts of similar length together: [B, C] → [B, R], or another `length` (X10)."""
     shape = length or args.task.response_length, len(contexts)
     uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(shape[::-1])
@@ -314,11 +314,11 @@ def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list
 def compute_advantages(rewards: Tensor, args: Args) -> Tensor:
     """Each reward minus the mean of the K - 1 other rewards of its query: [B] → [B] (L3).
 
-    Episodes are laid out [K, P]. Pairwise differences make equal rewards give exactly 0.
+    Episodes are laid out [K, P]. With pairwise differences, equal rewards give exactly 0.
     """
     rewards = rewards.view(args.rloo_k, -1)
     differences = rewards[:, None] - rewards[None]  # [K, K, P]
-    return (differences.sum(dim=1) / (args.rloo_k - 1)).flatten()  # that to itself is 0
+    return (differences.sum(dim=1) / (args.rloo_k - 1)).flatten()  # that from itself is 0
 
 
 def rloo_loss(
@@ -397,7 +397,7 @@ def main(args: Args) -> None:
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     # ids: pad, truncate, prefix, suffix, and the length of a context with its response.
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = load_queries(task, tokenizer, ids, max_queries=args.total_episodes // args.rloo_k)
+    table = load_queries(task, tokenizer, ids, needed=args.total_episodes // args.rloo_k)
     heldout, table = table.hold_out(args.eval_queries)  # table[rows] is [rows, Q]
     # Functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
@@ -429,10 +429,10 @@ def main(args: Args) -> None:
         """Steps 1 to 3 for queries [B, Q]. In an update, each query appears K times.
 
         `minibatches` are the indices of the episodes in the first epoch's minibatches. Rounding
-        depends on how sequences are batched; with the same batches, the first ratio is 1 (L6).
+        depends on how sequences are batched; with the same batches, the first ratios are 1 (L6).
         """
         # 1. Sample a response to each query.
-        timer.start("sample")  # again: replaces the seconds of an evaluation
+        timer.start("sample")  # overwrites the seconds of an evaluation just before
         contexts = add_affixes(queries, ids)  # [B, C]
         with distributed.inference(accelerator, policy):  # autocast, full weights under FSDP2
             responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]
@@ -461,7 +461,7 @@ def main(args: Args) -> None:
         """Metrics of the held-out queries. Also logs samples, and keeps weights (--keep_every)."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # unused by updates; equal on all processes
+        rng = generator(args.seed, num_updates, device)  # its own seed, equal on all processes
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -476,7 +476,7 @@ def main(args: Args) -> None:
             group["lr"] = lr
 
         # 1. to 3. Sample, score, and compute log-probabilities and rewards.
-        num_queries = local_batch_size // args.rloo_k  # P; every pass has a new order
+        num_queries = local_batch_size // args.rloo_k  # P; reshuffled on each pass over the table
         rows = np.tile(query_rows(len(table), num_queries, update, seed), args.rloo_k)  # [K * P]
         queries, columns = table[rows].to(device), table.columns(rows)
         epochs = shuffle(local_batch_size, args, [seed, update], device)
@@ -493,11 +493,11 @@ def main(args: Args) -> None:
             for minibatch_rows in minibatches:
                 minibatch = rollout.select(minibatch_rows)
                 advantages = all_advantages[minibatch_rows]
-                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # mean over processes
+                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # averaged, as metrics are
                 num_responses = len(minibatch_rows)
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # All processes have equally many parts; the last one averages gradients.
+                    # micro_batches gives each process as many. The last one averages gradients.
                     is_last = part.stop == num_responses
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies = policy(old.contexts, old.responses)
@@ -531,7 +531,7 @@ def main(args: Args) -> None:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer)
-    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: number of updates done
+    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: updates done, fewer after a `break`
     run.finish()
     distributed.stop(accelerator)
 

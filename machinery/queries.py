@@ -198,14 +198,14 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     return queries
 
 
-def load_queries(task: Task, tokenizer: Any, ids: TokenIds, max_queries: int) -> TokenTable:
-    """The table of queries [N, Q] (G2), of a random sample of texts if there are many.
+def load_queries(task: Task, tokenizer: Any, ids: TokenIds, needed: int) -> TokenTable:
+    """The table of queries [N, Q] (G2), with all columns of the data set.
 
-    `max_queries` are as many as the run can use. The table keeps all columns of the data set.
+    Of a larger data set, a random sample of as many texts as the run needs, or of `SMALL_TABLE`.
     """
     texts = load_texts(task, task.query_column)
     order = np.random.default_rng(0).permutation(len(texts))
-    texts = texts.select(order[: max(max_queries, SMALL_TABLE)])
+    texts = texts.select(order[: max(needed, SMALL_TABLE)])
 
     def queries(batch: dict[str, list]) -> list[list[int]]:
         return tokenize_queries(batch[task.query_column], task, tokenizer)
