@@ -491,7 +491,7 @@ def main(args: Args) -> None:
         depends on how sequences are batched; with the same batches, the first ratios are 1 (L6).
         """
         # 1. Sample a response to each query.
-        timer.start("sample")  # overwrites the seconds of an evaluation just before
+        timer.start("sample")  # in an update, overwrites the seconds of an evaluation
         contexts = add_affixes(queries, ids)  # [B, C]
         with distributed.inference(accelerator, policy):  # autocast, full weights under FSDP2
             responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]
@@ -551,7 +551,7 @@ def main(args: Args) -> None:
                 avg_tokens = all_sum(minibatch.mask.sum()) / processes  # averaged, as metrics are
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # micro_batches gives each process as many. The last one averages gradients.
+                    # Slices, as many on each process; gradients are averaged after the last one.
                     is_last = part.stop == len(minibatch_rows)
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies, values = policy(old.contexts, old.responses)
@@ -589,7 +589,7 @@ def main(args: Args) -> None:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer, value_head=accelerator.unwrap_model(policy).value_head)
-    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: updates done, fewer after a `break`
+    run.log(run.step, evaluate(run.step, kl_coef))  # updates done, fewer if you add a `break`
     run.finish()
     distributed.stop(accelerator)
 

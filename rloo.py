@@ -432,7 +432,7 @@ def main(args: Args) -> None:
         depends on how sequences are batched; with the same batches, the first ratios are 1 (L6).
         """
         # 1. Sample a response to each query.
-        timer.start("sample")  # overwrites the seconds of an evaluation just before
+        timer.start("sample")  # in an update, overwrites the seconds of an evaluation
         contexts = add_affixes(queries, ids)  # [B, C]
         with distributed.inference(accelerator, policy):  # autocast, full weights under FSDP2
             responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]
@@ -497,7 +497,7 @@ def main(args: Args) -> None:
                 num_responses = len(minibatch_rows)
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # micro_batches gives each process as many. The last one averages gradients.
+                    # Slices, as many on each process; gradients are averaged after the last one.
                     is_last = part.stop == num_responses
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies = policy(old.contexts, old.responses)
@@ -531,7 +531,7 @@ def main(args: Args) -> None:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer)
-    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: updates done, fewer after a `break`
+    run.log(run.step, evaluate(run.step, kl_coef))  # updates done, fewer if you add a `break`
     run.finish()
     distributed.stop(accelerator)
 
