@@ -44,8 +44,8 @@ ROOT = Path(ppo.__file__).parent
 README = (ROOT / "diffs" / "README.md").read_text()
 DIFFS = {path.stem: path.read_text() for path in sorted((ROOT / "diffs").glob("*.diff"))}
 BASES = {name: re.search(r"^--- (\w+)\.py", text, flags=re.M)[1] for name, text in DIFFS.items()}
-EXPERIMENTS = {"tools": 67, "stale": 45, "vine": 55, "sampling_gap": 20}  # added lines at most
-EXPERIMENTS |= {"online_dpo": 40}
+# Added lines at most:
+EXPERIMENTS = {"tools": 60, "stale": 45, "vine": 55, "sampling_gap": 20, "online_dpo": 40}
 SMALL = [name for name in DIFFS if name not in EXPERIMENTS]
 OF_PPO, OF_RLOO = ([name for name in SMALL if BASES[name] == x] for x in ("ppo", "rloo"))
 ALGORITHMS = [x for x in OF_RLOO if x not in ("lora_rloo", "whiten_advantages")]  # alternatives
@@ -991,8 +991,9 @@ def test_tools_sampling_continues_after_what_the_tool_inserts(calls, patched, mo
             logits = lm(torch.tensor([tokens])).logits[:, -1] / task.temperature
             token = waiting.pop(0) if waiting else sample_token(logits, uniform[t, row : row + 1])
             tokens.append(int(token))
-            expected.append(int(token) + inserted * (tiny.PAD + 1))
-            if token == caller and not inserted and left:
+            called = token == caller and not inserted and left
+            expected.append(int(token) + (inserted - bool(called)) * (tiny.PAD + 1))
+            if called:
                 waiting, left = [t + 1, 7], left - 1
         assert found[row].tolist() == expected
     assert (found > tiny.PAD).any() == (calls > 0)
@@ -1040,7 +1041,8 @@ def test_tools_a_message_becomes_the_users_turn_and_does_not_end_the_response(
     tokenizer.save_pretrained(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     Path("user.py").write_text("def ask(*texts): return [dict(role='user', content='Why?')]")
-    changes = dict(base_model="model", truncate_token=end, truncate_after=0, eos_task=True)
+    changes = dict(truncate_token=end, truncate_after=0, eos_task=True)
+    changes |= dict(base_model=str(tmp_path / "model"))  # `load_tool` is cached
     flags = dict(tool_fn="user.py:ask", tool_token=end)
     args = tiny.make_args(tiny.make_task(**changes), script, **flags)
     ids = load_tokenizer(args.task, 5)[1]
@@ -1051,11 +1053,11 @@ def test_tools_a_message_becomes_the_users_turn_and_does_not_end_the_response(
     responses[0, : len(first)] = torch.tensor(first)
     script.insert_answers(responses, responses, len(first) - 1, ids, args)
     start = int((responses != ids.pad).sum())
-    assert not script.cut(responses, ids, args.task)[1]
+    assert not script.truncate(responses, ids.truncate, 0, ids.pad)[1]
     responses[0, start : start + len(second)] = torch.tensor(second)
     script.insert_answers(responses, responses, start + len(second) - 1, ids, args)  # no more calls
     responses[0, start + len(second) :] = second[0]
-    truncated, ended = script.cut(responses, ids, args.task)
+    truncated, ended = script.truncate(responses, ids.truncate, 0, ids.pad)
     text = f"It is.{end}\n<|im_start|>user\nWhy?{end}\n<|im_start|>assistant\nI saw.{end}"
     tokens = (truncated % (ids.pad + 1))[truncated != ids.pad]
     assert ended and tokenizer.decode(tokens, clean_up_tokenization_spaces=False) == text
