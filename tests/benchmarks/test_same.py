@@ -138,6 +138,7 @@ def test_a_copy_may_sample_in_its_own_way_and_has_flags(tmp_path):
         "def score(queries, responses, completion):\n    return [len(x) / 9 for x in completion]\n"
     )
     columns, flags = ["2 processes", "bf16, first ratio"], ["--notes", "own.py", "--reward_fn"]
+    flags = ["--truncate_token", ".", *flags]  # no path
     jobs = [(tmp_path / "seams.py", columns, [*flags, f"own.py:{x}"]) for x in ("score", "no")]
     fine, wrong = tables(tmp_path, jobs)
     assert all(good for good, _ in fine.values()), fine
