@@ -213,5 +213,9 @@ def test_cuda_graphs_and_response_length_reach_the_decoder(script, graphs):
 
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
 def test_eval_queries_and_batch_size_are_the_episodes_of_evaluations_and_updates(name, runs):
-    """4 and 8; evaluations before updates 0 and 2 and at the end."""
-    assert [len(rollout.scores) for rollout in runs.rollouts[name]] == [4, 8, 8, 4, 8, 4]
+    """4 and 8; evaluations before updates 0 and 2 and at the end. Each update has new queries."""
+    rollouts = runs.rollouts[name]
+    assert [len(rollout.scores) for rollout in rollouts] == [4, 8, 8, 4, 8, 4]
+    queries = [{tuple(row) for row in rollouts[i].queries.tolist()} for i in (1, 2, 4)]
+    assert [len(x) for x in queries] == [8 if name == "ppo" else 2] * 3
+    assert len(set.union(*queries)) == sum(map(len, queries))
