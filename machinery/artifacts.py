@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +35,13 @@ def replace_link(link: Path, target: Path) -> None:
         print(f"no link to the weights ({error}): copy {target} to {link} by hand")
 
 
-def describe_environment(folder: Path) -> dict[str, Any]:
-    """Commit and versions; uncommitted changes of tracked files are written to `changes.diff`."""
-
-    def git(*words: str) -> bytes:
-        command = ["git", "-C", str(ROOT), *words]
-        with suppress(FileNotFoundError):  # there is no git
-            return subprocess.run(command, capture_output=True, check=False).stdout
-        return b""
-
-    if changes := git("diff", "HEAD"):
-        (folder / "changes.diff").write_bytes(changes)
-    return {
-        "commit": git("rev-parse", "HEAD").decode().strip() or None,
-        "python": sys.version,
-        "versions": {x: sys.modules[x].__version__ for x in PACKAGES if x in sys.modules},
-    }
+def describe_environment() -> dict[str, Any]:
+    """Versions, and the commit, which ends with "-dirty" if tracked files have changed since."""
+    command = "git describe --always --exclude=* --abbrev=40 --dirty"
+    options: Any = dict(cwd=ROOT, shell=True, capture_output=True, text=True)
+    commit = subprocess.run(command, check=False, **options).stdout  # "" if there is no git
+    versions = {x: sys.modules[x].__version__ for x in PACKAGES if x in sys.modules}
+    return {"commit": commit.strip() or None, "python": sys.version, "versions": versions}
 
 
 def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[Any]:
@@ -60,9 +50,8 @@ def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[An
     trackers[0].start()
     if track:
         project = os.environ.get("WANDB_PROJECT", "onefile-rlhf")
-        where = dict(name=folder.name, dir=str(folder.absolute()))
         with about("--track; WANDB_MODE=offline works without a network"):
-            trackers.append(WandBTracker(project, config=config, **where))
+            trackers.append(WandBTracker(project, config=config, name=folder.name, dir=folder))
             trackers[1].start()
     return trackers
 

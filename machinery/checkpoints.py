@@ -119,10 +119,8 @@ def find_checkpoint(args: Any, script: Path) -> Path | None:
             if json.loads(record.read_text())["task"]["task"] == args.task.task:
                 found.append((record.stat().st_mtime_ns, path.name, path))
     if not found:
-        raise InputError(
-            f"--resume {args.resume} has no checkpoint of {script.name} on task {args.task.task}; "
-            "runs write them with --save_every, and when they receive SIGTERM"
-        )
+        wanted = f"checkpoint of {script.name} on task {args.task.task}"
+        raise InputError(f"--resume {args.resume} has no {wanted}; --save_every writes them")
     return max(found)[2]
 
 

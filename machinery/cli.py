@@ -94,7 +94,7 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
 def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]]) -> None:
     """Call `main(args)`. Expected errors end with one sentence, bugs with a traceback.
 
-    Exit codes: 2 for bad input, 1 for a run that cannot continue, 130 for Ctrl-C.
+    Exit codes: 2 for bad input, 1 for a run that cannot continue.
     """
     streams: Any = sys.stdout, sys.stderr
     for stream in streams:
@@ -105,17 +105,13 @@ def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]]) -> None:
         fail(error, 2)
     except RunError as error:
         fail(error, 1)
-    except KeyboardInterrupt:
-        fail("stopped by Ctrl-C", 130)
 
 
-def fail(error: Any, code: int) -> None:
+def fail(error: Exception, code: int) -> None:
     """Print why this process ends, after the traceback of the cause, and end it."""
-    rank = int(os.environ.get("RANK", 0))
-    if cause := getattr(error, "__cause__", None):
-        traceback.print_exception(cause)
-    where = f" (process {rank})" if rank > 0 else ""
-    print(f"{Path(sys.argv[0]).name}: error{where}: {error}", file=sys.stderr, flush=True)
+    if error.__cause__:
+        traceback.print_exception(error.__cause__)
+    print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 

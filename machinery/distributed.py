@@ -50,10 +50,8 @@ def start(args: Any) -> Accelerator:
     # cuDNN's attention plans anew for each shape, and unpadded batches are of new shapes all the
     # time. It also had NaN gradients for some masks (PyTorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    device = accelerator.device.type
-    name = torch.cuda.get_device_name() if device == "cuda" else device
     precision = "bf16" if bf16 else "fp32"
-    accelerator.print(f"{name}, {precision}, processes: {accelerator.num_processes}")
+    accelerator.print(f"{accelerator.device}, {precision}, processes: {accelerator.num_processes}")
     return accelerator
 
 
@@ -62,27 +60,20 @@ def check_launch(accelerator: Accelerator) -> None:
     is_on, started = parse_flag_from_env, accelerator.num_processes
     usable = torch.cuda.is_available() or is_on("ACCELERATE_USE_CPU")
     if Path("/dev/nvidia0").exists() and not usable:
-        raise InputError(
-            f"there is a GPU, but torch {torch.__version__} cannot use it: see docs/gpu.md; "
-            "set ACCELERATE_USE_CPU=true to run on the CPU"
-        )
-    steps, precision = accelerator.gradient_accumulation_steps, accelerator.mixed_precision
+        raise InputError(f"torch {torch.__version__} cannot use the GPU: see docs/gpu.md")
+    if is_on("FSDP_ACTIVATION_CHECKPOINTING"):  # it renames weights
+        raise InputError("use --gradient_checkpointing, not fsdp_activation_checkpointing")
+    if (steps := accelerator.gradient_accumulation_steps) != 1:
+        raise InputError(f"gradient_accumulation_steps={steps}: use --micro_batch_tokens instead")
+    if (precision := accelerator.mixed_precision) not in ("no", "bf16"):
+        raise InputError(f"mixed_precision={precision}: its scaler skips steps; use bf16")
     # A launcher that means several processes sets one of these:
     wanted = int(os.environ.get("WORLD_SIZE", 2 if "MASTER_ADDR" in os.environ else 1))
-    checkpointing = "fsdp_activation_checkpointing: use --gradient_checkpointing of the scripts"
-    scaler = f"mixed_precision={precision}: its scaler skips steps that Adam counts; use bf16"
-    alone = f"{wanted} processes were to start, not {started}; on a CPU use --multi_gpu, too"
-    kind = accelerator.distributed_type.value
-    fsdp = f"FSDP2 was asked for and {kind} started, as on a CPU or without --fsdp_version 2"
-    for reason, refused in (
-        (checkpointing, is_on("FSDP_ACTIVATION_CHECKPOINTING")),
-        (f"gradient_accumulation_steps={steps}: set --micro_batch_tokens instead", steps != 1),
-        (scaler, precision not in ("no", "bf16")),
-        (alone, started != wanted),
-        (fsdp, is_on("ACCELERATE_USE_FSDP") and not accelerator.is_fsdp2),
-    ):
-        if refused:
-            raise InputError(f"{reason}; docs/scaling.md has commands that work")
+    if started != wanted:
+        raise InputError(f"{wanted} processes were to start, not {started}; see docs/scaling.md")
+    if is_on("ACCELERATE_USE_FSDP") and not accelerator.is_fsdp2:
+        kind = accelerator.distributed_type.value
+        raise InputError(f"{kind} started, not FSDP2, which needs GPUs and --fsdp_version 2")
 
 
 def name_blocks(model: nn.Module) -> None:
@@ -137,10 +128,8 @@ def check_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
     total = nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
     norm = full_tensor(total).item()
     if not math.isfinite(norm):
-        raise RunError(
-            f"the norm of the gradient is {norm}; the step was not taken. "
-            "A lower --lr or fp32 instead of bf16 may help"
-        )
+        why = f"the norm of the gradient is {norm}; the step was not taken"
+        raise RunError(f"{why}. A lower --lr or fp32 instead of bf16 may help")
 
 
 def freeze(accelerator: Accelerator, model: nn.Module) -> Any:

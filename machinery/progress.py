@@ -16,7 +16,6 @@ from rich.table import Table
 
 Limits = dict[str, tuple[float, float]]  # metric → largest healthy value, and where to warn
 
-
 UPDATES = 5  # in a row, after which a value of this table is a warning
 STUCK = {  # metric → its value if nothing can be learned, and the likely cause
     "objective/frac_reward_zero_std": (1, "all responses to a query have the same score"),

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import filelock
 import numpy as np
@@ -17,17 +17,14 @@ from torch import Tensor
 from data.tasks import DATA, Task
 from machinery import tokens
 from machinery.cli import InputError, about, say
-from machinery.sources import load_function, load_rows
+from machinery.sources import Rows, load_function, load_rows
 from utils import TokenIds, pad_left
-
-if TYPE_CHECKING:
-    import datasets
 
 CLEAN = DATA / "clean.py"
 SMALL_TABLE = 2**15  # tokenize at least this many rows: it takes a second or two
 
 
-def load_texts(task: Task, *columns: str) -> "datasets.Dataset":
+def load_texts(task: Task, *columns: str) -> Rows:
     """The rows of `query_dataset`, at most `num_queries`, which have to have these columns."""
     rows = load_rows(task.query_dataset, "--query_dataset")
     with about(f"--query_dataset {task.query_dataset}"):
@@ -45,8 +42,8 @@ class TokenTable:
     `table[rows]` → [B, length], padded on the left (G2). `source` has the data set's own columns.
     """
 
-    rows: "datasets.Dataset"
-    source: "datasets.Dataset"
+    rows: Rows
+    source: Rows
     length: int
     pad_id: int
 
@@ -80,7 +77,7 @@ class TokenTable:
 
 
 def tokenize_rows(
-    rows: "datasets.Dataset",
+    rows: Rows,
     function: Callable,
     length: int,
     task: Task,

@@ -6,7 +6,6 @@ Shapes: `B` sequences, `Q` query tokens, `R` response tokens, `T` tokens.
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers.utils import cached_file
 from data.tasks import Task
 from machinery import models
 from machinery.cli import InputError, about
+from machinery.distributed import freeze
 from machinery.sources import check_source, load_function
 from machinery.tokens import same_tokens, translate
 from machinery.unpadding import set_unpadding
@@ -54,13 +54,10 @@ def load_reward_model(cls: Callable, name: str) -> Any:
     The folder or hub name is what train_reward.py wrote, or a sequence classifier with one label as
     TRL trains it, whose head `score` has no bias.
     """
-    from transformers.initialization import no_init_weights  # takes two seconds to import
-
     with about(f"--reward_model {name}"):
         check_source(name)
         if RewardConfig.get_config_dict(name)[0].get("model_type") == RewardConfig.model_type:
-            with no_init_weights():
-                model = cls(RewardConfig.from_pretrained(name))
+            model = cls(RewardConfig.from_pretrained(name))
             with about("model.safetensors is damaged"):
                 weights = load_file(str(cached_file(name, "model.safetensors")))
             model.load_state_dict(weights)
@@ -129,10 +126,9 @@ def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: i
         copies = tokens[:, :prompt_length].unique(dim=0, return_inverse=True)[1]
         order = order.scatter_reduce(0, copies, order, "amin", include_self=False)[copies]
         order = order.argsort(stable=True)
-        model = partial(model, prompt_length=prompt_length)
     tokens = tokens[order]
     parts = micro_batches((tokens != pad_id).sum(dim=1), max_tokens)
-    return torch.cat([model(tokens[part]) for part in parts])[order.argsort()]
+    return torch.cat([model(tokens[part], prompt_length) for part in parts])[order.argsort()]
 
 
 def call_reward_function(
@@ -150,8 +146,7 @@ def call_reward_function(
     returned = function(*texts, **further)
     result = torch.as_tensor(returned, dtype=torch.float32)
     if result.shape != (len(texts[0]),) or not result.isfinite().all():
-        wanted = f"one finite number for each of {len(texts[0])} responses"
-        raise InputError(f"returned {returned!r:.60} and has to return {wanted}")
+        raise InputError(f"returned {returned!r:.60}, not {len(texts[0])} finite numbers")
     return result
 
 
@@ -194,15 +189,12 @@ def load_reward(
         if same_tokens(own_tokenizer, tokenizer):
             models.check_length(model.config.backbone, length, "query and response")
         check_reward_model(model, length)
-    model = model.to(accelerator.device).requires_grad_(False)
-    if accelerator.mixed_precision == "bf16":
-        models.store_as_cast(model)
+    model = freeze(accelerator, model)
     read = reward_input(model, own_tokenizer, tokenizer, ids.pad)
 
     def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
-        with accelerator.autocast():
-            inputs = read(queries, responses), args.micro_batch_tokens, queries.shape[1]
-            scores = score_in_parts(model, *inputs)
+        tokens = read(queries, responses)
+        scores = score_in_parts(model, tokens, args.micro_batch_tokens, queries.shape[1])
         if of_texts is None:
             return scores
         return of_texts(queries, responses, (columns or {}) | {"scores": scores.tolist()})

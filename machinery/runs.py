@@ -67,7 +67,6 @@ class Run:
         self.source = checkpoints.find_checkpoint(args, script)
         self.step = 0
         self.signals: list[int] = []  # received so far
-        self.in_terminal = sys.stdout.isatty()
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
                 signal.signal(number, self.note_signal)
@@ -78,7 +77,7 @@ class Run:
     def note_signal(self, number: int, frame: Any) -> None:
         """Remember a signal; the run saves a checkpoint and ends after the current update."""
         self.signals.append(number)
-        if signal.Signals(number).name == "SIGHUP" and self.in_terminal:  # which is gone
+        if signal.Signals(number).name == "SIGHUP":  # the terminal is gone
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
     def open(self) -> None:
@@ -95,7 +94,7 @@ class Run:
             for file in (Path(reward_file), self.script):  # the script's name is the script's
                 if file.is_file():
                     shutil.copy(file, self.folder / file.name)
-            record |= artifacts.describe_environment(self.folder)
+            record |= artifacts.describe_environment()
             (self.folder / "args.json").write_text(json.dumps(record, indent=1, default=str))
         self.lock = filelock.FileLock(self.folder / ".lock")  # released when the process ends
         with about(f"another process is still writing {self.folder}"):
@@ -141,10 +140,8 @@ class Run:
         `state` is what else a resumed run needs, such as the KL coefficient: any JSON value.
         After a signal, end the run with exit code 143. The last update needs no checkpoint.
         """
-        every = self.args.save_every
-        wanted = [bool(every) and step % every == 0, bool(self.signals)]
-        device = self.accelerator.device
-        due, asked = all_max(torch.tensor(wanted, device=device).int()).tolist()
+        due = self.args.save_every and step % self.args.save_every == 0
+        asked = all_max(torch.tensor(len(self.signals), device=self.accelerator.device)).item()
         if step == self.total or not (due or asked):
             return
         state = {"state": state, "lengths": self.sizes()}
@@ -192,9 +189,6 @@ class Run:
             return
         self.append("samples.jsonl", [{"step": step, **row} for row in rows])
         self.progress.table(rows, f"samples after {step} updates")
-        if self.args.track:
-            tracker = self.accelerator.get_tracker("wandb")
-            tracker.log_table("samples", list(rows[0]), [list(x.values()) for x in rows], step=step)
 
     def save(self, model: Any, tokenizer: Any, name: str = "model", **heads: nn.Module) -> None:
         """Save weights as a folder of this name in the run.

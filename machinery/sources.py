@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import huggingface_hub
 import transformers
@@ -18,8 +18,9 @@ import transformers
 from machinery.cli import InputError, about
 
 if TYPE_CHECKING:
-    import datasets
+    import datasets  # takes a second to import
 
+Rows: TypeAlias = "datasets.Dataset"
 LOCAL = (".", "/", "~", "models/", "data/", "runs/")  # names that start like this are paths
 READERS: dict[str, tuple[str, dict[str, Any]]] = {  # a byte-order mark is not text, and "NA" is
     ".txt": ("text", dict(encoding="utf-8-sig")),
@@ -54,7 +55,7 @@ def go_offline_if_unreachable() -> None:
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
-def load_rows(source: str, flag: str) -> "datasets.Dataset":
+def load_rows(source: str, flag: str) -> Rows:
     """Load a data source (see `Task`) that a flag names."""
     import datasets
 
@@ -82,8 +83,6 @@ def load_function(name: str) -> Callable:
     source, _, attribute = name.rpartition(":")
     if source.endswith(".py"):
         return getattr(import_file(source), attribute)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     return pkgutil.resolve_name(name)
 
 

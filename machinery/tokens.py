@@ -30,10 +30,8 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
         config = transformers.AutoConfig.from_pretrained(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         if not 8 <= len(tokenizer) <= config.vocab_size:  # the library makes up one without files
-            raise InputError(
-                f"the tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}: "
-                "is tokenizer.json missing, or do the embeddings have to be resized?"
-            )
+            sizes = f"the tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}"
+            raise InputError(f"{sizes}: add tokenizer.json, or resize the embeddings")
     prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
     suffix = tokenizer.encode(task.query_suffix, add_special_tokens=False)
     length = len(prefix) + task.query_length + len(suffix) + new_tokens

@@ -59,8 +59,8 @@ def test_R4_openais_labels_load_from_an_array_and_from_lines_without_their_paddi
 
 
 def make_labels(queries: list[list[int]], responses: list[list[list[int]]]) -> Labels:
-    arrays = [labels.to_arrays(samples) for samples in responses]
-    return Labels(labels.to_arrays(queries), arrays, np.zeros(len(queries), dtype=int))
+    arrays = [[np.array(ids, np.int32) for ids in samples] for samples in (queries, *responses)]
+    return Labels(arrays[0], arrays[1:], np.zeros(len(queries), dtype=int))
 
 
 def test_a_single_long_answer_does_not_widen_the_batches_without_it():
