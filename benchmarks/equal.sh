@@ -25,7 +25,6 @@ arithmetic() {
   for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do
     for script in $scripts; do
       for beta in 0 0.01 0.03 0.1; do
-        [[ $beta == 0.01 ]] || ((seed <= 4)) || continue
         run arithmetic_${script}_${beta}_$seed $script $task --seed $seed --kl_coef $beta
       done
       ((seed > 3)) || run arithmetic_${script}_random_$seed $script $task $coin --seed $seed
