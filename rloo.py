@@ -49,7 +49,7 @@ from data.tasks import Task
 from machinery import cli, distributed
 from machinery.cli import RunArgs
 from machinery.decoding import Decoder
-from machinery.models import compute_logits, enable_gradient_checkpointing, load_lm
+from machinery.models import compute_logits, load_lm
 from machinery.queries import load_queries
 from machinery.rewards import load_gold_reward, load_reward
 from machinery.runs import Run, check_run
@@ -409,7 +409,7 @@ def main(args: Args) -> None:
     ref = distributed.freeze(accelerator, Policy(ref_lm, ids.pad, task.temperature))
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
-        enable_gradient_checkpointing(lm)
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
     policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # DDP or FSDP2
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)  # samples from lm

@@ -29,8 +29,7 @@ from data.tasks import ARITHMETIC, SYNTHETIC, Task
 from machinery import cli, distributed
 from machinery.cli import RunArgs, UnitFloat
 from machinery.decoding import Decoder, generate
-from machinery.models import check_length, compute_logits, enable_gradient_checkpointing
-from machinery.models import load_lm
+from machinery.models import check_length, compute_logits, load_lm
 from machinery.queries import load_blocks, load_responses
 from machinery.runs import Run, check_run
 from machinery.tokens import load_tokenizer
@@ -195,7 +194,7 @@ def main(args: Args) -> None:
     longest = max(ids.length, table.length)
     lm = load_lm(task.base_model, allow_random=True, length=longest)
     if args.gradient_checkpointing:
-        enable_gradient_checkpointing(lm)
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
     model = LanguageModel(lm, ids.pad)
     settings: Any = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, **settings)

@@ -36,8 +36,7 @@ from machinery import cli, distributed
 from machinery.cli import RunArgs
 from machinery.decoding import Decoder, generate
 from machinery.labels import Labels, load_labels
-from machinery.models import Float32Linear, check_length, enable_gradient_checkpointing
-from machinery.models import load_lm, new_backbone
+from machinery.models import Float32Linear, check_length, load_lm, new_backbone
 from machinery.queries import load_queries
 from machinery.rewards import RewardConfig, reward_input, score_in_parts
 from machinery.runs import Run, check_run
@@ -247,7 +246,7 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     model = new_reward_model(task.base_model, ids.pad, labels.longest())
     if args.gradient_checkpointing:
-        enable_gradient_checkpointing(model.backbone)
+        model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)
     model, optimizer = distributed.prepare(accelerator, model, optimizer)
     plain_model = accelerator.unwrap_model(model)

@@ -23,7 +23,7 @@ def models_link(args: Any, script: Path) -> Path:
 
 
 def replace_link(link: Path, target: Path) -> None:
-    """Make `link` a relative symbolic link to a folder, atomically; say so if that is refused."""
+    """Make `link` a relative symbolic link to a folder, atomically; a copy if that is refused."""
     link.parent.mkdir(parents=True, exist_ok=True)
     part = link.with_name(f"{link.name}.part{os.getpid()}")
     try:
@@ -31,8 +31,8 @@ def replace_link(link: Path, target: Path) -> None:
         if os.name == "nt":
             link.unlink(missing_ok=True)  # Windows replaces no links to folders
         part.replace(link)
-    except OSError as error:  # Windows without its developer mode, some disks of a network
-        print(f"no link to the weights ({error}): copy {target} to {link} by hand")
+    except OSError:  # Windows without its developer mode, some disks of a network
+        shutil.copytree(target, link)
 
 
 def describe_environment() -> dict[str, Any]:

@@ -133,7 +133,8 @@ def fixed_values(args: Any, processes: int) -> dict[str, Any]:
     values["mixed_precision"] = AcceleratorState().mixed_precision
     if "reward_model" in values:
         values["reward_model"] = args.reward_model or f"models/{args.task.task}/train_reward"
-    for name in FREE:
+    free = FREE if "num_labels" in values else (*FREE, "label_dataset")  # some read no labels
+    for name in free:
         values.pop(name, None)
     for name, value in values.items():
         path = re.split("[:@]", value)[0] if isinstance(value, str) else ""  # without @split

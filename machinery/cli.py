@@ -23,7 +23,17 @@ UnitFloat = Annotated[float, Field(ge=0, le=1)]  # a number in [0, 1]
 
 @dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
 class RunArgs:
-    """What all scripts share: files, memory, speed. `--help` lists these flags first."""
+    """What all scripts share: memory, speed, files. `--help` lists these flags last."""
+
+    # Memory and speed
+    micro_batch_tokens: PositiveInt = 32_768 if ON_GPU else 4096
+    """tokens per forward pass, without padding; changes only rounding"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    tf32: bool = True
+    """use TF32 for fp32 matrix products under --mixed_precision bf16"""
+    cuda_graphs: bool = True
+    """replay the decoding step as a CUDA graph; on GPUs, not with FSDP2"""
 
     # Files
     run_name: str | None = None
@@ -39,23 +49,9 @@ class RunArgs:
     push_to_hub: str | None = None
     """upload the weights to this new private repository, owner/name"""
 
-    # Memory and speed
-    micro_batch_tokens: PositiveInt = 32_768 if ON_GPU else 4096
-    """tokens per forward pass, without padding; changes only rounding"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass"""
-    tf32: bool = True
-    """use TF32 for fp32 matrix products under --mixed_precision bf16"""
-    cuda_graphs: bool = True
-    """replay the decoding step as a CUDA graph; on GPUs, not with FSDP2"""
-
 
 class InputError(ValueError):
     """Bad input. The message names the value and what would be right."""
-
-
-class RunError(RuntimeError):
-    """A run cannot continue."""
 
 
 @contextmanager
@@ -87,32 +83,24 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
     of_task = {key: value for key, value in preset.items() if key in task_fields}
     of_script = {key: value for key, value in preset.items() if key not in task_fields}
     default = cls(task=replace(TASKS[name], **of_task), **of_script)
+    shared, own_first = RunArgs.__dataclass_fields__, cls.__dataclass_fields__.items()
+    cls.__dataclass_fields__ = dict(sorted(own_first, key=lambda x: x[0] in shared))  # in --help
     kind: Any = tyro.conf.OmitArgPrefixes
     return tyro.cli(kind[cls], default=default, args=argv)
 
 
 def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]]) -> None:
-    """Call `main(args)`. Expected errors end with one sentence, bugs with a traceback.
-
-    Exit codes: 2 for bad input, 1 for a run that cannot continue.
-    """
+    """Call `main(args)`. Bad input ends it with one sentence, after its cause, and exit code 2."""
     streams: Any = sys.stdout, sys.stderr
     for stream in streams:
         stream.reconfigure(errors="replace")  # files on Windows cannot hold every character
     try:
         main(parse_args(cls, presets))
     except InputError as error:
-        fail(error, 2)
-    except RunError as error:
-        fail(error, 1)
-
-
-def fail(error: Exception, code: int) -> None:
-    """Print why this process ends, after the traceback of the cause, and end it."""
-    if error.__cause__:
-        traceback.print_exception(error.__cause__)
-    print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
-    sys.exit(code)
+        if error.__cause__:
+            traceback.print_exception(error.__cause__)
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
 def say(message: str) -> None:

@@ -16,7 +16,7 @@ from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 
-from machinery.cli import InputError, RunError
+from machinery.cli import InputError, say
 from machinery.models import store_as_cast
 
 JOIN_LIMIT = timedelta(minutes=5)  # for all processes to start
@@ -50,8 +50,8 @@ def start(args: Any) -> Accelerator:
     # cuDNN's attention plans anew for each shape, and unpadded batches are of new shapes all the
     # time. It also had NaN gradients for some masks (PyTorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    precision = "bf16" if bf16 else "fp32"
-    accelerator.print(f"{accelerator.device}, {precision}, processes: {accelerator.num_processes}")
+    precision, processes = "bf16" if bf16 else "fp32", accelerator.num_processes
+    accelerator.print(f"{accelerator.device}, {precision}, processes: {processes}")
     return accelerator
 
 
@@ -87,7 +87,7 @@ def prepare(
 ) -> tuple[Any, Any]:
     """Wrap model and optimizer for this run.
 
-    A step with gradients that are not finite raises `RunError` before it changes the weights.
+    A step with gradients that are not finite raises `InputError` before it changes the weights.
     """
     optimizer.register_step_pre_hook(check_gradients)
     if accelerator.mixed_precision == "bf16":
@@ -123,13 +123,19 @@ def set_up_root(model: Any) -> None:
 
 
 def check_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """A hook before each step. Raises `RunError` if the norm of the gradient is not finite."""
+    """A hook before each step. Raises `InputError` if the norm of the gradient is not finite.
+
+    Says so once the norm has been 0 in ten steps in a row.
+    """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     total = nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
     norm = full_tensor(total).item()
     if not math.isfinite(norm):
         why = f"the norm of the gradient is {norm}; the step was not taken"
-        raise RunError(f"{why}. A lower --lr or fp32 instead of bf16 may help")
+        raise InputError(f"{why}. A lower --lr or fp32 instead of bf16 may help")
+    optimizer.zeros = 0 if norm else getattr(optimizer, "zeros", 0) + 1
+    if optimizer.zeros == 10:
+        say("the gradient was 0 in 10 steps: all scores may be equal, or no weight is trained")
 
 
 def freeze(accelerator: Accelerator, model: nn.Module) -> Any:

@@ -161,8 +161,3 @@ def new_backbone(config: transformers.PretrainedConfig) -> Any:
     backbone = transformers.AutoModel.from_config(disable_dropout(config), dtype=torch.float32)
     use_fused_gelu(backbone)
     return backbone
-
-
-def enable_gradient_checkpointing(model: "transformers.PreTrainedModel") -> None:
-    """Recompute activations in the backward pass instead of keeping them."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})

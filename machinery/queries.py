@@ -207,8 +207,7 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, needed: int) -> Toke
     def queries(batch: dict[str, list]) -> list[list[int]]:
         return tokenize_queries(batch[task.query_column], task, tokenizer)
 
-    length = task.query_length
-    return tokenize_rows(texts, queries, length, task, tokenizer, ids, keep_columns=True)
+    return tokenize_rows(texts, queries, task.query_length, task, tokenizer, ids, keep_columns=True)
 
 
 def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> TokenTable:

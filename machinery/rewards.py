@@ -54,10 +54,13 @@ def load_reward_model(cls: Callable, name: str) -> Any:
     The folder or hub name is what train_reward.py wrote, or a sequence classifier with one label as
     TRL trains it, whose head `score` has no bias.
     """
+    from transformers.initialization import no_init_weights  # takes two seconds to import
+
     with about(f"--reward_model {name}"):
         check_source(name)
         if RewardConfig.get_config_dict(name)[0].get("model_type") == RewardConfig.model_type:
-            model = cls(RewardConfig.from_pretrained(name))
+            with no_init_weights():
+                model = cls(RewardConfig.from_pretrained(name))
             with about("model.safetensors is damaged"):
                 weights = load_file(str(cached_file(name, "model.safetensors")))
             model.load_state_dict(weights)

@@ -23,8 +23,7 @@ from machinery.distributed import stop
 from machinery.progress import Limits, Progress, plot_run
 from utils import all_max
 
-NAMES = ("SIGTERM", "SIGUSR1", "SIGHUP")
-SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]  # fewer on Windows
+SIGNALS = [getattr(signal, x) for x in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, x)]
 
 
 def check_run(args: Any, script: Path, processes: int) -> None:
@@ -67,6 +66,7 @@ class Run:
         self.source = checkpoints.find_checkpoint(args, script)
         self.step = 0
         self.signals: list[int] = []  # received so far
+        self.in_terminal = sys.stdout.isatty()
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
                 signal.signal(number, self.note_signal)
@@ -77,7 +77,7 @@ class Run:
     def note_signal(self, number: int, frame: Any) -> None:
         """Remember a signal; the run saves a checkpoint and ends after the current update."""
         self.signals.append(number)
-        if signal.Signals(number).name == "SIGHUP":  # the terminal is gone
+        if signal.Signals(number).name == "SIGHUP" and self.in_terminal:  # which is gone
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
     def open(self) -> None:
@@ -159,8 +159,7 @@ class Run:
 
         All processes have to call this.
         """
-        every = self.args.keep_every
-        if every and update and update % every == 0:
+        if update and self.args.keep_every and update % self.args.keep_every == 0:
             self.save(model, tokenizer, name=f"keep_{update}")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -189,6 +188,9 @@ class Run:
             return
         self.append("samples.jsonl", [{"step": step, **row} for row in rows])
         self.progress.table(rows, f"samples after {step} updates")
+        if self.args.track:
+            tracker = self.accelerator.get_tracker("wandb")
+            tracker.log_table("samples", list(rows[0]), [list(x.values()) for x in rows], step=step)
 
     def save(self, model: Any, tokenizer: Any, name: str = "model", **heads: nn.Module) -> None:
         """Save weights as a folder of this name in the run.

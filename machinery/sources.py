@@ -1,11 +1,10 @@
 """Where models, data and functions come from: local files, folders, the Hugging Face hub."""
 
 import functools
-import importlib.util
 import os
 import pkgutil
 import re
-import sys
+import runpy
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -79,17 +78,8 @@ def load_rows(source: str, flag: str) -> Rows:
 
 @functools.cache
 def load_function(name: str) -> Callable:
-    """Import `module:function` or `path.py:function`, once."""
+    """The function `module:function`, or `path.py:function` of a file that is run for it, once."""
     source, _, attribute = name.rpartition(":")
     if source.endswith(".py"):
-        return getattr(import_file(source), attribute)
+        return runpy.run_path(source)[attribute]
     return pkgutil.resolve_name(name)
-
-
-def import_file(path: str) -> Any:
-    """Import a Python file under its path as the module name."""
-    spec: Any = importlib.util.spec_from_file_location(path, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path] = module  # dataclasses look up their module here
-    spec.loader.exec_module(module)
-    return module

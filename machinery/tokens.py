@@ -99,6 +99,9 @@ def check_chat(task: Task, tokenizer: Any) -> None:
 
 def render(messages: list[dict], tokenizer: Any, prompt: bool = False) -> str:
     """Apply the chat template; `prompt` adds the generation prompt."""
+    for message in messages:
+        if not isinstance(message["content"], str):  # a template may write "None", or leave it out
+            raise InputError(f"the content of {message!r:.60} is not a text")
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
 
 

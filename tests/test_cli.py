@@ -22,7 +22,7 @@ import train_reward
 from data import tasks
 from machinery import cli
 from machinery.artifacts import ROOT
-from machinery.cli import InputError, RunError, about, parse_args
+from machinery.cli import InputError, about, parse_args
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 
@@ -119,10 +119,9 @@ def run(monkeypatch, capsys):
     return run
 
 
-def test_exit_codes_tell_bad_input_from_failed_runs_and_bugs(run):
+def test_exit_codes_tell_bad_input_from_bugs(run):
     """A bug, or a full disk, keeps its traceback."""
     assert run(InputError("bad")) == (2, "ppo.py: error: bad\n")
-    assert run(RunError("loss")) == (1, "ppo.py: error: loss\n")
     for bug in (ZeroDivisionError(), ValueError("a bug"), OSError(errno.ENOSPC, "full")):
         with pytest.raises(type(bug)):
             run(bug)

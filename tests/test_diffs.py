@@ -4,7 +4,6 @@
 """
 
 import ast
-import importlib.util
 import itertools
 import json
 import math
@@ -81,14 +80,6 @@ def apply(path, *names):
     return all(subprocess.run([*command, x], capture_output=True).returncode == 0 for x in diffs)
 
 
-def load(path):
-    """A script as a module."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def fix(name):
     """Apply a patch, also where the context around it has changed, and write it again."""
     path, base = ROOT / "diffs" / f"{name}.diff", f"{BASES[name]}.py"
@@ -111,7 +102,7 @@ def patched(tmp_path_factory):
             path = folder / f"mine_{'_'.join(names)}.py"
             shutil.copy(ROOT / f"{BASES[names[0]]}.py", path)
             assert apply(path, *names)
-            modules[names] = load(path)
+            modules[names] = tiny.load_script(path)
         return modules[names]
 
     return patched
@@ -1233,7 +1224,7 @@ def recipe(tmp_path_factory):
         if name not in found:
             script, *flags = run_recipe(checkout, name).stdout.split()
             assert script == f"{name}.py" and flags[-2:] == ["--seed", "7"]
-            found[name] = load(checkout / script), flags[:-2]
+            found[name] = tiny.load_script(checkout / script), flags[:-2]
         script, flags = found[name]
         return script, cli.parse_args(script.Args, script.PRESETS, [*flags, "--task", task, *more])
 

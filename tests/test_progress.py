@@ -136,7 +136,7 @@ def test_five_updates_without_anything_to_learn_from_are_said_once(name, capsys)
         assert capsys.readouterr().out.count(name) == lines
 
 
-def test_equal_scores_are_said_in_a_run(home, capsys):
+def test_equal_scores_and_a_gradient_of_0_are_said_in_a_run(home, capsys):
     Path("same.py").write_text(
         "def score(queries, responses):\n    return [0.1 for _ in queries]\n"
     )
@@ -145,6 +145,7 @@ def test_equal_scores_are_said_in_a_run(home, capsys):
     found = [line for line in lines if "nothing to learn from" in line]
     assert "frac_reward_zero_std is 1 " in found[0] and "scores_std is 0 " in found[1]
     assert len(found) == 2
+    assert sum("gradient was 0 " in line for line in lines) == 1
 
 
 def test_curves_have_no_empty_panels(tmp_path, monkeypatch):

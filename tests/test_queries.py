@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from formats import write_rows
-from tiny import WORDS, refuses
+from tiny import WORDS, load_script, refuses
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -31,7 +31,7 @@ from machinery.cli import InputError
 from machinery.labels import load_labels
 from machinery.models import load_lm
 from machinery.queries import cut_query, ends_word
-from machinery.sources import import_file, load_function
+from machinery.sources import load_function
 from machinery.tokens import load_tokenizer, same_tokens
 from utils import TokenIds, query_rows
 
@@ -391,7 +391,7 @@ def test_another_way_to_make_blocks_makes_another_table(task, tmp_path, monkeypa
     changed = source.replace("append(rest[:block_size])", "append(rest[:block_size][::-1])")
     assert changed != source
     (tmp_path / "mine.py").write_text(changed)
-    mine = import_file(str(tmp_path / "mine.py"))
+    mine = load_script(tmp_path / "mine.py")
     assert load_blocks(task, 10, load=mine.load_blocks) == [row[::-1] for row in original]
 
 

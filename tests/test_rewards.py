@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from conftest import read_metrics
 from formats import write_rows
-from test_diffs import apply, load
+from test_diffs import apply
 from tiny import refuses
 
 import ppo
@@ -264,7 +264,7 @@ def test_a_reward_sees_the_columns_of_each_query_in_training_and_evaluation(
     if script is None:
         copy = Path(shutil.copy(ppo.SCRIPT, tmp_path / "mine.py"))
         assert apply(copy, name)
-        script = load(copy)
+        script = tiny.load_script(copy)
     task = replace(by_column, gold_fn="by_column.py:gold")
     flags = dict(reward_fn="by_column.py:score", run_name="run", output_dir="out", eval_every=1)
     flags |= dict(total_episodes=48, eval_queries=6, rollout_batch_size=3)

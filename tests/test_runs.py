@@ -28,7 +28,6 @@ from data import tasks
 from machinery import artifacts, checkpoints, cli, distributed, runs
 from machinery.artifacts import ROOT
 from machinery.cli import InputError
-from machinery.sources import import_file
 from machinery.tokens import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("accelerator")
@@ -77,7 +76,7 @@ def test_a_copy_of_a_script_has_runs_and_weights_of_its_own(name, home):
     (baseline / "weights").write_text("of the baseline")
     link.symlink_to("../../runs/baseline/model")
 
-    import_file(str(copy)).main(two_steps(name))
+    tiny.load_script(copy).main(two_steps(name))
 
     (run,) = [path for path in (home / "runs").iterdir() if path.name != "baseline"]
     assert run.name.startswith("synthetic__mine__1__")
@@ -351,7 +350,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step(
         check(optimizer, args, kwargs)
 
     monkeypatch.setattr(distributed, "check_gradients", spy)
-    assert exit_code(script, small(script, lr=1e6)) == 1
+    assert exit_code(script, small(script, lr=1e6)) == 2
     sentence(capsys, "the norm of the gradient is", "the step was not taken", "--lr")
     params, before = seen[-1]
     assert len(seen) > 1 and all(p.isfinite().all() for p in before)
@@ -360,7 +359,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step(
 
 def test_a_policy_whose_logits_are_not_finite_stops_the_run_too(home, capsys):
     """It diverged in the last step of an update, so that sampling meets it first."""
-    assert exit_code("ppo", small("ppo", lr=1e6, num_minibatches=1)) == 1
+    assert exit_code("ppo", small("ppo", lr=1e6, num_minibatches=1)) == 2
     sentence(capsys, "--lr")
 
 

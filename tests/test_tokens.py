@@ -174,6 +174,14 @@ def test_a_tokenizer_without_a_template_is_refused(chat_task):
     refuses(lambda: load_queries(chat_task, tokenizer, ids, 9), "rows.jsonl: ", "chat_template")
 
 
+@pytest.mark.parametrize("content", [None, 3, [{"type": "text", "text": "What?"}]])
+def test_messages_whose_content_is_no_text_are_refused(content, chat_task):
+    """A template would write None, or leave it out."""
+    rows = [{"prompt": [{"role": "user", "content": content}, USER]}]
+    formats.write_rows(Path(chat_task.query_dataset), rows)
+    refuses(lambda: load(load_queries, chat_task, 9), "rows.jsonl: ", "content")
+
+
 def test_a_template_that_changes_the_prompt_once_it_has_an_answer_is_refused(chat_task):
     tokenizer, _ = load_tokenizer(chat_task, 8)
     tokenizer.chat_template = "{{ messages | length }} turns"

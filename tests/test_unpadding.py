@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import varlen
 from transformers.integrations import sdpa_attention
 
-from machinery import models, unpadding
+from machinery import unpadding
 from machinery.models import check_model
 from machinery.unpadding import set_unpadding
 
@@ -144,7 +144,7 @@ def test_varlen_attn_gives_what_the_plain_call_gives(kind, bf16, varlen_on_cpu):
     set_unpadding(lm.base_model, 16)
     run = unpadding.Unpadded(lm.base_model)
     calls, layers = varlen_on_cpu(naive_varlen), lm.config.num_hidden_layers
-    models.enable_gradient_checkpointing(lm)
+    lm.gradient_checkpointing_enable({"use_reentrant": False})
     lm.train()
     for count, n in ((2, PROMPT), (4, 0)):  # the forward pass and its repetition
         found = hidden_and_gradients(lm, run, inputs, bf16, prompt_length=n)
@@ -190,7 +190,7 @@ def test_gradients_with_checkpointing_are_those_without(kind, monkeypatch):
     monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", spy)
     expected = hidden_and_gradients(lm, call, make_inputs(tokens))
     once = len(attended)
-    models.enable_gradient_checkpointing(lm)
+    lm.gradient_checkpointing_enable({"use_reentrant": False})
     lm.train()
     found = hidden_and_gradients(lm, call, make_inputs(tokens))
     assert len(attended) > 2.5 * once  # the other model's are not computed again

@@ -1,8 +1,10 @@
 """Tiny models, data files and settings of the tests: no network, nothing that is kept."""
 
+import importlib.util
 import itertools
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -266,6 +268,14 @@ def keep(function: Callable, kept: list[Any]) -> Callable:
         return kept[-1]
 
     return keeping
+
+
+def load_script(path: Path) -> Any:
+    """A script as a module of its file's name."""
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def run_main(script: Any, args: Any, replaced: dict[str, Any]) -> FakeRun:
