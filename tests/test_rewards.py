@@ -117,11 +117,11 @@ def test_X13_a_reward_model_reads_and_scores_the_policys_texts(gpt2, hers):
     q = utils.pad_left([gpt2.encode(q) for q, _ in pairs], 6, 50257)
     r = utils.pad_right([gpt2.encode(r) for _, r in pairs], 50257)
     texts = [hers.encode(q + r) for q, r in pairs]
-    for longest in (64, 2):  # a text that is too long loses its beginning
+    for longest in (64, 2, None):  # a text that is too long loses its beginning
         model = tiny.make_reward(pad_id=1000)
         model.config.backbone.max_position_embeddings = longest
         read = rewards.reward_input(model, hers, gpt2, 50257)
-        rows = [tokens[-longest:] for tokens in texts]
+        rows = [tokens[-longest:] if longest else tokens for tokens in texts]
         assert read(q, r).tolist() == utils.pad_left(rows, max(map(len, rows)), 1000).tolist()
         alone = [model(torch.tensor([row])).item() for row in rows]
         assert model(read(q, r)).tolist() == pytest.approx(alone, abs=1e-5)
