@@ -370,6 +370,7 @@ def test_P7_every_epoch_is_a_fresh_permutation_of_the_batch(script, runs):
     [
         ([5, 1, 4, 2, 3], 8, [(0, 2), (2, 5)]),  # 7.5 tokens each
         ([1, 1, 1, 97], 25, [(0, 1), (1, 2), (2, 3), (3, 4)]),
+        ([5] * 6, 10, [(0, 2), (2, 4), (4, 6)]),
     ],
 )
 def test_P7_micro_batches_have_about_as_many_tokens_as_asked_for(lengths, tokens, expected):
