@@ -169,3 +169,9 @@ def test_a_model_without_tokenizer_files_says_so(kind, start, no_weights, tmp_pa
     """transformers makes up a tokenizer of one or two tokens for it, or of none."""
     tiny.make_lm(kind).save_pretrained(tmp_path / "bare")
     refuses(lambda: start("ppo", base_model=str(tmp_path / "bare")), "/bare", "tokenizer")
+
+
+def test_a_text_may_be_as_long_as_the_model_reads():
+    config = tiny.config("llama")
+    models.check_length(config, config.max_position_embeddings, "it")
+    refuses(lambda: models.check_length(config, config.max_position_embeddings + 1, "it"), "llama")

@@ -26,6 +26,7 @@ import rloo
 from data import tasks
 from machinery import labels
 from machinery.cli import parse_args
+from machinery.labels import split_pair
 from machinery.queries import load_queries, load_responses
 from machinery.sources import load_function
 from machinery.tokens import load_tokenizer, render_answer, single_token, tokenize_prompt, translate
@@ -343,3 +344,14 @@ def test_the_id_of_a_text_is_the_one_that_it_has_inside_of_a_text():
     assert single_token(tokenizer, "dog", "--truncate_token") == dog  # as it is in a text
     two = partial(single_token, tokenizer, "dog.", "--truncate_token")
     refuses(two, "--truncate_token 'dog.'")
+
+
+ROLES = "user", *2 * ("assistant", "user", "assistant")
+CHAT_OF_TWO = [*zip(ROLES, ("Who?", "Ben.", "And?", "Anna.", "Clara.", "Why?", "So."), strict=True)]
+
+
+def test_pairs_that_differ_early_share_only_what_is_equal():
+    first, *others = ({"role": role, "content": x} for role, x in CHAT_OF_TWO)
+    chosen, rejected = [first, *others[:3]], [first, *others[3:]]
+    prompt, good, bad = split_pair(dict(chosen=chosen, rejected=rejected), small_tokenizer())
+    assert prompt == [first] and ("Ben" in good, "Ben" in bad) == (True, False)
