@@ -127,13 +127,13 @@ def find_checkpoint(args: Any, script: Path) -> Path | None:
 def fixed_values(args: Any, processes: int) -> dict[str, Any]:
     """What may not change in a resumed run: flags, with what the names of local files mean now.
 
-    That is the folder of a model, behind links, and the digest of a data file.
+    A model is recorded as its folder, with links resolved, and a data file with its digest.
     """
     values = asdict(args) | asdict(args.task) | {"processes": processes}
     values["mixed_precision"] = AcceleratorState().mixed_precision
     if "reward_model" in values:
         values["reward_model"] = args.reward_model or f"models/{args.task.task}/train_reward"
-    free = FREE if "num_labels" in values else (*FREE, "label_dataset")  # some read no labels
+    free = FREE if "num_labels" in values else (*FREE, "label_dataset")  # others read no labels
     for name in free:
         values.pop(name, None)
     for name, value in values.items():

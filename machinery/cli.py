@@ -83,14 +83,14 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
     of_task = {key: value for key, value in preset.items() if key in task_fields}
     of_script = {key: value for key, value in preset.items() if key not in task_fields}
     default = cls(task=replace(TASKS[name], **of_task), **of_script)
-    shared, own_first = RunArgs.__dataclass_fields__, cls.__dataclass_fields__.items()
-    cls.__dataclass_fields__ = dict(sorted(own_first, key=lambda x: x[0] in shared))  # in --help
+    shared, found = RunArgs.__dataclass_fields__, cls.__dataclass_fields__.items()
+    cls.__dataclass_fields__ = dict(sorted(found, key=lambda x: x[0] in shared))  # own flags first
     kind: Any = tyro.conf.OmitArgPrefixes
     return tyro.cli(kind[cls], default=default, args=argv)
 
 
 def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]]) -> None:
-    """Call `main(args)`. Bad input ends it with one sentence, after its cause, and exit code 2."""
+    """Call `main(args)`. Bad input prints its cause, then one sentence; the exit code is 2."""
     streams: Any = sys.stdout, sys.stderr
     for stream in streams:
         stream.reconfigure(errors="replace")  # files on Windows cannot hold every character

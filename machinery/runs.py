@@ -91,7 +91,7 @@ class Run:
             self.folder = Path("runs", self.args.run_name or name)
             self.folder.mkdir(parents=True)  # fails if there is one
             reward_file, _, _ = (task.reward_fn or "").rpartition(":")
-            for file in (Path(reward_file), self.script):  # of one name: the script's
+            for file in (Path(reward_file), self.script):  # the script wins a shared name
                 if file.is_file():
                     shutil.copy(file, self.folder / file.name)
             record |= artifacts.describe_environment()

@@ -78,7 +78,7 @@ def load_rows(source: str, flag: str) -> Rows:
 
 @functools.cache
 def load_function(name: str) -> Callable:
-    """The function `module:function`, or `path.py:function` of a file that is run for it, once."""
+    """The function named `module:function` or `path.py:function`; a file is run for each once."""
     source, _, attribute = name.rpartition(":")
     if source.endswith(".py"):
         return runpy.run_path(source)[attribute]
