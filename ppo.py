@@ -12,24 +12,24 @@ One update (numbered as in `main`):
     1. Sample a response to each query.
     2. Score each response with the reward model.
     3. Compute the log-probability and value of each token of the responses.
-       Its reward is -kl_coef * (log pi - log pi_ref), plus the score at the last token.
+       A token's reward is -kl_coef * (log pi - log pi_ref), plus the score at the last token.
     4. For each epoch, for each minibatch:
        whiten rewards, compute advantages with GAE, whiten advantages,
        take one Adam step on the clipped policy loss + vf_coef * the clipped value loss.
     5. Adapt kl_coef to the measured KL.
 
-In most tasks every response has R tokens, all of which are trained on; it is truncated after its
-truncate token, such as a period, only for scoring. In EOS tasks the truncate token is the end of
-text, and what follows it is masked out everywhere.
+In OpenAI's tasks every response has R tokens, all of which are trained on; it is truncated after
+its truncate token, such as a period, only for scoring. In EOS tasks the truncate token ends the
+response, and what follows it is masked out everywhere.
 
 Tags such as (P9) point to docs/details.md, which lists the implementation details. With the default
-flags the algorithm differs from OpenAI's code in four ways: whitening statistics are taken over all
-processes (X11), old log-probabilities come from the training code, not the sampling code (L6),
-logits stay fp32 under bf16 (P1), and queries are reshuffled on every pass (G6).
+flags the algorithm differs from OpenAI's code in three ways: whitening statistics are taken over
+all processes (X11), old log-probabilities and values come from the training code, not the sampling
+code (L6), and each process has its own order of queries, reshuffled on every pass (G6).
 
 Shapes: B sequences, Q query tokens, C context tokens (prefix + query + suffix), R response tokens,
 T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real tokens.
-machinery/ has what experiments need not touch: loading, processes, files, and faster ways to call
+machinery/ has what experiments rarely change: loading, processes, files, and faster ways to call
 a transformer, with equal results up to rounding.
 """
 
@@ -123,7 +123,7 @@ class Args(RunArgs):
     whiten_advantages: bool = True
     """whiten the advantages of a minibatch"""
 
-    # Options from later systems, off by default
+    # Options from later systems
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """estimator of the KL in the penalty and in objective/kl"""
     clip_score: PositiveFloat | None = None
@@ -131,7 +131,7 @@ class Args(RunArgs):
 
     # Memory and speed. RunArgs has more of these, and the flags for files.
     rollout_batch_size: PositiveInt = 512 if cli.ON_GPU else 256
-    """sequences that a process samples at a time; changes only rounding"""
+    """sequences that a process samples at a time; affects results only through rounding"""
 
 
 # The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
@@ -152,7 +152,7 @@ ANSWERS: dict[str, Any] = dict(
 )
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
-    # Whitening adds mean * (1 - 1 / std) to each scaled reward, which rewards or punishes length.
+    # Whitening adds mean * (1 - 1 / std) to the reward of each token: the sum depends on length.
     "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
     "cnndm": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.01),
     "tldr_2019": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
@@ -175,7 +175,7 @@ class PolicyAndValue(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = Unpadded(lm.base_model)  # shares the weights; skips padding
+        self.backbone = Unpadded(lm.base_model)  # lm without its head; skips padding; not a module
         self.value_head = Float32Linear(lm.config.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)  # values start at 0 (P2)
         nn.init.zeros_(self.value_head.bias)
@@ -189,21 +189,20 @@ class PolicyAndValue(nn.Module):
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # the number of real tokens before (G3)
+        position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before each position (G3)
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
-        real = mask[:, contexts.shape[1] :]  # [B, R], N of them are True
-        where = real.nonzero(as_tuple=True)
+        where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # the N real response tokens
         # Contexts are left-padded: they end with a real token. Position t predicts t + 1.
         hidden = hidden[:, contexts.shape[1] - 1 : -1][where]  # [N, D]
         values = self.value_head(hidden).squeeze(1)  # [N], one per token (G1)
-        logps = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)  # [N, V]
-        logprobs = logps.gather(1, responses[where][:, None]).squeeze(1)  # [N] (P1)
+        log_softmax = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)
+        logprobs = log_softmax.gather(1, responses[where][:, None]).squeeze(1)  # [N, V] → [N] (P1)
         entropies = torch.zeros_like(logprobs)
         if torch.is_grad_enabled():  # not in rollouts, which do not use them
             with torch.no_grad():
-                entropies = -logps.exp().mul_(logps).sum(dim=-1)  # [N]; in place: [N, V] is large
-        zeros = logps.new_zeros(real.shape)
-        return tuple(zeros.masked_scatter(real, x) for x in (logprobs, entropies, values))
+                entropies = -log_softmax.exp().mul_(log_softmax).sum(dim=-1)  # [N], in place
+        zeros = logprobs.new_zeros(responses.shape)
+        return tuple(zeros.index_put(where, x) for x in (logprobs, entropies, values))
 
 
 # ----------------------------------------------------------------------------------------- sampling
@@ -216,17 +215,17 @@ def sample(
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     From the full vocabulary; the model's generation_config is ignored. In EOS tasks, responses that
-    have ended leave the batch every 16 tokens; `batch.rows` [b] indexes those still running.
+    have ended can leave the batch every 16 tokens; `batch.rows` [b] indexes those still in it.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
     batch = decoder.start(contexts, contexts != ids.pad)
     for t in range(len(uniform)):
         logits = batch.next_logits() / task.temperature  # [b, V], as in training (P1)
-        tokens = sample_token(logits, uniform[t][batch.rows])  # [b], by inverting the CDF
+        tokens = sample_token(logits, uniform[t][batch.rows])  # [b]; independent of the other rows
         responses[batch.rows, t] = tokens
         batch.append(tokens)
-        if task.eos_task and t % 16 == 15:  # not at every token: the check syncs with the GPU
+        if task.eos_task and t % 16 == 15:  # not at every token: `drop` syncs with the GPU
             _, ended = truncate(responses[batch.rows], ids.truncate, task.truncate_after, ids.pad)
             batch.drop(ended)
             if len(batch.rows) == 0:
@@ -237,10 +236,10 @@ def sample(
 def sample_in_batches(
     decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: Any, length: int = 0
 ) -> Tensor:
-    """Sample contexts of similar length together: [B, C] → [B, R], or another `length` (X10)."""
-    shape = length or args.task.response_length, len(contexts)
-    uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
-    responses = contexts.new_empty(shape[::-1])
+    """Sample in batches of contexts of similar length: [B, C] → [B, R], or [B, length] (X10)."""
+    size, length = len(contexts), length or args.task.response_length
+    uniform = torch.rand(length, size, generator=rng, device=rng.device, dtype=torch.float64)
+    responses = contexts.new_empty(size, length)
     order = (contexts != ids.pad).sum(dim=1).argsort(stable=True)
     for rows in order.to(rng.device).split(args.rollout_batch_size):  # on MPS, rng is on the CPU
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
@@ -255,10 +254,10 @@ def score_responses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score responses [B, R], truncated after the first truncate token, with `reward` (P5).
 
-    `columns` are the other columns of the data set, such as an answer: name → B values. Truncate
-    tokens before position `truncate_after` do not count. A response without one gets the score
-    `missing_eos_penalty`, such as -1. Returns scores [B], the truncated responses [B, R], and
-    whether they have the truncate token [B]; always True if the task has none.
+    `columns` are those of the data set, such as an answer: name → B values. Truncate tokens before
+    position `truncate_after` do not count. A response without one gets `missing_eos_penalty`, such
+    as -1, as its score. Returns scores [B], the truncated responses [B, R], and whether they have
+    the truncate token [B]; always True if the task has none.
     """
     task = args.task
     truncated, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -285,7 +284,7 @@ def kl_penalized_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: floa
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """Proportional controller: raise kl_coef if the KL is above its target (P11)."""
+    """Proportional controller: raise kl_coef if the KL is above its target, or lower it (P11)."""
     if args.kl_target is None:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
@@ -296,14 +295,14 @@ def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 class Rollout(NamedTuple):
-    """The episodes of one update or evaluation (X10). Per-token values are 0 at padding."""
+    """The episodes of one update or evaluation (X10). Per-token floats are 0 at padding."""
 
     queries: Tensor  # [B, Q] padded on the left; what the reward model reads
     contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
     responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     truncated: Tensor  # [B, R] responses as they were scored
     ended: Tensor  # [B] whether they have the truncate token
-    mask: Tensor  # [B, R] tokens that the policy wrote: all, except in EOS tasks (X9)
+    mask: Tensor  # [B, R] tokens up to the end of the response: all, except in EOS tasks (X9)
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] of the policy that sampled
     values: Tensor  # [B, R] of the policy that sampled
@@ -317,7 +316,7 @@ class Rollout(NamedTuple):
 
 
 def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list[list[Tensor]]:
-    """For each epoch, the episodes of each minibatch: a new permutation of the batch (P7)."""
+    """For each epoch, the indices of each minibatch: a new permutation of the batch (P7)."""
     rng = np.random.default_rng(seed)
     permutations = [rng.permutation(num_episodes) for _ in range(args.num_ppo_epochs)]
     size = num_episodes // args.num_minibatches
@@ -339,7 +338,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation: [B, R] → advantages and returns [B, R] (P6).
 
-    Rewards and values are 0 after the end of a response, so advantages and returns are 0 as well.
+    Rewards and values are 0 after the end of a response; so are advantages and returns.
     """
     advantages = torch.zeros_like(rewards)
     last_gae = torch.zeros_like(rewards[:, 0])
@@ -456,29 +455,29 @@ def main(args: Args) -> None:
     # ids: pad, truncate, prefix, suffix, and the length of a context with its response.
     tokenizer, ids = load_tokenizer(task, task.response_length)
     table = load_queries(task, tokenizer, ids, needed=args.total_episodes)
-    heldout, table = table.hold_out(args.eval_queries)  # table[rows] is [rows, Q]
+    heldout, table = table.hold_out(args.eval_queries)  # table[rows] → [len(rows), Q]
     # Functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    # Without dropout (P4). Ends the run if the model cannot handle texts of `length` tokens.
+    # No dropout (P4). Exits if `length` is too long for a model, or if the tokenizers differ.
     lm = load_lm(task.base_model, length=ids.length)
-    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", length=ids.length)
+    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.length, tokenizer)
     ref = distributed.freeze(accelerator, PolicyAndValue(ref_lm, ids.pad, task.temperature))
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
-    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # DDP or FSDP2
+    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # DDP, FSDP2, autocast
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)  # samples from lm
 
-    seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
+    seed = args.seed + 100003 * accelerator.process_index  # own queries, own samples (G6)
     local_batch_size = args.batch_size // processes
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     num_steps = args.num_ppo_epochs * args.num_minibatches  # of the optimizer, per update
     timer = Timer(device)
     run = Run(args, SCRIPT, num_updates, PROGRESS, accelerator, LIMITS)
-    start, kl_coef = run.restore(policy, optimizer, args.kl_coef)
+    start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     @torch.no_grad()
     def make_rollout(
@@ -486,17 +485,17 @@ def main(args: Args) -> None:
     ) -> Rollout:
         """Steps 1 to 3 for queries [B, Q], in an update or an evaluation.
 
-        `minibatches` are the indices of the episodes in the first epoch's minibatches. Rounding
-        depends on how sequences are batched; with the same batches, the first ratios are 1 (L6).
+        `minibatches` are indices of episodes, as in the first epoch: rounding depends on the batch,
+        and the ratios of the first step have to be exactly 1 (L6).
         """
         # 1. Sample a response to each query.
-        timer.start("sample")  # in an update, overwrites the seconds of an evaluation
+        timer.start("sample")
         contexts = add_affixes(queries, ids)  # [B, C]
-        with distributed.inference(accelerator, policy):  # autocast, full weights under FSDP2
+        with distributed.inference(accelerator, policy):  # eval mode, autocast, full weights
             responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]
 
         # 2. Score each response with the reward model.
-        timer.start("score")
+        timer.start("score")  # includes step 3
         scores, truncated, ended = score_responses(reward, queries, responses, columns, ids, args)
         if task.eos_task:
             responses = truncated  # nothing after the end is trained on (X9)
@@ -507,19 +506,19 @@ def main(args: Args) -> None:
         logprobs, values, ref_logprobs = torch.zeros(3, *mask.shape, device=device)
         for rows in minibatches:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
-                i = rows[part]
+                i = rows[part]  # episodes of this micro-batch
                 logprobs[i], _, values[i] = policy(contexts[i], responses[i])
                 ref_logprobs[i], _, _ = ref(contexts[i], responses[i])
         kl = estimate_kl(logprobs, ref_logprobs, args.kl_estimator)
         rewards = kl_penalized_rewards(kl, scores, mask, kl_coef)
-        fields = queries, contexts, responses, truncated, ended, mask, lengths
+        fields = queries, contexts, responses, truncated, ended, mask, lengths  # in Rollout's order
         return Rollout(*fields, logprobs, values, kl, scores, rewards)
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
         """Metrics of the held-out queries. Also logs samples, and keeps weights (--keep_every)."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # its own seed, equal on all processes
+        rng = generator(args.seed, num_updates, device)  # no update's seed; equal on all processes
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -533,7 +532,7 @@ def main(args: Args) -> None:
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # 1. to 3. Sample, score, and compute log-probabilities, values and rewards.
+        # 1-3. Sample, score, and compute log-probabilities, values and rewards.
         rows = query_rows(len(table), local_batch_size, update, seed)  # reshuffled every pass
         queries, columns = table[rows].to(device), table.columns(rows)
         epochs = shuffle(local_batch_size, args, [seed, update], device)
@@ -547,10 +546,10 @@ def main(args: Args) -> None:
             for minibatch_rows in minibatches:
                 minibatch = rollout.select(minibatch_rows)
                 advantages, returns = compute_advantages(minibatch, args)
-                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # averaged, as metrics are
+                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # mean over processes
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # Slices, as many on each process; gradients are averaged after the last one.
+                    # Equally many parts on every process; only the last averages gradients.
                     is_last = part.stop == len(minibatch_rows)
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies, values = policy(old.contexts, old.responses)
@@ -584,11 +583,11 @@ def main(args: Args) -> None:
 
         # 5. Adapt kl_coef to the measured KL.
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)
-        # Every --save_every updates, and after a signal, which then ends the process:
+        # Save every --save_every updates. After a signal, save and exit:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer, value_head=accelerator.unwrap_model(policy).value_head)
-    run.log(run.step, evaluate(run.step, kl_coef))  # updates done, fewer if you add a `break`
+    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: the updates that are done
     run.finish()
     distributed.stop(accelerator)
 

@@ -18,12 +18,12 @@ One update (numbered as in `main`):
     6. Adapt kl_coef to the measured KL.
 
 A whole response is one action; there is no value function. With the defaults an update is one step,
-whose gradient is REINFORCE's; with more steps, ratios are clipped as in PPO. Metrics have the names
-of ppo.py, including the prefix `ppo/`, but ratios here are those of responses, not tokens.
+whose gradient is REINFORCE's; with more steps, ratios are clipped as in PPO (see `rloo_loss`).
+Metrics have ppo.py's names, even the prefix `ppo/`; ratios and clipfrac are of whole responses.
 
-In most tasks every response has R tokens, all of which are trained on; it is truncated after its
-truncate token, such as a period, only for scoring. In EOS tasks the truncate token is the end of
-text, and what follows it is masked out everywhere.
+In OpenAI's tasks every response has R tokens, all of which are trained on; it is truncated after
+its truncate token, such as a period, only for scoring. In EOS tasks the truncate token ends the
+response, and what follows it is masked out everywhere.
 
 Shapes: P queries, K responses to each, B sequences (K * P in a process's batch), Q query tokens, C
 context tokens (prefix + query + suffix), R response tokens, T = C + R, N real response tokens, V
@@ -111,7 +111,7 @@ class Args(RunArgs):
     cliprange: PositiveFloat = 0.2
     """clip the probability ratio of a response to [1 - cliprange, 1 + cliprange]"""
 
-    # Options from later systems, off by default
+    # Options from later systems
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """estimator of the KL in the penalty and in objective/kl"""
     clip_score: PositiveFloat | None = None
@@ -119,7 +119,7 @@ class Args(RunArgs):
 
     # Memory and speed. RunArgs has more of these, and the flags for files.
     rollout_batch_size: PositiveInt = 512 if cli.ON_GPU else 256
-    """sequences that a process samples at a time; changes only rounding"""
+    """sequences that a process samples at a time; affects results only through rounding"""
 
 
 # The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
@@ -158,12 +158,12 @@ SCRIPT = Path(__file__)  # its name is part of the names of run and model folder
 
 
 class Policy(nn.Module):
-    """A language model that computes log-probabilities. There is no value head (L5)."""
+    """A language model without a value head (L5)."""
 
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = Unpadded(lm.base_model)  # shares the weights; skips padding
+        self.backbone = Unpadded(lm.base_model)  # lm without its head; skips padding; not a module
         self.pad_id = pad_id  # not in the vocabulary: a sampled token is never padding (G2)
         self.temperature = temperature
 
@@ -174,21 +174,20 @@ class Policy(nn.Module):
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # the number of real tokens before (G3)
-        hidden = self.backbone(  # [B, T, D]; contexts that neighbors share are computed once
+        position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before each position (G3)
+        hidden = self.backbone(  # [B, T, D]; adjacent rows share the computation of equal contexts
             tokens.masked_fill(~mask, 0), mask, position_ids, prompt_length=contexts.shape[1]
         )
-        real = mask[:, contexts.shape[1] :]  # [B, R], N of them are True
-        where = real.nonzero(as_tuple=True)
+        where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # the N real response tokens
         hidden = hidden[:, contexts.shape[1] - 1 : -1][where]  # [N, D]: t predicts token t + 1
-        logps = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)  # [N, V]
-        logprobs = logps.gather(1, responses[where][:, None]).squeeze(1)  # [N] (P1)
+        log_softmax = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)
+        logprobs = log_softmax.gather(1, responses[where][:, None]).squeeze(1)  # [N, V] → [N] (P1)
         entropies = torch.zeros_like(logprobs)
         if torch.is_grad_enabled():  # not in rollouts, which do not use them
             with torch.no_grad():
-                entropies = -logps.exp().mul_(logps).sum(dim=-1)  # [N]; in place: [N, V] is large
-        zeros = logps.new_zeros(real.shape)
-        return tuple(zeros.masked_scatter(real, x) for x in (logprobs, entropies))
+                entropies = -log_softmax.exp().mul_(log_softmax).sum(dim=-1)  # [N], in place
+        zeros = logprobs.new_zeros(responses.shape)
+        return tuple(zeros.index_put(where, x) for x in (logprobs, entropies))
 
 
 # ----------------------------------------------------------------------------------------- sampling
@@ -201,17 +200,17 @@ def sample(
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     From the full vocabulary; the model's generation_config is ignored. In EOS tasks, responses that
-    have ended leave the batch every 16 tokens; `batch.rows` [b] indexes those still running.
+    have ended can leave the batch every 16 tokens; `batch.rows` [b] indexes those still in it.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
     batch = decoder.start(contexts, contexts != ids.pad)
     for t in range(len(uniform)):
         logits = batch.next_logits() / task.temperature  # [b, V], as in training (P1)
-        tokens = sample_token(logits, uniform[t][batch.rows])  # [b], by inverting the CDF
+        tokens = sample_token(logits, uniform[t][batch.rows])  # [b]; independent of the other rows
         responses[batch.rows, t] = tokens
         batch.append(tokens)
-        if task.eos_task and t % 16 == 15:  # not at every token: the check syncs with the GPU
+        if task.eos_task and t % 16 == 15:  # not at every token: `drop` syncs with the GPU
             _, ended = truncate(responses[batch.rows], ids.truncate, task.truncate_after, ids.pad)
             batch.drop(ended)
             if len(batch.rows) == 0:
@@ -222,10 +221,10 @@ def sample(
 def sample_in_batches(
     decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: Any, length: int = 0
 ) -> Tensor:
-    """Sample contexts of similar length together: [B, C] → [B, R], or another `length` (X10)."""
-    shape = length or args.task.response_length, len(contexts)
-    uniform = torch.rand(shape, generator=rng, device=rng.device, dtype=torch.float64)
-    responses = contexts.new_empty(shape[::-1])
+    """Sample in batches of contexts of similar length: [B, C] → [B, R], or [B, length] (X10)."""
+    size, length = len(contexts), length or args.task.response_length
+    uniform = torch.rand(length, size, generator=rng, device=rng.device, dtype=torch.float64)
+    responses = contexts.new_empty(size, length)
     order = (contexts != ids.pad).sum(dim=1).argsort(stable=True)
     for rows in order.to(rng.device).split(args.rollout_batch_size):  # on MPS, rng is on the CPU
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
@@ -240,10 +239,10 @@ def score_responses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score responses [B, R], truncated after the first truncate token, with `reward` (P5).
 
-    `columns` are the other columns of the data set, such as an answer: name → B values. Truncate
-    tokens before position `truncate_after` do not count. A response without one gets the score
-    `missing_eos_penalty`, such as -1. Returns scores [B], the truncated responses [B, R], and
-    whether they have the truncate token [B]; always True if the task has none.
+    `columns` are those of the data set, such as an answer: name → B values. Truncate tokens before
+    position `truncate_after` do not count. A response without one gets `missing_eos_penalty`, such
+    as -1, as its score. Returns scores [B], the truncated responses [B, R], and whether they have
+    the truncate token [B]; always True if the task has none.
     """
     task = args.task
     truncated, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -264,7 +263,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """Proportional controller: raise kl_coef if the KL is above its target (P11)."""
+    """Proportional controller: raise kl_coef if the KL is above its target, or lower it (P11)."""
     if args.kl_target is None:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
@@ -272,14 +271,14 @@ def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 class Rollout(NamedTuple):
-    """The episodes of one update or evaluation (X10). Per-token values are 0 at padding."""
+    """The episodes of one update or evaluation (X10). Per-token floats are 0 at padding."""
 
     queries: Tensor  # [B, Q] padded on the left; what the reward model reads
     contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
     responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     truncated: Tensor  # [B, R] responses as they were scored
     ended: Tensor  # [B] whether they have the truncate token
-    mask: Tensor  # [B, R] tokens that the policy wrote: all, except in EOS tasks (X9)
+    mask: Tensor  # [B, R] tokens up to the end of the response: all, except in EOS tasks (X9)
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] of the policy that sampled
     kl: Tensor  # [B, R] to the reference
@@ -292,7 +291,7 @@ class Rollout(NamedTuple):
 
 
 def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list[list[Tensor]]:
-    """For each epoch, the episodes of each minibatch: a new permutation of the queries (P7).
+    """For each epoch, the indices of each minibatch: a new permutation of the queries (P7).
 
     Episode i is a response to query i % P. All K responses to a query are in one minibatch, side by
     side, so that a micro-batch computes the query only once.
@@ -318,7 +317,7 @@ def compute_advantages(rewards: Tensor, args: Args) -> Tensor:
     """
     rewards = rewards.view(args.rloo_k, -1)
     differences = rewards[:, None] - rewards[None]  # [K, K, P]
-    return (differences.sum(dim=1) / (args.rloo_k - 1)).flatten()  # that from itself is 0
+    return (differences.sum(dim=1) / (args.rloo_k - 1)).flatten()  # the difference to itself is 0
 
 
 def rloo_loss(
@@ -358,7 +357,7 @@ def rloo_loss(
 def rollout_metrics(
     rollout: Rollout, columns: dict[str, list], kl_coef: float, pad_id: int, gold_reward: Any
 ) -> dict[str, Any]:
-    """Metrics of the sampled responses; docs/rloo.md explains each."""
+    """Metrics of the sampled responses; see docs/rloo.md."""
     kl = rollout.kl.sum(dim=1).mean()
     metrics = {
         "objective/scores": rollout.scores.mean(),
@@ -398,29 +397,29 @@ def main(args: Args) -> None:
     # ids: pad, truncate, prefix, suffix, and the length of a context with its response.
     tokenizer, ids = load_tokenizer(task, task.response_length)
     table = load_queries(task, tokenizer, ids, needed=args.total_episodes // args.rloo_k)
-    heldout, table = table.hold_out(args.eval_queries)  # table[rows] is [rows, Q]
+    heldout, table = table.hold_out(args.eval_queries)  # table[rows] → [len(rows), Q]
     # Functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    # Without dropout (P4). Ends the run if the model cannot handle texts of `length` tokens.
+    # No dropout (P4). Exits if `length` is too long for a model, or if the tokenizers differ.
     lm = load_lm(task.base_model, length=ids.length)
-    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", length=ids.length)
+    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.length, tokenizer)
     ref = distributed.freeze(accelerator, Policy(ref_lm, ids.pad, task.temperature))
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
-    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # DDP or FSDP2
+    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # DDP, FSDP2, autocast
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)  # samples from lm
 
-    seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
+    seed = args.seed + 100003 * accelerator.process_index  # own queries, own samples (G6)
     local_batch_size = args.batch_size // processes
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     num_steps = args.num_ppo_epochs * args.num_minibatches  # of the optimizer, per update
     timer = Timer(device)
     run = Run(args, SCRIPT, num_updates, PROGRESS, accelerator, LIMITS)
-    start, kl_coef = run.restore(policy, optimizer, args.kl_coef)
+    start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     @torch.no_grad()
     def make_rollout(
@@ -428,40 +427,40 @@ def main(args: Args) -> None:
     ) -> Rollout:
         """Steps 1 to 3 for queries [B, Q]. In an update, each query appears K times.
 
-        `minibatches` are the indices of the episodes in the first epoch's minibatches. Rounding
-        depends on how sequences are batched; with the same batches, the first ratios are 1 (L6).
+        `minibatches` are indices of episodes, as in the first epoch: rounding depends on the batch,
+        and the ratios of the first step have to be exactly 1 (L6).
         """
         # 1. Sample a response to each query.
-        timer.start("sample")  # in an update, overwrites the seconds of an evaluation
+        timer.start("sample")
         contexts = add_affixes(queries, ids)  # [B, C]
-        with distributed.inference(accelerator, policy):  # autocast, full weights under FSDP2
+        with distributed.inference(accelerator, policy):  # eval mode, autocast, full weights
             responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]
 
         # 2. Score each response with the reward model.
-        timer.start("score")
+        timer.start("score")  # includes step 3
         scores, truncated, ended = score_responses(reward, queries, responses, columns, ids, args)
         if task.eos_task:
             responses = truncated  # nothing after the end is trained on (X9)
 
-        # 3. Compute the log-probability and reward of each response.
+        # 3. Compute log-probabilities and rewards.
         mask = responses != ids.pad
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, ref_logprobs = torch.zeros(2, *mask.shape, device=device)
         for rows in minibatches:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
-                i = rows[part]
+                i = rows[part]  # episodes of this micro-batch
                 logprobs[i], _ = policy(contexts[i], responses[i])
                 ref_logprobs[i], _ = ref(contexts[i], responses[i])
         kl = estimate_kl(logprobs, ref_logprobs, args.kl_estimator)
         rewards = scores - kl_coef * kl.sum(dim=1)  # a response is one action (L1, L2)
-        fields = queries, contexts, responses, truncated, ended, mask, lengths
+        fields = queries, contexts, responses, truncated, ended, mask, lengths  # in Rollout's order
         return Rollout(*fields, logprobs, kl, scores, rewards)
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
         """Metrics of the held-out queries. Also logs samples, and keeps weights (--keep_every)."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # its own seed, equal on all processes
+        rng = generator(args.seed, num_updates, device)  # no update's seed; equal on all processes
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -475,8 +474,8 @@ def main(args: Args) -> None:
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # 1. to 3. Sample, score, and compute log-probabilities and rewards.
-        num_queries = local_batch_size // args.rloo_k  # P; reshuffled on each pass over the table
+        # 1-3. Sample, score, and compute log-probabilities and rewards.
+        num_queries = local_batch_size // args.rloo_k  # P
         rows = np.tile(query_rows(len(table), num_queries, update, seed), args.rloo_k)  # [K * P]
         queries, columns = table[rows].to(device), table.columns(rows)
         epochs = shuffle(local_batch_size, args, [seed, update], device)
@@ -493,11 +492,11 @@ def main(args: Args) -> None:
             for minibatch_rows in minibatches:
                 minibatch = rollout.select(minibatch_rows)
                 advantages = all_advantages[minibatch_rows]
-                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # averaged, as metrics are
+                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # mean over processes
                 num_responses = len(minibatch_rows)
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # Slices, as many on each process; gradients are averaged after the last one.
+                    # Equally many parts on every process; only the last averages gradients.
                     is_last = part.stop == num_responses
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies = policy(old.contexts, old.responses)
@@ -517,8 +516,8 @@ def main(args: Args) -> None:
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         groups = rollout.scores.view(args.rloo_k, -1)  # [K, P]
-        alike = groups.isclose(groups[:1]).all(dim=0)  # all K scores are equal
-        metrics["objective/frac_reward_zero_std"] = alike.float().mean()
+        all_equal = groups.isclose(groups[:1]).all(dim=0)
+        metrics["objective/frac_reward_zero_std"] = all_equal.float().mean()
         metrics = mean_over_processes(metrics, device)
         metrics["ppo/lr"] = lr
         metrics["ppo/episode"] = (update + 1) * args.batch_size
@@ -527,11 +526,11 @@ def main(args: Args) -> None:
 
         # 6. Adapt kl_coef to the measured KL.
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)
-        # Every --save_every updates, and after a signal, which then ends the process:
+        # Save every --save_every updates. After a signal, save and exit:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer)
-    run.log(run.step, evaluate(run.step, kl_coef))  # updates done, fewer if you add a `break`
+    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: the updates that are done
     run.finish()
     distributed.stop(accelerator)
 

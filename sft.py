@@ -29,10 +29,10 @@ from data.tasks import ARITHMETIC, SYNTHETIC, Task
 from machinery import cli, distributed
 from machinery.cli import RunArgs, UnitFloat
 from machinery.decoding import Decoder, generate
-from machinery.models import check_length, compute_logits, load_lm
+from machinery.models import compute_logits, load_lm
 from machinery.queries import load_blocks, load_responses
 from machinery.runs import Run, check_run
-from machinery.tokens import load_tokenizer
+from machinery.tokens import check_length, load_tokenizer
 from machinery.unpadding import Unpadded
 from utils import Timer, TokenIds, all_sum, decode, micro_batches, permutation, truncate
 
@@ -90,7 +90,7 @@ class LanguageModel(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int):
         super().__init__()
         self.lm = lm
-        self.backbone = Unpadded(lm.base_model)  # shares the weights; skips padding
+        self.backbone = Unpadded(lm.base_model)  # lm without its head; skips padding; not a module
         self.pad_id = pad_id
 
     def forward(self, tokens: Tensor, first: int) -> Tensor:
@@ -98,11 +98,10 @@ class LanguageModel(nn.Module):
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # padding shifts no position (G3)
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
-        learned = mask[:, first:]
-        where = learned.nonzero(as_tuple=True)
+        where = mask[:, first:].nonzero(as_tuple=True)  # the N real tokens of these columns
         logits = compute_logits(self.lm, hidden[:, first - 1 : -1][where])  # [N, V]
         losses = F.cross_entropy(logits, tokens[:, first:][where], reduction="none")  # [N]
-        return torch.zeros(learned.shape, device=tokens.device).masked_scatter(learned, losses)
+        return losses.new_zeros(mask[:, first:].shape).index_put(where, losses)
 
 
 @torch.no_grad()
@@ -114,7 +113,7 @@ def heldout_loss(
     rank, processes = accelerator.process_index, accelerator.num_processes
     pad_id = accelerator.unwrap_model(model).pad_id
     mine = torch.arange(rank, math.ceil(len(tokens) / processes) * processes, processes)
-    duplicate = mine >= len(tokens)  # every process needs as many sequences, for FSDP2
+    duplicate = mine >= len(tokens)  # FSDP2 needs equally many sequences on every process
     tokens = tokens[mine % len(tokens)]
     tokens[duplicate, first:] = pad_id  # not counted
     lengths = (tokens != pad_id).sum(dim=1)
@@ -191,8 +190,7 @@ def main(args: Args) -> None:
     heldout = heldout_table[:].to(device)
 
     torch.manual_seed(args.seed)
-    longest = max(ids.length, table.length)
-    lm = load_lm(task.base_model, allow_random=True, length=longest)
+    lm = load_lm(task.base_model, allow_random=True, length=max(ids.length, table.length))
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     model = LanguageModel(lm, ids.pad)
@@ -207,8 +205,8 @@ def main(args: Args) -> None:
     start, _ = run.restore(model, optimizer)
     for step in range(start, num_steps):
         timer.start("optimize")
-        lr = learning_rate(step, num_steps, args)
-        optimizer.param_groups[0]["lr"] = lr
+        for group in optimizer.param_groups:
+            group["lr"] = lr = learning_rate(step, num_steps, args)
         epoch, i = divmod(step, steps_per_epoch)
         order = permutation(len(table), epoch, args.seed)
         rows = order[i * args.batch_size : (i + 1) * args.batch_size]

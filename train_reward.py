@@ -36,11 +36,11 @@ from machinery import cli, distributed
 from machinery.cli import RunArgs
 from machinery.decoding import Decoder, generate
 from machinery.labels import Labels, load_labels
-from machinery.models import Float32Linear, check_length, load_lm, new_backbone
+from machinery.models import Float32Linear, load_lm, new_backbone
 from machinery.queries import load_queries
 from machinery.rewards import RewardConfig, reward_input, score_in_parts
 from machinery.runs import Run, check_run
-from machinery.tokens import load_tokenizer
+from machinery.tokens import check_length, load_tokenizer
 from machinery.unpadding import Unpadded
 from utils import AdamTF, Timer, TokenIds, add_affixes, global_mean_and_var, mean_over_processes
 from utils import micro_batches, permutation, query_rows, truncate
@@ -72,9 +72,9 @@ class Args(RunArgs):
     policy_model: str | None = None
     """hub name or folder of the policy that samples; None: base_model"""
     normalize_samples: Annotated[int, Field(ge=2)] = 256
-    """samples to normalize on, rounded up to whole batches"""
+    """samples to normalize on, rounded up to whole rollout batches"""
     rollout_batch_size: PositiveInt = 512
-    """samples per batch, over all processes"""
+    """samples per batch, over all processes (in ppo.py and rloo.py, per process)"""
 
 
 # The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
@@ -97,7 +97,7 @@ class RewardModel(nn.Module):
         super().__init__()
         self.config = config
         self.backbone = new_backbone(config.backbone) if backbone is None else backbone
-        self.run_backbone = Unpadded(self.backbone)  # shares the weights; skips padding
+        self.run_backbone = Unpadded(self.backbone)  # the same weights; skips padding
         self.head = Float32Linear(config.backbone.hidden_size, 1)
         nn.init.normal_(self.head.weight, std=1 / math.sqrt(self.head.in_features + 1))  # (R2)
         nn.init.zeros_(self.head.bias)
@@ -107,7 +107,7 @@ class RewardModel(nn.Module):
     def token_rewards(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
         """A reward at every token of sequences [B, T] with padding anywhere: [B, T] (G1)."""
         mask = tokens != self.config.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # the number of real tokens before (G3)
+        position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before each position (G3)
         hidden = self.run_backbone(tokens.masked_fill(~mask, 0), mask, position_ids, prompt_length)
         return self.gain * self.head(hidden).squeeze(-1) + self.bias  # (R3)
 
@@ -147,16 +147,16 @@ def sample_policy(
         task, flag = replace(task, base_model=args.policy_model), "--policy_model"
     tokenizer, ids = load_tokenizer(task, task.response_length, flag)
     batch_size = args.rollout_batch_size // processes
-    num_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * batch_size
-    table = load_queries(task, tokenizer, ids, needed=2 * num_samples * processes)
+    local_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * batch_size
+    table = load_queries(task, tokenizer, ids, needed=2 * local_samples * processes)
     lm = load_lm(task.base_model, flag, length=ids.length).to(device).eval()
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)
     seed = args.seed + 100003 * accelerator.process_index  # (G6)
     torch.manual_seed(seed)
-    cli.say(f"sampling 2 * {num_samples * processes} responses of {task.base_model} to normalize")
+    cli.say(f"sampling 2 * {local_samples * processes} responses of {task.base_model} to normalize")
     samples = []
     for step in range(2):
-        queries = table[query_rows(len(table), num_samples, step, seed)].to(device)
+        queries = table[query_rows(len(table), local_samples, step, seed)].to(device)
         contexts = add_affixes(queries, ids)
         with accelerator.autocast():
             parts = [
@@ -164,7 +164,7 @@ def sample_policy(
                 for part in contexts.split(batch_size)
             ]
         responses = torch.cat(parts)
-        if task.eos_task:  # (X9)
+        if task.eos_task:  # other tasks normalize on all R tokens (X9)
             responses, _ = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
         samples.append((queries, responses))
     return samples, tokenizer, ids
@@ -179,8 +179,8 @@ def normalize(model: RewardModel, tokens: Tensor, max_tokens: int) -> tuple[floa
     model.gain.fill_(1)
     model.bias.fill_(0)
     mean, var = global_mean_and_var(score_in_parts(model, tokens, max_tokens))
-    if not var.sqrt() > 1e-6 * mean.abs():  # more than rounding
-        raise cli.InputError("all samples of the policy have the same reward; use more samples")
+    if not var.sqrt() > 1e-6 * mean.abs():  # they only differ by rounding, or are NaN
+        raise cli.InputError("samples of the policy have the same reward, or NaN; use more samples")
     gain = 1 / var.sqrt().item()
     model.gain.fill_(gain)
     model.bias.fill_(-gain * mean.item())
@@ -237,7 +237,7 @@ def main(args: Args) -> None:
     if len(labels) < args.num_labels:
         raise cli.InputError(
             f"num_labels={args.num_labels}, but --label_dataset {task.label_dataset} has only "
-            f"{len(labels)}; use a multiple of batch_size={args.batch_size} below that"
+            f"{len(labels)}; use a multiple of batch_size={args.batch_size} up to that"
         )
     config = transformers.AutoConfig.from_pretrained(task.base_model)
     check_length(config, labels.longest(), f"--label_dataset {task.label_dataset}")
@@ -250,8 +250,8 @@ def main(args: Args) -> None:
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)
     model, optimizer = distributed.prepare(accelerator, model, optimizer)
     plain_model = accelerator.unwrap_model(model)
-    to_tokens = reward_input(plain_model, tokenizer, policy_tokenizer, policy_ids.pad)  # (X13)
-    before, after = (to_tokens(*sample) for sample in samples)  # [S, T] each
+    to_input = reward_input(plain_model, tokenizer, policy_tokenizer, policy_ids.pad)  # (X13)
+    before, after = (to_input(*sample) for sample in samples)  # [S, T] each
     normalize(plain_model, before, args.micro_batch_tokens)
 
     num_steps = args.num_labels // args.batch_size

@@ -6,6 +6,7 @@ real tokens. Tags such as (G2) are explained in docs/details.md.
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
@@ -34,13 +35,6 @@ def pad_left(sequences: list[list[int]], length: int, pad_id: int) -> Tensor:
     """Token lists → [B, length], padded on the left (G2)."""
     padded = [[pad_id] * (length - len(tokens)) + list(tokens) for tokens in sequences]
     return torch.tensor(padded, dtype=torch.long).view(len(sequences), length)
-
-
-def pad_right(sequences: list[list[int]], pad_id: int) -> Tensor:
-    """Token lists → [B, longest], padded on the right."""
-    length = max(map(len, sequences))
-    padded = [tokens + [pad_id] * (length - len(tokens)) for tokens in sequences]
-    return torch.tensor(padded, dtype=torch.long)
 
 
 def left_align(tokens: Tensor, pad_id: int) -> Tensor:
@@ -93,11 +87,11 @@ def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
     cdf = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     target = (uniform * cdf[:, -1])[:, None]
     block = torch.searchsorted(cdf, target, right=True)
-    block = block.clamp(max=cdf.shape[1] - 1)  # guards against NaN, as below
+    block = block.clamp(max=cdf.shape[1] - 1)  # NaN logits: in range, as in the last line
     target = target - F.pad(cdf, (1, 0)).gather(1, block)
     rows = torch.arange(len(probs), device=probs.device)
     cdf = blocks[rows, block[:, 0]].double().cumsum(dim=-1)  # of the block
-    target = target.minimum(cdf[:, -1:].nextafter(target.new_zeros(1)))  # never probability 0
+    target = target.minimum(cdf[:, -1:].nextafter(target.new_zeros(1)))  # below the block's total
     tokens = 256 * block + torch.searchsorted(cdf, target, right=True)
     return tokens[:, 0].clamp(max=logits.shape[1] - 1).to(logits.device)
 
@@ -128,19 +122,18 @@ def permutation(size: int, epoch: int, seed: int) -> np.ndarray:
 def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:
     """Split B sequences of these lengths into consecutive parts of about `max_tokens` tokens.
 
-    Every process gets the same number of parts, as FSDP2 needs. Parts only save memory (P7).
+    Processes with equally many sequences get equally many parts, as FSDP2 needs. Parts only save
+    memory (P7).
     """
     ends = lengths.cumsum(dim=0)
     wanted = all_max((ends[-1:] + max_tokens - 1) // max_tokens)
-    numbers = torch.cat([ends, wanted]).cpu().numpy()  # one device sync
-    total, count = numbers[:-1], min(int(numbers[-1]), len(ends))
-    # Equal shares of the tokens, then clamped so that no part is empty:
-    bounds = np.searchsorted(total, total[-1] * np.arange(1, count) / count, side="right")
-    i = np.arange(count - 1)
-    bounds = np.maximum.accumulate(np.maximum(bounds, 1) - i) + i
-    bounds = np.minimum(bounds, len(total) - count + 1 + i)
-    bounds = [0, *bounds.tolist(), len(total)]
-    return [slice(begin, end) for begin, end in pairwise(bounds)]
+    *totals, number = torch.cat([ends, wanted]).tolist()  # one device sync
+    count = min(number, len(totals))
+    bounds = [0]
+    for part in range(1, count):  # equal shares of the tokens, but no part is empty
+        bound = bisect_right(totals, totals[-1] * part / count)
+        bounds.append(min(max(bound, bounds[-1] + 1), len(totals) - count + part))
+    return [slice(begin, end) for begin, end in pairwise([*bounds, len(totals)])]
 
 
 # --------------------------------------------------------------------------------------- processes

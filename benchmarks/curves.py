@@ -277,7 +277,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args))
-    except InputError as error:
-        cli.fail(error, 2)
+    cli.run(main, Args)

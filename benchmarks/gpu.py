@@ -221,20 +221,21 @@ def plan(small: bool, folder: Path, out: Path) -> Iterator[tuple[Any, ...]]:
     gpt2 = SMALL if small else GPT2, folder / "gpt2"
     long = replace(SMALL, response_length=53, query_length=512, shortest=100)
     pythia = long if small else PYTHIA_1B, folder / "pythia"
-    yield "attention, cuDNN first", 0.25, gpu_checks.probe, "CUDNN", "EFFICIENT", "MATH"
+    yield "attention, cuDNN first", 0.3, gpu_checks.probe, "CUDNN", "EFFICIENT", "MATH"
     yield "attention, ours", 0.25, gpu_checks.probe, "FLASH", "EFFICIENT", "MATH"
     yield "sentiment: models", 0.4, make, *gpt2
     yield "sentiment: ppo", 1.1, update, *gpt2, "ppo", 3, []
     for tokens, size in (("4096", "256"), ("4096", "512"), ("32768", "256"), ("32768", "512")):
         for graphs in ("--cuda_graphs", "--no-cuda_graphs"):
             flags = ["--micro_batch_tokens", tokens, "--rollout_batch_size", size, graphs]
-            yield f"sentiment: ppo {' '.join(flags)}", 0.35, update, *gpt2, "ppo", 1, flags
-    yield "sentiment: ppo, profile", 0.8, update, *gpt2, "ppo", 1, [], out
+            yield f"sentiment: ppo {' '.join(flags)}", 0.3, update, *gpt2, "ppo", 1, flags
+    yield "sentiment: ppo, profile", 0.7, update, *gpt2, "ppo", 1, [], out
     yield "sentiment: tokens", 0.4, gpu_checks.same_tokens, *gpt2
-    yield "tldr: models", 0.6, make, *pythia
+    yield "sentiment: unpadding", 0.3, gpu_checks.unpadding, *gpt2
+    yield "tldr: models", 0.85, make, *pythia
     flags = ["--task", "tldr", "--truncate_token", "w5"]  # a word is one token
     yield "tldr: ppo", 1.2, update, *pythia, "ppo", 1, flags
-    yield "golden numbers, fp32", 0.8, gpu_checks.golden
+    yield "golden numbers, fp32", 0.7, gpu_checks.golden
     for name, precision in (("fp32", "no"), ("bf16", "bf16")):
         yield f"tiny scripts, {name}", 0.4, gpu_checks.tiny_runs, folder / name, precision
     yield "sentiment: rloo", 0.6, update, *gpt2, "rloo", 2, []

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from benchmarks import speed
 from machinery import distributed, models
 from machinery.decoding import Decoder
+from machinery.unpadding import Unpadded, set_unpadding
 
 GOLDEN = Path(__file__).parents[1] / "tests/test_golden.py"
 TINY = {"sft": dict(num_heldout=6, block_size=10), "train_reward": dict(num_labels=4)}
@@ -104,6 +105,43 @@ def same_tokens(work: speed.Work, folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             _ = [weight.mul_(1.1) for weight in lm.parameters()]
     return verdict(min(same) == 1, f"equal tokens {' '.join(f'{x:.2%}' for x in same)}")
+
+
+def unpadding(work: speed.Work, folder: Path) -> dict[str, Any]:
+    """Errors of bf16 hidden states and gradients without padding, and of the padded call's.
+
+    In fp32, padding is computed. Each prompt has two responses, and is computed once or twice.
+    """
+    device, words = distributed.start(tiny.make_args()).device, work.config["vocab_size"]
+    length = work.query_length + work.response_length
+    lm = models.load_lm(f"{folder}/policy", length=length).to(device).base_model
+    prompts = tiny.make_contexts(speed.query_lengths(16, work), work.query_length, vocab=words)
+    responses = torch.randint(words, (32, work.response_length))
+    tokens = torch.cat([prompts.repeat_interleave(2, dim=0), responses], dim=1).to(device)
+    with torch.no_grad():  # new models attend to all tokens alike
+        _ = [weight.mul_(4) for weight in lm.parameters() if weight.dim() > 1]
+    mask = tokens != words
+    inputs = tokens.masked_fill(~mask, 0), mask, mask.cumsum(dim=1) - mask.long()
+    longest, found = lm.max_unpadded, []
+    calls = [(False, 0, 0), (True, 0, 0), (True, longest, 0), (True, longest, work.query_length)]
+    for bf16, columns, prompt_length in calls:
+        set_unpadding(lm, columns)
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            hidden = Unpadded(lm)(*inputs, prompt_length)[mask].float()
+        noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
+        loss = (hidden * noise.to(device)).sum()
+        gradients = torch.autograd.grad(loss, [*lm.parameters()])
+        found.append((hidden.detach(), torch.cat([x.flatten() for x in gradients])))
+    right, *others = found
+    errors = [
+        [((x - y).norm() / y.norm()).item() for x, y in zip(other, right, strict=True)]
+        for other in others
+    ]
+    limits = [1.5 * x for x in errors[0]]
+    good = longest > 0 and all(x < limits[0] and y < limits[1] for x, y in errors)
+    names = "padded", "unpadded", "and prompts shared"
+    text = [f"{name} {x:.2g}, {y:.2g}" for name, (x, y) in zip(names, errors, strict=True)]
+    return verdict(good, f"errors of hidden states, gradients: {'; '.join(text)}")
 
 
 def tiny_runs(folder: Path, precision: str, *names: str) -> dict[str, Any]:

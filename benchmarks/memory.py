@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import train_reward  # noqa: E402
 from machinery import cli, distributed, models, rewards  # noqa: E402
 from utils import TokenIds  # noqa: E402
 
@@ -165,6 +166,14 @@ def each_alone(prompts: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     return prompts, torch.arange(len(prompts))
 
 
+def cast(module: torch.nn.Module, to: Any, dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """In place of `Module.to`: casts, but moves nothing."""
+    if dtype := to if isinstance(to, torch.dtype) else dtype:  # PEFT passes a device and a dtype
+        for weight in module.parameters():
+            weight.data = weight.data.to(dtype)  # in place: the optimizer has frozen weights too
+    return module
+
+
 def random_lm(config: Any) -> Any:
     """A model as `load_lm` makes it."""
     lm = AutoModelForCausalLM.from_config(models.disable_dropout(copy.deepcopy(config)))
@@ -204,8 +213,9 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
     with (
         patch.multiple(script, micro_batches=micro_batches, **replaced),
         patch.object(rewards, "micro_batches", micro_batches),
+        patch.object(train_reward, "load_lm", replaced["load_lm"]),  # of a separate critic
         patch.object(distributed, "check_gradients", lambda *a: None),
-        patch.object(torch.nn.Module, "to", lambda self, *a, **k: self),
+        patch.object(torch.nn.Module, "to", cast),
         patch.object(Tensor, "unique", each_alone),
         FakeTensorMode(allow_non_fake_inputs=True),
         tracker,

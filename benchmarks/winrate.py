@@ -183,7 +183,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args))
-    except cli.InputError as error:
-        cli.fail(error, 2)
+    cli.run(main, Args)

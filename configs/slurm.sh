@@ -27,7 +27,7 @@ export MASTER_ADDR
 
 trap : USR1 TERM # they are for the run, which leaves with exit code 143
 # a process for each GPU and no launcher between, so that signals reach every one of them
-srun --kill-on-bad-exit=1 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec python "$@"' - "$@" --save_every 20
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --gpu-bind=none bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec python "$@"' - "$@" --save_every 20
 code=$?
 if [ "$code" -eq 143 ]; then
     scontrol requeue "$SLURM_JOB_ID"

@@ -6,14 +6,13 @@ a flag: `--query_dataset my.jsonl` changes it for one run.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 DATA = Path(__file__).parent
 SYNTHETIC, ARITHMETIC = DATA / "synthetic", DATA / "arithmetic"
-NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
@@ -35,7 +34,7 @@ class Task:
     query_column: str
     """its column with texts, or lists of messages for the chat template"""
     query_length: PositiveInt
-    """tokens; longer queries are cut, shorter ones padded on the left (G2)"""
+    """tokens; longer texts are cut, longer messages skipped, shorter ones padded left (G2)"""
     query_prefix: str = ""
     """text before each query; the reward model does not see it"""
     query_suffix: str = ""
@@ -55,7 +54,7 @@ class Task:
     response_length: PositiveInt
     """tokens sampled per response (G4); the maximum in EOS tasks (X9)"""
     temperature: PositiveFloat
-    """sampling temperature; logits are always divided by it (P1)"""
+    """of sampling; ppo.py and rloo.py also train with logits divided by it (P1)"""
     truncate_token: str | None
     """one token; the reward model sees responses only up to it (P5)"""
     truncate_after: NonNegativeInt = 0

@@ -17,11 +17,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tyro", "numpy")
 
 
-def models_link(args: Any, script: Path) -> Path:
-    """`models/<task>/<script>`: a link to the weights of the last run that finished."""
-    return Path("models") / args.task.task / script.stem
-
-
 def replace_link(link: Path, target: Path) -> None:
     """Make `link` a relative symbolic link to a folder, atomically; a copy if that is refused."""
     link.parent.mkdir(parents=True, exist_ok=True)
@@ -44,11 +39,12 @@ def describe_environment() -> dict[str, Any]:
     return {"commit": commit.strip() or None, "python": sys.version, "versions": versions}
 
 
-def start_trackers(folder: Path, config: dict[str, Any], track: bool) -> list[Any]:
-    """TensorBoard's tracker, and W&B's if `track`."""
-    trackers: list[Any] = [TensorBoardTracker("", folder)]
+def start_trackers(run: Any, config: dict[str, Any]) -> list[Any]:
+    """TensorBoard's, which drops events after the checkpoint, and with --track that of W&B."""
+    step, folder = int(run.source.stem) if run.source else 0, run.folder
+    trackers: list[Any] = [TensorBoardTracker("", folder, purge_step=step)]
     trackers[0].start()
-    if track:
+    if run.args.track:
         project = os.environ.get("WANDB_PROJECT", "onefile-rlhf")
         with about("--track; WANDB_MODE=offline works without a network"):
             trackers.append(WandBTracker(project, config=config, name=folder.name, dir=folder))
@@ -66,12 +62,12 @@ def save_model(
 ) -> None:
     """Write model, tokenizer and `<head>.safetensors` into a folder.
 
-    Written to a temporary folder and renamed, which fails if there is one with files. `replace`:
-    that is of the same run, which was killed after this and resumed.
+    Written under a temporary name and renamed, which fails if `folder` exists and is not empty.
+    `replace`: delete it first; a resumed run may save its weights again.
     """
     part = folder.with_name(f".{folder.name}.part")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it wrote this
+    shutil.rmtree(part, ignore_errors=True)  # left by a run that was killed while writing
     model.save_pretrained(part, state_dict=weights)
     tokenizer.save_pretrained(part)
     for name, head in heads.items():

@@ -64,8 +64,6 @@ def save_checkpoint(
     path = folder / f"{step:08}.safetensors"
     part = path.with_suffix(".part")
     save_file(tensors, part, {"state": header})
-    with open(part, "r+b") as file:
-        os.fsync(file.fileno())  # on the disk before it gets its name
     part.replace(path)
     for old in sorted(folder.glob("*.safetensors"))[:-KEPT]:
         old.unlink()
@@ -90,14 +88,16 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
             else:
                 weights[name] = file.get_tensor(key)
     if wrong := sorted(names_of(model) ^ weights.keys()):
-        raise InputError(f"{path} is a checkpoint of another model, see {wrong[0]}")
+        raise InputError(
+            f"{path} is a checkpoint of another model: only one of them has {wrong[0]}"
+        )
     # Not strict: tied weights are there once.
     options = dcp.StateDictOptions(full_state_dict=True, strict=False)
     saved: Any = {"state": moments, "param_groups": state.pop("groups")}
     both: Any = dict(model_state_dict=weights, optim_state_dict=saved)
     dcp.set_state_dict(model, optimizer, **both, options=options)
     for name, p in model.named_parameters():
-        if name not in moments:  # had no gradient yet; the line above gave it a step and zeros
+        if name not in moments:  # had no gradient yet; set_state_dict gave it zeros
             optimizer.state.pop(p, None)
     return state
 
@@ -114,10 +114,11 @@ def find_checkpoint(args: Any, script: Path) -> Path | None:
     found = []
     for path in files:
         run = path.absolute().parents[1]
-        if (run / script.name).is_file():
-            record = run / "args.json"
-            if json.loads(record.read_text())["task"]["task"] == args.task.task:
-                found.append((record.stat().st_mtime_ns, path.name, path))
+        record = run / "args.json"
+        if not (run / script.name).is_file() or not record.is_file():
+            continue
+        if json.loads(record.read_text())["task"]["task"] == args.task.task:
+            found.append((record.stat().st_mtime_ns, path.name, path))
     if not found:
         wanted = f"checkpoint of {script.name} on task {args.task.task}"
         raise InputError(f"--resume {args.resume} has no {wanted}; --save_every writes them")
@@ -125,7 +126,7 @@ def find_checkpoint(args: Any, script: Path) -> Path | None:
 
 
 def fixed_values(args: Any, processes: int) -> dict[str, Any]:
-    """What may not change in a resumed run: flags, with what the names of local files mean now.
+    """The flags that a resumed run may not change, with the files and folders that they name.
 
     A model is recorded as its folder, with links resolved, and a data file with its digest.
     """
@@ -143,7 +144,7 @@ def fixed_values(args: Any, processes: int) -> dict[str, Any]:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             values[name] = f"{value} (sha256 {digest[:8]})"
         elif os.path.isdir(path):
-            values[name] = os.path.relpath(Path(value).resolve())
+            values[name] = os.path.relpath(Path(path).resolve()) + value[len(path) :]
     return json.loads(json.dumps(values, default=str))
 
 

@@ -27,7 +27,7 @@ class RunArgs:
 
     # Memory and speed
     micro_batch_tokens: PositiveInt = 32_768 if ON_GPU else 4096
-    """tokens per forward pass, without padding; changes only rounding"""
+    """tokens per forward pass, without padding; affects results only through rounding"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     tf32: bool = True
@@ -89,13 +89,13 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
     return tyro.cli(kind[cls], default=default, args=argv)
 
 
-def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]]) -> None:
+def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]] | None = None) -> None:
     """Call `main(args)`. Bad input prints its cause, then one sentence; the exit code is 2."""
     streams: Any = sys.stdout, sys.stderr
     for stream in streams:
         stream.reconfigure(errors="replace")  # files on Windows cannot hold every character
     try:
-        main(parse_args(cls, presets))
+        main(tyro.cli(cls) if presets is None else parse_args(cls, presets))
     except InputError as error:
         if error.__cause__:
             traceback.print_exception(error.__cause__)

@@ -40,7 +40,7 @@ class Decoder:
 
     With `cuda_graphs`, on a GPU, the step of one token is recorded and then replayed, until the
     cache grows or sequences leave it. There is no graph under FSDP2 (weights move), with sliding
-    windows (the CPU manages the cache), and for Falcon (indexes with Python lists).
+    windows (the CPU manages the cache), or for Falcon (it indexes with Python lists).
     """
 
     def __init__(self, lm: Any, response_length: int, cuda_graphs: bool = False):
@@ -51,7 +51,7 @@ class Decoder:
         self.cuda_graphs = cuda_graphs and lm.device.type == "cuda" and not (sharded or host)
         if self.cuda_graphs:
             self.stream = torch.cuda.Stream()
-            self.pool: Any = torch.cuda.MemPool()  # the graphs' memory, for one after the other
+            self.pool: Any = torch.cuda.MemPool()  # memory of the graphs, which do not run at once
 
     def start(self, contexts: Tensor, mask: Tensor) -> "DecodingBatch":
         """A batch of contexts [B, C], whose mask is True at real tokens; computes nothing yet."""
@@ -170,7 +170,7 @@ class DecodingBatch:
         return output.logits[:, -1].float()
 
     def room(self) -> int:
-        """Columns of a cache for one token more than so far, in whole blocks."""
+        """Columns with room for one more token: whole blocks, but at most `longest`."""
         blocks = math.ceil((self.length + 1) / BLOCK)
         return min(blocks * BLOCK, self.longest)
 

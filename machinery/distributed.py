@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs as DDP
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
@@ -33,10 +34,15 @@ def start(args: Any) -> Accelerator:
         raise InputError("DeepSpeed takes a step in every backward pass; use configs/fsdp2.yaml")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=JOIN_LIMIT)])
+    handlers = InitProcessGroupKwargs(timeout=JOIN_LIMIT), DDP(broadcast_buffers=False)
+    accelerator = Accelerator(kwargs_handlers=list(handlers))
     if dist.is_initialized():
+        accelerator.wait_for_everyone()  # NCCL connects at the first collective
         dist.distributed_c10d._set_pg_timeout(WORK_LIMIT, dist.group.WORLD)
     check_launch(accelerator)
+    if accelerator.device.type == "cuda" and hasattr(os, "sched_getaffinity"):  # launchers set 1
+        share = (os.cpu_count() or 1) // torch.cuda.device_count()  # models are checked on the CPU
+        torch.set_num_threads(max(1, min(share, len(os.sched_getaffinity(0)))))  # fewer under Slurm
     if accelerator.is_fsdp2:  # fp32 weights under autocast, so that it computes what DDP computes
         from torch.distributed import fsdp  # takes a second to import
 
@@ -51,7 +57,7 @@ def start(args: Any) -> Accelerator:
     # time. It also had NaN gradients for some masks (PyTorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
     precision, processes = "bf16" if bf16 else "fp32", accelerator.num_processes
-    accelerator.print(f"{accelerator.device}, {precision}, processes: {processes}")
+    accelerator.print(f"{accelerator.device}, {precision}, processes: {processes}", flush=True)
     return accelerator
 
 
@@ -70,16 +76,18 @@ def check_launch(accelerator: Accelerator) -> None:
     # A launcher that means several processes sets one of these:
     wanted = int(os.environ.get("WORLD_SIZE", 2 if "MASTER_ADDR" in os.environ else 1))
     if started != wanted:
-        raise InputError(f"{wanted} processes were to start, not {started}; see docs/scaling.md")
+        raise InputError(f"only {started} of the processes started; see docs/scaling.md")
     if is_on("ACCELERATE_USE_FSDP") and not accelerator.is_fsdp2:
         kind = accelerator.distributed_type.value
         raise InputError(f"{kind} started, not FSDP2, which needs GPUs and --fsdp_version 2")
 
 
-def name_blocks(model: nn.Module) -> None:
-    """Tell FSDP2 which modules to shard: the transformer blocks."""
+def name_blocks(accelerator: Accelerator, model: nn.Module) -> None:
+    """Tell FSDP2 which modules of this model to shard: its transformer blocks."""
     transformer: Any = model.lm if hasattr(model, "lm") else model.backbone
-    model._no_split_modules = transformer._no_split_modules
+    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(
+        transformer._no_split_modules
+    )
 
 
 def prepare(
@@ -93,8 +101,8 @@ def prepare(
     if accelerator.mixed_precision == "bf16":
         store_as_cast(model)
     if accelerator.is_fsdp2:
-        name_blocks(model)
-        model.forward = accelerator.autocast()(model.forward)  # DDP's wrapper does this itself
+        name_blocks(accelerator, model)
+        model.forward = accelerator.autocast()(model.forward)  # otherwise `prepare` does this
     wrapped, prepared = accelerator.prepare(model.train(), optimizer)
     if accelerator.is_fsdp2:
         set_up_root(wrapped)
@@ -125,7 +133,7 @@ def set_up_root(model: Any) -> None:
 def check_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
     """A hook before each step. Raises `InputError` if the norm of the gradient is not finite.
 
-    Says so once the norm has been 0 in ten steps in a row.
+    Warns after ten steps in a row with a norm of 0.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     total = nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
@@ -148,7 +156,7 @@ def freeze(accelerator: Accelerator, model: nn.Module) -> Any:
         store_as_cast(model)
     model.forward = accelerator.autocast()(model.forward)
     if accelerator.is_fsdp2:
-        name_blocks(model)
+        name_blocks(accelerator, model)
         model = fsdp2_prepare_model(accelerator, model)
         set_up_root(model)
         return model

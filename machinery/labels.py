@@ -13,13 +13,14 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from data.tasks import Task
 from machinery import tokens
 from machinery.cli import InputError, about, say
 from machinery.queries import clean_texts, tokenize_queries
 from machinery.sources import Rows, check_source, load_rows
-from utils import TokenIds, pad_left, pad_right
+from utils import TokenIds, pad_left
 
 OPENAI_PAD = 50259  # pads OpenAI's files: two past GPT-2's vocabulary
 ASSISTANT = "\n\nAssistant:"  # begins an answer in Anthropic's hh-rlhf
@@ -29,8 +30,7 @@ ASSISTANT = "\n\nAssistant:"  # begins an answer in Anthropic's hh-rlhf
 class Labels:
     """Comparisons: a query, K responses, and which of them a human preferred.
 
-    Sequences have their own lengths and are padded per batch: one long answer costs no memory.
-    As int32 arrays they take a tenth of the memory of lists.
+    Sequences are int32 arrays of their own lengths and padded per batch, which saves memory.
     """
 
     queries: list[np.ndarray]  # N token sequences
@@ -43,11 +43,11 @@ class Labels:
     def batch(self, rows: np.ndarray, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, Q], padded on the left; responses [B, K, R], on the right; best [B]."""
         queries = [self.queries[row].tolist() for row in rows]
-        responses = [ids.tolist() for row in rows for ids in self.responses[row]]
-        padded = pad_right(responses, pad_id)
-        padded = padded.view(len(rows), -1, padded.shape[1])
-        best = torch.as_tensor(self.best[rows]).long()
-        return pad_left(queries, max(map(len, queries)), pad_id), padded, best
+        flat = [torch.from_numpy(ids).long() for row in rows for ids in self.responses[row]]
+        responses = pad_sequence(flat, batch_first=True, padding_value=pad_id)
+        responses = responses.unflatten(0, (len(rows), -1))
+        best = torch.from_numpy(self.best[rows]).long()
+        return pad_left(queries, max(map(len, queries)), pad_id), responses, best
 
     def longest(self) -> int:
         """Tokens of the longest query with one of its responses."""
@@ -55,7 +55,7 @@ class Labels:
         return max(len(query) + max(map(len, responses)) for query, responses in pairs)
 
     def held_out(self, num_train: int) -> np.ndarray:
-        """The rows after the first `num_train` whose query is none of theirs."""
+        """The rows after the first `num_train` whose query does not occur among those."""
         seen = {query.tobytes() for query in self.queries[:num_train]}
         rest = range(num_train, len(self))
         return np.array([i for i in rest if self.queries[i].tobytes() not in seen], dtype=int)
@@ -77,11 +77,11 @@ def load_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocabulary: int) -> L
 
     If the model has another tokenizer, the same texts in its ids; nothing is cut.
     """
-    source, name = None, task.label_tokenizer
-    if name not in (None, task.base_model):
-        with about(f"--label_tokenizer {name}"):
-            check_source(name)
-            source = transformers.AutoTokenizer.from_pretrained(name)
+    source, label_tokenizer = None, task.label_tokenizer
+    if label_tokenizer not in (None, task.base_model):
+        with about(f"--label_tokenizer {label_tokenizer}"):
+            check_source(label_tokenizer)
+            source = transformers.AutoTokenizer.from_pretrained(label_tokenizer)
         vocabulary = len(source)
         if tokens.same_tokens(tokenizer, source):
             source = None
@@ -112,8 +112,8 @@ def read_ids(value: Any, vocabulary: int) -> list[int]:
 def load_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     """Pairs as labels with two candidates, the chosen one first (R4).
 
-    Each response ends with the truncate token. Prompts that are too long lose the end, dialogues
-    their beginning. Rows that are blank are skipped, and messages that are too long.
+    Each response ends with the truncate token. Prompts that are too long lose their end, dialogues
+    their beginning. Blank rows, and prompts of messages that are too long, are skipped.
     """
     pairs = [split_pair(row, tokenizer) for row in rows]
     prompts, *sides = map(list, zip(*pairs, strict=True))
@@ -132,14 +132,14 @@ def load_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     for query, *answers in zip(queries, *map(encode, sides), strict=True):
         answers = [tokens.with_end(answer, ids.truncate) for answer in answers]
         if query and all(answers):
-            kept.append([np.array(ids, np.int32) for ids in (query, *answers)])
+            kept.append([np.array(x, np.int32) for x in (query, *answers)])
     if skipped := len(pairs) - len(kept):
         say(f"skipped {skipped} of {len(pairs)} pairs: blank or too long")
     return Labels([x[0] for x in kept], [x[1:] for x in kept], np.zeros(len(kept), dtype=int))
 
 
 def split_pair(row: Any, tokenizer: Any) -> tuple[str | list[dict], str, str]:
-    """The prompt, a text or messages, and the texts of chosen and rejected.
+    r"""The prompt, a text or messages, and the texts of chosen and rejected.
 
     Without a prompt, dialogues part at their last common `\n\nAssistant:`, and messages where they
     begin to differ.
@@ -153,5 +153,8 @@ def split_pair(row: Any, tokenizer: Any) -> tuple[str | list[dict], str, str]:
         return prompt, good, bad
     if "prompt" in row:
         return prompt, chosen, rejected
-    end = commonprefix([chosen, rejected]).rindex(ASSISTANT) + len(ASSISTANT)
+    common, mark, _ = commonprefix([chosen, rejected]).rpartition(ASSISTANT)
+    if not mark:
+        raise InputError(f"without a column prompt, texts need {ASSISTANT!r}: docs/data.md")
+    end = len(common + mark)
     return chosen[:end], chosen[end:], rejected[end:]

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from machinery.cli import InputError, about
 from machinery.decoding import Decoder
 from machinery.sources import check_source
+from machinery.tokens import check_length, same_tokens
 from machinery.unpadding import Unpadded, set_unpadding
 from utils import pad_left
 
@@ -32,9 +32,9 @@ class Float32Linear(nn.Linear):
 def store_as_cast(model: nn.Module) -> None:
     """Store the weights of frozen linear layers in bf16, to which autocast would cast them.
 
-    It casts weights that need no gradients again in each forward pass. Not the exact head, and of
-    a model that is trained only what is under adapters: the rest may be saved. From then on the
-    model only works under autocast.
+    It casts weights that need no gradients again in each forward pass. The head stays fp32. In a
+    trained model, only layers under adapters are stored in bf16, since other weights may be saved.
+    From then on the model only works under autocast.
     """
     trained = any(weight.requires_grad for weight in model.parameters())
     for name, module in model.named_modules():
@@ -43,26 +43,27 @@ def store_as_cast(model: nn.Module) -> None:
             module.to(torch.bfloat16)
 
 
-def check_length(config: transformers.PretrainedConfig, needed: int, what: str) -> None:
-    """Raise `InputError` if a model has fewer positions than tokens to read."""
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and needed > longest:
-        raise InputError(f"{what} needs {needed} tokens; {config.model_type} reads {longest}")
-
-
 def load_lm(
-    name: str, flag: str = "--base_model", allow_random: bool = False, length: int = 6
+    name: str,
+    flag: str = "--base_model",
+    length: int = 6,
+    tokenizer: Any = None,
+    allow_random: bool = False,
 ) -> "transformers.PreTrainedModel":
     """A causal language model in fp32 without dropout (P4), its head outside autocast.
 
-    Only safetensors are read. A folder without weights gives a random model if `allow_random`.
-    Ends the run if a weight would be random, or if results for `length` tokens would be wrong.
+    Reads only safetensors; a folder without weights gives a random model if `allow_random`. Ends
+    the run if weights are missing, if `length` tokens give wrong results, or if tokenizers differ.
     """
     with about(f"{flag} {name}"):
         check_source(name)
-        if Path(name).exists():  # `lm.name_or_path`, also after a link is changed
+        own = transformers.AutoTokenizer.from_pretrained(name) if tokenizer else None
+        if own and not same_tokens(own, tokenizer):
+            raise InputError("its tokens differ from those of the policy")
+        if Path(name).exists():  # resolve links: `lm.name_or_path` keeps naming these weights
             name = str(Path(name).resolve())
         config = disable_dropout(transformers.AutoConfig.from_pretrained(name))
+        check_length(config, length, "the run")
         weights = [*Path(name).glob("*.safetensors"), *Path(name).glob("*.bin")]
         if allow_random and Path(name).is_dir() and not weights:
             lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -77,9 +78,6 @@ def load_lm(
 
 def load_weights(cls: Any, name: str, config: transformers.PretrainedConfig) -> Any:
     """A model of an Auto class in fp32. Raises `InputError` if a weight would be random."""
-    for path in sorted(Path(name).glob("*.safetensors")):
-        with about(f"{path.name} is damaged"), safe_open(path, "pt"):
-            pass
     options = dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
     model, info = cls.from_pretrained(name, config=config, **options)
     if info["missing_keys"]:
@@ -91,9 +89,9 @@ def load_weights(cls: Any, name: str, config: transformers.PretrainedConfig) -> 
 def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
     """Raise `InputError` if our ways to call a model give other results than `lm(...)` itself.
 
-    The last 3 tokens of two texts, alone, are compared with the same two without padding, as in
-    training, which must not be random, and sampled token by token. One text is as long as the
-    run's, so that no window of the model is missed. A model that needs its padding keeps it.
+    Compares log-probabilities of the last 3 tokens of two texts: each text alone, both in a batch
+    without padding in training mode, and token by token as in sampling. One text is as long as the
+    run's, so that no attention window is missed. If results differ without padding, it is computed.
     """
     length = max(length, 6)
     texts = [[i % lm.config.vocab_size for i in range(n)] for n in (length, length, 3)]
@@ -114,7 +112,7 @@ def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
 
     gap = find_gap(torch.stack(steps, dim=1))
     if not gap < 0.01:  # also if it is not a number
-        raise InputError(f"sampling it differs by {gap:.2g} nats")
+        raise InputError(f"log-probabilities differ by {gap:.2g} nats when sampling with a cache")
     for longest in (length, 0):
         set_unpadding(lm.base_model, longest)
         lm.train()
@@ -123,7 +121,7 @@ def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
         gap = find_gap(compute_logits(lm, hidden))
         if gap < 0.01:
             return
-    raise InputError(f"in training it differs by {gap:.2g} nats")
+    raise InputError(f"log-probabilities differ by {gap:.2g} nats in training mode")
 
 
 def disable_dropout(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:

@@ -1,7 +1,4 @@
-"""What a run shows: its progress, tables of samples, warnings, learning curves.
-
-Curves of several runs: benchmarks/curves.py.
-"""
+"""What a run shows: its progress, tables of samples, warnings, learning curves."""
 
 import json
 import math
@@ -16,7 +13,7 @@ from rich.table import Table
 
 Limits = dict[str, tuple[float, float]]  # metric → largest healthy value, and where to warn
 
-UPDATES = 5  # in a row, after which a value of this table is a warning
+UPDATES = 5  # warn after so many in a row with a value of this table
 STUCK = {  # metric → its value if nothing can be learned, and the likely cause
     "objective/frac_reward_zero_std": (1, "all responses to a query have the same score"),
     "objective/scores_std": (0, "all responses have the same score"),
@@ -40,22 +37,23 @@ class Progress:
         due = step % max(self.total // 20, 1) == 0 or step + 1 == self.total
         if due or now - self.printed > 60:
             shown = [name for name in self.shown if name in metrics]
-            text = "  ".join(f"{name.split('/')[-1]} {metrics[name]:.3g}" for name in shown)
+            text = "  ".join(f"{x.removeprefix('objective/')} {metrics[x]:.3g}" for x in shown)
             left = (now - self.began) / (step + 1 - self.start) * (self.total - step - 1)
             print(f"{step + 1:>6}/{self.total}  {text}  left {left:.0f} s", flush=True)
             self.printed = now
 
     def warn(self, metrics: dict[str, float]) -> None:
-        """Print once for each metric that is far from healthy, and what to change."""
-        for name in [name for name, (_, far) in self.limits.items() if metrics.get(name, 0) > far]:
-            healthy, _ = self.limits.pop(name)
-            change = "if it stays there, lower --lr or --num_ppo_epochs"
-            print(f"{name} is {metrics[name]:.2g}, healthy is up to {healthy}; {change}")
+        """Warn once if a metric is far from healthy, or if there is nothing to learn from."""
+        for name, (healthy, far) in list(self.limits.items()):
+            if metrics.get(name, 0) > far:
+                del self.limits[name]
+                change = "if it stays there, lower --lr or --num_ppo_epochs"
+                print(f"{name} is {metrics[name]:.2g}, healthy is up to {healthy}; {change}")
         for name, (value, cause) in STUCK.items():
             is_stuck = math.isclose(metrics.get(name, -1), value, abs_tol=1e-6)
             self.stuck[name] = self.stuck[name] + 1 if is_stuck else 0
             if self.stuck[name] == UPDATES:
-                print(f"nothing to learn from: {name} is {value} in {UPDATES} updates; {cause}")
+                print(f"nothing to learn from: {name} is {value} for {UPDATES} updates; {cause}")
 
     def table(self, rows: list[dict[str, Any]], title: str) -> None:
         """Print rows of texts and numbers."""

@@ -25,7 +25,7 @@ SMALL_TABLE = 2**15  # tokenize at least this many rows: it takes a second or tw
 
 
 def load_texts(task: Task, *columns: str) -> Rows:
-    """The rows of `query_dataset`, at most `num_queries`, which have to have these columns."""
+    """At most `num_queries` rows of `query_dataset`. Raises `InputError` without these columns."""
     rows = load_rows(task.query_dataset, "--query_dataset")
     with about(f"--query_dataset {task.query_dataset}"):
         rows.select_columns(list(columns))  # names those that there are, if one is missing
@@ -87,7 +87,7 @@ def tokenize_rows(
 ) -> TokenTable:
     """Map `function` (batch of rows → token lists) over all rows; drop those that give no tokens.
 
-    `keep_columns` of the rows, if each of them gives one token list.
+    `keep_columns`: those of the data set stay; each row has to give one token list.
     The result is cached by data, tokenizer, task and source code, but not if a user's own function,
     which may call anything, cleans texts. A file lock, not a collective, makes other processes
     wait, since this may take minutes.
@@ -115,6 +115,8 @@ def tokenize_rows(
             new_fingerprint=fingerprint,
         )
         kept = np.flatnonzero(pyarrow.compute.list_value_length(table.data.column("tokens")))
+    if not len(kept):
+        raise InputError(f"--query_dataset {task.query_dataset}: no row gives tokens")
     if skipped := len(table) - len(kept):
         say(f"--query_dataset {task.query_dataset}: skipped {skipped} of {len(table)} rows")
     source = rows if keep_columns else table
@@ -173,7 +175,7 @@ def drop_lines(text: str, length: int, tokenizer: Any) -> str:
 def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[list[int]]:
     """Texts or lists of messages → queries as token lists, empty for those that are skipped (P3).
 
-    Blank ones are, and messages that are too long. The query of a conversation that ends with an
+    They are blank, or messages that are too long. The query of a conversation that ends with an
     answer is what precedes it.
     """
     if any(isinstance(text, list) for text in texts):
@@ -198,7 +200,7 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
 def load_queries(task: Task, tokenizer: Any, ids: TokenIds, needed: int) -> TokenTable:
     """The table of queries [N, Q] (G2), with all columns of the data set.
 
-    Of a larger data set, a random sample of as many texts as the run needs, or of `SMALL_TABLE`.
+    Of a larger data set, a random sample: what the run needs, but at least `SMALL_TABLE` texts.
     """
     texts = load_texts(task, task.query_column)
     order = np.random.default_rng(0).permutation(len(texts))
@@ -236,7 +238,7 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
 def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
     """Contexts, padded on the left, and their reference responses, padded on the right [num, T].
 
-    Both columns may be one of conversations, whose last messages are the responses.
+    Both may be the same column of conversations, whose last messages are the responses.
     """
     end = ids.truncate if task.eos_task else None
     column = task.response_column

@@ -20,7 +20,7 @@ from machinery import models
 from machinery.cli import InputError, about
 from machinery.distributed import freeze
 from machinery.sources import check_source, load_function
-from machinery.tokens import same_tokens, translate
+from machinery.tokens import check_length, same_tokens, translate
 from machinery.unpadding import set_unpadding
 from utils import TokenIds, decode, micro_batches, pad_left
 
@@ -61,9 +61,7 @@ def load_reward_model(cls: Callable, name: str) -> Any:
         if RewardConfig.get_config_dict(name)[0].get("model_type") == RewardConfig.model_type:
             with no_init_weights():
                 model = cls(RewardConfig.from_pretrained(name))
-            with about("model.safetensors is damaged"):
-                weights = load_file(str(cached_file(name, "model.safetensors")))
-            model.load_state_dict(weights)
+            model.load_state_dict(load_file(str(cached_file(name, "model.safetensors"))))
             return model.eval()
         config = models.disable_dropout(transformers.AutoConfig.from_pretrained(name))
         kind = transformers.AutoModelForSequenceClassification
@@ -80,18 +78,16 @@ def load_reward_model(cls: Callable, name: str) -> Any:
 @torch.no_grad()
 def check_reward_model(model: Any, length: int) -> None:
     """Raise `InputError` if the score of a text depends on the texts beside it."""
-    longest = getattr(model.config.backbone, "max_position_embeddings", None) or length
-    length = min(length, longest)
-    pad = model.config.pad_id
+    config, pad = model.config.backbone, model.config.pad_id
+    length = max(3, min(length, getattr(config, "max_position_embeddings", None) or length))
     texts = [[i % pad for i in range(n)] for n in (length, length, 3)]
     alone = torch.cat([model(torch.tensor([text])) for text in texts])
-    for longest in (length, 0):  # a model that needs its padding keeps it
-        set_unpadding(model.backbone, longest)
+    for unpadded in (length, 0):  # a model that needs its padding keeps it
+        set_unpadding(model.backbone, unpadded)
         gap = (model(pad_left(texts, length, pad), prompt_length=length // 2) - alone).abs().max()
         if gap < 0.01:
             return
-    kind = model.config.backbone.model_type
-    raise InputError(f"{kind}: scores depend on the texts beside them, by {gap:.2g}")
+    raise InputError(f"{config.model_type}: scores depend on the texts beside them, by {gap:.2g}")
 
 
 def reward_input(
@@ -125,10 +121,9 @@ def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: i
     Sequences whose first `prompt_length` columns are equal compute these once.
     """
     order, pad_id = torch.arange(len(tokens), device=tokens.device), model.config.pad_id
-    if prompt_length:  # equal prompts side by side, in order of first occurrence
+    if prompt_length:  # equal prompts side by side
         copies = tokens[:, :prompt_length].unique(dim=0, return_inverse=True)[1]
-        order = order.scatter_reduce(0, copies, order, "amin", include_self=False)[copies]
-        order = order.argsort(stable=True)
+        order = copies.argsort(stable=True)
     tokens = tokens[order]
     parts = micro_batches((tokens != pad_id).sum(dim=1), max_tokens)
     return torch.cat([model(tokens[part], prompt_length) for part in parts])[order.argsort()]
@@ -190,7 +185,7 @@ def load_reward(
         own_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         length = args.task.query_length + args.task.response_length
         if same_tokens(own_tokenizer, tokenizer):
-            models.check_length(model.config.backbone, length, "query and response")
+            check_length(model.config.backbone, length, "query and response")
         check_reward_model(model, length)
     model = freeze(accelerator, model)
     read = reward_input(model, own_tokenizer, tokenizer, ids.pad)

@@ -28,10 +28,10 @@ SIGNALS = [getattr(signal, x) for x in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasat
 
 def check_run(args: Any, script: Path, processes: int) -> None:
     """Raise `InputError` if the run would overwrite something, or cannot be resumed."""
-    is_new, link = args.resume is None, artifacts.models_link(args, script)
+    is_new, link = args.resume is None, Path("models", args.task.task, script.stem)
     if is_new and args.run_name and os.path.lexists(f"runs/{args.run_name}"):
         raise InputError(f"--run_name {args.run_name} exists in runs/; choose another name")
-    if is_new and args.output_dir and os.path.lexists(args.output_dir):
+    if args.output_dir and os.path.lexists(args.output_dir):
         raise InputError(f"--output_dir {args.output_dir} exists; choose another name")
     if not args.output_dir and link.exists() and not link.is_symlink():
         raise InputError(f"{link} is a folder, not a link to the weights of a run; move it away")
@@ -77,7 +77,7 @@ class Run:
     def note_signal(self, number: int, frame: Any) -> None:
         """Remember a signal; the run saves a checkpoint and ends after the current update."""
         self.signals.append(number)
-        if signal.Signals(number).name == "SIGHUP" and self.in_terminal:  # which is gone
+        if signal.Signals(number).name == "SIGHUP" and self.in_terminal:  # printing would fail
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
     def open(self) -> None:
@@ -91,15 +91,15 @@ class Run:
             self.folder = Path("runs", self.args.run_name or name)
             self.folder.mkdir(parents=True)  # fails if there is one
             reward_file, _, _ = (task.reward_fn or "").rpartition(":")
-            for file in (Path(reward_file), self.script):  # the script wins a shared name
+            for file in (Path(reward_file), self.script):  # the script last: it wins a shared name
                 if file.is_file():
                     shutil.copy(file, self.folder / file.name)
             record |= artifacts.describe_environment()
             (self.folder / "args.json").write_text(json.dumps(record, indent=1, default=str))
         self.lock = filelock.FileLock(self.folder / ".lock")  # released when the process ends
-        with about(f"another process is still writing {self.folder}"):
+        with about(f"another process is writing {self.folder}, or left its .lock there"):
             self.lock.acquire(timeout=0)
-        self.accelerator.trackers = artifacts.start_trackers(self.folder, record, self.args.track)
+        self.accelerator.trackers = artifacts.start_trackers(self, record)
 
     def restore(self, model: nn.Module, optimizer: Any, state: Any = None) -> tuple[int, Any]:
         """Return the number of updates that are done, and the state that `checkpoint` was given.
@@ -148,10 +148,10 @@ class Run:
         folder, plain = self.folder / "checkpoints", self.accelerator.unwrap_model(model)
         checkpoints.save_checkpoint(folder, step, plain, optimizer.optimizer, state)
         if asked:
+            stop(self.accelerator)  # first: a second signal must not end the others
             self.close()
             if self.main:
                 print(f"stopped after {step} of {self.total}: --resume {self.folder}", flush=True)
-            stop(self.accelerator)
             sys.exit(143)
 
     def keep(self, update: int, model: Any, tokenizer: Any) -> None:
@@ -195,7 +195,7 @@ class Run:
     def save(self, model: Any, tokenizer: Any, name: str = "model", **heads: nn.Module) -> None:
         """Save weights as a folder of this name in the run.
 
-        The one called model may be at `--output_dir`; else `models/<task>/<script>` links to it.
+        `model` goes to `--output_dir` if there is one; else `models/<task>/<script>` links to it.
         """
         states = {key: checkpoints.full_state(head)[0] for key, head in heads.items()}
         state, _ = checkpoints.full_state(model)
@@ -206,7 +206,8 @@ class Run:
             if name == "model":
                 self.weights = folder
                 if not out:
-                    artifacts.replace_link(artifacts.models_link(self.args, self.script), folder)
+                    link = Path("models", self.args.task.task, self.script.stem)
+                    artifacts.replace_link(link, folder)
         self.accelerator.wait_for_everyone()
 
     def close(self) -> None:

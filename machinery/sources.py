@@ -14,20 +14,21 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import huggingface_hub
 import transformers
 
-from machinery.cli import InputError, about
+from machinery.cli import InputError, about, say
 
 if TYPE_CHECKING:
     import datasets  # takes a second to import
 
 Rows: TypeAlias = "datasets.Dataset"
 LOCAL = (".", "/", "~", "models/", "data/", "runs/")  # names that start like this are paths
-READERS: dict[str, tuple[str, dict[str, Any]]] = {  # a byte-order mark is not text, and "NA" is
+READERS: dict[str, tuple[str, dict[str, Any]]] = {  # skip a byte-order mark; read "NA" as text
     ".txt": ("text", dict(encoding="utf-8-sig")),
     ".json": ("json", {}),
     ".jsonl": ("json", {}),
     ".parquet": ("parquet", {}),
     ".csv": ("csv", dict(keep_default_na=False)),
 }
+run_file = functools.cache(runpy.run_path)
 transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # never ask whether to run remote code
 
 
@@ -39,7 +40,8 @@ def check_source(name: str) -> None:
         made = re.fullmatch(r"models/(\w+)/(\w+)", name)  # by another script
         hint = f"; create it with `python {made[2]}.py --task {made[1]}`" if made else ""
         raise InputError(f"does not exist in {Path.cwd()}{hint}")
-    go_offline_if_unreachable()
+    if not huggingface_hub.constants.HF_HUB_OFFLINE:
+        go_offline_if_unreachable()
 
 
 def go_offline_if_unreachable() -> None:
@@ -52,6 +54,7 @@ def go_offline_if_unreachable() -> None:
         import datasets  # takes a second to import
 
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        say("the hub does not answer; offline from here on")
 
 
 def load_rows(source: str, flag: str) -> Rows:
@@ -76,10 +79,9 @@ def load_rows(source: str, flag: str) -> Rows:
         return datasets.load_dataset(name, split=split, **files)
 
 
-@functools.cache
 def load_function(name: str) -> Callable:
-    """The function named `module:function` or `path.py:function`; a file is run for each once."""
+    """The function named `module:function` or `path.py:function`; a file is run once."""
     source, _, attribute = name.rpartition(":")
     if source.endswith(".py"):
-        return runpy.run_path(source)[attribute]
+        return run_file(source)[attribute]
     return pkgutil.resolve_name(name)

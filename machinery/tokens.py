@@ -10,7 +10,6 @@ import transformers
 
 from data.tasks import Task
 from machinery.cli import InputError, about
-from machinery.models import check_length
 from machinery.sources import check_source
 from utils import TokenIds
 
@@ -38,6 +37,13 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
     check_length(config, length, f"query_length={task.query_length} with affixes and response")
     truncate = single_token(tokenizer, task.truncate_token, "--truncate_token")
     return tokenizer, TokenIds(config.vocab_size, truncate, prefix, suffix, length)
+
+
+def check_length(config: transformers.PretrainedConfig, needed: int, what: str) -> None:
+    """Raise `InputError` if a model has fewer positions than tokens to read."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and needed > longest:
+        raise InputError(f"{what} needs {needed} tokens; {config.model_type} reads {longest}")
 
 
 def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
@@ -75,7 +81,7 @@ def same_tokens(tokenizer: Any, other: Any) -> bool:
 def translate(sequences: list[list[int]], source: Any, target: Any) -> list[list[int]]:
     """Token lists of tokenizer `source` → the same texts as token lists of `target`.
 
-    An end of text stays one. Nothing is cut.
+    The end-of-text token becomes that of the target. Nothing is cut.
     """
     texts = source.batch_decode(sequences, clean_up_tokenization_spaces=False)
     if source.eos_token:

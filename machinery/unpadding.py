@@ -8,9 +8,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import pad
 
-from machinery.cli import say
+from machinery.cli import InputError, say
 
 NAME = "unpadded"  # of our attention function in the library
 say_once = cache(say)
@@ -21,7 +22,6 @@ class Unpadded:
 
     Results at real tokens equal the plain call's; those at padding are arbitrary.
     `prompt_length=n`: neighboring sequences whose first n columns are equal compute them once.
-    Padding is computed in batches that are wider than `set_unpadding` allows.
     """
 
     def __init__(self, backbone: Any):
@@ -31,105 +31,95 @@ class Unpadded:
         self, input_ids: Tensor, mask: Tensor, position_ids: Tensor, prompt_length: int = 0
     ) -> Tensor:
         longest, n = getattr(self.backbone, "max_unpadded", 0), prompt_length
-        inputs: dict[str, Any] = dict(use_cache=False)
+        inputs: dict[str, Any] = dict(attention_mask=mask, use_cache=False)
         if input_ids.shape[1] > longest:
-            if longest:
-                say_once(f"padding is computed: batches have more than {longest} columns")
-            inputs |= dict(attention_mask=mask, position_ids=position_ids)
-            return self.backbone(input_ids, **inputs).last_hidden_state
-        computed, owners = mask.clone(), torch.arange(len(mask), device=mask.device)
-        if n:  # the first sequence that has a prompt computes it
-            rows, prompts = owners.clone(), input_ids.masked_fill(~mask, -1)[:, :n]
-            owners[1:].masked_fill_((prompts[1:] == prompts[:-1]).all(dim=1), 0)
-            owners = owners.cummax(dim=0).values  # [B]
-            computed[:, :n] &= (owners == rows)[:, None]
-        counts = torch.stack([computed.sum(dim=1), mask.sum(dim=1)])  # [2, B]
-        bounds = nn.functional.pad(counts.cumsum(dim=1), (1, 0)).int()  # [2, B + 1]
-        lengths, seen = counts.tolist()  # waits for the device
-        where = computed.flatten().nonzero_static(size=sum(lengths)).squeeze(1)  # [U]
+            if hasattr(self.backbone, "why_padded"):
+                say_once(f"padding is computed: {self.backbone.why_padded}")
+            return self.backbone(input_ids, position_ids=position_ids, **inputs).last_hidden_state
+        rows = torch.arange(len(mask), device=mask.device)
+        prompts = input_ids.masked_fill(~mask, -1)[:, :n]
+        is_new = pad((prompts[1:] != prompts[:-1]).any(dim=1), (1, 0), value=True)
+        owners = (rows * is_new).cummax(dim=0).values  # [B]: the row that computes the prompt
+        computed = mask.clone()
+        computed[:, :n] &= (owners == rows)[:, None]
+        index = computed.flatten().cumsum(dim=0).view(mask.shape).sub(1).clamp(min=0)
+        index[:, :n] = index[owners, :n]  # [B, T]: where each token is in the flat sequence
+        counts = torch.stack([computed.sum(dim=1), mask.sum(dim=1)])  # [2, B]: own, seen
+        bounds = pad(counts.cumsum(dim=1), (1, 0)).int()  # [2, B + 1]
+        lengths, seen = counts.tolist()  # waits for the device; nothing else here does
+        inputs["plan"] = lengths, seen, bounds, select(index, mask, sum(seen)), []
         inputs["attention_mask"] = mask.new_ones(1, 1, 1, 1)  # 4D: the library makes none
-        inputs["unpadding"] = lengths, seen, bounds  # passed on to `attention`
-        flat_ids, flat_positions = (x.flatten()[where][None] for x in (input_ids, position_ids))
-        flat = self.backbone(flat_ids, position_ids=flat_positions, **inputs).last_hidden_state[0]
-        hidden = flat.new_zeros(mask.numel(), flat.shape[1]).index_copy_(0, where, flat)
-        hidden = hidden.view(*mask.shape, -1)
-        if n:
-            hidden = torch.cat([hidden[:, :n].index_select(0, owners), hidden[:, n:]], dim=1)
-        return hidden
+        ids, positions = (select(x, computed, sum(lengths)) for x in (input_ids, position_ids))
+        outputs = self.backbone(ids[None], position_ids=positions[None], **inputs)
+        return outputs.last_hidden_state[0].index_select(0, index.flatten()).view(*mask.shape, -1)
+
+
+def select(x: Tensor, mask: Tensor, count: int) -> Tensor:
+    """`x[mask]` for a mask with `count` true elements, without waiting for the device."""
+    return x.flatten()[mask.flatten().nonzero_static(size=count).squeeze(1)]
 
 
 def set_unpadding(backbone: Any, longest: int) -> None:
     """Let batches of up to `longest` columns be computed without padding; 0: none.
 
     The caller has to check the results, and calls this again with 0 if they are wrong. Attention
-    other than the library's `sdpa`, as Falcon's, computes padding in any case.
+    other than the library's `sdpa`, such as Falcon's, computes padding in any case.
     """
     from transformers import AttentionInterface  # takes two seconds to import
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     config, ends = backbone.config, ("window", "window_size", "chunk_size")
     found = [x for name, x in config.to_dict().items() if name.endswith(ends)]
-    windows = [x for x in found if type(x) is int and x]  # 0: no window
+    window = min([x for x in found if type(x) is int and x], default=longest)  # 0: no window
     fits = config._attn_implementation in ("sdpa", NAME) and backbone.is_backend_compatible()
-    if not fits or min(windows, default=longest) < longest:
-        longest = 0
-    backbone.max_unpadded = longest
+    fits = fits and window >= longest
+    why = f"batches are wider than {longest} columns" if longest else "results depend on it"
+    backbone.why_padded = why if fits else f"{config.model_type} has windows or its own attention"
+    backbone.max_unpadded = longest if fits else 0
     if fits:
         AttentionInterface.register(NAME, attention)
         AttentionMaskInterface.register(NAME, sdpa_mask)  # for calls with padding
         backbone.set_attn_implementation(NAME if longest else "sdpa")
-    if not longest:
-        say_once(f"padding is computed: {config.model_type} needs it")
 
 
 def attention(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, unpadding: Any = None, **options: Any
+    module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, plan: Any = None, **rest: Any
 ) -> tuple[Tensor, None]:
     """The library's `sdpa`; of each sequence by itself if the batch is flat.
 
-    [1, heads, U, features] each → [1, U, heads, features]. `unpadding`: how many tokens each
-    sequence has, how many it sees, and where both begin.
+    [1, heads, U, features] each → [1, U, heads, features]. `plan`: how many tokens each sequence
+    has, how many it sees, the bounds of both, the indices [S] of all that are seen, and the masks,
+    which the first layer makes for all.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
-    if unpadding is None:
-        return sdpa(module, q, k, v, mask, **options)
-    lengths, seen, bounds = unpadding
-    queries, keys, values = q.split(lengths, dim=2), see(k, lengths, seen), see(v, lengths, seen)
-    if can_use_varlen(v):
+    if plan is None:
+        return sdpa(module, q, k, v, attention_mask, **rest)
+    if attention_mask.numel() > 1:  # it is not the one that `Unpadded` passed
+        raise InputError("makes attention masks of its own")
+    lengths, seen, bounds, index, masks = plan
+    if sum(seen) > sum(lengths):
+        k, v = (x.index_select(2, index) for x in (k, v))  # [1, heads, S, features]
+    if can_use_varlen(k, v):
         from torch.nn.attention.varlen import varlen_attn
 
         # Autocast does not cast here, and rotary embeddings leave queries and keys in fp32.
-        flat = (torch.cat(x, dim=2)[0].transpose(0, 1) for x in (queries, keys, values))
-        inputs: Any = *(x.to(v.dtype) for x in flat), *bounds, max(lengths), max(seen)
-        causal: Any = dict(window_size=(-1, 0), scale=options.get("scaling"), enable_gqa=True)
+        flat = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))
+        inputs: Any = *flat, *bounds, max(lengths), max(seen)
+        causal: Any = dict(window_size=(-1, 0), scale=rest.get("scaling"), enable_gqa=True)
         output: Any = varlen_attn(*inputs, **causal)
         return output[None], None
-    outputs = []
-    for q, k, v in zip(queries, keys, values, strict=True):
-        size, n = q.shape[2], k.shape[2] - q.shape[2]  # n: the prompt's
-        mask = q.new_ones(1, 1, size, n + size, dtype=torch.bool).tril(n) if n else None
-        if size:
-            outputs.append(sdpa(module, q, k, v, mask, **options)[0])
+    if not masks:  # the first m - n tokens are a prompt's, which all see
+        for n, m in zip(lengths, seen, strict=True):
+            masks.append(None if n == m else q.new_ones(1, 1, n, m).bool().tril(m - n))
+    parts = zip(q.split(lengths, 2), k.split(seen, 2), v.split(seen, 2), masks, strict=True)
+    outputs = [sdpa(module, *part, **rest)[0] for part in parts if part[0].shape[2]]
     return torch.cat(outputs, dim=1), None
 
 
-def see(x: Tensor, lengths: list[int], seen: list[int]) -> list[Tensor]:
-    """Keys or values [1, heads, U, features] of what each sequence sees.
-
-    One that sees n more tokens than it has sees the first n of its prompt: of the last sequence
-    before it that sees only its own.
-    """
-    found = []
-    for own, total in zip(x.split(lengths, dim=2), seen, strict=True):
-        n = total - own.shape[2]
-        if n == 0:
-            prompt = own
-        found.append(torch.cat([prompt[:, :, :n], own], dim=2) if n else own)
-    return found
-
-
-def can_use_varlen(value: Tensor) -> bool:
-    """Whether torch's flash attention for flat batches takes these values: one kernel for all."""
-    fits = value.dtype == torch.bfloat16 and value.shape[-1] in range(8, 257, 8)
-    return fits and value.is_cuda and torch.cuda.get_device_capability() >= (8, 0)
+def can_use_varlen(key: Tensor, value: Tensor) -> bool:
+    """Whether torch's flash attention for flat batches takes these: all sequences in one kernel."""
+    fits = key.shape == value.shape and value.shape[-1] in range(8, 257, 8)
+    fits = fits and value.dtype == torch.bfloat16 and value.is_cuda
+    fits = fits and torch.backends.cuda.is_flash_attention_available()
+    return fits and torch.cuda.get_device_capability() >= (8, 0)

@@ -119,6 +119,17 @@ def run(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.parametrize("tool", ["curves", "pass_at_k", "sample", "winrate"])
+def test_bad_input_of_a_tool_ends_with_one_sentence(tool, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rest = dict(curves=["--out", "y.png"], sample=["--out", "y"], winrate=["./x"])
+    monkeypatch.setattr(sys, "argv", [f"{tool}.py", "./x", *rest.get(tool, [])])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / f"benchmarks/{tool}.py"), run_name="__main__")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"{tool}.py: error: ") and "./x" in last
+
+
 def test_exit_codes_tell_bad_input_from_bugs(run):
     """A bug, or a full disk, keeps its traceback."""
     assert run(InputError("bad")) == (2, "ppo.py: error: bad\n")
@@ -150,7 +161,7 @@ MISTAKES = [  # scripts, flags, words of the error
     (ALL, dict(base_model="./nowhere"), ("--base_model ./nowhere", "does not exist")),
     (ALL, dict(base_model="models/x/sft"), ("models/x/sft", "python sft.py --task x")),
     (ALL, dict(query_dataset="nowhere.txt"), ("--query_dataset nowhere.txt", "does not exist")),
-    (RL, dict(query_dataset="blank.txt"), ("--query_dataset", "of 0")),
+    (RL, dict(query_dataset="blank.txt"), ("--query_dataset", "no row")),
     (ALL, dict(query_column="story"), ("--query_dataset", "story", "text")),
     (ALL, dict(clean_fn="broken.py:f"), ("--clean_fn broken.py:f", "JSONDecodeError")),
     (ALL, dict(truncate_token=". ."), ("--truncate_token", "one token")),

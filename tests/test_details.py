@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 from tiny import EOS, KINDS, PAD, WORDS
+from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from transformers import AutoTokenizer
 
@@ -188,7 +189,8 @@ def test_G1_R1_a_reward_is_of_the_last_real_token_whatever_the_padding_and_the_b
     rows = [[3, 4, 5], [7], [8, 9, 10, 11, 12], [7, 7]]
     of_tokens = [naive_rewards(model, row) for row in rows]
     expected = torch.stack([rewards[-1] for rewards in of_tokens])
-    for tokens in (utils.pad_left(rows, 9, PAD), utils.pad_right(rows, PAD)):
+    at_right = pad_sequence([torch.tensor(x) for x in rows], batch_first=True, padding_value=PAD)
+    for tokens in (utils.pad_left(rows, 9, PAD), at_right):
         assert_close(model.token_rewards(tokens)[tokens != PAD], torch.cat(of_tokens), **SAME)
         assert_close(model(tokens), expected, **SAME)
         assert_close(model(tokens[1:2]), expected[1:2], **SAME)

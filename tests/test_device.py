@@ -33,7 +33,7 @@ INDEXING = {aten.index.Tensor, aten._index_put_impl_.default}
 INDEXING |= {aten.index_put_.default, aten.index_put.default}
 # Operations whose result the host needs: a number, or a size
 READS = {aten._local_scalar_dense.default, aten.nonzero.default}
-READS |= {aten.masked_select.default, aten.unique_dim.default}
+READS |= {aten.masked_select.default, aten.unique_dim.default, aten.masked_scatter_backward.default}
 
 
 class Far(Tensor):

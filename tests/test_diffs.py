@@ -45,10 +45,12 @@ DIFFS = {path.stem: path.read_text() for path in sorted((ROOT / "diffs").glob("*
 BASES = {name: re.search(r"^--- (\w+)\.py", text, flags=re.M)[1] for name, text in DIFFS.items()}
 # Added lines at most:
 EXPERIMENTS = {"tools": 60, "stale": 45, "vine": 55, "sampling_gap": 20, "online_dpo": 40}
+EXPERIMENTS |= {"dynamic_sampling": 35}
 SMALL = [name for name in DIFFS if name not in EXPERIMENTS]
 OF_PPO, OF_RLOO = ([name for name in SMALL if BASES[name] == x] for x in ("ppo", "rloo"))
 ALGORITHMS = [x for x in OF_RLOO if x not in ("lora_rloo", "whiten_advantages")]  # alternatives
-LIMITS = EXPERIMENTS | {"dpo": 45}  # others 25
+OF_TOKENS = ("distill", "reinforce_plus_plus")  # responses to a query are not compared
+LIMITS = EXPERIMENTS | {"dpo": 46}  # others 25
 EXCLUSIVE = [{"lora", x} for x in ("freeze_layers", "ema", "keep_best")]  # what is trained, saved
 MEANINGLESS = [{"lora", "reference_on_cpu"}, {"trlx_kl", "reference_on_cpu"}]  # no reference there
 PAIRS = [x for x in itertools.combinations(OF_PPO, 2) if {*x} not in EXCLUSIVE + MEANINGLESS]
@@ -140,8 +142,9 @@ def test_a_patch_of_ppo_applies_after_every_other_one(first, patched, tmp_path):
 
 @pytest.mark.parametrize("pair", list(itertools.permutations(OF_RLOO, 2)), ids="+".join)
 def test_patches_of_rloo_are_alternatives_but_lora_goes_with_each(pair, patched, tmp_path):
+    """But not with distill: its teacher would be the initial policy."""
     path = Path(shutil.copy(patched(pair[0]).__file__, tmp_path))
-    assert apply(path, pair[1]) == ("lora_rloo" in pair)
+    assert apply(path, pair[1]) == ("lora_rloo" in pair and "distill" not in pair)
 
 
 # --------------------------------------------------------------------------------------------- runs
@@ -167,7 +170,10 @@ class KeptRun(tiny.FakeRun):
 def sizes_of(script, task):
     """Flags of a run of a few steps on a task."""
     if hasattr(script.Args, "num_ppo_epochs"):
-        return dict(task=task, reward_model=folder_of(task), **SIZES)
+        teacher = (
+            dict(ref_model=f"{folder_of(task)}/teacher") if "distill" in script.__name__ else {}
+        )
+        return dict(task=task, reward_model=folder_of(task), **SIZES | teacher)
     sizes = dict(batch_size=4, micro_batch_tokens=60, num_heldout=4, lr=1e-2, block_size=10)
     sizes |= dict(num_labels=8, normalize_samples=8, rollout_batch_size=8, task=task)
     return {name: x for name, x in sizes.items() if hasattr(script.Args, name) or name == "task"}
@@ -230,6 +236,7 @@ def task(tmp_path_factory):
     """A task whose folder has a reward model and other texts, too."""
     task = tiny.write_task(tmp_path_factory.mktemp("task"), truncate_token=None)
     tiny.write_reward(Path(folder_of(task)))
+    tiny.write_model(Path(folder_of(task), "teacher"), seed=5)
     texts = [f"Anna saw {n} {thing}." for n in range(10) for thing in ("cats", "old red houses")]
     Path(folder_of(task), "other.txt").write_text("\n".join(texts))
     return task
@@ -707,6 +714,8 @@ def slow_advantages(name, rollout, kl_coef):
     scores, contexts = rollout.scores.tolist(), rollout.contexts.tolist()
     kl = [row[:n] for row, n in zip(rollout.kl.tolist(), rollout.mask.sum(dim=1), strict=True)]
     rows = range(len(kl))
+    if name == "distill":
+        return [[-x for x in row] for row in kl]
     if name == "reinforce_plus_plus":
         returns = [[scores[i] - kl_coef * sum(kl[i][t:]) for t in range(len(kl[i]))] for i in rows]
         tokens = sum(returns, [])
@@ -792,7 +801,7 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
         for context, score in zip(rollout.contexts.tolist(), rollout.scores.tolist(), strict=True):
             scores.setdefault(tuple(context), set()).add(score)
         alike = [len(scores[tuple(context)]) == 1 for context in rollout.contexts.tolist()]
-        if name != "reinforce_plus_plus":
+        if name not in OF_TOKENS:
             assert line["objective/frac_reward_zero_std"] == sum(alike) / 16
         left_out += sum(alike)
         for rows in minibatches:
@@ -819,7 +828,7 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
     assert 0 < left_out < 32
 
 
-@pytest.mark.parametrize("name", [x for x in ALGORITHMS if x != "reinforce_plus_plus"])
+@pytest.mark.parametrize("name", [x for x in ALGORITHMS if x not in OF_TOKENS])
 def test_a_group_with_equal_rewards_has_advantages_of_exactly_zero(name, patched):
     rewards = torch.tensor([1.0, 0.1, 2.0, 0.1, 3.0, 0.1])  # of two queries: 1 2 3 and 0.1
     of_scores = SimpleNamespace(scores=rewards, kl=torch.zeros(6, 1)), 0.5
@@ -839,6 +848,28 @@ def test_statistics_are_means_over_what_is_learned_also_in_eos_tasks(name, patch
     for line, (rollout, _) in zip(run.metrics, run.rollouts, strict=False):
         assert rollout.mask.float().mean() < 0.8
         assert line["ppo/val/ratio"] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize(("score", "kl_estimator"), [(0.0, "k1"), (5.0, "k3")])
+def test_distill_the_reward_of_a_token_is_its_log_ratio_to_the_teacher(
+    score, kl_estimator, patched, task
+):
+    """Of each text alone, 0 at padding, whatever the score and the estimator of the metric."""
+    reward = lambda queries, *inputs: torch.full([len(queries)], score)  # noqa: E731
+    names = dict(sample_in_batches=uneven_responses, load_reward=lambda *inputs: reward)
+    script, flags = patched("distill"), dict(kl_estimator=kl_estimator, lr=0.0)
+    run = run_main(script, replace(task, **EOS), names=names, **flags)
+    lm = models.load_lm(f"{folder_of(task)}/teacher")
+    teacher, (rollout, _), log_ratios = script.Policy(lm, tiny.WORDS, 0.7), run.rollouts[0], []
+    for i, texts in enumerate(zip(rollout.contexts, rollout.responses, strict=True)):
+        expected = torch.zeros(5)
+        expected[: i % 5 + 1] = tiny.run_alone(teacher, *texts)[0]
+        expected[: i % 5 + 1] -= tiny.run_alone(run.model, *texts)[0]
+        torch.testing.assert_close(rollout.rewards[i], expected, atol=1e-4, rtol=1e-4)
+        log_ratios += expected.tolist()
+    kl = [-x if kl_estimator == "k1" else math.exp(x) - 1 - x for x in log_ratios]
+    assert run.metrics[0]["objective/kl"] == pytest.approx(sum(kl) / 16, abs=1e-4)
+    assert run.metrics[0]["objective/scores"] == score
 
 
 def test_dapo_a_batch_without_signal_changes_nothing(patched, task):
@@ -1167,6 +1198,29 @@ def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, patched
     assert alike == (max(x.abs().max() for x in run.steps[0].grads.values()) < 1e-6)
     for name, p in policy.named_parameters():
         torch.testing.assert_close(run.steps[0].grads[name], p.grad, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 20])
+def test_dynamic_sampling_replaces_groups_with_equal_scores_until_the_limit(limit, patched, task):
+    calls, reward = [], lambda queries, responses, columns: (responses.sum(dim=1) % 4 == 0).float()
+    names = dict(load_reward=lambda *inputs: lambda *x: calls.append(x[:2]) or reward(*x))
+    flags = dict(max_resamples=limit, eval_queries=3, num_minibatches=1)
+    run = run_main(patched("dynamic_sampling"), task, names=names, **flags)
+    calls = [x for x in calls if len(x[0]) != 3]  # no evaluations
+    for (rollout, _), line in zip(run.rollouts, run.metrics, strict=False):
+        missing, kept, sizes = range(4), {}, []
+        while missing and len(sizes) <= limit:
+            sizes.append(len(missing))
+            groups = [torch.cat(calls[0], dim=1)[i :: len(missing)] for i in range(len(missing))]
+            kept |= dict(zip(missing, groups, strict=True))
+            missing = [i for i in missing if reward(0, kept[i][:, 8:], 0).unique().numel() == 1]
+            calls.pop(0)
+        found = torch.cat([rollout.queries, rollout.responses], dim=1)
+        assert all(torch.equal(found[i::4], kept[i]) for i in kept)
+        assert line["objective/sampled_batches"] == sum(sizes) / 4
+        dropped = sum(sizes[1:]) + len(missing)
+        assert line["objective/frac_reward_zero_std"] == pytest.approx(dropped / sum(sizes))
+    assert not calls
 
 
 # ------------------------------------------------------------------------------------------ recipes

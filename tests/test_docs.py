@@ -221,10 +221,8 @@ def memory(shape: str) -> Numbers:
 
 
 def adapters(label: str) -> Numbers:
-    of_80gb = "--rollout_batch_size 32 --micro_batch_tokens 8192"
-    flags = "--rollout_batch_size 64" if "64" in label else of_80gb
-    script = "lora, frozen layers in bf16" if "bf16" in label else "lora"
-    where = dict(script=script, flags=f"{flags} --gradient_checkpointing")
+    flags = label if "32" in label else "--rollout_batch_size 64"
+    where = dict(script="lora", flags=f"{flags} --gradient_checkpointing")
     return [pick("memory", x, **where)[0] for x in ("live", "sample", "optimize")]
 
 

@@ -1,6 +1,7 @@
 """Every flag of the scripts does something, and options of later systems are off by default."""
 
 import functools
+import json
 import math
 from dataclasses import fields, replace
 from pathlib import Path
@@ -175,6 +176,12 @@ def test_the_kl_is_to_ref_model_and_the_policy_starts_at_base_model(script, tmp_
         logprobs, of_ref = (tiny.run_alone(x, context, response)[0] for x in (policy, ref))
         assert_close(kl, logprobs - of_ref, atol=1e-4, rtol=1e-4)
     assert first.kl.abs().max() > 0.01
+    tokenizer = json.loads(Path("ref/tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]  # the KL would still be a number
+    words["Ġcat"], words["Ġdog"] = words["Ġdog"], words["Ġcat"]
+    Path("ref/tokenizer.json").write_text(json.dumps(tokenizer))
+    flags |= dict(run_name="other", ref_model="ref")
+    tiny.refuses(lambda: script.main(tiny.small_args(script, task, **flags)), "--ref_model ref: ")
 
 
 def test_X13_R3_policy_model_samples_and_base_model_becomes_the_reward_model(

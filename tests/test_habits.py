@@ -78,15 +78,6 @@ def test_contributors_hooks_and_ci_run_the_same_checks():
         assert command.split(" -c ")[0] in CONTRIBUTING + CI, command
 
 
-@pytest.mark.parametrize(
-    "path", sorted(ROOT.glob(".github/ISSUE_TEMPLATE/*")), ids=lambda p: p.stem
-)
-def test_issue_forms_parse(path):
-    form = yaml.safe_load(path.read_text())
-    assert form["name"] and form["description"]
-    assert all(item["type"] and item["attributes"]["label"] for item in form["body"])
-
-
 @pytest.mark.parametrize("name", ["ppo", "rloo", "sft", "train_reward"])
 def test_a_copy_of_a_script_passes_the_linter(name):
     command = [sys.executable, "-m", "ruff", "check", "--stdin-filename", "mine.py", "-"]

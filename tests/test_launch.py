@@ -198,7 +198,7 @@ def test_slurm_saves_a_checkpoint_in_time_and_the_requeued_job_resumes(task, tmp
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
     env = dict(PATH=f"{commands}{os.pathsep}{os.environ['PATH']}", SLURM_JOB_ID="7")
-    env |= dict(SLURM_NTASKS="2", SLURM_JOB_NODELIST="here")
+    env |= dict(SLURM_NTASKS="2", SLURM_JOB_NODELIST="here", SLURM_CPUS_PER_TASK="8")
     env |= dict(MASTER_PORT=str(30611 + os.getpid() % 1000))
     command = ["bash", CONFIGS / "slurm.sh", ROOT / "sft.py", *flags(task, **SFT, num_epochs=60)]
     (tmp_path / "runs/slurm-7").mkdir(parents=True)  # of a start that ended before its checkpoint

@@ -46,6 +46,7 @@ def one_update(folder: Path, script: str, kind: str, form: str, rank: int = 0) -
     with torch.no_grad():  # if no response ends, all have the same score
         lm.get_output_embeddings().weight[lm.config.eos_token_id] *= 4
     lm.save_pretrained(task.base_model)
+    other = KINDS[KINDS.index(kind) - 1]  # a reward model need not be of the policy's kind
     common = dict(run_name=folder.name, output_dir=str(folder / "out"), lr=1e-3)
     sizes: dict[str, Any] = dict(batch_size=8, micro_batch_tokens=36)
     if script == "sft":
@@ -54,7 +55,9 @@ def one_update(folder: Path, script: str, kind: str, form: str, rank: int = 0) -
         sizes |= dict(num_labels=8, normalize_samples=8, rollout_batch_size=8)
     else:
         sizes |= dict(total_episodes=32, batch_size=32, num_ppo_epochs=1, eval_queries=4)
-        sizes |= dict(rollout_batch_size=13, reward_model=tiny.write_reward(files / "reward", kind))
+        sizes |= dict(
+            rollout_batch_size=13, reward_model=tiny.write_reward(files / "reward", other)
+        )
         sizes |= dict(micro_batch_tokens=(108, 4096)[KINDS.index(kind) % 2])  # parts, or one
     return tiny.new_args(SCRIPTS[script], task, **common, **sizes)
 

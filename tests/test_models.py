@@ -10,7 +10,7 @@ from tiny import refuses
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, GPT2Model
 
 import train_reward
-from machinery import models, rewards
+from machinery import models, rewards, tokens
 from machinery.cli import about
 from machinery.rewards import RewardConfig
 
@@ -140,16 +140,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(start, no_weight
     refuses(lambda: start("ppo"), "--base_model", tiny.WORDS, 500, "embeddings")
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("model-00002-of-00005.safetensors", lambda old: old[:-50]), ("config.json", lambda x: x[:9])],
-    ids=["weights", "config"],
-)
-def test_a_broken_file_of_a_model_is_named(name, content, tmp_path):
-    tiny.make_lm(vocab=tiny.WORDS).save_pretrained(tmp_path, max_shard_size="40KB")
-    path = tmp_path / name
-    path.write_bytes(content(path.read_bytes()))
-    refuses(lambda: models.load_lm(str(tmp_path)), "--base_model", tmp_path, name)
+def test_a_model_that_is_too_short_for_the_run_is_refused(tmp_path):
+    tiny.make_other_lm("llama", max_position_embeddings=16).save_pretrained(tmp_path)
+    refuses(lambda: models.load_lm(str(tmp_path), length=17), "needs 17 tokens", "reads 16")
 
 
 def test_weights_that_are_missing_or_not_finite_are_refused(tmp_path):
@@ -173,5 +166,5 @@ def test_a_model_without_tokenizer_files_says_so(kind, start, no_weights, tmp_pa
 
 def test_a_text_may_be_as_long_as_the_model_reads():
     config = tiny.config("llama")
-    models.check_length(config, config.max_position_embeddings, "it")
-    refuses(lambda: models.check_length(config, config.max_position_embeddings + 1, "it"), "llama")
+    tokens.check_length(config, config.max_position_embeddings, "it")
+    refuses(lambda: tokens.check_length(config, config.max_position_embeddings + 1, "it"), "llama")

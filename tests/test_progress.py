@@ -38,13 +38,15 @@ def test_a_line_is_printed_at_least_once_a_minute(home, monkeypatch, capsys):
 
     def printed(total: int, seconds: float) -> list[int]:
         args = small("ppo", run_name=None)
-        run = runs.Run(args, ppo.SCRIPT, total, ["a/b"], Accelerator(cpu=True))
+        run = runs.Run(args, ppo.SCRIPT, total, ["objective/a", "b/a"], Accelerator(cpu=True))
         for step in range(total):
             now[0] += seconds
-            run.log(step, {"a/b": 0.5, "other": 1.0})
+            run.log(step, {"objective/a": 0.5, "b/a": 1.0, "other": 2.0})
             assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == step + 1
         run.close()
-        lines = [line for line in capsys.readouterr().out.splitlines() if " b 0.5 " in line]
+        lines = [
+            line for line in capsys.readouterr().out.splitlines() if "  a 0.5  b/a 1  left" in line
+        ]
         return [int(line.split("/")[0]) for line in lines]
 
     assert printed(100, 1) == [*range(1, 100, 5), 100]

@@ -31,7 +31,7 @@ from machinery.cli import InputError
 from machinery.labels import load_labels
 from machinery.models import load_lm
 from machinery.queries import cut_query, ends_word
-from machinery.sources import load_function
+from machinery.sources import run_file
 from machinery.tokens import load_tokenizer, same_tokens
 from utils import TokenIds, query_rows
 
@@ -285,7 +285,7 @@ def test_what_a_users_function_cleaned_is_not_taken_from_an_earlier_run(
     task, tables = replace(task, clean_fn=f"{tmp_path / 'mine.py'}:clean"), []
     for word in ("dog", "sea"):
         monkeypatch.setitem(sys.modules, "helper", SimpleNamespace(word=word))
-        load_function.cache_clear()
+        run_file.cache_clear()
         tables.append(load_queries(task)[:])
     assert tables[0].shape == tables[1].shape and not torch.equal(*tables)
 

@@ -34,6 +34,7 @@ import torch
 from conftest import SCRIPTS, SIGNALS, settings, without_times, write_files
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo
 import rloo
@@ -442,6 +443,8 @@ def test_a_run_that_has_finished_can_be_resumed_and_stays_the_same(ran, copy):
         ppo.main(again(**flags))
         assert_same_run(copy / "runs/ran", ran / "runs/ran")
     assert os.listdir("runs") == ["ran"] and not list(Path().rglob("*.part*"))
+    events = EventAccumulator("runs/ran").Reload().Scalars("objective/scores")
+    assert [event.step for event in events] == list(range(6))  # each once
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_gives_the_same_run(ran, copy):
@@ -493,6 +496,9 @@ def test_changed_flags_are_all_named_before_anything_is_loaded(copy, no_weights)
     with refused("processes=2 instead of 1"):
         ppo.check(again(), 2)
     ppo.check(again(run_name=None, output_dir="out", save_every=None), 1)
+    Path("out").mkdir()  # hours before the weights would have to be there
+    with refused("--output_dir out exists"):
+        ppo.check(again(output_dir="out"), 1)
 
 
 def test_a_resumed_run_has_the_models_and_data_that_its_names_meant(ran, copy):

@@ -17,6 +17,7 @@ from conftest import read_metrics
 from formats import write_rows
 from test_diffs import apply
 from tiny import refuses
+from torch import nn
 
 import ppo
 import rloo
@@ -88,14 +89,6 @@ def test_a_reward_model_without_its_tokenizer_is_refused(task, tmp_path):
     refuses(lambda: load_reward(task, reward_model=folder), f"--reward_model {folder}: ")
 
 
-@pytest.mark.parametrize("content", [lambda old: old[:-50], lambda old: b""])
-def test_damaged_weights_of_a_reward_model_are_named(content, tmp_path):
-    path = Path(tiny.write_reward(tmp_path / "reward"), "model.safetensors")
-    path.write_bytes(content(path.read_bytes()))
-    load = lambda: load_reward_model(train_reward.RewardModel, str(path.parent))  # noqa: E731
-    refuses(load, f"--reward_model {path.parent}: model.safetensors is damaged")
-
-
 def test_an_uploaded_reward_model_loads_by_its_name_on_the_hub(unreachable_hub, tmp_path):
     """From the hub's cache: refs/main, snapshots/<commit>/ with links into blobs/."""
     local = Path(tiny.write_reward(tmp_path / "reward"))
@@ -115,7 +108,7 @@ def test_an_uploaded_reward_model_loads_by_its_name_on_the_hub(unreachable_hub, 
 def test_X13_a_reward_model_reads_and_scores_the_policys_texts(gpt2, hers):
     pairs = [("It", " .\n"), ("I'm", " .<|endoftext|>"), ("Ben saw the cat", " and left .")]
     q = utils.pad_left([gpt2.encode(q) for q, _ in pairs], 6, 50257)
-    r = utils.pad_right([gpt2.encode(r) for _, r in pairs], 50257)
+    r = nn.utils.rnn.pad_sequence([torch.tensor(gpt2.encode(r)) for _, r in pairs], True, 50257)
     texts = [hers.encode(q + r) for q, r in pairs]
     for longest in (64, 2, None):  # a text that is too long loses its beginning
         model = tiny.make_reward(pad_id=1000)

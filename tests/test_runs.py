@@ -3,11 +3,9 @@
 import json
 import os
 import pickle
-import resource
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,8 @@ import tiny
 import torch
 from accelerate import Accelerator
 from conftest import SCRIPTS, read_metrics, settings
-from safetensors import SafetensorError
 from safetensors.torch import load_file
-from test_resume import at_call, checkpoint_files, exit_code, read_state
+from test_resume import checkpoint_files, exit_code, read_state
 from transformers import AutoModelForCausalLM
 
 import ppo
@@ -259,46 +256,6 @@ def sentence(capsys: pytest.CaptureFixture, *words: Any) -> str:
 def steps_kept() -> list[int]:
     """The updates after which runs/ran has checkpoints, all of which can be read."""
     return [read_state(path)[1]["step"] for path in checkpoint_files()]
-
-
-# ---------------------------------------------------------------------------------------------- a full disk
-
-FULL = {  # what → script, the call before which the disk gets full, bytes that a file can grow
-    "checkpoint": ("ppo", checkpoints, "save_file", 3, 50_000),
-    "metrics": ("rloo", runs.Run, "log", 4, 20),
-    "weights": ("train_reward", artifacts, "save_model", 1, 50_000),
-}
-
-
-@pytest.mark.parametrize("what", FULL)
-def test_a_full_disk_loses_nothing_and_the_run_resumes(what, home, monkeypatch):
-    """Whole checkpoints stay, no weights are half written, and the metrics end as at a checkpoint."""
-    script, *where, room = FULL[what]
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def fill(function: Callable, *args: Any, **settings: Any) -> Any:
-        """From now on, the kernel refuses to make a file longer."""
-        size = Path("runs/ran/metrics.jsonl").stat().st_size if what == "metrics" else 0
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, hard))
-        return function(*args, **settings)
-
-    try:
-        with monkeypatch.context() as patch:
-            at_call(patch, *where, fill)
-            with pytest.raises((OSError, SafetensorError), match="File too large"):
-                exit_code(script, small(script))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    done = {"checkpoint": 2, "metrics": 3}.get(what, 5)
-    assert steps_kept() == [done - 1, done]
-    assert not Path("runs/ran/model").exists() and not Path("models").exists()
-    assert exit_code(script, small(script, run_name=None, resume="runs/ran")) == 0
-    assert [line["step"] for line in read_metrics("ran")][:6] == list(range(6))
-    assert Path("runs/ran/model/model.safetensors").is_file()
-    assert not list(Path().rglob("*.part*"))
-
-
-# ------------------------------------------------------------------------------------------ reward functions
 
 
 def function_file(name: str, body: str) -> str:

@@ -1,12 +1,9 @@
 """Data sources: files, folders, the hub; what is not read."""
 
 import time
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import datasets
-import huggingface_hub
 import pytest
 import tiny
 import transformers
@@ -16,7 +13,6 @@ from tiny import refuses
 from machinery import sources
 from machinery.cli import about
 from machinery.models import load_lm
-from machinery.queries import load_queries
 from machinery.sources import load_function, load_rows
 from machinery.tokens import load_tokenizer
 
@@ -53,34 +49,6 @@ def test_files_and_folders_are_data_sources_of_which_at_selects_a_split(form, tm
     refuses(lambda: load_rows(f"{source}@dev", "--flag"), "--flag", "dev")
 
 
-@pytest.mark.parametrize("name", ["mine.jsonl", "mine.json", "mine.txt", "mine.csv"])
-def test_a_file_that_is_not_utf_8_is_named(name, task, tmp_path):
-    rows = "text\ncafé\n" if name == "mine.csv" else '{"text": "café"}\n'
-    (tmp_path / name).write_bytes(rows.encode("latin-1"))
-    task = replace(task, query_dataset=str(tmp_path / name))
-    load = partial(load_queries, task, *load_tokenizer(task, 5), 9)
-    refuses(load, "--query_dataset", name)
-
-
-@pytest.mark.parametrize("values", [[1, 2], [["Anna"]], ["Anna", 1]])
-def test_queries_of_something_else_than_texts_are_refused(values, task, tmp_path):
-    rows = write_rows(tmp_path / "a.jsonl", [{"text": value} for value in values])
-    load = partial(load_queries, replace(task, query_dataset=rows), *load_tokenizer(task, 5), 1)
-    refuses(load, f"--query_dataset {rows}: ")
-
-
-def test_a_missing_dataset_is_not_called_an_unreachable_hub(monkeypatch):
-    """The hub answers that there is none, or that access is denied: datasets raises an OSError."""
-
-    def load_dataset(path, **options):
-        raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{path}' doesn't exist on the Hub")
-
-    monkeypatch.setattr(sources, "go_offline_if_unreachable", lambda: None)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    refuses(lambda: load_rows("me/tldrr", "--flag"), "--flag me/tldrr: ", "doesn't exist")
-
-
 @pytest.mark.parametrize("source", ["abisee/cnn_dailymail:3.0.0", "OpenAI/lm:a/5k.json"])
 def test_a_dataset_that_cannot_be_reached_is_named_at_once(source, unreachable_hub):
     began = time.perf_counter()
@@ -102,25 +70,14 @@ def test_a_model_that_cannot_be_reached_is_named_at_once(unreachable_hub, tmp_pa
     assert time.perf_counter() - began < 15  # the libraries retry for 23 s
 
 
-FILES = {  # with a function → what the error says
-    "no_colon": ("", "no_colon"),
-    "mine.py:g": ("def f(): pass", "g"),
-    "exits.py:f": ("import sys; sys.exit(0)", "SystemExit"),
-    "broken.py:f": ("{}['no']", "KeyError"),
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_function_that_cannot_be_imported_ends_the_run(name, tmp_path):
-    """Also if its file ends the process."""
-    content, words = FILES[name]
-    (tmp_path / name.split(":")[0]).write_text(content)
+def test_a_file_of_functions_that_ends_the_process_is_an_error_of_its_flag(tmp_path):
+    (tmp_path / "exits.py").write_text("import sys; sys.exit(0)")
 
     def load():
-        with about(f"--clean_fn {name}"):
-            load_function(f"{tmp_path}/{name}")
+        with about("--clean_fn exits.py:f"):
+            load_function(f"{tmp_path}/exits.py:f")
 
-    refuses(load, f"--clean_fn {name}: ", words)
+    refuses(load, "--clean_fn exits.py:f: SystemExit")
 
 
 WITH_A_DATACLASS = """

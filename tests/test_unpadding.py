@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -18,7 +19,7 @@ from machinery import unpadding
 from machinery.models import check_model
 from machinery.unpadding import set_unpadding
 
-OTHERS = ("gemma2", "opt", "gptj", "mixtral", "cohere", "phi")
+OTHERS = ("gemma2", "opt", "gptj", "mixtral", "cohere", "phi", "afmoe")
 PADDED = ("falcon", "falcon_alibi", "gemma2", "gptj")  # models that take the plain call
 PROMPT = 8  # columns of a prompt in `make_batch`
 
@@ -71,7 +72,8 @@ def hidden_and_gradients(lm, call, inputs, bf16: bool = False, **options) -> lis
         hidden = call(*inputs, **options)
     assert hidden.isfinite().all() and hidden.shape == (*mask.shape, 32)
     loss = (hidden[mask].float() * weights).sum()
-    return [hidden[mask].float(), *torch.autograd.grad(loss, list(lm.base_model.parameters()))]
+    weights = [x for x in lm.base_model.parameters() if x.requires_grad]
+    return [hidden[mask].float(), *torch.autograd.grad(loss, weights)]
 
 
 def assert_close(found: list[Tensor], expected: list[Tensor], bf16: bool = False) -> None:
@@ -129,7 +131,7 @@ def varlen_on_cpu(monkeypatch):
     def use(function):
         counted = Mock(side_effect=function)
         monkeypatch.setattr(varlen, "varlen_attn", counted)
-        monkeypatch.setattr(unpadding, "can_use_varlen", lambda value: True)
+        monkeypatch.setattr(unpadding, "can_use_varlen", lambda *_: True)
         return counted
 
     return use
@@ -154,6 +156,22 @@ def test_varlen_attn_gives_what_the_plain_call_gives(kind, bf16, varlen_on_cpu):
         else:
             assert_close(found, expected)
         assert calls.call_count == count * layers
+
+
+def test_varlen_attn_is_called_where_flash_attention_can_run(monkeypatch):
+    """In bf16 since Ampere, for heads of up to 256 features, a multiple of 8, as wide in keys as in values."""
+
+    def fits(key, value, dtype=torch.bfloat16, capability=(9, 0), is_cuda=True, built=True) -> bool:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
+        common = dict(dtype=dtype, is_cuda=is_cuda)
+        k, v = (SimpleNamespace(shape=(9, 2, n), **common) for n in (key, value))
+        return unpadding.can_use_varlen(k, v)
+
+    assert fits(64, 64, capability=(8, 0)) and fits(256, 256)
+    assert not fits(264, 264) and not fits(100, 100) and not fits(192, 128)  # DeepSeek-V3's
+    others = [dict(dtype=torch.float32), dict(capability=(7, 5)), dict(is_cuda=False)]
+    assert not any(fits(64, 64, **other) for other in [*others, dict(built=False)])
 
 
 @pytest.mark.parametrize("own", [0, 1, 5])
@@ -230,20 +248,20 @@ def test_G3_padding_is_computed_if_local_attention_reaches_less_far(kind, window
 
 def forget_sequences(base, args, kwargs):
     """As attention that ignores the argument: every token sees all others."""
-    return args, {k: v for k, v in kwargs.items() if k != "unpadding"}
+    return args, {k: v for k, v in kwargs.items() if k != "plan"}
 
 
 def forget_prompts(base, args, kwargs):
     """Responses see their own tokens only."""
-    if layout := kwargs.get("unpadding"):
-        lengths, _, bounds = layout
-        kwargs["unpadding"] = lengths, lengths, bounds
+    if layout := kwargs.get("plan"):
+        lengths, _, bounds, index, masks = layout
+        kwargs["plan"] = lengths, lengths, bounds, index, masks
     return args, kwargs
 
 
 def count_positions(base, args, kwargs):
     """Positions go on from one sequence to the next."""
-    if kwargs.get("unpadding"):
+    if kwargs.get("plan"):
         kwargs["position_ids"] = torch.arange(args[0].shape[1])[None]
     return args, kwargs
 
@@ -255,6 +273,11 @@ def test_the_check_notices_a_model_that_mixes_sequences(mistake):
     lm.base_model.register_forward_pre_hook(mistake, with_kwargs=True)
     check_model(lm, 16)
     assert lm.base_model.max_unpadded == 0 and lm.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_makes_its_own_attention_masks_is_refused():
+    """Those of Doge have weights, which would get no gradient."""
+    tiny.refuses(lambda: check_model(tiny.make_other_lm("doge"), 16), "masks of its own")
 
 
 def test_a_deep_copy_computes_with_its_own_weights():

@@ -2,8 +2,9 @@
 # InstructGPT: a critic from the reward model (X1), pretraining gradients (X4), an average of the
 #     policy (X5), warm-up and then a constant learning rate (X8), one epoch per batch.
 # Source: Ouyang et al. 2022, arXiv 2203.02155.
-# Differs: The critic has the size of the reward model, not of a 6B model. The pretraining texts
-#     are those of --ptx_dataset, as many as episodes instead of eight times as many.
+# Differs: The learning rate of the policy is not published: 5e-6 is in the range that was tried.
+#     The critic has the size of the reward model, not of a 6B model. The pretraining texts are
+#     those of --ptx_dataset, as many as episodes instead of eight times as many.
 # Synthetic: diffs/recipes/instructgpt.sh --task synthetic --total_episodes 4096 --batch_size 128
 #     --lr 5e-4 --warmup_updates 2 --critic_from models/synthetic/train_reward
 set -euo pipefail

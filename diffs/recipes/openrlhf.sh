@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # OpenRLHF: a critic from the reward model at nine times the learning rate (X1), clipped gradients
 #     and a cosine schedule (X8), a KL penalty by the estimator k1 (X3), no whitening of rewards,
-#     one epoch per batch.
+#     clipped scores (X2), one epoch per batch.
 # Source: Hu et al. 2024, arXiv 2405.11143, and the defaults of its train_ppo.py.
-# Differs: Its cosine ends at a tenth of the learning rate, ours at 0.
+# Differs: Its cosine ends at a tenth of the learning rate, ours at 0. Later releases have other
+#     defaults.
 # Synthetic: diffs/recipes/openrlhf.sh --task synthetic --batch_size 128 --lr 1e-4
 #     --warmup_updates 1 --critic_from models/synthetic/train_reward
 set -euo pipefail
@@ -20,6 +21,6 @@ flags=(
   --batch_size 512 --num_minibatches 4 --num_ppo_epochs 1 --temperature 1 --lr 1e-6 --cosine
   --warmup_updates 59 --critic_lr_ratio 9 --adam_eps 1e-8 --adam_beta2 0.95 --weight_decay 0
   --max_grad_norm 1 --vf_coef 1 --kl_coef 0.01 --kl_target None --kl_estimator k1
-  --no-whiten_rewards
+  --clip_score 10 --no-whiten_rewards
 )
 ${LAUNCH:-python} openrlhf.py "${flags[@]}" "$@"

@@ -2,8 +2,8 @@
 # trlX: only the upper two layers are trained, clipped scores (X2), its k3 in the logs (X3), AdamW
 #     (X8), no whitening of rewards.
 # Source: github.com/CarperAI/trlx, default_ppo_config() of trlx/data/default_configs.py.
-# Differs: trlX shares the frozen layers with the reference (hydra); here the reference is a whole
-#     copy. The logs have trlX's KL beside ours (k1).
+# Differs: Its value head has two layers, ours one. trlX shares the frozen layers with the reference
+#     (hydra); here the reference is a whole copy. The logs have trlX's KL beside ours (k1).
 # Synthetic: diffs/recipes/trlx.sh --task synthetic --total_episodes 4096 --lr 5e-4
 set -euo pipefail
 cd "$(dirname "$0")/../.."

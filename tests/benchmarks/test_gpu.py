@@ -13,10 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ppo
 import rloo
 from benchmarks import gpu, gpu_checks, memory, speed
+from machinery import unpadding
 
 ROWS = list(gpu.plan(True, Path("unused"), Path("unused")))
 ALL = [what for what, *_ in ROWS]
 QUICK = ["attention, ours", "sentiment: models", "sentiment: ppo, profile", "sentiment: tokens"]
+QUICK += ["sentiment: unpadding"]
 
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param(ALL, marks=pytest.mark.slow)])
@@ -67,6 +69,19 @@ def test_golden_numbers_that_are_off_are_a_row_that_is_not_ok(tmp_path, monkeypa
     monkeypatch.setattr(ppo, "whiten", lambda *x, **flags: 1.01 * whiten(*x, **flags))
     result = gpu.alone(100, tmp_path / "log", gpu_checks.golden)["result"]
     assert result == "not ok: golden tests end with exit code 1"
+
+
+def test_wrong_attention_in_bf16_is_a_row_that_is_not_ok(monkeypatch, tmp_path):
+    """A GPU computes it in bf16 only, which no check at the start of a run does."""
+    attention, gpt2 = unpadding.attention, (gpu.SMALL, tmp_path / "gpt2")
+
+    def wrong(module, q, k, v, *rest, **options):
+        k = 1.2 * k if v.dtype == torch.bfloat16 else k
+        return attention(module, q, k, v, *rest, **options)
+
+    gpu.make(*gpt2)
+    monkeypatch.setattr(unpadding, "attention", wrong)
+    assert gpu.gpu_checks.unpadding(*gpt2)["result"].startswith("not ok: errors")
 
 
 @pytest.mark.parametrize("script", [ppo, rloo])
@@ -157,9 +172,9 @@ def test_memory_between_updates_is_that_of_weights_and_moments(
     Of the last two, linear layers are in bf16.
     """
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # restored afterwards
-    monkeypatch.setitem(memory.SHAPES, "tiny", memory.gpt2(64, 4, 2))
-    linear = 4 * (12 * 64**2 + 9 * 64)
-    parameters = 64 * (50257 + 1024) + linear + 4 * 4 * 64 + 2 * 64
+    monkeypatch.setitem(memory.SHAPES, "tiny", memory.gpt2(512, 4, 2))
+    linear = 4 * (12 * 512**2 + 9 * 512)
+    parameters = 512 * (50257 + 1024) + linear + 4 * 4 * 512 + 2 * 512
     flags = "--batch_size 8 --num_minibatches 1"
     memory.main(memory.Args((script,), ("tiny",), ("sentiment",), flags))
     row = capsys.readouterr().out.splitlines()[-1]
@@ -168,6 +183,14 @@ def test_memory_between_updates_is_that_of_weights_and_moments(
     live, *phases = map(float, sizes)
     assert live == pytest.approx((20 * parameters - 4 * linear) / 2**30, abs=0.006)
     assert all(size > live for size in phases)
+
+
+def test_a_cast_also_frees_frozen_weights_that_the_optimizer_has():
+    with FakeTensorMode(), memory.Tracker() as tracker:
+        layer = torch.nn.Linear(16, 8, bias=False)
+        weights = [*layer.parameters()]
+        memory.cast(layer, torch.bfloat16)
+        assert weights[0].dtype is torch.bfloat16 and tracker.now == 2 * 16 * 8
 
 
 def test_a_prompts_operations_count_once_where_it_is_read_once():

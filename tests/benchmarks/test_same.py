@@ -28,8 +28,8 @@ FAULTS = {  # column: a line of ppo.py, and a wrong one in its place
         "run.checkpoint(update + 1, policy, optimizer, 0.1)",
     ),
     "fsdp2": (
-        "with distributed.inference(accelerator, policy):  # autocast",
-        "with accelerator.autocast():  # eval mode",
+        "with distributed.inference(accelerator, policy):",
+        "with accelerator.autocast():",
     ),
     "bf16, first ratio": (  # old log-probabilities that are kept in bf16 (L6)
         "logprobs[i], _, values[i] = policy(contexts[i], responses[i])",
@@ -56,7 +56,7 @@ COLUMN = "all_advantages = compute_advantages(rollout.rewards, args)  # [B]"
 SEAMS = {  # what copies of rloo.py do: lines, and what is in their place
     "    return responses\n\n\ndef sample_in": "    return responses, responses % 7\n\n\ndef sample_in",
     "rng: Any, length: int = 0\n) -> Tensor:": "rng: Any, length: int = 0, *, columns: Any = {}\n):",
-    "shape[::-1])\n    order": "shape[::-1])\n    marks = responses.clone()\n    order",
+    "(size, length)\n    order": "(size, length)\n    marks = responses.clone()\n    order",
     "    responses[rows] = sample": "    responses[rows], marks[rows] = sample",
     "ids, args)\n    return responses\n": "ids, args)\n    return responses, marks, columns\n",
     "    responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]": "    responses, _, _ = sample_in_batches(decoder, contexts, ids, args, rng, columns=columns)",
@@ -84,13 +84,13 @@ def tables(folder: Path, jobs: list[tuple], seed: int = 1) -> list[Table]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def write_fault(folder: Path, column: str) -> Path:
-    """ppo.py with the fault of a column."""
-    right, wrong = FAULTS[column]
-    source = (ROOT / "ppo.py").read_text()
-    assert source.count(right) == 1, right
-    path = folder / f"fault{list(FAULTS).index(column)}.py"
-    path.write_text(source.replace(right, wrong))
+def write_changed(path: Path, script: str, changes: dict[str, str]) -> Path:
+    """A script with other lines in place of some."""
+    source = (ROOT / script).read_text()
+    for right, other in changes.items():
+        assert source.count(right) == 1, right
+        source = source.replace(right, other)
+    path.write_text(source)
     return path
 
 
@@ -126,20 +126,22 @@ def test_nothing_depends_on_what_a_script_runs_on(script, tmp_path):
             assert float(text.removeprefix("weights equal to ")) <= 1e-6, column
 
 
+def test_the_lines_that_the_slow_tests_change_are_there(tmp_path):
+    for change in [SEAMS, *(dict([fault]) for fault in FAULTS.values())]:
+        script = "rloo.py" if change is SEAMS else "ppo.py"
+        write_changed(tmp_path / "changed.py", script, change)
+
+
 @pytest.mark.slow
 def test_a_copy_may_sample_in_its_own_way_and_has_flags(tmp_path):
     """A reward function with a column, too; what fails is one line."""
-    source = (ROOT / "rloo.py").read_text()
-    for right, other in SEAMS.items():
-        assert source.count(right) == 1, right
-        source = source.replace(right, other)
-    (tmp_path / "seams.py").write_text(source)
+    seams = write_changed(tmp_path / "seams.py", "rloo.py", SEAMS)
     (tmp_path / "own.py").write_text(
         "def score(queries, responses, completion):\n    return [len(x) / 9 for x in completion]\n"
     )
     columns, flags = ["2 processes", "bf16, first ratio"], ["--notes", "own.py", "--reward_fn"]
     flags = ["--truncate_token", ".", *flags]  # no path
-    jobs = [(tmp_path / "seams.py", columns, [*flags, f"own.py:{x}"]) for x in ("score", "no")]
+    jobs = [(seams, columns, [*flags, f"own.py:{x}"]) for x in ("score", "no")]
     fine, wrong = tables(tmp_path, jobs)
     assert all(good for good, _ in fine.values()), fine
     assert "does not apply" in fine["bf16, first ratio"][1]
@@ -150,10 +152,14 @@ def test_a_copy_may_sample_in_its_own_way_and_has_flags(tmp_path):
 @pytest.mark.slow
 def test_no_patch_depends_on_the_number_of_processes(tmp_path):
     """Where rounding flips a sampled token with one seed, it does not with all of three."""
-    names = list(PATCHES)
+    import tiny  # the processes that `tables` starts import this file, too, without it
+
+    names, teacher = list(PATCHES), str(tiny.write_model(tmp_path / "teacher", seed=5))
     for seed in (1, 2, 5):
         scripts = [write_patched(tmp_path, name) for name in names]
-        found = tables(tmp_path, [(script, ["2 processes"]) for script in scripts], seed)
+        flags = [["--ref_model", teacher] if name == "distill" else [] for name in names]
+        jobs = [(path, ["2 processes"], x) for path, x in zip(scripts, flags, strict=True)]
+        found = tables(tmp_path, jobs, seed)
         lines = {name: table["2 processes"] for name, table in zip(names, found, strict=True)}
         names = [name for name, (fine, _) in lines.items() if not fine]
         if not names:
@@ -164,7 +170,11 @@ def test_no_patch_depends_on_the_number_of_processes(tmp_path):
 @pytest.mark.slow
 def test_every_column_sees_a_fault(tmp_path):
     columns = {fault: [fault, *(x for x in ALIKE if ALIKE[x] == fault)] for fault in FAULTS}
-    jobs = [(write_fault(tmp_path, fault), columns[fault]) for fault in FAULTS]
+    wrong = {
+        fault: write_changed(tmp_path / f"fault{i}.py", "ppo.py", dict([FAULTS[fault]]))
+        for i, fault in enumerate(FAULTS)
+    }
+    jobs = [(wrong[fault], columns[fault]) for fault in FAULTS]
     for table, fault in zip(tables(tmp_path, jobs), FAULTS, strict=True):
         for column in columns[fault]:
             fine, text = table[column]
