@@ -63,6 +63,7 @@ class Args:
 
 def work_alone(there: Any, log: Path, function: Callable, args: tuple[Any, ...]) -> None:
     """Send what `function` returns, or its error; what it prints goes into `log`."""
+    torch.set_num_threads(torch.get_num_threads())  # see same.py: a new thread pool
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

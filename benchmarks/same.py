@@ -223,6 +223,7 @@ def work(
 ) -> None:
     """One process of a run. Its error is one line."""
     signal.alarm(300)  # a run that hangs is killed
+    torch.set_num_threads(1)  # torch makes a new pool in a fork; in two threads at once, it aborts
     for seed in (random.seed, np.random.seed, torch.seed):  # what a script must not depend on
         seed()
     nothing = os.open(os.devnull, os.O_WRONLY)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs as DDP
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
@@ -34,8 +33,7 @@ def start(args: Any) -> Accelerator:
         raise InputError("DeepSpeed takes a step in every backward pass; use configs/fsdp2.yaml")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    handlers = InitProcessGroupKwargs(timeout=JOIN_LIMIT), DDP(broadcast_buffers=False)
-    accelerator = Accelerator(kwargs_handlers=list(handlers))
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=JOIN_LIMIT)])
     if dist.is_initialized():
         accelerator.wait_for_everyone()  # NCCL connects at the first collective
         dist.distributed_c10d._set_pg_timeout(WORK_LIMIT, dist.group.WORLD)
@@ -107,6 +105,7 @@ def prepare(
     if accelerator.is_fsdp2:
         set_up_root(wrapped)
     elif isinstance(wrapped, nn.parallel.DistributedDataParallel):
+        wrapped.forward_sync_buffers = False  # rollouts need not wait for other processes
         order_buckets(wrapped)
         prepared.zero_grad()
     return wrapped, prepared

@@ -18,6 +18,7 @@ import formats
 import huggingface_hub
 import pytest
 import tiny
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import AutoTokenizer
@@ -38,6 +39,8 @@ collect_ignore = [f"test_{x}.py" for x in UNIX] + ["benchmarks"] if os.name == "
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if os.name != "nt":  # torch makes its thread pool anew in a fork; two threads at once would abort
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
 REWARD = """

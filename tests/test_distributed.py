@@ -139,7 +139,8 @@ def test_evaluations_and_saved_weights_are_the_same_on_all_processes(name, both)
 
 def test_gradients_are_added_up_while_others_are_computed(both):
     """From the first step on, the same buckets in each: a resumed run adds up in the same order."""
-    for rank in both.ranks:
+    for number, rank in enumerate(both.ranks):
+        assert rank["buckets"]["buffer"] == number  # nobody waits for process 0 to broadcast it
         assert rank["buckets"]["clean"]  # no gradients, no state of Adam, no random numbers used
         first, second = rank["buckets"]["starts"][:3], rank["buckets"]["starts"][3:]
         assert first == second and first[0] < 0.2 and first[1] < 0.7 and first[2] == 1

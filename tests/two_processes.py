@@ -171,6 +171,7 @@ def bucket_starts(accelerator: Accelerator) -> dict[str, Any]:
     """Shares of the gradients that are there when DDP begins to add up each bucket, in two steps."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(*sizes) for sizes in [(512, 4096), (4096, 512)] * 4]  # 67 MB
+    layers[0].register_buffer("own", torch.zeros(1))
     before = torch.get_rng_state()
     parameters = [x for layer in layers for x in layer.parameters()]
     optimizer = torch.optim.Adam(parameters)
@@ -179,6 +180,7 @@ def bucket_starts(accelerator: Accelerator) -> dict[str, Any]:
     )
     clean = all(x.grad is None for x in parameters) and not optimizer.state
     clean = clean and before.equal(torch.get_rng_state())
+    layers[0].own.fill_(accelerator.process_index)
     ready, starts, total = [], [], sum(x.numel() for x in parameters)
     for weight in parameters:
         weight.register_post_accumulate_grad_hook(lambda x: ready.append(x.numel()))
@@ -193,7 +195,7 @@ def bucket_starts(accelerator: Accelerator) -> dict[str, Any]:
         ready.clear()
         model(torch.ones(1, 512)).sum().backward()
         optimizer.zero_grad()
-    return {"clean": clean, "starts": starts}
+    return {"clean": clean, "starts": starts, "buffer": layers[0].own.item()}
 
 
 if __name__ == "__main__":
