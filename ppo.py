@@ -1,4 +1,4 @@
-"""PPO from human preferences in one file, as in OpenAI's lm-human-preferences.
+"""PPO from human preferences in one file, following OpenAI's lm-human-preferences.
 
 Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593.
 
@@ -14,13 +14,13 @@ One update (numbered as in `main`):
     3. Compute the log-probability and value of each token of the responses.
        A token's reward is -kl_coef * (log pi - log pi_ref), plus the score at the last token.
     4. For each epoch, for each minibatch:
-       whiten rewards, compute advantages with GAE, whiten advantages,
+       whiten rewards, compute advantages and returns with GAE, whiten advantages,
        take one Adam step on the clipped policy loss + vf_coef * the clipped value loss.
     5. Adapt kl_coef to the measured KL.
 
-In OpenAI's tasks every response has R tokens, all of which are trained on; it is truncated after
-its truncate token, such as a period, only for scoring. In EOS tasks the truncate token ends the
-response, and what follows it is masked out everywhere.
+In OpenAI's tasks of 2019 every response has R tokens, and all of them are trained on; truncation
+after the truncate token, such as a period, affects only the score. In EOS tasks the truncate token
+ends the response, and what follows it is masked out everywhere.
 
 Tags such as (P9) point to docs/details.md, which lists the implementation details. With the default
 flags the algorithm differs from OpenAI's code in three ways: whitening statistics are taken over
@@ -73,7 +73,7 @@ class Args(RunArgs):
     seed: NonNegativeInt = 1
     """random seed; process r uses seed + 100003 * r"""
     total_episodes: PositiveInt = 1_000_000
-    """sampled responses of the whole run, rounded up to whole batches"""
+    """responses to sample in the whole run, rounded up to whole batches"""
     eval_every: PositiveInt = 50
     """updates between evaluations on held-out queries"""
     eval_queries: PositiveInt = 256
@@ -95,7 +95,7 @@ class Args(RunArgs):
     adam_eps: PositiveFloat = 1e-5
     """epsilon of TensorFlow's Adam"""
     max_grad_norm: PositiveFloat | None = None
-    """clip the norm of the gradient"""
+    """clip the norm of the gradient to this value; None: no clipping"""
 
     # Algorithm
     reward_model: str | None = None
@@ -125,7 +125,7 @@ class Args(RunArgs):
 
     # Options from later systems
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """estimator of the KL in the penalty and in objective/kl"""
+    """KL estimator of penalty and objective/kl; only k1 has the gradient of the KL"""
     clip_score: PositiveFloat | None = None
     """clip scores to [-clip_score, clip_score]"""
 
@@ -152,7 +152,7 @@ ANSWERS: dict[str, Any] = dict(
 )
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
-    # Whitening adds mean * (1 - 1 / std) to the reward of each token: the sum depends on length.
+    # Whitening adds mean * (1 - 1 / std) to each token's reward: longer responses get more of it.
     "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
     "cnndm": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.01),
     "tldr_2019": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
@@ -175,7 +175,7 @@ class PolicyAndValue(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = Unpadded(lm.base_model)  # lm without its head; skips padding; not a module
+        self.backbone = Unpadded(lm.base_model)  # lm's transformer, without padding; no new weights
         self.value_head = Float32Linear(lm.config.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)  # values start at 0 (P2)
         nn.init.zeros_(self.value_head.bias)
@@ -214,8 +214,8 @@ def sample(
 ) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
-    From the full vocabulary; the model's generation_config is ignored. In EOS tasks, responses that
-    have ended can leave the batch every 16 tokens; `batch.rows` [b] indexes those still in it.
+    Uses the full vocabulary; ignores the model's generation_config. In EOS tasks, responses that
+    have ended may leave the batch every 16 tokens; `batch.rows` [b] are the rows still in it.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -255,9 +255,9 @@ def score_responses(
     """Score responses [B, R], truncated after the first truncate token, with `reward` (P5).
 
     `columns` are those of the data set, such as an answer: name → B values. Truncate tokens before
-    position `truncate_after` do not count. A response without one gets `missing_eos_penalty`, such
-    as -1, as its score. Returns scores [B], the truncated responses [B, R], and whether they have
-    the truncate token [B]; always True if the task has none.
+    position `truncate_after` do not count. A response without one scores `missing_eos_penalty`,
+    such as -1. Returns scores [B], the truncated responses [B, R], and whether they have the
+    truncate token [B]; always True if the task has none.
     """
     task = args.task
     truncated, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -284,7 +284,7 @@ def kl_penalized_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: floa
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """Proportional controller: raise kl_coef if the KL is above its target, or lower it (P11)."""
+    """Proportional controller: raise kl_coef if the KL is above its target, else lower it (P11)."""
     if args.kl_target is None:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
@@ -304,8 +304,8 @@ class Rollout(NamedTuple):
     ended: Tensor  # [B] whether they have the truncate token
     mask: Tensor  # [B, R] tokens up to the end of the response: all, except in EOS tasks (X9)
     lengths: Tensor  # [B] real tokens of context and response
-    logprobs: Tensor  # [B, R] of the policy that sampled
-    values: Tensor  # [B, R] of the policy that sampled
+    logprobs: Tensor  # [B, R] under the policy that sampled
+    values: Tensor  # [B, R] under the policy that sampled
     kl: Tensor  # [B, R] to the reference
     scores: Tensor  # [B] reward model's score or penalty, clipped if asked for
     rewards: Tensor  # [B, R] KL penalty, and the score at the last token
@@ -462,13 +462,14 @@ def main(args: Args) -> None:
 
     # No dropout (P4). Exits if `length` is too long for a model, or if the tokenizers differ.
     lm = load_lm(task.base_model, length=ids.length)
-    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.length, tokenizer)
+    ref_name = args.ref_model or task.base_model
+    ref_lm = load_lm(ref_name, flag="--ref_model", length=ids.length, tokenizer=tokenizer)
     ref = distributed.freeze(accelerator, PolicyAndValue(ref_lm, ids.pad, task.temperature))
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
-    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # DDP, FSDP2, autocast
+    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # DDP or FSDP2
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)  # samples from lm
 
     seed = args.seed + 100003 * accelerator.process_index  # own queries, own samples (G6)
@@ -485,8 +486,8 @@ def main(args: Args) -> None:
     ) -> Rollout:
         """Steps 1 to 3 for queries [B, Q], in an update or an evaluation.
 
-        `minibatches` are indices of episodes, as in the first epoch: rounding depends on the batch,
-        and the ratios of the first step have to be exactly 1 (L6).
+        Log-probabilities are computed in the micro-batches of the first epoch's `minibatches`, lists
+        of episodes: rounding depends on the batch, and the first ratios have to be exactly 1 (L6).
         """
         # 1. Sample a response to each query.
         timer.start("sample")
@@ -515,10 +516,10 @@ def main(args: Args) -> None:
         return Rollout(*fields, logprobs, values, kl, scores, rewards)
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Metrics of the held-out queries. Also logs samples, and keeps weights (--keep_every)."""
+        """Metrics of all held-out queries, on every process. Logs samples; keeps weights if due."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # no update's seed; equal on all processes
+        rng = generator(args.seed, num_updates, device)  # no update's; the same on all processes
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -587,7 +588,7 @@ def main(args: Args) -> None:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer, value_head=accelerator.unwrap_model(policy).value_head)
-    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: the updates that are done
+    run.log(run.step, evaluate(run.step, kl_coef))  # run.step is num_updates here
     run.finish()
     distributed.stop(accelerator)
 

@@ -4,12 +4,12 @@
     accelerate launch sft.py --task sentiment --num_epochs 1
 
 If the task has reference responses (`response_column`), the loss covers only them. Otherwise texts
-are joined into blocks of equal length; a block begins with the start of a text, as the queries of
-ppo.py do.
+are joined into blocks of equal length. Each block begins with the start of a text, as ppo.py's
+queries do, and the rest of its last text is dropped.
 
-Shapes: B sequences per step, T tokens per sequence, N learned tokens, V vocabulary size, D hidden
-size. Only columns `first` ... T - 1 are learned: all but the first of a block, or the response
-after a prompt. Masks are True at real tokens. Tags such as (G3) are explained in docs/details.md.
+Shapes: B sequences per step, T tokens per sequence, N target tokens, V vocabulary size, D hidden
+size. The loss covers columns `first` ... T - 1: all but the first of a block, or the response after
+a prompt. Masks are True at real tokens. Tags such as (G3) are explained in docs/details.md.
 """
 
 import math
@@ -61,11 +61,11 @@ class Args(RunArgs):
     lr: PositiveFloat = 5e-5
     """peak learning rate; linear warm-up, then linear decay to 0"""
     warmup: UnitFloat = 0.05
-    """fraction of the steps that warm up"""
+    """fraction of the steps for the warm-up"""
     weight_decay: NonNegativeFloat = 0.01
     """weight decay of AdamW"""
     max_grad_norm: PositiveFloat = 1.0
-    """clip the norm of the gradient"""
+    """clip the norm of the gradient to this value"""
 
 
 # The defaults above are for sentiment, descriptiveness and gsm8k. Overrides for the other tasks:
@@ -85,18 +85,18 @@ SCRIPT = Path(__file__)  # its name is part of run and model folders
 
 
 class LanguageModel(nn.Module):
-    """A language model that computes the loss of some columns."""
+    """A language model whose forward pass returns the loss of each token."""
 
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int):
         super().__init__()
         self.lm = lm
-        self.backbone = Unpadded(lm.base_model)  # lm without its head; skips padding; not a module
+        self.backbone = Unpadded(lm.base_model)  # lm's transformer, without padding; no new weights
         self.pad_id = pad_id
 
     def forward(self, tokens: Tensor, first: int) -> Tensor:
         """Cross-entropy in nats from column `first` on: [B, T] → [B, T - first], 0 at padding."""
         mask = tokens != self.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # padding shifts no position (G3)
+        position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before each position (G3)
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
         where = mask[:, first:].nonzero(as_tuple=True)  # the N real tokens of these columns
         logits = compute_logits(self.lm, hidden[:, first - 1 : -1][where])  # [N, V]
@@ -113,7 +113,7 @@ def heldout_loss(
     rank, processes = accelerator.process_index, accelerator.num_processes
     pad_id = accelerator.unwrap_model(model).pad_id
     mine = torch.arange(rank, math.ceil(len(tokens) / processes) * processes, processes)
-    duplicate = mine >= len(tokens)  # FSDP2 needs equally many sequences on every process
+    duplicate = mine >= len(tokens)  # fills up: FSDP2 needs equally many everywhere
     tokens = tokens[mine % len(tokens)]
     tokens[duplicate, first:] = pad_id  # not counted
     lengths = (tokens != pad_id).sum(dim=1)
@@ -137,7 +137,7 @@ def learning_rate(step: int, num_steps: int, args: Args) -> float:
 def sample_continuations(
     lm: Any, tokens: Tensor, first: int, tokenizer: Any, ids: TokenIds, args: Args
 ) -> list[dict[str, str]]:
-    """Samples of the model after the contexts of sequences [B, T], or after a quarter block."""
+    """Continue the prompts of sequences [B, T], or the first quarter of each block."""
     task = args.task
     n = first if task.response_column else args.block_size // 4
     contexts, references = tokens[:, :n], tokens[:, n : n + task.response_length]

@@ -1,12 +1,12 @@
-"""Reward model from human preferences in one file, as in OpenAI's lm-human-preferences.
+"""Reward model from human preferences in one file, following OpenAI's lm-human-preferences.
 
 Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593.
 
     python train_reward.py --task synthetic
     accelerate launch train_reward.py --task sentiment
 
-A language model with a scalar head reads query and response. It learns by softmax cross-entropy, in
-one epoch, to give the highest of K rewards to the response that a human preferred.
+A language model with a scalar head scores a query with a response. It is trained for one epoch with
+softmax cross-entropy over K responses, whose target is the one that a human preferred.
 Before and after training, gain and bias are set so that samples of the policy have rewards with
 mean 0 and standard deviation 1.
 
@@ -112,7 +112,7 @@ class RewardModel(nn.Module):
         return self.gain * self.head(hidden).squeeze(-1) + self.bias  # (R3)
 
     def forward(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
-        """The reward at the last real token: [B, T] → [B] (R1)."""
+        """The reward at the last token that is neither padding nor `skip_id`: [B, T] → [B] (R1)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         skip = (tokens == self.config.pad_id) | (tokens == self.config.skip_id)
         last = torch.where(skip, 0, positions).amax(dim=1)
@@ -136,7 +136,7 @@ def new_reward_model(name: str, pad_id: int, length: int = 0) -> RewardModel:
 def sample_policy(
     args: Args, accelerator: Accelerator
 ) -> tuple[list[tuple[Tensor, Tensor]], Any, TokenIds]:
-    """Sample the pretrained policy twice, to normalize before and after training (R3).
+    """Sample the policy twice, to normalize before and after training (R3).
 
     Returns two pairs of queries [S, Q] and responses [S, R], truncated after EOS in EOS tasks, and
     the policy's tokenizer and token ids. The policy is freed when this returns.
@@ -179,7 +179,7 @@ def normalize(model: RewardModel, tokens: Tensor, max_tokens: int) -> tuple[floa
     model.gain.fill_(1)
     model.bias.fill_(0)
     mean, var = global_mean_and_var(score_in_parts(model, tokens, max_tokens))
-    if not var.sqrt() > 1e-6 * mean.abs():  # they only differ by rounding, or are NaN
+    if not var.sqrt() > 1e-6 * mean.abs():  # rewards differ only by rounding, or are NaN
         raise cli.InputError("samples of the policy have the same reward, or NaN; use more samples")
     gain = 1 / var.sqrt().item()
     model.gain.fill_(gain)
@@ -187,7 +187,16 @@ def normalize(model: RewardModel, tokens: Tensor, max_tokens: int) -> tuple[floa
     return mean.item(), var.sqrt().item()
 
 
-# ------------------------------------------------------------------------------------------ heldout
+# ------------------------------------------------------------------------------------------- labels
+
+
+def candidate_tokens(
+    labels: Labels, rows: np.ndarray, pad_id: int, device: Any
+) -> tuple[Tensor, Tensor]:
+    """Each query with each of its responses [B, K, T], and the index of the preferred one [B]."""
+    queries, responses, best = labels.batch(rows, pad_id)
+    queries = queries[:, None].expand(-1, responses.shape[1], -1)
+    return torch.cat([queries, responses], dim=2).to(device), best.to(device)
 
 
 @torch.no_grad()
@@ -205,15 +214,6 @@ def predict(
 
 
 # ---------------------------------------------------------------------------------------------- run
-
-
-def candidate_tokens(
-    labels: Labels, rows: np.ndarray, pad_id: int, device: Any
-) -> tuple[Tensor, Tensor]:
-    """Each query with each of its responses [B, K, T], and the preferred ones [B]."""
-    queries, responses, best = labels.batch(rows, pad_id)
-    queries = queries[:, None].expand(-1, responses.shape[1], -1)
-    return torch.cat([queries, responses], dim=2).to(device), best.to(device)
 
 
 SHOWN = ["loss", "accuracy", "gain", "bias", "lr"]  # in the progress line and curves.png
@@ -250,7 +250,8 @@ def main(args: Args) -> None:
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)
     model, optimizer = distributed.prepare(accelerator, model, optimizer)
     plain_model = accelerator.unwrap_model(model)
-    to_input = reward_input(plain_model, tokenizer, policy_tokenizer, policy_ids.pad)  # (X13)
+    # The same token ids, or the same texts if the policy has another tokenizer (X13).
+    to_input = reward_input(plain_model, tokenizer, policy_tokenizer, policy_ids.pad)
     before, after = (to_input(*sample) for sample in samples)  # [S, T] each
     normalize(plain_model, before, args.micro_batch_tokens)
 

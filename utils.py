@@ -59,7 +59,7 @@ def truncate(
 ) -> tuple[Tensor, Tensor]:
     """Replace what follows the first `token` at or after position `after` by padding (P5).
 
-    [B, R] → cut responses [B, R], and whether they have the token [B], True if it is None.
+    [B, R] → cut responses [B, R], and whether they have the token [B]; all True if it is None.
     """
     if token is None:
         return responses, torch.ones_like(responses[:, 0], dtype=torch.bool)
@@ -80,14 +80,15 @@ def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
     """Sample from softmax(logits) by inverting its CDF: [B, V], [B] in [0, 1) → [B].
 
     With torch.multinomial a token would depend on the other sequences of the batch, and hence on
-    `rollout_batch_size`. Finds a block of 256 tokens first, so that only sums are in float64.
+    `rollout_batch_size`. Finds the block of 256 tokens first, then the token in it: the CDF has to
+    be float64, and that of the whole vocabulary would be large.
     """
     probs = logits.to(uniform.device, torch.float32).softmax(dim=-1)
     blocks = F.pad(probs, (0, -probs.shape[1] % 256)).unflatten(1, (-1, 256))
     cdf = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     target = (uniform * cdf[:, -1])[:, None]
     block = torch.searchsorted(cdf, target, right=True)
-    block = block.clamp(max=cdf.shape[1] - 1)  # NaN logits: in range, as in the last line
+    block = block.clamp(max=cdf.shape[1] - 1)  # for NaN logits, as in the last line
     target = target - F.pad(cdf, (1, 0)).gather(1, block)
     rows = torch.arange(len(probs), device=probs.device)
     cdf = blocks[rows, block[:, 0]].double().cumsum(dim=-1)  # of the block
@@ -122,13 +123,13 @@ def permutation(size: int, epoch: int, seed: int) -> np.ndarray:
 def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:
     """Split B sequences of these lengths into consecutive parts of about `max_tokens` tokens.
 
-    Processes with equally many sequences get equally many parts, as FSDP2 needs. Parts only save
-    memory (P7).
+    Processes with equally many sequences get equally many parts, as FSDP2 needs. They only
+    save memory (P7).
     """
     ends = lengths.cumsum(dim=0)
-    wanted = all_max((ends[-1:] + max_tokens - 1) // max_tokens)
-    *totals, number = torch.cat([ends, wanted]).tolist()  # one device sync
-    count = min(number, len(totals))
+    num_parts = all_max((ends[-1:] + max_tokens - 1) // max_tokens)
+    *totals, count = torch.cat([ends, num_parts]).tolist()  # one device sync
+    count = min(count, len(totals))
     bounds = [0]
     for part in range(1, count):  # equal shares of the tokens, but no part is empty
         bound = bisect_right(totals, totals[-1] * part / count)
@@ -172,7 +173,7 @@ def global_mean_and_var(x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, 
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
-    """Sum of x where the mask is True; values elsewhere, NaN too, have no effect."""
+    """Sum of x where the mask is True; values elsewhere, even NaN, have no effect."""
     return x.masked_fill(~mask, 0).sum(dim=dim)
 
 
@@ -221,7 +222,7 @@ class Timer:
         self.seconds: dict[str, float] = {}
 
     def start(self, phase: str | None) -> None:
-        """Begin a phase; None: only end the current one."""
+        """Begin a phase; its seconds replace those of an earlier one of this name. None: no phase."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # wait for queued kernels
         now = time.perf_counter()
