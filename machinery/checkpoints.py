@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from machinery.cli import InputError, about
+from machinery.rewards import uses_model
 
 KEPT = 2  # checkpoints of a run: the newest and the one before it
 FREE = ("save_every", "keep_every", "resume", "run_name", "output_dir", "track", "push_to_hub")
@@ -132,7 +133,7 @@ def fixed_values(args: Any, processes: int) -> dict[str, Any]:
     """
     values = asdict(args) | asdict(args.task) | {"processes": processes}
     values["mixed_precision"] = AcceleratorState().mixed_precision
-    if "reward_model" in values:
+    if "reward_model" in values and uses_model(args.task):
         values["reward_model"] = args.reward_model or f"models/{args.task.task}/train_reward"
     free = FREE if "num_labels" in values else (*FREE, "label_dataset")  # others read no labels
     for name in free:

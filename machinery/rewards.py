@@ -166,6 +166,13 @@ def text_scorer(flag: str, name: str, tokenizer: Any, pad_id: int) -> Callable[.
     return score
 
 
+def uses_model(task: Task) -> bool:
+    """Whether there is no `--reward_fn`, or one with a parameter `scores`."""
+    with about(f"--reward_fn {task.reward_fn}"):
+        name = task.reward_fn
+        return not name or "scores" in inspect.signature(load_function(name)).parameters
+
+
 def load_reward(
     args: Any, cls: Callable, tokenizer: Any, ids: TokenIds, accelerator: Accelerator
 ) -> Callable[[Tensor, Tensor], Tensor]:
@@ -174,11 +181,10 @@ def load_reward(
     It is the reward model's (of class `cls`), or `--reward_fn`'s; a reward function with a
     parameter `scores` gets the reward model's.
     """
-    of_texts, name = None, args.task.reward_fn
-    if name:
-        of_texts = text_scorer("--reward_fn", name, tokenizer, ids.pad)
-        if "scores" not in inspect.signature(load_function(name)).parameters:
-            return of_texts
+    name = args.task.reward_fn
+    of_texts = text_scorer("--reward_fn", name, tokenizer, ids.pad) if name else None
+    if of_texts and not uses_model(args.task):
+        return of_texts
     folder = args.reward_model or f"models/{args.task.task}/train_reward"
     model = load_reward_model(cls, folder)
     with about(f"--reward_model {folder}"):

@@ -463,6 +463,7 @@ def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(
 ):
     """Flags that only save memory too, since they change rounding."""
     args, run = settings(script), tmp_path
+    args = replace(args, task=replace(args.task, reward_fn=None))
     fixed = checkpoints.fixed_values(args, 1)
     (run / "args.json").write_text(json.dumps({"fixed": fixed}))
     checkpoints.check_same_run(args, 1, run)
@@ -472,7 +473,7 @@ def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(
     owners += [(args.task, field) for field in fields(args.task)]
     for owner, field in owners:
         value = getattr(owner, field.name)
-        others = ["another", 0.25, "k2", 3]
+        others = ["math:sqrt", 0.25, "k2", 3]  # a function can be loaded
         if isinstance(value, bool | int | float):
             others = [not value if isinstance(value, bool) else value + 1, value / 2]
         for other in others:
@@ -529,8 +530,15 @@ def test_the_reward_model_and_the_labels_of_a_run_are_recorded_where_it_has_them
     write_files(tmp_path)
     tiny.write_reward(tmp_path / "runs/r1/model")
     artifacts.replace_link(Path("models/synthetic/train_reward"), Path("runs/r1/model"))
-    found = checkpoints.fixed_values(settings("ppo"), 1)  # its reward_fn may have `scores`
-    assert found["reward_model"] == "runs/r1/model"
+    Path("both.py").write_text("def score(queries, responses, scores):\n    return scores\n")
+    args, model = settings("ppo"), "runs/r1/model"
+    for reward_fn, found in {
+        args.task.reward_fn: None,
+        "both.py:score": model,
+        None: model,
+    }.items():
+        args = replace(args, task=replace(args.task, reward_fn=reward_fn))
+        assert checkpoints.fixed_values(args, 1)["reward_model"] == found
     labels = checkpoints.fixed_values(settings("train_reward"), 1)["label_dataset"]
     assert labels.startswith("task/labels.json (sha256 ")
 
