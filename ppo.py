@@ -131,7 +131,7 @@ class Args(RunArgs):
 
     # Memory and speed. RunArgs has more of these, and the flags for files.
     rollout_batch_size: PositiveInt = 512 if cli.ON_GPU else 256
-    """sequences that a process samples at a time; affects results only through rounding"""
+    """sequences that a process samples at a time; changes results only by rounding"""
 
 
 # The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:

@@ -39,7 +39,7 @@ class Args:
     """Plot the learning curves of several runs."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]
-    """`label=path` or path each; * matches many; without a label a run keeps its own name"""
+    """`label=path` or path each; * matches many; without a label, the name of the run"""
     out: Path
     """picture to write"""
     metrics: tuple[str, ...] = ()

@@ -53,7 +53,7 @@ class Args:
     query_dataset: str | None = None
     """other queries than the task's, such as trl-lib/tldr@validation"""
     queries: int = 256
-    """queries to compare on; of the task's own data those that --eval_queries holds out"""
+    """queries to compare on; of the task's own data, those that a run holds out"""
     seed: int = 1
     """random seed of samples and bootstrap"""
 

@@ -34,7 +34,7 @@ class Task:
     query_column: str
     """its column with texts, or lists of messages for the chat template"""
     query_length: PositiveInt
-    """tokens; longer texts are cut, longer messages skipped, shorter ones padded left (G2)"""
+    """tokens; longer texts are cut, longer messages skipped, shorter ones padded (G2)"""
     query_prefix: str = ""
     """text before each query; the reward model does not see it"""
     query_suffix: str = ""

@@ -27,7 +27,7 @@ class RunArgs:
 
     # Memory and speed
     micro_batch_tokens: PositiveInt = 32_768 if ON_GPU else 4096
-    """tokens per forward pass, without padding; affects results only through rounding"""
+    """tokens per forward pass, without padding; changes results only by rounding"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     tf32: bool = True
