@@ -222,8 +222,9 @@ def plan(small: bool, folder: Path, out: Path) -> Iterator[tuple[Any, ...]]:
     gpt2 = SMALL if small else GPT2, folder / "gpt2"
     long = replace(SMALL, response_length=53, query_length=512, shortest=100)
     pythia = long if small else PYTHIA_1B, folder / "pythia"
-    yield "attention, cuDNN first", 0.3, gpu_checks.probe, "CUDNN", "EFFICIENT", "MATH"
-    yield "attention, ours", 0.25, gpu_checks.probe, "FLASH", "EFFICIENT", "MATH"
+    yield "attention, cuDNN first", 0.25, gpu_checks.probe, "CUDNN", "EFFICIENT", "MATH"
+    yield "attention, ours", 0.2, gpu_checks.probe, "FLASH", "EFFICIENT", "MATH"
+    yield "vocabulary of 50,257 and 50,264", 0.2, gpu_checks.vocabulary_product
     yield "sentiment: models", 0.4, make, *gpt2
     yield "sentiment: ppo", 1.1, update, *gpt2, "ppo", 3, []
     for tokens, size in (("4096", "256"), ("4096", "512"), ("32768", "256"), ("32768", "512")):
@@ -233,7 +234,7 @@ def plan(small: bool, folder: Path, out: Path) -> Iterator[tuple[Any, ...]]:
     yield "sentiment: ppo, profile", 0.7, update, *gpt2, "ppo", 1, [], out
     yield "sentiment: tokens", 0.4, gpu_checks.same_tokens, *gpt2
     yield "sentiment: unpadding", 0.3, gpu_checks.unpadding, *gpt2
-    yield "tldr: models", 0.85, make, *pythia
+    yield "tldr: models", 0.75, make, *pythia
     flags = ["--task", "tldr", "--truncate_token", "w5"]  # a word is one token
     yield "tldr: ppo", 1.2, update, *pythia, "ppo", 1, flags
     yield "golden numbers, fp32", 0.7, gpu_checks.golden

@@ -89,9 +89,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
             else:
                 weights[name] = file.get_tensor(key)
     if wrong := sorted(names_of(model) ^ weights.keys()):
-        raise InputError(
-            f"{path} is a checkpoint of another model: only one of them has {wrong[0]}"
-        )
+        raise InputError(f"{path} is of another model: only one of them has {wrong[0]}")
     # Not strict: tied weights are there once.
     options = dcp.StateDictOptions(full_state_dict=True, strict=False)
     saved: Any = {"state": moments, "param_groups": state.pop("groups")}
@@ -114,11 +112,9 @@ def find_checkpoint(args: Any, script: Path) -> Path | None:
     files = [source] if source.is_file() else source.rglob("checkpoints/*.safetensors")
     found = []
     for path in files:
-        run = path.absolute().parents[1]
-        record = run / "args.json"
-        if not (run / script.name).is_file() or not record.is_file():
-            continue
-        if json.loads(record.read_text())["task"]["task"] == args.task.task:
+        record = path.absolute().parents[1] / "args.json"
+        complete = record.is_file() and record.with_name(script.name).is_file()
+        if complete and json.loads(record.read_text())["task"]["task"] == args.task.task:
             found.append((record.stat().st_mtime_ns, path.name, path))
     if not found:
         wanted = f"checkpoint of {script.name} on task {args.task.task}"

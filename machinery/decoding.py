@@ -46,8 +46,9 @@ class Decoder:
     def __init__(self, lm: Any, response_length: int, cuda_graphs: bool = False):
         self.lm = lm
         self.response_length = response_length
-        sharded = any(hasattr(weight, "full_tensor") for weight in lm.parameters())
-        host = getattr(lm.config, "sliding_window", None) or lm.config.model_type == "falcon"
+        sharded = any(hasattr(module, "unshard") for module in lm.modules())
+        windows = any(KeyValueCache(config=lm.config, max_cache_len=1).is_sliding)
+        host = windows or lm.config.model_type == "falcon"
         self.cuda_graphs = cuda_graphs and lm.device.type == "cuda" and not (sharded or host)
         if self.cuda_graphs:
             self.stream = torch.cuda.Stream()
@@ -61,7 +62,7 @@ class Decoder:
         """A function that does what `function` does, for inputs of these shapes, as a CUDA graph.
 
         Its kernels read and write the same memory each time; the next call overwrites the result.
-        None, and no graphs from then on, if the GPU cannot record it.
+        None if there was too little memory, or if it cannot be recorded; then no more graphs.
         """
         inputs = tuple(x.clone() for x in inputs)
         graph = torch.cuda.CUDAGraph()
@@ -74,7 +75,11 @@ class Decoder:
                 finally:
                     graph.capture_end()  # otherwise the process aborts at its exit
         except RuntimeError as error:
-            print(f"sampling without CUDA graphs, which failed: {error!s:.200}", flush=True)
+            cause = error.__context__ or error  # if recording fails, so does `capture_end`
+            if isinstance(cause, torch.OutOfMemoryError):  # recording frees no cached memory
+                torch.cuda.empty_cache()
+                return None
+            print(f"sampling without CUDA graphs, which failed: {cause!s:.200}", flush=True)
             self.cuda_graphs = False
             return None
         torch.cuda.current_stream().wait_stream(self.stream)

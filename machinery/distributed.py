@@ -54,8 +54,9 @@ def start(args: Any) -> Accelerator:
     # cuDNN's attention plans again for each shape, and unpadded batches are of new shapes all the
     # time. It also had NaN gradients for some masks (PyTorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    precision, processes = "bf16" if bf16 else "fp32", accelerator.num_processes
-    accelerator.print(f"{accelerator.device}, {precision}, processes: {processes}", flush=True)
+    device, processes = accelerator.device, accelerator.num_processes
+    precision = "bf16" if bf16 else "fp32 (on GPUs, bf16 is faster)"
+    accelerator.print(f"{device}, {precision}, processes: {processes}", flush=True)
     return accelerator
 
 
@@ -76,16 +77,14 @@ def check_launch(accelerator: Accelerator) -> None:
     if started != wanted:
         raise InputError(f"only {started} of the processes started; see docs/scaling.md")
     if is_on("ACCELERATE_USE_FSDP") and not accelerator.is_fsdp2:
-        kind = accelerator.distributed_type.value
-        raise InputError(f"{kind} started, not FSDP2, which needs GPUs and --fsdp_version 2")
+        raise InputError("FSDP2 did not start: it needs GPUs and --fsdp_version 2")
 
 
 def name_blocks(accelerator: Accelerator, model: nn.Module) -> None:
     """Tell FSDP2 which modules of this model to shard: its transformer blocks."""
     transformer: Any = model.lm if hasattr(model, "lm") else model.backbone
-    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(
-        transformer._no_split_modules
-    )
+    plugin = accelerator.state.fsdp_plugin
+    plugin.transformer_cls_names_to_wrap = list(transformer._no_split_modules)
 
 
 def prepare(

@@ -83,8 +83,7 @@ def load_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocabulary: int) -> L
             check_source(label_tokenizer)
             source = transformers.AutoTokenizer.from_pretrained(label_tokenizer)
         vocabulary = len(source)
-        if tokens.same_tokens(tokenizer, source):
-            source = None
+        source = None if tokens.same_tokens(tokenizer, source) else source
     count = sum(name.startswith("sample") for name in rows.column_names)
     names = [f"sample{k}" for k in range(max(count, 2))]
     found, best = [], []

@@ -125,10 +125,8 @@ def tokenize_rows(
 
 def clean_texts(texts: Sequence[str | None], task: Task) -> list[str]:
     """Apply `clean_fn`; a missing text becomes an empty one."""
-    if not task.clean_fn:
-        return [text or "" for text in texts]
     with about(f"--clean_fn {task.clean_fn}"):
-        clean = load_function(task.clean_fn)
+        clean = load_function(task.clean_fn) if task.clean_fn else lambda text: text
         return [clean(text or "") for text in texts]
 
 

@@ -155,10 +155,7 @@ class Run:
             sys.exit(143)
 
     def keep(self, update: int, model: Any, tokenizer: Any) -> None:
-        """Save the weights as keep_<update>/ in the run, if `--keep_every` asks for them.
-
-        All processes have to call this.
-        """
+        """Save the weights as keep_<update>/, if `--keep_every` says so. All processes call this."""
         if update and self.args.keep_every and update % self.args.keep_every == 0:
             self.save(model, tokenizer, name=f"keep_{update}")
 

@@ -1,5 +1,6 @@
 """machinery/decoding.py: logits with a static cache, and samples, are those of the plain model (G4)."""
 
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -138,6 +139,8 @@ class Graph(TorchDispatchMode):
         self.__exit__(None, None, None)
         for x, old in reversed(self.before):
             x.copy_(old)
+        if sys.exception():
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert function not in READS, f"{function} waits for the GPU"
@@ -181,8 +184,8 @@ def fake_graphs(monkeypatch):
 
 def with_graphs(lm) -> decoding.Decoder:
     """A decoder as on a GPU."""
-    on_gpu = SimpleNamespace(device=torch.device("cuda"), parameters=lm.parameters)
-    decoder = decoding.Decoder(SimpleNamespace(**vars(on_gpu), config=lm.config), LENGTH, True)
+    on_gpu = dict(device=torch.device("cuda"), modules=lm.modules, config=lm.config)
+    decoder = decoding.Decoder(SimpleNamespace(**on_gpu), LENGTH, True)
     decoder.lm = lm
     return decoder
 
@@ -235,9 +238,30 @@ def test_a_graph_that_cannot_be_recorded_is_ended_and_sampling_goes_on_without(f
     assert capsys.readouterr().out.count("not permitted") == 1
 
 
-def test_sliding_windows_falcon_and_cpus_have_no_graphs(fake_graphs):
+def test_without_memory_for_a_graph_the_next_step_records_it(fake_graphs, monkeypatch):
+    """While recording, the allocator frees no memory that it keeps."""
+    lm, contexts, full = tiny.make_lm(), tiny.make_contexts([5, 3], 8), [1]
+
+    def fill(*_):
+        if torch.cuda.is_current_stream_capturing() and full:
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", full.clear)
+    lm.register_forward_hook(fill)
+    uniform = tiny.uniform(LENGTH, 2)
+    plain, replayed = (
+        tiny.sample(x, contexts, uniform) for x in (decoding.Decoder(lm, LENGTH), with_graphs(lm))
+    )
+    assert torch.equal(plain, replayed) and len(fake_graphs) == 2
+
+
+def test_sliding_windows_falcon_shards_and_cpus_have_no_graphs(fake_graphs):
+    """Also where the weights of FSDP2 are gathered, as when sft.py samples."""
     for kind in ("mistral", "falcon", "falcon_alibi"):
         assert not with_graphs(tiny.make_lm(kind)).cuda_graphs
+    lm = tiny.make_lm()
+    lm.base_model.unshard = lambda: None  # as an FSDPModule
+    assert not with_graphs(lm).cuda_graphs
     assert not decoding.Decoder(tiny.make_lm(), LENGTH, cuda_graphs=True).cuda_graphs
 
 

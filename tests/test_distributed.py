@@ -155,7 +155,7 @@ def test_a_gpu_that_torch_cannot_use_is_not_silently_replaced_by_the_cpu(
         distributed.start(tiny.make_args())
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     distributed.start(tiny.make_args())
-    assert capsys.readouterr().out == "cpu, fp32, processes: 1\n"
+    assert capsys.readouterr().out == "cpu, fp32 (on GPUs, bf16 is faster), processes: 1\n"
 
 
 def test_processes_that_did_not_start_are_refused(accelerator, monkeypatch):

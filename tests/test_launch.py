@@ -241,7 +241,7 @@ def launch(monkeypatch):
         ("ACCELERATE_MIXED_PRECISION", "fp16", ("fp16", "use bf16")),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", ("=4", "--micro_batch_tokens")),
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", ("--gradient_checkpointing",)),
-        ("ACCELERATE_USE_FSDP", "true", ("FSDP2", "NO started")),  # on a CPU
+        ("ACCELERATE_USE_FSDP", "true", ("FSDP2 did not start",)),  # on a CPU
     ],
 )
 def test_a_launch_that_would_silently_change_the_mathematics_is_refused(name, value, words, launch):
@@ -251,7 +251,7 @@ def test_a_launch_that_would_silently_change_the_mathematics_is_refused(name, va
 def test_fsdp_has_to_be_version_2(launch, monkeypatch):
     tiny.shard_on_a_cpu(monkeypatch.setattr)
     env = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="1")
-    refuses(lambda: launch(**env), "FSDP2", "FSDP started", "--fsdp_version 2")
+    refuses(lambda: launch(**env), "FSDP2 did not start", "--fsdp_version 2")
     assert launch(FSDP_VERSION="2").is_fsdp2
 
 
