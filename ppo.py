@@ -2,7 +2,7 @@
 
 Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593.
 
-    python sft.py --task synthetic              # the initial policy and reference: base_model
+    python sft.py --task synthetic              # base_model: initial policy and reference
     python train_reward.py --task synthetic     # the reward model
     python ppo.py --task synthetic
     accelerate launch --mixed_precision bf16 ppo.py --task sentiment
@@ -18,9 +18,9 @@ One update (numbered as in `main`):
        take one Adam step on the clipped policy loss + vf_coef * the clipped value loss.
     5. Adapt kl_coef to the measured KL.
 
-In OpenAI's tasks of 2019 every response has R tokens, and all of them are trained on; truncation
-after the truncate token, such as a period, affects only the score. In EOS tasks the truncate token
-ends the response, and what follows it is masked out everywhere.
+In OpenAI's 2019 tasks every response has R tokens, and all of them are trained on; truncation after
+the truncate token, such as a period, is only for scoring. In EOS tasks the truncate token ends the
+response, and what follows it is masked out everywhere.
 
 Tags such as (P9) point to docs/details.md, which lists the implementation details. With the default
 flags the algorithm differs from OpenAI's code in three ways: whitening statistics are taken over
@@ -125,7 +125,7 @@ class Args(RunArgs):
 
     # Options from later systems
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """KL estimator of penalty and objective/kl; only k1 has the gradient of the KL"""
+    """KL estimator for penalty and objective/kl; only k1 gives an unbiased gradient"""
     clip_score: PositiveFloat | None = None
     """clip scores to [-clip_score, clip_score]"""
 
@@ -152,7 +152,7 @@ ANSWERS: dict[str, Any] = dict(
 )
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
-    # Whitening adds mean * (1 - 1 / std) to each token's reward: longer responses get more of it.
+    # Besides scaling, whitening adds mean * (1 - 1 / std) at every token: length itself counts.
     "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
     "cnndm": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.01),
     "tldr_2019": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
@@ -214,8 +214,8 @@ def sample(
 ) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
-    Uses the full vocabulary; ignores the model's generation_config. In EOS tasks, responses that
-    have ended may leave the batch every 16 tokens; `batch.rows` [b] are the rows still in it.
+    From the full vocabulary, without a generation_config. In EOS tasks, ended responses may leave
+    the batch every 16 tokens; `batch.rows` [b], on the device of `uniform`, are those left.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -279,7 +279,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 def kl_penalized_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
     """-kl_coef * KL at every token [B, R], plus the score [B] at the last real one (P8)."""
-    last = mask.cumsum(dim=1).argmax(dim=1, keepdim=True)
+    last = mask.cumsum(dim=1).argmax(dim=1, keepdim=True)  # the last True of the mask
     return (-kl_coef * kl).scatter_add(1, last, scores[:, None])
 
 
@@ -454,7 +454,7 @@ def main(args: Args) -> None:
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     # ids: pad, truncate, prefix, suffix, and the length of a context with its response.
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = load_queries(task, tokenizer, ids, needed=args.total_episodes)
+    table = load_queries(task, tokenizer, ids, limit=args.total_episodes)
     heldout, table = table.hold_out(args.eval_queries)  # table[rows] → [len(rows), Q]
     # Functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
@@ -469,7 +469,7 @@ def main(args: Args) -> None:
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
-    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # DDP or FSDP2
+    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # in train mode
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)  # samples from lm
 
     seed = args.seed + 100003 * accelerator.process_index  # own queries, own samples (G6)
@@ -486,8 +486,8 @@ def main(args: Args) -> None:
     ) -> Rollout:
         """Steps 1 to 3 for queries [B, Q], in an update or an evaluation.
 
-        Log-probabilities are computed in the micro-batches of the first epoch's `minibatches`, lists
-        of episodes: rounding depends on the batch, and the first ratios have to be exactly 1 (L6).
+        Log-probabilities are computed in the micro-batches of the first epoch, whose indices are
+        `minibatches`: rounding depends on them, and the first ratios must be exactly 1 (L6).
         """
         # 1. Sample a response to each query.
         timer.start("sample")
@@ -516,10 +516,10 @@ def main(args: Args) -> None:
         return Rollout(*fields, logprobs, values, kl, scores, rewards)
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Metrics of all held-out queries, on every process. Logs samples; keeps weights if due."""
+        """Metrics of all held-out queries, on every process. Logs samples; saves weights if due."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # no update's; the same on all processes
+        rng = generator(args.seed, num_updates, device)  # used by no update; the same everywhere
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -550,7 +550,7 @@ def main(args: Args) -> None:
                 avg_tokens = all_sum(minibatch.mask.sum()) / processes  # mean over processes
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # Equally many parts on every process; only the last averages gradients.
+                    # Equally many on all processes (a collective); the last averages gradients.
                     is_last = part.stop == len(minibatch_rows)
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies, values = policy(old.contexts, old.responses)
@@ -572,7 +572,7 @@ def main(args: Args) -> None:
                     stats[f"ppo/{name}/mean"] += mean / num_steps
                     stats[f"ppo/{name}/var"] += var / num_steps
 
-        seconds = timer.stop()
+        seconds = timer.stop()  # of the update: they replaced those of an evaluation
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics = mean_over_processes(metrics, device)
         var_explained = 1 - metrics["ppo/val/error"] / max(metrics["ppo/returns/var"], 1e-8)
@@ -588,7 +588,7 @@ def main(args: Args) -> None:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer, value_head=accelerator.unwrap_model(policy).value_head)
-    run.log(run.step, evaluate(run.step, kl_coef))  # run.step is num_updates here
+    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: num_updates, unless you break
     run.finish()
     distributed.stop(accelerator)
 

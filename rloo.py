@@ -2,7 +2,7 @@
 
 Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, arXiv 2402.14740.
 
-    python sft.py --task synthetic              # the initial policy and reference: base_model
+    python sft.py --task synthetic              # base_model: initial policy and reference
     python train_reward.py --task synthetic     # the reward model
     python rloo.py --task synthetic
     accelerate launch --mixed_precision bf16 rloo.py --task sentiment
@@ -17,13 +17,13 @@ One update (numbered as in `main`):
     5. For each epoch and minibatch, take one Adam step on the clipped loss of whole responses.
     6. Adapt kl_coef to the measured KL.
 
-A whole response is one action; there is no value function. With one epoch and one minibatch, the
-defaults, the gradient is REINFORCE's; after the first step, ratios are clipped as in PPO. Clipping,
-adaptive KL, Adam and names of metrics are those of ppo.py; ratios are of whole responses.
+A whole response is one action; there is no value function. With one epoch and one minibatch, as
+for most tasks, the gradient is REINFORCE's; after a first step, ratios are clipped as in PPO.
+Clipping, adaptive KL, Adam and names of metrics are ppo.py's; ratios are of whole responses.
 
-In OpenAI's tasks of 2019 every response has R tokens, and all of them are trained on; truncation
-after the truncate token, such as a period, affects only the score. In EOS tasks the truncate token
-ends the response, and what follows it is masked out everywhere.
+In OpenAI's 2019 tasks every response has R tokens, and all of them are trained on; truncation after
+the truncate token, such as a period, is only for scoring. In EOS tasks the truncate token ends the
+response, and what follows it is masked out everywhere.
 
 Shapes: P queries, K responses to each, B sequences (K * P in a process's batch), Q query tokens, C
 context tokens (prefix + query + suffix), R response tokens, T = C + R, N real response tokens, V
@@ -113,7 +113,7 @@ class Args(RunArgs):
 
     # Options from later systems
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """KL estimator of penalty and objective/kl; only k1 has the gradient of the KL"""
+    """KL estimator for penalty and objective/kl; only k1 gives an unbiased gradient"""
     clip_score: PositiveFloat | None = None
     """clip scores to [-clip_score, clip_score]"""
 
@@ -158,7 +158,7 @@ SCRIPT = Path(__file__)  # its name is part of the names of run and model folder
 
 
 class Policy(nn.Module):
-    """A language model without a value head (L5)."""
+    """A language model that returns log-probabilities and entropies; no value head (L5)."""
 
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
@@ -199,8 +199,8 @@ def sample(
 ) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
-    Uses the full vocabulary; ignores the model's generation_config. In EOS tasks, responses that
-    have ended may leave the batch every 16 tokens; `batch.rows` [b] are the rows still in it.
+    From the full vocabulary, without a generation_config. In EOS tasks, ended responses may leave
+    the batch every 16 tokens; `batch.rows` [b], on the device of `uniform`, are those left.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -396,7 +396,7 @@ def main(args: Args) -> None:
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     # ids: pad, truncate, prefix, suffix, and the length of a context with its response.
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = load_queries(task, tokenizer, ids, needed=args.total_episodes // args.rloo_k)
+    table = load_queries(task, tokenizer, ids, limit=args.total_episodes // args.rloo_k)
     heldout, table = table.hold_out(args.eval_queries)  # table[rows] → [len(rows), Q]
     # Functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
@@ -411,7 +411,7 @@ def main(args: Args) -> None:
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
-    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # DDP or FSDP2
+    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # in train mode
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)  # samples from lm
 
     seed = args.seed + 100003 * accelerator.process_index  # own queries, own samples (G6)
@@ -428,10 +428,10 @@ def main(args: Args) -> None:
     ) -> Rollout:
         """Steps 1 to 3 for queries [B, Q]. In an update, each query appears K times.
 
-        Log-probabilities are computed in the micro-batches of the first epoch's `minibatches`, lists
-        of episodes: rounding depends on the batch, and the first ratios have to be exactly 1 (L6).
+        Log-probabilities are computed in the micro-batches of the first epoch, whose indices are
+        `minibatches`: rounding depends on them, and the first ratios must be exactly 1 (L6).
         """
-        # 1. Sample a response to each of the K copies of a query.
+        # 1. Sample a response to each query.
         timer.start("sample")
         contexts = add_affixes(queries, ids)  # [B, C]
         with distributed.inference(accelerator, policy):  # eval mode, autocast, full weights
@@ -458,10 +458,10 @@ def main(args: Args) -> None:
         return Rollout(*fields, logprobs, kl, scores, rewards)
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Metrics of all held-out queries, on every process. Logs samples; keeps weights if due."""
+        """Metrics of all held-out queries, on every process. Logs samples; saves weights if due."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # no update's; the same on all processes
+        rng = generator(args.seed, num_updates, device)  # used by no update; the same everywhere
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -497,7 +497,7 @@ def main(args: Args) -> None:
                 num_responses = len(minibatch_rows)
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # Equally many parts on every process; only the last averages gradients.
+                    # Equally many on all processes (a collective); the last averages gradients.
                     is_last = part.stop == num_responses
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies = policy(old.contexts, old.responses)
@@ -513,11 +513,11 @@ def main(args: Args) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        seconds = timer.stop()
+        seconds = timer.stop()  # of the update: they replaced those of an evaluation
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         groups = rollout.scores.view(args.rloo_k, -1)  # [K, P]
-        all_equal = groups.isclose(groups[:1]).all(dim=0)
+        all_equal = groups.isclose(groups[:1]).all(dim=0)  # scores, although TRL's name says reward
         metrics["objective/frac_reward_zero_std"] = all_equal.float().mean()
         metrics = mean_over_processes(metrics, device)
         metrics["ppo/lr"] = lr
@@ -531,7 +531,7 @@ def main(args: Args) -> None:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer)
-    run.log(run.step, evaluate(run.step, kl_coef))  # run.step is num_updates here
+    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: num_updates, unless you break
     run.finish()
     distributed.stop(accelerator)
 

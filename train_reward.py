@@ -148,7 +148,7 @@ def sample_policy(
     tokenizer, ids = load_tokenizer(task, task.response_length, flag)
     batch_size = args.rollout_batch_size // processes
     local_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * batch_size
-    table = load_queries(task, tokenizer, ids, needed=2 * local_samples * processes)
+    table = load_queries(task, tokenizer, ids, limit=2 * local_samples * processes)
     lm = load_lm(task.base_model, flag, length=ids.length).to(device).eval()
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)
     seed = args.seed + 100003 * accelerator.process_index  # (G6)

@@ -195,14 +195,14 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     return queries
 
 
-def load_queries(task: Task, tokenizer: Any, ids: TokenIds, needed: int) -> TokenTable:
+def load_queries(task: Task, tokenizer: Any, ids: TokenIds, limit: int) -> TokenTable:
     """The table of queries [N, Q] (G2), with all columns of the data set.
 
-    Of a larger data set, a random sample: what the run needs, but at least `SMALL_TABLE` texts.
+    Of a larger data set, a random sample of `limit` texts, or of `SMALL_TABLE` if that is more.
     """
     texts = load_texts(task, task.query_column)
     order = np.random.default_rng(0).permutation(len(texts))
-    texts = texts.select(order[: max(needed, SMALL_TABLE)])
+    texts = texts.select(order[: max(limit, SMALL_TABLE)])
 
     def queries(batch: dict[str, list]) -> list[list[int]]:
         return tokenize_queries(batch[task.query_column], task, tokenizer)

@@ -442,8 +442,8 @@ def test_every_script_asks_for_the_queries_that_it_can_use_and_needs_prompts_onl
     labels = write_rows(tmp_path / "pairs.jsonl", pairs)
     task, seen = replace(eos_task, query_dataset=prompts, label_dataset=labels), []
 
-    def spy(task, tokenizer, ids, needed, *functions):
-        seen.append((len(queries.load_queries(task, tokenizer, ids, needed)), needed))
+    def spy(task, tokenizer, ids, limit, *functions):
+        seen.append((len(queries.load_queries(task, tokenizer, ids, limit)), limit))
         raise KeyError("enough")
 
     monkeypatch.chdir(tmp_path)
