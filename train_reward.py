@@ -244,7 +244,7 @@ def main(args: Args) -> None:
     samples, policy_tokenizer, policy_ids = sample_policy(args, accelerator)
 
     torch.manual_seed(args.seed)
-    model = new_reward_model(task.base_model, ids.pad, labels.longest())
+    model = new_reward_model(task.base_model, ids.pad, max(labels.longest(), ids.length))
     if args.gradient_checkpointing:
         model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)

@@ -18,6 +18,7 @@ import ppo
 import rloo
 import sft
 import train_reward
+from machinery import unpadding
 from machinery.models import load_lm
 
 
@@ -52,8 +53,12 @@ def eos_task(task, tmp_path, monkeypatch):
     return tiny.eos_task(task, tmp_path)
 
 
-def test_X9_the_whole_pipeline_of_an_eos_task(eos_task, monkeypatch):
-    """sft on completions, reward model on pairs, ppo and rloo: after its end a response is padding."""
+def test_X9_the_whole_pipeline_of_an_eos_task(eos_task, monkeypatch, capsys):
+    """sft on completions, reward model on pairs, ppo and rloo: after its end a response is padding.
+
+    No script computes padding, also where responses are longer than those of the labels.
+    """
+    unpadding.say_once.cache_clear()
     sft.main(small(sft, eos_task, "sft", num_epochs=60, batch_size=12, lr=1e-2))
     assert read_metrics("sft")[-1]["heldout/perplexity"] < 20  # it has learned to end, too
     task = replace(eos_task, base_model="sft_model")
@@ -72,6 +77,7 @@ def test_X9_the_whole_pipeline_of_an_eos_task(eos_task, monkeypatch):
             assert line["objective/response_length"] == pytest.approx(lengths.mean())
             assert line["objective/ended"] == pytest.approx(np.mean(np.array(ends) < 12))
         assert metrics[0]["objective/ended"] > 0
+    assert "padding is computed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
