@@ -129,7 +129,7 @@ def fixed_values(args: Any, processes: int) -> dict[str, Any]:
     """
     values = asdict(args) | asdict(args.task) | {"processes": processes}
     values["mixed_precision"] = AcceleratorState().mixed_precision
-    if "reward_model" in values and uses_model(args.task):
+    if "reward_model" in values and uses_model(args.task.reward_fn):
         values["reward_model"] = args.reward_model or f"models/{args.task.task}/train_reward"
     free = FREE if "num_labels" in values else (*FREE, "label_dataset")  # others read no labels
     for name in free:

@@ -5,7 +5,7 @@ Shapes: `B` sequences of `T` tokens, `Q` query tokens. Tags such as (P3): docs/d
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,7 @@ class TokenTable:
 
     def select(self, rows: list[int] | np.ndarray) -> "TokenTable":
         """A table of these rows."""
-        chosen = self.rows.select(rows), self.source.select(rows)
-        return TokenTable(*chosen, self.length, self.pad_id)
+        return replace(self, rows=self.rows.select(rows), source=self.source.select(rows))
 
     def hold_out(self, n: int, needed: int = 1) -> tuple["TokenTable", "TokenTable"]:
         """A table of the first `n` sequences, and one without them and their duplicates.

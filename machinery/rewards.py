@@ -166,10 +166,9 @@ def text_scorer(flag: str, name: str, tokenizer: Any, pad_id: int) -> Callable[.
     return score
 
 
-def uses_model(task: Task) -> bool:
+def uses_model(name: str | None) -> bool:
     """Whether there is no `--reward_fn`, or one with a parameter `scores`."""
-    with about(f"--reward_fn {task.reward_fn}"):
-        name = task.reward_fn
+    with about(f"--reward_fn {name}"):
         return not name or "scores" in inspect.signature(load_function(name)).parameters
 
 
@@ -183,7 +182,7 @@ def load_reward(
     """
     name = args.task.reward_fn
     of_texts = text_scorer("--reward_fn", name, tokenizer, ids.pad) if name else None
-    if of_texts and not uses_model(args.task):
+    if of_texts and not uses_model(name):
         return of_texts
     folder = args.reward_model or f"models/{args.task.task}/train_reward"
     model = load_reward_model(cls, folder)
