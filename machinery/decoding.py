@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import compare_versions
 from torch import Tensor
 from transformers.cache_utils import StaticCache
 
 BLOCK = 64  # columns of the cache; kernels also prefer lengths that are multiples of it
+CACHE = "cache" if compare_versions("transformers", ">=", "5.24") else "past_key_values"
 MIN_ROWS = 16  # with fewer sequences, fp32 products round differently
 
 
@@ -170,7 +172,7 @@ class DecodingBatch:
 
     def compute(self, tokens: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
         """Logits [b, V] after more tokens of each sequence; mask [b, columns of the cache]."""
-        inputs = dict(attention_mask=mask, position_ids=position_ids, past_key_values=self.cache)
+        inputs = {"attention_mask": mask, "position_ids": position_ids, CACHE: self.cache}
         output = self.decoder.lm(tokens, use_cache=True, logits_to_keep=1, **inputs)
         return output.logits[:, -1].float()
 
