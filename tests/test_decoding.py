@@ -249,9 +249,8 @@ def test_without_memory_for_a_graph_the_next_step_records_it(fake_graphs, monkey
     monkeypatch.setattr(torch.cuda, "empty_cache", full.clear)
     lm.register_forward_hook(fill)
     uniform = tiny.uniform(LENGTH, 2)
-    plain, replayed = (
-        tiny.sample(x, contexts, uniform) for x in (decoding.Decoder(lm, LENGTH), with_graphs(lm))
-    )
+    decoders = decoding.Decoder(lm, LENGTH), with_graphs(lm)
+    plain, replayed = (tiny.sample(decoder, contexts, uniform) for decoder in decoders)
     assert torch.equal(plain, replayed) and len(fake_graphs) == 2
 
 

@@ -310,10 +310,7 @@ TABLES = {  # page and header → the columns, and their numbers by the cells of
         slice(5, 9),
         lambda *x: started("SmolLM2", *x[:2], rloo_k=x[2], precision=x[3], seed=x[4]),
     ),
-    ("docs/rloo.md", "| task | epochs × minibatches "): (
-        slice(4, 9),
-        lambda *x: started(*x[:3]),
-    ),
+    ("docs/rloo.md", "| task | epochs × minibatches "): (slice(4, 9), lambda *x: started(*x[:3])),
     ("diffs/README.md", "| script or patch "): (slice(1, 3), lambda x, *_: patch(x)),
 }
 

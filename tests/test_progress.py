@@ -1,18 +1,10 @@
-"""What a run shows: lines, tables of samples, warnings, curves.
+"""What a run shows: lines, tables of samples, warnings, curves."""
 
-This file is also a program whose runs lose their terminal: it imports everything once and forks
-each of them.
-"""
-
-import importlib
-import json
+import errno
+import io
 import os
-import pty
-import re
-import subprocess
+import signal
 import sys
-import traceback
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +13,11 @@ import tiny
 from accelerate import Accelerator
 from conftest import SCRIPTS, read_metrics, settings
 from matplotlib.figure import Figure
-from test_resume import checkpoint_files, exit_code, read_state, wait
+from test_resume import at_call, checkpoint_files, exit_code, read_state
 from test_runs import small, two_steps
 
 import ppo
-from machinery import progress, runs
-from machinery.artifacts import ROOT
+from machinery import distributed, progress, runs
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 
@@ -55,61 +46,43 @@ def test_a_line_is_printed_at_least_once_a_minute(home, monkeypatch, capsys):
     assert 300 in slow and len(slow) < 150
 
 
-def in_terminal(name: str, **flags: Any) -> dict[str, Any]:
-    """The exit code of a run in a terminal of its own, and what it printed there.
+class Terminal(io.TextIOWrapper):
+    """A terminal that its user closes: every write fails from then on."""
 
-    `closed` ones lose theirs as soon as an update is done.
-    """
-    pid, master = pty.fork()  # the child has no other terminal
-    if not pid:
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        os.environ["TERM"] = "xterm-256color"
-        code = 99
-        try:
-            flags = dict(eval_every=100 if name == "closed" else 2) | flags
-            args = settings("ppo", run_name=name, reward_fn="slow.py:score", **flags)
-            code = exit_code("ppo", args)
-        except BaseException:
-            Path(f"{name}.log").write_text(traceback.format_exc())
-        finally:
-            os._exit(code)
-    printed = b""
-    with suppress(OSError):  # the other side is gone
-        while not ("closed" in name and Path("runs", name, "metrics.jsonl").exists()):
-            if not (part := os.read(master, 2**16)):
-                break
-            printed += part
-    os.close(master)
-    return {"code": wait(pid, 60), "printed": printed.decode()}
+    gone = False
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self.gone:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().write(text)
 
 
-TERMINALS = {"wide": {}, "closed": {}, "closed_evaluating": dict(eval_every=1)}
+@pytest.mark.parametrize("eval_every", [1, 100])
+def test_samples_are_a_table_and_a_run_whose_terminal_is_closed_leaves_a_checkpoint(
+    eval_every, home, monkeypatch
+):
+    """It prints neither the progress nor the samples after its last update."""
+    terminal = Terminal(io.BytesIO(), "utf-8")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, terminal)
 
+    def close(function: Any, *args: Any) -> Any:
+        terminal.gone = True
+        os.kill(os.getpid(), signal.SIGHUP)
+        return function(*args)
 
-@pytest.mark.slow
-def test_progress_is_readable_in_terminals_and_a_closed_one_leaves_a_checkpoint(home):
-    """The last update and the samples are there, as a table.
-
-    After a terminal is closed, neither progress nor samples can be printed any more.
-    """
-    lines = ["import time", "def score(queries, responses):", "    time.sleep(0.1)"]
-    Path("slow.py").write_text("\n".join([*lines, "    return [len(r) / 9 for r in responses]"]))
-    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    options = dict(env=env, capture_output=True, text=True, timeout=200)
-    done = subprocess.run([sys.executable, __file__], **options, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(Path("terminals.json").read_text())
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", found["wide"]["printed"])  # colors
-    lines = text.replace("\r", "\n").splitlines()
-    assert found["wide"]["code"] == 0 and "━" in text, text
-    assert any("6/6" in line and "score" in line for line in lines), text
-    assert sum("Clara found the sea." in line for line in lines) >= 2  # of both evaluations
-    for name in ("closed", "closed_evaluating"):
-        updates = len(Path(f"runs/{name}/metrics.jsonl").read_text().splitlines())
-        kept = [read_state(path)[1]["step"] for path in checkpoint_files(name)]
-        assert kept == [updates] and updates < 6
-        assert found[name]["code"] == 143
+    at_call(monkeypatch, distributed, "check_gradients", 9, close)
+    assert exit_code("ppo", settings("ppo", run_name="closed", eval_every=eval_every)) == 143
+    steps = len(Path("runs/closed/metrics.jsonl").read_text().splitlines())
+    assert [read_state(path)[1]["step"] for path in checkpoint_files("closed")] == [steps]
+    assert 1 < steps < 6
+    terminal.seek(0)
+    lines = terminal.read().splitlines()
+    assert any("━" in line for line in lines) and any("1/6" in line for line in lines)
+    assert any("Clara found the sea." in line for line in lines)
 
 
 @pytest.mark.parametrize("script", ["ppo", "rloo"])
@@ -158,9 +131,3 @@ def test_curves_have_no_empty_panels(tmp_path, monkeypatch):
     progress.plot_run(tmp_path, ["loss", "objective/gold_score"])
     assert [axis.get_title() for axis in figures[0].axes] == ["loss"]
     assert (tmp_path / "curves.png").is_file()
-
-
-if __name__ == "__main__":
-    importlib.import_module("matplotlib.figure")  # once
-    found = {name: in_terminal(name, **flags) for name, flags in TERMINALS.items()}
-    Path("terminals.json").write_text(json.dumps(found))

@@ -11,7 +11,6 @@ from formats import write_rows
 from tiny import refuses
 
 from machinery import sources
-from machinery.cli import about
 from machinery.models import load_lm
 from machinery.sources import load_function, load_rows
 from machinery.tokens import load_tokenizer
@@ -68,16 +67,6 @@ def test_a_model_that_cannot_be_reached_is_named_at_once(unreachable_hub, tmp_pa
     assert config.vocab_size == tiny.VOCAB
     refuses(lambda: load_lm("gpt2"), "--base_model gpt2: ")
     assert time.perf_counter() - began < 15  # the libraries retry for 23 s
-
-
-def test_a_file_of_functions_that_ends_the_process_is_an_error_of_its_flag(tmp_path):
-    (tmp_path / "exits.py").write_text("import sys; sys.exit(0)")
-
-    def load():
-        with about("--clean_fn exits.py:f"):
-            load_function(f"{tmp_path}/exits.py:f")
-
-    refuses(load, "--clean_fn exits.py:f: SystemExit")
 
 
 WITH_A_DATACLASS = """
