@@ -24,12 +24,12 @@ response, and what follows it is masked out everywhere.
 
 Tags such as (P9) point to docs/details.md, which lists the implementation details. With the default
 flags the algorithm differs from OpenAI's code in three ways: whitening statistics are taken over
-all processes (X11), old log-probabilities and values come from the training code, not the sampling
-code (L6), and each process has its own order of queries, reshuffled on every pass (G6).
+all processes (X11), old log-probabilities and values are those of a forward pass, not of sampling
+(L6), and each process has its own order of queries, reshuffled on every pass (G6).
 
 Shapes: B sequences, Q query tokens, C context tokens (prefix + query + suffix), R response tokens,
 T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real tokens.
-machinery/ has what experiments rarely change: loading, processes, files, and faster ways to call
+machinery/ holds what experiments rarely change: loading, processes, files, and faster ways to call
 a transformer, with equal results up to rounding.
 """
 
@@ -146,13 +146,13 @@ SYNTHETIC: dict[str, Any] = dict(
     kl_target=10.0,
     kl_horizon=1000,
 )
-FIXED_KL: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)
-ANSWERS: dict[str, Any] = dict(
+FIXED_KL: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)  # rewards are not whitened
+CHECKED: dict[str, Any] = dict(
     **FIXED_KL, num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192
 )
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
-    # Besides scaling, whitening adds mean * (1 - 1 / std) at every token: length itself counts.
+    # Besides scaling, whitening adds mean * (1 - 1 / std) to every token, so that length counts.
     "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
     "cnndm": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.01),
     "tldr_2019": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
@@ -160,9 +160,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         **FIXED_KL, lr=3e-6, kl_coef=0.05, micro_batch_tokens=16_384, rollout_batch_size=256
     ),
     "arithmetic": dict(
-        **ANSWERS, total_episodes=16_384, eval_every=16, batch_size=128, lr=3e-4, kl_coef=0.1
+        **CHECKED, total_episodes=16_384, eval_every=16, batch_size=128, lr=3e-4, kl_coef=0.1
     ),
-    "gsm8k": dict(**ANSWERS, total_episodes=112_000, batch_size=256, lr=1e-6, kl_coef=0.001),
+    "gsm8k": dict(**CHECKED, total_episodes=112_000, batch_size=256, lr=1e-6, kl_coef=0.001),
 }
 SCRIPT = Path(__file__)  # its name is part of the names of run and model folders
 
@@ -214,8 +214,8 @@ def sample(
 ) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
-    From the full vocabulary, without a generation_config. In EOS tasks, ended responses may leave
-    the batch every 16 tokens; `batch.rows` [b], on the device of `uniform`, are those left.
+    Samples from the full vocabulary, whatever generation_config says. In EOS tasks, ended responses
+    may leave the batch every 16 tokens; `batch.rows` [b] are the indices of those that are left.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -436,7 +436,7 @@ def rollout_metrics(
 
 # In the progress line and in curves.png:
 PROGRESS = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
-# Metric → (largest healthy value, value above which a run warns once):
+# Metric → (largest healthy value, for the warning; value above which a run warns once):
 LIMITS = {"ppo/policy/approxkl_avg": (0.02, 0.2), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
 
@@ -454,7 +454,7 @@ def main(args: Args) -> None:
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     # ids: pad, truncate, prefix, suffix, and the length of a context with its response.
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = load_queries(task, tokenizer, ids, limit=args.total_episodes)
+    table = load_queries(task, tokenizer, ids, limit=args.total_episodes)  # texts to tokenize
     heldout, table = table.hold_out(args.eval_queries)  # table[rows] → [len(rows), Q]
     # Functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
@@ -519,7 +519,7 @@ def main(args: Args) -> None:
         """Metrics of all held-out queries, on every process. Logs samples; saves weights if due."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # used by no update; the same everywhere
+        rng = generator(args.seed, num_updates, device)  # no update's; equal on all processes
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -547,10 +547,10 @@ def main(args: Args) -> None:
             for minibatch_rows in minibatches:
                 minibatch = rollout.select(minibatch_rows)
                 advantages, returns = compute_advantages(minibatch, args)
-                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # mean over processes
+                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # tokens per process
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # Equally many on all processes (a collective); the last averages gradients.
+                    # All processes have equally many parts; gradients are averaged in the last.
                     is_last = part.stop == len(minibatch_rows)
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies, values = policy(old.contexts, old.responses)
@@ -572,7 +572,7 @@ def main(args: Args) -> None:
                     stats[f"ppo/{name}/mean"] += mean / num_steps
                     stats[f"ppo/{name}/var"] += var / num_steps
 
-        seconds = timer.stop()  # of the update: they replaced those of an evaluation
+        seconds = timer.stop()  # of the update; they overwrote the evaluation's
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics = mean_over_processes(metrics, device)
         var_explained = 1 - metrics["ppo/val/error"] / max(metrics["ppo/returns/var"], 1e-8)
@@ -588,7 +588,7 @@ def main(args: Args) -> None:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer, value_head=accelerator.unwrap_model(policy).value_head)
-    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: num_updates, unless you break
+    run.log(run.step, evaluate(run.step, kl_coef))  # num_updates, unless the loop breaks
     run.finish()
     distributed.stop(accelerator)
 

@@ -18,8 +18,8 @@ One update (numbered as in `main`):
     6. Adapt kl_coef to the measured KL.
 
 A whole response is one action; there is no value function. With one epoch and one minibatch, as
-for most tasks, the gradient is REINFORCE's; after a first step, ratios are clipped as in PPO.
-Clipping, adaptive KL, Adam and names of metrics are ppo.py's; ratios are of whole responses.
+for most tasks, the gradient is REINFORCE's. With more steps, the ratio of a whole response is
+clipped as PPO clips a token's. Adaptive KL, Adam and names of metrics are ppo.py's.
 
 In OpenAI's 2019 tasks every response has R tokens, and all of them are trained on; truncation after
 the truncate token, such as a period, is only for scoring. In EOS tasks the truncate token ends the
@@ -132,7 +132,7 @@ SYNTHETIC: dict[str, Any] = dict(
     kl_target=10.0,
     kl_horizon=1000,
 )
-ANSWERS: dict[str, Any] = dict(num_minibatches=4, kl_target=None, micro_batch_tokens=8192)
+CHECKED: dict[str, Any] = dict(num_minibatches=4, kl_target=None, micro_batch_tokens=8192)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
     "synthetic_eos": SYNTHETIC,
@@ -148,9 +148,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         rollout_batch_size=256,
     ),
     "arithmetic": dict(
-        **ANSWERS, total_episodes=16_384, eval_every=16, batch_size=128, lr=3e-4, kl_coef=0.01
+        **CHECKED, total_episodes=16_384, eval_every=16, batch_size=128, lr=3e-4, kl_coef=0.01
     ),
-    "gsm8k": dict(**ANSWERS, total_episodes=112_000, batch_size=256, lr=1e-6, kl_coef=0.001),
+    "gsm8k": dict(**CHECKED, total_episodes=112_000, batch_size=256, lr=1e-6, kl_coef=0.001),
 }
 SCRIPT = Path(__file__)  # its name is part of the names of run and model folders
 
@@ -199,8 +199,8 @@ def sample(
 ) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
-    From the full vocabulary, without a generation_config. In EOS tasks, ended responses may leave
-    the batch every 16 tokens; `batch.rows` [b], on the device of `uniform`, are those left.
+    Samples from the full vocabulary, whatever generation_config says. In EOS tasks, ended responses
+    may leave the batch every 16 tokens; `batch.rows` [b] are the indices of those that are left.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -378,7 +378,7 @@ def rollout_metrics(
 
 # In the progress line and in curves.png:
 PROGRESS = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
-# Metric → (largest healthy value, value above which a run warns once):
+# Metric → (largest healthy value, for the warning; value above which a run warns once):
 LIMITS = {"ppo/policy/approxkl_avg": (0.5, 5.0), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
 
@@ -461,7 +461,7 @@ def main(args: Args) -> None:
         """Metrics of all held-out queries, on every process. Logs samples; saves weights if due."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # used by no update; the same everywhere
+        rng = generator(args.seed, num_updates, device)  # no update's; equal on all processes
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -493,11 +493,11 @@ def main(args: Args) -> None:
             for minibatch_rows in minibatches:
                 minibatch = rollout.select(minibatch_rows)
                 advantages = all_advantages[minibatch_rows]
-                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # mean over processes
+                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # tokens per process
                 num_responses = len(minibatch_rows)
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # Equally many on all processes (a collective); the last averages gradients.
+                    # All processes have equally many parts; gradients are averaged in the last.
                     is_last = part.stop == num_responses
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         logprobs, entropies = policy(old.contexts, old.responses)
@@ -513,11 +513,11 @@ def main(args: Args) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        seconds = timer.stop()  # of the update: they replaced those of an evaluation
+        seconds = timer.stop()  # of the update; they overwrote the evaluation's
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         groups = rollout.scores.view(args.rloo_k, -1)  # [K, P]
-        all_equal = groups.isclose(groups[:1]).all(dim=0)  # scores, although TRL's name says reward
+        all_equal = groups.isclose(groups[:1]).all(dim=0)  # of scores; TRL's name
         metrics["objective/frac_reward_zero_std"] = all_equal.float().mean()
         metrics = mean_over_processes(metrics, device)
         metrics["ppo/lr"] = lr
@@ -531,7 +531,7 @@ def main(args: Args) -> None:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer)
-    run.log(run.step, evaluate(run.step, kl_coef))  # run.step: num_updates, unless you break
+    run.log(run.step, evaluate(run.step, kl_coef))  # num_updates, unless the loop breaks
     run.finish()
     distributed.stop(accelerator)
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from machinery.cli import InputError, about
-from machinery.rewards import uses_model
+from machinery.rewards import reward_model_of
 
 KEPT = 2  # checkpoints of a run: the newest and the one before it
 FREE = ("save_every", "keep_every", "resume", "run_name", "output_dir", "track", "push_to_hub")
@@ -79,8 +79,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
     weights: dict[str, Any] = {}
     moments: dict[str, dict[str, Tensor]] = {}
-    damaged = about(f"{path} is damaged; pass the one before it to --resume")
-    with damaged, safe_open(path, "pt") as file:
+    with about(f"{path} is damaged; --resume the one before it"), safe_open(path, "pt") as file:
         state = json.loads(file.metadata()["state"])
         for key in file.keys():  # noqa: SIM118
             _, *moment, name = key.split("/")
@@ -129,8 +128,8 @@ def fixed_values(args: Any, processes: int) -> dict[str, Any]:
     """
     values = asdict(args) | asdict(args.task) | {"processes": processes}
     values["mixed_precision"] = AcceleratorState().mixed_precision
-    if "reward_model" in values and uses_model(args.task.reward_fn):
-        values["reward_model"] = args.reward_model or f"models/{args.task.task}/train_reward"
+    if "reward_model" in values:
+        values["reward_model"] = reward_model_of(args)
     free = FREE if "num_labels" in values else (*FREE, "label_dataset")  # others read no labels
     for name in free:
         values.pop(name, None)
@@ -151,7 +150,4 @@ def check_same_run(args: Any, processes: int, run: Path) -> None:
     new = fixed_values(args, processes)
     changed = [f"{k}={v} instead of {old.get(k)}" for k, v in new.items() if v != old.get(k)]
     if changed:
-        raise InputError(
-            f"--resume {run} with {', '.join(changed)} would change its numbers; "
-            "repeat the run's own command and add --resume"
-        )
+        raise InputError(f"--resume {run} would change its numbers: {', '.join(changed)}")

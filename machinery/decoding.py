@@ -126,7 +126,7 @@ class DecodingBatch:
         self.mask[:, self.length] = True
         self.length += 1
         inputs = self.tokens, self.mask, position_ids
-        if self.decoder.cuda_graphs and self.replay is None and self.steps > 0:
+        if self.decoder.cuda_graphs and not self.replay and self.steps in (1, 2):  # two attempts
             self.replay = self.decoder.record(self.compute, inputs)
         self.steps += 1
         return self.replay(*inputs) if self.replay else self.compute(*inputs)

@@ -64,7 +64,7 @@ def check_launch(accelerator: Accelerator) -> None:
     """Raise `InputError` for what a launcher or a configuration file may set up wrongly."""
     is_on, started = parse_flag_from_env, accelerator.num_processes
     usable = torch.cuda.is_available() or is_on("ACCELERATE_USE_CPU")
-    if Path("/dev/nvidia0").exists() and not usable:
+    if [*Path("/dev").glob("nvidia[0-9]*")] and not usable:
         raise InputError(f"torch {torch.__version__} cannot use the GPU: see docs/gpu.md")
     if is_on("FSDP_ACTIVATION_CHECKPOINTING"):  # it renames weights
         raise InputError("use --gradient_checkpointing, not fsdp_activation_checkpointing")

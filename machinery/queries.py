@@ -183,13 +183,11 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     if task.keep_last_line:
         texts = [drop_lines(text, task.query_length, tokenizer) for text in texts]
     start = tokens.single_token(tokenizer, task.start_text, "--start_text")
-    wants_offsets = task.end_text is not None
-    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=wants_offsets)
+    end = task.end_text
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=end is not None)
     queries = []
     for i, (text, ids) in enumerate(zip(texts, encoded["input_ids"], strict=True)):
-        ends = None
-        if task.end_text is not None:
-            ends = ends_word(text, encoded["offset_mapping"][i], task.end_text)
+        ends = None if end is None else ends_word(text, encoded["offset_mapping"][i], end)
         queries.append(cut_query(ids, task.query_length, start, ends) if text.strip() else [])
     return queries
 

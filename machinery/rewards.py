@@ -149,12 +149,12 @@ def call_reward_function(
 
 
 def load_gold_reward(task: Task, tokenizer: Any, ids: TokenIds) -> Callable | None:
-    """The true score as a function of (queries, responses) → [B]; None if it is unknown."""
+    """The true score as a function of (queries, responses, columns) → [B]; None if unknown."""
     return text_scorer("--gold_fn", task.gold_fn, tokenizer, ids.pad) if task.gold_fn else None
 
 
 def text_scorer(flag: str, name: str, tokenizer: Any, pad_id: int) -> Callable[..., Tensor]:
-    """Return a user's function of texts as a function of (queries, responses) → [B]."""
+    """Return a user's function of texts as a function of (queries, responses, columns) → [B]."""
     with about(f"{flag} {name}"):
         function = load_function(name)
 
@@ -166,25 +166,27 @@ def text_scorer(flag: str, name: str, tokenizer: Any, pad_id: int) -> Callable[.
     return score
 
 
-def uses_model(name: str | None) -> bool:
-    """Whether there is no `--reward_fn`, or one with a parameter `scores`."""
+def reward_model_of(args: Any) -> str | None:
+    """The folder or name of the reward model; None if `--reward_fn` has no parameter `scores`."""
+    name = args.task.reward_fn
     with about(f"--reward_fn {name}"):
-        return not name or "scores" in inspect.signature(load_function(name)).parameters
+        if name and "scores" not in inspect.signature(load_function(name)).parameters:
+            return None
+    return args.reward_model or f"models/{args.task.task}/train_reward"
 
 
 def load_reward(
     args: Any, cls: Callable, tokenizer: Any, ids: TokenIds, accelerator: Accelerator
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the reward as a function of (queries [B, Q], responses [B, R]) → scores [B].
+) -> Callable[..., Tensor]:
+    """Return the reward as a function of (queries [B, Q], responses [B, R], columns) → scores [B].
 
     It is the reward model's (of class `cls`), or `--reward_fn`'s; a reward function with a
     parameter `scores` gets the reward model's.
     """
-    name = args.task.reward_fn
-    of_texts = text_scorer("--reward_fn", name, tokenizer, ids.pad) if name else None
-    if of_texts and not uses_model(name):
+    name, folder = args.task.reward_fn, reward_model_of(args)
+    of_texts: Any = text_scorer("--reward_fn", name, tokenizer, ids.pad) if name else None
+    if folder is None:
         return of_texts
-    folder = args.reward_model or f"models/{args.task.task}/train_reward"
     model = load_reward_model(cls, folder)
     with about(f"--reward_model {folder}"):
         own_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

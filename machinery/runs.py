@@ -21,13 +21,15 @@ from machinery import artifacts, checkpoints
 from machinery.cli import InputError, about, check_divisible
 from machinery.distributed import stop
 from machinery.progress import Limits, Progress, plot_run
+from machinery.rewards import reward_model_of
+from machinery.sources import check_source
 from utils import all_max
 
 SIGNALS = [getattr(signal, x) for x in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, x)]
 
 
 def check_run(args: Any, script: Path, processes: int) -> None:
-    """Raise `InputError` if the run would overwrite something, or cannot be resumed."""
+    """Raise `InputError` if the run would overwrite something, or cannot be trained or resumed."""
     is_new, link = args.resume is None, Path("models", args.task.task, script.stem)
     if is_new and args.run_name and os.path.lexists(f"runs/{args.run_name}"):
         raise InputError(f"--run_name {args.run_name} exists in runs/; choose another name")
@@ -39,16 +41,18 @@ def check_run(args: Any, script: Path, processes: int) -> None:
         checkpoints.check_same_run(args, processes, checkpoint.parents[1])
     if args.push_to_hub and not huggingface_hub.get_token():
         raise InputError(f"--push_to_hub {args.push_to_hub} needs a token; run `hf auth login`")
+    if hasattr(args, "reward_model") and (reward_model := reward_model_of(args)):
+        with about(f"--reward_model {reward_model}"):  # now; it is loaded after the queries
+            check_source(reward_model)
     if getattr(args, "keep_every", None):
         check_divisible("keep_every", args.keep_every, args.eval_every, "eval_every")
 
 
 class Run:
-    """The folder `runs/<name>/`, written by the main process only.
+    """The folder `runs/<name>/`, written by the main process only; its files: docs/resume.md.
 
-    args.json, the script's source, metrics.jsonl (a line per update), samples.jsonl, TensorBoard
-    events, curves.png, checkpoints and weights. `shown` are the metrics in curves.png and in the
-    progress line; one that exceeds its limit is printed as a warning.
+    `shown` are the metrics in curves.png and in the progress line. One that exceeds its limit is
+    printed as a warning.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ def test_a_size_that_does_not_divide_names_itself_and_the_next_one_that_works(
     script, processes, changes, words
 ):
     small = dict(num_labels=12, batch_size=4) if script is train_reward else {}
-    args = script.Args(task=tiny.make_task(), **small | changes)
+    args = script.Args(task=tiny.make_task(reward_fn="math:sqrt"), **small | changes)
     message = refuses(lambda: script.check(args, processes), *words)
     name, right = words[0].split("=")[0], int(message.split()[-1])
     script.check(replace(args, **{name: right}), processes)
@@ -81,7 +81,7 @@ def test_every_number_has_its_bounds(script):
         ("ppo.py --lr -1e-5", ("lr", "-1e-05")),
         ("rloo.py --kl_estimator k4", ("--kl-estimator", "k4", "k1", "k3")),
         ("train_reward.py --no_such_flag 3", ("--no_such_flag",)),
-        ("ppo.py --batch-size 10 --num_minibatches=4", ("batch_size=10", "use 12")),
+        ("rloo.py --batch-size 10 --reward_fn=math:sqrt", ("batch_size=10", "use 12")),
         ("sft.py --task=sentimental", ("--task", "sentimental", "synthetic")),
     ],
 )
@@ -167,7 +167,7 @@ MISTAKES = [  # scripts, flags, words of the error
     (ALL, dict(truncate_token=". ."), ("--truncate_token", "one token")),
     (ALL, dict(resume="file.txt"), ("--resume file.txt",)),
     (RL, dict(reward_fn="nowhere.py:f"), ("--reward_fn nowhere.py:f",)),
-    (RL, dict(reward_model=None), ("models/synthetic/train_reward", "python train_reward.py")),
+    (RL, dict(reward_model=None, query_dataset="x"), ("python train_reward.py --task synthetic",)),
     (RL, dict(reward_model="task"), ("--reward_model task",)),
     (("sft",), dict(block_size=64, response_length=50), ("66", "64")),  # 64 / 4 + 50
     (("sft",), dict(query_dataset="twice.txt"), ("holding out 4 of 60", "leaves 0", "2")),

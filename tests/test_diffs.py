@@ -1288,7 +1288,7 @@ def recipe(tmp_path_factory):
 @every_recipe
 def test_a_recipe_passes_the_published_values_and_works_for_every_task(name, recipe):
     for task in tasks.TASKS:
-        script, args = recipe(name, task)
+        script, args = recipe(name, task, "--reward_fn", "math:sqrt")
         script.check(args, 1)
         # What is not published is as in ppo.py.
         preset = cli.parse_args(ppo.Args, ppo.PRESETS, ["--task", task])

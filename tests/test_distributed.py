@@ -149,7 +149,8 @@ def test_gradients_are_added_up_while_others_are_computed(both):
 def test_a_gpu_that_torch_cannot_use_is_not_silently_replaced_by_the_cpu(
     accelerator, monkeypatch, capsys
 ):
-    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidia0")
+    device = Path("/dev/nvidia3")  # of several, in a container
+    monkeypatch.setattr(Path, "glob", lambda path, name: [device] if device.match(name) else [])
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     with pytest.raises(InputError, match="docs/gpu.md"):
         distributed.start(tiny.make_args())

@@ -80,9 +80,8 @@ def test_samples_are_a_table_and_a_run_whose_terminal_is_closed_leaves_a_checkpo
     assert [read_state(path)[1]["step"] for path in checkpoint_files("closed")] == [steps]
     assert 1 < steps < 6
     terminal.seek(0)
-    lines = terminal.read().splitlines()
-    assert any("━" in line for line in lines) and any("1/6" in line for line in lines)
-    assert any("Clara found the sea." in line for line in lines)
+    text = terminal.read()
+    assert all(words in text for words in ("━", "1/6", "Clara found the sea."))
 
 
 @pytest.mark.parametrize("script", ["ppo", "rloo"])

@@ -441,6 +441,7 @@ def test_every_script_asks_for_the_queries_that_it_can_use_and_needs_prompts_onl
     pairs = [{"prompt": "So", "chosen": " the end", "rejected": " Ben"}] * 16
     labels = write_rows(tmp_path / "pairs.jsonl", pairs)
     task, seen = replace(eos_task, query_dataset=prompts, label_dataset=labels), []
+    task = replace(task, reward_fn="math:sqrt")  # no reward model
 
     def spy(task, tokenizer, ids, limit, *functions):
         seen.append((len(queries.load_queries(task, tokenizer, ids, limit)), limit))
