@@ -85,7 +85,7 @@ def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
     """
     probs = logits.to(uniform.device, torch.float32).softmax(dim=-1)
     blocks = F.pad(probs, (0, -probs.shape[1] % 256)).unflatten(1, (-1, 256))
-    cdf = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    cdf = blocks.sum(dim=-1).double().cumsum(dim=-1)  # [B, number of blocks]
     target = (uniform * cdf[:, -1])[:, None]
     block = torch.searchsorted(cdf, target, right=True)
     block = block.clamp(max=cdf.shape[1] - 1)  # for NaN logits, as in the last line

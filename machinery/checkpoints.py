@@ -28,8 +28,7 @@ FREE = ("save_every", "keep_every", "resume", "run_name", "output_dir", "track",
 def names_of(model: nn.Module) -> set[str]:
     """The names of all weights and buffers that are saved, tied ones once."""
     saved = model.state_dict().keys()  # without rotary angles, which are computed
-    names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
-    return names & saved
+    return saved & {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def full_state(model: nn.Module, *optimizers: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -55,6 +55,7 @@ class Decoder:
         if self.cuda_graphs:
             self.stream = torch.cuda.Stream()
             self.pool: Any = torch.cuda.MemPool()  # memory of the graphs, which do not run at once
+            self.is_full = False  # whether memory was too little for the last recording
 
     def start(self, contexts: Tensor, mask: Tensor) -> "DecodingBatch":
         """A batch of contexts [B, C], whose mask is True at real tokens; computes nothing yet."""
@@ -64,7 +65,7 @@ class Decoder:
         """A function that does what `function` does, for inputs of these shapes, as a CUDA graph.
 
         Its kernels read and write the same memory each time; the next call overwrites the result.
-        None if there was too little memory, or if it cannot be recorded; then no more graphs.
+        None if recording fails. Then there are no more graphs; too little memory is forgiven once.
         """
         inputs = tuple(x.clone() for x in inputs)
         graph = torch.cuda.CUDAGraph()
@@ -78,12 +79,13 @@ class Decoder:
                     graph.capture_end()  # otherwise the process aborts at its exit
         except RuntimeError as error:
             cause = error.__context__ or error  # if recording fails, so does `capture_end`
-            if isinstance(cause, torch.OutOfMemoryError):  # recording frees no cached memory
-                torch.cuda.empty_cache()
-                return None
-            print(f"sampling without CUDA graphs, which failed: {cause!s:.200}", flush=True)
-            self.cuda_graphs = False
+            if self.is_full or not isinstance(cause, torch.OutOfMemoryError):
+                print(f"sampling without CUDA graphs, which failed: {cause!s:.200}", flush=True)
+                self.cuda_graphs = False
+            torch.cuda.empty_cache()  # recording does not free what the allocator keeps
+            self.is_full = True
             return None
+        self.is_full = False
         torch.cuda.current_stream().wait_stream(self.stream)
 
         def replay(*new: Tensor) -> Tensor:
@@ -126,7 +128,7 @@ class DecodingBatch:
         self.mask[:, self.length] = True
         self.length += 1
         inputs = self.tokens, self.mask, position_ids
-        if self.decoder.cuda_graphs and not self.replay and self.steps in (1, 2):  # two attempts
+        if self.decoder.cuda_graphs and self.replay is None and self.steps > 0:
             self.replay = self.decoder.record(self.compute, inputs)
         self.steps += 1
         return self.replay(*inputs) if self.replay else self.compute(*inputs)
@@ -173,13 +175,12 @@ class DecodingBatch:
     def compute(self, tokens: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
         """Logits [b, V] after more tokens of each sequence; mask [b, columns of the cache]."""
         inputs = {"attention_mask": mask, "position_ids": position_ids, CACHE: self.cache}
-        output = self.decoder.lm(tokens, use_cache=True, logits_to_keep=1, **inputs)
-        return output.logits[:, -1].float()
+        lm = self.decoder.lm
+        return lm(tokens, use_cache=True, logits_to_keep=1, **inputs).logits[:, -1].float()
 
     def room(self) -> int:
         """Columns with room for one more token: whole blocks, but at most `longest`."""
-        blocks = math.ceil((self.length + 1) / BLOCK)
-        return min(blocks * BLOCK, self.longest)
+        return min(math.ceil((self.length + 1) / BLOCK) * BLOCK, self.longest)
 
     def grow(self) -> None:
         """Make room for one more token, and for the rest of its block."""

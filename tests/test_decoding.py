@@ -238,20 +238,21 @@ def test_a_graph_that_cannot_be_recorded_is_ended_and_sampling_goes_on_without(f
     assert capsys.readouterr().out.count("not permitted") == 1
 
 
-def test_without_memory_for_a_graph_the_next_step_records_it(fake_graphs, monkeypatch):
+@pytest.mark.parametrize("times", [1, 2])
+def test_too_little_memory_for_a_graph_is_forgiven_once(times, fake_graphs, monkeypatch, capsys):
     """While recording, the allocator frees no memory that it keeps."""
-    lm, contexts, full = tiny.make_lm(), tiny.make_contexts([5, 3], 8), [1]
+    lm, contexts, full = tiny.make_lm(), tiny.make_contexts([5, 3], 8), [1] * times
 
     def fill(*_):
         if torch.cuda.is_current_stream_capturing() and full:
             raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(torch.cuda, "empty_cache", full.clear)
+    monkeypatch.setattr(torch.cuda, "empty_cache", full.pop)
     lm.register_forward_hook(fill)
-    uniform = tiny.uniform(LENGTH, 2)
     decoders = decoding.Decoder(lm, LENGTH), with_graphs(lm)
-    plain, replayed = (tiny.sample(decoder, contexts, uniform) for decoder in decoders)
+    plain, replayed = (tiny.sample(x, contexts, tiny.uniform(LENGTH, 2)) for x in decoders)
     assert torch.equal(plain, replayed) and len(fake_graphs) == 2
+    assert decoders[1].cuda_graphs == (times == 1) == ("without" not in capsys.readouterr().out)
 
 
 def test_sliding_windows_falcon_shards_and_cpus_have_no_graphs(fake_graphs):

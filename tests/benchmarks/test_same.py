@@ -27,10 +27,7 @@ FAULTS = {  # column: a line of ppo.py, and a wrong one in its place
         "run.checkpoint(update + 1, policy, optimizer, kl_coef)",
         "run.checkpoint(update + 1, policy, optimizer, 0.1)",
     ),
-    "fsdp2": (
-        "with distributed.inference(accelerator, policy):",
-        "with accelerator.autocast():",
-    ),
+    "fsdp2": ("with distributed.inference(accelerator, policy):", "with accelerator.autocast():"),
     "bf16, first ratio": (  # old log-probabilities that are kept in bf16 (L6)
         "logprobs[i], _, values[i] = policy(contexts[i], responses[i])",
         "logprobs[i], _, values[i] = policy(contexts[i], responses[i]); "
