@@ -551,9 +551,9 @@ def test_a_copys_own_state_and_flags_of_any_type_are_resumed(tmp_path, monkeypat
     page = (artifacts.ROOT / "docs/your-experiment.md").read_text()
     (edit,) = (x for x in re.findall(r"```diff\n(.*?)```", page, flags=re.S) if "run.restore" in x)
     text = ppo.SCRIPT.read_text()
-    for old, new in re.findall(r"^-(.*\n)((?:^\+.*\n)+)", edit, flags=re.M):
+    for mark, old, new in re.findall(r"^([- ])(.*\n)((?:^\+.*\n)+)", edit, flags=re.M):
         assert text.count(old) == 1
-        text = text.replace(old, new.replace("+", "", 1).replace("\n+", "\n"))
+        text = text.replace(old, old * (mark == " ") + re.sub(r"^\+", "", new, flags=re.M))
     flags = "    max_length: tuple[float, ...] = (2.0, 9.0)\n    notes: Path = Path('notes')\n"
     text = text.replace("    # Optimization\n", f"{flags}\n    # Optimization\n", 1)
     text = text.replace("- args.max_length)", "- args.max_length[0])")
