@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Two nodes of eight GPUs under Slurm. Preempted, or five minutes before its time is up, the run writes a checkpoint and
-# leaves; the job is queued again under its number and goes on where it was, to the same numbers.
+# ends; the job is queued again under its number and resumes.
 #     sbatch configs/slurm.sh ppo.py --task tldr
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -25,8 +25,8 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
 # sharded: export ACCELERATE_USE_FSDP=true FSDP_VERSION=2 FSDP_AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP
 
-trap : USR1 TERM # they are for the run, which leaves with exit code 143
-# a process for each GPU and no launcher between, so that signals reach every one of them
+trap : USR1 TERM # ignored here: they are for the run, which ends with exit code 143
+# a process for each GPU and no launcher in between, so that signals reach every one of them
 srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --gpu-bind=none bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec python "$@"' - "$@" --save_every 20
 code=$?
 if [ "$code" -eq 143 ]; then
