@@ -132,7 +132,7 @@ SYNTHETIC: dict[str, Any] = dict(
     kl_target=10.0,
     kl_horizon=1000,
 )
-CHECKED: dict[str, Any] = dict(num_minibatches=4, kl_target=None, micro_batch_tokens=8192)
+VERIFIABLE: dict[str, Any] = dict(num_minibatches=4, kl_target=None, micro_batch_tokens=8192)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
     "synthetic_eos": SYNTHETIC,
@@ -148,9 +148,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         rollout_batch_size=256,
     ),
     "arithmetic": dict(
-        **CHECKED, total_episodes=16_384, eval_every=16, batch_size=128, lr=3e-4, kl_coef=0.01
+        **VERIFIABLE, total_episodes=16_384, eval_every=16, batch_size=128, lr=3e-4, kl_coef=0.01
     ),
-    "gsm8k": dict(**CHECKED, total_episodes=112_000, batch_size=256, lr=1e-6, kl_coef=0.001),
+    "gsm8k": dict(**VERIFIABLE, total_episodes=112_000, batch_size=256, lr=1e-6, kl_coef=0.001),
 }
 SCRIPT = Path(__file__)  # its name is part of the names of run and model folders
 
@@ -200,12 +200,12 @@ def sample(
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     Samples from the full vocabulary, whatever generation_config says. In EOS tasks, ended responses
-    may leave the batch every 16 tokens; `batch.rows` [b] are the indices of those that are left.
+    leave the batch, at the earliest every 16 tokens; `score_responses` cuts what follows the end.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
     batch = decoder.start(contexts, contexts != ids.pad)
-    for t in range(len(uniform)):
+    for t in range(len(uniform)):  # batch.rows [b]: the indices of those that are left
         logits = batch.next_logits() / task.temperature  # [b, V], as in training (P1)
         tokens = sample_token(logits, uniform[t][batch.rows])  # [b]; independent of the other rows
         responses[batch.rows, t] = tokens
@@ -378,7 +378,7 @@ def rollout_metrics(
 
 # In the progress line and in curves.png:
 PROGRESS = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
-# Metric → (largest healthy value, for the warning; value above which a run warns once):
+# Metric → (largest healthy value, which the warning names; value above which it warns once):
 LIMITS = {"ppo/policy/approxkl_avg": (0.5, 5.0), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
 
@@ -414,7 +414,7 @@ def main(args: Args) -> None:
     policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # in train mode
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)  # samples from lm
 
-    seed = args.seed + 100003 * accelerator.process_index  # own queries, own samples (G6)
+    seed = args.seed + 100003 * accelerator.process_index  # own order of queries, own samples (G6)
     local_batch_size = args.batch_size // processes
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     num_steps = args.num_ppo_epochs * args.num_minibatches  # of the optimizer, per update
@@ -461,7 +461,7 @@ def main(args: Args) -> None:
         """Metrics of all held-out queries, on every process. Logs samples; saves weights if due."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # no update's; equal on all processes
+        rng = generator(args.seed, num_updates, device)  # a seed of no update, for all processes
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -513,7 +513,7 @@ def main(args: Args) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        seconds = timer.stop()  # of the update; they overwrote the evaluation's
+        seconds = timer.stop()  # of this update's phases; an evaluation's are overwritten
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         groups = rollout.scores.view(args.rloo_k, -1)  # [K, P]
@@ -531,7 +531,7 @@ def main(args: Args) -> None:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer)
-    run.log(run.step, evaluate(run.step, kl_coef))  # num_updates, unless the loop breaks
+    run.log(run.step, evaluate(run.step, kl_coef))  # num_updates, or less if you break
     run.finish()
     distributed.stop(accelerator)
 

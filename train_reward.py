@@ -2,7 +2,7 @@
 
 Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593.
 
-    python train_reward.py --task synthetic
+    python train_reward.py --task synthetic     # after sft.py --task synthetic
     accelerate launch train_reward.py --task sentiment
 
 A language model with a scalar head scores a query with a response. It is trained for one epoch with
@@ -105,7 +105,10 @@ class RewardModel(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
 
     def token_rewards(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
-        """A reward at every token of sequences [B, T] with padding anywhere: [B, T] (G1)."""
+        """A reward at every token of sequences [B, T] with padding anywhere: [B, T] (G1).
+
+        Neighboring sequences whose first `prompt_length` columns are equal compute these once.
+        """
         mask = tokens != self.config.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before each position (G3)
         hidden = self.run_backbone(tokens.masked_fill(~mask, 0), mask, position_ids, prompt_length)
@@ -192,11 +195,12 @@ def normalize(model: RewardModel, tokens: Tensor, max_tokens: int) -> tuple[floa
 
 def candidate_tokens(
     labels: Labels, rows: np.ndarray, pad_id: int, device: Any
-) -> tuple[Tensor, Tensor]:
-    """Each query with each of its responses [B, K, T], and the index of the preferred one [B]."""
+) -> tuple[Tensor, Tensor, int]:
+    """Each query with each of its responses [B, K, Q + R], the preferred ones [B], and Q."""
     queries, responses, best = labels.batch(rows, pad_id)
     queries = queries[:, None].expand(-1, responses.shape[1], -1)
-    return torch.cat([queries, responses], dim=2).to(device), best.to(device)
+    tokens = torch.cat([queries, responses], dim=2)
+    return tokens.to(device), best.to(device), queries.shape[2]
 
 
 @torch.no_grad()
@@ -206,8 +210,8 @@ def predict(
     """Rewards [N, K] of labels, and the indices [N] of the preferred responses."""
     rewards, best = [], []
     for part in np.split(rows, range(args.batch_size, len(rows), args.batch_size)):
-        tokens, part_best = candidate_tokens(labels, part, pad_id, device)
-        scores = score_in_parts(model, tokens.flatten(0, 1), args.micro_batch_tokens)
+        tokens, part_best, q = candidate_tokens(labels, part, pad_id, device)
+        scores = score_in_parts(model, tokens.flatten(0, 1), args.micro_batch_tokens, q)
         rewards.append(scores.view(tokens.shape[:2]))
         best.append(part_best)
     return torch.cat(rewards), torch.cat(best)
@@ -268,13 +272,14 @@ def main(args: Args) -> None:
             group["lr"] = lr
         rows = order[step * args.batch_size : (step + 1) * args.batch_size]
         rows = rows[accelerator.process_index :: processes]
-        tokens, best = candidate_tokens(labels, rows, ids.pad, device)  # [B, K, T], [B]
+        tokens, best, prompt_length = candidate_tokens(labels, rows, ids.pad, device)
         lengths = (tokens != ids.pad).sum(dim=(1, 2))
         stats = dict(loss=torch.zeros((), device=device), accuracy=torch.zeros((), device=device))
         for part in micro_batches(lengths, args.micro_batch_tokens):
             is_last = part.stop == local_batch_size  # only then all-reduce gradients
             with nullcontext() if is_last else accelerator.no_sync(model):
-                rewards = model(tokens[part].flatten(0, 1)).view(-1, tokens.shape[1])  # [b, K]
+                rewards = model(tokens[part].flatten(0, 1), prompt_length)  # [b * K]
+                rewards = rewards.view(-1, tokens.shape[1])  # [b, K]
                 losses = F.cross_entropy(rewards, best[part], reduction="none")  # (R4)
                 loss = losses.sum() / local_batch_size  # DDP averages gradients
                 accelerator.backward(loss)

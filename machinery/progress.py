@@ -47,7 +47,7 @@ class Progress:
         for name, (healthy, far) in list(self.limits.items()):
             if metrics.get(name, 0) > far:
                 del self.limits[name]
-                change = "if it stays there, lower --lr or --num_ppo_epochs"
+                change = "if it stays there, lower --lr, --num_ppo_epochs or --num_minibatches"
                 print(f"{name} is {metrics[name]:.2g}, healthy is up to {healthy}; {change}")
         for name, (value, cause) in STUCK.items():
             is_stuck = math.isclose(metrics.get(name, -1), value, abs_tol=1e-6)

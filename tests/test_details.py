@@ -89,8 +89,7 @@ def test_G4_a_token_of_probability_zero_is_never_sampled():
 
 
 def test_G4_a_token_is_that_of_the_cdf_in_float64_and_does_not_depend_on_the_batch():
-    generator = torch.Generator().manual_seed(0)
-    same = 0
+    generator, same = torch.Generator().manual_seed(0), 0
     for vocab in (61, 256, 257, 5000):
         logits = 4 * torch.randn(480, vocab, generator=generator)
         uniform = torch.rand(480, generator=generator, dtype=torch.float64)

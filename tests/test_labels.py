@@ -52,8 +52,8 @@ def test_R4_openais_labels_load_from_an_array_and_from_lines_without_their_paddi
     found = load_labels(label_task(tmp_path / f"labels.{suffix}", rows), None, ids_of(100))
     assert lists(found.queries) == [[7, 8], [1, 2, 3]] and found.best.tolist() == [2, 0]
     assert lists(found.responses) == [[[1], [2, 3], [4, 5, 6], [9, 9, 9]], [[5], [6], [7], [0]]]
-    tokens, best = train_reward.candidate_tokens(found, np.array([1, 0]), 100, "cpu")
-    assert tokens.shape == (2, 4, 6) and best.tolist() == [0, 2]
+    tokens, best, q = train_reward.candidate_tokens(found, np.array([1, 0]), 100, "cpu")
+    assert tokens.shape == (2, 4, 6) and best.tolist() == [0, 2] and q == 3
     assert tokens[0, 3].tolist() == [1, 2, 3, 0, 100, 100]
     assert tokens[1, :2].tolist() == [[100, 7, 8, 1, 100, 100], [100, 7, 8, 2, 3, 100]]
 

@@ -70,7 +70,7 @@ def test_heldout_labels_are_predicted_in_batches_and_averaged():
     tokens = [[np.array([3 + 2 * i]), np.array([4 + 2 * i])] for i in range(5)]
     queries = [np.array([1, 2])] * 4 + [np.array([i]) for i in range(1, 6)]
     labels = Labels(queries, tokens[:4] + tokens, np.array(best[:4] + best))
-    rewards = lambda model, x, max_tokens: logits.flatten()[x[:, -1] - 3]  # noqa: E731
+    rewards = lambda model, x, *rest: logits.flatten()[x[:, -1] - 3]  # noqa: E731
     patches = dict(score_in_parts=rewards, normalize=lambda *a: (0.0, 1.0))
     args = train_reward.Args(task=tiny.make_task(), num_labels=4, batch_size=2)
     run = tiny.run_reward_training(args, tiny.make_reward(), labels, **patches)

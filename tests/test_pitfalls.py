@@ -75,7 +75,7 @@ def test_nan_at_masked_positions_changes_nothing(script, accelerator):
 
 @pytest.mark.parametrize(("k", "micro_batch_tokens"), [(2, 40), (3, 1), (3, 40), (3, 4096)])
 def test_R4_reward_training_follows_the_mean_over_labels(k, micro_batch_tokens, accelerator):
-    """Of 6 labels with k candidates each, all of uneven length; a pair is -log sigmoid."""
+    """Of 6 labels with k candidates each, all of uneven length. Queries are computed once."""
     rng, model = np.random.default_rng(0), tiny.make_reward()
     queries = [rng.integers(1, PAD, n) for n in (8, 1, 3, 5, 2, 8)]
     responses = [[rng.integers(1, PAD, n) for n in rng.integers(1, 6, k)] for _ in queries]
@@ -83,8 +83,10 @@ def test_R4_reward_training_follows_the_mean_over_labels(k, micro_batch_tokens, 
     sizes = dict(num_labels=6, batch_size=6, num_heldout=0, micro_batch_tokens=micro_batch_tokens)
     args = train_reward.Args(task=tiny.make_task(), **sizes)
     spies = dict(AdamTF=tiny.Recorder, normalize=lambda *a: (0.0, 1.0))
+    losses, right, seen = [], [], []
+    model.backbone.wte.register_forward_pre_hook(lambda _, x: seen.extend(x[0].flatten()))
     run = tiny.run_reward_training(args, model, labels, **spies)
-    losses, right = [], []
+    assert len(seen) == sum(map(len, sum(responses, queries)))
     for query, candidates, best in zip(queries, responses, labels.best, strict=True):
         rows = [torch.tensor([*query, *response])[None] for response in candidates]
         gaps = torch.cat([model(row) for row in rows]) - model(rows[best])

@@ -59,8 +59,7 @@ def test_policies_and_the_data_are_compared_on_the_same_queries(
 
 def test_a_judge_of_pairs_is_asked_in_both_orders():
     """Probabilities of a: 0.9 and 1 - 0.3, 0.5 twice (a tie), 0.8 and 1 - 0.8, 0 and 1 - 1."""
-    answers = [[0.9, 0.5, 0.8, 0.0], [0.3, 0.5, 0.8, 1.0]]
-    asked = []
+    answers, asked = [[0.9, 0.5, 0.8, 0.0], [0.3, 0.5, 0.8, 1.0]], []
 
     def judge(queries, a, b):
         asked.append((queries, a, b))
