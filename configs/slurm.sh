@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Two nodes of eight GPUs under Slurm. Preempted, or five minutes before its time is up, the run writes a checkpoint and
-# ends; the job is queued again under its number and resumes.
+# Two nodes of eight GPUs under Slurm. Preempted (with a grace time), or five minutes before its time is up, the run
+# writes a checkpoint and ends; the job is queued again under its number and resumes.
 #     sbatch configs/slurm.sh ppo.py --task tldr
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
