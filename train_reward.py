@@ -5,12 +5,13 @@ Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences, arXiv 1
     python train_reward.py --task synthetic     # after sft.py --task synthetic
     accelerate launch train_reward.py --task sentiment
 
-A language model with a scalar head scores a query with a response. It is trained for one epoch with
-softmax cross-entropy over K responses, whose target is the one that a human preferred.
+A language model with a scalar head scores a response to a query. It is trained for one epoch with
+softmax cross-entropy over the K responses to a query; the target is the one that a human preferred.
 Before and after training, gain and bias are set so that samples of the policy have rewards with
 mean 0 and standard deviation 1.
 
-Shapes: B labels, K responses per label, T tokens of query and response, S samples, D hidden size.
+Shapes: B labels (b in a micro-batch, N held out), K responses per label, Q and R tokens of query
+and response, T = Q + R, S samples. Masks are True at real tokens.
 Tags such as (R1) number the implementation details in docs/details.md.
 """
 
@@ -72,7 +73,7 @@ class Args(RunArgs):
     policy_model: str | None = None
     """hub name or folder of the policy that samples; None: base_model"""
     normalize_samples: Annotated[int, Field(ge=2)] = 256
-    """samples to normalize on, rounded up to whole rollout batches"""
+    """samples to normalize on, rounded up to a multiple of rollout_batch_size"""
     rollout_batch_size: PositiveInt = 512
     """samples per batch, over all processes (in ppo.py and rloo.py, per process)"""
 
@@ -91,13 +92,13 @@ SCRIPT = Path(__file__)  # its name is part of run and model folders
 
 
 class RewardModel(nn.Module):
-    """A transformer with a scalar head: `gain * r + bias` at the last token."""
+    """A transformer with a scalar head: `gain * r + bias` at the last real token (R1)."""
 
     def __init__(self, config: RewardConfig, backbone: Any = None):
         super().__init__()
         self.config = config
         self.backbone = new_backbone(config.backbone) if backbone is None else backbone
-        self.run_backbone = Unpadded(self.backbone)  # the same weights; skips padding
+        self.run_backbone = Unpadded(self.backbone)  # calls it without padding; no new weights
         self.head = Float32Linear(config.backbone.hidden_size, 1)
         nn.init.normal_(self.head.weight, std=1 / math.sqrt(self.head.in_features + 1))  # (R2)
         nn.init.zeros_(self.head.bias)
@@ -107,7 +108,7 @@ class RewardModel(nn.Module):
     def token_rewards(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
         """A reward at every token of sequences [B, T] with padding anywhere: [B, T] (G1).
 
-        Neighboring sequences whose first `prompt_length` columns are equal compute these once.
+        The first `prompt_length` columns are computed once for neighbors that share them.
         """
         mask = tokens != self.config.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before each position (G3)
@@ -115,7 +116,7 @@ class RewardModel(nn.Module):
         return self.gain * self.head(hidden).squeeze(-1) + self.bias  # (R3)
 
     def forward(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
-        """The reward at the last token that is neither padding nor `skip_id`: [B, T] → [B] (R1)."""
+        """The reward at the last real token (a classifier's `skip_id` is none): [B, T] → [B] (R1)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         skip = (tokens == self.config.pad_id) | (tokens == self.config.skip_id)
         last = torch.where(skip, 0, positions).amax(dim=1)
@@ -128,7 +129,7 @@ class RewardModel(nn.Module):
 
 
 def new_reward_model(name: str, pad_id: int, length: int = 0) -> RewardModel:
-    """A reward model with the transformer of a language model and a new head (R2)."""
+    """The transformer of a language model and a new head (R2), for texts of `length` tokens."""
     lm = load_lm(name, length=length)
     return RewardModel(RewardConfig(lm.config, pad_id), lm.base_model)
 
@@ -141,8 +142,8 @@ def sample_policy(
 ) -> tuple[list[tuple[Tensor, Tensor]], Any, TokenIds]:
     """Sample the policy twice, to normalize before and after training (R3).
 
-    Returns two pairs of queries [S, Q] and responses [S, R], truncated after EOS in EOS tasks, and
-    the policy's tokenizer and token ids. The policy is freed when this returns.
+    Returns two pairs of queries [S, Q] and responses [S, R] (in EOS tasks, with padding after EOS),
+    and the policy's tokenizer and token ids. The policy is freed when this returns.
     """
     device, processes = accelerator.device, accelerator.num_processes
     task, flag = args.task, "--base_model"
@@ -160,12 +161,9 @@ def sample_policy(
     samples = []
     for step in range(2):
         queries = table[query_rows(len(table), local_samples, step, seed)].to(device)
-        contexts = add_affixes(queries, ids)
+        batches = add_affixes(queries, ids).split(batch_size)
         with accelerator.autocast():
-            parts = [
-                generate(decoder, part, ids.pad, task.temperature)
-                for part in contexts.split(batch_size)
-            ]
+            parts = [generate(decoder, x, ids.pad, task.temperature) for x in batches]
         responses = torch.cat(parts)
         if task.eos_task:  # other tasks normalize on all R tokens (X9)
             responses, _ = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -181,13 +179,13 @@ def normalize(model: RewardModel, tokens: Tensor, max_tokens: int) -> tuple[floa
     """
     model.gain.fill_(1)
     model.bias.fill_(0)
-    mean, var = global_mean_and_var(score_in_parts(model, tokens, max_tokens))
-    if not var.sqrt() > 1e-6 * mean.abs():  # rewards differ only by rounding, or are NaN
+    moments = global_mean_and_var(score_in_parts(model, tokens, max_tokens))
+    mean, std = moments[0].item(), moments[1].sqrt().item()
+    if not std > 1e-6 * abs(mean):  # rewards differ only by rounding, or are NaN
         raise cli.InputError("samples of the policy have the same reward, or NaN; use more samples")
-    gain = 1 / var.sqrt().item()
-    model.gain.fill_(gain)
-    model.bias.fill_(-gain * mean.item())
-    return mean.item(), var.sqrt().item()
+    model.gain.fill_(1 / std)
+    model.bias.fill_(-mean / std)
+    return mean, std
 
 
 # ------------------------------------------------------------------------------------------- labels
@@ -254,7 +252,7 @@ def main(args: Args) -> None:
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)
     model, optimizer = distributed.prepare(accelerator, model, optimizer)
     plain_model = accelerator.unwrap_model(model)
-    # The same token ids, or the same texts if the policy has another tokenizer (X13).
+    # These are the policy's token ids, or the same texts if its tokenizer is another (X13).
     to_input = reward_input(plain_model, tokenizer, policy_tokenizer, policy_ids.pad)
     before, after = (to_input(*sample) for sample in samples)  # [S, T] each
     normalize(plain_model, before, args.micro_batch_tokens)
@@ -273,7 +271,7 @@ def main(args: Args) -> None:
         rows = order[step * args.batch_size : (step + 1) * args.batch_size]
         rows = rows[accelerator.process_index :: processes]
         tokens, best, prompt_length = candidate_tokens(labels, rows, ids.pad, device)
-        lengths = (tokens != ids.pad).sum(dim=(1, 2))
+        lengths = (tokens != ids.pad).sum(dim=(1, 2))  # [B], all K responses with their query
         stats = dict(loss=torch.zeros((), device=device), accuracy=torch.zeros((), device=device))
         for part in micro_batches(lengths, args.micro_batch_tokens):
             is_last = part.stop == local_batch_size  # only then all-reduce gradients

@@ -1,4 +1,4 @@
-"""Small helpers shared by the scripts: padding, micro-batches, sums over processes, seeds, timing.
+"""Small helpers of the scripts: tokens, micro-batches, sums over processes, Adam, seeds, timing.
 
 Shapes: `B` sequences, `Q` query, `C` context, `R` response and `T` all tokens. Masks are True at
 real tokens. Tags such as (G2) are explained in docs/details.md.
@@ -33,7 +33,7 @@ class TokenIds(NamedTuple):
 
 def pad_left(sequences: list[list[int]], length: int, pad_id: int) -> Tensor:
     """Token lists → [B, length], padded on the left (G2)."""
-    padded = [[pad_id] * (length - len(tokens)) + list(tokens) for tokens in sequences]
+    padded = [[pad_id] * (length - len(tokens)) + tokens for tokens in sequences]
     return torch.tensor(padded, dtype=torch.long).view(len(sequences), length)
 
 
@@ -59,7 +59,7 @@ def truncate(
 ) -> tuple[Tensor, Tensor]:
     """Replace what follows the first `token` at or after position `after` by padding (P5).
 
-    [B, R] → cut responses [B, R], and whether they have the token [B]; all True if it is None.
+    Returns the responses [B, R], and whether each has the token [B]; True if there is no token.
     """
     if token is None:
         return responses, torch.ones_like(responses[:, 0], dtype=torch.bool)
@@ -106,12 +106,9 @@ def query_rows(num_queries: int, size: int, step: int, seed: int) -> np.ndarray:
     Every epoch is a new permutation of all rows. A pure function of its arguments, so that a
     resumed run continues with the same rows.
     """
-    positions = np.arange(step * size, (step + 1) * size)
-    rows = []
-    for epoch in np.unique(positions // num_queries).tolist():
-        in_epoch = positions[positions // num_queries == epoch] % num_queries
-        rows.append(permutation(num_queries, epoch, seed)[in_epoch])
-    return np.concatenate(rows)
+    epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), num_queries)
+    parts = [(epoch, places[epochs == epoch]) for epoch in np.unique(epochs).tolist()]
+    return np.concatenate([permutation(num_queries, epoch, seed)[i] for epoch, i in parts])
 
 
 @lru_cache(maxsize=2)
@@ -123,8 +120,8 @@ def permutation(size: int, epoch: int, seed: int) -> np.ndarray:
 def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:
     """Split B sequences of these lengths into consecutive parts of about `max_tokens` tokens.
 
-    Processes with equally many sequences get equally many parts, as FSDP2 needs. They only
-    save memory (P7).
+    Processes with equally many sequences get equally many parts, as FSDP2 needs. Parts change
+    memory, not results (P7).
     """
     ends = lengths.cumsum(dim=0)
     num_parts = all_max((ends[-1:] + max_tokens - 1) // max_tokens)
@@ -140,20 +137,17 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:
 # --------------------------------------------------------------------------------------- processes
 
 
-def all_sum(x: Tensor) -> Tensor:
+def all_sum(x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Sum over all processes."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x)
+        x = x.clone(memory_format=torch.contiguous_format)  # as NCCL needs it
+        dist.all_reduce(x, op)
     return x
 
 
 def all_max(x: Tensor) -> Tensor:
     """Maximum over all processes."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, dist.ReduceOp.MAX)
-    return x
+    return all_sum(x, dist.ReduceOp.MAX)
 
 
 def mean_over_processes(metrics: dict[str, Any], device: torch.device) -> dict[str, float]:
@@ -186,7 +180,7 @@ class AdamTF(torch.optim.Adam):
     PyTorch:     m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
     TensorFlow:  m / (1 - beta1^t) * sqrt(1 - beta2^t) / (sqrt(v) + eps)
 
-    So TensorFlow's eps acts as eps / sqrt(1 - beta2^t) in PyTorch: it is larger at first.
+    So TensorFlow's eps acts as eps / sqrt(1 - beta2^t) in PyTorch, which is larger at first.
     """
 
     def __init__(self, params: Any, lr: float, eps: float = 1e-5, **settings: Any):
@@ -222,7 +216,7 @@ class Timer:
         self.seconds: dict[str, float] = {}
 
     def start(self, phase: str | None) -> None:
-        """Begin a phase; its seconds replace those of an earlier one of this name. None: no phase."""
+        """Begin a phase, or none. The seconds of a phase that occurs twice are those of the last."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # wait for queued kernels
         now = time.perf_counter()

@@ -13,9 +13,9 @@ from accelerate.utils import compare_versions
 from torch import Tensor
 from transformers.cache_utils import StaticCache
 
-BLOCK = 64  # columns of the cache; kernels also prefer lengths that are multiples of it
+BLOCK = 64  # columns by which the cache grows; kernels prefer multiples of it
 CACHE = "cache" if compare_versions("transformers", ">=", "5.24") else "past_key_values"
-MIN_ROWS = 16  # with fewer sequences, fp32 products round differently
+MIN_ROWS = 16  # with fewer, fp32 products round differently: tokens would depend on other rows
 
 
 class KeyValueCache(StaticCache):
@@ -50,12 +50,12 @@ class Decoder:
         self.response_length = response_length
         sharded = any(hasattr(module, "unshard") for module in lm.modules())
         windows = any(KeyValueCache(config=lm.config, max_cache_len=1).is_sliding)
-        host = windows or lm.config.model_type == "falcon"
-        self.cuda_graphs = cuda_graphs and lm.device.type == "cuda" and not (sharded or host)
+        on_cpu = windows or lm.config.model_type == "falcon"
+        self.cuda_graphs = cuda_graphs and lm.device.type == "cuda" and not (sharded or on_cpu)
         if self.cuda_graphs:
             self.stream = torch.cuda.Stream()
-            self.pool: Any = torch.cuda.MemPool()  # memory of the graphs, which do not run at once
-            self.is_full = False  # whether memory was too little for the last recording
+            self.pool: Any = torch.cuda.MemPool()  # memory of the graphs: one runs at a time
+            self.is_full = False  # whether the last recording had too little memory
 
     def start(self, contexts: Tensor, mask: Tensor) -> "DecodingBatch":
         """A batch of contexts [B, C], whose mask is True at real tokens; computes nothing yet."""
@@ -65,7 +65,7 @@ class Decoder:
         """A function that does what `function` does, for inputs of these shapes, as a CUDA graph.
 
         Its kernels read and write the same memory each time; the next call overwrites the result.
-        None if recording fails. Then there are no more graphs; too little memory is forgiven once.
+        None if recording fails. No graph is tried after that, except once after too little memory.
         """
         inputs = tuple(x.clone() for x in inputs)
         graph = torch.cuda.CUDAGraph()
@@ -78,11 +78,11 @@ class Decoder:
                 finally:
                     graph.capture_end()  # otherwise the process aborts at its exit
         except RuntimeError as error:
-            cause = error.__context__ or error  # if recording fails, so does `capture_end`
+            cause = error.__context__ or error  # an error of `capture_end` hides the first one
             if self.is_full or not isinstance(cause, torch.OutOfMemoryError):
                 print(f"sampling without CUDA graphs, which failed: {cause!s:.200}", flush=True)
                 self.cuda_graphs = False
-            torch.cuda.empty_cache()  # recording does not free what the allocator keeps
+            torch.cuda.empty_cache()  # while recording, the allocator frees nothing
             self.is_full = True
             return None
         self.is_full = False
@@ -108,7 +108,7 @@ class DecodingBatch:
 
     def __init__(self, decoder: Decoder, contexts: Tensor, mask: Tensor):
         self.decoder = decoder
-        # Random numbers are on the CPU for MPS, which has no float64; so are their indices, then.
+        # For MPS, which has no float64, random numbers are on the CPU: `rows` index them.
         device = torch.device("cpu") if contexts.device.type == "mps" else contexts.device
         self.rows = torch.arange(len(contexts), device=device)
         self.tokens = contexts.masked_fill(~mask, 0)  # [b, C], then [b, 1]: not yet computed
@@ -119,7 +119,7 @@ class DecodingBatch:
 
     @torch.no_grad()
     def next_logits(self) -> Tensor:
-        """Logits [b, V] in fp32 of the token after those so far. The next call may reuse them."""
+        """Logits [b, V] in fp32 of the token after those so far. The next call may overwrite them."""
         if self.length == 0:
             return self.prefill()
         if self.length == self.mask.shape[1]:
@@ -160,7 +160,7 @@ class DecodingBatch:
         """Compute each distinct prompt once, without the columns that are padding everywhere."""
         first = int(self.mask.any(dim=0).byte().argmax())
         tokens, mask = self.tokens[:, first:], self.mask[:, first:]
-        prompts, copies = tokens.masked_fill(~mask, -1).unique(dim=0, return_inverse=True)  # [P, C]
+        prompts, which = tokens.masked_fill(~mask, -1).unique(dim=0, return_inverse=True)  # [P, C]
         real = prompts >= 0
         position_ids = real.cumsum(dim=1) - real.long()
         self.length = mask.shape[1]
@@ -169,8 +169,8 @@ class DecodingBatch:
         self.mask, real = (F.pad(x, (0, self.room() - self.length)) for x in (mask, real))
         logits = self.compute(prompts.clamp(min=0), real, position_ids)
         for layer in self.cache.layers:
-            layer.keys, layer.values = layer.keys[copies], layer.values[copies]
-        return logits[copies]
+            layer.keys, layer.values = layer.keys[which], layer.values[which]
+        return logits[which]
 
     def compute(self, tokens: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
         """Logits [b, V] after more tokens of each sequence; mask [b, columns of the cache]."""

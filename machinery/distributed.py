@@ -38,9 +38,10 @@ def start(args: Any) -> Accelerator:
         accelerator.wait_for_everyone()  # NCCL connects at the first collective
         dist.distributed_c10d._set_pg_timeout(WORK_LIMIT, dist.group.WORLD)
     check_launch(accelerator)
-    if accelerator.device.type == "cuda" and hasattr(os, "sched_getaffinity"):  # launchers set 1
-        share = (os.cpu_count() or 1) // torch.cuda.device_count()  # models are checked on the CPU
-        torch.set_num_threads(max(1, min(share, len(os.sched_getaffinity(0)))))  # fewer under Slurm
+    # Launchers set one thread, but models are checked on the CPU. Slurm may give few cores.
+    if accelerator.device.type == "cuda" and hasattr(os, "sched_getaffinity"):
+        share = (os.cpu_count() or 1) // torch.cuda.device_count()
+        torch.set_num_threads(max(1, min(share, len(os.sched_getaffinity(0)))))
     if accelerator.is_fsdp2:  # fp32 weights under autocast, so that it computes what DDP computes
         from torch.distributed import fsdp  # takes a second to import
 
@@ -48,7 +49,7 @@ def start(args: Any) -> Accelerator:
         plugin.mixed_precision_policy = fsdp.MixedPrecisionPolicy()
         plugin.cpu_ram_efficient_loading = False  # other processes would get empty models
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    # Under bf16 the fp32 products, such as the vocabulary head, may round their inputs to 10 bits.
+    # Under bf16 the fp32 products, such as the vocabulary head, may use TF32.
     bf16 = accelerator.mixed_precision == "bf16"
     torch.set_float32_matmul_precision("high" if bf16 and args.tf32 else "highest")
     # cuDNN's attention plans again for each shape, and unpadded batches are of new shapes all the
@@ -72,16 +73,16 @@ def check_launch(accelerator: Accelerator) -> None:
         raise InputError(f"gradient_accumulation_steps={steps}: use --micro_batch_tokens instead")
     if (precision := accelerator.mixed_precision) not in ("no", "bf16"):
         raise InputError(f"mixed_precision={precision}: its scaler skips steps; use bf16")
-    # A launcher that means several processes sets one of these:
+    # Launchers of several processes set WORLD_SIZE, or MASTER_ADDR:
     wanted = int(os.environ.get("WORLD_SIZE", 2 if "MASTER_ADDR" in os.environ else 1))
     if started != wanted:
-        raise InputError(f"only {started} of the processes started; see docs/scaling.md")
+        raise InputError(f"only {started} of the launcher's processes started; see docs/scaling.md")
     if is_on("ACCELERATE_USE_FSDP") and not accelerator.is_fsdp2:
         raise InputError("FSDP2 did not start: it needs GPUs and --fsdp_version 2")
 
 
 def name_blocks(accelerator: Accelerator, model: nn.Module) -> None:
-    """Tell FSDP2 which modules of this model to shard: its transformer blocks."""
+    """Tell FSDP2 to shard each transformer block of this model by itself."""
     transformer: Any = model.lm if hasattr(model, "lm") else model.backbone
     plugin = accelerator.state.fsdp_plugin
     plugin.transformer_cls_names_to_wrap = list(transformer._no_split_modules)
@@ -96,35 +97,35 @@ def prepare(
     """
     optimizer.register_step_pre_hook(check_gradients)
     if accelerator.mixed_precision == "bf16":
-        store_as_cast(model)
+        store_as_cast(model)  # frozen layers, such as those under adapters
     if accelerator.is_fsdp2:
         name_blocks(accelerator, model)
-        model.forward = accelerator.autocast()(model.forward)  # otherwise `prepare` does this
+        model.forward = accelerator.autocast()(model.forward)  # without FSDP2, `prepare` does this
     wrapped, prepared = accelerator.prepare(model.train(), optimizer)
     if accelerator.is_fsdp2:
         set_up_root(wrapped)
     elif isinstance(wrapped, nn.parallel.DistributedDataParallel):
         wrapped.forward_sync_buffers = False  # rollouts need not wait for other processes
         order_buckets(wrapped)
-        prepared.zero_grad()
     return wrapped, prepared
 
 
 def order_buckets(wrapped: nn.parallel.DistributedDataParallel) -> None:
     """Order DDP's buckets by a backward pass, in which the last weights get their gradients first.
 
-    DDP would do so after the first step. The order in which three or more processes add up a
-    gradient would then differ in a resumed run, and so would rounding. Here all gradients are 0.
+    DDP does this after its first step. In a resumed run, three or more processes would then add
+    up the gradients of other steps in another order, and round differently.
     """
     total: Any = sum(weight.sum() for weight in wrapped.parameters() if weight.requires_grad)
     wrapped.reducer.prepare_for_backward([])
     (0 * total).backward()
     wrapped.reducer._rebuild_buckets()
+    wrapped.zero_grad()
 
 
 def set_up_root(model: Any) -> None:
     """Let `inference` gather the weights of an FSDP2 model before its first forward pass."""
-    model.set_reshard_after_forward(True)  # the root's weights too
+    model.set_reshard_after_forward(True)  # by default, the root keeps its weights
     model._get_fsdp_state()._lazy_init()
 
 
@@ -168,10 +169,8 @@ def inference(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     Under FSDP2 every process holds all weights meanwhile, so that the language model in a policy
     can be called by itself.
     """
-    from torch.distributed.fsdp import FSDPModule  # takes a second to import
-
     model.eval()
-    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    shards: list[Any] = [module for module in model.modules() if hasattr(module, "unshard")]
     for module in shards:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()

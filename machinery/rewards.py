@@ -118,7 +118,7 @@ def reward_input(
 def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: int = 0) -> Tensor:
     """Rewards [B] of sequences [B, T], about `max_tokens` tokens at a time.
 
-    Sequences whose first `prompt_length` columns are equal compute these once.
+    The first `prompt_length` columns are computed once for sequences that share them.
     """
     order, pad_id = torch.arange(len(tokens), device=tokens.device), model.config.pad_id
     if prompt_length:  # equal prompts side by side

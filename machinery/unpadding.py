@@ -1,7 +1,7 @@
 """Run a transformer on padded sequences without computing the padding.
 
-`Unpadded(backbone)` has the signature and the results of the transformer itself. The transformer
-sees the real tokens of a batch as one flat sequence; its attention keeps the sequences apart.
+`Unpadded(backbone)` returns the hidden states of the transformer itself. The transformer sees the
+real tokens of a batch as one flat sequence; its attention keeps the sequences apart.
 """
 
 from functools import cache
@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from machinery.cli import InputError, say
 
-NAME = "unpadded"  # of our attention function in the library
+NAME = "unpadded"  # under which the library knows our attention function
 say_once = cache(say)
 
 
@@ -21,7 +21,7 @@ class Unpadded:
     """A transformer called as `run(input_ids, mask, position_ids)` → hidden states [B, T, D].
 
     Results at real tokens equal the plain call's; those at padding are arbitrary.
-    `prompt_length=n`: neighboring sequences whose first n columns are equal compute them once.
+    With `prompt_length=n`, the first n columns are computed once for neighbors that share them.
     """
 
     def __init__(self, backbone: Any):
@@ -44,11 +44,11 @@ class Unpadded:
         computed[:, :n] &= (owners == rows)[:, None]
         index = computed.flatten().cumsum(dim=0).view(mask.shape).sub(1).clamp(min=0)
         index[:, :n] = index[owners, :n]  # [B, T]: where each token is in the flat sequence
-        counts = torch.stack([computed.sum(dim=1), mask.sum(dim=1)])  # [2, B]: own, seen
+        counts = torch.stack([computed.sum(dim=1), mask.sum(dim=1)])  # [2, B]: computed, seen
         bounds = pad(counts.cumsum(dim=1), (1, 0)).int()  # [2, B + 1]
         lengths, seen = counts.tolist()  # waits for the device; nothing else here does
         inputs["plan"] = lengths, seen, bounds, select(index, mask, sum(seen)), []
-        inputs["attention_mask"] = mask.new_ones(1, 1, 1, 1)  # 4D: the library makes none
+        inputs["attention_mask"] = mask.new_ones(1, 1, 1, 1)  # 4D: the library passes it on
         ids, positions = (select(x, computed, sum(lengths)) for x in (input_ids, position_ids))
         outputs = self.backbone(ids[None], position_ids=positions[None], **inputs)
         return outputs.last_hidden_state[0].index_select(0, index.flatten()).view(*mask.shape, -1)
@@ -60,21 +60,21 @@ def select(x: Tensor, mask: Tensor, count: int) -> Tensor:
 
 
 def set_unpadding(backbone: Any, longest: int) -> None:
-    """Let batches of up to `longest` columns be computed without padding; 0: none.
+    """Compute batches of up to `longest` columns without padding; 0: always compute padding.
 
-    The caller has to check the results, and calls this again with 0 if they are wrong. Attention
-    other than the library's `sdpa`, such as Falcon's, computes padding in any case.
+    The caller checks the results and calls this again with 0 if they are wrong. With attention
+    other than the library's `sdpa`, such as Falcon's, padding is always computed.
     """
     from transformers import AttentionInterface  # takes two seconds to import
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    config, ends = backbone.config, ("window", "window_size", "chunk_size")
-    found = [x for name, x in config.to_dict().items() if name.endswith(ends)]
-    window = min([x for x in found if type(x) is int and x], default=longest)  # 0: no window
+    config, names = backbone.config, ("window", "window_size", "chunk_size")
+    found = [x for name, x in config.to_dict().items() if name.endswith(names)]
+    window = min([x for x in found if type(x) is int and x > 0], default=longest)
     fits = config._attn_implementation in ("sdpa", NAME) and backbone.is_backend_compatible()
     fits = fits and window >= longest
-    why = f"batches are wider than {longest} columns" if longest else "results depend on it"
-    backbone.why_padded = why if fits else f"{config.model_type} has windows or its own attention"
+    why = f"batches are wider than {longest} columns" if longest else "results differ without it"
+    backbone.why_padded = why if fits else f"{config.model_type} has windows or own attention"
     backbone.max_unpadded = longest if fits else 0
     if fits:
         AttentionInterface.register(NAME, attention)
@@ -85,9 +85,9 @@ def set_unpadding(backbone: Any, longest: int) -> None:
 def attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, plan: Any = None, **rest: Any
 ) -> tuple[Tensor, None]:
-    """The library's `sdpa`; of each sequence by itself if the batch is flat.
+    """The library's `sdpa`; with a `plan`, that of each sequence of a flat batch.
 
-    [1, heads, U, features] each → [1, U, heads, features]. `plan`: how many tokens each sequence
+    q, k, v [1, heads, U, features] → [1, U, heads, features]. `plan`: how many tokens each sequence
     has, how many it sees, the bounds of both, the indices [S] of all that are seen, and the masks,
     which the first layer makes for all.
     """
@@ -98,7 +98,7 @@ def attention(
     if attention_mask.numel() > 1:  # it is not the one that `Unpadded` passed
         raise InputError("makes attention masks of its own")
     lengths, seen, bounds, index, masks = plan
-    if sum(seen) > sum(lengths):
+    if sum(seen) > sum(lengths):  # prompts are shared
         k, v = (x.index_select(2, index) for x in (k, v))  # [1, heads, S, features]
     if can_use_varlen(k, v):
         from torch.nn.attention.varlen import varlen_attn
@@ -109,16 +109,17 @@ def attention(
         causal: Any = dict(window_size=(-1, 0), scale=rest.get("scaling"), enable_gqa=True)
         output: Any = varlen_attn(*inputs, **causal)
         return output[None], None
-    if not masks:  # the first m - n tokens are a prompt's, which all see
-        for n, m in zip(lengths, seen, strict=True):
-            masks.append(None if n == m else q.new_ones(1, 1, n, m).bool().tril(m - n))
+    if not masks:
+        for n, m in zip(lengths, seen, strict=True):  # the first m - n are a prompt's: all see them
+            mask = q.new_ones(1, 1, n, m, dtype=torch.bool).tril(m - n)
+            masks.append(None if n == m else mask)
     parts = zip(q.split(lengths, 2), k.split(seen, 2), v.split(seen, 2), masks, strict=True)
     outputs = [sdpa(module, *part, **rest)[0] for part in parts if part[0].shape[2]]
     return torch.cat(outputs, dim=1), None
 
 
 def can_use_varlen(key: Tensor, value: Tensor) -> bool:
-    """Whether torch's flash attention for flat batches takes these: all sequences in one kernel."""
+    """Whether torch's `varlen_attn`, one kernel for all sequences, takes these."""
     fits = key.shape == value.shape and value.shape[-1] in range(8, 257, 8)
     fits = fits and value.dtype == torch.bfloat16 and value.is_cuda
     fits = fits and torch.backends.cuda.is_flash_attention_available()

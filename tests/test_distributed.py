@@ -168,7 +168,7 @@ def test_processes_that_did_not_start_are_refused(accelerator, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert distributed.start(tiny.make_args()).num_processes == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="only 1 of the processes started"):
+    with pytest.raises(InputError, match="only 1 of the launcher's processes started"):
         distributed.start(tiny.make_args())
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -107,8 +107,7 @@ def test_sft_follows_the_mean_over_tokens(micro_batch_tokens, accelerator, monke
     rows[1, 8:], rows[3, 10:] = PAD, PAD
     sizes = dict(batch_size=4, num_heldout=1, micro_batch_tokens=micro_batch_tokens)
     args = sft.Args(task=tiny.make_task(), max_grad_norm=1e6, **sizes)
-    run = tiny.run_sft(args, lm, rows)
-    losses = []
+    run, losses = tiny.run_sft(args, lm, rows), []
     for row, prompt in zip(rows[1:], (6, 1, 3, 6), strict=True):
         real = row[row != PAD][None]
         logits = lm(real).logits[0, prompt - 1 : -1]
