@@ -377,7 +377,7 @@ def rollout_metrics(
 
 
 # In the progress line and in curves.png:
-PROGRESS = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
+SHOWN = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
 # Metric → (largest healthy value, which the warning names; value above which it warns once):
 LIMITS = {"ppo/policy/approxkl_avg": (0.5, 5.0), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
@@ -419,7 +419,7 @@ def main(args: Args) -> None:
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     num_steps = args.num_ppo_epochs * args.num_minibatches  # of the optimizer, per update
     timer = Timer(device)
-    run = Run(args, SCRIPT, num_updates, PROGRESS, accelerator, LIMITS)
+    run = Run(args, SCRIPT, num_updates, SHOWN, accelerator, LIMITS)
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     @torch.no_grad()

@@ -113,7 +113,7 @@ def heldout_loss(
     rank, processes = accelerator.process_index, accelerator.num_processes
     pad_id = accelerator.unwrap_model(model).pad_id
     mine = torch.arange(rank, math.ceil(len(tokens) / processes) * processes, processes)
-    duplicate = mine >= len(tokens)  # fills up: FSDP2 needs equally many everywhere
+    duplicate = mine >= len(tokens)  # FSDP2 needs equally many sequences on each process
     tokens = tokens[mine % len(tokens)]
     tokens[duplicate, first:] = pad_id  # not counted
     lengths = (tokens != pad_id).sum(dim=1)
@@ -137,7 +137,7 @@ def learning_rate(step: int, num_steps: int, args: Args) -> float:
 def sample_continuations(
     lm: Any, tokens: Tensor, first: int, tokenizer: Any, ids: TokenIds, args: Args
 ) -> list[dict[str, str]]:
-    """Continue the prompts of sequences [B, T], or the first quarter of each block."""
+    """Continue the prompts of sequences [B, T]; without responses, the first quarter of blocks."""
     task = args.task
     n = first if task.response_column else args.block_size // 4
     contexts, references = tokens[:, :n], tokens[:, n : n + task.response_length]

@@ -224,6 +224,8 @@ SHOWN = ["loss", "accuracy", "gain", "bias", "lr"]  # in the progress line and c
 def check(args: Args, processes: int) -> None:
     """Raise `InputError` for invalid flags, before anything is loaded."""
     check_run(args, SCRIPT, processes)
+    if args.task.label_dataset is None:
+        raise cli.InputError(f"--task {args.task.task} has no labels; pass --label_dataset")
     cli.check_divisible("batch_size", args.batch_size, processes, "processes")
     cli.check_divisible("rollout_batch_size", args.rollout_batch_size, processes, "processes")
     cli.check_divisible("num_labels", args.num_labels, args.batch_size, "batch_size")

@@ -40,9 +40,9 @@ class Task:
     query_suffix: str = ""
     """text after each query; the reward model does not see it"""
     start_text: str | None = None
-    """one token; queries start after the first of it (P3)"""
+    """one token; queries start after its first occurrence (P3)"""
     end_text: str | None = None
-    """queries end after the last of it that ends a word (P3)"""
+    """queries end after its last occurrence at the end of a word (P3)"""
     keep_last_line: bool = False
     """cut long queries before their last line, such as TL;DR:"""
     clean_fn: str | None = None
@@ -54,7 +54,7 @@ class Task:
     response_length: PositiveInt
     """tokens sampled per response (G4); the maximum in EOS tasks (X9)"""
     temperature: PositiveFloat
-    """of sampling; ppo.py and rloo.py also train with logits divided by it (P1)"""
+    """of sampling; ppo.py and rloo.py also divide logits by it in training (P1)"""
     truncate_token: str | None
     """one token; the reward model sees responses only up to it (P5)"""
     truncate_after: NonNegativeInt = 0
@@ -102,12 +102,7 @@ STORIES = replace(BOOKS, label_tokenizer=None, gold_fn=f"{SYNTHETIC / 'judge.py'
 ENDS_AT_EOS: dict[str, Any] = dict(truncate_token="<|endoftext|>", truncate_after=0, eos_task=True)
 # Answers are checked (data/answers.py): 1 if right, 0 if wrong or without an end. No labels.
 VERIFIABLE = replace(
-    BOOKS,
-    temperature=1.0,
-    truncate_after=0,
-    missing_eos_penalty=0.0,
-    label_dataset=None,
-    label_tokenizer=None,
+    BOOKS, temperature=1.0, missing_eos_penalty=0.0, label_dataset=None, label_tokenizer=None
 )
 STEPS = 'Let\'s think step by step and output the final answer after "####".'  # as in verl
 
@@ -192,8 +187,7 @@ TASKS = {
         query_suffix=f" {STEPS}<|im_end|>\n<|im_start|>assistant\n",
         response_length=256,
         response_column="answer",
-        truncate_token="<|im_end|>",
-        eos_task=True,
         reward_fn="data.answers:gsm8k",
+        **ENDS_AT_EOS | dict(truncate_token="<|im_end|>"),
     ),
 }

@@ -26,7 +26,7 @@ def replace_link(link: Path, target: Path) -> None:
         if os.name == "nt":
             link.unlink(missing_ok=True)  # Windows replaces no links to folders
         part.replace(link)
-    except OSError:  # Windows without its developer mode, some disks of a network
+    except OSError:  # Windows without developer mode, some network drives
         shutil.copytree(target, link)
 
 
@@ -40,7 +40,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def start_trackers(run: Any, config: dict[str, Any]) -> list[Any]:
-    """TensorBoard's, which drops events after the checkpoint, and with --track that of W&B."""
+    """The trackers: TensorBoard, cut back to the checkpoint, and Weights & Biases with --track."""
     step, folder = int(run.source.stem) if run.source else 0, run.folder
     trackers: list[Any] = [TensorBoardTracker("", folder, purge_step=step)]
     trackers[0].start()

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from machinery.cli import InputError, about
 from machinery.rewards import reward_model_of
 
-KEPT = 2  # checkpoints of a run: the newest and the one before it
+KEPT = 2  # newest checkpoints of a run. FREE: flags that a resumed run may change
 FREE = ("save_every", "keep_every", "resume", "run_name", "output_dir", "track", "push_to_hub")
 
 
 def names_of(model: nn.Module) -> set[str]:
     """The names of all weights and buffers that are saved, tied ones once."""
-    saved = model.state_dict().keys()  # without rotary angles, which are computed
+    saved = model.state_dict().keys()  # without rotary angles and the like
     return saved & {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
 
 
@@ -88,13 +88,13 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
                 weights[name] = file.get_tensor(key)
     if wrong := sorted(names_of(model) ^ weights.keys()):
         raise InputError(f"{path} is of another model: only one of them has {wrong[0]}")
-    # Not strict: tied weights are there once.
+    # Not strict: tied weights occur once in the file.
     options = dcp.StateDictOptions(full_state_dict=True, strict=False)
     saved: Any = {"state": moments, "param_groups": state.pop("groups")}
     both: Any = dict(model_state_dict=weights, optim_state_dict=saved)
     dcp.set_state_dict(model, optimizer, **both, options=options)
     for name, p in model.named_parameters():
-        if name not in moments:  # had no gradient yet; set_state_dict gave it zeros
+        if name not in moments:  # had no gradient yet; set_state_dict made zeros for it
             optimizer.state.pop(p, None)
     return state
 
@@ -110,7 +110,7 @@ def find_checkpoint(args: Any, script: Path) -> Path | None:
     files = [source] if source.is_file() else source.rglob("checkpoints/*.safetensors")
     found = []
     for path in files:
-        record = path.absolute().parents[1] / "args.json"
+        record = path.parent.parent / "args.json"
         complete = record.is_file() and record.with_name(script.name).is_file()
         if complete and json.loads(record.read_text())["task"]["task"] == args.task.task:
             found.append((record.stat().st_mtime_ns, path.name, path))
@@ -129,7 +129,7 @@ def fixed_values(args: Any, processes: int) -> dict[str, Any]:
     values["mixed_precision"] = AcceleratorState().mixed_precision
     if "reward_model" in values:
         values["reward_model"] = reward_model_of(args)
-    free = FREE if "num_labels" in values else (*FREE, "label_dataset")  # others read no labels
+    free = FREE if "num_labels" in values else (*FREE, "label_dataset")  # other scripts read none
     for name in free:
         values.pop(name, None)
     for name, value in values.items():

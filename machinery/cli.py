@@ -31,19 +31,19 @@ class RunArgs:
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     tf32: bool = True
-    """use TF32 for fp32 matrix products under --mixed_precision bf16"""
+    """use TF32 for fp32 matrix products under accelerate's --mixed_precision bf16"""
     cuda_graphs: bool = True
-    """replay the decoding step as a CUDA graph; on GPUs, not with FSDP2"""
+    """replay the decoding step as a CUDA graph; only on GPUs and without FSDP2"""
 
     # Files
     run_name: str | None = None
     """name of the folder in runs/; default: task, script, seed and time"""
     output_dir: str | None = None
-    """folder for the weights; default: in the run, and models/<task>/ links to it"""
+    """folder for the weights; default: in the run; models/<task>/<script> links to it"""
     save_every: PositiveInt | None = None
-    """updates between checkpoints; SIGTERM and SIGUSR1 also save one and end the run"""
+    """updates between checkpoints; SIGTERM, SIGUSR1, SIGHUP save one and end the run"""
     resume: str | None = None
-    """runs/<name> or `latest`: resume it; pass the same flags as before"""
+    """runs/<name>, a checkpoint file, or `latest`: continue it with the same flags"""
     track: bool = False
     """also log to Weights & Biases"""
     push_to_hub: str | None = None
@@ -85,15 +85,14 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
     default = cls(task=replace(TASKS[name], **of_task), **of_script)
     shared, found = RunArgs.__dataclass_fields__, cls.__dataclass_fields__.items()
     cls.__dataclass_fields__ = dict(sorted(found, key=lambda x: x[0] in shared))  # own flags first
-    kind: Any = tyro.conf.OmitArgPrefixes
-    return tyro.cli(kind[cls], default=default, args=argv)
+    return tyro.cli(cls, default=default, args=argv, config=(tyro.conf.OmitArgPrefixes,))
 
 
 def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]] | None = None) -> None:
-    """Call `main(args)`. Bad input prints its cause, then one sentence; the exit code is 2."""
+    """Call `main(args)`. On bad input, print the cause and one sentence; the exit code is 2."""
     streams: Any = sys.stdout, sys.stderr
     for stream in streams:
-        stream.reconfigure(errors="replace")  # files on Windows cannot hold every character
+        stream.reconfigure(errors="replace")  # not all encodings have all characters
     try:
         main(tyro.cli(cls) if presets is None else parse_args(cls, presets))
     except InputError as error:

@@ -22,7 +22,7 @@ from machinery.queries import clean_texts, tokenize_queries
 from machinery.sources import Rows, check_source, load_rows
 from utils import TokenIds, pad_left
 
-OPENAI_PAD = 50259  # pads OpenAI's files: two past GPT-2's vocabulary
+OPENAI_PAD = 50259  # pads OpenAI's files; GPT-2's last id is 50256
 ASSISTANT = "\n\nAssistant:"  # begins an answer in Anthropic's hh-rlhf
 
 
@@ -69,10 +69,10 @@ def load_labels(task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
             return load_pairs(rows, task, tokenizer, ids)
         if "best" in rows.column_names:
             return load_best_of_k(rows, task, tokenizer, ids.pad)
-        raise InputError(f"{rows.column_names} are no labels; see Labels in docs/data.md")
+        raise InputError(f"columns {rows.column_names} hold no labels: see Labels in docs/data.md")
 
 
-def load_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocabulary: int) -> Labels:
+def load_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocab_size: int) -> Labels:
     """OpenAI's format: lists of ids of `label_tokenizer`, padded with `OPENAI_PAD`.
 
     If the model has another tokenizer, the same texts in its ids; nothing is cut.
@@ -82,14 +82,14 @@ def load_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocabulary: int) -> L
         with about(f"--label_tokenizer {label_tokenizer}"):
             check_source(label_tokenizer)
             source = transformers.AutoTokenizer.from_pretrained(label_tokenizer)
-        vocabulary = len(source)
+        vocab_size = len(source)
         source = None if tokens.same_tokens(tokenizer, source) else source
     count = sum(name.startswith("sample") for name in rows.column_names)
     names = [f"sample{k}" for k in range(max(count, 2))]
     found, best = [], []
     for i, row in enumerate(rows):
         with about(f"row {i}"):
-            sequences = [read_ids(row[name], vocabulary) for name in ("query", *names)]
+            sequences = [read_ids(row[name], vocab_size) for name in ("query", *names)]
             (index,) = read_ids([row["best"]], len(names))
         if source:
             sequences = tokens.translate(sequences, source, tokenizer)
@@ -98,13 +98,13 @@ def load_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocabulary: int) -> L
     return Labels([x[0] for x in found], [x[1:] for x in found], np.array(best, dtype=int))
 
 
-def read_ids(value: Any, vocabulary: int) -> list[int]:
+def read_ids(value: Any, vocab_size: int) -> list[int]:
     """A list of ids without padding. Raises `InputError` for fractions and ids out of range."""
-    pad = max(OPENAI_PAD, vocabulary)
+    pad = max(OPENAI_PAD, vocab_size)  # files of larger vocabularies have a pad of their own
     ids = np.array(value)
-    wrong = (ids % 1 != 0) | (ids < 0) | ((ids >= vocabulary) & (ids != pad))
+    wrong = (ids % 1 != 0) | (ids < 0) | ((ids >= vocab_size) & (ids != pad))
     if ids.ndim != 1 or wrong.any():
-        raise InputError(f"{value!r:.60} is not a list of ids below {vocabulary}")
+        raise InputError(f"{value!r:.60} has to be a list of ids from 0 to {vocab_size - 1}")
     return ids[ids != pad].astype(int).tolist()
 
 
@@ -112,7 +112,7 @@ def load_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     """Pairs as labels with two candidates, the chosen one first (R4).
 
     Each response ends with the truncate token. Prompts that are too long lose their end, dialogues
-    their beginning. Blank rows, and prompts of messages that are too long, are skipped.
+    their beginning. Skipped: blank prompts, answers of no token, messages that are too long.
     """
     pairs = [split_pair(row, tokenizer) for row in rows]
     prompts, *sides = map(list, zip(*pairs, strict=True))

@@ -32,9 +32,9 @@ class Float32Linear(nn.Linear):
 def store_as_cast(model: nn.Module) -> None:
     """Store the weights of frozen linear layers in bf16, to which autocast would cast them.
 
-    It casts weights that need no gradients again in each forward pass. The head stays fp32. In a
-    trained model, only layers under adapters are stored in bf16, since other weights may be saved.
-    From then on the model only works under autocast.
+    Autocast would cast weights that need no gradients in each forward pass. The head stays fp32. In
+    a trained model, only layers under adapters are stored in bf16, since other weights may be
+    saved. From then on the model only works under autocast.
     """
     trained = any(weight.requires_grad for weight in model.parameters())
     for name, module in model.named_modules():
@@ -52,8 +52,8 @@ def load_lm(
 ) -> "transformers.PreTrainedModel":
     """A causal language model in fp32 without dropout (P4), its head outside autocast.
 
-    Reads only safetensors; a folder without weights gives a random model if `allow_random`. Ends
-    the run if weights are missing, if `length` tokens give wrong results, or if tokenizers differ.
+    Reads only safetensors; a folder without weights gives a random model if `allow_random`. Raises
+    `InputError` if weights are missing, `length` tokens give wrong results, or tokenizers differ.
     """
     with about(f"{flag} {name}"):
         check_source(name)
@@ -69,7 +69,7 @@ def load_lm(
             lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         else:
             lm = load_weights(transformers.AutoModelForCausalLM, name, config)
-        lm.get_output_embeddings().__class__ = Float32Linear  # so names and tied weights stay
+        lm.get_output_embeddings().__class__ = Float32Linear  # keeps names and tied weights
         use_fused_gelu(lm)
         with about(f"{config.model_type} cannot be used"):
             check_model(lm, length)
@@ -91,7 +91,7 @@ def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
 
     Compares log-probabilities of the last 3 tokens of two texts: each text alone, both in a batch
     without padding in training mode, and token by token as in sampling. One text is as long as the
-    run's, so that no attention window is missed. If results differ without padding, it is computed.
+    run's, so that no attention window is missed. If results differ without padding, padding is computed.
     """
     length = max(length, 6)
     texts = [[i % lm.config.vocab_size for i in range(n)] for n in (length, length, 3)]
@@ -100,7 +100,7 @@ def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
     batch = tokens.clamp(min=0), mask, mask.cumsum(dim=1) - mask.long()
     lm.eval()
     alone = [lm(torch.tensor([text]), logits_to_keep=3).logits for text in texts[1:]]
-    right = torch.cat(alone).log_softmax(dim=-1)  # [2, 3, V]
+    expected = torch.cat(alone).log_softmax(dim=-1)  # [2, 3, V]
     sampling = Decoder(lm, 2).start(tokens[1:, :-2], mask[1:, :-2])
     steps = [sampling.next_logits()]
     for t in (-2, -1):
@@ -108,7 +108,7 @@ def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
         steps.append(sampling.next_logits())
 
     def find_gap(logits: Tensor) -> float:
-        return (logits.log_softmax(dim=-1) - right).abs().max().item()
+        return (logits.log_softmax(dim=-1) - expected).abs().max().item()
 
     gap = find_gap(torch.stack(steps, dim=1))
     if not gap < 0.01:  # also if it is not a number

@@ -47,13 +47,13 @@ class Progress:
         for name, (healthy, far) in list(self.limits.items()):
             if metrics.get(name, 0) > far:
                 del self.limits[name]
-                change = "if it stays there, lower --lr, --num_ppo_epochs or --num_minibatches"
-                print(f"{name} is {metrics[name]:.2g}, healthy is up to {healthy}; {change}")
+                advice = "if it stays there, lower --lr, --num_ppo_epochs or --num_minibatches"
+                print(f"{name} is {metrics[name]:.2g} (healthy: up to {healthy}); {advice}")
         for name, (value, cause) in STUCK.items():
             is_stuck = math.isclose(metrics.get(name, -1), value, abs_tol=1e-6)
             self.stuck[name] = self.stuck[name] + 1 if is_stuck else 0
             if self.stuck[name] == UPDATES:
-                print(f"nothing to learn from: {name} is {value} for {UPDATES} updates; {cause}")
+                print(f"nothing to learn from: {name} was {value} for {UPDATES} updates; {cause}")
 
     def table(self, rows: list[dict[str, Any]], title: str) -> None:
         """Print rows of texts and numbers."""

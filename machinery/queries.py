@@ -28,7 +28,7 @@ def load_texts(task: Task, *columns: str) -> Rows:
     """At most `num_queries` rows of `query_dataset`. Raises `InputError` without these columns."""
     rows = load_rows(task.query_dataset, "--query_dataset")
     with about(f"--query_dataset {task.query_dataset}"):
-        rows.select_columns(list(columns))  # names those that there are, if one is missing
+        rows.select_columns(list(columns))  # if one is missing, the error lists them
     if len(rows) > task.num_queries:
         chosen = np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)
         rows = rows.select(np.sort(chosen))
@@ -39,7 +39,7 @@ def load_texts(task: Task, *columns: str) -> Rows:
 class TokenTable:
     """Token sequences in a memory-mapped file that the processes of a machine share.
 
-    `table[rows]` → [B, length], padded on the left (G2). `source` has the data set's own columns.
+    `table[rows]` → [B, length], padded on the left (G2). `source`: its own columns, if kept.
     """
 
     rows: Rows
@@ -130,7 +130,7 @@ def clean_texts(texts: Sequence[str | None], task: Task) -> list[str]:
 
 
 def ends_word(text: str, offsets: list[tuple[int, int]], end: str) -> list[bool]:
-    """For each token (begin, stop): whether the text up to it ends with `end` and a word (P3).
+    """For each token: whether the text through it ends with `end`, at the end of a word (P3).
 
     Both of GPT-2's periods, "." and " .", end a sentence; those in "1.5" or "CNN.com" do not.
     """
@@ -160,7 +160,7 @@ def cut_query(ids: list[int], length: int, start: int | None, ends: list[bool] |
 
 
 def drop_lines(text: str, length: int, tokenizer: Any) -> str:
-    """Drop lines before the last one, such as TL;DR:, of a prompt of more than `length` tokens."""
+    """Cut a prompt of more than `length` tokens: drop lines before its last one, such as TL;DR:."""
     encode = partial(tokenizer.encode, add_special_tokens=False)
     head, _, last = text.rpartition("\n")
     while "\n" in head.rstrip() and len(encode(text)) > length:
@@ -172,8 +172,8 @@ def drop_lines(text: str, length: int, tokenizer: Any) -> str:
 def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[list[int]]:
     """Texts or lists of messages → queries as token lists, empty for those that are skipped (P3).
 
-    They are blank, or messages that are too long. The query of a conversation that ends with an
-    answer is what precedes it.
+    Skipped: blank texts, and messages that are too long. The query of a conversation that ends with
+    an answer is what precedes it.
     """
     if any(isinstance(text, list) for text in texts):
         tokens.check_chat(task, tokenizer)
@@ -213,17 +213,17 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
     A block begins with a text and continues with the next ones, tokenized after a space; the end of
     its last text is dropped.
     """
-    rest: list[int] = []  # a block that is not full yet; the next batch continues it
+    block: list[int] = []  # not full yet; the next batch continues it
 
     def to_blocks(batch: dict[str, list]) -> list[list[int]]:
         blocks = []
         for text in map(str.strip, clean_texts(batch[task.query_column], task)):
             if text:
-                text = f" {text}" if rest else text
-                rest.extend(tokenizer.encode(text, add_special_tokens=False))
-            if len(rest) >= block_size:
-                blocks.append(rest[:block_size])
-                rest.clear()
+                text = f" {text}" if block else text
+                block.extend(tokenizer.encode(text, add_special_tokens=False))
+            if len(block) >= block_size:
+                blocks.append(block[:block_size])
+                block.clear()
         return blocks
 
     rows = load_texts(task, task.query_column)
@@ -236,8 +236,7 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
     Both may be the same column of conversations, whose last messages are the responses.
     """
     end = ids.truncate if task.eos_task else None
-    column = task.response_column
-    assert column is not None
+    column = str(task.response_column)
 
     def to_sequences(batch: dict[str, list]) -> list[list[int]]:
         prompts = tokenize_queries(batch[task.query_column], task, tokenizer)
@@ -246,7 +245,7 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
             if isinstance(text, list):
                 text = tokens.render_answer(tokens.drop_answer(query or []), text, tokenizer)
             elif text and column == task.query_column:
-                raise InputError(f"--response_column {column} has texts; see Chat in docs/data.md")
+                raise InputError(f"--response_column {column} holds the queries: see docs/data.md")
             texts.append(text or "")
         responses = tokenizer(texts, add_special_tokens=False)["input_ids"]
         sequences = []

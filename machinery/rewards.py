@@ -28,7 +28,7 @@ from utils import TokenIds, decode, micro_batches, pad_left
 class RewardConfig(transformers.PretrainedConfig):
     """Configuration of a reward model: its backbone's, and its pad id.
 
-    The reward is never read at a token `skip_id`: a classifier's own pad, often EOS.
+    The reward is not read at `skip_id`, a classifier's own pad token (often its EOS).
     """
 
     model_type = "scalar_reward"
@@ -82,8 +82,8 @@ def check_reward_model(model: Any, length: int) -> None:
     length = max(3, min(length, getattr(config, "max_position_embeddings", None) or length))
     texts = [[i % pad for i in range(n)] for n in (length, length, 3)]
     alone = torch.cat([model(torch.tensor([text])) for text in texts])
-    for unpadded in (length, 0):  # a model that needs its padding keeps it
-        set_unpadding(model.backbone, unpadded)
+    for longest in (length, 0):  # a model that needs its padding keeps it
+        set_unpadding(model.backbone, longest)
         gap = (model(pad_left(texts, length, pad), prompt_length=length // 2) - alone).abs().max()
         if gap < 0.01:
             return
@@ -99,7 +99,7 @@ def reward_input(
     reward model's `tokenizer` (X13). A text that is too long loses its beginning.
     """
     pad = model.config.pad_id
-    longest = getattr(model.config.backbone, "max_position_embeddings", None) or 0
+    longest = getattr(model.config.backbone, "max_position_embeddings", None) or 0  # 0: no limit
     same = same_tokens(tokenizer, policy_tokenizer)
 
     def read(queries: Tensor, responses: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def load_gold_reward(task: Task, tokenizer: Any, ids: TokenIds) -> Callable | No
 
 
 def text_scorer(flag: str, name: str, tokenizer: Any, pad_id: int) -> Callable[..., Tensor]:
-    """Return a user's function of texts as a function of (queries, responses, columns) → [B]."""
+    """Wrap a user's function of texts to take token ids: (queries, responses, columns) → [B]."""
     with about(f"{flag} {name}"):
         function = load_function(name)
 
@@ -167,7 +167,7 @@ def text_scorer(flag: str, name: str, tokenizer: Any, pad_id: int) -> Callable[.
 
 
 def reward_model_of(args: Any) -> str | None:
-    """The folder or name of the reward model; None if `--reward_fn` has no parameter `scores`."""
+    """The reward model; None (also if the flag is set) for a `--reward_fn` without `scores`."""
     name = args.task.reward_fn
     with about(f"--reward_fn {name}"):
         if name and "scores" not in inspect.signature(load_function(name)).parameters:

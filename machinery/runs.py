@@ -29,9 +29,9 @@ SIGNALS = [getattr(signal, x) for x in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasat
 
 
 def check_run(args: Any, script: Path, processes: int) -> None:
-    """Raise `InputError` if the run would overwrite something, or cannot be trained or resumed."""
-    is_new, link = args.resume is None, Path("models", args.task.task, script.stem)
-    if is_new and args.run_name and os.path.lexists(f"runs/{args.run_name}"):
+    """Raise `InputError` if the run would overwrite something, or cannot start or resume."""
+    link = Path("models", args.task.task, script.stem)
+    if args.resume is None and args.run_name and os.path.lexists(f"runs/{args.run_name}"):
         raise InputError(f"--run_name {args.run_name} exists in runs/; choose another name")
     if args.output_dir and os.path.lexists(args.output_dir):
         raise InputError(f"--output_dir {args.output_dir} exists; choose another name")
@@ -42,7 +42,7 @@ def check_run(args: Any, script: Path, processes: int) -> None:
     if args.push_to_hub and not huggingface_hub.get_token():
         raise InputError(f"--push_to_hub {args.push_to_hub} needs a token; run `hf auth login`")
     if hasattr(args, "reward_model") and (reward_model := reward_model_of(args)):
-        with about(f"--reward_model {reward_model}"):  # now; it is loaded after the queries
+        with about(f"--reward_model {reward_model}"):  # fail now: it is loaded after the queries
             check_source(reward_model)
     if getattr(args, "keep_every", None):
         check_divisible("keep_every", args.keep_every, args.eval_every, "eval_every")
@@ -72,9 +72,9 @@ class Run:
         self.signals: list[int] = []  # received so far
         self.in_terminal = sys.stdout.isatty()
         for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: leave it so
                 signal.signal(number, self.note_signal)
-        self.folder = self.source.parents[1] if self.source else Path()  # `open` sets a new one
+        self.folder = self.source.parents[1] if self.source else Path()  # new: see `open`
         if self.main:
             self.open()
 
@@ -85,7 +85,7 @@ class Run:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
     def open(self) -> None:
-        """Create the folder or continue in it; start trackers."""
+        """On the main process: create the folder or continue in it; start trackers."""
         task, processes = self.args.task, self.accelerator.num_processes
         record = asdict(self.args) | {"fixed": checkpoints.fixed_values(self.args, processes)}
         record |= {"command": sys.argv, "device": self.accelerator.device.type}
@@ -95,12 +95,12 @@ class Run:
             self.folder = Path("runs", self.args.run_name or name)
             self.folder.mkdir(parents=True)  # fails if there is one
             reward_file, _, _ = (task.reward_fn or "").rpartition(":")
-            for file in (Path(reward_file), self.script):  # the script last: it wins a shared name
+            for file in (Path(reward_file), self.script):  # the script last, if names are equal
                 if file.is_file():
                     shutil.copy(file, self.folder / file.name)
             record |= artifacts.describe_environment()
             (self.folder / "args.json").write_text(json.dumps(record, indent=1, default=str))
-        self.lock = filelock.FileLock(self.folder / ".lock")  # released when the process ends
+        self.lock = filelock.FileLock(self.folder / ".lock")  # some disks keep it after a kill
         with about(f"another process is writing {self.folder}, or left its .lock there"):
             self.lock.acquire(timeout=0)
         self.accelerator.trackers = artifacts.start_trackers(self, record)
@@ -152,14 +152,14 @@ class Run:
         folder, plain = self.folder / "checkpoints", self.accelerator.unwrap_model(model)
         checkpoints.save_checkpoint(folder, step, plain, optimizer.optimizer, state)
         if asked:
-            stop(self.accelerator)  # first: a second signal must not end the others
+            stop(self.accelerator)  # before `close`: until then, a signal ends no process
             self.close()
             if self.main:
                 print(f"stopped after {step} of {self.total}: --resume {self.folder}", flush=True)
             sys.exit(143)
 
     def keep(self, update: int, model: Any, tokenizer: Any) -> None:
-        """Save the weights as keep_<update>/, if `--keep_every` says so. All processes call this."""
+        """Save the weights as keep_<update>/ every `--keep_every` updates; on all processes."""
         if update and self.args.keep_every and update % self.args.keep_every == 0:
             self.save(model, tokenizer, name=f"keep_{update}")
 

@@ -33,7 +33,7 @@ transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # never ask whether 
 
 
 def check_source(name: str) -> None:
-    """Raise `InputError` for a missing path; for a name of the hub, see whether it answers."""
+    """Raise `InputError` for a missing path; for a hub name, go offline if the hub is down."""
     if Path(name).exists():
         return
     if name.replace(os.sep, "/").startswith(LOCAL) or Path(name).suffix in READERS:
@@ -67,6 +67,8 @@ def load_rows(source: str, flag: str) -> Rows:
         if not Path(source).exists() and "@" in source:
             name, _, split = source.rpartition("@")
         if Path(name).is_file():
+            if Path(name).suffix not in READERS:
+                raise InputError(f"is not a file of {', '.join(READERS)}")
             kind, options = READERS[Path(name).suffix]
             return datasets.load_dataset(kind, data_files=name, split=split, **options)
         part = ""

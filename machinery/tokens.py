@@ -14,7 +14,7 @@ from machinery.sources import check_source
 from utils import TokenIds
 
 PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # a text that tokenizers split differently
-FOR_TEXTS = ("query_prefix", "query_suffix", "start_text", "end_text", "clean_fn", "keep_last_line")
+TEXT_ONLY = ("query_prefix", "query_suffix", "start_text", "end_text", "clean_fn", "keep_last_line")
 
 
 def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> tuple[Any, TokenIds]:
@@ -28,7 +28,7 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
         check_source(name)
         config = transformers.AutoConfig.from_pretrained(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        if not 8 <= len(tokenizer) <= config.vocab_size:  # the library makes up one without files
+        if not 8 <= len(tokenizer) <= config.vocab_size:  # without files, transformers invents one
             sizes = f"the tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}"
             raise InputError(f"{sizes}: add tokenizer.json, or resize the embeddings")
     prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
@@ -66,9 +66,9 @@ def with_end(ids: list[int], end: int | None) -> list[int]:
 
 
 def same_tokens(tokenizer: Any, other: Any) -> bool:
-    """Whether every token id of `other` is the same text for `tokenizer`, which may have more.
+    """Whether `tokenizer` gives each token id of `other` the same text; it may have more ids.
 
-    No text has the pad token of `other`, such as TRL's [PAD], unless it is also its EOS.
+    The pad token of `other`, such as TRL's [PAD], is ignored unless it is also its EOS.
     """
     vocabulary = other.get_vocab()
     if other.pad_token != other.eos_token:
@@ -94,21 +94,21 @@ def translate(sequences: list[list[int]], source: Any, target: Any) -> list[list
 
 def check_chat(task: Task, tokenizer: Any) -> None:
     """Raise `InputError` if flags of this task would be ignored for lists of messages."""
-    for name in FOR_TEXTS:
+    for name in TEXT_ONLY:
         if value := getattr(task, name):
             raise InputError(f"--{name} {value!r} is not for messages; see Chat in docs/data.md")
     question, answer = ({"role": role, "content": "?"} for role in ("user", "assistant"))
     end = render_answer([question], [answer], tokenizer).rpartition("?")[2].strip()
     if task.eos_task and end not in ("", task.truncate_token):
-        raise InputError(f"the chat template ends answers otherwise; pass --truncate_token {end!r}")
+        raise InputError(f"the chat template ends answers with {end!r}: set --truncate_token to it")
 
 
-def render(messages: list[dict], tokenizer: Any, prompt: bool = False) -> str:
-    """Apply the chat template; `prompt` adds the generation prompt."""
+def render(messages: list[dict], tokenizer: Any, begin: bool = False) -> str:
+    """Apply the chat template; `begin` adds the generation prompt."""
     for message in messages:
         if not isinstance(message["content"], str):  # a template may write "None", or leave it out
             raise InputError(f"the content of {message!r:.60} is not a text")
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begin)
 
 
 def render_answer(prompt: list[dict], answer: list[dict], tokenizer: Any) -> str:
@@ -119,12 +119,12 @@ def render_answer(prompt: list[dict], answer: list[dict], tokenizer: Any) -> str
     if not prompt or answer in ([], prompt):
         return ""
     messages = answer if answer[: len(prompt)] == prompt else prompt + answer
-    text, dialogue = render(prompt, tokenizer, prompt=True), render(messages, tokenizer)
+    text, dialogue = render(prompt, tokenizer, begin=True), render(messages, tokenizer)
     if not dialogue.startswith(text):
         raise InputError(f"the chat template changes the prompt {text!r:.60} in {dialogue!r:.60}")
     if not messages[-1]["content"].strip():
         return ""
-    return dialogue[len(text) :].rstrip()  # templates end with a newline after the end
+    return dialogue[len(text) :].rstrip()  # templates add a newline after the end token
 
 
 def drop_answer(messages: list[dict]) -> list[dict]:
@@ -134,8 +134,8 @@ def drop_answer(messages: list[dict]) -> list[dict]:
 
 def tokenize_prompt(messages: list[dict], length: int, tokenizer: Any) -> list[int]:
     """Tokens of a prompt; empty if they are more than `length`, or if the last message is blank."""
-    if not messages or not messages[-1]["content"].strip():
+    if not messages or not str(messages[-1]["content"]).strip():
         return []
-    text = render(messages, tokenizer, prompt=True)
+    text = render(messages, tokenizer, begin=True)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     return tokens if len(tokens) <= length else []

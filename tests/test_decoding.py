@@ -165,8 +165,7 @@ class Graph(TorchDispatchMode):
 @pytest.fixture
 def fake_graphs(monkeypatch):
     """CUDA graphs, streams and pools on a CPU. Returns the graphs that were made."""
-    made = []
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+    made, stream = [], SimpleNamespace(wait_stream=lambda other: None)
     fakes = dict(
         CUDAGraph=lambda: made.append(Graph()) or made[-1],
         Stream=lambda: stream,

@@ -495,8 +495,7 @@ def test_X9_P6_P8_P10_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged
     rows = [(r[i, :n] - flat.mean()) * scale + flat.mean() for i, n in enumerate(REAL)]
     a = np.concatenate([naive_gae(row, v[i, : len(row)]) for i, row in enumerate(rows)])
     values = np.array([v[token] for token in tokens])
-    returns = a + values
-    whitened = (a - a.mean()) / math.sqrt(a.var() + 1e-8)
+    returns, whitened = a + values, (a - a.mean()) / math.sqrt(a.var() + 1e-8)
     pg, vf, entropies, ratios, branches, vf_clipped = [], [], [], [], set(), 0
     for (i, t), advantage, target in zip(tokens, whitened, returns, strict=True):
         logprob, entropy, value = (x[t] for x in new[i])

@@ -207,7 +207,7 @@ def test_R4_pairs_as_people_have_them(name, chat):
     (row,) = datasets.Dataset.from_list([row])  # messages as a dataset gives them back
     prompt, *answers = labels.split_pair(row, chat)
     if isinstance(prompt, list):
-        prompt = render(prompt, chat, prompt=True)
+        prompt = render(prompt, chat, begin=True)
     assert (prompt, *answers) == expected
 
 

@@ -117,7 +117,7 @@ def test_equal_scores_and_a_gradient_of_0_are_said_in_a_run(home, capsys):
     SCRIPTS["rloo"].main(settings("rloo", reward_fn="same.py:score", kl_coef=0.0))
     lines = capsys.readouterr().out.splitlines()
     found = [line for line in lines if "nothing to learn from" in line]
-    assert "frac_reward_zero_std is 1 " in found[0] and "scores_std is 0 " in found[1]
+    assert "frac_reward_zero_std was 1 " in found[0] and "scores_std was 0 " in found[1]
     assert len(found) == 2
     assert sum("gradient was 0 " in line for line in lines) == 1
 

@@ -388,7 +388,7 @@ def test_another_way_to_make_blocks_makes_another_table(task, tmp_path, monkeypa
     """A changed copy of the code never gets the cached blocks of the original."""
     original = load_blocks(task, 10)
     source = Path(queries.__file__).read_text()
-    changed = source.replace("append(rest[:block_size])", "append(rest[:block_size][::-1])")
+    changed = source.replace("append(block[:block_size])", "append(block[:block_size][::-1])")
     assert changed != source
     (tmp_path / "mine.py").write_text(changed)
     mine = load_script(tmp_path / "mine.py")
@@ -398,8 +398,7 @@ def test_another_way_to_make_blocks_makes_another_table(task, tmp_path, monkeypa
 def test_a_tokenizer_that_adds_a_token_in_front_adds_none_anywhere(task, eos_task, tmp_path):
     """As Llama's and Gemma's `encode` add one."""
     plain = tokenizer_of(task)
-    adds = copy.deepcopy(plain)
-    special = [("<|endoftext|>", 0)]
+    adds, special = copy.deepcopy(plain), [("<|endoftext|>", 0)]
     template = TemplateProcessing(single="<|endoftext|> $A", special_tokens=special)
     adds.backend_tokenizer.post_processor = template
     assert adds.encode("Anna") == [0, *plain.encode("Anna")]

@@ -46,6 +46,7 @@ def test_files_and_folders_are_data_sources_of_which_at_selects_a_split(form, tm
     if form in ("parquet files", "DatasetDict"):
         assert load_rows(f"{source}@test", "--flag")["text"][:] == ["Ben ."]
     refuses(lambda: load_rows(f"{source}@dev", "--flag"), "--flag", "dev")
+    refuses(lambda: load_rows(__file__, "--flag"), "is not a file of .txt, ")
 
 
 @pytest.mark.parametrize("source", ["abisee/cnn_dailymail:3.0.0", "OpenAI/lm:a/5k.json"])

@@ -57,8 +57,7 @@ def test_the_parts_have_ten_minutes_together():
     ],
 )
 def test_a_row_that_fails_says_why_and_ends(code, found, tmp_path):
-    begin = time.monotonic()
-    call = exec, code, {"time": time, "os": os}
+    begin, call = time.monotonic(), (exec, code, {"time": time, "os": os})
     assert gpu.alone(1, tmp_path / "log", *call)["result"] == found
     assert time.monotonic() - begin < 30
 
