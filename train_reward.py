@@ -116,7 +116,7 @@ class RewardModel(nn.Module):
         return self.gain * self.head(hidden).squeeze(-1) + self.bias  # (R3)
 
     def forward(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
-        """The reward at the last real token (a classifier's `skip_id` is none): [B, T] → [B] (R1)."""
+        """The reward at the last token but padding and `skip_id`: [B, T] → [B] (R1)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         skip = (tokens == self.config.pad_id) | (tokens == self.config.skip_id)
         last = torch.where(skip, 0, positions).amax(dim=1)

@@ -216,7 +216,7 @@ class Timer:
         self.seconds: dict[str, float] = {}
 
     def start(self, phase: str | None) -> None:
-        """Begin a phase, or none. The seconds of a phase that occurs twice are those of the last."""
+        """Begin a phase, or none. Of a phase that occurs twice, the last seconds count."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # wait for queued kernels
         now = time.perf_counter()

@@ -119,7 +119,7 @@ class DecodingBatch:
 
     @torch.no_grad()
     def next_logits(self) -> Tensor:
-        """Logits [b, V] in fp32 of the token after those so far. The next call may overwrite them."""
+        """Logits [b, V] in fp32 of the token after those so far. The next call overwrites them."""
         if self.length == 0:
             return self.prefill()
         if self.length == self.mask.shape[1]:

@@ -91,7 +91,7 @@ def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
 
     Compares log-probabilities of the last 3 tokens of two texts: each text alone, both in a batch
     without padding in training mode, and token by token as in sampling. One text is as long as the
-    run's, so that no attention window is missed. If results differ without padding, padding is computed.
+    run's, so that no attention window is missed. If padding matters to the results, it is computed.
     """
     length = max(length, 6)
     texts = [[i % lm.config.vocab_size for i in range(n)] for n in (length, length, 3)]

@@ -111,8 +111,7 @@ def attention(
         return output[None], None
     if not masks:
         for n, m in zip(lengths, seen, strict=True):  # the first m - n are a prompt's: all see them
-            mask = q.new_ones(1, 1, n, m, dtype=torch.bool).tril(m - n)
-            masks.append(None if n == m else mask)
+            masks.append(None if n == m else q.new_ones(1, 1, n, m).bool().tril(m - n))
     parts = zip(q.split(lengths, 2), k.split(seen, 2), v.split(seen, 2), masks, strict=True)
     outputs = [sdpa(module, *part, **rest)[0] for part in parts if part[0].shape[2]]
     return torch.cat(outputs, dim=1), None
