@@ -461,7 +461,7 @@ def main(args: Args) -> None:
         """Metrics of all held-out queries, on every process. Logs samples; saves weights if due."""
         queries, columns = heldout[:].to(device), heldout.columns()
         minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # a seed of no update, for all processes
+        rng = generator(args.seed, num_updates, device)  # same on all processes; no update's seed
         rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
@@ -531,7 +531,7 @@ def main(args: Args) -> None:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer)
-    run.log(run.step, evaluate(run.step, kl_coef))  # num_updates, or less if you break
+    run.log(run.step, evaluate(run.step, kl_coef))  # num_updates, or fewer after a break
     run.finish()
     distributed.stop(accelerator)
 

@@ -116,7 +116,7 @@ class RewardModel(nn.Module):
         return self.gain * self.head(hidden).squeeze(-1) + self.bias  # (R3)
 
     def forward(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
-        """The reward at the last token but padding and `skip_id`: [B, T] → [B] (R1)."""
+        """The reward at the last token that is neither padding nor `skip_id`: [B, T] → [B] (R1)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         skip = (tokens == self.config.pad_id) | (tokens == self.config.skip_id)
         last = torch.where(skip, 0, positions).amax(dim=1)
@@ -179,8 +179,9 @@ def normalize(model: RewardModel, tokens: Tensor, max_tokens: int) -> tuple[floa
     """
     model.gain.fill_(1)
     model.bias.fill_(0)
-    moments = global_mean_and_var(score_in_parts(model, tokens, max_tokens))
-    mean, std = moments[0].item(), moments[1].sqrt().item()
+    rewards = score_in_parts(model, tokens, max_tokens)
+    mean, var = (x.item() for x in global_mean_and_var(rewards))
+    std = math.sqrt(var)
     if not std > 1e-6 * abs(mean):  # rewards differ only by rounding, or are NaN
         raise cli.InputError("samples of the policy have the same reward, or NaN; use more samples")
     model.gain.fill_(1 / std)
@@ -254,7 +255,7 @@ def main(args: Args) -> None:
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)
     model, optimizer = distributed.prepare(accelerator, model, optimizer)
     plain_model = accelerator.unwrap_model(model)
-    # These are the policy's token ids, or the same texts if its tokenizer is another (X13).
+    # These are the policy's token ids, or the same texts if it has another tokenizer (X13).
     to_input = reward_input(plain_model, tokenizer, policy_tokenizer, policy_ids.pad)
     before, after = (to_input(*sample) for sample in samples)  # [S, T] each
     normalize(plain_model, before, args.micro_batch_tokens)

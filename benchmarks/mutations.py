@@ -31,7 +31,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("G6", "ppo.py", " + 100003 * accelerator.process_index", ""),
     ("R1", "train_reward.py", "positions).amax(dim=1)", "positions).amax().expand(len(tokens))"),
     ("R2", "train_reward.py", "std=1 / math.sqrt(self.head.in_features + 1)", "std=0.02"),
-    ("R3", "train_reward.py", "moments[1].sqrt().item()", "moments[1].item()"),
+    ("R3", "train_reward.py", "std = math.sqrt(var)", "std = var"),
     ("R4", "train_reward.py", "best[part], reduction", "0 * best[part], reduction"),
     ("P1", "ppo.py", " / self.temperature).log", ").log"),
     ("P2", "ppo.py", "zeros_(self.value_head.weight)", "ones_(self.value_head.weight)"),

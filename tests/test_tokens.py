@@ -176,9 +176,10 @@ def test_a_tokenizer_without_a_template_is_refused(chat_task):
 
 
 @pytest.mark.parametrize("content", [None, 3, [{"type": "text", "text": "What?"}]])
-def test_messages_whose_content_is_no_text_are_refused(content, chat_task):
+@pytest.mark.parametrize("rest", [[], [USER]])
+def test_messages_whose_content_is_no_text_are_refused(content, rest, chat_task):
     """A template would write None, or leave it out."""
-    rows = [{"prompt": [{"role": "user", "content": content}]}]
+    rows = [{"prompt": [{"role": "user", "content": content}, *rest]}]
     formats.write_rows(Path(chat_task.query_dataset), rows)
     refuses(lambda: load(load_queries, chat_task, 9), "rows.jsonl: ", "content")
 

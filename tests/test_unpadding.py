@@ -286,8 +286,7 @@ def test_a_deep_copy_computes_with_its_own_weights():
     """As an average of a policy's weights, or a reference made of a policy, has to."""
     policy = tiny.make_policy()
     contexts, responses = tiny.make_contexts([8, 3], 8), tiny.make_responses(2, 5)
-    before = policy(contexts, responses)[0]
-    other = copy.deepcopy(policy)
+    before, other = policy(contexts, responses)[0], copy.deepcopy(policy)
     nn.init.normal_(policy.lm.transformer.wpe.weight)
     assert torch.equal(other(contexts, responses)[0], before)
     assert not torch.allclose(policy(contexts, responses)[0], before)
