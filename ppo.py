@@ -36,7 +36,6 @@ a transformer, with equal results up to rounding.
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -58,9 +57,9 @@ from machinery.runs import Run, check_run
 from machinery.tokens import load_tokenizer
 from machinery.unpadding import Unpadded
 from train_reward import RewardModel
-from utils import AdamTF, Timer, TokenIds, add_affixes, all_sum, decode, generator
-from utils import global_mean_and_var, masked_sum, mean_over_processes, micro_batches, query_rows
-from utils import sample_token, truncate
+from utils import AdamTF, Timer, TokenIds, add_affixes, all_sum, average_gradients, decode
+from utils import generator, global_mean_and_var, masked_sum, mean_over_processes, micro_batches
+from utils import query_rows, sample_token, truncate
 
 
 @dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
@@ -130,40 +129,10 @@ class Args(RunArgs):
     """clip scores to [-clip_score, clip_score]"""
 
     # Memory and speed. RunArgs has more of these, and the flags for files.
-    rollout_batch_size: PositiveInt = 512 if cli.ON_GPU else 256
+    rollout_batch_size: PositiveInt = 512
     """sequences that a process samples at a time; changes results only by rounding"""
 
 
-# The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
-SYNTHETIC: dict[str, Any] = dict(
-    total_episodes=4096,
-    eval_every=20,
-    batch_size=128,
-    num_ppo_epochs=2,
-    num_minibatches=2,
-    lr=5e-4,
-    kl_coef=0.08,
-    kl_target=10.0,
-    kl_horizon=1000,
-)
-FIXED_KL: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)  # rewards are not whitened
-VERIFIABLE: dict[str, Any] = dict(
-    **FIXED_KL, num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192
-)
-PRESETS: dict[str, dict[str, Any]] = {
-    "synthetic": SYNTHETIC,
-    # Besides scaling, whitening adds mean * (1 - 1 / std) to every token, so that length counts.
-    "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
-    "cnndm": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.01),
-    "tldr_2019": FIXED_KL | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
-    "tldr": dict(
-        **FIXED_KL, lr=3e-6, kl_coef=0.05, micro_batch_tokens=16_384, rollout_batch_size=256
-    ),
-    "arithmetic": dict(
-        **VERIFIABLE, total_episodes=16_384, eval_every=16, batch_size=128, lr=3e-4, kl_coef=0.1
-    ),
-    "gsm8k": dict(**VERIFIABLE, total_episodes=112_000, batch_size=256, lr=1e-6, kl_coef=0.001),
-}
 SCRIPT = Path(__file__)  # its name is part of the names of run and model folders
 
 # ------------------------------------------------------------------------------------------- models
@@ -183,13 +152,14 @@ class PolicyAndValue(nn.Module):
         self.temperature = temperature
 
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, ...]:
-        """Log-probabilities, entropies and values of response tokens, 0 at padding.
+        """Log-probabilities, entropies (0 without gradients) and values of response tokens.
 
-        [B, C], [B, R] → [B, R] each. Entropies are detached, and 0 under `torch.no_grad`.
+        [B, C], [B, R] → [B, R] each, 0 at padding. Entropies are detached.
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before each position (G3)
+        # As self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state:
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
         where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # the N real response tokens
         # Contexts are left-padded: they end with a real token. Position t predicts t + 1.
@@ -234,14 +204,14 @@ def sample(
 
 
 def sample_in_batches(
-    decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: Any, length: int = 0
+    decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: Any
 ) -> Tensor:
-    """Sample in batches of contexts of similar length: [B, C] → [B, R], or [B, length] (X10)."""
-    size, length = len(contexts), length or args.task.response_length
+    """Sample in batches of contexts of similar length: [B, C] → [B, R] (X10)."""
+    size, length = len(contexts), args.task.response_length
     uniform = torch.rand(length, size, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(size, length)
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True)
-    for rows in order.to(rng.device).split(args.rollout_batch_size):  # on MPS, rng is on the CPU
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(uniform.device)
+    for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
 
@@ -260,11 +230,11 @@ def score_responses(
     truncate token [B]; always True if the task has none.
     """
     task = args.task
-    truncated, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
-    scores = torch.where(ended, reward(queries, truncated, columns), task.missing_eos_penalty)
+    cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
+    scores = torch.where(ended, reward(queries, cut, columns), task.missing_eos_penalty)
     if args.clip_score is not None:
         scores = scores.clamp(-args.clip_score, args.clip_score)  # (X2)
-    return scores, truncated, ended
+    return scores, cut, ended
 
 
 def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -300,7 +270,7 @@ class Rollout(NamedTuple):
     queries: Tensor  # [B, Q] padded on the left; what the reward model reads
     contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
     responses: Tensor  # [B, R]; in EOS tasks, padding after the end
-    truncated: Tensor  # [B, R] responses as they were scored
+    cut: Tensor  # [B, R] responses as they were scored
     ended: Tensor  # [B] whether they have the truncate token
     mask: Tensor  # [B, R] tokens up to the end of the response: all, except in EOS tasks (X9)
     lengths: Tensor  # [B] real tokens of context and response
@@ -378,8 +348,8 @@ def ppo_losses(
     """
 
     def share(x: Tensor) -> Tensor:
-        """This micro-batch's share of the minibatch's mean over tokens: [..., B, R] → [...]."""
-        return masked_sum(x, old.mask, dim=(-2, -1)) / avg_tokens
+        """This micro-batch's share of the minibatch's mean over tokens: [B, R] → scalar."""
+        return masked_sum(x, old.mask) / avg_tokens
 
     log_ratio = logprobs - old.logprobs
     ratio = log_ratio.exp()
@@ -393,18 +363,17 @@ def ppo_losses(
     vf_loss = 0.5 * share(torch.max(vf_losses, vf_losses_clipped))  # (P10)
 
     with torch.no_grad():
-        per_token = {
-            "policy/approxkl_avg": 0.5 * log_ratio**2,
-            "policy/clipfrac_avg": (pg_losses_clipped > pg_losses).float(),
-            "val/clipfrac": (vf_losses_clipped > vf_losses).float(),
-            "val/error": vf_losses,
-            "val/vpred": values,
-            "val/ratio": ratio,
-            "val/ratio_var": (ratio - 1) ** 2,  # around 1, not the mean
+        stats = {
+            "loss/policy_avg": pg_loss,
+            "loss/value_avg": vf_loss,
+            "policy/approxkl_avg": 0.5 * share(log_ratio**2),
+            "policy/clipfrac_avg": share((pg_losses_clipped > pg_losses).float()),
+            "val/clipfrac": share((vf_losses_clipped > vf_losses).float()),
+            "val/error": share(vf_losses),
+            "val/vpred": share(values),
+            "val/ratio": share(ratio),
+            "val/ratio_var": share((ratio - 1) ** 2),  # around 1, not the mean
         }
-        means = share(torch.stack([*per_token.values()]))
-    stats = dict(zip(per_token, means, strict=True))
-    stats |= {"loss/policy_avg": pg_loss, "loss/value_avg": vf_loss}
     return pg_loss, vf_loss, stats
 
 
@@ -426,10 +395,10 @@ def rollout_metrics(
         "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # estimated from the samples
         "objective/ended": rollout.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
-        "objective/cut_length": (rollout.truncated != pad_id).sum(dim=1).float().mean(),
+        "objective/cut_length": (rollout.cut != pad_id).sum(dim=1).float().mean(),
     }
     if gold_reward:
-        gold_scores = gold_reward(rollout.queries, rollout.truncated, columns)
+        gold_scores = gold_reward(rollout.queries, rollout.cut, columns)
         metrics["objective/gold_score"] = gold_scores.mean()
     return metrics
 
@@ -452,18 +421,15 @@ def main(args: Args) -> None:
     accelerator = distributed.start(args)
     check(args, accelerator.num_processes)
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
-    # ids: pad, truncate, prefix, suffix, and the length of a context with its response.
     tokenizer, ids = load_tokenizer(task, task.response_length)
     table = load_queries(task, tokenizer, ids, limit=args.total_episodes)  # texts to tokenize
     heldout, table = table.hold_out(args.eval_queries)  # table[rows] → [len(rows), Q]
-    # Functions of (queries [B, Q], responses [B, R], columns of the data set) → [B]:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
     # No dropout (P4). Exits if `length` is too long for a model, or if the tokenizers differ.
     lm = load_lm(task.base_model, length=ids.length)
-    ref_name = args.ref_model or task.base_model
-    ref_lm = load_lm(ref_name, flag="--ref_model", length=ids.length, tokenizer=tokenizer)
+    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.length, tokenizer)
     ref = distributed.freeze(accelerator, PolicyAndValue(ref_lm, ids.pad, task.temperature))
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
@@ -480,15 +446,23 @@ def main(args: Args) -> None:
     run = Run(args, SCRIPT, num_updates, SHOWN, accelerator, LIMITS)
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
+    def evaluate(update: int, kl_coef: float) -> dict[str, float]:
+        """Metrics of all held-out queries, on every process. Logs samples; saves weights if due."""
+        queries, columns = heldout[:].to(device), heldout.columns()
+        rows = torch.arange(len(queries), device=device)
+        rng = generator(args.seed, num_updates, device)  # same on all processes; no update's seed
+        rollout = make_rollout(queries, columns, [rows], kl_coef, rng)
+        metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
+        texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
+        run.log_samples(update, texts, rollout.scores[:4].tolist())
+        run.keep(update, lm, tokenizer)
+        return {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
+
     @torch.no_grad()
     def make_rollout(
-        queries: Tensor, columns: dict, minibatches: list[Tensor], kl_coef: float, rng: Any
+        queries: Tensor, columns: dict, first_epoch: list[Tensor], kl_coef: float, rng: Any
     ) -> Rollout:
-        """Steps 1 to 3 for queries [B, Q], in an update or an evaluation.
-
-        Log-probabilities are computed in the micro-batches of the first epoch, whose indices are
-        `minibatches`: rounding depends on them, and the first ratios must be exactly 1 (L6).
-        """
+        """Steps 1 to 3 for queries [B, Q], in an update or an evaluation."""
         # 1. Sample a response to each query.
         timer.start("sample")
         contexts = add_affixes(queries, ids)  # [B, C]
@@ -497,35 +471,24 @@ def main(args: Args) -> None:
 
         # 2. Score each response with the reward model.
         timer.start("score")  # includes step 3
-        scores, truncated, ended = score_responses(reward, queries, responses, columns, ids, args)
+        scores, cut, ended = score_responses(reward, queries, responses, columns, ids, args)
         if task.eos_task:
-            responses = truncated  # nothing after the end is trained on (X9)
+            responses = cut  # nothing after the end is trained on (X9)
 
         # 3. Compute the log-probability, value and reward of each token.
         mask = responses != ids.pad
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, values, ref_logprobs = torch.zeros(3, *mask.shape, device=device)
-        for rows in minibatches:
+        # In the first epoch's micro-batches, since these affect rounding: first ratios are 1 (L6).
+        for rows in first_epoch:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
-                i = rows[part]  # episodes of this micro-batch
+                i = rows[part]
                 logprobs[i], _, values[i] = policy(contexts[i], responses[i])
                 ref_logprobs[i], _, _ = ref(contexts[i], responses[i])
         kl = estimate_kl(logprobs, ref_logprobs, args.kl_estimator)
         rewards = kl_penalized_rewards(kl, scores, mask, kl_coef)
-        fields = queries, contexts, responses, truncated, ended, mask, lengths  # in Rollout's order
+        fields = queries, contexts, responses, cut, ended, mask, lengths  # in Rollout's order
         return Rollout(*fields, logprobs, values, kl, scores, rewards)
-
-    def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Metrics of all held-out queries, on every process. Logs samples; saves weights if due."""
-        queries, columns = heldout[:].to(device), heldout.columns()
-        minibatches = [torch.arange(len(queries), device=device)]
-        rng = generator(args.seed, num_updates, device)  # same on all processes; no update's seed
-        rollout = make_rollout(queries, columns, minibatches, kl_coef, rng)
-        metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
-        texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.truncated))
-        run.log_samples(update, texts, rollout.scores[:4].tolist())
-        run.keep(update, lm, tokenizer)
-        return {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
 
     for update in range(start, num_updates):
         eval_metrics = evaluate(update, kl_coef) if update % args.eval_every == 0 else {}
@@ -550,21 +513,19 @@ def main(args: Args) -> None:
                 avg_tokens = all_sum(minibatch.mask.sum()) / processes  # tokens per process
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
-                    # All processes have equally many parts; gradients are averaged in the last.
-                    is_last = part.stop == len(minibatch_rows)
-                    with nullcontext() if is_last else accelerator.no_sync(policy):
-                        logprobs, entropies, values = policy(old.contexts, old.responses)
-                        pg_loss, vf_loss, part_stats = ppo_losses(
-                            logprobs, values, old, advantages[part], returns[part], avg_tokens, args
-                        )
-                        loss = pg_loss + args.vf_coef * vf_loss
-                        accelerator.backward(loss)
+                    logprobs, entropies, values = policy(old.contexts, old.responses)
+                    pg_loss, vf_loss, part_stats = ppo_losses(
+                        logprobs, values, old, advantages[part], returns[part], avg_tokens, args
+                    )
+                    loss = pg_loss + args.vf_coef * vf_loss
+                    loss.backward()
                     part_stats["loss/total"] = loss
                     part_stats["policy/entropy_avg"] = entropies.sum() / avg_tokens
                     for name, value in part_stats.items():
                         stats[f"ppo/{name}"] += value.detach() / num_steps
+                average_gradients(policy)  # over processes
                 if args.max_grad_norm is not None:  # (X8)
-                    accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+                    nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
                 for name, x in (("returns", returns), ("val", minibatch.values)):
@@ -577,8 +538,7 @@ def main(args: Args) -> None:
         metrics = mean_over_processes(metrics, device)
         var_explained = 1 - metrics["ppo/val/error"] / max(metrics["ppo/returns/var"], 1e-8)
         metrics["ppo/val/var_explained"] = var_explained
-        metrics["ppo/lr"] = lr
-        metrics["ppo/episode"] = (update + 1) * args.batch_size
+        metrics |= {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}
         metrics["time/episodes_per_second"] = args.batch_size / sum(seconds.values())
         run.log(update, metrics | seconds | eval_metrics)
 
@@ -587,10 +547,30 @@ def main(args: Args) -> None:
         # Save every --save_every updates. After a signal, save and exit:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
-    run.save(lm, tokenizer, value_head=accelerator.unwrap_model(policy).value_head)
-    run.log(run.step, evaluate(run.step, kl_coef))  # num_updates, or fewer after a break
+    run.save(lm, tokenizer, value_head=policy.value_head)
+    run.log(num_updates, evaluate(num_updates, kl_coef))
     run.finish()
     distributed.stop(accelerator)
+
+
+# The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
+SYNTHETIC: dict[str, Any] = dict(total_episodes=4096, eval_every=20, batch_size=128, lr=5e-4)
+SYNTHETIC |= dict(num_ppo_epochs=2, num_minibatches=2)
+SYNTHETIC |= dict(kl_coef=0.08, kl_target=10.0, kl_horizon=1000)
+FIXED: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)  # kl_coef and rewards stay
+SUMMARIES = FIXED | dict(batch_size=32, lr=2e-6)
+VERIFIABLE = FIXED | dict(num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192)
+PRESETS: dict[str, dict[str, Any]] = {
+    "synthetic": SYNTHETIC,
+    # Besides scaling, whitening adds mean * (1 - 1 / std) to every token, so that length counts.
+    "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
+    "cnndm": SUMMARIES | dict(kl_coef=0.01),
+    "tldr_2019": SUMMARIES | dict(kl_coef=0.03),
+    "tldr": FIXED | dict(lr=3e-6, kl_coef=0.05, micro_batch_tokens=16_384, rollout_batch_size=256),
+    "arithmetic": VERIFIABLE
+    | dict(total_episodes=16_384, eval_every=16, batch_size=128, lr=3e-4, kl_coef=0.1),
+    "gsm8k": VERIFIABLE | dict(total_episodes=112_000, batch_size=256, lr=1e-6, kl_coef=0.001),
+}
 
 
 if __name__ == "__main__":

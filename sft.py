@@ -13,7 +13,6 @@ a prompt. Masks are True at real tokens. Tags such as (G3) are explained in docs
 """
 
 import math
-from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +33,8 @@ from machinery.queries import load_blocks, load_responses
 from machinery.runs import Run, check_run
 from machinery.tokens import check_length, load_tokenizer
 from machinery.unpadding import Unpadded
-from utils import Timer, TokenIds, all_sum, decode, micro_batches, permutation, truncate
+from utils import Timer, TokenIds, all_sum, average_gradients, decode, micro_batches, permutation
+from utils import truncate
 
 
 @dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
@@ -106,20 +106,19 @@ class LanguageModel(nn.Module):
 
 @torch.no_grad()
 def heldout_loss(
-    model: nn.Module, tokens: Tensor, first: int, args: Args, accelerator: Any
+    model: LanguageModel, tokens: Tensor, first: int, args: Args, accelerator: Any
 ) -> float:
     """Mean loss per token of held-out sequences [num, T], sharded across processes."""
     model.eval()
     rank, processes = accelerator.process_index, accelerator.num_processes
-    pad_id = accelerator.unwrap_model(model).pad_id
     mine = torch.arange(rank, math.ceil(len(tokens) / processes) * processes, processes)
     duplicate = mine >= len(tokens)  # FSDP2 needs equally many sequences on each process
     tokens = tokens[mine % len(tokens)]
-    tokens[duplicate, first:] = pad_id  # not counted
-    lengths = (tokens != pad_id).sum(dim=1)
+    tokens[duplicate, first:] = model.pad_id  # not counted
+    lengths = (tokens != model.pad_id).sum(dim=1)
     parts = [tokens[part] for part in micro_batches(lengths, args.micro_batch_tokens)]
     total = all_sum(sum(model(part, first).sum() for part in parts))
-    count = all_sum((tokens[:, first:] != pad_id).sum())
+    count = all_sum((tokens[:, first:] != model.pad_id).sum())
     model.train()
     return (total / count).item()
 
@@ -212,15 +211,14 @@ def main(args: Args) -> None:
         rows = order[i * args.batch_size : (i + 1) * args.batch_size]
         tokens = table[rows[accelerator.process_index :: processes]].to(device)  # [B, T]
         mask = tokens != ids.pad
-        num_tokens = all_sum(mask[:, first:].sum()) / processes  # DDP averages gradients
+        num_tokens = all_sum(mask[:, first:].sum()) / processes  # tokens per process
         total = torch.zeros((), device=device)
         for part in micro_batches(mask.sum(dim=1), args.micro_batch_tokens):
-            is_last = part.stop == len(tokens)  # only then all-reduce gradients
-            with nullcontext() if is_last else accelerator.no_sync(model):
-                loss = model(tokens[part], first).sum() / num_tokens
-                accelerator.backward(loss)
+            loss = model(tokens[part], first).sum() / num_tokens
+            loss.backward()
             total += loss.detach()
-        accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        average_gradients(model)  # over processes
+        nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
 

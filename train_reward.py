@@ -17,7 +17,6 @@ Tags such as (R1) number the implementation details in docs/details.md.
 
 import json
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,8 +42,8 @@ from machinery.rewards import RewardConfig, reward_input, score_in_parts
 from machinery.runs import Run, check_run
 from machinery.tokens import check_length, load_tokenizer
 from machinery.unpadding import Unpadded
-from utils import AdamTF, Timer, TokenIds, add_affixes, global_mean_and_var, mean_over_processes
-from utils import micro_batches, permutation, query_rows, truncate
+from utils import AdamTF, Timer, TokenIds, add_affixes, average_gradients, global_mean_and_var
+from utils import mean_over_processes, micro_batches, permutation, query_rows, truncate
 
 
 @dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
@@ -254,11 +253,10 @@ def main(args: Args) -> None:
         model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)
     model, optimizer = distributed.prepare(accelerator, model, optimizer)
-    plain_model = accelerator.unwrap_model(model)
     # These are the policy's token ids, or the same texts if it has another tokenizer (X13).
-    to_input = reward_input(plain_model, tokenizer, policy_tokenizer, policy_ids.pad)
+    to_input = reward_input(model, tokenizer, policy_tokenizer, policy_ids.pad)
     before, after = (to_input(*sample) for sample in samples)  # [S, T] each
-    normalize(plain_model, before, args.micro_batch_tokens)
+    normalize(model, before, args.micro_batch_tokens)
 
     num_steps = args.num_labels // args.batch_size
     timer = Timer(device)
@@ -277,30 +275,29 @@ def main(args: Args) -> None:
         lengths = (tokens != ids.pad).sum(dim=(1, 2))  # [B], all K responses with their query
         stats = dict(loss=torch.zeros((), device=device), accuracy=torch.zeros((), device=device))
         for part in micro_batches(lengths, args.micro_batch_tokens):
-            is_last = part.stop == local_batch_size  # only then all-reduce gradients
-            with nullcontext() if is_last else accelerator.no_sync(model):
-                rewards = model(tokens[part].flatten(0, 1), prompt_length)  # [b * K]
-                rewards = rewards.view(-1, tokens.shape[1])  # [b, K]
-                losses = F.cross_entropy(rewards, best[part], reduction="none")  # (R4)
-                loss = losses.sum() / local_batch_size  # DDP averages gradients
-                accelerator.backward(loss)
+            rewards = model(tokens[part].flatten(0, 1), prompt_length)  # [b * K]
+            rewards = rewards.view(-1, tokens.shape[1])  # [b, K]
+            losses = F.cross_entropy(rewards, best[part], reduction="none")  # (R4)
+            loss = losses.sum() / local_batch_size
+            loss.backward()
             stats["loss"] += loss.detach()
             stats["accuracy"] += (rewards.argmax(dim=1) == best[part]).sum() / local_batch_size
+        average_gradients(model)  # over processes
         optimizer.step()
         optimizer.zero_grad()
 
-        stats["gain"] = distributed.full_tensor(plain_model.gain)
-        stats["bias"] = distributed.full_tensor(plain_model.bias)
+        stats["gain"] = distributed.full_tensor(model.gain)
+        stats["bias"] = distributed.full_tensor(model.bias)
         metrics = mean_over_processes(stats, device) | {"lr": lr} | timer.stop()
         run.log(step, metrics)
         run.checkpoint(step + 1, model, optimizer)
 
-    mean, std = normalize(plain_model, after, args.micro_batch_tokens)
-    run.save(plain_model, tokenizer)
+    mean, std = normalize(model, after, args.micro_batch_tokens)
+    run.save(model, tokenizer)
     results = {"samples/head_mean": mean, "samples/head_std": std}
     heldout = labels.held_out(args.num_labels)[: args.num_heldout]
     if len(heldout):
-        rewards, best = predict(plain_model, labels, heldout, ids.pad, args, device)
+        rewards, best = predict(model, labels, heldout, ids.pad, args, device)
         is_best = F.one_hot(best, rewards.shape[1]).bool()
         results["heldout/accuracy"] = (rewards.argmax(dim=1) == best).float().mean().item()
         results["heldout/loss"] = F.cross_entropy(rewards, best).item()

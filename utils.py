@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------ tokens
 
@@ -150,6 +150,25 @@ def all_max(x: Tensor) -> Tensor:
     return all_sum(x, dist.ReduceOp.MAX)
 
 
+def average_gradients(model: nn.Module) -> None:
+    """Average the gradients over all processes, in one message. FSDP2 has already done so.
+
+    A weight without a gradient counts as 0, unless it has none on any process.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or hasattr(model, "unshard"):
+        return
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    has_grad = [weight.grad is not None for weight in weights]
+    is_used = all_max(torch.tensor(has_grad, device=weights[0].device).int()).tolist()
+    weights = [weight for weight, used in zip(weights, is_used, strict=True) if used]
+    grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in weights]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for weight, mean in zip(weights, flat.split([x.numel() for x in weights]), strict=True):
+        weight.grad = mean.view_as(weight)
+
+
 def mean_over_processes(metrics: dict[str, Any], device: torch.device) -> dict[str, float]:
     """The mean of each metric over all processes, with one all-reduce."""
     values = [torch.as_tensor(value, dtype=torch.float32) for value in metrics.values()]
@@ -166,9 +185,9 @@ def global_mean_and_var(x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, 
     return mean, all_sum(masked_sum((x - mean) ** 2, mask)) / count
 
 
-def masked_sum(x: Tensor, mask: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     """Sum of x where the mask is True; values elsewhere, even NaN, have no effect."""
-    return x.masked_fill(~mask, 0).sum(dim=dim)
+    return x.masked_fill(~mask, 0).sum()
 
 
 # --------------------------------------------------------------------------------------- optimizer

@@ -1,4 +1,4 @@
-"""Processes and devices: start, prepare models for DDP or FSDP2, stop."""
+"""Processes and devices: start, prepare models as copies or for FSDP2, stop."""
 
 import math
 import os
@@ -42,7 +42,7 @@ def start(args: Any) -> Accelerator:
     if accelerator.device.type == "cuda" and hasattr(os, "sched_getaffinity"):
         share = (os.cpu_count() or 1) // torch.cuda.device_count()
         torch.set_num_threads(max(1, min(share, len(os.sched_getaffinity(0)))))
-    if accelerator.is_fsdp2:  # fp32 weights under autocast, so that it computes what DDP computes
+    if accelerator.is_fsdp2:  # fp32 weights under autocast, as in copies
         from torch.distributed import fsdp  # takes a second to import
 
         plugin = accelerator.state.fsdp_plugin
@@ -91,36 +91,26 @@ def name_blocks(accelerator: Accelerator, model: nn.Module) -> None:
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[Any, Any]:
-    """Wrap model and optimizer for this run.
+    """Move the model to this process's device, in the run's precision and in train mode.
 
-    A step with gradients that are not finite raises `InputError` before it changes the weights.
+    Every process has a copy with the weights of the first one, or under FSDP2 a shard. A step with
+    gradients that are not finite raises `InputError` before it changes the weights.
     """
     optimizer.register_step_pre_hook(check_gradients)
     if accelerator.mixed_precision == "bf16":
         store_as_cast(model)  # frozen layers, such as those under adapters
+        model.forward = accelerator.autocast()(model.forward)
+    model.train()
     if accelerator.is_fsdp2:
         name_blocks(accelerator, model)
-        model.forward = accelerator.autocast()(model.forward)  # without FSDP2, `prepare` does this
-    wrapped, prepared = accelerator.prepare(model.train(), optimizer)
-    if accelerator.is_fsdp2:
-        set_up_root(wrapped)
-    elif isinstance(wrapped, nn.parallel.DistributedDataParallel):
-        wrapped.forward_sync_buffers = False  # rollouts need not wait for other processes
-        order_buckets(wrapped)
-    return wrapped, prepared
-
-
-def order_buckets(wrapped: nn.parallel.DistributedDataParallel) -> None:
-    """Order DDP's buckets by a backward pass, in which the last weights get their gradients first.
-
-    DDP does this after its first step. In a resumed run, three or more processes would then add
-    up the gradients of other steps in another order, and round differently.
-    """
-    total: Any = sum(weight.sum() for weight in wrapped.parameters() if weight.requires_grad)
-    wrapped.reducer.prepare_for_backward([])
-    (0 * total).backward()
-    wrapped.reducer._rebuild_buckets()
-    wrapped.zero_grad()
+        model, wrapped = accelerator.prepare(model, optimizer)
+        set_up_root(model)
+        return model, wrapped.optimizer
+    model.to(accelerator.device)
+    if accelerator.num_processes > 1:
+        for x in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(x.detach(), src=0)
+    return model, optimizer
 
 
 def set_up_root(model: Any) -> None:
@@ -153,7 +143,7 @@ def freeze(accelerator: Accelerator, model: nn.Module) -> Any:
     model = model.eval().requires_grad_(False)
     if accelerator.mixed_precision == "bf16":
         store_as_cast(model)
-    model.forward = accelerator.autocast()(model.forward)
+        model.forward = accelerator.autocast()(model.forward)
     if accelerator.is_fsdp2:
         name_blocks(accelerator, model)
         model = fsdp2_prepare_model(accelerator, model)

@@ -113,8 +113,7 @@ class Run:
         """
         if self.source is None:
             return 0, state
-        plain = self.accelerator.unwrap_model(model)
-        saved = checkpoints.load_checkpoint(self.source, plain, optimizer.optimizer)
+        saved = checkpoints.load_checkpoint(self.source, model, optimizer)
         self.step = saved["step"]
         if self.main:
             self.cut_back(self.source, saved["lengths"])
@@ -149,8 +148,7 @@ class Run:
         if step == self.total or not (due or asked):
             return
         state = {"state": state, "lengths": self.sizes()}
-        folder, plain = self.folder / "checkpoints", self.accelerator.unwrap_model(model)
-        checkpoints.save_checkpoint(folder, step, plain, optimizer.optimizer, state)
+        checkpoints.save_checkpoint(self.folder / "checkpoints", step, model, optimizer, state)
         if asked:
             stop(self.accelerator)  # before `close`: until then, a signal ends no process
             self.close()

@@ -121,11 +121,6 @@ def elsewhere(monkeypatch):
         accelerator = SimpleNamespace(
             **one,
             device=device,
-            prepare=lambda *objects: objects,
-            unwrap_model=lambda model: model,
-            backward=lambda loss: loss.backward(),
-            clip_grad_norm_=torch.nn.utils.clip_grad_norm_,
-            no_sync=lambda model: nullcontext(),
             autocast=lambda: torch.profiler.record_function(""),  # also a decorator
         )
         monkeypatch.setattr(distributed, "start", lambda args: accelerator)

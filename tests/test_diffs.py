@@ -44,7 +44,7 @@ README = (ROOT / "diffs" / "README.md").read_text()
 DIFFS = {path.stem: path.read_text() for path in sorted((ROOT / "diffs").glob("*.diff"))}
 BASES = {name: re.search(r"^--- (\w+)\.py", text, flags=re.M)[1] for name, text in DIFFS.items()}
 # Added lines at most:
-EXPERIMENTS = {"tools": 60, "stale": 45, "vine": 55, "sampling_gap": 20, "online_dpo": 40}
+EXPERIMENTS = {"tools": 60, "stale": 45, "vine": 60, "sampling_gap": 20, "online_dpo": 40}
 EXPERIMENTS |= {"dynamic_sampling": 35}
 SMALL = [name for name in DIFFS if name not in EXPERIMENTS]
 OF_PPO, OF_RLOO = ([name for name in SMALL if BASES[name] == x] for x in ("ppo", "rloo"))

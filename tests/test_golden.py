@@ -272,7 +272,7 @@ def test_ppo_reproduces_every_update(name, micro_batch_tokens, accelerator):
     state = dict(zip(golden_names(policy), policy.parameters(), strict=True))
     for slot, ours in (("adam_m", "exp_avg"), ("adam_v", "exp_avg_sq")):
         for key, value in tensors(updates[-1], f"{slot}/").items():
-            moment = run.optimizer.optimizer.state[state[key]][ours]
+            moment = run.optimizer.state[state[key]][ours]
             close(moment.view_as(value), value, atol=2e-5)
 
 
@@ -280,7 +280,7 @@ def check_rollout(rollout: ppo.Rollout, u: dict[str, np.ndarray], first: bool) -
     """Compare with the recorded numbers; later, weights that are 2e-5 off are amplified."""
     assert rollout.mask.all()
     assert torch.equal(rollout.responses, tokens_of(u["responses"]))
-    assert torch.equal(rollout.truncated, tokens_of(u["postprocessed_responses"]))
+    assert torch.equal(rollout.cut, tokens_of(u["postprocessed_responses"]))
     numbers = {name: getattr(rollout, name) for name in ("logprobs", "values", "scores", "rewards")}
     numbers["ref_logprobs"] = rollout.logprobs - rollout.kl
     for name, value in numbers.items():

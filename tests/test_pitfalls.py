@@ -65,7 +65,7 @@ def test_nan_at_masked_positions_changes_nothing(script, accelerator):
         run = tiny.run_episodes(script, args, policy, **models, Rollout=noisy, AdamTF=tiny.Recorder)
         assert 0 < rollouts[1].mask.float().mean() < 1
         metrics = [torch.tensor(x) for name, x in run.metrics[0].items() if "time" not in name]
-        results.append([*rollouts[1], *sum(run.optimizer.optimizer.gradients, []), *metrics])
+        results.append([*rollouts[1], *sum(run.optimizer.gradients, []), *metrics])
     for clean, other in zip(*results, strict=True):
         assert clean.isfinite().all() and torch.equal(clean, other)
 
@@ -156,7 +156,7 @@ def test_a_saved_policy_loads_as_a_language_model_with_the_same_logits(kind, tmp
     contexts, responses = tiny.make_contexts([2, 6], 6, vocab=WORDS), tiny.make_responses(2, 4)
     policy(contexts, responses)[0].sum().backward()
     optimizer.step()
-    lm, tokenizer = accelerator.unwrap_model(policy).lm, AutoTokenizer.from_pretrained(folder)
+    lm, tokenizer = policy.lm, AutoTokenizer.from_pretrained(folder)
     artifacts.save_model(lm, tokenizer, tmp_path / "saved", checkpoints.full_state(lm)[0], {})
 
     loaded, start = (AutoModelForCausalLM.from_pretrained(f) for f in (tmp_path / "saved", folder))

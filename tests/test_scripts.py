@@ -175,7 +175,7 @@ def test_held_out_sequences_count_once_and_every_process_has_as_many(
     model.register_forward_pre_hook(lambda model, inputs: sizes.append(len(inputs[0])))
     monkeypatch.setattr(sft, "all_sum", lambda x: sums.append(x) or x + 1)
     for rank in range(processes):
-        of_rank = dict(process_index=rank, num_processes=processes, unwrap_model=lambda x: x)
+        of_rank = dict(process_index=rank, num_processes=processes)
         sft.heldout_loss(model, tokens, 6, args, SimpleNamespace(**of_rank))
         assert sum(sizes) == (rank + 1) * -(-5 // processes)
     total, count = sum(sums[::2]).item(), sum(sums[1::2]).item()

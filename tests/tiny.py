@@ -384,7 +384,7 @@ def run_alone(policy: Any, context: Tensor, response: Tensor) -> tuple[Tensor, .
 def assert_gradients(run: Any, model: Any, loss: Tensor) -> None:
     """Assert that the first step of a run with a `Recorder` had the gradient of a loss."""
     loss.backward()
-    for found, p in zip(run.optimizer.optimizer.gradients[0], model.parameters(), strict=True):
+    for found, p in zip(run.optimizer.gradients[0], model.parameters(), strict=True):
         torch.testing.assert_close(found, p.grad, atol=4e-5, rtol=1e-4)
 
 

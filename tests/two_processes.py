@@ -20,6 +20,7 @@ import ppo
 import rloo
 import sft
 import train_reward
+import utils
 from machinery import distributed
 from machinery.labels import Labels
 
@@ -90,8 +91,8 @@ def train_rewards(rank: int, processes: int, optimizer: type) -> dict[str, Any]:
 
 
 def results(run: tiny.FakeRun, model: torch.nn.Module) -> dict[str, Any]:
-    optimizer = run.optimizer.optimizer
-    return {"metrics": run.metrics, "weights": model.state_dict(), "optimizer": optimizer}
+    weights = model.state_dict()
+    return {"metrics": run.metrics, "weights": weights, "optimizer": run.optimizer}
 
 
 def fine_tune(optimizer: type, max_grad_norm: float) -> dict[str, Any]:
@@ -157,7 +158,7 @@ def run_scripts(accelerator: Accelerator) -> dict[str, Any]:
             patch.setattr(distributed, "stop", lambda accelerator: None)
             script.main(tiny.small_args(script, task, total_episodes=16, eval_queries=3, **files))
         seen[name] = {
-            "weights": accelerator.unwrap_model(prepared[0][0]).lm.state_dict(),
+            "weights": prepared[0][0].lm.state_dict(),
             "samples": [(r.contexts, r.responses) for r in rollouts if len(r.mask) == 4],
             "evaluations": [r.responses for r in rollouts if len(r.mask) == 3],
         }
@@ -167,35 +168,26 @@ def run_scripts(accelerator: Accelerator) -> dict[str, Any]:
     return seen
 
 
-def bucket_starts(accelerator: Accelerator) -> dict[str, Any]:
-    """Shares of the gradients that are there when DDP begins to add up each bucket, in two steps."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(*sizes) for sizes in [(512, 4096), (4096, 512)] * 4]  # 67 MB
-    layers[0].register_buffer("own", torch.zeros(1))
-    before = torch.get_rng_state()
-    parameters = [x for layer in layers for x in layer.parameters()]
-    optimizer = torch.optim.Adam(parameters)
-    model, optimizer = distributed.prepare(
-        accelerator, torch.nn.Sequential(*layers, torch.nn.Dropout()), optimizer
-    )
-    clean = all(x.grad is None for x in parameters) and not optimizer.state
-    clean = clean and before.equal(torch.get_rng_state())
-    layers[0].own.fill_(accelerator.process_index)
-    ready, starts, total = [], [], sum(x.numel() for x in parameters)
-    for weight in parameters:
-        weight.register_post_accumulate_grad_hook(lambda x: ready.append(x.numel()))
-
-    def hook(state, bucket):  # DDP refuses other annotations than its own
-        starts.append(sum(ready) / total)
-        work = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
-
-    model.register_comm_hook(None, hook)
-    for _ in range(2):
-        ready.clear()
-        model(torch.ones(1, 512)).sum().backward()
-        optimizer.zero_grad()
-    return {"clean": clean, "starts": starts, "buffer": layers[0].own.item()}
+def average(accelerator: Accelerator) -> dict[str, Any]:
+    """GPT-2 with a new head: copies at the start, then gradients that not every process has."""
+    rank = accelerator.process_index
+    torch.manual_seed(rank)  # a head that no seed initializes
+    model = torch.nn.ModuleDict({"lm": tiny.make_lm(), "head": torch.nn.Linear(32, 1)})
+    model["head"].register_buffer("own", torch.full([1], float(rank)))
+    model, _ = distributed.prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.0))
+    copy = {name: x.clone() for name, x in model.state_dict().items()}
+    weights = model["lm"].base_model.wte.weight, *model["head"].parameters()
+    weights[0].grad = torch.full_like(weights[0], 1.0 + rank)  # on both: 1, 2
+    if rank == 1:
+        weights[1].grad = torch.full_like(weights[1], 3.0)  # on one: 0, 3
+    calls: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in vars(torch.distributed).items():
+            if name.startswith(("all_", "reduce", "broadcast")) and callable(function):
+                patch.setattr(torch.distributed, name, tiny.keep(function, calls))
+        utils.average_gradients(model)
+    means = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return {"copy": copy, "means": means, "calls": len(calls)}
 
 
 if __name__ == "__main__":
@@ -203,6 +195,6 @@ if __name__ == "__main__":
     accelerator = distributed.start(tiny.make_args())
     rank, processes = accelerator.process_index, accelerator.num_processes
     result = work(rank, processes) | {"processes": processes, "scripts": run_scripts(accelerator)}
-    result["buckets"] = bucket_starts(accelerator)
+    result["average"] = average(accelerator)
     torch.save(result, f"rank{rank}.pt")
     distributed.stop(accelerator)

@@ -16,8 +16,8 @@ FAULTS = {  # column: a line of ppo.py, and a wrong one in its place
         "permutations = [np.random.permutation(num_episodes)",
     ),
     "one micro-batch": (
-        "return masked_sum(x, old.mask, dim=(-2, -1)) / avg_tokens",
-        "return masked_sum(x, old.mask, dim=(-2, -1)) / old.mask.sum()",
+        "return masked_sum(x, old.mask) / avg_tokens",
+        "return masked_sum(x, old.mask) / old.mask.sum()",
     ),
     "2 processes": (
         "avg_tokens = all_sum(minibatch.mask.sum()) / processes",
@@ -52,15 +52,15 @@ PATCHES = [name for name in PATCHES if name not in ("grpo", "gspo", "resid_dropo
 COLUMN = "all_advantages = compute_advantages(rollout.rewards, args)  # [B]"
 SEAMS = {  # what copies of rloo.py do: lines, and what is in their place
     "    return responses\n\n\ndef sample_in": "    return responses, responses % 7\n\n\ndef sample_in",
-    "rng: Any, length: int = 0\n) -> Tensor:": "rng: Any, length: int = 0, *, columns: Any = {}\n):",
+    "rng: Any\n) -> Tensor:": "rng: Any, *, columns: Any = {}\n):",
     "(size, length)\n    order": "(size, length)\n    marks = responses.clone()\n    order",
     "    responses[rows] = sample": "    responses[rows], marks[rows] = sample",
     "ids, args)\n    return responses\n": "ids, args)\n    return responses, marks, columns\n",
     "    responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]": "    responses, _, _ = sample_in_batches(decoder, contexts, ids, args, rng, columns=columns)",
     f"        {COLUMN}\n": f"""        {COLUMN}
         with distributed.inference(accelerator, ref):  # two samples of another model
-            inputs = Decoder(ref_lm, 5), rollout.contexts, ids, args, rng
-            others = [sample_in_batches(*inputs, length=5)[0] for _ in range(2)]
+            inputs = Decoder(ref_lm, task.response_length), rollout.contexts, ids, args, rng
+            others = [sample_in_batches(*inputs)[0] for _ in range(2)]
         assert not torch.equal(*others) and args.notes.is_file()
         for other in others:
             scores, _, _ = score_responses(reward, queries, other, columns, ids, args)
