@@ -9,8 +9,8 @@ of all living tensors are added up: GiB by phase of an update, and between two u
 process; the reward model has the policy's shape. Queries that are sampled from have full length:
 the cache is largest. Those that are trained on have the length at which a minibatch just fits into
 a micro-batch: it has the most tokens, and the most logits. Not included: what kernels take, the
-CUDA context (about 0.5 GiB), fragmentation, and DDP's buckets (4 bytes per parameter). A CPU's
-attention and autocast stand in for CUDA's.
+CUDA context (about 0.5 GiB), fragmentation, and with several copies the message of gradients
+(4 bytes per parameter). A CPU's attention and autocast stand in for CUDA's.
 """
 
 import copy

@@ -302,7 +302,7 @@ def test_a_run_that_is_killed_anywhere_and_resumed_equals_an_undisturbed_run(tmp
 
 @pytest.mark.slow
 def test_one_of_several_processes_is_killed_or_gets_a_signal(tmp_path):
-    """Three processes: DDP would rebuild its buckets after a resume and add up in another order.
+    """Three processes: the order in which they add up gradients matters to rounding.
 
     A number that is not finite in one process ends both with the same sentence.
     """
