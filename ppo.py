@@ -285,9 +285,11 @@ class Rollout(NamedTuple):
         return type(self)._make(x[rows] for x in self)
 
 
-def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list[list[Tensor]]:
+def shuffle(
+    num_episodes: int, args: Args, seed: int, update: int, device: Any
+) -> list[list[Tensor]]:
     """For each epoch, the indices of each minibatch: a new permutation of the batch (P7)."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng([seed, update, 2])  # 2: not the random numbers of query_rows
     permutations = [rng.permutation(num_episodes) for _ in range(args.num_ppo_epochs)]
     size = num_episodes // args.num_minibatches
     return [list(torch.as_tensor(rows, device=device).split(size)) for rows in permutations]
@@ -497,9 +499,9 @@ def main(args: Args) -> None:
             group["lr"] = lr
 
         # 1-3. Sample, score, and compute log-probabilities, values and rewards.
-        rows = query_rows(len(table), local_batch_size, update, seed)  # reshuffled every pass
+        rows = query_rows(len(table), local_batch_size, seed, update)  # reshuffled every pass
         queries, columns = table[rows].to(device), table.columns(rows)
-        epochs = shuffle(local_batch_size, args, [seed, update], device)
+        epochs = shuffle(local_batch_size, args, seed, update, device)
         rng = generator(seed, update, device)
         rollout = make_rollout(queries, columns, epochs[0], kl_coef, rng)
 

@@ -259,13 +259,15 @@ class Rollout(NamedTuple):
         return type(self)._make(x[rows] for x in self)
 
 
-def shuffle(num_episodes: int, args: Args, seed: list[int], device: Any) -> list[list[Tensor]]:
+def shuffle(
+    num_episodes: int, args: Args, seed: int, update: int, device: Any
+) -> list[list[Tensor]]:
     """For each epoch, the indices of each minibatch: a new permutation of the queries (P7).
 
     Episode i is a response to query i % P. All K responses to a query are in one minibatch, side by
     side, so that a micro-batch computes the query only once.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng([seed, update, 2])  # 2: not the random numbers of query_rows
     num_queries = num_episodes // args.rloo_k
     offsets = num_queries * np.arange(args.rloo_k)  # of the K responses to a query
     epochs = []
@@ -440,9 +442,9 @@ def main(args: Args) -> None:
 
         # 1-3. Sample, score, and compute log-probabilities and rewards.
         num_queries = local_batch_size // args.rloo_k  # P
-        rows = np.tile(query_rows(len(table), num_queries, update, seed), args.rloo_k)  # [K * P]
+        rows = np.tile(query_rows(len(table), num_queries, seed, update), args.rloo_k)  # [K * P]
         queries, columns = table[rows].to(device), table.columns(rows)
-        epochs = shuffle(local_batch_size, args, [seed, update], device)
+        epochs = shuffle(local_batch_size, args, seed, update, device)
         rng = generator(seed, update, device)
         rollout = make_rollout(queries, columns, epochs[0], kl_coef, rng)
 

@@ -159,7 +159,7 @@ def sample_policy(
     cli.say(f"sampling 2 * {local_samples * processes} responses of {task.base_model} to normalize")
     samples = []
     for step in range(2):
-        queries = table[query_rows(len(table), local_samples, step, seed)].to(device)
+        queries = table[query_rows(len(table), local_samples, seed, step)].to(device)
         batches = add_affixes(queries, ids).split(batch_size)
         with accelerator.autocast():
             parts = [generate(decoder, x, ids.pad, task.temperature) for x in batches]
@@ -262,7 +262,7 @@ def main(args: Args) -> None:
     timer = Timer(device)
     run = Run(args, SCRIPT, num_steps, SHOWN, accelerator)
     start, _ = run.restore(model, optimizer)
-    order = permutation(args.num_labels, epoch=0, seed=args.seed)
+    order = permutation(args.num_labels, args.seed, epoch=0)
     local_batch_size = args.batch_size // processes
     for step in range(start, num_steps):
         timer.start("optimize")

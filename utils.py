@@ -100,7 +100,7 @@ def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------------------- batches
 
 
-def query_rows(num_queries: int, size: int, step: int, seed: int) -> np.ndarray:
+def query_rows(num_queries: int, size: int, seed: int, step: int) -> np.ndarray:
     """The rows [size] of a table that step `step` uses.
 
     Every epoch is a new permutation of all rows. A pure function of its arguments, so that a
@@ -108,13 +108,13 @@ def query_rows(num_queries: int, size: int, step: int, seed: int) -> np.ndarray:
     """
     epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), num_queries)
     parts = [(epoch, places[epochs == epoch]) for epoch in np.unique(epochs).tolist()]
-    return np.concatenate([permutation(num_queries, epoch, seed)[i] for epoch, i in parts])
+    return np.concatenate([permutation(num_queries, seed, epoch)[i] for epoch, i in parts])
 
 
 @lru_cache(maxsize=2)
-def permutation(size: int, epoch: int, seed: int) -> np.ndarray:
+def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of all rows, kept for the other steps of the epoch."""
-    return np.random.default_rng([seed, epoch]).permutation(size)
+    return np.random.default_rng([seed, epoch, 1]).permutation(size)
 
 
 def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:

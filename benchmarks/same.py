@@ -155,11 +155,11 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
     step, local_queries = 0, 1  # of the update
     seen: Counter[bytes] = Counter()  # contexts that were sampled from in the update
 
-    def query_rows(num_queries: int, size: int, step: int, seed: int) -> np.ndarray:
+    def query_rows(num_queries: int, size: int, seed: int, step: int) -> np.ndarray:
         """Rows of each share; no two shares have a row in common."""
         nonlocal local_queries
         local_queries, number = size, num_queries // SHARES
-        parts = [original["query_rows"](number, size // each, step, seed) for seed in seeds]
+        parts = [original["query_rows"](number, size // each, seed, step) for seed in seeds]
         return np.concatenate([SHARES * x + share for x, share in zip(parts, shares, strict=True)])
 
     def generator(seed: int, number: int, device: Any) -> torch.Generator:
@@ -184,8 +184,8 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
         p = local_queries // each
         return rows // p * (each * p) + share * p + rows % p
 
-    def shuffle(total: int, args: Any, seed: list[int], *more: Any) -> list[list[torch.Tensor]]:
-        parts = [original["shuffle"](total // each, args, [s, *seed[1:]], *more) for s in seeds]
+    def shuffle(total: int, args: Any, seed: int, *more: Any) -> list[list[torch.Tensor]]:
+        parts = [original["shuffle"](total // each, args, s, *more) for s in seeds]
         epochs = []
         for of_shares in zip(*parts, strict=True):
             steps = zip(*of_shares, strict=True)

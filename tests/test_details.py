@@ -153,7 +153,7 @@ def test_G6_every_process_has_its_own_seed_for_queries_samples_and_minibatches(s
 
         return spied
 
-    arguments = (("query_rows", 3), ("generator", 0), ("shuffle", 2))
+    arguments = (("query_rows", 2), ("generator", 0), ("shuffle", 2))
     spies = {name: spy(name, i) for name, i in arguments}
     args = tiny.small_args(script, total_episodes=8, num_ppo_epochs=1)
     for rank in (0, 2):
@@ -163,8 +163,15 @@ def test_G6_every_process_has_its_own_seed_for_queries_samples_and_minibatches(s
     assert seeds == {
         "query_rows": [1, 200_007],
         "generator": [1, 1, 1] + [1, 200_007, 1],
-        "shuffle": [[1, 0], [200_007, 0]],  # and the update
+        "shuffle": [1, 200_007],
     }
+
+
+def test_rows_and_minibatches_are_permuted_by_other_random_numbers():
+    """Eight queries in update 0, and a batch of eight: the seeds [1, 0] would give one permutation."""
+    args = tiny.make_args(num_ppo_epochs=1, num_minibatches=1)
+    ((minibatch,),) = ppo.shuffle(8, args, 1, 0, "cpu")
+    assert minibatch.tolist() != utils.query_rows(8, 8, 1, 0).tolist()
 
 
 def normalization_samples(runs, accelerator, monkeypatch, **changes):

@@ -348,7 +348,7 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator):
     replaced = {
         "load_tokenizer": lambda *a, **k: (tiny.Tokenizer(), ids),
         "sample_policy": lambda *a: (samples, tiny.Tokenizer(), ids),
-        "permutation": lambda size, epoch, seed: arrays["order"],
+        "permutation": lambda size, seed, epoch: arrays["order"],
         "normalize": check_normalize,
         "Run": tiny.FakeRun(check_step),
     }

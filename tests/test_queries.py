@@ -216,12 +216,12 @@ def test_G6_rows_of_a_step_are_a_pure_function_and_visit_every_row_once_an_epoch
     visits all rows in another order."""
     orders = []
     for seed in (1, 100_004, 200_007):
-        steps = [query_rows(10, 4, step, seed).tolist() for step in range(5)]
-        assert [query_rows(10, 4, step, seed).tolist() for step in (4, 0)] == [steps[4], steps[0]]
+        steps = [query_rows(10, 4, seed, step).tolist() for step in range(5)]
+        assert [query_rows(10, 4, seed, step).tolist() for step in (4, 0)] == [steps[4], steps[0]]
         flat = sum(steps, [])
         orders += [tuple(flat[:10]), tuple(flat[10:])]
     assert all(sorted(order) == list(range(10)) for order in orders) and len(set(orders)) == 6
-    assert np.bincount(query_rows(3, 9, 0, 1)).tolist() == [3, 3, 3]  # fewer than a step's
+    assert np.bincount(query_rows(3, 9, 1, 0)).tolist() == [3, 3, 3]  # fewer than a step's
 
 
 def test_generators_are_a_pure_function_of_seed_and_step():
