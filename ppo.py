@@ -354,7 +354,7 @@ def ppo_losses(
         return masked_sum(x, old.mask) / avg_tokens
 
     log_ratio = logprobs - old.logprobs
-    ratio = log_ratio.exp()
+    ratio = log_ratio.clamp(max=40).exp()  # above: no overflow, whose gradient would be NaN
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_loss = share(torch.max(pg_losses, pg_losses_clipped))

@@ -545,3 +545,26 @@ def test_X9_P6_P8_P10_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged
     }
     found = {name: run.metrics[0][name] for name in expected}
     assert found == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("log_ratio", [0.1, 3.0, 89.0, 120.0])
+@pytest.mark.parametrize("script", [ppo, rloo])
+def test_a_probability_ratio_of_any_size_has_a_finite_gradient(script, log_ratio, advantage):
+    """exp(89) is inf in fp32, whose gradient is NaN where the clip gives 0, or at advantage 0."""
+    rollout = script.Rollout(**{name: torch.zeros(1, 1) for name in script.Rollout._fields})
+    rollout = rollout._replace(mask=torch.ones(1, 1, dtype=torch.bool))
+    logprobs = torch.full((1, 1), log_ratio, requires_grad=True)
+    args, one, zero = tiny.make_args(script=script), torch.ones(()), torch.zeros(1, 1)
+    if script is ppo:
+        inputs = rollout, torch.full((1, 1), advantage), zero, one, args
+        loss, _, stats = ppo.ppo_losses(logprobs, zero, *inputs)
+    else:
+        loss, stats = rloo.rloo_loss(logprobs, rollout, torch.tensor([advantage]), 1, args)
+    loss.backward()
+    assert all(torch.as_tensor(x).isfinite().all() for x in (loss, logprobs.grad, *stats.values()))
+    clipped = advantage > 0 and log_ratio > math.log(1.2)
+    if advantage == 0 or clipped:
+        assert logprobs.grad.item() == 0 and loss.item() == pytest.approx(-1.2 * advantage)
+    elif log_ratio < 40:
+        assert logprobs.grad.item() == pytest.approx(-advantage * math.exp(log_ratio), rel=1e-5)
