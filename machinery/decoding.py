@@ -25,7 +25,7 @@ class KeyValueCache(StaticCache):
     values. Attention casts the keys to the dtype of the values anyway.
     """
 
-    layers: Any  # all of them are static layers, with keys and values
+    layers: Any  # static ones; a hybrid's linear layers have states instead of keys and values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Add keys and values of one layer; return all of them so far."""
@@ -42,15 +42,16 @@ class Decoder:
 
     With `cuda_graphs`, on a GPU, the step of one token is recorded and then replayed, until the
     cache grows or sequences leave it. There is no graph under FSDP2 (weights move), with sliding
-    windows (the CPU manages the cache), or for Falcon (it indexes with Python lists).
+    windows or linear layers (the CPU manages them), or for Falcon (it indexes with Python lists).
     """
 
     def __init__(self, lm: Any, response_length: int, cuda_graphs: bool = False):
         self.lm = lm
         self.response_length = response_length
         sharded = any(hasattr(module, "unshard") for module in lm.modules())
-        windows = any(KeyValueCache(config=lm.config, max_cache_len=1).is_sliding)
-        on_cpu = windows or lm.config.model_type == "falcon"
+        cache = KeyValueCache(config=lm.config, max_cache_len=1)
+        self.linear = any(hasattr(layer, "conv_states") for layer in cache.layers)
+        on_cpu = self.linear or any(cache.is_sliding) or lm.config.model_type == "falcon"
         self.cuda_graphs = cuda_graphs and lm.device.type == "cuda" and not (sharded or on_cpu)
         if self.cuda_graphs:
             self.stream = torch.cuda.Stream()
@@ -152,8 +153,7 @@ class DecodingBatch:
         order = ended.byte().argsort(stable=True)[:number]  # those that have not ended come first
         self.rows = self.rows[order.to(self.rows.device)]
         self.tokens, self.mask = self.tokens[order], self.mask[order]
-        for layer in self.cache.layers:
-            layer.keys, layer.values = layer.keys[order], layer.values[order]
+        self.cache.reorder_cache(order)
         self.steps, self.replay = 0, None
 
     def prefill(self) -> Tensor:
@@ -168,12 +168,13 @@ class DecodingBatch:
         self.cache = KeyValueCache(config=self.decoder.lm.config, max_cache_len=self.room())
         self.mask, real = (F.pad(x, (0, self.room() - self.length)) for x in (mask, real))
         logits = self.compute(prompts.clamp(min=0), real, position_ids)
-        for layer in self.cache.layers:
-            layer.keys, layer.values = layer.keys[which], layer.values[which]
+        self.cache.reorder_cache(which)
         return logits[which]
 
     def compute(self, tokens: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
         """Logits [b, V] after more tokens of each sequence; mask [b, columns of the cache]."""
+        if self.decoder.linear:
+            mask = mask[:, : self.length]  # linear layers read the last columns
         inputs = {"attention_mask": mask, "position_ids": position_ids, CACHE: self.cache}
         lm = self.decoder.lm
         return lm(tokens, use_cache=True, logits_to_keep=1, **inputs).logits[:, -1].float()
@@ -186,8 +187,12 @@ class DecodingBatch:
         """Make room for one more token, and for the rest of its block."""
         larger = KeyValueCache(config=self.decoder.lm.config, max_cache_len=self.room())
         for layer, like in zip(self.cache.layers, larger.layers, strict=True):
+            if not hasattr(layer, "max_cache_len"):
+                continue  # a linear layer
             more = 0, 0, 0, like.max_cache_len - layer.max_cache_len  # 0 if its window is full
-            layer.keys, layer.values = F.pad(layer.keys, more), F.pad(layer.values, more)
+            for name in ("keys", "values", "indexer_keys"):
+                if (x := getattr(layer, name, None)) is not None:
+                    setattr(layer, name, F.pad(x, more))
             layer.max_cache_len = like.max_cache_len
         self.mask = F.pad(self.mask, (0, self.room() - self.length))
         self.steps, self.replay = 0, None

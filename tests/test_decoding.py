@@ -26,7 +26,7 @@ OTHERS = {
     "gptj": {},
     "gpt_neo": dict(window_size=13),  # local attention, as wide as context and response
     "mistral": dict(sliding_window=6),  # narrower than the contexts
-}
+} | {kind: {} for kind in tiny.HYBRIDS}
 KINDS = (*((kind, None) for kind in tiny.KINDS), *OTHERS.items())
 KINDS += (("gemma2", dict(sliding_window=20)),)  # in one of two layers; full after the first block
 LENGTH = 5  # tokens of a response
@@ -66,7 +66,8 @@ def test_G4_decoder_gives_the_logits_of_the_plain_model_at_every_step(
             handle.remove()
         assert logits.shape == (15, tiny.VOCAB) and logits.dtype == torch.float32
         error = (logits - expected).norm(dim=1) / expected.norm(dim=1)
-        assert error.max() < (3e-2 if bf16 else 1e-5), step
+        limit = 0.1 if kind in tiny.HYBRIDS else 0.03  # the plain hybrid itself is off by as much
+        assert error.max() < (limit if bf16 else 1e-5), step
         tokens = torch.cat([tokens, responses[:, step : step + 1]], dim=1)
         batch.append(responses[:, step])
     assert read == [(5, 8)] + [(15, 1)] * (LENGTH - 1)  # distinct prompts once, no column of pads
@@ -190,7 +191,7 @@ def with_graphs(lm) -> decoding.Decoder:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "qwen2", "deepseek_v32"])
 def test_G4_replayed_steps_sample_the_same_tokens(kind, precision, fake_graphs):
     """One graph per batch, recorded at its second token; the last weights are used."""
     lm, uniform = tiny.make_lm(kind), tiny.uniform(LENGTH, 5)
@@ -254,9 +255,9 @@ def test_too_little_memory_for_a_graph_is_forgiven_once(times, fake_graphs, monk
     assert decoders[1].cuda_graphs == (times == 1) == ("without" not in capsys.readouterr().out)
 
 
-def test_sliding_windows_falcon_shards_and_cpus_have_no_graphs(fake_graphs):
+def test_sliding_windows_linear_layers_falcon_shards_and_cpus_have_no_graphs(fake_graphs):
     """Also where the weights of FSDP2 are gathered, as when sft.py samples."""
-    for kind in ("mistral", "falcon", "falcon_alibi"):
+    for kind in ("mistral", "falcon", "falcon_alibi", "qwen3_5_text", "lfm2", "granitemoehybrid"):
         assert not with_graphs(tiny.make_lm(kind)).cuda_graphs
     lm = tiny.make_lm()
     lm.base_model.unshard = lambda: None  # as an FSDPModule

@@ -17,15 +17,12 @@ from machinery.rewards import RewardConfig
 pytestmark = pytest.mark.usefixtures("accelerator")
 RL, SCRIPTS = ("ppo", "rloo"), ("ppo", "rloo", "train_reward", "sft")
 
-QWEN = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8)
-QWEN |= dict(linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2)
-QWEN |= dict(moe_intermediate_size=16, shared_expert_intermediate_size=16)
 SETTINGS = {
     "phimoe": dict(num_local_experts=4, router_jitter_noise=0.5, input_jitter_noise=0.5),
     "gpt_neo": dict(window_size=4),  # columns of a static cache
-    "qwen3_next": dict(QWEN, layer_types=["linear_attention", "full_attention"]),
-    "lfm2": dict(layer_types=["conv", "full_attention"]),  # a state that padding changes
+    "qwen3_next": tiny.QWEN | tiny.MOE | dict(shared_expert_intermediate_size=16),
     "bert": {},  # sees later tokens
+    "bert-generation": dict(initializer_range=0.02),  # the same, but nearly uniform
     "mamba": dict(state_size=4),  # takes no positions
 }
 
@@ -42,13 +39,13 @@ def check(kind: str) -> None:
         models.check_model(lm)
 
 
-@pytest.mark.parametrize("kind", (*tiny.KINDS, "gemma2", "phimoe"))
+@pytest.mark.parametrize("kind", (*tiny.KINDS, *tiny.HYBRIDS, "qwen3_next", "gemma2", "phimoe"))
 def test_check_model_accepts_models_that_give_one_result_in_all_ways(kind):
     """Also with dropout, a soft cap, and noise of the router in the config (P4)."""
     check(kind)
 
 
-@pytest.mark.parametrize("kind", ["gpt_neo", "qwen3_next", "lfm2", "bert", "mamba"])
+@pytest.mark.parametrize("kind", ["gpt_neo", "bert", "bert-generation", "mamba"])
 def test_check_model_refuses_architectures_by_name(kind):
     refuses(lambda: check(kind), "--base_model", kind)
 
@@ -85,14 +82,18 @@ def test_a_reward_model_whose_scores_depend_on_other_texts_is_refused(start, tmp
     rewards.check_reward_model(model, 6)
 
 
-def test_check_model_refuses_a_backbone_that_is_unpadded_wrongly(monkeypatch):
+@pytest.mark.parametrize("std", [0.3, 0.005])
+def test_check_model_refuses_a_backbone_that_is_unpadded_wrongly(std, monkeypatch):
+    """Also at small random weights, where all log-probabilities are nearly equal."""
     def unpadded(backbone):
         return lambda *inputs, prompt_length: 1.1 * right(backbone)(*inputs)
 
     right = models.Unpadded
 
     monkeypatch.setattr(models, "Unpadded", unpadded)
-    refuses(lambda: check("gpt2"), "gpt2", "in training")
+    with monkeypatch.context() as patch:
+        patch.setitem(SETTINGS, "llama", dict(initializer_range=std))
+        refuses(lambda: check("llama"), "llama", "in training")
 
 
 def test_check_model_refuses_randomness_that_is_left_in_training_mode(monkeypatch):

@@ -47,6 +47,18 @@ PAD = VOCAB  # one past the vocabulary
 WORDS = json.loads((tasks.SYNTHETIC / "model" / "config.json").read_text())["vocab_size"]
 both = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
 KINDS = ("gpt2", "gpt_neox", "llama", "falcon", "falcon_alibi", "qwen2", "mistral")
+QWEN = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, head_dim=8)
+QWEN |= dict(linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"])
+MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_local_experts=2)
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8)
+INDEXED = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+INDEXED |= dict(index_n_heads=2, index_head_dim=16, index_topk=64, mlp_layer_types=["dense"] * 2)
+HYBRIDS: dict[str, dict] = {  # the cache has states or an index, besides or without keys and values
+    "qwen3_5_text": QWEN,
+    "lfm2": dict(layer_types=["conv", "full_attention"]),
+    "granitemoehybrid": MAMBA | MOE | dict(layer_types=["mamba", "attention"]),
+    "deepseek_v32": INDEXED | dict(num_key_value_heads=4),
+}
 
 
 def config(kind: str = "gpt2", vocab: int = VOCAB, dropout: float = 0.0, positions: int = 64):
@@ -67,7 +79,8 @@ def config(kind: str = "gpt2", vocab: int = VOCAB, dropout: float = 0.0, positio
     same |= dict(intermediate_size=64, num_key_value_heads=2)
     # The window of mistral is as in the checkpoints, or narrower than the texts.
     own = {"mistral": dict(sliding_window=4096), "mistral_window": dict(sliding_window=6)}
-    return AutoConfig.for_model(kind.removesuffix("_window"), **same, **own.get(kind, {}))
+    own |= HYBRIDS
+    return AutoConfig.for_model(kind.removesuffix("_window"), **same | own.get(kind, {}))
 
 
 def make_lm(kind: str = "gpt2", seed: int = 0, **settings: Any) -> Any:
@@ -90,7 +103,7 @@ def make_other_lm(kind: str, seed: int = 0, **settings: Any) -> Any:
         "opt": dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.0, init_std=0.3),
         "gpt_neo": dict(attention_types=[[["global", "local"], 1]], num_layers=2, num_heads=4),
         "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
-    }.get(kind, {})
+    }.get(kind, HYBRIDS.get(kind, {}))
     values = dict(vocab_size=VOCAB, initializer_range=0.3) | sizes | settings
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **values)
