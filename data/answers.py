@@ -7,7 +7,9 @@ from decimal import Decimal
 from typing import Any
 
 VALUE = r"((?:(?<!\w)-\$?|\$-?)?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?)"  # 8-3 has no -3
-ANYWHERE, MARKED = re.compile(VALUE, re.A), re.compile(rf"####\s*{VALUE}", re.A)
+ANYWHERE = re.compile(VALUE, re.A)
+MARKED = re.compile(rf"####\s*(?:\*\*\s*)?\+?{VALUE}", re.A)  # ** begins and ends bold
+AFTER = re.compile(r"\*\*(?!\s*\d)|/(?=[a-z])|(?<=[a-z])[²³]|\b(?:in|for|per|of|at) [$\d,.]+")
 SUMS = re.compile(r"(\d+,){3}\d+=\d+", re.A)  # the sum of each column, then the total
 OPERATORS = "+*/=^×÷"
 COIN = random.Random(1)
@@ -25,13 +27,14 @@ def exact_match(queries: list[str], responses: list[str], answer: list[Any]) -> 
 def final_number(text: str) -> Decimal | None:
     """The number after the last `####`, without `$` and commas; None if there is none.
 
-    None also if its line goes on with another number or an operator, as `18 or 19` does.
+    None also if its line goes on with another number or an operator, as `18 or 19` does. Bold,
+    units (`m²`, `miles/hour`) and numbers after a preposition (`eggs in 7 days`) may follow.
     """
     text = text[text.rfind("####") :]
     found = MARKED.match(text)
     if not found:
         return None
-    rest = text[found.end() :].partition("\n")[0]
+    rest = AFTER.sub("", text[found.end() :].partition("\n")[0])
     if any(character.isnumeric() or character in OPERATORS for character in rest):
         return None
     return to_decimal(found[1])

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from safetensors.torch import save_file
 from torch import Tensor
@@ -50,6 +51,13 @@ def start_trackers(run: Any, config: dict[str, Any]) -> list[Any]:
             trackers.append(WandBTracker(project, config=config, name=folder.name, dir=folder))
             trackers[1].start()
     return trackers
+
+
+def stop_at(model: Any, token: int | None) -> None:
+    """Let `generate` of the saved model stop at `token`, where it was trained to, too."""
+    ends = np.ravel(model.generation_config.eos_token_id).tolist()  # one, several, or [None]
+    if token not in ends:
+        model.generation_config.eos_token_id = [token, *(x for x in ends if x is not None)]
 
 
 def save_model(

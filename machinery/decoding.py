@@ -150,7 +150,9 @@ class DecodingBatch:
             number = 1 << (number - 1).bit_length()
         if number >= len(ended):
             return
-        order = ended.byte().argsort(stable=True)[:number]  # those that have not ended come first
+        order: Any = ended.byte().argsort(stable=True)[
+            :number
+        ]  # those that have not ended come first
         self.rows = self.rows[order.to(self.rows.device)]
         self.tokens, self.mask = self.tokens[order], self.mask[order]
         self.cache.reorder_cache(order)

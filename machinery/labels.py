@@ -93,6 +93,7 @@ def load_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocab_size: int) -> L
             (index,) = read_ids([row["best"]], len(names))
         if source:
             sequences = tokens.translate(sequences, source, tokenizer)
+            sequences[0] = tokens.bos(tokenizer) + sequences[0]
         found.append([np.array(ids, np.int32) for ids in sequences])
         best.append(index)
     return Labels([x[0] for x in found], [x[1:] for x in found], np.array(best, dtype=int))
@@ -117,18 +118,19 @@ def load_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     pairs = [split_pair(row, tokenizer) for row in rows]
     prompts, *sides = map(list, zip(*pairs, strict=True))
 
-    def encode(texts: list[str]) -> list[list[int]]:
-        return tokenizer(texts, add_special_tokens=False)["input_ids"]
-
     if any(isinstance(prompt, list) for prompt in prompts):
         tokens.check_chat(task, tokenizer)
         queries = [tokens.tokenize_prompt(x, task.query_length, tokenizer) for x in prompts]
     elif "prompt" in rows.column_names:
         queries = tokenize_queries(prompts, task, tokenizer)
     else:
-        queries = [x[-task.query_length :] for x in encode(clean_texts(prompts, task))]
+        texts, begin = clean_texts(prompts, task), tokens.bos(tokenizer)
+        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        queries = [begin + x[len(begin) - task.query_length :] for x in encoded]
+    contexts = [ids.prefix + query + ids.suffix for query in queries]
+    sides = [tokens.encode_answers(contexts, side, tokenizer) for side in sides]
     kept = []
-    for query, *answers in zip(queries, *map(encode, sides), strict=True):
+    for query, *answers in zip(queries, *sides, strict=True):
         answers = [tokens.with_end(answer, ids.truncate) for answer in answers]
         if query and all(answers):
             kept.append([np.array(x, np.int32) for x in (query, *answers)])

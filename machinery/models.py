@@ -18,6 +18,12 @@ from machinery.tokens import check_length, same_tokens
 from machinery.unpadding import Unpadded, set_unpadding
 from utils import pad_left
 
+# Names in a checkpoint that also reads images → names in its text model:
+TEXT_WEIGHTS = {
+    "^(model.)?language_model.(model.)?": "model.",
+    "^language_model.lm_head": "lm_head",
+}
+
 
 class Float32Linear(nn.Linear):
     """A linear layer outside autocast. GPT-2's logits are near -70, where bf16 has steps of 0.5."""
@@ -62,13 +68,16 @@ def load_lm(
             raise InputError("its tokens differ from those of the policy")
         if Path(name).exists():  # resolve links: `lm.name_or_path` keeps naming these weights
             name = str(Path(name).resolve())
-        config = disable_dropout(transformers.AutoConfig.from_pretrained(name))
+        whole = transformers.AutoConfig.from_pretrained(name)
+        config = disable_dropout(whole.get_text_config())
         check_length(config, length, "the run")
         weights = [*Path(name).glob("*.safetensors"), *Path(name).glob("*.bin")]
         if allow_random and Path(name).is_dir() and not weights:
             lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         else:
-            lm = load_weights(transformers.AutoModelForCausalLM, name, config)
+            names = {} if config is whole else TEXT_WEIGHTS
+            lm = load_weights(transformers.AutoModelForCausalLM, name, config, key_mapping=names)
+            lm._weight_conversions = None if names else lm._weight_conversions  # for saving
         lm.get_output_embeddings().__class__ = Float32Linear  # keeps names and tied weights
         use_fused_gelu(lm)
         with about(f"{config.model_type} cannot be used"):
@@ -76,9 +85,9 @@ def load_lm(
     return lm
 
 
-def load_weights(cls: Any, name: str, config: transformers.PretrainedConfig) -> Any:
+def load_weights(cls: Any, name: str, config: Any, **options: Any) -> Any:
     """A model of an Auto class in fp32. Raises `InputError` if a weight would be random."""
-    options = dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
+    options |= dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
     model, info = cls.from_pretrained(name, config=config, **options)
     if info["missing_keys"]:
         raise InputError(f"has no {sorted(info['missing_keys'])[0]}, which would be random")

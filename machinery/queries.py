@@ -83,9 +83,11 @@ def tokenize_rows(
     tokenizer: Any,
     ids: TokenIds,
     keep_columns: bool = False,
+    limit: str = "--query_length",
 ) -> TokenTable:
     """Map `function` (batch of rows → token lists) over all rows; drop those that give no tokens.
 
+    Lists that are longer than `length` are cut; `limit` is the flag that they exceed.
     `keep_columns`: those of the data set stay; each row has to give one token list.
     The result is cached by data, tokenizer, task and source code, but not if a user's own function,
     which may call anything, cleans texts. A file lock, not a collective, makes other processes
@@ -93,6 +95,13 @@ def tokenize_rows(
     """
     import datasets
     import pyarrow.compute
+
+    number = datasets.Value("int32")
+
+    def encode(batch: dict[str, list]) -> dict[str, list]:
+        found = function(batch)
+        cut = [max(len(ids) - length, 0) for ids in found]
+        return {"tokens": [ids[:length] for ids in found], "cut": cut}
 
     files = __file__, tokens.__file__, CLEAN
     key: Any = [rows._fingerprint, function.__name__, length, task, ids]
@@ -105,10 +114,10 @@ def tokenize_rows(
     lock: Any = filelock.FileLock(f"{path}.lock") if cached else nullcontext()
     with about(f"--query_dataset {task.query_dataset}"), lock:
         table = rows.map(
-            lambda batch: {"tokens": function(batch)},
+            encode,
             batched=True,
             remove_columns=rows.column_names,
-            features=datasets.Features({"tokens": datasets.List(datasets.Value("int32"))}),
+            features=datasets.Features({"tokens": datasets.List(number), "cut": number}),
             cache_file_name=str(path),
             load_from_cache_file=cached,
             new_fingerprint=fingerprint,
@@ -118,6 +127,9 @@ def tokenize_rows(
         raise InputError(f"--query_dataset {task.query_dataset}: no row gives tokens")
     if skipped := len(table) - len(kept):
         say(f"--query_dataset {task.query_dataset}: skipped {skipped} of {len(table)} rows")
+    cut = np.asarray(table.data.column("cut"))
+    if cut.any():
+        say(f"{limit}: cut {(cut > 0).sum()} of {len(kept)} sequences, by {cut.sum()} tokens")
     source = rows if keep_columns else table
     return TokenTable(table, source, length, ids.pad).select(kept)
 
@@ -180,15 +192,19 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
         prompts = [tokens.drop_answer(messages or []) for messages in texts]
         return [tokens.tokenize_prompt(prompt, task.query_length, tokenizer) for prompt in prompts]
     texts = clean_texts(texts, task)
+    begin = [] if task.query_prefix else tokens.bos(tokenizer)  # else the prefix begins with it
+    length = task.query_length - len(begin)
     if task.keep_last_line:
-        texts = [drop_lines(text, task.query_length, tokenizer) for text in texts]
+        texts = [drop_lines(text, length, tokenizer) for text in texts]
     start = tokens.single_token(tokenizer, task.start_text, "--start_text")
     end = task.end_text
-    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=end is not None)
+    before = [task.query_prefix] * len(texts)
+    encoded, offsets, _ = tokens.encode_after(before, texts, tokenizer, offsets=end is not None)
     queries = []
-    for i, (text, ids) in enumerate(zip(texts, encoded["input_ids"], strict=True)):
-        ends = None if end is None else ends_word(text, encoded["offset_mapping"][i], end)
-        queries.append(cut_query(ids, task.query_length, start, ends) if text.strip() else [])
+    for i, (text, ids) in enumerate(zip(texts, encoded, strict=True)):
+        ends = None if end is None else ends_word(text, offsets[i], end)
+        query = cut_query(ids, length, start, ends) if text.strip() else []
+        queries.append(begin + query if query and query[:1] != begin else query)
     return queries
 
 
@@ -216,18 +232,21 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
     block: list[int] = []  # not full yet; the next batch continues it
 
     def to_blocks(batch: dict[str, list]) -> list[list[int]]:
-        blocks = []
-        for text in map(str.strip, clean_texts(batch[task.query_column], task)):
-            if text:
-                text = f" {text}" if block else text
-                block.extend(tokenizer.encode(text, add_special_tokens=False))
+        texts = [text.strip() for text in clean_texts(batch[task.query_column], task)]
+        alone = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        spaced = [f" {text}" if text else "" for text in texts]
+        after, _, _ = tokens.encode_after(["."] * len(texts), spaced, tokenizer)
+        begin, blocks = tokens.bos(tokenizer), []
+        for first, following in zip(alone, after, strict=True):
+            block.extend(following if block or not first else begin + first)
             if len(block) >= block_size:
-                blocks.append(block[:block_size])
+                blocks.append(block.copy())
                 block.clear()
         return blocks
 
     rows = load_texts(task, task.query_column)
-    return tokenize_rows(rows, to_blocks, block_size, task, tokenizer, ids)
+    limit = f"--block_size {block_size}"
+    return tokenize_rows(rows, to_blocks, block_size, task, tokenizer, ids, limit=limit)
 
 
 def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
@@ -237,6 +256,7 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
     """
     end = ids.truncate if task.eos_task else None
     column = str(task.response_column)
+    width = len(ids.prefix) + task.query_length + len(ids.suffix)
 
     def to_sequences(batch: dict[str, list]) -> list[list[int]]:
         prompts = tokenize_queries(batch[task.query_column], task, tokenizer)
@@ -247,15 +267,16 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
             elif text and column == task.query_column:
                 raise InputError(f"--response_column {column} holds the queries: see docs/data.md")
             texts.append(text or "")
-        responses = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        contexts = [ids.prefix + query + ids.suffix for query in prompts]
+        responses = tokens.encode_answers(contexts, texts, tokenizer)
         sequences = []
-        for query, response in zip(prompts, responses, strict=True):
-            learned = tokens.with_end(response, end)[: task.response_length]
-            padding = [ids.pad] * (task.response_length - len(learned))
-            sequence = ids.prefix + query + ids.suffix + learned + padding
+        for query, context, response in zip(prompts, contexts, responses, strict=True):
+            sequence = [ids.pad] * (width - len(context)) + context + tokens.with_end(response, end)
+            sequence += [ids.pad] * (width + task.response_length - len(sequence))
             sequences.append(sequence if query and response else [])
         return sequences
 
     rows = load_texts(task, task.query_column, column)
-    length = len(ids.prefix) + task.query_length + len(ids.suffix) + task.response_length
-    return tokenize_rows(rows, to_sequences, length, task, tokenizer, ids)
+    options: Any = dict(limit=f"--response_length {task.response_length}")
+    length = width + task.response_length
+    return tokenize_rows(rows, to_sequences, length, task, tokenizer, ids, **options)

@@ -20,7 +20,7 @@ from machinery import models
 from machinery.cli import InputError, about
 from machinery.distributed import freeze
 from machinery.sources import check_source, load_function
-from machinery.tokens import check_length, same_tokens, translate
+from machinery.tokens import bos, check_length, same_tokens, translate
 from machinery.unpadding import set_unpadding
 from utils import TokenIds, decode, micro_batches, pad_left
 
@@ -68,6 +68,8 @@ def load_reward_model(cls: Callable, name: str) -> Any:
         classifier = models.load_weights(kind, name, config)
         if config.num_labels != 1:
             raise InputError(f"has {config.num_labels} labels; a reward model has one")
+        if not hasattr(classifier, "score"):  # BERT's kind: padding and later tokens matter
+            raise InputError(f"{config.model_type} is no decoder; call it in a --reward_fn")
         models.use_fused_gelu(classifier)
         skip_id = -1 if config.pad_token_id is None else config.pad_token_id
         model = cls(RewardConfig(config, config.vocab_size, skip_id), classifier.base_model)
@@ -100,7 +102,7 @@ def reward_input(
     """
     pad = model.config.pad_id
     longest = getattr(model.config.backbone, "max_position_embeddings", None) or 0  # 0: no limit
-    same = same_tokens(tokenizer, policy_tokenizer)
+    same, begin = same_tokens(tokenizer, policy_tokenizer), bos(tokenizer)
 
     def read(queries: Tensor, responses: Tensor) -> Tensor:
         tokens = torch.cat([queries, responses], dim=1)  # together: the space between them counts
@@ -108,7 +110,8 @@ def reward_input(
             unknown = (tokens == pad_id) | (tokens >= pad)  # padding, or ids that are not a text
             return tokens.masked_fill(unknown, pad)
         rows = [[token for token in row if token != pad_id] for row in tokens.tolist()]
-        sequences = [row[-longest:] for row in translate(rows, policy_tokenizer, tokenizer)]
+        texts = translate(rows, policy_tokenizer, tokenizer)
+        sequences = [(begin + row)[-longest:] for row in texts]
         return pad_left(sequences, max(map(len, sequences)), pad).to(queries.device)
 
     return read

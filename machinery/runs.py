@@ -23,6 +23,7 @@ from machinery.distributed import stop
 from machinery.progress import Limits, Progress, plot_run
 from machinery.rewards import reward_model_of
 from machinery.sources import check_source
+from machinery.tokens import single_token
 from utils import all_max
 
 SIGNALS = [getattr(signal, x) for x in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, x)]
@@ -200,7 +201,10 @@ class Run:
         state, _ = checkpoints.full_state(model)
         if self.main:
             out = self.args.output_dir if name == "model" else None
-            folder = Path(out or self.folder / name)
+            folder, task = Path(out or self.folder / name), self.args.task
+            if task.eos_task and hasattr(model, "generation_config"):
+                end = single_token(tokenizer, task.truncate_token, "--truncate_token")
+                artifacts.stop_at(model, end)
             artifacts.save_model(model, tokenizer, folder, state, states, replace=not out)
             if name == "model":
                 self.weights = folder

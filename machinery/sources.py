@@ -35,6 +35,8 @@ transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # never ask whether 
 def check_source(name: str) -> None:
     """Raise `InputError` for a missing path; for a hub name, go offline if the hub is down."""
     if Path(name).exists():
+        if Path(name, "adapter_config.json").exists() and not Path(name, "config.json").exists():
+            raise InputError("is an adapter; save what PeftModel.merge_and_unload() returns")
         return
     if name.replace(os.sep, "/").startswith(LOCAL) or Path(name).suffix in READERS:
         made = re.fullmatch(r"models/(\w+)/(\w+)", name)  # by another script

@@ -4,16 +4,18 @@ A message is `{"role": ..., "content": ...}`. Templates write the special tokens
 none. Tags such as (G2) are explained in docs/details.md.
 """
 
+from datetime import date
 from typing import Any
 
 import transformers
 
 from data.tasks import Task
-from machinery.cli import InputError, about
+from machinery.cli import InputError, about, say
 from machinery.sources import check_source
 from utils import TokenIds
 
 PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # a text that tokenizers split differently
+DAY = date(2024, 7, 26)  # today, for templates that write it: that of Llama 3.2's without a clock
 TEXT_ONLY = ("query_prefix", "query_suffix", "start_text", "end_text", "clean_fn", "keep_last_line")
 
 
@@ -26,13 +28,15 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
     name = task.base_model
     with about(f"{flag} {name}"):
         check_source(name)
-        config = transformers.AutoConfig.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name).get_text_config()
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         if not 8 <= len(tokenizer) <= config.vocab_size:  # without files, transformers invents one
             sizes = f"the tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}"
             raise InputError(f"{sizes}: add tokenizer.json, or resize the embeddings")
     prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
-    suffix = tokenizer.encode(task.query_suffix, add_special_tokens=False)
+    if prefix and prefix[:1] != bos(tokenizer):
+        prefix = bos(tokenizer) + prefix
+    (suffix,), _, _ = encode_after(["\n"], [task.query_suffix], tokenizer)
     length = len(prefix) + task.query_length + len(suffix) + new_tokens
     check_length(config, length, f"query_length={task.query_length} with affixes and response")
     truncate = single_token(tokenizer, task.truncate_token, "--truncate_token")
@@ -60,6 +64,43 @@ def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
     return ids[0]
 
 
+def bos(tokenizer: Any) -> list[int]:
+    """The BOS token, if the tokenizer begins texts with it, as those of Llama and Gemma do."""
+    first = tokenizer.encode("x")[:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def encode_after(
+    before: list[str], texts: list[str], tokenizer: Any, offsets: bool = False
+) -> tuple[list[list[int]], list[list[tuple[int, int]]], int]:
+    """Token ids of texts as they are in `before + text`, with `offsets` if asked for.
+
+    SentencePiece would add a space to a text alone. Also returns how many are encoded alone
+    nevertheless, since one token would hold the end of `before` and the beginning of the text.
+    """
+    options: Any = dict(add_special_tokens=False, return_offsets_mapping=offsets)
+    heads = tokenizer(before, add_special_tokens=False)["input_ids"]
+    both = tokenizer([x + y for x, y in zip(before, texts, strict=True)], **options)
+    found, places, alone = [], [], 0
+    for i, head in enumerate(heads):
+        row, start = {key: values[i][len(head) :] for key, values in both.items()}, len(before[i])
+        if both["input_ids"][i][: len(head)] != head:
+            row, start, alone = tokenizer(texts[i], **options), 0, alone + 1
+        found.append(row["input_ids"])
+        places.append([(a - start, b - start) for a, b in row.get("offset_mapping", [])])
+    return found, places, alone
+
+
+def encode_answers(contexts: list[list[int]], answers: list[str], tokenizer: Any) -> list:
+    """Token ids of answers as they follow the ends of their contexts."""
+    ends = [ids[-16:] for ids in contexts]
+    before = tokenizer.batch_decode(ends, clean_up_tokenization_spaces=False)
+    found, _, alone = encode_after(before, answers, tokenizer)
+    if alone:
+        say(f"{alone} of {len(found)} answers merge with their prompts' ends: tokenized alone")
+    return found
+
+
 def with_end(ids: list[int], end: int | None) -> list[int]:
     """A response with its end token, which some datasets already have."""
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
@@ -81,8 +122,10 @@ def same_tokens(tokenizer: Any, other: Any) -> bool:
 def translate(sequences: list[list[int]], source: Any, target: Any) -> list[list[int]]:
     """Token lists of tokenizer `source` → the same texts as token lists of `target`.
 
-    The end-of-text token becomes that of the target. Nothing is cut.
+    The end-of-text token becomes that of the target, a BOS token is left out. Nothing is cut.
     """
+    begin = bos(source)
+    sequences = [ids[1:] if ids[:1] == begin else ids for ids in sequences]
     texts = source.batch_decode(sequences, clean_up_tokenization_spaces=False)
     if source.eos_token:
         texts = [text.replace(source.eos_token, target.eos_token or "") for text in texts]
@@ -108,7 +151,8 @@ def render(messages: list[dict], tokenizer: Any, begin: bool = False) -> str:
     for message in messages:
         if not isinstance(message["content"], str):  # a template may write "None", or leave it out
             raise InputError(f"the content of {message!r:.60} is not a text")
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begin)
+    settings: Any = dict(add_generation_prompt=begin, strftime_now=DAY.strftime)
+    return tokenizer.apply_chat_template(messages, tokenize=False, **settings)
 
 
 def render_answer(prompt: list[dict], answer: list[dict], tokenizer: Any) -> str:

@@ -31,11 +31,6 @@ class Unpadded:
         self, input_ids: Tensor, mask: Tensor, position_ids: Tensor, prompt_length: int = 0
     ) -> Tensor:
         longest, n = getattr(self.backbone, "max_unpadded", 0), prompt_length
-        inputs: dict[str, Any] = dict(attention_mask=mask, use_cache=False)
-        if input_ids.shape[1] > longest:
-            if hasattr(self.backbone, "why_padded"):
-                say_once(f"padding is computed: {self.backbone.why_padded}")
-            return self.backbone(input_ids, position_ids=position_ids, **inputs).last_hidden_state
         rows = torch.arange(len(mask), device=mask.device)
         prompts = input_ids.masked_fill(~mask, -1)[:, :n]
         is_new = pad((prompts[1:] != prompts[:-1]).any(dim=1), (1, 0), value=True)
@@ -47,8 +42,13 @@ class Unpadded:
         counts = torch.stack([computed.sum(dim=1), mask.sum(dim=1)])  # [2, B]: computed, seen
         bounds = pad(counts.cumsum(dim=1), (1, 0)).int()  # [2, B + 1]
         lengths, seen = counts.tolist()  # waits for the device; nothing else here does
-        inputs["plan"] = lengths, seen, bounds, select(index, mask, sum(seen)), []
+        inputs: dict[str, Any] = dict(attention_mask=mask, use_cache=False)
+        if max(seen) > longest:
+            if hasattr(self.backbone, "why_padded"):
+                say_once(f"padding is computed: {self.backbone.why_padded}")
+            return self.backbone(input_ids, position_ids=position_ids, **inputs).last_hidden_state
         inputs["attention_mask"] = mask.new_ones(1, 1, 1, 1)  # 4D: the library passes it on
+        inputs["plan"] = lengths, seen, bounds, select(index, mask, sum(seen)), []
         ids, positions = (select(x, computed, sum(lengths)) for x in (input_ids, position_ids))
         outputs = self.backbone(ids[None], position_ids=positions[None], **inputs)
         return outputs.last_hidden_state[0].index_select(0, index.flatten()).view(*mask.shape, -1)
@@ -60,7 +60,7 @@ def select(x: Tensor, mask: Tensor, count: int) -> Tensor:
 
 
 def set_unpadding(backbone: Any, longest: int) -> None:
-    """Compute batches of up to `longest` columns without padding; 0: always compute padding.
+    """Compute sequences of up to `longest` tokens without padding; 0: always compute padding.
 
     The caller checks the results and calls this again with 0 if they are wrong. With attention
     other than the library's `sdpa`, such as Falcon's, padding is always computed.
@@ -73,7 +73,7 @@ def set_unpadding(backbone: Any, longest: int) -> None:
     window = min([x for x in found if type(x) is int and x > 0], default=longest)
     fits = config._attn_implementation in ("sdpa", NAME) and backbone.is_backend_compatible()
     fits = fits and window >= longest
-    why = f"batches are wider than {longest} columns" if longest else "results differ without it"
+    why = f"a sequence has more than {longest} tokens" if longest else "results differ without it"
     backbone.why_padded = why if fits else f"{config.model_type} has windows or own attention"
     backbone.max_unpadded = longest if fits else 0
     if fits:

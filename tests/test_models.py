@@ -85,6 +85,7 @@ def test_a_reward_model_whose_scores_depend_on_other_texts_is_refused(start, tmp
 @pytest.mark.parametrize("std", [0.3, 0.005])
 def test_check_model_refuses_a_backbone_that_is_unpadded_wrongly(std, monkeypatch):
     """Also at small random weights, where all log-probabilities are nearly equal."""
+
     def unpadded(backbone):
         return lambda *inputs, prompt_length: 1.1 * right(backbone)(*inputs)
 
