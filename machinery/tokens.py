@@ -5,9 +5,11 @@ none. Tags such as (G2) are explained in docs/details.md.
 """
 
 from datetime import date
+from types import SimpleNamespace
 from typing import Any
 
 import transformers
+from transformers.utils import chat_template_utils
 
 from data.tasks import Task
 from machinery.cli import InputError, about, say
@@ -15,7 +17,8 @@ from machinery.sources import check_source
 from utils import TokenIds
 
 PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # a text that tokenizers split differently
-DAY = date(2024, 7, 26)  # today, for templates that write it: that of Llama 3.2's without a clock
+# Today for templates that write it, in every run: the day that Llama 3.2's has without a clock.
+setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda: date(2024, 7, 26)))  # noqa: B010
 TEXT_ONLY = ("query_prefix", "query_suffix", "start_text", "end_text", "clean_fn", "keep_last_line")
 
 
@@ -151,8 +154,7 @@ def render(messages: list[dict], tokenizer: Any, begin: bool = False) -> str:
     for message in messages:
         if not isinstance(message["content"], str):  # a template may write "None", or leave it out
             raise InputError(f"the content of {message!r:.60} is not a text")
-    settings: Any = dict(add_generation_prompt=begin, strftime_now=DAY.strftime)
-    return tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begin)
 
 
 def render_answer(prompt: list[dict], answer: list[dict], tokenizer: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets
 import tokenizers
-from tokenizers import decoders, normalizers
+from tokenizers import decoders, normalizers, pre_tokenizers, processors
 from transformers import GPT2Tokenizer, PreTrainedTokenizerFast
 
 
@@ -24,9 +24,10 @@ def gpt2_tokenizer() -> GPT2Tokenizer:
     return GPT2Tokenizer(vocab=vocab, merges=[tuple(line.split()) for line in merges if line])
 
 
-def llama2_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
+def llama2_tokenizer(words: list[str], metaspace: bool = False) -> PreTrainedTokenizerFast:
     """A tokenizer in Llama 2's form, as transformers' converter makes it: letters, and " ." and each
-    of `words` after a space as one token. A text gets a space in front, which decoding strips."""
+    of `words` after a space as one token. A text gets a space in front, which decoding strips, and a
+    BOS token. `metaspace`: the space in the newer form, of Mistral 7B v0.3 and TinyLlama."""
     merges = {("▁", "."): None}
     for word in (f"▁{word}" for word in words):
         merges |= {(word[:i], word[i]): None for i in range(1, len(word))}
@@ -35,10 +36,16 @@ def llama2_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     ids = {piece: i for i, piece in enumerate(pieces)}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(ids, list(merges), unk_token="<unk>"))
     steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    backend.normalizer = normalizers.Sequence(steps)
+    if metaspace:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+    else:
+        backend.normalizer = normalizers.Sequence(steps)
+    begin = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.post_processor = begin
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    special = dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
 # abisee/cnn_dailymail 3.0.0 [facts]: articles in one line, " ." where a line had no end

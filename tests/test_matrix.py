@@ -34,7 +34,7 @@ from train_reward import RewardModel
 from utils import truncate
 
 FORMS = ("fixed", "eos")
-KINDS = (*tiny.KINDS, "mistral_window")
+KINDS = (*tiny.KINDS, "mistral_window", "qwen3_5_text")
 
 
 def one_update(folder: Path, script: str, kind: str, form: str, rank: int = 0) -> Any:

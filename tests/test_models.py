@@ -1,6 +1,7 @@
 """Models that cannot be used are refused; nothing is random in silence, nothing is unpickled."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -10,7 +11,7 @@ from tiny import refuses
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, GPT2Model
 
 import train_reward
-from machinery import models, rewards, tokens
+from machinery import artifacts, models, rewards, tokens
 from machinery.cli import about
 from machinery.rewards import RewardConfig
 
@@ -134,6 +135,48 @@ def test_a_model_that_computes_something_unknown_is_refused_at_start(
     words = ("--base_model", "nats") if mistake == "head" else ("--reward_model", "texts")
     refuses(lambda: start(script), "gpt2", *words)
     assert not (tmp_path / "runs").exists()
+
+
+SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+SIZES |= dict(intermediate_size=48, max_position_embeddings=64, vocab_size=61, head_dim=8)
+EYES = dict(hidden_size=16, num_attention_heads=2, intermediate_size=16)
+WITH_TEXT = {
+    "gemma3": dict(
+        text_config=SIZES | dict(layer_types=["full_attention"] * 2),
+        vision_config=EYES | dict(num_hidden_layers=1, image_size=28, patch_size=14),
+    ),
+    "qwen3_5": dict(
+        text_config=SIZES | tiny.QWEN,
+        vision_config=EYES | dict(depth=1, num_heads=2, out_hidden_size=32),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WITH_TEXT)
+def test_the_text_model_of_a_checkpoint_that_reads_images_is_loaded_and_saved(kind, tmp_path):
+    config = transformers.AutoConfig.for_model(kind, **WITH_TEXT[kind])
+    torch.manual_seed(0)
+    whole = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    whole.save_pretrained(tmp_path / "whole")
+    lm, text = models.load_lm(str(tmp_path / "whole")), torch.arange(9)[None]
+    artifacts.save_model(
+        lm, SimpleNamespace(save_pretrained=str), tmp_path / "text", lm.state_dict(), {}
+    )
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    for model in (lm, again):
+        torch.testing.assert_close(model(text).logits, whole(text).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_encoders_and_adapters_are_refused_with_what_to_do(start, tmp_path):
+    settings = dict(tiny.make_other_lm("bert").config.to_dict(), num_labels=1)
+    config = transformers.BertConfig(**settings)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    folders = {name: str(tmp_path / name) for name in ("bert", "adapter")}
+    refuses(lambda: start("ppo", reward_model=folders["bert"]), "--reward_model", "--reward_fn")
+    refuses(lambda: start("ppo", reward_model=folders["adapter"]), "--reward_model", "merge")
+    refuses(lambda: start("sft", base_model=folders["adapter"]), "--base_model", "merge")
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(start, no_weights):

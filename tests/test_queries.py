@@ -388,15 +388,15 @@ def test_another_way_to_make_blocks_makes_another_table(task, tmp_path, monkeypa
     """A changed copy of the code never gets the cached blocks of the original."""
     original = load_blocks(task, 10)
     source = Path(queries.__file__).read_text()
-    changed = source.replace("append(block.copy())", "append(block[::-1])")
+    changed = source.replace("append(block.copy())", "append(block[block_size - 1 :: -1])")
     assert changed != source
     (tmp_path / "mine.py").write_text(changed)
     mine = load_script(tmp_path / "mine.py")
     assert load_blocks(task, 10, load=mine.load_blocks) == [row[::-1] for row in original]
 
 
-def test_a_tokenizer_that_adds_a_token_in_front_adds_none_anywhere(task, eos_task, tmp_path):
-    """As Llama's and Gemma's `encode` add one."""
+def test_texts_begin_once_with_the_BOS_of_a_tokenizer_that_writes_it(task, eos_task, tmp_path):
+    """As Llama's and Gemma's do. Nothing else changes, if lengths have room for it."""
     plain = tokenizer_of(task)
     adds, special = copy.deepcopy(plain), [("<|endoftext|>", 0)]
     template = TemplateProcessing(single="<|endoftext|> $A", special_tokens=special)
@@ -413,21 +413,29 @@ def test_a_tokenizer_that_adds_a_token_in_front_adds_none_anywhere(task, eos_tas
         query_length=len(plain.encode(SHORTER[0])),
     )
 
-    def everything(tokenizer, monkeypatch):
+    def everything(tokenizer, more, monkeypatch):
+        """Token lists that begin with BOS, and that do not."""
         monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name: tokenizer)
-        labels = load_labels(post, tokenizer, TokenIds(WORDS, 7, [], []))
-        return (
-            rows_of(load_queries(post, tokenizer=tokenizer)),
-            load_tokenizer(replace(task, query_prefix="Anna", query_suffix=" the end"), 5)[1],
-            [row.tolist() for row in labels.batch(np.arange(2), WORDS)],
-            load_responses(eos_task, tokenizer).tolist(),
-            load_blocks(task, 9, tokenizer),
+        longer, answers = (replace(x, query_length=x.query_length + more) for x in (post, eos_task))
+        labels = load_labels(longer, tokenizer, TokenIds(WORDS, 7, [], []))
+        affixes = replace(longer, query_prefix="Anna", query_suffix=" the end")
+        ids = load_tokenizer(affixes, 5)[1]
+        rows = [*rows_of(load_queries(longer, tokenizer=tokenizer)), *map(list, labels.queries)]
+        rows += [
+            [x for x in row if x != WORDS] for row in load_responses(answers, tokenizer).tolist()
+        ]
+        rows += [*load_blocks(task, 9 + more, tokenizer), ids.prefix]
+        inside = (
+            queries.tokenize_queries(["Anna"], affixes, tokenizer),
+            labels.responses,
+            ids.suffix,
         )
+        return [list(row) for row in rows], str(inside)
 
     with pytest.MonkeyPatch.context() as patch:
-        expected = everything(plain, patch)
-        assert expected[0] == [tuple(plain.encode(SHORTER[0]))]
-        assert everything(adds, patch) == expected
+        expected, inside = everything(plain, 0, patch)
+        assert expected[0] == plain.encode(SHORTER[0])
+        assert everything(adds, 1, patch) == ([[0, *row] for row in expected], inside)
 
 
 def test_every_script_asks_for_the_queries_that_it_can_use_and_needs_prompts_only(

@@ -19,15 +19,15 @@ from formats import BLUE, GREEN, SMOLTALK, SYSTEM, USER
 from test_readme import blocks
 from tiny import refuses
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo
 import rloo
 from data import tasks
-from machinery import labels
+from machinery import labels, tokens
 from machinery.cli import parse_args
 from machinery.labels import split_pair
-from machinery.queries import load_queries, load_responses
+from machinery.queries import load_blocks, load_queries, load_responses
 from machinery.sources import load_function
 from machinery.tokens import load_tokenizer, render_answer, single_token, tokenize_prompt, translate
 
@@ -220,9 +220,102 @@ def test_responses_end_at_the_templates_end_and_a_reward_function_reads_none_of_
     options = dict(total_episodes=16, eval_queries=4, run_name="a", reward_fn=function)
     script.main(tiny.make_args(task, script, **options))
     assert any(line["objective/ended"] > 0 for line in read_metrics("a"))
+    saved = AutoModelForCausalLM.from_pretrained("runs/a/model")  # stops where it was trained to
+    start, end = torch.tensor([model.write([USER])]), model.tokenizer.convert_tokens_to_ids(END)
+    torch.manual_seed(0)
+    written = saved.generate(start, max_new_tokens=99, do_sample=True, top_k=0)[0, start.shape[1] :]
+    assert written.tolist().index(end) == len(written) - 1 < 98
+    assert saved.generation_config.eos_token_id == [end, 0]
     seen = load_function(function).__globals__["seen"]
     assert len(seen) > 32 and not any(word in text for text in seen for word in (START, END))
     assert any(text.endswith(" or gray.\nassistant\n") for text in seen)
+
+
+TOKENIZERS = {
+    "llama2": partial(formats.llama2_tokenizer, ["Hi", "Yes", "No", "saw"]),
+    "metaspace": partial(formats.llama2_tokenizer, ["Hi", "Yes", "No", "saw"], metaspace=True),
+    "gpt2": formats.gpt2_tokenizer,
+    "small": small_tokenizer,
+}
+
+
+@pytest.fixture(params=TOKENIZERS)
+def whole(request, tmp_path) -> SimpleNamespace:
+    """A task whose model has one of these tokenizers, and what a text's ids are by itself."""
+    tokenizer = TOKENIZERS[request.param]()
+    end = tokenizer.eos_token
+    for x in (tiny.make_lm(vocab=len(tokenizer), positions=256), tokenizer):
+        x.save_pretrained(tmp_path / "model")
+    model = SimpleNamespace(folder=tmp_path / "model")
+    make = partial(make_task, model, truncate_token=end, response_column="completion")
+    of_text = lambda text: tokenizer.encode(text) + [tokenizer.eos_token_id]  # noqa: E731
+    return SimpleNamespace(make=make, ids=of_text, tokenizer=tokenizer)
+
+
+ANSWERS = [("Hi.", " Yes."), ("Hi:\n", "Yes."), ("Hi No", ".\nYes"), ("Hi", "."), ("Yes <s>", "No")]
+
+
+def test_prompt_and_answer_are_the_tokens_of_the_whole_text(whole, tmp_path):
+    """For sft.py and in pairs, as the tokenizer alone writes the text, with BOS if it does."""
+    rows = [dict(prompt=x, completion=y, chosen=y, rejected=" No") for x, y in ANSWERS]
+    task = whole.make(rows, tmp_path / "a.jsonl", label_dataset=str(tmp_path / "a.jsonl"))
+    expected = [whole.ids(x + y) for x, y in ANSWERS]
+    assert load(load_responses, task) == sorted(expected)
+    found = labels.load_labels(task, *load_tokenizer(task, 8))
+    pairs = zip(found.queries, found.responses, strict=True)
+    assert [[*query, *chosen] for query, (chosen, _) in pairs] == expected
+
+
+def test_affixes_and_blocks_are_the_tokens_of_the_whole_text(whole, tmp_path):
+    affixes = dict(query_prefix="No:\n", query_suffix="\nNo: ")
+    rows = [dict(prompt="Hi.", completion="Yes.")]
+    task = whole.make(rows, tmp_path / "a.jsonl", **affixes)
+    (found,) = load(load_responses, task)
+    head = whole.ids("No:\nHi.\nNo: ")[:-1]
+    assert found[: len(head)] == head
+    texts = [{"prompt": text} for text in ("Hi.", "", " Yes No ", "No")]
+    size = len(whole.ids("Hi. Yes No No")) - 1
+    blocks = lambda task, *given: load_blocks(task, size, *given)  # noqa: E731
+    found = load(blocks, whole.make(texts, tmp_path / "b.jsonl"))
+    assert found == [whole.ids("Hi. Yes No No")[:-1]]
+
+
+def test_answers_that_merge_with_their_prompts_are_tokenized_alone_and_counted(
+    whole, tmp_path, capsys
+):
+    rows = [dict(prompt="Hi s", completion="aw"), dict(prompt="Hi", completion=" No")]
+    task = whole.make(rows, tmp_path / "a.jsonl")
+    found, expected = load(load_responses, task), whole.ids("Hi No")
+    encode = partial(whole.tokenizer.encode, add_special_tokens=False)
+    ids = [*whole.ids("Hi s")[:-1], *encode("aw"), whole.tokenizer.eos_token_id]
+    assert found == sorted([ids, expected])
+    assert "1 of 2 answers" in capsys.readouterr().out
+
+
+def test_answers_and_blocks_that_are_cut_are_counted(model, tmp_path, capsys):
+    texts = ["a b c d e f g h i j"] * 3 + ["a"]
+    rows = [dict(prompt="Hi", completion=text) for text in texts]
+    task = make_task(model, rows, tmp_path / "a.jsonl", response_column="completion")
+    size = len(model.encode(texts[0])) + 1  # with its end
+    lost = 3 * (size - 8)
+    for _ in range(2):  # also if the table is in the cache
+        assert len(load(load_responses, task)) == 4
+        line = f"--response_length 8: cut 3 of 4 sequences, by {lost} tokens"
+        assert line in capsys.readouterr().out
+    load(
+        lambda task, *given: load_blocks(task, 4, *given), replace(task, query_column="completion")
+    )
+    assert "--block_size 4: cut 3 of 3" in capsys.readouterr().out
+    assert len(load(load_responses, replace(task, response_length=size))) == 4
+    assert "cut" not in capsys.readouterr().out
+
+
+def test_a_template_that_writes_the_day_writes_the_same_in_every_run(chat_task):
+    """Llama 3.2's form, whose template has this day if there is no clock."""
+    tokenizer, _ = load_tokenizer(chat_task, 8)
+    date = '{% set date = strftime_now("%d %b %Y") if strftime_now is defined else "" %}'
+    tokenizer.chat_template = f"{date}Today Date: {{{{ date }}}} {formats.CHATML}"
+    assert tokens.render([USER], tokenizer).startswith("Today Date: 26 Jul 2024 ")
 
 
 # ---------------------------------------------------------------------- what people bring instead
@@ -340,7 +433,8 @@ def test_the_id_of_a_text_is_the_one_that_it_has_inside_of_a_text():
     """In Llama 2's form "." alone is not the token that ends "dog."."""
     tokenizer = formats.llama2_tokenizer(["dog"])
     period, _, dog = (tokenizer.convert_tokens_to_ids(piece) for piece in (".", "▁.", "▁dog"))
-    assert tokenizer.encode(".") != [period] and tokenizer.encode("dog. dog.") == [dog, period] * 2
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    assert encode(".") != [period] and encode("dog. dog.") == [dog, period] * 2
     assert single_token(tokenizer, ".", "--truncate_token") == period
     assert single_token(tokenizer, "dog", "--truncate_token") == dog  # as it is in a text
     two = partial(single_token, tokenizer, "dog.", "--truncate_token")

@@ -248,6 +248,21 @@ def test_G3_padding_is_computed_if_local_attention_reaches_less_far(kind, window
     assert capsys.readouterr().out.count("padding is computed") == 1
 
 
+def test_a_wide_batch_of_sequences_that_are_short_enough_has_no_padding():
+    """Long prompts beside long answers: the batch is wider than any of its sequences."""
+    lm = tiny.make_lm()
+    check_model(lm, 10)
+    lengths = torch.tensor([[8, 2], [2, 8], [1, 1]])[..., None]
+    real = torch.cat([torch.arange(8) >= 8 - lengths[:, 0], torch.arange(8) < lengths[:, 1]], dim=1)
+    inputs = make_inputs(torch.ones(3, 16).long().masked_fill(~real, PAD))
+    run, read = unpadding.Unpadded(lm.base_model), spy_tokens(lm)
+    with torch.no_grad():
+        hidden = run(*inputs, prompt_length=8)
+        expected = run_plain(lm.base_model, *inputs)
+    assert read[0] == (22, 22)
+    torch.testing.assert_close(hidden[real], expected[real], atol=1e-5, rtol=1e-5)
+
+
 def forget_sequences(base, args, kwargs):
     """As attention that ignores the argument: every token sees all others."""
     return args, {k: v for k, v in kwargs.items() if k != "plan"}
