@@ -77,7 +77,8 @@ def load_lm(
         else:
             names = {} if config is whole else TEXT_WEIGHTS
             lm = load_weights(transformers.AutoModelForCausalLM, name, config, key_mapping=names)
-            lm._weight_conversions = None if names else lm._weight_conversions  # for saving
+            if names:
+                lm._weight_conversions = None  # save the text model's names
         lm.get_output_embeddings().__class__ = Float32Linear  # keeps names and tied weights
         use_fused_gelu(lm)
         with about(f"{config.model_type} cannot be used"):
