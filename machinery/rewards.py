@@ -102,7 +102,7 @@ def reward_input(
     """
     pad = model.config.pad_id
     longest = getattr(model.config.backbone, "max_position_embeddings", None) or 0  # 0: no limit
-    same, begin = same_tokens(tokenizer, policy_tokenizer), bos(tokenizer)
+    same = same_tokens(tokenizer, policy_tokenizer)
 
     def read(queries: Tensor, responses: Tensor) -> Tensor:
         tokens = torch.cat([queries, responses], dim=1)  # together: the space between them counts
@@ -110,7 +110,7 @@ def reward_input(
             unknown = (tokens == pad_id) | (tokens >= pad)  # padding, or ids that are not a text
             return tokens.masked_fill(unknown, pad)
         rows = [[token for token in row if token != pad_id] for row in tokens.tolist()]
-        texts = translate(rows, policy_tokenizer, tokenizer)
+        begin, texts = bos(tokenizer), translate(rows, policy_tokenizer, tokenizer)
         sequences = [(begin + row)[-longest:] for row in texts]
         return pad_left(sequences, max(map(len, sequences)), pad).to(queries.device)
 
