@@ -234,10 +234,12 @@ def test_calls_with_padding_and_caches_are_those_of_sdpa():
 @pytest.mark.parametrize("window", [15, 16])
 @pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])  # Gemma: in some layers
 def test_G3_padding_is_computed_if_local_attention_reaches_less_far(kind, window, capsys):
-    """And a run says so, once; also for batches that are wider than those of the check."""
+    """And a run says so, once; also for a sequence that is longer than those of the check."""
     unpadding.say_once.cache_clear()
     lm = tiny.make_other_lm(kind, sliding_window=window)
-    inputs, longer = (make_inputs(make_batch(n, pads_anywhere=False)[0]) for n in (16, 17))
+    batches = [make_batch(n, pads_anywhere=False)[0] for n in (16, 17)]
+    batches[1][0] = 1  # a sequence of 17 tokens
+    inputs, longer = map(make_inputs, batches)
     check_model(lm, 16)
     run, read = unpadding.Unpadded(lm.base_model), spy_tokens(lm)
     with torch.no_grad():
