@@ -28,7 +28,10 @@ def load_texts(task: Task, *columns: str) -> Rows:
     """At most `num_queries` rows of `query_dataset`. Raises `InputError` without these columns."""
     rows = load_rows(task.query_dataset, "--query_dataset")
     with about(f"--query_dataset {task.query_dataset}"):
-        rows.select_columns(list(columns))  # if one is missing, the error lists them
+        first = rows.select_columns(list(columns))[:1]  # if one is missing, the error lists them
+        messages = [x[0] for values in first.values() for x in values if x and isinstance(x, list)]
+        if any("from" in message for message in messages):
+            raise InputError("messages have from and value, not role and content: docs/data.md")
     if len(rows) > task.num_queries:
         chosen = np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)
         rows = rows.select(np.sort(chosen))
@@ -70,8 +73,8 @@ class TokenTable:
         sequences = (ids for batch in self.rows.iter(1000) for ids in batch["tokens"])
         rest = [i for i, ids in enumerate(sequences) if tuple(ids) not in held_out]
         if len(rest) < needed:
-            left = f"leaves {len(rest)}; training needs {needed}"
-            raise InputError(f"--query_dataset: holding out {n} of {len(self)} sequences {left}")
+            left = f"of {len(self)} sequences leaves {len(rest)}; training needs {needed}"
+            raise InputError(f"--eval_queries (of sft.py: --num_heldout): holding out {n} {left}")
         return self.select(list(range(n))), self.select(rest)
 
 

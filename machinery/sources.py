@@ -1,13 +1,17 @@
 """Where models, data and functions come from: local files, folders, the Hugging Face hub."""
 
 import functools
+import hashlib
+import importlib.util
+import inspect
+import json
 import os
 import pkgutil
 import re
-import runpy
+import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,14 +25,13 @@ if TYPE_CHECKING:
 
 Rows: TypeAlias = "datasets.Dataset"
 LOCAL = (".", "/", "~", "models/", "data/", "runs/")  # names that start like this are paths
-READERS: dict[str, tuple[str, dict[str, Any]]] = {  # skip a byte-order mark; read "NA" as text
+READERS: dict[str, tuple[str, dict[str, Any]]] = {  # no byte-order mark; "NA", "007" are texts
     ".txt": ("text", dict(encoding="utf-8-sig")),
     ".json": ("json", {}),
     ".jsonl": ("json", {}),
     ".parquet": ("parquet", {}),
-    ".csv": ("csv", dict(keep_default_na=False)),
+    ".csv": ("csv", dict(keep_default_na=False, converters=dict.fromkeys(range(1000), str))),
 }
-run_file = functools.cache(runpy.run_path)
 transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # never ask whether to run remote code
 
 
@@ -39,7 +42,7 @@ def check_source(name: str) -> None:
             raise InputError("is an adapter; save what PeftModel.merge_and_unload() returns")
         return
     if name.replace(os.sep, "/").startswith(LOCAL) or Path(name).suffix in READERS:
-        made = re.fullmatch(r"models/(\w+)/(\w+)", name)  # by another script
+        made = re.fullmatch(r"models/(\w+)/(sft|train_reward|ppo|rloo)", name)
         hint = f"; create it with `python {made[2]}.py --task {made[1]}`" if made else ""
         raise InputError(f"does not exist in {Path.cwd()}{hint}")
     if not huggingface_hub.constants.HF_HUB_OFFLINE:
@@ -65,27 +68,100 @@ def load_rows(source: str, flag: str) -> Rows:
 
     datasets.disable_progress_bars()
     with about(f"{flag} {source}"):
-        name, split = source, "train"
+        name, split, part = source, "train", ""
         if not Path(source).exists() and "@" in source:
             name, _, split = source.rpartition("@")
-        if Path(name).is_file():
-            if Path(name).suffix not in READERS:
-                raise InputError(f"is not a file of {', '.join(READERS)}")
-            kind, options = READERS[Path(name).suffix]
-            return datasets.load_dataset(kind, data_files=name, split=split, **options)
-        part = ""
         if not Path(name).exists():  # C:\data is one name
             name, _, part = name.partition(":")  # a configuration or, of the hub, a file
         if (Path(name) / "state.json").is_file():  # from `Dataset.save_to_disk`
             return datasets.DatasetDict(train=datasets.load_from_disk(name))[split]
         check_source(name)
-        files = {"data_files": part} if Path(part).suffix in READERS else {"name": part or None}
-        return datasets.load_dataset(name, split=split, **files)
+        if Path(part).suffix in READERS:
+            name = huggingface_hub.hf_hub_download(name, part, repo_type="dataset")
+        splits = find_splits(Path(name).resolve(), part)
+        if split in splits:
+            return read_files(splits[split])
+        if Path(name).is_file():
+            raise InputError(f"is not a file of {', '.join(READERS)}; those have no split {split}")
+        return datasets.load_dataset(name, part or None, split=split)
+
+
+def find_splits(path: Path, configuration: str) -> dict[str, list[str]]:
+    """The files of each split of a file or folder; {} for what `datasets` has to read itself.
+
+    Prints which files of a folder are in no split. Raises `InputError` for files of several kinds.
+    """
+    import datasets
+    from datasets import data_files
+
+    if not path.is_dir():
+        return {"train": [str(path)]} if path.is_file() and path.suffix in READERS else {}
+    found = datasets.load_dataset_builder(str(path), configuration or None).config.data_files or {}
+    splits = {str(split): sorted({*files}) for split, files in found.items()}
+    read = sum(splits.values(), [])
+    if any(Path(file).suffix not in READERS for file in read):
+        return {}
+    files = data_files.DataFilesList.from_patterns(["**"], str(path), [*READERS])
+    if others := sorted({*files} - {*read}):
+        names = ", ".join(os.path.relpath(file, path) for file in others)
+        if data_files.get_data_patterns(str(path)) == data_files.DEFAULT_PATTERNS_ALL:
+            raise InputError(f"has files of several kinds; choose one file, or move {names:.300}")
+        say(f"{path} has splits ({', '.join(splits)}); not read, since in none: {names:.300}")
+    return splits
+
+
+def read_files(files: list[str]) -> Rows:
+    """The rows of files of one kind: texts stay texts; a cached table is found by its content."""
+    import datasets
+
+    digest = hashlib.sha256()
+    for path in files:
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    kind, options = READERS[Path(files[0]).suffix]
+    if kind != "json":
+        options = options | dict(data_files=files, description=digest.hexdigest())
+        return datasets.load_dataset(kind, split="train", **options)
+    # Values are stored as JSON: the library would take texts for dates, or for numbers.
+    names = (name for row in read_json(files) for name in row)
+    features = datasets.Features(dict.fromkeys(names, datasets.Json()))
+
+    def encode() -> Iterator[dict[str, str]]:
+        for row in read_json(files):
+            yield {name: json.dumps(row.get(name)) for name in features}
+
+    return datasets.Dataset.from_generator(encode, features, fingerprint=digest.hexdigest())
+
+
+def read_json(files: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of files that hold a list, or an object per line."""
+    for path in files:
+        with open(path, encoding="utf-8-sig") as file:
+            is_list = file.read(1) == "["
+            file.seek(0)
+            yield from json.load(file) if is_list else map(json.loads, filter(str.strip, file))
+
+
+@functools.cache
+def import_file(path: Path) -> Any:
+    """Import a file as a module of its own name, with its folder on the path."""
+    name = path.stem
+    while name in sys.modules:  # such as a second judge.py
+        name += "_"
+    sys.path.append(str(path.parent))
+    spec: Any = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def load_function(name: str) -> Callable:
-    """The function named `module:function` or `path.py:function`; a file is run once."""
+    """The function named `module:function` or `path.py:function`; a file is imported once."""
     source, _, attribute = name.rpartition(":")
-    if source.endswith(".py"):
-        return run_file(source)[attribute]
-    return pkgutil.resolve_name(name)
+    if not source.endswith(".py"):
+        return pkgutil.resolve_name(name)
+    module = import_file(Path(source).resolve())
+    if not hasattr(module, attribute):
+        found = ", ".join(name for name, _ in inspect.getmembers(module, inspect.isfunction))
+        raise InputError(f"has no {attribute!r}; its functions: {found}")
+    return getattr(module, attribute)

@@ -30,7 +30,7 @@ import train_reward
 from data import tasks
 from machinery import rewards
 from machinery.runs import SIGNALS
-from machinery.sources import run_file
+from machinery.sources import import_file
 
 # They fork, make pseudo-terminals, limit resources, or call bash and patch.
 UNIX = ["diffs", "docs", "launch", "pitfalls", "progress", "readme", "resume", "rewards", "runs"]
@@ -89,7 +89,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def as_in_a_new_process():
     """A run imports functions once, and one that an error ends leaves its signal handlers."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    run_file.cache_clear()
+    import_file.cache_clear()
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

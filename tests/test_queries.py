@@ -31,7 +31,7 @@ from machinery.cli import InputError
 from machinery.labels import load_labels
 from machinery.models import load_lm
 from machinery.queries import cut_query, ends_word
-from machinery.sources import run_file
+from machinery.sources import import_file
 from machinery.tokens import load_tokenizer, same_tokens
 from utils import TokenIds, query_rows
 
@@ -151,7 +151,7 @@ def test_a_run_of_few_episodes_tokenizes_few_rows_and_holds_out_the_same_ones(
         assert len(table) == expected and len(set(rest) - set(held)) == len(rest) == expected - 5
         heldout.append(held)
     assert all(held == heldout[0] for held in heldout) and len(heldout[0]) == 5
-    refuses(lambda: table.hold_out(100), "100 of 100")
+    refuses(lambda: table.hold_out(100), "--eval_queries", "100 of 100")
     few = replace(many, num_queries=50)
     for expected in (100, 150, 150):  # a table and a sample are found again
         assert len(tokenized) == expected
@@ -269,6 +269,13 @@ def test_P3_the_last_sentence_inside_the_length_counts(gpt2):
     assert query("One.\nTwo\n", gpt2, 3, "\n") == "One.\n"
 
 
+def test_messages_with_from_and_value_are_refused(task, tmp_path):
+    rows = [{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes."}]}]
+    task = replace(task, query_column="conversations")
+    task = replace(task, query_dataset=write_rows(tmp_path / "sharegpt.json", rows))
+    refuses(lambda: load_queries(task), "--query_dataset", "from", "role")
+
+
 CLEANER = """
 import helper
 
@@ -285,7 +292,7 @@ def test_what_a_users_function_cleaned_is_not_taken_from_an_earlier_run(
     task, tables = replace(task, clean_fn=f"{tmp_path / 'mine.py'}:clean"), []
     for word in ("dog", "sea"):
         monkeypatch.setitem(sys.modules, "helper", SimpleNamespace(word=word))
-        run_file.cache_clear()
+        import_file.cache_clear()
         tables.append(load_queries(task)[:])
     assert tables[0].shape == tables[1].shape and not torch.equal(*tables)
 

@@ -1,5 +1,8 @@
 """Data sources: files, folders, the hub; what is not read."""
 
+import json
+import os
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import transformers
 from formats import write_rows
 from tiny import refuses
 
+import utils
 from machinery import sources
 from machinery.models import load_lm
 from machinery.sources import load_function, load_rows
@@ -32,10 +36,61 @@ def save_splits(path: Path, form: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("name", "text"), [("a.csv", "text\nNA\n"), ("a.txt", "\ufeffNA\n")])
-def test_na_is_a_text_and_a_byte_order_mark_is_none(name, text, tmp_path):
-    (tmp_path / name).write_text(text, encoding="utf-8")
-    assert sources.load_rows(str(tmp_path / name), "--query_dataset")["text"][:] == ["NA"]
+TEXTS = ["2024-01-05", "2024-01-05T10:00:00Z", "007", "true", "null", "NA", "", " x ", "é\u2028"]
+VALUES = [*TEXTS, 7, 2.5, 1.0, True, None, 2**53 + 1, [], ["1", 2], {"a": "007", "b": None}]
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_json_values_are_those_of_the_file(suffix, tmp_path):
+    """In columns of one kind, of all kinds, and of another kind in each of a folder's files. `repr`
+    tells 1, 1.0 and True apart."""
+    rows = [{"all": x, "texts": str(x), "date": TEXTS[0]} for x in VALUES]
+    rows += [{"all": [{"role": "user", "content": TEXTS[0]}]}, {"late": "007"}]
+    other = [{"all": 7, "texts": 8}, {"all": "7", "date": "soon"}]
+    for name, part in (("b", other[:1]), ("a", rows), ("c", other[1:])):
+        write_rows(tmp_path / f"{name}.{suffix}", part)
+    for source, expected in ((f"a.{suffix}", rows), ("", rows + other)):
+        found = list(load_rows(str(tmp_path / source), "--flag"))
+        names = ("all", "texts", "date", "late")
+        assert repr(found) == repr([{name: row.get(name) for name in names} for row in expected])
+
+
+def test_csv_values_are_texts_and_a_byte_order_mark_is_none(tmp_path):
+    rows = [f'"{text}",{i:03}' for i, text in enumerate([*TEXTS, "a\nb"])]
+    (tmp_path / "a.csv").write_text("\n".join(["text,id", *rows, ""]), encoding="utf-8-sig")
+    found = load_rows(str(tmp_path / "a.csv"), "--flag")[:]
+    assert found == {"text": [*TEXTS, "a\nb"], "id": [f"{i:03}" for i in range(len(rows))]}
+    (tmp_path / "a.txt").write_text("NA\n007\n", encoding="utf-8-sig")
+    assert load_rows(str(tmp_path / "a.txt"), "--flag")["text"][:] == ["NA", "007"]
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "csv", "parquet", "txt"])
+def test_a_file_that_is_replaced_is_read_again(suffix, tmp_path):
+    """Also if it keeps its time and its size, alone and in a folder."""
+    for text in ("Anna .", "Ben. ."):
+        path = write_rows(tmp_path / f"data.{suffix}", [{"text": text}])
+        os.utime(path, (1, 1))
+        for source in (path, str(tmp_path)):
+            assert load_rows(source, "--flag")["text"][:] == [text]
+
+
+def test_all_files_of_a_folder_are_read_or_named(tmp_path, capsys):
+    names = ["b10.jsonl", "b9.jsonl", "a.json", "in/c.jsonl", ".hidden.jsonl", "README.md"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    folder = str(tmp_path)
+    read = ["a.json", "b10.jsonl", "b9.jsonl", "in/c.jsonl"]  # in the order of their names
+    assert load_rows(folder, "--flag")["text"][:] == read
+    assert "not read" not in capsys.readouterr().out
+    (tmp_path / "more.csv").write_text("text\nmore\n")
+    refuses(lambda: load_rows(folder, "--flag"), "--flag", "more.csv")
+    for name in ("train", "train-2", "dev"):
+        write_rows(tmp_path / f"{name}.jsonl", [{"text": name}])
+    assert load_rows(folder, "--flag")["text"][:] == ["train-2", "train"]
+    assert load_rows(f"{folder}@validation", "--flag")["text"][:] == ["dev"]
+    said = capsys.readouterr().out
+    assert [name for name in (*read, "more.csv") if name not in said] == [] and "train" in said
 
 
 @pytest.mark.parametrize("form", ["file", "parquet files", "Dataset", "DatasetDict"])
@@ -70,24 +125,54 @@ def test_a_model_that_cannot_be_reached_is_named_at_once(unreachable_hub, tmp_pa
     assert time.perf_counter() - began < 15  # the libraries retry for 23 s
 
 
-WITH_A_DATACLASS = """
+JUDGE = """
 from __future__ import annotations
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
+import beside_the_judge
 
 @dataclass
 class Weights:
-    length: float = 2.0
+    length: float = beside_the_judge.LENGTH
 
 print("once")
 
-def f(queries, responses):
-    return [Weights().length] * len(queries)
+def one(response):
+    return Weights().length * len(response)
+
+def f(responses):
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return list(pool.map(one, responses))
 """
 
 
-def test_a_file_of_functions_is_imported_once(tmp_path, capsys):
-    """A judge that loads a model at its top must not load it for every use."""
-    (tmp_path / "judge.py").write_text(WITH_A_DATACLASS)
-    name = f"{tmp_path / 'judge.py'}:f"
-    assert [load_function(name)(["a"], ["b"]) for _ in range(3)] == [[2.0]] * 3
+def test_a_file_of_functions_is_a_module_and_imported_once(tmp_path, monkeypatch, capsys):
+    """It finds modules beside it, and its functions run in other processes. A judge that loads a
+    model at its top must not load it for every use, whatever the path is called."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "our_judge.py").write_text(JUDGE)
+    (tmp_path / "beside_the_judge.py").write_text("LENGTH = 2.0")
+    names = ["our_judge.py:f", "./our_judge.py:f", f"{tmp_path}/our_judge.py:f"]
+    assert [load_function(name)(["ab"]) for name in names] == [[4.0]] * 3
     assert capsys.readouterr().out == "once\n"
+    assert load_function(names[0]).__module__ == "our_judge"
+
+
+def test_a_file_hides_no_module_of_its_name(tmp_path):
+    (tmp_path / "utils.py").write_text("def score(): return 'mine'")
+    assert load_function(f"{tmp_path}/utils.py:score")() == "mine" and sys.modules["utils"] is utils
+
+
+def test_a_function_that_a_file_does_not_have_is_refused_with_those_that_it_has(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import json\ndef score(x): return x\ndef other(x): return x\n"
+    )
+    refuses(lambda: load_function(f"{tmp_path}/mine.py:scor"), "'scor'", "other, score")
+
+
+def test_only_our_scripts_are_said_to_create_a_model():
+    found = [
+        refuses(lambda: sources.check_source(f"models/x/{y}"), "not exist") for y in ("sft", "a")
+    ]
+    assert "python sft.py --task x" in found[0] and "python" not in found[1]
