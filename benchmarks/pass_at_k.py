@@ -75,7 +75,7 @@ def main(args: Args) -> None:
         policy = replace(task, base_model=model)
         *texts, columns = sample_responses(policy, args, args.samples)
         with cli.about(f"--reward_fn {name}"):
-            scores = call_reward_function(reward, texts, columns).numpy()
+            scores = call_reward_function(reward, texts, columns, task.query_column).numpy()
         right = scores.reshape(args.samples, -1) >= 1  # [samples, queries]
         found = {f"pass@{k}": round(pass_at_k(right, k), 4) for k in sorted({1, args.k})}
         if reward in FORMS:

@@ -167,7 +167,9 @@ def main(args: Args) -> None:
         responses.append(texts[1])
         if not in_pairs:
             with cli.about(f"--judge {judge_name}"):
-                scores.append(call_reward_function(judge, texts, columns).numpy())
+                scores.append(
+                    call_reward_function(judge, texts, columns, task.query_column).numpy()
+                )
     queries = len(texts[0])
     if in_pairs:
         wins, agreement = ask_in_both_orders(judge, judge_name, texts[0], *responses)

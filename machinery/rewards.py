@@ -3,9 +3,9 @@
 Shapes: `B` sequences, `Q` query tokens, `R` response tokens, `T` tokens.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,12 +17,14 @@ from transformers.utils import cached_file
 
 from data.tasks import Task
 from machinery import models
-from machinery.cli import InputError, about
+from machinery.cli import InputError, about, say
 from machinery.distributed import freeze
 from machinery.sources import check_source, load_function
-from machinery.tokens import bos, check_length, same_tokens, translate
+from machinery.tokens import bos, check_length, drop_answer, same_tokens, translate
 from machinery.unpadding import set_unpadding
 from utils import TokenIds, decode, micro_batches, pad_left
+
+say_once = functools.cache(say)
 
 
 class RewardConfig(transformers.PretrainedConfig):
@@ -65,6 +67,8 @@ def load_reward_model(cls: Callable, name: str) -> Any:
             return model.eval()
         config = models.disable_dropout(transformers.AutoConfig.from_pretrained(name))
         kind = transformers.AutoModelForSequenceClassification
+        if not any("SequenceClassification" in x for x in config.architectures or ()):
+            raise InputError(f"is {config.architectures}, not a reward model")
         classifier = models.load_weights(kind, name, config)
         if config.num_labels != 1:
             raise InputError(f"has {config.num_labels} labels; a reward model has one")
@@ -132,20 +136,47 @@ def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: i
     return torch.cat([model(tokens[part], prompt_length) for part in parts])[order.argsort()]
 
 
+def arguments_of(
+    function: Callable, texts: list[list[str]], columns: dict[str, list], query_column: str
+) -> dict[str, Any]:
+    """What a reward function names: texts, and columns of the data set (table in docs/ppo.md)."""
+    names = "queries", "responses", "prompts", "completions"
+    known: dict[str, list] = dict(zip(names, 2 * texts, strict=True))
+    if isinstance(columns.get(query_column, [""])[0], list):  # messages, as in TRL
+        known["prompts"] = [drop_answer(messages) for messages in columns[query_column]]
+        known["completions"] = [[{"role": "assistant", "content": x}] for x in texts[1]]
+    for name in sorted(known.keys() & columns):
+        say_once(f"reward functions do not get the column {name}: the name is that of the texts")
+    signature, given = inspect.signature(function), columns | known
+    parameters = signature.parameters
+    takes_all = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+    needed = [x for x in parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    others = [x.name for x in needed if x.default is x.empty and x.name not in given]
+    response = {"responses", "completions", "scores"} & parameters.keys()
+    if {"queries", "prompts"} <= parameters.keys() and not response:
+        both = [query + response for query, response in zip(*texts, strict=True)]
+        given |= {"queries": both, "prompts": texts[0]}  # in OpenRLHF
+    elif len(others) > 1 and not known.keys() & parameters:
+        given |= dict(zip(others[:2], texts, strict=True))
+    elif not takes_all and not response:
+        raise InputError("no argument is named responses or completions")
+    if not takes_all:
+        given = {name: x for name, x in given.items() if name in parameters}
+    with about(f"arguments can be {', '.join(columns | known)}"):
+        signature.bind(**given)
+    return given
+
+
 def call_reward_function(
-    function: Callable, texts: list[list[str]], columns: dict[str, list]
+    function: Callable, texts: list[list[str]], columns: dict[str, list], query_column: str = ""
 ) -> Tensor:
-    """Call a function of (queries, responses) → [B], with the columns that it takes by name.
+    """Call a function of queries and responses → [B], with all that it names.
 
     Raises `InputError` unless it returns one finite number for each response.
     """
-    signature, further = inspect.signature(function), {}
-    for name, values in columns.items():
-        with suppress(TypeError):  # it does not take this one
-            signature.bind_partial(None, None, **{name: values})
-            further[name] = values
-    returned = function(*texts, **further)
-    result = torch.as_tensor(returned, dtype=torch.float32)
+    returned = function(**arguments_of(function, texts, columns, query_column))
+    scores = returned["rewards"] if isinstance(returned, dict) else returned  # a dict in OpenRLHF
+    result = torch.as_tensor(scores, dtype=torch.float32)
     if result.shape != (len(texts[0]),) or not result.isfinite().all():
         raise InputError(f"returned {returned!r:.60}, not {len(texts[0])} finite numbers")
     return result
@@ -153,18 +184,20 @@ def call_reward_function(
 
 def load_gold_reward(task: Task, tokenizer: Any, ids: TokenIds) -> Callable | None:
     """The true score as a function of (queries, responses, columns) → [B]; None if unknown."""
-    return text_scorer("--gold_fn", task.gold_fn, tokenizer, ids.pad) if task.gold_fn else None
+    return text_scorer("gold_fn", task, tokenizer, ids.pad) if task.gold_fn else None
 
 
-def text_scorer(flag: str, name: str, tokenizer: Any, pad_id: int) -> Callable[..., Tensor]:
-    """Wrap a user's function of texts to take token ids: (queries, responses, columns) → [B]."""
-    with about(f"{flag} {name}"):
+def text_scorer(field: str, task: Task, tokenizer: Any, pad_id: int) -> Callable[..., Tensor]:
+    """Wrap the task's function of texts to take token ids: (queries, responses, columns) → [B]."""
+    name = getattr(task, field)
+    with about(f"--{field} {name}"):
         function = load_function(name)
 
     def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
         texts = [decode(tokenizer, tokens, pad_id) for tokens in (queries, responses)]
-        with about(f"{flag} {name}"):
-            return call_reward_function(function, texts, columns or {}).to(queries.device)
+        with about(f"--{field} {name}"):
+            scores = call_reward_function(function, texts, columns or {}, task.query_column)
+            return scores.to(queries.device)
 
     return score
 
@@ -187,7 +220,7 @@ def load_reward(
     parameter `scores` gets the reward model's.
     """
     name, folder = args.task.reward_fn, reward_model_of(args)
-    of_texts: Any = text_scorer("--reward_fn", name, tokenizer, ids.pad) if name else None
+    of_texts: Any = text_scorer("reward_fn", args.task, tokenizer, ids.pad) if name else None
     if folder is None:
         return of_texts
     model = load_reward_model(cls, folder)

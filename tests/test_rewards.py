@@ -1,6 +1,7 @@
 """Rewards: models, functions of users, both; what a reward model reads."""
 
 import json
+import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -197,13 +198,9 @@ def score(queries, responses, tags, twin, number, missing=3.0):
 
 def gold(queries, responses, *, number, **columns):
     check(queries, number, columns["tags"])
-    assert columns.keys() == {"prompt", "tags", "twin"} and columns["prompt"][0] == queries[0]
+    assert columns.keys() == {"prompt", "tags", "twin", "prompts", "completions"}
+    assert columns["prompt"] == columns["prompts"] == queries
     return [float(n) for n in number]
-
-def composed(queries, responses, scores, number):
-    assert len(scores) == len(number) == len(queries)
-    return [s + 100 * n for s, n in zip(scores, number)]
-
 """
 
 
@@ -276,29 +273,95 @@ def test_a_reward_sees_the_columns_of_each_query_in_training_and_evaluation(
     assert line["objective/gold_score"] == pytest.approx(np.mean(calls[1][0]))
 
 
-def test_scores_of_the_reward_model_and_columns_together(by_column, tmp_path):
-    flags = dict(reward_model=tiny.write_reward(tmp_path / "rm"), run_name="run", eval_every=1)
-    ppo.main(
-        tiny.make_args(by_column, reward_fn="by_column.py:composed", total_episodes=8, **flags)
-    )
-    assert all(line["eval/scores"] > 100 for line in read_metrics("run"))
+# --------------------------------------------------------------- signatures, as other people write them
+
+USER, OLD = {"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "3"}
+NEW = {"role": "assistant", "content": " 2"}
+REST = dict(prompt=["1 + 1 ="], answer=["2"], ground_truth=["02"], labels=["two"], scores=[0.5])
+TEXTS = dict(queries=["1 + 1 ="], responses=[" 2"])
+TRL = dict(prompts=["1 + 1 ="], completions=[" 2"])
+SIGNATURES = {  # the table in docs/ppo.md → what each parameter gets
+    "queries, responses": TEXTS,
+    "queries, responses, answer": TEXTS | dict(answer=["2"]),
+    "queries, responses, scores": TEXTS | dict(scores=[0.5]),
+    "responses, weight=2.0, answer=None": dict(responses=[" 2"], weight=2.0, answer=["2"]),
+    "prompts, completions, answer, **kwargs": TRL | dict(answer=["2"]),
+    "completions, ground_truth, **kwargs": dict(completions=[" 2"], ground_truth=["02"]),
+    "queries, prompts, labels": dict(queries=["1 + 1 = 2"], prompts=["1 + 1 ="], labels=["two"]),
+    "question, answer, output": dict(question=["1 + 1 ="], answer=["2"], output=[" 2"]),
+    "**columns": {},
+}
 
 
-class Scorer:
-    def __call__(self, queries: list[str], responses: list[str], scores: list[float]) -> list:
-        return scores
+def arguments(parameters: str, columns: dict[str, list]) -> dict[str, Any]:
+    """What a function with these parameters gets."""
+    seen: dict[str, Any] = {}
+    function = eval(f"lambda {parameters}: seen.update(locals()) or [1.0]", {"seen": seen})
+    texts = [["1 + 1 ="], [" 2"]]
+    rewards.call_reward_function(function, texts, columns, "prompt")
+    return seen
+
+
+@pytest.mark.parametrize("parameters", SIGNATURES)
+def test_a_reward_function_gets_what_it_names(parameters):
+    expected = dict(SIGNATURES[parameters])
+    if "**" in parameters:
+        rest = {x: y for x, y in (REST | TEXTS | TRL).items() if x not in expected}
+        expected[parameters.rpartition("**")[2]] = rest
+    assert arguments(parameters, REST) == expected
+
+
+def test_the_table_of_signatures_has_these_rows():
+    page = (Path(__file__).parents[1] / "docs" / "ppo.md").read_text()
+    assert re.findall(r"^\| `score\((.*)\)` \|", page, flags=re.M) == list(SIGNATURES)
+
+
+@pytest.mark.parametrize(("answered", "given"), [([USER, OLD], [USER]), ([USER], [USER])])
+def test_prompts_and_completions_of_messages_are_lists_of_messages(answered, given):
+    """As in TRL and Open R1. Other names, and OpenRLHF's, are texts."""
+    columns = REST | dict(prompt=[answered])
+    found = arguments("prompts, completions, queries, responses", columns)
+    assert found == TEXTS | dict(prompts=[given], completions=[[NEW]])
+    for parameters in ("queries, prompts, labels", "question, output"):
+        assert arguments(parameters, columns) == arguments(parameters, REST)
+
+
+def trl_accuracy(completions, solution: list[str], log_extra=None, **kwargs) -> list[float]:
+    assert log_extra is None
+    return [float(x[0]["content"] == y) for x, y in zip(completions, solution, strict=True)]
+
+
+def openrlhf(queries, prompts, labels, **kwargs):
+    right = torch.tensor([q == p + x for q, p, x in zip(queries, prompts, labels, strict=True)])
+    return {"rewards": right.float(), "scores": right.float(), "extra_logs": {}}
+
+
+@pytest.mark.parametrize("function", [trl_accuracy, openrlhf])
+def test_functions_of_other_libraries_score_a_run_on_messages(function, task, monkeypatch):
+    monkeypatch.setattr(rewards, "load_function", lambda name: function)
+    reward, tokenizer = load_reward(replace(task, query_column="prompt"), reward_fn="theirs.py:f")
+    rows = [torch.tensor([tokenizer.encode(text)] * 2) for text in ("Anna saw a", " cat")]
+    columns = dict(prompt=[[USER]] * 2, solution=[" cat", "cat"], labels=[" cat", "cat"])
+    assert reward(*rows, columns).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(
-    ("function", "expected"),
+    ("parameters", "words"),
     [
-        (lambda queries, responses, weight=2.0: [weight], 2),  # its default stands
-        (lambda prompts, completions, *, answer, queries: [answer[0] + queries[0]], 5),
-        (lambda queries, responses, answer=None, scores=None: [answer[0] + scores[0]], 9),
-        (lambda queries, responses, **columns: [sum(x[0] for x in columns.values())], 9),
-        (Scorer(), 8),
+        ("responses, solution", ("'solution'", "answer, ", "labels")),
+        ("output, **columns", ("'output'", "ground_truth")),
+        ("queries, prompts, label", ("'label'", "labels")),
+        ("question, output, more", ("'more'", "answer")),
+        ("prompt, answer", ("responses",)),  # both are columns: it would see no response
+        ("queries, output", ("responses",)),
     ],
 )
-def test_arguments_after_the_first_two_are_given_by_name(function, expected):
-    columns = dict(answer=[1.0], queries=[4.0], scores=[8.0])
-    assert rewards.call_reward_function(function, [["a"], ["b"]], columns).tolist() == [expected]
+def test_a_parameter_that_nothing_fills_is_named_with_the_columns(parameters, words):
+    refuses(lambda: arguments(parameters, REST), *words)
+
+
+def test_a_column_named_like_a_text_is_said_once(capsys):
+    rewards.say_once.cache_clear()
+    for _ in range(2):
+        assert arguments("responses", REST | dict(responses=["other"]))["responses"] == [" 2"]
+    assert capsys.readouterr().out.count("column responses") == 1
