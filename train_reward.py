@@ -53,7 +53,7 @@ class Args(RunArgs):
     task: Task
 
     # Run
-    seed: NonNegativeInt = 1
+    seed: cli.Seed = 1
     """random seed; process r samples with seed + 100003 * r"""
     num_labels: PositiveInt = 4992
     """train on the first N labels of the dataset"""
@@ -215,6 +215,12 @@ def predict(
     return torch.cat(rewards), torch.cat(best)
 
 
+def accuracies(rewards: Tensor, best: Tensor) -> Tensor:
+    """1 if the preferred response has the largest of K rewards [B, K], else 0; 1/n if n have it."""
+    largest = rewards == rewards.amax(dim=1, keepdim=True)
+    return largest.gather(1, best[:, None]).squeeze(1) / largest.sum(dim=1)
+
+
 # ---------------------------------------------------------------------------------------------- run
 
 
@@ -243,6 +249,7 @@ def main(args: Args) -> None:
             f"num_labels={args.num_labels}, but --label_dataset {task.label_dataset} has only "
             f"{len(labels)}; use a multiple of batch_size={args.batch_size} up to that"
         )
+    heldout = labels.held_out(args.num_labels)[: args.num_heldout]
     config = transformers.AutoConfig.from_pretrained(task.base_model)
     check_length(config, labels.longest(), f"--label_dataset {task.label_dataset}")
     samples, policy_tokenizer, policy_ids = sample_policy(args, accelerator)
@@ -281,7 +288,7 @@ def main(args: Args) -> None:
             loss = losses.sum() / local_batch_size
             loss.backward()
             stats["loss"] += loss.detach()
-            stats["accuracy"] += (rewards.argmax(dim=1) == best[part]).sum() / local_batch_size
+            stats["accuracy"] += accuracies(rewards, best[part]).sum() / local_batch_size
         average_gradients(model)  # over processes
         optimizer.step()
         optimizer.zero_grad()
@@ -295,11 +302,10 @@ def main(args: Args) -> None:
     mean, std = normalize(model, after, args.micro_batch_tokens)
     run.save(model, tokenizer)
     results = {"samples/head_mean": mean, "samples/head_std": std}
-    heldout = labels.held_out(args.num_labels)[: args.num_heldout]
     if len(heldout):
         rewards, best = predict(model, labels, heldout, ids.pad, args, device)
         is_best = F.one_hot(best, rewards.shape[1]).bool()
-        results["heldout/accuracy"] = (rewards.argmax(dim=1) == best).float().mean().item()
+        results["heldout/accuracy"] = accuracies(rewards, best).mean().item()
         results["heldout/loss"] = F.cross_entropy(rewards, best).item()
         results["heldout/reward_chosen"] = rewards[is_best].mean().item()
         results["heldout/reward_others"] = rewards[~is_best].mean().item()

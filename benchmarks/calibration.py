@@ -25,8 +25,8 @@ from utils import TokenIds  # noqa: E402
 
 def calibration(rewards: Tensor, best: Tensor, bins: int = 5) -> list[dict[str, float]]:
     """Mean confidence and accuracy of N labels [N, K], [N], in groups of similar confidence."""
-    confidence, choice = rewards.softmax(dim=1).max(dim=1)
-    correct = (choice == best).float()
+    confidence, _ = rewards.softmax(dim=1).max(dim=1)
+    correct = train_reward.accuracies(rewards, best)
     rows = []
     for group in confidence.argsort().tensor_split(bins):
         predicted, accuracy = confidence[group].mean().item(), correct[group].mean().item()

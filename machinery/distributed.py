@@ -159,6 +159,7 @@ def inference(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     Under FSDP2 every process holds all weights meanwhile, so that the language model in a policy
     can be called by itself.
     """
+    training = model.training
     model.eval()
     shards: list[Any] = [module for module in model.modules() if hasattr(module, "unshard")]
     for module in shards:
@@ -169,7 +170,7 @@ def inference(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     for module in shards:
         module.set_reshard_after_forward(True, recurse=False)
         module.reshard()
-    model.train()
+    model.train(training)
 
 
 def full_tensor(x: torch.Tensor) -> torch.Tensor:

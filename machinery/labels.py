@@ -58,7 +58,10 @@ class Labels:
         """The rows after the first `num_train` whose query does not occur among those."""
         seen = {query.tobytes() for query in self.queries[:num_train]}
         rest = range(num_train, len(self))
-        return np.array([i for i in rest if self.queries[i].tobytes() not in seen], dtype=int)
+        found = [i for i in rest if self.queries[i].tobytes() not in seen]
+        if rest and not found:
+            say(f"no accuracy: the queries of the other {len(rest)} labels are all trained on")
+        return np.array(found, dtype=int)
 
 
 def load_labels(task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
@@ -103,8 +106,8 @@ def read_ids(value: Any, vocab_size: int) -> list[int]:
     """A list of ids without padding. Raises `InputError` for fractions and ids out of range."""
     pad = max(OPENAI_PAD, vocab_size)  # files of larger vocabularies have a pad of their own
     ids = np.array(value)
-    wrong = (ids % 1 != 0) | (ids < 0) | ((ids >= vocab_size) & (ids != pad))
-    if ids.ndim != 1 or wrong.any():
+    numbers = ids.ndim == 1 and ids.dtype.kind in "iuf"
+    if not numbers or ((ids % 1 != 0) | (ids < 0) | ((ids >= vocab_size) & (ids != pad))).any():
         raise InputError(f"{value!r:.60} has to be a list of ids from 0 to {vocab_size - 1}")
     return ids[ids != pad].astype(int).tolist()
 
@@ -113,7 +116,7 @@ def load_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     """Pairs as labels with two candidates, the chosen one first (R4).
 
     Each response ends with the truncate token. Prompts that are too long lose their end, dialogues
-    their beginning. Skipped: blank prompts, answers of no token, messages that are too long.
+    their beginning. Skipped: blank prompts, answers of no token, equal answers, long messages.
     """
     pairs = [split_pair(row, tokenizer) for row in rows]
     prompts, *sides = map(list, zip(*pairs, strict=True))
@@ -132,10 +135,10 @@ def load_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     kept = []
     for query, *answers in zip(queries, *sides, strict=True):
         answers = [tokens.with_end(answer, ids.truncate) for answer in answers]
-        if query and all(answers):
+        if query and all(answers) and answers[0] != answers[1]:
             kept.append([np.array(x, np.int32) for x in (query, *answers)])
     if skipped := len(pairs) - len(kept):
-        say(f"skipped {skipped} of {len(pairs)} pairs: blank or too long")
+        say(f"skipped {skipped} of {len(pairs)} pairs: blank, too long, or equal answers")
     return Labels([x[0] for x in kept], [x[1:] for x in kept], np.zeros(len(kept), dtype=int))
 
 

@@ -71,11 +71,14 @@ def test_a_single_long_answer_does_not_widen_the_batches_without_it():
     assert (found.longest(), other.longest()) == (550, 10)
 
 
-def test_heldout_labels_share_no_query_with_the_training_labels():
+def test_heldout_labels_share_no_query_with_the_training_labels(capsys):
+    """If none is left, as with one constant prompt, a sentence says so."""
     queries = [[1, 2], [3, 4], [1, 2], [5, 6], [3, 4], [5, 6], [2, 1], [1], [3, 4, 5]]
     found = make_labels(queries, [[[1], [2]]] * len(queries))
     assert found.held_out(2).tolist() == [3, 5, 6, 7, 8] and found.held_out(2).dtype.kind == "i"
-    assert found.held_out(len(queries)).tolist() == []
+    assert found.held_out(len(queries)).tolist() == [] == capsys.readouterr().out.split()
+    constant = make_labels([[1, 2]] * 5, [[[1], [2]]] * 5)
+    assert len(constant.held_out(2)) == 0 and "3 labels" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,7 @@ def test_the_first_bad_row_of_several_is_named(tmp_path):
 
 
 LEAVES = st.none() | st.integers(-3, 1002) | st.floats() | st.just(2**70)
-LEAVES |= st.text("ab: é", max_size=3)  # the library reads "1" as 1
+LEAVES |= st.text("ab: é1", max_size=3)
 JUNK = LEAVES | st.lists(LEAVES, max_size=5) | st.lists(st.lists(LEAVES, max_size=2), max_size=2)
 JUNK |= st.dictionaries(st.text(max_size=2), LEAVES, max_size=2)
 IDS = st.lists(st.integers(-1, 1001) | st.floats(0, 3), min_size=1, max_size=4)
@@ -231,17 +234,18 @@ def test_R4_the_first_candidate_was_chosen_and_each_has_exactly_one_end(name, he
     assert lists(found.responses) == [[[*hers.encode(side), 0] for side in sides]]
 
 
-def test_R4_blank_rows_are_skipped_and_counted(hers, tmp_path, capsys):
+def test_R4_blank_rows_and_equal_answers_are_skipped_and_counted(hers, tmp_path, capsys):
     """An empty answer is blank where nothing ends it; with its end it is an answer (hh-rlhf)."""
-    sides = [(" ", " no"), ("Hi:", ""), ("So:", " no")]
+    sides = [(" ", " no"), ("Hi:", ""), ("So:", " no"), ("Is:", " yes"), ("It:", " yes\n")]
     rows = [{"prompt": prompt, "chosen": " yes", "rejected": no} for prompt, no in sides]
     task = label_task(tmp_path / "p.jsonl", rows)
-    for end, queries, skipped in ((None, ["So:"], 2), (0, ["Hi:", "So:"], 1)):
+    (newline,) = hers.encode("\n")
+    for end, queries, skipped in ((None, ["So:", "It:"], 3), (newline, ["Hi:", "So:"], 3)):
         found = load_labels(task, hers, ids_of(1000, end))
         assert lists(found.queries) == [hers.encode(text) for text in queries]
         assert len(found.responses) == len(found.best) == len(queries)
-        assert f"skipped {skipped} of 3" in capsys.readouterr().out
-    assert found.responses[0][1].tolist() == [0]
+        assert f"skipped {skipped} of 5" in capsys.readouterr().out
+    assert found.responses[0][1].tolist() == [newline]
     assert len(load_labels(label_task(tmp_path / "p.jsonl", rows[:1]), hers, ids_of(1000, 0))) == 0
 
 

@@ -23,7 +23,7 @@ import rloo
 import sft
 import train_reward
 import utils
-from machinery import artifacts, checkpoints, models, queries
+from machinery import artifacts, checkpoints, distributed, models, queries
 from machinery.labels import Labels
 from machinery.rewards import load_reward_model
 from machinery.tokens import load_tokenizer
@@ -96,6 +96,12 @@ def test_R4_reward_training_follows_the_mean_over_labels(k, micro_batch_tokens, 
     assert run.metrics[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert run.metrics[0]["accuracy"] == pytest.approx(np.mean(right))
     tiny.assert_gradients(run, model, loss)
+
+
+def test_of_n_equal_rewards_each_is_the_largest_in_1_of_n_cases():
+    rewards = torch.tensor([[1.0, 1, 0], [2, 2, 2], [0, 1, 0], [3, 0, 1], [0, 1, 1]])
+    found = train_reward.accuracies(rewards, torch.tensor([0, 2, 1, 1, 0]))
+    assert found.tolist() == pytest.approx([1 / 2, 1 / 3, 1, 0, 0])
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [20, 4096])
@@ -181,6 +187,14 @@ def test_a_reward_model_round_trips(kind, tmp_path):
     tokens = utils.pad_left([[3, 4], [5, 6, 7, 8]], 6, PAD)
     torch.testing.assert_close(loaded(tokens), model(tokens), atol=1e-6, rtol=1e-6)
     assert loaded.config.pad_id == PAD
+
+
+def test_sampling_leaves_a_model_in_the_mode_that_it_was_in(accelerator):
+    for training in (True, False):  # a policy, a frozen model
+        model = tiny.make_policy().train(training)
+        with distributed.inference(accelerator, model):
+            assert not model.training
+        assert model.training == training
 
 
 # ----------------------------------------------------------------------- 19, 20: metrics, precision
