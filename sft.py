@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import transformers
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
@@ -44,7 +44,7 @@ class Args(RunArgs):
     task: Task
 
     # Run
-    seed: NonNegativeInt = 1
+    seed: cli.Seed = 1
     """random seed of the data order, new weights and samples"""
     num_epochs: PositiveInt = 1
     """passes over the data"""

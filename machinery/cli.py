@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 from data.tasks import TASKS, Task
 
 ON_GPU = torch.cuda.is_available()  # some defaults are larger there
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # a seed of torch, also on other processes
 UnitFloat = Annotated[float, Field(ge=0, le=1)]  # a number in [0, 1]
 
 

@@ -82,6 +82,8 @@ def test_every_number_has_its_bounds(script):
         ("rloo.py --kl_estimator k4", ("--kl-estimator", "k4", "k1", "k3")),
         ("train_reward.py --no_such_flag 3", ("--no_such_flag",)),
         ("rloo.py --batch-size 10 --reward_fn=math:sqrt", ("batch_size=10", "use 12")),
+        ("sft.py --seed 18446744073709551616", ("seed", "18446744073709551616")),
+        ("train_reward.py --seed 18446744073709551616", ("seed", "18446744073709551616")),
         ("sft.py --task=sentimental", ("--task", "sentimental", "synthetic")),
     ],
 )
@@ -170,7 +172,7 @@ MISTAKES = [  # scripts, flags, words of the error
     (RL, dict(reward_model=None, query_dataset="x"), ("python train_reward.py --task synthetic",)),
     (RL, dict(reward_model="task"), ("--reward_model task",)),
     (("sft",), dict(block_size=64, response_length=50), ("66", "64")),  # 64 / 4 + 50
-    (("sft",), dict(query_dataset="twice.txt"), ("holding out 4 of 60", "leaves 0", "2")),
+    (("sft",), dict(query_dataset="twice.txt"), ("--num_heldout", "4 of 60", "leaves 0", "2")),
     (("train_reward",), dict(label_dataset="nowhere.json"), ("--label_dataset nowhere.json",)),
     (("train_reward",), dict(label_dataset="long.json"), ("--label_dataset", "70 tokens", "64")),
     (("train_reward",), dict(num_labels=20), ("16", "num_labels=20")),

@@ -67,6 +67,7 @@ def test_X9_L1_L4_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged_row
         ratios.append(ratio.item())
         entropies += entropy.tolist()
     assert len(entropies) == rollout.mask.sum() < 40 and 0 < clipped < 8
+    assert rollout.logprobs.max() <= 0
     tiny.assert_gradients(run, policy, torch.stack(losses).mean())
     scores, kl = [1, 2, 3, -1, 5, 6, 7, -1], rollout.kl.sum(dim=1).mean().item()
     expected = {
@@ -77,6 +78,7 @@ def test_X9_L1_L4_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged_row
         "ppo/val/ratio_var": np.mean((np.array(ratios) - 1) ** 2),
         "ppo/policy/entropy_avg": np.mean(entropies),
         "objective/kl": kl,
+        "objective/entropy": rollout.logprobs.abs().sum().item() / 8,  # all are below 0
         "objective/rlhf_reward": np.mean(scores) - 0.15 * kl,
         "objective/scores_std": np.std(scores),
         "objective/advantage_std": advantages.std(),
