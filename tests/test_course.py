@@ -22,7 +22,7 @@ def test_the_notebook_is_without_outputs_and_defines_nothing_that_a_script_has()
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_cell_runs_in_a_new_folder(tmp_path):
     (tmp_path / "course.py").write_text("\n\n".join(CODE))
     env = os.environ | {"COURSE_QUICK": "1", "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}

@@ -1,9 +1,10 @@
-"""Every script × kind of model × precision × fixed length or EOS, on one process and on two.
+"""Every script × kind of model × precision × fixed length or EOS × one process or two.
 
-One update each: finite numbers, a first ratio of exactly 1, weights that load. By default an eighth
-of the combinations, the others with `-m slow`.
+One update each: finite numbers, a first ratio of exactly 1, weights that load. 32 runs in which
+every two values meet, those on two processes with `-m slow`; all 256 with `-m exhaustive`.
 """
 
+import json
 import math
 import os
 import re
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,21 @@ from machinery.rewards import load_reward_model
 from train_reward import RewardModel
 from utils import truncate
 
-FORMS = ("fixed", "eos")
 KINDS = (*tiny.KINDS, "mistral_window", "qwen3_5_text")
+PRECISIONS, FORMS = ("no", "bf16"), ("fixed", "eos")
+ALL = list(product(SCRIPTS, KINDS, PRECISIONS, FORMS))
+
+
+def covering_array() -> list[tuple]:
+    """Each script meets each kind once; the rest are sums of their bits: an orthogonal array."""
+    rows = []
+    for (s, script), (k, kind) in product(enumerate(SCRIPTS), enumerate(KINDS)):
+        p, f, n = (k ^ s) & 1, (k ^ s) >> 1 & 1, (k >> 2 ^ s ^ s >> 1) & 1
+        rows.append((script, kind, PRECISIONS[p], FORMS[f], 1 + n))
+    return rows
+
+
+FEW = {n: [row[:4] for row in covering_array() if row[4] == n] for n in (1, 2)}  # processes
 
 
 def one_update(folder: Path, script: str, kind: str, form: str, rank: int = 0) -> Any:
@@ -79,17 +93,17 @@ def check_update(folder: Path, script: str) -> None:
         assert lines[0]["objective/ended"] > 0
 
 
-def combinations() -> list[Any]:
-    """All combinations; by default half of the scripts meet a kind of model once."""
-    found, names = [], (list(SCRIPTS), KINDS, ("no", "bf16"), FORMS)
-    for s, k, p, f in product(*(range(len(x)) for x in names)):
-        meet = (s + k) % 2 == 0 and p == k // 2 % 2 and f == (s // 2 + k // 2) % 2
-        values = [x[i] for x, i in zip(names, (s, k, p, f), strict=True)]
-        found.append(pytest.param(*values, marks=() if meet else pytest.mark.slow))
-    return found
+def test_every_two_values_meet_in_one_of_32_runs():
+    rows, values = covering_array(), (SCRIPTS, KINDS, PRECISIONS, FORMS, (1, 2))
+    assert len(rows) == 32
+    for i, j in combinations(range(5), 2):
+        assert {(row[i], row[j]) for row in rows} == {*product(values[i], values[j])}
 
 
-@pytest.mark.parametrize(("script", "kind", "precision", "form"), combinations())
+SINGLE = FEW[1] + [pytest.param(*x, marks=pytest.mark.exhaustive) for x in ALL if x not in FEW[1]]
+
+
+@pytest.mark.parametrize(("script", "kind", "precision", "form"), SINGLE)
 def test_every_script_updates_every_kind_of_model(
     script, kind, precision, form, tmp_path, monkeypatch
 ):
@@ -103,17 +117,21 @@ def test_every_script_updates_every_kind_of_model(
     AcceleratorState._reset_state(True)
 
 
-@pytest.mark.slow
-def test_ddp_and_fsdp2_update_every_kind_of_model_alike_on_two_processes(tmp_path):
-    """In bf16, in one launch; equal to the bit, although half of the sharded ones checkpoint."""
-    tests = Path(__file__).parent
-    env = {"ACCELERATE_MIXED_PRECISION": "bf16", "PYTHONPATH": f"{tests.parent}:{tests}"}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    options = dict(env=os.environ | env, capture_output=True, text=True, timeout=600)
-    done = subprocess.run([sys.executable, *launch, __file__], cwd=tmp_path, **options)
+SOME = [pytest.param(2, marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize("which", SOME)
+def test_copies_and_fsdp2_update_every_kind_of_model_alike_on_two_processes(which, tmp_path):
+    """In one launch. Half of the sharded ones checkpoint their activations."""
+    tests, runs = Path(__file__).parent, ALL if which == "all" else FEW[2]
+    env = {"PYTHONPATH": f"{tests.parent}:{tests}"}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
+    options = dict(env=os.environ | env, capture_output=True, text=True)
+    command = [sys.executable, *launch, json.dumps(runs)]
+    done = subprocess.run(command, cwd=tmp_path, timeout=60 + 20 * len(runs), **options)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(set(re.findall(r"apart after \d+", done.stdout))) == 2, done.stdout[-2000:]
-    assert done.stdout.count("passed") == 2 * len(SCRIPTS) * len(tiny.KINDS), done.stdout[-2000:]
+    assert done.stdout.count("passed") == 2 * len(runs), done.stdout[-2000:]
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values())
@@ -166,8 +184,8 @@ def sample_apart(rank: int) -> None:
     print(f"apart after {steps}", flush=True)
 
 
-def two_processes() -> None:
-    """What each process of a launch does: every kind and script, the two forms in turn."""
+def two_processes(combinations: list[tuple]) -> None:
+    """What each process of a launch does: each combination with copies, then sharded."""
     rank, stop = int(os.environ["RANK"]), distributed.stop
     distributed.stop = lambda accelerator: accelerator.wait_for_everyone()  # one group for all
     tiny.shard_on_a_cpu()
@@ -177,15 +195,15 @@ def two_processes() -> None:
     distributed.prepare = tiny.keep(distributed.prepare, seen[0])
     distributed.freeze = tiny.keep(distributed.freeze, seen[1])
     runs = []  # written before there is a process group, in which only rank 0 saves models
-    for i, (kind, script) in enumerate(product(tiny.KINDS, SCRIPTS)):
-        folders = [Path(f"{kind}_{script}_{way}") for way in ("ddp", "fsdp2")]
-        form = FORMS[(i + i // 4) % 2]
-        ddp, fsdp2 = (one_update(folder, script, kind, form, rank) for folder in folders)
-        fsdp2 = replace(fsdp2, gradient_checkpointing=i // 4 % 2 == 0)
-        runs.append((script, folders, [ddp, fsdp2]))
-    for script, folders, arguments in runs:
+    for i, (script, kind, precision, form) in enumerate(combinations):
+        folders = [Path(f"run{i}_{way}") for way in ("copies", "fsdp2")]
+        copies, fsdp2 = (one_update(folder, script, kind, form, rank) for folder in folders)
+        fsdp2 = replace(fsdp2, gradient_checkpointing=i % 2 == 0)
+        runs.append((script, precision, folders, [copies, fsdp2]))
+    for script, precision, folders, arguments in runs:
         for sharded, folder, args in zip((False, True), folders, arguments, strict=True):
             os.environ["ACCELERATE_USE_FSDP"] = str(sharded).lower()
+            os.environ["ACCELERATE_MIXED_PRECISION"] = precision
             AcceleratorState._reset_state(True)
             SCRIPTS[script].main(args)
             for model in [seen[0].pop()[0], *seen[1]]:  # policy and reference
@@ -205,4 +223,4 @@ def two_processes() -> None:
 
 
 if __name__ == "__main__":
-    two_processes()
+    two_processes(json.loads(sys.argv[1]))

@@ -184,8 +184,15 @@ def project(tmp_path_factory):
     return folder, run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [x for x in PAGES if local_commands(x)])
+MARKS = {"README.md": pytest.mark.slow}
+LOCAL = [
+    pytest.param(page, marks=MARKS.get(page, pytest.mark.exhaustive))
+    for page in PAGES
+    if local_commands(page)
+]
+
+
+@pytest.mark.parametrize("page", LOCAL)
 def test_local_commands_run_as_printed(page, project, tmp_path):
     """In a copy of the project, where `python` adds the flags of a tiny budget."""
     base, run = project

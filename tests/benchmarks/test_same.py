@@ -146,7 +146,7 @@ def test_a_copy_may_sample_in_its_own_way_and_has_flags(tmp_path):
         assert not good and text.startswith("InputError: --reward_fn") and text.endswith("'no'")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_patch_depends_on_the_number_of_processes(tmp_path):
     """Where rounding flips a sampled token with one seed, it does not with all of three."""
     import tiny  # the processes that `tables` starts import this file, too, without it
