@@ -102,7 +102,8 @@ def run_pytest(copy: Path, words: list[str]) -> str:
 
     Raises `RuntimeError` if they cannot be collected.
     """
-    options = ["-x", "-m", "not hub and not exhaustive", "-p", "no:cacheprovider", f"--basetemp={copy}-tmp"]
+    options = ["-x", "-m", "not hub and not exhaustive", "-p", "no:cacheprovider"]
+    options.append(f"--basetemp={copy}-tmp")
     command = [sys.executable, "-m", "pytest", *options, *words]
     environment = os.environ | ENVIRONMENT
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
