@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 import ppo
-import rloo
 import sft
 import train_reward
 from machinery import unpadding
@@ -98,32 +97,6 @@ def test_gradient_checkpointing_recomputes_every_block_and_changes_nothing(name,
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     assert calls["recomputed"] == calls["forward"] > 0
-
-
-@tiny.both
-def test_P9_P11_L3_L6_main_hands_minibatches_and_kl_coef_from_phase_to_phase(script, monkeypatch):
-    """3 updates × 2 epochs × 2 minibatches. Advantages are of a minibatch in ppo, of the batch in
-    rloo. The rollout has the next kl_coef."""
-    spied = ("Rollout", "shuffle", "compute_advantages")
-    calls = {name: spy_on(script, name, monkeypatch) for name in spied}
-    args = tiny.small_args(script, kl_horizon=100, eval_every=100)
-    metrics = tiny.run_episodes(script, args).metrics[:3]
-    rollouts = [rollout for _, rollout in calls["Rollout"] if len(rollout.scores) == 8]
-    advantages = [arguments[0] for arguments, _ in calls["compute_advantages"]]
-    assert len(rollouts) == len(calls["shuffle"]) == 3
-    if script is rloo:
-        assert all(map(torch.equal, advantages, [x.rewards for x in rollouts]))
-    else:
-        epochs = [result for _, result in calls["shuffle"]]
-        rows = [(i, rows) for i in range(3) for epoch in epochs[i] for rows in epoch]
-        expected = [rollouts[i].rewards[rows] for i, rows in rows]
-        assert len(expected) == 12
-        assert all(map(torch.equal, [x.rewards for x in advantages], expected))
-    for rollout, line in zip(rollouts, metrics, strict=True):
-        rewards = rollout.rewards.sum(dim=1) if script is ppo else rollout.rewards
-        kl = (rollout.scores - rewards) / line["objective/kl_coef"]
-        torch.testing.assert_close(rollout.kl.sum(dim=1), kl, atol=1e-4, rtol=1e-4)
-    assert len({line["objective/kl_coef"] for line in metrics}) == 3
 
 
 @tiny.both
