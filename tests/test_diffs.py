@@ -98,7 +98,7 @@ def fix(name):
 @pytest.fixture(scope="session")
 def patched(tmp_path_factory):
     """Names of patches → the patched script as a module; `ppo` alone is ppo.py itself."""
-    folder, modules = tmp_path_factory.mktemp("patched"), {("ppo",): ppo}
+    folder, modules = tmp_path_factory.mktemp("patched"), {("ppo",): ppo, ("rloo",): rloo}
 
     def patched(*names):
         if names not in modules:
@@ -248,17 +248,19 @@ def folder_of(task):
 
 
 @pytest.fixture(scope="session")
-def run_of(patched, task):
-    """Names of patches and flags → `run_main`, run once."""
+def start(patched, task):
+    """Names of patches and flags, also of the task → `run_main`. Runs of flags alone are kept."""
     runs = {}
 
-    def run_of(*names, **flags):
+    def start(*names, **flags):
+        if flags.keys() & {"names", "precision"}:
+            return run_main(patched(*names), task, **flags)
         key = names, *flags.items()
         if key not in runs:
             runs[key] = run_main(patched(*names), task, **flags)
         return runs[key]
 
-    return run_of
+    return start
 
 
 def new_policy(task, weights=None):
@@ -288,17 +290,13 @@ def first_ratio_is_1(run):
 
 
 ONLINE = [*OF_PPO, *OF_RLOO, *(x for x in EXPERIMENTS if x != "online_dpo")]  # with ratios
-SLOW_RUNS = [(name, "bf16") for name in ONLINE] + [("+".join(pair), "no") for pair in PAIRS]
-RUNS = [(name, "no") for name in ONLINE]
-RUNS += [pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS]
+RUNS = [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in ONLINE]
+RUNS += [pytest.param("+".join(pair), "no", marks=pytest.mark.slow) for pair in PAIRS]
 
 
-@pytest.mark.parametrize(("names", "precision"), RUNS)
-def test_L6_a_patched_script_runs_and_its_first_ratio_is_exactly_1(
-    names, precision, patched, task, run_of
-):
-    fast = names in ONLINE and precision == "no"
-    run = run_of(names) if fast else run_main(patched(*names.split("+")), task, precision)
+@pytest.mark.parametrize(("names", "precision"), [(name, None) for name in ONLINE] + RUNS)
+def test_L6_a_patched_script_runs_and_its_first_ratio_is_exactly_1(names, precision, start):
+    run = start(*names.split("+"), **dict(precision=precision) if precision else {})
     assert [line["ppo/episode"] for line in run.metrics[:2]] == [16, 32]
     assert first_ratio_is_1(run) == 2 and len(run.parts[0]) >= 4  # several micro-batches
     assert run.parts[-1][-1]["policy/approxkl_avg"] > 0 or "value_warmup" in names
@@ -359,14 +357,14 @@ def test_X5_X6_P4_a_resumed_run_writes_what_an_undisturbed_run_writes(
 
 @pytest.mark.parametrize("own", [True, False], ids=["reward model", "policy"])
 def test_X1_no_loss_reaches_the_other_model_and_a_value_is_the_reward_of_the_text_so_far(
-    own, patched, task, tmp_path
+    own, start, tmp_path
 ):
     """Also if their vocabularies have different sizes. Without a reward model the critic is a copy."""
     reward = tiny.make_reward(pad_id=tiny.WORDS + 8)
     reward.save_pretrained(tmp_path)
     flags = dict(critic_from=str(tmp_path)) if own else {}
     flags |= dict(lr=0.0, gradient_checkpointing=True)
-    policy = run_main(patched("separate_critic"), task, **flags).model
+    policy = start("separate_critic", **flags).model
     assert policy.lm.is_gradient_checkpointing
     assert policy.value_head.backbone.is_gradient_checkpointing
     for i, t in product(range(2), range(3)):
@@ -384,12 +382,12 @@ def test_X1_no_loss_reaches_the_other_model_and_a_value_is_the_reward_of_the_tex
         assert reached == {part}
 
 
-def test_X1_policy_and_critic_have_their_own_learning_rates_and_gradient_norms(run_of):
+def test_X1_policy_and_critic_have_their_own_learning_rates_and_gradient_norms(start):
     """The norm of both together would shrink the smaller one, too."""
-    steps = run_of("separate_critic", critic_lr_ratio=0.3).steps
+    steps = start("separate_critic", critic_lr_ratio=0.3).steps
     expected = 4 * [1e-2, 3e-3] + 4 * [5e-3, 1.5e-3]
     assert [lr for step in steps for lr in step.lrs] == pytest.approx(expected)
-    plain, run = (run_of("separate_critic", lr=0.0, max_grad_norm=x) for x in (None, 2.0))
+    plain, run = (start("separate_critic", lr=0.0, max_grad_norm=x) for x in (None, 2.0))
     for step, expected in zip(run.steps, plain.steps, strict=True):
         for part in ("lm.", "value_head."):
             grads = {name: x for name, x in expected.grads.items() if name.startswith(part)}
@@ -400,13 +398,13 @@ def test_X1_policy_and_critic_have_their_own_learning_rates_and_gradient_norms(r
                 torch.testing.assert_close(step.grads[name], scaled, rtol=1e-4, atol=1e-8)
 
 
-def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched, run_of, task):
+def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched, start, task):
     script, batches = patched("ptx"), []
     spy = lambda policy, texts, *x: batches.append(texts) or ptx_loss(policy, texts, *x)  # noqa: E731
     ptx_loss, other = script.ptx_loss, Path(folder_of(task), "other.txt")
     flags = dict(lr=0.0, ptx_coef=0.5, ptx_dataset=str(other), micro_batch_tokens=20)
-    run = run_main(script, task, names=dict(ptx_loss=spy), **flags)
-    plain = run_of("ppo", lr=0.0, micro_batch_tokens=20)
+    run = start("ptx", names=dict(ptx_loss=spy), **flags)
+    plain = start("ppo", lr=0.0, micro_batch_tokens=20)
     assert len(batches) > len(run.steps) == 8  # micro-batches
     batches, means = torch.cat(batches).split(8), []
     assert not torch.equal(batches[0], batches[1])
@@ -424,45 +422,45 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
     assert found == pytest.approx([sum(x).item() / 4 for x in (means[:4], means[4:])], rel=1e-4)
 
 
-def test_X5_the_average_is_updated_after_every_step_and_training_is_unchanged(run_of, task):
-    run = run_of("ema", ema_decay=0.9)
+def test_X5_the_average_is_updated_after_every_step_and_training_is_unchanged(start, task):
+    run = start("ema", ema_decay=0.9)
     for name, x in new_policy(task).lm.named_parameters():
         for step in run.steps:
             x = 0.9 * x + 0.1 * step.weights[f"lm.{name}"]
         torch.testing.assert_close(run.saved["ema"][name], x, atol=1e-6, rtol=0)
         assert not torch.equal(x, run.saved["model"][name])
     assert len(run.steps) == 8
-    same_numbers(run, run_of("ppo"))
+    same_numbers(run, start("ppo"))
 
 
-def test_X6_at_first_only_the_value_function_learns(run_of):
-    run = run_of("value_warmup", value_warmup_updates=1)
-    start = run_of("ppo", lr=0.0).steps[0].weights
+def test_X6_at_first_only_the_value_function_learns(start):
+    run = start("value_warmup", value_warmup_updates=1)
+    initial = start("ppo", lr=0.0).steps[0].weights
     for step, learning in ((run.steps[3], {"value_head"}), (run.steps[-1], {"value_head", "lm"})):
         weights = step.weights.items()
-        assert {n.split(".")[0] for n, x in weights if not torch.equal(x, start[n])} == learning
+        assert {n.split(".")[0] for n, x in weights if not torch.equal(x, initial[n])} == learning
     steps = {n: run.optimizer.state[p]["step"].item() for n, p in run.model.named_parameters()}
     assert steps == {name: 4 if name.startswith("lm.") else 8 for name in steps}  # Adam's
 
 
 @pytest.mark.parametrize(("updates", "factor"), [(0, 0.992), (1, 1.0)])
-def test_X6_the_adaptive_kl_coef_waits_for_the_policy(updates, factor, run_of):
+def test_X6_the_adaptive_kl_coef_waits_for_the_policy(updates, factor, start):
     """A frozen policy has a KL of 0, which is no reason to lower the penalty."""
     flags = dict(kl_target=1.0, kl_horizon=400, kl_coef=0.5)
-    lines = run_of("value_warmup", value_warmup_updates=updates, **flags).metrics
+    lines = start("value_warmup", value_warmup_updates=updates, **flags).metrics
     assert lines[0]["objective/kl"] == 0
     found = [line["objective/kl_coef"] for line in lines[:2]]
     assert found == pytest.approx([0.5, 0.5 * factor])
 
 
-def test_X6_a_frozen_policy_has_no_moments_and_its_gradient_clips_nothing(run_of):
+def test_X6_a_frozen_policy_has_no_moments_and_its_gradient_clips_nothing(start):
     """With a critic of its own, as in Qwen. The critic learns as if there was no policy."""
     flags = dict(value_warmup_updates=2, max_grad_norm=0.01)
-    run = run_of("separate_critic", "value_warmup", **flags)
+    run = start("separate_critic", "value_warmup", **flags)
     for name, p in run.model.named_parameters():
         assert (p not in run.optimizer.state) == name.startswith("lm.")
         assert all((step.grads[name] is None) == name.startswith("lm.") for step in run.steps)
-    for step in run_of("value_warmup", **flags).steps:  # the value head is all that learns
+    for step in start("value_warmup", **flags).steps:  # the value head is all that learns
         head = [x.flatten() for x in step.grads.values() if x is not None]
         assert len(head) == 2 and torch.cat(head).norm() == pytest.approx(0.01, rel=1e-3)
 
@@ -500,7 +498,7 @@ def test_X7_no_response_ends_before_its_minimum_length_or_leaves_the_nucleus(pat
     assert (nucleus == 0).float().mean().item() == pytest.approx(0.519 / 0.710, abs=0.03)
 
 
-def test_X8_the_learning_rate_warms_up_and_decays(patched, run_of):
+def test_X8_the_learning_rate_warms_up_and_decays(patched, start):
     script = patched("schedule")
     for flags, expected in (
         (dict(), [0.5, 1, 1, 0.75, 0.5, 0.25]),
@@ -510,13 +508,13 @@ def test_X8_the_learning_rate_warms_up_and_decays(patched, run_of):
         args = tiny.make_args(script=script, **dict(lr=2.0) | flags)
         rates = [script.learning_rate(update, 6, args) for update in range(6)]
         assert rates == pytest.approx([2 * x for x in expected])
-    assert [line["ppo/lr"] for line in run_of("schedule").metrics[:2]] == [5e-3, 1e-2]  # is used
+    assert [line["ppo/lr"] for line in start("schedule").metrics[:2]] == [5e-3, 1e-2]  # is used
 
 
-def test_X8_adamw_is_the_librarys(run_of):
+def test_X8_adamw_is_the_librarys(start):
     """Up to epsilon, which A1 defines otherwise."""
     settings = dict(weight_decay=0.3, adam_eps=1e-20)
-    run = run_of("adamw", adam_beta1=0.8, adam_beta2=0.7, **settings)
+    run = start("adamw", adam_beta1=0.8, adam_beta2=0.7, **settings)
     params = {name: torch.nn.Parameter(x) for name, x in run.steps[0].before.items()}
     optimizer = torch.optim.AdamW(params.values(), betas=(0.8, 0.7), weight_decay=0.3, eps=1e-20)
     for step in run.steps:
@@ -529,15 +527,15 @@ def test_X8_adamw_is_the_librarys(run_of):
 
 
 @pytest.mark.parametrize("epochs", [2, 4])
-def test_X12_an_update_ends_after_the_epoch_that_moved_the_policy_too_far(run_of, epochs):
+def test_X12_an_update_ends_after_the_epoch_that_moved_the_policy_too_far(start, epochs):
     """Metrics are means over the steps that were taken."""
     flags = dict(num_ppo_epochs=4, total_episodes=16)
-    (parts,) = run_of("ppo", **flags).parts  # without the patch
+    (parts,) = start("ppo", **flags).parts  # without the patch
     size = len(parts) // 4  # micro-batches in an epoch of two steps
     kl = [sum(x["policy/approxkl_avg"] for x in parts[i * size :][:size]) / 2 for i in range(4)]
     assert kl[0] < kl[1] < max(kl[2:])
     limit = {2: (kl[0] + kl[1]) / 2, 4: 2 * max(kl)}[epochs]
-    run = run_of("early_stop", max_approxkl=limit, **flags)
+    run = start("early_stop", max_approxkl=limit, **flags)
     assert len(run.steps) == 2 * epochs
     for name in parts[0]:
         mean = sum(part[name] for part in parts[: epochs * size]) / (2 * epochs)
@@ -579,11 +577,10 @@ def test_X14_rloo_whitens_advantages_over_the_batch(patched):
 
 
 @pytest.mark.parametrize("eos", [False, True])
-def test_X3_trlx_kl_is_what_a_slow_loop_over_queries_and_responses_gives(eos, patched, task):
+def test_X3_trlx_kl_is_what_a_slow_loop_over_queries_and_responses_gives(eos, start, task):
     """By trlX's formula, exp(x) - 1 - x with x = log pi - log pi_ref; roots of the means."""
-    script = patched("trlx_kl")
-    run = run_main(script, replace(task, **EOS if eos else {}), lr=0.0, moved=True)
-    (rollout, _), *_ = run.rollouts
+    run = start("trlx_kl", lr=0.0, moved=True, **EOS if eos else {})
+    rollout, _ = run.rollouts[0]
     sums, positions = [], rollout.contexts.numel() + rollout.responses.numel() - 16  # padding, too
     for texts in zip(rollout.contexts, rollout.responses, strict=True):
         ids = torch.cat([text[text != tiny.WORDS] for text in texts])
@@ -598,20 +595,20 @@ def test_X3_trlx_kl_is_what_a_slow_loop_over_queries_and_responses_gives(eos, pa
 
 
 @pytest.mark.parametrize("name", ["lora", "lora_rloo"])
-def test_lora_the_base_model_is_the_reference(name, run_of, task):
-    (first, _), (second, _) = run_of(name).rollouts
+def test_lora_the_base_model_is_the_reference(name, start, task):
+    (first, _), (second, _) = start(name).rollouts
     assert not first.kl.any() and second.kl.any()
     expected = new_policy(task)(second.contexts, second.responses)[0]
     torch.testing.assert_close(second.logprobs - second.kl, expected, rtol=1e-4, atol=1e-4)
-    assert len(run_of(name).loaded) == 2  # to train and to save: evaluations merge what is kept
+    assert len(start(name).loaded) == 2  # to train and to save: evaluations merge what is kept
 
 
 LORA = {"lora": 2, "lora_rloo": 0, "lora_train_reward": 4, "lora_sft": 0}  # weights beside adapters
 
 
 @pytest.mark.parametrize("name", LORA)
-def test_lora_trains_adapters_and_saves_them_merged(name, patched, task):
-    run = run_main(patched(name), task, lora_rank=2)
+def test_lora_trains_adapters_and_saves_them_merged(name, start, task):
+    run = start(name, lora_rank=2)
     trained = {x for x, grad in run.steps[-1].grads.items() if grad is not None}
     assert {x for x in run.steps[-1].grads if "lora_" in x} <= trained
     assert len(trained) == 2 * 2 * 4 + LORA[name]  # A and B of 4 layers in 2 blocks
@@ -636,24 +633,24 @@ def test_lora_trains_adapters_and_saves_them_merged(name, patched, task):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_lora_adapters_are_merged_into_the_model_that_a_link_pointed_to(patched, task, tmp_path):
+def test_lora_adapters_are_merged_into_the_model_that_a_link_pointed_to(start, task, tmp_path):
     """Another run may change `models/<task>/sft` meanwhile. The adapters start as a change of 0."""
-    script, link = patched("lora_sft"), tmp_path / "sft"
+    link = tmp_path / "sft"
     link.symlink_to(task.base_model)
     other = tiny.write_model(tmp_path / "other", seed=5)
 
-    def relink(device, timer=script.Timer):
+    def relink(device):
         link.unlink()
         link.symlink_to(other)
-        return timer(device)
+        return sft.Timer(device)
 
-    run = run_main(script, replace(task, base_model=str(link)), names=dict(Timer=relink), lr=1e-9)
+    run = start("lora_sft", base_model=str(link), names=dict(Timer=relink), lr=1e-9)
     expected = load_file(f"{task.base_model}/model.safetensors")["transformer.wte.weight"]
     assert link.resolve() == other
     assert torch.equal(run.saved["model"]["transformer.wte.weight"], expected)
 
 
-def test_reference_on_cpu_is_on_the_device_only_for_its_forward_passes(patched, run_of):
+def test_reference_on_cpu_is_on_the_device_only_for_its_forward_passes(patched, start):
     policy, ref, events = tiny.make_policy(), tiny.make_policy(), []
     ref.to = lambda device: events.append(device) or ref
     ref.register_forward_pre_hook(lambda *inputs: events.append("forward"))
@@ -662,11 +659,11 @@ def test_reference_on_cpu_is_on_the_device_only_for_its_forward_passes(patched, 
     _, *events = events  # `distributed.freeze` moves it first
     forwards = ["forward"] * (len(events) - 2)
     assert events == [torch.device("cpu"), *forwards, "cpu"] and len(forwards) > 1
-    same_numbers(run_of("reference_on_cpu"), run_of("ppo"))
+    same_numbers(start("reference_on_cpu"), start("ppo"))
 
 
-def test_samples_per_query_are_different_responses_to_the_same_queries(run_of):
-    for rollout, _ in run_of("samples_per_query", samples_per_query=4).rollouts:
+def test_samples_per_query_are_different_responses_to_the_same_queries(start):
+    for rollout, _ in start("samples_per_query", samples_per_query=4).rollouts:
         assert rollout.contexts.unique(dim=0, return_counts=True)[1].tolist() == [4] * 4
         assert len(rollout.responses.unique(dim=0)) > 12
 
@@ -683,8 +680,8 @@ def test_freeze_layers_trains_what_is_after_the_lower_layers(tied, patched, task
         assert p.requires_grad == name.startswith(above), name
 
 
-def test_freeze_layers_saves_what_has_learned(run_of, task):
-    after = run_of("freeze_layers", unfrozen_layers=1).saved["model"]
+def test_freeze_layers_saves_what_has_learned(start, task):
+    after = start("freeze_layers", unfrozen_layers=1).saved["model"]
     for name, before in new_policy(task).lm.state_dict().items():
         top = name.startswith(("transformer.h.1.", "transformer.ln_f."))
         assert torch.equal(after[name], before) != top
@@ -712,18 +709,18 @@ def test_P4_residual_dropout_drops_what_attention_and_mlp_add_in_training_only(
         torch.testing.assert_close(after[kept], before[kept] / 0.75)
 
 
-def test_P4_dropout_is_in_training_of_sft(patched, task):
-    rates = (0.0, 0.1, 0.1)
-    runs = [run_main(patched("resid_dropout"), task, resid_dropout=rate) for rate in rates]
+def test_P4_dropout_is_in_training_of_sft(start):
+    flags = dict(resid_dropout=0.0), dict(resid_dropout=0.1), dict(resid_dropout=0.1, seed=1)
+    runs = [start("resid_dropout", **x) for x in flags]
     losses = [[line["loss"] for line in run.metrics if "loss" in line] for run in runs]
     assert losses[1] == losses[2] and losses[0][0] != losses[1][0]
 
 
 def test_keep_best_saves_the_policy_of_each_evaluation_that_is_the_best_so_far(
-    patched, task, tmp_path
+    start, task, tmp_path
 ):
     """Of scores 1 3 2 2.5 4 3 before and after updates; not 2.5, which is better than the last."""
-    script, scores = patched("keep_best"), iter([1.0, 3.0, 2.0, 2.5, 4.0, 3.0])
+    scores, run = iter([1.0, 3.0, 2.0, 2.5, 4.0, 3.0]), KeptRun()
 
     def write(step, metrics):
         with open(tmp_path / "metrics.jsonl", "a") as file:
@@ -733,10 +730,9 @@ def test_keep_best_saves_the_policy_of_each_evaluation_that_is_the_best_so_far(
         noise = torch.rand(len(queries))
         return noise if len(queries) == 16 else torch.full([len(queries)], next(scores))
 
-    run = KeptRun()
     run.main, run.folder, run.after = True, tmp_path, write
     names = dict(load_reward=lambda *inputs: reward)
-    run_main(script, task, names=names, run=run, total_episodes=80)
+    start("keep_best", names=names, run=run, total_episodes=80)
     saved = {name: x for name, x in run.saved.items() if name.startswith("best")}
     assert saved.keys() == {"best_0", "best_1", "best_4"}
     for update in (1, 4):  # four steps each
@@ -806,7 +802,7 @@ def slow_losses(name, log_ratios, logprobs, advantages, ref_logprobs, kl_coef):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
+def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, start):
     """With responses of uneven length, a KL to the reference, and ratios that clip.
 
     In some groups all scores are equal; only dapo leaves those out.
@@ -822,7 +818,7 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(name, patched, task):
     flags = dict(kl_coef=0.3, kl_target=0.01, kl_horizon=50, lr=0.0, num_ppo_epochs=1, rloo_k=4)
     flags |= dict(cliprange=1 - low, cliprange_high=high - 1)
     flags = {key: x for key, x in flags.items() if hasattr(script.Args, key)}
-    run = run_main(script, replace(task, **EOS), moved=True, names=names, **flags)
+    run = start(name, moved=True, names=names, **EOS, **flags)
     steps, clipped, kl_coefs, left_out = iter(run.steps), 0, [], 0
     for (rollout, old), (minibatches,), line in zip(
         run.rollouts, epochs, run.metrics, strict=False
@@ -868,10 +864,9 @@ def test_a_group_with_equal_rewards_has_advantages_of_exactly_zero(name, patched
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_statistics_are_means_over_what_is_learned_also_in_eos_tasks(name, patched, task):
+def test_statistics_are_means_over_what_is_learned_also_in_eos_tasks(name, start):
     """Not over a constant: in a first step the mean ratio is 1, however short responses are."""
-    one_step = dict(num_ppo_epochs=1, num_minibatches=1)
-    run = run_main(patched(name), replace(task, **EOS), names=UNEVEN, **one_step)
+    run = start(name, names=UNEVEN, num_ppo_epochs=1, num_minibatches=1, **EOS)
     for line, (rollout, _) in zip(run.metrics, run.rollouts, strict=False):
         assert rollout.mask.float().mean() < 0.8
         assert line["ppo/val/ratio"] == pytest.approx(1, abs=1e-5)
@@ -879,15 +874,14 @@ def test_statistics_are_means_over_what_is_learned_also_in_eos_tasks(name, patch
 
 @pytest.mark.parametrize(("score", "kl_estimator"), [(0.0, "k1"), (5.0, "k3")])
 def test_distill_the_reward_of_a_token_is_its_log_ratio_to_the_teacher(
-    score, kl_estimator, patched, task
+    score, kl_estimator, start, task
 ):
     """Of each text alone, 0 at padding, whatever the score and the estimator of the metric."""
     reward = lambda queries, *inputs: torch.full([len(queries)], score)  # noqa: E731
-    script, flags = patched("distill"), dict(kl_estimator=kl_estimator, lr=0.0)
     names = UNEVEN | dict(load_reward=lambda *inputs: reward)
-    run = run_main(script, replace(task, **EOS), names=names, **flags)
+    run = start("distill", names=names, kl_estimator=kl_estimator, lr=0.0, **EOS)
     lm = models.load_lm(f"{folder_of(task)}/teacher")
-    teacher, (rollout, _), kl = script.Policy(lm, tiny.WORDS, 0.7), run.rollouts[0], 0
+    teacher, (rollout, _), kl = rloo.Policy(lm, tiny.WORDS, 0.7), run.rollouts[0], 0
     for i, texts in enumerate(zip(rollout.contexts, rollout.responses, strict=True)):
         x, y = (tiny.run_alone(model, *texts)[0] for model in (teacher, run.model))
         expected = torch.nn.functional.pad(x - y, (0, 4 - i % 5))
@@ -897,9 +891,9 @@ def test_distill_the_reward_of_a_token_is_its_log_ratio_to_the_teacher(
     assert run.metrics[0]["objective/scores"] == score
 
 
-def test_dapo_a_batch_without_signal_changes_nothing(patched, task):
+def test_dapo_a_batch_without_signal_changes_nothing(start):
     names = dict(load_reward=lambda *a: lambda queries, *inputs: torch.ones(len(queries)))
-    run = run_main(patched("dapo"), task, names=names)
+    run = start("dapo", names=names)
     assert not any(grad.any() for step in run.steps for grad in step.grads.values())
     assert [x["objective/frac_reward_zero_std"] for x in run.metrics[:2]] == [1, 1]
 
@@ -908,13 +902,13 @@ ORDER = np.random.default_rng([1, 0, 1]).permutation(8).reshape(2, 4)  # of labe
 
 
 @pytest.mark.parametrize("k", [2, 4])
-def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(k, patched, task):
+def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(k, start, task):
     """Of two responses, the loss is -log sigmoid of beta times the difference of log-ratios."""
     every = labels.load_labels(task, *load_tokenizer(task, 5))
     few = labels.Labels(every.queries, [x[:k] for x in every.responses], every.best % k)
-    task = replace(task, query_prefix="Story: ")
-    prefix = load_tokenizer(task, 5)[1].prefix
-    run = run_main(patched("dpo"), task, names=dict(load_labels=lambda *a: few), beta=0.3)
+    flags = dict(beta=0.3, query_prefix="Story: ")
+    prefix = load_tokenizer(replace(task, query_prefix="Story: "), 5)[1].prefix
+    run = start("dpo", names=dict(load_labels=lambda *a: few), **flags)
 
     def logprob(lm, query, response):
         tokens = torch.tensor([[*prefix, *query, *response]])
@@ -943,7 +937,7 @@ def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(k, patched, task):
 
 
 @pytest.mark.parametrize("ranked", [True, False])
-def test_X15_gradients_are_those_of_a_slow_loop_over_the_labels(ranked, patched, task, tmp_path):
+def test_X15_gradients_are_those_of_a_slow_loop_over_the_labels(ranked, start, task, tmp_path):
     """The mean over the comparisons of one prompt; 0 if all of its responses are tied."""
     rows, path = json.loads(Path(task.label_dataset).read_text()), tmp_path / "labels.json"
     ranks = [[1 + int(k != row["best"]) for k in range(4)] for row in rows]
@@ -952,7 +946,7 @@ def test_X15_gradients_are_those_of_a_slow_loop_over_the_labels(ranked, patched,
         ranks[0] = [1, 1, 1, 1]
         rows = [row | {"ranks": x} for row, x in zip(rows, ranks, strict=True)]
     path.write_text(json.dumps(rows))
-    run = run_main(patched("ranking"), replace(task, label_dataset=str(path)))
+    run = start("ranking", label_dataset=str(path))
     few = labels.load_labels(task, *load_tokenizer(task, 5))
     assert len(run.steps) == 2
     for step, batch, line in zip(run.steps, ORDER, run.metrics, strict=False):
@@ -967,14 +961,16 @@ def test_X15_gradients_are_those_of_a_slow_loop_over_the_labels(ranked, patched,
         assert line["loss"] == pytest.approx(loss.item(), rel=1e-4)
 
 
-def test_R4_prompt_batches_has_each_pair_once_and_those_of_a_prompt_side_by_side(patched, task):
+def test_R4_prompt_batches_has_each_pair_once_and_those_of_a_prompt_side_by_side(
+    patched, start, tmp_path
+):
     rows = [{"prompt": f"Q{i % 3}", "chosen": f" a{i}", "rejected": " no"} for i in range(8)]
-    path = Path(task.label_dataset).with_name("pairs.jsonl")
+    path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     script, seen = patched("prompt_batches"), []
     own = script.candidate_tokens
     spy = lambda labels, rows, *rest: seen.extend(rows) or own(labels, rows, *rest)  # noqa: E731
-    run_main(script, replace(task, label_dataset=str(path)), names={"candidate_tokens": spy})
+    start("prompt_batches", label_dataset=str(path), names={"candidate_tokens": spy})
     trained = [int(row) for row in seen[:8]]  # the rest is held out
     prompts = [row % 3 for row in trained]
     assert sorted(trained) == list(range(8))
@@ -992,8 +988,8 @@ def test_R4_prompt_batches_has_each_pair_once_and_those_of_a_prompt_side_by_side
         ("sampling_gap", dict()),
     ],
 )
-def test_an_experiment_that_is_off_is_rloo(name, flags, patched, task):
-    run, plain = run_main(patched(name), task, **flags), run_main(rloo, task)
+def test_an_experiment_that_is_off_is_rloo(name, flags, start):
+    run, plain = start(name, **flags), start("rloo")
     weights = [[step.weights for step in x.steps] for x in (run, plain)]
     torch.testing.assert_close(*weights, atol=0, rtol=0)
     same_numbers(run, plain)
@@ -1039,10 +1035,9 @@ def inserted_responses(lm, contexts, ids, args, rng):
 
 
 @pytest.mark.parametrize("name", [None, *ALGORITHMS])
-def test_tools_inserted_tokens_are_in_no_loss_kl_or_length(name, patched, task):
-    script = patched(*filter(None, ("tools", name)))
+def test_tools_inserted_tokens_are_in_no_loss_kl_or_length(name, start):
     names = dict(sample_in_batches=inserted_responses)
-    run = run_main(script, replace(task, **EOS), moved=True, names=names, lr=0.0)
+    run = start(*filter(None, ("tools", name)), moved=True, names=names, lr=0.0, **EOS)
     (rollout, old), line = run.rollouts[0], run.metrics[0]
     expected = [[True, False, False, True, i % 3 > 0] for i in range(16)]
     assert old.mask.tolist() == expected
@@ -1090,10 +1085,10 @@ def test_tools_a_message_becomes_the_users_turn_and_does_not_end_the_response(
     assert ended and tokenizer.decode(tokens, clean_up_tokenization_spaces=False) == text
 
 
-def test_stale_responses_are_those_of_the_policy_of_two_updates_ago(patched, task):
+def test_stale_responses_are_those_of_the_policy_of_two_updates_ago(start):
     """Those before the first update are of the initial policy; an evaluation is of today's."""
     flags = dict(total_episodes=64, sampler_lag=2, kl_coef=0.3, kl_target=None)
-    run = run_main(patched("stale"), task, **flags)
+    run = start("stale", **flags)
     starts = [step.before for step in run.steps[::4]]  # of each update
     for update, ((rollout, _), line) in enumerate(zip(run.rollouts, run.metrics, strict=False)):
         logprobs = []
@@ -1109,7 +1104,7 @@ def test_stale_responses_are_those_of_the_policy_of_two_updates_ago(patched, tas
         kl = (sampler - ref).sum(dim=1).mean().item()  # of the policy that sampled
         assert line["objective/kl"] == pytest.approx(kl, abs=1e-3)
     assert run.metrics[0]["ppo/val/weight"] == 1 and 0 < run.metrics[-2]["ppo/val/weight"] < 2
-    expected = run_main(patched("stale"), task, **flags | dict(sampler_lag=0)).metrics[0]
+    expected = start("stale", **flags | dict(sampler_lag=0)).metrics[0]
     assert run.metrics[0] | expected == run.metrics[0] | dict(expected)
 
 
@@ -1131,7 +1126,7 @@ def test_stale_the_loss_of_a_response_is_weighted_by_its_truncated_ratio(max_wei
 
 
 def test_vine_values_are_mean_scores_of_continuations_and_advantages_are_what_parts_add(
-    patched, task
+    patched, start
 ):
     """Each first continuation ends at once, each second one never; a score is a number of tokens."""
     script, seen, token_advantages = patched("vine"), [], patched("vine").token_advantages
@@ -1151,7 +1146,7 @@ def test_vine_values_are_mean_scores_of_continuations_and_advantages_are_what_pa
     names = dict(sample_in_batches=continue_responses, token_advantages=spy)
     names |= dict(load_reward=lambda *inputs: count)
     flags = dict(vine_every=2, vine_samples=2, kl_coef=0.3, missing_eos_penalty=-2.0)
-    run_main(script, replace(task, **EOS), moved=True, names=names, **flags)
+    start("vine", moved=True, names=names, **EOS, **flags)
     for rollout, values, args, advantages in seen:
         scores = rollout.scores.view(4, -1)
         start = ((scores.sum(dim=0) - scores) / 3).flatten()  # the mean of the others
@@ -1165,24 +1160,24 @@ def test_vine_values_are_mean_scores_of_continuations_and_advantages_are_what_pa
             assert row.tolist() == pytest.approx(parts.repeat(2)[:5].tolist(), abs=1e-5)
 
 
-def test_vine_without_values_in_between_has_the_gradient_of_rloo(patched, task):
+def test_vine_without_values_in_between_has_the_gradient_of_rloo(start):
     """At a first step; up to a factor, since the loss is a mean over tokens, not responses."""
     flags = dict(lr=0.0, micro_batch_tokens=1000)
-    run = run_main(patched("vine"), task, vine_every=5, **flags)
-    expected = run_main(rloo, task, **flags).steps[0].grads
+    run = start("vine", vine_every=5, **flags)
+    expected = start("rloo", **flags).steps[0].grads
     found = {name: 5 * x for name, x in run.steps[0].grads.items()}
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("alike", [False, True])
-def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, patched, task):
+def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, start, task):
     """Query by query, with log-probabilities of each response alone. Equal scores: no gradient."""
-    script, reward = patched("online_dpo"), lambda *texts: (1 - alike) * texts[1].sum(dim=1).float()
+    reward = lambda *texts: (1 - alike) * texts[1].sum(dim=1).float()  # noqa: E731
     flags = dict(lr=0.0, num_minibatches=1, kl_coef=0.3, kl_target=None)
     names = dict(load_reward=lambda *inputs: reward)
-    run = run_main(script, task, moved=True, names=names, **flags)
+    run = start("online_dpo", moved=True, names=names, **flags)
     (rollout, _), loss = run.rollouts[0], 0
-    ref = script.Policy(run.loaded[1].requires_grad_(False), tiny.WORDS, task.temperature)
+    ref = rloo.Policy(run.loaded[1].requires_grad_(False), tiny.WORDS, task.temperature)
     for query in range(4):
         log_ratios = []
         for choose in (max, min):  # the first of several
@@ -1196,11 +1191,11 @@ def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, patched
 
 
 @pytest.mark.parametrize("limit", [0, 1, 20])
-def test_dynamic_sampling_replaces_groups_with_equal_scores_until_the_limit(limit, patched, task):
+def test_dynamic_sampling_replaces_groups_with_equal_scores_until_the_limit(limit, start):
     calls, reward = [], lambda queries, responses, columns: (responses.sum(dim=1) % 4 == 0).float()
     names = dict(load_reward=lambda *inputs: lambda *x: calls.append(x[:2]) or reward(*x))
     flags = dict(max_resamples=limit, eval_queries=3, num_minibatches=1)
-    run = run_main(patched("dynamic_sampling"), task, names=names, **flags)
+    run = start("dynamic_sampling", names=names, **flags)
     calls = [x for x in calls if len(x[0]) != 3]  # no evaluations
     for (rollout, _), line in zip(run.rollouts, run.metrics, strict=False):
         missing, kept, sizes = range(4), {}, []
