@@ -1,6 +1,6 @@
 """Every script × kind of model × precision × fixed length or EOS × one process or two.
 
-One update each: finite numbers, a first ratio of exactly 1, weights that load. 32 runs in which
+One update each: finite numbers, a first ratio of exactly 1, weights that load. 36 runs in which
 every two values meet, those on two processes with `-m slow`; all 256 with `-m exhaustive`.
 """
 
@@ -93,9 +93,9 @@ def check_update(folder: Path, script: str) -> None:
         assert lines[0]["objective/ended"] > 0
 
 
-def test_every_two_values_meet_in_one_of_32_runs():
+def test_every_two_values_meet_in_one_of_36_runs():
     rows, values = covering_array(), (SCRIPTS, KINDS, PRECISIONS, FORMS, (1, 2))
-    assert len(rows) == 32
+    assert len(rows) == 36
     for i, j in combinations(range(5), 2):
         assert {(row[i], row[j]) for row in rows} == {*product(values[i], values[j])}
 
