@@ -52,7 +52,7 @@ from machinery.cli import RunArgs, UnitFloat
 from machinery.decoding import Decoder
 from machinery.models import Float32Linear, compute_logits, load_lm
 from machinery.queries import load_queries
-from machinery.rewards import load_gold_reward, load_reward
+from machinery.rewards import check_reward, load_gold_reward, load_reward
 from machinery.runs import Run, check_run
 from machinery.tokens import load_tokenizer
 from machinery.unpadding import Unpadded
@@ -97,8 +97,8 @@ class Args(RunArgs):
     """clip the norm of the gradient to this value; None: no clipping"""
 
     # Algorithm
-    reward_model: str | None = None
-    """folder or hub name of the reward model; default: models/<task>/train_reward"""
+    reward_model: str = "models/<task>/train_reward"
+    """folder or hub name of the reward model"""
     ref_model: str | None = None
     """reference model of the KL penalty: folder or hub name; default: base_model"""
     kl_coef: NonNegativeFloat = 0.15
@@ -413,7 +413,9 @@ LIMITS = {"ppo/policy/approxkl_avg": (0.02, 0.2), "ppo/policy/clipfrac_avg": (0.
 
 def check(args: Args, processes: int) -> None:
     """Raise `InputError` for invalid flags, before anything is loaded."""
-    check_run(args, SCRIPT, processes)
+    check_run(args, SCRIPT, processes, unread=("label_dataset",))
+    check_reward(args)  # now, since it is loaded after the queries
+    cli.check_divisible("keep_every", args.keep_every or 0, args.eval_every, "eval_every")
     unit = processes * args.num_minibatches
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches")
 
@@ -445,7 +447,7 @@ def main(args: Args) -> None:
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     num_steps = args.num_ppo_epochs * args.num_minibatches  # of the optimizer, per update
     timer = Timer(device)
-    run = Run(args, SCRIPT, num_updates, SHOWN, accelerator, LIMITS)
+    run = Run(args, SCRIPT, num_updates, SHOWN, accelerator, LIMITS, args.keep_every)
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:

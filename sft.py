@@ -166,7 +166,7 @@ SHOWN = ["loss", "heldout/loss", "heldout/perplexity", "lr"]  # in the progress 
 
 def check(args: Args, processes: int) -> None:
     """Raise `InputError` for invalid flags, before anything is loaded."""
-    check_run(args, SCRIPT, processes)
+    check_run(args, SCRIPT, processes, unread=("label_dataset", "reward_fn", "gold_fn"))
     cli.check_divisible("batch_size", args.batch_size, processes, "processes")
 
 
@@ -234,7 +234,8 @@ def main(args: Args) -> None:
     with distributed.inference(accelerator, model):
         samples = sample_continuations(lm, heldout[:64], first, tokenizer, ids, args)
     run.log_table(num_steps, samples[:4])
-    results = [f"held-out perplexity: {metrics['heldout/perplexity']:.3f}"]
+    perplexity = math.exp(heldout_loss(model, heldout, first, args, accelerator))
+    results = [f"held-out perplexity: {perplexity:.3f}"]
     if task.response_column and find_spec("rouge_score"):  # an optional package
         results.append(f"held-out ROUGE-L: {rouge_l(samples):.3f}")
     run.finish(*results)

@@ -229,7 +229,7 @@ SHOWN = ["loss", "accuracy", "gain", "bias", "lr"]  # in the progress line and c
 
 def check(args: Args, processes: int) -> None:
     """Raise `InputError` for invalid flags, before anything is loaded."""
-    check_run(args, SCRIPT, processes)
+    check_run(args, SCRIPT, processes, unread=("reward_fn", "gold_fn"))
     if args.task.label_dataset is None:
         raise cli.InputError(f"--task {args.task.task} has no labels; pass --label_dataset")
     cli.check_divisible("batch_size", args.batch_size, processes, "processes")

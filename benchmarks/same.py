@@ -256,8 +256,8 @@ def run(module: ModuleType, args: Any, folder: Path, way: Way, name: str) -> str
     names = {field.name for field in fields(args)}
     args = replace(args, **{key: value for key, value in way.flags if key in names})
     for stop in (2, None) if way.killed else (None,):
-        again = (folder / "runs" / name).exists()
-        args = replace(args, **({"resume": f"runs/{name}"} if again else {"run_name": name}))
+        found = sorted((folder / "runs" / name).glob("checkpoints/*.safetensors"))
+        args = replace(args, **({"resume": str(found[-1])} if found else {"run_name": name}))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -13,7 +13,7 @@
 set -u
 name="slurm-$SLURM_JOB_ID"
 if compgen -G "runs/$name/checkpoints/*.safetensors" > /dev/null; then
-    set -- "$@" --resume "runs/$name"
+    set -- "$1" --resume "runs/$name" # it knows its flags
 elif [ -e "runs/$name" ]; then # ended before its first checkpoint
     mv "runs/$name" "runs/$name-$(date +%s)"
     set -- "$@" --run_name "$name"

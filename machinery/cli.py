@@ -1,6 +1,8 @@
 """Command line of the scripts: flags with the defaults of a task, and errors as one sentence."""
 
 import argparse
+import inspect
+import json
 import os
 import sys
 import traceback
@@ -20,6 +22,9 @@ from data.tasks import TASKS, Task
 ON_GPU = torch.cuda.is_available()  # some defaults are larger there
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # a seed of torch, also on other processes
 UnitFloat = Annotated[float, Field(ge=0, le=1)]  # a number in [0, 1]
+# Flags that a resumed run may change:
+FREE = ("save_every", "keep_every", "resume", "run_name", "output_dir", "track", "push_to_hub")
+rescues: list[Callable[[], str]] = []  # called after an error: save what can be, say what is lost
 
 
 @dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
@@ -44,7 +49,7 @@ class RunArgs:
     save_every: PositiveInt | None = None
     """updates between checkpoints; SIGTERM, SIGUSR1, SIGHUP save one and end the run"""
     resume: str | None = None
-    """runs/<name>, a checkpoint file, or `latest`: continue it with the same flags"""
+    """runs/<name>, a checkpoint file, or `latest`: continue that run with its flags"""
     track: bool = False
     """also log to Weights & Biases"""
     push_to_hub: str | None = None
@@ -72,21 +77,53 @@ def about(what: str) -> Iterator[None]:
 def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | None = None) -> Any:
     """Parse the command line into the dataclass `cls`.
 
-    `--task NAME` selects the defaults: the task's entry in `TASKS`, then the script's own
-    `presets[NAME]`. argparse reports an unknown task, tyro all other bad flags.
+    The defaults are those of `--task NAME`, its entry in `TASKS`, then the script's own
+    `presets[NAME]`; with `--resume`, the flags of that run. argparse reports an unknown task, tyro
+    all other bad flags.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--task", choices=TASKS, default=next(iter(TASKS)))
-    name = parser.parse_known_args(argv)[0].task
-    task_fields = {field.name for field in fields(Task)}
-    preset = presets.get(name, {})
-    of_task = {key: value for key, value in preset.items() if key in task_fields}
-    of_script = {key: value for key, value in preset.items() if key not in task_fields}
-    default = cls(task=replace(TASKS[name], **of_task), **of_script)
-    shared, found = RunArgs.__dataclass_fields__, cls.__dataclass_fields__.items()
-    cls.__dataclass_fields__ = dict(sorted(found, key=lambda x: x[0] in shared))  # own flags first
-    return tyro.cli(cls, default=default, args=argv, config=(tyro.conf.OmitArgPrefixes,))
+    parser.add_argument("--task", choices=TASKS)
+    parser.add_argument("--resume")
+    given = parser.parse_known_args(argv)[0]
+    task = TASKS[given.task or next(iter(TASKS))]
+    values, found = presets.get(task.task, {}), {}
+    if given.resume:
+        checkpoint = find_checkpoint(given.resume, Path(inspect.getfile(cls)).name, given.task)
+        values, found = read_record(checkpoint), {"resume": str(checkpoint)}
+    task = replace(task, **{x.name: values[x.name] for x in fields(Task) if x.name in values})
+    texts = {x.name: x.default for x in fields(cls) if isinstance(x.default, str)}
+    own = {name: text.replace("<task>", task.task) for name, text in texts.items()}
+    own |= {x.name: values[x.name] for x in fields(cls) if x.name in values and x.name != "task"}
+    shared, known = RunArgs.__dataclass_fields__, cls.__dataclass_fields__.items()
+    cls.__dataclass_fields__ = dict(sorted(known, key=lambda x: x[0] in shared))  # own flags first
+    config = (tyro.conf.OmitArgPrefixes,)
+    args = tyro.cli(cls, default=cls(task=task, **own), args=argv, config=config)
+    return replace(args, **found)
+
+
+def find_checkpoint(name: str, script: str, task: str | None) -> Path:
+    """The checkpoint to resume from: a file, or the newest one in a run's folder.
+
+    `latest` is the newest run of this script, and of this task, that has one.
+    """
+    source = Path("runs" if name == "latest" else name)
+    files = [source] if source.is_file() else source.rglob("checkpoints/*.safetensors")
+    found = []
+    for path in files:
+        record = path.parent.parent / "args.json"
+        complete = record.is_file() and record.with_name(script).is_file()
+        if complete and task in (None, read_record(path)["task"]):
+            found.append((record.stat().st_mtime_ns, path.name, path))
+    if not found:
+        wanted = f"{script} on task {task}" if task else script
+        raise InputError(f"--resume {name} has no checkpoint of {wanted}")
+    return max(found)[2]
+
+
+def read_record(checkpoint: Path) -> dict[str, Any]:
+    """The flags of the run of a checkpoint, and what else its `args.json` says."""
+    return json.loads((checkpoint.parents[1] / "args.json").read_text())
 
 
 def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]] | None = None) -> None:
@@ -94,12 +131,18 @@ def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]] | None = N
     streams: Any = sys.stdout, sys.stderr
     for stream in streams:
         stream.reconfigure(errors="replace")  # not all encodings have all characters
+    rescues.clear()
     try:
         main(tyro.cli(cls) if presets is None else parse_args(cls, presets))
-    except InputError as error:
+    except Exception as error:
+        saved = [rescue() for rescue in rescues]
+        if not isinstance(error, InputError):
+            error.add_note("; ".join(saved))  # the last line of the traceback
+            raise
         if error.__cause__:
             traceback.print_exception(error.__cause__)
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+        sentence = "; ".join([f"{Path(sys.argv[0]).name}: error: {error}", *saved])
+        print(sentence, file=sys.stderr, flush=True)
         sys.exit(2)
 
 

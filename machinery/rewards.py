@@ -202,13 +202,15 @@ def text_scorer(field: str, task: Task, tokenizer: Any, pad_id: int) -> Callable
     return score
 
 
-def reward_model_of(args: Any) -> str | None:
-    """The reward model; None (also if the flag is set) for a `--reward_fn` without `scores`."""
+def check_reward(args: Any) -> str | None:
+    """The reward model, which has to exist; None for a `--reward_fn` without `scores`."""
     name = args.task.reward_fn
     with about(f"--reward_fn {name}"):
         if name and "scores" not in inspect.signature(load_function(name)).parameters:
             return None
-    return args.reward_model or f"models/{args.task.task}/train_reward"
+    with about(f"--reward_model {args.reward_model}"):
+        check_source(args.reward_model)
+    return args.reward_model
 
 
 def load_reward(
@@ -219,7 +221,7 @@ def load_reward(
     It is the reward model's (of class `cls`), or `--reward_fn`'s; a reward function with a
     parameter `scores` gets the reward model's.
     """
-    name, folder = args.task.reward_fn, reward_model_of(args)
+    name, folder = args.task.reward_fn, check_reward(args)
     of_texts: Any = text_scorer("reward_fn", args.task, tokenizer, ids.pad) if name else None
     if folder is None:
         return of_texts

@@ -5,9 +5,10 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Iterable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,24 @@ import filelock
 import huggingface_hub
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import nn
 
-from machinery import artifacts, checkpoints
-from machinery.cli import InputError, about, check_divisible
+from machinery import artifacts, checkpoints, cli
+from machinery.cli import InputError, about
 from machinery.distributed import stop
 from machinery.progress import Limits, Progress, plot_run
-from machinery.rewards import reward_model_of
-from machinery.sources import check_source
 from machinery.tokens import single_token
 from utils import all_max
 
 SIGNALS = [getattr(signal, x) for x in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, x)]
 
 
-def check_run(args: Any, script: Path, processes: int) -> None:
-    """Raise `InputError` if the run would overwrite something, or cannot start or resume."""
+def check_run(args: Any, script: Path, processes: int, unread: tuple[str, ...] = ()) -> None:
+    """Raise `InputError` if the run would overwrite something, or cannot start or resume.
+
+    A resumed run may change the flags `unread`, which the script does not use.
+    """
     link = Path("models", args.task.task, script.stem)
     if args.resume is None and args.run_name and os.path.lexists(f"runs/{args.run_name}"):
         raise InputError(f"--run_name {args.run_name} exists in runs/; choose another name")
@@ -38,15 +41,10 @@ def check_run(args: Any, script: Path, processes: int) -> None:
         raise InputError(f"--output_dir {args.output_dir} exists; choose another name")
     if not args.output_dir and link.exists() and not link.is_symlink():
         raise InputError(f"{link} is a folder, not a link to the weights of a run; move it away")
-    if checkpoint := checkpoints.find_checkpoint(args, script):
-        checkpoints.check_same_run(args, processes, checkpoint.parents[1])
+    if args.resume:
+        checkpoints.check_same_run(args, processes, unread)
     if args.push_to_hub and not huggingface_hub.get_token():
         raise InputError(f"--push_to_hub {args.push_to_hub} needs a token; run `hf auth login`")
-    if hasattr(args, "reward_model") and (reward_model := reward_model_of(args)):
-        with about(f"--reward_model {reward_model}"):  # fail now: it is loaded after the queries
-            check_source(reward_model)
-    if getattr(args, "keep_every", None):
-        check_divisible("keep_every", args.keep_every, args.eval_every, "eval_every")
 
 
 class Run:
@@ -64,12 +62,15 @@ class Run:
         shown: list[str],
         accelerator: Accelerator,
         limits: Limits | None = None,
+        keep_every: int | None = None,
     ):
-        self.args, self.script, self.total = args, script, total
+        self.args, self.script, self.total, self.keep_every = args, script, total, keep_every
         self.progress = Progress(total, shown, limits or {})
         self.accelerator, self.main = accelerator, accelerator.is_main_process
-        self.source = checkpoints.find_checkpoint(args, script)
+        self.source = Path(args.resume) if args.resume else None
         self.step = 0
+        self.write: Callable | None = None  # the last update's checkpoint, until the next step
+        self.weights: Any = None  # their folder, once they are saved
         self.signals: list[int] = []  # received so far
         self.in_terminal = sys.stdout.isatty()
         for number in SIGNALS:
@@ -78,6 +79,8 @@ class Run:
         self.folder = self.source.parents[1] if self.source else Path()  # new: see `open`
         if self.main:
             self.open()
+        (self.folder,) = broadcast_object_list([self.folder])
+        cli.rescues.append(self.rescue)
 
     def note_signal(self, number: int, frame: Any) -> None:
         """Remember a signal; the run saves a checkpoint and ends after the current update."""
@@ -88,7 +91,7 @@ class Run:
     def open(self) -> None:
         """On the main process: create the folder or continue in it; start trackers."""
         task, processes = self.args.task, self.accelerator.num_processes
-        record = asdict(self.args) | {"fixed": checkpoints.fixed_values(self.args, processes)}
+        record = checkpoints.describe(self.args, processes)
         record |= {"command": sys.argv, "device": self.accelerator.device.type}
         if not self.source:
             name = f"{task.task}__{self.script.stem}__{self.args.seed}"
@@ -101,7 +104,7 @@ class Run:
                 if file.is_file():
                     shutil.copy(file, self.folder / file.name)
             record |= artifacts.describe_environment()
-            (self.folder / "args.json").write_text(json.dumps(record, indent=1, default=str))
+            (self.folder / "args.json").write_text(json.dumps(record, indent=1))
         self.lock = filelock.FileLock(self.folder / ".lock")  # some disks keep it after a kill
         with about(f"another process is writing {self.folder}, or left its .lock there"):
             self.lock.acquire(timeout=0)
@@ -113,6 +116,10 @@ class Run:
         With `--resume`, weights and optimizer become those of the checkpoint, and metrics and
         samples are cut back to it. Without, the result is 0 and `state`.
         """
+        state = json.loads(json.dumps(state))  # a `state` that is not JSON fails now
+        if self.main:
+            self.check_space(model, optimizer)
+        optimizer.register_step_pre_hook(lambda *_: setattr(self, "write", None))
         if self.source is None:
             return 0, state
         saved = checkpoints.load_checkpoint(self.source, model, optimizer)
@@ -130,14 +137,32 @@ class Run:
                 raise InputError(f"{self.folder / name} is shorter than it was at {source}")
             if size:
                 os.truncate(self.folder / name, lengths[name])
-        for path in source.parent.glob("*.safetensors"):
-            if path.name > source.name:
+        for path in source.parent.iterdir():
+            if path.name > source.name or path.suffix == ".part":
                 path.unlink()
 
     def sizes(self) -> dict[str, int]:
         """The lengths of metrics and samples, which are cut back when the run is resumed."""
         paths = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")]
         return {path.name: path.stat().st_size if path.exists() else 0 for path in paths}
+
+    def check_space(self, model: nn.Module, optimizer: Any) -> None:
+        """Raise `InputError` if weights and checkpoints will not fit on the disk."""
+        trained = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+        weights = sum(p.nbytes for p in model.parameters())
+        count = checkpoints.KEPT + 1 if self.args.save_every else 0
+        needed = count * (weights + 2 * trained)  # Adam has two moments per weight
+        needed += self.total // self.keep_every * weights if self.keep_every else 0
+        there = sum(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
+        sizes = Counter({self.folder: needed - there})
+        sizes[Path(self.args.output_dir or self.folder)] += weights
+        for folder, size in sizes.items():
+            disk = next(x for x in (folder / "x").absolute().parents if x.exists())
+            if (free := shutil.disk_usage(disk).free) < size:
+                gigabytes = (
+                    f"{size / 1e9:.1f} GB of weights and checkpoints; {free / 1e9:.1f} are free"
+                )
+                raise InputError(f"{folder} has to hold {gigabytes}")
 
     def checkpoint(self, step: int, model: nn.Module, optimizer: Any, state: Any = None) -> None:
         """Write a checkpoint after `step` updates, if one is due or a signal asks for one.
@@ -146,11 +171,15 @@ class Run:
         After a signal, end the run with exit code 143. The last update needs no checkpoint.
         """
         due = self.args.save_every and step % self.args.save_every == 0
-        asked = all_max(torch.tensor(len(self.signals), device=self.accelerator.device)).item()
+        sizes, device = self.sizes(), self.accelerator.device
+        counts = torch.tensor([len(self.signals), *sizes.values()], device=device)
+        asked, *lengths = all_max(counts).tolist()  # the main process alone writes and has lengths
+        rest = {"state": state, "lengths": dict(zip(sizes, lengths, strict=True))}
+        inputs = self.folder / "checkpoints", step, model, optimizer, json.loads(json.dumps(rest))
+        self.write = partial(checkpoints.save_checkpoint, *inputs)
         if step == self.total or not (due or asked):
             return
-        state = {"state": state, "lengths": self.sizes()}
-        checkpoints.save_checkpoint(self.folder / "checkpoints", step, model, optimizer, state)
+        self.write()
         if asked:
             stop(self.accelerator)  # before `close`: until then, a signal ends no process
             self.close()
@@ -158,9 +187,36 @@ class Run:
                 print(f"stopped after {step} of {self.total}: --resume {self.folder}", flush=True)
             sys.exit(143)
 
+    def rescue(self) -> str:
+        """After an error, write the checkpoint of the last update if it can be; say what is lost.
+
+        Other processes may be waiting for this one, so it cannot gather sharded weights.
+        """
+        if self.weights:
+            return f"the weights are in {self.weights}"
+        processes, sharded = self.accelerator.num_processes, self.accelerator.is_fsdp2
+        folder, why = self.folder / "checkpoints", "the weights have changed since"
+        if sharded and processes > 1:
+            why = "no process has all weights"
+        elif self.write:
+            try:
+                with filelock.FileLock(
+                    self.folder / ".rescue", timeout=600
+                ):  # all may fail at once
+                    if not (folder / f"{self.step:08}.safetensors").exists():
+                        self.write(alone=not sharded)
+            except Exception as error:  # such as a full disk
+                why = str(error)
+        saved = max((int(path.stem) for path in folder.glob("*.safetensors")), default=0)
+        text = f"{saved} of {self.total} updates are saved"
+        if saved < self.step:
+            text += f", {saved + 1} to {self.step} are lost ({why})"
+        command = f"{'python ' * (processes == 1)}{self.script.name} --resume {self.folder}"
+        return f"{text}: {command}" if saved else text
+
     def keep(self, update: int, model: Any, tokenizer: Any) -> None:
-        """Save the weights as keep_<update>/ every `--keep_every` updates; on all processes."""
-        if update and self.args.keep_every and update % self.args.keep_every == 0:
+        """Save the weights as keep_<update>/ every `keep_every` updates; on all processes."""
+        if update and self.keep_every and update % self.keep_every == 0:
             self.save(model, tokenizer, name=f"keep_{update}")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -203,25 +259,26 @@ class Run:
         """
         states = {key: checkpoints.full_state(head)[0] for key, head in heads.items()}
         state, _ = checkpoints.full_state(model)
+        out = self.args.output_dir if name == "model" else None
+        folder = Path(out or self.folder / name)
         if self.main:
-            out = self.args.output_dir if name == "model" else None
-            folder, task = Path(out or self.folder / name), self.args.task
+            task = self.args.task
             if task.eos_task and hasattr(model, "generation_config"):
                 end = single_token(tokenizer, task.truncate_token, "--truncate_token")
                 artifacts.stop_at(model, end)
             artifacts.save_model(model, tokenizer, folder, state, states, replace=not out)
-            if name == "model":
-                self.weights = folder
-                if not out:
-                    link = Path("models", self.args.task.task, self.script.stem)
-                    artifacts.replace_link(link, folder)
+            if folder == self.folder / "model":
+                link = Path("models", self.args.task.task, self.script.stem)
+                artifacts.replace_link(link, folder)
         self.accelerator.wait_for_everyone()
+        self.weights = folder if name == "model" else self.weights
 
     def close(self) -> None:
         """From now on, signals end the process at once, and others may write the folder."""
         for number in SIGNALS:
             if signal.getsignal(number) == self.note_signal:
                 signal.signal(number, signal.SIG_DFL)
+        cli.rescues.clear()
         if self.main:
             self.lock.release()
 

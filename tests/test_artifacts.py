@@ -40,7 +40,7 @@ def two_updates(**flags: Any) -> ppo.Args:
 def test_a_run_records_flags_versions_and_curves(name, runs):
     folder = runs.folder / "runs" / name
     record = json.loads((folder / "args.json").read_text())
-    assert record["task"]["task"] == "synthetic" and record["lr"] == runs.args[name].lr
+    assert record["task"] == "synthetic" and record["lr"] == runs.args[name].lr
     assert record["versions"]["torch"] == torch.__version__
     assert record["versions"]["datasets"] == version("datasets")
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"

@@ -167,9 +167,12 @@ MISTAKES = [  # scripts, flags, words of the error
     (ALL, dict(query_column="story"), ("--query_dataset", "story", "text")),
     (ALL, dict(clean_fn="broken.py:f"), ("--clean_fn broken.py:f", "JSONDecodeError")),
     (ALL, dict(truncate_token=". ."), ("--truncate_token", "one token")),
-    (ALL, dict(resume="file.txt"), ("--resume file.txt",)),
     (RL, dict(reward_fn="nowhere.py:f"), ("--reward_fn nowhere.py:f",)),
-    (RL, dict(reward_model=None, query_dataset="x"), ("python train_reward.py --task synthetic",)),
+    (
+        RL,
+        dict(reward_model="models/synthetic/train_reward", query_dataset="x"),
+        ("python train_reward.py --task synthetic",),
+    ),
     (RL, dict(reward_model="task"), ("--reward_model task",)),
     (("sft",), dict(block_size=64, response_length=50), ("66", "64")),  # 64 / 4 + 50
     (("sft",), dict(query_dataset="twice.txt"), ("--num_heldout", "4 of 60", "leaves 0", "2")),

@@ -322,7 +322,7 @@ def test_a_run_writes_its_folder_and_the_saved_weights_load(
 RESUMED = {
     ("separate_critic", "value_warmup"): dict(total_episodes=64, value_warmup_updates=1),
     ("ema",): dict(total_episodes=64),
-    ("keep_best",): dict(total_episodes=64, lr=3e-2, reward_model=None, reward_fn="mine.py:f"),
+    ("keep_best",): dict(total_episodes=64, lr=3e-2, reward_fn="mine.py:f"),
     ("resid_dropout",): dict(num_epochs=2),
     ("stale",): dict(total_episodes=64, sampler_lag=2),
 }

@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,11 +58,15 @@ def process():
 
 
 def exit_code(script: str, args: Any) -> int:
-    """The exit code of a script."""
+    """The exit code of a script; `args` may be the flags as one text."""
+    module = SCRIPTS[script]
     with process(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "parse_args", lambda *_: args)
+        if isinstance(args, str):
+            patch.setattr(sys, "argv", ["script.py", *args.split()])
+        else:
+            patch.setattr(cli, "parse_args", lambda *_: args)
         try:
-            cli.run(SCRIPTS[script].main, type(args), {})
+            cli.run(module.main, module.Args, module.PRESETS)
         except SystemExit as stop:
             stop.__traceback__ = stop.__context__ = None
             return stop.code
@@ -140,6 +144,10 @@ def not_finite(function: Callable, *args: Any) -> torch.Tensor:
     return function(*args).index_fill(0, torch.tensor([2]), math.nan)
 
 
+def fail(*_: Any, **__: Any) -> None:
+    raise OSError("No space left on device")
+
+
 def is_part(path: Path, *_: Any) -> bool:
     return ".part" in path.name
 
@@ -166,10 +174,11 @@ KILLS = {  # what → owner and name of the function that is called then, what h
     "SIGTERM": (distributed, "check_gradients", send(signal.SIGTERM)),
     "SIGUSR1": (distributed, "check_gradients", send(signal.SIGUSR1)),
     "NaN": (ppo, "estimate_kl", not_finite),
+    "raises": (ppo, "score_responses", fail),
 }
 
 
-def fork(script: str, flags: dict, what: str | None, n: int, log: Path, env: dict) -> int:
+def fork(script: str, args: Any, what: str | None, n: int, log: Path, env: dict) -> int:
     """Run a script in a new process, which ends at the `n`-th `what`. Returns its id."""
     if pid := os.fork():
         return pid
@@ -181,7 +190,7 @@ def fork(script: str, flags: dict, what: str | None, n: int, log: Path, env: dic
         if what:
             owner, name, do, *when = KILLS[what]
             at_call(pytest.MonkeyPatch(), owner, name, n, do, *when)
-        code = exit_code(script, settings(script, **flags))
+        code = exit_code(script, args)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -220,8 +229,9 @@ def drive(jobs: list[dict]) -> dict[str, list[list[int]]]:
         name, processes, folder = job["name"], job["processes"], Path("runs", job["name"])
         for what, n, killed in [*job["kills"], [None, 0, 0]]:
             resume = any(folder.glob("checkpoints/*.safetensors"))
-            begin = dict(resume=str(folder)) if resume else dict(run_name=name)
+            args: Any = f"--resume {folder}"
             if not resume:
+                args = settings(job["script"], **job["flags"], run_name=name)
                 shutil.rmtree(folder, ignore_errors=True)
             port, pids = str(free_port()), []
             for rank in range(processes):
@@ -230,7 +240,7 @@ def drive(jobs: list[dict]) -> dict[str, list[list[int]]]:
                 here = what if rank == killed and what != "some time" else None
                 log = Path(f"{name}.{rank}.log")
                 env = env if processes > 1 else {}
-                pids.append(fork(job["script"], job["flags"] | begin, here, n, log, env))
+                pids.append(fork(job["script"], args, here, n, log, env))
             seconds = n if what == "some time" else 60
             codes[name].append([wait(pid, seconds) for pid in pids])
     return codes
@@ -266,8 +276,8 @@ ONE = {  # script → where its run is killed, one after the other
     "sft": "in a checkpoint 2, in a line 2, before its rename 1, before the weights 1",
 }
 TWO = {  # the same, with the process that is killed
-    "ppo": "before its rename 2 0, in an update 17 1, SIGTERM 2 1",
-    "rloo": "in a checkpoint 2 0, SIGUSR1 6 0, after the weights 1 0",
+    "ppo": "SIGTERM 6 1, before its rename 1 0, in an update 3 1",
+    "rloo": "in a checkpoint 2 0, SIGUSR1 2 0, after the weights 1 0",
     "train_reward": "in a line 4 0",
     "sft": "in an update 4 1",
 }
@@ -304,14 +314,16 @@ def test_a_run_that_is_killed_anywhere_and_resumed_equals_an_undisturbed_run(tmp
 def test_one_of_several_processes_is_killed_or_gets_a_signal(tmp_path):
     """Three processes: the order in which they add up gradients matters to rounding.
 
-    A number that is not finite in one process ends both with the same sentence.
+    A number that is not finite in one process ends both with the same sentence, and an error in one
+    of them, without --save_every, loses no finished update.
     """
     jobs = [job for script, kills in TWO.items() for job in pair(script, kills, 2)]
     three = dict(batch_size=3, block_size=4, num_epochs=2)
     three_jobs = pair("sft", "before its rename 2 0", 3, **three)
     jobs += [job | dict(name=f"{job['name']}_3") for job in three_jobs]
-    flags = dict(eval_every=100, save_every=1)
-    jobs.append(dict(script="ppo", name="nan", processes=2, flags=flags, kills=[["NaN", 4, 1]]))
+    job = dict(script="ppo", flags={}, processes=2)
+    jobs.append(job | dict(name="nan", kills=[["NaN", 4, 1]]))
+    jobs.append(job | dict(name="raises", kills=[["raises", 6, 1]]))  # two are evaluations
     done = run_jobs(tmp_path / "copy", jobs)
     for script, kills in TWO.items():
         assert done.codes[f"{script}_straight"] == [[0, 0]], done.logs
@@ -326,8 +338,12 @@ def test_one_of_several_processes_is_killed_or_gets_a_signal(tmp_path):
     assert done.codes["sft_killed_3"] == [[-9, 1, 1], [0, 0, 0]], done.logs
     assert_same_run(done.runs / "sft_killed_3", done.runs / "sft_straight_3")
     assert done.codes["nan"] == [[2, 2], [0, 0]], done.logs
+    assert done.codes["raises"] == [[1, 1], [0, 0]], done.logs
     for rank in (0, 1):
         assert "the norm of the gradient is nan" in (done.folder / f"nan.{rank}.log").read_text()
+        log = (done.folder / f"raises.{rank}.log").read_text()
+        assert "3 of 6 updates are saved: ppo.py --resume runs/raises\n" in log
+    assert_same_run(done.runs / "raises", done.runs / "ppo_straight")
 
 
 # ------------------------------------------------------------------------------------ one run, looked at closely
@@ -349,7 +365,7 @@ def test_a_signal_writes_a_checkpoint_after_the_update_and_exits_with_143(
     assert "stopped after 3 of 6: --resume runs/stopped" in capsys.readouterr().out
     assert [path.name for path in checkpoint_files("stopped")] == ["00000003.safetensors"]
     assert [signal.getsignal(number) for number in SIGNALS] == handlers
-    assert exit_code(script, settings(script, resume="latest")) == 0
+    assert exit_code(script, "--resume latest") == 0
     assert "resuming runs/stopped after 3 of 6" in capsys.readouterr().out
     assert_same_run(Path("runs/stopped"), Path("runs/straight"))
 
@@ -386,9 +402,9 @@ def read_state(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return load_file(path), json.loads(file.metadata()["state"])
 
 
-def again(**changes: Any) -> Any:
-    """The flags of `ran`, to resume it."""
-    return settings("ppo", **dict(save_every=1, run_name="ran", resume="runs/ran") | changes)
+def again(flags: str = "--resume runs/ran", script: Any = ppo) -> Any:
+    """The flags of a run that is resumed, as the command line gives them."""
+    return cli.parse_args(script.Args, script.PRESETS, flags.split())
 
 
 @contextmanager
@@ -439,8 +455,8 @@ def test_a_checkpoint_of_every_kind_of_model_is_read_back(kind, tmp_path):
 
 
 def test_a_run_that_has_finished_can_be_resumed_and_stays_the_same(ran, copy):
-    for flags in ({}, dict(resume="latest", run_name=None)):  # without and with the weights
-        ppo.main(again(**flags))
+    for flags in ("--resume runs/ran", "--resume latest"):  # without and with the weights
+        ppo.main(again(flags))
         assert_same_run(copy / "runs/ran", ran / "runs/ran")
     assert os.listdir("runs") == ["ran"] and not list(Path().rglob("*.part*"))
     events = EventAccumulator("runs/ran").Reload().Scalars("objective/scores")
@@ -452,7 +468,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_gives_the_same_ru
     os.truncate(newest, newest.stat().st_size // 2)
     with refused(f"{newest} is damaged", "--resume"):
         ppo.main(again())
-    ppo.main(again(resume=str(before)))
+    ppo.main(again(f"--resume {before}"))
     assert_same_run(copy / "runs/ran", ran / "runs/ran")
     assert read_state(checkpoint_files()[-1])[1]["step"] == 5
 
@@ -462,18 +478,14 @@ def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(
     script, tmp_path, accelerator
 ):
     """Flags that only save memory too, since they change rounding."""
-    args, run = settings(script), tmp_path
-    args = replace(args, task=replace(args.task, reward_fn=None))
-    fixed = checkpoints.fixed_values(args, 1)
-    (run / "args.json").write_text(json.dumps({"fixed": fixed}))
-    checkpoints.check_same_run(args, 1, run)
+    args = settings(script, resume=str(tmp_path / "checkpoints/1"))
+    (tmp_path / "args.json").write_text(json.dumps(checkpoints.describe(args, 1)))
     free = {"save_every", "keep_every", "resume", "run_name", "output_dir", "track", "push_to_hub"}
-    free |= set() if script == "train_reward" else {"label_dataset"}  # which others do not read
     owners = [(args, field) for field in fields(args) if field.name != "task"]
     owners += [(args.task, field) for field in fields(args.task)]
     for owner, field in owners:
         value = getattr(owner, field.name)
-        others = ["math:sqrt", 0.25, "k2", 3]  # a function can be loaded
+        others = ["math:sqrt", 0.25, "k2", 3]
         if isinstance(value, bool | int | float):
             others = [not value if isinstance(value, bool) else value + 1, value / 2]
         for other in others:
@@ -481,66 +493,65 @@ def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(
                 changed = replace(owner, **{field.name: other})
                 break
         changed = changed if owner is args else replace(args, task=changed)
+        assert changed != args, field.name
+        changed = replace(changed, resume=args.resume)
         if field.name in free:
-            checkpoints.check_same_run(changed, 1, run)
+            checkpoints.check_same_run(changed, 1, ())
         else:
-            assert changed != args, field.name
-            value = value or fixed[field.name]  # the default of reward_model has a name, too
             with pytest.raises(InputError, match=f"{field.name}={other} instead of {value}"):
-                checkpoints.check_same_run(changed, 1, run)
-                pytest.fail(f"--{field.name} may change")
+                checkpoints.check_same_run(changed, 1, ())
+            checkpoints.check_same_run(changed, 1, (field.name,))
 
 
 def test_changed_flags_are_all_named_before_anything_is_loaded(copy, no_weights):
     with refused("seed=3 instead of 1", "lr=0.5 instead of 0.01"):
-        ppo.main(again(lr=0.5, seed=3))
+        ppo.main(again("--resume runs/ran --lr 0.5 --seed 3"))
     with refused("processes=2 instead of 1"):
         ppo.check(again(), 2)
-    ppo.check(again(run_name=None, output_dir="out", save_every=None), 1)
+    ppo.check(again("--resume runs/ran --output_dir out --save_every None"), 1)
     Path("out").mkdir()  # hours before the weights would have to be there
     with refused("--output_dir out exists"):
-        ppo.check(again(output_dir="out"), 1)
+        ppo.check(again("--resume runs/ran --output_dir out"), 1)
 
 
-def test_a_resumed_run_has_the_models_and_data_that_its_names_meant(ran, copy):
-    """A link may point elsewhere, and a file may have been edited. Other names of the same are fine."""
-    stories = Path("task/stories.txt").read_text()
-    Path("task/stories.txt").write_text(stories.replace("cat", "dog"))
-    known, name = hashlib.sha256(stories.encode()).hexdigest()[:8], "task/stories.txt (sha256 "
-    with refused(f"query_dataset={name}", f"instead of {name}{known})"):
-        ppo.main(again())
-    Path("task/stories.txt").write_text(stories)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_file_that_was_edited_is_refused_if_the_script_reads_it(script, home):
+    assert exit_code(script, settings(script, run_name="ran", save_every=2)) == 0
+    reads = {"task/stories.txt": "query_dataset"}
+    reads |= {"task/labels.json": "label_dataset"} if script == "train_reward" else {}
+    reads |= {"reward.py": "reward_fn"} if script in ("ppo", "rloo") else {}
+    for file in ("task/stories.txt", "task/labels.json", "reward.py"):
+        text = Path(file).read_text()
+        known, new = (hashlib.sha256(x.encode()).hexdigest()[:8] for x in (text, text + "\n"))
+        Path(file).write_text(text + "\n")
+        with (
+            refused(f"sha256 of {reads[file]}={new} instead of {known}")
+            if file in reads
+            else nullcontext()
+        ):
+            SCRIPTS[script].check(again(script=SCRIPTS[script]), 1)
+        Path(file).write_text(text)
+
+
+def test_a_link_that_moves_changes_nothing(home):
+    """Nor does a reward model that is trained later: the run has none."""
+    Path("first").symlink_to("task/model")
+    args = settings("ppo", run_name="ran", save_every=4)
+    ppo.main(replace(args, task=replace(args.task, base_model="first")))
+    before = written(Path("runs/ran"))
     tiny.write_model(Path("second"), seed=5)
-    Path("task/model").rename("task/first")
-    Path("task/model").symlink_to("../second")
-    with refused("base_model=second instead of task/model"):
-        ppo.main(again())
-    Path("task/model").unlink()
-    Path("task/first").rename("task/model")
-    Path("alias").symlink_to("task/model")
-    args = again()
-    ppo.main(replace(args, task=replace(args.task, base_model="alias")))
-    assert_same_run(copy / "runs/ran", ran / "runs/ran")
-
-
-def test_the_reward_model_and_the_labels_of_a_run_are_recorded_where_it_has_them(
-    tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    write_files(tmp_path)
-    tiny.write_reward(tmp_path / "runs/r1/model")
+    Path("first").unlink()
+    Path("first").symlink_to("second")
+    tiny.write_reward(home / "runs/r1/model")
     artifacts.replace_link(Path("models/synthetic/train_reward"), Path("runs/r1/model"))
-    Path("both.py").write_text("def score(queries, responses, scores):\n    return scores\n")
-    args, model = settings("ppo"), "runs/r1/model"
-    for reward_fn, found in {
-        args.task.reward_fn: None,
-        "both.py:score": model,
-        None: model,
-    }.items():
-        args = replace(args, task=replace(args.task, reward_fn=reward_fn))
-        assert checkpoints.fixed_values(args, 1)["reward_model"] == found
-    labels = checkpoints.fixed_values(settings("train_reward"), 1)["label_dataset"]
-    assert labels.startswith("task/labels.json (sha256 ")
+    shutil.rmtree("runs/ran/model")
+    assert exit_code("ppo", "--resume runs/ran") == 0
+    assert written(Path("runs/ran")) == before
+    with refused("base_model=second instead of task/model"):
+        ppo.main(again("--resume runs/ran --base_model first"))
+    Path("first").unlink()
+    Path("first").symlink_to("task/model")
+    ppo.check(again("--resume runs/ran --base_model first"), 1)
 
 
 def test_a_copys_own_state_and_flags_of_any_type_are_resumed(tmp_path, monkeypatch):
@@ -567,7 +578,7 @@ def test_a_copys_own_state_and_flags_of_any_type_are_resumed(tmp_path, monkeypat
     shutil.rmtree("runs/again/model")
     saved = [read_state(path)[1]["state"][1] for path in checkpoint_files("full")]
     assert saved == sorted(saved) and saved[0] < saved[-1]  # the price, which rises
-    SCRIPTS["mine"].main(settings("mine", save_every=1, resume="runs/again"))
+    assert exit_code("mine", "--resume runs/again") == 0
     assert_same_run(Path("runs/again"), Path("runs/full"))
 
 
@@ -577,30 +588,33 @@ def test_another_precision_is_refused(copy, bf16_accelerator):
         ppo.main(again())
 
 
-def test_latest_is_the_newest_run_of_this_task_and_script_that_has_a_checkpoint(copy):
+def test_latest_is_the_newest_run_of_this_script_and_task_that_has_a_checkpoint(copy):
     record = json.loads(Path("runs/ran/args.json").read_text())
 
-    def add(name: str, age: int, text: str = json.dumps(record)) -> Path:
+    def add(name: str, age: int, **changes: Any) -> Path:
         folder = shutil.copytree("runs/ran", Path("runs", name))
-        (folder / "args.json").write_text(text)
+        (folder / "args.json").write_text(json.dumps(record | changes))
         os.utime(folder / "args.json", (age, age))
         return folder
 
     os.utime("runs/ran/args.json", (1, 1))
-    old, new = add("old", 10), add("sweep/new", 20)
-    shutil.rmtree(add("bare", 30) / "checkpoints")
-    add("task", 40, json.dumps(record | {"task": record["task"] | {"task": "sentiment"}}))
-    (add("script", 50) / "ppo.py").rename("runs/script/mine.py")
+    old, new, other = add("old", 10), add("sweep/new", 20), add("task", 40, task="sentiment", lr=3)
+    shutil.rmtree(add("bare", 50) / "checkpoints")
+    (add("script", 60) / "ppo.py").rename("runs/script/mine.py")
 
-    def found(name: str, script: Path = ppo.SCRIPT) -> Path:
-        return checkpoints.find_checkpoint(again(resume=name), script)
+    def found(flags: str) -> tuple[Path, float]:
+        args = again(f"--resume {flags}")
+        assert args.resume.endswith("/checkpoints/00000005.safetensors")
+        return Path(args.resume).parents[1], args.lr
 
-    assert found("latest") == new / "checkpoints/00000005.safetensors"
-    assert found(str(old)) == old / "checkpoints/00000005.safetensors"
-    assert found("latest", Path("mine.py")).parents[1] == Path("runs/script")
+    assert found("latest") == (other, 3)
+    assert found("latest --task synthetic") == (new, 0.01)
+    assert found(str(old)) == (old, 0.01)
     for name in ("latest", "runs/bare", "runs/nowhere", "runs/ran/args.json", "runs/ran"):
-        with refused(f"--resume {name} ", "no checkpoint of rloo.py on task synthetic"):
-            rloo.check(settings("rloo", resume=name), 1)
+        with refused(f"--resume {name} has no checkpoint of rloo.py"):
+            again(f"--resume {name}", rloo)
+    with refused("no checkpoint of ppo.py on task tldr"):
+        again("--resume latest --task tldr")
 
 
 def test_a_run_that_another_process_writes_or_whose_metrics_are_cut_is_left_alone(copy):
@@ -611,19 +625,70 @@ def test_a_run_that_another_process_writes_or_whose_metrics_are_cut_is_left_alon
         ppo.main(again())
 
 
-def test_a_loss_that_is_not_finite_leaves_the_last_checkpoint_and_no_later_one(
-    ran, copy, monkeypatch, capsys
-):
-    """Resumed from the older of two; the newer one does not fit the metrics any more."""
+def raise_input_error(*_: Any) -> None:
+    raise InputError("an error")
 
-    with monkeypatch.context() as patch:
-        at_call(patch, *KILLS["NaN"][:2], 2, not_finite)
-        assert exit_code("ppo", again(resume=str(checkpoint_files()[0]))) == 2
-    assert "the norm of the gradient is nan" in capsys.readouterr().err
-    assert [path.name for path in checkpoint_files()] == ["00000004.safetensors"]
-    assert len(written(copy / "runs/ran")["metrics.jsonl"]) == 4
-    assert exit_code("ppo", again()) == 0
-    assert_same_run(copy / "runs/ran", ran / "runs/ran")
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_error_loses_no_finished_update_before_the_next_step(script, home, capsys):
+    """Without --save_every; at last, as the weights are saved."""
+    steps = 4 if script in ("ppo", "rloo") else 1
+    again = f"python {script}.py --resume runs/ran"
+    assert exit_code(script, settings(script, run_name="straight")) == 0
+    args: Any = settings(script, run_name="ran")
+    for owner, name, n, done in (
+        (distributed, "check_gradients", 2 * steps + 1, 2),
+        (distributed, "check_gradients", 2 * steps + 2, 4),  # torch takes a step to load moments
+        (artifacts, "save_model", 1, 6),
+    ):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError) as caught:
+            at_call(patch, owner, name, n, fail)
+            exit_code(script, args)
+        assert caught.value.__notes__ == [f"{done} of 6 updates are saved: {again}"]
+        args = "--resume runs/ran"
+    assert exit_code(script, args) == 0
+    assert_same_run(Path("runs/ran"), Path("runs/straight"))
+
+
+def test_what_an_error_loses_is_said(home, capsys, monkeypatch):
+    """After a step, on a full disk, under FSDP2 on several processes; before any update is done."""
+    for n, full, words in (
+        (14, False, "2 of 6 updates are saved, 3 to 3 are lost (the weights have changed since): "),
+        (13, True, "2 of 6 updates are saved, 3 to 3 are lost (No space left on device): "),
+        (1, False, "0 of 6 updates are saved"),
+    ):
+        with monkeypatch.context() as patch:
+            at_call(patch, distributed, "check_gradients", n, raise_input_error)
+            at_call(patch, checkpoints, "save_file", 2, fail) if full else None
+            assert exit_code("ppo", settings("ppo", run_name=f"at{n}", save_every=2)) == 2
+        end = f"python ppo.py --resume runs/at{n}" if n > 1 else ""
+        assert capsys.readouterr().err.endswith(f"an error; {words}{end}\n")
+    accelerator = SimpleNamespace(is_fsdp2=True, num_processes=2)
+    run: Any = dict(accelerator=accelerator, step=3, total=6, folder=home, script=ppo.SCRIPT)
+    run = SimpleNamespace(**run, weights=None, write=kill)
+    text = "0 of 6 updates are saved, 1 to 3 are lost (no process has all weights)"
+    assert runs.Run.rescue(run) == text
+
+
+def test_a_disk_that_is_too_small_is_refused_before_training(ran, copy, monkeypatch):
+    """Three checkpoints for a moment, and the weights. What is there already counts."""
+    sizes = [path.stat().st_size for path in (ran / "runs/ran").rglob("*.safetensors")]
+    checkpoint, model = max(sizes), (ran / "runs/ran/model/model.safetensors").stat().st_size
+    usage = SimpleNamespace(free=2.9 * checkpoint + model)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(InputError, match="runs/small has to hold"):
+        ppo.main(settings("ppo", run_name="small", save_every=1))
+    ppo.main(again())
+    usage.free = 3.1 * checkpoint + model
+    ppo.main(settings("ppo", run_name="large", save_every=1))
+    usage.free = 0.9 * model
+    with pytest.raises(InputError, match="out has to hold"):
+        ppo.main(settings("ppo", run_name="other", output_dir="out"))
+
+
+def test_state_that_is_not_json_fails_when_the_run_starts():
+    with pytest.raises(TypeError, match="Tensor is not JSON serializable"):
+        runs.Run.restore(None, None, None, torch.ones(1))
 
 
 def test_a_signal_changes_nothing_under_nohup_or_in_the_last_update(home):
