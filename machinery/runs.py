@@ -159,10 +159,8 @@ class Run:
         for folder, size in sizes.items():
             disk = next(x for x in (folder / "x").absolute().parents if x.exists())
             if (free := shutil.disk_usage(disk).free) < size:
-                gigabytes = (
-                    f"{size / 1e9:.1f} GB of weights and checkpoints; {free / 1e9:.1f} are free"
-                )
-                raise InputError(f"{folder} has to hold {gigabytes}")
+                words = f"{size / 1e9:.1f} GB of weights; {free / 1e9:.1f} GB are free"
+                raise InputError(f"{folder} has to hold {words}")
 
     def checkpoint(self, step: int, model: nn.Module, optimizer: Any, state: Any = None) -> None:
         """Write a checkpoint after `step` updates, if one is due or a signal asks for one.
@@ -171,9 +169,9 @@ class Run:
         After a signal, end the run with exit code 143. The last update needs no checkpoint.
         """
         due = self.args.save_every and step % self.args.save_every == 0
-        sizes, device = self.sizes(), self.accelerator.device
-        counts = torch.tensor([len(self.signals), *sizes.values()], device=device)
-        asked, *lengths = all_max(counts).tolist()  # the main process alone writes and has lengths
+        sizes = self.sizes()  # of the main process, which writes the files
+        counts = torch.tensor([len(self.signals), *sizes.values()], device=self.accelerator.device)
+        asked, *lengths = all_max(counts).tolist()
         rest = {"state": state, "lengths": dict(zip(sizes, lengths, strict=True))}
         inputs = self.folder / "checkpoints", step, model, optimizer, json.loads(json.dumps(rest))
         self.write = partial(checkpoints.save_checkpoint, *inputs)
@@ -194,25 +192,21 @@ class Run:
         """
         if self.weights:
             return f"the weights are in {self.weights}"
-        processes, sharded = self.accelerator.num_processes, self.accelerator.is_fsdp2
+        single, sharded = self.accelerator.num_processes == 1, self.accelerator.is_fsdp2
         folder, why = self.folder / "checkpoints", "the weights have changed since"
-        if sharded and processes > 1:
+        if sharded and not single:
             why = "no process has all weights"
         elif self.write:
             try:
-                with filelock.FileLock(
-                    self.folder / ".rescue", timeout=600
-                ):  # all may fail at once
+                with filelock.FileLock(self.folder / ".rescue", timeout=600):  # from each other
                     if not (folder / f"{self.step:08}.safetensors").exists():
                         self.write(alone=not sharded)
             except Exception as error:  # such as a full disk
                 why = str(error)
         saved = max((int(path.stem) for path in folder.glob("*.safetensors")), default=0)
-        text = f"{saved} of {self.total} updates are saved"
-        if saved < self.step:
-            text += f", {saved + 1} to {self.step} are lost ({why})"
-        command = f"{'python ' * (processes == 1)}{self.script.name} --resume {self.folder}"
-        return f"{text}: {command}" if saved else text
+        lost = f", {saved + 1} to {self.step} are lost ({why})" if saved < self.step else ""
+        command = f": {'python ' * single}{self.script.name} --resume {self.folder}"
+        return f"{saved} of {self.total} updates are saved{lost}{command * (saved > 0)}"
 
     def keep(self, update: int, model: Any, tokenizer: Any) -> None:
         """Save the weights as keep_<update>/ every `keep_every` updates; on all processes."""
