@@ -43,7 +43,7 @@ class Unpadded:
         bounds = pad(counts.cumsum(dim=1), (1, 0)).int()  # [2, B + 1]
         lengths, seen = counts.tolist()  # waits for the device; nothing else here does
         inputs: dict[str, Any] = dict(attention_mask=mask, use_cache=False)
-        if max(seen) > longest:
+        if not longest or max(seen) > longest:
             if hasattr(self.backbone, "why_padded"):
                 say_once(f"padding is computed: {self.backbone.why_padded}")
             return self.backbone(input_ids, position_ids=position_ids, **inputs).last_hidden_state
