@@ -24,20 +24,6 @@ CLEAN = DATA / "clean.py"
 SMALL_TABLE = 2**15  # tokenize at least this many rows: it takes a second or two
 
 
-def load_texts(task: Task, *columns: str) -> Rows:
-    """At most `num_queries` rows of `query_dataset`. Raises `InputError` without these columns."""
-    rows = load_rows(task.query_dataset, "--query_dataset")
-    with about(f"--query_dataset {task.query_dataset}"):
-        first = rows.select_columns(list(columns))[:1]  # if one is missing, the error lists them
-        messages = [x[0] for values in first.values() for x in values if x and isinstance(x, list)]
-        if any("from" in message for message in messages):
-            raise InputError("messages have from and value, not role and content: docs/data.md")
-    if len(rows) > task.num_queries:
-        chosen = np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)
-        rows = rows.select(np.sort(chosen))
-    return rows
-
-
 @dataclass
 class TokenTable:
     """Token sequences in a memory-mapped file that the processes of a machine share.
@@ -76,6 +62,109 @@ class TokenTable:
             left = f"of {len(self)} sequences leaves {len(rest)}; training needs {needed}"
             raise InputError(f"--eval_queries (of sft.py: --num_heldout): holding out {n} {left}")
         return self.select(list(range(n))), self.select(rest)
+
+
+def load_queries(task: Task, tokenizer: Any, ids: TokenIds, limit: int) -> TokenTable:
+    """The table of queries [N, Q] (G2), with all columns of the data set.
+
+    Of a larger data set, a random sample of `limit` texts, or of `SMALL_TABLE` if that is more.
+    """
+    texts = load_texts(task, task.query_column)
+    order = np.random.default_rng(0).permutation(len(texts))
+    texts = texts.select(order[: max(limit, SMALL_TABLE)])
+
+    def queries(batch: dict[str, list]) -> list[list[int]]:
+        return tokenize_queries(batch[task.query_column], task, tokenizer)
+
+    return tokenize_rows(texts, queries, task.query_length, task, tokenizer, ids, keep_columns=True)
+
+
+def load_texts(task: Task, *columns: str) -> Rows:
+    """At most `num_queries` rows of `query_dataset`. Raises `InputError` without these columns."""
+    rows = load_rows(task.query_dataset, "--query_dataset")
+    with about(f"--query_dataset {task.query_dataset}"):
+        first = rows.select_columns(list(columns))[:1]  # if one is missing, the error lists them
+        messages = [x[0] for values in first.values() for x in values if x and isinstance(x, list)]
+        if any("from" in message for message in messages):
+            raise InputError("messages have from and value, not role and content: docs/data.md")
+    if len(rows) > task.num_queries:
+        chosen = np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)
+        rows = rows.select(np.sort(chosen))
+    return rows
+
+
+def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[list[int]]:
+    """Texts or lists of messages → queries as token lists, empty for those that are skipped (P3).
+
+    Skipped: blank texts, and messages that are too long. The query of a conversation that ends with
+    an answer is what precedes it.
+    """
+    if any(isinstance(text, list) for text in texts):
+        tokens.check_chat(task, tokenizer)
+        prompts = [tokens.drop_answer(messages or []) for messages in texts]
+        return [tokens.tokenize_prompt(prompt, task.query_length, tokenizer) for prompt in prompts]
+    texts = clean_texts(texts, task)
+    begin = [] if task.query_prefix else tokens.bos(tokenizer)  # else the prefix begins with it
+    length = task.query_length - len(begin)
+    if task.keep_last_line:
+        texts = [drop_lines(text, length, tokenizer) for text in texts]
+    start = tokens.single_token(tokenizer, task.start_text, "--start_text")
+    end = task.end_text
+    before = [task.query_prefix] * len(texts)
+    encoded, offsets, _ = tokens.encode_after(before, texts, tokenizer, offsets=end is not None)
+    queries = []
+    for i, (text, ids) in enumerate(zip(texts, encoded, strict=True)):
+        ends = None if end is None else ends_word(text, offsets[i], end)
+        query = cut_query(ids, length, start, ends) if text.strip() else []
+        queries.append(begin + query if query and query[:1] != begin else query)
+    return queries
+
+
+def clean_texts(texts: Sequence[str | None], task: Task) -> list[str]:
+    """Apply `clean_fn`; a missing text becomes an empty one."""
+    with about(f"--clean_fn {task.clean_fn}"):
+        clean = load_function(task.clean_fn) if task.clean_fn else lambda text: text
+        return [clean(text or "") for text in texts]
+
+
+def drop_lines(text: str, length: int, tokenizer: Any) -> str:
+    """Cut a prompt of more than `length` tokens: drop lines before its last one, such as TL;DR:."""
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    head, _, last = text.rpartition("\n")
+    while "\n" in head.rstrip() and len(encode(text)) > length:
+        head = head.rstrip().rpartition("\n")[0]
+        text = f"{head.rstrip()}\n\n{last}"
+    return text
+
+
+def ends_word(text: str, offsets: list[tuple[int, int]], end: str) -> list[bool]:
+    """For each token: whether the text through it ends with `end`, at the end of a word (P3).
+
+    Both of GPT-2's periods, "." and " .", end a sentence; those in "1.5" or "CNN.com" do not.
+    """
+    found = []
+    for _, stop in offsets:
+        closes_word = end.isspace() or not text[stop : stop + 1].strip()
+        found.append(closes_word and text.endswith(end, 0, stop))
+    return found
+
+
+def cut_query(ids: list[int], length: int, start: int | None, ends: list[bool] | None) -> list[int]:
+    """The query inside a passage, empty if there is none (P3).
+
+    It begins after the first `start` token, has at most `length` tokens, and ends with the last of
+    those for which `ends` is True.
+    """
+    first = 0
+    if start is not None:
+        if start not in ids:
+            return []
+        first = (ids.index(start) + 1) % len(ids)  # OpenAI: a final start token cuts nothing
+    ids = ids[first : first + length]
+    if ends is None:
+        return ids
+    stops = [i + 1 for i, end in enumerate(ends[first : first + length]) if end]
+    return ids[: stops[-1]] if stops else []
 
 
 def tokenize_rows(
@@ -135,95 +224,6 @@ def tokenize_rows(
         say(f"{limit}: cut {(cut > 0).sum()} of {len(kept)} sequences, by {cut.sum()} tokens")
     source = rows if keep_columns else table
     return TokenTable(table, source, length, ids.pad).select(kept)
-
-
-def clean_texts(texts: Sequence[str | None], task: Task) -> list[str]:
-    """Apply `clean_fn`; a missing text becomes an empty one."""
-    with about(f"--clean_fn {task.clean_fn}"):
-        clean = load_function(task.clean_fn) if task.clean_fn else lambda text: text
-        return [clean(text or "") for text in texts]
-
-
-def ends_word(text: str, offsets: list[tuple[int, int]], end: str) -> list[bool]:
-    """For each token: whether the text through it ends with `end`, at the end of a word (P3).
-
-    Both of GPT-2's periods, "." and " .", end a sentence; those in "1.5" or "CNN.com" do not.
-    """
-    found = []
-    for _, stop in offsets:
-        closes_word = end.isspace() or not text[stop : stop + 1].strip()
-        found.append(closes_word and text.endswith(end, 0, stop))
-    return found
-
-
-def cut_query(ids: list[int], length: int, start: int | None, ends: list[bool] | None) -> list[int]:
-    """The query inside a passage, empty if there is none (P3).
-
-    It begins after the first `start` token, has at most `length` tokens, and ends with the last of
-    those for which `ends` is True.
-    """
-    first = 0
-    if start is not None:
-        if start not in ids:
-            return []
-        first = (ids.index(start) + 1) % len(ids)  # OpenAI: a final start token cuts nothing
-    ids = ids[first : first + length]
-    if ends is None:
-        return ids
-    stops = [i + 1 for i, end in enumerate(ends[first : first + length]) if end]
-    return ids[: stops[-1]] if stops else []
-
-
-def drop_lines(text: str, length: int, tokenizer: Any) -> str:
-    """Cut a prompt of more than `length` tokens: drop lines before its last one, such as TL;DR:."""
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    head, _, last = text.rpartition("\n")
-    while "\n" in head.rstrip() and len(encode(text)) > length:
-        head = head.rstrip().rpartition("\n")[0]
-        text = f"{head.rstrip()}\n\n{last}"
-    return text
-
-
-def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[list[int]]:
-    """Texts or lists of messages → queries as token lists, empty for those that are skipped (P3).
-
-    Skipped: blank texts, and messages that are too long. The query of a conversation that ends with
-    an answer is what precedes it.
-    """
-    if any(isinstance(text, list) for text in texts):
-        tokens.check_chat(task, tokenizer)
-        prompts = [tokens.drop_answer(messages or []) for messages in texts]
-        return [tokens.tokenize_prompt(prompt, task.query_length, tokenizer) for prompt in prompts]
-    texts = clean_texts(texts, task)
-    begin = [] if task.query_prefix else tokens.bos(tokenizer)  # else the prefix begins with it
-    length = task.query_length - len(begin)
-    if task.keep_last_line:
-        texts = [drop_lines(text, length, tokenizer) for text in texts]
-    start = tokens.single_token(tokenizer, task.start_text, "--start_text")
-    end = task.end_text
-    before = [task.query_prefix] * len(texts)
-    encoded, offsets, _ = tokens.encode_after(before, texts, tokenizer, offsets=end is not None)
-    queries = []
-    for i, (text, ids) in enumerate(zip(texts, encoded, strict=True)):
-        ends = None if end is None else ends_word(text, offsets[i], end)
-        query = cut_query(ids, length, start, ends) if text.strip() else []
-        queries.append(begin + query if query and query[:1] != begin else query)
-    return queries
-
-
-def load_queries(task: Task, tokenizer: Any, ids: TokenIds, limit: int) -> TokenTable:
-    """The table of queries [N, Q] (G2), with all columns of the data set.
-
-    Of a larger data set, a random sample of `limit` texts, or of `SMALL_TABLE` if that is more.
-    """
-    texts = load_texts(task, task.query_column)
-    order = np.random.default_rng(0).permutation(len(texts))
-    texts = texts.select(order[: max(limit, SMALL_TABLE)])
-
-    def queries(batch: dict[str, list]) -> list[list[int]]:
-        return tokenize_queries(batch[task.query_column], task, tokenizer)
-
-    return tokenize_rows(texts, queries, task.query_length, task, tokenizer, ids, keep_columns=True)
 
 
 def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> TokenTable:

@@ -27,27 +27,47 @@ from utils import TokenIds, decode, micro_batches, pad_left
 say_once = functools.cache(say)
 
 
-class RewardConfig(transformers.PretrainedConfig):
-    """Configuration of a reward model: its backbone's, and its pad id.
+def load_reward(
+    args: Any, cls: Callable, tokenizer: Any, ids: TokenIds, accelerator: Accelerator
+) -> Callable[..., Tensor]:
+    """Return the reward as a function of (queries [B, Q], responses [B, R], columns) → scores [B].
 
-    The reward is not read at `skip_id`, a classifier's own pad token (often its EOS).
+    It is the reward model's (of class `cls`), or `--reward_fn`'s; a reward function with a
+    parameter `scores` gets the reward model's.
     """
+    name, folder = args.task.reward_fn, check_reward(args)
+    of_texts: Any = text_scorer("reward_fn", args.task, tokenizer, ids.pad) if name else None
+    if folder is None:
+        return of_texts
+    model = load_reward_model(cls, folder)
+    with about(f"--reward_model {folder}"):
+        own_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        length = args.task.query_length + args.task.response_length
+        if same_tokens(own_tokenizer, tokenizer):
+            check_length(model.config.backbone, length, "query and response")
+        check_reward_model(model, length)
+    model = freeze(accelerator, model)
+    read = reward_input(model, own_tokenizer, tokenizer, ids.pad)
 
-    model_type = "scalar_reward"
+    def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
+        tokens = read(queries, responses)
+        scores = score_in_parts(model, tokens, args.micro_batch_tokens, queries.shape[1])
+        if of_texts is None:
+            return scores
+        return of_texts(queries, responses, (columns or {}) | {"scores": scores.tolist()})
 
-    def __init__(
-        self,
-        backbone: transformers.PretrainedConfig | dict | None = None,
-        pad_id: int = 0,
-        skip_id: int = -1,
-        **kwargs: Any,
-    ):
-        if isinstance(backbone, dict):
-            backbone = transformers.AutoConfig.for_model(**backbone)
-        self.backbone: Any = backbone
-        self.pad_id = pad_id
-        self.skip_id = skip_id
-        super().__init__(**kwargs)
+    return score
+
+
+def check_reward(args: Any) -> str | None:
+    """The reward model, which has to exist; None for a `--reward_fn` without `scores`."""
+    name = args.task.reward_fn
+    with about(f"--reward_fn {name}"):
+        if name and "scores" not in inspect.signature(load_function(name)).parameters:
+            return None
+    with about(f"--reward_model {args.reward_model}"):
+        check_source(args.reward_model)
+    return args.reward_model
 
 
 def load_reward_model(cls: Callable, name: str) -> Any:
@@ -79,6 +99,29 @@ def load_reward_model(cls: Callable, name: str) -> Any:
         model = cls(RewardConfig(config, config.vocab_size, skip_id), classifier.base_model)
         model.head.weight = classifier.score.weight
         return model.eval()
+
+
+class RewardConfig(transformers.PretrainedConfig):
+    """Configuration of a reward model: its backbone's, and its pad id.
+
+    The reward is not read at `skip_id`, a classifier's own pad token (often its EOS).
+    """
+
+    model_type = "scalar_reward"
+
+    def __init__(
+        self,
+        backbone: transformers.PretrainedConfig | dict | None = None,
+        pad_id: int = 0,
+        skip_id: int = -1,
+        **kwargs: Any,
+    ):
+        if isinstance(backbone, dict):
+            backbone = transformers.AutoConfig.for_model(**backbone)
+        self.backbone: Any = backbone
+        self.pad_id = pad_id
+        self.skip_id = skip_id
+        super().__init__(**kwargs)
 
 
 @torch.no_grad()
@@ -136,6 +179,36 @@ def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: i
     return torch.cat([model(tokens[part], prompt_length) for part in parts])[order.argsort()]
 
 
+def text_scorer(field: str, task: Task, tokenizer: Any, pad_id: int) -> Callable[..., Tensor]:
+    """Wrap the task's function of texts to take token ids: (queries, responses, columns) → [B]."""
+    name = getattr(task, field)
+    with about(f"--{field} {name}"):
+        function = load_function(name)
+
+    def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
+        texts = [decode(tokenizer, tokens, pad_id) for tokens in (queries, responses)]
+        with about(f"--{field} {name}"):
+            scores = call_reward_function(function, texts, columns or {}, task.query_column)
+            return scores.to(queries.device)
+
+    return score
+
+
+def call_reward_function(
+    function: Callable, texts: list[list[str]], columns: dict[str, list], query_column: str = ""
+) -> Tensor:
+    """Call a function of queries and responses → [B], with all that it names.
+
+    Raises `InputError` unless it returns one finite number for each response.
+    """
+    returned = function(**arguments_of(function, texts, columns, query_column))
+    scores = returned["rewards"] if isinstance(returned, dict) else returned  # a dict in OpenRLHF
+    result = torch.as_tensor(scores, dtype=torch.float32)
+    if result.shape != (len(texts[0]),) or not result.isfinite().all():
+        raise InputError(f"returned {returned!r:.60}, not {len(texts[0])} finite numbers")
+    return result
+
+
 def arguments_of(
     function: Callable, texts: list[list[str]], columns: dict[str, list], query_column: str
 ) -> dict[str, Any]:
@@ -167,79 +240,6 @@ def arguments_of(
     return given
 
 
-def call_reward_function(
-    function: Callable, texts: list[list[str]], columns: dict[str, list], query_column: str = ""
-) -> Tensor:
-    """Call a function of queries and responses → [B], with all that it names.
-
-    Raises `InputError` unless it returns one finite number for each response.
-    """
-    returned = function(**arguments_of(function, texts, columns, query_column))
-    scores = returned["rewards"] if isinstance(returned, dict) else returned  # a dict in OpenRLHF
-    result = torch.as_tensor(scores, dtype=torch.float32)
-    if result.shape != (len(texts[0]),) or not result.isfinite().all():
-        raise InputError(f"returned {returned!r:.60}, not {len(texts[0])} finite numbers")
-    return result
-
-
 def load_gold_reward(task: Task, tokenizer: Any, ids: TokenIds) -> Callable | None:
     """The true score as a function of (queries, responses, columns) → [B]; None if unknown."""
     return text_scorer("gold_fn", task, tokenizer, ids.pad) if task.gold_fn else None
-
-
-def text_scorer(field: str, task: Task, tokenizer: Any, pad_id: int) -> Callable[..., Tensor]:
-    """Wrap the task's function of texts to take token ids: (queries, responses, columns) → [B]."""
-    name = getattr(task, field)
-    with about(f"--{field} {name}"):
-        function = load_function(name)
-
-    def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
-        texts = [decode(tokenizer, tokens, pad_id) for tokens in (queries, responses)]
-        with about(f"--{field} {name}"):
-            scores = call_reward_function(function, texts, columns or {}, task.query_column)
-            return scores.to(queries.device)
-
-    return score
-
-
-def check_reward(args: Any) -> str | None:
-    """The reward model, which has to exist; None for a `--reward_fn` without `scores`."""
-    name = args.task.reward_fn
-    with about(f"--reward_fn {name}"):
-        if name and "scores" not in inspect.signature(load_function(name)).parameters:
-            return None
-    with about(f"--reward_model {args.reward_model}"):
-        check_source(args.reward_model)
-    return args.reward_model
-
-
-def load_reward(
-    args: Any, cls: Callable, tokenizer: Any, ids: TokenIds, accelerator: Accelerator
-) -> Callable[..., Tensor]:
-    """Return the reward as a function of (queries [B, Q], responses [B, R], columns) → scores [B].
-
-    It is the reward model's (of class `cls`), or `--reward_fn`'s; a reward function with a
-    parameter `scores` gets the reward model's.
-    """
-    name, folder = args.task.reward_fn, check_reward(args)
-    of_texts: Any = text_scorer("reward_fn", args.task, tokenizer, ids.pad) if name else None
-    if folder is None:
-        return of_texts
-    model = load_reward_model(cls, folder)
-    with about(f"--reward_model {folder}"):
-        own_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        length = args.task.query_length + args.task.response_length
-        if same_tokens(own_tokenizer, tokenizer):
-            check_length(model.config.backbone, length, "query and response")
-        check_reward_model(model, length)
-    model = freeze(accelerator, model)
-    read = reward_input(model, own_tokenizer, tokenizer, ids.pad)
-
-    def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
-        tokens = read(queries, responses)
-        scores = score_in_parts(model, tokens, args.micro_batch_tokens, queries.shape[1])
-        if of_texts is None:
-            return scores
-        return of_texts(queries, responses, (columns or {}) | {"scores": scores.tolist()})
-
-    return score
