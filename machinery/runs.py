@@ -152,7 +152,6 @@ class Run:
         weights = sum(p.nbytes for p in model.parameters())
         count = checkpoints.KEPT + 1 if self.args.save_every else 0
         needed = count * (weights + 2 * trained)  # Adam has two moments per weight
-        needed += self.total // self.keep_every * weights if self.keep_every else 0
         there = sum(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
         sizes = Counter({self.folder: needed - there})
         sizes[Path(self.args.output_dir or self.folder)] += weights

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from data import tasks
-from machinery import cli, distributed, models, runs
+from machinery import cli, distributed, models, rewards
 from machinery.decoding import Decoder
 from machinery.rewards import load_reward_model
 from train_reward import RewardModel
@@ -138,10 +138,12 @@ def test_copies_and_fsdp2_update_every_kind_of_model_alike_on_two_processes(whic
 def test_every_preset_passes_its_own_checks(script, tmp_path, monkeypatch):
     """On up to 8 processes. A task without a preset has the defaults."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runs, "check_source", lambda name: None)  # there is no reward model
+    monkeypatch.setattr(rewards, "check_source", lambda name: None)  # there is no reward model
     for name, task in tasks.TASKS.items():
         args = cli.parse_args(script.Args, script.PRESETS, ["--task", name])
-        assert name in script.PRESETS or args == script.Args(task=task)
+        if name not in script.PRESETS:
+            named = {"reward_model": args.reward_model} if hasattr(args, "reward_model") else {}
+            assert args == script.Args(task=task, **named)
         has_labels = task.label_dataset or script.__name__ != "train_reward"
         for processes in (1, 2, 4, 8):
             with nullcontext() if has_labels else pytest.raises(cli.InputError, match="no labels"):

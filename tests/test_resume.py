@@ -637,8 +637,8 @@ def test_an_error_loses_no_finished_update_before_the_next_step(script, home, ca
     assert exit_code(script, settings(script, run_name="straight")) == 0
     args: Any = settings(script, run_name="ran")
     for owner, name, n, done in (
-        (distributed, "check_gradients", 2 * steps + 1, 2),
-        (distributed, "check_gradients", 2 * steps + 2, 4),  # torch takes a step to load moments
+        (SCRIPTS[script], "average_gradients", 2 * steps + 1, 2),
+        (SCRIPTS[script], "average_gradients", 2 * steps + 1, 4),
         (artifacts, "save_model", 1, 6),
     ):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError) as caught:
@@ -658,7 +658,7 @@ def test_what_an_error_loses_is_said(home, capsys, monkeypatch):
         (1, False, "0 of 6 updates are saved"),
     ):
         with monkeypatch.context() as patch:
-            at_call(patch, distributed, "check_gradients", n, raise_input_error)
+            at_call(patch, ppo, "average_gradients", n, raise_input_error)
             at_call(patch, checkpoints, "save_file", 2, fail) if full else None
             assert exit_code("ppo", settings("ppo", run_name=f"at{n}", save_every=2)) == 2
         end = f"python ppo.py --resume runs/at{n}" if n > 1 else ""
