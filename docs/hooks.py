@@ -1,10 +1,9 @@
 """Hooks of mkdocs. README is the front page, and the site has each file that a page links to.
 
-Markdown files and notebooks become pages, pictures and CSVs are copied, scripts become listings.
+Markdown files become pages, pictures, CSVs and notebooks are copied, scripts become listings.
 Equations become MathML, which browsers show without JavaScript.
 """
 
-import json
 import os
 import re
 from pathlib import Path
@@ -21,17 +20,11 @@ PAGES = {}  # path in the site → Markdown file
 def site_path(file):
     """Where a file is in the site: docs/ppo.md is ppo.md, and ppo.py is ppo.py.md."""
     path = str(file.relative_to(ROOT)).removeprefix("docs/")
-    return path if file.suffix in (".md", ".png", ".csv") else f"{path}.md"
+    return path if file.suffix in (".md", ".png", ".csv", ".ipynb") else f"{path}.md"
 
 
 def page_of(file):
-    """The Markdown of a notebook without its outputs, or of the listing of a script."""
-    if file.suffix == ".ipynb":
-        cells = json.loads(file.read_text())["cells"]
-        form = {"markdown": "{}", "code": "````python\n{}\n````"}
-        return "\n\n".join(
-            form[cell["cell_type"]].format("".join(cell["source"])) for cell in cells
-        )
+    """The Markdown of the listing of a script."""
     top = f"---\nhide: [toc]\n---\n# {file.name}"  # room for lines of 100 characters
     return f'{top}\n\n````{file.suffix[1:]} linenums="1"\n{file.read_text()}\n````'
 
@@ -46,7 +39,7 @@ def on_files(files, config):
             content = None if is_copied else page_of(file)
             abs_src_path = str(file) if is_copied else None
             files.append(File.generated(config, path, content=content, abs_src_path=abs_src_path))
-        if file.suffix in (".md", ".ipynb"):
+        if file.suffix == ".md":
             PAGES[path] = file
             links = (file.parent / link[1] for link in LINK.finditer(file.read_text()))
             queue += {link.resolve() for link in links} - set(queue)

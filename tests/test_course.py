@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CELLS = json.loads((ROOT / "docs/course/course.ipynb").read_text())["cells"]
+COURSE = ROOT / "docs/course"
+CELLS = json.loads((COURSE / "course.ipynb").read_text())["cells"]
 CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
 
 
@@ -20,6 +21,19 @@ def test_the_notebook_is_without_outputs_and_defines_nothing_that_a_script_has()
     assert set(re.findall(r"^def (\w+)", "\n".join(CODE), flags=re.M)).isdisjoint(
         set(re.findall(r"^ *def (\w+)", scripts, flags=re.M))
     )
+
+
+def test_the_page_has_all_cells_in_order_solutions_folded_and_its_pictures():
+    page, at = (COURSE / "lessons.md").read_text(), 0
+    for cell in CELLS:
+        source = "".join(cell["source"])
+        if "jp-MarkdownHeadingCollapsed" in cell["metadata"]:
+            source = f"<summary>{source.strip('# ')}</summary>"
+        at = page.index(source, at) + len(source)
+    solutions = re.findall(r"<summary>Solution (\d\.\d)", page)
+    assert solutions == sorted(set(re.findall(r"^\*\*(\d\.\d)\*\*", page, flags=re.M)))
+    pictures = [COURSE / path for path in re.findall(r"^!\[.*\]\((.*)\)$", page, flags=re.M)]
+    assert {x.resolve() for x in pictures} == {*(ROOT / "docs/img/course").resolve().iterdir()}
 
 
 @pytest.mark.exhaustive
