@@ -46,7 +46,7 @@ TABLE = ROOT / "benchmarks/human.csv"
 DATA = Path("runs/human_data")
 MODEL, TRUE_MODEL = (f"runs/human_{half}_2560/model" for half in ("first", "second"))
 SIDES = "chosen", "rejected"
-CURVES = ["objective/kl", "objective/scores", "objective/gold_score", "objective/entropy"]
+CURVES = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "ended", "entropy")]
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,8 @@ def read_csv(path: Path) -> dict[tuple, list[dict[str, str]]]:
 def draw() -> None:
     """Draw the CSV: what reward models learn from how many pairs, and the runs' curves."""
     found = read_csv(TABLE)
-    titles = ["right about one rater", "KL, nats", "score trained on", "true score: other raters'"]
+    titles = ["right about one rater", "score that is trained on", "true score: the other raters'"]
+    titles += ["KL from the start, nats", "responses with a period", "entropy of a response, nats"]
     figure, panels = make_panels(titles, "episodes")
     models, *curves = panels.values()
     models.set_xlabel("pairs", fontsize=8)
@@ -302,7 +303,7 @@ def draw() -> None:
         else:
             models.axhline(value, color="gray", linestyle="--", label=line["name"])
     models.legend(fontsize=8)
-    for axis, metric in zip(curves, CURVES, strict=False):
+    for axis, metric in zip(curves, CURVES, strict=True):
         runs: dict[tuple, list] = {}
         for line in found["curve", metric]:
             point = (int(line["step"]) + 1) * BATCH_SIZE, float(line["value"])
@@ -311,8 +312,8 @@ def draw() -> None:
             color = "C0" if name == "ppo" else "C1"
             label = name.upper() if seed == "1" else None
             axis.plot(*zip(*runs[name, seed], strict=True), color=color, label=label)
-    curves[0].axhline(6, color="gray", linestyle="--", label="target")
-    curves[0].legend(fontsize=8)
+    curves[2].axhline(6, color="gray", linestyle="--", label="target")
+    curves[2].legend(fontsize=8)
     figure.savefig(TABLE.with_suffix(".png"), dpi=110)
 
 

@@ -25,7 +25,7 @@ run() { # name, script, flags
 reward() { # half, pairs
   run "$1_$2" train_reward --base_model models/smollm2 --policy_model $policy --save_every 20 \
     --query_dataset "$data/queries.jsonl" --label_dataset "$data/$1.jsonl" --num_labels "$2" \
-    --num_heldout 0
+    --num_heldout 0 --rollout_batch_size 256
 }
 policy() { # algorithm, seed, flags
   run "$1_$2" "$1" --seed "$2" --base_model $policy --query_dataset "$data/queries.jsonl" \
