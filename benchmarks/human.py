@@ -199,16 +199,16 @@ def respond(folder: Path, queries: Path) -> list[dict[str, Any]]:
     columns = {"query": asked, "response": responses, "score": score_texts(MODEL, texts).tolist()}
     columns["true score"] = score_texts(TRUE_MODEL, texts).tolist()
     columns["VADER"] = pretrained.vader(asked, responses)
-    columns["period"] = (tokens[1] == ids.truncate).any(dim=1).float().tolist()
+    late = tokens[1][:, task.truncate_after :]
+    columns["period"] = (late == ids.truncate).any(dim=1).float().tolist()
     rows = [{name: x[i] for name, x in columns.items()} for i in range(len(asked))]
     write_lines(path, rows)
     return rows
 
 
-def policy_rows(folder: Path, start: list[dict], queries: Path) -> list[dict[str, Any]]:
+def policy_rows(folder: Path, found: list[dict], start: list[dict]) -> list[dict[str, Any]]:
     """A policy's held-out scores, and how often it beats the start by the true score."""
     name, _, seed = folder.name.removeprefix("human_").partition("_")
-    found = respond(folder, queries)
     rows = []
     for metric in ("score", "true score", "VADER", "period"):
         values = np.array([line[metric] for line in found])
@@ -251,28 +251,45 @@ def measured(kind: str, name: str, metric: str, values: np.ndarray, seed: str = 
     return row(kind, name, metric, *winrate.mean_and_interval(values, seed=1), seed=seed)
 
 
+def finished(pattern: str) -> list[Path]:
+    """Folders of runs that have ended."""
+    return [path.parent for path in sorted(Path("runs").glob(f"{pattern}/curves.png"))]
+
+
+def print_tables(rows: list[dict[str, Any]]) -> None:
+    """Print each measured number with its interval: a line for each model, of each kind."""
+    lines: dict[tuple, list[str]] = {}
+    for line in rows:
+        if line["kind"] != "curve":
+            interval = f" ({line['low']} … {line['high']})" if line["low"] else ""
+            key = line["kind"], f"{line['name']} {line['seed']}"
+            cell = f"{line['metric']} {line['step']}: {line['value']}{interval}"
+            lines.setdefault(key, []).append(cell)
+    for (kind, name), cells in lines.items():
+        print(kind, name, *cells, sep=" | ")
+
+
 def report() -> None:
-    """Measure the models of all finished runs; write the CSV, print three queries' responses."""
+    """Measure the models of all finished runs; write the CSV, print it and three responses."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     heldout, queries = (DATA / f"{name}.jsonl" for name in ("heldout", "queries"))
     pairs = read_lines(heldout)
     agrees = np.array([pair["agrees"] for pair in pairs])
     rows = [measured("reward", "the other raters' mean", "right about one rater", agrees)]
-    for folder in sorted(Path("runs").glob("human_[fs]*_*/")):
-        if (folder / "curves.png").exists():
-            rows += accuracy(folder, pairs)
-    start = respond(Path("runs/human_sft"), queries)
-    texts = {"start": start}
-    rows += policy_rows(Path("runs/human_sft"), start, queries)
-    for folder in sorted([*Path("runs").glob("human_ppo_*"), *Path("runs").glob("human_rloo_*")]):
-        if (folder / "curves.png").exists():
-            rows += policy_rows(folder, start, queries)
-            texts[folder.name] = respond(folder, queries)
+    for folder in finished("human_first_*") + finished("human_second_*"):
+        rows += accuracy(folder, pairs)
+    policies = finished("human_sft") + finished("human_ppo_*") + finished("human_rloo_*")
+    texts = {folder.name: respond(folder, queries) for folder in policies}
+    for folder in policies:
+        rows += policy_rows(folder, texts[folder.name], texts["human_sft"])
     with open(TABLE, "w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *provenance()], lineterminator="\n")
         writer.writeheader()
         writer.writerows(line | provenance() for line in rows)
+    print_tables(rows)
     for i in range(3):
-        print(f"\n{start[i]['query']} …")
+        print(f"\n{texts['human_sft'][i]['query']} …")
         for name, lines in texts.items():
             print(f"  {name}: …{lines[i]['response']!r}, true score {lines[i]['true score']:.2f}")
 
