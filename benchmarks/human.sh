@@ -43,7 +43,7 @@ run sft sft --base_model models/smollm2 --query_dataset "$data/texts.jsonl" --nu
   --save_every 10
 both "reward first 2560" "reward second 2560"
 for seed in ${SEEDS:-1 2 3}; do
-  both "policy ppo $seed --lr 1e-4" "policy rloo $seed --lr 3e-4"
+  both "policy ppo $seed --lr 1e-4" "policy rloo $seed"
 done
 both "reward first 640" "reward first 10240"
 python benchmarks/human.py report
