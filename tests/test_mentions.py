@@ -34,6 +34,8 @@ def test_what_a_page_mentions_exists(page):
     assert set(tests) == found
     names = {x for span in spans for x in re.findall(r"--(?:no-)?(\w+)", span)}
     if page != "docs/from_trl.md":  # which names what is not here
-        names |= {x.split("(")[0] for x in spans if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*(\(.*\))?", x)}
+        names |= {
+            x.split("(")[0] for x in spans if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*(\(.*\))?", x)
+        }
     parts = {x for name in names - TESTS for x in name.split(".")}
     assert parts <= WORDS | OTHERS.get(page, set())
