@@ -18,6 +18,8 @@ TESTS = {
 }
 OTHERS = {  # of other programs, or of an example
     "docs/gpu.md": {"gpu_count"},
+    "docs/ppo.md": {"completion_ids"},
+    "docs/scaling.md": {"set_requires_gradient_sync"},
     "docs/resume.md": {"WANDB_ENTITY", "terminationGracePeriodSeconds", "torchrun"},
     "docs/speed.md": {"ChosenLogprobs", "Product"},
     "docs/your-experiment.md": {"max_length"},
