@@ -393,7 +393,7 @@ def rollout_metrics(
         "objective/kl": kl,
         "objective/kl_coef": kl_coef,
         "objective/rlhf_reward": rollout.scores.mean() - kl_coef * kl,
-        "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # the same; OpenAI's name
+        "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # equal, if not dense
         "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # estimated from the samples
         "objective/ended": rollout.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
@@ -418,6 +418,9 @@ def check(args: Args, processes: int) -> None:
     cli.check_divisible("keep_every", args.keep_every or 0, args.eval_every, "eval_every")
     unit = processes * args.num_minibatches
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches")
+    size = args.batch_size // args.num_minibatches
+    if size < 8 and (args.whiten_rewards or args.whiten_advantages):  # which OpenAI refuses (P9)
+        cli.say(f"{size} responses per minibatch are too few to whiten; raise --batch_size")
 
 
 def main(args: Args) -> None:
@@ -458,7 +461,8 @@ def main(args: Args) -> None:
         rollout = make_rollout(queries, columns, [rows], kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
-        run.log_samples(update, texts, rollout.scores[:4].tolist())
+        kl, total = rollout.kl.sum(dim=1), rollout.rewards.view(len(queries), -1).sum(dim=1)
+        run.log_samples(update, texts, score=rollout.scores, kl=kl, total=total)
         run.keep(update, lm, tokenizer)
         return {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
 

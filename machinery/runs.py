@@ -17,7 +17,7 @@ import huggingface_hub
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import nn
+from torch import Tensor, nn
 
 from machinery import artifacts, checkpoints, cli
 from machinery.cli import InputError, about
@@ -230,10 +230,11 @@ class Run:
         with open(self.folder / name, "a") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
 
-    def log_samples(self, step: int, texts: Iterable[list[str]], scores: list[float]) -> None:
-        """Log queries and responses (`texts`) with their scores as a table."""
-        rows = zip(*texts, scores, strict=True)
-        self.log_table(step, [dict(query=q, response=r, score=s) for q, r, s in rows])
+    def log_samples(self, step: int, texts: Iterable[list[str]], **numbers: Tensor) -> None:
+        """Log the first queries and responses (`texts`) with numbers, such as scores, as a table."""
+        columns = dict(zip(("query", "response"), texts, strict=True))
+        rows = zip(*columns.values(), *(x.tolist() for x in numbers.values()), strict=False)
+        self.log_table(step, [dict(zip((*columns, *numbers), row, strict=True)) for row in rows])
 
     def log_table(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Append samples to samples.jsonl and print them as a table."""

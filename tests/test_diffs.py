@@ -502,7 +502,12 @@ def test_X8_the_learning_rate_warms_up_and_decays(patched, start):
     script = patched("schedule")
     for flags, expected in (
         (dict(), [0.5, 1, 1, 0.75, 0.5, 0.25]),
-        (dict(cosine=True), [0.5, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]),
+        (dict(decay="cosine"), [0.5, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]),
+        (
+            dict(decay="cosine", min_lr_ratio=0.2),
+            [0.5, 1, 1, 0.6 + 0.4 * 0.5**0.5, 0.6, 0.6 - 0.4 * 0.5**0.5],
+        ),
+        (dict(decay="inverse_sqrt"), [0.5, 1, 1, (2 / 3) ** 0.5, 0.5**0.5, 0.4**0.5]),
         (dict(anneal_lr=False), [0.5, 1, 1, 1, 1, 1]),
     ):
         args = tiny.make_args(script=script, **dict(lr=2.0) | flags)
@@ -1190,6 +1195,23 @@ def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, start, 
     assert_step(run.steps[0], run.model, loss, atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("correct", [False, True])
+def test_grpo_the_expected_gradient_of_the_kl_loss_is_that_of_one_of_the_two_kls(correct, patched):
+    """k3's is KL(pi_ref || pi)'s, with the ratio KL(pi || pi_ref)'s: over all 8 equal chances."""
+    logits = torch.tensor([4.0, 2, 1, 1]).log().requires_grad_()
+    ref, tokens = torch.tensor([-1.0, 0.3, 0.0, 1.2]).log_softmax(dim=0), [0, 0, 0, 0, 1, 1, 2, 3]
+    logprobs = logits.log_softmax(dim=0)
+    new = logprobs[tokens][:, None]
+    old = SimpleNamespace(logprobs=new.detach(), mask=new == new)
+    old.kl = old.logprobs - ref[tokens][:, None]
+    script = patched("grpo")
+    args = tiny.make_args(script=script, correct_kl_gradient=correct)
+    _, kl_loss, _ = script.rloo_loss(new, old, torch.zeros(8), 8, args)
+    kl = logprobs.exp() @ (logprobs - ref) if correct else ref.exp() @ (ref - logprobs)
+    found, expected = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (kl_loss, kl))
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("limit", [0, 1, 20])
 def test_dynamic_sampling_replaces_groups_with_equal_scores_until_the_limit(limit, start):
     calls, reward = [], lambda queries, responses, columns: (responses.sum(dim=1) % 4 == 0).float()
@@ -1224,19 +1246,24 @@ RECIPES = {  # the published values
         adam_eps=1e-5 weight_decay=0.1 max_grad_norm=1.0 vf_coef=1.0""",
     "qwen": """num_ppo_epochs=4 samples_per_query=2 kl_coef=0.04 cliprange_value=0.15 lr=1e-6
         critic_lr=5e-6 value_warmup_updates=50 top_p=0.9 min_response_length=1""",
-    "chinese_llama": """num_ppo_epochs=4 lr=5e-7 critic_lr=1.65e-6 kl_coef=0.1
-        value_warmup_updates=50""",
-    "deepspeed_chat": """batch_size=32 num_minibatches=1 num_ppo_epochs=1 kl_coef=0.1 lr=9.65e-6
-        critic_lr=5e-6 anneal_lr=True cosine=True warmup_updates=100 adam_beta1=0.9 adam_beta2=0.95
+    "chinese_llama": """total_episodes=14000 batch_size=14 num_minibatches=1 num_ppo_epochs=1 lr=5e-7
+        critic_lr=1.5e-6 anneal_lr=True decay='inverse_sqrt' warmup_updates=100 adam_beta1=0.9
+        adam_beta2=0.95 adam_eps=1e-6 weight_decay=0.0 max_grad_norm=1.0 vf_coef=1.0 kl_coef=0.1
+        cliprange_value=0.2 clip_score=None temperature=0.8 top_p=0.9 whiten_rewards=False
+        whiten_advantages=False""",
+    "deepspeed_chat": """total_episodes=30528 batch_size=32 num_minibatches=1 num_ppo_epochs=1
+        kl_coef=0.1 lr=9.65e-6 critic_lr=5e-6 anneal_lr=True decay='cosine' min_lr_ratio=0.0
+        warmup_updates=100 adam_beta1=0.9 adam_beta2=0.95 adam_eps=1e-8
         weight_decay=0.0 max_grad_norm=1.0 vf_coef=1.0 clip_score=5.0 cliprange_value=0.2
-        ema_decay=0.992 temperature=1.0 top_p=1.0 min_response_length=2 whiten_rewards=False
+        ema_decay=0.992 temperature=1.0 top_p=1.0 min_response_length=3 whiten_rewards=False
         whiten_advantages=False""",
     # 59 updates of warm-up: 3% of all
     "openrlhf": """batch_size=512 num_minibatches=4 num_ppo_epochs=1 kl_coef=0.01 lr=1e-6
-        critic_lr=9e-6 anneal_lr=True cosine=True warmup_updates=59 adam_beta1=0.9 adam_beta2=0.95
-        adam_eps=1e-8 weight_decay=0.0 max_grad_norm=1.0 vf_coef=1.0 cliprange_value=0.2
+        critic_lr=9e-6 anneal_lr=True decay='cosine' min_lr_ratio=0.1 warmup_updates=59
+        adam_beta1=0.9 adam_beta2=0.95 adam_eps=1e-8 weight_decay=0.0 max_grad_norm=1.0 vf_coef=1.0
+        clip_score=10.0 cliprange_value=0.2
         temperature=1.0 kl_estimator='k1' whiten_rewards=False whiten_advantages=True""",
-    "trlx": """batch_size=128 num_minibatches=4 num_ppo_epochs=4 kl_coef=0.001 vf_coef=1.0 lr=3e-5
+    "trlx": """total_episodes=12800 batch_size=128 num_minibatches=4 num_ppo_epochs=4 kl_coef=0.001 vf_coef=1.0 lr=3e-5
         anneal_lr=False adam_beta1=0.9 adam_beta2=0.95 adam_eps=1e-8 weight_decay=1e-6
         clip_score=10.0 cliprange_value=0.2 unfrozen_layers=2 temperature=1.0 kl_estimator='k1'
         whiten_rewards=False whiten_advantages=True""",

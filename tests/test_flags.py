@@ -226,3 +226,14 @@ def test_eval_queries_and_batch_size_are_the_episodes_of_evaluations_and_updates
     queries = [{tuple(row) for row in rollouts[i].queries.tolist()} for i in (1, 2, 4)]
     assert [len(x) for x in queries] == [8 if name == "ppo" else 2] * 3
     assert len(set.union(*queries)) == sum(map(len, queries))
+
+
+@pytest.mark.parametrize("off", [False, True])
+@pytest.mark.parametrize("batch_size", [14, 16])
+def test_P9_a_minibatch_of_fewer_than_8_responses_on_all_processes_is_warned_of(
+    batch_size, off, capsys
+):
+    """Which OpenAI refuses; unless nothing is whitened."""
+    flags = dict(whiten_rewards=not off, whiten_advantages=False, num_minibatches=2)
+    ppo.check(tiny.make_args(batch_size=batch_size, reward_fn="math:sqrt", **flags), 1)
+    assert ("--batch_size" in capsys.readouterr().out) == (batch_size == 14 and not off)

@@ -33,8 +33,8 @@ def test_an_evaluation_counts_to_the_end_of_a_response_and_all_of_one_without_an
         return (logprobs * 0 + (given + gaps) * (responses != PAD), *others)
 
     class Run(tiny.FakeRun):
-        def log_samples(self, step, texts, scores):
-            samples.append((step, *texts, scores))
+        def log_samples(self, step, texts, score, kl, total):
+            samples.append((step, *texts, score, kl, total))
 
     policy.forward = surer
     sampled = lambda lm, contexts, *args: held_out if len(contexts) == 3 else training  # noqa: E731
@@ -57,8 +57,11 @@ def test_an_evaluation_counts_to_the_end_of_a_response_and_all_of_one_without_an
     first, last = run.metrics
     assert {k: v for k, v in first.items() if k.startswith("eval/")} == last
     assert {name: last[name] for name in expected} == pytest.approx(expected, abs=1e-4)
-    for step, (update, _, responses, scores) in enumerate(samples):  # before and after
-        assert update == step and scores == [2, -3, -3]
+    for step, (update, _, responses, *numbers) in enumerate(samples):  # before and after
+        total = [score - 0.5 * x for score, x in zip([2, -3, -3], kl, strict=True)]
+        for x, values in zip(numbers, ([2, -3, -3], kl, total), strict=True):
+            assert x.tolist() == pytest.approx(values, abs=1e-4)
+        assert update == step
         assert responses == [f"7 {EOS}", "7 7 7 7 7", "9 9 9 9 9"]
 
 

@@ -3,16 +3,41 @@
 [R] is "Putting RL back in RLHF" (Hugging Face blog, 2024).
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import tiny
 import torch
-from test_details import eos_run
+from test_details import HAND, eos_run
+from torch.testing import assert_close
 
 import ppo
 import rloo
 
+ARGS = tiny.make_args(script=rloo)  # clips ratios to 1 ± 0.2
+
+
+def loss_of(new: torch.Tensor) -> torch.Tensor:
+    """Sum of the losses of responses [B, R] with advantages of 1, whose old log-probabilities are 0
+    if `new` is a leaf, else `new`: a ratio of 1."""
+    old = SimpleNamespace(logprobs=torch.zeros_like(new) if new.is_leaf else new.detach())
+    return rloo.rloo_loss(new, old, torch.ones(len(new)), 1, ARGS)[0]
+
+
 # ----------------------------------------------------------------------------------------------- L3
+
+
+def test_L3_three_queries_with_four_responses_as_in_the_announcement():
+    rewards = torch.tensor([1.0, 2, 3, 2, 3, 4, 5, 6, 7, 8, 9, 10])  # [R]'s rlhf_reward, [K, P]
+    found = rloo.compute_advantages(rewards, tiny.make_args(script=rloo, rloo_k=4)).view(4, 3)
+    expected = [
+        [-4.0] * 3,
+        [2 - 14 / 3] * 3,
+        [4 / 3] * 3,
+        [16 / 3] * 3,
+    ]  # of 1, 2, 5, 8 less others
+    assert_close(found, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("k", [2, 3, 5])
@@ -44,6 +69,21 @@ def test_L3_the_responses_to_a_query_are_each_others_baseline(k):
 
 
 # ----------------------------------------------------------------------------------------------- L4
+
+
+def test_L4_at_ratio_1_the_gradient_is_reinforces_as_in_the_announcement():
+    """Both are [-0.1749, 0.5246, -0.1749, -0.1749] there, of what is maximized."""
+    logits = torch.tensor([[1.0, 2.0, 1.0, 1.0]], requires_grad=True)
+    loss_of(logits.log_softmax(dim=1)[:, 1:2]).backward()
+    assert_close(-logits.grad, torch.tensor([[-0.1749, 0.5246, -0.1749, -0.1749]]), **HAND)
+
+
+def test_L4_a_ratio_of_12_19_nulls_a_whole_response_as_in_the_announcement():
+    """Its ratios under bf16 are 1.0625 and 12.1875, of nine tokens each."""
+    ratios = torch.tensor([[1.0625], [12.1875]])
+    new = (ratios.log() / 9).repeat(1, 9).requires_grad_()
+    loss_of(new).backward()
+    assert_close(new.grad, torch.tensor([[-1.0625] * 9, [0.0] * 9]), **HAND)
 
 
 # ------------------------------------------------------------------------------------------- L5, X9

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # DeepSpeed-Chat: a critic from the reward model (X1), clipped scores (X2), an average of the policy
-#     (X5), no answers of one token (X7), a cosine schedule (X8), no whitening (X14), one epoch per
-#     batch, log-probabilities at temperature 1. Pretraining gradients (X4) are an option of its
-#     trainer that this script of it leaves off: here `ptx` and --ptx_coef 27.8.
-# Source: Yao et al. 2023, arXiv 2308.01320, its script for OPT-1.3B, and its ppo_trainer.py.
-# Differs: Answers of one token are dropped there; here they are never sampled. There padding is
-#     the end token: the reward is read before it. Its newer ppo_trainer.py adds the score one index
-#     later than the older one: at the end token, not before it. Here both are at the end token.
-# Synthetic: diffs/recipes/deepspeed_chat.sh --task synthetic --lr 5e-4 --warmup_updates 12
-#     --eval_every 80 --critic_from models/synthetic/train_reward
+#     (X5), no answers of one token before the end token (X7), a cosine schedule (X8), no whitening
+#     (X14), one epoch per batch, log-probabilities at temperature 1. Pretraining gradients (X4) are
+#     an option of its trainer that this script of it leaves off: here `ptx` and --ptx_coef 27.8.
+# Source: Yao et al. 2023, arXiv 2308.01320, its script for OPT-1.3B, ppo_trainer.py and
+#     rlhf_engine.py, and the 30,528 prompts of its log: 954 updates of 32.
+# Differs: Short answers are dropped there; here they are never sampled. There padding is the end
+#     token: the reward is read before it. Its newer ppo_trainer.py adds the score one index later
+#     than the older one: at the end token, not before it. Here both are at the end token.
+# Synthetic: diffs/recipes/deepspeed_chat.sh --task synthetic --total_episodes 4096 --lr 5e-4
+#     --warmup_updates 13 --eval_every 80 --critic_from models/synthetic/train_reward
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [ ! -e deepspeed_chat.py ]; then  # an existing one may have your changes
@@ -20,9 +21,10 @@ if [ ! -e deepspeed_chat.py ]; then  # an existing one may have your changes
   mv "$folder/deepspeed_chat.py" . && rm -r "$folder"
 fi
 flags=(
-  --batch_size 32 --num_minibatches 1 --num_ppo_epochs 1 --temperature 1 --lr 9.65e-6
-  --critic_lr_ratio 0.518 --cosine --warmup_updates 100 --adam_beta2 0.95 --weight_decay 0
-  --max_grad_norm 1 --kl_coef 0.1 --kl_target None --clip_score 5 --ema_decay 0.992 --vf_coef 1
-  --min_response_length 2 --no-whiten_rewards --no-whiten_advantages
+  --total_episodes 30528 --batch_size 32 --num_minibatches 1 --num_ppo_epochs 1 --temperature 1
+  --lr 9.65e-6 --critic_lr_ratio 0.518 --decay cosine --warmup_updates 100 --adam_eps 1e-8
+  --adam_beta2 0.95 --weight_decay 0 --max_grad_norm 1 --kl_coef 0.1 --kl_target None
+  --clip_score 5 --ema_decay 0.992 --vf_coef 1 --min_response_length 3 --no-whiten_rewards
+  --no-whiten_advantages
 )
 ${LAUNCH:-python} deepspeed_chat.py "${flags[@]}" "$@"

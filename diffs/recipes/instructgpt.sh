@@ -4,7 +4,9 @@
 # Source: Ouyang et al. 2022, arXiv 2203.02155.
 # Differs: The learning rate of the policy is not published: 5e-6 is in the range that was tried.
 #     The critic has the size of the reward model, not of a 6B model. The pretraining texts are
-#     those of --ptx_dataset, as many as episodes instead of eight times as many.
+#     those of --ptx_dataset, as many as episodes instead of eight times as many. Rewards are
+#     normalized on samples of the policy (R3); there a bias gives the labelers' demonstrations a
+#     mean of 0.
 # Synthetic: diffs/recipes/instructgpt.sh --task synthetic --total_episodes 4096 --batch_size 128
 #     --lr 5e-4 --warmup_updates 2 --critic_from models/synthetic/train_reward
 set -euo pipefail

@@ -2,7 +2,8 @@
 # Qwen: a critic from the reward model (X1) that learns alone for 50 updates (X6), two responses
 #     to each query, sampled by top-p (X7).
 # Source: Bai et al. 2023, arXiv 2309.16609.
-# Differs: Rewards are normalized once (R3), not by a running mean.
+# Differs: Rewards are normalized once (R3), not by a running mean. No pretraining gradient (X4),
+#     whose coefficient is not published: `ptx` has it.
 # Synthetic: diffs/recipes/qwen.sh --task synthetic --lr 2e-4 --value_warmup_updates 5
 #     --critic_from models/synthetic/train_reward
 set -euo pipefail

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # trlX: only the upper two layers are trained, clipped scores (X2), its k3 in the logs (X3), AdamW
 #     (X8), no whitening of rewards.
-# Source: github.com/CarperAI/trlx, default_ppo_config() of trlx/data/default_configs.py.
+# Source: github.com/CarperAI/trlx, default_ppo_config() of trlx/data/default_configs.py: 100 epochs
+#     of 128 rollouts.
 # Differs: Its value head has two layers, ours one. trlX shares the frozen layers with the reference
-#     (hydra); here the reference is a whole copy. The logs have trlX's KL beside ours (k1).
+#     (hydra); here the reference is a whole copy. It trains position embeddings, too. The logs
+#     have trlX's KL beside ours (k1).
 # Synthetic: diffs/recipes/trlx.sh --task synthetic --total_episodes 4096 --lr 5e-4
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -16,8 +18,8 @@ if [ ! -e trlx.py ]; then  # an existing one may have your changes
   mv "$folder/trlx.py" . && rm -r "$folder"
 fi
 flags=(
-  --batch_size 128 --num_minibatches 4 --num_ppo_epochs 4 --temperature 1 --lr 3e-5 --no-anneal_lr
-  --adam_eps 1e-8 --adam_beta2 0.95 --weight_decay 1e-6 --kl_coef 0.001 --kl_target None
-  --clip_score 10 --vf_coef 1 --no-whiten_rewards --unfrozen_layers 2
+  --total_episodes 12800 --batch_size 128 --num_minibatches 4 --num_ppo_epochs 4 --temperature 1
+  --lr 3e-5 --no-anneal_lr --adam_eps 1e-8 --adam_beta2 0.95 --weight_decay 1e-6 --kl_coef 0.001
+  --kl_target None --clip_score 10 --vf_coef 1 --no-whiten_rewards --unfrozen_layers 2
 )
 ${LAUNCH:-python} trlx.py "${flags[@]}" "$@"
