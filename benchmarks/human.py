@@ -4,7 +4,7 @@
     python benchmarks/human.py report    # human.csv, of the runs in runs/ that are finished
     python benchmarks/human.py draw      # human.png
 
-The archive is that of Hutto and Gilbert 2014, VADER (docs/human.md): snippets of movie reviews and
+The archive is that of Hutto and Gilbert 2014, VADER: snippets of movie reviews and
 15 or more people's ratings of each. Every second rating belongs to the first half of the raters,
 the others to the second half.
 """
