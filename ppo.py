@@ -22,15 +22,13 @@ In OpenAI's 2019 tasks every response has R tokens, and all of them are trained 
 the truncate token, such as a period, is only for scoring. In EOS tasks the truncate token ends the
 response, and what follows it is masked out everywhere.
 
-Tags such as (P9) point to docs/details.md, which lists the implementation details. With the default
-flags the algorithm differs from OpenAI's code in three ways: whitening statistics are taken over
-all processes (X11), old log-probabilities and values are those of a forward pass, not of sampling
-(L6), and each process has its own order of queries, reshuffled on every pass (G6).
+Tags such as (P9): docs/details.md. By default the algorithm differs from OpenAI's code in three
+ways: whitening statistics are taken over all processes (X11), old log-probabilities and values are
+not those of sampling (L6), and each process reshuffles its own queries on every pass (G6).
 
 Shapes: B sequences, Q query tokens, C context tokens (prefix + query + suffix), R response tokens,
 T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real tokens.
-machinery/ holds what experiments rarely change: loading, processes, files, and faster ways to call
-a transformer, with equal results up to rounding.
+machinery/: loading, processes, files, and faster transformer calls, equal up to rounding.
 """
 
 import math
@@ -216,7 +214,7 @@ def sample_in_batches(
     return responses
 
 
-# ------------------------------------------------------------------------------- scores and rewards
+# ----------------------------------------------------------------------- scores, rewards, rollout
 
 
 def score_responses(
@@ -224,10 +222,9 @@ def score_responses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score responses [B, R], truncated after the first truncate token, with `reward` (P5).
 
-    `columns` are those of the data set, such as an answer: name → B values. Truncate tokens before
-    position `truncate_after` do not count. A response without one scores `missing_eos_penalty`,
-    such as -1. Returns scores [B], the truncated responses [B, R], and whether they have the
-    truncate token [B]; always True if the task has none.
+    `columns` are those of the data set: name → B values. Without a truncate token at or after
+    position `truncate_after`, the score is `missing_eos_penalty`. Returns scores [B], the truncated
+    responses [B, R], and whether they have the token [B]; True if the task has none.
     """
     task = args.task
     cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -259,9 +256,6 @@ def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
-
-
-# ------------------------------------------------------------------------------------------ rollout
 
 
 class Rollout(NamedTuple):

@@ -208,10 +208,9 @@ def score_responses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score responses [B, R], truncated after the first truncate token, with `reward` (P5).
 
-    `columns` are those of the data set, such as an answer: name → B values. Truncate tokens before
-    position `truncate_after` do not count. A response without one scores `missing_eos_penalty`,
-    such as -1. Returns scores [B], the truncated responses [B, R], and whether they have the
-    truncate token [B]; always True if the task has none.
+    `columns` are those of the data set: name → B values. Without a truncate token at or after
+    position `truncate_after`, the score is `missing_eos_penalty`. Returns scores [B], the truncated
+    responses [B, R], and whether they have the token [B]; True if the task has none.
     """
     task = args.task
     cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
