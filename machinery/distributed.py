@@ -84,8 +84,9 @@ def check_launch(accelerator: Accelerator) -> None:
 def name_blocks(accelerator: Accelerator, model: nn.Module) -> None:
     """Tell FSDP2 to shard each transformer block of this model by itself."""
     transformer: Any = model.lm if hasattr(model, "lm") else model.backbone
+    kinds = {type(module).__name__ for module in model.modules()}  # a text model has no vision's
     plugin = accelerator.state.fsdp_plugin
-    plugin.transformer_cls_names_to_wrap = list(transformer._no_split_modules)
+    plugin.transformer_cls_names_to_wrap = sorted(kinds.intersection(transformer._no_split_modules))
 
 
 def prepare(

@@ -322,7 +322,7 @@ def test_one_of_several_processes_is_killed_or_gets_a_signal(tmp_path):
     three_jobs = pair("sft", "before its rename 2 0", 3, **three)
     jobs += [job | dict(name=f"{job['name']}_3") for job in three_jobs]
     job = dict(script="ppo", flags={}, processes=2)
-    jobs.append(job | dict(name="nan", kills=[["NaN", 4, 1]]))
+    jobs.append(job | dict(name="nan", kills=[["NaN", 6, 1]]))
     jobs.append(job | dict(name="raises", kills=[["raises", 6, 1]]))  # two are evaluations
     done = run_jobs(tmp_path / "copy", jobs)
     for script, kills in TWO.items():

@@ -120,7 +120,7 @@ def test_nothing_depends_on_what_a_script_runs_on(script, tmp_path):
         if "again" in column or column.endswith("resumed"):
             assert text == "equal to the bit", column
         elif "ratio" not in column and text != "equal to the bit":
-            assert float(text.removeprefix("weights equal to ")) <= 1e-6, column
+            assert float(text.removeprefix("weights equal to ")) <= 5e-6, column
 
 
 def test_the_lines_that_the_slow_tests_change_are_there(tmp_path):
@@ -143,7 +143,7 @@ def test_a_copy_may_sample_in_its_own_way_and_has_flags(tmp_path):
     assert all(good for good, _ in fine.values()), fine
     assert "does not apply" in fine["bf16, first ratio"][1]
     for good, text in wrong.values():
-        assert not good and text.startswith("InputError: --reward_fn") and text.endswith("'no'")
+        assert not good and text.startswith("InputError: --reward_fn") and " has no 'no'" in text
 
 
 @pytest.mark.exhaustive
