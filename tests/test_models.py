@@ -25,6 +25,7 @@ SETTINGS = {
     "bert": {},  # sees later tokens
     "bert-generation": dict(initializer_range=0.02),  # the same, but nearly uniform
     "mamba": dict(state_size=4),  # takes no positions
+    "llama4_text": dict(num_local_experts=2, head_dim=8),  # is its own base_model
 }
 
 
@@ -46,7 +47,7 @@ def test_check_model_accepts_models_that_give_one_result_in_all_ways(kind):
     check(kind)
 
 
-@pytest.mark.parametrize("kind", ["gpt_neo", "bert", "bert-generation", "mamba"])
+@pytest.mark.parametrize("kind", ["gpt_neo", "bert", "bert-generation", "mamba", "llama4_text"])
 def test_check_model_refuses_architectures_by_name(kind):
     refuses(lambda: check(kind), "--base_model", kind)
 
