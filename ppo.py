@@ -23,8 +23,8 @@ the truncate token, such as a period, is only for scoring. In EOS tasks the trun
 response, and what follows it is masked out everywhere.
 
 Tags such as (P9): docs/details.md. By default the algorithm differs from OpenAI's code in three
-ways: whitening statistics are taken over all processes (X11), old log-probabilities and values are
-not those of sampling (L6), and each process reshuffles its own queries on every pass (G6).
+ways: whitening statistics are taken over all processes (X11), old log-probabilities and values come
+from a forward pass, not from sampling (L6), and each process has its own order of queries (G6).
 
 Shapes: B sequences, Q query tokens, C context tokens (prefix + query + suffix), R response tokens,
 T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real tokens.
@@ -157,7 +157,7 @@ class PolicyAndValue(nn.Module):
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before each position (G3)
-        # As self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state:
+        # Equals self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state:
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
         where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # the N real response tokens
         # Contexts are left-padded: they end with a real token. Position t predicts t + 1.
@@ -283,7 +283,7 @@ def shuffle(
     num_episodes: int, args: Args, seed: int, update: int, device: Any
 ) -> list[list[Tensor]]:
     """For each epoch, the indices of each minibatch: a new permutation of the batch (P7)."""
-    rng = np.random.default_rng([seed, update, 2])  # 2: not the random numbers of query_rows
+    rng = np.random.default_rng([seed, update, 2])  # 2: a stream apart from query_rows'
     permutations = [rng.permutation(num_episodes) for _ in range(args.num_ppo_epochs)]
     size = num_episodes // args.num_minibatches
     return [list(torch.as_tensor(rows, device=device).split(size)) for rows in permutations]
@@ -348,7 +348,7 @@ def ppo_losses(
         return masked_sum(x, old.mask) / avg_tokens
 
     log_ratio = logprobs - old.logprobs
-    ratio = log_ratio.clamp(max=40).exp()  # above: no overflow, whose gradient would be NaN
+    ratio = log_ratio.clamp(max=40).exp()  # exp(40)**2 is finite; inf * 0 would be NaN
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
@@ -387,7 +387,7 @@ def rollout_metrics(
         "objective/kl": kl,
         "objective/kl_coef": kl_coef,
         "objective/rlhf_reward": rollout.scores.mean() - kl_coef * kl,
-        "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # equal, if not dense
+        "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # OpenAI's name
         "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # estimated from the samples
         "objective/ended": rollout.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
@@ -401,13 +401,13 @@ def rollout_metrics(
 
 # In the progress line and in curves.png:
 SHOWN = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
-# Metric → (largest healthy value, which the warning names; value above which it warns once):
+# Metric → (healthy up to, warn once above):
 LIMITS = {"ppo/policy/approxkl_avg": (0.02, 0.2), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
 
 def check(args: Args, processes: int) -> None:
     """Raise `InputError` for invalid flags, before anything is loaded."""
-    check_run(args, SCRIPT, processes, unread=("label_dataset",))
+    check_run(args, SCRIPT, processes, unread=("label_dataset",))  # no labels are read
     check_reward(args)  # now, since it is loaded after the queries
     cli.check_divisible("keep_every", args.keep_every or 0, args.eval_every, "eval_every")
     unit = processes * args.num_minibatches
@@ -455,7 +455,7 @@ def main(args: Args) -> None:
         rollout = make_rollout(queries, columns, [rows], kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
-        kl, total = rollout.kl.sum(dim=1), rollout.rewards.view(len(queries), -1).sum(dim=1)
+        kl, total = rollout.kl.sum(dim=1), rollout.rewards.sum(dim=1)
         run.log_samples(update, texts, score=rollout.scores, kl=kl, total=total)
         run.keep(update, lm, tokenizer)
         return {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
@@ -468,7 +468,7 @@ def main(args: Args) -> None:
         # 1. Sample a response to each query.
         timer.start("sample")
         contexts = add_affixes(queries, ids)  # [B, C]
-        with distributed.inference(accelerator, policy):  # eval mode, autocast, full weights
+        with distributed.inference(accelerator, policy):  # eval mode; FSDP2 gathers weights
             responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]
 
         # 2. Score each response with the reward model.
@@ -481,7 +481,7 @@ def main(args: Args) -> None:
         mask = responses != ids.pad
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, values, ref_logprobs = torch.zeros(3, *mask.shape, device=device)
-        # In the first epoch's micro-batches, since these affect rounding: first ratios are 1 (L6).
+        # In the micro-batches of the first epoch, to round alike: its first ratios are 1 (L6).
         for rows in first_epoch:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
                 i = rows[part]
@@ -559,7 +559,7 @@ def main(args: Args) -> None:
 SYNTHETIC: dict[str, Any] = dict(total_episodes=4096, eval_every=20, batch_size=128, lr=5e-4)
 SYNTHETIC |= dict(num_ppo_epochs=2, num_minibatches=2)
 SYNTHETIC |= dict(kl_coef=0.08, kl_target=10.0, kl_horizon=1000)
-FIXED: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)  # kl_coef and rewards stay
+FIXED: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)  # fixed kl_coef, raw rewards
 SUMMARIES = FIXED | dict(batch_size=32, lr=2e-6)
 VERIFIABLE = FIXED | dict(num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192)
 PRESETS: dict[str, dict[str, Any]] = {

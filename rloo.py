@@ -266,7 +266,7 @@ def shuffle(
     Episode i is a response to query i % P. All K responses to a query are in one minibatch, side by
     side, so that a micro-batch computes the query only once.
     """
-    rng = np.random.default_rng([seed, update, 2])  # 2: not the random numbers of query_rows
+    rng = np.random.default_rng([seed, update, 2])  # 2: a stream apart from query_rows'
     num_queries = num_episodes // args.rloo_k
     offsets = num_queries * np.arange(args.rloo_k)  # of the K responses to a query
     epochs = []
@@ -305,7 +305,7 @@ def rloo_loss(
         return x.sum() / num_responses
 
     log_ratio = (logprobs - old.logprobs).sum(dim=1)  # [B], over tokens; 0 at padding (L1)
-    ratio = log_ratio.clamp(max=40).exp()  # above: no overflow, whose gradient would be NaN
+    ratio = log_ratio.clamp(max=40).exp()  # exp(40)**2 is finite; inf * 0 would be NaN
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
@@ -348,13 +348,13 @@ def rollout_metrics(
 
 # In the progress line and in curves.png:
 SHOWN = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
-# Metric → (largest healthy value, which the warning names; value above which it warns once):
+# Metric → (healthy up to, warn once above):
 LIMITS = {"ppo/policy/approxkl_avg": (0.5, 5.0), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
 
 def check(args: Args, processes: int) -> None:
     """Raise `InputError` for invalid flags, before anything is loaded."""
-    check_run(args, SCRIPT, processes, unread=("label_dataset",))
+    check_run(args, SCRIPT, processes, unread=("label_dataset",))  # no labels are read
     check_reward(args)  # now, since it is loaded after the queries
     cli.check_divisible("keep_every", args.keep_every or 0, args.eval_every, "eval_every")
     unit = processes * args.num_minibatches * args.rloo_k
@@ -412,7 +412,7 @@ def main(args: Args) -> None:
         # 1. Sample a response to each query.
         timer.start("sample")
         contexts = add_affixes(queries, ids)  # [B, C]
-        with distributed.inference(accelerator, policy):  # eval mode, autocast, full weights
+        with distributed.inference(accelerator, policy):  # eval mode; FSDP2 gathers weights
             responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]
 
         # 2. Score each response with the reward model.
@@ -425,7 +425,7 @@ def main(args: Args) -> None:
         mask = responses != ids.pad
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, ref_logprobs = torch.zeros(2, *mask.shape, device=device)
-        # In the first epoch's micro-batches, since these affect rounding: first ratios are 1 (L6).
+        # In the micro-batches of the first epoch, to round alike: its first ratios are 1 (L6).
         for rows in first_epoch:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
                 i = rows[part]
@@ -502,7 +502,7 @@ def main(args: Args) -> None:
 # The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
 SYNTHETIC: dict[str, Any] = dict(total_episodes=4096, eval_every=20, batch_size=128, lr=7e-4)
 SYNTHETIC |= dict(kl_coef=0.08, kl_target=10.0, kl_horizon=1000)
-FIXED: dict[str, Any] = dict(kl_target=None)  # kl_coef stays
+FIXED: dict[str, Any] = dict(kl_target=None)  # fixed kl_coef
 SUMMARIES = FIXED | dict(batch_size=32, lr=2e-6)
 TLDR = FIXED | dict(num_ppo_epochs=2, num_minibatches=2, lr=3e-6, kl_coef=0.03)
 VERIFIABLE = FIXED | dict(num_minibatches=4, micro_batch_tokens=8192)
