@@ -455,8 +455,8 @@ def main(args: Args) -> None:
         rollout = make_rollout(queries, columns, [rows], kl_coef, rng)
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
-        kl, total = rollout.kl.sum(dim=1), rollout.rewards.sum(dim=1)
-        run.log_samples(update, texts, score=rollout.scores, kl=kl, total=total)
+        scores, kl = rollout.scores, rollout.kl.sum(dim=1)
+        run.log_samples(update, texts, score=scores, kl=kl, total=scores - kl_coef * kl)
         run.keep(update, lm, tokenizer)
         return {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
 
