@@ -231,7 +231,7 @@ class Run:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
 
     def log_samples(self, step: int, texts: Iterable[list[str]], **numbers: Tensor) -> None:
-        """Log the first queries and responses (`texts`) with numbers, such as scores, as a table."""
+        """Log the first queries and responses (`texts`) with numbers, such as scores."""
         columns = dict(zip(("query", "response"), texts, strict=True))
         rows = zip(*columns.values(), *(x.tolist() for x in numbers.values()), strict=False)
         self.log_table(step, [dict(zip((*columns, *numbers), row, strict=True)) for row in rows])

@@ -17,8 +17,9 @@ from machinery.sources import check_source
 from utils import TokenIds
 
 PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # a text that tokenizers split differently
-# Today for templates that write it, in every run: the day that Llama 3.2's has without a clock.
-setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda: date(2024, 7, 26)))  # noqa: B010
+# The date that templates write as today's, in every run: that of Llama 3.2's without a clock.
+CLOCK = SimpleNamespace(now=lambda: date(2024, 7, 26))
+setattr(chat_template_utils, "datetime", CLOCK)  # noqa: B010
 TEXT_ONLY = ("query_prefix", "query_suffix", "start_text", "end_text", "clean_fn", "keep_last_line")
 
 
