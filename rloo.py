@@ -347,7 +347,7 @@ def rollout_metrics(
 
 
 # In the progress line and in curves.png:
-SHOWN = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "kl_coef", "rlhf_reward")]
+SHOWN = [f"objective/{x}" for x in ("scores", "kl", "kl_coef", "rlhf_reward")]
 # Metric → (healthy up to, warn once above):
 LIMITS = {"ppo/policy/approxkl_avg": (0.5, 5.0), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
@@ -388,7 +388,8 @@ def main(args: Args) -> None:
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     num_steps = args.num_ppo_epochs * args.num_minibatches  # of the optimizer, per update
     timer = Timer(device)
-    run = Run(args, SCRIPT, num_updates, SHOWN, accelerator, LIMITS, args.keep_every)
+    shown = SHOWN + ["objective/gold_score"] * (gold_reward is not None)
+    run = Run(args, SCRIPT, num_updates, shown, accelerator, LIMITS, args.keep_every)
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:

@@ -238,7 +238,8 @@ def main(args: Args) -> None:
     results = [f"held-out perplexity: {perplexity:.3f}"]
     if task.response_column and find_spec("rouge_score"):  # an optional package
         results.append(f"held-out ROUGE-L: {rouge_l(samples):.3f}")
-    run.finish(*results)
+    then = "train_reward" if task.label_dataset else "ppo"
+    run.finish(*results, then=then, flag="--base_model")
     distributed.stop(accelerator)
 
 

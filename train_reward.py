@@ -310,7 +310,8 @@ def main(args: Args) -> None:
         results["heldout/reward_chosen"] = rewards[is_best].mean().item()
         results["heldout/reward_others"] = rewards[~is_best].mean().item()
     run.log(num_steps, results)
-    run.finish(json.dumps({name: round(value, 4) for name, value in results.items()}))
+    text = json.dumps({name: round(value, 4) for name, value in results.items()})
+    run.finish(text, then="ppo", flag="--reward_model")
     distributed.stop(accelerator)
 
 

@@ -34,15 +34,15 @@ class Task:
     query_column: str
     """its column with texts, or lists of messages for the chat template"""
     query_length: PositiveInt
-    """tokens; longer texts are cut, longer messages skipped, shorter ones padded (G2)"""
+    """tokens; longer texts are cut, longer messages skipped, shorter ones padded"""
     query_prefix: str = ""
     """text before each query; the reward model does not see it"""
     query_suffix: str = ""
     """text after each query; the reward model does not see it"""
     start_text: str | None = None
-    """one token; queries start after its first occurrence (P3)"""
+    """one token; queries start after its first occurrence"""
     end_text: str | None = None
-    """queries end after its last occurrence at the end of a word (P3)"""
+    """queries end after its last occurrence at the end of a word"""
     keep_last_line: bool = False
     """cut long queries before their last line, such as TL;DR:"""
     clean_fn: str | None = None
@@ -52,17 +52,17 @@ class Task:
 
     # Responses
     response_length: PositiveInt
-    """tokens sampled per response (G4); the maximum in EOS tasks (X9)"""
+    """tokens sampled per response; the maximum in EOS tasks"""
     temperature: PositiveFloat
-    """of sampling; ppo.py and rloo.py also divide logits by it in training (P1)"""
+    """of sampling; ppo.py and rloo.py also divide logits by it in training"""
     truncate_token: str | None
-    """one token; the reward model sees responses only up to it (P5)"""
+    """one token; the reward model sees responses only up to it"""
     truncate_after: NonNegativeInt = 0
-    """position from which truncate_token counts (P5)"""
+    """position from which truncate_token counts"""
     missing_eos_penalty: float = -1.0
-    """score of responses without truncate_token (P5)"""
+    """score of responses without truncate_token"""
     eos_task: bool = False
-    """responses end at truncate_token; the rest is masked everywhere (X9)"""
+    """responses end at truncate_token; the rest is masked everywhere"""
     response_column: str | None = None
     """column of reference responses for sft.py, or of conversations with them"""
 

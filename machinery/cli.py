@@ -2,12 +2,14 @@
 
 import argparse
 import inspect
+import io
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +25,7 @@ ON_GPU = torch.cuda.is_available()  # some defaults are larger there
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # a seed of torch, also on other processes
 UnitFloat = Annotated[float, Field(ge=0, le=1)]  # a number in [0, 1]
 # Flags that a resumed run may change:
-FREE = ("save_every", "keep_every", "resume", "run_name", "output_dir", "track", "push_to_hub")
+FREE = ("save_every", "keep_every", "resume", "run_name", "output_dir", "track")
 rescues: list[Callable[[], str]] = []  # called after an error: save what can be, say what is lost
 
 
@@ -52,8 +54,6 @@ class RunArgs:
     """runs/<name>, a checkpoint file, or `latest`: continue that run with its flags"""
     track: bool = False
     """also log to Weights & Biases"""
-    push_to_hub: str | None = None
-    """upload the weights to this new private repository, owner/name"""
 
 
 class InputError(ValueError):
@@ -97,9 +97,26 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
     own |= {x.name: values[x.name] for x in fields(cls) if x.name in values and x.name != "task"}
     shared, known = RunArgs.__dataclass_fields__, cls.__dataclass_fields__.items()
     cls.__dataclass_fields__ = dict(sorted(known, key=lambda x: x[0] in shared))  # own flags first
-    config = (tyro.conf.OmitArgPrefixes,)
-    args = tyro.cli(cls, default=cls(task=task, **own), args=argv, config=config)
+    options: Any = dict(config=(tyro.conf.OmitArgPrefixes,), use_underscores=True)
+    with help_sections(cls, RunArgs, Task):
+        args = tyro.cli(cls, default=cls(task=task, **own), args=argv, **options)
     return replace(args, **found)
+
+
+@contextmanager
+def help_sections(*classes: type) -> Iterator[None]:
+    """Give the `--help` that is printed inside the headings of the classes' source."""
+    heading = re.compile(r"^    # (\w[^.\n]*).*\n    (\w+):", re.M)  # a comment above a field
+    found = [x for cls in classes for x in heading.findall(inspect.getsource(cls))]
+    out = io.StringIO()
+    try:
+        with redirect_stdout(out):
+            yield
+    finally:
+        text = out.getvalue()
+        for title, name in dict(reversed(found)).items():
+            text = re.sub(rf"^  --{name}\b", rf"\n {title}\n\g<0>", text, flags=re.M)
+        print(text, end="")
 
 
 def find_checkpoint(name: str, script: str, task: str | None) -> Path:

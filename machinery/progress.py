@@ -4,6 +4,8 @@ import json
 import math
 import time
 from collections import Counter
+from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,12 @@ class Progress:
     """A line once a minute and at every 5% of the run: the metrics `shown`, and the time left."""
 
     def __init__(self, total: int, shown: list[str], limits: Limits):
-        self.total, self.shown, self.limits = total, shown, dict(limits)
+        self.total, self.limits = total, dict(limits)
+        self.titles = {name: name.removeprefix("objective/") for name in shown}
         self.stuck = Counter[str]()  # metric of STUCK → updates in a row
         self.start, self.began = 0, time.monotonic()
         self.printed = self.began
+        self.has_header = False  # just above
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
         """Show the metrics of an update."""
@@ -36,11 +40,20 @@ class Progress:
         now = time.monotonic()
         due = step % max(self.total // 20, 1) == 0 or step + 1 == self.total
         if due or now - self.printed > 60:
-            shown = [name for name in self.shown if name in metrics]
-            text = "  ".join(f"{x.removeprefix('objective/')} {metrics[x]:.3g}" for x in shown)
             left = (now - self.began) / (step + 1 - self.start) * (self.total - step - 1)
-            print(f"{step + 1:>6}/{self.total}  {text}  left {left:.0f} s", flush=True)
+            values = [f"{metrics[x]:.3g}" if x in metrics else "" for x in self.titles]
+            self.row(f"{step + 1}/{self.total}", *values, str(timedelta(seconds=int(left))))
             self.printed = now
+
+    def row(self, step: str, *cells: str) -> None:
+        """Print a line of the table, below its header."""
+        titles = [*self.titles.values(), "left"]
+        if not self.has_header:
+            self.has_header = True
+            self.row("step", *titles)
+        parts = zip(cells, titles, strict=True)
+        text = "".join(f"{cell:>{max(len(title), 8) + 2}}" for cell, title in parts)
+        print(f"{step:>11}{text}", flush=True)
 
     def warn(self, metrics: dict[str, float]) -> None:
         """Warn once if a metric is far from healthy, or if there is nothing to learn from."""
@@ -57,6 +70,7 @@ class Progress:
 
     def table(self, rows: list[dict[str, Any]], title: str) -> None:
         """Print rows of texts and numbers."""
+        self.has_header = False
         table = Table(*rows[0], title=title, show_lines=True)
         for row in rows:
             values = (f"{x:.2f}" if isinstance(x, float) else escape(str(x)) for x in row.values())
@@ -65,14 +79,33 @@ class Progress:
 
 
 def plot_run(folder: Path, names: list[str]) -> None:
-    """Draw `curves.png` of a run: one panel for each metric, over the steps."""
+    """Draw `curves.png` of a run: a panel for each metric, over episodes, or over steps.
+
+    Points are evaluations. Their first and last values are printed.
+    """
     from matplotlib.figure import Figure  # takes half a second to import
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    names = [name for name in names if any(name in line for line in lines)]
+    if missing := [name for name in names if not any(name in line for line in lines)]:
+        print(f"never logged: {', '.join(missing)}")
+    names = [name for name in names if name not in missing]
+    x = "ppo/episode" if "ppo/episode" in lines[0] else "step"
+    after = [*accumulate((line.get(x, 0) for line in lines), max)]  # each line's update
     figure = Figure(figsize=(7, 2 * len(names)), layout="constrained")
+    figure.suptitle(folder.name)
     for i, name in enumerate(names):
-        points = [(line["step"], line[name]) for line in lines if name in line]
         axis = figure.add_subplot(len(names), 1, i + 1, title=name)
-        axis.plot(*zip(*points, strict=True))
+        axis.grid(alpha=0.3)
+        axis.plot(*pick(lines, name, after))
+        heldout = name.replace("objective/", "eval/")
+        if heldout != name and (points := pick(lines, heldout, [0, *after])):
+            axis.plot(*points, "o")
+            print(f"{heldout}: {points[1][0]:.3g} → {points[1][-1]:.3g}")
+    figure.supxlabel(x.removeprefix("ppo/"))
     figure.savefig(folder / "curves.png")
+
+
+def pick(lines: list[dict], name: str, xs: list[float]) -> list[tuple]:
+    """The curve of a metric: xs and ys; [] if it was never logged."""
+    points = [(x, line[name]) for x, line in zip(xs, lines, strict=False) if name in line]
+    return [*zip(*points, strict=True)]

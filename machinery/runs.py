@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import huggingface_hub
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -43,8 +42,6 @@ def check_run(args: Any, script: Path, processes: int, unread: tuple[str, ...] =
         raise InputError(f"{link} is a folder, not a link to the weights of a run; move it away")
     if args.resume:
         checkpoints.check_same_run(args, processes, unread)
-    if args.push_to_hub and not huggingface_hub.get_token():
-        raise InputError(f"--push_to_hub {args.push_to_hub} needs a token; run `hf auth login`")
 
 
 class Run:
@@ -276,14 +273,16 @@ class Run:
         if self.main:
             self.lock.release()
 
-    def finish(self, *messages: str) -> None:
-        """Draw the curves, say where everything is, upload the weights if asked to."""
+    def finish(self, *messages: str, then: str = "", flag: str = "") -> None:
+        """Draw the curves, say where everything is, and how the script `then` continues.
+
+        It finds the weights by itself, unless they are in `--output_dir`: `flag` names them.
+        """
         self.close()
         if not self.main:
             return
-        plot_run(self.folder, self.progress.shown)
+        plot_run(self.folder, [*self.progress.titles])
         print(*messages, f"weights: {self.weights}", f"curves: {self.folder}/curves.png", sep="\n")
-        if name := self.args.push_to_hub:
-            with about(f"--push_to_hub {name}"):
-                huggingface_hub.create_repo(name, private=True)  # fails if there is one
-                print(huggingface_hub.upload_folder(repo_id=name, folder_path=self.weights))
+        if then:
+            weights = f" {flag} {self.weights}" if self.args.output_dir else ""
+            print(f"next: python {then}.py --task {self.args.task.task}{weights}")

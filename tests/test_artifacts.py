@@ -1,11 +1,9 @@
-"""Records, uploads and trackers, with a stand-in for the hub's API."""
+"""Records and trackers of a run."""
 
 import json
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 import wandb
@@ -13,27 +11,6 @@ from conftest import SCRIPTS, read_metrics, settings
 
 import ppo
 from machinery.cli import InputError
-
-
-@pytest.fixture
-def api(home: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """Somebody is logged in; what is asked of the hub."""
-    calls: list[tuple] = []
-
-    def upload_folder(*, repo_id: str, folder_path: Path) -> str:
-        calls.append((repo_id, {path.name for path in Path(folder_path).iterdir()}))
-        return f"https://hub/{repo_id}"
-
-    create_repo = lambda repo_id, *, private: calls.append((repo_id, private))  # noqa: E731
-    monkeypatch.setattr(huggingface_hub, "create_repo", create_repo)
-    monkeypatch.setattr(huggingface_hub, "upload_folder", upload_folder)
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_s3cr3t")
-    return calls
-
-
-def two_updates(**flags: Any) -> ppo.Args:
-    """ppo, 2 updates of 2 epochs of 2 minibatches, in runs/a."""
-    return settings("ppo", **dict(total_episodes=16, run_name="a", push_to_hub="me/it") | flags)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -44,25 +21,6 @@ def test_a_run_records_flags_versions_and_curves(name, runs):
     assert record["versions"]["torch"] == torch.__version__
     assert record["versions"]["datasets"] == version("datasets")
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
-
-
-# -------------------------------------------------------------------------------------------------- the hub
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_missing_token_is_named_before_anything_is_loaded(name, home, no_weights):
-    with pytest.raises(InputError, match="--push_to_hub me/it needs a token"):
-        SCRIPTS[name].main(settings(name, push_to_hub="me/it"))
-    assert not Path("runs").exists()
-
-
-def test_the_weights_are_uploaded_into_a_new_private_repository_after_training(api, capsys):
-    ppo.main(two_updates())
-    create, (name, names) = api
-    assert create == ("me/it", True) and name == "me/it"
-    files = {"config.json", "model.safetensors", "tokenizer.json", "value_head.safetensors"}
-    assert files <= names
-    assert "https://hub/me/it" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------- Weights & Biases

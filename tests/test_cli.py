@@ -79,7 +79,7 @@ def test_every_number_has_its_bounds(script):
     ("command", "words"),
     [
         ("ppo.py --lr -1e-5", ("lr", "-1e-05")),
-        ("rloo.py --kl_estimator k4", ("--kl-estimator", "k4", "k1", "k3")),
+        ("rloo.py --kl_estimator k4", ("--kl_estimator", "k4", "k1", "k3")),
         ("train_reward.py --no_such_flag 3", ("--no_such_flag",)),
         ("rloo.py --batch-size 10 --reward_fn=math:sqrt", ("batch_size=10", "use 12")),
         ("sft.py --seed 18446744073709551616", ("seed", "18446744073709551616")),
@@ -243,19 +243,25 @@ def test_ppo_and_reward_training_have_their_published_settings(name):
     assert values(args, "lr batch_size num_labels") == of_rewards
 
 
+TASK_TITLES = ["Queries", "Responses", "Labels, rewards"]
+
+
 @pytest.mark.parametrize("name", ["cnndm", "tldr"])
 @pytest.mark.parametrize("script", SCRIPTS.values())
 def test_help_shows_the_resolved_defaults_of_the_task(script, name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         parse(script, "--task", name, "--help")
-    text = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", capsys.readouterr().out)
-    pattern = r"--([a-z0-9-]+)\b(?:(?!\n\s*--).)*?\(default:\s(.*?)\)\s*\n"
+    text = capsys.readouterr().out
+    pattern = r"--(\w+)\b(?:(?!\n\s*--).)*?\(default:\s(.*?)\)\s*\n"
     shown = dict(re.findall(pattern, text, re.S))
     args = parse(script, "--task", name)
-    found = tuple(float(shown[x]) for x in ("lr", "batch-size", "query-length"))
+    found = tuple(float(shown[x]) for x in ("lr", "batch_size", "query_length"))
     assert found == (args.lr, args.batch_size, args.task.query_length)
     assert shown["task"] == name
+    titles = re.findall(r"^ ([A-Z].*)\n  --", text, re.M)  # those of the classes' source
+    assert titles[:2] + titles[-4:] == ["Run", "Optimization", "Files", *TASK_TITLES]
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_flags_override_the_tasks_defaults_in_both_spellings():

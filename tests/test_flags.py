@@ -36,7 +36,7 @@ CHANGES = {  # another value than in `results`
 }
 ELSEWHERE = """task batch_size micro_batch_tokens rollout_batch_size rloo_k eval_queries policy_model
     tf32 cuda_graphs ref_model gradient_checkpointing reward_model run_name output_dir keep_every
-    save_every resume track push_to_hub"""  # tested in the files of what they do
+    save_every resume track"""  # tested in the files of what they do
 
 
 def test_every_flag_has_a_test():
@@ -85,7 +85,7 @@ def test_the_same_flags_give_the_same_run(results):
 
 OFF = dict(kl_estimator="k1", clip_score=None, max_grad_norm=None, anneal_lr=True)
 OFF |= dict(gradient_checkpointing=False, keep_every=None)
-OFF |= dict(save_every=None, resume=None, track=False, push_to_hub=None)
+OFF |= dict(save_every=None, resume=None, track=False)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -2,7 +2,9 @@
 
 import errno
 import io
+import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -35,10 +37,9 @@ def test_a_line_is_printed_at_least_once_a_minute(home, monkeypatch, capsys):
             run.log(step, {"objective/a": 0.5, "b/a": 1.0, "other": 2.0})
             assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == step + 1
         run.close()
-        lines = [
-            line for line in capsys.readouterr().out.splitlines() if "  a 0.5  b/a 1  left" in line
-        ]
-        return [int(line.split("/")[0]) for line in lines]
+        out = capsys.readouterr().out
+        assert f"{'step':>11}{'a':>10}{'b/a':>10}{'left':>10}\n" in out
+        return [int(step) for step in re.findall(r"^ *(\d+)/\d+ +0.5 +1 +\d:\d\d:\d\d$", out, re.M)]
 
     assert printed(100, 1) == [*range(1, 100, 5), 100]
     slow = printed(300, 25)
@@ -122,11 +123,16 @@ def test_equal_scores_and_a_gradient_of_0_are_said_in_a_run(home, capsys):
     assert sum("gradient was 0 " in line for line in lines) == 1
 
 
-def test_curves_have_no_empty_panels(tmp_path, monkeypatch):
-    """A task without a true score logs no `objective/gold_score`."""
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+def test_curves_are_over_episodes_with_evaluations_as_points(tmp_path, monkeypatch, capsys):
+    """An evaluation comes before its line's update. What was never logged has no panel."""
+    lines = [{"step": 0, "eval/a": 1.0, "objective/a": 2.0, "ppo/episode": 8}]
+    lines += [{"step": 1, "objective/a": 3.0, "ppo/episode": 16}, {"step": 2, "eval/a": 4.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     figures: list = []
     monkeypatch.setattr("matplotlib.figure.Figure", tiny.keep(Figure, figures))
-    progress.plot_run(tmp_path, ["loss", "objective/gold_score"])
-    assert [axis.get_title() for axis in figures[0].axes] == ["loss"]
+    progress.plot_run(tmp_path, ["objective/a", "objective/gold_score"])
+    (axis,) = figures[0].axes
+    curves = [line.get_xydata().tolist() for line in axis.lines]
+    assert curves == [[[8, 2], [16, 3]], [[0, 1], [16, 4]]]
+    assert capsys.readouterr().out == "never logged: objective/gold_score\neval/a: 1 → 4\n"
     assert (tmp_path / "curves.png").is_file()

@@ -480,7 +480,7 @@ def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(
     """Flags that only save memory too, since they change rounding."""
     args = settings(script, resume=str(tmp_path / "checkpoints/1"))
     (tmp_path / "args.json").write_text(json.dumps(checkpoints.describe(args, 1)))
-    free = {"save_every", "keep_every", "resume", "run_name", "output_dir", "track", "push_to_hub"}
+    free = {"save_every", "keep_every", "resume", "run_name", "output_dir", "track"}
     owners = [(args, field) for field in fields(args) if field.name != "task"]
     owners += [(args.task, field) for field in fields(args.task)]
     for owner, field in owners:
