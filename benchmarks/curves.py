@@ -237,7 +237,8 @@ def draw(runs: list[Run], metrics: tuple[str, ...], path: Path) -> None:
             middle, low, high = band(values)
             axis.fill_between(grid, low, high, color=f"C{i}", alpha=0.2, linewidth=0)
             (legend[label],) = axis.plot(grid, middle, color=f"C{i}", linewidth=1.4)
-    axes[metrics[0]].legend(legend.values(), legend, fontsize=8)
+    place: dict[str, Any] = dict(loc="outside lower center", ncols=5, fontsize=8)
+    figure.legend(legend.values(), legend, **place)
     figure.savefig(path, dpi=110)
 
 
