@@ -374,13 +374,13 @@ def main(args: Args) -> None:
 
     # No dropout (P4). Exits if `length` is too long for a model, or if the tokenizers differ.
     lm = load_lm(task.base_model, length=ids.length)
-    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.length, tokenizer)
-    ref = distributed.freeze(accelerator, Policy(ref_lm, ids.pad, task.temperature))
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
     policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # in train mode
+    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.length, tokenizer)
+    ref = distributed.freeze(accelerator, Policy(ref_lm, ids.pad, task.temperature))
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)  # samples from lm
 
     seed = args.seed + 100003 * accelerator.process_index  # own order of queries, own samples (G6)

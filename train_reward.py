@@ -152,7 +152,7 @@ def sample_policy(
     batch_size = args.rollout_batch_size // processes
     local_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * batch_size
     table = load_queries(task, tokenizer, ids, limit=2 * local_samples * processes)
-    lm = load_lm(task.base_model, flag, length=ids.length).to(device).eval()
+    lm = distributed.freeze(accelerator, load_lm(task.base_model, flag, length=ids.length))
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)
     seed = args.seed + 100003 * accelerator.process_index  # (G6)
     torch.manual_seed(seed)
@@ -161,7 +161,7 @@ def sample_policy(
     for step in range(2):
         queries = table[query_rows(len(table), local_samples, seed, step)].to(device)
         batches = add_affixes(queries, ids).split(batch_size)
-        with accelerator.autocast():
+        with distributed.inference(accelerator, lm):
             parts = [generate(decoder, x, ids.pad, task.temperature) for x in batches]
         responses = torch.cat(parts)
         if task.eos_task:  # other tasks normalize on all R tokens (X9)

@@ -2,9 +2,10 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,25 @@ def check_launch(accelerator: Accelerator) -> None:
         raise InputError("FSDP2 did not start: it needs GPUs and --fsdp_version 2")
 
 
-def name_blocks(accelerator: Accelerator, model: nn.Module) -> None:
-    """Tell FSDP2 to shard each transformer block of this model by itself."""
-    transformer: Any = model.lm if hasattr(model, "lm") else model.backbone
+def shard(accelerator: Accelerator, model: nn.Module, function: Callable, *others: Any) -> Any:
+    """Shard a model by FSDP2: `function(model, *others)`, each transformer block by itself.
+
+    The weights are those of the first process; the others may have none.
+    """
+    from torch.distributed.checkpoint import state_dict as dcp  # takes a second to import
+
+    transformer: Any = getattr(model, "lm", None) or getattr(model, "backbone", model)
     kinds = {type(module).__name__ for module in model.modules()}  # a text model has no vision's
     plugin = accelerator.state.fsdp_plugin
     plugin.transformer_cls_names_to_wrap = sorted(kinds.intersection(transformer._no_split_modules))
+    weights = model.state_dict() if accelerator.is_main_process else {}
+    result = function(model, *others)
+    options: Any = dict(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    dcp.set_model_state_dict(model, weights, options=dcp.StateDictOptions(**options))
+    root: Any = model  # lets `inference` gather weights before the first forward pass
+    root.set_reshard_after_forward(True)  # by default, the root keeps its weights
+    root._get_fsdp_state()._lazy_init()
+    return result
 
 
 def prepare(
@@ -103,21 +117,13 @@ def prepare(
         model.forward = accelerator.autocast()(model.forward)
     model.train()
     if accelerator.is_fsdp2:
-        name_blocks(accelerator, model)
-        model, wrapped = accelerator.prepare(model, optimizer)
-        set_up_root(model)
+        model, wrapped = shard(accelerator, model, accelerator.prepare, optimizer)
         return model, wrapped.optimizer
     model.to(accelerator.device)
     if accelerator.num_processes > 1:
         for x in [*model.parameters(), *model.buffers()]:
             dist.broadcast(x.detach(), src=0)
     return model, optimizer
-
-
-def set_up_root(model: Any) -> None:
-    """Let `inference` gather the weights of an FSDP2 model before its first forward pass."""
-    model.set_reshard_after_forward(True)  # by default, the root keeps its weights
-    model._get_fsdp_state()._lazy_init()
 
 
 def check_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -146,10 +152,7 @@ def freeze(accelerator: Accelerator, model: nn.Module) -> Any:
         store_as_cast(model)
         model.forward = accelerator.autocast()(model.forward)
     if accelerator.is_fsdp2:
-        name_blocks(accelerator, model)
-        model = fsdp2_prepare_model(accelerator, model)
-        set_up_root(model)
-        return model
+        return shard(accelerator, model, partial(fsdp2_prepare_model, accelerator))
     return model.to(accelerator.device)
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
+from accelerate.state import AcceleratorState
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -81,13 +84,34 @@ def load_lm(
                 lm._weight_conversions = None  # save the text model's names
         lm.get_output_embeddings().__class__ = Float32Linear  # keeps names and tied weights
         use_fused_gelu(lm)
-        with about(f"{config.model_type} cannot be used"):
-            check_model(lm, length)
+        if reads_weights():
+            with about(f"{config.model_type} cannot be used"):
+                check_model(lm, length)
+        agree_on_unpadding(lm.base_model)
     return lm
+
+
+def reads_weights() -> bool:
+    """Whether this process reads weights. Under FSDP2 only the first one does, and sends shards."""
+    return not dist.is_initialized() or dist.get_rank() == 0 or not AcceleratorState().is_fsdp2
+
+
+def agree_on_unpadding(backbone: Any) -> None:
+    """Under FSDP2, do what the first process found out about padding."""
+    if dist.is_initialized() and AcceleratorState().is_fsdp2:
+        (longest,) = broadcast_object_list([getattr(backbone, "max_unpadded", 0)])
+        set_unpadding(backbone, longest)
 
 
 def load_weights(cls: Any, name: str, config: Any, **options: Any) -> Any:
     """A model of an Auto class in fp32. Raises `InputError` if a weight would be random."""
+    if not reads_weights():
+        from transformers.initialization import no_init_weights  # takes two seconds to import
+
+        with no_init_weights():  # memory that is never written takes no room
+            model = cls.from_config(config, dtype=torch.float32)
+        model.tie_weights()
+        return model
     options |= dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
     model, info = cls.from_pretrained(name, config=config, **options)
     if info["missing_keys"]:

@@ -45,7 +45,9 @@ def load_reward(
         length = args.task.query_length + args.task.response_length
         if same_tokens(own_tokenizer, tokenizer):
             check_length(model.config.backbone, length, "query and response")
-        check_reward_model(model, length)
+        if models.reads_weights():
+            check_reward_model(model, length)
+        models.agree_on_unpadding(model.backbone)
     model = freeze(accelerator, model)
     read = reward_input(model, own_tokenizer, tokenizer, ids.pad)
 
@@ -83,7 +85,8 @@ def load_reward_model(cls: Callable, name: str) -> Any:
         if RewardConfig.get_config_dict(name)[0].get("model_type") == RewardConfig.model_type:
             with no_init_weights():
                 model = cls(RewardConfig.from_pretrained(name))
-            model.load_state_dict(load_file(str(cached_file(name, "model.safetensors"))))
+            if models.reads_weights():
+                model.load_state_dict(load_file(str(cached_file(name, "model.safetensors"))))
             return model.eval()
         config = models.disable_dropout(transformers.AutoConfig.from_pretrained(name))
         kind = transformers.AutoModelForSequenceClassification
