@@ -57,7 +57,7 @@ class Args:
     """time limit of all rows together"""
     small: bool = False
     """models of one layer; always so without a GPU"""
-    out: Path = HERE / "gpu"
+    out: Path = HERE / "results/gpu"
     """name of the .csv and of the _profile.txt"""
 
 

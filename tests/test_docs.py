@@ -73,7 +73,7 @@ FLAGS = {"sentiment": "--micro_batch_tokens 32768 --rollout_batch_size 512", "tl
 
 def pick(file: str, column: str, **where: str) -> list[float]:
     """The numbers of a column of a CSV, of the rows that have these values."""
-    text = (ROOT / "benchmarks" / f"{file}.csv").read_text()
+    text = (ROOT / "benchmarks/results" / f"{file}.csv").read_text()
     rows = csv.DictReader(text.splitlines())
     return [float(x[column]) for x in rows if where.items() <= x.items()]
 
