@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --small     # models of one layer; also on a CPU, without CUDA's parts
 
 Each row is a process of its own, forked from one that never touched the GPU, with its own time
-limit. If it fails, hangs or dies, the row says why and the next one runs: docs/gpu.md.
+limit. If it fails, hangs or dies, the row says why and the next one runs: docs/speed.md.
 """
 
 import csv

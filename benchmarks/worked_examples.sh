@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The runs and pictures of docs/worked-examples.md; needs models/arithmetic/sft. SEEDS="1" for fewer.
+# The runs and pictures of docs/your-experiment.md; needs models/arithmetic/sft. SEEDS="1" for fewer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 PYTHONPATH=.
