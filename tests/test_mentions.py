@@ -17,6 +17,7 @@ TESTS = {
     for name in [path.stem, *re.findall(r"^def (test_\w+)", path.read_text(), flags=re.M)]
 }
 OTHERS = {  # of other programs, or of an example
+    "README.md": {"my_reward"},
     "docs/ppo.md": {"completion_ids"},
     "docs/running.md": {"WANDB_ENTITY", "terminationGracePeriodSeconds", "torchrun"}
     | {"set_requires_gradient_sync"},
