@@ -78,5 +78,5 @@ all=() shown=()
 declare -A out=([arithmetic]=arithmetic [synthetic]=patches)
 metrics='objective/gold_score objective/kl objective/entropy'
 python benchmarks/curves.py "${all[@]}" --out runs/${out[$1]}.png --metrics eval/gold_score eval/kl
-python benchmarks/curves.py "${shown[@]}" --out benchmarks/${out[$1]}.png --metrics $metrics
-mv runs/${out[$1]}.csv benchmarks/
+python benchmarks/curves.py "${shown[@]}" --out benchmarks/results/${out[$1]}.png --metrics $metrics
+mv runs/${out[$1]}.csv benchmarks/results/

@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --small     # models of one layer; also on a CPU, without CUDA's parts
 
 Each row is a process of its own, forked from one that never touched the GPU, with its own time
-limit. If it fails, hangs or dies, the row says why and the next one runs: docs/gpu.md.
+limit. If it fails, hangs or dies, the row says why and the next one runs: docs/speed.md.
 """
 
 import csv
@@ -57,7 +57,7 @@ class Args:
     """time limit of all rows together"""
     small: bool = False
     """models of one layer; always so without a GPU"""
-    out: Path = HERE / "gpu"
+    out: Path = HERE / "results/gpu"
     """name of the .csv and of the _profile.txt"""
 
 

@@ -1,7 +1,7 @@
 """Over-optimization: the reward model's score and the true score over KL, with and without penalty.
 
     python sft.py --task synthetic
-    python benchmarks/overoptimize.py             # runs/, overoptimize_seeds.csv and its picture
+    python benchmarks/overoptimize.py             # runs/, results/overoptimize_seeds.csv, .png
 
 A reward model of each seed learns from few labels, and RLOO maximizes its score at a constant
 learning rate. Numbers are of the responses of each update. Scores are in standard deviations of the
@@ -41,7 +41,7 @@ class Args:
     """reward models, and runs with each kl_coef"""
     total_episodes: int = 4096
     """sampled responses of a run"""
-    out: Path = ROOT / "benchmarks/overoptimize_seeds.csv"
+    out: Path = ROOT / "benchmarks/results/overoptimize_seeds.csv"
     """CSV to write; the picture is beside it"""
 
 

@@ -60,7 +60,7 @@ class Args:
     """measured updates per process, after one for warm-up"""
     rounds: int = 3
     """processes per contestant; contestants take turns"""
-    out: Path = HERE / "speed"
+    out: Path = HERE / "results/speed"
     """name of the .csv and .png; rows of other workloads stay in the .csv"""
     micro: int | None = None
     """sequences per micro-batch of the peers; None: the fastest of a few"""

@@ -2,7 +2,7 @@
 
     python benchmarks/two_turns.py FOLDER      # a random model with ChatML, dialogues of random digits
 
-docs/worked-examples.md has the commands that train on it, with `ask` and `score`.
+docs/your-experiment.md has the commands that train on it, with `ask` and `score`.
 """
 
 import json

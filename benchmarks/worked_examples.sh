@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The runs and pictures of docs/worked-examples.md; needs models/arithmetic/sft. SEEDS="1" for fewer.
+# The runs and pictures of docs/your-experiment.md; needs models/arithmetic/sft. SEEDS="1" for fewer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 PYTHONPATH=.
@@ -46,7 +46,7 @@ for seed in ${SEEDS:-1 2}; do
 done
 
 draw() { # picture, metrics, label=runs …
-  python benchmarks/curves.py "${@:3}" --out "benchmarks/worked_$1.png" --metrics $2
+  python benchmarks/curves.py "${@:3}" --out "benchmarks/results/worked_$1.png" --metrics $2
 }
 draw tools "eval/scores eval/tool_share eval/response_length" \
   "tool=$folder/tool_?" "no answers=$folder/no_tool_?"

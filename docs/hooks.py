@@ -1,7 +1,8 @@
 """Hooks of mkdocs. README is the front page, and the site has each file that a page links to.
 
 Markdown files become pages, pictures, CSVs and notebooks are copied, scripts become listings.
-Equations become MathML, which browsers show without JavaScript.
+Equations become MathML, which browsers show without JavaScript. A click on a picture opens it alone.
+The search leaves out the log. Pages that were merged into others lead there.
 """
 
 import os
@@ -14,6 +15,16 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(([^)#\s:]+)(?:#L(\d+))?(?=[)#])")  # of a file; with its line
 MATH = re.compile(r"(?s)(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)|\$([^$]+)\$")  # code, or an equation
+PICTURE = re.compile(r"!\[[^]]*\]\(([^)]+)\)")
+MOVED = {
+    "ablations": "results.html#what-each-detail-is-worth",
+    "arithmetic": "data.html#answers-that-can-be-checked",
+    "gpu": "speed.html#on-a-gpu",
+    "resume": "running.html#resume",
+    "scaling": "running.html#many-gpus-many-machines",
+    "worked-examples": "your-experiment.html#worked-examples",
+    "your-data": "data.html",
+}
 PAGES = {}  # path in the site → Markdown file
 
 
@@ -47,7 +58,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, **_):
-    """Rewrite links to files, and equations."""
+    """Rewrite links to files, pictures and equations."""
+    page.meta["search"] = {"exclude": page.file.src_uri == "log.md"}
     if page.file.src_uri not in PAGES:
         return markdown
     folder = PAGES[page.file.src_uri].parent
@@ -57,6 +69,20 @@ def on_page_markdown(markdown, page, **_):
         line = f"#__codelineno-0-{found[2]}" if found[2] else ""
         return f"]({os.path.relpath(path, os.path.dirname(page.file.src_uri))}{line}"
 
-    markdown = LINK.sub(link, markdown)
+    markdown = PICTURE.sub(r"[\g<0>](\1)", LINK.sub(link, markdown))
     # In a span: an equation at the start of a line would be a paragraph of its own.
     return MATH.sub(lambda x: f"<span>{convert(x[2])}</span>" if x[2] else x[0], markdown)
+
+
+def on_page_content(html, page, **_):
+    """Tell mkdocs the anchors of a listing's lines, which it does not look for."""
+    page.present_anchor_ids.update(re.findall(r'id="(__codelineno[^"]+)"', html))
+
+
+def on_post_build(config):
+    """Write the pages that lead to where their text is now."""
+    for name, place in MOVED.items():
+        file, _, anchor = place.partition("#")
+        assert f'id="{anchor}"' in Path(config.site_dir, file).read_text() or not anchor, place
+        page = f'<meta http-equiv="refresh" content="0; url={place}"><a href="{place}">Moved</a>'
+        Path(config.site_dir, f"{name}.html").write_text(page)

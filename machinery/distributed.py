@@ -67,7 +67,7 @@ def check_launch(accelerator: Accelerator) -> None:
     is_on, started = parse_flag_from_env, accelerator.num_processes
     usable = torch.cuda.is_available() or is_on("ACCELERATE_USE_CPU")
     if [*Path("/dev").glob("nvidia[0-9]*")] and not usable:
-        raise InputError(f"torch {torch.__version__} cannot use the GPU: see docs/gpu.md")
+        raise InputError(f"torch {torch.__version__} cannot use the GPU: see docs/running.md")
     if is_on("FSDP_ACTIVATION_CHECKPOINTING"):  # it renames weights
         raise InputError("use --gradient_checkpointing, not fsdp_activation_checkpointing")
     if (steps := accelerator.gradient_accumulation_steps) != 1:
@@ -77,7 +77,7 @@ def check_launch(accelerator: Accelerator) -> None:
     # Launchers of several processes set WORLD_SIZE, or MASTER_ADDR:
     wanted = int(os.environ.get("WORLD_SIZE", 2 if "MASTER_ADDR" in os.environ else 1))
     if started != wanted:
-        raise InputError(f"only {started} of the launcher's processes started; see docs/scaling.md")
+        raise InputError(f"only {started} of the launcher's processes started; see docs/running.md")
     if is_on("ACCELERATE_USE_FSDP") and not accelerator.is_fsdp2:
         raise InputError("FSDP2 did not start: it needs GPUs and --fsdp_version 2")
 

@@ -45,7 +45,7 @@ def check_run(args: Any, script: Path, processes: int, unread: tuple[str, ...] =
 
 
 class Run:
-    """The folder `runs/<name>/`, written by the main process only; its files: docs/resume.md.
+    """The folder `runs/<name>/`, written by the main process only; its files: docs/running.md.
 
     `shown` are the metrics in curves.png and in the progress line. One that exceeds its limit is
     printed as a warning.

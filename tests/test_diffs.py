@@ -52,7 +52,7 @@ OF_PPO, OF_RLOO = ([name for name in SMALL if BASES[name] == x] for x in ("ppo",
 ALGORITHMS = [x for x in OF_RLOO if x not in ("lora_rloo", "whiten_advantages")]  # alternatives
 OF_TOKENS = ("distill", "reinforce_plus_plus")  # responses to a query are not compared
 LIMITS = EXPERIMENTS | {"dpo": 46}  # others 25
-EXCLUSIVE = [{"lora", x} for x in ("freeze_layers", "ema", "keep_best")]  # what is trained, saved
+EXCLUSIVE = [{"lora", x} for x in ("freeze_layers", "ema")]  # what is trained, saved
 MEANINGLESS = [{"lora", "reference_on_cpu"}, {"trlx_kl", "reference_on_cpu"}]  # no reference there
 PAIRS = [x for x in itertools.combinations(OF_PPO, 2) if {*x} not in EXCLUSIVE + MEANINGLESS]
 STACKS = [
@@ -322,7 +322,6 @@ def test_a_run_writes_its_folder_and_the_saved_weights_load(
 RESUMED = {
     ("separate_critic", "value_warmup"): dict(total_episodes=64, value_warmup_updates=1),
     ("ema",): dict(total_episodes=64),
-    ("keep_best",): dict(total_episodes=64, lr=3e-2, reward_fn="mine.py:f"),
     ("resid_dropout",): dict(num_epochs=2),
     ("stale",): dict(total_episodes=64, sampler_lag=2),
 }
@@ -719,31 +718,6 @@ def test_P4_dropout_is_in_training_of_sft(start):
     runs = [start("resid_dropout", **x) for x in flags]
     losses = [[line["loss"] for line in run.metrics if "loss" in line] for run in runs]
     assert losses[1] == losses[2] and losses[0][0] != losses[1][0]
-
-
-def test_keep_best_saves_the_policy_of_each_evaluation_that_is_the_best_so_far(
-    start, task, tmp_path
-):
-    """Of scores 1 3 2 2.5 4 3 before and after updates; not 2.5, which is better than the last."""
-    scores, run = iter([1.0, 3.0, 2.0, 2.5, 4.0, 3.0]), KeptRun()
-
-    def write(step, metrics):
-        with open(tmp_path / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(metrics) + "\n")
-
-    def reward(queries, *inputs):
-        noise = torch.rand(len(queries))
-        return noise if len(queries) == 16 else torch.full([len(queries)], next(scores))
-
-    run.main, run.folder, run.after = True, tmp_path, write
-    names = dict(load_reward=lambda *inputs: reward)
-    start("keep_best", names=names, run=run, total_episodes=80)
-    saved = {name: x for name, x in run.saved.items() if name.startswith("best")}
-    assert saved.keys() == {"best_0", "best_1", "best_4"}
-    for update in (1, 4):  # four steps each
-        weights = run.steps[4 * update - 1].weights
-        for name, _ in new_policy(task).lm.named_parameters():
-            assert torch.equal(saved[f"best_{update}"][name], weights[f"lm.{name}"])
 
 
 # ------------------------------------------------------------------------- algorithms, by slow loops

@@ -102,7 +102,7 @@ def test_a_gpu_that_torch_cannot_use_is_not_silently_replaced_by_the_cpu(
     device = Path("/dev/nvidia3")  # of several, in a container
     monkeypatch.setattr(Path, "glob", lambda path, name: [device] if device.match(name) else [])
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    with pytest.raises(InputError, match="docs/gpu.md"):
+    with pytest.raises(InputError, match="docs/running.md"):
         distributed.start(tiny.make_args())
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     distributed.start(tiny.make_args())
@@ -123,5 +123,5 @@ def test_processes_that_did_not_start_are_refused(accelerator, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(InputError, match="docs/scaling.md"):
+    with pytest.raises(InputError, match="docs/running.md"):
         distributed.start(tiny.make_args())

@@ -73,7 +73,7 @@ FLAGS = {"sentiment": "--micro_batch_tokens 32768 --rollout_batch_size 512", "tl
 
 def pick(file: str, column: str, **where: str) -> list[float]:
     """The numbers of a column of a CSV, of the rows that have these values."""
-    text = (ROOT / "benchmarks" / f"{file}.csv").read_text()
+    text = (ROOT / "benchmarks/results" / f"{file}.csv").read_text()
     rows = csv.DictReader(text.splitlines())
     return [float(x[column]) for x in rows if where.items() <= x.items()]
 
@@ -239,7 +239,7 @@ def pretrained(label: str) -> Numbers:
 
 
 CLAIM = [x for label in ("PPO", "RLOO") for x in curves("synthetic", label, GOLD)]
-RESULTS, EXPERIMENTS, CHECKED = (f"docs/{x}.md" for x in ("results", "experiments", "arithmetic"))
+RESULTS, EXPERIMENTS = "docs/results.md", "docs/experiments.md"
 TABLES = {  # page and header → the columns, and their numbers by the cells of a row
     ("README.md", "| claim "): (slice(1, 2), lambda x, *_: CLAIM if "true score" in x else None),
     (RESULTS, "| | score | true score | KL | β"): (slice(1, 5), lambda x, *_: results(x, COEF)),
@@ -251,10 +251,10 @@ TABLES = {  # page and header → the columns, and their numbers by the cells of
     ("docs/tldr.md", "| | one GPU "): (slice(1, 2), lambda x, *_: [max(memory(f"Pythia {x}")[2:])]),
     ("docs/tldr.md", "| 6.9B with LoRA"): (slice(1, 4), lambda x, *_: adapters(x)),
     (EXPERIMENTS, "| recipe "): (slice(1, 6), lambda x, *_: recipe(x)),
-    (CHECKED, "| accuracy "): (slice(1, 6), lambda x, *_: arithmetic(x, "gold_score")),
-    (CHECKED, "| KL, nats "): (slice(1, 6), lambda x, *_: arithmetic(x, "kl")),
-    (CHECKED, "| 16,384 episodes "): (slice(1, 5), lambda x, *_: long(x)),
-    ("docs/ablations.md", "|  | detail "): (slice(3, 10), lambda *x: ablation(x[0], x[2])),
+    (RESULTS, "| accuracy "): (slice(1, 6), lambda x, *_: arithmetic(x, "gold_score")),
+    (RESULTS, "| KL, nats "): (slice(1, 6), lambda x, *_: arithmetic(x, "kl")),
+    (RESULTS, "| 16,384 episodes "): (slice(1, 5), lambda x, *_: long(x)),
+    (RESULTS, "|  | detail "): (slice(3, 10), lambda *x: ablation(x[0], x[2])),
     (EXPERIMENTS, "| labels | run "): (slice(2, 7), lambda *x: optimized(*x[:2])),
     (EXPERIMENTS, "| β | seed "): (slice(2, 7), lambda *x: greedy(*x[:2])),
     (EXPERIMENTS, "| model, Adam "): (slice(2, 12), lambda *x: adam(*x[:2])),

@@ -61,7 +61,7 @@ def test_a_lower_bound_is_the_oldest_version_that_was_tested():
         found, wanted = version(oldest[name]), version(low)
         assert found[: len(wanted)] == wanted and not any(found[len(wanted) :]), name
         assert found <= version(exact[name]) < version(high or "999"), name
-    assert {*EXTRAS["rouge"], *EXTRAS["clean"]} <= {*EXTRAS["dev"]}
+    assert {*EXTRAS["rouge"], *EXTRAS["clean"], *EXTRAS["lora"]} <= {*EXTRAS["dev"]}
 
 
 def test_contributors_hooks_and_ci_run_the_same_checks():

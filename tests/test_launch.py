@@ -150,9 +150,9 @@ def score(queries, responses):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda x: x.name)
 def test_launched_processes_finish_a_long_update_and_its_checkpoint(number, task, tmp_path):
-    """As docs/resume.md says; without its two variables the launcher ends them before that."""
+    """As docs/running.md says; without its two variables the launcher ends them before that."""
     (tmp_path / "sleepy.py").write_text(SLEEPY)
-    page = (ROOT / "docs/resume.md").read_text()
+    page = (ROOT / "docs/running.md").read_text()
     (variables,) = re.findall(r"`export (PET_.*?)` before", page)
     env = dict(variable.split("=") for variable in variables.split())
     values = dict(response_length=5, total_episodes=32, batch_size=8, num_minibatches=2)

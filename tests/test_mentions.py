@@ -17,11 +17,11 @@ TESTS = {
     for name in [path.stem, *re.findall(r"^def (test_\w+)", path.read_text(), flags=re.M)]
 }
 OTHERS = {  # of other programs, or of an example
-    "docs/gpu.md": {"gpu_count"},
+    "README.md": {"my_reward"},
     "docs/ppo.md": {"completion_ids"},
-    "docs/scaling.md": {"set_requires_gradient_sync"},
-    "docs/resume.md": {"WANDB_ENTITY", "terminationGracePeriodSeconds", "torchrun"},
-    "docs/speed.md": {"ChosenLogprobs", "Product"},
+    "docs/running.md": {"WANDB_ENTITY", "terminationGracePeriodSeconds", "torchrun"}
+    | {"set_requires_gradient_sync"},
+    "docs/speed.md": {"ChosenLogprobs", "Product", "gpu_count"},
     "docs/your-experiment.md": {"max_length"},
     "CONTRIBUTING.md": {"fix", "test_X15_"},
 }

@@ -1,6 +1,7 @@
 """README and docs/: links, commands, flags and code are right.
 
-`python tests/test_readme.py --fix` updates the line numbers of README's links into the scripts.
+`python tests/test_readme.py --fix` updates the lines that README names: where links into scripts
+lead, and how many a script has.
 """
 
 import ast
@@ -29,6 +30,7 @@ PAGES = [README, *ROOT.glob("C*.md"), *ROOT.glob("docs/*.md"), ROOT / "diffs/REA
 PAGES = {str(x.relative_to(ROOT)): x.read_text() for x in PAGES if x.name != "log.md"}  # history
 SCRIPTS = {"ppo", "rloo", "train_reward", "sft"}
 LINK = re.compile(r"\[`([\w.]+)`\]\((\w+\.py)#L(\d+)\)")
+LENGTH = re.compile(r"(?m)^\| `([\w/]+\.py)` \| (\d+) \|")
 
 
 def right_line(link: re.Match) -> str:
@@ -38,6 +40,11 @@ def right_line(link: re.Match) -> str:
     for part in name.split("."):  # a function, or one inside a function or class
         (node,) = [child for child in node.body if getattr(child, "name", "") == part]
     return f"[`{name}`]({file}#L{node.lineno})"
+
+
+def right_length(row: re.Match) -> str:
+    """The beginning of a table's row with the number of lines of its script."""
+    return f"| `{row[1]}` | {len((ROOT / row[1]).read_text().splitlines())} |"
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -62,6 +69,14 @@ def test_links_into_a_script_point_to_the_line_of_what_they_name():
     assert len(links) > 12
     assert [link[0] for link in links] == [right_line(link) for link in links], "run me with --fix"
     assert not re.search(r"\.py#L\d", LINK.sub("", "".join(PAGES.values())))
+
+
+def test_the_readme_says_how_long_the_scripts_are():
+    rows = {row[1]: row for row in LENGTH.finditer(PAGES["README.md"])}
+    assert rows.keys() == {"ppo.py", "rloo.py", "benchmarks/plain_ppo.py"}
+    assert [row[0] for row in rows.values()] == [right_length(row) for row in rows.values()]
+    assert int(rows["benchmarks/plain_ppo.py"][2]) < 230  # can be read in five minutes
+    assert len(PAGES["README.md"].splitlines()) <= 150
 
 
 def test_the_readme_shows_the_loop_of_ppo():
@@ -105,7 +120,7 @@ ELSEWHERE = "|".join(
     (
         r"# .*(needs|GPU|hub)|--task (sentiment|tldr|gsm8k)|^end=",
         r"^(pip|jupyter|pytest|pre-commit|ruff|python -m venv|python3 -m pip)|pretrained\.py|smollm2",
-        r"git worktree|(mutations|overoptimize)\.py|(equal|recipes|synthetic|worked_examples)\.sh",
+        r"git (worktree|clone)|(mutations|overoptimize)\.py|(equal|recipes|synthetic|worked_examples)\.sh",
         r"demo\.sh|^python (sft|train_reward)\.py --task synthetic(_eos)?\s*(#|$)",  # `project`
         r"judgments\.py|--task arithmetic",  # test_answers.py
         r"curves\.py .*(wandb|TRL=)",  # test_curves.py
@@ -172,6 +187,9 @@ def test_local_commands_run_as_printed(page, project, tmp_path):
     """In a copy of the project, where `python` adds the flags of a tiny budget."""
     base, run = project
     folder = shutil.copytree(base, tmp_path / "project", symlinks=True)
+    if page == "README.md":
+        (code,) = (x for x in blocks(page, "python") if "def score(" in x)
+        (folder / "my_reward.py").write_text(code)
     run(local_commands(page), folder)
     if page == "README.md":
         assert (folder / "models/synthetic/mine/model.safetensors").is_file()
@@ -201,4 +219,4 @@ def test_the_edit_of_the_docs_applies_to_ppo():
 if __name__ == "__main__":
     if sys.argv[1:] != ["--fix"]:
         sys.exit(__doc__)
-    README.write_text(LINK.sub(right_line, README.read_text()))
+    README.write_text(LENGTH.sub(right_length, LINK.sub(right_line, README.read_text())))

@@ -1,8 +1,11 @@
 """Lists of messages through the chat template, in all four scripts. `small` is the synthetic task's
 tokenizer with a template, `smollm2` SmolLM2-Instruct's own (the package of benchmarks/pretrained.sh)."""
 
+import json
+import os
 import re
 import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -16,13 +19,15 @@ import tiny
 import torch
 from conftest import SCRIPTS, read_metrics
 from formats import BLUE, GREEN, SMOLTALK, SYSTEM, USER
-from test_readme import blocks
+from test_readme import PAGES, ROOT, blocks
+from test_resume import free_port
 from tiny import refuses
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo
 import rloo
+from benchmarks.mutations import copy_project
 from data import tasks
 from machinery import labels, tokens
 from machinery.cli import parse_args
@@ -32,6 +37,7 @@ from machinery.sources import load_function
 from machinery.tokens import load_tokenizer, render_answer, single_token, tokenize_prompt, translate
 
 START, END = "<|im_start|>", "<|im_end|>"
+DATA, SMOLLM2 = PAGES["docs/data.md"], "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
@@ -50,16 +56,21 @@ def smollm2_tokenizer():
     return AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
 
 
+@torch.no_grad()
+def likes_to_end(tokenizer, positions: int):
+    """A tiny random model, many of whose responses end."""
+    lm = tiny.make_lm(vocab=len(tokenizer), positions=positions)
+    lm.transformer.ln_f.bias += lm.transformer.wte.weight[tokenizer.convert_tokens_to_ids(END)]
+    lm.transformer.ln_f.bias *= 4
+    return lm
+
+
 @pytest.fixture(scope="module", params=["small", pytest.param("smollm2", marks=pytest.mark.slow)])
 def model(request, tmp_path_factory):
     """A folder with a tiny random model that likes to end its responses, and its tokenizer."""
     tokenizer = {"small": small_tokenizer, "smollm2": smollm2_tokenizer}[request.param]()
     folder = tmp_path_factory.mktemp("model")
-    lm = tiny.make_lm(vocab=len(tokenizer), positions=256)
-    with torch.no_grad():
-        lm.transformer.ln_f.bias += lm.transformer.wte.weight[tokenizer.convert_tokens_to_ids(END)]
-        lm.transformer.ln_f.bias *= 4
-    lm.save_pretrained(folder)
+    likes_to_end(tokenizer, 256).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
     def write(messages: list[dict]) -> list[int]:
@@ -380,22 +391,25 @@ FEW = {
 }
 
 
-def test_the_page_goes_from_own_data_to_ppo(tmp_path, monkeypatch):
-    """docs/your-data.md: its commands as bash reads them, and rows of its table, numbered."""
-    monkeypatch.chdir(tmp_path)
+def own_data(folder: Path, page: int) -> str:
+    """A block of commands of docs/data.md, beside its models, tiny, and its files, of 16 rows."""
     tokenizer = small_tokenizer()
-    for x in (tiny.make_lm(vocab=len(tokenizer), positions=512), tokenizer):
-        x.save_pretrained(tmp_path / "model")
-    page = Path(tasks.DATA).parent / "docs/your-data.md"
-    rows = re.findall(r"^\| `(\w+\.jsonl)` \| `(.*)` \| `.*` \|$", page.read_text(), flags=re.M)
-    Path("mine").mkdir()
-    for name, row in rows:
-        numbered = [row.replace("Hi", f"Hi {i}") for i in range(16)]
-        Path("mine", name).write_text("\n".join(numbered))
-    (code,) = blocks("docs/your-data.md", "bash")
-    code = code.replace("mkdir", "#", 1).replace("HuggingFaceTB/SmolLM2-135M-Instruct", "../model")
-    code = code.replace("# mine && ", "")
-    monkeypatch.chdir("mine")
+    config = tiny.config(vocab=len(tokenizer), positions=512)
+    config.num_labels, config.pad_token_id = 1, 0
+    classifier = AutoModelForSequenceClassification.from_config(config)
+    for name, model in (("model", likes_to_end(tokenizer, 512)), ("my_reward", classifier)):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    for name, row in re.findall(r"^\| `(\w+\.jsonl)` \| `(.*)` \| `.*` \|$", DATA, flags=re.M):
+        rows = [row.replace("Hi", f"Hi {i}") for i in range(16)]
+        (folder / name).write_text("\n".join(rows))
+    return blocks("docs/data.md", "bash")[page].replace(SMOLLM2, "model")
+
+
+def test_the_page_goes_from_own_data_to_ppo(tmp_path, monkeypatch):
+    """Its commands as bash reads them."""
+    monkeypatch.chdir(tmp_path)
+    code = own_data(tmp_path, 1).replace("mkdir mine && cd mine", "")
     record = 'python() { printf "%s\\0" "$@" "" >> calls; }; set -e\n'
     subprocess.run(["bash", "-c", record + code], check=True, cwd=tmp_path)
     calls = Path("calls").read_text().split("\0\0")[:-1]
@@ -408,6 +422,47 @@ def test_the_page_goes_from_own_data_to_ppo(tmp_path, monkeypatch):
         SCRIPTS[name].main(args)
         assert Path("models/tldr", name, "model.safetensors").is_file()
     assert END not in next(Path("runs").glob("*sft*/samples.jsonl")).read_text()
+
+
+LAUNCH = """set -e
+pip() { :; }
+accelerate() {
+  command accelerate launch --main_process_port PORT "${@:2}" --response_length 16 \
+    --total_episodes 16 --batch_size 16 --eval_queries 4 --temperature 2
+}
+"""
+
+
+@pytest.mark.slow
+def test_the_page_runs_grpo_with_lora_and_a_reward_model_on_two_processes(tmp_path):
+    project = copy_project(ROOT, tmp_path / "project")
+    code = LAUNCH.replace("PORT", str(free_port())) + own_data(project, 0)
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", code], check=True, cwd=project, env=env)
+    (run,) = (project / "runs").iterdir()
+    metrics = read_metrics(run)[0]
+    assert metrics["objective/scores_std"] > 0 and "ppo/loss/kl_avg" in metrics  # GRPO's
+    assert json.loads((run / "args.json").read_text())["processes"] == 2
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(project / x) for x in ("model", "models/tldr/mine")
+    )
+    layer = "transformer.h.0.mlp.c_fc.weight"
+    assert not torch.equal(before.get_parameter(layer), after.get_parameter(layer))  # merged
+
+
+def test_three_statements_give_a_tokenizer_a_template(gpt2, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gpt2.save_pretrained("my_model")
+    (code,) = (x for x in blocks("docs/data.md", "python") if "chat_template" in x)
+    exec(code)
+    found = AutoTokenizer.from_pretrained("my_model")
+    end = found.eos_token
+    prompt, answer = [USER], [{"role": "assistant", "content": "Yes."}]
+    text = f"user:\n{USER['content']}{end}\nassistant:\n"
+    assert found.decode(tokenize_prompt(prompt, 99, found)) == text
+    assert render_answer(prompt, answer, found) == f"Yes.{end}"
+    task = tiny.make_task(eos_task=True, truncate_token=end)
+    tokens.check_chat(task, found)
 
 
 def test_ids_become_the_same_texts_with_the_others_own_end(gpt2, chat):

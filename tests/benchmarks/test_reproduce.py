@@ -66,8 +66,8 @@ def test_reproduce_runs_resumes_and_draws_published_curves_where_they_are(tmp_pa
     output, calls = run()
     assert calls == [*drawn, "0 ppo.py"] and "resuming runs/reproduce_sentiment_ppo_7" in output
     assert len((stopped / "metrics.jsonl").read_text().splitlines()) == len(whole)
-    rows = rows_of(folder / "benchmarks/reproduce_sentiment.csv")
+    rows = rows_of(folder / "benchmarks/results/reproduce_sentiment.csv")
     assert {label for label, *_ in rows} == {"PPO", "OpenAI", "2023"}
     assert rows["OpenAI", "a", "objective/scores"] == [0.5, 0.625, 0.75]
-    rows = rows_of(folder / "benchmarks/reproduce_descriptiveness.csv")
+    rows = rows_of(folder / "benchmarks/results/reproduce_descriptiveness.csv")
     assert {label for label, *_ in rows} == {"PPO"} and output.count("is missing") == 2
