@@ -23,6 +23,7 @@ import test_tokens
 import tiny
 import torch
 from accelerate.state import AcceleratorState
+from torch.testing import assert_close
 
 import ppo
 import rloo
@@ -97,13 +98,8 @@ def patched(tmp_path_factory):
 # ------------------------------------------------------------------------------------------ patches
 
 
-def test_the_readme_lists_every_patch_with_its_script_and_number_of_lines():
-    rows = re.findall(r"^\| \[`(\w+)`\]\((\w+)\.diff\) \| `(\w+)\.py` \| (\d+) \|", README, re.M)
-    assert sorted(rows) == [(name, name, BASES[name], str(len(added(name)))) for name in DIFFS]
-
-
 @pytest.mark.parametrize("name", DIFFS)
-def test_a_patch_adds_few_lines_and_its_command_works(name, patched):
+def test_a_patch_adds_few_lines_and_has_a_command_that_works_and_a_row(name, patched):
     header = " ".join(DIFFS[name].split("\n--- ")[0].split()).replace("\\ ", "")
     assert header.startswith(f"{name}: ") and " Source: " in header
     command, flags = header.split(" Command: ")[1].split(" python mine.py ")
@@ -112,6 +108,7 @@ def test_a_patch_adds_few_lines_and_its_command_works(name, patched):
     args = cli.parse_args(script.Args, script.PRESETS, flags.split())
     assert args.task.task in ("synthetic", "arithmetic")
     assert 0 < len(added(name)) <= LIMITS.get(name, 25) and max(map(len, added(name))) <= 100
+    assert f"\n| [`{name}`]({name}.diff) | `{BASES[name]}.py` | {len(added(name))} |" in README
 
 
 @pytest.mark.parametrize("first", OF_PPO)
@@ -158,10 +155,10 @@ def sizes_of(script, task):
     return {name: x for name, x in sizes.items() if hasattr(script.Args, name)} | dict(task=task)
 
 
-def run_main(script, task, precision="no", score=None, names=None, **flags):
+def run_main(script, task, precision="no", score=None, responses=None, names=None, **flags):
     """Two updates by `main` on tiny models.
 
-    `score` of (queries, responses, columns) is the reward; `names` are replaced in the script.
+    `score` is the reward, `responses` are in place of `sample_in_batches`, and `names` of others.
     """
     run, optimizer = KeptRun(), getattr(script, "AdamTF", torch.optim.AdamW)
     run.args, own_step = tiny.new_args(script, **sizes_of(script, task) | flags), optimizer.step
@@ -176,6 +173,7 @@ def run_main(script, task, precision="no", score=None, names=None, **flags):
         run.steps.append(seen)
 
     spies = dict(load_reward=lambda *inputs: score) if score else {}
+    spies |= dict(sample_in_batches=responses) if responses else {}
     for name, kept in (("shuffle", run.epochs), ("Rollout", run.rollouts)):
         if hasattr(script, name):
             spies[name] = tiny.keep(getattr(script, name), kept)
@@ -223,7 +221,7 @@ def assert_step(step, model, loss, atol=2e-5, rtol=2e-3):
     model.zero_grad()
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
-    torch.testing.assert_close(step.grads, grads, atol=atol, rtol=rtol)
+    assert_close(step.grads, grads, atol=atol, rtol=rtol)
 
 
 ONLINE = [*OF_PPO, *OF_RLOO, *(x for x in EXPERIMENTS if x != "online_dpo")]  # with ratios
@@ -247,7 +245,7 @@ def test_L6_a_patched_script_runs_and_its_first_ratios_are_exactly_1(names, prec
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["reward model", "policy"])
-def test_X1_a_value_is_the_reward_of_the_text_so_far_by_a_model_of_its_own(own, start, tmp_path):
+def test_X1_a_value_is_the_reward_of_the_text_so_far_by_an_own_model(own, start, tmp_path):
     """Also if their vocabularies have different sizes. Without a reward model the critic is a copy."""
     reward = tiny.make_reward(pad_id=tiny.WORDS + 8)
     reward.save_pretrained(tmp_path)
@@ -257,11 +255,11 @@ def test_X1_a_value_is_the_reward_of_the_text_so_far_by_a_model_of_its_own(own, 
     for i, t in product(range(4), range(5)):  # a copy has a head of zeros
         tokens = torch.cat([rollout.contexts[i], rollout.responses[i, :t]])
         expected = reward(tokens[tokens != tiny.WORDS][None])[0] * own
-        torch.testing.assert_close(rollout.values[i, t], expected, rtol=1e-4, atol=1e-4)
+        assert_close(rollout.values[i, t], expected, rtol=1e-4, atol=1e-4)
     critic, lm = policy.value_head.backbone, policy.lm.base_model
     assert lm.is_gradient_checkpointing and critic.is_gradient_checkpointing
     if not own:
-        torch.testing.assert_close(critic.state_dict(), lm.state_dict(), atol=0, rtol=0)
+        assert_close(critic.state_dict(), lm.state_dict(), atol=0, rtol=0)
     for output, part in ((0, "lm"), (2, "value_head")):  # no loss reaches the other model
         policy.zero_grad()
         (policy(rollout.contexts, rollout.responses)[output] ** 2).sum().backward()
@@ -284,7 +282,7 @@ def test_X1_policy_and_critic_have_their_own_learning_rates_and_gradient_norms(s
         assert (norm > 2) == (part == "lm.")
         for name, x in grads.items():
             expected = x * min(1, 2 / norm)
-            torch.testing.assert_close(run.steps[0].grads[name], expected, rtol=1e-4, atol=1e-8)
+            assert_close(run.steps[0].grads[name], expected, rtol=1e-4, atol=1e-8)
 
 
 def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched, start, task):
@@ -312,13 +310,13 @@ def test_X5_the_average_is_updated_after_every_step(start, task):
     for name, x in models.load_lm(task.base_model).named_parameters():
         for step in run.steps:
             x = 0.9 * x + 0.1 * step.after[f"lm.{name}"]
-        torch.testing.assert_close(run.saved["ema"][name], x, atol=1e-6, rtol=0)
+        assert_close(run.saved["ema"][name], x, atol=1e-6, rtol=0)
         assert not torch.equal(x, run.saved["model"][name])
     assert len(run.steps) == 8
 
 
 @pytest.mark.parametrize("names", ["value_warmup", "separate_critic+value_warmup"])
-def test_X6_at_first_only_the_value_function_learns_and_its_gradient_is_clipped_alone(names, start):
+def test_X6_at_first_only_the_value_function_learns_and_is_clipped_alone(names, start):
     """The policy has neither gradients nor moments, and its KL is no reason to adapt kl_coef."""
     flags = dict(max_grad_norm=0.01, kl_target=0.01, kl_horizon=50, kl_coef=0.5)
     run = start(*names.split("+"), value_warmup_updates=1, **flags)
@@ -353,7 +351,7 @@ def test_X7_tokens_are_of_the_nucleus_and_no_response_ends_too_early(top_p, patc
         expected = torch.zeros(5).index_copy(0, order[:size], left[order[:size]])
         frequencies = tokens.bincount(minlength=5) / 400
         assert torch.equal(frequencies > 0, expected > 0)
-        torch.testing.assert_close(frequencies, expected / expected.sum(), atol=0.08, rtol=0)
+        assert_close(frequencies, expected / expected.sum(), atol=0.08, rtol=0)
 
 
 SCHEDULES = [  # learning rates after two updates of warm-up
@@ -384,7 +382,7 @@ def test_X8_adamw_is_the_librarys(start):
             p.grad = step.grads[name]
         optimizer.step()
         weights = {name: p.data for name, p in params.items()}
-        torch.testing.assert_close(step.after, weights, atol=1e-6, rtol=1e-5)
+        assert_close(step.after, weights, atol=1e-6, rtol=1e-5)
 
 
 def test_X12_an_update_ends_after_the_epoch_that_moved_the_policy_too_far(start):
@@ -402,11 +400,11 @@ def test_X12_an_update_ends_after_the_epoch_that_moved_the_policy_too_far(start)
 
 
 def test_length_penalty_is_subtracted_for_each_token_of_the_truncated_response(start):
-    flags = EOS | dict(names=dict(sample_in_batches=uneven_responses), truncate_after=2)
+    flags = EOS | dict(responses=uneven_responses, truncate_after=2)
     runs = start("length_penalty", length_penalty=0.25, **flags), start("ppo", **flags)
     found, plain = (run.rollouts[0] for run in runs)
     tokens = (plain.cut != tiny.WORDS).sum(dim=1)
-    torch.testing.assert_close(found.scores, plain.scores - 0.25 * tokens)
+    assert_close(found.scores, plain.scores - 0.25 * tokens)
     assert {*tokens.tolist()} == {3, 4, 5} and (plain.scores == -1).any()  # some have no end
 
 
@@ -420,7 +418,7 @@ def test_X14_a_token_gets_what_it_adds_to_the_score_and_the_last_one_gets_the_re
     inputs = dict(queries=queries, responses=torch.tensor(responses), reward=reward, kl_coef=0.5)
     rollout = tiny.make_rollout(tiny.make_policy(), tiny.make_args(task, script), script, **inputs)
     dense = [[2, 5, 0, 0, 10], [2, 3, 4, 1, 5 + 10], [2, 3, 4, 1, 1 - 3 - 11], [5, 0, 0, 0, 10]]
-    torch.testing.assert_close(rollout.rewards + 0.5 * rollout.kl, torch.tensor(dense).float())
+    assert_close(rollout.rewards + 0.5 * rollout.kl, torch.tensor(dense).float())
 
 
 @pytest.mark.parametrize("eos", [False, True])
@@ -459,7 +457,7 @@ def test_lora_trains_adapters_and_saves_them_merged(name, start, task, tmp_path)
     assert len(loaded) == (2 if of_lm else 3)  # not in evaluations
     for i, rollout in enumerate(run.rollouts):  # the reference is the initial policy
         ref, _ = policy(rollout.contexts, rollout.responses)
-        torch.testing.assert_close(rollout.logprobs - rollout.kl, ref, rtol=1e-4, atol=1e-4)
+        assert_close(rollout.logprobs - rollout.kl, ref, rtol=1e-4, atol=1e-4)
         assert rollout.kl.any() == (i > 0)
     trained = [x for x, grad in run.steps[-1].grads.items() if grad is not None]
     others = [x for x in run.steps[-1].grads if x.startswith(LORA[name] or "none")]
@@ -473,7 +471,7 @@ def test_lora_trains_adapters_and_saves_them_merged(name, start, task, tmp_path)
         assert not change.any() or torch.linalg.matrix_rank(change, rtol=1e-4) <= 2
     merged.load_state_dict({key: saved[prefix + key] for key in merged.state_dict()})
     found, expected = (x(torch.arange(1, 9)[None]).last_hidden_state for x in (model, merged))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert_close(found, expected, rtol=1e-4, atol=1e-4)
     for key in others if not of_lm else ():
         assert torch.equal(saved[key], run.model.get_parameter(key))
 
@@ -526,7 +524,7 @@ def test_P4_residual_dropout_drops_what_attention_and_mlp_add(kind, patched, tmp
     for before, after in seen:
         kept = after != 0
         assert kept.float().mean().item() == pytest.approx(0.75, abs=0.06)
-        torch.testing.assert_close(after[kept], before[kept] / 0.75)
+        assert_close(after[kept], before[kept] / 0.75)
 
 
 def test_P4_dropout_is_in_training_of_sft(start):
@@ -539,7 +537,7 @@ def test_P4_dropout_is_in_training_of_sft(start):
 
 
 def uneven_responses(decoder, contexts, ids, args, rng):
-    """In place of `sample_in_batches`: random tokens, and the end after 1 to 5."""
+    """Random tokens, and the end after 1 to 5."""
     responses = torch.randint(20, 90, (len(contexts), args.task.response_length), generator=rng)
     return responses.scatter(1, torch.arange(len(contexts))[:, None] % 5, ids.truncate)
 
@@ -672,8 +670,8 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(names, patched, start):
     flags |= dict(correct_kl_gradient="correct" in names)
     flags |= dict(kl_estimator="k3") if name == "distill" else {}  # of metrics, not of rewards
     flags = {key: x for key, x in flags.items() if hasattr(patched(*patches).Args, key)}
-    responses = dict(sample_in_batches=inserted_responses if tools else uneven_responses)
-    run = start(*patches, names=responses, **SLOW | EOS | flags)
+    flags |= dict(responses=inserted_responses if tools else uneven_responses)
+    run = start(*patches, **SLOW | EOS | flags)
     assert_updates(name, run, OWN_BESIDE_TOOL if tools else OWN)
 
 
@@ -691,7 +689,7 @@ def test_X14_rloo_whitens_advantages_over_the_batch(patched):
     plain = rewards - (rewards.sum(dim=0) - rewards) / 3
     args = tiny.make_args(script=patched("whiten_advantages"), rloo_k=4, whiten_advantages=True)
     found = patched("whiten_advantages").compute_advantages(rewards.flatten(), args).view(4, 2)
-    torch.testing.assert_close(found, (plain - plain.mean()) / plain.std(correction=0))
+    assert_close(found, (plain - plain.mean()) / plain.std(correction=0))
 
 
 # ---------------------------------------------------------------------------- labels, by slow loops
@@ -782,9 +780,9 @@ OFF |= dict.fromkeys(["sampling_gap", "stale", "whiten_advantages"], {})
 
 
 @pytest.mark.parametrize("name", OFF)
-def test_a_patch_that_is_off_or_only_adds_a_metric_or_a_file_trains_as_its_script(name, start):
+def test_a_patch_that_is_off_or_only_logs_or_saves_trains_as_its_script(name, start):
     run, plain = start(name, **OFF[name]), start(BASES[name])
-    torch.testing.assert_close(run.saved["model"], plain.saved["model"], atol=0, rtol=0)
+    assert_close(run.saved["model"], plain.saved["model"], atol=0, rtol=0)
     for line, expected in zip(run.metrics, plain.metrics, strict=True):
         assert expected.keys() <= line.keys() and len(expected) > 8
         assert all(line[key] == x for key, x in expected.items() if not key.startswith("time/"))
@@ -807,15 +805,15 @@ def test_tools_sampling_continues_after_what_the_tool_inserts(calls, patched, mo
     for row, context in enumerate(contexts):
         tokens, expected, waiting, left = context[context != tiny.PAD].tolist(), [], [], calls
         for t in range(12):
-            inserted = bool(waiting)
+            if waiting:
+                tokens.append(waiting.pop(0))
+                expected.append(tokens[-1] + tiny.PAD + 1)
+                continue
             logits = lm(torch.tensor([tokens])).logits[:, -1] / task.temperature
-            token = (
-                waiting.pop(0) if waiting else utils.sample_token(logits, uniform[t, row : row + 1])
-            )
-            tokens.append(int(token))
-            called = token == caller and not inserted and left
-            expected.append(int(token) + (inserted - bool(called)) * (tiny.PAD + 1))
-            if called:
+            tokens.append(utils.sample_token(logits, uniform[t, row : row + 1]).item())
+            expected.append(tokens[-1])
+            if tokens[-1] == caller and left:
+                expected[-1] -= tiny.PAD + 1
                 waiting, left = [t + 1, 7], left - 1
         assert found[row].tolist() == expected
     assert (found > tiny.PAD).any() == (calls > 0)
@@ -849,8 +847,8 @@ def test_tools_a_message_becomes_the_users_turn(kind, patched, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("max_weight", [None, 1.2])
-def test_stale_samples_from_the_policy_of_two_updates_ago_and_weights_responses(max_weight, start):
-    """In the first two updates, from the initial policy; in an evaluation, from today's."""
+def test_stale_samples_from_an_older_policy_and_weights_responses(max_weight, start):
+    """Of two updates ago, first from the initial policy; in an evaluation, from today's."""
     flags = dict(total_episodes=64, sampler_lag=2, max_weight=max_weight)
     run, weights = start("stale", **SLOW | flags), []
     before, model = [step.before for step in run.steps[::4]], load_policy(run.args.task.base_model)
@@ -864,10 +862,10 @@ def test_stale_samples_from_the_policy_of_two_updates_ago_and_weights_responses(
         rng = utils.generator(1, update, torch.device("cpu"))
         inputs = Decoder(model.lm, 5), rollout.contexts, ids, run.args, rng
         assert torch.equal(rollout.responses, rloo.sample_in_batches(*inputs))
-        torch.testing.assert_close([rollout.logprobs, rollout.sampler_logprobs], logprobs)
+        assert_close([rollout.logprobs, rollout.sampler_logprobs], logprobs)
         log_ratios = (logprobs[0] - logprobs[1]).sum(dim=1)
         kl_of_sampler = torch.stack([x.sum() for x in kl]) - log_ratios
-        torch.testing.assert_close(rollout.kl.sum(dim=1), kl_of_sampler, atol=1e-4, rtol=1e-4)
+        assert_close(rollout.kl.sum(dim=1), kl_of_sampler, atol=1e-4, rtol=1e-4)
         weights.append(log_ratios.exp().clamp(max=1.2) if max_weight else torch.ones(16))
         pairs = zip(weights[-1], slow_advantages(name, rollout, kl, kl_coef), strict=True)
         return [weight * x for weight, x in pairs]
@@ -880,7 +878,7 @@ def test_stale_samples_from_the_policy_of_two_updates_ago_and_weights_responses(
     assert all(torch.equal(x.sampler_logprobs, x.logprobs) for x in run.evaluations)
 
 
-def test_vine_values_are_mean_scores_of_continuations_and_advantages_are_what_parts_add(start):
+def test_vine_advantages_are_what_parts_add_to_mean_scores_of_continuations(start):
     """Each first continuation ends at once, each second one never; a score is a number of tokens."""
 
     def responses(decoder, contexts, ids, args, rng, length=0):
@@ -902,9 +900,9 @@ def test_vine_values_are_mean_scores_of_continuations_and_advantages_are_what_pa
         return found
 
     tokens = lambda queries, responses, columns: (responses != tiny.WORDS).sum(dim=1).float()  # noqa: E731
-    names = dict(sample_in_batches=responses)
-    flags = SLOW | EOS | dict(vine_every=2, vine_samples=2, missing_eos_penalty=-2.0, score=tokens)
-    assert_updates("vine", start("vine", names=names, **flags), OWN, advantages_of)
+    flags = SLOW | EOS | dict(vine_every=2, vine_samples=2, missing_eos_penalty=-2.0)
+    run = start("vine", **flags | dict(score=tokens, responses=responses))
+    assert_updates("vine", run, OWN, advantages_of)
 
 
 @pytest.mark.parametrize("alike", [False, True])
