@@ -71,11 +71,12 @@ def fix(name):
     """Apply a patch, also where the context around it has changed, and write it again."""
     path, base = ROOT / "diffs" / f"{name}.diff", f"{BASES[name]}.py"
     command = ["patch", "--output=-", "--reject-file=-", base, path]
-    new = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE)
+    new = subprocess.run(command, cwd=ROOT, capture_output=True)
     if new.returncode:
-        sys.exit(f"diffs/{name}.diff: change what it says about the changed lines")
+        reason = new.stderr.decode()
+        sys.exit(f"diffs/{name}.diff: change what it says about the changed lines\n{reason}")
     command = ["diff", "-u", f"--label={base}", f"--label={name}.py", base, "-"]
-    lines = subprocess.run(command, cwd=ROOT, input=new.stdout, stdout=subprocess.PIPE).stdout
+    lines = subprocess.run(command, cwd=ROOT, input=new.stdout, capture_output=True).stdout
     path.write_text(DIFFS[name].split("--- ", 1)[0] + lines.decode())
 
 
