@@ -678,8 +678,8 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(names, patched, start):
 
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_a_batch_of_equal_scores_changes_nothing(name, start):
-    """Exactly: rounding would be divided by a deviation of 0 + 1e-4."""
-    equal = lambda queries, *inputs: torch.full([len(queries)], 0.1)  # noqa: E731
+    """Exactly: the mean of 0.9 0.9 0.9 is not 0.9 in fp32, and is divided by 0 + 1e-4."""
+    equal = lambda queries, *inputs: torch.full([len(queries)], 0.9)  # noqa: E731
     run = start(name, score=equal, rloo_k=3, batch_size=12, kl_coef=0.0)
     assert not any(grad.any() for step in run.steps for grad in step.grads.values())
     assert [line["objective/frac_reward_zero_std"] for line in run.metrics[:2]] == [1, 1]
