@@ -1,20 +1,16 @@
-"""docs/: details have code, tests and mutations; flags, metrics and numbers of texts are right."""
+"""docs/: details have code, tests and mutations; metrics and numbers of texts are right."""
 
 import csv
-import importlib
 import math
 import re
 import statistics
-from dataclasses import fields
 from decimal import Decimal
-from functools import cache
 from pathlib import Path
 
 import pytest
-from test_readme import PAGES, SCRIPTS
+from test_readme import PAGES
 
 from benchmarks import mutations
-from data.tasks import Task
 
 ROOT = Path(__file__).parents[1]
 CODE = [*ROOT.glob("*.py"), *ROOT.glob("machinery/*.py"), ROOT / "data/tasks.py"]
@@ -35,22 +31,6 @@ def test_every_detail_has_a_row_tags_in_the_code_a_test_and_a_mutation():
         assert {*found} == {*rows}
     for detail, file, right, wrong in mutations.DETAILS:
         assert (ROOT / file).read_text().count(right) == 1 and right != wrong, detail
-
-
-@cache
-def flags() -> set[str]:
-    """The flags of all scripts and patches, and some of launchers."""
-    names = [*SCRIPTS, *(f"benchmarks.{path.stem}" for path in ROOT.glob("benchmarks/*.py"))]
-    classes = [getattr(importlib.import_module(name), "Args", Task) for name in names]
-    found = {field.name for cls in [Task, *classes] for field in fields(cls)}
-    added = re.findall(r"^\+    (\w+): ", "".join(x.read_text() for x in PATCHES), flags=re.M)
-    return found | set(added) | {"help", "mixed_precision", "num_processes", "fuzz", "fix"}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_flags_that_a_text_names_exist(page):
-    prose = re.sub(r"^ *```.*?^ *```", "", PAGES[page], flags=re.M | re.S)
-    assert set(re.findall(r"`[^`]*?--(?:no-)?(\w+)", prose)) <= flags()
 
 
 def test_every_metric_is_explained(runs):
