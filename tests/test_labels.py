@@ -156,9 +156,9 @@ PAIRS = {
     "messages that part early": (
         {
             "chosen": [formats.USER, formats.BLUE, formats.USER, formats.BLUE],
-            "rejected": [formats.USER, formats.GREEN],
+            "rejected": [formats.USER, formats.GREEN, formats.USER, formats.BLUE],
         },
-        (SKY[0], f"{SKY[1]}\n{SKY[0]}{SKY[1]}", SKY[2]),
+        (SKY[0], f"{SKY[1]}\n{SKY[0]}{SKY[1]}", f"{SKY[2]}\n{SKY[0]}{SKY[1]}"),
     ),
     "identical answers": (
         dict.fromkeys(("chosen", "rejected"), [formats.USER, formats.BLUE]),
