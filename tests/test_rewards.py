@@ -48,14 +48,15 @@ RETURNS += ["['a', 'b', 'c', 'd']", "(1.0 for _ in range(4))", "1 / 0", "sys.exi
 
 
 @pytest.mark.parametrize("returned", RETURNS)
-def test_a_reward_function_without_one_finite_number_per_response_ends_the_run(
-    returned, task, tmp_path
-):
+def test_a_function_without_one_finite_number_per_response_ends_the_run(returned, task, tmp_path):
     """Of four responses. A judge that calls sys.exit must not end the run with exit code 0."""
     reward, _ = load_reward(task, tmp_path, f"return {returned}")
+    name = f"{tmp_path}/function.py:f"
+    gold = rewards.load_gold_reward(replace(task, gold_fn=name), *load_tokenizer(task, 5))
     tokens = torch.full((4, 3), 14)
-    message = refuses(lambda: reward(tokens, tokens), f"--reward_fn {tmp_path}/function.py:f: ")
-    assert len(message) < 400
+    for flag, score in (("--reward_fn", reward), ("--gold_fn", gold)):
+        message = refuses(lambda score=score: score(tokens, tokens), f"{flag} {name}: ")
+        assert len(message) < 400
 
 
 def test_a_reward_model_with_too_few_positions_is_refused(task, tmp_path):

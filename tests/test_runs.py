@@ -16,13 +16,13 @@ import torch
 from accelerate import Accelerator
 from conftest import SCRIPTS, read_metrics, settings
 from safetensors.torch import load_file
-from test_resume import checkpoint_files, exit_code, read_state
+from test_resume import exit_code
 from transformers import AutoModelForCausalLM
 
 import ppo
 import sft
 from data import tasks
-from machinery import artifacts, checkpoints, cli, distributed, runs
+from machinery import artifacts, checkpoints, distributed, runs
 from machinery.artifacts import ROOT
 from machinery.cli import InputError
 from machinery.tokens import load_tokenizer
@@ -221,29 +221,6 @@ def test_a_run_needs_neither_git_nor_a_repository(missing, home, tmp_path, monke
     assert record["commit"] is None
 
 
-# ---------------------------------------------------------------------------------------------------- tasks
-
-
-def test_a_task_that_is_only_an_entry_of_TASKS_runs_in_all_four_scripts(home, monkeypatch):
-    """No script has a preset for it; each finds what the one before it has made."""
-    task = replace(settings("ppo").task, task="mine")
-    flags = {
-        "sft": "--num_heldout 4 --batch_size 4 --block_size 10",
-        "train_reward": "--num_labels 12 --batch_size 4 --normalize_samples 4 --rollout_batch_size 4",
-        "ppo": "--total_episodes 8 --batch_size 8 --eval_queries 4",
-        "rloo": "--total_episodes 8 --batch_size 8 --rloo_k 2 --eval_queries 4",
-    }
-    for name, words in flags.items():
-        base_model = "task/model" if name == "sft" else "models/mine/sft"
-        monkeypatch.setitem(tasks.TASKS, "mine", replace(task, base_model=base_model))
-        script = SCRIPTS[name]
-        assert "mine" not in script.PRESETS
-        script.main(cli.parse_args(script.Args, script.PRESETS, ["--task", "mine", *words.split()]))
-        assert Path(f"models/mine/{name}").is_symlink()
-        assert Path(f"models/mine/{name}/model.safetensors").is_file()
-    assert len(os.listdir("runs")) == 4
-
-
 def small(script: str, **changes: Any) -> Any:
     """Six cheap updates with a checkpoint after each, in runs/ran."""
     cheap = dict(num_ppo_epochs=1, eval_every=100) if script in ("ppo", "rloo") else {}
@@ -256,44 +233,6 @@ def sentence(capsys: pytest.CaptureFixture, *words: Any) -> str:
     last = err.partition("script.py: error")[2]
     assert [word for word in words if str(word) not in last] == [], err
     return err
-
-
-def steps_kept() -> list[int]:
-    """The updates after which runs/ran has checkpoints, all of which can be read."""
-    return [read_state(path)[1]["step"] for path in checkpoint_files()]
-
-
-def function_file(name: str, body: str) -> str:
-    """The flag of a reward function with this body, which knows the number of its calls so far.
-
-    The first call is the evaluation before update 1.
-    """
-    path = Path(f"{name}.py").absolute()  # a function is loaded only once, so names differ
-    lines = ["import os, signal, sys, time", "count = []", "def score(queries, responses):"]
-    lines += ["    count.append(1)", "    calls = len(count)", f"    {body}"]
-    path.write_text("\n".join([*lines, "    return [len(r) / 10 for r in responses]", ""]))
-    return f"{path}:score"
-
-
-FAILS = {  # flag → script, body, what the error says of it
-    "gold_fn raises": ("rloo", "raise ValueError('no')", "ValueError: no"),
-    "reward_fn exits": ("rloo", "sys.exit(0)", "SystemExit: 0"),
-    "reward_fn returns": ("ppo", "return [float('nan')] * 8", "nan"),
-}
-
-
-@pytest.mark.parametrize("what", FAILS)
-def test_a_function_that_fails_is_named_after_its_traceback(what, home, capsys):
-    script, code, words = FAILS[what]
-    spec = function_file(what.replace(" ", "_"), f"if calls == 4: {code}")  # line 6
-    args = small(script, reward_fn=spec)
-    if what.startswith("gold_fn"):
-        args = replace(args, task=replace(args.task, reward_fn="reward.py:score", gold_fn=spec))
-    assert exit_code(script, args) == 2
-    err = sentence(capsys, f"--{what.split()[0]} {spec}: ", words)
-    if "returns" not in what:
-        assert f'File "{spec.removesuffix(":score")}", line 6, in score' in err
-    assert steps_kept() == [1, 2]
 
 
 # ----------------------------------------------------------------------------- numbers that are not finite

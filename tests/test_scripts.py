@@ -3,9 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import tiny
 import torch
@@ -17,7 +15,6 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 import ppo
 import sft
 import train_reward
-from machinery import unpadding
 from machinery.models import load_lm
 
 
@@ -43,40 +40,6 @@ def spy_on(script, name, monkeypatch):
 
     monkeypatch.setattr(script, name, spy)
     return calls
-
-
-@pytest.fixture
-def eos_task(task, tmp_path, monkeypatch):
-    """A tiny task in the columns of TL;DR; runs are written into its folder."""
-    monkeypatch.chdir(tmp_path)
-    return tiny.eos_task(task, tmp_path)
-
-
-def test_X9_the_whole_pipeline_of_an_eos_task(eos_task, monkeypatch, capsys):
-    """sft on completions, reward model on pairs, ppo and rloo: after its end a response is padding.
-
-    No script computes padding, also where responses are longer than those of the labels.
-    """
-    unpadding.say_once.cache_clear()
-    sft.main(small(sft, eos_task, "sft", num_epochs=60, batch_size=12, lr=1e-2))
-    assert read_metrics("sft")[-1]["heldout/perplexity"] < 20  # it has learned to end, too
-    task = replace(eos_task, base_model="sft_model")
-    train_reward.main(small(train_reward, task, "reward"))
-    for name in ("ppo", "rloo"):
-        calls = spy_on(SCRIPTS[name], "Rollout", monkeypatch)
-        from_model = dict(reward_fn=None, reward_model="reward_model", eval_queries=3)
-        SCRIPTS[name].main(small(SCRIPTS[name], task, name, **from_model))
-        rollouts = [rollout for _, rollout in calls if len(rollout.mask) == 8]
-        metrics = read_metrics(name)
-        for rollout, line in zip(rollouts, metrics, strict=True):
-            rows = rollout.responses.tolist()
-            ends = [row.index(0) if 0 in row else 12 for row in rows]  # 0 is <|endoftext|>
-            lengths = np.minimum(np.array(ends) + 1, 12)
-            assert rollout.mask.sum(dim=1).tolist() == lengths.tolist()
-            assert line["objective/response_length"] == pytest.approx(lengths.mean())
-            assert line["objective/ended"] == pytest.approx(np.mean(np.array(ends) < 12))
-        assert metrics[0]["objective/ended"] > 0
-    assert "padding is computed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -132,25 +95,3 @@ def test_with_a_learning_rate_of_0_nothing_drifts(
     assert evaluations[0] == evaluations[1] == evaluations[2] and "eval/scores" in evaluations[0]
     before, after = load_lm(task.base_model), load_file("run_model/model.safetensors")
     assert all(torch.equal(value, before.state_dict()[name]) for name, value in after.items())
-
-
-@pytest.mark.parametrize("processes", [2, 7])
-def test_held_out_sequences_count_once_and_every_process_has_as_many(
-    processes, accelerator, monkeypatch
-):
-    """Five sequences. FSDP2 needs as many forward passes on every process."""
-    tokens = torch.cat([tiny.make_contexts([6, 1, 3, 6, 2], 6), tiny.make_responses(5, 7)], dim=1)
-    tokens[0, 8:], tokens[2, 10:] = tiny.PAD, tiny.PAD
-    model = sft.LanguageModel(tiny.make_lm(), tiny.PAD)
-    args = sft.Args(task=tiny.make_task(), micro_batch_tokens=26)
-    alone = sft.heldout_loss(model, tokens, 6, args, accelerator)
-    sums, sizes = [], []
-    model.register_forward_pre_hook(lambda model, inputs: sizes.append(len(inputs[0])))
-    monkeypatch.setattr(sft, "all_sum", lambda x: sums.append(x) or x + 1)
-    for rank in range(processes):
-        of_rank = dict(process_index=rank, num_processes=processes)
-        sft.heldout_loss(model, tokens, 6, args, SimpleNamespace(**of_rank))
-        assert sum(sizes) == (rank + 1) * -(-5 // processes)
-    total, count = sum(sums[::2]).item(), sum(sums[1::2]).item()
-    assert count == 2 + 7 + 4 + 7 + 7
-    assert total / count == pytest.approx(alone, rel=1e-5)
