@@ -28,7 +28,7 @@ from machinery import labels, tokens
 from machinery.cli import parse_args
 from machinery.queries import load_blocks, load_queries, load_responses
 from machinery.sources import load_function
-from machinery.tokens import load_tokenizer, same_tokens, single_token, translate
+from machinery.tokens import load_tokenizer, render_answer, single_token, tokenize_prompt, translate
 
 START, END = "<|im_start|>", "<|im_end|>"
 DEFAULT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -101,8 +101,9 @@ def test_a_template_that_writes_bos_and_a_tokenizer_that_adds_it_give_one(tmp_pa
     tokenizer.backend_tokenizer.post_processor = adds_bos
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     assert tokenizer.encode("Hi")[0] == bos  # as Llama's does
-    assert same_tokens(tokenizer, small_tokenizer()) and same_tokens(small_tokenizer(), tokenizer)
-    found = tokens.tokenize_prompt([USER], 99, tokenizer)
+    for pair in ((tokenizer, small_tokenizer()), (small_tokenizer(), tokenizer)):
+        assert tokens.same_tokens(*pair)
+    found = tokenize_prompt([USER], 99, tokenizer)
     assert found == [bos, *tokenizer.encode(USER["content"], add_special_tokens=False)]
 
 
@@ -183,7 +184,7 @@ def test_messages_whose_content_is_no_text_are_refused(content, rest, chat_task)
 def test_a_template_that_changes_the_prompt_once_it_has_an_answer_is_refused(chat_task):
     tokenizer, _ = load_tokenizer(chat_task, 8)
     tokenizer.chat_template = "{{ messages | length }} turns"
-    refuses(lambda: tokens.render_answer([USER], [BLUE], tokenizer), "1 turns")
+    refuses(lambda: render_answer([USER], [BLUE], tokenizer), "1 turns")
 
 
 def test_another_template_or_bos_is_another_table(chat_task):
