@@ -42,21 +42,6 @@ def test_the_examples_in_the_synthetic_tasks_docstrings_hold(module):
     assert failed == 0 and tried > 0
 
 
-def test_synthetic_stories_and_completions_have_the_lengths_that_the_tasks_expect(tokenizer):
-    """Stories: 6 to 8 and 36 to 44 tokens at their 5% and 95% quantiles."""
-    lengths = lambda texts: sorted(map(len, tokenizer(texts)["input_ids"]))  # noqa: E731
-    stories = (tasks.SYNTHETIC / "stories.txt").read_text().splitlines()
-    found = lengths(stories)
-    assert len(stories) == len(set(stories)) == 20_000
-    assert 6 <= found[1000] <= 8 and 36 <= found[19_000] <= 44 and found[-1] <= 64
-    lines = (tasks.SYNTHETIC / "stories_eos.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert len(rows) == 12_000 and all(set(row) == {"prompt", "completion"} for row in rows)
-    assert all(row["prompt"].endswith(".") and row["completion"].startswith(" ") for row in rows)
-    found = lengths([row["completion"] for row in rows])
-    assert found[0] >= 4 and found[-1] <= 40
-
-
 def test_the_synthetic_tokenizer_has_its_stop_and_end_as_one_token_each_and_no_pad(tokenizer):
     assert len(tokenizer) == WORDS and tokenizer.pad_token_id is None
     for text in (".", "<|endoftext|>", "\n"):

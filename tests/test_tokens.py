@@ -168,8 +168,9 @@ def test_settings_for_texts_and_a_missing_template_are_refused_by_name(name, cha
     tokenizer, ids = load_tokenizer(task, 8)
     if name == "chat_template":
         tokenizer.chat_template = None
-    refuses(lambda: load_queries(task, tokenizer, ids, 9), "rows.jsonl: ", name)
-    refuses(lambda: labels.load_labels(task, tokenizer, ids), "rows.jsonl: ", name)
+    named = "rows.jsonl: ", f"--{name} " if name in FOR_TEXTS else name
+    refuses(lambda: load_queries(task, tokenizer, ids, 9), *named)
+    refuses(lambda: labels.load_labels(task, tokenizer, ids), *named)
 
 
 @pytest.mark.parametrize("content", [None, 3, [{"type": "text", "text": "What?"}]])
