@@ -2,7 +2,6 @@
 
 import doctest
 import filecmp
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -51,26 +50,11 @@ def test_the_synthetic_tokenizer_has_its_stop_and_end_as_one_token_each_and_no_p
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_synthetic_labels_are_5504_rows_in_openais_form_that_prefer_what_the_judge_likes(
-    tokenizer,
-):
-    """Responses are cut for scoring. A perfect predictor's accuracy is near its ceiling, a coin's
-    would be a quarter."""
-    rows = json.loads((tasks.SYNTHETIC / "labels.json").read_text())
-    samples = ["sample0", "sample1", "sample2", "sample3"]
+def test_the_5504_synthetic_labels_prefer_what_the_judge_likes(tokenizer):
+    """A perfect predictor's accuracy is near its ceiling, a coin's would be a quarter."""
     stop = tokenizer.encode(".")[0]
-    for row in rows:
-        assert row.keys() == {"query", *samples, "best"} and len(row["query"]) == 64
-        for response in (row[name] for name in samples):
-            real = [token for token in response if token != 50259]
-            assert len(response) == 24 and response[: len(real)] == real and max(real) < WORDS
-            assert stop not in real[16:-1]
-            assert len(real) == 24 or (real[-1] == stop and len(real) > 16)
-    best = np.array([row["best"] for row in rows])
-    assert len(rows) == 5504 and np.bincount(best).min() > 1000  # the order tells nothing
-
     labels = load_labels(tasks.TASKS["synthetic"], tokenizer, TokenIds(WORDS, stop, [], []))
-    assert labels.best.tolist() == best.tolist()
+    assert len(labels) == 5504 and np.bincount(labels.best).min() > 1000  # the order tells nothing
     queries, responses, best = labels.batch(np.arange(1000), WORDS)
     queries = utils.decode(tokenizer, queries, WORDS)
     texts = [utils.decode(tokenizer, responses[:, k], WORDS) for k in range(4)]
