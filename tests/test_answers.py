@@ -33,9 +33,6 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# -------------------------------------------------------------------------------------- the rewards
-
-
 def test_the_reward_of_arithmetic_is_1_for_exactly_the_answer_after_the_last_equals_sign():
     scores = {
         "15,12,12,7=7225": 1,
@@ -140,9 +137,6 @@ def test_random_rewards_are_0_and_1_for_any_response():
     assert set(rewards) == {0, 1} and 440 < sum(rewards) < 560
 
 
-# ----------------------------------------------------------------------------- the embedded problems
-
-
 def test_the_problems_are_made_again_to_the_byte(tmp_path):
     subprocess.run([sys.executable, arithmetic_data.__file__, "--out", str(tmp_path)], check=True)
     names = ["solutions.jsonl", "problems.jsonl"]
@@ -159,9 +153,6 @@ def test_answers_are_right_and_no_problem_has_a_solution():
     prompts = {row["prompt"] for row in problems}
     solved = {row["prompt"] for row in read_rows(tasks.ARITHMETIC / "solutions.jsonl")}
     assert (len(prompts), len(solved), prompts & solved) == (8000, 12_000, set())
-
-
-# ----------------------------------------------------------------------------------- whole pipelines
 
 
 def run(script, words: str) -> list[dict]:
@@ -216,9 +207,6 @@ def test_gsm8k_asks_in_its_template_and_has_the_answers_beside_the_questions(tmp
             f"<|im_start|>user\n{question} Let's think step by step and output the final answer "
             'after "####".<|im_end|>\n<|im_start|>assistant\n'
         )
-
-
-# --------------------------------------------------------------------------------------------- pass@k
 
 
 def test_pass_at_k_by_hand():

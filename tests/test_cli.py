@@ -72,9 +72,6 @@ def test_every_number_has_its_bounds(script):
                     replace(default, **{name: value})
 
 
-# --------------------------------------------------------------------------------- the command line
-
-
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -153,9 +150,6 @@ def test_what_is_raised_about_a_flag_ends_with_its_traceback_and_then_one_senten
     assert message == "ppo.py: error: --base_model x: is too small\n"
 
 
-# ------------------------------------------------------------------- refused before weights are loaded
-
-
 ALL, RL, SCORED = tuple(SCRIPTS), ("ppo", "rloo"), ("ppo", "rloo", "train_reward")
 MISTAKES = [  # scripts, flags, words of the error
     (SCORED, dict(response_length=60), ("68 tokens", "64", "gpt2")),
@@ -197,8 +191,6 @@ def test_bad_input_is_refused_before_any_weights(script, flags, words, start, no
     refuses(lambda: start(script, **flags), *words)
     assert not (tmp_path / "runs").exists()
 
-
-# -------------------------------------------------------------------------------- presets and flags
 
 STYLE = (64, 24, 0.7, ".", 16, "", "")
 SETTINGS = {  # task → (query, response, temperature, stop, from, prefix, suffix) as published

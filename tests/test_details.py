@@ -40,9 +40,6 @@ def naive_rewards(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     return 1.5 * model.head(hidden)[:, 0] - 0.5
 
 
-# ----------------------------------------------------------------------------------------- general
-
-
 def test_G2_pad_is_one_past_the_vocabulary_and_the_embedding_is_not_resized(task):
     tokenizer, ids = load_tokenizer(task, task.response_length)
     assert ids.pad == WORDS >= len(tokenizer) and ids.pad != tokenizer.eos_token_id
@@ -183,9 +180,6 @@ def normalization_samples(runs, accelerator, monkeypatch, **changes):
     return samples, ids
 
 
-# ------------------------------------------------------------------------------------ reward model
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 def test_G1_R1_a_reward_is_of_the_last_real_token_whatever_the_padding_and_the_batch(kind):
@@ -248,9 +242,6 @@ def test_R3_X9_samples_are_the_policys_untruncated_except_in_eos_tasks(
             length = expected.index(end) + 1 if end in expected else 5
             assert row == expected[:length] + [ids.pad] * (5 - length)
     assert (cut[0][1] == ids.pad).any()
-
-
-# ------------------------------------------------------------------------------------------ policy
 
 
 @tiny.both
@@ -419,9 +410,6 @@ def test_P11_beta_moves_once_an_update_after_training_from_the_logged_kl(script,
     assert all(line["objective/kl"] < 4.8 for line in lines)
     expected = [0.15, 0.15 * 0.99984, 0.15 * 0.99984**2]
     assert [line["objective/kl_coef"] for line in lines] == pytest.approx(expected)
-
-
-# ------------------------------------------------------------------------------------- X9, X10, X11
 
 
 @tiny.both

@@ -131,8 +131,6 @@ def test_the_first_bad_row_of_several_is_named(name, value, suffix, tmp_path):
     refuses(lambda: load_labels(task, None, ids_of(1000)), "--label_dataset", f".{suffix}: row 1: ")
 
 
-# -------------------------------------------------------------------------------------------- pairs
-
 SKY = (
     "<|im_start|>user\nWhat color is the sky?<|im_end|>\n<|im_start|>assistant\n",
     "It is blue.<|im_end|>",

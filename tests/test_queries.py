@@ -116,9 +116,6 @@ def test_a_prompt_that_is_too_long_loses_lines_before_its_last_one(make_tokenize
         assert queries.tokenize_queries([POST], task, tokenizer) == [tokenizer.encode(expected)]
 
 
-# ------------------------------------------------------------------------------ the table of tokens
-
-
 @pytest.fixture
 def tokenized(monkeypatch) -> list[str]:
     """Every text that is tokenized as a query from now on."""
@@ -203,9 +200,6 @@ def test_processes_wait_at_a_file_lock_for_the_table_of_the_first(task, tmp_path
     with ThreadPoolExecutor() as pool:
         tables = [x[:] for x in pool.map(load_queries, [many] * 2, [10**6] * 2)]
     assert len(tokenized) == 2500 and torch.equal(*tables)
-
-
-# -------------------------------------------------------------------------------------------- order
 
 
 def test_G6_rows_of_a_step_are_a_pure_function_and_visit_every_row_once_an_epoch():
@@ -293,8 +287,6 @@ def test_what_a_users_function_cleaned_is_not_taken_from_an_earlier_run(
         tables.append(load_queries(task)[:])
     assert tables[0].shape == tables[1].shape and not torch.equal(*tables)
 
-
-# -------------------------------------------------------------------------- what sft.py learns
 
 EOS_ROWS = [
     {"prompt": "Anna saw it.", "completion": " Ben saw it too."},

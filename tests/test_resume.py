@@ -20,8 +20,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import fields, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -479,28 +479,14 @@ def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(
 ):
     """Flags that only save memory too, since they change rounding."""
     args = settings(script, resume=str(tmp_path / "checkpoints/1"))
-    (tmp_path / "args.json").write_text(json.dumps(checkpoints.describe(args, 1)))
+    record = checkpoints.describe(args, 1)
     free = {"save_every", "keep_every", "resume", "run_name", "output_dir", "track"}
-    owners = [(args, field) for field in fields(args) if field.name != "task"]
-    owners += [(args.task, field) for field in fields(args.task)]
-    for owner, field in owners:
-        value = getattr(owner, field.name)
-        others = ["math:sqrt", 0.25, "k2", 3]
-        if isinstance(value, bool | int | float):
-            others = [not value if isinstance(value, bool) else value + 1, value / 2]
-        for other in others:
-            with suppress(ValueError):  # of another type or out of bounds
-                changed = replace(owner, **{field.name: other})
-                break
-        changed = changed if owner is args else replace(args, task=changed)
-        assert changed != args, field.name
-        changed = replace(changed, resume=args.resume)
-        if field.name in free:
-            checkpoints.check_same_run(changed, 1, ())
-        else:
-            with pytest.raises(InputError, match=f"{field.name}={other} instead of {value}"):
-                checkpoints.check_same_run(changed, 1, ())
-            checkpoints.check_same_run(changed, 1, (field.name,))
+    for name in vars(args) | vars(args.task):
+        (tmp_path / "args.json").write_text(json.dumps(record | {name: "another"}))
+        if name not in free:
+            named = f"numbers: {name}={record[name]} instead of another"
+            tiny.refuses(lambda: checkpoints.check_same_run(args, 1, ()), named)
+        checkpoints.check_same_run(args, 1, () if name in free else (name,))
 
 
 def test_changed_flags_are_all_named_before_anything_is_loaded(copy, no_weights):

@@ -177,8 +177,6 @@ def test_a_reward_function_with_an_argument_scores_gets_the_reward_models(
     load_reward(task, reward_fn="mine.py:plain", reward_model="./nowhere")  # needs none
 
 
-# ----------------------------------------------------------- columns of the data set, by name
-
 # A query names its number; so do an int and a list. 5 occurs three times, with other values of `twin`.
 ROWS = [dict(prompt=f"Anna saw {i} cats.", number=i, tags=[str(i), "x"], twin=0) for i in range(40)]
 ROWS += [ROWS[5] | {"twin": 1}, ROWS[5] | {"twin": 2}, ROWS[7] | {"prompt": " "}]
@@ -254,8 +252,6 @@ def test_a_reward_sees_the_columns_of_each_query_in_training_and_evaluation(
     assert line["eval/gold_score"] == pytest.approx(np.mean(heldout[0]))
     assert line["objective/gold_score"] == pytest.approx(np.mean(calls[1][0]))
 
-
-# --------------------------------------------------------------- signatures, as other people write them
 
 USER, OLD = {"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "3"}
 NEW = {"role": "assistant", "content": " 2"}

@@ -59,9 +59,6 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-# -------------------------------------------------------------------------------------------- names and links
-
-
 @pytest.mark.parametrize("name", ["ppo", "sft"])
 def test_a_copy_of_a_script_has_runs_and_weights_of_its_own(name, home):
     """`cp ppo.py mine.py`: the baseline's link and weights stay what they were."""
@@ -108,8 +105,6 @@ def test_the_link_moves_to_the_new_run_and_the_old_weights_stay(home, tmp_path):
     shutil.rmtree(folders[-1])  # a broken link is in nobody's way
     ppo.check(two_steps("ppo"), 1)
 
-
-# ---------------------------------------------------------------------------------- nothing is overwritten
 
 IN_THE_WAY = {  # the file that is there → flags, what the error names; `SCRIPT` stands for the script
     "runs/mine/metrics.jsonl": (dict(run_name="mine"), "--run_name mine"),
@@ -183,9 +178,6 @@ def test_an_installed_copy_has_every_module_and_every_file_of_the_tasks():
     assert {Path(name) for name in named} | {*(tasks.SYNTHETIC / "model").iterdir()} <= files
 
 
-# ------------------------------------------------------------------------------------- what a run remembers
-
-
 def test_a_run_keeps_its_source_and_the_commit(home, tmp_path, monkeypatch):
     checkout = tmp_path / "checkout"
     checkout.mkdir()
@@ -235,9 +227,6 @@ def sentence(capsys: pytest.CaptureFixture, *words: Any) -> str:
     return err
 
 
-# ----------------------------------------------------------------------------- numbers that are not finite
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step(
     script, home, capsys, monkeypatch
@@ -275,9 +264,6 @@ def test_a_model_with_its_own_code_is_refused_and_nobody_is_asked(home, capsys, 
     assert exit_code("sft", small("sft")) == 2
     sentence(capsys, "--base_model task/model: ", "custom code")
     assert not Path("exploded").exists()
-
-
-# ------------------------------------------------------------------------- -------------- kept weights
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:

@@ -58,9 +58,6 @@ def rows_of(path: Path) -> dict[tuple[str, str, str], list[float]]:
     return {tuple(row[:3]): [float(x) for x in row[4:]] for row in rows}
 
 
-# ----------------------------------------------------------------------------------------- numbers
-
-
 def test_nine_seeds_have_a_mean_and_ten_an_interquartile_one():
     seeds = [5.0, 1.0, 3.0, 2.0, 4.0, 9.0, 6.0, 8.0, 700.0]
     assert curves.center(np.array(seeds)[:, None]) == pytest.approx([82.0])  # 738 / 9
@@ -88,9 +85,6 @@ def test_curves_of_other_steps_meet_on_straight_lines_where_all_of_them_are():
     grid, values = curves.on_one_grid([a, b])
     assert grid.tolist() == [5.0, 10.0, 15.0, 20.0]
     assert values.tolist() == [[50.0, 100.0, 50.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
-
-
-# ----------------------------------------------------------------------------------------- sources
 
 
 def test_an_evaluation_is_plotted_at_the_episodes_before_it():
