@@ -2,11 +2,9 @@
 
 import functools
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import formats
@@ -27,7 +25,6 @@ from data import clean, tasks
 from machinery import queries
 from machinery.cli import InputError
 from machinery.queries import cut_query, ends_word
-from machinery.sources import import_file
 from machinery.tokens import load_tokenizer
 from utils import TokenIds, query_rows
 
@@ -267,25 +264,13 @@ def test_messages_with_from_and_value_are_refused(task, tmp_path):
     refuses(lambda: load_queries(task), "--query_dataset", "from", "role")
 
 
-CLEANER = """
-import helper
-
-def clean(text):
-    return text.replace("cat", helper.word)
-"""
-
-
-def test_what_a_users_function_cleaned_is_not_taken_from_an_earlier_run(
-    task, tmp_path, monkeypatch
-):
-    """It may call anything: here a module that is edited between two runs."""
-    (tmp_path / "mine.py").write_text(CLEANER)
-    task, tables = replace(task, clean_fn=f"{tmp_path / 'mine.py'}:clean"), []
-    for word in ("dog", "sea"):
-        monkeypatch.setitem(sys.modules, "helper", SimpleNamespace(word=word))
-        import_file.cache_clear()
-        tables.append(load_queries(task)[:])
-    assert tables[0].shape == tables[1].shape and not torch.equal(*tables)
+def test_what_a_users_function_cleaned_is_not_taken_from_an_earlier_run(task, tmp_path, tokenized):
+    """It may call anything, for example a module that is edited between two runs."""
+    (tmp_path / "mine.py").write_text("def clean(text):\n    return text\n")
+    task = replace(task, clean_fn=f"{tmp_path / 'mine.py'}:clean")
+    for texts in (40, 80):
+        load_queries(task)
+        assert len(tokenized) == texts
 
 
 EOS_ROWS = [

@@ -30,18 +30,6 @@ def small(script, task, name, **settings):
     return tiny.make_args(task, script, **settings)
 
 
-def spy_on(script, name, monkeypatch):
-    """A list of the arguments and the result of each call of a function of a script."""
-    function, calls = getattr(script, name), []
-
-    def spy(*args):
-        calls.append((args, function(*args)))
-        return calls[-1][1]
-
-    monkeypatch.setattr(script, name, spy)
-    return calls
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_gradient_checkpointing_recomputes_every_block_and_changes_nothing(name, runs, monkeypatch):
     monkeypatch.chdir(runs.folder)
@@ -72,13 +60,14 @@ def test_with_a_learning_rate_of_0_nothing_drifts(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     AcceleratorState._reset_state(True)
-    calls = spy_on(script, "Rollout", monkeypatch)
+    rollouts: list = []
+    monkeypatch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
     sizes = dict(total_episodes=40 * updates, batch_size=40, micro_batch_tokens=240)
     sizes |= dict(eval_queries=10, eval_every=updates // 2, lr=0.0)
     task = replace(task, truncate_token=None)
     script.main(small(script, task, "run", **sizes))
     AcceleratorState._reset_state(True)
-    batches = [rollout.queries for _, rollout in calls]
+    batches = [rollout.queries for rollout in rollouts]
     heldout = [queries for queries in batches if len(queries) == 10]
     assert len(heldout) == 3 and all(torch.equal(x, heldout[0]) for x in heldout)
     seen = {tuple(row) for x in batches if len(x) == 40 for row in x.tolist()}
