@@ -148,16 +148,8 @@ def fail(*_: Any, **__: Any) -> None:
     raise OSError("No space left on device")
 
 
-def is_part(path: Path, *_: Any) -> bool:
-    return ".part" in path.name
-
-
 def is_checkpoint(path: Path, *_: Any) -> bool:
     return path.suffix == ".part"
-
-
-def is_link(path: Path, *_: Any) -> bool:
-    return path.parts[0] == "models"
 
 
 KILLS = {  # what → owner and name of the function that is called then, what happens instead, when
@@ -168,9 +160,9 @@ KILLS = {  # what → owner and name of the function that is called then, what h
     "in a line": (runs.Run, "append", half_a_line, lambda run, name, _: "metrics" in name),
     "after samples": (runs.Run, "log_table", kill_after),
     "in a resume": (runs.Run, "cut_back", kill_after),
-    "before the weights": (Path, "rename", kill, is_part),
+    "before the weights": (Path, "rename", kill, lambda path, *_: ".part" in path.name),
     "after the weights": (artifacts, "save_model", kill_after),
-    "before the link": (Path, "replace", kill, is_link),
+    "before the link": (Path, "replace", kill, lambda path, *_: path.parts[0] == "models"),
     "SIGTERM": (distributed, "check_gradients", send(signal.SIGTERM)),
     "SIGUSR1": (distributed, "check_gradients", send(signal.SIGUSR1)),
     "NaN": (ppo, "estimate_kl", not_finite),
