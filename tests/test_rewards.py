@@ -35,7 +35,7 @@ def load_reward(task, folder: Path | None = None, code: str = "", **flags: Any) 
     """The reward of a function with this body in `folder`, or of other flags; and the tokenizer."""
     if folder:
         path = folder / "function.py"
-        path.write_text(f"import sys, numpy\ndef f(queries, responses):\n    {code}\n")
+        path.write_text(f"import sys, numpy, torch\ndef f(queries, responses):\n    {code}\n")
         flags["reward_fn"] = f"{path}:f"
     tokenizer, ids = load_tokenizer(task, 5)
     args = tiny.make_args(task, **flags)
@@ -65,8 +65,10 @@ def test_a_reward_model_with_too_few_positions_is_refused(task, tmp_path):
     refuses(lambda: load_reward(task, reward_model=folder), f"--reward_model {folder}", 12)
 
 
-def test_a_reward_function_reads_texts_and_may_return_an_array(task, tmp_path):
-    code = "return numpy.array([len(q + 100 * r) for q, r in zip(queries, responses)])"
+@pytest.mark.parametrize("form", ["numpy.array", "torch.tensor", "(lambda x: {'rewards': x})"])
+def test_a_reward_function_reads_texts_and_may_return_an_array(form, task, tmp_path):
+    """Or, as those of OpenRLHF, a dictionary."""
+    code = f"return {form}([len(q + 100 * r) for q, r in zip(queries, responses)])"
     reward, tokenizer = load_reward(task, tmp_path, code)
     queries, responses = (
         utils.pad_left([tokenizer.encode(text) for text in texts], 8, tiny.WORDS)
@@ -302,25 +304,6 @@ def test_prompts_and_completions_of_messages_are_lists_of_messages(answered, giv
     assert found == TEXTS | dict(prompts=[given], completions=[[NEW]])
     for parameters in ("queries, prompts, labels", "question, output"):
         assert arguments(parameters, columns) == arguments(parameters, REST)
-
-
-def trl_accuracy(completions, solution: list[str], log_extra=None, **kwargs) -> list[float]:
-    assert log_extra is None
-    return [float(x[0]["content"] == y) for x, y in zip(completions, solution, strict=True)]
-
-
-def openrlhf(queries, prompts, labels, **kwargs):
-    right = torch.tensor([q == p + x for q, p, x in zip(queries, prompts, labels, strict=True)])
-    return {"rewards": right.float(), "scores": right.float(), "extra_logs": {}}
-
-
-@pytest.mark.parametrize("function", [trl_accuracy, openrlhf])
-def test_functions_of_other_libraries_score_a_run_on_messages(function, task, monkeypatch):
-    monkeypatch.setattr(rewards, "load_function", lambda name: function)
-    reward, tokenizer = load_reward(replace(task, query_column="prompt"), reward_fn="theirs.py:f")
-    rows = [torch.tensor([tokenizer.encode(text)] * 2) for text in ("Anna saw a", " cat")]
-    columns = dict(prompt=[[USER]] * 2, solution=[" cat", "cat"], labels=[" cat", "cat"])
-    assert reward(*rows, columns).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(

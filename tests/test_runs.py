@@ -286,11 +286,6 @@ def test_kept_policies_are_those_after_that_many_updates(script, home, monkeypat
     assert len(list(Path("runs/ran").glob("keep_*"))) == 3
 
 
-def test_weights_are_kept_only_where_they_are_evaluated(home, no_weights):
-    with pytest.raises(InputError, match="keep_every=3 .* eval_every = 2; use 4"):
-        ppo.main(settings("ppo", keep_every=3))
-
-
 class Bomb:
     """Unpickling it makes a folder."""
 
