@@ -6,7 +6,6 @@ import datasets
 import formats
 import numpy as np
 import pytest
-import tiny
 from tiny import make_task, refuses
 
 import train_reward
@@ -101,13 +100,6 @@ def test_labels_of_gpt2_are_read_as_they_are_or_encoded_again(vocabulary, gpt2, 
     assert found.queries[1].tolist() == tokenizer.encode("“Go,” she said.\n\nNobody went.")
     end = tokenizer.encode(" There was nobody.<|endoftext|>The")
     assert found.responses[2][1].tolist() == end and len(found.queries[1]) > 8
-
-
-def test_a_label_tokenizer_out_of_reach_is_refused(hers, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    task = label_task(tmp_path / "l.json", tiny.label_rows(3, 8, 5), label_tokenizer="./nowhere")
-    load = partial(load_labels, task, hers, ids_of(1000))
-    refuses(load, "--label_dataset", ": --label_tokenizer ./nowhere: ")
 
 
 def test_candidates_are_sorted_by_number(tmp_path):
