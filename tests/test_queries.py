@@ -23,7 +23,6 @@ import train_reward
 import utils
 from data import clean, tasks
 from machinery import queries
-from machinery.cli import InputError
 from machinery.queries import cut_query, ends_word
 from machinery.tokens import load_tokenizer
 from utils import TokenIds, query_rows
@@ -367,18 +366,16 @@ def test_every_script_asks_for_the_queries_that_it_can_use_and_needs_prompts_onl
 ):
     """PPO takes one query an episode, RLOO one for `rloo_k` of them, train_reward two for each of its
     samples, in whole batches (R3). Only sft.py reads `response_column`."""
-    rows = [{"prompt": f"Ben saw {i}."} for i in range(9)]
-    prompts = write_rows(tmp_path / "prompts.jsonl", rows)
-    pairs = [{"prompt": "So", "chosen": " the end", "rejected": " Ben"}] * 16
-    labels = write_rows(tmp_path / "pairs.jsonl", pairs)
-    task, seen = replace(eos_task, query_dataset=prompts, label_dataset=labels), []
+    monkeypatch.chdir(tmp_path)
+    rows = [dict(prompt=f"Ben saw {i}.", chosen=" the end", rejected=" Ben") for i in range(16)]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    task, seen = replace(eos_task, query_dataset=source, label_dataset=source), []
     task = replace(task, reward_fn="math:sqrt")  # no reward model
 
-    def spy(task, tokenizer, ids, limit, *functions):
+    def spy(task, tokenizer, ids, limit):
         seen.append((len(queries.load_queries(task, tokenizer, ids, limit)), limit))
         raise KeyError("enough")
 
-    monkeypatch.chdir(tmp_path)
     settings = dict(num_labels=12, batch_size=4, normalize_samples=5, rollout_batch_size=4)
     for script, args in (
         (ppo, ppo.Args(task=task, total_episodes=1234, batch_size=4)),
@@ -388,6 +385,5 @@ def test_every_script_asks_for_the_queries_that_it_can_use_and_needs_prompts_onl
         monkeypatch.setattr(script, "load_queries", spy)
         with pytest.raises(KeyError, match="enough"):
             script.main(args)
-    assert seen == [(9, 1234), (9, 309), (9, 16)]
-    with pytest.raises(InputError, match="'completion'"):
-        sft.main(sft.Args(task=task, num_heldout=1, batch_size=1))
+    assert seen == [(16, 1234), (16, 309), (16, 16)]
+    refuses(lambda: sft.main(sft.Args(task=task, num_heldout=1, batch_size=1)), "'completion'")
