@@ -213,12 +213,6 @@ def test_a_run_needs_neither_git_nor_a_repository(missing, home, tmp_path, monke
     assert record["commit"] is None
 
 
-def small(script: str, **changes: Any) -> Any:
-    """Six cheap updates with a checkpoint after each, in runs/ran."""
-    cheap = dict(num_ppo_epochs=1, eval_every=100) if script in ("ppo", "rloo") else {}
-    return settings(script, **dict(run_name="ran", save_every=1) | cheap | changes)
-
-
 def sentence(capsys: pytest.CaptureFixture, *words: Any) -> str:
     """Standard error, whose last sentence has all the words."""
     err = capsys.readouterr().err
@@ -240,7 +234,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step(
         check(optimizer, args, kwargs)
 
     monkeypatch.setattr(distributed, "check_gradients", spy)
-    assert exit_code(script, small(script, lr=1e6)) == 2
+    assert exit_code(script, settings(script, lr=1e6)) == 2
     sentence(capsys, "the norm of the gradient is", "the step was not taken", "--lr")
     params, before = seen[-1]
     assert len(seen) > 1 and all(p.isfinite().all() for p in before)
@@ -249,7 +243,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step(
 
 def test_a_policy_whose_logits_are_not_finite_stops_the_run_too(home, capsys):
     """It diverged in the last step of an update, so that sampling meets it first."""
-    assert exit_code("ppo", small("ppo", lr=1e6, num_minibatches=1)) == 2
+    assert exit_code("ppo", settings("ppo", lr=1e6, num_minibatches=1, num_ppo_epochs=1)) == 2
     sentence(capsys, "--lr")
 
 
@@ -261,7 +255,7 @@ def test_a_model_with_its_own_code_is_refused_and_nobody_is_asked(home, capsys, 
     auto = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"}
     config = json.loads(path.read_text()) | dict(model_type="mine", auto_map=auto)
     path.write_text(json.dumps(config))
-    assert exit_code("sft", small("sft")) == 2
+    assert exit_code("sft", settings("sft")) == 2
     sentence(capsys, "--base_model task/model: ", "custom code")
     assert not Path("exploded").exists()
 
@@ -276,7 +270,8 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 def test_kept_policies_are_those_after_that_many_updates(script, home, monkeypatch):
     """Six updates, evaluated before each second one and at the end."""
     monkeypatch.setattr(checkpoints, "KEPT", 100)
-    assert exit_code(script, small(script, keep_every=2, eval_every=2)) == 0
+    flags = dict(run_name="ran", save_every=1, keep_every=2, eval_every=2, num_ppo_epochs=1)
+    assert exit_code(script, settings(script, **flags)) == 0
     final = AutoModelForCausalLM.from_pretrained("runs/ran/model").state_dict()
     for step, expected in ((2, weights(2)), (4, weights(4)), (6, final)):
         folder = Path(f"runs/ran/keep_{step}")
@@ -298,13 +293,13 @@ def test_no_pickle_is_opened(home, capsys):
     bomb = pickle.dumps(Bomb())
     for name in ("pytorch_model.bin", "optimizer.pt", "tokenizer.pkl"):
         Path("task/model", name).write_bytes(bomb)
-    assert exit_code("sft", small("sft")) == 0
+    assert exit_code("sft", settings("sft")) == 0
     Path("rows.pkl").write_bytes(bomb)
-    args = small("sft", run_name="other")
+    args = settings("sft", run_name="other")
     assert exit_code("sft", replace(args, task=replace(args.task, query_dataset="rows.pkl"))) == 2
     sentence(capsys, "--query_dataset rows.pkl")
     Path("task/model/model.safetensors").unlink()
-    assert exit_code("ppo", small("ppo", run_name="ppo")) == 2
+    assert exit_code("ppo", settings("ppo", run_name="ppo")) == 2
     sentence(capsys, "task/model", "safetensors")
     assert not Path("exploded").exists() and pickle.loads(bomb) is None  # it works
     assert Path("exploded").exists()
