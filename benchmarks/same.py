@@ -59,7 +59,7 @@ SIZES |= dict(micro_batch_tokens=36, save_every=1, seed=int(os.environ.get("SEED
 SIZES |= dict(keep_every=2)
 OTHERS = {  # of train_reward.py and sft.py, by a field that only they have
     "num_labels": dict(num_labels=16, batch_size=4, normalize_samples=16, rollout_batch_size=16),
-    "num_heldout": dict(num_heldout=4, batch_size=8, num_epochs=4, lr=1e-4),
+    "num_heldout": dict(num_heldout=5, batch_size=8, num_epochs=4, lr=1e-4),
 }
 
 

@@ -3,6 +3,7 @@ form is from: [card] is the dataset's card or viewer, [facts] what was read from
 """
 
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def gpt2_tokenizer() -> GPT2Tokenizer:
     return GPT2Tokenizer(vocab=vocab, merges=[tuple(line.split()) for line in merges if line])
 
 
-def llama2_tokenizer(words: list[str], metaspace: bool = False) -> PreTrainedTokenizerFast:
+def llama2_tokenizer(words: Sequence[str] = (), metaspace: bool = False) -> PreTrainedTokenizerFast:
     """A tokenizer in Llama 2's form, as transformers' converter makes it: letters, and " ." and each
     of `words` after a space as one token. A text gets a space in front, which decoding strips, and a
     BOS token. `metaspace`: the space in the newer form, of Mistral 7B v0.3 and TinyLlama."""

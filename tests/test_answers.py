@@ -5,30 +5,32 @@ import filecmp
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
-from formats import GSM8K
+from formats import GSM8K, write_rows
 from test_tokens import small_tokenizer
 
 import ppo
 import rloo
 import sft
+import utils
 from benchmarks import arithmetic_data, pass_at_k
 from data import answers as data_answers
 from data import tasks
 from machinery.cli import parse_args
+from machinery.queries import load_queries
+from machinery.tokens import load_tokenizer
 
 TINY = "--total_episodes 16 --batch_size 16 --eval_queries 4 --run_name {0} --output_dir {0}"
 
 
 def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-# -------------------------------------------------------------------------------------- the rewards
 
 
 def test_the_reward_of_arithmetic_is_1_for_exactly_the_answer_after_the_last_equals_sign():
@@ -97,56 +99,42 @@ def test_gsm8k_without_a_mark_is_wrong():
     assert data_answers.gsm8k(["?"] * 3, answers, answers) == [1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    "reward, answer, rows",
-    [  # response, and whether it counts as strictly right, leniently right, in the right form
-        (
-            "gsm8k",
-            "7 + 65 = 72\n#### 72",
-            [
-                ("So 9 * 8 = 72.\n#### 72", 1, 1, 1),
-                ("#### 71", 0, 0, 1),
-                ("The answer is $72.00.", 0, 1, 0),
-                ("#### 72 or 73", 0, 0, 0),
-                ("#### 73\nNo: 80-8 is 72", 0, 1, 1),
-                ("80-72", 0, 1, 0),
-                ("It is -72", 0, 0, 0),
-                ("", 0, 0, 0),
-            ],
-        ),
-        (
-            "exact_match",
-            "7225",
-            [
-                ("15,12,12,7=7225", 1, 1, 1),
-                ("15,11,11,6=6115", 0, 0, 1),
-                ("=7225", 0, 1, 0),  # right, but without the sums
-                ("15,12,12,7=7225=", 0, 1, 0),
-                ("15,12,12,7=7,225", 0, 1, 0),
-            ],
-        ),
-    ],
-)
-def test_strict_and_lenient_accuracy_and_form_by_hand(reward, answer, rows):
-    for response, *expected in rows:
-        function = getattr(data_answers, reward)
-        found = data_answers.accuracies(function, ["?"], [response], [answer])
-        assert list(found.values()) == expected, response
-    responses, *columns = zip(*rows, strict=True)
-    many = [answer] * len(rows)
-    found = data_answers.accuracies(function, many, responses, many)
-    assert found == {
-        name: sum(column) / len(rows)
-        for name, column in zip(("strict", "lenient", "form"), columns, strict=True)
-    }
+GRADES = {  # reward, right answer → responses: strictly right, leniently right, in the right form
+    ("gsm8k", "7 + 65 = 72\n#### 72"): {
+        "So 9 * 8 = 72.\n#### 72": [1, 1, 1],
+        "#### 71": [0, 0, 1],
+        "The answer is $72.00.": [0, 1, 0],
+        "#### 72 or 73": [0, 0, 0],
+        "#### 73\nNo: 80-8 is 72": [0, 1, 1],
+        "80-72": [0, 1, 0],
+        "It is -72": [0, 0, 0],
+        "": [0, 0, 0],
+    },
+    ("exact_match", "7225"): {
+        "15,12,12,7=7225": [1, 1, 1],
+        "15,11,11,6=6115": [0, 0, 1],
+        "=7225": [0, 1, 0],  # right, but without the sums
+        "15,12,12,7=7225=": [0, 1, 0],
+        "15,12,12,7=7,225": [0, 1, 0],
+    },
+}
+
+
+@pytest.mark.parametrize("reward, answer", GRADES)
+def test_strict_and_lenient_accuracy_and_form_by_hand(reward, answer):
+    grade = partial(data_answers.accuracies, getattr(data_answers, reward))
+    grades = GRADES[reward, answer]
+    for response, expected in grades.items():
+        assert list(grade(["?"], [response], [answer]).values()) == expected, response
+    many = [answer] * len(grades)
+    means = np.mean(list(grades.values()), axis=0)
+    expected = dict(zip(("strict", "lenient", "form"), means, strict=True))
+    assert grade(many, list(grades), many) == pytest.approx(expected)
 
 
 def test_random_rewards_are_0_and_1_for_any_response():
     rewards = data_answers.coin_flip([""] * 1000, ["=2"] * 1000)
     assert set(rewards) == {0, 1} and 440 < sum(rewards) < 560
-
-
-# ----------------------------------------------------------------------------- the embedded problems
 
 
 def test_the_problems_are_made_again_to_the_byte(tmp_path):
@@ -165,9 +153,6 @@ def test_answers_are_right_and_no_problem_has_a_solution():
     prompts = {row["prompt"] for row in problems}
     solved = {row["prompt"] for row in read_rows(tasks.ARITHMETIC / "solutions.jsonl")}
     assert (len(prompts), len(solved), prompts & solved) == (8000, 12_000, set())
-
-
-# ----------------------------------------------------------------------------------- whole pipelines
 
 
 def run(script, words: str) -> list[dict]:
@@ -205,41 +190,23 @@ def test_arithmetic_from_sft_to_pass_at_k_in_any_folder(tmp_path, monkeypatch, c
     assert responses[:6] != responses[6:12]
 
 
-def test_gsm8k_on_rows_of_its_form(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_gsm8k_asks_in_its_template_and_has_the_answers_beside_the_questions(tmp_path):
     tokenizer = small_tokenizer()
-    for x in (tiny.make_lm("qwen2", vocab=len(tokenizer), positions=512), tokenizer):
-        x.save_pretrained("model")
-    rows = [{**row, "question": f"{i} {row['question']}"} for i in range(4) for row in GSM8K]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = "--task gsm8k --query_dataset rows.jsonl --base_model model --response_length 40"
-    seen, gsm8k = [], data_answers.gsm8k
-
-    def spy(queries, responses, answer):
-        seen.append((queries, answer))
-        return gsm8k(queries, responses, answer)
-
-    monkeypatch.setattr(data_answers, "gsm8k", spy)
-    sizes = "--num_heldout 2 --batch_size 4 --output_dir start"
-    run(sft, f"{files} {sizes} --run_name sft")
-    for name, script in (("ppo", ppo), ("rloo", rloo)):
-        rollouts = []
-        monkeypatch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
-        run(script, f"{files} --base_model start {TINY.format(name)}")
-        tokens = [row[row < len(tokenizer)] for row in rollouts[0].contexts]
-        texts = tokenizer.batch_decode(tokens)
-        for text, query in zip(texts, seen[0][0], strict=True):
-            assert text == (
-                f"<|im_start|>user\n{query} Let's think step by step and output the final answer "
-                'after "####".<|im_end|>\n<|im_start|>assistant\n'
-            )
-    answers = {row["question"]: row["answer"] for row in rows}
-    assert len(seen) == 6
-    for queries, answer in seen:
-        assert [answers[query] for query in queries] == answer
-
-
-# --------------------------------------------------------------------------------------------- pass@k
+    for x in (tiny.config("qwen2", vocab=len(tokenizer), positions=1024), tokenizer):
+        x.save_pretrained(tmp_path)
+    files = dict(base_model=str(tmp_path), query_dataset=write_rows(tmp_path / "a.jsonl", GSM8K))
+    task = replace(tasks.TASKS["gsm8k"], **files)
+    tokenizer, ids = load_tokenizer(task, task.response_length)
+    table = load_queries(task, tokenizer, ids, 9)
+    contexts, columns = utils.add_affixes(table[:], ids), table.columns()
+    texts = tokenizer.batch_decode([row[row != ids.pad] for row in contexts])
+    answers = {row["question"]: row["answer"] for row in GSM8K}
+    for text, question, answer in zip(texts, columns["question"], columns["answer"], strict=True):
+        assert answer == answers[question]
+        assert text == (
+            f"<|im_start|>user\n{question} Let's think step by step and output the final answer "
+            'after "####".<|im_end|>\n<|im_start|>assistant\n'
+        )
 
 
 def test_pass_at_k_by_hand():

@@ -23,9 +23,6 @@ def test_a_run_records_flags_versions_and_curves(name, runs):
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 
-# --------------------------------------------------------------------------------------------- Weights & Biases
-
-
 def test_a_wandb_that_fails_ends_the_run_before_training_and_names_a_way_on(home, monkeypatch):
     """Without a network W&B writes files; it is imported for --track only."""
     monkeypatch.setenv("WANDB_MODE", "no such mode")

@@ -72,9 +72,6 @@ def test_every_number_has_its_bounds(script):
                     replace(default, **{name: value})
 
 
-# --------------------------------------------------------------------------------- the command line
-
-
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -153,9 +150,6 @@ def test_what_is_raised_about_a_flag_ends_with_its_traceback_and_then_one_senten
     assert message == "ppo.py: error: --base_model x: is too small\n"
 
 
-# ------------------------------------------------------------------- refused before weights are loaded
-
-
 ALL, RL, SCORED = tuple(SCRIPTS), ("ppo", "rloo"), ("ppo", "rloo", "train_reward")
 MISTAKES = [  # scripts, flags, words of the error
     (SCORED, dict(response_length=60), ("68 tokens", "64", "gpt2")),
@@ -174,11 +168,13 @@ MISTAKES = [  # scripts, flags, words of the error
         ("python train_reward.py --task synthetic",),
     ),
     (RL, dict(reward_model="task"), ("--reward_model task",)),
+    (RL, dict(keep_every=3, eval_every=2), ("keep_every=3", "eval_every = 2; use 4")),
     (("sft",), dict(block_size=64, response_length=50), ("66", "64")),  # 64 / 4 + 50
     (("sft",), dict(query_dataset="twice.txt"), ("--num_heldout", "4 of 60", "leaves 0", "2")),
     (("train_reward",), dict(label_dataset="nowhere.json"), ("--label_dataset nowhere.json",)),
     (("train_reward",), dict(label_dataset="long.json"), ("--label_dataset", "70 tokens", "64")),
     (("train_reward",), dict(num_labels=20), ("16", "num_labels=20")),
+    (("train_reward",), dict(label_tokenizer="./nowhere"), ("--label_tokenizer ./nowhere: ",)),
     (("train_reward",), dict(policy_model="reward"), ("--policy_model reward",)),
 ]
 
@@ -197,8 +193,6 @@ def test_bad_input_is_refused_before_any_weights(script, flags, words, start, no
     refuses(lambda: start(script, **flags), *words)
     assert not (tmp_path / "runs").exists()
 
-
-# -------------------------------------------------------------------------------- presets and flags
 
 STYLE = (64, 24, 0.7, ".", 16, "", "")
 SETTINGS = {  # task → (query, response, temperature, stop, from, prefix, suffix) as published

@@ -8,17 +8,14 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-import torch.nn.functional as F
 from test_device import READS
 from tiny import PAD
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
-import ppo
-import rloo
 from machinery import decoding
-from utils import TokenIds, truncate
+from utils import truncate
 
 OTHERS = {
     "gemma2": {},
@@ -111,24 +108,6 @@ def test_G4_responses_that_have_ended_leave_the_batch(number, monkeypatch):
                 assert rows == min(max(left, decoding.MIN_ROWS), size)
             assert len(sizes) == min(-(-int(last.max()) // 16) * 16, 50) or not ended.all()
         assert size < 40 or sizes[-1] < 40
-
-
-@pytest.mark.parametrize("after", [0, 20])
-@pytest.mark.parametrize("script", [ppo, rloo])
-def test_G4_P5_a_response_ends_at_its_first_end_at_or_after_truncate_after(script, after):
-    """Both have an end at 20, one also at 3: sampling stops at the check after 32 tokens."""
-    wanted, calls = torch.ones(2, 48, dtype=torch.long), []
-    wanted[:, 20] = wanted[1, 3] = 0
-
-    def look(batch, logits: Tensor) -> Tensor:
-        calls.append(1)
-        return 1000.0 * F.one_hot(wanted[batch.rows, len(calls) - 1], tiny.VOCAB)
-
-    decoder = tiny.watched(decoding.Decoder(tiny.make_lm(), 48), look)
-    task = tiny.make_task(eos_task=True, truncate_token="x", truncate_after=after)
-    inputs = tiny.make_contexts([1, 2], 4), tiny.uniform(48, 2), TokenIds(PAD, 0, [], [])
-    found = script.sample(decoder, *inputs, tiny.make_args(task, script))
-    assert len(calls) == 32 and found[:, :32].equal(wanted[:, :32]) and (found[:, 32:] == PAD).all()
 
 
 class Graph(TorchDispatchMode):

@@ -5,13 +5,14 @@ a patch in test_diffs.py. Functions that ppo.py and rloo.py share are tested onc
 """
 
 import math
-from collections import defaultdict
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import tiny
 import torch
+from accelerate import Accelerator
 from tiny import EOS, KINDS, PAD, WORDS
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
@@ -21,7 +22,6 @@ import ppo
 import rloo
 import train_reward
 import utils
-from machinery import distributed
 from machinery.cli import InputError
 from machinery.decoding import Decoder
 from machinery.models import load_lm
@@ -38,9 +38,6 @@ def naive_rewards(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     """Rewards [T] of one sequence without padding and mask, by a gain of 1.5 and a bias of -0.5."""
     hidden = model.backbone(torch.tensor([tokens])).last_hidden_state[0]
     return 1.5 * model.head(hidden)[:, 0] - 0.5
-
-
-# ----------------------------------------------------------------------------------------- general
 
 
 def test_G2_pad_is_one_past_the_vocabulary_and_the_embedding_is_not_resized(task):
@@ -129,38 +126,17 @@ def test_G5_the_learning_rate_falls_linearly_over_a_number_of_updates_rounded_up
     assert rates == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
 
 
-class Process:
-    """An accelerator as process `rank` sees it."""
-
-    def __init__(self, accelerator, rank):
-        self.accelerator, self.process_index = accelerator, rank
-
-    def __getattr__(self, name):
-        return getattr(self.accelerator, name)
-
-
 @tiny.both
 def test_G6_every_process_has_its_own_seed_for_queries_samples_and_minibatches(script, monkeypatch):
     """seed + 100003 * rank. The evaluation, before and after, is the same on every process."""
-    start, seeds = distributed.start, defaultdict(list)
-
-    def spy(name, argument):
-        function = getattr(script, name)
-
-        def spied(*args):
-            seeds[name].append(args[argument])
-            return function(*args)
-
-        return spied
-
-    arguments = (("query_rows", 2), ("generator", 0), ("shuffle", 2))
-    spies = {name: spy(name, i) for name, i in arguments}
+    places = {"query_rows": 2, "generator": 0, "shuffle": 2}  # of the seed among the arguments
+    spies = {name: Mock(wraps=getattr(script, name)) for name in places}
     args = tiny.small_args(script, total_episodes=8, num_ppo_epochs=1)
     for rank in (0, 2):
-        process = lambda args, rank=rank: Process(start(args), rank)  # noqa: E731
-        monkeypatch.setattr(distributed, "start", process)
+        monkeypatch.setattr(Accelerator, "process_index", rank)
         tiny.run_episodes(script, args, **spies)
-    assert seeds == {
+    calls = {name: spies[name].call_args_list for name in places}
+    assert {name: [call.args[places[name]] for call in calls[name]] for name in places} == {
         "query_rows": [1, 200_007],
         "generator": [1, 1, 1] + [1, 200_007, 1],
         "shuffle": [1, 200_007],
@@ -181,9 +157,6 @@ def normalization_samples(runs, accelerator, monkeypatch, **changes):
     task = replace(args.task, **changes)
     samples, _, ids = train_reward.sample_policy(replace(args, task=task), accelerator)
     return samples, ids
-
-
-# ------------------------------------------------------------------------------------ reward model
 
 
 @torch.no_grad()
@@ -248,9 +221,6 @@ def test_R3_X9_samples_are_the_policys_untruncated_except_in_eos_tasks(
             length = expected.index(end) + 1 if end in expected else 5
             assert row == expected[:length] + [ids.pad] * (5 - length)
     assert (cut[0][1] == ids.pad).any()
-
-
-# ------------------------------------------------------------------------------------------ policy
 
 
 @tiny.both
@@ -419,9 +389,6 @@ def test_P11_beta_moves_once_an_update_after_training_from_the_logged_kl(script,
     assert all(line["objective/kl"] < 4.8 for line in lines)
     expected = [0.15, 0.15 * 0.99984, 0.15 * 0.99984**2]
     assert [line["objective/kl_coef"] for line in lines] == pytest.approx(expected)
-
-
-# ------------------------------------------------------------------------------------- X9, X10, X11
 
 
 @tiny.both

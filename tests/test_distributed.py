@@ -38,7 +38,7 @@ def both(tmp_path_factory: pytest.TempPathFactory):
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, done.stdout + done.stderr
     ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
-    one = two_processes.gradients(rank=0, processes=1)
+    one = two_processes.results(rank=0, processes=1)
     return SimpleNamespace(folder=folder, one=one, ranks=ranks)
 
 
@@ -50,14 +50,16 @@ def assert_close(ours: dict, theirs: dict, **tolerance) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_P7_R4_L3_P8_X11_gradients_do_not_depend_on_the_number_of_processes(name, both):
-    """Of each step, before clipping, on uneven shares: means of means would differ, advantages are
-    whitened over all. Adam would hide a factor; what follows from gradients is compared by same.py."""
-    expected = both.one[name]
+def test_P7_R4_L3_P8_X11_gradients_and_metrics_do_not_depend_on_the_number_of_processes(name, both):
+    """Gradients of each step, before clipping, on uneven shares: means of means would differ,
+    advantages are whitened over all. Three held-out sequences of sft.py count once. Adam would hide
+    a factor; what follows from gradients is compared by same.py."""
+    expected, metrics = both.one[name]
     assert len(expected) == (4 if name in ("ppo", "rloo") else 2)
     assert max(gradient.abs().max() for gradient in expected[0]) > 1e-2
     for rank in both.ranks:
-        torch.testing.assert_close(rank[name], expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(rank[name][0], expected, atol=2e-5, rtol=1e-4)
+        assert rank[name][1] == [pytest.approx(line, rel=1e-4, abs=1e-5) for line in metrics]
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo", "train_reward"])

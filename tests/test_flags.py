@@ -18,8 +18,6 @@ import rloo
 import train_reward
 from machinery import models
 
-# ---------------------------------------------------------------------------------------- all flags
-
 OPTIMIZER = dict(seed=2, lr=2e-3, adam_eps=1e-3)
 UPDATES = OPTIMIZER | dict(total_episodes=16, eval_every=1, num_ppo_epochs=1, num_minibatches=1)
 UPDATES |= dict(anneal_lr=False, max_grad_norm=0.1, cliprange=0.01, clip_score=0.5)
@@ -101,9 +99,6 @@ def test_options_are_off_by_default_for_every_task(name):
         assert not off.keys() & preset.keys(), task
 
 
-# ------------------------------------------------------------------------------------------ X2, X3
-
-
 def test_X2_scores_are_clipped_and_the_penalty_with_them():
     reward = lambda queries, responses, columns: torch.tensor([-9.0, 0.5, 2.5, 1e4, 0.0])  # noqa: E731
     responses = torch.full((5, 5), EOS)
@@ -132,9 +127,6 @@ def test_X3_the_estimate_is_penalized_and_logged(script, estimator):
     expected = [score - 0.15 * x for score, x in zip(rollout.scores.tolist(), sums, strict=True)]
     assert rewards.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-4)
     assert metrics["objective/kl"].item() == pytest.approx(sum(sums) / 8, rel=1e-4)
-
-
-# --------------------------------------------------------------------------------- X8, X13, X14, G5
 
 
 @tiny.both
@@ -203,9 +195,6 @@ def test_X14_ppo_without_whitened_advantages():
     assert_close(advantages, returns - rollout.values)
     whitened, same = ppo.compute_advantages(rollout, replace(args, whiten_advantages=True))
     assert torch.equal(same, returns) and not torch.allclose(whitened, advantages, atol=0.1)
-
-
-# ---------------------------------------------------------------------------------- speed and sizes
 
 
 @tiny.both

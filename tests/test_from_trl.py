@@ -87,9 +87,6 @@ def test_what_is_no_reward_model_is_refused(tmp_path):
             rewards.load_reward_model(RewardModel, str(tmp_path / name))
 
 
-# ----------------------------------------------------------------------------------------- the page
-
-
 def test_the_pages_commands_parse_and_the_first_is_the_run_of_its_configuration():
     commands = re.findall(r"^.*?ppo\.py (--task(?:.*\\\n)*.*)$", PAGE, flags=re.M)
     commands = [shlex.split(text.replace("\\\n", " ")) for text in commands]

@@ -117,9 +117,6 @@ def make_task(record: dict) -> tasks.Task:
     return replace(tasks.BOOKS, task="golden", **same, **penalty)
 
 
-# ------------------------------------------------------------------------------ A1
-
-
 @pytest.mark.parametrize("schedule", ["const", "anneal"])
 def test_A1_adam_follows_tensorflow(schedule):
     record, arrays = load("adam")
@@ -139,9 +136,6 @@ def test_A1_adam_follows_tensorflow(schedule):
             close(moment, arrays[f"{schedule}/v/{name}"][step], atol=1e-7, rtol=1e-4)
 
 
-# ------------------------------------------------------------------------------ G1, G3, P1
-
-
 @tiny.both
 def test_G3_P1_logprobs_entropies_and_values_of_responses(script):
     """rloo has no values."""
@@ -155,9 +149,6 @@ def test_G3_P1_logprobs_entropies_and_values_of_responses(script):
     ours = policy(left(arrays["queries"], pad_id), tokens_of(arrays["responses"]))
     for value, name in zip(ours, ("logprobs", "entropies", "values"), strict=script is ppo):
         close(value, arrays[f"{key}/{name}"], atol=1e-5)
-
-
-# ------------------------------------------------------------------------------ P5, P3
 
 
 @pytest.mark.parametrize("name", json.loads((GOLDEN / "score_fn.json").read_text())["configs"])
@@ -190,9 +181,6 @@ def test_P3_queries_start_and_end_where_openais_do(setting):
         cut = cut_query(tokens, length, start, ends)
         expected = np.array([setting["results"][name] or [pad_id] * length])
         assert torch.equal(utils.pad_left([cut], length, pad_id), left(expected, pad_id)), name
-
-
-# ------------------------------------------------------------------------------ ppo runs
 
 
 def ppo_args(record: dict, micro_batch_tokens: int) -> ppo.Args:
@@ -285,9 +273,6 @@ def check_rollout(rollout: ppo.Rollout, u: dict[str, np.ndarray], first: bool) -
     numbers["ref_logprobs"] = rollout.logprobs - rollout.kl
     for name, value in numbers.items():
         close(value, u[name], atol=1e-5 if first else 1e-4)
-
-
-# ------------------------------------------------------------------------------ reward training
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [96, 4096])

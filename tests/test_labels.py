@@ -6,14 +6,10 @@ import datasets
 import formats
 import numpy as np
 import pytest
-import tiny
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny import make_task, refuses
 
 import train_reward
 from machinery import labels
-from machinery.cli import InputError
 from machinery.labels import Labels, load_labels
 from machinery.tokens import render
 from utils import TokenIds
@@ -31,11 +27,6 @@ def lists(arrays) -> list:
 def label_task(path, rows, **changes):
     """A task whose labels are these rows in a file."""
     return make_task(label_dataset=formats.write_rows(path, rows), **changes)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory):
-    return tmp_path_factory.mktemp("labels")
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
@@ -111,20 +102,6 @@ def test_labels_of_gpt2_are_read_as_they_are_or_encoded_again(vocabulary, gpt2, 
     assert found.responses[2][1].tolist() == end and len(found.queries[1]) > 8
 
 
-def test_a_label_tokenizer_out_of_reach_is_refused(hers, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    task = label_task(tmp_path / "l.json", tiny.label_rows(3, 8, 5), label_tokenizer="./nowhere")
-    load = partial(load_labels, task, hers, ids_of(1000))
-    refuses(load, "--label_dataset", ": --label_tokenizer ./nowhere: ")
-
-
-ROWS = [
-    dict(query=[1, 2, 3, 4], sample0=[11, 12], sample1=[21, 22, 23], best=1),
-    dict(query=[4, 3, 2], sample0=[0, 1, 2], sample1=[999], best=0),
-    dict(query=[3, 1], sample0=[5, 3, 5], sample1=[7, 9], best=1),
-]
-
-
 def test_candidates_are_sorted_by_number(tmp_path):
     """`best` counts them: sample10 is the eleventh. Ids and `best` may be written as floats."""
     rows = [{f"sample{k}": [float(k)] for k in range(12)} | dict(query=[1.0], best=10.0)]
@@ -132,43 +109,19 @@ def test_candidates_are_sorted_by_number(tmp_path):
     assert lists(found.responses) == [[[k] for k in range(12)]] and found.best.tolist() == [10]
 
 
-def test_the_first_bad_row_of_several_is_named(tmp_path):
-    for i, rows in enumerate(
-        [[*ROWS, dict(query=[1], sample0=[2]), {}], [*ROWS, dict(query=[2.5])]]
-    ):
-        task = label_task(tmp_path / f"{i}.jsonl", rows)
-        refuses(partial(load_labels, task, None, ids_of(1000)), "--label_dataset", "l: row 3: ")
+RIGHT = dict(query=[1, 2, 3, 4], sample0=[0, 1, 2], sample1=[999], best=1)
+JUNK = [None, 3, "ab", {"a": 1}, [2.5], [-1], [1000], [True], ["1"], [[1]], [None], [2**70]]
+WRONG = [(name, value) for name in ("query", "sample1") for value in JUNK]
+WRONG += [("best", value) for value in (None, 2, -1, 0.5, "1", [1])]
 
 
-LEAVES = st.none() | st.integers(-3, 1002) | st.floats() | st.just(2**70)
-LEAVES |= st.text("ab: é1", max_size=3)
-JUNK = LEAVES | st.lists(LEAVES, max_size=5) | st.lists(st.lists(LEAVES, max_size=2), max_size=2)
-JUNK |= st.dictionaries(st.text(max_size=2), LEAVES, max_size=2)
-IDS = st.lists(st.integers(-1, 1001) | st.floats(0, 3), min_size=1, max_size=4)
+@pytest.mark.parametrize(("name", "value"), WRONG)
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_the_first_bad_row_of_several_is_named(name, value, suffix, tmp_path):
+    rows = [RIGHT | {"note": value}, RIGHT | {name: value}, {}]
+    task = label_task(tmp_path / f"l.{suffix}", rows)
+    refuses(lambda: load_labels(task, None, ids_of(1000)), "--label_dataset", f".{suffix}: row 1: ")
 
-
-@settings(max_examples=60, derandomize=True, deadline=None, database=None)
-@given(st.integers(0, 2), st.sampled_from([*ROWS[0], "note"]), IDS | JUNK, st.booleans())
-def test_any_label_is_read_as_it_is_or_refused(folder, i, key, value, as_lines):
-    """What is right is decided by a loop over the plain rows."""
-    rows, right = [*ROWS[:i], ROWS[i] | {key: value}, *ROWS[i + 1 :]], True
-    for row in rows:
-        for name in ("query", "sample0", "sample1"):
-            ids = row[name] if isinstance(row[name], list) else [None]
-            right &= all(type(x) in (int, float) and x in range(1000) for x in ids)
-        right &= row["best"] in (0, 1)
-    task = label_task(folder / f"any.{'jsonl' if as_lines else 'json'}", rows)
-    try:
-        found = load_labels(task, None, ids_of(1000))
-    except InputError as error:
-        assert "--label_dataset" in str(error) and (not right or key == "note")
-        return
-    names = "query", "sample0", "sample1", "best"
-    read = zip(found.queries, *zip(*found.responses, strict=True), found.best, strict=True)
-    assert right and [lists(row) for row in read] == [[row[name] for name in names] for row in rows]
-
-
-# -------------------------------------------------------------------------------------------- pairs
 
 SKY = (
     "<|im_start|>user\nWhat color is the sky?<|im_end|>\n<|im_start|>assistant\n",
@@ -193,9 +146,9 @@ PAIRS = {
     "messages that part early": (
         {
             "chosen": [formats.USER, formats.BLUE, formats.USER, formats.BLUE],
-            "rejected": [formats.USER, formats.GREEN],
+            "rejected": [formats.USER, formats.GREEN, formats.USER, formats.BLUE],
         },
-        (SKY[0], f"{SKY[1]}\n{SKY[0]}{SKY[1]}", SKY[2]),
+        (SKY[0], f"{SKY[1]}\n{SKY[0]}{SKY[1]}", f"{SKY[2]}\n{SKY[0]}{SKY[1]}"),
     ),
     "identical answers": (
         dict.fromkeys(("chosen", "rejected"), [formats.USER, formats.BLUE]),

@@ -89,16 +89,6 @@ def test_heldout_labels_are_predicted_in_batches_and_averaged():
     assert found == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("num_labels", [12, 16])
-def test_R4_a_run_may_use_every_label_that_there_is(num_labels, task, tmp_path, monkeypatch):
-    """Of 16; it gets as far as the policy's samples."""
-    sizes = dict(num_labels=num_labels, batch_size=4, normalize_samples=4, rollout_batch_size=4)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delattr(train_reward, "sample_policy")
-    with pytest.raises(NameError, match="sample_policy"):
-        train_reward.main(train_reward.Args(task=task, **sizes))
-
-
 def test_rouge_l_is_the_mean_f1_of_the_longest_common_subsequence():
     """All of 3 words; of 4 words two, and nothing else: precision 1, recall 1/2."""
     pairs = [("the big cat", "the big cat"), ("one two three four", "two four")]

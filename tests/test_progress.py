@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from conftest import SCRIPTS, read_metrics, settings
 from matplotlib.figure import Figure
 from test_resume import at_call, checkpoint_files, exit_code, read_state
-from test_runs import small, two_steps
+from test_runs import two_steps
 
 import ppo
 from machinery import distributed, progress, runs
@@ -30,7 +30,7 @@ def test_a_line_is_printed_at_least_once_a_minute(home, monkeypatch, capsys):
     monkeypatch.setattr("time.monotonic", lambda: now[0])
 
     def printed(total: int, seconds: float) -> list[int]:
-        args = small("ppo", run_name=None)
+        args = settings("ppo")
         run = runs.Run(args, ppo.SCRIPT, total, ["objective/a", "b/a"], Accelerator(cpu=True))
         for step in range(total):
             now[0] += seconds

@@ -1,13 +1,10 @@
 """Texts to queries, the table of tokens and its cache; what sft.py learns."""
 
-import copy
 import functools
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import formats
@@ -17,7 +14,6 @@ import torch
 from formats import write_rows
 from tiny import WORDS, load_script, refuses
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 import ppo
@@ -27,12 +23,8 @@ import train_reward
 import utils
 from data import clean, tasks
 from machinery import queries
-from machinery.cli import InputError
-from machinery.labels import load_labels
-from machinery.models import load_lm
 from machinery.queries import cut_query, ends_word
-from machinery.sources import import_file
-from machinery.tokens import load_tokenizer, same_tokens
+from machinery.tokens import load_tokenizer
 from utils import TokenIds, query_rows
 
 ROOT = Path(__file__).parents[1]
@@ -106,9 +98,10 @@ POST = "TITLE: soup\n\nPOST: Anna saw it.\nBen saw it too.\nThe end.\n\nTL;DR:"
 SHORTER = [POST.replace("\nThe end.", ""), "TITLE: soup\n\nPOST: Anna saw it.\n\nTL;DR:"]
 
 
-def test_a_prompt_that_is_too_long_loses_lines_before_its_last_one(task):
-    """TL;DR: as in [N+]: whole lines go until it fits."""
-    tokenizer = tokenizer_of(task)
+@pytest.mark.parametrize("make_tokenizer", [formats.gpt2_tokenizer, formats.llama2_tokenizer])
+def test_a_prompt_that_is_too_long_loses_lines_before_its_last_one(make_tokenizer, task):
+    """TL;DR: as in [N+]: whole lines go until it fits, with the BOS of a tokenizer that writes it."""
+    tokenizer = make_tokenizer()
     length = {text: len(tokenizer.encode(text)) for text in (POST, *SHORTER)}
     for query_length, expected in (
         (length[POST], POST),
@@ -117,9 +110,6 @@ def test_a_prompt_that_is_too_long_loses_lines_before_its_last_one(task):
     ):
         task = replace(task, keep_last_line=True, query_length=query_length)
         assert queries.tokenize_queries([POST], task, tokenizer) == [tokenizer.encode(expected)]
-
-
-# ------------------------------------------------------------------------------ the table of tokens
 
 
 @pytest.fixture
@@ -208,9 +198,6 @@ def test_processes_wait_at_a_file_lock_for_the_table_of_the_first(task, tmp_path
     assert len(tokenized) == 2500 and torch.equal(*tables)
 
 
-# -------------------------------------------------------------------------------------------- order
-
-
 def test_G6_rows_of_a_step_are_a_pure_function_and_visit_every_row_once_an_epoch():
     """10 rows, 4 a step: steps 0 to 4 are two epochs, whatever was asked for before; every process
     visits all rows in another order."""
@@ -276,28 +263,14 @@ def test_messages_with_from_and_value_are_refused(task, tmp_path):
     refuses(lambda: load_queries(task), "--query_dataset", "from", "role")
 
 
-CLEANER = """
-import helper
+def test_what_a_users_function_cleaned_is_not_taken_from_an_earlier_run(task, tmp_path, tokenized):
+    """It may call anything, for example a module that is edited between two runs."""
+    (tmp_path / "mine.py").write_text("def clean(text):\n    return text\n")
+    task = replace(task, clean_fn=f"{tmp_path / 'mine.py'}:clean")
+    for texts in (40, 80):
+        load_queries(task)
+        assert len(tokenized) == texts
 
-def clean(text):
-    return text.replace("cat", helper.word)
-"""
-
-
-def test_what_a_users_function_cleaned_is_not_taken_from_an_earlier_run(
-    task, tmp_path, monkeypatch
-):
-    """It may call anything: here a module that is edited between two runs."""
-    (tmp_path / "mine.py").write_text(CLEANER)
-    task, tables = replace(task, clean_fn=f"{tmp_path / 'mine.py'}:clean"), []
-    for word in ("dog", "sea"):
-        monkeypatch.setitem(sys.modules, "helper", SimpleNamespace(word=word))
-        import_file.cache_clear()
-        tables.append(load_queries(task)[:])
-    assert tables[0].shape == tables[1].shape and not torch.equal(*tables)
-
-
-# -------------------------------------------------------------------------- what sft.py learns
 
 EOS_ROWS = [
     {"prompt": "Anna saw it.", "completion": " Ben saw it too."},
@@ -345,20 +318,6 @@ def test_X9_sft_sequences_of_an_eos_task_are_context_response_and_one_end(eos_ta
     assert (found == tokenizer.eos_token_id).sum(dim=1).tolist() == [1, 1, 1, 0]
 
 
-def test_X9_sft_learns_responses_with_their_end_and_neither_prompts_nor_padding(eos_task):
-    """Each sequence alone, without padding, token by token."""
-    rows, lm = load_responses(eos_task), load_lm(eos_task.base_model)
-    losses = sft.LanguageModel(lm, WORDS)(rows, rows.shape[1] - 8)
-    for i, row in enumerate(rows.tolist()):
-        context, response = [token for token in row[:-8] if token != WORDS], row[-8:]
-        for t in range(8):
-            expected = 0
-            if response[t] != WORDS:
-                logits = lm(torch.tensor([context + response[:t]])).logits[0, -1]
-                expected = -logits.log_softmax(0)[response[t]].item()
-            assert losses[i, t].item() == pytest.approx(expected, abs=1e-4)
-
-
 def blocks_by_hand(texts: list[str], tokenizer, size: int) -> list[list[int]]:
     """Text after text; all but the first of a block with a space before them; what does not fit
     into a block that is full is dropped."""
@@ -402,66 +361,21 @@ def test_another_way_to_make_blocks_makes_another_table(task, tmp_path, monkeypa
     assert load_blocks(task, 10, load=mine.load_blocks) == [row[::-1] for row in original]
 
 
-def test_texts_begin_once_with_the_BOS_of_a_tokenizer_that_writes_it(task, eos_task, tmp_path):
-    """As Llama's and Gemma's do. Nothing else changes, if lengths have room for it."""
-    plain = tokenizer_of(task)
-    adds, special = copy.deepcopy(plain), [("<|endoftext|>", 0)]
-    template = TemplateProcessing(single="<|endoftext|> $A", special_tokens=special)
-    adds.backend_tokenizer.post_processor = template
-    assert adds.encode("Anna") == [0, *plain.encode("Anna")]
-    assert same_tokens(adds, plain) and same_tokens(plain, adds)  # 29
-
-    pairs = [{"prompt": POST, "chosen": " the end", "rejected": " Ben"}] * 2
-    post = replace(
-        task,
-        query_dataset=write_rows(tmp_path / "posts.jsonl", [{"text": POST}]),
-        label_dataset=write_rows(tmp_path / "pairs.jsonl", pairs),
-        keep_last_line=True,
-        query_length=len(plain.encode(SHORTER[0])),
-    )
-
-    def everything(tokenizer, more, monkeypatch):
-        """Token lists that begin with BOS, and that do not."""
-        monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name: tokenizer)
-        longer, answers = (replace(x, query_length=x.query_length + more) for x in (post, eos_task))
-        labels = load_labels(longer, tokenizer, TokenIds(WORDS, 7, [], []))
-        affixes = replace(longer, query_prefix="Anna", query_suffix=" the end")
-        ids = load_tokenizer(affixes, 5)[1]
-        rows = [*rows_of(load_queries(longer, tokenizer=tokenizer)), *map(list, labels.queries)]
-        rows += [
-            [x for x in row if x != WORDS] for row in load_responses(answers, tokenizer).tolist()
-        ]
-        rows += [*load_blocks(task, 9 + more, tokenizer), ids.prefix]
-        inside = (
-            queries.tokenize_queries(["Anna"], affixes, tokenizer),
-            labels.responses,
-            ids.suffix,
-        )
-        return [list(row) for row in rows], str(inside)
-
-    with pytest.MonkeyPatch.context() as patch:
-        expected, inside = everything(plain, 0, patch)
-        assert expected[0] == plain.encode(SHORTER[0])
-        assert everything(adds, 1, patch) == ([[0, *row] for row in expected], inside)
-
-
 def test_every_script_asks_for_the_queries_that_it_can_use_and_needs_prompts_only(
     eos_task, tmp_path, monkeypatch
 ):
     """PPO takes one query an episode, RLOO one for `rloo_k` of them, train_reward two for each of its
     samples, in whole batches (R3). Only sft.py reads `response_column`."""
-    rows = [{"prompt": f"Ben saw {i}."} for i in range(9)]
-    prompts = write_rows(tmp_path / "prompts.jsonl", rows)
-    pairs = [{"prompt": "So", "chosen": " the end", "rejected": " Ben"}] * 16
-    labels = write_rows(tmp_path / "pairs.jsonl", pairs)
-    task, seen = replace(eos_task, query_dataset=prompts, label_dataset=labels), []
+    monkeypatch.chdir(tmp_path)
+    rows = [dict(prompt=f"Ben saw {i}.", chosen=" the end", rejected=" Ben") for i in range(16)]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    task, seen = replace(eos_task, query_dataset=source, label_dataset=source), []
     task = replace(task, reward_fn="math:sqrt")  # no reward model
 
-    def spy(task, tokenizer, ids, limit, *functions):
+    def spy(task, tokenizer, ids, limit):
         seen.append((len(queries.load_queries(task, tokenizer, ids, limit)), limit))
         raise KeyError("enough")
 
-    monkeypatch.chdir(tmp_path)
     settings = dict(num_labels=12, batch_size=4, normalize_samples=5, rollout_batch_size=4)
     for script, args in (
         (ppo, ppo.Args(task=task, total_episodes=1234, batch_size=4)),
@@ -471,6 +385,5 @@ def test_every_script_asks_for_the_queries_that_it_can_use_and_needs_prompts_onl
         monkeypatch.setattr(script, "load_queries", spy)
         with pytest.raises(KeyError, match="enough"):
             script.main(args)
-    assert seen == [(9, 1234), (9, 309), (9, 16)]
-    with pytest.raises(InputError, match="'completion'"):
-        sft.main(sft.Args(task=task, num_heldout=1, batch_size=1))
+    assert seen == [(16, 1234), (16, 309), (16, 16)]
+    refuses(lambda: sft.main(sft.Args(task=task, num_heldout=1, batch_size=1)), "'completion'")

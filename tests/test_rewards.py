@@ -35,7 +35,7 @@ def load_reward(task, folder: Path | None = None, code: str = "", **flags: Any) 
     """The reward of a function with this body in `folder`, or of other flags; and the tokenizer."""
     if folder:
         path = folder / "function.py"
-        path.write_text(f"import sys, numpy\ndef f(queries, responses):\n    {code}\n")
+        path.write_text(f"import sys, numpy, torch\ndef f(queries, responses):\n    {code}\n")
         flags["reward_fn"] = f"{path}:f"
     tokenizer, ids = load_tokenizer(task, 5)
     args = tiny.make_args(task, **flags)
@@ -48,14 +48,15 @@ RETURNS += ["['a', 'b', 'c', 'd']", "(1.0 for _ in range(4))", "1 / 0", "sys.exi
 
 
 @pytest.mark.parametrize("returned", RETURNS)
-def test_a_reward_function_without_one_finite_number_per_response_ends_the_run(
-    returned, task, tmp_path
-):
+def test_a_function_without_one_finite_number_per_response_ends_the_run(returned, task, tmp_path):
     """Of four responses. A judge that calls sys.exit must not end the run with exit code 0."""
     reward, _ = load_reward(task, tmp_path, f"return {returned}")
+    name = f"{tmp_path}/function.py:f"
+    gold = rewards.load_gold_reward(replace(task, gold_fn=name), *load_tokenizer(task, 5))
     tokens = torch.full((4, 3), 14)
-    message = refuses(lambda: reward(tokens, tokens), f"--reward_fn {tmp_path}/function.py:f: ")
-    assert len(message) < 400
+    for flag, score in (("--reward_fn", reward), ("--gold_fn", gold)):
+        message = refuses(lambda score=score: score(tokens, tokens), f"{flag} {name}: ")
+        assert len(message) < 400
 
 
 def test_a_reward_model_with_too_few_positions_is_refused(task, tmp_path):
@@ -64,8 +65,10 @@ def test_a_reward_model_with_too_few_positions_is_refused(task, tmp_path):
     refuses(lambda: load_reward(task, reward_model=folder), f"--reward_model {folder}", 12)
 
 
-def test_a_reward_function_reads_texts_and_may_return_an_array(task, tmp_path):
-    code = "return numpy.array([len(q + 100 * r) for q, r in zip(queries, responses)])"
+@pytest.mark.parametrize("form", ["numpy.array", "torch.tensor", "(lambda x: {'rewards': x})"])
+def test_a_reward_function_reads_texts_and_may_return_an_array(form, task, tmp_path):
+    """Or, as those of OpenRLHF, a dictionary."""
+    code = f"return {form}([len(q + 100 * r) for q, r in zip(queries, responses)])"
     reward, tokenizer = load_reward(task, tmp_path, code)
     queries, responses = (
         utils.pad_left([tokenizer.encode(text) for text in texts], 8, tiny.WORDS)
@@ -176,8 +179,6 @@ def test_a_reward_function_with_an_argument_scores_gets_the_reward_models(
     load_reward(task, reward_fn="mine.py:plain", reward_model="./nowhere")  # needs none
 
 
-# ----------------------------------------------------------- columns of the data set, by name
-
 # A query names its number; so do an int and a list. 5 occurs three times, with other values of `twin`.
 ROWS = [dict(prompt=f"Anna saw {i} cats.", number=i, tags=[str(i), "x"], twin=0) for i in range(40)]
 ROWS += [ROWS[5] | {"twin": 1}, ROWS[5] | {"twin": 2}, ROWS[7] | {"prompt": " "}]
@@ -213,37 +214,18 @@ def by_column(task, tmp_path, monkeypatch):
     return replace(task, query_dataset=rows, query_column="prompt", truncate_token=None)
 
 
-def table(task, **changes):
-    task = replace(task, **changes)
-    return queries.load_queries(task, *load_tokenizer(task, 5), 1000)
-
-
-def pairs(table, task):
-    """(query, number, twin) of each row."""
-    tokenizer = load_tokenizer(task, 5)[0]
-    texts = [tokenizer.decode(row[row < tiny.WORDS]) for row in table[:]]
-    columns = table.columns(slice(None))
-    return list(zip(texts, columns["number"], columns["twin"], strict=True))
-
-
-def expected(rows):
-    return [(row["prompt"], row["number"], row["twin"]) for row in rows]
-
-
 def test_columns_stay_beside_their_queries_in_every_table(by_column):
-    """Also where rows are dropped or subsampled, and the second time, from the cache."""
-    for _ in range(2):
-        found = table(by_column)
-        assert Counter(pairs(found, by_column)) == Counter(
-            expected(ROWS[:42])
-        )  # without the blank one
-        assert set(found.columns(np.array([3, 3, 0]))) == set(ROWS[0])
-        some = pairs(table(by_column, num_queries=20), by_column)
-        assert len(some) in (19, 20) and set(some) < set(expected(ROWS))
-        held, rest = found.hold_out(30)
-        assert len(pairs(held, by_column)) == 30 and len(pairs(rest, by_column)) in (10, 11, 12)
-        assert not {x[0] for x in pairs(held, by_column)} & {x[0] for x in pairs(rest, by_column)}
-        assert set(pairs(held, by_column) + pairs(rest, by_column)) <= set(expected(ROWS))
+    """Also where a blank row is dropped, or rows are subsampled, and from the cache."""
+    tokenizer, ids = load_tokenizer(by_column, 5)
+    right = Counter((row["prompt"], row["number"], row["twin"]) for row in ROWS[:42])
+    for num_queries, sizes in ((1000, {42}), (1000, {42}), (20, {19, 20})):
+        task = replace(by_column, num_queries=num_queries)
+        table = queries.load_queries(task, tokenizer, ids, 1000)
+        assert len(table) in sizes and table.columns(np.array([3, 3, 0])).keys() == ROWS[0].keys()
+        for part in (table, *table.hold_out(9)):
+            columns, texts = part.columns(), utils.decode(tokenizer, part[:], ids.pad)
+            found = Counter(zip(texts, columns["number"], columns["twin"], strict=True))
+            assert found <= right and found.total() == len(part)
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo", "samples_per_query"])
@@ -272,8 +254,6 @@ def test_a_reward_sees_the_columns_of_each_query_in_training_and_evaluation(
     assert line["eval/gold_score"] == pytest.approx(np.mean(heldout[0]))
     assert line["objective/gold_score"] == pytest.approx(np.mean(calls[1][0]))
 
-
-# --------------------------------------------------------------- signatures, as other people write them
 
 USER, OLD = {"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "3"}
 NEW = {"role": "assistant", "content": " 2"}
@@ -324,25 +304,6 @@ def test_prompts_and_completions_of_messages_are_lists_of_messages(answered, giv
     assert found == TEXTS | dict(prompts=[given], completions=[[NEW]])
     for parameters in ("queries, prompts, labels", "question, output"):
         assert arguments(parameters, columns) == arguments(parameters, REST)
-
-
-def trl_accuracy(completions, solution: list[str], log_extra=None, **kwargs) -> list[float]:
-    assert log_extra is None
-    return [float(x[0]["content"] == y) for x, y in zip(completions, solution, strict=True)]
-
-
-def openrlhf(queries, prompts, labels, **kwargs):
-    right = torch.tensor([q == p + x for q, p, x in zip(queries, prompts, labels, strict=True)])
-    return {"rewards": right.float(), "scores": right.float(), "extra_logs": {}}
-
-
-@pytest.mark.parametrize("function", [trl_accuracy, openrlhf])
-def test_functions_of_other_libraries_score_a_run_on_messages(function, task, monkeypatch):
-    monkeypatch.setattr(rewards, "load_function", lambda name: function)
-    reward, tokenizer = load_reward(replace(task, query_column="prompt"), reward_fn="theirs.py:f")
-    rows = [torch.tensor([tokenizer.encode(text)] * 2) for text in ("Anna saw a", " cat")]
-    columns = dict(prompt=[[USER]] * 2, solution=[" cat", "cat"], labels=[" cat", "cat"])
-    assert reward(*rows, columns).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(

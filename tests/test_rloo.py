@@ -25,9 +25,6 @@ def loss_of(new: torch.Tensor) -> torch.Tensor:
     return rloo.rloo_loss(new, old, torch.ones(len(new)), 1, ARGS)[0]
 
 
-# ----------------------------------------------------------------------------------------------- L3
-
-
 def test_L3_three_queries_with_four_responses_as_in_the_announcement():
     rewards = torch.tensor([1.0, 2, 3, 2, 3, 4, 5, 6, 7, 8, 9, 10])  # [R]'s rlhf_reward, [K, P]
     found = rloo.compute_advantages(rewards, tiny.make_args(script=rloo, rloo_k=4)).view(4, 3)
@@ -68,9 +65,6 @@ def test_L3_the_responses_to_a_query_are_each_others_baseline(k):
         assert learned[tuple(rollout.logprobs[i].tolist())] == pytest.approx(expected, abs=1e-5)
 
 
-# ----------------------------------------------------------------------------------------------- L4
-
-
 def test_L4_at_ratio_1_the_gradient_is_reinforces_as_in_the_announcement():
     """Both are [-0.1749, 0.5246, -0.1749, -0.1749] there, of what is maximized."""
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0]], requires_grad=True)
@@ -84,9 +78,6 @@ def test_L4_a_ratio_of_12_19_nulls_a_whole_response_as_in_the_announcement():
     new = (ratios.log() / 9).repeat(1, 9).requires_grad_()
     loss_of(new).backward()
     assert_close(new.grad, torch.tensor([[-1.0625] * 9, [0.0] * 9]), **HAND)
-
-
-# ------------------------------------------------------------------------------------------- L5, X9
 
 
 def test_L5_there_is_no_value_network():
@@ -126,9 +117,6 @@ def test_X9_L1_L4_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged_row
     }
     found = {name: run.metrics[0][name] for name in expected}
     assert found == pytest.approx(expected, abs=2e-4)
-
-
-# ----------------------------------------------------------------------------------------------- L6
 
 
 @pytest.mark.parametrize("eos_task", [False, True], ids=["fixed", "eos"])

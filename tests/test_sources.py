@@ -14,7 +14,6 @@ from formats import write_rows
 from tiny import refuses
 
 import utils
-from machinery import sources
 from machinery.models import load_lm
 from machinery.sources import load_function, load_rows
 from machinery.tokens import load_tokenizer
@@ -169,10 +168,3 @@ def test_a_function_that_a_file_does_not_have_is_refused_with_those_that_it_has(
         "import json\ndef score(x): return x\ndef other(x): return x\n"
     )
     refuses(lambda: load_function(f"{tmp_path}/mine.py:scor"), "'scor'", "other, score")
-
-
-def test_only_our_scripts_are_said_to_create_a_model():
-    found = [
-        refuses(lambda: sources.check_source(f"models/x/{y}"), "not exist") for y in ("sft", "a")
-    ]
-    assert "python sft.py --task x" in found[0] and "python" not in found[1]

@@ -2,7 +2,6 @@
 
 import doctest
 import filecmp
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -42,21 +41,6 @@ def test_the_examples_in_the_synthetic_tasks_docstrings_hold(module):
     assert failed == 0 and tried > 0
 
 
-def test_synthetic_stories_and_completions_have_the_lengths_that_the_tasks_expect(tokenizer):
-    """Stories: 6 to 8 and 36 to 44 tokens at their 5% and 95% quantiles."""
-    lengths = lambda texts: sorted(map(len, tokenizer(texts)["input_ids"]))  # noqa: E731
-    stories = (tasks.SYNTHETIC / "stories.txt").read_text().splitlines()
-    found = lengths(stories)
-    assert len(stories) == len(set(stories)) == 20_000
-    assert 6 <= found[1000] <= 8 and 36 <= found[19_000] <= 44 and found[-1] <= 64
-    lines = (tasks.SYNTHETIC / "stories_eos.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert len(rows) == 12_000 and all(set(row) == {"prompt", "completion"} for row in rows)
-    assert all(row["prompt"].endswith(".") and row["completion"].startswith(" ") for row in rows)
-    found = lengths([row["completion"] for row in rows])
-    assert found[0] >= 4 and found[-1] <= 40
-
-
 def test_the_synthetic_tokenizer_has_its_stop_and_end_as_one_token_each_and_no_pad(tokenizer):
     assert len(tokenizer) == WORDS and tokenizer.pad_token_id is None
     for text in (".", "<|endoftext|>", "\n"):
@@ -66,26 +50,11 @@ def test_the_synthetic_tokenizer_has_its_stop_and_end_as_one_token_each_and_no_p
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_synthetic_labels_are_5504_rows_in_openais_form_that_prefer_what_the_judge_likes(
-    tokenizer,
-):
-    """Responses are cut for scoring. A perfect predictor's accuracy is near its ceiling, a coin's
-    would be a quarter."""
-    rows = json.loads((tasks.SYNTHETIC / "labels.json").read_text())
-    samples = ["sample0", "sample1", "sample2", "sample3"]
+def test_the_5504_synthetic_labels_prefer_what_the_judge_likes(tokenizer):
+    """A perfect predictor's accuracy is near its ceiling, a coin's would be a quarter."""
     stop = tokenizer.encode(".")[0]
-    for row in rows:
-        assert row.keys() == {"query", *samples, "best"} and len(row["query"]) == 64
-        for response in (row[name] for name in samples):
-            real = [token for token in response if token != 50259]
-            assert len(response) == 24 and response[: len(real)] == real and max(real) < WORDS
-            assert stop not in real[16:-1]
-            assert len(real) == 24 or (real[-1] == stop and len(real) > 16)
-    best = np.array([row["best"] for row in rows])
-    assert len(rows) == 5504 and np.bincount(best).min() > 1000  # the order tells nothing
-
     labels = load_labels(tasks.TASKS["synthetic"], tokenizer, TokenIds(WORDS, stop, [], []))
-    assert labels.best.tolist() == best.tolist()
+    assert len(labels) == 5504 and np.bincount(labels.best).min() > 1000  # the order tells nothing
     queries, responses, best = labels.batch(np.arange(1000), WORDS)
     queries = utils.decode(tokenizer, queries, WORDS)
     texts = [utils.decode(tokenizer, responses[:, k], WORDS) for k in range(4)]

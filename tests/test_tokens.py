@@ -31,7 +31,6 @@ from benchmarks.mutations import copy_project
 from data import tasks
 from machinery import labels, tokens
 from machinery.cli import parse_args
-from machinery.labels import split_pair
 from machinery.queries import load_blocks, load_queries, load_responses
 from machinery.sources import load_function
 from machinery.tokens import load_tokenizer, render_answer, single_token, tokenize_prompt, translate
@@ -113,8 +112,10 @@ def test_a_template_that_writes_bos_and_a_tokenizer_that_adds_it_give_one(tmp_pa
     tokenizer.backend_tokenizer.post_processor = adds_bos
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     assert tokenizer.encode("Hi")[0] == bos  # as Llama's does
-    tokens = tokenize_prompt([USER], 99, tokenizer)
-    assert tokens == [bos, *tokenizer.encode(USER["content"], add_special_tokens=False)]
+    for pair in ((tokenizer, small_tokenizer()), (small_tokenizer(), tokenizer)):
+        assert tokens.same_tokens(*pair)
+    found = tokenize_prompt([USER], 99, tokenizer)
+    assert found == [bos, *tokenizer.encode(USER["content"], add_special_tokens=False)]
 
 
 def test_prompts_that_are_blank_or_too_long_are_skipped_and_counted(model, tmp_path, capsys):
@@ -171,19 +172,16 @@ def chat_task(model, tmp_path):
     return replace(task, label_dataset=task.query_dataset)
 
 
-@pytest.mark.parametrize("name", FOR_TEXTS)
-def test_settings_for_texts_are_refused_by_name(name, chat_task):
+@pytest.mark.parametrize("name", [*FOR_TEXTS, "chat_template"])
+def test_settings_for_texts_and_a_missing_template_are_refused_by_name(name, chat_task):
     """In queries, and in pairs."""
-    task = replace(chat_task, **{name: FOR_TEXTS[name]})
-    given = load_tokenizer(task, 8)
-    refuses(lambda: load_queries(task, *given, 9), "rows.jsonl: ", f"--{name} ")
-    refuses(lambda: labels.load_labels(task, *given), "rows.jsonl: ", f"--{name} ")
-
-
-def test_a_tokenizer_without_a_template_is_refused(chat_task):
-    tokenizer, ids = load_tokenizer(chat_task, 8)
-    tokenizer.chat_template = None
-    refuses(lambda: load_queries(chat_task, tokenizer, ids, 9), "rows.jsonl: ", "chat_template")
+    task = replace(chat_task, **{x: FOR_TEXTS[x] for x in FOR_TEXTS if x == name})
+    tokenizer, ids = load_tokenizer(task, 8)
+    if name == "chat_template":
+        tokenizer.chat_template = None
+    named = "rows.jsonl: ", f"--{name} " if name in FOR_TEXTS else name
+    refuses(lambda: load_queries(task, tokenizer, ids, 9), *named)
+    refuses(lambda: labels.load_labels(task, tokenizer, ids), *named)
 
 
 @pytest.mark.parametrize("content", [None, 3, [{"type": "text", "text": "What?"}]])
@@ -270,6 +268,7 @@ def test_prompt_and_answer_are_the_tokens_of_the_whole_text(whole, tmp_path):
     """For sft.py and in pairs, as the tokenizer alone writes the text, with BOS if it does."""
     rows = [dict(prompt=x, completion=y, chosen=y, rejected=" No") for x, y in ANSWERS]
     task = whole.make(rows, tmp_path / "a.jsonl", label_dataset=str(tmp_path / "a.jsonl"))
+    assert load(load_queries, task, 9) == sorted(whole.ids(x)[:-1] for x, _ in ANSWERS)
     expected = [whole.ids(x + y) for x, y in ANSWERS]
     assert load(load_responses, task) == sorted(expected)
     found = labels.load_labels(task, *load_tokenizer(task, 8))
@@ -494,14 +493,3 @@ def test_the_id_of_a_text_is_the_one_that_it_has_inside_of_a_text():
     assert single_token(tokenizer, "dog", "--truncate_token") == dog  # as it is in a text
     two = partial(single_token, tokenizer, "dog.", "--truncate_token")
     refuses(two, "--truncate_token 'dog.'")
-
-
-ROLES = "user", *2 * ("assistant", "user", "assistant")
-CHAT_OF_TWO = [*zip(ROLES, ("Who?", "Ben.", "And?", "Anna.", "Clara.", "Why?", "So."), strict=True)]
-
-
-def test_pairs_that_differ_early_share_only_what_is_equal():
-    first, *others = ({"role": role, "content": x} for role, x in CHAT_OF_TWO)
-    chosen, rejected = [first, *others[:3]], [first, *others[3:]]
-    prompt, good, bad = split_pair(dict(chosen=chosen, rejected=rejected), small_tokenizer())
-    assert prompt == [first] and ("Ben" in good, "Ben" in bad) == (True, False)

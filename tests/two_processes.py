@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 from accelerate import Accelerator
+from conftest import without_times
 
 import ppo
 import rloo
@@ -91,11 +92,11 @@ def fine_tune() -> tiny.FakeRun:
         return tiny.run_sft(args, tiny.make_lm(), tokens)
 
 
-def gradients(rank: int, processes: int) -> dict[str, list]:
-    """Of each step of an update or two of each script, which moves nothing."""
+def results(rank: int, processes: int) -> dict[str, tuple]:
+    """Gradients and metrics of an update or two steps of each script, which move nothing."""
     runs = {script.__name__: run_update(script, rank, processes) for script in (ppo, rloo)}
     runs |= {"train_reward": train_rewards(rank, processes), "sft": fine_tune()}
-    return {name: run.optimizer.gradients for name, run in runs.items()}
+    return {x: (run.optimizer.gradients, without_times(run.metrics)) for x, run in runs.items()}
 
 
 def count_e(queries: list[str], responses: list[str]) -> list[float]:
@@ -160,7 +161,7 @@ if __name__ == "__main__":
     os.chdir(sys.argv[1])
     accelerator = distributed.start(tiny.make_args())
     rank, processes = accelerator.process_index, accelerator.num_processes
-    result = gradients(rank, processes) | {"scripts": run_scripts(accelerator)}
+    result = results(rank, processes) | {"scripts": run_scripts(accelerator)}
     assert processes == 2
     result["average"] = average(accelerator)
     torch.save(result, f"rank{rank}.pt")

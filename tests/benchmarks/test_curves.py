@@ -1,9 +1,7 @@
-"""benchmarks/curves.py: bands by hand, three sources of runs, the documented command."""
+"""benchmarks/curves.py: bands by hand, three sources of runs in one picture."""
 
 import csv
 import json
-import re
-import shlex
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +15,6 @@ from torch.utils.tensorboard import SummaryWriter
 from benchmarks import curves
 from machinery.cli import InputError
 
-DOCS = (Path(__file__).parents[2] / "docs" / "your-experiment.md").read_text()
-SCORES, KL = "objective/scores", "objective/kl"
 EPISODES = "--episodes_per_step", "a=512"
 
 
@@ -62,9 +58,6 @@ def rows_of(path: Path) -> dict[tuple[str, str, str], list[float]]:
     return {tuple(row[:3]): [float(x) for x in row[4:]] for row in rows}
 
 
-# ----------------------------------------------------------------------------------------- numbers
-
-
 def test_nine_seeds_have_a_mean_and_ten_an_interquartile_one():
     seeds = [5.0, 1.0, 3.0, 2.0, 4.0, 9.0, 6.0, 8.0, 700.0]
     assert curves.center(np.array(seeds)[:, None]) == pytest.approx([82.0])  # 738 / 9
@@ -92,9 +85,6 @@ def test_curves_of_other_steps_meet_on_straight_lines_where_all_of_them_are():
     grid, values = curves.on_one_grid([a, b])
     assert grid.tolist() == [5.0, 10.0, 15.0, 20.0]
     assert values.tolist() == [[50.0, 100.0, 50.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
-
-
-# ----------------------------------------------------------------------------------------- sources
 
 
 def test_an_evaluation_is_plotted_at_the_episodes_before_it():
@@ -131,14 +121,25 @@ def test_scalars_of_any_writer_are_read_all_of_them(tmp_path):
     assert curves.read(tmp_path / "tf2") == {"tf2": [{"step": 7, "objective/kl": 0.25}]}
 
 
-def test_runs_of_one_name_stay_two_and_a_pattern_is_all_that_it_matches(tmp_path):
+def test_runs_of_one_name_stay_two_and_others_curves_are_drawn_over_them(tmp_path, capsys):
+    """Two seeds of ours as a pattern, TensorBoard's events, ten seeds as W&B exports them."""
     for i in (1, 2):
         line = {"step": 0, "ppo/episode": 8, "objective/kl": float(i)}
         write_run(tmp_path / f"seed{i}/ppo", [line])
-    curves.main(arguments(f"PPO={tmp_path}/seed*/ppo", "--out", str(tmp_path / "all.png")))
+    write_events(tmp_path / "tb", {"objective/kl": {0: 3.0}, "elapsed/episodes": {0: 8}})
+    columns = {f"ppo__{i} - objective/kl": {8: float(i**2)} for i in range(10)}
+    chart = write_chart(tmp_path / "wandb.csv", "ppo/episode", columns)
+    sources = f"PPO={tmp_path}/seed*/ppo", f"OpenAI={tmp_path}/tb", f"2023={chart}"
+    names = "--names", "elapsed/episodes=ppo/episode"
+    curves.main(arguments(*sources, *names, "--out", str(tmp_path / "all.png")))
+    assert capsys.readouterr().out == f"{tmp_path}/all.png {tmp_path}/all.csv\n"
     rows = rows_of(tmp_path / "all.csv")
     assert rows["PPO", "mean of 2", "objective/kl"] == [1.5] * 3
     assert rows["PPO", "2.5% of 2", "objective/kl"] == [1.0] * 3
+    assert rows["OpenAI", "tb", "objective/kl"] == [3.0] * 3
+    middle = (4 + 9 + 16 + 25 + 36 + 49) / 6
+    found = rows["2023", "interquartile mean of 10", "objective/kl"]
+    assert found == pytest.approx([middle] * 3, abs=6e-5)
 
 
 def test_names_and_steps_become_ours_where_a_run_has_none_of_ours(tmp_path):
@@ -169,48 +170,3 @@ def test_what_cannot_be_drawn_is_named(words, message, tmp_path, monkeypatch):
     with pytest.raises(InputError, match=message):
         curves.main(arguments("--out", "all.png", *words))
     assert not Path("all.png").exists()
-
-
-# ------------------------------------------------------------------------------------------- docs
-
-
-def make_exports(folder: Path) -> None:
-    """Made up: three seeds of ours, OpenAI's run as TensorBoard, ten of 2023 as W&B exports them."""
-    rng, episodes = np.random.default_rng(0), range(512, 41 * 512, 512)
-
-    def noise() -> list[float]:
-        return rng.normal(size=40).tolist()
-
-    for seed in (1, 2, 3):
-        rows = zip(episodes, noise(), noise(), strict=True)
-        lines = [
-            {"step": i, "ppo/episode": e, SCORES: s, KL: k} for i, (e, s, k) in enumerate(rows)
-        ]
-        write_run(folder / f"runs/ppo_{seed}", lines)
-    metrics = {SCORES: noise(), KL: noise(), "elapsed/episodes": episodes}
-    write_events(folder / "tb", {name: dict(enumerate(values)) for name, values in metrics.items()})
-    names = [f"ppo__{seed} - {name}" for seed in range(1, 11) for name in (SCORES, KL)]
-    chart = {name: dict(zip(episodes, noise(), strict=True)) for name in names}
-    write_chart(folder / "wandb.csv", "ppo/episode", chart)
-
-
-def test_the_documented_command_draws_published_curves_over_ours(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    make_exports(tmp_path)
-    text = DOCS.replace("\\\n", " ")
-    (command,) = re.findall(r"^python benchmarks/curves\.py (.*wandb\.csv.*)$", text, flags=re.M)
-    args = arguments(*shlex.split(command))
-    curves.main(args)
-    assert capsys.readouterr().out == "all.png all.csv\n"
-    runs = curves.load(args)
-    assert [run.label for run in runs] == ["PPO"] * 3 + ["OpenAI"] + ["2023"] * 10
-    assert runs[3].points(KL)[0].tolist() == [512 * i for i in range(1, 41)]
-
-    rows = rows_of(Path("all.csv"))
-    low, middle, high = sorted(run.lines[-1][SCORES] for run in runs[:3])
-    mean = (low + middle + high) / 3
-    for part, value in (("2.5%", low), ("mean", mean), ("97.5%", high)):
-        assert rows["PPO", f"{part} of 3", SCORES][2] == pytest.approx(value, abs=6e-5)
-    ten = sorted(run.lines[-1][KL] for run in runs[4:])
-    found = rows["2023", "interquartile mean of 10", KL][2]
-    assert found == pytest.approx(sum(ten[2:8]) / 6, abs=6e-5)

@@ -4,8 +4,6 @@ import io
 import re
 import tarfile
 
-import tiny
-
 from benchmarks import human
 
 
@@ -40,11 +38,3 @@ def test_parts_share_no_snippet_and_halves_no_rating(tmp_path, monkeypatch):
         for pair in human.read_lines(human.DATA / f"{half}.jsonl"):
             better, worse = (int(pair[side].split()[1]) // 8 for side in ("chosen", "rejected"))
             assert sign * better > sign * worse
-
-
-def test_a_bad_archive_ends_in_a_sentence(tmp_path):
-    (tmp_path / "text.txt").write_text("not an archive")
-    few = write_archive(tmp_path / "few.tar.gz", ["one of the few texts of eight words"], [[1, 2]])
-    tiny.refuses(lambda: human.main(few), "few.tar.gz", "1 snippets")
-    tiny.refuses(lambda: human.main(human.Args("data", tmp_path / "text.txt")), "text.txt")
-    tiny.refuses(lambda: human.main(human.Args("data")), "archive")

@@ -49,26 +49,6 @@ PATCHES = sorted(path.stem for path in (ROOT / "diffs").glob("*.diff"))
 # The first two divide by the deviation of a query's scores + 1e-4, which enlarges rounding a thousand
 # times. In the third, processes have dropout of their own.
 PATCHES = [name for name in PATCHES if name not in ("grpo", "gspo", "resid_dropout")]
-COLUMN = "all_advantages = compute_advantages(rollout.rewards, args)  # [B]"
-SEAMS = {  # what copies of rloo.py do: lines, and what is in their place
-    "    return responses\n\n\ndef sample_in": "    return responses, responses % 7\n\n\ndef sample_in",
-    "rng: Any\n) -> Tensor:": "rng: Any, *, columns: Any = {}\n):",
-    "(size, length)\n    order": "(size, length)\n    marks = responses.clone()\n    order",
-    "    responses[rows] = sample": "    responses[rows], marks[rows] = sample",
-    "ids, args)\n    return responses\n": "ids, args)\n    return responses, marks, columns\n",
-    "    responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]": "    responses, _, _ = sample_in_batches(decoder, contexts, ids, args, rng, columns=columns)",
-    f"        {COLUMN}\n": f"""        {COLUMN}
-        with distributed.inference(accelerator, ref):  # two samples of another model
-            inputs = Decoder(ref_lm, task.response_length), rollout.contexts, ids, args, rng
-            others = [sample_in_batches(*inputs)[0] for _ in range(2)]
-        assert not torch.equal(*others) and args.notes.is_file()
-        for other in others:
-            scores, _, _ = score_responses(reward, queries, other, columns, ids, args)
-            all_advantages = all_advantages - scores
-""",
-    '"policy/approxkl_avg": 0.5': '"policy/mine": 0.5',
-    "    # Memory and speed.": "    notes: Path = Path()\n    # Memory and speed.",
-}
 Table = dict[str, tuple[bool, str]]  # column: whether it is as it should be, and what was found
 
 
@@ -79,16 +59,6 @@ def tables(folder: Path, jobs: list[tuple], seed: int = 1) -> list[Table]:
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def write_changed(path: Path, script: str, changes: dict[str, str]) -> Path:
-    """A script with other lines in place of some."""
-    source = (ROOT / script).read_text()
-    for right, other in changes.items():
-        assert source.count(right) == 1, right
-        source = source.replace(right, other)
-    path.write_text(source)
-    return path
 
 
 def write_patched(folder: Path, name: str) -> Path:
@@ -123,29 +93,6 @@ def test_nothing_depends_on_what_a_script_runs_on(script, tmp_path):
             assert float(text.removeprefix("weights equal to ")) <= 5e-6, column
 
 
-def test_the_lines_that_the_slow_tests_change_are_there(tmp_path):
-    for change in [SEAMS, *(dict([fault]) for fault in FAULTS.values())]:
-        script = "rloo.py" if change is SEAMS else "ppo.py"
-        write_changed(tmp_path / "changed.py", script, change)
-
-
-@pytest.mark.slow
-def test_a_copy_may_sample_in_its_own_way_and_has_flags(tmp_path):
-    """A reward function with a column, too; what fails is one line."""
-    seams = write_changed(tmp_path / "seams.py", "rloo.py", SEAMS)
-    (tmp_path / "own.py").write_text(
-        "def score(queries, responses, completion):\n    return [len(x) / 9 for x in completion]\n"
-    )
-    columns, flags = ["2 processes", "bf16, first ratio"], ["--notes", "own.py", "--reward_fn"]
-    flags = ["--truncate_token", ".", *flags]  # no path
-    jobs = [(seams, columns, [*flags, f"own.py:{x}"]) for x in ("score", "no")]
-    fine, wrong = tables(tmp_path, jobs)
-    assert all(good for good, _ in fine.values()), fine
-    assert "does not apply" in fine["bf16, first ratio"][1]
-    for good, text in wrong.values():
-        assert not good and text.startswith("InputError: --reward_fn") and " has no 'no'" in text
-
-
 @pytest.mark.exhaustive
 def test_no_patch_depends_on_the_number_of_processes(tmp_path):
     """Where rounding flips a sampled token with one seed, it does not with all of three."""
@@ -177,11 +124,12 @@ def test_a_patch_with_a_state_of_its_own_resumes_to_the_bit(tmp_path):
 @pytest.mark.slow
 def test_every_column_sees_a_fault(tmp_path):
     columns = {fault: [fault, *(x for x in ALIKE if ALIKE[x] == fault)] for fault in FAULTS}
-    wrong = {
-        fault: write_changed(tmp_path / f"fault{i}.py", "ppo.py", dict([FAULTS[fault]]))
-        for i, fault in enumerate(FAULTS)
-    }
-    jobs = [(wrong[fault], columns[fault]) for fault in FAULTS]
+    source, jobs = (ROOT / "ppo.py").read_text(), []
+    for i, (fault, (right, wrong)) in enumerate(FAULTS.items()):
+        assert source.count(right) == 1, right
+        path = tmp_path / f"fault{i}.py"
+        path.write_text(source.replace(right, wrong))
+        jobs.append((path, columns[fault]))
     for table, fault in zip(tables(tmp_path, jobs), FAULTS, strict=True):
         for column in columns[fault]:
             fine, text = table[column]

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import sys
 import traceback
 from contextlib import redirect_stdout
 from types import SimpleNamespace
@@ -125,9 +124,3 @@ def test_a_race_measures_every_phase_and_keeps_rows_of_other_workloads(in_this_p
 def test_a_contestant_that_fails_ends_the_race_with_its_error(in_this_process, tmp_path):
     with pytest.raises(SystemExit, match="nobody failed:\n(.|\n)*KeyError"):
         speed.run(tmp_path, SMALL, speed.Contestant("nobody", "nobody"), 1)
-
-
-def test_the_folder_of_the_results_exists_before_anything_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(speed, "race", lambda *args: sys.exit(str((tmp_path / "new").is_dir())))
-    with pytest.raises(SystemExit, match="True"):
-        speed.main(speed.Args(out=tmp_path / "new" / "speed"))

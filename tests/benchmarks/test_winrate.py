@@ -41,6 +41,8 @@ def test_policies_and_the_data_are_compared_on_the_same_queries(
         "    seen.append(queries)\n"
         "    assert seen[0] == queries\n"
         "    return [r.startswith((' Anna saw', ' Ben saw')) for r in responses]\n"
+        "\ndef first(queries, a, b):\n"
+        "    return [1.0] * len(a)\n"
     )
     other = str(tiny.write_model(tmp_path / "other", seed=3))
     settings = dict(b=other, task="mine", judge="judge.py:judge", queries=6)
@@ -51,6 +53,10 @@ def test_policies_and_the_data_are_compared_on_the_same_queries(
         assert line["queries"] == 6
         rates[a] = line["win_rate"]
     assert rates[other] == 0.5 and rates["data"] > 0.5
+    winrate.main(winrate.Args(a="data", **settings | dict(judge="judge.py:first")))
+    *_, agree, sentence, line = capsys.readouterr().out.splitlines()
+    assert "0.0%" in agree and "50.0%" in sentence  # it prefers what is first, in both orders
+    assert json.loads(line) | dict(queries=6, win_rate=0.5, agreement=0) == json.loads(line)
     with pytest.raises(InputError, match="true score"):
         winrate.main(winrate.Args(a=other, b=other, task="mine"))
     with pytest.raises(InputError, match="response_column"):
@@ -74,18 +80,6 @@ def test_a_judge_of_pairs_is_asked_in_both_orders():
     assert rate == pytest.approx(0.45) and 0 <= low < rate < high <= 0.8
     with pytest.raises(InputError, match="1.5"):
         winrate.ask_in_both_orders(lambda queries, a, b: [1.5], "judge", ["1"], ["a"], ["b"])
-
-
-def test_policies_are_compared_by_a_judge_of_pairs(task, tmp_path, monkeypatch, capsys):
-    """One that always prefers the first has no preference and never agrees with itself."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "pairs.py").write_text("def first(queries, a, b):\n    return [1.0] * len(a)\n")
-    monkeypatch.setitem(tasks.TASKS, "mine", replace(task, truncate_token=None))
-    models = dict(a=str(tiny.write_model(tmp_path / "other", seed=3)), b=task.base_model)
-    winrate.main(winrate.Args(task="mine", queries=6, judge="pairs.py:first", **models))
-    *_, agree, sentence, line = capsys.readouterr().out.splitlines()
-    assert "0.0%" in agree and "50.0%" in sentence
-    assert json.loads(line) | dict(queries=6, win_rate=0.5, agreement=0) == json.loads(line)
 
 
 def test_a_chat_model_judges_summaries(tmp_path, monkeypatch):
