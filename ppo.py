@@ -90,7 +90,7 @@ class Args(RunArgs):
     anneal_lr: bool = True
     """decay the learning rate linearly to 0"""
     adam_eps: PositiveFloat = 1e-5
-    """epsilon of TensorFlow's Adam"""
+    """epsilon of TensorFlow's Adam, added before the bias correction"""
     max_grad_norm: PositiveFloat | None = None
     """clip the norm of the gradient to this value; None: no clipping"""
 
@@ -190,7 +190,7 @@ def sample(
     batch = decoder.start(contexts, contexts != ids.pad)
     for t in range(len(uniform)):  # batch.rows [b]: the indices of those that are left
         logits = batch.next_logits() / task.temperature  # [b, V], as in training (P1)
-        tokens = sample_token(logits, uniform[t][batch.rows])  # [b]; independent of the other rows
+        tokens = sample_token(logits, uniform[t][batch.rows])  # [b], by inverting the CDF
         responses[batch.rows, t] = tokens
         batch.append(tokens)
         if task.eos_task and t % 16 == 15:  # not at every token: `drop` syncs with the GPU
@@ -220,11 +220,11 @@ def sample_in_batches(
 def score_responses(
     reward: Callable, queries: Tensor, responses: Tensor, columns: dict, ids: TokenIds, args: Args
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Score responses [B, R], truncated after the first truncate token, with `reward` (P5).
+    """Score responses [B, R] with `reward`, cut after the first truncate token (P5).
 
-    `columns` are those of the data set: name → B values. Without a truncate token at or after
-    position `truncate_after`, the score is `missing_eos_penalty`. Returns scores [B], the truncated
-    responses [B, R], and whether they have the token [B]; True if the task has none.
+    Tokens before position `truncate_after` do not count. Without one, a response is whole and its
+    score is `missing_eos_penalty`. `columns`: name → B values of the data set. Returns scores [B],
+    the cut responses [B, R], and whether they have the token [B]; True if the task has none.
     """
     task = args.task
     cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -294,7 +294,7 @@ def shuffle(
 
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """Scale x to unit variance and, if `shift_mean`, mean 0 (P9). 0 where mask is False."""
-    mean, var = global_mean_and_var(x, mask)  # over all processes (X11)
+    mean, var = global_mean_and_var(x, mask)  # population variance, over all processes (X11)
     whitened = (x - mean) * torch.rsqrt(var + 1e-8)
     if not shift_mean:
         whitened = whitened + mean
@@ -348,7 +348,7 @@ def ppo_losses(
         return masked_sum(x, old.mask) / avg_tokens
 
     log_ratio = logprobs - old.logprobs
-    ratio = log_ratio.clamp(max=40).exp()  # exp(40)**2 is finite; inf * 0 would be NaN
+    ratio = log_ratio.clamp(max=40).exp()  # so that its square, and 0 times it, are finite
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
@@ -387,7 +387,7 @@ def rollout_metrics(
         "objective/kl": kl,
         "objective/kl_coef": kl_coef,
         "objective/rlhf_reward": rollout.scores.mean() - kl_coef * kl,
-        "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # OpenAI's name
+        "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # the same; OpenAI logs both
         "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # estimated from the samples
         "objective/ended": rollout.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
@@ -429,7 +429,7 @@ def main(args: Args) -> None:
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
     # No dropout (P4). Exits if `length` is too long for a model, or if the tokenizers differ.
-    lm = load_lm(task.base_model, length=ids.length)
+    lm = load_lm(task.base_model, length=ids.length)  # ids.length is T
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -453,7 +453,7 @@ def main(args: Args) -> None:
         queries, columns = heldout[:].to(device), heldout.columns()
         rows = torch.arange(len(queries), device=device)
         rng = generator(args.seed, num_updates, device)  # same on all processes; no update's seed
-        rollout = make_rollout(queries, columns, [rows], kl_coef, rng)
+        rollout = make_rollout(queries, columns, [rows], kl_coef, rng)  # one minibatch
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
         scores, kl = rollout.scores, rollout.kl.sum(dim=1)
@@ -482,7 +482,7 @@ def main(args: Args) -> None:
         mask = responses != ids.pad
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, values, ref_logprobs = torch.zeros(3, *mask.shape, device=device)
-        # In the micro-batches of the first epoch, to round alike: its first ratios are 1 (L6).
+        # In the micro-batches of the first epoch, to round alike: ratios are 1 until a step (L6).
         for rows in first_epoch:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
                 i = rows[part]
@@ -526,7 +526,7 @@ def main(args: Args) -> None:
                     part_stats["policy/entropy_avg"] = entropies.sum() / avg_tokens
                     for name, value in part_stats.items():
                         stats[f"ppo/{name}"] += value.detach() / num_steps
-                average_gradients(policy)  # over processes
+                average_gradients(policy)  # over processes; there is no DDP wrapper
                 if args.max_grad_norm is not None:  # (X8)
                     nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()
@@ -565,7 +565,7 @@ SUMMARIES = FIXED | dict(batch_size=32, lr=2e-6)
 VERIFIABLE = FIXED | dict(num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
-    # Besides scaling, whitening adds mean * (1 - 1 / std) to every token, so that length counts.
+    # Besides scaling, `whiten` adds mean * (1 - 1 / std) to every token, so that length counts.
     "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
     "cnndm": SUMMARIES | dict(kl_coef=0.01),
     "tldr_2019": SUMMARIES | dict(kl_coef=0.03),

@@ -92,7 +92,7 @@ class Args(RunArgs):
     anneal_lr: bool = True
     """decay the learning rate linearly to 0"""
     adam_eps: PositiveFloat = 1e-5
-    """epsilon of TensorFlow's Adam"""
+    """epsilon of TensorFlow's Adam, added before the bias correction"""
     max_grad_norm: PositiveFloat | None = None
     """clip the norm of the gradient to this value; None: no clipping"""
 
@@ -144,7 +144,7 @@ class Policy(nn.Module):
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before each position (G3)
-        hidden = self.backbone(  # [B, T, D]; neighbors with the same context compute it once
+        hidden = self.backbone(  # [B, T, D]; equal contexts side by side are computed once
             tokens.masked_fill(~mask, 0), mask, position_ids, prompt_length=contexts.shape[1]
         )
         where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # the N real response tokens
@@ -176,7 +176,7 @@ def sample(
     batch = decoder.start(contexts, contexts != ids.pad)
     for t in range(len(uniform)):  # batch.rows [b]: the indices of those that are left
         logits = batch.next_logits() / task.temperature  # [b, V], as in training (P1)
-        tokens = sample_token(logits, uniform[t][batch.rows])  # [b]; independent of the other rows
+        tokens = sample_token(logits, uniform[t][batch.rows])  # [b], by inverting the CDF
         responses[batch.rows, t] = tokens
         batch.append(tokens)
         if task.eos_task and t % 16 == 15:  # not at every token: `drop` syncs with the GPU
@@ -206,11 +206,11 @@ def sample_in_batches(
 def score_responses(
     reward: Callable, queries: Tensor, responses: Tensor, columns: dict, ids: TokenIds, args: Args
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Score responses [B, R], truncated after the first truncate token, with `reward` (P5).
+    """Score responses [B, R] with `reward`, cut after the first truncate token (P5).
 
-    `columns` are those of the data set: name → B values. Without a truncate token at or after
-    position `truncate_after`, the score is `missing_eos_penalty`. Returns scores [B], the truncated
-    responses [B, R], and whether they have the token [B]; True if the task has none.
+    Tokens before position `truncate_after` do not count. Without one, a response is whole and its
+    score is `missing_eos_penalty`. `columns`: name → B values of the data set. Returns scores [B],
+    the cut responses [B, R], and whether they have the token [B]; True if the task has none.
     """
     task = args.task
     cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -268,7 +268,7 @@ def shuffle(
     """
     rng = np.random.default_rng([seed, update, 2])  # 2: a stream apart from query_rows'
     num_queries = num_episodes // args.rloo_k
-    offsets = num_queries * np.arange(args.rloo_k)  # of the K responses to a query
+    offsets = num_queries * np.arange(args.rloo_k)  # episodes i, i + P, i + 2P, ... have one query
     epochs = []
     for _ in range(args.num_ppo_epochs):
         minibatches = np.split(rng.permutation(num_queries), args.num_minibatches)
@@ -286,7 +286,7 @@ def compute_advantages(rewards: Tensor, args: Args) -> Tensor:
     Episodes are laid out [K, P]. With pairwise differences, equal rewards give exactly 0.
     """
     rewards = rewards.view(args.rloo_k, -1)
-    differences = rewards[:, None] - rewards[None]  # [K, K, P]
+    differences = rewards[:, None] - rewards[None]  # [K, K, P]: i minus j
     return (differences.sum(dim=1) / (args.rloo_k - 1)).flatten()  # the difference to itself is 0
 
 
@@ -305,7 +305,7 @@ def rloo_loss(
         return x.sum() / num_responses
 
     log_ratio = (logprobs - old.logprobs).sum(dim=1)  # [B], over tokens; 0 at padding (L1)
-    ratio = log_ratio.clamp(max=40).exp()  # exp(40)**2 is finite; inf * 0 would be NaN
+    ratio = log_ratio.clamp(max=40).exp()  # so that its square, and 0 times it, are finite
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
@@ -373,7 +373,7 @@ def main(args: Args) -> None:
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
     # No dropout (P4). Exits if `length` is too long for a model, or if the tokenizers differ.
-    lm = load_lm(task.base_model, length=ids.length)
+    lm = load_lm(task.base_model, length=ids.length)  # ids.length is T
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -397,7 +397,7 @@ def main(args: Args) -> None:
         queries, columns = heldout[:].to(device), heldout.columns()
         rows = torch.arange(len(queries), device=device)
         rng = generator(args.seed, num_updates, device)  # same on all processes; no update's seed
-        rollout = make_rollout(queries, columns, [rows], kl_coef, rng)
+        rollout = make_rollout(queries, columns, [rows], kl_coef, rng)  # one minibatch
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
         scores, kl = rollout.scores, rollout.kl.sum(dim=1)
@@ -426,7 +426,7 @@ def main(args: Args) -> None:
         mask = responses != ids.pad
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, ref_logprobs = torch.zeros(2, *mask.shape, device=device)
-        # In the micro-batches of the first epoch, to round alike: its first ratios are 1 (L6).
+        # In the micro-batches of the first epoch, to round alike: ratios are 1 until a step (L6).
         for rows in first_epoch:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
                 i = rows[part]
@@ -461,7 +461,7 @@ def main(args: Args) -> None:
             for minibatch_rows in minibatches:
                 minibatch = rollout.select(minibatch_rows)
                 advantages = all_advantages[minibatch_rows]
-                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # tokens per process
+                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # for the entropy
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
                     logprobs, entropies = policy(old.contexts, old.responses)
@@ -472,7 +472,7 @@ def main(args: Args) -> None:
                     part_stats["policy/entropy_avg"] = entropies.sum() / avg_tokens
                     for name, value in part_stats.items():
                         stats[f"ppo/{name}"] += value.detach() / num_steps
-                average_gradients(policy)  # over processes
+                average_gradients(policy)  # over processes; there is no DDP wrapper
                 if args.max_grad_norm is not None:  # (X8)
                     nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()

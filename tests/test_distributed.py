@@ -3,6 +3,7 @@
 Whole runs on one process and on several: benchmarks/test_same.py.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -10,17 +11,29 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import filelock
+import host_memory
 import pytest
 import tiny
 import torch
 import two_processes
 from conftest import SCRIPTS
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from machinery import distributed
 from machinery.artifacts import ROOT
 from machinery.cli import InputError
 
 POLICIES = pytest.mark.parametrize("name", ["ppo", "rloo"])
+
+
+def run_twice(script: str, folder: Path, **env: str) -> None:
+    """Run a script of tests/ on two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", "2", script, str(folder)]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    env = os.environ | {"PYTHONPATH": path} | env
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +45,7 @@ def both(tmp_path_factory: pytest.TempPathFactory):
     with filelock.FileLock(root / "two_processes.lock"):
         if not folder.exists():
             tiny.write_task(folder / "task")
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            command += ["--nproc_per_node", "2", two_processes.__file__, str(folder)]
-            env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-            assert done.returncode == 0, done.stdout + done.stderr
+            run_twice(two_processes.__file__, folder)
     ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
     one = two_processes.results(rank=0, processes=1)
     return SimpleNamespace(folder=folder, one=one, ranks=ranks)
@@ -96,6 +105,20 @@ def test_a_gradient_that_one_process_lacks_counts_as_0(both):
         found = {name: x.unique().tolist() for name, x in means.items()}
         assert found == {"lm.transformer.wte.weight": [1.5], "head.weight": [1.5]}
         assert 1 <= calls <= 4  # few large messages
+
+
+@pytest.mark.slow
+def test_under_fsdp2_only_the_first_process_reads_weights_one_model_after_the_other(tmp_path):
+    """Bytes per parameter in memory at most, 4 of them the shards of both models; it was 10.6."""
+    for name, layers, width in (("small", 1, 8), ("large", 8, 768)):
+        sizes = dict(n_layer=layers, n_embd=width, n_head=4, vocab_size=20_000)
+        lm = GPT2LMHeadModel(GPT2Config(**sizes)).bfloat16()
+        lm.save_pretrained(tmp_path / name)
+    run_twice(host_memory.__file__, tmp_path, MALLOC_MMAP_THRESHOLD_="65536")
+    first, second = (json.loads((tmp_path / f"memory{i}.json").read_text()) for i in range(2))
+    total = sum(p.double().sum().item() for p in lm.parameters())
+    assert first["sums"] == second["sums"] == pytest.approx([total, total], rel=1e-6)
+    assert first["peak"] < 9 and second["peak"] < 5.5
 
 
 def test_a_gpu_that_torch_cannot_use_is_not_silently_replaced_by_the_cpu(
