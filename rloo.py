@@ -461,7 +461,7 @@ def main(args: Args) -> None:
             for minibatch_rows in minibatches:
                 minibatch = rollout.select(minibatch_rows)
                 advantages = all_advantages[minibatch_rows]
-                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # for the entropy
+                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # tokens per process
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
                     logprobs, entropies = policy(old.contexts, old.responses)

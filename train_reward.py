@@ -66,7 +66,7 @@ class Args(RunArgs):
     lr: NonNegativeFloat = 5e-5
     """learning rate of the first step; decays linearly to 0"""
     adam_eps: PositiveFloat = 1e-5
-    """epsilon of TensorFlow's Adam"""
+    """epsilon of TensorFlow's Adam, added before the bias correction"""
 
     # Normalization
     policy_model: str | None = None
