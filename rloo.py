@@ -379,10 +379,10 @@ def main(args: Args) -> None:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
     policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # in train mode
-    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.length, tokenizer)
-    ref = distributed.freeze(accelerator, Policy(ref_lm, ids.pad, task.temperature))
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)  # samples from lm
 
+    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.length, tokenizer)
+    ref = distributed.freeze(accelerator, Policy(ref_lm, ids.pad, task.temperature))
     seed = args.seed + 100003 * accelerator.process_index  # own order of queries, own samples (G6)
     local_batch_size = args.batch_size // processes
     num_updates = math.ceil(args.total_episodes / args.batch_size)
