@@ -1,0 +1,142 @@
+"""diffs/vllm.diff with a stand-in for vLLM, which answers as a real server did (vllm_server.py)."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import conftest
+import pytest
+import tiny
+import torch
+from test_diffs import ROOT, apply
+from transformers import AutoModelForCausalLM
+from vllm_server import ENDED, FAILURES, FIXED, INFO, serve
+
+import rloo
+from machinery import cli
+from utils import TokenIds
+
+
+@pytest.fixture(scope="session")
+def script(tmp_path_factory):
+    path = tmp_path_factory.mktemp("patched") / "mine.py"
+    path.write_text((ROOT / "rloo.py").read_text())
+    assert apply(path, "vllm")
+    return tiny.load_script(path)
+
+
+def settings(script, url, name="run", **changes):
+    """Three updates of 4 queries with 2 responses each; 3 evaluations of 4 queries."""
+    values = conftest.settings("rloo", total_episodes=24, run_name=name, **changes)
+    return script.Args(**vars(values), vllm_url=url)
+
+
+@pytest.mark.parametrize(("exchange", "ends"), [(FIXED, False), (ENDED, True)])
+def test_what_the_real_server_said_is_what_is_sampled(exchange, ends, script):
+    """It sampled the end token, which ends a response only in EOS tasks."""
+    url, asked = serve(lambda body, answer: (200, exchange["answer"]))
+    task = tiny.make_task(response_length=6, eos_task=ends, truncate_after=0)
+    args, ids = (
+        tiny.make_args(task, script, rloo_k=2, vllm_url=url),
+        TokenIds(tiny.WORDS, 0, [], []),
+    )
+    contexts = torch.tensor([[tiny.WORDS, 17, 30, 22]]).repeat(2, 1)
+    responses, logprobs = script.sample_in_batches(contexts, ids, args, torch.Generator())
+    free = dict.fromkeys(("seed", "cache_salt", "temperature"))
+    assert asked[0] | free == exchange["body"] | free and asked[0]["temperature"] == 0.7
+    for i, choice in enumerate(exchange["answer"]["choices"]):
+        tokens, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        assert 0 in tokens and (tokens.index(0) + 1 == len(tokens)) == ends
+        assert responses[i].tolist() == tokens + [tiny.WORDS] * (responses.shape[1] - len(tokens))
+        assert logprobs[i, : len(tokens)].tolist() == pytest.approx(logps)
+
+
+@pytest.mark.parametrize("eos", [False, True])
+def test_L6_the_server_has_the_weights_of_each_update_and_samples_k_times(eos, script, home):
+    """The head is tied. The same flags and another server give the same run."""
+    lm = AutoModelForCausalLM.from_pretrained("task/model")
+    lm.lm_head.weight.data[lm.config.eos_token_id] *= 10 if eos else 1  # some responses end
+    lm.save_pretrained("task/model")
+    form = dict(truncate_token="<|endoftext|>", truncate_after=0, eos_task=True) if eos else {}
+    (url, asked), (other, _) = serve(), serve()
+    script.main(settings(script, url, **form))
+    lines = conftest.read_metrics("run")
+    assert len(lines) == 3 and lines[-1]["objective/kl"] > 0
+    for line in lines:
+        assert line["objective/sampling_gap"] < 1e-5 and line["ppo/val/weight_truncated"] == 0
+        assert (line["objective/response_length"] < 5) == eos
+    sampled = [x for x in asked if "seed" in x]
+    assert [x["n"] for x in sampled] == 4 * [1] + 8 * [2] + 4 * [1] + 4 * [2] + 4 * [1]
+    assert len({x["seed"] for x in sampled if x["n"] == 2}) == 12
+    script.main(settings(script, other, "again", **form))
+    assert conftest.without_times(lines) == conftest.without_times(conftest.read_metrics("again"))
+
+
+def test_the_loss_of_a_response_is_weighted_by_its_truncated_ratio(script):
+    torch.manual_seed(0)
+    log_weights, old, new = 0.6 - torch.rand(3, 8, 5)
+    weights, advantages = [min(x.sum().exp().item(), 1.5) for x in log_weights], torch.randn(8)
+    args, record = tiny.make_args(script=script, max_weight=1.5), SimpleNamespace(logprobs=old)
+    alone = [advantages * (torch.arange(8) == i) * weights[i] for i in range(8)]
+    expected = sum(rloo.rloo_loss(new, record, x, 8, args)[0].item() for x in alone)
+    record.log_weights = log_weights
+    loss, stats = script.rloo_loss(new, record, advantages, 8, args)
+    assert loss.item() == pytest.approx(expected)
+    assert 0 < stats["val/weight_truncated"] == weights.count(1.5) / 8 < 1
+
+
+def test_a_server_with_an_old_head_or_raw_log_probabilities_ends_the_run(script, home):
+    for i, lm in enumerate([None, tiny.make_lm(seed=3, vocab=tiny.WORDS)]):
+        url, asked = serve(stale=True, lm=lm)  # with the right head at first, or another
+        run = settings(script, url, f"{i}")
+        tiny.refuses(lambda run=run: script.main(run), url, "objective/sampling_gap is")
+        assert (sum("method" in x for x in asked) > 2) == (lm is None)
+    raw = json.loads(json.dumps(INFO["answer"]).replace("processed", "raw"))
+    url, asked = serve(lambda *x: (200, raw))
+    tiny.refuses(lambda: script.main(settings(script, url, "raw")), url, "--logprobs-mode")
+    assert asked == [{}]
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_server_that_fails_in_the_third_update_ends_the_run_which_resumes(failure, script, home):
+    """With another server. Nothing is lost."""
+    reloads = []
+
+    def change(body, answer):
+        reloads.extend({"method"} & body.keys())
+        if len(reloads) > 3 and ("method" in body) == (failure == "no folder"):
+            return FAILURES[failure](answer)  # the first one was for the evaluation
+
+    (url, _), (other, _) = serve(change), serve()
+    args = settings(script, url, eval_every=50)
+    tiny.refuses(lambda: script.main(args), f"--vllm_url {url}")
+    run = cli.rescues[-1].__self__
+    assert run.rescue().startswith("2 of 3 updates are saved")
+    run.close()
+    (saved,) = Path("runs/run/checkpoints").iterdir()
+    script.main(replace(args, run_name=None, resume=str(saved), vllm_url=other))
+    assert [line["step"] for line in conftest.read_metrics("run")] == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp2", ["false", "true"])
+def test_two_processes_hand_over_the_weights_once(fsdp2, script, home):
+    url, asked = serve()
+    env = {"ACCELERATE_USE_FSDP": fsdp2, "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+    env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "FSDP_VERSION": "2"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [__file__, script.__file__, url]
+    subprocess.run(command, env=os.environ | env, check=True, timeout=300)
+    assert all(line["objective/sampling_gap"] < 1e-5 for line in conftest.read_metrics("run"))
+    assert sum("method" in x for x in asked) == 6  # for 3 updates and 3 evaluations
+    assert len({x["seed"] for x in asked if x.get("n") == 2}) == 12
+
+
+if __name__ == "__main__":
+    tiny.shard_on_a_cpu()
+    mine = tiny.load_script(Path(sys.argv[1]))
+    mine.main(settings(mine, sys.argv[2]))
