@@ -38,6 +38,7 @@ README = (ROOT / "diffs" / "README.md").read_text()
 DIFFS = {path.stem: path.read_text() for path in sorted((ROOT / "diffs").glob("*.diff"))}
 BASES = {name: re.search(r"^--- (\w+)\.py", text, flags=re.M)[1] for name, text in DIFFS.items()}
 EXPERIMENTS = ("tools", "stale", "vine", "sampling_gap", "online_dpo", "dynamic_sampling")
+EXPERIMENTS += ("vllm",)  # which needs a server: tests/test_vllm.py
 LIMITS = dict.fromkeys(EXPERIMENTS, 60) | {"dpo": 46}  # added lines at most; of the others 25
 OF_PPO = [name for name in DIFFS if BASES[name] == "ppo"]
 OF_RLOO = [name for name in DIFFS if BASES[name] == "rloo" and name not in EXPERIMENTS]
@@ -225,7 +226,7 @@ def assert_step(step, model, loss, atol=2e-5, rtol=2e-3):
     assert_close(step.grads, grads, atol=atol, rtol=rtol)
 
 
-ONLINE = [*OF_PPO, *OF_RLOO, *(x for x in EXPERIMENTS if x != "online_dpo")]  # with ratios
+ONLINE = [*OF_PPO, *OF_RLOO, *(x for x in EXPERIMENTS if x not in ("online_dpo", "vllm"))]
 RUNS = [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in ONLINE]
 OF_SEVERAL = [*map("+".join, PAIRS), *STACKS]
 RUNS += [pytest.param(names, "no", marks=pytest.mark.slow) for names in OF_SEVERAL]
