@@ -1,0 +1,66 @@
+"""A stand-in for a vLLM server: it answers as the real one in vllm_server.json did."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+RECORDED = json.loads(Path(__file__).with_suffix(".json").read_text())["exchanges"]
+INFO, RELOADED, FIXED, ENDED, TOO_LONG, NO_FOLDER, DEAD = RECORDED
+
+
+class StandIn(BaseHTTPRequestHandler):
+    """Samples from the weights that it was given last; `change(body, answer)` makes it fail.
+
+    `tied`: it keeps the head of the first weights, as vLLM 0.32 did with SmolLM2 on a CPU.
+    """
+
+    lm, tied, log_message = None, False, lambda *words: None
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
+        self.asked.append(body)
+        said = next(x for x in RECORDED if x["path"] == self.path)
+        assert body.keys() == (said["body"] or {}).keys()
+        status, answer = said["status"], json.loads(json.dumps(said["answer"]))
+        if said is RELOADED:
+            self.reload(Path(body["kwargs"]["weights_path"]))
+        if said is FIXED and self.lm:
+            answer["choices"] = [self.sample(body, number) for number in range(body["n"])]
+        status, answer = self.change(body, answer) or (status, answer)
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    do_GET = do_POST
+
+    def reload(self, folder):
+        old, lm = self.lm, AutoModelForCausalLM.from_pretrained(folder)
+        head = load_file(folder / "lm_head.safetensors")["lm_head.weight"]
+        lm.lm_head.weight = old.lm_head.weight if old and self.tied else torch.nn.Parameter(head)
+        type(self).lm = lm
+
+    @torch.no_grad()
+    def sample(self, body, number):
+        tokens, logprobs, stop = [], [], body["stop_token_ids"]
+        generator = torch.Generator().manual_seed(body["seed"] + number)
+        while len(tokens) < body["max_tokens"] and (not tokens or tokens[-1] not in stop):
+            logits = self.lm(torch.tensor([body["prompt"] + tokens])).logits[0, -1]
+            logps = (logits / body["temperature"]).log_softmax(dim=0)
+            tokens.append(int(torch.multinomial(logps.exp(), 1, generator=generator)))
+            logprobs.append(float(logps[tokens[-1]]))
+        changes = dict(token_ids=tokens, logprobs=dict(token_logprobs=logprobs))
+        return FIXED["answer"]["choices"][0] | changes
+
+
+def serve(change=lambda body, answer: None, **state):
+    """Start a stand-in. Returns its url and the list of what it is asked."""
+    state |= dict(asked=[], change=staticmethod(change))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (StandIn,), state))
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return f"http://127.0.0.1:{server.server_port}", state["asked"]
