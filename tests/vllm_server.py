@@ -11,15 +11,23 @@ from transformers import AutoModelForCausalLM
 
 RECORDED = json.loads(Path(__file__).with_suffix(".json").read_text())["exchanges"]
 INFO, RELOADED, FIXED, ENDED, TOO_LONG, NO_FOLDER, DEAD = RECORDED
+FAILURES = {  # of a stand-in, by what they do with its answer
+    "400": lambda answer: (TOO_LONG["status"], TOO_LONG["answer"]),
+    "no folder": lambda answer: (NO_FOLDER["status"], NO_FOLDER["answer"]),
+    "dead": lambda answer: (DEAD["status"], DEAD["answer"]),
+    "gone": lambda answer: 1 / 0,  # the connection ends without an answer
+    "left out": lambda answer: answer["choices"].pop() and None,
+    "cut off": lambda answer: answer["choices"][1]["token_ids"].pop() and None,
+}
 
 
 class StandIn(BaseHTTPRequestHandler):
     """Samples from the weights that it was given last; `change(body, answer)` makes it fail.
 
-    `tied`: it keeps the head of the first weights, as vLLM 0.32 did with SmolLM2 on a CPU.
+    As the real one, it keeps a tied head that is not in the files; with `stale`, one that is, too.
     """
 
-    lm, tied, log_message = None, False, lambda *words: None
+    lm, stale, log_message = None, False, lambda *words: None
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
@@ -40,8 +48,11 @@ class StandIn(BaseHTTPRequestHandler):
 
     def reload(self, folder):
         old, lm = self.lm, AutoModelForCausalLM.from_pretrained(folder)
-        head = load_file(folder / "lm_head.safetensors")["lm_head.weight"]
-        lm.lm_head.weight = old.lm_head.weight if old and self.tied else torch.nn.Parameter(head)
+        head, is_tied = folder / "lm_head.safetensors", lm.config.tie_word_embeddings
+        if self.stale and old or is_tied and not head.exists():
+            lm.lm_head.weight = (old or lm).lm_head.weight
+        elif is_tied:
+            lm.lm_head.weight = torch.nn.Parameter(load_file(head)["lm_head.weight"])
         type(self).lm = lm
 
     @torch.no_grad()
