@@ -89,10 +89,12 @@ def test_the_loss_of_a_response_is_weighted_by_its_truncated_ratio(script):
     assert 0 < stats["val/weight_truncated"] == weights.count(1.5) / 8 < 1
 
 
-def test_a_server_that_keeps_its_old_head_or_ignores_the_temperature_ends_the_run(script, home):
-    url, asked = serve(stale=True)
-    tiny.refuses(lambda: script.main(settings(script, url)), url, "objective/sampling_gap grew")
-    assert sum("method" in x for x in asked) > 2  # the first weights are the right ones
+def test_a_server_with_an_old_head_or_raw_log_probabilities_ends_the_run(script, home):
+    for i, lm in enumerate([None, tiny.make_lm(seed=3, vocab=tiny.WORDS)]):
+        url, asked = serve(stale=True, lm=lm)  # with the right head at first, or another
+        run = settings(script, url, f"{i}")
+        tiny.refuses(lambda run=run: script.main(run), url, "objective/sampling_gap is")
+        assert (sum("method" in x for x in asked) > 2) == (lm is None)
     raw = json.loads(json.dumps(INFO["answer"]).replace("processed", "raw"))
     url, asked = serve(lambda *x: (200, raw))
     tiny.refuses(lambda: script.main(settings(script, url, "raw")), url, "--logprobs-mode")
