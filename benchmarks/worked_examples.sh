@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 PYTHONPATH=.
 folder=runs/worked_$(date +%Y%m%d-%H%M%S)
 mkdir -p "$folder"
-for name in tools stale vine sampling_gap; do
+for name in tools stale vine; do
   cp rloo.py "$folder/$name.py" && patch --fuzz=0 "$folder/$name.py" diffs/$name.diff
 done
 
