@@ -9,15 +9,14 @@ by FSDP2, killed and resumed, in bf16. Every run has the same queries, random nu
 minibatches: four shares of the batch, on however many processes. The numbers with which `sample`
 draws a response are those of its context. Random numbers of your own differ between processes (G6).
 Prints for each run whether weights, optimizer, metrics and samples are equal bit for bit, equal
-within rounding, or what differs first. Exit code 1 if one is not as it should be. Rounding may flip
-a sampled token, after which everything differs: what is not equal within rounding with one seed has
-to be so with the next. SEED=2 for others.
+within rounding, or what differs first. Exit code 1 if one is not as it should be. As rounding may
+flip a sampled token, what differs with one seed has to be equal with the next. SEED=2 for others.
 
 After `--` stand flags of the script. It runs in a folder of its own: paths that exist are made
 absolute there. `reward` is its reward model, `task/model` its policy, `task/r.jsonl` its data.
 """
 
-import importlib.util
+import importlib
 import inspect
 import json
 import os
@@ -27,6 +26,7 @@ import signal
 import socket
 import sys
 import tempfile
+import traceback
 import zlib
 from collections import Counter
 from dataclasses import dataclass, fields, replace
@@ -48,15 +48,16 @@ import tyro  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from machinery import checkpoints  # noqa: E402
+from machinery import checkpoints, queries  # noqa: E402
 from machinery.runs import Run  # noqa: E402
 
+Table = dict[str, tuple[bool, str]]
 SHARES = 4  # of a batch, on 1, 2 or 4 processes
-ROUNDING = 3e-6  # of weights, 1% of the learning rate; 1e-3, relative, for everything else
+ROUNDING = 3e-6  # of trained weights, 1% of the learning rate; 1e-3, relative, of all else
+OWN_ROWS = "own_rows"  # a file: the script read rows of its table that are not of `query_rows`
 SIZES = dict(total_episodes=48, batch_size=16, num_minibatches=2, num_ppo_epochs=2, rloo_k=2)
-SIZES |= dict(rollout_batch_size=5, eval_queries=3, eval_every=2, kl_horizon=20, lr=3e-4)
-SIZES |= dict(micro_batch_tokens=36, save_every=1, seed=int(os.environ.get("SEED", 1)))
-SIZES |= dict(keep_every=2)
+SIZES |= dict(rollout_batch_size=5, eval_queries=3, eval_every=2, keep_every=2, kl_horizon=20)
+SIZES |= dict(micro_batch_tokens=36, save_every=1, seed=int(os.environ.get("SEED", 1)), lr=3e-4)
 OTHERS = {  # of train_reward.py and sft.py, by a field that only they have
     "num_labels": dict(num_labels=16, batch_size=4, normalize_samples=16, rollout_batch_size=16),
     "num_heldout": dict(num_heldout=5, batch_size=8, num_epochs=4, lr=1e-4),
@@ -76,8 +77,7 @@ class Way:
     once_more: bool = False
 
 
-# One optimizer step per update: all its probability ratios are first ones.
-STEP = (("num_ppo_epochs", 1), ("num_minibatches", 1))
+STEP = (("num_ppo_epochs", 1), ("num_minibatches", 1))  # all probability ratios are first ones
 COLUMNS = {  # name: a way, the way that it has to be equal to, and whether bit for bit
     "again": (Way(once_more=True), Way(), True),
     "one-sequence micro-batches": (Way(flags=(("micro_batch_tokens", 1),)), Way(), False),
@@ -108,10 +108,7 @@ class Args:
 def load(path: Path) -> ModuleType:
     """A script as a module of its own, which may import what is beside it."""
     sys.path += [str(path.parent), os.getcwd()]
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tiny.load_script(path)
 
 
 def settings(module: ModuleType, folder: Path, flags: tuple[str, ...]) -> Any:
@@ -121,8 +118,8 @@ def settings(module: ModuleType, folder: Path, flags: tuple[str, ...]) -> Any:
     other = next((values for field, values in OTHERS.items() if field in names), {})
     values = SIZES | other | dict(reward_model=str(folder / "reward"))
     args = module.Args(task=task, **{key: value for key, value in values.items() if key in names})
-    kind = tyro.conf.OmitArgPrefixes[module.Args]
-    return tyro.cli(kind, default=args, args=[absolute(word) for word in flags])
+    flags = tuple(map(absolute, flags))
+    return tyro.cli(tyro.conf.OmitArgPrefixes[module.Args], default=args, args=flags)
 
 
 def absolute(word: str) -> str:
@@ -142,25 +139,31 @@ def write_files(folder: Path) -> None:
     tiny.write_reward(folder / "reward")
 
 
-# ------------------------------------------------------------------------------ inside one process
-
-
 def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> None:
     """Make queries, random numbers and minibatches of this process those of its shares."""
     each = SHARES // processes
     shares = range(rank * each, (rank + 1) * each)
     seeds = [args.seed + 100003 * share for share in shares]
-    names = ("query_rows", "generator", "sample", "shuffle", "generate")
-    original = {name: getattr(module, name, None) for name in names}
+    original = dict(vars(module))
     step, local_queries = 0, 1  # of the update
     seen: Counter[bytes] = Counter()  # contexts that were sampled from in the update
+    drawn, read = set(), queries.TokenTable.__getitem__
 
-    def query_rows(num_queries: int, size: int, seed: int, step: int) -> np.ndarray:
-        """Rows of each share; no two shares have a row in common."""
+    def query_rows(table: int | np.ndarray, size: int, seed: int, step: int) -> np.ndarray:
+        """Rows of each share, by their number or their weights; no two shares have one."""
         nonlocal local_queries
-        local_queries, number = size, num_queries // SHARES
-        parts = [original["query_rows"](number, size // each, seed, step) for seed in seeds]
-        return np.concatenate([SHARES * x + share for x, share in zip(parts, shares, strict=True)])
+        local_queries, rows = size, []
+        for share, seed in zip(shares, seeds, strict=True):
+            of_share = table // SHARES if np.ndim(table) == 0 else table[share::SHARES]
+            chosen = original["query_rows"](of_share, size // each, seed, step)
+            rows += list(SHARES * chosen + share)
+        drawn.update(rows)
+        return np.array(rows)
+
+    def read_rows(table: queries.TokenTable, rows: np.ndarray | slice) -> torch.Tensor:
+        if "sample" in original and not isinstance(rows, slice) and not drawn.issuperset(rows):
+            Path(OWN_ROWS).touch()
+        return read(table, rows)
 
     def generator(seed: int, number: int, device: Any) -> torch.Generator:
         nonlocal step
@@ -200,8 +203,9 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
             responses.append(original["generate"](decoder, context[None], *settings))
         return torch.cat(responses)
 
+    queries.TokenTable.__getitem__ = read_rows
     for function in (query_rows, generator, sample, shuffle, generate):
-        if original[function.__name__]:
+        if function.__name__ in original:
             setattr(module, function.__name__, function)
 
 
@@ -221,20 +225,18 @@ def keep_checkpoints(stop_after: int | None) -> None:
 def work(
     rank: int, module: ModuleType, args: Any, folder: Path, way: Way, port: int, stop: int | None
 ) -> None:
-    """One process of a run. Its error is one line."""
+    """One process of a run. Its error is one line, and names the line of the script."""
     signal.alarm(300)  # a run that hangs is killed
     torch.set_num_threads(1)  # torch makes a new pool in a fork; in two threads at once, it aborts
     for seed in (random.seed, np.random.seed, torch.seed):  # what a script must not depend on
         seed()
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)
-    os.dup2(nothing, 2)
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     os.chdir(folder)
     os.environ |= {"ACCELERATE_MIXED_PRECISION": way.precision}
     if way.processes > 1:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        os.environ["WORLD_SIZE"] = str(way.processes)
+        numbers = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=way.processes, MASTER_PORT=port)
+        os.environ |= {name: str(x) for name, x in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
     if way.fsdp2 and not (way.then_ddp and stop is None):
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
         os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
@@ -245,10 +247,11 @@ def work(
         module.main(args)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RuntimeError(text if len(text) < 200 else f"{text[:99]}…{text[-99:]}") from None
-
-
-# ------------------------------------------------------------------------------ outside
+        text = text if len(text) < 200 else f"{text[:99]}…{text[-99:]}"
+        calls = traceback.extract_tb(error.__traceback__)
+        for call in [x for x in calls if x.filename == module.__file__][-1:]:
+            text = f"{Path(call.filename).name}:{call.lineno}, `{call.line}`: {text}"
+        raise RuntimeError(text) from None
 
 
 def run(module: ModuleType, args: Any, folder: Path, way: Way, name: str) -> str:
@@ -258,8 +261,7 @@ def run(module: ModuleType, args: Any, folder: Path, way: Way, name: str) -> str
     for stop in (2, None) if way.killed else (None,):
         found = sorted((folder / "runs" / name).glob("checkpoints/*.safetensors"))
         args = replace(args, **({"resume": str(found[-1])} if found else {"run_name": name}))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         inputs, error = (module, args, folder, way, port, stop), ""
         context = mp.start_processes(work, inputs, way.processes, join=False, start_method="fork")
@@ -268,10 +270,8 @@ def run(module: ModuleType, args: Any, folder: Path, way: Way, name: str) -> str
                 pass
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as exception:
             error = str(exception).strip().splitlines()[-1].removeprefix("RuntimeError: ")
-        if stop and "SIGKILL" not in error:
+        if "SIGKILL" not in error if stop else error:
             return error or "ended before it was to be killed"
-        if error and not stop:
-            return error
     return ""
 
 
@@ -287,19 +287,16 @@ def written(folder: Path) -> dict[str, list[dict[str, Any]]]:
     for name in ("metrics.jsonl", "samples.jsonl"):
         text = (folder / name).read_text() if (folder / name).exists() else ""
         lines = [json.loads(line, parse_constant=str) for line in text.splitlines()]  # NaN: "NaN"
-        for line in lines:
-            for key in list(line):
-                # Rounding decides what is clipped if the advantage is 0, and which scores are equal.
-                if key.startswith("time/") or "clipfrac" in key or "zero_std" in key:
-                    del line[key]
-        out[f"{name}, line"] = lines
+        # Rounding decides what is clipped if the advantage is 0, and which scores are equal.
+        skip = re.compile("time/|.*clipfrac|.*zero_std").match
+        out[f"{name}, line"] = [{k: x for k, x in line.items() if not skip(k)} for line in lines]
     return out
 
 
 def difference(ours: Path, theirs: Path) -> tuple[float, str]:
     """The largest difference, 0 only if everything is equal; and the first beyond rounding.
 
-    Differences of weights are absolute, those of everything else are relative.
+    Relative to a tensor's largest number; for weights, which have moments, only if it is above 1.
     """
     a, b, largest = written(ours), written(theirs), 0.0
     if not a["after update"]:
@@ -310,19 +307,30 @@ def difference(ours: Path, theirs: Path) -> tuple[float, str]:
         for at, (x, y) in enumerate(zip(a[kind], b[kind], strict=True), start=1):
             if x.keys() != y.keys():
                 return float("inf"), f"{kind} {at}: {sorted(x.keys() ^ y.keys())[0]} is in one only"
+            trained = {f"model/{k.split('/')[-1]}" for k in y if k.startswith("optimizer/")}
             for name in y:
-                unit = 1.0
+                unit, gap = 1.0, float("inf")
                 if not isinstance(y[name], int | float | torch.Tensor):
-                    gap = 0.0 if x[name] == y[name] else float("inf")
+                    gap = 0.0 if x[name] == y[name] else gap
                 else:
                     mine, other = (torch.as_tensor(z).double() for z in (x[name], y[name]))
-                    if name.startswith("optimizer/") or kind != "after update":
-                        unit = 1e-3 / ROUNDING * max(1e-2, other.abs().max().item())
-                    gap = (mine - other).abs().max().item() / unit
+                    size = other.nan_to_num(0, 0, 0).abs().max().item()
+                    is_weight = kind == "after update" and name in (trained or y)
+                    unit = max(1.0, size) if is_weight else 1e-3 / ROUNDING * max(1e-2, size)
+                    if mine.shape == other.shape:  # 0 also for two infinities
+                        gaps = (mine - other).masked_fill(mine == other, 0)
+                        gap = gaps.abs().max().item() / unit
                 if not gap <= ROUNDING:
                     return gap, f"{kind} {at}: {name} is off by {gap * unit:.1g}"
                 largest = max(largest, gap)
     return largest, ""
+
+
+def constant(folder: Path) -> tuple[list[str], int]:
+    """The tensors of the model that the second update does not change; the number of all."""
+    first, second, *_ = [*written(folder)["after update"], {}, {}]
+    names = [name for name in first if name.startswith("model/") and first[name].ndim]
+    return [x for x in names if x in second and first[x].equal(second[x])], len(names)
 
 
 def first_ratio(folder: Path) -> tuple[str, str]:
@@ -334,12 +342,10 @@ def first_ratio(folder: Path) -> tuple[str, str]:
     return "exactly 1", f"{name} is {max(values)}" if any(values) else ""
 
 
-def table(
-    script: Path, only: tuple[str, ...] = (), flags: tuple[str, ...] = ()
-) -> dict[str, tuple[bool, str]]:
+def table(script: Path, only: tuple[str, ...] = (), flags: tuple[str, ...] = ()) -> Table:
     """Print a line per column; return whether each is as it should be, and what was found."""
     print(script.name, flush=True)
-    found: dict[str, tuple[bool, str]] = {}
+    found: Table = {}
     with tempfile.TemporaryDirectory() as home:
         folder, done = Path(home), {}
         datasets.config.HF_DATASETS_CACHE = folder / "cache"
@@ -349,32 +355,39 @@ def table(
 
         def compare(way: Way, other: Way | None, to_the_bit: bool, seed: int) -> tuple[str, str]:
             """What was found, and what is wrong."""
-            for each in {other, way} - {None}:
+            for each in (way, other) if other else (way,):
                 if (each, seed) not in done:
                     name = f"run{len(done)}"
                     error = run(module, replace(args, seed=seed), folder, each, name)
                     done[each, seed] = folder / "runs" / name, error
-            errors = [done[each, seed][1] for each in (way, other) if each]
-            if any(errors):
-                return "", errors[0] or errors[1]
+                if done[each, seed][1]:
+                    return "", done[each, seed][1]
             if other is None:
                 return first_ratio(done[way, seed][0])
             gap, error = difference(done[way, seed][0], done[other, seed][0])
+            if (folder / OWN_ROWS).exists() and way.processes != other.processes:
+                return "not compared: it draws rows other than by `query_rows`", ""
             text = "equal to the bit" if gap == 0 else f"weights equal to {gap:.0e}"
             if gap and to_the_bit:
                 error = error or f"{text}, and has to be equal to the bit"
             return text, error
 
         for column, (way, other, to_the_bit) in COLUMNS.items():
-            has_ratio = hasattr(args, "num_minibatches")
-            if only and column not in only or other is None and not has_ratio:
+            if only and column not in only or not (other or hasattr(args, "num_minibatches")):
                 continue
             text, error = compare(way, other, to_the_bit, args.seed)
             if " is off by " in error and not to_the_bit:
                 text, error = compare(way, other, to_the_bit, args.seed + 1)
                 text += " (with the next seed)"
             found[column] = not error, error or text
-            print(f"  {column:26} {'✗' if error else '✓'} {error or text}", flush=True)
+            sign = "✗" if error else "–" if "not compared" in text else "✓"
+            print(f"  {column:26} {sign} {error or text}", flush=True)
+        for path in [path for path, error in done.values() if not error][:1]:
+            names, number = constant(path)
+            if names:
+                text = f"changes {number - len(names)} of {number} tensors, not {names[0]}"
+                found["second update"] = len(names) < number, text
+                print(f"  second update {text}. Does it wait for more? -- --total_episodes 96")
     return found
 
 

@@ -37,8 +37,8 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "diffs" / "README.md").read_text()
 DIFFS = {path.stem: path.read_text() for path in sorted((ROOT / "diffs").glob("*.diff"))}
 BASES = {name: re.search(r"^--- (\w+)\.py", text, flags=re.M)[1] for name, text in DIFFS.items()}
-EXPERIMENTS = ("tools", "stale", "vine", "vllm", "online_dpo", "dynamic_sampling")
-LIMITS = dict.fromkeys(EXPERIMENTS, 60) | {"dpo": 46}  # added lines at most; of the others 25
+EXPERIMENTS = ("tools", "stale", "vine", "vllm", "online_dpo", "dynamic_sampling", "curriculum")
+LIMITS = dict.fromkeys(EXPERIMENTS, 60) | {"dpo": 46, "curriculum": 25}  # added; others 25
 OF_PPO = [name for name in DIFFS if BASES[name] == "ppo"]
 OF_RLOO = [name for name in DIFFS if BASES[name] == "rloo" and name not in EXPERIMENTS]
 ALGORITHMS = [x for x in OF_RLOO if x not in ("lora_rloo", "whiten_advantages")]  # alternatives
@@ -48,7 +48,7 @@ MEANINGLESS = [{"lora", "reference_on_cpu"}, {"trlx_kl", "reference_on_cpu"}]  #
 PAIRS = [x for x in combinations(OF_PPO, 2) if {*x} not in EXCLUSIVE + MEANINGLESS]
 RECIPES = {path.stem: path.read_text() for path in (ROOT / "diffs" / "recipes").glob("*.sh")}
 STACKS = [re.search("for name in (.*); do", x)[1].replace(" ", "+") for x in RECIPES.values()]
-STACKS += ["lora+length_penalty", "grpo+lora_rloo", "lora_rloo+dapo"]
+STACKS += ["lora+length_penalty", "grpo+lora_rloo", "lora_rloo+dapo", "grpo+curriculum"]
 STACKS += ["separate_critic+value_warmup+schedule+adamw+early_stop+ptx"]
 STACKS += ["samples_per_query+sampling+dense_rewards+reference_on_cpu+freeze_layers"]
 EOS = dict(truncate_token=".", truncate_after=0, eos_task=True)
@@ -944,6 +944,24 @@ def test_dynamic_sampling_replaces_groups_with_equal_scores_until_the_limit(limi
         dropped = sum(sizes[1:]) + len(missing)
         assert line["objective/frac_reward_zero_std"] == pytest.approx(dropped / sum(sizes))
     assert not calls
+
+
+def test_curriculum_draws_queries_by_1_minus_the_mean_score_of_their_last_responses(patched, start):
+    """Mean scores are in [0, 1] here, and weights at least 0.3. Frequencies are those of weights."""
+    own, draws = patched("curriculum").query_rows, []
+    spy = lambda weights, *x: draws.append((weights, own(weights, *x))) or draws[-1][1]  # noqa: E731
+    score = lambda queries, responses, columns: responses[:, 0] % 3 - 0.5  # noqa: E731
+    flags = dict(total_episodes=256, min_weight=0.3, score=score)
+    run = start("curriculum", names=dict(query_rows=spy), **flags)
+    success, again = np.zeros(len(draws[0][0])), 0
+    for rollout, (weights, rows) in zip(run.rollouts, draws, strict=True):
+        assert weights == pytest.approx(np.maximum(1 - success, 0.3))
+        again += success[rows].astype(bool).sum()
+        for i, row in enumerate(rows):
+            success[row] = min(max(rollout.scores[i::4].mean().item(), 0), 1)
+    assert again > 4 and len(np.unique(success)) > 3
+    found = np.bincount([own(np.array([0.3, 0.5, 1.2]), 1, 1, i).item() for i in range(2000)])
+    assert found / 2000 == pytest.approx([0.15, 0.25, 0.6], abs=0.05)
 
 
 # ------------------------------------------------------------------------------------------ recipes

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[2]
 FAULTS = {  # column: a line of ppo.py, and a wrong one in its place
@@ -71,10 +73,43 @@ def write_patched(folder: Path, name: str) -> Path:
     return path
 
 
+def write_copy(path: Path, right: str, wrong: str, base: str = "ppo") -> tuple[Path, int]:
+    """A copy of a script with another line, and the number of that line."""
+    source = (ROOT / f"{base}.py").read_text()
+    assert source.count(right) == 1, right
+    path.write_text(source.replace(right, wrong))
+    return path, source[: source.index(right)].count("\n") + 1
+
+
 def test_ppo_is_the_same_on_two_processes_and_resumed_from_fsdp2_to_ddp(tmp_path):
-    """The slow tests below have all columns, scripts, patches and faults."""
-    table = tables(tmp_path, [(ROOT / "ppo.py", FEW)])[0]
+    """And an error has the line of the copy. The slow tests below have all columns and faults."""
+    right = "local_batch_size = args.batch_size // processes"
+    broken, number = write_copy(tmp_path / "mine.py", right, right.replace("size //", "sizes //"))
+    table, errors = tables(tmp_path, [(ROOT / "ppo.py", FEW), (broken, ["again"])])
     assert list(table) == FEW and all(fine for fine, _ in table.values()), table
+    fine, text = errors["again"]
+    line = f"mine.py:{number}, `local_batch_size = args.batch_sizes // processes`: AttributeError"
+    assert not fine and text.startswith(line)
+
+
+SIZES = [("weight", 0.5, 2e-6, True), ("weight", 0.5, 2e-5, False), ("weight", 100.0, 2e-4, True)]
+SIZES += [("buffer", 0.5, 2e-5, True), ("buffer", 0.5, 1e-3, False)]
+
+
+@pytest.mark.parametrize(("name", "size", "gap", "fine"), SIZES)
+def test_rounding_is_relative_to_the_size_of_a_tensor(name, size, gap, fine, tmp_path, monkeypatch):
+    """Weights below 1 may be off by 1% of the learning rate. Infinities are equal."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # same.py changes it
+    from benchmarks import same
+
+    for folder, value in (("a", size), ("b", size + gap)):
+        path = tmp_path / folder / "checkpoints" / "1.safetensors"
+        path.parent.mkdir(parents=True)
+        state = {"model/weight": torch.zeros(2), "optimizer/exp_avg/weight": torch.zeros(2)}
+        state |= {"model/never": torch.tensor(float("inf"))}
+        save_file(state | {f"model/{name}": torch.tensor([0.0, value])}, path)
+    found, error = same.difference(tmp_path / "a", tmp_path / "b")
+    assert found > 0 and (error == "") == fine
 
 
 @pytest.mark.slow
@@ -124,16 +159,26 @@ def test_a_patch_with_a_state_of_its_own_resumes_to_the_bit(tmp_path):
 @pytest.mark.slow
 def test_every_column_sees_a_fault(tmp_path):
     columns = {fault: [fault, *(x for x in ALIKE if ALIKE[x] == fault)] for fault in FAULTS}
-    source, jobs = (ROOT / "ppo.py").read_text(), []
-    for i, (fault, (right, wrong)) in enumerate(FAULTS.items()):
-        assert source.count(right) == 1, right
-        path = tmp_path / f"fault{i}.py"
-        path.write_text(source.replace(right, wrong))
-        jobs.append((path, columns[fault]))
+    jobs = []
+    for i, (fault, lines) in enumerate(FAULTS.items()):
+        jobs.append((write_copy(tmp_path / f"fault{i}.py", *lines)[0], columns[fault]))
     for table, fault in zip(tables(tmp_path, jobs), FAULTS, strict=True):
         for column in columns[fault]:
             fine, text = table[column]
             assert not fine and SAID.get(fault, " is off by ") in text, (column, text)
+
+
+@pytest.mark.slow
+def test_it_says_what_it_cannot_compare_and_what_waits_for_more_episodes(tmp_path):
+    right = "query_rows(len(table), num_queries, seed, update)"
+    wrong = "np.random.default_rng([seed, update]).choice(9, num_queries)"
+    rows, _ = write_copy(tmp_path / "rows.py", right, wrong, "rloo")
+    waits, _ = write_copy(tmp_path / "w.py", "optimizer.step()", "update < 3 or optimizer.step()")
+    found, waiting = tables(tmp_path, [(rows, ["again", "2 processes"]), (waits, ["again"])])
+    assert found["again"] == [True, "equal to the bit"]
+    assert found["2 processes"][0] and "not compared" in found["2 processes"][1]
+    fine, text = waiting["second update"]
+    assert not fine and text.startswith("changes 0 of ")
 
 
 if __name__ == "__main__":
