@@ -44,6 +44,7 @@ OF_RLOO = [name for name in DIFFS if BASES[name] == "rloo" and name not in EXPER
 ALGORITHMS = [x for x in OF_RLOO if x not in ("lora_rloo", "whiten_advantages")]  # alternatives
 OF_GROUPS = [x for x in ALGORITHMS if x not in ("distill", "reinforce_plus_plus")]
 EXCLUSIVE = [{"lora", x} for x in ("freeze_layers", "ema")]  # what is trained, what is saved
+EXCLUSIVE += [{"two_lambdas", "length_penalty"}]  # their flags
 MEANINGLESS = [{"lora", "reference_on_cpu"}, {"trlx_kl", "reference_on_cpu"}]  # no reference there
 PAIRS = [x for x in combinations(OF_PPO, 2) if {*x} not in EXCLUSIVE + MEANINGLESS]
 RECIPES = {path.stem: path.read_text() for path in (ROOT / "diffs" / "recipes").glob("*.sh")}
@@ -420,6 +421,21 @@ def test_X14_a_token_gets_what_it_adds_to_the_score_and_the_last_one_gets_the_re
     rollout = tiny.make_rollout(tiny.make_policy(), tiny.make_args(task, script), script, **inputs)
     dense = [[2, 5, 0, 0, 10], [2, 3, 4, 1, 5 + 10], [2, 3, 4, 1, 1 - 3 - 11], [5, 0, 0, 0, 10]]
     assert_close(rollout.rewards + 0.5 * rollout.kl, torch.tensor(dense).float())
+
+
+def test_two_lambdas_returns_have_their_own_and_that_of_advantages_rises_with_the_length(patched):
+    """Of 5, 3 and 1 tokens: 1 - 1 / (0.5 * length), but 0 instead of -1."""
+    lengths, lams = (5, 3, 1), (0.6, 1 / 3, 0.0)
+    mask = torch.arange(5) < torch.tensor(lengths)[:, None]
+    r, v = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)) * mask
+    flags = dict(whiten_rewards=False, whiten_advantages=False, lam_alpha=0.5, value_lam=0.9)
+    args = tiny.make_args(script=patched("two_lambdas"), gamma=0.8, **flags)
+    minibatch = SimpleNamespace(rewards=r, values=v, mask=mask)
+    found = torch.stack(patched("two_lambdas").compute_advantages(minibatch, args))
+    for i, t in product(range(3), range(5)):
+        deltas = [r[i, s] + 0.8 * (v[i, s + 1] if s < 4 else 0) - v[i, s] for s in range(t, 5)]
+        sums = [sum((0.8 * lam) ** k * x for k, x in enumerate(deltas)) for lam in (lams[i], 0.9)]
+        assert_close(found[:, i, t], torch.stack([sums[0], sums[1] + v[i, t]]))
 
 
 @pytest.mark.parametrize("eos", [False, True])
