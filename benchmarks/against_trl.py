@@ -1,6 +1,6 @@
 """Losses and gradients of our scripts and of TRL's trainers, on the same weights and data.
 
-    python benchmarks/against_trl.py        # prints the table and writes the CSV
+    python benchmarks/against_trl.py    # needs the hub, for TRL; prints the table, writes the CSV
 
 Each side is the real thing: `main` of a script or of a patched copy, and `train` of a trainer of
 TRL 1.16.0 in an environment of its own, which speed.py makes. Both read the same random models in
@@ -37,9 +37,8 @@ HERE = Path(__file__).resolve().parent
 P, K, R = 6, 4, 12  # prompts, responses to each, tokens of the longest response
 END, PAD = 60, 61  # token ids; TRL pads with a token of the vocabulary
 SAME = dict(vocab_size=64, bos_token_id=None, eos_token_id=END, initializer_range=0.3)
-SAME |= dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+SAME |= dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, tie_word_embeddings=False)
 SAME |= dict(max_position_embeddings=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-SAME |= dict(tie_word_embeddings=False)
 Steps = list[dict[str, Tensor]]  # of each step of the optimizer: gradients by name, and the loss
 
 

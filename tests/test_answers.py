@@ -3,6 +3,7 @@
 import doctest
 import filecmp
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import tiny
 from formats import GSM8K, write_rows
+from test_readme import blocks
 from test_tokens import small_tokenizer
 
 import ppo
@@ -24,6 +26,7 @@ from data import answers as data_answers
 from data import tasks
 from machinery.cli import parse_args
 from machinery.queries import load_queries
+from machinery.sources import load_function
 from machinery.tokens import load_tokenizer
 
 TINY = "--total_episodes 16 --batch_size 16 --eval_queries 4 --run_name {0} --output_dir {0}"
@@ -215,3 +218,21 @@ def test_pass_at_k_by_hand():
     assert pass_at_k.pass_at_k(right, 1) == pytest.approx((0 + 1 / 4 + 2 / 4 + 1) / 4)
     assert pass_at_k.pass_at_k(right, 2) == pytest.approx((0 + 3 / 6 + 5 / 6 + 1) / 4)
     assert pass_at_k.pass_at_k(right, 4) == 3 / 4
+
+
+@pytest.mark.slow
+def test_a_task_of_reasoning_gym_becomes_queries_and_a_reward(tmp_path, monkeypatch):
+    """By the code of docs/data.md, and for generators whose metadata are of other kinds."""
+    code = next(x for x in blocks("docs/data.md", "python") if "reasoning_gym" in x)
+    monkeypatch.chdir(tmp_path)
+    generators = ("chain_sum", "spell_backward", "mini_sudoku", "calendar_arithmetic")
+    for name in generators:
+        text = re.sub(r'"chain_sum".*\)', f'"{name}", size=4, seed=1)', code)
+        (tmp_path / f"{name}.py").write_text(text)
+        subprocess.run([sys.executable, f"{name}.py"], check=True)
+        rows = read_rows(Path("gym.jsonl"))
+        assert len(rows) == 4
+        verify = load_function(f"{name}.py:verify")
+        prompts, answers, index = ([row[x] for row in rows] for x in rows[0])
+        assert verify(prompts, answers, index) == [1.0] * 4
+        assert max(verify(prompts, ["no"] * 4, index)) < 1

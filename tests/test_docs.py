@@ -218,6 +218,11 @@ def pretrained(label: str) -> Numbers:
     return [None, last[SCORE], None, ended, None, last[KL], None, None, None, *ends]
 
 
+def against_trl(algorithm: str) -> Numbers:
+    columns = ("loss", "TRL", "loss difference", "largest gradient", "gradient difference")
+    return means("against_trl", *columns, algorithm=algorithm)
+
+
 CLAIM = [x for label in ("PPO", "RLOO") for x in curves("synthetic", label, GOLD)]
 RESULTS, EXPERIMENTS = "docs/results.md", "docs/experiments.md"
 TABLES = {  # page and header → the columns, and their numbers by the cells of a row
@@ -227,6 +232,7 @@ TABLES = {  # page and header → the columns, and their numbers by the cells of
         slice(1, 5),
         lambda x, *_: results(x, LENGTH),
     ),
+    (RESULTS, "| algorithm | loss "): (slice(1, 6), lambda x, *_: against_trl(x)),
     (RESULTS, "| PPO | policy"): (slice(3, 5), lambda x, *_: memory(x)),
     ("docs/tldr.md", "| | one GPU "): (slice(1, 2), lambda x, *_: [max(memory(f"Pythia {x}")[2:])]),
     ("docs/tldr.md", "| 6.9B with LoRA"): (slice(1, 4), lambda x, *_: adapters(x)),
