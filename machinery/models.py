@@ -166,6 +166,8 @@ def disable_dropout(config: transformers.PretrainedConfig) -> transformers.Pretr
     for key, value in config.to_dict().items():
         if ("drop" in key or "jitter" in key) and isinstance(value, float):
             setattr(config, key, 0.0)
+    if getattr(config, "attn_logit_softcapping", None):  # Gemma 2; older libraries' sdpa forgets it
+        config._attn_implementation = "eager"
     return config
 
 
