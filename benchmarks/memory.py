@@ -178,7 +178,7 @@ def random_lm(config: Any) -> Any:
     """A model as `load_lm` makes it."""
     lm = AutoModelForCausalLM.from_config(models.disable_dropout(copy.deepcopy(config)))
     lm.get_output_embeddings().__class__ = models.Float32Linear
-    models.use_fused_gelu(lm)
+    models.choose_kernels(lm)
     return lm
 
 

@@ -83,7 +83,7 @@ def load_lm(
             if names:
                 lm._weight_conversions = None  # save the text model's names
         lm.get_output_embeddings().__class__ = Float32Linear  # keeps names and tied weights
-        use_fused_gelu(lm)
+        choose_kernels(lm)
         if reads_weights():
             with about(f"{config.model_type} cannot be used"):
                 check_model(lm, length)
@@ -166,14 +166,20 @@ def disable_dropout(config: transformers.PretrainedConfig) -> transformers.Pretr
     for key, value in config.to_dict().items():
         if ("drop" in key or "jitter" in key) and isinstance(value, float):
             setattr(config, key, 0.0)
+    if getattr(config, "attn_logit_softcapping", None):  # Gemma 2; older libraries' sdpa forgets it
+        config._attn_implementation = "eager"
     return config
 
 
-def use_fused_gelu(model: nn.Module) -> None:
-    """Replace GPT-2's `gelu_new` by the same function as one kernel; the config keeps its name."""
+def choose_kernels(model: nn.Module) -> None:
+    """GPT-2's `gelu_new` is one kernel; rotary angles, products before transformers 5.19, no TF32."""
     from transformers.activations import NewGELUActivation  # takes two seconds to import
 
+    set_precision, before = torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()
     for module in model.modules():
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            module.register_forward_pre_hook(lambda *_: set_precision("highest"))
+            module.register_forward_hook(lambda *_: set_precision(before))
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
                 setattr(module, name, nn.GELU(approximate="tanh"))
@@ -194,5 +200,5 @@ def compute_logits(lm: "transformers.PreTrainedModel", hidden: Tensor) -> Tensor
 def new_backbone(config: transformers.PretrainedConfig) -> Any:
     """The transformer of a configuration, with random weights in fp32 and without dropout."""
     backbone = transformers.AutoModel.from_config(disable_dropout(config), dtype=torch.float32)
-    use_fused_gelu(backbone)
+    choose_kernels(backbone)
     return backbone

@@ -97,7 +97,7 @@ def load_reward_model(cls: Callable, name: str) -> Any:
             raise InputError(f"has {config.num_labels} labels; a reward model has one")
         if not hasattr(classifier, "score"):  # BERT's kind: padding and later tokens matter
             raise InputError(f"{config.model_type} is no decoder; call it in a --reward_fn")
-        models.use_fused_gelu(classifier)
+        models.choose_kernels(classifier)
         skip_id = -1 if config.pad_token_id is None else config.pad_token_id
         model = cls(RewardConfig(config, config.vocab_size, skip_id), classifier.base_model)
         model.head.weight = classifier.score.weight

@@ -5,6 +5,7 @@ real tokens of a batch as one flat sequence; its attention keeps the sequences a
 """
 
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.functional import pad
 from machinery.cli import InputError, say
 
 NAME = "unpadded"  # under which the library knows our attention function
-say_once = cache(say)
+say_once, signature_of = cache(say), cache(signature)
 
 
 class Unpadded:
@@ -103,10 +104,13 @@ def attention(
     if can_use_varlen(k, v):
         from torch.nn.attention.varlen import varlen_attn
 
+        causal: Any = dict(window_size=(-1, 0), scale=rest.get("scaling"), enable_gqa=True)
+        if "enable_gqa" not in signature_of(varlen_attn).parameters:  # torch 2.11
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+            del causal["enable_gqa"]
         # Autocast does not cast here, and rotary embeddings leave queries and keys in fp32.
         flat = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))
         inputs: Any = *flat, *bounds, max(lengths), max(seen)
-        causal: Any = dict(window_size=(-1, 0), scale=rest.get("scaling"), enable_gqa=True)
         output: Any = varlen_attn(*inputs, **causal)
         return output[None], None
     if not masks:

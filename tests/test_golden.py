@@ -63,7 +63,7 @@ def make_lm(hparams: dict, weights: dict[str, torch.Tensor]) -> GPT2LMHeadModel:
     of_lm = {name: x for name, x in weights.items() if name.startswith("transformer.")}
     missing, unexpected = lm.load_state_dict(of_lm, strict=False)
     assert missing in ([], ["lm_head.weight"]) and not unexpected
-    models.use_fused_gelu(lm)  # as `load_lm` does
+    models.choose_kernels(lm)  # as `load_lm` does
     set_unpadding(lm.base_model, hparams["n_ctx"])
     return lm.eval()
 

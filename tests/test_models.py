@@ -209,3 +209,10 @@ def test_a_model_without_tokenizer_files_says_so(kind, start, no_weights, tmp_pa
     """transformers makes up a tokenizer of one or two tokens for it, or of none."""
     tiny.make_lm(kind).save_pretrained(tmp_path / "bare")
     refuses(lambda: start("ppo", base_model=str(tmp_path / "bare")), "/bare", "tokenizer")
+
+
+def test_soft_caps_of_attention_are_computed():
+    """The library's `sdpa` leaves them out, in transformers 5.17 without a word."""
+    config = tiny.make_other_lm("gemma2").config
+    config._attn_implementation = "sdpa"
+    assert models.new_backbone(config).config._attn_implementation == "eager"

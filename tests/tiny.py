@@ -102,6 +102,7 @@ def make_other_lm(kind: str, seed: int = 0, **settings: Any) -> Any:
     sizes |= {
         "opt": dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.0, init_std=0.3),
         "gpt_neo": dict(attention_types=[[["global", "local"], 1]], num_layers=2, num_heads=4),
+        "gemma2": dict(attn_implementation="eager"),  # transformers 5.17: by default without caps
         "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     }.get(kind, HYBRIDS.get(kind, {}))
     values = dict(vocab_size=VOCAB, initializer_range=0.3) | sizes | settings
