@@ -120,6 +120,7 @@ def load_weights(cls: Any, name: str, config: Any, **options: Any) -> Any:
 
 
 @torch.no_grad()
+@torch.autocast("cpu", enabled=False)  # a caller may have turned it on
 def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
     """Raise `InputError` if our ways to call a model give other results than `lm(...)` itself.
 

@@ -110,7 +110,7 @@ def test_a_run_needs_neither_unix_signals_nor_links_nor_utf8(task, tmp_path):
     assert not copied.is_symlink()
     for path in weights.iterdir():
         assert (copied / path.name).read_bytes() == path.read_bytes()
-    assert "--run-name" in finish(asked)
+    assert "--run_name" in finish(asked)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ TESTS = {
 }
 OTHERS = {  # of other programs, or of an example
     "README.md": {"my_reward"},
+    "docs/data.md": {"gym_task", "chain_sum"},
     "docs/ppo.md": {"completion_ids"},
     "docs/running.md": {"WANDB_ENTITY", "terminationGracePeriodSeconds", "torchrun"}
     | {"set_requires_gradient_sync"},
