@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From people's ratings to a policy (docs/log.md, 2026-11-25, second part):  benchmarks/human.sh movie-ratings.tar.gz
+# From people's ratings to a policy (docs/results.md):  benchmarks/human.sh movie-ratings.tar.gz
 # Two runs at a time, one thread each. Started again, it resumes runs from their checkpoints and
 # skips finished ones. SEEDS="1" for one seed of each algorithm.
 set -euo pipefail
