@@ -51,9 +51,10 @@ def main(folder: Path) -> None:
     threading.Thread(target=watch, args=[peak], daemon=True).start()
     both = load(accelerator, folder / "large")
     size = sum(p.numel() for p in both[0].parameters())
+    highest = (peak[0] - before) / size
     weights = [[distributed.full_tensor(p) for p in model.lm.parameters()] for model in both]
     sums = [sum(x.double().sum().item() for x in tensors) for tensors in weights]
-    result = dict(peak=(peak[0] - before) / size, sums=sums)
+    result = dict(peak=highest, sums=sums)
     path = folder / f"memory{accelerator.process_index}.json"
     path.write_text(json.dumps(result))
     distributed.stop(accelerator)
