@@ -145,7 +145,7 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
     shares = range(rank * each, (rank + 1) * each)
     seeds = [args.seed + 100003 * share for share in shares]
     original = dict(vars(module))
-    step, local_queries = 0, 1  # of the update
+    step, local_queries = 0, 0  # of the update; of a copy with rows of its own, see `shuffle`
     seen: Counter[bytes] = Counter()  # contexts that were sampled from in the update
     drawn, read = set(), queries.TokenTable.__getitem__
 
@@ -188,6 +188,8 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
         return rows // p * (each * p) + share * p + rows % p
 
     def shuffle(total: int, args: Any, seed: int, *more: Any) -> list[list[torch.Tensor]]:
+        nonlocal local_queries
+        local_queries = local_queries or total // getattr(args, "rloo_k", 1)
         parts = [original["shuffle"](total // each, args, s, *more) for s in seeds]
         epochs = []
         for of_shares in zip(*parts, strict=True):

@@ -105,18 +105,18 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
 
 @contextmanager
 def help_sections(*classes: type) -> Iterator[None]:
-    """Give the `--help` that is printed inside the headings of the classes' source."""
+    """Add the headings of the classes' source to the `--help` that is printed inside."""
     heading = re.compile(r"^    # (\w[^.\n]*).*\n    (\w+):", re.M)  # a comment above a field
-    found = [x for cls in classes for x in heading.findall(inspect.getsource(cls))]
     out = io.StringIO()
     try:
         with redirect_stdout(out):
             yield
     finally:
-        text = out.getvalue()
-        for title, name in dict(reversed(found)).items():
-            text = re.sub(rf"^  --{name}\b", rf"\n {title}\n\g<0>", text, flags=re.M)
-        print(text, end="")
+        if text := out.getvalue():
+            found = [x for cls in classes for x in heading.findall(inspect.getsource(cls))]
+            for title, name in dict(reversed(found)).items():
+                text = re.sub(rf"^  --{name}\b", rf"\n {title}\n\g<0>", text, flags=re.M)
+            print(text, end="")
 
 
 def find_checkpoint(name: str, script: str, task: str | None) -> Path:

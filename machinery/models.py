@@ -87,7 +87,7 @@ def load_lm(
         if reads_weights():
             with about(f"{config.model_type} cannot be used"):
                 check_model(lm, length)
-        agree_on_unpadding(lm.base_model)
+        follow_first(lm.base_model, lm)
     return lm
 
 
@@ -96,11 +96,14 @@ def reads_weights() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0 or not AcceleratorState().is_fsdp2
 
 
-def agree_on_unpadding(backbone: Any) -> None:
-    """Under FSDP2, do what the first process found out about padding."""
+def follow_first(backbone: Any, lm: Any = None) -> None:
+    """Under FSDP2, unpad as the first process does, and tie the head if it has tied it."""
     if dist.is_initialized() and AcceleratorState().is_fsdp2:
-        (longest,) = broadcast_object_list([getattr(backbone, "max_unpadded", 0)])
+        tied = lm and lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
+        longest, tied = broadcast_object_list([getattr(backbone, "max_unpadded", 0), tied])
         set_unpadding(backbone, longest)
+        if tied:
+            lm.tie_weights()
 
 
 def load_weights(cls: Any, name: str, config: Any, **options: Any) -> Any:
@@ -109,9 +112,7 @@ def load_weights(cls: Any, name: str, config: Any, **options: Any) -> Any:
         from transformers.initialization import no_init_weights  # takes two seconds to import
 
         with no_init_weights():  # memory that is never written takes no room
-            model = cls.from_config(config, dtype=torch.float32)
-        model.tie_weights()
-        return model
+            return cls.from_config(config, dtype=torch.float32)
     options |= dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
     model, info = cls.from_pretrained(name, config=config, **options)
     if info["missing_keys"]:
@@ -173,7 +174,10 @@ def disable_dropout(config: transformers.PretrainedConfig) -> transformers.Pretr
 
 
 def choose_kernels(model: nn.Module) -> None:
-    """GPT-2's `gelu_new` is one kernel; rotary angles, products before transformers 5.19, no TF32."""
+    """Compute GPT-2's `gelu_new` as one kernel, and rotary angles without TF32.
+
+    Before transformers 5.19 the angles are a matrix product.
+    """
     from transformers.activations import NewGELUActivation  # takes two seconds to import
 
     set_precision, before = torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()

@@ -248,7 +248,7 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
         return blocks
 
     rows = load_texts(task, task.query_column)
-    limit = f"--block_size {block_size}"
+    limit = f"--block_size {block_size}, where the last text of a block ends"
     return tokenize_rows(rows, to_blocks, block_size, task, tokenizer, ids, limit=limit)
 
 

@@ -47,7 +47,7 @@ def load_reward(
             check_length(model.config.backbone, length, "query and response")
         if models.reads_weights():
             check_reward_model(model, length)
-        models.agree_on_unpadding(model.backbone)
+        models.follow_first(model.backbone)
     model = freeze(accelerator, model)
     read = reward_input(model, own_tokenizer, tokenizer, ids.pad)
 

@@ -46,13 +46,13 @@ def load(accelerator: Any, folder: Path) -> list[Any]:
 def main(folder: Path) -> None:
     """Load small models, which imports everything; then large ones, and add up their weights."""
     accelerator = distributed.start(tiny.make_args())
-    load(accelerator, folder / "small")
+    small = load(accelerator, folder / "small")
     before, peak = memory(), [0]
     threading.Thread(target=watch, args=[peak], daemon=True).start()
     both = load(accelerator, folder / "large")
     size = sum(p.numel() for p in both[0].parameters())
     highest = (peak[0] - before) / size
-    weights = [[distributed.full_tensor(p) for p in model.lm.parameters()] for model in both]
+    weights = [[*map(distributed.full_tensor, x.lm.parameters())] for x in (*both, *small)]
     sums = [sum(x.double().sum().item() for x in tensors) for tensors in weights]
     result = dict(peak=highest, sums=sums)
     path = folder / f"memory{accelerator.process_index}.json"

@@ -315,7 +315,7 @@ def test_answers_and_blocks_that_are_cut_are_counted(model, tmp_path, capsys):
     load(
         lambda task, *given: load_blocks(task, 4, *given), replace(task, query_column="completion")
     )
-    assert "--block_size 4: cut 3 of 3" in capsys.readouterr().out
+    assert "last text of a block ends: cut 3 of 3" in capsys.readouterr().out
     assert len(load(load_responses, replace(task, response_length=size))) == 4
     assert "cut" not in capsys.readouterr().out
 
