@@ -388,8 +388,8 @@ def table(script: Path, only: tuple[str, ...] = (), flags: tuple[str, ...] = ())
             names, number = constant(path)
             if names:
                 text = f"changes {number - len(names)} of {number} tensors, not {names[0]}"
-                found["second update"] = len(names) < number, text
                 print(f"  second update {text}. Does it wait for more? -- --total_episodes 96")
+                found |= {"second update": (False, text)} if len(names) == number else {}
     return found
 
 

@@ -28,7 +28,7 @@ def memory() -> int:
 def watch(peak: list[int]) -> None:
     """Keep the largest value."""
     while True:
-        peak.append(max(peak.pop(), memory()))
+        peak[0] = max(peak[0], memory())
         time.sleep(0.005)
 
 
