@@ -2,7 +2,7 @@
 
 Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593.
 
-    python sft.py --task synthetic              # base_model: initial policy and reference
+    python sft.py --task synthetic              # the initial policy
     python train_reward.py --task synthetic     # the reward model
     python ppo.py --task synthetic
     accelerate launch --mixed_precision bf16 ppo.py --task sentiment
@@ -18,17 +18,17 @@ One update (numbered as in `main`):
        take one Adam step on the clipped policy loss + vf_coef * the clipped value loss.
     5. Adapt kl_coef to the measured KL.
 
-In OpenAI's 2019 tasks every response has R tokens, and all of them are trained on; truncation after
-the truncate token, such as a period, is only for scoring. In EOS tasks the truncate token ends the
-response, and what follows it is masked out everywhere.
+In OpenAI's 2019 tasks every response has R tokens, and all are trained on; only the reward model
+sees it cut after the truncate token, such as a period. In EOS tasks that token ends the response,
+and what follows it is masked out everywhere.
 
-Tags such as (P9): docs/details.md. By default the algorithm differs from OpenAI's code in three
-ways: whitening statistics are taken over all processes (X11), old log-probabilities and values come
-from a forward pass, not from sampling (L6), and each process has its own order of queries (G6).
+Tags such as (P9) refer to docs/details.md. Three defaults differ from OpenAI's code: whitening is
+over all processes (X11), old log-probabilities and values come from a forward pass, not from
+sampling (L6), and each process has its own order of queries (G6).
 
 Shapes: B sequences, Q query tokens, C context tokens (prefix + query + suffix), R response tokens,
 T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real tokens.
-machinery/: loading, processes, files, and faster transformer calls, equal up to rounding.
+machinery/: loading, processes, files, and faster model calls with equal results.
 """
 
 import math
@@ -64,13 +64,13 @@ from utils import query_rows, sample_token, truncate
 class Args(RunArgs):
     """PPO from human preferences."""
 
-    task: Task  # model, data, lengths, temperature: data/tasks.py; each field is also a flag
+    task: Task  # model, data, lengths, temperature (data/tasks.py); its fields are flags, too
 
     # Run
     seed: NonNegativeInt = 1
     """random seed; process r uses seed + 100003 * r"""
     total_episodes: PositiveInt = 1_000_000
-    """responses to sample in the whole run, rounded up to whole batches"""
+    """responses in the whole run, rounded up to whole batches"""
     eval_every: PositiveInt = 50
     """updates between evaluations on held-out queries"""
     eval_queries: PositiveInt = 256
@@ -122,18 +122,18 @@ class Args(RunArgs):
 
     # Options from later systems
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """KL estimator for penalty and objective/kl; only k1 gives an unbiased gradient"""
+    """estimator of the KL; only k1 gives an unbiased gradient"""
     clip_score: PositiveFloat | None = None
     """clip scores to [-clip_score, clip_score]"""
 
     # Memory and speed. RunArgs has more of these, and the flags for files.
     rollout_batch_size: PositiveInt = 512
-    """sequences that a process samples at a time; changes results only by rounding"""
+    """sequences that a process samples at a time; changes only rounding"""
 
 
-SCRIPT = Path(__file__)  # its name is part of the names of run and model folders
+SCRIPT = Path(__file__)  # runs and models are named after it
 
-# ------------------------------------------------------------------------------------------- models
+# --------------------------------------------------- models
 
 
 class PolicyAndValue(nn.Module):
@@ -142,11 +142,11 @@ class PolicyAndValue(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = Unpadded(lm.base_model)  # lm's transformer, without padding; no new weights
+        self.backbone = Unpadded(lm.base_model)  # on real tokens only; lm's own weights
         self.value_head = Float32Linear(lm.config.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)  # values start at 0 (P2)
         nn.init.zeros_(self.value_head.bias)
-        self.pad_id = pad_id  # not in the vocabulary: a sampled token is never padding (G2)
+        self.pad_id = pad_id  # outside the vocabulary: never sampled (G2)
         self.temperature = temperature
 
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, ...]:
@@ -156,24 +156,24 @@ class PolicyAndValue(nn.Module):
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before each position (G3)
+        position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before it (G3)
         # Equals self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state:
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
-        where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # the N real response tokens
-        # Contexts are left-padded: they end with a real token. Position t predicts t + 1.
+        where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # N real response tokens
+        # Contexts are padded on the left. Position t predicts token t + 1.
         hidden = hidden[:, contexts.shape[1] - 1 : -1][where]  # [N, D]
-        values = self.value_head(hidden).squeeze(1)  # [N], one per token (G1)
+        values = self.value_head(hidden).squeeze(1)  # [N] (G1)
         log_softmax = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)
-        logprobs = log_softmax.gather(1, responses[where][:, None]).squeeze(1)  # [N, V] → [N] (P1)
+        logprobs = log_softmax.gather(1, responses[where][:, None]).squeeze(1)  # [N] (P1)
         entropies = torch.zeros_like(logprobs)
-        if torch.is_grad_enabled():  # not in rollouts, which do not use them
+        if torch.is_grad_enabled():  # not in rollouts
             with torch.no_grad():
-                entropies = -log_softmax.exp().mul_(log_softmax).sum(dim=-1)  # [N], in place
+                entropies = -log_softmax.exp().mul_(log_softmax).sum(dim=-1)  # [N]
         zeros = logprobs.new_zeros(responses.shape)
         return tuple(zeros.index_put(where, x) for x in (logprobs, entropies, values))
 
 
-# ----------------------------------------------------------------------------------------- sampling
+# ------------------------------------------------- sampling
 
 
 @torch.no_grad()
@@ -183,17 +183,17 @@ def sample(
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     Samples from the full vocabulary, whatever generation_config says. In EOS tasks, ended responses
-    leave the batch, at the earliest every 16 tokens; `score_responses` cuts what follows the end.
+    leave the batch every 16 tokens; `score_responses` cuts what follows the end.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
     batch = decoder.start(contexts, contexts != ids.pad)
-    for t in range(len(uniform)):  # batch.rows [b]: the indices of those that are left
+    for t in range(len(uniform)):  # batch.rows [b]: those still in the batch
         logits = batch.next_logits() / task.temperature  # [b, V], as in training (P1)
         tokens = sample_token(logits, uniform[t][batch.rows])  # [b], by inverting the CDF
         responses[batch.rows, t] = tokens
         batch.append(tokens)
-        if task.eos_task and t % 16 == 15:  # not at every token: `drop` syncs with the GPU
+        if task.eos_task and t % 16 == 15:  # `drop` waits for the GPU
             _, ended = truncate(responses[batch.rows], ids.truncate, task.truncate_after, ids.pad)
             batch.drop(ended)
             if len(batch.rows) == 0:
@@ -214,7 +214,7 @@ def sample_in_batches(
     return responses
 
 
-# ----------------------------------------------------------------------- scores, rewards, rollout
+# --------------------------------- scores, rewards, rollout
 
 
 def score_responses(
@@ -222,13 +222,14 @@ def score_responses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score responses [B, R] with `reward`, cut after the first truncate token (P5).
 
-    Tokens before position `truncate_after` do not count. Without one, a response is whole and its
-    score is `missing_eos_penalty`. `columns`: name → B values of the data set. Returns scores [B],
-    the cut responses [B, R], and whether they have the token [B]; True if the task has none.
+    It does not count before position `truncate_after`. A response without it stays whole and scores
+    `missing_eos_penalty`. `columns`: name → B values of the data set. Returns scores [B], cut
+    responses [B, R], and which have the token [B]: all, if the task has none.
     """
     task = args.task
     cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
-    scores = torch.where(ended, reward(queries, cut, columns), task.missing_eos_penalty)
+    scores = reward(queries, cut, columns)  # [B]
+    scores = torch.where(ended, scores, task.missing_eos_penalty)
     if args.clip_score is not None:
         scores = scores.clamp(-args.clip_score, args.clip_score)  # (X2)
     return scores, cut, ended
@@ -241,7 +242,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return -log_r
     if estimator == "k2":
         return 0.5 * log_r**2
-    return torch.expm1(log_r) - log_r  # k3: exp(log_r) - 1 - log_r
+    return torch.expm1(log_r) - log_r  # k3
 
 
 def kl_penalized_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
@@ -251,7 +252,7 @@ def kl_penalized_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: floa
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """Proportional controller: raise kl_coef if the KL is above its target, else lower it (P11)."""
+    """Proportional controller: raise kl_coef if the KL is above its target (P11)."""
     if args.kl_target is None:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
@@ -266,12 +267,12 @@ class Rollout(NamedTuple):
     responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     cut: Tensor  # [B, R] responses as they were scored
     ended: Tensor  # [B] whether they have the truncate token
-    mask: Tensor  # [B, R] tokens up to the end of the response: all, except in EOS tasks (X9)
+    mask: Tensor  # [B, R] all tokens; in EOS tasks, those up to the end (X9)
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] under the policy that sampled
-    values: Tensor  # [B, R] under the policy that sampled
+    values: Tensor  # [B, R] at the same time
     kl: Tensor  # [B, R] to the reference
-    scores: Tensor  # [B] reward model's score or penalty, clipped if asked for
+    scores: Tensor  # [B] of the reward model, or the penalty
     rewards: Tensor  # [B, R] KL penalty, and the score at the last token
 
     def select(self, rows: Tensor | slice) -> "Rollout":
@@ -283,18 +284,18 @@ def shuffle(
     num_episodes: int, args: Args, seed: int, update: int, device: Any
 ) -> list[list[Tensor]]:
     """For each epoch, the indices of each minibatch: a new permutation of the batch (P7)."""
-    rng = np.random.default_rng([seed, update, 2])  # 2: a stream apart from query_rows'
+    rng = np.random.default_rng([seed, update, 2])  # 2: not the stream of query_rows
     permutations = [rng.permutation(num_episodes) for _ in range(args.num_ppo_epochs)]
     size = num_episodes // args.num_minibatches
     return [list(torch.as_tensor(rows, device=device).split(size)) for rows in permutations]
 
 
-# ---------------------------------------------------------------------------- advantages and losses
+# ------------------------------------ advantages and losses
 
 
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """Scale x to unit variance and, if `shift_mean`, mean 0 (P9). 0 where mask is False."""
-    mean, var = global_mean_and_var(x, mask)  # population variance, over all processes (X11)
+    mean, var = global_mean_and_var(x, mask)  # population variance (X11)
     whitened = (x - mean) * torch.rsqrt(var + 1e-8)
     if not shift_mean:
         whitened = whitened + mean
@@ -339,16 +340,16 @@ def ppo_losses(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Policy loss, value loss and statistics of a micro-batch: [B, R] each → scalars.
 
-    `avg_tokens` is the minibatch's number of response tokens, averaged over processes. Summing the
-    results over micro-batches and averaging over processes gives means over tokens (P7).
+    `avg_tokens`: the minibatch's response tokens over all processes / number of processes. Results
+    summed over micro-batches and averaged over processes are means over tokens (P7).
     """
 
     def share(x: Tensor) -> Tensor:
-        """This micro-batch's share of the minibatch's mean over tokens: [B, R] → scalar."""
+        """Share of the minibatch's mean over tokens: [B, R] → scalar."""
         return masked_sum(x, old.mask) / avg_tokens
 
     log_ratio = logprobs - old.logprobs
-    ratio = log_ratio.clamp(max=40).exp()  # so that its square, and 0 times it, are finite
+    ratio = log_ratio.clamp(max=40).exp()  # its square, and 0 times it, are finite
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
@@ -373,7 +374,7 @@ def ppo_losses(
     return pg_loss, vf_loss, stats
 
 
-# ------------------------------------------------------------------------------ metrics, evaluation
+# -------------------------------------- metrics, evaluation
 
 
 def rollout_metrics(
@@ -387,8 +388,8 @@ def rollout_metrics(
         "objective/kl": kl,
         "objective/kl_coef": kl_coef,
         "objective/rlhf_reward": rollout.scores.mean() - kl_coef * kl,
-        "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # the same; OpenAI logs both
-        "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # estimated from the samples
+        "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # = rlhf_reward
+        "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # an estimate
         "objective/ended": rollout.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
         "objective/cut_length": (rollout.cut != pad_id).sum(dim=1).float().mean(),
@@ -401,58 +402,58 @@ def rollout_metrics(
 
 # In the progress line and in curves.png:
 SHOWN = [f"objective/{x}" for x in ("scores", "kl", "kl_coef", "rlhf_reward")]
-# Metric → (healthy up to, warn once above):
+# Metric → (healthy up to, warn above):
 LIMITS = {"ppo/policy/approxkl_avg": (0.02, 0.2), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
 
 def check(args: Args, processes: int) -> None:
     """Raise `InputError` for invalid flags, before anything is loaded."""
-    check_run(args, SCRIPT, processes, unread=("label_dataset",))  # no labels are read
-    check_reward(args)  # now, since it is loaded after the queries
+    check_run(args, SCRIPT, processes, unread=("label_dataset",))
+    check_reward(args)
     cli.check_divisible("keep_every", args.keep_every or 0, args.eval_every, "eval_every")
     unit = processes * args.num_minibatches
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches")
     size = args.batch_size // args.num_minibatches
-    if size < 8 and (args.whiten_rewards or args.whiten_advantages):  # which OpenAI refuses (P9)
+    if size < 8 and (args.whiten_rewards or args.whiten_advantages):  # refused by OpenAI (P9)
         cli.say(f"{size} responses per minibatch are too few to whiten; raise --batch_size")
 
 
 def main(args: Args) -> None:
-    """Load everything, then repeat: sample, score, optimize. Saves the policy at the end."""
+    """Load everything; repeat: sample, score, optimize; save the policy."""
     accelerator = distributed.start(args)
     check(args, accelerator.num_processes)
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = load_queries(task, tokenizer, ids, limit=args.total_episodes)  # texts to tokenize
+    table = load_queries(task, tokenizer, ids, limit=args.total_episodes)
     heldout, table = table.hold_out(args.eval_queries)  # table[rows] → [len(rows), Q]
-    gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
+    gold_reward = load_gold_reward(task, tokenizer, ids)  # None if unknown
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    # No dropout (P4). Exits if `length` is too long for a model, or if the tokenizers differ.
+    # Without dropout (P4). Exits if T is too long for a model, or if the tokenizers differ:
     lm = load_lm(task.base_model, length=ids.length)  # ids.length is T
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
-    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # in train mode
-    decoder = Decoder(lm, task.response_length, args.cuda_graphs)  # samples from lm
+    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)
+    decoder = Decoder(lm, task.response_length, args.cuda_graphs)
 
     ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.length, tokenizer)
     ref = distributed.freeze(accelerator, PolicyAndValue(ref_lm, ids.pad, task.temperature))
-    seed = args.seed + 100003 * accelerator.process_index  # own order of queries, own samples (G6)
+    seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
     local_batch_size = args.batch_size // processes
     num_updates = math.ceil(args.total_episodes / args.batch_size)
-    num_steps = args.num_ppo_epochs * args.num_minibatches  # of the optimizer, per update
+    num_steps = args.num_ppo_epochs * args.num_minibatches  # of Adam, per update
     timer = Timer(device)
     shown = SHOWN + ["objective/gold_score"] * (gold_reward is not None)
     run = Run(args, SCRIPT, num_updates, shown, accelerator, LIMITS, args.keep_every)
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Metrics of all held-out queries, on every process. Logs samples; saves weights if due."""
+        """Metrics of all held-out queries, equal on all processes. Also logs and saves."""
         queries, columns = heldout[:].to(device), heldout.columns()
         rows = torch.arange(len(queries), device=device)
-        rng = generator(args.seed, num_updates, device)  # same on all processes; no update's seed
+        rng = generator(args.seed, num_updates, device)  # not a seed of updates
         rollout = make_rollout(queries, columns, [rows], kl_coef, rng)  # one minibatch
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
@@ -475,14 +476,13 @@ def main(args: Args) -> None:
         # 2. Score each response with the reward model.
         timer.start("score")  # includes step 3
         scores, cut, ended = score_responses(reward, queries, responses, columns, ids, args)
-        if task.eos_task:
-            responses = cut  # nothing after the end is trained on (X9)
+        responses = cut if task.eos_task else responses  # train on nothing after the end (X9)
 
         # 3. Compute the log-probability, value and reward of each token.
         mask = responses != ids.pad
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, values, ref_logprobs = torch.zeros(3, *mask.shape, device=device)
-        # In the micro-batches of the first epoch, to round alike: ratios are 1 until a step (L6).
+        # In the first epoch's micro-batches: rounding is equal, so ratios start at 1 (L6).
         for rows in first_epoch:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
                 i = rows[part]
@@ -506,7 +506,7 @@ def main(args: Args) -> None:
         rng = generator(seed, update, device)
         rollout = make_rollout(queries, columns, epochs[0], kl_coef, rng)
 
-        # 4. For each epoch, for each minibatch: compute advantages, take one Adam step.
+        # 4. For each epoch and minibatch, compute advantages and take one Adam step.
         timer.start("optimize")
         stats: dict[str, Any] = defaultdict(float)  # means over the steps
         for minibatches in epochs:
@@ -526,7 +526,7 @@ def main(args: Args) -> None:
                     part_stats["policy/entropy_avg"] = entropies.sum() / avg_tokens
                     for name, value in part_stats.items():
                         stats[f"ppo/{name}"] += value.detach() / num_steps
-                average_gradients(policy)  # over processes; there is no DDP wrapper
+                average_gradients(policy)  # over processes; FSDP2 has done it
                 if args.max_grad_norm is not None:  # (X8)
                     nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()
@@ -536,7 +536,7 @@ def main(args: Args) -> None:
                     stats[f"ppo/{name}/mean"] += mean / num_steps
                     stats[f"ppo/{name}/var"] += var / num_steps
 
-        seconds = timer.stop()  # of this update's phases; an evaluation's are overwritten
+        seconds = timer.stop()  # by phase; without the evaluation
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics = mean_over_processes(metrics, device)
         var_explained = 1 - metrics["ppo/val/error"] / max(metrics["ppo/returns/var"], 1e-8)
@@ -553,23 +553,23 @@ def main(args: Args) -> None:
     run.save(lm, tokenizer, value_head=policy.value_head)
     run.log(num_updates, evaluate(num_updates, kl_coef))
     run.finish()
-    distributed.stop(accelerator)
 
 
-# The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
+# The defaults are for sentiment and descriptiveness. Overrides for the other tasks:
 SYNTHETIC: dict[str, Any] = dict(total_episodes=4096, eval_every=20, batch_size=128, lr=5e-4)
 SYNTHETIC |= dict(num_ppo_epochs=2, num_minibatches=2)
 SYNTHETIC |= dict(kl_coef=0.08, kl_target=10.0, kl_horizon=1000)
-FIXED: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)  # fixed kl_coef, raw rewards
+FIXED: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)
 SUMMARIES = FIXED | dict(batch_size=32, lr=2e-6)
+TLDR = FIXED | dict(lr=3e-6, kl_coef=0.05)
 VERIFIABLE = FIXED | dict(num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
-    # Besides scaling, `whiten` adds mean * (1 - 1 / std) to every token, so that length counts.
+    # `whiten` adds a constant to every token, which would reward or punish length.
     "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
     "cnndm": SUMMARIES | dict(kl_coef=0.01),
     "tldr_2019": SUMMARIES | dict(kl_coef=0.03),
-    "tldr": FIXED | dict(lr=3e-6, kl_coef=0.05, micro_batch_tokens=16_384, rollout_batch_size=256),
+    "tldr": TLDR | dict(micro_batch_tokens=16_384, rollout_batch_size=256),
     "arithmetic": VERIFIABLE
     | dict(total_episodes=16_384, eval_every=16, batch_size=128, lr=3e-4, kl_coef=0.1),
     "gsm8k": VERIFIABLE | dict(total_episodes=112_000, batch_size=256, lr=1e-6, kl_coef=0.001),

@@ -2,7 +2,7 @@
 
 Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, arXiv 2402.14740.
 
-    python sft.py --task synthetic              # base_model: initial policy and reference
+    python sft.py --task synthetic              # the initial policy
     python train_reward.py --task synthetic     # the reward model
     python rloo.py --task synthetic
     accelerate launch --mixed_precision bf16 rloo.py --task sentiment
@@ -21,14 +21,14 @@ A whole response is one action; there is no value function. With one epoch and o
 for most tasks, the gradient is REINFORCE's. With more steps, the ratio of a whole response is
 clipped as PPO clips a token's. Adaptive KL, Adam and names of metrics are ppo.py's.
 
-In OpenAI's 2019 tasks every response has R tokens, and all of them are trained on; truncation after
-the truncate token, such as a period, is only for scoring. In EOS tasks the truncate token ends the
-response, and what follows it is masked out everywhere.
+In OpenAI's 2019 tasks every response has R tokens, and all are trained on; only the reward model
+sees it cut after the truncate token, such as a period. In EOS tasks that token ends the response,
+and what follows it is masked out everywhere.
 
 Shapes: P queries, K responses to each, B sequences (K * P in a process's batch), Q query tokens, C
 context tokens (prefix + query + suffix), R response tokens, T = C + R, N real response tokens, V
 vocabulary size, D hidden size. Masks are True at real tokens. Tags such as (L3): docs/details.md.
-machinery/: loading, processes, files, and faster transformer calls, equal up to rounding.
+machinery/: loading, processes, files, and faster model calls with equal results.
 """
 
 import math
@@ -64,13 +64,13 @@ from utils import query_rows, sample_token, truncate
 class Args(RunArgs):
     """RLOO from human preferences."""
 
-    task: Task  # model, data, lengths, temperature: data/tasks.py; each field is also a flag
+    task: Task  # model, data, lengths, temperature (data/tasks.py); its fields are flags, too
 
     # Run
     seed: NonNegativeInt = 1
     """random seed; process r uses seed + 100003 * r"""
     total_episodes: PositiveInt = 1_000_000
-    """responses to sample in the whole run, rounded up to whole batches"""
+    """responses in the whole run, rounded up to whole batches"""
     eval_every: PositiveInt = 50
     """updates between evaluations on held-out queries"""
     eval_queries: PositiveInt = 256
@@ -112,18 +112,18 @@ class Args(RunArgs):
 
     # Options from later systems
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """KL estimator for penalty and objective/kl; only k1 gives an unbiased gradient"""
+    """estimator of the KL; only k1 gives an unbiased gradient"""
     clip_score: PositiveFloat | None = None
     """clip scores to [-clip_score, clip_score]"""
 
     # Memory and speed. RunArgs has more of these, and the flags for files.
     rollout_batch_size: PositiveInt = 512
-    """sequences that a process samples at a time; changes results only by rounding"""
+    """sequences that a process samples at a time; changes only rounding"""
 
 
-SCRIPT = Path(__file__)  # its name is part of the names of run and model folders
+SCRIPT = Path(__file__)  # runs and models are named after it
 
-# ------------------------------------------------------------------------------------------- models
+# --------------------------------------------------- models
 
 
 class Policy(nn.Module):
@@ -132,8 +132,8 @@ class Policy(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = Unpadded(lm.base_model)  # lm's transformer, without padding; no new weights
-        self.pad_id = pad_id  # not in the vocabulary: a sampled token is never padding (G2)
+        self.backbone = Unpadded(lm.base_model)  # on real tokens only; lm's own weights
+        self.pad_id = pad_id  # outside the vocabulary: never sampled (G2)
         self.temperature = temperature
 
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, ...]:
@@ -143,23 +143,23 @@ class Policy(nn.Module):
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before each position (G3)
+        position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before it (G3)
         hidden = self.backbone(  # [B, T, D]; equal contexts side by side are computed once
             tokens.masked_fill(~mask, 0), mask, position_ids, prompt_length=contexts.shape[1]
         )
-        where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # the N real response tokens
+        where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # N real response tokens
         hidden = hidden[:, contexts.shape[1] - 1 : -1][where]  # [N, D]: t predicts token t + 1
         log_softmax = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)
-        logprobs = log_softmax.gather(1, responses[where][:, None]).squeeze(1)  # [N, V] → [N] (P1)
+        logprobs = log_softmax.gather(1, responses[where][:, None]).squeeze(1)  # [N] (P1)
         entropies = torch.zeros_like(logprobs)
-        if torch.is_grad_enabled():  # not in rollouts, which do not use them
+        if torch.is_grad_enabled():  # not in rollouts
             with torch.no_grad():
-                entropies = -log_softmax.exp().mul_(log_softmax).sum(dim=-1)  # [N], in place
+                entropies = -log_softmax.exp().mul_(log_softmax).sum(dim=-1)  # [N]
         zeros = logprobs.new_zeros(responses.shape)
         return tuple(zeros.index_put(where, x) for x in (logprobs, entropies))
 
 
-# ----------------------------------------------------------------------------------------- sampling
+# ------------------------------------------------- sampling
 
 
 @torch.no_grad()
@@ -169,17 +169,17 @@ def sample(
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     Samples from the full vocabulary, whatever generation_config says. In EOS tasks, ended responses
-    leave the batch, at the earliest every 16 tokens; `score_responses` cuts what follows the end.
+    leave the batch every 16 tokens; `score_responses` cuts what follows the end.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
     batch = decoder.start(contexts, contexts != ids.pad)
-    for t in range(len(uniform)):  # batch.rows [b]: the indices of those that are left
+    for t in range(len(uniform)):  # batch.rows [b]: those still in the batch
         logits = batch.next_logits() / task.temperature  # [b, V], as in training (P1)
         tokens = sample_token(logits, uniform[t][batch.rows])  # [b], by inverting the CDF
         responses[batch.rows, t] = tokens
         batch.append(tokens)
-        if task.eos_task and t % 16 == 15:  # not at every token: `drop` syncs with the GPU
+        if task.eos_task and t % 16 == 15:  # `drop` waits for the GPU
             _, ended = truncate(responses[batch.rows], ids.truncate, task.truncate_after, ids.pad)
             batch.drop(ended)
             if len(batch.rows) == 0:
@@ -200,7 +200,7 @@ def sample_in_batches(
     return responses
 
 
-# ----------------------------------------------------------------------- scores, rewards, rollout
+# --------------------------------- scores, rewards, rollout
 
 
 def score_responses(
@@ -208,13 +208,14 @@ def score_responses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score responses [B, R] with `reward`, cut after the first truncate token (P5).
 
-    Tokens before position `truncate_after` do not count. Without one, a response is whole and its
-    score is `missing_eos_penalty`. `columns`: name → B values of the data set. Returns scores [B],
-    the cut responses [B, R], and whether they have the token [B]; True if the task has none.
+    It does not count before position `truncate_after`. A response without it stays whole and scores
+    `missing_eos_penalty`. `columns`: name → B values of the data set. Returns scores [B], cut
+    responses [B, R], and which have the token [B]: all, if the task has none.
     """
     task = args.task
     cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
-    scores = torch.where(ended, reward(queries, cut, columns), task.missing_eos_penalty)
+    scores = reward(queries, cut, columns)  # [B]
+    scores = torch.where(ended, scores, task.missing_eos_penalty)
     if args.clip_score is not None:
         scores = scores.clamp(-args.clip_score, args.clip_score)  # (X2)
     return scores, cut, ended
@@ -227,11 +228,11 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return -log_r
     if estimator == "k2":
         return 0.5 * log_r**2
-    return torch.expm1(log_r) - log_r  # k3: exp(log_r) - 1 - log_r
+    return torch.expm1(log_r) - log_r  # k3
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """Proportional controller: raise kl_coef if the KL is above its target, else lower it (P11)."""
+    """Proportional controller: raise kl_coef if the KL is above its target (P11)."""
     if args.kl_target is None:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
@@ -246,11 +247,11 @@ class Rollout(NamedTuple):
     responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     cut: Tensor  # [B, R] responses as they were scored
     ended: Tensor  # [B] whether they have the truncate token
-    mask: Tensor  # [B, R] tokens up to the end of the response: all, except in EOS tasks (X9)
+    mask: Tensor  # [B, R] all tokens; in EOS tasks, those up to the end (X9)
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] under the policy that sampled
     kl: Tensor  # [B, R] to the reference
-    scores: Tensor  # [B] reward model's score or penalty, clipped if asked for
+    scores: Tensor  # [B] of the reward model, or the penalty
     rewards: Tensor  # [B] score minus KL penalty
 
     def select(self, rows: Tensor | slice) -> "Rollout":
@@ -266,7 +267,7 @@ def shuffle(
     Episode i is a response to query i % P. All K responses to a query are in one minibatch, side by
     side, so that a micro-batch computes the query only once.
     """
-    rng = np.random.default_rng([seed, update, 2])  # 2: a stream apart from query_rows'
+    rng = np.random.default_rng([seed, update, 2])  # 2: not the stream of query_rows
     num_queries = num_episodes // args.rloo_k
     offsets = num_queries * np.arange(args.rloo_k)  # episodes i, i + P, i + 2P, ... have one query
     epochs = []
@@ -277,7 +278,7 @@ def shuffle(
     return epochs
 
 
-# ----------------------------------------------------------------------------- advantages and loss
+# -------------------------------------- advantages and loss
 
 
 def compute_advantages(rewards: Tensor, args: Args) -> Tensor:
@@ -287,7 +288,7 @@ def compute_advantages(rewards: Tensor, args: Args) -> Tensor:
     """
     rewards = rewards.view(args.rloo_k, -1)
     differences = rewards[:, None] - rewards[None]  # [K, K, P]: i minus j
-    return (differences.sum(dim=1) / (args.rloo_k - 1)).flatten()  # the difference to itself is 0
+    return (differences.sum(dim=1) / (args.rloo_k - 1)).flatten()
 
 
 def rloo_loss(
@@ -296,16 +297,16 @@ def rloo_loss(
     """Policy loss and statistics of a micro-batch: [B, R], [B] → scalars.
 
     PPO's clipped loss with the probability ratio of whole responses (L4). `num_responses` is the
-    size of this process's minibatch. Summing the results over its micro-batches and averaging over
-    processes gives means over responses (P7).
+    size of this process's minibatch. Results summed over its micro-batches and averaged over
+    processes are means over responses (P7).
     """
 
     def share(x: Tensor) -> Tensor:
-        """This micro-batch's share of the minibatch's mean over responses: [B] → scalar."""
+        """Share of the minibatch's mean over responses: [B] → scalar."""
         return x.sum() / num_responses
 
     log_ratio = (logprobs - old.logprobs).sum(dim=1)  # [B], over tokens; 0 at padding (L1)
-    ratio = log_ratio.clamp(max=40).exp()  # so that its square, and 0 times it, are finite
+    ratio = log_ratio.clamp(max=40).exp()  # its square, and 0 times it, are finite
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
@@ -321,7 +322,7 @@ def rloo_loss(
     return pg_loss, stats
 
 
-# ------------------------------------------------------------------------------ metrics, evaluation
+# -------------------------------------- metrics, evaluation
 
 
 def rollout_metrics(
@@ -335,7 +336,7 @@ def rollout_metrics(
         "objective/kl": kl,
         "objective/kl_coef": kl_coef,
         "objective/rlhf_reward": rollout.rewards.mean(),
-        "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # estimated from the samples
+        "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # an estimate
         "objective/ended": rollout.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
         "objective/cut_length": (rollout.cut != pad_id).sum(dim=1).float().mean(),
@@ -348,55 +349,55 @@ def rollout_metrics(
 
 # In the progress line and in curves.png:
 SHOWN = [f"objective/{x}" for x in ("scores", "kl", "kl_coef", "rlhf_reward")]
-# Metric → (healthy up to, warn once above):
+# Metric → (healthy up to, warn above):
 LIMITS = {"ppo/policy/approxkl_avg": (0.5, 5.0), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
 
 def check(args: Args, processes: int) -> None:
     """Raise `InputError` for invalid flags, before anything is loaded."""
-    check_run(args, SCRIPT, processes, unread=("label_dataset",))  # no labels are read
-    check_reward(args)  # now, since it is loaded after the queries
+    check_run(args, SCRIPT, processes, unread=("label_dataset",))
+    check_reward(args)
     cli.check_divisible("keep_every", args.keep_every or 0, args.eval_every, "eval_every")
     unit = processes * args.num_minibatches * args.rloo_k
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches * rloo_k")
 
 
 def main(args: Args) -> None:
-    """Load everything, then repeat: sample, score, optimize. Saves the policy at the end."""
+    """Load everything; repeat: sample, score, optimize; save the policy."""
     accelerator = distributed.start(args)
     check(args, accelerator.num_processes)
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     tokenizer, ids = load_tokenizer(task, task.response_length)
     table = load_queries(task, tokenizer, ids, limit=args.total_episodes // args.rloo_k)
     heldout, table = table.hold_out(args.eval_queries)  # table[rows] → [len(rows), Q]
-    gold_reward = load_gold_reward(task, tokenizer, ids)  # the true score; None if unknown
+    gold_reward = load_gold_reward(task, tokenizer, ids)  # None if unknown
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    # No dropout (P4). Exits if `length` is too long for a model, or if the tokenizers differ.
+    # Without dropout (P4). Exits if T is too long for a model, or if the tokenizers differ:
     lm = load_lm(task.base_model, length=ids.length)  # ids.length is T
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
-    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # in train mode
-    decoder = Decoder(lm, task.response_length, args.cuda_graphs)  # samples from lm
+    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)
+    decoder = Decoder(lm, task.response_length, args.cuda_graphs)
 
     ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.length, tokenizer)
     ref = distributed.freeze(accelerator, Policy(ref_lm, ids.pad, task.temperature))
-    seed = args.seed + 100003 * accelerator.process_index  # own order of queries, own samples (G6)
+    seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
     local_batch_size = args.batch_size // processes
     num_updates = math.ceil(args.total_episodes / args.batch_size)
-    num_steps = args.num_ppo_epochs * args.num_minibatches  # of the optimizer, per update
+    num_steps = args.num_ppo_epochs * args.num_minibatches  # of Adam, per update
     timer = Timer(device)
     shown = SHOWN + ["objective/gold_score"] * (gold_reward is not None)
     run = Run(args, SCRIPT, num_updates, shown, accelerator, LIMITS, args.keep_every)
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Metrics of all held-out queries, on every process. Logs samples; saves weights if due."""
+        """Metrics of all held-out queries, equal on all processes. Also logs and saves."""
         queries, columns = heldout[:].to(device), heldout.columns()
         rows = torch.arange(len(queries), device=device)
-        rng = generator(args.seed, num_updates, device)  # same on all processes; no update's seed
+        rng = generator(args.seed, num_updates, device)  # not a seed of updates
         rollout = make_rollout(queries, columns, [rows], kl_coef, rng)  # one minibatch
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
@@ -419,14 +420,13 @@ def main(args: Args) -> None:
         # 2. Score each response with the reward model.
         timer.start("score")  # includes step 3
         scores, cut, ended = score_responses(reward, queries, responses, columns, ids, args)
-        if task.eos_task:
-            responses = cut  # nothing after the end is trained on (X9)
+        responses = cut if task.eos_task else responses  # train on nothing after the end (X9)
 
         # 3. Compute log-probabilities and rewards.
         mask = responses != ids.pad
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, ref_logprobs = torch.zeros(2, *mask.shape, device=device)
-        # In the micro-batches of the first epoch, to round alike: ratios are 1 until a step (L6).
+        # In the first epoch's micro-batches: rounding is equal, so ratios start at 1 (L6).
         for rows in first_epoch:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
                 i = rows[part]
@@ -472,13 +472,13 @@ def main(args: Args) -> None:
                     part_stats["policy/entropy_avg"] = entropies.sum() / avg_tokens
                     for name, value in part_stats.items():
                         stats[f"ppo/{name}"] += value.detach() / num_steps
-                average_gradients(policy)  # over processes; there is no DDP wrapper
+                average_gradients(policy)  # over processes; FSDP2 has done it
                 if args.max_grad_norm is not None:  # (X8)
                     nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
 
-        seconds = timer.stop()  # of this update's phases; an evaluation's are overwritten
+        seconds = timer.stop()  # by phase; without the evaluation
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         groups = rollout.scores.view(args.rloo_k, -1)  # [K, P]
@@ -497,13 +497,12 @@ def main(args: Args) -> None:
     run.save(lm, tokenizer)
     run.log(num_updates, evaluate(num_updates, kl_coef))
     run.finish()
-    distributed.stop(accelerator)
 
 
-# The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
+# The defaults are for sentiment and descriptiveness. Overrides for the other tasks:
 SYNTHETIC: dict[str, Any] = dict(total_episodes=4096, eval_every=20, batch_size=128, lr=7e-4)
 SYNTHETIC |= dict(kl_coef=0.08, kl_target=10.0, kl_horizon=1000)
-FIXED: dict[str, Any] = dict(kl_target=None)  # fixed kl_coef
+FIXED: dict[str, Any] = dict(kl_target=None)
 SUMMARIES = FIXED | dict(batch_size=32, lr=2e-6)
 TLDR = FIXED | dict(num_ppo_epochs=2, num_minibatches=2, lr=3e-6, kl_coef=0.03)
 VERIFIABLE = FIXED | dict(num_minibatches=4, micro_batch_tokens=8192)

@@ -79,9 +79,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tldr_2019": dict(batch_size=16, block_size=512),
     "tldr": dict(base_model="EleutherAI/pythia-1b-deduped", batch_size=128, lr=3e-6),
 }
-SCRIPT = Path(__file__)  # its name is part of run and model folders
+SCRIPT = Path(__file__)  # runs and models are named after it
 
-# --------------------------------------------------------------------------------------------- loss
+# ----------------------------------------------------- loss
 
 
 class LanguageModel(nn.Module):
@@ -130,7 +130,7 @@ def learning_rate(step: int, num_steps: int, args: Args) -> float:
     return args.lr * min((step + 1) / warmup, decay)
 
 
-# ------------------------------------------------------------------------------------------ samples
+# -------------------------------------------------- samples
 
 
 def sample_continuations(
@@ -159,7 +159,7 @@ def rouge_l(samples: list[dict[str, str]]) -> float:
     return sum(score.fmeasure for score in scores) / len(scores)
 
 
-# ---------------------------------------------------------------------------------------------- run
+# ------------------------------------------------------ run
 
 SHOWN = ["loss", "heldout/loss", "heldout/perplexity", "lr"]  # in the progress line and curves.png
 
@@ -240,7 +240,6 @@ def main(args: Args) -> None:
         results.append(f"held-out ROUGE-L: {rouge_l(samples):.3f}")
     then = "train_reward" if task.label_dataset else "ppo"
     run.finish(*results, then=then, flag="--base_model")
-    distributed.stop(accelerator)
 
 
 if __name__ == "__main__":

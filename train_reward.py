@@ -11,8 +11,7 @@ Before and after training, gain and bias are set so that samples of the policy h
 mean 0 and standard deviation 1.
 
 Shapes: B labels (b in a micro-batch, N held out), K responses per label, Q and R tokens of query
-and response, T = Q + R, S samples. Masks are True at real tokens.
-Tags such as (R1) number the implementation details in docs/details.md.
+and response, T = Q + R, S samples. Masks are True at real tokens. Tags (R1): docs/details.md.
 """
 
 import json
@@ -85,9 +84,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tldr_2019": dict(num_labels=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128),
     "tldr": dict(num_labels=92_800, batch_size=64, lr=3e-6, rollout_batch_size=256),
 }
-SCRIPT = Path(__file__)  # its name is part of run and model folders
+SCRIPT = Path(__file__)  # runs and models are named after it
 
-# -------------------------------------------------------------------------------------------- model
+# ---------------------------------------------------- model
 
 
 class RewardModel(nn.Module):
@@ -133,7 +132,7 @@ def new_reward_model(name: str, pad_id: int, length: int = 0) -> RewardModel:
     return RewardModel(RewardConfig(lm.config, pad_id), lm.base_model)
 
 
-# ------------------------------------------------------------------------------------ normalization
+# -------------------------------------------- normalization
 
 
 def sample_policy(
@@ -188,7 +187,7 @@ def normalize(model: RewardModel, tokens: Tensor, max_tokens: int) -> tuple[floa
     return mean, std
 
 
-# ------------------------------------------------------------------------------------------- labels
+# --------------------------------------------------- labels
 
 
 def candidate_tokens(
@@ -221,8 +220,7 @@ def accuracies(rewards: Tensor, best: Tensor) -> Tensor:
     return largest.gather(1, best[:, None]).squeeze(1) / largest.sum(dim=1)
 
 
-# ---------------------------------------------------------------------------------------------- run
-
+# ------------------------------------------------------ run
 
 SHOWN = ["loss", "accuracy", "gain", "bias", "lr"]  # in the progress line and curves.png
 
@@ -244,11 +242,6 @@ def main(args: Args) -> None:
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     tokenizer, ids = load_tokenizer(task, task.response_length)
     labels = load_labels(task, tokenizer, ids)
-    if len(labels) < args.num_labels:
-        raise cli.InputError(
-            f"num_labels={args.num_labels}, but --label_dataset {task.label_dataset} has only "
-            f"{len(labels)}; use a multiple of batch_size={args.batch_size} up to that"
-        )
     heldout = labels.held_out(args.num_labels)[: args.num_heldout]
     config = transformers.AutoConfig.from_pretrained(task.base_model)
     check_length(config, labels.longest(), f"--label_dataset {task.label_dataset}")
@@ -273,9 +266,8 @@ def main(args: Args) -> None:
     local_batch_size = args.batch_size // processes
     for step in range(start, num_steps):
         timer.start("optimize")
-        lr = args.lr * (1 - step / num_steps)  # (G5)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr = args.lr * (1 - step / num_steps)  # (G5)
         rows = order[step * args.batch_size : (step + 1) * args.batch_size]
         rows = rows[accelerator.process_index :: processes]
         tokens, best, prompt_length = candidate_tokens(labels, rows, ids.pad, device)
@@ -312,7 +304,6 @@ def main(args: Args) -> None:
     run.log(num_steps, results)
     text = json.dumps({name: round(value, 4) for name, value in results.items()})
     run.finish(text, then="ppo", flag="--reward_model")
-    distributed.stop(accelerator)
 
 
 if __name__ == "__main__":

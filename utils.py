@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# ------------------------------------------------------------------------------------------ tokens
+# --------------------------------------------------- tokens
 
 
 class TokenIds(NamedTuple):
@@ -97,7 +97,7 @@ def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
     return tokens[:, 0].clamp(max=logits.shape[1] - 1).to(logits.device)
 
 
-# ----------------------------------------------------------------------------------------- batches
+# -------------------------------------------------- batches
 
 
 def query_rows(num_queries: int, size: int, seed: int, step: int) -> np.ndarray:
@@ -134,7 +134,7 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise([*bounds, len(totals)])]
 
 
-# --------------------------------------------------------------------------------------- processes
+# ------------------------------------------------ processes
 
 
 def all_sum(x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -190,7 +190,7 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     return x.masked_fill(~mask, 0).sum()
 
 
-# --------------------------------------------------------------------------------------- optimizer
+# ------------------------------------------------ optimizer
 
 
 class AdamTF(torch.optim.Adam):
@@ -215,7 +215,7 @@ class AdamTF(torch.optim.Adam):
         return super().step(closure)
 
 
-# --------------------------------------------------------------------------------- seeds and timing
+# ----------------------------------------- seeds and timing
 
 
 def generator(seed: int, step: int, device: torch.device) -> torch.Generator:

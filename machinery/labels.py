@@ -56,6 +56,8 @@ class Labels:
 
     def held_out(self, num_train: int) -> np.ndarray:
         """The rows after the first `num_train` whose query does not occur among those."""
+        if len(self) < num_train:
+            raise InputError(f"--num_labels {num_train}: --label_dataset has only {len(self)}")
         seen = {query.tobytes() for query in self.queries[:num_train]}
         rest = range(num_train, len(self))
         found = [i for i in rest if self.queries[i].tobytes() not in seen]

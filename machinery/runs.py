@@ -18,9 +18,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
-from machinery import artifacts, checkpoints, cli
+from machinery import artifacts, checkpoints, cli, distributed
 from machinery.cli import InputError, about
-from machinery.distributed import stop
 from machinery.progress import Limits, Progress, plot_run
 from machinery.tokens import single_token
 from utils import all_max
@@ -175,7 +174,7 @@ class Run:
             return
         self.write()
         if asked:
-            stop(self.accelerator)  # before `close`: until then, a signal ends no process
+            distributed.stop(self.accelerator)  # before `close`, so that no signal ends it
             self.close()
             if self.main:
                 print(f"stopped after {step} of {self.total}: --resume {self.folder}", flush=True)
@@ -274,11 +273,12 @@ class Run:
             self.lock.release()
 
     def finish(self, *messages: str, then: str = "", flag: str = "") -> None:
-        """Draw the curves, say where everything is, and how the script `then` continues.
+        """Stop the processes, draw the curves, print where everything is and the next command.
 
-        It finds the weights by itself, unless they are in `--output_dir`: `flag` names them.
+        The script `then` finds the weights, unless they are in `--output_dir`: `flag` names them.
         """
         self.close()
+        distributed.stop(self.accelerator)
         if not self.main:
             return
         plot_run(self.folder, [*self.progress.titles])
