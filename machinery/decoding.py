@@ -18,27 +18,22 @@ CACHE = "cache" if compare_versions("transformers", ">=", "5.24") else "past_key
 MIN_ROWS = 16  # with fewer, fp32 products round differently: tokens would depend on other rows
 
 
-class KeyValueCache(StaticCache):
-    """A static cache that also works under autocast.
+def generate(decoder: "Decoder", contexts: Tensor, pad_id: int, temperature: float) -> Tensor:
+    """Sample exactly `response_length` tokens after each context: [B, C] → [B, R].
 
-    Rotary embeddings leave the keys in fp32 there, and a static cache has one dtype for keys and
-    values. Attention casts the keys to the dtype of the values anyway.
+    From the full vocabulary, without a stop at EOS, with torch's global generator (G4).
     """
-
-    layers: Any  # static ones; a hybrid's linear layers have states instead of keys and values
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Add keys and values of one layer; return all of them so far."""
-        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
+    batch = decoder.start(contexts, contexts != pad_id)
+    tokens = []
+    for _ in range(decoder.response_length):
+        probs = (batch.next_logits() / temperature).softmax(dim=-1)  # [B, V]
+        tokens.append(torch.multinomial(probs, num_samples=1)[:, 0])
+        batch.append(tokens[-1])
+    return torch.stack(tokens, dim=1)
 
 
 class Decoder:
     """Samples from a language model token by token, at most `response_length` tokens.
-
-        batch = decoder.start(contexts, mask)
-        for _ in range(response_length):
-            tokens = choose(batch.next_logits())
-            batch.append(tokens)
 
     With `cuda_graphs`, on a GPU, the step of one token is recorded and then replayed, until the
     cache grows or sequences leave it. There is no graph under FSDP2 (weights move), with sliding
@@ -62,41 +57,6 @@ class Decoder:
         """A batch of contexts [B, C], whose mask is True at real tokens; computes nothing yet."""
         return DecodingBatch(self, contexts, mask)
 
-    def record(self, function: Callable, inputs: tuple[Tensor, ...]) -> Callable | None:
-        """A function that does what `function` does, for inputs of these shapes, as a CUDA graph.
-
-        Its kernels read and write the same memory each time; the next call overwrites the result.
-        None if recording fails. No graph is tried after that, except once after too little memory.
-        """
-        inputs = tuple(x.clone() for x in inputs)
-        graph = torch.cuda.CUDAGraph()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        try:
-            with torch.cuda.stream(self.stream):
-                graph.capture_begin(self.pool.id, capture_error_mode="thread_local")
-                try:
-                    result = function(*inputs)
-                finally:
-                    graph.capture_end()  # otherwise the process aborts at its exit
-        except RuntimeError as error:
-            cause = error.__context__ or error  # an error of `capture_end` hides the first one
-            if self.is_full or not isinstance(cause, torch.OutOfMemoryError):
-                print(f"sampling without CUDA graphs, which failed: {cause!s:.200}", flush=True)
-                self.cuda_graphs = False
-            torch.cuda.empty_cache()  # while recording, the allocator frees nothing
-            self.is_full = True
-            return None
-        self.is_full = False
-        torch.cuda.current_stream().wait_stream(self.stream)
-
-        def replay(*new: Tensor) -> Tensor:
-            for old, x in zip(inputs, new, strict=True):
-                old.copy_(x)
-            graph.replay()
-            return result
-
-        return replay
-
 
 class DecodingBatch:
     """Sequences that grow token by token: `next_logits`, then `append`, in turn.
@@ -105,7 +65,7 @@ class DecodingBatch:
     tokens so far, and at most a block more.
     """
 
-    cache: KeyValueCache  # from the first `next_logits` on
+    cache: "KeyValueCache"  # from the first `next_logits` on
 
     def __init__(self, decoder: Decoder, contexts: Tensor, mask: Tensor):
         self.decoder = decoder
@@ -130,7 +90,7 @@ class DecodingBatch:
         self.length += 1
         inputs = self.tokens, self.mask, position_ids
         if self.decoder.cuda_graphs and self.replay is None and self.steps > 0:
-            self.replay = self.decoder.record(self.compute, inputs)
+            self.replay = self.record(*inputs)
         self.steps += 1
         return self.replay(*inputs) if self.replay else self.compute(*inputs)
 
@@ -150,9 +110,8 @@ class DecodingBatch:
             number = 1 << (number - 1).bit_length()
         if number >= len(ended):
             return
-        order: Any = ended.byte().argsort(stable=True)[
-            :number
-        ]  # those that have not ended come first
+        # Those that have not ended come first:
+        order: Any = ended.byte().argsort(stable=True)[:number]
         self.rows = self.rows[order.to(self.rows.device)]
         self.tokens, self.mask = self.tokens[order], self.mask[order]
         self.cache.reorder_cache(order)
@@ -173,18 +132,6 @@ class DecodingBatch:
         self.cache.reorder_cache(which)
         return logits[which]
 
-    def compute(self, tokens: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
-        """Logits [b, V] after more tokens of each sequence; mask [b, columns of the cache]."""
-        if self.decoder.linear:
-            mask = mask[:, : self.length]  # linear layers read the last columns
-        inputs = {"attention_mask": mask, "position_ids": position_ids, CACHE: self.cache}
-        lm = self.decoder.lm
-        return lm(tokens, use_cache=True, logits_to_keep=1, **inputs).logits[:, -1].float()
-
-    def room(self) -> int:
-        """Columns with room for one more token: whole blocks, but at most `longest`."""
-        return min(math.ceil((self.length + 1) / BLOCK) * BLOCK, self.longest)
-
     def grow(self) -> None:
         """Make room for one more token, and for the rest of its block."""
         larger = KeyValueCache(config=self.decoder.lm.config, max_cache_len=self.room())
@@ -199,16 +146,63 @@ class DecodingBatch:
         self.mask = F.pad(self.mask, (0, self.room() - self.length))
         self.steps, self.replay = 0, None
 
+    def room(self) -> int:
+        """Columns with room for one more token: whole blocks, but at most `longest`."""
+        return min(math.ceil((self.length + 1) / BLOCK) * BLOCK, self.longest)
 
-def generate(decoder: Decoder, contexts: Tensor, pad_id: int, temperature: float) -> Tensor:
-    """Sample exactly `response_length` tokens after each context: [B, C] → [B, R].
+    def record(self, *inputs: Tensor) -> Callable | None:
+        """A function that does what `compute` does, for inputs of these shapes, as a CUDA graph.
 
-    From the full vocabulary, without a stop at EOS, with torch's global generator (G4).
+        Its kernels read and write the same memory each time; the next call overwrites the result.
+        None if recording fails. No graph is tried after that, except once after too little memory.
+        """
+        decoder, inputs = self.decoder, tuple(x.clone() for x in inputs)
+        graph = torch.cuda.CUDAGraph()
+        decoder.stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(decoder.stream):
+                graph.capture_begin(decoder.pool.id, capture_error_mode="thread_local")
+                try:
+                    result = self.compute(*inputs)
+                finally:
+                    graph.capture_end()  # otherwise the process aborts at its exit
+        except RuntimeError as error:
+            cause = error.__context__ or error  # an error of `capture_end` hides the first one
+            if decoder.is_full or not isinstance(cause, torch.OutOfMemoryError):
+                print(f"sampling without CUDA graphs, which failed: {cause!s:.200}", flush=True)
+                decoder.cuda_graphs = False
+            torch.cuda.empty_cache()  # while recording, the allocator frees nothing
+            decoder.is_full = True
+            return None
+        decoder.is_full = False
+        torch.cuda.current_stream().wait_stream(decoder.stream)
+
+        def replay(*new: Tensor) -> Tensor:
+            for old, x in zip(inputs, new, strict=True):
+                old.copy_(x)
+            graph.replay()
+            return result
+
+        return replay
+
+    def compute(self, tokens: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
+        """Logits [b, V] after more tokens of each sequence; mask [b, columns of the cache]."""
+        if self.decoder.linear:
+            mask = mask[:, : self.length]  # linear layers read the last columns
+        inputs = {"attention_mask": mask, "position_ids": position_ids, CACHE: self.cache}
+        lm = self.decoder.lm
+        return lm(tokens, use_cache=True, logits_to_keep=1, **inputs).logits[:, -1].float()
+
+
+class KeyValueCache(StaticCache):
+    """A static cache that also works under autocast.
+
+    Rotary embeddings leave the keys in fp32 there, and a static cache has one dtype for keys and
+    values. Attention casts the keys to the dtype of the values anyway.
     """
-    batch = decoder.start(contexts, contexts != pad_id)
-    tokens = []
-    for _ in range(decoder.response_length):
-        probs = (batch.next_logits() / temperature).softmax(dim=-1)  # [B, V]
-        tokens.append(torch.multinomial(probs, num_samples=1)[:, 0])
-        batch.append(tokens[-1])
-    return torch.stack(tokens, dim=1)
+
+    layers: Any  # static ones; a hybrid's linear layers have states instead of keys and values
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Add keys and values of one layer; return all of them so far."""
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
