@@ -51,10 +51,7 @@ class TokenTable:
         return replace(self, rows=self.rows.select(rows), source=self.source.select(rows))
 
     def hold_out(self, n: int, needed: int = 1) -> tuple["TokenTable", "TokenTable"]:
-        """A table of the first `n` sequences, and one without them and their duplicates.
-
-        Raises `InputError` if the second has fewer than `needed`.
-        """
+        """A table of the first `n` sequences, and one without them and their duplicates."""
         held_out = {tuple(ids) for ids in self.rows[:n]["tokens"]}
         sequences = (ids for batch in self.rows.iter(1000) for ids in batch["tokens"])
         rest = [i for i, ids in enumerate(sequences) if tuple(ids) not in held_out]
@@ -80,13 +77,10 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, limit: int) -> Token
 
 
 def load_texts(task: Task, *columns: str) -> Rows:
-    """At most `num_queries` rows of `query_dataset`. Raises `InputError` without these columns."""
+    """At most `num_queries` rows of `query_dataset`, which has to have these columns."""
     rows = load_rows(task.query_dataset, "--query_dataset")
     with about(f"--query_dataset {task.query_dataset}"):
-        first = rows.select_columns(list(columns))[:1]  # if one is missing, the error lists them
-        messages = [x[0] for values in first.values() for x in values if x and isinstance(x, list)]
-        if any("from" in message for message in messages):
-            raise InputError("messages have from and value, not role and content: docs/data.md")
+        rows.select_columns(list(columns))  # if one is missing, the error lists those that exist
     if len(rows) > task.num_queries:
         chosen = np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)
         rows = rows.select(np.sort(chosen))
@@ -181,9 +175,8 @@ def tokenize_rows(
 
     Lists that are longer than `length` are cut; `limit` is the flag that they exceed.
     `keep_columns`: those of the data set stay; each row has to give one token list.
-    The result is cached by data, tokenizer, task and source code, but not if a user's own function,
-    which may call anything, cleans texts. A file lock, not a collective, makes other processes
-    wait, since this may take minutes.
+    The result is cached, but not if a user's own function, which may call anything, cleans texts.
+    The first process computes it; the others wait at a file lock.
     """
     import datasets
     import pyarrow.compute
@@ -280,6 +273,5 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
         return sequences
 
     rows = load_texts(task, task.query_column, column)
-    options: Any = dict(limit=f"--response_length {task.response_length}")
-    length = width + task.response_length
-    return tokenize_rows(rows, to_sequences, length, task, tokenizer, ids, **options)
+    length, limit = width + task.response_length, f"--response_length {task.response_length}"
+    return tokenize_rows(rows, to_sequences, length, task, tokenizer, ids, limit=limit)
