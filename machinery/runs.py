@@ -44,20 +44,16 @@ def check_run(args: Any, script: Path, processes: int, unread: tuple[str, ...] =
 
 
 class Run:
-    """The folder `runs/<name>/`, written by the main process only; its files: docs/running.md.
-
-    `shown` are the metrics in curves.png and in the progress line. One that exceeds its limit is
-    printed as a warning.
-    """
+    """The folder `runs/<name>/`, written by the main process only; its files: docs/running.md."""
 
     def __init__(
         self,
         args: Any,
         script: Path,
         total: int,
-        shown: list[str],
+        shown: list[str],  # metrics in curves.png and in the progress line
         accelerator: Accelerator,
-        limits: Limits | None = None,
+        limits: Limits | None = None,  # of metrics; a larger value is a warning
         keep_every: int | None = None,
     ):
         self.args, self.script, self.total, self.keep_every = args, script, total, keep_every
@@ -93,8 +89,7 @@ class Run:
             name = f"{task.task}__{self.script.stem}__{self.args.seed}"
             name = self.args.run_name or f"{name}__{datetime.now():%Y%m%d-%H%M%S-%f}"
             self.folder = Path("runs", name)
-            with about(f"--run_name {name}"):  # another run may just have made it
-                self.folder.mkdir(parents=True)
+            self.folder.mkdir(parents=True)
             reward_file, _, _ = (task.reward_fn or "").rpartition(":")
             for file in (Path(reward_file), self.script):  # the script last, if names are equal
                 if file.is_file():
@@ -211,15 +206,11 @@ class Run:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of one update."""
         self.step = min(step + 1, self.total)
-        if not self.main:
-            return
-        for name, value in metrics.items():
-            with about(f"metric {name}"):  # such as a tensor
-                json.dumps(value)
-        self.append("metrics.jsonl", [{"step": step, **metrics}])
-        self.accelerator.log(metrics, step=step)
-        if step < self.total:  # otherwise an evaluation after the last update
-            self.progress.update(step, metrics)
+        if self.main:
+            self.append("metrics.jsonl", [{"step": step, **metrics}])
+            self.accelerator.log(metrics, step=step)
+            if step < self.total:  # otherwise an evaluation after the last update
+                self.progress.update(step, metrics)
 
     def append(self, name: str, rows: list[dict[str, Any]]) -> None:
         """Add lines to a file of the run."""
@@ -228,9 +219,9 @@ class Run:
 
     def log_samples(self, step: int, texts: Iterable[list[str]], **numbers: Tensor) -> None:
         """Log the first queries and responses (`texts`) with numbers, such as scores."""
-        columns = dict(zip(("query", "response"), texts, strict=True))
-        rows = zip(*columns.values(), *(x.tolist() for x in numbers.values()), strict=False)
-        self.log_table(step, [dict(zip((*columns, *numbers), row, strict=True)) for row in rows])
+        names = "query", "response", *numbers
+        rows = zip(*texts, *(x.tolist() for x in numbers.values()), strict=False)
+        self.log_table(step, [dict(zip(names, row, strict=True)) for row in rows])
 
     def log_table(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Append samples to samples.jsonl and print them as a table."""
@@ -258,7 +249,7 @@ class Run:
                 artifacts.stop_at(model, end)
             artifacts.save_model(model, tokenizer, folder, state, states, replace=not out)
             if folder == self.folder / "model":
-                link = Path("models", self.args.task.task, self.script.stem)
+                link = Path("models", task.task, self.script.stem)
                 artifacts.replace_link(link, folder)
         self.accelerator.wait_for_everyone()
         self.weights = folder if name == "model" else self.weights
