@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import importlib.util
-import inspect
 import json
 import os
 import pkgutil
@@ -45,17 +44,13 @@ def check_source(name: str) -> None:
         made = re.fullmatch(r"models/(\w+)/(sft|train_reward|ppo|rloo)", name)
         hint = f"; create it with `python {made[2]}.py --task {made[1]}`" if made else ""
         raise InputError(f"does not exist in {Path.cwd()}{hint}")
-    if not huggingface_hub.constants.HF_HUB_OFFLINE:
-        go_offline_if_unreachable()
-
-
-def go_offline_if_unreachable() -> None:
-    """Switch to offline mode if the hub does not answer; the libraries would retry for 23 s."""
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return
     try:
         urllib.request.urlopen(huggingface_hub.constants.ENDPOINT, timeout=2).close()
     except urllib.error.HTTPError:
         pass  # it answered
-    except OSError:
+    except OSError:  # the libraries would retry for 23 s
         import datasets  # takes a second to import
 
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
@@ -160,8 +155,4 @@ def load_function(name: str) -> Callable:
     source, _, attribute = name.rpartition(":")
     if not source.endswith(".py"):
         return pkgutil.resolve_name(name)
-    module = import_file(Path(source).resolve())
-    if not hasattr(module, attribute):
-        found = ", ".join(name for name, _ in inspect.getmembers(module, inspect.isfunction))
-        raise InputError(f"has no {attribute!r}; its functions: {found}")
-    return getattr(module, attribute)
+    return getattr(import_file(Path(source).resolve()), attribute)
