@@ -1,4 +1,4 @@
-"""Files of a run besides its metrics: model folders, the link to the last one, tracker logs."""
+"""A run's files besides its metrics: model folders, the link to the last one, trackers."""
 
 import os
 import shutil
@@ -12,14 +12,16 @@ from accelerate.tracking import TensorBoardTracker, WandBTracker
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.tasks import Task
 from machinery.cli import about
+from machinery.tokens import single_token
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tyro", "numpy")
 
 
 def replace_link(link: Path, target: Path) -> None:
-    """Make `link` a relative symbolic link to a folder, atomically; a copy if that is refused."""
+    """Make `link` a relative link to a folder, atomically; a copy if that is refused."""
     link.parent.mkdir(parents=True, exist_ok=True)
     part = link.with_name(f"{link.name}.part{os.getpid()}")
     try:
@@ -32,7 +34,7 @@ def replace_link(link: Path, target: Path) -> None:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, and the commit, which ends with "-dirty" if tracked files have changed since."""
+    """Versions, and the commit; "-dirty" if tracked files have changed since."""
     command = "git describe --always --exclude=* --abbrev=40 --dirty"
     options: Any = dict(cwd=ROOT, shell=True, capture_output=True, text=True)
     commit = subprocess.run(command, check=False, **options).stdout  # "" if there is no git
@@ -41,7 +43,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def start_trackers(run: Any, config: dict[str, Any]) -> list[Any]:
-    """The trackers: TensorBoard, cut back to the checkpoint, and Weights & Biases with --track."""
+    """TensorBoard, cut back to the checkpoint, and Weights & Biases with --track."""
     step, folder = int(run.source.stem) if run.source else 0, run.folder
     trackers: list[Any] = [TensorBoardTracker("", folder, purge_step=step)]
     trackers[0].start()
@@ -53,11 +55,14 @@ def start_trackers(run: Any, config: dict[str, Any]) -> list[Any]:
     return trackers
 
 
-def stop_at(model: Any, token: int | None) -> None:
-    """Let `generate` of the saved model stop at `token`, where it was trained to, too."""
-    ends = np.ravel(model.generation_config.eos_token_id).tolist()  # one, several, or [None]
-    if token not in ends:
-        model.generation_config.eos_token_id = [token, *(x for x in ends if x is not None)]
+def stop_at_end(model: Any, tokenizer: Any, task: Task) -> None:
+    """Let `generate` of the saved model stop where it was trained to, too."""
+    config = getattr(model, "generation_config", None)  # a reward model has none
+    if config and task.eos_task:
+        end = single_token(tokenizer, task.truncate_token, "--truncate_token")
+        ends = np.ravel(config.eos_token_id).tolist()  # one, several, or [None]
+        if end not in ends:
+            config.eos_token_id = [end, *(x for x in ends if x is not None)]
 
 
 def save_model(
@@ -66,13 +71,9 @@ def save_model(
     folder: Path,
     weights: dict[str, Tensor],
     heads: dict[str, dict[str, Tensor]],
-    replace: bool = False,
+    replace: bool = False,  # a resumed run may save its weights again
 ) -> None:
-    """Write model, tokenizer and `<head>.safetensors` into a folder.
-
-    Written under a temporary name and renamed, which fails if `folder` exists and is not empty.
-    `replace`: delete it first; a resumed run may save its weights again.
-    """
+    """Write model, tokenizer and `<head>.safetensors` into a folder, or nothing."""
     part = folder.with_name(f".{folder.name}.part")
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(part, ignore_errors=True)  # left by a run that was killed while writing
@@ -82,4 +83,4 @@ def save_model(
         save_file(head, part / f"{name}.safetensors")
     if replace:
         shutil.rmtree(folder, ignore_errors=True)
-    part.rename(folder)
+    part.rename(folder)  # fails if it exists and is not empty

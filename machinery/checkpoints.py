@@ -1,8 +1,4 @@
-"""Exact resume: weights, optimizer and progress of a run in one safetensors file.
-
-Nothing is pickled: numbers are JSON in the header of the file. DDP, FSDP2 and single-process runs
-read each other's checkpoints.
-"""
+"""Exact resume: weights, optimizer and progress in one safetensors file, without pickle."""
 
 import hashlib
 import json
@@ -34,8 +30,8 @@ def full_state(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All weights on the CPU, tied ones once, and the optimizer's state by names of weights.
 
-    All processes have to call this; both are empty on all but the first. `alone`: only this process
-    calls it, and has all weights itself.
+    All processes have to call this; both are empty on all but the first. `alone`: only this one
+    calls it, and has all weights.
     """
     from torch.distributed.checkpoint import state_dict as dcp  # takes a second to import
 
@@ -51,7 +47,7 @@ def save_checkpoint(
     """Write `folder/<step>.safetensors` and delete all but the newest two.
 
     The file is complete or absent, whenever the process is killed. All processes have to call
-    this; only the first one, which has the tensors, writes. `alone`: as in `full_state`.
+    this, and the first one writes. `alone`: as in `full_state`.
     """
     weights, optimizer_state = full_state(model, optimizer, alone=alone)
     if not weights:
@@ -71,10 +67,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Restore weights and optimizer in place; return the rest of the state.
-
-    Raises `InputError` for a damaged file, or one of another model.
-    """
+    """Restore weights and optimizer in place; return the rest of the state."""
     from torch.distributed.checkpoint import state_dict as dcp
 
     weights: dict[str, Any] = {}
@@ -101,7 +94,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def describe(args: Any, processes: int) -> dict[str, Any]:
-    """The flags, the folders behind links and the digests of files that they name, the launch."""
+    """The flags, folders behind links and digests of files that they name, the launch."""
     values = asdict(args) | asdict(args.task) | {"processes": processes}
     values["mixed_precision"] = AcceleratorState().mixed_precision
     for name, value in [*values.items()]:
@@ -115,7 +108,7 @@ def describe(args: Any, processes: int) -> dict[str, Any]:
 
 
 def check_same_run(args: Any, processes: int, unread: tuple[str, ...]) -> None:
-    """Raise `InputError` if flags, or what they name, would change the numbers of a run."""
+    """Raise `InputError` if flags, or what they name, would change a run's numbers."""
     record, given = read_record(Path(args.resume)), vars(args) | vars(args.task)
     changed = []
     for name, value in describe(args, processes).items():

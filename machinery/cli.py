@@ -1,4 +1,4 @@
-"""Command line of the scripts: flags with the defaults of a task, and errors as one sentence."""
+"""The command line: flags with the defaults of a task, and errors as one sentence."""
 
 import argparse
 import inspect
@@ -21,12 +21,11 @@ from pydantic.dataclasses import dataclass
 
 from data.tasks import TASKS, Task
 
-ON_GPU = torch.cuda.is_available()  # some defaults are larger there
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # a seed of torch, also on other processes
 UnitFloat = Annotated[float, Field(ge=0, le=1)]  # a number in [0, 1]
 # Flags that a resumed run may change:
 FREE = ("save_every", "keep_every", "resume", "run_name", "output_dir", "track")
-rescues: list[Callable[[], str]] = []  # called after an error: save what can be, say what is lost
+rescues: list[Callable[[], str]] = []  # called after an error; say what is saved
 
 
 @dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
@@ -34,7 +33,7 @@ class RunArgs:
     """What all scripts share: memory, speed, files. `--help` lists these flags last."""
 
     # Memory and speed
-    micro_batch_tokens: PositiveInt = 32_768 if ON_GPU else 4096
+    micro_batch_tokens: PositiveInt = 32_768 if torch.cuda.is_available() else 4096
     """tokens per forward pass, without padding; changes results only by rounding"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
@@ -62,10 +61,7 @@ class InputError(ValueError):
 
 @contextmanager
 def about(what: str) -> Iterator[None]:
-    """Name the flag, file or row that an error inside is about: `what: the error's own message`.
-
-    It becomes an `InputError`, which keeps the first error as its cause.
-    """
+    """Name the flag, file or row that an error inside is about: `what: its message`."""
     try:
         yield
     except InputError as error:
@@ -78,8 +74,7 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
     """Parse the command line into the dataclass `cls`.
 
     The defaults are those of `--task NAME`, its entry in `TASKS`, then the script's own
-    `presets[NAME]`; with `--resume`, the flags of that run. argparse reports an unknown task, tyro
-    all other bad flags.
+    `presets[NAME]`; with `--resume`, the flags of that run.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -120,10 +115,7 @@ def help_sections(*classes: type) -> Iterator[None]:
 
 
 def find_checkpoint(name: str, script: str, task: str | None) -> Path:
-    """The checkpoint to resume from: a file, or the newest one in a run's folder.
-
-    `latest` is the newest run of this script, and of this task, that has one.
-    """
+    """The file `name`, or the newest of a run, or of the `latest` run of script and task."""
     source = Path("runs" if name == "latest" else name)
     files = [source] if source.is_file() else source.rglob("checkpoints/*.safetensors")
     found = []
@@ -144,7 +136,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
 
 
 def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]] | None = None) -> None:
-    """Call `main(args)`. On bad input, print the cause and one sentence; the exit code is 2."""
+    """Call `main(args)`; bad input ends with its cause, one sentence and exit code 2."""
     streams: Any = sys.stdout, sys.stderr
     for stream in streams:
         stream.reconfigure(errors="replace")  # not all encodings have all characters

@@ -61,8 +61,7 @@ class Decoder:
 class DecodingBatch:
     """Sequences that grow token by token: `next_logits`, then `append`, in turn.
 
-    `rows` [b] are the indices of those that are still in the batch. The cache has room for the
-    tokens so far, and at most a block more.
+    `rows` [b] are the indices of those that are still in the batch.
     """
 
     cache: "KeyValueCache"  # from the first `next_logits` on

@@ -21,15 +21,11 @@ from machinery.cli import InputError, say
 from machinery.models import store_as_cast
 
 JOIN_LIMIT = timedelta(minutes=5)  # for all processes to start
-WORK_LIMIT = timedelta(days=1)  # for a collective: one process may wait for a slow reward function
+WORK_LIMIT = timedelta(days=1)  # for a collective, which may wait for a slow reward function
 
 
 def start(args: Any) -> Accelerator:
-    """The accelerator of this process.
-
-    Raises `InputError` if the launcher's processes are missing, or if it asks for something that
-    would silently change the mathematics.
-    """
+    """The accelerator of this process, in the launcher's precision and form."""
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise InputError("DeepSpeed takes a step in every backward pass; use configs/fsdp2.yaml")
     transformers.logging.set_verbosity_error()
@@ -83,15 +79,12 @@ def check_launch(accelerator: Accelerator) -> None:
 
 
 def shard(accelerator: Accelerator, model: nn.Module, function: Callable, *others: Any) -> Any:
-    """Shard a model by FSDP2: `function(model, *others)`, each transformer block by itself.
-
-    The weights are those of the first process; the others may have none.
-    """
+    """Shard a model by `function(model, *others)`, with the weights of the first process."""
     from torch.distributed.checkpoint import state_dict as dcp  # takes a second to import
 
     transformer: Any = getattr(model, "lm", None) or getattr(model, "backbone", model)
     kinds = {type(module).__name__ for module in model.modules()}  # a text model has no vision's
-    plugin = accelerator.state.fsdp_plugin
+    plugin = accelerator.state.fsdp_plugin  # shards each transformer block by itself
     plugin.transformer_cls_names_to_wrap = sorted(kinds.intersection(transformer._no_split_modules))
     weights = model.state_dict() if accelerator.is_main_process else {}
     result = function(model, *others)
@@ -108,8 +101,7 @@ def prepare(
 ) -> tuple[Any, Any]:
     """Move the model to this process's device, in the run's precision and in train mode.
 
-    Every process has a copy with the weights of the first one, or under FSDP2 a shard. A step with
-    gradients that are not finite raises `InputError` before it changes the weights.
+    Every process has a copy with the weights of the first one, or under FSDP2 a shard.
     """
     optimizer.register_step_pre_hook(check_gradients)
     if accelerator.mixed_precision == "bf16":
@@ -127,10 +119,7 @@ def prepare(
 
 
 def check_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """A hook before each step. Raises `InputError` if the norm of the gradient is not finite.
-
-    Warns after ten steps in a row with a norm of 0.
-    """
+    """A hook before each step: stop if the gradient is not finite, warn if it stays 0."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     total = nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
     norm = full_tensor(total).item()
@@ -143,10 +132,7 @@ def check_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def freeze(accelerator: Accelerator, model: nn.Module) -> Any:
-    """A model that is not trained, on this process's device and in the run's precision.
-
-    Under FSDP2 it is sharded like the one that is trained.
-    """
+    """A model that is not trained, in the run's precision, on the device or sharded."""
     model = model.eval().requires_grad_(False)
     if accelerator.mixed_precision == "bf16":
         store_as_cast(model)
@@ -158,13 +144,10 @@ def freeze(accelerator: Accelerator, model: nn.Module) -> Any:
 
 @contextmanager
 def inference(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, in the run's precision, without gradients.
-
-    Under FSDP2 every process holds all weights meanwhile, so that the language model in a policy
-    can be called by itself.
-    """
+    """Evaluation mode, in the run's precision, without gradients."""
     training = model.training
     model.eval()
+    # Under FSDP2, gather all weights: the `lm` in a policy can be called by itself.
     shards: list[Any] = [module for module in model.modules() if hasattr(module, "unshard")]
     for module in shards:
         module.set_reshard_after_forward(False, recurse=False)

@@ -1,7 +1,7 @@
 """Human preferences → token sequences of queries and candidate responses.
 
-Two formats: OpenAI's files of token ids (`query`, `sample0`, ..., `best`), and pairs of texts or
-messages (`prompt`, `chosen`, `rejected`). Shapes: `B` labels, `K` candidates per label.
+Two formats: OpenAI's token ids (`query`, `sample0`, ..., `best`), and pairs of texts or messages
+(`prompt`, `chosen`, `rejected`). Shapes: `B` labels, `K` candidates per label.
 """
 
 from dataclasses import dataclass
@@ -28,12 +28,9 @@ ASSISTANT = "\n\nAssistant:"  # begins an answer in Anthropic's hh-rlhf
 
 @dataclass(frozen=True)
 class Labels:
-    """Comparisons: a query, K responses, and which of them a human preferred.
+    """Comparisons: a query, K responses, and which of them a human preferred."""
 
-    Sequences are int32 arrays of their own lengths and padded per batch, which saves memory.
-    """
-
-    queries: list[np.ndarray]  # N token sequences
+    queries: list[np.ndarray]  # N token sequences, padded per batch
     responses: list[list[np.ndarray]]  # N × K token sequences
     best: np.ndarray  # [N] index of the preferred response
 
@@ -78,10 +75,7 @@ def load_labels(task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
 
 
 def load_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocab_size: int) -> Labels:
-    """OpenAI's format: lists of ids of `label_tokenizer`, padded with `OPENAI_PAD`.
-
-    If the model has another tokenizer, the same texts in its ids; nothing is cut.
-    """
+    """OpenAI's format: ids of `label_tokenizer`, or their texts in ids of another one."""
     source, label_tokenizer = None, task.label_tokenizer
     if label_tokenizer not in (None, task.base_model):
         with about(f"--label_tokenizer {label_tokenizer}"):
@@ -105,7 +99,7 @@ def load_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocab_size: int) -> L
 
 
 def read_ids(value: Any, vocab_size: int) -> list[int]:
-    """A list of ids without padding. Raises `InputError` for fractions and ids out of range."""
+    """A list of ids without padding. Raises `InputError` for what is no id."""
     pad = max(OPENAI_PAD, vocab_size)  # files of larger vocabularies have a pad of their own
     ids = np.array(value)
     numbers = ids.ndim == 1 and ids.dtype.kind in "iuf"

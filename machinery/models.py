@@ -1,7 +1,4 @@
-"""Loading language models, and checks that a model can be used.
-
-Tags such as (P4) are explained in docs/details.md.
-"""
+"""Loading and checking language models. Tags such as (P4): docs/details.md."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,7 @@ TEXT_WEIGHTS = {
 
 
 class Float32Linear(nn.Linear):
-    """A linear layer outside autocast. GPT-2's logits are near -70, where bf16 has steps of 0.5."""
+    """Linear in fp32: GPT-2's logits are near -70, where bf16 has steps of 0.5."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., D] of any dtype → [..., V] in fp32."""
@@ -90,7 +87,7 @@ def load_lm(
 
 
 def reads_weights() -> bool:
-    """Whether this process reads weights. Under FSDP2 only the first one does, and sends shards."""
+    """Whether this process reads weights. Under FSDP2 only the first one does."""
     return not dist.is_initialized() or dist.get_rank() == 0 or not AcceleratorState().is_fsdp2
 
 
@@ -105,7 +102,7 @@ def follow_first(backbone: Any, lm: Any = None) -> None:
 
 
 def load_weights(cls: Any, name: str, config: Any, **options: Any) -> Any:
-    """A model of an Auto class in fp32. Raises `InputError` if a weight would be random."""
+    """A model of an Auto class in fp32, without random weights."""
     if not reads_weights():
         from transformers.initialization import no_init_weights  # takes two seconds to import
 
@@ -160,7 +157,7 @@ def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
 
 
 def disable_dropout(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
-    """Set every source of randomness in training mode to 0: dropout and router noise (P4)."""
+    """Set all randomness of training mode to 0: dropout and router noise (P4)."""
     for key, value in config.to_dict().items():
         if ("drop" in key or "jitter" in key) and isinstance(value, float):
             setattr(config, key, 0.0)
@@ -170,15 +167,12 @@ def disable_dropout(config: transformers.PretrainedConfig) -> transformers.Pretr
 
 
 def choose_kernels(model: nn.Module) -> None:
-    """Compute GPT-2's `gelu_new` as one kernel, and rotary angles without TF32.
-
-    Before transformers 5.19 the angles are a matrix product.
-    """
+    """Compute GPT-2's `gelu_new` as one kernel, and rotary angles without TF32."""
     from transformers.activations import NewGELUActivation  # takes two seconds to import
 
     set_precision, before = torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()
     for module in model.modules():
-        if type(module).__name__.endswith("RotaryEmbedding"):
+        if type(module).__name__.endswith("RotaryEmbedding"):  # before 5.19 a matrix product
             module.register_forward_pre_hook(lambda *_: set_precision("highest"))
             module.register_forward_hook(lambda *_: set_precision(before))
         for name, child in module.named_children():

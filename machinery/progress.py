@@ -24,7 +24,7 @@ STUCK = {  # metric → its value if nothing can be learned, and the likely caus
 
 
 class Progress:
-    """A line once a minute and at every 5% of the run: the metrics `shown`, and the time left."""
+    """A line a minute and every 5% of the run: the metrics `shown`, and the time left."""
 
     def __init__(self, total: int, shown: list[str], limits: Limits):
         self.total, self.limits = total, dict(limits)
@@ -79,10 +79,7 @@ class Progress:
 
 
 def plot_run(folder: Path, names: list[str]) -> None:
-    """Draw `curves.png` of a run: a panel for each metric, over episodes, or over steps.
-
-    Points are evaluations. Their first and last values are printed.
-    """
+    """Draw `curves.png`: a panel per metric, over episodes or steps; points are evaluations."""
     from matplotlib.figure import Figure  # takes half a second to import
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -43,7 +43,7 @@ class TokenTable:
         return pad_left(self.rows[rows]["tokens"], self.length, self.pad_id)
 
     def columns(self, rows: np.ndarray | slice = slice(None)) -> dict[str, list]:
-        """The values of the data set's columns in these rows: name → a list of B values."""
+        """The data set's columns in these rows: name → a list of B values."""
         return self.source[rows]
 
     def select(self, rows: list[int] | np.ndarray) -> "TokenTable":
@@ -62,10 +62,7 @@ class TokenTable:
 
 
 def load_queries(task: Task, tokenizer: Any, ids: TokenIds, limit: int) -> TokenTable:
-    """The table of queries [N, Q] (G2), with all columns of the data set.
-
-    Of a larger data set, a random sample of `limit` texts, or of `SMALL_TABLE` if that is more.
-    """
+    """The table of queries [N, Q] (G2), with all columns of the data set."""
     texts = load_texts(task, task.query_column)
     order = np.random.default_rng(0).permutation(len(texts))
     texts = texts.select(order[: max(limit, SMALL_TABLE)])
@@ -77,7 +74,7 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, limit: int) -> Token
 
 
 def load_texts(task: Task, *columns: str) -> Rows:
-    """At most `num_queries` rows of `query_dataset`, which has to have these columns."""
+    """At most `num_queries` rows of `query_dataset`, which has these columns."""
     rows = load_rows(task.query_dataset, "--query_dataset")
     with about(f"--query_dataset {task.query_dataset}"):
         rows.select_columns(list(columns))  # if one is missing, the error lists those that exist
@@ -122,7 +119,7 @@ def clean_texts(texts: Sequence[str | None], task: Task) -> list[str]:
 
 
 def drop_lines(text: str, length: int, tokenizer: Any) -> str:
-    """Cut a prompt of more than `length` tokens: drop lines before its last one, such as TL;DR:."""
+    """Cut a prompt that is too long: drop lines before its last one, such as TL;DR:."""
     encode = partial(tokenizer.encode, add_special_tokens=False)
     head, _, last = text.rpartition("\n")
     while "\n" in head.rstrip() and len(encode(text)) > length:

@@ -32,8 +32,7 @@ def load_reward(
 ) -> Callable[..., Tensor]:
     """Return the reward as a function of (queries [B, Q], responses [B, R], columns) → scores [B].
 
-    It is the reward model's (of class `cls`), or `--reward_fn`'s; a reward function with a
-    parameter `scores` gets the reward model's.
+    It is the reward model's (of class `cls`), or `--reward_fn`'s, which may take its `scores`.
     """
     name, folder = args.task.reward_fn, check_reward(args)
     of_texts: Any = text_scorer("reward_fn", args.task, tokenizer, ids.pad) if name else None
@@ -75,8 +74,8 @@ def check_reward(args: Any) -> str | None:
 def load_reward_model(cls: Callable, name: str) -> Any:
     """Load a reward model of class `cls` in fp32 and evaluation mode.
 
-    The folder or hub name is what train_reward.py wrote, or a sequence classifier with one label as
-    TRL trains it, whose head `score` has no bias.
+    It is train_reward.py's, or a sequence classifier with one label as TRL trains it, whose head
+    `score` has no bias.
     """
     from transformers.initialization import no_init_weights  # takes two seconds to import
 
@@ -103,10 +102,7 @@ def load_reward_model(cls: Callable, name: str) -> Any:
 
 
 class RewardConfig(transformers.PretrainedConfig):
-    """Configuration of a reward model: its backbone's, and its pad id.
-
-    The reward is not read at `skip_id`, a classifier's own pad token (often its EOS).
-    """
+    """Configuration of a reward model: its backbone's, and its pad id."""
 
     model_type = "scalar_reward"
 
@@ -114,7 +110,7 @@ class RewardConfig(transformers.PretrainedConfig):
         self,
         backbone: transformers.PretrainedConfig | dict | None = None,
         pad_id: int = 0,
-        skip_id: int = -1,
+        skip_id: int = -1,  # a classifier's pad token (often its EOS): not read there
         **kwargs: Any,
     ):
         if isinstance(backbone, dict):
@@ -167,10 +163,7 @@ def reward_input(
 
 @torch.no_grad()
 def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: int = 0) -> Tensor:
-    """Rewards [B] of sequences [B, T], about `max_tokens` tokens at a time.
-
-    The first `prompt_length` columns are computed once for sequences that share them.
-    """
+    """Rewards [B] of [B, T], about `max_tokens` tokens at a time, equal prompts once."""
     order, pad_id = torch.arange(len(tokens), device=tokens.device), model.config.pad_id
     if prompt_length:  # equal prompts side by side
         copies = tokens[:, :prompt_length].unique(dim=0, return_inverse=True)[1]
@@ -181,7 +174,7 @@ def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: i
 
 
 def text_scorer(field: str, task: Task, tokenizer: Any, pad_id: int) -> Callable[..., Tensor]:
-    """Wrap the task's function of texts to take token ids: (queries, responses, columns) → [B]."""
+    """The task's function of texts, of tokens: (queries, responses, columns) → [B]."""
     name = getattr(task, field)
     with about(f"--{field} {name}"):
         function = load_function(name)
@@ -198,10 +191,7 @@ def text_scorer(field: str, task: Task, tokenizer: Any, pad_id: int) -> Callable
 def call_reward_function(
     function: Callable, texts: list[list[str]], columns: dict[str, list], query_column: str = ""
 ) -> Tensor:
-    """Call a function of queries and responses → [B], with all that it names.
-
-    Raises `InputError` unless it returns one finite number for each response.
-    """
+    """Call a function of texts with all that it names → finite numbers [B]."""
     returned = function(**arguments_of(function, texts, columns, query_column))
     scores = returned["rewards"] if isinstance(returned, dict) else returned  # a dict in OpenRLHF
     result = torch.as_tensor(scores, dtype=torch.float32)
@@ -213,7 +203,7 @@ def call_reward_function(
 def arguments_of(
     function: Callable, texts: list[list[str]], columns: dict[str, list], query_column: str
 ) -> dict[str, Any]:
-    """What a reward function names: texts, and columns of the data set (table in docs/ppo.md)."""
+    """What a reward function names: texts and columns (table in docs/ppo.md)."""
     names = "queries", "responses", "prompts", "completions"
     known: dict[str, list] = dict(zip(names, 2 * texts, strict=True))
     if isinstance(columns.get(query_column, [""])[0], list):  # messages, as in TRL
@@ -242,5 +232,5 @@ def arguments_of(
 
 
 def load_gold_reward(task: Task, tokenizer: Any, ids: TokenIds) -> Callable | None:
-    """The true score as a function of (queries, responses, columns) → [B]; None if unknown."""
+    """The true score: (queries, responses, columns) → [B]; None if unknown."""
     return text_scorer("gold_fn", task, tokenizer, ids.pad) if task.gold_fn else None

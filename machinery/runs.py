@@ -21,17 +21,13 @@ from torch import Tensor, nn
 from machinery import artifacts, checkpoints, cli, distributed
 from machinery.cli import InputError, about
 from machinery.progress import Limits, Progress, plot_run
-from machinery.tokens import single_token
 from utils import all_max
 
 SIGNALS = [getattr(signal, x) for x in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, x)]
 
 
 def check_run(args: Any, script: Path, processes: int, unread: tuple[str, ...] = ()) -> None:
-    """Raise `InputError` if the run would overwrite something, or cannot start or resume.
-
-    A resumed run may change the flags `unread`, which the script does not use.
-    """
+    """Raise `InputError` if the run would overwrite something, or resume another one."""
     link = Path("models", args.task.task, script.stem)
     if args.resume is None and args.run_name and os.path.lexists(f"runs/{args.run_name}"):
         raise InputError(f"--run_name {args.run_name} exists in runs/; choose another name")
@@ -40,7 +36,7 @@ def check_run(args: Any, script: Path, processes: int, unread: tuple[str, ...] =
     if not args.output_dir and link.exists() and not link.is_symlink():
         raise InputError(f"{link} is a folder, not a link to the weights of a run; move it away")
     if args.resume:
-        checkpoints.check_same_run(args, processes, unread)
+        checkpoints.check_same_run(args, processes, unread)  # flags that the script does not use
 
 
 class Run:
@@ -75,7 +71,7 @@ class Run:
         cli.rescues.append(self.rescue)
 
     def note_signal(self, number: int, frame: Any) -> None:
-        """Remember a signal; the run saves a checkpoint and ends after the current update."""
+        """Remember a signal; after this update, the run saves a checkpoint and ends."""
         self.signals.append(number)
         if signal.Signals(number).name == "SIGHUP" and self.in_terminal:  # printing would fail
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -176,15 +172,12 @@ class Run:
             sys.exit(143)
 
     def rescue(self) -> str:
-        """After an error, write the checkpoint of the last update if it can be; say what is lost.
-
-        Other processes may be waiting for this one, so it cannot gather sharded weights.
-        """
+        """After an error, save the last update if it can be; say what is lost."""
         if self.weights:
             return f"the weights are in {self.weights}"
         single, sharded = self.accelerator.num_processes == 1, self.accelerator.is_fsdp2
         folder, why = self.folder / "checkpoints", "the weights have changed since"
-        if sharded and not single:
+        if sharded and not single:  # the others may not answer
             why = "no process has all weights"
         elif self.write:
             try:
@@ -244,9 +237,7 @@ class Run:
         folder = Path(out or self.folder / name)
         if self.main:
             task = self.args.task
-            if task.eos_task and hasattr(model, "generation_config"):
-                end = single_token(tokenizer, task.truncate_token, "--truncate_token")
-                artifacts.stop_at(model, end)
+            artifacts.stop_at_end(model, tokenizer, task)
             artifacts.save_model(model, tokenizer, folder, state, states, replace=not out)
             if folder == self.folder / "model":
                 link = Path("models", task.task, self.script.stem)
@@ -255,7 +246,7 @@ class Run:
         self.weights = folder if name == "model" else self.weights
 
     def close(self) -> None:
-        """From now on, signals end the process at once, and others may write the folder."""
+        """From now on, signals end the process, and others may write the folder."""
         for number in SIGNALS:
             if signal.getsignal(number) == self.note_signal:
                 signal.signal(number, signal.SIG_DFL)

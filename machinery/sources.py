@@ -1,4 +1,4 @@
-"""Where models, data and functions come from: local files, folders, the Hugging Face hub."""
+"""Where models, data and functions come from: files, folders, the Hugging Face hub."""
 
 import functools
 import hashlib
@@ -12,17 +12,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import huggingface_hub
 import transformers
 
 from machinery.cli import InputError, about, say
 
-if TYPE_CHECKING:
-    import datasets  # takes a second to import
-
-Rows: TypeAlias = "datasets.Dataset"
+Rows = Any  # a datasets.Dataset; the library takes a second to import
 LOCAL = (".", "/", "~", "models/", "data/", "runs/")  # names that start like this are paths
 READERS: dict[str, tuple[str, dict[str, Any]]] = {  # no byte-order mark; "NA", "007" are texts
     ".txt": ("text", dict(encoding="utf-8-sig")),
@@ -82,10 +79,7 @@ def load_rows(source: str, flag: str) -> Rows:
 
 
 def find_splits(path: Path, configuration: str) -> dict[str, list[str]]:
-    """The files of each split of a file or folder; {} for what `datasets` has to read itself.
-
-    Prints which files of a folder are in no split. Raises `InputError` for files of several kinds.
-    """
+    """The files of each split of a file or folder; {} if `datasets` has to read it."""
     import datasets
     from datasets import data_files
 
@@ -106,7 +100,7 @@ def find_splits(path: Path, configuration: str) -> dict[str, list[str]]:
 
 
 def read_files(files: list[str]) -> Rows:
-    """The rows of files of one kind: texts stay texts; a cached table is found by its content."""
+    """The rows of files of one kind. Texts stay texts; caches are found by content."""
     import datasets
 
     digest = hashlib.sha256()

@@ -26,8 +26,7 @@ TEXT_ONLY = ("query_prefix", "query_suffix", "start_text", "end_text", "clean_fn
 def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> tuple[Any, TokenIds]:
     """The tokenizer of `task.base_model` and the token ids of the task; loads no weights.
 
-    `new_tokens` follow each query. The pad id is one past the vocabulary (G2); the tokenizer's own
-    pad token is never used.
+    `new_tokens` follow each query. The pad id is one past the vocabulary, not the tokenizer's (G2).
     """
     name = task.base_model
     with about(f"{flag} {name}"):
@@ -55,13 +54,10 @@ def check_length(config: transformers.PretrainedConfig, needed: int, what: str) 
 
 
 def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
-    """The id of a text that is one token. Raises `InputError` if it is not.
-
-    The vocabulary comes first: tokenizers such as Llama 2's add a space before what they encode.
-    """
+    """The id of a text that is one token. Raises `InputError` if it is not."""
     if text is None:
         return None
-    known = tokenizer.get_vocab().get(text)
+    known = tokenizer.get_vocab().get(text)  # Llama 2's adds a space before what it encodes
     ids = tokenizer.encode(text, add_special_tokens=False) if known is None else [known]
     if len(ids) != 1:
         raise InputError(f"{flag} {text!r} has to be one token; for this tokenizer it is {ids}")
@@ -111,12 +107,9 @@ def with_end(ids: list[int], end: int | None) -> list[int]:
 
 
 def same_tokens(tokenizer: Any, other: Any) -> bool:
-    """Whether `tokenizer` gives each token id of `other` the same text; it may have more ids.
-
-    The pad token of `other`, such as TRL's [PAD], is ignored unless it is also its EOS.
-    """
+    """Whether `tokenizer` gives each token id of `other` the same text; it may have more ids."""
     vocabulary = other.get_vocab()
-    if other.pad_token != other.eos_token:
+    if other.pad_token != other.eos_token:  # such as TRL's [PAD]
         vocabulary.pop(other.pad_token, None)
     same = vocabulary.items() <= tokenizer.get_vocab().items()
     encoded = [t.encode(PROBE, add_special_tokens=False) for t in (tokenizer, other)]
@@ -124,19 +117,13 @@ def same_tokens(tokenizer: Any, other: Any) -> bool:
 
 
 def translate(sequences: list[list[int]], source: Any, target: Any) -> list[list[int]]:
-    """Token lists of tokenizer `source` → the same texts as token lists of `target`.
-
-    The end-of-text token becomes that of the target, a BOS token is left out. Nothing is cut.
-    """
+    """Token lists of `source` → the same texts in ids of `target`, with its EOS."""
     begin = bos(source)
     sequences = [ids[1:] if ids[:1] == begin else ids for ids in sequences]
     texts = source.batch_decode(sequences, clean_up_tokenization_spaces=False)
     if source.eos_token:
         texts = [text.replace(source.eos_token, target.eos_token or "") for text in texts]
     return target(texts, add_special_tokens=False)["input_ids"]
-
-
-# ---------------------------------------------------------------------------------- chat templates
 
 
 def check_chat(task: Task, tokenizer: Any) -> None:
@@ -159,10 +146,7 @@ def render(messages: list[dict], tokenizer: Any, begin: bool = False) -> str:
 
 
 def render_answer(prompt: list[dict], answer: list[dict], tokenizer: Any) -> str:
-    """The text after that of the prompt, through the end token; "" if there is no answer.
-
-    `answer` may repeat the prompt. Raises `InputError` if the template then writes another prompt.
-    """
+    """The text after that of the prompt, which `answer` may repeat; "" if there is no answer."""
     if not prompt or answer in ([], prompt):
         return ""
     messages = answer if answer[: len(prompt)] == prompt else prompt + answer
@@ -175,12 +159,12 @@ def render_answer(prompt: list[dict], answer: list[dict], tokenizer: Any) -> str
 
 
 def drop_answer(messages: list[dict]) -> list[dict]:
-    """The prompt of a conversation: all before the assistant's message, if that is the last one."""
+    """The prompt of a conversation: all before an answer at its end."""
     return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
 
 
 def tokenize_prompt(messages: list[dict], length: int, tokenizer: Any) -> list[int]:
-    """Tokens of a prompt; empty if they are more than `length`, or if the last message is blank."""
+    """Tokens of a prompt; empty if more than `length`, or if the last message is blank."""
     if not messages or not str(messages[-1]["content"]).strip():
         return []
     text = render(messages, tokenizer, begin=True)
