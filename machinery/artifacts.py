@@ -1,4 +1,4 @@
-"""A run's files besides its metrics: model folders, the link to the last one, trackers."""
+"""What a run writes besides metrics: model folders, a link, trackers' logs."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ def replace_link(link: Path, target: Path) -> None:
     try:
         part.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))
         if os.name == "nt":
-            link.unlink(missing_ok=True)  # Windows replaces no links to folders
+            link.unlink(missing_ok=True)  # Windows replaces no such link
         part.replace(link)
     except OSError:  # Windows without developer mode, some network drives
         shutil.copytree(target, link)
@@ -73,10 +73,10 @@ def save_model(
     heads: dict[str, dict[str, Tensor]],
     replace: bool = False,  # a resumed run may save its weights again
 ) -> None:
-    """Write model, tokenizer and `<head>.safetensors` into a folder, or nothing."""
+    """Write a folder of model, tokenizer and `<head>.safetensors`, or nothing."""
     part = folder.with_name(f".{folder.name}.part")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(part, ignore_errors=True)  # left by a run that was killed while writing
+    shutil.rmtree(part, ignore_errors=True)  # left by a run that was killed
     model.save_pretrained(part, state_dict=weights)
     tokenizer.save_pretrained(part)
     for name, head in heads.items():

@@ -1,4 +1,4 @@
-"""Exact resume: weights, optimizer and progress in one safetensors file, without pickle."""
+"""Exact resume: weights, optimizer and progress in one safetensors file."""
 
 import hashlib
 import json
@@ -28,12 +28,12 @@ def names_of(model: nn.Module) -> set[str]:
 def full_state(
     model: nn.Module, *optimizers: Any, alone: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All weights on the CPU, tied ones once, and the optimizer's state by names of weights.
+    """All weights on the CPU, tied ones once; the optimizer's state by their names.
 
     All processes have to call this; both are empty on all but the first. `alone`: only this one
     calls it, and has all weights.
     """
-    from torch.distributed.checkpoint import state_dict as dcp  # takes a second to import
+    from torch.distributed.checkpoint import state_dict as dcp  # slow to import
 
     options = dcp.StateDictOptions(full_state_dict=not alone, cpu_offload=True)
     state: Any = dcp.get_state_dict(model, optimizers, options=options)
@@ -59,7 +59,7 @@ def save_checkpoint(
     header = json.dumps({"step": step, "groups": optimizer_state["param_groups"], **state})
     folder.mkdir(exist_ok=True)
     path = folder / f"{step:08}.safetensors"
-    part = path.with_suffix(".alone.part" if alone else ".part")  # the first may be at it, too
+    part = path.with_suffix(".alone.part" if alone else ".part")  # not the first process's
     save_file(tensors, part, {"state": header})
     part.replace(path)
     for old in sorted(folder.glob("*.safetensors"))[:-KEPT]:
@@ -88,13 +88,13 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     both: Any = dict(model_state_dict=weights, optim_state_dict=saved)
     dcp.set_state_dict(model, optimizer, **both, options=options)
     for name, p in model.named_parameters():
-        if name not in moments:  # had no gradient yet; set_state_dict made zeros for it
+        if name not in moments:  # it had no gradient; set_state_dict made zeros
             optimizer.state.pop(p, None)
     return state
 
 
 def describe(args: Any, processes: int) -> dict[str, Any]:
-    """The flags, folders behind links and digests of files that they name, the launch."""
+    """The flags, the folders and digests of files that they name, the launch."""
     values = asdict(args) | asdict(args.task) | {"processes": processes}
     values["mixed_precision"] = AcceleratorState().mixed_precision
     for name, value in [*values.items()]:

@@ -1,4 +1,4 @@
-"""The command line: flags with the defaults of a task, and errors as one sentence."""
+"""The command line: a task's defaults, flags, errors as one sentence."""
 
 import argparse
 import inspect
@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from data.tasks import TASKS, Task
 
-Seed = Annotated[int, Field(ge=0, lt=2**63)]  # a seed of torch, also on other processes
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch's, also on other processes
 UnitFloat = Annotated[float, Field(ge=0, le=1)]  # a number in [0, 1]
 # Flags that a resumed run may change:
 FREE = ("save_every", "keep_every", "resume", "run_name", "output_dir", "track")
@@ -100,7 +100,7 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
 
 @contextmanager
 def help_sections(*classes: type) -> Iterator[None]:
-    """Add the headings of the classes' source to the `--help` that is printed inside."""
+    """Add the headings in the classes' source to the `--help` that is printed."""
     heading = re.compile(r"^    # (\w[^.\n]*).*\n    (\w+):", re.M)  # a comment above a field
     out = io.StringIO()
     try:
@@ -115,7 +115,7 @@ def help_sections(*classes: type) -> Iterator[None]:
 
 
 def find_checkpoint(name: str, script: str, task: str | None) -> Path:
-    """The file `name`, or the newest of a run, or of the `latest` run of script and task."""
+    """The file `name`, or the newest of a run, or of script and task's `latest` run."""
     source = Path("runs" if name == "latest" else name)
     files = [source] if source.is_file() else source.rglob("checkpoints/*.safetensors")
     found = []
@@ -131,7 +131,7 @@ def find_checkpoint(name: str, script: str, task: str | None) -> Path:
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
-    """The flags of the run of a checkpoint, and what else its `args.json` says."""
+    """The flags of a checkpoint's run, and what else is in `args.json`."""
     return json.loads((checkpoint.parents[1] / "args.json").read_text())
 
 
@@ -162,7 +162,7 @@ def say(message: str) -> None:
 
 
 def check_divisible(name: str, value: int, unit: int, reason: str) -> None:
-    """Raise `InputError` if `unit` does not divide `value`; name the next value that works."""
+    """Raise `InputError` if `unit` does not divide `value`; name the next that works."""
     if value % unit:
         larger = (value // unit + 1) * unit
         raise InputError(f"{name}={value} is not divisible by {reason} = {unit}; use {larger}")

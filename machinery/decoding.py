@@ -15,7 +15,7 @@ from transformers.cache_utils import StaticCache
 
 BLOCK = 64  # columns by which the cache grows; kernels prefer multiples of it
 CACHE = "cache" if compare_versions("transformers", ">=", "5.24") else "past_key_values"
-MIN_ROWS = 16  # with fewer, fp32 products round differently: tokens would depend on other rows
+MIN_ROWS = 16  # with fewer, fp32 products round differently: tokens depend on others
 
 
 def generate(decoder: "Decoder", contexts: Tensor, pad_id: int, temperature: float) -> Tensor:
@@ -33,7 +33,7 @@ def generate(decoder: "Decoder", contexts: Tensor, pad_id: int, temperature: flo
 
 
 class Decoder:
-    """Samples from a language model token by token, at most `response_length` tokens.
+    """Samples token by token, at most `response_length` tokens.
 
     With `cuda_graphs`, on a GPU, the step of one token is recorded and then replayed, until the
     cache grows or sequences leave it. There is no graph under FSDP2 (weights move), with sliding
@@ -54,15 +54,12 @@ class Decoder:
             self.is_full = False  # whether the last recording had too little memory
 
     def start(self, contexts: Tensor, mask: Tensor) -> "DecodingBatch":
-        """A batch of contexts [B, C], whose mask is True at real tokens; computes nothing yet."""
+        """A batch of contexts [B, C], mask True at real tokens; computes nothing yet."""
         return DecodingBatch(self, contexts, mask)
 
 
 class DecodingBatch:
-    """Sequences that grow token by token: `next_logits`, then `append`, in turn.
-
-    `rows` [b] are the indices of those that are still in the batch.
-    """
+    """Sequences that grow token by token: `next_logits`, then `append`, in turn."""
 
     cache: "KeyValueCache"  # from the first `next_logits` on
 
@@ -70,7 +67,7 @@ class DecodingBatch:
         self.decoder = decoder
         # For MPS, which has no float64, random numbers are on the CPU: `rows` index them.
         device = torch.device("cpu") if contexts.device.type == "mps" else contexts.device
-        self.rows = torch.arange(len(contexts), device=device)
+        self.rows = torch.arange(len(contexts), device=device)  # [b]: still in the batch
         self.tokens = contexts.masked_fill(~mask, 0)  # [b, C], then [b, 1]: not yet computed
         self.mask = mask  # [b, C], then [b, columns of the cache]
         self.length = 0  # columns of the cache that are in use
@@ -79,12 +76,12 @@ class DecodingBatch:
 
     @torch.no_grad()
     def next_logits(self) -> Tensor:
-        """Logits [b, V] in fp32 of the token after those so far. The next call overwrites them."""
+        """Logits [b, V] of the next token in fp32. The next call overwrites them."""
         if self.length == 0:
             return self.prefill()
         if self.length == self.mask.shape[1]:
             self.grow()
-        position_ids = self.mask.sum(dim=1, keepdim=True)  # the number of real tokens before
+        position_ids = self.mask.sum(dim=1, keepdim=True)  # the real tokens before
         self.mask[:, self.length] = True
         self.length += 1
         inputs = self.tokens, self.mask, position_ids
@@ -117,7 +114,7 @@ class DecodingBatch:
         self.steps, self.replay = 0, None
 
     def prefill(self) -> Tensor:
-        """Compute each distinct prompt once, without the columns that are padding everywhere."""
+        """Compute each distinct prompt once, without columns of padding only."""
         first = int(self.mask.any(dim=0).byte().argmax())
         tokens, mask = self.tokens[:, first:], self.mask[:, first:]
         prompts, which = tokens.masked_fill(~mask, -1).unique(dim=0, return_inverse=True)  # [P, C]
@@ -166,7 +163,7 @@ class DecodingBatch:
                 finally:
                     graph.capture_end()  # otherwise the process aborts at its exit
         except RuntimeError as error:
-            cause = error.__context__ or error  # an error of `capture_end` hides the first one
+            cause = error.__context__ or error  # `capture_end` hides the first one
             if decoder.is_full or not isinstance(cause, torch.OutOfMemoryError):
                 print(f"sampling without CUDA graphs, which failed: {cause!s:.200}", flush=True)
                 decoder.cuda_graphs = False
@@ -194,14 +191,10 @@ class DecodingBatch:
 
 
 class KeyValueCache(StaticCache):
-    """A static cache that also works under autocast.
+    """A static cache for autocast, under which keys with rotary angles are fp32."""
 
-    Rotary embeddings leave the keys in fp32 there, and a static cache has one dtype for keys and
-    values. Attention casts the keys to the dtype of the values anyway.
-    """
-
-    layers: Any  # static ones; a hybrid's linear layers have states instead of keys and values
+    layers: Any  # a hybrid's linear layers have no keys and values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Add keys and values of one layer; return all of them so far."""
+        """Add those of one layer; return all. Attention casts the keys anyway."""
         return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Processes and devices: start, prepare models as copies or for FSDP2, stop."""
+"""Processes: start, models as copies or under FSDP2, stop."""
 
 import math
 import os
@@ -21,7 +21,7 @@ from machinery.cli import InputError, say
 from machinery.models import store_as_cast
 
 JOIN_LIMIT = timedelta(minutes=5)  # for all processes to start
-WORK_LIMIT = timedelta(days=1)  # for a collective, which may wait for a slow reward function
+WORK_LIMIT = timedelta(days=1)  # for a collective, which may wait for a slow reward
 
 
 def start(args: Any) -> Accelerator:
@@ -40,11 +40,11 @@ def start(args: Any) -> Accelerator:
         share = (os.cpu_count() or 1) // torch.cuda.device_count()
         torch.set_num_threads(max(1, min(share, len(os.sched_getaffinity(0)))))
     if accelerator.is_fsdp2:  # fp32 weights under autocast, as in copies
-        from torch.distributed import fsdp  # takes a second to import
+        from torch.distributed import fsdp  # slow to import
 
         plugin = accelerator.state.fsdp_plugin
         plugin.mixed_precision_policy = fsdp.MixedPrecisionPolicy()
-        plugin.cpu_ram_efficient_loading = False  # other processes would get empty models
+        plugin.cpu_ram_efficient_loading = False  # else the others get empty models
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     # Under bf16 the fp32 products, such as the vocabulary head, may use TF32.
     bf16 = accelerator.mixed_precision == "bf16"
@@ -59,7 +59,7 @@ def start(args: Any) -> Accelerator:
 
 
 def check_launch(accelerator: Accelerator) -> None:
-    """Raise `InputError` for what a launcher or a configuration file may set up wrongly."""
+    """Raise `InputError` for what a launcher or its file may set up wrongly."""
     is_on, started = parse_flag_from_env, accelerator.num_processes
     usable = torch.cuda.is_available() or is_on("ACCELERATE_USE_CPU")
     if [*Path("/dev").glob("nvidia[0-9]*")] and not usable:
@@ -80,7 +80,7 @@ def check_launch(accelerator: Accelerator) -> None:
 
 def shard(accelerator: Accelerator, model: nn.Module, function: Callable, *others: Any) -> Any:
     """Shard a model by `function(model, *others)`, with the weights of the first process."""
-    from torch.distributed.checkpoint import state_dict as dcp  # takes a second to import
+    from torch.distributed.checkpoint import state_dict as dcp  # slow to import
 
     transformer: Any = getattr(model, "lm", None) or getattr(model, "backbone", model)
     kinds = {type(module).__name__ for module in model.modules()}  # a text model has no vision's
@@ -90,7 +90,7 @@ def shard(accelerator: Accelerator, model: nn.Module, function: Callable, *other
     result = function(model, *others)
     options: Any = dict(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     dcp.set_model_state_dict(model, weights, options=dcp.StateDictOptions(**options))
-    root: Any = model  # lets `inference` gather weights before the first forward pass
+    root: Any = model  # for `inference` before the first forward pass
     root.set_reshard_after_forward(True)  # by default, the root keeps its weights
     root._get_fsdp_state()._lazy_init()
     return result
@@ -99,10 +99,7 @@ def shard(accelerator: Accelerator, model: nn.Module, function: Callable, *other
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[Any, Any]:
-    """Move the model to this process's device, in the run's precision and in train mode.
-
-    Every process has a copy with the weights of the first one, or under FSDP2 a shard.
-    """
+    """Copy or shard a model to this process, in the run's precision and train mode."""
     optimizer.register_step_pre_hook(check_gradients)
     if accelerator.mixed_precision == "bf16":
         store_as_cast(model)  # frozen layers, such as those under adapters
@@ -113,7 +110,7 @@ def prepare(
         return model, wrapped.optimizer
     model.to(accelerator.device)
     if accelerator.num_processes > 1:
-        for x in [*model.parameters(), *model.buffers()]:
+        for x in [*model.parameters(), *model.buffers()]:  # equal copies, also of a new head
             dist.broadcast(x.detach(), src=0)
     return model, optimizer
 

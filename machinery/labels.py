@@ -52,7 +52,7 @@ class Labels:
         return max(len(query) + max(map(len, responses)) for query, responses in pairs)
 
     def held_out(self, num_train: int) -> np.ndarray:
-        """The rows after the first `num_train` whose query does not occur among those."""
+        """The rows after the first `num_train` with other queries than those."""
         if len(self) < num_train:
             raise InputError(f"--num_labels {num_train}: --label_dataset has only {len(self)}")
         seen = {query.tobytes() for query in self.queries[:num_train]}
@@ -100,7 +100,7 @@ def load_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocab_size: int) -> L
 
 def read_ids(value: Any, vocab_size: int) -> list[int]:
     """A list of ids without padding. Raises `InputError` for what is no id."""
-    pad = max(OPENAI_PAD, vocab_size)  # files of larger vocabularies have a pad of their own
+    pad = max(OPENAI_PAD, vocab_size)  # larger vocabularies have a pad of their own
     ids = np.array(value)
     numbers = ids.ndim == 1 and ids.dtype.kind in "iuf"
     if not numbers or ((ids % 1 != 0) | (ids < 0) | ((ids >= vocab_size) & (ids != pad))).any():
@@ -111,12 +111,11 @@ def read_ids(value: Any, vocab_size: int) -> list[int]:
 def load_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     """Pairs as labels with two candidates, the chosen one first (R4).
 
-    Each response ends with the truncate token. Prompts that are too long lose their end, dialogues
-    their beginning. Skipped: blank prompts, answers of no token, equal answers, long messages.
+    Each response ends with the truncate token. Long prompts lose their end, dialogues their
+    beginning. Skipped: blank prompts, empty or equal answers, messages that are too long.
     """
     pairs = [split_pair(row, tokenizer) for row in rows]
     prompts, *sides = map(list, zip(*pairs, strict=True))
-
     if any(isinstance(prompt, list) for prompt in prompts):
         tokens.check_chat(task, tokenizer)
         queries = [tokens.tokenize_prompt(x, task.query_length, tokenizer) for x in prompts]

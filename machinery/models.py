@@ -53,18 +53,15 @@ def load_lm(
     flag: str = "--base_model",
     length: int = 6,
     tokenizer: Any = None,
-    allow_random: bool = False,
+    allow_random: bool = False,  # for a folder without weights
 ) -> "transformers.PreTrainedModel":
-    """A causal language model in fp32 without dropout (P4), its head outside autocast.
-
-    Reads only safetensors; a folder without weights gives a random model if `allow_random`.
-    """
+    """A causal language model in fp32 without dropout (P4), its head outside autocast."""
     with about(f"{flag} {name}"):
         check_source(name)
         own = transformers.AutoTokenizer.from_pretrained(name) if tokenizer else None
         if own and not same_tokens(own, tokenizer):
             raise InputError("its tokens differ from those of the policy")
-        if Path(name).exists():  # resolve links: `lm.name_or_path` keeps naming these weights
+        if Path(name).exists():  # for `lm.name_or_path`, a link's target
             name = str(Path(name).resolve())
         whole = transformers.AutoConfig.from_pretrained(name)
         config = disable_dropout(whole.get_text_config())
@@ -87,12 +84,12 @@ def load_lm(
 
 
 def reads_weights() -> bool:
-    """Whether this process reads weights. Under FSDP2 only the first one does."""
+    """Whether this process reads weights: under FSDP2 only the first one."""
     return not dist.is_initialized() or dist.get_rank() == 0 or not AcceleratorState().is_fsdp2
 
 
 def follow_first(backbone: Any, lm: Any = None) -> None:
-    """Under FSDP2, unpad as the first process does, and tie the head if it has tied it."""
+    """Under FSDP2, unpad and tie the head as the first process does."""
     if dist.is_initialized() and AcceleratorState().is_fsdp2:
         tied = lm and lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
         longest, tied = broadcast_object_list([getattr(backbone, "max_unpadded", 0), tied])
@@ -104,7 +101,7 @@ def follow_first(backbone: Any, lm: Any = None) -> None:
 def load_weights(cls: Any, name: str, config: Any, **options: Any) -> Any:
     """A model of an Auto class in fp32, without random weights."""
     if not reads_weights():
-        from transformers.initialization import no_init_weights  # takes two seconds to import
+        from transformers.initialization import no_init_weights  # slow to import
 
         with no_init_weights():  # memory that is never written takes no room
             return cls.from_config(config, dtype=torch.float32)
@@ -132,7 +129,7 @@ def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
     lm.eval()
     alone = [lm(torch.tensor([text]), logits_to_keep=3).logits for text in texts[1:]]
     expected = torch.cat([alone[0], *alone]).log_softmax(dim=-1)  # [3, 3, V]
-    limit = 0.01 * expected.std(dim=-1).mean().clamp(max=1).item()  # 0.01 unless nearly uniform
+    limit = 0.01 * expected.std(dim=-1).mean().clamp(max=1).item()  # less if nearly uniform
     sampling = Decoder(lm, 2).start(tokens[:, :-2], mask[:, :-2])
     steps = [sampling.next_logits()]
     for t in (-2, -1):
@@ -161,14 +158,14 @@ def disable_dropout(config: transformers.PretrainedConfig) -> transformers.Pretr
     for key, value in config.to_dict().items():
         if ("drop" in key or "jitter" in key) and isinstance(value, float):
             setattr(config, key, 0.0)
-    if getattr(config, "attn_logit_softcapping", None):  # Gemma 2; older libraries' sdpa forgets it
+    if getattr(config, "attn_logit_softcapping", None):  # Gemma 2; 5.17's sdpa forgets it
         config._attn_implementation = "eager"
     return config
 
 
 def choose_kernels(model: nn.Module) -> None:
     """Compute GPT-2's `gelu_new` as one kernel, and rotary angles without TF32."""
-    from transformers.activations import NewGELUActivation  # takes two seconds to import
+    from transformers.activations import NewGELUActivation  # slow to import
 
     set_precision, before = torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()
     for module in model.modules():
@@ -181,7 +178,7 @@ def choose_kernels(model: nn.Module) -> None:
 
 
 def compute_logits(lm: "transformers.PreTrainedModel", hidden: Tensor) -> Tensor:
-    """The language model's head on its last hidden states: [..., D] → [..., V]."""
+    """The language model's head: hidden states [..., D] → logits [..., V]."""
     logits = lm.get_output_embeddings()(hidden)
     if scale := getattr(lm.config, "logit_scale", None):  # Cohere
         logits = logits * scale
@@ -193,7 +190,7 @@ def compute_logits(lm: "transformers.PreTrainedModel", hidden: Tensor) -> Tensor
 
 
 def new_backbone(config: transformers.PretrainedConfig) -> Any:
-    """The transformer of a configuration, with random weights in fp32 and without dropout."""
+    """A transformer with random weights in fp32 and without dropout."""
     backbone = transformers.AutoModel.from_config(disable_dropout(config), dtype=torch.float32)
     choose_kernels(backbone)
     return backbone

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-Limits = dict[str, tuple[float, float]]  # metric → largest healthy value, and where to warn
+Limits = dict[str, tuple[float, float]]  # metric → healthy up to, warn above
 
 UPDATES = 5  # warn after so many in a row with a value of this table
 STUCK = {  # metric → its value if nothing can be learned, and the likely cause
@@ -56,7 +56,7 @@ class Progress:
         print(f"{step:>11}{text}", flush=True)
 
     def warn(self, metrics: dict[str, float]) -> None:
-        """Warn once if a metric is far from healthy, or if there is nothing to learn from."""
+        """Warn once of an unhealthy metric, or if there is nothing to learn from."""
         for name, (healthy, far) in list(self.limits.items()):
             if metrics.get(name, 0) > far:
                 del self.limits[name]
@@ -79,7 +79,7 @@ class Progress:
 
 
 def plot_run(folder: Path, names: list[str]) -> None:
-    """Draw `curves.png`: a panel per metric, over episodes or steps; points are evaluations."""
+    """Draw `curves.png`: a panel per metric over episodes or steps, evaluations as points."""
     from matplotlib.figure import Figure  # takes half a second to import
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -51,7 +51,7 @@ class TokenTable:
         return replace(self, rows=self.rows.select(rows), source=self.source.select(rows))
 
     def hold_out(self, n: int, needed: int = 1) -> tuple["TokenTable", "TokenTable"]:
-        """A table of the first `n` sequences, and one without them and their duplicates."""
+        """Tables of the first `n` sequences, and without them and their duplicates."""
         held_out = {tuple(ids) for ids in self.rows[:n]["tokens"]}
         sequences = (ids for batch in self.rows.iter(1000) for ids in batch["tokens"])
         rest = [i for i, ids in enumerate(sequences) if tuple(ids) not in held_out]
@@ -77,7 +77,7 @@ def load_texts(task: Task, *columns: str) -> Rows:
     """At most `num_queries` rows of `query_dataset`, which has these columns."""
     rows = load_rows(task.query_dataset, "--query_dataset")
     with about(f"--query_dataset {task.query_dataset}"):
-        rows.select_columns(list(columns))  # if one is missing, the error lists those that exist
+        rows.select_columns(list(columns))  # a missing one's error lists them
     if len(rows) > task.num_queries:
         chosen = np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)
         rows = rows.select(np.sort(chosen))
@@ -85,7 +85,7 @@ def load_texts(task: Task, *columns: str) -> Rows:
 
 
 def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[list[int]]:
-    """Texts or lists of messages → queries as token lists, empty for those that are skipped (P3).
+    """Texts or lists of messages → queries as token lists, empty if skipped (P3).
 
     Skipped: blank texts, and messages that are too long. The query of a conversation that ends with
     an answer is what precedes it.
@@ -95,7 +95,7 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
         prompts = [tokens.drop_answer(messages or []) for messages in texts]
         return [tokens.tokenize_prompt(prompt, task.query_length, tokenizer) for prompt in prompts]
     texts = clean_texts(texts, task)
-    begin = [] if task.query_prefix else tokens.bos(tokenizer)  # else the prefix begins with it
+    begin = [] if task.query_prefix else tokens.bos(tokenizer)  # or it begins the prefix
     length = task.query_length - len(begin)
     if task.keep_last_line:
         texts = [drop_lines(text, length, tokenizer) for text in texts]
@@ -119,7 +119,7 @@ def clean_texts(texts: Sequence[str | None], task: Task) -> list[str]:
 
 
 def drop_lines(text: str, length: int, tokenizer: Any) -> str:
-    """Cut a prompt that is too long: drop lines before its last one, such as TL;DR:."""
+    """Cut a long prompt: drop lines before its last one, such as TL;DR:."""
     encode = partial(tokenizer.encode, add_special_tokens=False)
     head, _, last = text.rpartition("\n")
     while "\n" in head.rstrip() and len(encode(text)) > length:
@@ -165,14 +165,12 @@ def tokenize_rows(
     task: Task,
     tokenizer: Any,
     ids: TokenIds,
-    keep_columns: bool = False,
-    limit: str = "--query_length",
+    keep_columns: bool = False,  # of the data set; then a row gives one token list
+    limit: str = "--query_length",  # the flag that longer lists exceed
 ) -> TokenTable:
-    """Map `function` (batch of rows → token lists) over all rows; drop those that give no tokens.
+    """Map `function` (batch of rows → token lists) over rows; drop those without tokens.
 
-    Lists that are longer than `length` are cut; `limit` is the flag that they exceed.
-    `keep_columns`: those of the data set stay; each row has to give one token list.
-    The result is cached, but not if a user's own function, which may call anything, cleans texts.
+    The result is cached, unless a user's own function, which may call anything, cleans texts.
     The first process computes it; the others wait at a file lock.
     """
     import datasets
@@ -243,7 +241,7 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
 
 
 def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
-    """Contexts, padded on the left, and their reference responses, padded on the right [num, T].
+    """Contexts, padded on the left, and reference responses, on the right [num, T].
 
     Both may be the same column of conversations, whose last messages are the responses.
     """

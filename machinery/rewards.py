@@ -30,7 +30,7 @@ say_once = functools.cache(say)
 def load_reward(
     args: Any, cls: Callable, tokenizer: Any, ids: TokenIds, accelerator: Accelerator
 ) -> Callable[..., Tensor]:
-    """Return the reward as a function of (queries [B, Q], responses [B, R], columns) → scores [B].
+    """Return a function of (queries [B, Q], responses [B, R], columns) → scores [B].
 
     It is the reward model's (of class `cls`), or `--reward_fn`'s, which may take its `scores`.
     """
@@ -61,7 +61,7 @@ def load_reward(
 
 
 def check_reward(args: Any) -> str | None:
-    """The reward model, which has to exist; None for a `--reward_fn` without `scores`."""
+    """The reward model, which exists; None for a `--reward_fn` without `scores`."""
     name = args.task.reward_fn
     with about(f"--reward_fn {name}"):
         if name and "scores" not in inspect.signature(load_function(name)).parameters:
@@ -77,7 +77,7 @@ def load_reward_model(cls: Callable, name: str) -> Any:
     It is train_reward.py's, or a sequence classifier with one label as TRL trains it, whose head
     `score` has no bias.
     """
-    from transformers.initialization import no_init_weights  # takes two seconds to import
+    from transformers.initialization import no_init_weights  # slow to import
 
     with about(f"--reward_model {name}"):
         check_source(name)
@@ -92,7 +92,7 @@ def load_reward_model(cls: Callable, name: str) -> Any:
         classifier = models.load_weights(kind, name, config)
         if config.num_labels != 1:
             raise InputError(f"has {config.num_labels} labels; a reward model has one")
-        if not hasattr(classifier, "score"):  # BERT's kind: padding and later tokens matter
+        if not hasattr(classifier, "score"):  # BERT's kind: later tokens matter
             raise InputError(f"{config.model_type} is no decoder; call it in a --reward_fn")
         models.choose_kernels(classifier)
         skip_id = -1 if config.pad_token_id is None else config.pad_token_id
@@ -123,7 +123,7 @@ class RewardConfig(transformers.PretrainedConfig):
 
 @torch.no_grad()
 def check_reward_model(model: Any, length: int) -> None:
-    """Raise `InputError` if the score of a text depends on the texts beside it."""
+    """Raise `InputError` if a score depends on the texts beside it."""
     config, pad = model.config.backbone, model.config.pad_id
     length = max(3, min(length, getattr(config, "max_position_embeddings", None) or length))
     texts = [[i % pad for i in range(n)] for n in (length, length, 3)]
@@ -149,9 +149,9 @@ def reward_input(
     same = same_tokens(tokenizer, policy_tokenizer)
 
     def read(queries: Tensor, responses: Tensor) -> Tensor:
-        tokens = torch.cat([queries, responses], dim=1)  # together: the space between them counts
+        tokens = torch.cat([queries, responses], dim=1)  # with the space between them
         if same:
-            unknown = (tokens == pad_id) | (tokens >= pad)  # padding, or ids that are not a text
+            unknown = (tokens == pad_id) | (tokens >= pad)  # padding, or no text
             return tokens.masked_fill(unknown, pad)
         rows = [[token for token in row if token != pad_id] for row in tokens.tolist()]
         begin, texts = bos(tokenizer), translate(rows, policy_tokenizer, tokenizer)
@@ -174,7 +174,7 @@ def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: i
 
 
 def text_scorer(field: str, task: Task, tokenizer: Any, pad_id: int) -> Callable[..., Tensor]:
-    """The task's function of texts, of tokens: (queries, responses, columns) → [B]."""
+    """Let a task's function of texts take tokens: (queries, responses, columns) → [B]."""
     name = getattr(task, field)
     with about(f"--{field} {name}"):
         function = load_function(name)
@@ -193,7 +193,7 @@ def call_reward_function(
 ) -> Tensor:
     """Call a function of texts with all that it names → finite numbers [B]."""
     returned = function(**arguments_of(function, texts, columns, query_column))
-    scores = returned["rewards"] if isinstance(returned, dict) else returned  # a dict in OpenRLHF
+    scores = returned["rewards"] if isinstance(returned, dict) else returned  # OpenRLHF's
     result = torch.as_tensor(scores, dtype=torch.float32)
     if result.shape != (len(texts[0]),) or not result.isfinite().all():
         raise InputError(f"returned {returned!r:.60}, not {len(texts[0])} finite numbers")

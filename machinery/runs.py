@@ -36,11 +36,11 @@ def check_run(args: Any, script: Path, processes: int, unread: tuple[str, ...] =
     if not args.output_dir and link.exists() and not link.is_symlink():
         raise InputError(f"{link} is a folder, not a link to the weights of a run; move it away")
     if args.resume:
-        checkpoints.check_same_run(args, processes, unread)  # flags that the script does not use
+        checkpoints.check_same_run(args, processes, unread)  # the script ignores these
 
 
 class Run:
-    """The folder `runs/<name>/`, written by the main process only; its files: docs/running.md."""
+    """The folder `runs/<name>/`, which the main process writes: docs/running.md."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Run:
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.source = Path(args.resume) if args.resume else None
         self.step = 0
-        self.write: Callable | None = None  # the last update's checkpoint, until the next step
+        self.write: Callable | None = None  # of the last update, until the next step
         self.weights: Any = None  # their folder, once they are saved
         self.signals: list[int] = []  # received so far
         self.in_terminal = sys.stdout.isatty()
@@ -118,7 +118,7 @@ class Run:
         return self.step, saved["state"]
 
     def cut_back(self, source: Path, lengths: dict[str, int]) -> None:
-        """Restore the run's files to what they were at the checkpoint `source`."""
+        """Cut the run's files to what they were at the checkpoint `source`."""
         for name, size in self.sizes().items():
             if size < lengths[name]:
                 raise InputError(f"{self.folder / name} is shorter than it was at {source}")
@@ -129,7 +129,7 @@ class Run:
                 path.unlink()
 
     def sizes(self) -> dict[str, int]:
-        """The lengths of metrics and samples, which are cut back when the run is resumed."""
+        """The lengths of metrics and samples, to which a resumed run cuts them back."""
         paths = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")]
         return {path.name: path.stat().st_size if path.exists() else 0 for path in paths}
 
@@ -192,7 +192,7 @@ class Run:
         return f"{saved} of {self.total} updates are saved{lost}{command * (saved > 0)}"
 
     def keep(self, update: int, model: Any, tokenizer: Any) -> None:
-        """Save the weights as keep_<update>/ every `keep_every` updates; on all processes."""
+        """Save weights as keep_<update>/ every `keep_every` updates; on all processes."""
         if update and self.keep_every and update % self.keep_every == 0:
             self.save(model, tokenizer, name=f"keep_{update}")
 
@@ -211,7 +211,7 @@ class Run:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
 
     def log_samples(self, step: int, texts: Iterable[list[str]], **numbers: Tensor) -> None:
-        """Log the first queries and responses (`texts`) with numbers, such as scores."""
+        """Log the first queries and responses (`texts`) with numbers (scores)."""
         names = "query", "response", *numbers
         rows = zip(*texts, *(x.tolist() for x in numbers.values()), strict=False)
         self.log_table(step, [dict(zip(names, row, strict=True)) for row in rows])

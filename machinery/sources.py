@@ -1,4 +1,4 @@
-"""Where models, data and functions come from: files, folders, the Hugging Face hub."""
+"""Where models, data and functions come from: files, folders, the hub."""
 
 import functools
 import hashlib
@@ -19,8 +19,8 @@ import transformers
 
 from machinery.cli import InputError, about, say
 
-Rows = Any  # a datasets.Dataset; the library takes a second to import
-LOCAL = (".", "/", "~", "models/", "data/", "runs/")  # names that start like this are paths
+Rows = Any  # a datasets.Dataset, slow to import
+LOCAL = (".", "/", "~", "models/", "data/", "runs/")  # beginnings of paths
 READERS: dict[str, tuple[str, dict[str, Any]]] = {  # no byte-order mark; "NA", "007" are texts
     ".txt": ("text", dict(encoding="utf-8-sig")),
     ".json": ("json", {}),
@@ -32,7 +32,7 @@ transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # never ask whether 
 
 
 def check_source(name: str) -> None:
-    """Raise `InputError` for a missing path; for a hub name, go offline if the hub is down."""
+    """Raise `InputError` for a missing path; go offline if the hub is down."""
     if Path(name).exists():
         if Path(name, "adapter_config.json").exists() and not Path(name, "config.json").exists():
             raise InputError("is an adapter; save what PeftModel.merge_and_unload() returns")
@@ -48,7 +48,7 @@ def check_source(name: str) -> None:
     except urllib.error.HTTPError:
         pass  # it answered
     except OSError:  # the libraries would retry for 23 s
-        import datasets  # takes a second to import
+        import datasets  # slow to import
 
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         say("the hub does not answer; offline from here on")
@@ -111,7 +111,7 @@ def read_files(files: list[str]) -> Rows:
     if kind != "json":
         options = options | dict(data_files=files, description=digest.hexdigest())
         return datasets.load_dataset(kind, split="train", **options)
-    # Values are stored as JSON: the library would take texts for dates, or for numbers.
+    # Values are stored as JSON: the library takes texts for dates or numbers.
     names = (name for row in read_json(files) for name in row)
     features = datasets.Features(dict.fromkeys(names, datasets.Json()))
 
@@ -145,7 +145,7 @@ def import_file(path: Path) -> Any:
 
 
 def load_function(name: str) -> Callable:
-    """The function named `module:function` or `path.py:function`; a file is imported once."""
+    """The function `module:function` or `path.py:function`; files are imported once."""
     source, _, attribute = name.rpartition(":")
     if not source.endswith(".py"):
         return pkgutil.resolve_name(name)

@@ -16,18 +16,15 @@ from machinery.cli import InputError, about, say
 from machinery.sources import check_source
 from utils import TokenIds
 
-PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # a text that tokenizers split differently
-# The date that templates write as today's, in every run: that of Llama 3.2's without a clock.
+PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # tokenizers split it differently
+# Templates write this date as today's, as Llama 3.2's does without a clock.
 CLOCK = SimpleNamespace(now=lambda: date(2024, 7, 26))
 setattr(chat_template_utils, "datetime", CLOCK)  # noqa: B010
 TEXT_ONLY = ("query_prefix", "query_suffix", "start_text", "end_text", "clean_fn", "keep_last_line")
 
 
 def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> tuple[Any, TokenIds]:
-    """The tokenizer of `task.base_model` and the token ids of the task; loads no weights.
-
-    `new_tokens` follow each query. The pad id is one past the vocabulary, not the tokenizer's (G2).
-    """
+    """The tokenizer of `task.base_model` and the token ids of the task; loads no weights."""
     name = task.base_model
     with about(f"{flag} {name}"):
         check_source(name)
@@ -47,7 +44,7 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
 
 
 def check_length(config: transformers.PretrainedConfig, needed: int, what: str) -> None:
-    """Raise `InputError` if a model has fewer positions than tokens to read."""
+    """Raise `InputError` if a model has too few positions."""
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and needed > longest:
         raise InputError(f"{what} needs {needed} tokens; {config.model_type} reads {longest}")
@@ -65,7 +62,7 @@ def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
 
 
 def bos(tokenizer: Any) -> list[int]:
-    """The BOS token, if the tokenizer begins texts with it, as those of Llama and Gemma do."""
+    """The BOS token, if the tokenizer begins texts with it, as Llama's and Gemma's do."""
     first = tokenizer.encode("x")[:1]
     return first if first == [tokenizer.bos_token_id] else []
 
@@ -127,7 +124,7 @@ def translate(sequences: list[list[int]], source: Any, target: Any) -> list[list
 
 
 def check_chat(task: Task, tokenizer: Any) -> None:
-    """Raise `InputError` if flags of this task would be ignored for lists of messages."""
+    """Raise `InputError` for flags that are ignored for lists of messages."""
     for name in TEXT_ONLY:
         if value := getattr(task, name):
             raise InputError(f"--{name} {value!r} is not for messages; see Chat in docs/data.md")
@@ -140,7 +137,7 @@ def check_chat(task: Task, tokenizer: Any) -> None:
 def render(messages: list[dict], tokenizer: Any, begin: bool = False) -> str:
     """Apply the chat template; `begin` adds the generation prompt."""
     for message in messages:
-        if not isinstance(message["content"], str):  # a template may write "None", or leave it out
+        if not isinstance(message["content"], str):  # templates write "None", or nothing
             raise InputError(f"the content of {message!r:.60} is not a text")
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begin)
 

@@ -56,7 +56,7 @@ class Unpadded:
 
 
 def select(x: Tensor, mask: Tensor, count: int) -> Tensor:
-    """`x[mask]` for a mask with `count` true elements, without waiting for the device."""
+    """`x[mask]`, which has `count` elements, without waiting for the device."""
     return x.flatten()[mask.flatten().nonzero_static(size=count).squeeze(1)]
 
 
@@ -66,7 +66,7 @@ def set_unpadding(backbone: Any, longest: int) -> None:
     The caller checks the results and calls this again with 0 if they are wrong. With attention
     other than the library's `sdpa`, such as Falcon's, padding is always computed.
     """
-    from transformers import AttentionInterface  # takes two seconds to import
+    from transformers import AttentionInterface  # slow to import
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     config, names = backbone.config, ("window", "window_size", "chunk_size")
@@ -108,13 +108,13 @@ def attention(
         if "enable_gqa" not in signature_of(varlen_attn).parameters:  # torch 2.11
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
             del causal["enable_gqa"]
-        # Autocast does not cast here, and rotary embeddings leave queries and keys in fp32.
+        # Autocast does not cast here; rotary embeddings leave queries and keys in fp32.
         flat = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))
         inputs: Any = *flat, *bounds, max(lengths), max(seen)
         output: Any = varlen_attn(*inputs, **causal)
         return output[None], None
     if not masks:
-        for n, m in zip(lengths, seen, strict=True):  # the first m - n are a prompt's: all see them
+        for n, m in zip(lengths, seen, strict=True):  # the first m - n are a prompt's
             masks.append(None if n == m else q.new_ones(1, 1, n, m).bool().tril(m - n))
     parts = zip(q.split(lengths, 2), k.split(seen, 2), v.split(seen, 2), masks, strict=True)
     outputs = [sdpa(module, *part, **rest)[0] for part in parts if part[0].shape[2]]
@@ -122,7 +122,7 @@ def attention(
 
 
 def can_use_varlen(key: Tensor, value: Tensor) -> bool:
-    """Whether torch's `varlen_attn`, one kernel for all sequences, takes these."""
+    """Whether torch's `varlen_attn` takes these: one kernel for all sequences."""
     fits = key.shape == value.shape and value.shape[-1] in range(8, 257, 8)
     fits = fits and value.dtype == torch.bfloat16 and value.is_cuda
     fits = fits and torch.backends.cuda.is_flash_attention_available()
