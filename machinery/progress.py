@@ -80,7 +80,7 @@ class Progress:
 
 def plot_run(folder: Path, names: list[str]) -> None:
     """Draw `curves.png`: a panel per metric over episodes or steps, evaluations as points."""
-    from matplotlib.figure import Figure  # takes half a second to import
+    from matplotlib.figure import Figure  # slow to import
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     if missing := [name for name in names if not any(name in line for line in lines)]:

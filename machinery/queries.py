@@ -104,8 +104,8 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     before = [task.query_prefix] * len(texts)
     encoded, offsets, _ = tokens.encode_after(before, texts, tokenizer, offsets=end is not None)
     queries = []
-    for i, (text, ids) in enumerate(zip(texts, encoded, strict=True)):
-        ends = None if end is None else ends_word(text, offsets[i], end)
+    for text, ids, spans in zip(texts, encoded, offsets, strict=True):
+        ends = None if end is None else ends_word(text, spans, end)
         query = cut_query(ids, length, start, ends) if text.strip() else []
         queries.append(begin + query if query and query[:1] != begin else query)
     return queries
