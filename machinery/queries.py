@@ -77,7 +77,10 @@ def load_texts(task: Task, *columns: str) -> Rows:
     """At most `num_queries` rows of `query_dataset`, which has these columns."""
     rows = load_rows(task.query_dataset, "--query_dataset")
     with about(f"--query_dataset {task.query_dataset}"):
-        rows.select_columns(list(columns))  # a missing one's error lists them
+        first = rows.select_columns(list(columns))[:1]  # if one is missing, the error lists them
+        messages = [x[0] for values in first.values() for x in values if x and isinstance(x, list)]
+        if any("from" in message for message in messages):
+            raise InputError("messages have from and value, not role and content: docs/data.md")
     if len(rows) > task.num_queries:
         chosen = np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)
         rows = rows.select(np.sort(chosen))

@@ -256,6 +256,13 @@ def test_P3_the_last_sentence_inside_the_length_counts(gpt2):
     assert query("One.\nTwo\n", gpt2, 3, "\n") == "One.\n"
 
 
+def test_messages_with_from_and_value_are_refused(task, tmp_path):
+    rows = [{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes."}]}]
+    task = replace(task, query_column="conversations")
+    task = replace(task, query_dataset=write_rows(tmp_path / "sharegpt.json", rows))
+    refuses(lambda: load_queries(task), "--query_dataset", "from", "role")
+
+
 def test_what_a_users_function_cleaned_is_not_taken_from_an_earlier_run(task, tmp_path, tokenized):
     """It may call anything, for example a module that is edited between two runs."""
     (tmp_path / "mine.py").write_text("def clean(text):\n    return text\n")
