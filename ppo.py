@@ -142,7 +142,7 @@ class PolicyAndValue(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = Unpadded(lm.base_model)  # on real tokens only; lm's own weights
+        self.backbone = Unpadded(lm.base_model)  # real tokens only; shares lm's weights
         self.value_head = Float32Linear(lm.config.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)  # values start at 0 (P2)
         nn.init.zeros_(self.value_head.bias)
@@ -150,7 +150,7 @@ class PolicyAndValue(nn.Module):
         self.temperature = temperature
 
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, ...]:
-        """Log-probabilities, entropies (0 without gradients) and values of response tokens.
+        """Log-probabilities, entropies (0 under no_grad) and values of response tokens.
 
         [B, C], [B, R] → [B, R] each, 0 at padding. Entropies are detached.
         """
@@ -222,9 +222,9 @@ def score_responses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score responses [B, R] with `reward`, cut after the first truncate token (P5).
 
-    It does not count before position `truncate_after`. A response without it stays whole and scores
+    A token before `truncate_after` does not count. A response without one stays whole and scores
     `missing_eos_penalty`. `columns`: name → B values of the data set. Returns scores [B], cut
-    responses [B, R], and which have the token [B]: all, if the task has none.
+    responses [B, R], and `ended` [B]: they have the token, or the task has none.
     """
     task = args.task
     cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -269,10 +269,10 @@ class Rollout(NamedTuple):
     ended: Tensor  # [B] whether they have the truncate token
     mask: Tensor  # [B, R] all tokens; in EOS tasks, those up to the end (X9)
     lengths: Tensor  # [B] real tokens of context and response
-    logprobs: Tensor  # [B, R] under the policy that sampled
+    logprobs: Tensor  # [B, R] under the sampling policy
     values: Tensor  # [B, R] at the same time
     kl: Tensor  # [B, R] to the reference
-    scores: Tensor  # [B] of the reward model, or the penalty
+    scores: Tensor  # [B] the model's, or missing_eos_penalty
     rewards: Tensor  # [B, R] KL penalty, and the score at the last token
 
     def select(self, rows: Tensor | slice) -> "Rollout":
@@ -284,7 +284,7 @@ def shuffle(
     num_episodes: int, args: Args, seed: int, update: int, device: Any
 ) -> list[list[Tensor]]:
     """For each epoch, the indices of each minibatch: a new permutation of the batch (P7)."""
-    rng = np.random.default_rng([seed, update, 2])  # 2: not the stream of query_rows
+    rng = np.random.default_rng([seed, update, 2])  # 2: separate from query_rows
     permutations = [rng.permutation(num_episodes) for _ in range(args.num_ppo_epochs)]
     size = num_episodes // args.num_minibatches
     return [list(torch.as_tensor(rows, device=device).split(size)) for rows in permutations]
@@ -345,11 +345,11 @@ def ppo_losses(
     """
 
     def share(x: Tensor) -> Tensor:
-        """Share of the minibatch's mean over tokens: [B, R] → scalar."""
+        """This part's term of the minibatch mean over tokens: [B, R] → scalar."""
         return masked_sum(x, old.mask) / avg_tokens
 
     log_ratio = logprobs - old.logprobs
-    ratio = log_ratio.clamp(max=40).exp()  # its square, and 0 times it, are finite
+    ratio = log_ratio.clamp(max=40).exp()  # ratio**2 and 0 * ratio stay finite
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
@@ -426,10 +426,10 @@ def main(args: Args) -> None:
     tokenizer, ids = load_tokenizer(task, task.response_length)
     table = load_queries(task, tokenizer, ids, limit=args.total_episodes)
     heldout, table = table.hold_out(args.eval_queries)  # table[rows] → [len(rows), Q]
-    gold_reward = load_gold_reward(task, tokenizer, ids)  # None if unknown
+    gold_reward = load_gold_reward(task, tokenizer, ids)  # None if there is none
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    # Without dropout (P4). Exits if T is too long for a model, or if the tokenizers differ:
+    # Without dropout (P4). Exits if T is too long, or if the reference has another tokenizer:
     lm = load_lm(task.base_model, length=ids.length)  # ids.length is T
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
@@ -450,10 +450,10 @@ def main(args: Args) -> None:
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Metrics of all held-out queries, equal on all processes. Also logs and saves."""
+        """Held-out metrics, the same on all processes. Logs samples; keeps weights."""
         queries, columns = heldout[:].to(device), heldout.columns()
         rows = torch.arange(len(queries), device=device)
-        rng = generator(args.seed, num_updates, device)  # not a seed of updates
+        rng = generator(args.seed, num_updates, device)  # unused by any update
         rollout = make_rollout(queries, columns, [rows], kl_coef, rng)  # one minibatch
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
@@ -482,7 +482,7 @@ def main(args: Args) -> None:
         mask = responses != ids.pad
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, values, ref_logprobs = torch.zeros(3, *mask.shape, device=device)
-        # In the first epoch's micro-batches: rounding is equal, so ratios start at 1 (L6).
+        # Use the first epoch's micro-batches: equal rounding, so its first ratios are 1 (L6).
         for rows in first_epoch:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
                 i = rows[part]
@@ -526,7 +526,7 @@ def main(args: Args) -> None:
                     part_stats["policy/entropy_avg"] = entropies.sum() / avg_tokens
                     for name, value in part_stats.items():
                         stats[f"ppo/{name}"] += value.detach() / num_steps
-                average_gradients(policy)  # over processes; FSDP2 has done it
+                average_gradients(policy)  # over processes; FSDP2 already did
                 if args.max_grad_norm is not None:  # (X8)
                     nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()
@@ -536,7 +536,7 @@ def main(args: Args) -> None:
                     stats[f"ppo/{name}/mean"] += mean / num_steps
                     stats[f"ppo/{name}/var"] += var / num_steps
 
-        seconds = timer.stop()  # by phase; without the evaluation
+        seconds = timer.stop()  # of the last run of each phase
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics = mean_over_processes(metrics, device)
         var_explained = 1 - metrics["ppo/val/error"] / max(metrics["ppo/returns/var"], 1e-8)

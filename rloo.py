@@ -19,7 +19,7 @@ One update (numbered as in `main`):
 
 A whole response is one action; there is no value function. With one epoch and one minibatch, as
 for most tasks, the gradient is REINFORCE's. With more steps, the ratio of a whole response is
-clipped as PPO clips a token's. Adaptive KL, Adam and names of metrics are ppo.py's.
+clipped as PPO clips a token's. Adaptive KL, Adam and metric names are as in ppo.py.
 
 In OpenAI's 2019 tasks every response has R tokens, and all are trained on; only the reward model
 sees it cut after the truncate token, such as a period. In EOS tasks that token ends the response,
@@ -132,19 +132,19 @@ class Policy(nn.Module):
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = Unpadded(lm.base_model)  # on real tokens only; lm's own weights
+        self.backbone = Unpadded(lm.base_model)  # real tokens only; shares lm's weights
         self.pad_id = pad_id  # outside the vocabulary: never sampled (G2)
         self.temperature = temperature
 
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, ...]:
-        """Log-probabilities and entropies (0 without gradients) of response tokens.
+        """Log-probabilities and entropies (0 under no_grad) of response tokens.
 
         [B, C], [B, R] → [B, R] each, 0 at padding. Entropies are detached.
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before it (G3)
-        hidden = self.backbone(  # [B, T, D]; equal contexts side by side are computed once
+        hidden = self.backbone(  # [B, T, D]; adjacent equal contexts are computed once
             tokens.masked_fill(~mask, 0), mask, position_ids, prompt_length=contexts.shape[1]
         )
         where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # N real response tokens
@@ -208,9 +208,9 @@ def score_responses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score responses [B, R] with `reward`, cut after the first truncate token (P5).
 
-    It does not count before position `truncate_after`. A response without it stays whole and scores
+    A token before `truncate_after` does not count. A response without one stays whole and scores
     `missing_eos_penalty`. `columns`: name → B values of the data set. Returns scores [B], cut
-    responses [B, R], and which have the token [B]: all, if the task has none.
+    responses [B, R], and `ended` [B]: they have the token, or the task has none.
     """
     task = args.task
     cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -249,9 +249,9 @@ class Rollout(NamedTuple):
     ended: Tensor  # [B] whether they have the truncate token
     mask: Tensor  # [B, R] all tokens; in EOS tasks, those up to the end (X9)
     lengths: Tensor  # [B] real tokens of context and response
-    logprobs: Tensor  # [B, R] under the policy that sampled
+    logprobs: Tensor  # [B, R] under the sampling policy
     kl: Tensor  # [B, R] to the reference
-    scores: Tensor  # [B] of the reward model, or the penalty
+    scores: Tensor  # [B] the model's, or missing_eos_penalty
     rewards: Tensor  # [B] score minus KL penalty
 
     def select(self, rows: Tensor | slice) -> "Rollout":
@@ -267,9 +267,9 @@ def shuffle(
     Episode i is a response to query i % P. All K responses to a query are in one minibatch, side by
     side, so that a micro-batch computes the query only once.
     """
-    rng = np.random.default_rng([seed, update, 2])  # 2: not the stream of query_rows
+    rng = np.random.default_rng([seed, update, 2])  # 2: separate from query_rows
     num_queries = num_episodes // args.rloo_k
-    offsets = num_queries * np.arange(args.rloo_k)  # episodes i, i + P, i + 2P, ... have one query
+    offsets = num_queries * np.arange(args.rloo_k)  # i, i + P, i + 2P, ... have one query
     epochs = []
     for _ in range(args.num_ppo_epochs):
         minibatches = np.split(rng.permutation(num_queries), args.num_minibatches)
@@ -302,11 +302,11 @@ def rloo_loss(
     """
 
     def share(x: Tensor) -> Tensor:
-        """Share of the minibatch's mean over responses: [B] → scalar."""
+        """This part's term of the minibatch mean over responses: [B] → scalar."""
         return x.sum() / num_responses
 
     log_ratio = (logprobs - old.logprobs).sum(dim=1)  # [B], over tokens; 0 at padding (L1)
-    ratio = log_ratio.clamp(max=40).exp()  # its square, and 0 times it, are finite
+    ratio = log_ratio.clamp(max=40).exp()  # ratio**2 and 0 * ratio stay finite
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
@@ -370,10 +370,10 @@ def main(args: Args) -> None:
     tokenizer, ids = load_tokenizer(task, task.response_length)
     table = load_queries(task, tokenizer, ids, limit=args.total_episodes // args.rloo_k)
     heldout, table = table.hold_out(args.eval_queries)  # table[rows] → [len(rows), Q]
-    gold_reward = load_gold_reward(task, tokenizer, ids)  # None if unknown
+    gold_reward = load_gold_reward(task, tokenizer, ids)  # None if there is none
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    # Without dropout (P4). Exits if T is too long for a model, or if the tokenizers differ:
+    # Without dropout (P4). Exits if T is too long, or if the reference has another tokenizer:
     lm = load_lm(task.base_model, length=ids.length)  # ids.length is T
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
@@ -394,10 +394,10 @@ def main(args: Args) -> None:
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Metrics of all held-out queries, equal on all processes. Also logs and saves."""
+        """Held-out metrics, the same on all processes. Logs samples; keeps weights."""
         queries, columns = heldout[:].to(device), heldout.columns()
         rows = torch.arange(len(queries), device=device)
-        rng = generator(args.seed, num_updates, device)  # not a seed of updates
+        rng = generator(args.seed, num_updates, device)  # unused by any update
         rollout = make_rollout(queries, columns, [rows], kl_coef, rng)  # one minibatch
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
@@ -426,7 +426,7 @@ def main(args: Args) -> None:
         mask = responses != ids.pad
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, ref_logprobs = torch.zeros(2, *mask.shape, device=device)
-        # In the first epoch's micro-batches: rounding is equal, so ratios start at 1 (L6).
+        # Use the first epoch's micro-batches: equal rounding, so its first ratios are 1 (L6).
         for rows in first_epoch:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
                 i = rows[part]
@@ -472,18 +472,18 @@ def main(args: Args) -> None:
                     part_stats["policy/entropy_avg"] = entropies.sum() / avg_tokens
                     for name, value in part_stats.items():
                         stats[f"ppo/{name}"] += value.detach() / num_steps
-                average_gradients(policy)  # over processes; FSDP2 has done it
+                average_gradients(policy)  # over processes; FSDP2 already did
                 if args.max_grad_norm is not None:  # (X8)
                     nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
 
-        seconds = timer.stop()  # by phase; without the evaluation
+        seconds = timer.stop()  # of the last run of each phase
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         groups = rollout.scores.view(args.rloo_k, -1)  # [K, P]
-        all_equal = groups.isclose(groups[:1]).all(dim=0)  # of scores; TRL's name
-        metrics["objective/frac_reward_zero_std"] = all_equal.float().mean()
+        all_equal = groups.isclose(groups[:1]).all(dim=0)  # of scores
+        metrics["objective/frac_reward_zero_std"] = all_equal.float().mean()  # TRL's name
         metrics = mean_over_processes(metrics, device)
         metrics |= {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}
         metrics["time/episodes_per_second"] = args.batch_size / sum(seconds.values())
