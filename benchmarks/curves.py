@@ -223,9 +223,9 @@ def make_panels(names: Iterable[str], x_label: str) -> tuple[Any, dict[str, Any]
     return figure, panels
 
 
-def draw(runs: list[Run], metrics: tuple[str, ...], path: Path) -> None:
+def draw(runs: list[Run], metrics: tuple[str, ...], path: Path, x_label: str) -> None:
     """A panel for each metric, a color for each label."""
-    figure, axes = make_panels(metrics, "episodes")
+    figure, axes = make_panels(metrics, x_label)
     legend = {}
     for metric, axis in axes.items():
         for i, (label, curves) in enumerate(by_label(runs, metric).items()):
@@ -272,7 +272,8 @@ def main(args: Args) -> None:
     unknown = [name for name in metrics or PANELS if name not in known]
     if unknown:
         raise InputError(f"no run has {', '.join(unknown)}; they have {', '.join(sorted(known))}")
-    draw(runs, metrics, args.out)
+    x = dict(name.split("=")[::-1] for name in args.names).get(X, "episodes")
+    draw(runs, metrics, args.out, x.rpartition("/")[2])
     write_csv(runs, metrics, args.out.with_suffix(".csv"))
     print(args.out, args.out.with_suffix(".csv"))
 
