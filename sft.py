@@ -207,8 +207,7 @@ def main(args: Args) -> None:
         for group in optimizer.param_groups:
             group["lr"] = lr = learning_rate(step, num_steps, args)
         epoch, i = divmod(step, steps_per_epoch)
-        order = permutation(len(table), args.seed, epoch)
-        rows = order[i * args.batch_size : (i + 1) * args.batch_size]
+        rows = permutation(len(table), args.seed, epoch)[i * args.batch_size :][: args.batch_size]
         tokens = table[rows[accelerator.process_index :: processes]].to(device)  # [B, T]
         mask = tokens != ids.pad
         num_tokens = all_sum(mask[:, first:].sum()) / processes  # tokens per process
