@@ -18,9 +18,9 @@ One update (numbered as in `main`):
        take one Adam step on the clipped policy loss + vf_coef * the clipped value loss.
     5. Adapt kl_coef to the measured KL.
 
-In OpenAI's 2019 tasks every response has R tokens, and all are trained on; only the reward model
-sees it cut after the truncate token, such as a period. In EOS tasks that token ends the response,
-and what follows it is masked out everywhere.
+In OpenAI's 2019 tasks, all R tokens of a response are trained on, but the reward model sees only
+those up to the truncate token, such as a period. In EOS tasks that token ends the response, and
+what follows it is masked out everywhere.
 
 Tags such as (P9) refer to docs/details.md. Three defaults differ from OpenAI's code: whitening is
 over all processes (X11), old log-probabilities and values come from a forward pass, not from
@@ -64,7 +64,7 @@ from utils import query_rows, sample_token, truncate
 class Args(RunArgs):
     """PPO from human preferences."""
 
-    task: Task  # model, data, lengths, temperature (data/tasks.py); its fields are flags, too
+    task: Task  # model, data, lengths, temperature (data/tasks.py); its fields are also flags
 
     # Run
     seed: NonNegativeInt = 1
@@ -128,7 +128,7 @@ class Args(RunArgs):
 
     # Memory and speed. RunArgs has more of these, and the flags for files.
     rollout_batch_size: PositiveInt = 512
-    """sequences that a process samples at a time; changes only rounding"""
+    """sequences that a process samples at a time; affects only rounding"""
 
 
 SCRIPT = Path(__file__)  # runs and models are named after it
@@ -156,7 +156,7 @@ class PolicyAndValue(nn.Module):
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before it (G3)
+        position_ids = mask.cumsum(dim=1) - mask.long()  # earlier real tokens (G3)
         # Equals self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state:
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
         where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # N real response tokens
@@ -183,17 +183,17 @@ def sample(
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     Samples from the full vocabulary, whatever generation_config says. In EOS tasks, ended responses
-    leave the batch every 16 tokens; `score_responses` cuts what follows the end.
+    are dropped every 16 tokens; `score_responses` cuts what follows the end.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
     batch = decoder.start(contexts, contexts != ids.pad)
-    for t in range(len(uniform)):  # batch.rows [b]: those still in the batch
+    for t in range(len(uniform)):  # batch.rows [b]: rows still in the batch
         logits = batch.next_logits() / task.temperature  # [b, V], as in training (P1)
         tokens = sample_token(logits, uniform[t][batch.rows])  # [b], by inverting the CDF
         responses[batch.rows, t] = tokens
         batch.append(tokens)
-        if task.eos_task and t % 16 == 15:  # `drop` waits for the GPU
+        if task.eos_task and t % 16 == 15:  # rarely: `drop` syncs
             _, ended = truncate(responses[batch.rows], ids.truncate, task.truncate_after, ids.pad)
             batch.drop(ended)
             if len(batch.rows) == 0:
@@ -208,7 +208,7 @@ def sample_in_batches(
     size, length = len(contexts), args.task.response_length
     uniform = torch.rand(length, size, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(size, length)
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(uniform.device)
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)  # the CPU for MPS
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -224,7 +224,7 @@ def score_responses(
 
     A token before `truncate_after` does not count. A response without one stays whole and scores
     `missing_eos_penalty`. `columns`: name → B values of the data set. Returns scores [B], cut
-    responses [B, R], and `ended` [B]: they have the token, or the task has none.
+    responses [B, R], and `ended` [B]: the token was found, or the task has none.
     """
     task = args.task
     cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -270,9 +270,9 @@ class Rollout(NamedTuple):
     mask: Tensor  # [B, R] all tokens; in EOS tasks, those up to the end (X9)
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] under the sampling policy
-    values: Tensor  # [B, R] at the same time
+    values: Tensor  # [B, R] of the sampling policy
     kl: Tensor  # [B, R] to the reference
-    scores: Tensor  # [B] the model's, or missing_eos_penalty
+    scores: Tensor  # [B] reward, or missing_eos_penalty
     rewards: Tensor  # [B, R] KL penalty, and the score at the last token
 
     def select(self, rows: Tensor | slice) -> "Rollout":
@@ -284,7 +284,7 @@ def shuffle(
     num_episodes: int, args: Args, seed: int, update: int, device: Any
 ) -> list[list[Tensor]]:
     """For each epoch, the indices of each minibatch: a new permutation of the batch (P7)."""
-    rng = np.random.default_rng([seed, update, 2])  # 2: separate from query_rows
+    rng = np.random.default_rng([seed, update, 2])  # 2: not query_rows' stream
     permutations = [rng.permutation(num_episodes) for _ in range(args.num_ppo_epochs)]
     size = num_episodes // args.num_minibatches
     return [list(torch.as_tensor(rows, device=device).split(size)) for rows in permutations]
@@ -340,16 +340,16 @@ def ppo_losses(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Policy loss, value loss and statistics of a micro-batch: [B, R] each → scalars.
 
-    `avg_tokens`: the minibatch's response tokens over all processes / number of processes. Results
+    `avg_tokens`: response tokens of the minibatch per process, averaged over processes. Results
     summed over micro-batches and averaged over processes are means over tokens (P7).
     """
 
     def share(x: Tensor) -> Tensor:
-        """This part's term of the minibatch mean over tokens: [B, R] → scalar."""
+        """This micro-batch's share of the mean over tokens: [B, R] → scalar."""
         return masked_sum(x, old.mask) / avg_tokens
 
     log_ratio = logprobs - old.logprobs
-    ratio = log_ratio.clamp(max=40).exp()  # ratio**2 and 0 * ratio stay finite
+    ratio = log_ratio.clamp(max=40).exp()  # keeps ratio**2, 0 * ratio finite
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
@@ -414,7 +414,7 @@ def check(args: Args, processes: int) -> None:
     unit = processes * args.num_minibatches
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches")
     size = args.batch_size // args.num_minibatches
-    if size < 8 and (args.whiten_rewards or args.whiten_advantages):  # refused by OpenAI (P9)
+    if size < 8 and (args.whiten_rewards or args.whiten_advantages):  # OpenAI: an error (P9)
         cli.say(f"{size} responses per minibatch are too few to whiten; raise --batch_size")
 
 
@@ -429,7 +429,7 @@ def main(args: Args) -> None:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # None if there is none
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    # Without dropout (P4). Exits if T is too long, or if the reference has another tokenizer:
+    # `load_lm` disables dropout (P4); exits if T is too long or the tokenizers differ:
     lm = load_lm(task.base_model, length=ids.length)  # ids.length is T
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
@@ -450,7 +450,7 @@ def main(args: Args) -> None:
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Held-out metrics, the same on all processes. Logs samples; keeps weights."""
+        """Held-out metrics, the same on all processes. Logs samples; saves weights."""
         queries, columns = heldout[:].to(device), heldout.columns()
         rows = torch.arange(len(queries), device=device)
         rng = generator(args.seed, num_updates, device)  # unused by any update
@@ -482,7 +482,7 @@ def main(args: Args) -> None:
         mask = responses != ids.pad
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, values, ref_logprobs = torch.zeros(3, *mask.shape, device=device)
-        # Use the first epoch's micro-batches: equal rounding, so its first ratios are 1 (L6).
+        # Micro-batch as the first epoch will: same rounding, so ratios start at 1 (L6).
         for rows in first_epoch:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
                 i = rows[part]
@@ -536,7 +536,7 @@ def main(args: Args) -> None:
                     stats[f"ppo/{name}/mean"] += mean / num_steps
                     stats[f"ppo/{name}/var"] += var / num_steps
 
-        seconds = timer.stop()  # of the last run of each phase
+        seconds = timer.stop()  # per phase, without evaluation
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics = mean_over_processes(metrics, device)
         var_explained = 1 - metrics["ppo/val/error"] / max(metrics["ppo/returns/var"], 1e-8)
@@ -565,7 +565,7 @@ TLDR = FIXED | dict(lr=3e-6, kl_coef=0.05)
 VERIFIABLE = FIXED | dict(num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
-    # `whiten` adds a constant to every token, which would reward or punish length.
+    # Keeping the mean adds a constant per token, which rewards or punishes length.
     "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
     "cnndm": SUMMARIES | dict(kl_coef=0.01),
     "tldr_2019": SUMMARIES | dict(kl_coef=0.03),

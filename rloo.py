@@ -21,9 +21,9 @@ A whole response is one action; there is no value function. With one epoch and o
 for most tasks, the gradient is REINFORCE's. With more steps, the ratio of a whole response is
 clipped as PPO clips a token's. Adaptive KL, Adam and metric names are as in ppo.py.
 
-In OpenAI's 2019 tasks every response has R tokens, and all are trained on; only the reward model
-sees it cut after the truncate token, such as a period. In EOS tasks that token ends the response,
-and what follows it is masked out everywhere.
+In OpenAI's 2019 tasks, all R tokens of a response are trained on, but the reward model sees only
+those up to the truncate token, such as a period. In EOS tasks that token ends the response, and
+what follows it is masked out everywhere.
 
 Shapes: P queries, K responses to each, B sequences (K * P in a process's batch), Q query tokens, C
 context tokens (prefix + query + suffix), R response tokens, T = C + R, N real response tokens, V
@@ -64,7 +64,7 @@ from utils import query_rows, sample_token, truncate
 class Args(RunArgs):
     """RLOO from human preferences."""
 
-    task: Task  # model, data, lengths, temperature (data/tasks.py); its fields are flags, too
+    task: Task  # model, data, lengths, temperature (data/tasks.py); its fields are also flags
 
     # Run
     seed: NonNegativeInt = 1
@@ -118,7 +118,7 @@ class Args(RunArgs):
 
     # Memory and speed. RunArgs has more of these, and the flags for files.
     rollout_batch_size: PositiveInt = 512
-    """sequences that a process samples at a time; changes only rounding"""
+    """sequences that a process samples at a time; affects only rounding"""
 
 
 SCRIPT = Path(__file__)  # runs and models are named after it
@@ -143,7 +143,7 @@ class Policy(nn.Module):
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before it (G3)
+        position_ids = mask.cumsum(dim=1) - mask.long()  # earlier real tokens (G3)
         hidden = self.backbone(  # [B, T, D]; adjacent equal contexts are computed once
             tokens.masked_fill(~mask, 0), mask, position_ids, prompt_length=contexts.shape[1]
         )
@@ -169,17 +169,17 @@ def sample(
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     Samples from the full vocabulary, whatever generation_config says. In EOS tasks, ended responses
-    leave the batch every 16 tokens; `score_responses` cuts what follows the end.
+    are dropped every 16 tokens; `score_responses` cuts what follows the end.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
     batch = decoder.start(contexts, contexts != ids.pad)
-    for t in range(len(uniform)):  # batch.rows [b]: those still in the batch
+    for t in range(len(uniform)):  # batch.rows [b]: rows still in the batch
         logits = batch.next_logits() / task.temperature  # [b, V], as in training (P1)
         tokens = sample_token(logits, uniform[t][batch.rows])  # [b], by inverting the CDF
         responses[batch.rows, t] = tokens
         batch.append(tokens)
-        if task.eos_task and t % 16 == 15:  # `drop` waits for the GPU
+        if task.eos_task and t % 16 == 15:  # rarely: `drop` syncs
             _, ended = truncate(responses[batch.rows], ids.truncate, task.truncate_after, ids.pad)
             batch.drop(ended)
             if len(batch.rows) == 0:
@@ -194,7 +194,7 @@ def sample_in_batches(
     size, length = len(contexts), args.task.response_length
     uniform = torch.rand(length, size, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(size, length)
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(uniform.device)
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)  # the CPU for MPS
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -210,7 +210,7 @@ def score_responses(
 
     A token before `truncate_after` does not count. A response without one stays whole and scores
     `missing_eos_penalty`. `columns`: name → B values of the data set. Returns scores [B], cut
-    responses [B, R], and `ended` [B]: they have the token, or the task has none.
+    responses [B, R], and `ended` [B]: the token was found, or the task has none.
     """
     task = args.task
     cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -251,7 +251,7 @@ class Rollout(NamedTuple):
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] under the sampling policy
     kl: Tensor  # [B, R] to the reference
-    scores: Tensor  # [B] the model's, or missing_eos_penalty
+    scores: Tensor  # [B] reward, or missing_eos_penalty
     rewards: Tensor  # [B] score minus KL penalty
 
     def select(self, rows: Tensor | slice) -> "Rollout":
@@ -267,7 +267,7 @@ def shuffle(
     Episode i is a response to query i % P. All K responses to a query are in one minibatch, side by
     side, so that a micro-batch computes the query only once.
     """
-    rng = np.random.default_rng([seed, update, 2])  # 2: separate from query_rows
+    rng = np.random.default_rng([seed, update, 2])  # 2: not query_rows' stream
     num_queries = num_episodes // args.rloo_k
     offsets = num_queries * np.arange(args.rloo_k)  # i, i + P, i + 2P, ... have one query
     epochs = []
@@ -302,11 +302,11 @@ def rloo_loss(
     """
 
     def share(x: Tensor) -> Tensor:
-        """This part's term of the minibatch mean over responses: [B] → scalar."""
+        """This micro-batch's share of the mean over responses: [B] → scalar."""
         return x.sum() / num_responses
 
     log_ratio = (logprobs - old.logprobs).sum(dim=1)  # [B], over tokens; 0 at padding (L1)
-    ratio = log_ratio.clamp(max=40).exp()  # ratio**2 and 0 * ratio stay finite
+    ratio = log_ratio.clamp(max=40).exp()  # keeps ratio**2, 0 * ratio finite
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
@@ -373,7 +373,7 @@ def main(args: Args) -> None:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # None if there is none
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    # Without dropout (P4). Exits if T is too long, or if the reference has another tokenizer:
+    # `load_lm` disables dropout (P4); exits if T is too long or the tokenizers differ:
     lm = load_lm(task.base_model, length=ids.length)  # ids.length is T
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
@@ -394,7 +394,7 @@ def main(args: Args) -> None:
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Held-out metrics, the same on all processes. Logs samples; keeps weights."""
+        """Held-out metrics, the same on all processes. Logs samples; saves weights."""
         queries, columns = heldout[:].to(device), heldout.columns()
         rows = torch.arange(len(queries), device=device)
         rng = generator(args.seed, num_updates, device)  # unused by any update
@@ -426,7 +426,7 @@ def main(args: Args) -> None:
         mask = responses != ids.pad
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, ref_logprobs = torch.zeros(2, *mask.shape, device=device)
-        # Use the first epoch's micro-batches: equal rounding, so its first ratios are 1 (L6).
+        # Micro-batch as the first epoch will: same rounding, so ratios start at 1 (L6).
         for rows in first_epoch:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
                 i = rows[part]
@@ -478,7 +478,7 @@ def main(args: Args) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        seconds = timer.stop()  # of the last run of each phase
+        seconds = timer.stop()  # per phase, without evaluation
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         groups = rollout.scores.view(args.rloo_k, -1)  # [K, P]
