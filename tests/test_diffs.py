@@ -13,7 +13,7 @@ import subprocess
 import sys
 from copy import deepcopy
 from dataclasses import replace
-from itertools import combinations, pairwise, permutations, product
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +23,7 @@ import test_tokens
 import tiny
 import torch
 from accelerate.state import AcceleratorState
+from test_details import naive_gae
 from torch.testing import assert_close
 
 import ppo
@@ -42,10 +43,11 @@ LIMITS = dict.fromkeys(EXPERIMENTS, 60) | {"dpo": 46, "curriculum": 25}  # added
 OF_PPO = [name for name in DIFFS if BASES[name] == "ppo"]
 OF_RLOO = [name for name in DIFFS if BASES[name] == "rloo" and name not in EXPERIMENTS]
 ALGORITHMS = [x for x in OF_RLOO if x not in ("lora_rloo", "whiten_advantages")]  # alternatives
-OF_GROUPS = [x for x in ALGORITHMS if x not in ("distill", "reinforce_plus_plus")]
 EXCLUSIVE = [{"lora", x} for x in ("freeze_layers", "ema")]  # what is trained, what is saved
 EXCLUSIVE += [{"two_lambdas", "length_penalty"}]  # their flags
-MEANINGLESS = [{"lora", "reference_on_cpu"}, {"trlx_kl", "reference_on_cpu"}]  # no reference there
+EXCLUSIVE += [{*x} for x in combinations(OF_RLOO, 2) if "lora_rloo" not in x]
+EXCLUSIVE += [{"lora_rloo", "distill"}]  # its teacher would be the initial policy
+MEANINGLESS = [{x, "reference_on_cpu"} for x in ("lora", "trlx_kl")]  # no reference there
 PAIRS = [x for x in combinations(OF_PPO, 2) if {*x} not in EXCLUSIVE + MEANINGLESS]
 RECIPES = {path.stem: path.read_text() for path in (ROOT / "diffs" / "recipes").glob("*.sh")}
 STACKS = [re.search("for name in (.*); do", x)[1].replace(" ", "+") for x in RECIPES.values()]
@@ -113,21 +115,15 @@ def test_a_patch_adds_few_lines_and_has_a_command_that_works_and_a_row(name, pat
     assert f"\n| [`{name}`]({name}.diff) | `{BASES[name]}.py` | {len(added(name))} |" in README
 
 
-@pytest.mark.parametrize("first", OF_PPO)
-def test_a_patch_of_ppo_applies_after_every_other_one(first, patched, tmp_path):
-    for second in set(OF_PPO) - {first}:
+@pytest.mark.parametrize("first", OF_PPO + OF_RLOO)
+def test_a_patch_applies_after_every_other_one_but_its_alternatives(first, patched, tmp_path):
+    for second in {*(OF_PPO if first in OF_PPO else OF_RLOO)} - {first}:
         path = Path(shutil.copy(patched(first).__file__, tmp_path))
-        assert apply(path, second) == ({first, second} not in EXCLUSIVE), second
-        if {first, second} not in EXCLUSIVE:
+        applies = {first, second} not in EXCLUSIVE
+        assert apply(path, second) == applies, second
+        if applies:
             ast.parse(path.read_text())
             assert {*added(first), *added(second)} <= {*path.read_text().split("\n")}
-
-
-@pytest.mark.parametrize("pair", list(permutations(OF_RLOO, 2)), ids="+".join)
-def test_patches_of_rloo_are_alternatives_but_lora_goes_with_each(pair, patched, tmp_path):
-    """But not with distill: its teacher would be the initial policy."""
-    path = Path(shutil.copy(patched(pair[0]).__file__, tmp_path))
-    assert apply(path, pair[1]) == ("lora_rloo" in pair and "distill" not in pair)
 
 
 # --------------------------------------------------------------------------------------------- runs
@@ -226,6 +222,11 @@ def assert_step(step, model, loss, atol=2e-5, rtol=2e-3):
     assert_close(step.grads, grads, atol=atol, rtol=rtol)
 
 
+def norm_of(grads, part=""):
+    """The norm of a part's gradients together."""
+    return math.hypot(*(x.norm() for name, x in grads.items() if name.startswith(part)))
+
+
 ONLINE = [*OF_PPO, *OF_RLOO, *(x for x in EXPERIMENTS if x not in ("online_dpo", "vllm"))]
 RUNS = [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in ONLINE]
 OF_SEVERAL = [*map("+".join, PAIRS), *STACKS]
@@ -271,20 +272,16 @@ def test_X1_a_value_is_the_reward_of_the_text_so_far_by_an_own_model(own, start,
 
 def test_X1_policy_and_critic_have_their_own_learning_rates_and_gradient_norms(start):
     """The norm of both together would shrink the smaller one, too."""
-    flags = dict(critic_lr_ratio=0.3)
-    plain, run = (
-        start("separate_critic", **flags),
-        start("separate_critic", max_grad_norm=2, **flags),
-    )
+    clips = (None, 2.0)
+    runs = [start("separate_critic", critic_lr_ratio=0.3, max_grad_norm=x) for x in clips]
     expected = 4 * [1e-2, 3e-3] + 4 * [5e-3, 1.5e-3]
-    assert [lr for step in run.steps for lr in step.lrs] == pytest.approx(expected)
+    assert [lr for step in runs[1].steps for lr in step.lrs] == pytest.approx(expected)
+    plain, clipped = (run.steps[0].grads for run in runs)
     for part in ("lm.", "value_head."):
-        grads = {name: x for name, x in plain.steps[0].grads.items() if name.startswith(part)}
-        norm = torch.cat([x.flatten() for x in grads.values()]).norm().item()
+        norm = norm_of(plain, part)
         assert (norm > 2) == (part == "lm.")
-        for name, x in grads.items():
-            expected = x * min(1, 2 / norm)
-            assert_close(run.steps[0].grads[name], expected, rtol=1e-4, atol=1e-8)
+        for name in (x for x in plain if x.startswith(part)):
+            assert_close(clipped[name], plain[name] * min(1, 2 / norm), rtol=1e-4, atol=1e-8)
 
 
 def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched, start, task):
@@ -323,15 +320,13 @@ def test_X6_at_first_only_the_value_function_learns_and_is_clipped_alone(names, 
     flags = dict(max_grad_norm=0.01, kl_target=0.01, kl_horizon=50, kl_coef=0.5)
     run = start(*names.split("+"), value_warmup_updates=1, **flags)
     for i, step in enumerate(run.steps):
-        grads = {name: x for name, x in step.grads.items() if x is not None}
         moved = [n for n, x in step.after.items() if not torch.equal(x, step.before[n])]
-        for learned in (grads, moved):
-            assert {x.split(".")[0] for x in learned} == {"value_head", *(["lm"] if i > 3 else [])}
+        assert {x.split(".")[0] for x in moved} == {"value_head", *(["lm"] if i > 3 else [])}
         if i < 4:
-            norm = torch.cat([x.flatten() for x in grads.values()]).norm().item()
-            assert norm == pytest.approx(0.01, rel=1e-3)
+            assert norm_of(step.grads, "value_head.") == pytest.approx(0.01, rel=1e-3)
     counts = {n: run.optimizer.state[p]["step"].item() for n, p in run.model.named_parameters()}
-    assert counts == {name: 4 if name.startswith("lm.") else 8 for name in counts}  # Adam's
+    # Adam's, of weights that have a gradient.
+    assert counts == {name: 4 if name.startswith("lm.") else 8 for name in counts}
     assert run.metrics[1]["objective/kl_coef"] == 0.5
 
 
@@ -339,13 +334,12 @@ def test_X6_at_first_only_the_value_function_learns_and_is_clipped_alone(names, 
 def test_X7_tokens_are_of_the_nucleus_and_no_response_ends_too_early(top_p, patched):
     """The nucleus is the fewest tokens with probability top_p. Token 0 ends a response."""
     script, probs = patched("sampling"), torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05])
-    batch = dict(rows=torch.arange(400), next_logits=lambda: (0.7 * probs.log()).repeat(400, 1))
-    batch = SimpleNamespace(**batch, append=lambda tokens: None)
+    batch = SimpleNamespace(rows=torch.arange(400), append=lambda tokens: None)
+    batch.next_logits = lambda: (0.7 * probs.log()).repeat(400, 1)
     decoder, contexts = SimpleNamespace(start=lambda *x: batch), torch.zeros(400, 1).long()
     args = tiny.make_args(script=script, top_p=top_p, min_response_length=3)
-    found = script.sample(
-        decoder, contexts, tiny.uniform(5, 400), utils.TokenIds(5, 0, [], []), args
-    )
+    ids = utils.TokenIds(5, 0, [], [])
+    found = script.sample(decoder, contexts, tiny.uniform(5, 400), ids, args)
     for t, tokens in enumerate(found.T):
         left = probs / probs.sum() if t > 1 else probs * torch.tensor([0, 2, 2, 2, 2])
         order = left.argsort(descending=True)
@@ -356,17 +350,17 @@ def test_X7_tokens_are_of_the_nucleus_and_no_response_ends_too_early(top_p, patc
         assert_close(frequencies, expected / expected.sum(), atol=0.08, rtol=0)
 
 
-SCHEDULES = [  # learning rates after two updates of warm-up
-    (dict(), [1, 0.75, 0.5, 0.25]),
-    (dict(decay="cosine"), [1, 0.853553, 0.5, 0.146447]),
-    (dict(decay="cosine", min_lr_ratio=0.2), [1, 0.882843, 0.6, 0.317157]),
-    (dict(decay="inverse_sqrt"), [1, 0.816497, 0.707107, 0.632456]),
-    (dict(anneal_lr=False), [1, 1, 1, 1]),
-]
-
-
-@pytest.mark.parametrize(("flags", "expected"), SCHEDULES)
-def test_X8_the_learning_rate_warms_up_and_decays(flags, expected, start):
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (dict(), [1, 0.75, 0.5, 0.25]),
+        (dict(decay="cosine"), [1, 0.853553, 0.5, 0.146447]),
+        (dict(decay="cosine", min_lr_ratio=0.2), [1, 0.882843, 0.6, 0.317157]),
+        (dict(decay="inverse_sqrt"), [1, 0.816497, 0.707107, 0.632456]),
+        (dict(anneal_lr=False), [1, 1, 1, 1]),
+    ],
+)
+def test_X8_the_learning_rate_warms_up_for_two_updates_and_decays(flags, expected, start):
     run = start("schedule", batch_size=8, total_episodes=48, num_ppo_epochs=1, lr=2e-4, **flags)
     rates = [step.lrs[0] / 2e-4 for step in run.steps[::2]]
     assert rates == pytest.approx([0.5, 1, *expected], rel=1e-5)
@@ -431,24 +425,24 @@ def test_two_lambdas_returns_have_their_own_and_that_of_advantages_rises_with_th
     flags = dict(whiten_rewards=False, whiten_advantages=False, lam_alpha=0.5, value_lam=0.9)
     args = tiny.make_args(script=patched("two_lambdas"), gamma=0.8, **flags)
     minibatch = SimpleNamespace(rewards=r, values=v, mask=mask)
-    found = torch.stack(patched("two_lambdas").compute_advantages(minibatch, args))
-    for i, t in product(range(3), range(5)):
-        deltas = [r[i, s] + 0.8 * (v[i, s + 1] if s < 4 else 0) - v[i, s] for s in range(t, 5)]
-        sums = [sum((0.8 * lam) ** k * x for k, x in enumerate(deltas)) for lam in (lams[i], 0.9)]
-        assert_close(found[:, i, t], torch.stack([sums[0], sums[1] + v[i, t]]))
+    advantages, returns = patched("two_lambdas").compute_advantages(minibatch, args)
+    for i, lam in enumerate(lams):
+        expected, other = (naive_gae(r[i].numpy(), v[i].numpy(), 0.8, x) for x in (lam, 0.9))
+        assert_close(advantages[i], torch.tensor(expected).float())
+        assert_close(returns[i], torch.tensor(other).float() + v[i])
 
 
 @pytest.mark.parametrize("eos", [False, True])
 def test_X3_trlx_kl_is_what_a_slow_loop_over_queries_and_responses_gives(eos, start, task):
     """By trlX's formula, exp(x) - 1 - x with x = log pi - log pi_ref; roots of the means."""
-    run, sums = start("trlx_kl", **EOS if eos else {}), []
+    run = start("trlx_kl", **EOS if eos else {})
     policies, rollout = [*map(load_policy, (task.base_model, run.args.ref_model))], run.rollouts[0]
-    for texts in zip(rollout.contexts, rollout.responses, strict=True):
-        ids = torch.cat([text[text != tiny.WORDS] for text in texts])
+    texts, total = torch.cat([rollout.contexts, rollout.responses], dim=1), 0.0
+    for ids in (text[text != tiny.WORDS] for text in texts):
         ours, theirs = (tiny.run_alone(model, ids[:1], ids[1:])[0] for model in policies)
-        sums.append(((ours - theirs).exp() - 1 - (ours - theirs)).sum().item())
-    positions = rollout.contexts.numel() + rollout.responses.numel() - 16  # padding, too
-    expected = math.sqrt(sum(sums) / 16), math.sqrt(sum(sums) / positions)
+        total += ((ours - theirs).exp() - 1 - (ours - theirs)).sum().item()
+    positions = texts.numel() - 16  # padding, too
+    expected = math.sqrt(total / 16), math.sqrt(total / positions)
     found = [run.metrics[0][f"trlx/policy/{name}"] for name in ("sqrt_kl", "kl_per_token")]
     assert found == pytest.approx(expected, rel=1e-3) and expected[0] > 0.01
 
@@ -692,7 +686,7 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(names, patched, start):
     assert_updates(name, run, OWN_BESIDE_TOOL if tools else OWN)
 
 
-@pytest.mark.parametrize("name", OF_GROUPS)
+@pytest.mark.parametrize("name", GROUPS)
 def test_a_batch_of_equal_scores_changes_nothing(name, start):
     """Exactly: the mean of 0.9 0.9 0.9 is not 0.9 in fp32, and is divided by 0 + 1e-4."""
     equal = lambda queries, *inputs: torch.full([len(queries)], 0.9)  # noqa: E731
@@ -786,14 +780,13 @@ def test_R4_each_pair_is_there_once_and_those_of_a_prompt_side_by_side(patched, 
 # -------------------------------------------------------------------------------------- experiments
 
 
-OFF = {
+OFF = ("ema", "reference_on_cpu", "sampling", "trlx_kl", "stale", "whiten_advantages")
+OFF = dict.fromkeys(OFF, {}) | {
     "value_warmup": dict(value_warmup_updates=0),
     "samples_per_query": dict(samples_per_query=1),
     "tools": dict(tool_fn="json:dumps", tool_calls=0),
     "dynamic_sampling": dict(max_resamples=0),
 }
-OFF |= dict.fromkeys(["ema", "reference_on_cpu", "sampling", "trlx_kl"], {})
-OFF |= dict.fromkeys(["stale", "whiten_advantages"], {})
 
 
 @pytest.mark.parametrize("name", OFF)
@@ -926,15 +919,13 @@ def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, start):
     score = lambda *texts: (1 - alike) * texts[1].sum(dim=1).float()  # noqa: E731
     flags = dict(lr=0.0, num_minibatches=1, kl_coef=0.3, kl_target=None)
     run, loss = start("online_dpo", score=score, **flags), 0
-    rollout, ref = run.rollouts[0], load_policy(run.args.ref_model).requires_grad_(False)
-    for query in range(4):
-        log_ratios = []
-        for choose in (max, min):  # the first of several
-            i = choose(range(query, 16, 4), key=lambda i: rollout.scores[i])
-            text = rollout.contexts[i], rollout.responses[i]
-            ours, theirs = (tiny.run_alone(model, *text)[0] for model in (run.model, ref))
-            log_ratios.append((ours - theirs).sum())
-        loss -= torch.sigmoid(0.3 * (log_ratios[0] - log_ratios[1])).log() / 4
+    rollout = run.rollouts[0]
+    texts = (alone(x, rollout, rollout.mask) for x in (run.model, load_policy(run.args.ref_model)))
+    log_ratios = [(ours - theirs).sum() for (ours, _), (theirs, _) in zip(*texts, strict=True)]
+    for query in range(4):  # the first of several that are the best, or the worst
+        rows = range(query, 16, 4)
+        best, worst = (choose(rows, key=lambda i: rollout.scores[i]) for choose in (max, min))
+        loss -= torch.sigmoid(0.3 * (log_ratios[best] - log_ratios[worst])).log() / 4
     assert alike == (max(x.abs().max() for x in run.steps[0].grads.values()) < 1e-6)
     assert_step(run.steps[0], run.model, loss, atol=1e-5, rtol=1e-3)
 
