@@ -22,6 +22,7 @@ import pytest
 import test_tokens
 import tiny
 import torch
+import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from test_details import naive_gae
 from torch.testing import assert_close
@@ -129,37 +130,27 @@ def test_a_patch_applies_after_every_other_one_but_its_alternatives(first, patch
 # --------------------------------------------------------------------------------------------- runs
 
 
-class KeptRun(tiny.FakeRun):
-    """Keeps rollouts, minibatches, optimizer steps and saved weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.rollouts, self.epochs, self.steps, self.saved = [], [], [], {}
-
-    def save(self, model, tokenizer, name="model", **heads):
-        self.saved[name] = deepcopy(model.state_dict())
-        type(model)(model.config).load_state_dict(self.saved[name])  # has the names of a plain one
-
-
-def sizes_of(script, task):
-    """Flags of a run of a few steps on a task. The reference is not the initial policy."""
-    folder = Path(task.base_model).parent
-    sizes = dict(batch_size=4, micro_batch_tokens=60, num_heldout=4, lr=1e-2, block_size=10)
-    sizes |= dict(num_labels=8, normalize_samples=8, rollout_batch_size=8)
-    if hasattr(script.Args, "num_ppo_epochs"):
-        sizes |= dict(total_episodes=32, batch_size=16, num_minibatches=2, num_ppo_epochs=2)
-        sizes |= dict(rollout_batch_size=5, eval_queries=4, eval_every=1)
-        sizes |= dict(reward_model=str(folder), ref_model=str(folder / "reference"))
-    return {name: x for name, x in sizes.items() if hasattr(script.Args, name)} | dict(task=task)
-
-
 def run_main(script, task, precision="no", score=None, responses=None, names=None, **flags):
-    """Two updates by `main` on tiny models.
+    """Two updates by `main` on tiny models: rollouts, epochs, steps, saved weights.
 
-    `score` is the reward, `responses` are in place of `sample_in_batches`, and `names` of others.
+    `responses` are in place of `sample_in_batches`, `score(responses)` of the reward, and `names`
+    of others. The reference is not the initial policy.
     """
-    run, optimizer = KeptRun(), getattr(script, "AdamTF", torch.optim.AdamW)
-    run.args, own_step = tiny.new_args(script, **sizes_of(script, task) | flags), optimizer.step
+    run, folder, is_online = (
+        tiny.FakeRun(),
+        Path(task.base_model).parent,
+        hasattr(script, "Rollout"),
+    )
+    run.rollouts, run.epochs, run.steps, run.saved = [], [], [], {}
+    sizes = dict(batch_size=16 if is_online else 4, micro_batch_tokens=60, lr=1e-2)
+    sizes |= dict(total_episodes=32, num_minibatches=2, num_ppo_epochs=2, rollout_batch_size=5)
+    sizes |= dict(num_labels=8, num_heldout=4, normalize_samples=8, block_size=10)
+    sizes |= dict(eval_queries=4, eval_every=1, reward_model=str(folder))
+    sizes |= dict(ref_model=str(folder / "reference"))
+    sizes = {name: x for name, x in sizes.items() if hasattr(script.Args, name)}
+    run.args = tiny.new_args(script, task, **sizes | flags)
+    optimizer = getattr(script, "AdamTF", torch.optim.AdamW)
+    own_step = optimizer.step
 
     def step(optimizer, closure=None):
         params = dict(run.model.named_parameters())
@@ -170,8 +161,15 @@ def run_main(script, task, precision="no", score=None, responses=None, names=Non
         seen.after = {name: p.detach().clone() for name, p in params.items()}
         run.steps.append(seen)
 
-    spies = dict(load_reward=lambda *inputs: score) if score else {}
-    spies |= dict(sample_in_batches=responses) if responses else {}
+    def save(model, tokenizer, name="model", **heads):
+        run.saved[name] = deepcopy(model.state_dict())
+        type(model)(model.config).load_state_dict(run.saved[name])  # has the names of a plain one
+
+    run.save, spies = save, {}
+    if score:
+        spies["load_reward"] = lambda *_: lambda queries, responses, columns: score(responses)
+    if responses:
+        spies["sample_in_batches"] = responses
     for name, kept in (("shuffle", run.epochs), ("Rollout", run.rollouts)):
         if hasattr(script, name):
             spies[name] = tiny.keep(getattr(script, name), kept)
@@ -292,10 +290,10 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
     assert len(seen) > len(run.steps) == 8  # micro-batches
     batches, losses = torch.cat(seen).split(8), []
     assert not torch.equal(batches[0], batches[1])
-    lm = SimpleNamespace(lm=run.model.lm, pad_id=tiny.WORDS, temperature=1.0)
     for step, plain, texts in zip(run.steps, start("ppo", **flags).steps, batches, strict=True):
         rows = [row[row != tiny.WORDS] for row in texts]
-        losses.append(-torch.cat([tiny.run_alone(lm, x[:1], x[1:])[0] for x in rows]).mean())
+        logits = torch.cat([run.model.lm(x[None]).logits[0, :-1] for x in rows])
+        losses.append(F.cross_entropy(logits, torch.cat([x[1:] for x in rows])))
         others = sum((p * plain.grads[name]).sum() for name, p in run.model.named_parameters())
         assert_step(step, run.model, 0.5 * losses[-1] + others, atol=1e-5, rtol=1e-3)
     tokenizer, _ = load_tokenizer(task, 5)
@@ -553,24 +551,22 @@ def uneven_responses(decoder, contexts, ids, args, rng):
     return responses.scatter(1, torch.arange(len(contexts))[:, None] % 5, ids.truncate)
 
 
-def inserted_responses(decoder, contexts, ids, args, rng):
-    """The same, but a tool wrote tokens 1 and 2, and the end is at 3, 4 or missing."""
-    responses = torch.randint(20, 90, (len(contexts), 5), generator=rng)
-    ends = 3 + torch.arange(len(contexts)) % 3
-    responses[torch.arange(5) == ends[:, None]] = ids.truncate
-    responses[:, 1:3] += ids.pad + 1
-    return responses
+def inserted_responses(*inputs):
+    """The same, but a tool wrote tokens 1 and 2, which are then no end."""
+    inserted = torch.tensor([0, 1, 1, 0, 0]) * (tiny.WORDS + 1)
+    return uneven_responses(*inputs) + inserted
 
 
-def some_equal(queries, responses, columns):
+def some_equal(responses):
     """Scores; those of the responses to the first of four queries are equal."""
-    first = torch.arange(len(queries)) % 4 == 0
+    first = torch.arange(len(responses)) % 4 == 0
     return torch.where(first, 0.5, responses.sum(dim=1) % 7)
 
 
 SLOW = dict(lr=2e-3, score=some_equal, kl_coef=0.3, kl_target=0.01, kl_horizon=50)
-OWN = torch.arange(5) <= torch.arange(16)[:, None] % 5  # [16, R] tokens that the policy wrote
-OWN_BESIDE_TOOL = torch.tensor([[True, False, False, True, i % 3 > 0] for i in range(16)])
+ENDS = torch.arange(16)[:, None] % 5
+OWN = torch.arange(5) <= ENDS  # [16, R] tokens that the policy wrote
+OWN_BESIDE_TOOL = torch.tensor([1, 0, 0, 1, 1]) * ((ENDS == 1) | (ENDS == 2) | OWN) == 1
 BOUNDS = dict.fromkeys([*ALGORITHMS, "rloo", "vine"], (0.8, 1.2))  # of the ratio
 BOUNDS |= dict(dapo=(0.9, 1.2), gspo=(0.9, 1.05), cispo=(0.0, 1.1))
 OF_RESPONSES = ("rloo", "grpo", "gspo")  # means over responses of their means, not over tokens
@@ -632,24 +628,24 @@ def assert_updates(name, run, own=OWN, advantages_of=slow_advantages):
     """Assert that steps and metrics of a run are those of a slow loop over its responses."""
     ref, steps, clipped = load_policy(run.args.ref_model), iter(run.steps), 0
     for rollout, epochs, line in zip(run.rollouts, run.epochs, run.metrics, strict=False):
-        kl_coef, alike = line["objective/kl_coef"], torch.zeros(16).bool()
+        kl_coef, scores = line["objective/kl_coef"], rollout.scores.view(4, 4)  # [K, P]
+        alike = (scores == scores[0]).all(dim=0).repeat(4)  # [16]
         with torch.no_grad():
             refs = [logprobs for logprobs, _ in alone(ref, rollout, own)]
-        kl = [x[mask] - y for x, mask, y in zip(rollout.logprobs, own, refs, strict=True)]
+        olds = [x[mask] for x, mask in zip(rollout.logprobs, own, strict=True)]
+        kl = [x - y for x, y in zip(olds, refs, strict=True)]
         advantages = advantages_of(name, rollout, kl, kl_coef)
-        for i in range(4):  # queries
-            alike[i::4] = len(rollout.scores[i::4].unique()) == 1
         mean_ratio = mean_entropy = 0.0
         for rows in sum(epochs, []):
             step, loss = next(steps), 0.0
             run.model.load_state_dict(step.before, strict=False)
             learned = rows[~alike[rows]] if name == "dapo" else rows
-            texts = alone(run.model, rollout.select(rows), own[rows])
-            mean_entropy += sum(x.sum().item() for _, x in texts) / own[rows].sum() / 4  # of steps
-            for i, (new, _) in zip(rows, texts, strict=True):
+            news, entropies = zip(*alone(run.model, rollout.select(rows), own[rows]), strict=True)
+            mean_entropy += sum(x.sum().item() for x in entropies) / own[rows].sum() / 4  # of steps
+            for i, new in zip(rows, news, strict=True):
                 if i not in learned:
                     continue
-                inputs = new, rollout.logprobs[i][own[i]], refs[i], advantages[i], kl_coef, run.args
+                inputs = new, olds[i], refs[i], advantages[i], kl_coef, run.args
                 ratio, losses = slow_losses(name, *inputs)
                 size = len(ratio) * len(rows) if name in OF_RESPONSES else own[learned].sum()
                 loss += losses.sum() / (5 * len(rows) if name == "dr_grpo" else size)
@@ -689,8 +685,8 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(names, patched, start):
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_batch_of_equal_scores_changes_nothing(name, start):
     """Exactly: the mean of 0.9 0.9 0.9 is not 0.9 in fp32, and is divided by 0 + 1e-4."""
-    equal = lambda queries, *inputs: torch.full([len(queries)], 0.9)  # noqa: E731
-    run = start(name, score=equal, rloo_k=3, batch_size=12, kl_coef=0.0)
+    flags = dict(rloo_k=3, batch_size=12, kl_coef=0.0)
+    run = start(name, score=lambda responses: torch.full([len(responses)], 0.9), **flags)
     assert not any(grad.any() for step in run.steps for grad in step.grads.values())
     assert [line["objective/frac_reward_zero_std"] for line in run.metrics[:2]] == [1, 1]
 
@@ -907,18 +903,18 @@ def test_vine_advantages_are_what_parts_add_to_mean_scores_of_continuations(star
             found.append(penalties[i] + torch.tensor(parts[:length]).float())
         return found
 
-    tokens = lambda queries, responses, columns: (responses != tiny.WORDS).sum(dim=1).float()  # noqa: E731
     flags = SLOW | EOS | dict(vine_every=2, vine_samples=2, missing_eos_penalty=-2.0)
-    run = start("vine", **flags | dict(score=tokens, responses=responses))
+    flags |= dict(score=lambda x: (x != tiny.WORDS).sum(dim=1).float(), responses=responses)
+    run = start("vine", **flags)
     assert_updates("vine", run, OWN, advantages_of)
 
 
 @pytest.mark.parametrize("alike", [False, True])
 def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, start):
     """Query by query, with log-probabilities of each response alone. Equal scores: no gradient."""
-    score = lambda *texts: (1 - alike) * texts[1].sum(dim=1).float()  # noqa: E731
     flags = dict(lr=0.0, num_minibatches=1, kl_coef=0.3, kl_target=None)
-    run, loss = start("online_dpo", score=score, **flags), 0
+    flags |= dict(score=lambda responses: (1 - alike) * responses.sum(dim=1).float())
+    run, loss = start("online_dpo", **flags), 0
     rollout = run.rollouts[0]
     texts = (alone(x, rollout, rollout.mask) for x in (run.model, load_policy(run.args.ref_model)))
     log_ratios = [(ours - theirs).sum() for (ours, _), (theirs, _) in zip(*texts, strict=True)]
@@ -932,33 +928,33 @@ def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, start):
 
 @pytest.mark.parametrize("limit", [0, 1, 20])
 def test_dynamic_sampling_replaces_groups_with_equal_scores_until_the_limit(limit, start):
-    calls, reward = [], lambda queries, responses, columns: (responses.sum(dim=1) % 4 == 0).float()
-    score = lambda *x: calls.append(x[:2]) or reward(*x)  # noqa: E731
+    score, scored = lambda responses: (responses.sum(dim=1) % 4 == 0).float(), []
+    names = dict(load_reward=lambda *_: lambda *x: scored.append(x[:2]) or score(x[1]))
     flags = dict(max_resamples=limit, eval_queries=3, num_minibatches=1)
-    run = start("dynamic_sampling", score=score, **flags)
-    calls = [x for x in calls if len(x[0]) != 3]  # no evaluations
+    run = start("dynamic_sampling", names=names, **flags)
+    batches = iter([torch.cat(x, dim=1) for x in scored if len(x[0]) != 3])  # no evaluations
     for rollout, line in zip(run.rollouts, run.metrics, strict=False):
         missing, kept, sizes = range(4), {}, []
         while missing and len(sizes) <= limit:
-            sizes.append(len(missing))
-            groups = [torch.cat(calls[0], dim=1)[i :: len(missing)] for i in range(len(missing))]
-            kept |= dict(zip(missing, groups, strict=True))
-            missing = [i for i in missing if reward(0, kept[i][:, 8:], 0).unique().numel() == 1]
-            calls.pop(0)
+            batch, n = next(batches), len(missing)
+            sizes.append(n)
+            kept |= {query: batch[i::n] for i, query in enumerate(missing)}
+            missing = [i for i in missing if len(score(kept[i][:, 8:]).unique()) == 1]
         found = torch.cat([rollout.queries, rollout.responses], dim=1)
         assert all(torch.equal(found[i::4], kept[i]) for i in kept)
         assert line["objective/sampled_batches"] == sum(sizes) / 4
         dropped = sum(sizes[1:]) + len(missing)
         assert line["objective/frac_reward_zero_std"] == pytest.approx(dropped / sum(sizes))
-    assert not calls
+    assert not [*batches]
 
 
 def test_curriculum_draws_queries_by_1_minus_the_mean_score_of_their_last_responses(patched, start):
     """Mean scores are in [0, 1] here, and weights at least 0.3. Frequencies are those of weights."""
     own, draws = patched("curriculum").query_rows, []
     spy = lambda weights, *x: draws.append((weights, own(weights, *x))) or draws[-1][1]  # noqa: E731
-    score = lambda queries, responses, columns: responses[:, 0] % 3 - 0.5  # noqa: E731
-    flags = dict(total_episodes=256, min_weight=0.3, score=score)
+    flags = dict(
+        total_episodes=256, min_weight=0.3, score=lambda responses: responses[:, 0] % 3 - 0.5
+    )
     run = start("curriculum", names=dict(query_rows=spy), **flags)
     success, again = np.zeros(len(draws[0][0])), 0
     for rollout, (weights, rows) in zip(run.rollouts, draws, strict=True):
