@@ -74,6 +74,13 @@ def write_files(folder: Path) -> None:
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`tmp_path` as the working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of `settings` in the working folder of a user who is not logged in."""
     folder = tmp_path / "jürgen" / "work"
@@ -142,10 +149,9 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start(task: tasks.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def start(task: tasks.Task, here: Path):
     """A function that runs a script on tiny files, with other values of its flags."""
-    monkeypatch.chdir(tmp_path)
-    reward_model = tiny.write_reward(tmp_path / "reward")
+    reward_model = tiny.write_reward(here / "reward")
     small = dict(batch_size=4, normalize_samples=4, rollout_batch_size=4)
     args = {
         "ppo": tiny.make_args(task, reward_model=reward_model),

@@ -27,12 +27,11 @@ def test_labels_are_compared_in_fifths_of_similar_confidence():
     assert found == pytest.approx([x for pair in expected for x in pair], abs=1e-6)
 
 
-def test_a_model_on_its_held_out_labels(task, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_model_on_its_held_out_labels(task, here, monkeypatch, capsys):
     monkeypatch.setitem(tasks.TASKS, "mine", replace(task, task="mine"))
     presets = {"mine": dict(num_labels=8, batch_size=4)}
     monkeypatch.setattr(calibration.train_reward, "PRESETS", presets)
-    folder = tiny.write_reward(tmp_path / "reward")
+    folder = tiny.write_reward(here / "reward")
     calibration.main(folder, "mine", "out.png")
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert sum(row["labels"] for row in rows) == 8 and Path("out.png").is_file()

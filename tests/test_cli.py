@@ -84,16 +84,13 @@ def test_every_number_has_its_bounds(script):
         ("sft.py --task=sentimental", ("--task", "sentimental", "synthetic")),
     ],
 )
-def test_bad_flags_are_named_on_stderr_with_exit_code_2(
-    command, words, tmp_path, monkeypatch, capsys
-):
+def test_bad_flags_are_named_on_stderr_with_exit_code_2(command, words, here, monkeypatch, capsys):
     """Nothing is created."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", command.split())
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and not list(tmp_path.iterdir())
+    assert stop.value.code == 2 and not list(here.iterdir())
     assert "Traceback" not in error
     assert [word for word in words if word not in error] == []
 
@@ -119,8 +116,7 @@ def run(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("tool", ["curves", "pass_at_k", "sample", "winrate"])
-def test_bad_input_of_a_tool_ends_with_one_sentence(tool, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_bad_input_of_a_tool_ends_with_one_sentence(tool, here, monkeypatch, capsys):
     rest = dict(curves=["--out", "y.png"], sample=["--out", "y"], winrate=["./x"])
     monkeypatch.setattr(sys, "argv", [f"{tool}.py", "./x", *rest.get(tool, [])])
     with pytest.raises(SystemExit, match="2"):

@@ -824,15 +824,14 @@ def test_tools_sampling_continues_after_what_the_tool_inserts(calls, patched, mo
 
 
 @pytest.mark.parametrize("kind", ["small", pytest.param("smollm2", marks=pytest.mark.slow)])
-def test_tools_a_message_becomes_the_users_turn(kind, patched, tmp_path, monkeypatch):
+def test_tools_a_message_becomes_the_users_turn(kind, patched, here):
     """The token that ends the policy's turn calls the tool, and does not end the response."""
     script, end = patched("tools"), test_tokens.END
     tokenizer = getattr(test_tokens, f"{kind}_tokenizer")()
-    tiny.make_lm(vocab=len(tokenizer)).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    monkeypatch.chdir(tmp_path)
+    tiny.make_lm(vocab=len(tokenizer)).save_pretrained(here / "model")
+    tokenizer.save_pretrained(here / "model")
     Path("user.py").write_text("def ask(*texts): return [dict(role='user', content='Why?')]")
-    model = str(tmp_path / "model")  # `load_tool` is cached
+    model = str(here / "model")  # `load_tool` is cached
     task = tiny.make_task(base_model=model, truncate_token=end, truncate_after=0, eos_task=True)
     args = tiny.make_args(task, script, tool_fn="user.py:ask", tool_token=end)
     ids = load_tokenizer(task, 5)[1]

@@ -152,9 +152,8 @@ def test_X8_G5_without_anneal_lr_the_learning_rate_is_constant(script):
 
 
 @tiny.both
-def test_the_kl_is_to_ref_model_and_the_policy_starts_at_base_model(script, tmp_path, monkeypatch):
+def test_the_kl_is_to_ref_model_and_the_policy_starts_at_base_model(script, here, monkeypatch):
     """By a slow loop over the first update's texts, each alone."""
-    monkeypatch.chdir(tmp_path)
     task = tiny.write_task(Path("task"))
     names = {"policy": task.base_model, "ref": str(tiny.write_model(Path("ref"), seed=5))}
     Path("reward.py").write_text("def score(queries, responses): return [0.0 for _ in queries]")

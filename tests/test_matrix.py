@@ -105,14 +105,13 @@ SINGLE = FEW[1] + [pytest.param(*x, marks=pytest.mark.exhaustive) for x in ALL i
 
 @pytest.mark.parametrize(("script", "kind", "precision", "form"), SINGLE)
 def test_every_script_updates_every_kind_of_model(
-    script, kind, precision, form, tmp_path, monkeypatch, capsys
+    script, kind, precision, form, here, monkeypatch, capsys
 ):
     """In fp32, or in bf16 autocast, as the launcher asks for it; of plain models without padding."""
     AcceleratorState._reset_state(True)
     unpadding.say_once.cache_clear()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "run"
+    folder = here / "run"
     SCRIPTS[script].main(one_update(folder, script, kind, form))
     check_update(folder, script)
     said = "padding is computed" in capsys.readouterr().out
@@ -138,9 +137,8 @@ def test_copies_and_fsdp2_update_every_kind_of_model_alike_on_two_processes(whic
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values())
-def test_every_preset_passes_its_own_checks(script, tmp_path, monkeypatch):
+def test_every_preset_passes_its_own_checks(script, here, monkeypatch):
     """On up to 8 processes. A task without a preset has the defaults."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rewards, "check_source", lambda name: None)  # there is no reward model
     for name, task in tasks.TASKS.items():
         args = cli.parse_args(script.Args, script.PRESETS, ["--task", name])

@@ -509,11 +509,10 @@ def test_a_link_that_moves_changes_nothing(home):
     ppo.check(again("--resume runs/ran --base_model first"), 1)
 
 
-def test_a_copys_own_state_and_flags_of_any_type_are_resumed(tmp_path, monkeypatch):
+def test_a_copys_own_state_and_flags_of_any_type_are_resumed(here, monkeypatch):
     """The edit of docs/your-experiment.md; here, the price is taken from kl_coef."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoints, "KEPT", 100)
-    write_files(tmp_path)
+    write_files(here)
     page = (artifacts.ROOT / "docs/your-experiment.md").read_text()
     (edit,) = (x for x in re.findall(r"```diff\n(.*?)```", page, flags=re.S) if "run.restore" in x)
     text = ppo.SCRIPT.read_text()

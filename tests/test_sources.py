@@ -146,13 +146,12 @@ def f(responses):
 """
 
 
-def test_a_file_of_functions_is_a_module_and_imported_once(tmp_path, monkeypatch, capsys):
+def test_a_file_of_functions_is_a_module_and_imported_once(here, capsys):
     """It finds modules beside it, and its functions run in other processes. A judge that loads a
     model at its top must not load it for every use, whatever the path is called."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "our_judge.py").write_text(JUDGE)
-    (tmp_path / "beside_the_judge.py").write_text("LENGTH = 2.0")
-    names = ["our_judge.py:f", "./our_judge.py:f", f"{tmp_path}/our_judge.py:f"]
+    (here / "our_judge.py").write_text(JUDGE)
+    (here / "beside_the_judge.py").write_text("LENGTH = 2.0")
+    names = ["our_judge.py:f", "./our_judge.py:f", f"{here}/our_judge.py:f"]
     assert [load_function(name)(["ab"]) for name in names] == [[4.0]] * 3
     assert capsys.readouterr().out == "once\n"
     assert load_function(names[0]).__module__ == "our_judge"

@@ -119,11 +119,8 @@ def commands(script: str, size: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("script", "size", "form"), [(ppo, "1b", "file"), (rloo, "6.9b", "index"), (ppo, "2.8b", "bin")]
 )
-def test_the_pages_command_scores_as_the_classifier_itself(
-    script, size, form, tmp_path, monkeypatch
-):
+def test_the_pages_command_scores_as_the_classifier_itself(script, size, form, here, monkeypatch):
     """Every response that ends is read through its end of text; the others get the penalty."""
-    monkeypatch.chdir(tmp_path)
     lm, classifier = write_models(size, form)
     if form == "bin":
         assert "2.8b" in blocks("docs/tldr.md", "python")[0]
@@ -150,9 +147,8 @@ def test_the_pages_command_scores_as_the_classifier_itself(
     assert all(torch.equal(weights[name], x) for name, x in lm.state_dict().items())
 
 
-def test_weights_without_safetensors_are_one_sentence(tmp_path, monkeypatch):
+def test_weights_without_safetensors_are_one_sentence(here):
     """Before anything is loaded; a shard without its index does not count."""
-    monkeypatch.chdir(tmp_path)
     write_models("2.8b", "bin")
     for load, name, flag in (
         (load_lm, SFT, "--base_model"),

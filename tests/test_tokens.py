@@ -219,13 +219,12 @@ def score(queries, responses):
 
 @pytest.mark.parametrize("script", [ppo, rloo])
 def test_responses_end_at_the_templates_end_and_a_reward_function_reads_none_of_it(
-    script, model, tmp_path, monkeypatch
+    script, model, here
 ):
-    monkeypatch.chdir(tmp_path)
     rows = [{"prompt": [USER | {"content": f"Say {i} or gray."}]} for i in range(16)]
     task = make_task(model, rows, Path("rows.jsonl"), query_length=48)
     Path("score.py").write_text(REWARD)
-    function = f"{tmp_path / 'score.py'}:score"
+    function = f"{here / 'score.py'}:score"
     options = dict(total_episodes=16, eval_queries=4, run_name="a", reward_fn=function)
     script.main(tiny.make_args(task, script, **options))
     assert any(line["objective/ended"] > 0 for line in read_metrics("a"))
@@ -363,11 +362,8 @@ GOOD, BAD = [("Hi", " yes"), ("So", " good"), ("Hi", " more")], [("So", " no"), 
 JUDGED = [dict(prompt=p, completion=c, label=(p, c) in GOOD) for p, c in [*BAD, *GOOD]]
 
 
-def test_judged_answers_become_references_and_pairs_by_the_code_of_docs_data(
-    model, tmp_path, monkeypatch
-):
+def test_judged_answers_become_references_and_pairs_by_the_code_of_docs_data(model, here):
     """KTO's form: sft.py learns all answers; train_reward.py needs pairs."""
-    monkeypatch.chdir(tmp_path)
     task = make_task(model, JUDGED, Path("judged.jsonl"), response_column="completion")
     task = replace(task, label_dataset="judged.jsonl")
     assert len(load(load_responses, task)) == 5
@@ -405,12 +401,11 @@ def own_data(folder: Path, page: int) -> str:
     return blocks("docs/data.md", "bash")[page].replace(SMOLLM2, "model")
 
 
-def test_the_page_goes_from_own_data_to_ppo(tmp_path, monkeypatch):
+def test_the_page_goes_from_own_data_to_ppo(here):
     """Its commands as bash reads them."""
-    monkeypatch.chdir(tmp_path)
-    code = own_data(tmp_path, 1).replace("mkdir mine && cd mine", "")
+    code = own_data(here, 1).replace("mkdir mine && cd mine", "")
     record = 'python() { printf "%s\\0" "$@" "" >> calls; }; set -e\n'
-    subprocess.run(["bash", "-c", record + code], check=True, cwd=tmp_path)
+    subprocess.run(["bash", "-c", record + code], check=True, cwd=here)
     calls = Path("calls").read_text().split("\0\0")[:-1]
     assert len(calls) == 3
     for call in calls:
@@ -449,8 +444,7 @@ def test_the_page_runs_grpo_with_lora_and_a_reward_model_on_two_processes(tmp_pa
     assert not torch.equal(before.get_parameter(layer), after.get_parameter(layer))  # merged
 
 
-def test_three_statements_give_a_tokenizer_a_template(gpt2, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_three_statements_give_a_tokenizer_a_template(gpt2, here):
     gpt2.save_pretrained("my_model")
     (code,) = (x for x in blocks("docs/data.md", "python") if "chat_template" in x)
     exec(code)

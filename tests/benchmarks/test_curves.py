@@ -163,8 +163,7 @@ def test_names_and_steps_become_ours_where_a_run_has_none_of_ours(tmp_path):
         (["chart.csv", "--out", "missing/all.png"], "--out missing/all.png"),
     ],
 )
-def test_what_cannot_be_drawn_is_named(words, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_drawn_is_named(words, message, here):
     Path("table.csv").write_text('"Name","State","kl"\n"run-a","finished","1"\n')
     write_chart(Path("chart.csv"), "Step", {"a - objective/kl": {0: 0.5, 1: 0.75}})
     with pytest.raises(InputError, match=message):

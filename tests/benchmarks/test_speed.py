@@ -85,9 +85,8 @@ def test_operations_are_those_counted_by_hand():
 
 
 @pytest.fixture
-def in_this_process(monkeypatch, tmp_path):
+def in_this_process(monkeypatch, here):
     """Contestants run without a process of their own, which would start for seconds."""
-    monkeypatch.chdir(tmp_path)
     for name in ("Timer", "query_rows", "sample_in_batches"):  # which contestants.py replaces
         monkeypatch.setattr(ppo, name, getattr(ppo, name))
     monkeypatch.setattr(Run, "checkpoint", Run.checkpoint)
