@@ -214,10 +214,7 @@ def read_metrics(name: str) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory):
-    """sft, train_reward, ppo and rloo, run once from end to end on tiny files.
-
-    `args`, `metrics`, `rollouts` and `epochs` (rows of each minibatch) by script.
-    """
+    """`args`, `metrics`, `rollouts` and `epochs` of one run of each script on tiny files."""
     folder = tmp_path_factory.mktemp("runs")
     seen = SimpleNamespace(folder=folder, args={}, rollouts={}, epochs={})
     with pytest.MonkeyPatch.context() as patch:

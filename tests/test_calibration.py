@@ -14,8 +14,7 @@ from data import tasks
 
 
 def test_labels_are_compared_in_fifths_of_similar_confidence():
-    """Ten labels with two candidates: the probability of the model's favorite, and whether it is
-    the preferred one."""
+    """Ten labels: the probability of the model's favorite of two, and whether it is preferred."""
     sure = {0.9: True, 0.6: False, 0.7: True, 0.8: True, 0.95: True, 0.55: False, 0.65: True}
     sure |= {0.75: True, 0.85: False, 0.52: False}
     rewards = torch.tensor([[math.log(p), math.log(1 - p)] for p in sure])

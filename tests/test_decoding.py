@@ -83,10 +83,7 @@ def ending_soon(decoder, calls: list):
 
 @pytest.mark.parametrize("number", range(len(KINDS)))
 def test_G4_responses_that_have_ended_leave_the_batch(number, monkeypatch):
-    """Up to their ends all are the same to the bit as when none leaves, whatever the batch.
-
-    Every kind once, in fp32 or in bf16; each of them meets each batch size.
-    """
+    """Up to their ends all are the same to the bit as when none leaves, whatever the batch size."""
     (kind, settings), size, bf16 = KINDS[number], (1, 17, 40)[number % 3], number % 2 == 1
     monkeypatch.setattr(decoding, "BLOCK", 16)
     lm, calls = make_lm(kind, settings), []

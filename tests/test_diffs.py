@@ -666,10 +666,7 @@ WITH_TOOLS = ["tools", *(f"tools+{name}" for name in ALGORITHMS)]
 
 @pytest.mark.parametrize("names", [*ALGORITHMS, "grpo, correct", *WITH_TOOLS])
 def test_gradients_of_updates_are_those_of_a_slow_loop(names, patched, start):
-    """With responses of uneven length, a KL to the reference, and ratios that clip.
-
-    What a tool wrote is in no loss, KL, entropy or length. Only dapo leaves equal scores out.
-    """
+    """What a tool wrote is in no loss, KL, entropy or length. Only dapo leaves equal scores out."""
     patches, tools = names.removesuffix(", correct").split("+"), names in WITH_TOOLS
     name = "rloo" if names == "tools" else patches[-1]
     low, high = BOUNDS[name]

@@ -5,6 +5,7 @@ import math
 import re
 import statistics
 from decimal import Decimal
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -144,9 +145,8 @@ def clipped(model: str, label: str, steps: str) -> Numbers:
     where = dict(model=model, steps=steps, head="bf16" if "in bf16" in label else "fp32")
     where |= dict(autocast="bf16" if "bf16" in label else "no")
     script, column, old = ("ppo", "rloo"), ("tokens", "completions"), ("sampler", "forward")
-    cells = [
-        dict(script=a, old=c) | where | dict(column=b) for a in script for b in column for c in old
-    ]
+    cells = product(script, column, old)
+    cells = [where | dict(script=a, column=b, old=c) for a, b, c in cells]
     return [pick("bf16_clipped", **cell)[0] * 100 for cell in cells]
 
 

@@ -45,8 +45,7 @@ def load_reward(args, tokenizer):
 @torch.no_grad()
 def test_X13_a_classifier_of_one_label_scores_as_its_own_forward(kind, tmp_path, task):
     """It pools the last token that is not its pad, which TRL sets to the end of text where a
-    tokenizer has none: the last sequence ends with it. Ours gets padding of our own on both sides.
-    Whole runs of ppo.py and rloo.py: test_tldr.py."""
+    tokenizer has none: the last sequence ends with it. Ours gets padding on both sides."""
     classifier = write_classifier(tmp_path / "reward", kind)
     args = tiny.make_args(task, reward_model=str(tmp_path / "reward"))
     lengths, ends = [8, 3, 1, 5], [5, 1, 3, 2]

@@ -69,9 +69,8 @@ def one_update(folder: Path, script: str, kind: str, form: str, rank: int = 0) -
         sizes |= dict(num_labels=8, normalize_samples=8, rollout_batch_size=8)
     else:
         sizes |= dict(total_episodes=32, batch_size=32, num_ppo_epochs=1, eval_queries=4)
-        sizes |= dict(
-            rollout_batch_size=13, reward_model=tiny.write_reward(files / "reward", other)
-        )
+        sizes |= dict(reward_model=tiny.write_reward(files / "reward", other))
+        sizes |= dict(rollout_batch_size=13)
         sizes |= dict(micro_batch_tokens=(108, 4096)[KINDS.index(kind) % 2])  # parts, or one
     return tiny.new_args(SCRIPTS[script], task, **common, **sizes)
 

@@ -160,9 +160,8 @@ def test_the_text_model_of_a_checkpoint_that_reads_images_is_loaded_and_saved(ki
     whole = transformers.AutoModelForImageTextToText.from_config(config).eval()
     whole.save_pretrained(tmp_path / "whole")
     lm, text = models.load_lm(str(tmp_path / "whole")), torch.arange(9)[None]
-    artifacts.save_model(
-        lm, SimpleNamespace(save_pretrained=str), tmp_path / "text", lm.state_dict(), {}
-    )
+    tokenizer = SimpleNamespace(save_pretrained=str)
+    artifacts.save_model(lm, tokenizer, tmp_path / "text", lm.state_dict(), {})
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
     for model in (lm, again):
         torch.testing.assert_close(model(text).logits, whole(text).logits, atol=1e-5, rtol=1e-5)

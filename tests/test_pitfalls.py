@@ -39,8 +39,7 @@ def one_update(script, task=None, **flags):
 
 @tiny.both
 def test_nan_at_masked_positions_changes_nothing(script, accelerator):
-    """Neither rollout, nor gradients, nor metrics, with responses that end in one micro-batch with
-    others that do not."""
+    """Neither rollout, nor gradients, nor metrics, where some responses of a micro-batch have ended."""
 
     def fill_padding(backbone, number):
         def run(input_ids, mask, *args, **options):

@@ -1,8 +1,6 @@
-"""A run that is killed at any instant and resumed writes, bit for bit, what an undisturbed run
-writes.
+"""A run that is killed at any instant and resumed writes, bit for bit, what others write.
 
-This file is also a program that runs the scripts and kills them: it imports everything once and
-forks each process.
+As a program, this file runs the scripts and kills them: it imports once and forks each process.
 """
 
 import hashlib
@@ -208,11 +206,8 @@ def free_port() -> int:
 
 
 def drive(jobs: list[dict]) -> dict[str, list[list[int]]]:
-    """Run jobs {script, name, flags, kills: [[what, n, rank]], processes}.
-
-    A run is killed at each of `kills` and resumed, or starts anew if it has no checkpoint; at last
-    it runs to its end. Returns the exit codes: name → round → rank.
-    """
+    """Run jobs {script, name, flags, kills: [[what, n, rank]], processes} to their ends; return
+    the exit codes: name → round → rank. Without a checkpoint, a killed run starts anew."""
     for module in ("rich.table", "torch.utils.tensorboard", "matplotlib.figure"):
         importlib.import_module(module)  # once instead of in every fork
     codes: dict[str, list[list[int]]] = {job["name"]: [] for job in jobs}
@@ -318,13 +313,10 @@ def test_an_error_in_one_of_two_processes_ends_both_and_loses_no_finished_update
     assert_same_run(done.runs / "raises", done.runs / "straight")
 
 
-@pytest.mark.parametrize(
-    ("script", "number"), [*zip(SCRIPTS, [*SIGNALS, signal.SIGTERM], strict=True)]
-)
-def test_a_signal_writes_a_checkpoint_after_the_update_and_exits_with_143(
-    script, number, home, monkeypatch, capsys
-):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_signal_writes_a_checkpoint_and_exits_with_143(script, home, monkeypatch, capsys):
     """Without --save_every. The resumed run equals an undisturbed one; handlers are restored."""
+    number = dict(zip(SCRIPTS, [*SIGNALS, signal.SIGTERM], strict=True))[script]
     handlers = [signal.getsignal(number) for number in SIGNALS]
     assert exit_code(script, settings(script, run_name="straight")) == 0
     with monkeypatch.context() as patch:
@@ -479,11 +471,8 @@ def test_a_file_that_was_edited_is_refused_if_the_script_reads_it(script, home):
         text = Path(file).read_text()
         known, new = (hashlib.sha256(x.encode()).hexdigest()[:8] for x in (text, text + "\n"))
         Path(file).write_text(text + "\n")
-        with (
-            refused(f"sha256 of {reads[file]}={new} instead of {known}")
-            if file in reads
-            else nullcontext()
-        ):
+        named = f"sha256 of {reads.get(file)}={new} instead of {known}"
+        with refused(named) if file in reads else nullcontext():
             SCRIPTS[script].check(again(script=SCRIPTS[script]), 1)
         Path(file).write_text(text)
 

@@ -19,8 +19,7 @@ ARGS = tiny.make_args(script=rloo)  # clips ratios to 1 ± 0.2
 
 
 def loss_of(new: torch.Tensor) -> torch.Tensor:
-    """Sum of the losses of responses [B, R] with advantages of 1, whose old log-probabilities are 0
-    if `new` is a leaf, else `new`: a ratio of 1."""
+    """Sum of losses with advantages of 1. Old log-probabilities are 0 if `new` is a leaf, else `new`."""
     old = SimpleNamespace(logprobs=torch.zeros_like(new) if new.is_leaf else new.detach())
     return rloo.rloo_loss(new, old, torch.ones(len(new)), 1, ARGS)[0]
 

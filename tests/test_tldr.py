@@ -49,11 +49,8 @@ LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def write_tokenizer(folder: Path, pad: bool) -> None:
-    """GPT-NeoX's tokenizer with few merges.
-
-    <|endoftext|> is 0, <|padding|> 1, runs of spaces come last. Of SFT models, special_tokens_map
-    alone names a [PAD], which becomes one more token; reward models have none.
-    """
+    """GPT-NeoX's tokenizer with few merges. Of SFT models, special_tokens_map alone names a [PAD],
+    which becomes one more token; reward models have none."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -311,9 +311,8 @@ def test_answers_and_blocks_that_are_cut_are_counted(model, tmp_path, capsys):
         assert len(load(load_responses, task)) == 4
         line = f"--response_length 8: cut 3 of 4 sequences, by {lost} tokens"
         assert line in capsys.readouterr().out
-    load(
-        lambda task, *given: load_blocks(task, 4, *given), replace(task, query_column="completion")
-    )
+    blocks = lambda task, *given: load_blocks(task, 4, *given)  # noqa: E731
+    load(blocks, replace(task, query_column="completion"))
     assert "last text of a block ends: cut 3 of 3" in capsys.readouterr().out
     assert len(load(load_responses, replace(task, response_length=size))) == 4
     assert "cut" not in capsys.readouterr().out
@@ -437,9 +436,8 @@ def test_the_page_runs_grpo_with_lora_and_a_reward_model_on_two_processes(tmp_pa
     metrics = read_metrics(run)[0]
     assert metrics["objective/scores_std"] > 0 and "ppo/loss/kl_avg" in metrics  # GRPO's
     assert json.loads((run / "args.json").read_text())["processes"] == 2
-    before, after = (
-        AutoModelForCausalLM.from_pretrained(project / x) for x in ("model", "models/tldr/mine")
-    )
+    folders = (project / x for x in ("model", "models/tldr/mine"))
+    before, after = map(AutoModelForCausalLM.from_pretrained, folders)
     layer = "transformer.h.0.mlp.c_fc.weight"
     assert not torch.equal(before.get_parameter(layer), after.get_parameter(layer))  # merged
 

@@ -17,9 +17,8 @@ def test_recorded_steps_are_those_of_a_naive_loop(here, monkeypatch):
     for script, name in ((sft, "normalize"), (rloo, "normalize"), (rloo, "sample_in_batches")):
         monkeypatch.setattr(script, name, getattr(script, name, None), raising=False)
     against_trl.make(here)
-    of_sft, of_rloo = (
-        against_trl.ours(row) for row in against_trl.ROWS if row.name in ("SFT", "RLOO")
-    )
+    rows = (row for row in against_trl.ROWS if row.name in ("SFT", "RLOO"))
+    of_sft, of_rloo = map(against_trl.ours, rows)
     lm = AutoModelForCausalLM.from_pretrained("llama/policy")
     tokenizer = AutoTokenizer.from_pretrained("llama/policy")
     losses = []

@@ -66,11 +66,8 @@ def test_nine_seeds_have_a_mean_and_ten_an_interquartile_one():
 
 
 def test_the_band_of_few_seeds_is_that_of_all_draws_of_whole_curves():
-    """Of three seeds, all draws are the smallest with probability 1/27 = 3.7%: more than 2.5%.
-
-    Of four, how often 1 is drawn is binomial(4, 1/4): three times 12/256 = 4.7%, four times 1/256,
-    so that the upper 2.5% begin at a mean of 3/4.
-    """
+    """Of 3 seeds, all draws are the smallest in 1/27 = 3.7% of cases: more than 2.5%. Of 4, one is
+    drawn three times in 12/256 = 4.7%, four times in 1/256: the upper 2.5% begin at 3/4."""
     middle, low, high = curves.band(np.array([[1.0, 10.0], [2.0, 40.0], [6.0, -20.0]]))
     assert middle.tolist() == [3.0, 10.0]
     assert (low.tolist(), high.tolist()) == ([1.0, -20.0], [6.0, 40.0])

@@ -40,9 +40,8 @@ def test_plain_ppo_and_ppo_get_the_same_weights_from_the_same_responses(eos_task
     queries, responses = tiny.make_contexts(tiny.LENGTHS, 8), tiny.make_responses(8, 5)
     orders = [np.random.default_rng(epoch).permutation(8) for epoch in range(4)]
     epochs = [[torch.from_numpy(order)] for order in orders]
-    run = tiny.run_episodes(
-        ppo, args, policy, queries=[queries], responses=[responses], epochs=[epochs]
-    )
+    inputs = dict(queries=[queries], responses=[responses], epochs=[epochs])
+    run = tiny.run_episodes(ppo, args, policy, **inputs)
     assert 0 < run.metrics[0]["objective/ended"] < 1  # some scores are the penalty
     plain.train(plain.rollout(queries, responses, args.kl_coef, truncate=tiny.EOS), orders)
 
@@ -68,11 +67,8 @@ def test_query_lengths_are_those_of_the_workloads():
 
 
 def test_operations_are_those_counted_by_hand():
-    """One layer of width 2, a sequence of 64 + 1 tokens, a vocabulary of 3.
-
-    12 * 2**2 weights, two operations each per token: 6240. Attention to 1 + 2 + ... + 65 = 2145
-    keys, 8 operations each: 17160. One predicted token: 2 * 2 * 3 = 12.
-    """
+    """12 * 2² weights, 2 operations each for 65 tokens: 6240. Attention to 1 + 2 + ... + 65 = 2145
+    keys, 8 operations each: 17160. One predicted token of 3: 2 * 2 * 3 = 12."""
     work = speed.Work(dict(n_layer=1, n_embd=2, vocab_size=3), 1, (), response_length=1)
     trunk, head = 6240 + 17160, 12
     assert speed.operations(work, "ppo", 1) == {

@@ -126,9 +126,8 @@ def test_samples_become_labels_when_best_is_filled_in(task, tmp_path, monkeypatc
         assert [tokenizer.decode(row[f"sample{k}"]) for k in range(3)] == row["texts"]
     labeled = [json.dumps(row | {"best": i % 3}) + "\n" for i, row in enumerate(rows)]
     (tmp_path / "labels.jsonl").write_text("".join(labeled))
-    labels = load_labels(
-        replace(task, label_dataset=str(tmp_path / "labels.jsonl")), tokenizer, ids
-    )
+    task = replace(task, label_dataset=str(tmp_path / "labels.jsonl"))
+    labels = load_labels(task, tokenizer, ids)
     assert labels.best.tolist() == [0, 1, 2, 0, 1]
     assert labels.responses[4][2].tolist() == rows[4]["sample2"]
     for change, named in ((dict(first=2), "exists"), (dict(out=tmp_path / "new"), "--first 256")):
