@@ -292,29 +292,6 @@ def test_P5_only_scoring_sees_the_cut_and_the_score_is_at_the_last_position(scri
 
 
 @tiny.both
-def test_P7_A1_batch_8_in_minibatches_of_4_in_micro_batches_of_2(script):
-    """The blog's example: every episode once per epoch, one step per minibatch, one optimizer."""
-    orders = [[3, 1, 7, 0, 2, 4, 6, 5], [5, 4, 3, 2, 1, 0, 7, 6], list(range(8))]
-    epochs = [[list(torch.tensor(order).split(4)) for order in orders] for _ in range(2)]
-    policy, visited = tiny.make_policy(script=script), []
-
-    def spy(contexts, responses, forward=policy.forward):
-        if torch.is_grad_enabled():
-            visited.append((contexts[:, -1] - 20).tolist())
-        return forward(contexts, responses)
-
-    policy.forward = spy
-    queries = tiny.make_contexts([8] * 8, 8)[: 8 if script is ppo else 4]
-    queries[:, -1] = torch.arange(20, 20 + len(queries))  # tells the episodes apart
-    sizes = dict(total_episodes=16, num_ppo_epochs=3, num_minibatches=2, micro_batch_tokens=26)
-    args = tiny.small_args(script, **sizes)
-    run = tiny.run_episodes(script, args, policy, queries=[queries] * 9, epochs=epochs)
-    parts = [order[i : i + 2] for order in orders * 2 for i in (0, 2, 4, 6)]
-    assert visited == [[row % len(queries) for row in part] for part in parts]
-    assert run.optimizer.param_groups[0]["t"] == 12
-
-
-@tiny.both
 def test_P7_every_epoch_is_a_fresh_permutation_of_the_batch(script, runs):
     """In rloo.py, a minibatch has all responses to a query, side by side."""
     epochs = runs.epochs[script.__name__]

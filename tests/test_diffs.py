@@ -659,6 +659,7 @@ def assert_updates(name, run, own=OWN, advantages_of=slow_advantages):
         if name in GROUPS:
             assert line["objective/frac_reward_zero_std"] == alike.sum() / 16
     assert clipped > 10 and run.metrics[0]["objective/kl_coef"] != kl_coef
+    assert run.optimizer.param_groups[0]["t"] == len(run.steps)  # one optimizer for all updates
 
 
 WITH_TOOLS = ["tools", *(f"tools+{name}" for name in ALGORITHMS)]
