@@ -37,9 +37,7 @@ pytestmark = pytest.mark.usefixtures("accelerator")
         (train_reward, 1, dict(num_labels=13), ("num_labels=13", "use 16")),
     ],
 )
-def test_a_size_that_does_not_divide_names_itself_and_the_next_one_that_works(
-    script, processes, changes, words
-):
+def test_a_size_that_does_not_divide_names_the_next_that_works(script, processes, changes, words):
     small = dict(num_labels=12, batch_size=4) if script is train_reward else {}
     args = script.Args(task=tiny.make_task(reward_fn="math:sqrt"), **small | changes)
     message = refuses(lambda: script.check(args, processes), *words)
@@ -85,7 +83,6 @@ def test_every_number_has_its_bounds(script):
     ],
 )
 def test_bad_flags_are_named_on_stderr_with_exit_code_2(command, words, here, monkeypatch, capsys):
-    """Nothing is created."""
     monkeypatch.setattr(sys, "argv", command.split())
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")

@@ -47,7 +47,6 @@ def test_G2_pad_is_one_past_the_vocabulary_and_the_embedding_is_not_resized(task
 
 
 def sample(lm, contexts, length, temperature):
-    """`ppo.sample` with fixed random numbers."""
     uniform, pad_id = tiny.uniform(length, len(contexts)), lm.config.vocab_size
     return tiny.sample(Decoder(lm, length), contexts, uniform, pad_id, temperature)
 
@@ -106,7 +105,6 @@ def test_G4_logits_that_are_nan_give_a_token():
 
 @tiny.both
 def test_X10_the_rollout_batch_size_never_changes_what_is_sampled(script):
-    """A sequence's random numbers are its own, in whichever part it is sampled."""
     lm, contexts = tiny.make_lm(), tiny.make_contexts([2, 8, 5, 1, 8, 3], 8)
     sampled = []
     for size in (1, 4, 6):
@@ -358,7 +356,6 @@ def test_P11_beta_moves_once_an_update_after_training_from_the_logged_kl(script,
 
 @tiny.both
 def test_X9_logits_are_computed_at_real_response_tokens_only(script):
-    """So that memory does not grow with `response_length`, of which short responses use little."""
     policy, rows = tiny.make_policy(script=script), []
     policy.lm.lm_head.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape))
     responses = torch.full((3, 40), PAD)

@@ -200,8 +200,6 @@ def test_the_host_waits_at_most_twice_per_micro_batch(script, elsewhere):
 
 
 class Count(TorchDispatchMode):
-    """Counts the operations for which `condition(function, args)` is true."""
-
     def __init__(self, condition: Callable):
         super().__init__()
         self.condition, self.count = condition, 0

@@ -59,7 +59,6 @@ EOS = dict(truncate_token=".", truncate_after=0, eos_task=True)
 
 
 def added(name):
-    """The lines that a patch adds."""
     lines = DIFFS[name].split("\n+++ ")[1].splitlines()[1:]
     return [line[1:] for line in lines if line.startswith("+")]
 
@@ -208,7 +207,6 @@ def start(patched, task):
 
 
 def load_policy(folder):
-    """A policy of rloo.py with the weights in a folder, in eval mode."""
     return rloo.Policy(models.load_lm(str(folder)), tiny.WORDS, 0.7).eval()
 
 

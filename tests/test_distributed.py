@@ -129,9 +129,7 @@ def test_under_fsdp2_only_the_first_process_reads_weights_one_model_after_the_ot
     assert first["peak"] < 9 and second["peak"] < 5.5
 
 
-def test_a_gpu_that_torch_cannot_use_is_not_silently_replaced_by_the_cpu(
-    accelerator, monkeypatch, capsys
-):
+def test_a_gpu_that_torch_cannot_use_is_not_replaced_by_the_cpu(accelerator, monkeypatch, capsys):
     device = Path("/dev/nvidia3")  # of several, in a container
     monkeypatch.setattr(Path, "glob", lambda path, name: [device] if device.match(name) else [])
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)

@@ -175,14 +175,12 @@ def test_the_kl_is_to_ref_model_and_the_policy_starts_at_base_model(script, here
     tiny.refuses(lambda: script.main(tiny.small_args(script, task, **flags)), "--ref_model ref: ")
 
 
-def test_X13_R3_policy_model_samples_and_base_model_becomes_the_reward_model(
-    start, tmp_path, monkeypatch
-):
-    other, loaded = str(tiny.write_model(tmp_path / "other", "llama")), []
+def test_X13_R3_policy_model_samples_base_model_becomes_the_reward_model(start, monkeypatch):
+    other, loaded = str(tiny.write_model(Path("other"), "llama")), []
     monkeypatch.setattr(train_reward, "load_lm", tiny.keep(train_reward.load_lm, loaded))
     start("train_reward", policy_model=other, output_dir="reward_model")
     assert [lm.config.model_type for lm in loaded] == ["llama", "gpt2"]
-    config = (tmp_path / "reward_model" / "config.json").read_text()
+    config = Path("reward_model/config.json").read_text()
     assert '"gpt2"' in config and '"llama"' not in config
 
 
@@ -218,9 +216,7 @@ def test_eval_queries_and_batch_size_are_the_episodes_of_evaluations_and_updates
 
 @pytest.mark.parametrize("off", [False, True])
 @pytest.mark.parametrize("batch_size", [14, 16])
-def test_P9_a_minibatch_of_fewer_than_8_responses_on_all_processes_is_warned_of(
-    batch_size, off, capsys
-):
+def test_P9_a_minibatch_of_fewer_than_8_responses_in_all_is_warned_of(batch_size, off, capsys):
     """Which OpenAI refuses; unless nothing is whitened."""
     flags = dict(whiten_rewards=not off, whiten_advantages=False, num_minibatches=2)
     ppo.check(tiny.make_args(batch_size=batch_size, reward_fn="math:sqrt", **flags), 1)

@@ -60,9 +60,7 @@ def test_X13_a_classifier_of_one_label_scores_as_its_own_forward(kind, tmp_path,
     assert torch.allclose(reward(queries, cut), torch.cat(own), atol=2e-5)
 
 
-def test_X13_a_classifier_is_read_by_text_where_its_tokenizer_is_another(
-    tmp_path, task, monkeypatch
-):
+def test_X13_a_classifier_with_another_tokenizer_is_read_by_text(tmp_path, task, monkeypatch):
     """The tokenizer beside it decides."""
     write_classifier(tmp_path / "reward")
     seen = []

@@ -103,9 +103,7 @@ SINGLE = FEW[1] + [pytest.param(*x, marks=pytest.mark.exhaustive) for x in ALL i
 
 
 @pytest.mark.parametrize(("script", "kind", "precision", "form"), SINGLE)
-def test_L6_every_script_updates_every_kind_of_model(
-    script, kind, precision, form, here, monkeypatch, capsys
-):
+def test_L6_scripts_update_every_model(script, kind, precision, form, here, monkeypatch, capsys):
     """In fp32, or in bf16 autocast, as the launcher asks for it; of plain models without padding."""
     AcceleratorState._reset_state(True)
     unpadding.say_once.cache_clear()

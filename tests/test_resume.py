@@ -353,7 +353,6 @@ def copy(ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def checkpoint_files(run: str = "ran") -> list[Path]:
-    """The checkpoints of a run, and whatever else is in their folder."""
     return sorted(Path("runs", run, "checkpoints").iterdir())
 
 
@@ -435,9 +434,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_gives_the_same_ru
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(
-    script, tmp_path, accelerator
-):
+def test_every_flag_that_changes_numbers_is_refused_by_name_no_other(script, tmp_path, accelerator):
     """Flags that only save memory too, since they change rounding."""
     args = settings(script, resume=str(tmp_path / "checkpoints/1"))
     record = checkpoints.describe(args, 1)

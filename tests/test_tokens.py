@@ -166,7 +166,6 @@ FOR_TEXTS |= dict(clean_fn="builtins:str", keep_last_line=True, truncate_token="
 
 @pytest.fixture
 def chat_task(model, tmp_path):
-    """A task whose files hold messages."""
     rows = [{"prompt": [USER], "chosen": [BLUE], "rejected": [GREEN]}] * 9
     task = make_task(model, rows, tmp_path / "rows.jsonl")
     return replace(task, label_dataset=task.query_dataset)
@@ -174,7 +173,6 @@ def chat_task(model, tmp_path):
 
 @pytest.mark.parametrize("name", [*FOR_TEXTS, "chat_template"])
 def test_settings_for_texts_and_a_missing_template_are_refused_by_name(name, chat_task):
-    """In queries, and in pairs."""
     task = replace(chat_task, **{x: FOR_TEXTS[x] for x in FOR_TEXTS if x == name})
     tokenizer, ids = load_tokenizer(task, 8)
     if name == "chat_template":
@@ -187,7 +185,6 @@ def test_settings_for_texts_and_a_missing_template_are_refused_by_name(name, cha
 @pytest.mark.parametrize("content", [None, 3, [{"type": "text", "text": "What?"}]])
 @pytest.mark.parametrize("rest", [[], [USER]])
 def test_messages_whose_content_is_no_text_are_refused(content, rest, chat_task):
-    """A template would write None, or leave it out."""
     rows = [{"prompt": [{"role": "user", "content": content}, *rest]}]
     formats.write_rows(Path(chat_task.query_dataset), rows)
     refuses(lambda: load(load_queries, chat_task, 9), "rows.jsonl: ", "content")
@@ -218,9 +215,7 @@ def score(queries, responses):
 
 
 @pytest.mark.parametrize("script", [ppo, rloo])
-def test_responses_end_at_the_templates_end_and_a_reward_function_reads_none_of_it(
-    script, model, here
-):
+def test_responses_end_at_the_templates_end_which_no_reward_function_reads(script, model, here):
     rows = [{"prompt": [USER | {"content": f"Say {i} or gray."}]} for i in range(16)]
     task = make_task(model, rows, Path("rows.jsonl"), query_length=48)
     Path("score.py").write_text(REWARD)
@@ -289,9 +284,7 @@ def test_affixes_and_blocks_are_the_tokens_of_the_whole_text(whole, tmp_path):
     assert found == [whole.ids("Hi. Yes No No")[:-1]]
 
 
-def test_answers_that_merge_with_their_prompts_are_tokenized_alone_and_counted(
-    whole, tmp_path, capsys
-):
+def test_answers_that_merge_with_prompts_are_tokenized_alone(whole, tmp_path, capsys):
     rows = [dict(prompt="Hi s", completion="aw"), dict(prompt="Hi", completion=" No")]
     task = whole.make(rows, tmp_path / "a.jsonl")
     found, expected = load(load_responses, task), whole.ids("Hi No")

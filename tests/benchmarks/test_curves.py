@@ -19,7 +19,6 @@ EPISODES = "--episodes_per_step", "a=512"
 
 
 def write_run(folder: Path, lines: list[dict]) -> Path:
-    """A run's folder of ours."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
@@ -38,7 +37,6 @@ def write_chart(path: Path, x: str, columns: dict[str, dict[float, float]]) -> P
 
 
 def write_events(folder: Path, metrics: dict[str, dict[int, float]]) -> Path:
-    """TensorBoard events as PyTorch and TensorFlow 1 write them."""
     writer = SummaryWriter(folder)
     for name, points in metrics.items():
         for step, value in points.items():

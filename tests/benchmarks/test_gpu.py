@@ -22,9 +22,7 @@ QUICK += ["sentiment: unpadding"]
 
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param(ALL, marks=pytest.mark.slow)])
-def test_every_row_runs_without_a_gpu_and_is_written_and_printed(
-    names, tmp_path, monkeypatch, capfd
-):
+def test_every_row_runs_without_a_gpu_is_written_and_printed(names, tmp_path, monkeypatch, capfd):
     """Also the shares of an H200's peak, which a CPU reports here under that name."""
     plan = gpu.plan
     monkeypatch.setattr(gpu, "device_name", lambda: {"result": "NVIDIA H200"})
@@ -77,7 +75,6 @@ def test_wrong_attention_in_bf16_is_a_row_that_is_not_ok(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("script", [ppo, rloo])
 def test_L6_noise_in_every_forward_pass_is_seen_in_the_first_ratio(script, monkeypatch, tmp_path):
-    """The tiny scripts have several micro-batches."""
     compute_logits = script.compute_logits
 
     def noisy(lm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -151,7 +148,7 @@ def test_at_most_three_copies_of_the_logits_are_alive():
 
 
 @pytest.mark.parametrize("script", ["ppo", "rloo"])
-def test_memory_between_updates_is_that_of_weights_and_moments(
+def test_memory_between_updates_is_of_weights_and_moments(
     script, monkeypatch, capsys, bf16_accelerator
 ):
     """20 bytes per parameter: weights, two moments, reference, reward model; their linear layers
