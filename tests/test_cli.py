@@ -144,6 +144,7 @@ def test_what_is_raised_about_a_flag_ends_with_its_traceback_and_then_one_senten
 
 
 ALL, RL, SCORED = tuple(SCRIPTS), ("ppo", "rloo"), ("ppo", "rloo", "train_reward")
+UNTRAINED = dict(reward_model="models/synthetic/train_reward", query_dataset="x")
 MISTAKES = [  # scripts, flags, words of the error
     (SCORED, dict(response_length=60), ("68 tokens", "64", "gpt2")),
     (SCORED, dict(query_length=100), ("query_length=100", "64")),
@@ -155,11 +156,7 @@ MISTAKES = [  # scripts, flags, words of the error
     (ALL, dict(clean_fn="broken.py:f"), ("--clean_fn broken.py:f", "JSONDecodeError")),
     (ALL, dict(truncate_token=". ."), ("--truncate_token", "one token")),
     (RL, dict(reward_fn="nowhere.py:f"), ("--reward_fn nowhere.py:f",)),
-    (
-        RL,
-        dict(reward_model="models/synthetic/train_reward", query_dataset="x"),
-        ("python train_reward.py --task synthetic",),
-    ),
+    (RL, UNTRAINED, ("python train_reward.py --task synthetic",)),
     (RL, dict(reward_model="task"), ("--reward_model task",)),
     (RL, dict(keep_every=3, eval_every=2), ("keep_every=3", "eval_every = 2; use 4")),
     (("sft",), dict(block_size=64, response_length=50), ("66", "64")),  # 64 / 4 + 50
@@ -170,12 +167,10 @@ MISTAKES = [  # scripts, flags, words of the error
     (("train_reward",), dict(label_tokenizer="./nowhere"), ("--label_tokenizer ./nowhere: ",)),
     (("train_reward",), dict(policy_model="reward"), ("--policy_model reward",)),
 ]
+MISTAKES = [(script, *rest) for scripts, *rest in MISTAKES for script in scripts]
 
 
-@pytest.mark.parametrize(
-    ("script", "flags", "words"),
-    [(script, flags, words) for names, flags, words in MISTAKES for script in names],
-)
+@pytest.mark.parametrize(("script", "flags", "words"), MISTAKES)
 def test_bad_input_is_refused_before_any_weights(script, flags, words, start, no_weights, tmp_path):
     (tmp_path / "blank.txt").write_text("\n  \n\n\t\n")
     (tmp_path / "file.txt").write_text("Anna saw a cat.\n")

@@ -10,13 +10,11 @@ import pytest
 import tiny
 import torch
 from conftest import SCRIPTS, without_times
-from tiny import EOS, IDS, PAD, WORDS
+from tiny import EOS, IDS, PAD
 from torch.testing import assert_close
 
 import ppo
-import rloo
 import train_reward
-from machinery import models
 
 OPTIMIZER = dict(seed=2, lr=2e-3, adam_eps=1e-3)
 UPDATES = OPTIMIZER | dict(total_episodes=16, eval_every=1, num_ppo_epochs=1, num_minibatches=1)
@@ -152,27 +150,16 @@ def test_X8_G5_without_anneal_lr_the_learning_rate_is_constant(script):
 
 
 @tiny.both
-def test_the_kl_is_to_ref_model_and_the_policy_starts_at_base_model(script, here, monkeypatch):
-    """By a slow loop over the first update's texts, each alone."""
+def test_a_reference_with_another_tokenizer_is_refused(script, here):
     task = tiny.write_task(Path("task"))
-    names = {"policy": task.base_model, "ref": str(tiny.write_model(Path("ref"), seed=5))}
+    tiny.write_model(Path("ref"), seed=5)
     Path("reward.py").write_text("def score(queries, responses): return [0.0 for _ in queries]")
-    rollouts: list = []
-    monkeypatch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
-    flags = dict(reward_fn="reward.py:score", ref_model=names["ref"], eval_every=99)
-    script.main(tiny.small_args(script, task, **flags, total_episodes=8))
-    policy, ref = (rloo.Policy(models.load_lm(path), WORDS, 0.7) for path in names.values())
-    first = next(x for x in rollouts if len(x.mask) == 8)
-    for context, response, kl in zip(first.contexts, first.responses, first.kl, strict=True):
-        logprobs, of_ref = (tiny.run_alone(x, context, response)[0] for x in (policy, ref))
-        assert_close(kl, logprobs - of_ref, atol=1e-4, rtol=1e-4)
-    assert first.kl.abs().max() > 0.01
     tokenizer = json.loads(Path("ref/tokenizer.json").read_text())
     words = tokenizer["model"]["vocab"]  # the KL would still be a number
     words["Ġcat"], words["Ġdog"] = words["Ġdog"], words["Ġcat"]
     Path("ref/tokenizer.json").write_text(json.dumps(tokenizer))
-    flags |= dict(run_name="other", ref_model="ref")
-    tiny.refuses(lambda: script.main(tiny.small_args(script, task, **flags)), "--ref_model ref: ")
+    args = tiny.small_args(script, task, reward_fn="reward.py:score", ref_model="ref")
+    tiny.refuses(lambda: script.main(args), "--ref_model ref: ")
 
 
 def test_X13_R3_policy_model_samples_base_model_becomes_the_reward_model(start, monkeypatch):
