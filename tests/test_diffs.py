@@ -135,17 +135,13 @@ def run_main(script, task, precision="no", score=None, responses=None, names=Non
     `responses` are in place of `sample_in_batches`, `score(responses)` of the reward, and `names`
     of others. The reference is not the initial policy.
     """
-    run, folder, is_online = (
-        tiny.FakeRun(),
-        Path(task.base_model).parent,
-        hasattr(script, "Rollout"),
-    )
+    run, folder = tiny.FakeRun(), Path(task.base_model).parent
     run.rollouts, run.epochs, run.steps, run.saved = [], [], [], {}
-    sizes = dict(batch_size=16 if is_online else 4, micro_batch_tokens=60, lr=1e-2)
+    sizes = dict(batch_size=16 if hasattr(script, "Rollout") else 4, micro_batch_tokens=60, lr=1e-2)
     sizes |= dict(total_episodes=32, num_minibatches=2, num_ppo_epochs=2, rollout_batch_size=5)
     sizes |= dict(num_labels=8, num_heldout=4, normalize_samples=8, block_size=10)
-    sizes |= dict(eval_queries=4, eval_every=1, reward_model=str(folder))
-    sizes |= dict(ref_model=str(folder / "reference"))
+    sizes |= dict(reward_model=str(folder), ref_model=str(folder / "reference"))
+    sizes |= dict(eval_queries=4, eval_every=1)
     sizes = {name: x for name, x in sizes.items() if hasattr(script.Args, name)}
     run.args = tiny.new_args(script, task, **sizes | flags)
     optimizer = getattr(script, "AdamTF", torch.optim.AdamW)
@@ -218,8 +214,7 @@ def assert_step(step, model, loss, atol=2e-5, rtol=2e-3):
     assert_close(step.grads, grads, atol=atol, rtol=rtol)
 
 
-def norm_of(grads, part=""):
-    """The norm of a part's gradients together."""
+def norm_of(grads, part):
     return math.hypot(*(x.norm() for name, x in grads.items() if name.startswith(part)))
 
 
@@ -259,11 +254,6 @@ def test_X1_a_value_is_the_reward_of_the_text_so_far_by_an_own_model(own, start,
     assert lm.is_gradient_checkpointing and critic.is_gradient_checkpointing
     if not own:
         assert_close(critic.state_dict(), lm.state_dict(), atol=0, rtol=0)
-    for output, part in ((0, "lm"), (2, "value_head")):  # no loss reaches the other model
-        policy.zero_grad()
-        (policy(rollout.contexts, rollout.responses)[output] ** 2).sum().backward()
-        reached = {n.split(".")[0] for n, p in policy.named_parameters() if p.grad is not None}
-        assert reached == {part}
 
 
 def test_X1_policy_and_critic_have_their_own_learning_rates_and_gradient_norms(start):
@@ -947,9 +937,7 @@ def test_curriculum_draws_queries_by_1_minus_the_mean_score_of_their_last_respon
     """Mean scores are in [0, 1] here, and weights at least 0.3. Frequencies are those of weights."""
     own, draws = patched("curriculum").query_rows, []
     spy = lambda weights, *x: draws.append((weights, own(weights, *x))) or draws[-1][1]  # noqa: E731
-    flags = dict(
-        total_episodes=256, min_weight=0.3, score=lambda responses: responses[:, 0] % 3 - 0.5
-    )
+    flags = dict(total_episodes=256, min_weight=0.3, score=lambda x: x[:, 0] % 3 - 0.5)
     run = start("curriculum", names=dict(query_rows=spy), **flags)
     success, again = np.zeros(len(draws[0][0])), 0
     for rollout, (weights, rows) in zip(run.rollouts, draws, strict=True):

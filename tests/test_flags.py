@@ -66,9 +66,7 @@ def results(tmp_path_factory):
     return results
 
 
-@pytest.mark.parametrize(
-    ("name", "flag"), [(name, flag) for name, flags in CHANGES.items() for flag in flags]
-)
+@pytest.mark.parametrize(("name", "flag"), [(x, flag) for x in CHANGES for flag in CHANGES[x]])
 def test_a_flag_changes_the_run(name, flag, results):
     assert results(name, **{flag: CHANGES[name][flag]}) != results(name)
 

@@ -36,9 +36,8 @@ def write_classifier(folder: Path, kind: str = "gpt2", num_labels: int = 1):
 
 
 def load_reward(args, tokenizer):
-    return rewards.load_reward(
-        args, RewardModel, tokenizer, TokenIds(WORDS, None, [], []), Accelerator(cpu=True)
-    )
+    ids = TokenIds(WORDS, None, [], [])
+    return rewards.load_reward(args, RewardModel, tokenizer, ids, Accelerator(cpu=True))
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)

@@ -108,9 +108,7 @@ def test_five_updates_without_anything_to_learn_from_are_said_once(name, capsys)
 
 
 def test_equal_scores_and_a_gradient_of_0_are_said_in_a_run(home, capsys):
-    Path("same.py").write_text(
-        "def score(queries, responses):\n    return [0.1 for _ in queries]\n"
-    )
+    Path("same.py").write_text("def score(queries, responses): return [0.1 for _ in queries]")
     SCRIPTS["rloo"].main(settings("rloo", reward_fn="same.py:score", kl_coef=0.0))
     lines = capsys.readouterr().out.splitlines()
     found = [line for line in lines if "nothing to learn from" in line]

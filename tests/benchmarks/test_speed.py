@@ -15,9 +15,8 @@ import ppo
 from benchmarks import contestants, plain_ppo, speed
 from machinery.runs import Run
 
-SMALL = speed.Work(
-    dict(n_layer=1, n_embd=32, n_head=2, vocab_size=101, n_positions=96), episodes=8, micro=(4,)
-)
+SHAPE = dict(n_layer=1, n_embd=32, n_head=2, vocab_size=101, n_positions=96)
+SMALL = speed.Work(SHAPE, episodes=8, micro=(4,))
 
 
 def plain_copy(policy, args):
@@ -71,11 +70,8 @@ def test_operations_are_those_counted_by_hand():
     keys, 8 operations each: 17160. One predicted token of 3: 2 * 2 * 3 = 12."""
     work = speed.Work(dict(n_layer=1, n_embd=2, vocab_size=3), 1, (), response_length=1)
     trunk, head = 6240 + 17160, 12
-    assert speed.operations(work, "ppo", 1) == {
-        "sample": trunk + head,
-        "score": 2 * trunk + head,
-        "optimize": 3 * (trunk + head),
-    }
+    expected = dict(sample=trunk + head, score=2 * trunk + head, optimize=3 * (trunk + head))
+    assert speed.operations(work, "ppo", 1) == expected
     assert speed.operations(work, "ppo", 4)["optimize"] == 12 * (trunk + head)
     assert speed.operations(work, "separate_critic", 4)["optimize"] == 12 * (2 * trunk + head)
 
