@@ -64,7 +64,7 @@ def added(name):
 
 
 def apply(path, *names):
-    """Whether each patch applies to the script `path`, with its context exactly as it is."""
+    """Whether each patch applies to the script `path`, without fuzz."""
     command = ["patch", "--fuzz=0", "--quiet", "--no-backup-if-mismatch", "--reject-file=-", path]
     diffs = [ROOT / "diffs" / f"{name}.diff" for name in names]
     return all(subprocess.run([*command, x], capture_output=True).returncode == 0 for x in diffs)
@@ -85,7 +85,7 @@ def fix(name):
 
 @pytest.fixture(scope="session")
 def patched(tmp_path_factory):
-    """Names of patches → the patched script as a module; `ppo` alone is ppo.py itself."""
+    """Names of patches → the patched script as a module."""
     folder, modules = tmp_path_factory.mktemp("patched"), {("ppo",): ppo, ("rloo",): rloo}
 
     def patched(*names):
@@ -207,7 +207,7 @@ def load_policy(folder):
 
 
 def assert_step(step, model, loss, atol=2e-5, rtol=2e-3):
-    """Assert that a step had the gradient of a loss, which a plain formula gives."""
+    """Assert that a step had the gradient of a loss."""
     model.zero_grad()
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
@@ -226,7 +226,6 @@ RUNS += [pytest.param(names, "no", marks=pytest.mark.slow) for names in OF_SEVER
 
 @pytest.mark.parametrize(("names", "precision"), [(name, "no") for name in ONLINE] + RUNS)
 def test_L6_a_patched_script_runs_and_its_first_ratios_are_exactly_1(names, precision, start):
-    """They are those of an epoch in which the policy does not change."""
     run = start(*names.split("+"), precision=precision, lr=0.0, num_ppo_epochs=1)
     assert [line["ppo/episode"] for line in run.metrics[:2]] == [16, 32]
     for line in run.metrics[:2]:
@@ -240,7 +239,7 @@ def test_L6_a_patched_script_runs_and_its_first_ratios_are_exactly_1(names, prec
 
 @pytest.mark.parametrize("own", [True, False], ids=["reward model", "policy"])
 def test_X1_a_value_is_the_reward_of_the_text_so_far_by_an_own_model(own, start, tmp_path):
-    """Also if their vocabularies have different sizes. Without a reward model the critic is a copy."""
+    """Also of another vocabulary. Without a reward model, the critic is a copy of the policy."""
     reward = tiny.make_reward(pad_id=tiny.WORDS + 8)
     reward.save_pretrained(tmp_path)
     flags = dict(critic_from=str(tmp_path)) if own else {}
@@ -254,6 +253,11 @@ def test_X1_a_value_is_the_reward_of_the_text_so_far_by_an_own_model(own, start,
     assert lm.is_gradient_checkpointing and critic.is_gradient_checkpointing
     if not own:
         assert_close(critic.state_dict(), lm.state_dict(), atol=0, rtol=0)
+    for output, part in ((0, "lm"), (2, "value_head")):  # no loss reaches the other model
+        policy.zero_grad()
+        (policy(rollout.contexts, rollout.responses)[output] ** 2).sum().backward()
+        reached = {n.split(".")[0] for n, p in policy.named_parameters() if p.grad is not None}
+        assert reached == {part}
 
 
 def test_X1_policy_and_critic_have_their_own_learning_rates_and_gradient_norms(start):
@@ -302,7 +306,7 @@ def test_X5_the_average_is_updated_after_every_step(start, task):
 
 @pytest.mark.parametrize("names", ["value_warmup", "separate_critic+value_warmup"])
 def test_X6_at_first_only_the_value_function_learns_and_is_clipped_alone(names, start):
-    """The policy has neither gradients nor moments, and its KL is no reason to adapt kl_coef."""
+    """The policy has no moments, and its KL is no reason to adapt kl_coef."""
     flags = dict(max_grad_norm=0.01, kl_target=0.01, kl_horizon=50, kl_coef=0.5)
     run = start(*names.split("+"), value_warmup_updates=1, **flags)
     for i, step in enumerate(run.steps):
@@ -368,7 +372,6 @@ def test_X8_adamw_is_the_librarys(start):
 
 
 def test_X12_an_update_ends_after_the_epoch_that_moved_the_policy_too_far(start):
-    """All metrics are then those of an update with so few epochs."""
     few = dict(total_episodes=16)
     lines = {n: start("ppo", num_ppo_epochs=n, **few).metrics[0] for n in (1, 2, 4)}
     one, two = (lines[n]["ppo/policy/approxkl_avg"] for n in (1, 2))
@@ -391,7 +394,7 @@ def test_length_penalty_is_subtracted_for_each_token_of_the_truncated_response(s
 
 
 def test_X14_a_token_gets_what_it_adds_to_the_score_and_the_last_one_gets_the_rest(patched):
-    """The score of a text is the sum of its ids, of each query 10; 5 ends three of the responses."""
+    """The score of a text is the sum of its ids, 10 of a query; 5 ends three responses."""
     task = tiny.make_task(truncate_after=0, missing_eos_penalty=-3.0)
     script = patched("dense_rewards")
     queries = torch.full((4, 8), tiny.PAD).index_fill(1, torch.tensor([7]), 10)
@@ -541,8 +544,7 @@ def uneven_responses(decoder, contexts, ids, args, rng):
 
 def inserted_responses(*inputs):
     """The same, but a tool wrote tokens 1 and 2, which are then no end."""
-    inserted = torch.tensor([0, 1, 1, 0, 0]) * (tiny.WORDS + 1)
-    return uneven_responses(*inputs) + inserted
+    return uneven_responses(*inputs) + INSERTED * (tiny.WORDS + 1)
 
 
 def some_equal(responses):
@@ -554,7 +556,8 @@ def some_equal(responses):
 SLOW = dict(lr=2e-3, score=some_equal, kl_coef=0.3, kl_target=0.01, kl_horizon=50)
 ENDS = torch.arange(16)[:, None] % 5
 OWN = torch.arange(5) <= ENDS  # [16, R] tokens that the policy wrote
-OWN_BESIDE_TOOL = torch.tensor([1, 0, 0, 1, 1]) * ((ENDS == 1) | (ENDS == 2) | OWN) == 1
+INSERTED = torch.tensor([False, True, True, False, False])
+OWN_BESIDE_TOOL = ~INSERTED & (OWN | INSERTED[ENDS])  # an inserted end ends nothing
 BOUNDS = dict.fromkeys([*ALGORITHMS, "rloo", "vine"], (0.8, 1.2))  # of the ratio
 BOUNDS |= dict(dapo=(0.9, 1.2), gspo=(0.9, 1.05), cispo=(0.0, 1.1))
 OF_RESPONSES = ("rloo", "grpo", "gspo")  # means over responses of their means, not over tokens
@@ -573,7 +576,7 @@ def standardize(x):
 
 
 def slow_advantages(name, rollout, kl, kl_coef):
-    """An advantage for each own token of each response; so is `kl` to the reference: [n] each."""
+    """The advantages of own tokens from their `kl` to the reference: [n] for each response."""
     if name == "distill":
         return [-x for x in kl]
     if name == "reinforce_plus_plus":
@@ -603,7 +606,7 @@ def slow_losses(name, new, old, ref, advantages, kl_coef, args):
 
 
 def alone(model, rollout, own):
-    """Log-probabilities and entropies of own tokens, each text by itself: [n] each."""
+    """Log-probabilities and entropies of own tokens, text by text: [n] each."""
     found = []
     for context, response, is_own in zip(rollout.contexts, rollout.responses, own, strict=True):
         response = response % (tiny.WORDS + 1)  # tools.diff marks inserted ids
@@ -613,7 +616,7 @@ def alone(model, rollout, own):
 
 
 def assert_updates(name, run, own=OWN, advantages_of=slow_advantages):
-    """Assert that steps and metrics of a run are those of a slow loop over its responses."""
+    """Assert that a run has the steps and metrics of a slow loop over its responses."""
     ref, steps, clipped = load_policy(run.args.ref_model), iter(run.steps), 0
     for rollout, epochs, line in zip(run.rollouts, run.epochs, run.metrics, strict=False):
         kl_coef, scores = line["objective/kl_coef"], rollout.scores.view(4, 4)  # [K, P]
@@ -782,7 +785,7 @@ def test_a_patch_that_is_off_or_only_logs_or_saves_trains_as_its_script(name, st
 
 @pytest.mark.parametrize("calls", [0, 1, 2])
 def test_tools_sampling_continues_after_what_the_tool_inserts(calls, patched, monkeypatch):
-    """As a slow loop does; the answer depends on the response so far, and is cut at R tokens."""
+    """The answer depends on the response so far, and is cut at R tokens."""
     script, lm, task = patched("tools"), tiny.make_lm(), tiny.make_task(response_length=12)
     contexts, uniform = tiny.make_contexts([3, 6, 8, 1] * 4, 8), tiny.uniform(12, 16)
     decoder, tokenizer = Decoder(lm, 12), tiny.Tokenizer()
@@ -868,7 +871,7 @@ def test_stale_samples_from_an_older_policy_and_weights_responses(max_weight, st
 
 
 def test_vine_advantages_are_what_parts_add_to_mean_scores_of_continuations(start):
-    """Each first continuation ends at once, each second one never; a score is a number of tokens."""
+    """Of two continuations one ends at once, one never; a score is a number of tokens."""
 
     def responses(decoder, contexts, ids, args, rng, length=0):
         if not length:
@@ -896,7 +899,7 @@ def test_vine_advantages_are_what_parts_add_to_mean_scores_of_continuations(star
 
 @pytest.mark.parametrize("alike", [False, True])
 def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, start):
-    """Query by query, with log-probabilities of each response alone. Equal scores: no gradient."""
+    """With log-probabilities of each response alone. Equal scores: no gradient."""
     flags = dict(lr=0.0, num_minibatches=1, kl_coef=0.3, kl_target=None)
     flags |= dict(score=lambda responses: (1 - alike) * responses.sum(dim=1).float())
     run, loss = start("online_dpo", **flags), 0
@@ -934,7 +937,7 @@ def test_dynamic_sampling_replaces_groups_with_equal_scores_until_the_limit(limi
 
 
 def test_curriculum_draws_queries_by_1_minus_the_mean_score_of_their_last_responses(patched, start):
-    """Mean scores are in [0, 1] here, and weights at least 0.3. Frequencies are those of weights."""
+    """Weights are at least 0.3, and frequencies are those of weights."""
     own, draws = patched("curriculum").query_rows, []
     spy = lambda weights, *x: draws.append((weights, own(weights, *x))) or draws[-1][1]  # noqa: E731
     flags = dict(total_episodes=256, min_weight=0.3, score=lambda x: x[:, 0] % 3 - 0.5)

@@ -25,7 +25,6 @@ def lists(arrays) -> list:
 
 
 def label_task(path, rows, **changes):
-    """A task whose labels are these rows in a file."""
     return make_task(label_dataset=formats.write_rows(path, rows), **changes)
 
 

@@ -76,7 +76,6 @@ def one_update(folder: Path, script: str, kind: str, form: str, rank: int = 0) -
 
 
 def check_update(folder: Path, script: str) -> None:
-    """Check metrics and weights of a finished run."""
     lines = read_metrics(folder.name)
     assert all(math.isfinite(value) for line in lines for value in line.values())
     if script == "train_reward":

@@ -178,7 +178,6 @@ def test_encoders_and_adapters_are_refused_with_what_to_do(start, tmp_path):
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(start, no_weights):
-    """The first of them would be taken for padding."""
     tiny.config(vocab=500).save_pretrained(start.task.base_model)
     refuses(lambda: start("ppo"), "--base_model", tiny.WORDS, 500, "embeddings")
 

@@ -81,7 +81,6 @@ def written(folder: Path) -> dict[str, Any]:
 
 
 def assert_same_run(folder: Path, expected: Path) -> None:
-    """Compared by file, so that a failure does not print megabytes."""
     found, wanted = written(folder), written(expected)
     assert len(wanted["metrics.jsonl"]) >= 6 and "model/model.safetensors" in wanted
     assert found["metrics.jsonl"] == wanted["metrics.jsonl"]
@@ -233,7 +232,6 @@ def drive(jobs: list[dict]) -> dict[str, list[list[int]]]:
 
 
 def run_jobs(folder: Path, jobs: list[dict]) -> SimpleNamespace:
-    """`drive` in a new process and a new folder."""
     folder.mkdir()
     write_files(folder)
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -357,7 +355,6 @@ def checkpoint_files(run: str = "ran") -> list[Path]:
 
 
 def read_state(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors and the numbers of a checkpoint."""
     with safe_open(path, "pt") as file:
         return load_file(path), json.loads(file.metadata()["state"])
 
