@@ -74,6 +74,13 @@ def write_files(folder: Path) -> None:
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`tmp_path` as the working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of `settings` in the working folder of a user who is not logged in."""
     folder = tmp_path / "jürgen" / "work"
@@ -142,10 +149,9 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start(task: tasks.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def start(task: tasks.Task, here: Path):
     """A function that runs a script on tiny files, with other values of its flags."""
-    monkeypatch.chdir(tmp_path)
-    reward_model = tiny.write_reward(tmp_path / "reward")
+    reward_model = tiny.write_reward(here / "reward")
     small = dict(batch_size=4, normalize_samples=4, rollout_batch_size=4)
     args = {
         "ppo": tiny.make_args(task, reward_model=reward_model),
@@ -208,10 +214,7 @@ def read_metrics(name: str) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory):
-    """sft, train_reward, ppo and rloo, run once from end to end on tiny files.
-
-    `args`, `metrics`, `rollouts` and `epochs` (rows of each minibatch) by script.
-    """
+    """`args`, `metrics`, `rollouts` and `epochs` of one run of each script on tiny files."""
     folder = tmp_path_factory.mktemp("runs")
     seen = SimpleNamespace(folder=folder, args={}, rollouts={}, epochs={})
     with pytest.MonkeyPatch.context() as patch:

@@ -68,9 +68,7 @@ CNNDM = [
 ]
 
 # dim/tldr_17_50k, two of the columns of webis/tldr-17 [facts: never `body`, which can hold the summary]
-TLDR_17 = [
-    {"content": " I painted the house.\n\n\n\nIt’s red now.\n", "summary": "painted the house red."}
-]
+TLDR_17 = [dict(content=" I painted the house.\n\n\n\nIt’s red now.\n", summary="a red house")]
 
 # trl-lib/tldr [facts]: prompt and completion; the completion is a space and the summary, no EOS
 POST = "SUBREDDIT: r/pics\n\nTITLE: I painted the house\n\nPOST: It was white.\n\nNow it is red."
@@ -96,9 +94,8 @@ GSM8K = [
 
 # trl-lib/tldr-preference [facts]: strings; leading space, no EOS; in the post \n\n has become \n
 SHORT = "SUBREDDIT: r/pics\n\nTITLE: I painted the house\n\nPOST: It was white.\nNow it is red."
-TLDR_PREFERENCE = [
-    {"prompt": f"{SHORT}\n\nTL;DR:", "chosen": " painted the house red.", "rejected": " a house."}
-]
+PROMPT = f"{SHORT}\n\nTL;DR:"
+TLDR_PREFERENCE = [dict(prompt=PROMPT, chosen=" painted the house red.", rejected=" a house.")]
 
 # vwxyzjn/…oai_preprocessing… [facts]: the same texts, already with their end
 OAI_PREPROCESSED = [
@@ -126,9 +123,7 @@ MESSAGES = [{"prompt": [USER], "chosen": [BLUE], "rejected": [GREEN]}]
 MESSAGES_WITHOUT_PROMPT = [{"chosen": [USER, BLUE], "rejected": [USER, GREEN]}]
 # trl-internal-testing/hh-rlhf-helpful-base-trl-style [facts]: prompt string, lists that repeat the
 # user's turn
-TRL_STYLE = [
-    {"prompt": "What color is the sky?", "chosen": [USER, BLUE], "rejected": [USER, GREEN]}
-]
+TRL_STYLE = [dict(prompt=USER["content"], chosen=[USER, BLUE], rejected=[USER, GREEN])]
 
 # trl-lib/ultrafeedback-prompt [TRL's examples/datasets/ultrafeedback-prompt.py, which makes it]: one
 # column, a list of one message
@@ -138,13 +133,10 @@ ULTRAFEEDBACK_PROMPT = [
 ]
 # HuggingFaceH4/ultrafeedback_binarized [card] has all columns. trl-lib's has no prompt, as far as we
 # know: its card was not seen
-ULTRAFEEDBACK_BINARIZED = [
-    {"chosen": [USER, BLUE], "rejected": [USER, GREEN], "score_chosen": 8.0, "score_rejected": 2.5}
-]
-ULTRAFEEDBACK_BINARIZED_H4 = [
-    {"prompt": USER["content"], "prompt_id": "7f0a", "messages": [USER, BLUE], **row}
-    for row in ULTRAFEEDBACK_BINARIZED
-]
+SCORES = dict(score_chosen=8.0, score_rejected=2.5)
+ULTRAFEEDBACK_BINARIZED = [dict(chosen=[USER, BLUE], rejected=[USER, GREEN]) | SCORES]
+H4 = dict(prompt=USER["content"], prompt_id="7f0a", messages=[USER, BLUE])
+ULTRAFEEDBACK_BINARIZED_H4 = [H4 | row for row in ULTRAFEEDBACK_BINARIZED]
 # HuggingFaceTB/smoltalk: whole conversations, of several turns, some with a system message. The
 # columns are those of smoltalk2 [card]; its own card was not seen
 SYSTEM = {"content": "You answer in a few words.", "role": "system"}

@@ -26,7 +26,6 @@ def memory() -> int:
 
 
 def watch(peak: list[int]) -> None:
-    """Keep the largest value."""
     while True:
         peak[0] = max(peak[0], memory())
         time.sleep(0.005)

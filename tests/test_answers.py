@@ -165,9 +165,8 @@ def run(script, words: str) -> list[dict]:
     return read_rows(Path("runs") / args.run_name / "metrics.jsonl")
 
 
-def test_arithmetic_from_sft_to_pass_at_k_in_any_folder(tmp_path, monkeypatch, capsys):
+def test_arithmetic_from_sft_to_pass_at_k_in_any_folder(here, monkeypatch, capsys):
     """The reward function is the project's, also where the folder has a `data/answers.py`."""
-    monkeypatch.chdir(tmp_path)
     Path("data").mkdir()
     Path("data/answers.py").write_text("raise SystemExit('not me')")
     run(sft, "--task arithmetic --num_queries 700 --num_epochs 1 --run_name sft")
@@ -221,15 +220,14 @@ def test_pass_at_k_by_hand():
 
 
 @pytest.mark.exhaustive
-def test_a_task_of_reasoning_gym_becomes_queries_and_a_reward(tmp_path, monkeypatch):
+def test_a_task_of_reasoning_gym_becomes_queries_and_a_reward(here):
     """By the code of docs/data.md, and for generators whose metadata are of other kinds."""
     pytest.importorskip("reasoning_gym")  # pip install reasoning-gym==0.1.25, with a C compiler
     code = next(x for x in blocks("docs/data.md", "python") if "reasoning_gym" in x)
-    monkeypatch.chdir(tmp_path)
     generators = ("chain_sum", "spell_backward", "mini_sudoku", "calendar_arithmetic")
     for name in generators:
         text = re.sub(r'"chain_sum".*\)', f'"{name}", size=4, seed=1)', code)
-        (tmp_path / f"{name}.py").write_text(text)
+        (here / f"{name}.py").write_text(text)
         subprocess.run([sys.executable, f"{name}.py"], check=True)
         rows = read_rows(Path("gym.jsonl"))
         assert len(rows) == 4

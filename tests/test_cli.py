@@ -37,9 +37,7 @@ pytestmark = pytest.mark.usefixtures("accelerator")
         (train_reward, 1, dict(num_labels=13), ("num_labels=13", "use 16")),
     ],
 )
-def test_a_size_that_does_not_divide_names_itself_and_the_next_one_that_works(
-    script, processes, changes, words
-):
+def test_a_size_that_does_not_divide_names_the_next_that_works(script, processes, changes, words):
     small = dict(num_labels=12, batch_size=4) if script is train_reward else {}
     args = script.Args(task=tiny.make_task(reward_fn="math:sqrt"), **small | changes)
     message = refuses(lambda: script.check(args, processes), *words)
@@ -84,16 +82,12 @@ def test_every_number_has_its_bounds(script):
         ("sft.py --task=sentimental", ("--task", "sentimental", "synthetic")),
     ],
 )
-def test_bad_flags_are_named_on_stderr_with_exit_code_2(
-    command, words, tmp_path, monkeypatch, capsys
-):
-    """Nothing is created."""
-    monkeypatch.chdir(tmp_path)
+def test_bad_flags_are_named_on_stderr_with_exit_code_2(command, words, here, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", command.split())
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and not list(tmp_path.iterdir())
+    assert stop.value.code == 2 and not list(here.iterdir())
     assert "Traceback" not in error
     assert [word for word in words if word not in error] == []
 
@@ -119,8 +113,7 @@ def run(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("tool", ["curves", "pass_at_k", "sample", "winrate"])
-def test_bad_input_of_a_tool_ends_with_one_sentence(tool, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_bad_input_of_a_tool_ends_with_one_sentence(tool, here, monkeypatch, capsys):
     rest = dict(curves=["--out", "y.png"], sample=["--out", "y"], winrate=["./x"])
     monkeypatch.setattr(sys, "argv", [f"{tool}.py", "./x", *rest.get(tool, [])])
     with pytest.raises(SystemExit, match="2"):
@@ -151,6 +144,7 @@ def test_what_is_raised_about_a_flag_ends_with_its_traceback_and_then_one_senten
 
 
 ALL, RL, SCORED = tuple(SCRIPTS), ("ppo", "rloo"), ("ppo", "rloo", "train_reward")
+UNTRAINED = dict(reward_model="models/synthetic/train_reward", query_dataset="x")
 MISTAKES = [  # scripts, flags, words of the error
     (SCORED, dict(response_length=60), ("68 tokens", "64", "gpt2")),
     (SCORED, dict(query_length=100), ("query_length=100", "64")),
@@ -162,11 +156,7 @@ MISTAKES = [  # scripts, flags, words of the error
     (ALL, dict(clean_fn="broken.py:f"), ("--clean_fn broken.py:f", "JSONDecodeError")),
     (ALL, dict(truncate_token=". ."), ("--truncate_token", "one token")),
     (RL, dict(reward_fn="nowhere.py:f"), ("--reward_fn nowhere.py:f",)),
-    (
-        RL,
-        dict(reward_model="models/synthetic/train_reward", query_dataset="x"),
-        ("python train_reward.py --task synthetic",),
-    ),
+    (RL, UNTRAINED, ("python train_reward.py --task synthetic",)),
     (RL, dict(reward_model="task"), ("--reward_model task",)),
     (RL, dict(keep_every=3, eval_every=2), ("keep_every=3", "eval_every = 2; use 4")),
     (("sft",), dict(block_size=64, response_length=50), ("66", "64")),  # 64 / 4 + 50
@@ -177,12 +167,10 @@ MISTAKES = [  # scripts, flags, words of the error
     (("train_reward",), dict(label_tokenizer="./nowhere"), ("--label_tokenizer ./nowhere: ",)),
     (("train_reward",), dict(policy_model="reward"), ("--policy_model reward",)),
 ]
+MISTAKES = [(script, *rest) for scripts, *rest in MISTAKES for script in scripts]
 
 
-@pytest.mark.parametrize(
-    ("script", "flags", "words"),
-    [(script, flags, words) for names, flags, words in MISTAKES for script in names],
-)
+@pytest.mark.parametrize(("script", "flags", "words"), MISTAKES)
 def test_bad_input_is_refused_before_any_weights(script, flags, words, start, no_weights, tmp_path):
     (tmp_path / "blank.txt").write_text("\n  \n\n\t\n")
     (tmp_path / "file.txt").write_text("Anna saw a cat.\n")

@@ -43,9 +43,7 @@ def next_logits(lm, tokens: Tensor, position_ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind, settings", KINDS)
-def test_G4_decoder_gives_the_logits_of_the_plain_model_at_every_step(
-    kind, settings, bf16, monkeypatch
-):
+def test_G4_decoder_gives_the_logits_of_the_plain_model(kind, settings, bf16, monkeypatch):
     """With any ids as padding, prompts that repeat, a cache that grows."""
     monkeypatch.setattr(decoding, "BLOCK", 3)
     lm, read = make_lm(kind, settings), []
@@ -83,10 +81,7 @@ def ending_soon(decoder, calls: list):
 
 @pytest.mark.parametrize("number", range(len(KINDS)))
 def test_G4_responses_that_have_ended_leave_the_batch(number, monkeypatch):
-    """Up to their ends all are the same to the bit as when none leaves, whatever the batch.
-
-    Every kind once, in fp32 or in bf16; each of them meets each batch size.
-    """
+    """Up to their ends all are the same to the bit as when none leaves, whatever the batch size."""
     (kind, settings), size, bf16 = KINDS[number], (1, 17, 40)[number % 3], number % 2 == 1
     monkeypatch.setattr(decoding, "BLOCK", 16)
     lm, calls = make_lm(kind, settings), []
@@ -164,7 +159,6 @@ def fake_graphs(monkeypatch):
 
 
 def with_graphs(lm) -> decoding.Decoder:
-    """A decoder as on a GPU."""
     on_gpu = dict(device=torch.device("cuda"), modules=lm.modules, config=lm.config)
     decoder = decoding.Decoder(SimpleNamespace(**on_gpu), LENGTH, True)
     decoder.lm = lm
@@ -187,10 +181,7 @@ def test_G4_replayed_steps_sample_the_same_tokens(kind, precision, fake_graphs):
     assert len(fake_graphs) == 3
 
 
-def test_graphs_are_recorded_again_when_the_cache_grows_or_responses_leave(
-    fake_graphs, monkeypatch
-):
-    """At their second step, as at the beginning."""
+def test_graphs_are_recorded_again_if_caches_grow_or_responses_leave(fake_graphs, monkeypatch):
     monkeypatch.setattr(decoding, "BLOCK", 24)
     lm, contexts, samples = tiny.make_lm("llama"), tiny.make_contexts([8, 3, 5, 8, 1] * 16, 8), []
     for decoder in (decoding.Decoder(lm, 50), with_graphs(lm)):

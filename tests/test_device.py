@@ -99,8 +99,7 @@ class Elsewhere(TorchDispatchMode):
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """`use(device)` is where scripts run from then on, in one process whose models are there already;
-    autocast and random numbers are fake."""
+    """`use(device)` is where scripts run from then on; autocast and random numbers are fake."""
     rand = torch.rand
 
     def rand_here(*size, device, generator, **options):
@@ -118,11 +117,8 @@ def elsewhere(monkeypatch):
 
     def use(device: torch.device) -> Any:
         one = dict(num_processes=1, process_index=0, is_fsdp2=False, mixed_precision="no")
-        accelerator = SimpleNamespace(
-            **one,
-            device=device,
-            autocast=lambda: torch.profiler.record_function(""),  # also a decorator
-        )
+        accelerator = SimpleNamespace(**one, device=device)
+        accelerator.autocast = lambda: torch.profiler.record_function("")  # also a decorator
         monkeypatch.setattr(distributed, "start", lambda args: accelerator)
         return Elsewhere()
 
@@ -204,8 +200,6 @@ def test_the_host_waits_at_most_twice_per_micro_batch(script, elsewhere):
 
 
 class Count(TorchDispatchMode):
-    """Counts the operations for which `condition(function, args)` is true."""
-
     def __init__(self, condition: Callable):
         super().__init__()
         self.condition, self.count = condition, 0

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from copy import deepcopy
 from dataclasses import replace
-from itertools import combinations, pairwise, permutations, product
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +22,9 @@ import pytest
 import test_tokens
 import tiny
 import torch
+import torch.nn.functional as F
 from accelerate.state import AcceleratorState
+from test_details import naive_gae
 from torch.testing import assert_close
 
 import ppo
@@ -42,10 +44,11 @@ LIMITS = dict.fromkeys(EXPERIMENTS, 60) | {"dpo": 46, "curriculum": 25}  # added
 OF_PPO = [name for name in DIFFS if BASES[name] == "ppo"]
 OF_RLOO = [name for name in DIFFS if BASES[name] == "rloo" and name not in EXPERIMENTS]
 ALGORITHMS = [x for x in OF_RLOO if x not in ("lora_rloo", "whiten_advantages")]  # alternatives
-OF_GROUPS = [x for x in ALGORITHMS if x not in ("distill", "reinforce_plus_plus")]
 EXCLUSIVE = [{"lora", x} for x in ("freeze_layers", "ema")]  # what is trained, what is saved
 EXCLUSIVE += [{"two_lambdas", "length_penalty"}]  # their flags
-MEANINGLESS = [{"lora", "reference_on_cpu"}, {"trlx_kl", "reference_on_cpu"}]  # no reference there
+EXCLUSIVE += [{*x} for x in combinations(OF_RLOO, 2) if "lora_rloo" not in x]
+EXCLUSIVE += [{"lora_rloo", "distill"}]  # its teacher would be the initial policy
+MEANINGLESS = [{x, "reference_on_cpu"} for x in ("lora", "trlx_kl")]  # no reference there
 PAIRS = [x for x in combinations(OF_PPO, 2) if {*x} not in EXCLUSIVE + MEANINGLESS]
 RECIPES = {path.stem: path.read_text() for path in (ROOT / "diffs" / "recipes").glob("*.sh")}
 STACKS = [re.search("for name in (.*); do", x)[1].replace(" ", "+") for x in RECIPES.values()]
@@ -56,13 +59,12 @@ EOS = dict(truncate_token=".", truncate_after=0, eos_task=True)
 
 
 def added(name):
-    """The lines that a patch adds."""
     lines = DIFFS[name].split("\n+++ ")[1].splitlines()[1:]
     return [line[1:] for line in lines if line.startswith("+")]
 
 
 def apply(path, *names):
-    """Whether each patch applies to the script `path`, with its context exactly as it is."""
+    """Whether each patch applies to the script `path`, without fuzz."""
     command = ["patch", "--fuzz=0", "--quiet", "--no-backup-if-mismatch", "--reject-file=-", path]
     diffs = [ROOT / "diffs" / f"{name}.diff" for name in names]
     return all(subprocess.run([*command, x], capture_output=True).returncode == 0 for x in diffs)
@@ -83,7 +85,7 @@ def fix(name):
 
 @pytest.fixture(scope="session")
 def patched(tmp_path_factory):
-    """Names of patches → the patched script as a module; `ppo` alone is ppo.py itself."""
+    """Names of patches → the patched script as a module."""
     folder, modules = tmp_path_factory.mktemp("patched"), {("ppo",): ppo, ("rloo",): rloo}
 
     def patched(*names):
@@ -113,57 +115,37 @@ def test_a_patch_adds_few_lines_and_has_a_command_that_works_and_a_row(name, pat
     assert f"\n| [`{name}`]({name}.diff) | `{BASES[name]}.py` | {len(added(name))} |" in README
 
 
-@pytest.mark.parametrize("first", OF_PPO)
-def test_a_patch_of_ppo_applies_after_every_other_one(first, patched, tmp_path):
-    for second in set(OF_PPO) - {first}:
+@pytest.mark.parametrize("first", OF_PPO + OF_RLOO)
+def test_a_patch_applies_after_every_other_one_but_its_alternatives(first, patched, tmp_path):
+    for second in {*(OF_PPO if first in OF_PPO else OF_RLOO)} - {first}:
         path = Path(shutil.copy(patched(first).__file__, tmp_path))
-        assert apply(path, second) == ({first, second} not in EXCLUSIVE), second
-        if {first, second} not in EXCLUSIVE:
+        applies = {first, second} not in EXCLUSIVE
+        assert apply(path, second) == applies, second
+        if applies:
             ast.parse(path.read_text())
             assert {*added(first), *added(second)} <= {*path.read_text().split("\n")}
-
-
-@pytest.mark.parametrize("pair", list(permutations(OF_RLOO, 2)), ids="+".join)
-def test_patches_of_rloo_are_alternatives_but_lora_goes_with_each(pair, patched, tmp_path):
-    """But not with distill: its teacher would be the initial policy."""
-    path = Path(shutil.copy(patched(pair[0]).__file__, tmp_path))
-    assert apply(path, pair[1]) == ("lora_rloo" in pair and "distill" not in pair)
 
 
 # --------------------------------------------------------------------------------------------- runs
 
 
-class KeptRun(tiny.FakeRun):
-    """Keeps rollouts, minibatches, optimizer steps and saved weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.rollouts, self.epochs, self.steps, self.saved = [], [], [], {}
-
-    def save(self, model, tokenizer, name="model", **heads):
-        self.saved[name] = deepcopy(model.state_dict())
-        type(model)(model.config).load_state_dict(self.saved[name])  # has the names of a plain one
-
-
-def sizes_of(script, task):
-    """Flags of a run of a few steps on a task. The reference is not the initial policy."""
-    folder = Path(task.base_model).parent
-    sizes = dict(batch_size=4, micro_batch_tokens=60, num_heldout=4, lr=1e-2, block_size=10)
-    sizes |= dict(num_labels=8, normalize_samples=8, rollout_batch_size=8)
-    if hasattr(script.Args, "num_ppo_epochs"):
-        sizes |= dict(total_episodes=32, batch_size=16, num_minibatches=2, num_ppo_epochs=2)
-        sizes |= dict(rollout_batch_size=5, eval_queries=4, eval_every=1)
-        sizes |= dict(reward_model=str(folder), ref_model=str(folder / "reference"))
-    return {name: x for name, x in sizes.items() if hasattr(script.Args, name)} | dict(task=task)
-
-
 def run_main(script, task, precision="no", score=None, responses=None, names=None, **flags):
-    """Two updates by `main` on tiny models.
+    """Two updates by `main` on tiny models: rollouts, epochs, steps, saved weights.
 
-    `score` is the reward, `responses` are in place of `sample_in_batches`, and `names` of others.
+    `responses` are in place of `sample_in_batches`, `score(responses)` of the reward, and `names`
+    of others. The reference is not the initial policy.
     """
-    run, optimizer = KeptRun(), getattr(script, "AdamTF", torch.optim.AdamW)
-    run.args, own_step = tiny.new_args(script, **sizes_of(script, task) | flags), optimizer.step
+    run, folder = tiny.FakeRun(), Path(task.base_model).parent
+    run.rollouts, run.epochs, run.steps, run.saved = [], [], [], {}
+    sizes = dict(batch_size=16 if hasattr(script, "Rollout") else 4, micro_batch_tokens=60, lr=1e-2)
+    sizes |= dict(total_episodes=32, num_minibatches=2, num_ppo_epochs=2, rollout_batch_size=5)
+    sizes |= dict(num_labels=8, num_heldout=4, normalize_samples=8, block_size=10)
+    sizes |= dict(reward_model=str(folder), ref_model=str(folder / "reference"))
+    sizes |= dict(eval_queries=4, eval_every=1)
+    sizes = {name: x for name, x in sizes.items() if hasattr(script.Args, name)}
+    run.args = tiny.new_args(script, task, **sizes | flags)
+    optimizer = getattr(script, "AdamTF", torch.optim.AdamW)
+    own_step = optimizer.step
 
     def step(optimizer, closure=None):
         params = dict(run.model.named_parameters())
@@ -174,8 +156,15 @@ def run_main(script, task, precision="no", score=None, responses=None, names=Non
         seen.after = {name: p.detach().clone() for name, p in params.items()}
         run.steps.append(seen)
 
-    spies = dict(load_reward=lambda *inputs: score) if score else {}
-    spies |= dict(sample_in_batches=responses) if responses else {}
+    def save(model, tokenizer, name="model", **heads):
+        run.saved[name] = deepcopy(model.state_dict())
+        type(model)(model.config).load_state_dict(run.saved[name])  # has the names of a plain one
+
+    run.save, spies = save, {}
+    if score:
+        spies["load_reward"] = lambda *_: lambda queries, responses, columns: score(responses)
+    if responses:
+        spies["sample_in_batches"] = responses
     for name, kept in (("shuffle", run.epochs), ("Rollout", run.rollouts)):
         if hasattr(script, name):
             spies[name] = tiny.keep(getattr(script, name), kept)
@@ -214,16 +203,19 @@ def start(patched, task):
 
 
 def load_policy(folder):
-    """A policy of rloo.py with the weights in a folder, in eval mode."""
     return rloo.Policy(models.load_lm(str(folder)), tiny.WORDS, 0.7).eval()
 
 
 def assert_step(step, model, loss, atol=2e-5, rtol=2e-3):
-    """Assert that a step had the gradient of a loss, which a plain formula gives."""
+    """Assert that a step had the gradient of a loss."""
     model.zero_grad()
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     assert_close(step.grads, grads, atol=atol, rtol=rtol)
+
+
+def norm_of(grads, part):
+    return math.hypot(*(x.norm() for name, x in grads.items() if name.startswith(part)))
 
 
 ONLINE = [*OF_PPO, *OF_RLOO, *(x for x in EXPERIMENTS if x not in ("online_dpo", "vllm"))]
@@ -234,7 +226,6 @@ RUNS += [pytest.param(names, "no", marks=pytest.mark.slow) for names in OF_SEVER
 
 @pytest.mark.parametrize(("names", "precision"), [(name, "no") for name in ONLINE] + RUNS)
 def test_L6_a_patched_script_runs_and_its_first_ratios_are_exactly_1(names, precision, start):
-    """They are those of an epoch in which the policy does not change."""
     run = start(*names.split("+"), precision=precision, lr=0.0, num_ppo_epochs=1)
     assert [line["ppo/episode"] for line in run.metrics[:2]] == [16, 32]
     for line in run.metrics[:2]:
@@ -248,7 +239,7 @@ def test_L6_a_patched_script_runs_and_its_first_ratios_are_exactly_1(names, prec
 
 @pytest.mark.parametrize("own", [True, False], ids=["reward model", "policy"])
 def test_X1_a_value_is_the_reward_of_the_text_so_far_by_an_own_model(own, start, tmp_path):
-    """Also if their vocabularies have different sizes. Without a reward model the critic is a copy."""
+    """Also of another vocabulary. Without a reward model, the critic is a copy of the policy."""
     reward = tiny.make_reward(pad_id=tiny.WORDS + 8)
     reward.save_pretrained(tmp_path)
     flags = dict(critic_from=str(tmp_path)) if own else {}
@@ -271,20 +262,16 @@ def test_X1_a_value_is_the_reward_of_the_text_so_far_by_an_own_model(own, start,
 
 def test_X1_policy_and_critic_have_their_own_learning_rates_and_gradient_norms(start):
     """The norm of both together would shrink the smaller one, too."""
-    flags = dict(critic_lr_ratio=0.3)
-    plain, run = (
-        start("separate_critic", **flags),
-        start("separate_critic", max_grad_norm=2, **flags),
-    )
+    clips = (None, 2.0)
+    runs = [start("separate_critic", critic_lr_ratio=0.3, max_grad_norm=x) for x in clips]
     expected = 4 * [1e-2, 3e-3] + 4 * [5e-3, 1.5e-3]
-    assert [lr for step in run.steps for lr in step.lrs] == pytest.approx(expected)
+    assert [lr for step in runs[1].steps for lr in step.lrs] == pytest.approx(expected)
+    plain, clipped = (run.steps[0].grads for run in runs)
     for part in ("lm.", "value_head."):
-        grads = {name: x for name, x in plain.steps[0].grads.items() if name.startswith(part)}
-        norm = torch.cat([x.flatten() for x in grads.values()]).norm().item()
+        norm = norm_of(plain, part)
         assert (norm > 2) == (part == "lm.")
-        for name, x in grads.items():
-            expected = x * min(1, 2 / norm)
-            assert_close(run.steps[0].grads[name], expected, rtol=1e-4, atol=1e-8)
+        for name in (x for x in plain if x.startswith(part)):
+            assert_close(clipped[name], plain[name] * min(1, 2 / norm), rtol=1e-4, atol=1e-8)
 
 
 def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched, start, task):
@@ -295,10 +282,10 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
     assert len(seen) > len(run.steps) == 8  # micro-batches
     batches, losses = torch.cat(seen).split(8), []
     assert not torch.equal(batches[0], batches[1])
-    lm = SimpleNamespace(lm=run.model.lm, pad_id=tiny.WORDS, temperature=1.0)
     for step, plain, texts in zip(run.steps, start("ppo", **flags).steps, batches, strict=True):
         rows = [row[row != tiny.WORDS] for row in texts]
-        losses.append(-torch.cat([tiny.run_alone(lm, x[:1], x[1:])[0] for x in rows]).mean())
+        logits = torch.cat([run.model.lm(x[None]).logits[0, :-1] for x in rows])
+        losses.append(F.cross_entropy(logits, torch.cat([x[1:] for x in rows])))
         others = sum((p * plain.grads[name]).sum() for name, p in run.model.named_parameters())
         assert_step(step, run.model, 0.5 * losses[-1] + others, atol=1e-5, rtol=1e-3)
     tokenizer, _ = load_tokenizer(task, 5)
@@ -319,19 +306,17 @@ def test_X5_the_average_is_updated_after_every_step(start, task):
 
 @pytest.mark.parametrize("names", ["value_warmup", "separate_critic+value_warmup"])
 def test_X6_at_first_only_the_value_function_learns_and_is_clipped_alone(names, start):
-    """The policy has neither gradients nor moments, and its KL is no reason to adapt kl_coef."""
+    """The policy has no moments, and its KL is no reason to adapt kl_coef."""
     flags = dict(max_grad_norm=0.01, kl_target=0.01, kl_horizon=50, kl_coef=0.5)
     run = start(*names.split("+"), value_warmup_updates=1, **flags)
     for i, step in enumerate(run.steps):
-        grads = {name: x for name, x in step.grads.items() if x is not None}
         moved = [n for n, x in step.after.items() if not torch.equal(x, step.before[n])]
-        for learned in (grads, moved):
-            assert {x.split(".")[0] for x in learned} == {"value_head", *(["lm"] if i > 3 else [])}
+        assert {x.split(".")[0] for x in moved} == {"value_head", *(["lm"] if i > 3 else [])}
         if i < 4:
-            norm = torch.cat([x.flatten() for x in grads.values()]).norm().item()
-            assert norm == pytest.approx(0.01, rel=1e-3)
+            assert norm_of(step.grads, "value_head.") == pytest.approx(0.01, rel=1e-3)
     counts = {n: run.optimizer.state[p]["step"].item() for n, p in run.model.named_parameters()}
-    assert counts == {name: 4 if name.startswith("lm.") else 8 for name in counts}  # Adam's
+    # Adam's, of weights that have a gradient.
+    assert counts == {name: 4 if name.startswith("lm.") else 8 for name in counts}
     assert run.metrics[1]["objective/kl_coef"] == 0.5
 
 
@@ -339,13 +324,12 @@ def test_X6_at_first_only_the_value_function_learns_and_is_clipped_alone(names, 
 def test_X7_tokens_are_of_the_nucleus_and_no_response_ends_too_early(top_p, patched):
     """The nucleus is the fewest tokens with probability top_p. Token 0 ends a response."""
     script, probs = patched("sampling"), torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05])
-    batch = dict(rows=torch.arange(400), next_logits=lambda: (0.7 * probs.log()).repeat(400, 1))
-    batch = SimpleNamespace(**batch, append=lambda tokens: None)
+    batch = SimpleNamespace(rows=torch.arange(400), append=lambda tokens: None)
+    batch.next_logits = lambda: (0.7 * probs.log()).repeat(400, 1)
     decoder, contexts = SimpleNamespace(start=lambda *x: batch), torch.zeros(400, 1).long()
     args = tiny.make_args(script=script, top_p=top_p, min_response_length=3)
-    found = script.sample(
-        decoder, contexts, tiny.uniform(5, 400), utils.TokenIds(5, 0, [], []), args
-    )
+    ids = utils.TokenIds(5, 0, [], [])
+    found = script.sample(decoder, contexts, tiny.uniform(5, 400), ids, args)
     for t, tokens in enumerate(found.T):
         left = probs / probs.sum() if t > 1 else probs * torch.tensor([0, 2, 2, 2, 2])
         order = left.argsort(descending=True)
@@ -356,17 +340,17 @@ def test_X7_tokens_are_of_the_nucleus_and_no_response_ends_too_early(top_p, patc
         assert_close(frequencies, expected / expected.sum(), atol=0.08, rtol=0)
 
 
-SCHEDULES = [  # learning rates after two updates of warm-up
-    (dict(), [1, 0.75, 0.5, 0.25]),
-    (dict(decay="cosine"), [1, 0.853553, 0.5, 0.146447]),
-    (dict(decay="cosine", min_lr_ratio=0.2), [1, 0.882843, 0.6, 0.317157]),
-    (dict(decay="inverse_sqrt"), [1, 0.816497, 0.707107, 0.632456]),
-    (dict(anneal_lr=False), [1, 1, 1, 1]),
-]
-
-
-@pytest.mark.parametrize(("flags", "expected"), SCHEDULES)
-def test_X8_the_learning_rate_warms_up_and_decays(flags, expected, start):
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (dict(), [1, 0.75, 0.5, 0.25]),
+        (dict(decay="cosine"), [1, 0.853553, 0.5, 0.146447]),
+        (dict(decay="cosine", min_lr_ratio=0.2), [1, 0.882843, 0.6, 0.317157]),
+        (dict(decay="inverse_sqrt"), [1, 0.816497, 0.707107, 0.632456]),
+        (dict(anneal_lr=False), [1, 1, 1, 1]),
+    ],
+)
+def test_X8_the_learning_rate_warms_up_for_two_updates_and_decays(flags, expected, start):
     run = start("schedule", batch_size=8, total_episodes=48, num_ppo_epochs=1, lr=2e-4, **flags)
     rates = [step.lrs[0] / 2e-4 for step in run.steps[::2]]
     assert rates == pytest.approx([0.5, 1, *expected], rel=1e-5)
@@ -388,7 +372,6 @@ def test_X8_adamw_is_the_librarys(start):
 
 
 def test_X12_an_update_ends_after_the_epoch_that_moved_the_policy_too_far(start):
-    """All metrics are then those of an update with so few epochs."""
     few = dict(total_episodes=16)
     lines = {n: start("ppo", num_ppo_epochs=n, **few).metrics[0] for n in (1, 2, 4)}
     one, two = (lines[n]["ppo/policy/approxkl_avg"] for n in (1, 2))
@@ -411,7 +394,7 @@ def test_length_penalty_is_subtracted_for_each_token_of_the_truncated_response(s
 
 
 def test_X14_a_token_gets_what_it_adds_to_the_score_and_the_last_one_gets_the_rest(patched):
-    """The score of a text is the sum of its ids, of each query 10; 5 ends three of the responses."""
+    """The score of a text is the sum of its ids, 10 of a query; 5 ends three responses."""
     task = tiny.make_task(truncate_after=0, missing_eos_penalty=-3.0)
     script = patched("dense_rewards")
     queries = torch.full((4, 8), tiny.PAD).index_fill(1, torch.tensor([7]), 10)
@@ -431,24 +414,24 @@ def test_two_lambdas_returns_have_their_own_and_that_of_advantages_rises_with_th
     flags = dict(whiten_rewards=False, whiten_advantages=False, lam_alpha=0.5, value_lam=0.9)
     args = tiny.make_args(script=patched("two_lambdas"), gamma=0.8, **flags)
     minibatch = SimpleNamespace(rewards=r, values=v, mask=mask)
-    found = torch.stack(patched("two_lambdas").compute_advantages(minibatch, args))
-    for i, t in product(range(3), range(5)):
-        deltas = [r[i, s] + 0.8 * (v[i, s + 1] if s < 4 else 0) - v[i, s] for s in range(t, 5)]
-        sums = [sum((0.8 * lam) ** k * x for k, x in enumerate(deltas)) for lam in (lams[i], 0.9)]
-        assert_close(found[:, i, t], torch.stack([sums[0], sums[1] + v[i, t]]))
+    advantages, returns = patched("two_lambdas").compute_advantages(minibatch, args)
+    for i, lam in enumerate(lams):
+        expected, other = (naive_gae(r[i].numpy(), v[i].numpy(), 0.8, x) for x in (lam, 0.9))
+        assert_close(advantages[i], torch.tensor(expected).float())
+        assert_close(returns[i], torch.tensor(other).float() + v[i])
 
 
 @pytest.mark.parametrize("eos", [False, True])
 def test_X3_trlx_kl_is_what_a_slow_loop_over_queries_and_responses_gives(eos, start, task):
     """By trlX's formula, exp(x) - 1 - x with x = log pi - log pi_ref; roots of the means."""
-    run, sums = start("trlx_kl", **EOS if eos else {}), []
+    run = start("trlx_kl", **EOS if eos else {})
     policies, rollout = [*map(load_policy, (task.base_model, run.args.ref_model))], run.rollouts[0]
-    for texts in zip(rollout.contexts, rollout.responses, strict=True):
-        ids = torch.cat([text[text != tiny.WORDS] for text in texts])
+    texts, total = torch.cat([rollout.contexts, rollout.responses], dim=1), 0.0
+    for ids in (text[text != tiny.WORDS] for text in texts):
         ours, theirs = (tiny.run_alone(model, ids[:1], ids[1:])[0] for model in policies)
-        sums.append(((ours - theirs).exp() - 1 - (ours - theirs)).sum().item())
-    positions = rollout.contexts.numel() + rollout.responses.numel() - 16  # padding, too
-    expected = math.sqrt(sum(sums) / 16), math.sqrt(sum(sums) / positions)
+        total += ((ours - theirs).exp() - 1 - (ours - theirs)).sum().item()
+    positions = texts.numel() - 16  # padding, too
+    expected = math.sqrt(total / 16), math.sqrt(total / positions)
     found = [run.metrics[0][f"trlx/policy/{name}"] for name in ("sqrt_kl", "kl_per_token")]
     assert found == pytest.approx(expected, rel=1e-3) and expected[0] > 0.01
 
@@ -559,24 +542,22 @@ def uneven_responses(decoder, contexts, ids, args, rng):
     return responses.scatter(1, torch.arange(len(contexts))[:, None] % 5, ids.truncate)
 
 
-def inserted_responses(decoder, contexts, ids, args, rng):
-    """The same, but a tool wrote tokens 1 and 2, and the end is at 3, 4 or missing."""
-    responses = torch.randint(20, 90, (len(contexts), 5), generator=rng)
-    ends = 3 + torch.arange(len(contexts)) % 3
-    responses[torch.arange(5) == ends[:, None]] = ids.truncate
-    responses[:, 1:3] += ids.pad + 1
-    return responses
+def inserted_responses(*inputs):
+    """The same, but a tool wrote tokens 1 and 2, which are then no end."""
+    return uneven_responses(*inputs) + INSERTED * (tiny.WORDS + 1)
 
 
-def some_equal(queries, responses, columns):
+def some_equal(responses):
     """Scores; those of the responses to the first of four queries are equal."""
-    first = torch.arange(len(queries)) % 4 == 0
+    first = torch.arange(len(responses)) % 4 == 0
     return torch.where(first, 0.5, responses.sum(dim=1) % 7)
 
 
 SLOW = dict(lr=2e-3, score=some_equal, kl_coef=0.3, kl_target=0.01, kl_horizon=50)
-OWN = torch.arange(5) <= torch.arange(16)[:, None] % 5  # [16, R] tokens that the policy wrote
-OWN_BESIDE_TOOL = torch.tensor([[True, False, False, True, i % 3 > 0] for i in range(16)])
+ENDS = torch.arange(16)[:, None] % 5
+OWN = torch.arange(5) <= ENDS  # [16, R] tokens that the policy wrote
+INSERTED = torch.tensor([False, True, True, False, False])
+OWN_BESIDE_TOOL = ~INSERTED & (OWN | INSERTED[ENDS])  # an inserted end ends nothing
 BOUNDS = dict.fromkeys([*ALGORITHMS, "rloo", "vine"], (0.8, 1.2))  # of the ratio
 BOUNDS |= dict(dapo=(0.9, 1.2), gspo=(0.9, 1.05), cispo=(0.0, 1.1))
 OF_RESPONSES = ("rloo", "grpo", "gspo")  # means over responses of their means, not over tokens
@@ -595,7 +576,7 @@ def standardize(x):
 
 
 def slow_advantages(name, rollout, kl, kl_coef):
-    """An advantage for each own token of each response; so is `kl` to the reference: [n] each."""
+    """The advantages of own tokens from their `kl` to the reference: [n] for each response."""
     if name == "distill":
         return [-x for x in kl]
     if name == "reinforce_plus_plus":
@@ -625,7 +606,7 @@ def slow_losses(name, new, old, ref, advantages, kl_coef, args):
 
 
 def alone(model, rollout, own):
-    """Log-probabilities and entropies of own tokens, each text by itself: [n] each."""
+    """Log-probabilities and entropies of own tokens, text by text: [n] each."""
     found = []
     for context, response, is_own in zip(rollout.contexts, rollout.responses, own, strict=True):
         response = response % (tiny.WORDS + 1)  # tools.diff marks inserted ids
@@ -635,27 +616,27 @@ def alone(model, rollout, own):
 
 
 def assert_updates(name, run, own=OWN, advantages_of=slow_advantages):
-    """Assert that steps and metrics of a run are those of a slow loop over its responses."""
+    """Assert that a run has the steps and metrics of a slow loop over its responses."""
     ref, steps, clipped = load_policy(run.args.ref_model), iter(run.steps), 0
     for rollout, epochs, line in zip(run.rollouts, run.epochs, run.metrics, strict=False):
-        kl_coef, alike = line["objective/kl_coef"], torch.zeros(16).bool()
+        kl_coef, scores = line["objective/kl_coef"], rollout.scores.view(4, 4)  # [K, P]
+        alike = (scores == scores[0]).all(dim=0).repeat(4)  # [16]
         with torch.no_grad():
             refs = [logprobs for logprobs, _ in alone(ref, rollout, own)]
-        kl = [x[mask] - y for x, mask, y in zip(rollout.logprobs, own, refs, strict=True)]
+        olds = [x[mask] for x, mask in zip(rollout.logprobs, own, strict=True)]
+        kl = [x - y for x, y in zip(olds, refs, strict=True)]
         advantages = advantages_of(name, rollout, kl, kl_coef)
-        for i in range(4):  # queries
-            alike[i::4] = len(rollout.scores[i::4].unique()) == 1
         mean_ratio = mean_entropy = 0.0
         for rows in sum(epochs, []):
             step, loss = next(steps), 0.0
             run.model.load_state_dict(step.before, strict=False)
             learned = rows[~alike[rows]] if name == "dapo" else rows
-            texts = alone(run.model, rollout.select(rows), own[rows])
-            mean_entropy += sum(x.sum().item() for _, x in texts) / own[rows].sum() / 4  # of steps
-            for i, (new, _) in zip(rows, texts, strict=True):
+            news, entropies = zip(*alone(run.model, rollout.select(rows), own[rows]), strict=True)
+            mean_entropy += sum(x.sum().item() for x in entropies) / own[rows].sum() / 4  # of steps
+            for i, new in zip(rows, news, strict=True):
                 if i not in learned:
                     continue
-                inputs = new, rollout.logprobs[i][own[i]], refs[i], advantages[i], kl_coef, run.args
+                inputs = new, olds[i], refs[i], advantages[i], kl_coef, run.args
                 ratio, losses = slow_losses(name, *inputs)
                 size = len(ratio) * len(rows) if name in OF_RESPONSES else own[learned].sum()
                 loss += losses.sum() / (5 * len(rows) if name == "dr_grpo" else size)
@@ -669,6 +650,7 @@ def assert_updates(name, run, own=OWN, advantages_of=slow_advantages):
         if name in GROUPS:
             assert line["objective/frac_reward_zero_std"] == alike.sum() / 16
     assert clipped > 10 and run.metrics[0]["objective/kl_coef"] != kl_coef
+    assert run.optimizer.param_groups[0]["t"] == len(run.steps)  # one optimizer for all updates
 
 
 WITH_TOOLS = ["tools", *(f"tools+{name}" for name in ALGORITHMS)]
@@ -676,10 +658,7 @@ WITH_TOOLS = ["tools", *(f"tools+{name}" for name in ALGORITHMS)]
 
 @pytest.mark.parametrize("names", [*ALGORITHMS, "grpo, correct", *WITH_TOOLS])
 def test_gradients_of_updates_are_those_of_a_slow_loop(names, patched, start):
-    """With responses of uneven length, a KL to the reference, and ratios that clip.
-
-    What a tool wrote is in no loss, KL, entropy or length. Only dapo leaves equal scores out.
-    """
+    """What a tool wrote is in no loss, KL, entropy or length. Only dapo leaves equal scores out."""
     patches, tools = names.removesuffix(", correct").split("+"), names in WITH_TOOLS
     name = "rloo" if names == "tools" else patches[-1]
     low, high = BOUNDS[name]
@@ -692,11 +671,11 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(names, patched, start):
     assert_updates(name, run, OWN_BESIDE_TOOL if tools else OWN)
 
 
-@pytest.mark.parametrize("name", OF_GROUPS)
+@pytest.mark.parametrize("name", GROUPS)
 def test_a_batch_of_equal_scores_changes_nothing(name, start):
     """Exactly: the mean of 0.9 0.9 0.9 is not 0.9 in fp32, and is divided by 0 + 1e-4."""
-    equal = lambda queries, *inputs: torch.full([len(queries)], 0.9)  # noqa: E731
-    run = start(name, score=equal, rloo_k=3, batch_size=12, kl_coef=0.0)
+    flags = dict(rloo_k=3, batch_size=12, kl_coef=0.0)
+    run = start(name, score=lambda responses: torch.full([len(responses)], 0.9), **flags)
     assert not any(grad.any() for step in run.steps for grad in step.grads.values())
     assert [line["objective/frac_reward_zero_std"] for line in run.metrics[:2]] == [1, 1]
 
@@ -786,14 +765,13 @@ def test_R4_each_pair_is_there_once_and_those_of_a_prompt_side_by_side(patched, 
 # -------------------------------------------------------------------------------------- experiments
 
 
-OFF = {
+OFF = ("ema", "reference_on_cpu", "sampling", "trlx_kl", "stale", "whiten_advantages")
+OFF = dict.fromkeys(OFF, {}) | {
     "value_warmup": dict(value_warmup_updates=0),
     "samples_per_query": dict(samples_per_query=1),
     "tools": dict(tool_fn="json:dumps", tool_calls=0),
     "dynamic_sampling": dict(max_resamples=0),
 }
-OFF |= dict.fromkeys(["ema", "reference_on_cpu", "sampling", "trlx_kl"], {})
-OFF |= dict.fromkeys(["stale", "whiten_advantages"], {})
 
 
 @pytest.mark.parametrize("name", OFF)
@@ -807,7 +785,7 @@ def test_a_patch_that_is_off_or_only_logs_or_saves_trains_as_its_script(name, st
 
 @pytest.mark.parametrize("calls", [0, 1, 2])
 def test_tools_sampling_continues_after_what_the_tool_inserts(calls, patched, monkeypatch):
-    """As a slow loop does; the answer depends on the response so far, and is cut at R tokens."""
+    """The answer depends on the response so far, and is cut at R tokens."""
     script, lm, task = patched("tools"), tiny.make_lm(), tiny.make_task(response_length=12)
     contexts, uniform = tiny.make_contexts([3, 6, 8, 1] * 4, 8), tiny.uniform(12, 16)
     decoder, tokenizer = Decoder(lm, 12), tiny.Tokenizer()
@@ -835,15 +813,14 @@ def test_tools_sampling_continues_after_what_the_tool_inserts(calls, patched, mo
 
 
 @pytest.mark.parametrize("kind", ["small", pytest.param("smollm2", marks=pytest.mark.slow)])
-def test_tools_a_message_becomes_the_users_turn(kind, patched, tmp_path, monkeypatch):
+def test_tools_a_message_becomes_the_users_turn(kind, patched, here):
     """The token that ends the policy's turn calls the tool, and does not end the response."""
     script, end = patched("tools"), test_tokens.END
     tokenizer = getattr(test_tokens, f"{kind}_tokenizer")()
-    tiny.make_lm(vocab=len(tokenizer)).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    monkeypatch.chdir(tmp_path)
+    tiny.make_lm(vocab=len(tokenizer)).save_pretrained(here / "model")
+    tokenizer.save_pretrained(here / "model")
     Path("user.py").write_text("def ask(*texts): return [dict(role='user', content='Why?')]")
-    model = str(tmp_path / "model")  # `load_tool` is cached
+    model = str(here / "model")  # `load_tool` is cached
     task = tiny.make_task(base_model=model, truncate_token=end, truncate_after=0, eos_task=True)
     args = tiny.make_args(task, script, tool_fn="user.py:ask", tool_token=end)
     ids = load_tokenizer(task, 5)[1]
@@ -894,7 +871,7 @@ def test_stale_samples_from_an_older_policy_and_weights_responses(max_weight, st
 
 
 def test_vine_advantages_are_what_parts_add_to_mean_scores_of_continuations(start):
-    """Each first continuation ends at once, each second one never; a score is a number of tokens."""
+    """Of two continuations one ends at once, one never; a score is a number of tokens."""
 
     def responses(decoder, contexts, ids, args, rng, length=0):
         if not length:
@@ -914,60 +891,56 @@ def test_vine_advantages_are_what_parts_add_to_mean_scores_of_continuations(star
             found.append(penalties[i] + torch.tensor(parts[:length]).float())
         return found
 
-    tokens = lambda queries, responses, columns: (responses != tiny.WORDS).sum(dim=1).float()  # noqa: E731
     flags = SLOW | EOS | dict(vine_every=2, vine_samples=2, missing_eos_penalty=-2.0)
-    run = start("vine", **flags | dict(score=tokens, responses=responses))
+    flags |= dict(score=lambda x: (x != tiny.WORDS).sum(dim=1).float(), responses=responses)
+    run = start("vine", **flags)
     assert_updates("vine", run, OWN, advantages_of)
 
 
 @pytest.mark.parametrize("alike", [False, True])
 def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, start):
-    """Query by query, with log-probabilities of each response alone. Equal scores: no gradient."""
-    score = lambda *texts: (1 - alike) * texts[1].sum(dim=1).float()  # noqa: E731
+    """With log-probabilities of each response alone. Equal scores: no gradient."""
     flags = dict(lr=0.0, num_minibatches=1, kl_coef=0.3, kl_target=None)
-    run, loss = start("online_dpo", score=score, **flags), 0
-    rollout, ref = run.rollouts[0], load_policy(run.args.ref_model).requires_grad_(False)
-    for query in range(4):
-        log_ratios = []
-        for choose in (max, min):  # the first of several
-            i = choose(range(query, 16, 4), key=lambda i: rollout.scores[i])
-            text = rollout.contexts[i], rollout.responses[i]
-            ours, theirs = (tiny.run_alone(model, *text)[0] for model in (run.model, ref))
-            log_ratios.append((ours - theirs).sum())
-        loss -= torch.sigmoid(0.3 * (log_ratios[0] - log_ratios[1])).log() / 4
+    flags |= dict(score=lambda responses: (1 - alike) * responses.sum(dim=1).float())
+    run, loss = start("online_dpo", **flags), 0
+    rollout = run.rollouts[0]
+    texts = (alone(x, rollout, rollout.mask) for x in (run.model, load_policy(run.args.ref_model)))
+    log_ratios = [(ours - theirs).sum() for (ours, _), (theirs, _) in zip(*texts, strict=True)]
+    for query in range(4):  # the first of several that are the best, or the worst
+        rows = range(query, 16, 4)
+        best, worst = (choose(rows, key=lambda i: rollout.scores[i]) for choose in (max, min))
+        loss -= torch.sigmoid(0.3 * (log_ratios[best] - log_ratios[worst])).log() / 4
     assert alike == (max(x.abs().max() for x in run.steps[0].grads.values()) < 1e-6)
     assert_step(run.steps[0], run.model, loss, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 20])
 def test_dynamic_sampling_replaces_groups_with_equal_scores_until_the_limit(limit, start):
-    calls, reward = [], lambda queries, responses, columns: (responses.sum(dim=1) % 4 == 0).float()
-    score = lambda *x: calls.append(x[:2]) or reward(*x)  # noqa: E731
+    score, scored = lambda responses: (responses.sum(dim=1) % 4 == 0).float(), []
+    names = dict(load_reward=lambda *_: lambda *x: scored.append(x[:2]) or score(x[1]))
     flags = dict(max_resamples=limit, eval_queries=3, num_minibatches=1)
-    run = start("dynamic_sampling", score=score, **flags)
-    calls = [x for x in calls if len(x[0]) != 3]  # no evaluations
+    run = start("dynamic_sampling", names=names, **flags)
+    batches = iter([torch.cat(x, dim=1) for x in scored if len(x[0]) != 3])  # no evaluations
     for rollout, line in zip(run.rollouts, run.metrics, strict=False):
         missing, kept, sizes = range(4), {}, []
         while missing and len(sizes) <= limit:
-            sizes.append(len(missing))
-            groups = [torch.cat(calls[0], dim=1)[i :: len(missing)] for i in range(len(missing))]
-            kept |= dict(zip(missing, groups, strict=True))
-            missing = [i for i in missing if reward(0, kept[i][:, 8:], 0).unique().numel() == 1]
-            calls.pop(0)
+            batch, n = next(batches), len(missing)
+            sizes.append(n)
+            kept |= {query: batch[i::n] for i, query in enumerate(missing)}
+            missing = [i for i in missing if len(score(kept[i][:, 8:]).unique()) == 1]
         found = torch.cat([rollout.queries, rollout.responses], dim=1)
         assert all(torch.equal(found[i::4], kept[i]) for i in kept)
         assert line["objective/sampled_batches"] == sum(sizes) / 4
         dropped = sum(sizes[1:]) + len(missing)
         assert line["objective/frac_reward_zero_std"] == pytest.approx(dropped / sum(sizes))
-    assert not calls
+    assert not [*batches]
 
 
 def test_curriculum_draws_queries_by_1_minus_the_mean_score_of_their_last_responses(patched, start):
-    """Mean scores are in [0, 1] here, and weights at least 0.3. Frequencies are those of weights."""
+    """Weights are at least 0.3, and frequencies are those of weights."""
     own, draws = patched("curriculum").query_rows, []
     spy = lambda weights, *x: draws.append((weights, own(weights, *x))) or draws[-1][1]  # noqa: E731
-    score = lambda queries, responses, columns: responses[:, 0] % 3 - 0.5  # noqa: E731
-    flags = dict(total_episodes=256, min_weight=0.3, score=score)
+    flags = dict(total_episodes=256, min_weight=0.3, score=lambda x: x[:, 0] % 3 - 0.5)
     run = start("curriculum", names=dict(query_rows=spy), **flags)
     success, again = np.zeros(len(draws[0][0])), 0
     for rollout, (weights, rows) in zip(run.rollouts, draws, strict=True):

@@ -61,9 +61,8 @@ def assert_close(ours: dict, theirs: dict, **tolerance) -> None:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_P7_R4_L3_P8_X11_gradients_and_metrics_do_not_depend_on_the_number_of_processes(name, both):
-    """Gradients of each step, before clipping, on uneven shares: means of means would differ,
-    advantages are whitened over all. Three held-out sequences of sft.py count once. Adam would hide
-    a factor; what follows from gradients is compared by same.py."""
+    """On uneven shares: means of means would differ. Three held-out sequences of sft.py count once.
+    Adam would hide a factor; what follows from gradients is compared by same.py."""
     expected, metrics = both.one[name]
     assert len(expected) == (4 if name in ("ppo", "rloo") else 2)
     assert max(gradient.abs().max() for gradient in expected[0]) > 1e-2
@@ -110,10 +109,8 @@ def test_a_gradient_that_one_process_lacks_counts_as_0(both):
 
 @pytest.mark.slow
 def test_under_fsdp2_only_the_first_process_reads_weights_one_model_after_the_other(tmp_path):
-    """Bytes per parameter in memory at most, 4 of them the shards of both models; it was 10.5.
-
-    The small file has a head of its own, though its configuration says tied.
-    """
+    """Bytes per parameter, 4 of them the shards of both models; it was 10.5. The small file has a
+    head of its own, though its configuration says tied."""
     totals = []
     for name, layers, width in (("small", 1, 8), ("large", 8, 768)):
         sizes = dict(n_layer=layers, n_embd=width, n_head=4, vocab_size=20_000)
@@ -132,9 +129,7 @@ def test_under_fsdp2_only_the_first_process_reads_weights_one_model_after_the_ot
     assert first["peak"] < 9 and second["peak"] < 5.5
 
 
-def test_a_gpu_that_torch_cannot_use_is_not_silently_replaced_by_the_cpu(
-    accelerator, monkeypatch, capsys
-):
+def test_a_gpu_that_torch_cannot_use_is_not_replaced_by_the_cpu(accelerator, monkeypatch, capsys):
     device = Path("/dev/nvidia3")  # of several, in a container
     monkeypatch.setattr(Path, "glob", lambda path, name: [device] if device.match(name) else [])
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
@@ -146,11 +141,8 @@ def test_a_gpu_that_torch_cannot_use_is_not_silently_replaced_by_the_cpu(
 
 
 def test_processes_that_did_not_start_are_refused(accelerator, monkeypatch):
-    """`torchrun` without ACCELERATE_USE_CPU: of two processes each sees only itself.
-
-    `accelerate launch --cpu --num_processes 2` starts one. It sets no WORLD_SIZE, but it sets the
-    address of a rendezvous, which one process does not need.
-    """
+    """`torchrun` without ACCELERATE_USE_CPU: each of two sees only itself. `accelerate launch --cpu
+    --num_processes 2` starts one, without WORLD_SIZE, but with the address of a rendezvous."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert distributed.start(tiny.make_args()).num_processes == 1
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -1,10 +1,12 @@
 """docs/: details have code, tests and mutations; metrics and numbers of texts are right."""
 
 import csv
+import functools
 import math
 import re
 import statistics
 from decimal import Decimal
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -108,10 +110,8 @@ def adam(model: str, epoch: str) -> Numbers | None:
 def ablation(script: str, what: str) -> Numbers:
     script, _, two = script.partition(" on two")
     where = dict(script=script, processes="2" if two else "1")
-    true, base = (
-        [pick("ablations", "true score", **where, what=x, seed=seed)[0] for seed in "12345"]
-        for x in (what, "all details")
-    )
+    pick_true = functools.partial(pick, "ablations", "true score", **where)
+    true, base = ([pick_true(what=x, seed=y)[0] for y in "12345"] for x in (what, "all details"))
     gains = [a - b for a, b in zip(true, base, strict=True)]
     interval = 2.776 * statistics.stdev(gains) / math.sqrt(5)  # Student's, 95%
     columns = ("score", "true score", "KL", "first approxkl", "approxkl", "clip fraction")
@@ -144,9 +144,8 @@ def clipped(model: str, label: str, steps: str) -> Numbers:
     where = dict(model=model, steps=steps, head="bf16" if "in bf16" in label else "fp32")
     where |= dict(autocast="bf16" if "bf16" in label else "no")
     script, column, old = ("ppo", "rloo"), ("tokens", "completions"), ("sampler", "forward")
-    cells = [
-        dict(script=a, old=c) | where | dict(column=b) for a in script for b in column for c in old
-    ]
+    cells = product(script, column, old)
+    cells = [where | dict(script=a, column=b, old=c) for a, b, c in cells]
     return [pick("bf16_clipped", **cell)[0] * 100 for cell in cells]
 
 
@@ -245,10 +244,7 @@ TABLES = {  # page and header → the columns, and their numbers by the cells of
     (EXPERIMENTS, "| β | seed "): (slice(2, 7), lambda *x: greedy(*x[:2])),
     (EXPERIMENTS, "| model, Adam "): (slice(2, 12), lambda *x: adam(*x[:2])),
     (EXPERIMENTS, "| synthetic, 0.9M "): (slice(2, 6), lambda *x: clipped("sft", *x[:2])),
-    (EXPERIMENTS, "| SmolLM2, 135M "): (
-        slice(2, 6),
-        lambda *x: clipped("smollm2_jittered", *x[:2]),
-    ),
+    (EXPERIMENTS, "| SmolLM2, "): (slice(2, 6), lambda *x: clipped("smollm2_jittered", *x[:2])),
     (EXPERIMENTS, "| autocast | head "): (slice(3, 5), lambda *x: first_ratio(*x[:3])),
     (EXPERIMENTS, "| | score | ended "): (slice(1, 7), lambda x, *_: pretrained(x)),
     ("docs/rloo.md", "| epochs × minibatches | lr | k "): (

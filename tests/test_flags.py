@@ -10,13 +10,11 @@ import pytest
 import tiny
 import torch
 from conftest import SCRIPTS, without_times
-from tiny import EOS, IDS, PAD, WORDS
+from tiny import EOS, IDS, PAD
 from torch.testing import assert_close
 
 import ppo
-import rloo
 import train_reward
-from machinery import models
 
 OPTIMIZER = dict(seed=2, lr=2e-3, adam_eps=1e-3)
 UPDATES = OPTIMIZER | dict(total_episodes=16, eval_every=1, num_ppo_epochs=1, num_minibatches=1)
@@ -68,9 +66,7 @@ def results(tmp_path_factory):
     return results
 
 
-@pytest.mark.parametrize(
-    ("name", "flag"), [(name, flag) for name, flags in CHANGES.items() for flag in flags]
-)
+@pytest.mark.parametrize(("name", "flag"), [(x, flag) for x in CHANGES for flag in CHANGES[x]])
 def test_a_flag_changes_the_run(name, flag, results):
     assert results(name, **{flag: CHANGES[name][flag]}) != results(name)
 
@@ -152,38 +148,24 @@ def test_X8_G5_without_anneal_lr_the_learning_rate_is_constant(script):
 
 
 @tiny.both
-def test_the_kl_is_to_ref_model_and_the_policy_starts_at_base_model(script, tmp_path, monkeypatch):
-    """By a slow loop over the first update's texts, each alone."""
-    monkeypatch.chdir(tmp_path)
+def test_a_reference_with_another_tokenizer_is_refused(script, here):
     task = tiny.write_task(Path("task"))
-    names = {"policy": task.base_model, "ref": str(tiny.write_model(Path("ref"), seed=5))}
+    tiny.write_model(Path("ref"), seed=5)
     Path("reward.py").write_text("def score(queries, responses): return [0.0 for _ in queries]")
-    rollouts: list = []
-    monkeypatch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
-    flags = dict(reward_fn="reward.py:score", ref_model=names["ref"], eval_every=99)
-    script.main(tiny.small_args(script, task, **flags, total_episodes=8))
-    policy, ref = (rloo.Policy(models.load_lm(path), WORDS, 0.7) for path in names.values())
-    first = next(x for x in rollouts if len(x.mask) == 8)
-    for context, response, kl in zip(first.contexts, first.responses, first.kl, strict=True):
-        logprobs, of_ref = (tiny.run_alone(x, context, response)[0] for x in (policy, ref))
-        assert_close(kl, logprobs - of_ref, atol=1e-4, rtol=1e-4)
-    assert first.kl.abs().max() > 0.01
     tokenizer = json.loads(Path("ref/tokenizer.json").read_text())
     words = tokenizer["model"]["vocab"]  # the KL would still be a number
     words["Ġcat"], words["Ġdog"] = words["Ġdog"], words["Ġcat"]
     Path("ref/tokenizer.json").write_text(json.dumps(tokenizer))
-    flags |= dict(run_name="other", ref_model="ref")
-    tiny.refuses(lambda: script.main(tiny.small_args(script, task, **flags)), "--ref_model ref: ")
+    args = tiny.small_args(script, task, reward_fn="reward.py:score", ref_model="ref")
+    tiny.refuses(lambda: script.main(args), "--ref_model ref: ")
 
 
-def test_X13_R3_policy_model_samples_and_base_model_becomes_the_reward_model(
-    start, tmp_path, monkeypatch
-):
-    other, loaded = str(tiny.write_model(tmp_path / "other", "llama")), []
+def test_X13_R3_policy_model_samples_base_model_becomes_the_reward_model(start, monkeypatch):
+    other, loaded = str(tiny.write_model(Path("other"), "llama")), []
     monkeypatch.setattr(train_reward, "load_lm", tiny.keep(train_reward.load_lm, loaded))
     start("train_reward", policy_model=other, output_dir="reward_model")
     assert [lm.config.model_type for lm in loaded] == ["llama", "gpt2"]
-    config = (tmp_path / "reward_model" / "config.json").read_text()
+    config = Path("reward_model/config.json").read_text()
     assert '"gpt2"' in config and '"llama"' not in config
 
 
@@ -219,9 +201,7 @@ def test_eval_queries_and_batch_size_are_the_episodes_of_evaluations_and_updates
 
 @pytest.mark.parametrize("off", [False, True])
 @pytest.mark.parametrize("batch_size", [14, 16])
-def test_P9_a_minibatch_of_fewer_than_8_responses_on_all_processes_is_warned_of(
-    batch_size, off, capsys
-):
+def test_P9_a_minibatch_of_fewer_than_8_responses_in_all_is_warned_of(batch_size, off, capsys):
     """Which OpenAI refuses; unless nothing is whitened."""
     flags = dict(whiten_rewards=not off, whiten_advantages=False, num_minibatches=2)
     ppo.check(tiny.make_args(batch_size=batch_size, reward_fn="math:sqrt", **flags), 1)

@@ -36,17 +36,15 @@ def write_classifier(folder: Path, kind: str = "gpt2", num_labels: int = 1):
 
 
 def load_reward(args, tokenizer):
-    return rewards.load_reward(
-        args, RewardModel, tokenizer, TokenIds(WORDS, None, [], []), Accelerator(cpu=True)
-    )
+    ids = TokenIds(WORDS, None, [], [])
+    return rewards.load_reward(args, RewardModel, tokenizer, ids, Accelerator(cpu=True))
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 @torch.no_grad()
 def test_X13_a_classifier_of_one_label_scores_as_its_own_forward(kind, tmp_path, task):
     """It pools the last token that is not its pad, which TRL sets to the end of text where a
-    tokenizer has none: the last sequence ends with it. Ours gets padding of our own on both sides.
-    Whole runs of ppo.py and rloo.py: test_tldr.py."""
+    tokenizer has none: the last sequence ends with it. Ours gets padding on both sides."""
     classifier = write_classifier(tmp_path / "reward", kind)
     args = tiny.make_args(task, reward_model=str(tmp_path / "reward"))
     lengths, ends = [8, 3, 1, 5], [5, 1, 3, 2]
@@ -61,9 +59,7 @@ def test_X13_a_classifier_of_one_label_scores_as_its_own_forward(kind, tmp_path,
     assert torch.allclose(reward(queries, cut), torch.cat(own), atol=2e-5)
 
 
-def test_X13_a_classifier_is_read_by_text_where_its_tokenizer_is_another(
-    tmp_path, task, monkeypatch
-):
+def test_X13_a_classifier_with_another_tokenizer_is_read_by_text(tmp_path, task, monkeypatch):
     """The tokenizer beside it decides."""
     write_classifier(tmp_path / "reward")
     seen = []

@@ -33,7 +33,6 @@ def load(name: str) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 def close(ours: torch.Tensor, theirs: np.ndarray | torch.Tensor, atol: float, rtol=0.0, name=""):
-    """Assert that a number of ours is the recorded one."""
     message = lambda text: f"{name}: {text}"  # noqa: E731
     torch.testing.assert_close(ours, torch.as_tensor(theirs), atol=atol, rtol=rtol, msg=message)
 

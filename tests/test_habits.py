@@ -15,7 +15,6 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 
 def pins(file: str) -> dict[str, str]:
-    """The version of each package in a requirements file."""
     return dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / file).read_text(), flags=re.M))
 
 
@@ -29,7 +28,6 @@ SLOW |= {"torch.distributed.checkpoint"}
 
 
 def imports(*command: str) -> set[str]:
-    """The modules that a Python command imports."""
     command = sys.executable, "-X", "importtime", *command
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return set(re.findall(r"^import time: .*\| +(\S+)$", done.stderr, flags=re.M))

@@ -25,14 +25,11 @@ def lists(arrays) -> list:
 
 
 def label_task(path, rows, **changes):
-    """A task whose labels are these rows in a file."""
     return make_task(label_dataset=formats.write_rows(path, rows), **changes)
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_R4_openais_labels_load_from_an_array_and_from_lines_without_their_padding(
-    suffix, tmp_path
-):
+def test_R4_openais_labels_load_from_an_array_and_lines_without_padding(suffix, tmp_path):
     """In a batch queries are padded on the left and responses on the right, with the model's pad."""
     p = 50259
     responses = [[[1, p, p], [2, 3, p], [4, 5, 6], [9, 9, 9]], [[5, p, p], [6, p, p], [7], [0]]]
@@ -209,9 +206,7 @@ LONG = {  # rows, the first prompt, and whether it keeps its end
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_R4_a_dialogue_that_is_too_long_keeps_its_end_and_a_text_its_beginning(
-    name, chat, tmp_path
-):
+def test_R4_a_long_dialogue_keeps_its_end_and_a_text_its_beginning(name, chat, tmp_path):
     rows, prompt, keeps_end = LONG[name]
     hello = chat.encode(HELLO)  # the second row of hh-rlhf just fits
     n, full = len(hello), chat.encode(prompt)

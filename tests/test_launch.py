@@ -30,7 +30,6 @@ ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
 def flags(task: tasks.Task, **more: object) -> list[str]:
-    """The flags of a run on the files of a task."""
     files = dict(base_model=task.base_model, query_dataset=task.query_dataset, query_length=8)
     return ["--task", "synthetic", *(f"--{name}={value}" for name, value in (files | more).items())]
 

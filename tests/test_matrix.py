@@ -69,15 +69,13 @@ def one_update(folder: Path, script: str, kind: str, form: str, rank: int = 0) -
         sizes |= dict(num_labels=8, normalize_samples=8, rollout_batch_size=8)
     else:
         sizes |= dict(total_episodes=32, batch_size=32, num_ppo_epochs=1, eval_queries=4)
-        sizes |= dict(
-            rollout_batch_size=13, reward_model=tiny.write_reward(files / "reward", other)
-        )
+        sizes |= dict(reward_model=tiny.write_reward(files / "reward", other))
+        sizes |= dict(rollout_batch_size=13)
         sizes |= dict(micro_batch_tokens=(108, 4096)[KINDS.index(kind) % 2])  # parts, or one
     return tiny.new_args(SCRIPTS[script], task, **common, **sizes)
 
 
 def check_update(folder: Path, script: str) -> None:
-    """Check metrics and weights of a finished run."""
     lines = read_metrics(folder.name)
     assert all(math.isfinite(value) for line in lines for value in line.values())
     if script == "train_reward":
@@ -104,15 +102,12 @@ SINGLE = FEW[1] + [pytest.param(*x, marks=pytest.mark.exhaustive) for x in ALL i
 
 
 @pytest.mark.parametrize(("script", "kind", "precision", "form"), SINGLE)
-def test_every_script_updates_every_kind_of_model(
-    script, kind, precision, form, tmp_path, monkeypatch, capsys
-):
+def test_L6_scripts_update_every_model(script, kind, precision, form, here, monkeypatch, capsys):
     """In fp32, or in bf16 autocast, as the launcher asks for it; of plain models without padding."""
     AcceleratorState._reset_state(True)
     unpadding.say_once.cache_clear()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "run"
+    folder = here / "run"
     SCRIPTS[script].main(one_update(folder, script, kind, form))
     check_update(folder, script)
     said = "padding is computed" in capsys.readouterr().out
@@ -138,9 +133,8 @@ def test_copies_and_fsdp2_update_every_kind_of_model_alike_on_two_processes(whic
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values())
-def test_every_preset_passes_its_own_checks(script, tmp_path, monkeypatch):
+def test_every_preset_passes_its_own_checks(script, here, monkeypatch):
     """On up to 8 processes. A task without a preset has the defaults."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rewards, "check_source", lambda name: None)  # there is no reward model
     for name, task in tasks.TASKS.items():
         args = cli.parse_args(script.Args, script.PRESETS, ["--task", name])

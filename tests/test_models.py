@@ -1,6 +1,7 @@
 """Models that cannot be used are refused; nothing is random in silence, nothing is unpickled."""
 
 import functools
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -117,10 +118,7 @@ def test_check_model_refuses_randomness_that_is_left_in_training_mode(monkeypatc
 
 @pytest.mark.parametrize("script", RL)
 @pytest.mark.parametrize("mistake", ["head", "positions"])
-def test_a_model_that_computes_something_unknown_is_refused_at_start(
-    mistake, script, start, tmp_path, monkeypatch
-):
-
+def test_a_model_that_computes_the_unknown_is_refused_at_start(mistake, script, start, monkeypatch):
     kind = GPT2LMHeadModel if mistake == "head" else GPT2Model
     forward = kind.forward
 
@@ -135,7 +133,7 @@ def test_a_model_that_computes_something_unknown_is_refused_at_start(
     monkeypatch.setattr(kind, "forward", changed)
     words = ("--base_model", "nats") if mistake == "head" else ("--reward_model", "texts")
     refuses(lambda: start(script), "gpt2", *words)
-    assert not (tmp_path / "runs").exists()
+    assert not Path("runs").exists()
 
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -160,9 +158,8 @@ def test_the_text_model_of_a_checkpoint_that_reads_images_is_loaded_and_saved(ki
     whole = transformers.AutoModelForImageTextToText.from_config(config).eval()
     whole.save_pretrained(tmp_path / "whole")
     lm, text = models.load_lm(str(tmp_path / "whole")), torch.arange(9)[None]
-    artifacts.save_model(
-        lm, SimpleNamespace(save_pretrained=str), tmp_path / "text", lm.state_dict(), {}
-    )
+    tokenizer = SimpleNamespace(save_pretrained=str)
+    artifacts.save_model(lm, tokenizer, tmp_path / "text", lm.state_dict(), {})
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
     for model in (lm, again):
         torch.testing.assert_close(model(text).logits, whole(text).logits, atol=1e-5, rtol=1e-5)
@@ -181,7 +178,6 @@ def test_encoders_and_adapters_are_refused_with_what_to_do(start, tmp_path):
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(start, no_weights):
-    """The first of them would be taken for padding."""
     tiny.config(vocab=500).save_pretrained(start.task.base_model)
     refuses(lambda: start("ppo"), "--base_model", tiny.WORDS, 500, "embeddings")
 

@@ -1,8 +1,9 @@
 """Where such code went wrong before (pitfalls 1 to 22), where no other file shows it.
 
-1 is L6 in test_rloo.py; 2, 3, 5, 6, 8, 12 to 15 are G3, R1, P6, X11, P4, G4, X9 and P5 in
-test_details.py; 9 of ppo and rloo is X9 there; 4 is G2; 11, 19 on two processes: test_distributed.py;
-16 is L3 in test_rloo.py; 17 is in test_resume.py. Below are 7, 9, 10, 18, 19, 20, 22, in this order.
+1 is L6 in test_matrix.py; 2, 3, 5, 6, 8, 12 to 15 are G3, R1, P6, X11, P4, G4, X9 and P5 in
+test_details.py; 9 of ppo and rloo is X9 there; 4 is G2; 11, and 19 on two processes:
+test_distributed.py; 16 is L3 in test_rloo.py; 17 is in test_resume.py; 19 is in test_golden.py for
+ppo, in test_diffs.py for rloo. Below are 7, 9, 10, 18, 20 and 22, in this order.
 """
 
 import json
@@ -18,7 +19,6 @@ from tiny import PAD, WORDS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import ppo
 import rloo
 import sft
 import train_reward
@@ -28,7 +28,6 @@ from machinery.labels import Labels
 from machinery.rewards import load_reward_model
 from machinery.tokens import load_tokenizer
 
-LOSS = {ppo: "ppo_losses", rloo: "rloo_loss"}
 EOS_TASK = tiny.make_task(eos_task=True, truncate_after=0)
 
 
@@ -39,8 +38,7 @@ def one_update(script, task=None, **flags):
 
 @tiny.both
 def test_nan_at_masked_positions_changes_nothing(script, accelerator):
-    """Neither rollout, nor gradients, nor metrics, with responses that end in one micro-batch with
-    others that do not."""
+    """Neither rollout, nor gradients, nor metrics, where some responses of a micro-batch have ended."""
 
     def fill_padding(backbone, number):
         def run(input_ids, mask, *args, **options):
@@ -183,31 +181,6 @@ def test_sampling_leaves_a_model_in_the_mode_that_it_was_in(accelerator):
         with distributed.inference(accelerator, model):
             assert not model.training
         assert model.training == training
-
-
-@tiny.both
-def test_metrics_are_means_over_all_steps_of_the_update(script, accelerator):
-    """And not of its last minibatch; each step's own numbers are sums over its micro-batches."""
-    loss, steps = getattr(script, LOSS[script]), [{}]
-
-    def spy_loss(*args):
-        *losses, stats = loss(*args)
-        for name, x in stats.items():
-            steps[-1][name] = steps[-1].get(name, 0) + x.item()
-        return *losses, stats
-
-    class Spy(script.AdamTF):
-        def step(self, closure=None):
-            super().step(closure)
-            steps.append({})
-
-    patches = {LOSS[script]: spy_loss, "AdamTF": Spy}
-    metrics = tiny.run_episodes(script, one_update(script), **patches).metrics[0]
-    assert len(steps) == 4 + 1
-    for name in steps[0]:
-        values = [step[name] for step in steps[:-1]]
-        assert metrics[f"ppo/{name}"] == pytest.approx(np.mean(values), rel=1e-4, abs=1e-6), name
-        assert max(values) > min(values) or "clipfrac" in name
 
 
 @tiny.both

@@ -62,9 +62,7 @@ class Terminal(io.TextIOWrapper):
 
 
 @pytest.mark.parametrize("eval_every", [1, 100])
-def test_samples_are_a_table_and_a_run_whose_terminal_is_closed_leaves_a_checkpoint(
-    eval_every, home, monkeypatch
-):
+def test_samples_are_a_table_a_closed_terminal_leaves_a_checkpoint(eval_every, home, monkeypatch):
     """It prints neither the progress nor the samples after its last update."""
     terminal = Terminal(io.BytesIO(), "utf-8")
     for name in ("stdout", "stderr"):
@@ -86,9 +84,7 @@ def test_samples_are_a_table_and_a_run_whose_terminal_is_closed_leaves_a_checkpo
 
 
 @pytest.mark.parametrize("script", ["ppo", "rloo"])
-def test_a_much_too_high_lr_is_said_once_for_each_metric_and_a_healthy_one_is_not(
-    script, home, capsys
-):
+def test_a_much_too_high_lr_is_said_once_for_each_metric(script, home, capsys):
     SCRIPTS[script].main(two_steps(script, lr=1e-4))
     assert "healthy" not in capsys.readouterr().out
     flags = dict(total_episodes=40, eval_every=100, num_ppo_epochs=4, run_name="broken")
@@ -112,9 +108,7 @@ def test_five_updates_without_anything_to_learn_from_are_said_once(name, capsys)
 
 
 def test_equal_scores_and_a_gradient_of_0_are_said_in_a_run(home, capsys):
-    Path("same.py").write_text(
-        "def score(queries, responses):\n    return [0.1 for _ in queries]\n"
-    )
+    Path("same.py").write_text("def score(queries, responses): return [0.1 for _ in queries]")
     SCRIPTS["rloo"].main(settings("rloo", reward_fn="same.py:score", kl_coef=0.0))
     lines = capsys.readouterr().out.splitlines()
     found = [line for line in lines if "nothing to learn from" in line]

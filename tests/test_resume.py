@@ -1,8 +1,6 @@
-"""A run that is killed at any instant and resumed writes, bit for bit, what an undisturbed run
-writes.
+"""A run that is killed at any instant and resumed writes, bit for bit, what others write.
 
-This file is also a program that runs the scripts and kills them: it imports everything once and
-forks each process.
+As a program, this file runs the scripts and kills them: it imports once and forks each process.
 """
 
 import hashlib
@@ -83,7 +81,6 @@ def written(folder: Path) -> dict[str, Any]:
 
 
 def assert_same_run(folder: Path, expected: Path) -> None:
-    """Compared by file, so that a failure does not print megabytes."""
     found, wanted = written(folder), written(expected)
     assert len(wanted["metrics.jsonl"]) >= 6 and "model/model.safetensors" in wanted
     assert found["metrics.jsonl"] == wanted["metrics.jsonl"]
@@ -208,11 +205,8 @@ def free_port() -> int:
 
 
 def drive(jobs: list[dict]) -> dict[str, list[list[int]]]:
-    """Run jobs {script, name, flags, kills: [[what, n, rank]], processes}.
-
-    A run is killed at each of `kills` and resumed, or starts anew if it has no checkpoint; at last
-    it runs to its end. Returns the exit codes: name → round → rank.
-    """
+    """Run jobs {script, name, flags, kills: [[what, n, rank]], processes} to their ends; return
+    the exit codes: name → round → rank. Without a checkpoint, a killed run starts anew."""
     for module in ("rich.table", "torch.utils.tensorboard", "matplotlib.figure"):
         importlib.import_module(module)  # once instead of in every fork
     codes: dict[str, list[list[int]]] = {job["name"]: [] for job in jobs}
@@ -238,7 +232,6 @@ def drive(jobs: list[dict]) -> dict[str, list[list[int]]]:
 
 
 def run_jobs(folder: Path, jobs: list[dict]) -> SimpleNamespace:
-    """`drive` in a new process and a new folder."""
     folder.mkdir()
     write_files(folder)
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -318,13 +311,10 @@ def test_an_error_in_one_of_two_processes_ends_both_and_loses_no_finished_update
     assert_same_run(done.runs / "raises", done.runs / "straight")
 
 
-@pytest.mark.parametrize(
-    ("script", "number"), [*zip(SCRIPTS, [*SIGNALS, signal.SIGTERM], strict=True)]
-)
-def test_a_signal_writes_a_checkpoint_after_the_update_and_exits_with_143(
-    script, number, home, monkeypatch, capsys
-):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_signal_writes_a_checkpoint_and_exits_with_143(script, home, monkeypatch, capsys):
     """Without --save_every. The resumed run equals an undisturbed one; handlers are restored."""
+    number = dict(zip(SCRIPTS, [*SIGNALS, signal.SIGTERM], strict=True))[script]
     handlers = [signal.getsignal(number) for number in SIGNALS]
     assert exit_code(script, settings(script, run_name="straight")) == 0
     with monkeypatch.context() as patch:
@@ -361,12 +351,10 @@ def copy(ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def checkpoint_files(run: str = "ran") -> list[Path]:
-    """The checkpoints of a run, and whatever else is in their folder."""
     return sorted(Path("runs", run, "checkpoints").iterdir())
 
 
 def read_state(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors and the numbers of a checkpoint."""
     with safe_open(path, "pt") as file:
         return load_file(path), json.loads(file.metadata()["state"])
 
@@ -443,9 +431,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_gives_the_same_ru
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_flag_that_changes_a_number_is_refused_by_name_and_no_other(
-    script, tmp_path, accelerator
-):
+def test_every_flag_that_changes_numbers_is_refused_by_name_no_other(script, tmp_path, accelerator):
     """Flags that only save memory too, since they change rounding."""
     args = settings(script, resume=str(tmp_path / "checkpoints/1"))
     record = checkpoints.describe(args, 1)
@@ -479,11 +465,8 @@ def test_a_file_that_was_edited_is_refused_if_the_script_reads_it(script, home):
         text = Path(file).read_text()
         known, new = (hashlib.sha256(x.encode()).hexdigest()[:8] for x in (text, text + "\n"))
         Path(file).write_text(text + "\n")
-        with (
-            refused(f"sha256 of {reads[file]}={new} instead of {known}")
-            if file in reads
-            else nullcontext()
-        ):
+        named = f"sha256 of {reads.get(file)}={new} instead of {known}"
+        with refused(named) if file in reads else nullcontext():
             SCRIPTS[script].check(again(script=SCRIPTS[script]), 1)
         Path(file).write_text(text)
 
@@ -509,11 +492,10 @@ def test_a_link_that_moves_changes_nothing(home):
     ppo.check(again("--resume runs/ran --base_model first"), 1)
 
 
-def test_a_copys_own_state_and_flags_of_any_type_are_resumed(tmp_path, monkeypatch):
+def test_a_copys_own_state_and_flags_of_any_type_are_resumed(here, monkeypatch):
     """The edit of docs/your-experiment.md; here, the price is taken from kl_coef."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoints, "KEPT", 100)
-    write_files(tmp_path)
+    write_files(here)
     page = (artifacts.ROOT / "docs/your-experiment.md").read_text()
     (edit,) = (x for x in re.findall(r"```diff\n(.*?)```", page, flags=re.S) if "run.restore" in x)
     text = ppo.SCRIPT.read_text()

@@ -41,8 +41,7 @@ VALUES = [*TEXTS, 7, 2.5, 1.0, True, None, 2**53 + 1, [], ["1", 2], {"a": "007",
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
 def test_json_values_are_those_of_the_file(suffix, tmp_path):
-    """In columns of one kind, of all kinds, and of another kind in each of a folder's files. `repr`
-    tells 1, 1.0 and True apart."""
+    """In columns of one kind, of all kinds, and of another kind in each of a folder's files."""
     rows = [{"all": x, "texts": str(x), "date": TEXTS[0]} for x in VALUES]
     rows += [{"all": [{"role": "user", "content": TEXTS[0]}]}, {"late": "007"}]
     other = [{"all": 7, "texts": 8}, {"all": "7", "date": "soon"}]
@@ -146,13 +145,12 @@ def f(responses):
 """
 
 
-def test_a_file_of_functions_is_a_module_and_imported_once(tmp_path, monkeypatch, capsys):
-    """It finds modules beside it, and its functions run in other processes. A judge that loads a
-    model at its top must not load it for every use, whatever the path is called."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "our_judge.py").write_text(JUDGE)
-    (tmp_path / "beside_the_judge.py").write_text("LENGTH = 2.0")
-    names = ["our_judge.py:f", "./our_judge.py:f", f"{tmp_path}/our_judge.py:f"]
+def test_a_file_of_functions_is_a_module_and_imported_once(here, capsys):
+    """It finds modules beside it, and its functions run in other processes. A judge may load a model
+    at its top, once, whatever the path is called."""
+    (here / "our_judge.py").write_text(JUDGE)
+    (here / "beside_the_judge.py").write_text("LENGTH = 2.0")
+    names = ["our_judge.py:f", "./our_judge.py:f", f"{here}/our_judge.py:f"]
     assert [load_function(name)(["ab"]) for name in names] == [[4.0]] * 3
     assert capsys.readouterr().out == "once\n"
     assert load_function(names[0]).__module__ == "our_judge"

@@ -21,7 +21,6 @@ from utils import TokenIds
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Of the synthetic task."""
     task = replace(tasks.TASKS["synthetic"], base_model=str(tasks.SYNTHETIC / "model"))
     return load_tokenizer(task, task.response_length)[0]
 

@@ -4,6 +4,7 @@ The form is from the pages of trl-lib/pythia-{1b,2.8b,6.9b}-deduped-tldr-{sft,rm
 tokenizer_config.json, special_tokens_map.json), read in 2024; the weights here are tiny and random.
 """
 
+import functools
 import json
 import re
 import shlex
@@ -28,7 +29,7 @@ from transformers import (
 import ppo
 import rloo
 from machinery import rewards
-from machinery.cli import InputError, parse_args
+from machinery.cli import parse_args
 from machinery.models import load_lm
 from machinery.tokens import same_tokens
 from train_reward import RewardModel
@@ -49,11 +50,8 @@ LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def write_tokenizer(folder: Path, pad: bool) -> None:
-    """GPT-NeoX's tokenizer with few merges.
-
-    <|endoftext|> is 0, <|padding|> 1, runs of spaces come last. Of SFT models, special_tokens_map
-    alone names a [PAD], which becomes one more token; reward models have none.
-    """
+    """GPT-NeoX's tokenizer with few merges. Of SFT models, special_tokens_map alone names a [PAD],
+    which becomes one more token; reward models have none."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -119,11 +117,8 @@ def commands(script: str, size: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("script", "size", "form"), [(ppo, "1b", "file"), (rloo, "6.9b", "index"), (ppo, "2.8b", "bin")]
 )
-def test_the_pages_command_scores_as_the_classifier_itself(
-    script, size, form, tmp_path, monkeypatch
-):
+def test_the_pages_command_scores_as_the_classifier_itself(script, size, form, here, monkeypatch):
     """Every response that ends is read through its end of text; the others get the penalty."""
-    monkeypatch.chdir(tmp_path)
     lm, classifier = write_models(size, form)
     if form == "bin":
         assert "2.8b" in blocks("docs/tldr.md", "python")[0]
@@ -150,16 +145,13 @@ def test_the_pages_command_scores_as_the_classifier_itself(
     assert all(torch.equal(weights[name], x) for name, x in lm.state_dict().items())
 
 
-def test_weights_without_safetensors_are_one_sentence(tmp_path, monkeypatch):
+def test_weights_without_safetensors_are_one_sentence(here):
     """Before anything is loaded; a shard without its index does not count."""
-    monkeypatch.chdir(tmp_path)
     write_models("2.8b", "bin")
-    for load, name, flag in (
-        (load_lm, SFT, "--base_model"),
-        (lambda x: rewards.load_reward_model(RewardModel, x), RM, "--reward_model"),
-    ):
-        with pytest.raises(InputError, match=f"{flag} {name.format('2.8b')}: "):
-            load(name.format("2.8b"))
+    sft, rm = (name.format("2.8b") for name in (SFT, RM))
+    tiny.refuses(lambda: load_lm(sft), f"--base_model {sft}: ")
+    load_reward = functools.partial(rewards.load_reward_model, RewardModel, rm)
+    tiny.refuses(load_reward, f"--reward_model {rm}: ")
 
 
 def test_X13_a_pad_token_of_the_policys_tokenizer_alone_changes_no_text(tmp_path):

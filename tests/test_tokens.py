@@ -166,7 +166,6 @@ FOR_TEXTS |= dict(clean_fn="builtins:str", keep_last_line=True, truncate_token="
 
 @pytest.fixture
 def chat_task(model, tmp_path):
-    """A task whose files hold messages."""
     rows = [{"prompt": [USER], "chosen": [BLUE], "rejected": [GREEN]}] * 9
     task = make_task(model, rows, tmp_path / "rows.jsonl")
     return replace(task, label_dataset=task.query_dataset)
@@ -174,7 +173,6 @@ def chat_task(model, tmp_path):
 
 @pytest.mark.parametrize("name", [*FOR_TEXTS, "chat_template"])
 def test_settings_for_texts_and_a_missing_template_are_refused_by_name(name, chat_task):
-    """In queries, and in pairs."""
     task = replace(chat_task, **{x: FOR_TEXTS[x] for x in FOR_TEXTS if x == name})
     tokenizer, ids = load_tokenizer(task, 8)
     if name == "chat_template":
@@ -187,7 +185,6 @@ def test_settings_for_texts_and_a_missing_template_are_refused_by_name(name, cha
 @pytest.mark.parametrize("content", [None, 3, [{"type": "text", "text": "What?"}]])
 @pytest.mark.parametrize("rest", [[], [USER]])
 def test_messages_whose_content_is_no_text_are_refused(content, rest, chat_task):
-    """A template would write None, or leave it out."""
     rows = [{"prompt": [{"role": "user", "content": content}, *rest]}]
     formats.write_rows(Path(chat_task.query_dataset), rows)
     refuses(lambda: load(load_queries, chat_task, 9), "rows.jsonl: ", "content")
@@ -218,14 +215,11 @@ def score(queries, responses):
 
 
 @pytest.mark.parametrize("script", [ppo, rloo])
-def test_responses_end_at_the_templates_end_and_a_reward_function_reads_none_of_it(
-    script, model, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
+def test_responses_end_at_the_templates_end_which_no_reward_function_reads(script, model, here):
     rows = [{"prompt": [USER | {"content": f"Say {i} or gray."}]} for i in range(16)]
     task = make_task(model, rows, Path("rows.jsonl"), query_length=48)
     Path("score.py").write_text(REWARD)
-    function = f"{tmp_path / 'score.py'}:score"
+    function = f"{here / 'score.py'}:score"
     options = dict(total_episodes=16, eval_queries=4, run_name="a", reward_fn=function)
     script.main(tiny.make_args(task, script, **options))
     assert any(line["objective/ended"] > 0 for line in read_metrics("a"))
@@ -290,9 +284,7 @@ def test_affixes_and_blocks_are_the_tokens_of_the_whole_text(whole, tmp_path):
     assert found == [whole.ids("Hi. Yes No No")[:-1]]
 
 
-def test_answers_that_merge_with_their_prompts_are_tokenized_alone_and_counted(
-    whole, tmp_path, capsys
-):
+def test_answers_that_merge_with_prompts_are_tokenized_alone(whole, tmp_path, capsys):
     rows = [dict(prompt="Hi s", completion="aw"), dict(prompt="Hi", completion=" No")]
     task = whole.make(rows, tmp_path / "a.jsonl")
     found, expected = load(load_responses, task), whole.ids("Hi No")
@@ -312,9 +304,8 @@ def test_answers_and_blocks_that_are_cut_are_counted(model, tmp_path, capsys):
         assert len(load(load_responses, task)) == 4
         line = f"--response_length 8: cut 3 of 4 sequences, by {lost} tokens"
         assert line in capsys.readouterr().out
-    load(
-        lambda task, *given: load_blocks(task, 4, *given), replace(task, query_column="completion")
-    )
+    blocks = lambda task, *given: load_blocks(task, 4, *given)  # noqa: E731
+    load(blocks, replace(task, query_column="completion"))
     assert "last text of a block ends: cut 3 of 3" in capsys.readouterr().out
     assert len(load(load_responses, replace(task, response_length=size))) == 4
     assert "cut" not in capsys.readouterr().out
@@ -363,11 +354,8 @@ GOOD, BAD = [("Hi", " yes"), ("So", " good"), ("Hi", " more")], [("So", " no"), 
 JUDGED = [dict(prompt=p, completion=c, label=(p, c) in GOOD) for p, c in [*BAD, *GOOD]]
 
 
-def test_judged_answers_become_references_and_pairs_by_the_code_of_docs_data(
-    model, tmp_path, monkeypatch
-):
+def test_judged_answers_become_references_and_pairs_by_the_code_of_docs_data(model, here):
     """KTO's form: sft.py learns all answers; train_reward.py needs pairs."""
-    monkeypatch.chdir(tmp_path)
     task = make_task(model, JUDGED, Path("judged.jsonl"), response_column="completion")
     task = replace(task, label_dataset="judged.jsonl")
     assert len(load(load_responses, task)) == 5
@@ -405,12 +393,11 @@ def own_data(folder: Path, page: int) -> str:
     return blocks("docs/data.md", "bash")[page].replace(SMOLLM2, "model")
 
 
-def test_the_page_goes_from_own_data_to_ppo(tmp_path, monkeypatch):
+def test_the_page_goes_from_own_data_to_ppo(here):
     """Its commands as bash reads them."""
-    monkeypatch.chdir(tmp_path)
-    code = own_data(tmp_path, 1).replace("mkdir mine && cd mine", "")
+    code = own_data(here, 1).replace("mkdir mine && cd mine", "")
     record = 'python() { printf "%s\\0" "$@" "" >> calls; }; set -e\n'
-    subprocess.run(["bash", "-c", record + code], check=True, cwd=tmp_path)
+    subprocess.run(["bash", "-c", record + code], check=True, cwd=here)
     calls = Path("calls").read_text().split("\0\0")[:-1]
     assert len(calls) == 3
     for call in calls:
@@ -442,15 +429,13 @@ def test_the_page_runs_grpo_with_lora_and_a_reward_model_on_two_processes(tmp_pa
     metrics = read_metrics(run)[0]
     assert metrics["objective/scores_std"] > 0 and "ppo/loss/kl_avg" in metrics  # GRPO's
     assert json.loads((run / "args.json").read_text())["processes"] == 2
-    before, after = (
-        AutoModelForCausalLM.from_pretrained(project / x) for x in ("model", "models/tldr/mine")
-    )
+    folders = (project / x for x in ("model", "models/tldr/mine"))
+    before, after = map(AutoModelForCausalLM.from_pretrained, folders)
     layer = "transformer.h.0.mlp.c_fc.weight"
     assert not torch.equal(before.get_parameter(layer), after.get_parameter(layer))  # merged
 
 
-def test_three_statements_give_a_tokenizer_a_template(gpt2, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_three_statements_give_a_tokenizer_a_template(gpt2, here):
     gpt2.save_pretrained("my_model")
     (code,) = (x for x in blocks("docs/data.md", "python") if "chat_template" in x)
     exec(code)

@@ -306,10 +306,7 @@ def run_episodes(
     script, args, policy=None, ref=None, reward=None, ids=IDS, **given: Any
 ) -> FakeRun:
     """Run `main` of ppo or rloo on given models, queries [B, Q] and responses [B, R] of each update.
-
-    By default, of uneven lengths; RLOO has `rloo_k` episodes of each query. `epochs` are the rows
-    of each minibatch, in place of `shuffle`'s. What else is given replaces names of the script.
-    """
+    `epochs` are in place of `shuffle`'s; what else is given replaces names of the script."""
     task, size = args.task, args.batch_size
     lengths = LENGTHS[: size // getattr(args, "rloo_k", 1)]
     queries = given.pop("queries", None) or [make_contexts(lengths, task.query_length)] * 100
@@ -488,8 +485,7 @@ def write_task(folder: Path, kind: str = "gpt2", labels: int = 16, **changes: An
 
 
 def eos_task(task: tasks.Task, folder: Path) -> tasks.Task:
-    """A task of `write_task` in the columns of TL;DR, its files in `folder`: prompts with
-    completions, and pairs; a completion ends at <|endoftext|>."""
+    """A task of `write_task` in the columns of TL;DR, its files in `folder`."""
     rows, pairs = [], []
     for name, thing in itertools.product(("Anna", "Ben", "Clara", "Tom"), THINGS[:4]):
         prompt, text = f"{name} found the {thing}.", f" {name} saw the {thing}."

@@ -22,10 +22,8 @@ FAILURES = {  # of a stand-in, by what they do with its answer
 
 
 class StandIn(BaseHTTPRequestHandler):
-    """Samples from the weights that it was given last; `change(body, answer)` makes it fail.
-
-    As the real one, it keeps a tied head that is not in the files; with `stale`, one that is, too.
-    """
+    """Samples from the weights that it was given last; `change(body, answer)` makes it fail. As the
+    real one, it keeps a tied head that is not in the files; with `stale`, one that is, too."""
 
     lm, stale, log_message = None, False, lambda *words: None
 

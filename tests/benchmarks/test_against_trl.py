@@ -12,19 +12,17 @@ import sft
 from benchmarks import against_trl
 
 
-def test_recorded_steps_are_those_of_a_naive_loop(tmp_path, monkeypatch):
+def test_recorded_steps_are_those_of_a_naive_loop(here, monkeypatch):
     """SFT: the mean over response tokens. RLOO: the first ratio is 1, the second is not."""
-    monkeypatch.chdir(tmp_path)
     for script, name in ((sft, "normalize"), (rloo, "normalize"), (rloo, "sample_in_batches")):
         monkeypatch.setattr(script, name, getattr(script, name, None), raising=False)
-    against_trl.make(tmp_path)
-    of_sft, of_rloo = (
-        against_trl.ours(row) for row in against_trl.ROWS if row.name in ("SFT", "RLOO")
-    )
+    against_trl.make(here)
+    rows = (row for row in against_trl.ROWS if row.name in ("SFT", "RLOO"))
+    of_sft, of_rloo = map(against_trl.ours, rows)
     lm = AutoModelForCausalLM.from_pretrained("llama/policy")
     tokenizer = AutoTokenizer.from_pretrained("llama/policy")
     losses = []
-    for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines()):
+    for row in map(json.loads, (here / "rows.jsonl").read_text().splitlines()):
         ids = [tokenizer(row[x])["input_ids"] for x in ("prompt", "completion")]
         tokens = torch.tensor([*ids[0], *ids[1], against_trl.END])
         logprobs = lm(tokens[None]).logits[0, :-1].log_softmax(dim=-1)

@@ -19,7 +19,6 @@ EPISODES = "--episodes_per_step", "a=512"
 
 
 def write_run(folder: Path, lines: list[dict]) -> Path:
-    """A run's folder of ours."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
@@ -38,7 +37,6 @@ def write_chart(path: Path, x: str, columns: dict[str, dict[float, float]]) -> P
 
 
 def write_events(folder: Path, metrics: dict[str, dict[int, float]]) -> Path:
-    """TensorBoard events as PyTorch and TensorFlow 1 write them."""
     writer = SummaryWriter(folder)
     for name, points in metrics.items():
         for step, value in points.items():
@@ -66,11 +64,8 @@ def test_nine_seeds_have_a_mean_and_ten_an_interquartile_one():
 
 
 def test_the_band_of_few_seeds_is_that_of_all_draws_of_whole_curves():
-    """Of three seeds, all draws are the smallest with probability 1/27 = 3.7%: more than 2.5%.
-
-    Of four, how often 1 is drawn is binomial(4, 1/4): three times 12/256 = 4.7%, four times 1/256,
-    so that the upper 2.5% begin at a mean of 3/4.
-    """
+    """Of 3 seeds, all draws are the smallest in 1/27 = 3.7% of cases: more than 2.5%. Of 4, one is
+    drawn three times in 12/256 = 4.7%, four times in 1/256: the upper 2.5% begin at 3/4."""
     middle, low, high = curves.band(np.array([[1.0, 10.0], [2.0, 40.0], [6.0, -20.0]]))
     assert middle.tolist() == [3.0, 10.0]
     assert (low.tolist(), high.tolist()) == ([1.0, -20.0], [6.0, 40.0])
@@ -163,8 +158,7 @@ def test_names_and_steps_become_ours_where_a_run_has_none_of_ours(tmp_path):
         (["chart.csv", "--out", "missing/all.png"], "--out missing/all.png"),
     ],
 )
-def test_what_cannot_be_drawn_is_named(words, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_drawn_is_named(words, message, here):
     Path("table.csv").write_text('"Name","State","kl"\n"run-a","finished","1"\n')
     write_chart(Path("chart.csv"), "Step", {"a - objective/kl": {0: 0.5, 1: 0.75}})
     with pytest.raises(InputError, match=message):

@@ -22,9 +22,7 @@ QUICK += ["sentiment: unpadding"]
 
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param(ALL, marks=pytest.mark.slow)])
-def test_every_row_runs_without_a_gpu_and_is_written_and_printed(
-    names, tmp_path, monkeypatch, capfd
-):
+def test_every_row_runs_without_a_gpu_is_written_and_printed(names, tmp_path, monkeypatch, capfd):
     """Also the shares of an H200's peak, which a CPU reports here under that name."""
     plan = gpu.plan
     monkeypatch.setattr(gpu, "device_name", lambda: {"result": "NVIDIA H200"})
@@ -77,7 +75,6 @@ def test_wrong_attention_in_bf16_is_a_row_that_is_not_ok(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("script", [ppo, rloo])
 def test_L6_noise_in_every_forward_pass_is_seen_in_the_first_ratio(script, monkeypatch, tmp_path):
-    """The tiny scripts have several micro-batches."""
     compute_logits = script.compute_logits
 
     def noisy(lm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -112,12 +109,8 @@ def test_a_profile_has_kernels_busy_share_and_waits(tmp_path):
 
 
 def test_the_bytes_that_are_read_are_those_of_weights_keys_and_values():
-    """GPT-2: 12 layers of 12 * 768², 50,257 words of 768, keys and values of 768 in 12 layers.
-
-    512 sequences in two batches: prompts of at most 17 tokens, and of at most 64. Or in one. The
-    head is in fp32, the rest in bf16.
-    """
-    weights, head = 84_934_656, 38_597_376
+    """Of GPT-2, for 512 sequences in two batches, with prompts of up to 17 and 64 tokens, or in one."""
+    weights, head = 12 * 12 * 768**2, 50_257 * 768  # in bf16, in fp32
     for group in (1, 4):
         cache = 2 * 12 * 768 * (256 * (17 + 24) + 256 * (64 + 24))
         two = 24 * (2 * (2 * weights + 4 * head) + 2 * cache)
@@ -155,13 +148,11 @@ def test_at_most_three_copies_of_the_logits_are_alive():
 
 
 @pytest.mark.parametrize("script", ["ppo", "rloo"])
-def test_memory_between_updates_is_that_of_weights_and_moments(
+def test_memory_between_updates_is_of_weights_and_moments(
     script, monkeypatch, capsys, bf16_accelerator
 ):
-    """20 bytes per parameter: weights, two moments, reference, reward model. The rest is small.
-
-    Of the last two, linear layers are in bf16.
-    """
+    """20 bytes per parameter: weights, two moments, reference, reward model; their linear layers
+    are in bf16. The rest is small."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # restored afterwards
     monkeypatch.setitem(memory.SHAPES, "tiny", memory.gpt2(512, 4, 2))
     linear = 4 * (12 * 512**2 + 9 * 512)

@@ -21,14 +21,13 @@ def write_archive(path, texts, ratings):
     return human.Args("data", path)
 
 
-def test_parts_share_no_snippet_and_halves_no_rating(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_parts_share_no_snippet_and_halves_no_rating(here, monkeypatch):
     for name, value in dict(TRAIN=12, HELDOUT=6, PAIRS=40, HELDOUT_PAIRS=30).items():
         monkeypatch.setattr(human, f"NUM_{name}", value)
     texts = [f"café  {i} is a film of eight  words." for i in range(24)] + ["too short."]
     # The first half of the raters likes large numbers, the second half small ones: all means are 0.
     ratings = [[i // 8 + 1, -(i // 8) - 1] * 7 for i in range(24)] + [[4] * 15]
-    human.main(write_archive(tmp_path / "ratings.tar.gz", texts, ratings))
+    human.main(write_archive(here / "ratings.tar.gz", texts, ratings))
     data = {path.stem: path.read_text() for path in human.DATA.iterdir()}
     assert data["first"].count("\n") == 40 and data["heldout"].count("\n") == 30
     parts = data["texts"] + data["first"] + data["second"], data["heldout"], data["queries"]

@@ -38,9 +38,8 @@ def test_reproduce_runs_resumes_and_draws_published_curves_where_they_are(tmp_pa
     def run() -> tuple[str, list[str]]:
         """The script's output, and its calls of Python with their GPU."""
         (folder / "calls").unlink(missing_ok=True)
-        done = subprocess.run(
-            "benchmarks/reproduce.sh", cwd=folder, env=env, text=True, capture_output=True
-        )
+        options = dict(cwd=folder, env=env, text=True, capture_output=True)
+        done = subprocess.run("benchmarks/reproduce.sh", **options)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout, sorted((folder / "calls").read_text().splitlines())
 

@@ -64,7 +64,6 @@ def tables(folder: Path, jobs: list[tuple], seed: int = 1) -> list[Table]:
 
 
 def write_patched(folder: Path, name: str) -> Path:
-    """The script that a patch makes."""
     diff = ROOT / "diffs" / f"{name}.diff"
     (base,) = re.findall(r"^--- (\w+\.py)", diff.read_text(), re.M)
     path = folder / f"{name}.py"

@@ -15,9 +15,8 @@ import ppo
 from benchmarks import contestants, plain_ppo, speed
 from machinery.runs import Run
 
-SMALL = speed.Work(
-    dict(n_layer=1, n_embd=32, n_head=2, vocab_size=101, n_positions=96), episodes=8, micro=(4,)
-)
+SHAPE = dict(n_layer=1, n_embd=32, n_head=2, vocab_size=101, n_positions=96)
+SMALL = speed.Work(SHAPE, episodes=8, micro=(4,))
 
 
 def plain_copy(policy, args):
@@ -40,9 +39,8 @@ def test_plain_ppo_and_ppo_get_the_same_weights_from_the_same_responses(eos_task
     queries, responses = tiny.make_contexts(tiny.LENGTHS, 8), tiny.make_responses(8, 5)
     orders = [np.random.default_rng(epoch).permutation(8) for epoch in range(4)]
     epochs = [[torch.from_numpy(order)] for order in orders]
-    run = tiny.run_episodes(
-        ppo, args, policy, queries=[queries], responses=[responses], epochs=[epochs]
-    )
+    inputs = dict(queries=[queries], responses=[responses], epochs=[epochs])
+    run = tiny.run_episodes(ppo, args, policy, **inputs)
     assert 0 < run.metrics[0]["objective/ended"] < 1  # some scores are the penalty
     plain.train(plain.rollout(queries, responses, args.kl_coef, truncate=tiny.EOS), orders)
 
@@ -68,26 +66,19 @@ def test_query_lengths_are_those_of_the_workloads():
 
 
 def test_operations_are_those_counted_by_hand():
-    """One layer of width 2, a sequence of 64 + 1 tokens, a vocabulary of 3.
-
-    12 * 2**2 weights, two operations each per token: 6240. Attention to 1 + 2 + ... + 65 = 2145
-    keys, 8 operations each: 17160. One predicted token: 2 * 2 * 3 = 12.
-    """
+    """12 * 2² weights, 2 operations each for 65 tokens: 6240. Attention to 1 + 2 + ... + 65 = 2145
+    keys, 8 operations each: 17160. One predicted token of 3: 2 * 2 * 3 = 12."""
     work = speed.Work(dict(n_layer=1, n_embd=2, vocab_size=3), 1, (), response_length=1)
     trunk, head = 6240 + 17160, 12
-    assert speed.operations(work, "ppo", 1) == {
-        "sample": trunk + head,
-        "score": 2 * trunk + head,
-        "optimize": 3 * (trunk + head),
-    }
+    expected = dict(sample=trunk + head, score=2 * trunk + head, optimize=3 * (trunk + head))
+    assert speed.operations(work, "ppo", 1) == expected
     assert speed.operations(work, "ppo", 4)["optimize"] == 12 * (trunk + head)
     assert speed.operations(work, "separate_critic", 4)["optimize"] == 12 * (2 * trunk + head)
 
 
 @pytest.fixture
-def in_this_process(monkeypatch, tmp_path):
+def in_this_process(monkeypatch, here):
     """Contestants run without a process of their own, which would start for seconds."""
-    monkeypatch.chdir(tmp_path)
     for name in ("Timer", "query_rows", "sample_in_batches"):  # which contestants.py replaces
         monkeypatch.setattr(ppo, name, getattr(ppo, name))
     monkeypatch.setattr(Run, "checkpoint", Run.checkpoint)

@@ -28,13 +28,10 @@ def test_ties_count_half_and_the_interval_is_of_pairs():
     assert rates == pytest.approx((0.6, 0.552, 0.648), abs=0.006)
 
 
-def test_policies_and_the_data_are_compared_on_the_same_queries(
-    task, tmp_path, monkeypatch, capsys
-):
-    eos = replace(tiny.eos_task(task, tmp_path), task="mine")
+def test_policies_and_the_data_are_compared_on_the_same_queries(task, here, monkeypatch, capsys):
+    eos = replace(tiny.eos_task(task, here), task="mine")
     monkeypatch.setitem(tasks.TASKS, "mine", eos)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "judge.py").write_text(
+    (here / "judge.py").write_text(
         "seen = []\n\n"
         "def judge(queries, responses, prompt):\n"
         "    assert all(p.startswith(q) for p, q in zip(prompt, queries))\n"
@@ -44,7 +41,7 @@ def test_policies_and_the_data_are_compared_on_the_same_queries(
         "\ndef first(queries, a, b):\n"
         "    return [1.0] * len(a)\n"
     )
-    other = str(tiny.write_model(tmp_path / "other", seed=3))
+    other = str(tiny.write_model(here / "other", seed=3))
     settings = dict(b=other, task="mine", judge="judge.py:judge", queries=6)
     rates = {}
     for a in (other, "data"):
@@ -129,9 +126,8 @@ def test_samples_become_labels_when_best_is_filled_in(task, tmp_path, monkeypatc
         assert [tokenizer.decode(row[f"sample{k}"]) for k in range(3)] == row["texts"]
     labeled = [json.dumps(row | {"best": i % 3}) + "\n" for i, row in enumerate(rows)]
     (tmp_path / "labels.jsonl").write_text("".join(labeled))
-    labels = load_labels(
-        replace(task, label_dataset=str(tmp_path / "labels.jsonl")), tokenizer, ids
-    )
+    task = replace(task, label_dataset=str(tmp_path / "labels.jsonl"))
+    labels = load_labels(task, tokenizer, ids)
     assert labels.best.tolist() == [0, 1, 2, 0, 1]
     assert labels.responses[4][2].tolist() == rows[4]["sample2"]
     for change, named in ((dict(first=2), "exists"), (dict(out=tmp_path / "new"), "--first 256")):
