@@ -164,6 +164,8 @@ def recorded(models: list[nn.Module], moved: Path | None) -> Iterator[Steps]:
         backward(loss, *args, **kwargs)
 
     def before(*_: Any) -> None:
+        if not losses:  # hooks run twice a step in a process that has also made a torch Adam
+            return
         weights = named(models[-1]).items()
         steps.append({name: x.grad.clone() for name, x in weights if x.grad is not None})
         steps[-1]["loss"] = torch.stack(losses).sum()
