@@ -311,14 +311,18 @@ def draw() -> None:
     models, *curves = panels.values()
     models.set_xlabel("pairs", fontsize=8)
     models.set_xscale("log")
+    sizes: list[int] = []
     for line in found["reward", titles[0]]:
         value, low, high = (float(line[x]) for x in ("value", "low", "high"))
         half, _, pairs = line["name"].partition("_")
         if pairs.isdecimal():
             style = dict(fmt="o", color="C0" if half == "first" else "C3", capsize=3)
-            models.errorbar(int(pairs), value, [[value - low], [high - value]], **style)
+            sizes.append(int(pairs))
+            models.errorbar(sizes[-1], value, [[value - low], [high - value]], **style)
         else:
             models.axhline(value, color="gray", linestyle="--", label=line["name"])
+    models.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    models.minorticks_off()
     models.legend(fontsize=8)
     for axis, metric in zip(curves, CURVES, strict=True):
         runs: dict[tuple, list] = {}
