@@ -321,6 +321,7 @@ def draw() -> None:
             models.errorbar(sizes[-1], value, [[value - low], [high - value]], **style)
         else:
             models.axhline(value, color="gray", linestyle="--", label=line["name"])
+    sizes = sorted(set(sizes))
     models.set_xticks(sizes, [f"{size:,}" for size in sizes])
     models.minorticks_off()
     models.legend(fontsize=8)
