@@ -3,8 +3,8 @@
     python benchmarks/growth.py                  # a table, and results/growth.csv
     python benchmarks/growth.py batch queries    # some of the rows
 
-An update is half of what a run of three updates takes longer than a run of one. Its tokens are the
-prompts and responses of all episodes. Models and texts are random, prompts have equal length and no
+A run of one update and a longer one are compared, so that what starting costs cancels. The tokens of
+an update are the prompts and responses of all episodes. Models and texts are random, prompts have equal length and no
 response ends; otherwise `--task sentiment` with its defaults, such as four epochs of `ppo.py`.
 Rows of `rloo_k` are of `rloo.py`. `queries` and `labels` are read and tokenized, and trained on by
 nobody. One thread; seconds are of user and system.
@@ -29,6 +29,7 @@ from benchmarks import speed  # noqa: E402
 from benchmarks.curves import provenance  # noqa: E402
 
 WORD_COUNT = 1000
+MEASURED = 40_000  # tokens to measure at least, so that the noise of starting is small
 MODELS = {1: (4, 128), 8: (6, 320), 40: (8, 640), 124: (12, 768)}  # million weights → layers, width
 START = dict(
     batch=256, response=24, prompt=16, rloo_k=0, model=1
@@ -93,14 +94,15 @@ def update(folder: Path, batch: int, response: int, prompt: int, rloo_k: int, mo
     flags |= dict(query_length=prompt, response_length=response, truncate_token=None)
     flags |= dict(batch_size=batch, eval_queries=1) | (dict(rloo_k=rloo_k) if rloo_k else {})
     script = Path(__file__).parents[1] / ("rloo.py" if rloo_k else "ppo.py")
-    seconds = []
-    for updates in (1, 3):
+    seconds, tokens = [], batch * (prompt + response)
+    more = max(2, MEASURED // tokens)
+    for updates in (1, 1 + more):
         all_flags = flags | dict(total_episodes=updates * batch, output_dir=f"out{updates}")
         words = [str(word) for name, x in all_flags.items() for word in (f"--{name}", x)]
         cpu, peak, _ = measure([sys.executable, str(script), "--task", "sentiment", *words], folder)
         seconds.append(cpu)
-    cpu = (seconds[1] - seconds[0]) / 2
-    return {"cpu s": cpu, "tokens": batch * (prompt + response), "peak GB": peak}
+    cpu = (seconds[1] - seconds[0]) / more
+    return {"cpu s": cpu, "tokens": tokens, "peak GB": peak}
 
 
 def load(folder: Path, name: str, number: int) -> dict[str, float]:

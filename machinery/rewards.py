@@ -89,6 +89,8 @@ def load_reward_model(cls: Callable, name: str) -> Any:
             return model.eval()
         config = models.disable_dropout(transformers.AutoConfig.from_pretrained(name))
         kind = transformers.AutoModelForSequenceClassification
+        if not any("SequenceClassification" in x for x in config.architectures or ()):
+            raise InputError(f"is {config.architectures}, not a reward model")
         classifier = models.load_weights(kind, name, config)
         if config.num_labels != 1:
             raise InputError(f"has {config.num_labels} labels; a reward model has one")

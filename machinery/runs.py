@@ -85,7 +85,8 @@ class Run:
             name = f"{task.task}__{self.script.stem}__{self.args.seed}"
             name = self.args.run_name or f"{name}__{datetime.now():%Y%m%d-%H%M%S-%f}"
             self.folder = Path("runs", name)
-            self.folder.mkdir(parents=True)
+            with about(f"--run_name {name}"):  # another run may just have made it
+                self.folder.mkdir(parents=True)
             reward_file, _, _ = (task.reward_fn or "").rpartition(":")
             for file in (Path(reward_file), self.script):  # the script last, if names are equal
                 if file.is_file():
@@ -200,6 +201,9 @@ class Run:
         """Write the metrics of one update."""
         self.step = min(step + 1, self.total)
         if self.main:
+            for name, value in metrics.items():
+                with about(f"metric {name}"):  # such as a tensor
+                    json.dumps(value)
             self.append("metrics.jsonl", [{"step": step, **metrics}])
             self.accelerator.log(metrics, step=step)
             if step < self.total:  # otherwise an evaluation after the last update

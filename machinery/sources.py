@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
 import pkgutil
@@ -149,4 +150,8 @@ def load_function(name: str) -> Callable:
     source, _, attribute = name.rpartition(":")
     if not source.endswith(".py"):
         return pkgutil.resolve_name(name)
-    return getattr(import_file(Path(source).resolve()), attribute)
+    module = import_file(Path(source).resolve())
+    if not hasattr(module, attribute):
+        found = ", ".join(name for name, _ in inspect.getmembers(module, inspect.isfunction))
+        raise InputError(f"has no {attribute!r}; its functions: {found}")
+    return getattr(module, attribute)

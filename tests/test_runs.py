@@ -85,8 +85,7 @@ def test_two_runs_never_share_a_folder(home):
     first, second = new_run(), new_run()
     assert first.folder != second.folder
     new_run(run_name="one/name")
-    with pytest.raises(FileExistsError, match="one/name"):  # started at once
-        new_run(run_name="one/name")
+    tiny.refuses(lambda: new_run(run_name="one/name"), "--run_name one/name")  # started at once
 
 
 def test_the_link_moves_to_the_new_run_and_the_old_weights_stay(home, tmp_path):
@@ -152,6 +151,12 @@ def test_files_in_the_output_folder_or_beside_it_survive(home):
     save(run)
     AutoModelForCausalLM.from_pretrained("out")
     assert not Path("out/thesis.tex").exists() and not Path(".out.part").exists()
+
+
+def test_a_metric_that_is_no_number_is_named(home):
+    run = new_run()
+    metrics = {"loss": 1.0, "mine": torch.tensor(1.0)}  # of one process: no mean over them
+    tiny.refuses(lambda: run.log(0, metrics), "metric mine", "Tensor")
 
 
 def test_a_temperature_near_0_is_no_fault_of_the_model(home):

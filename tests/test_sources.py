@@ -159,3 +159,10 @@ def test_a_file_of_functions_is_a_module_and_imported_once(here, capsys):
 def test_a_file_hides_no_module_of_its_name(tmp_path):
     (tmp_path / "utils.py").write_text("def score(): return 'mine'")
     assert load_function(f"{tmp_path}/utils.py:score")() == "mine" and sys.modules["utils"] is utils
+
+
+def test_a_function_that_a_file_does_not_have_is_refused_with_those_that_it_has(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import json\ndef score(x): return x\ndef other(x): return x\n"
+    )
+    refuses(lambda: load_function(f"{tmp_path}/mine.py:scor"), "'scor'", "other, score")
