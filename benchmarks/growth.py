@@ -3,11 +3,11 @@
     python benchmarks/growth.py                  # a table, and results/growth.csv
     python benchmarks/growth.py batch queries    # some of the rows
 
-A run of one update and a longer one are compared, so that what starting costs cancels. The tokens of
-an update are the prompts and responses of all episodes. Models and texts are random, prompts have equal length and no
-response ends; otherwise `--task sentiment` with its defaults, such as four epochs of `ppo.py`.
-Rows of `rloo_k` are of `rloo.py`. `queries` and `labels` are read and tokenized, and trained on by
-nobody. One thread; seconds are of user and system.
+A run of one update and a longer one are compared, so that what starting costs cancels. The tokens
+of an update are the prompts and responses of all episodes. Models and texts are random, prompts
+have equal length and no response ends; otherwise `--task sentiment` with its defaults, such as four
+epochs of `ppo.py`. Rows of `rloo_k` are of `rloo.py`. `queries` and `labels` are read and tokenized,
+and trained on by nobody. One thread; seconds are of user and system.
 """
 
 import csv
@@ -29,11 +29,9 @@ from benchmarks import speed  # noqa: E402
 from benchmarks.curves import provenance  # noqa: E402
 
 WORD_COUNT = 1000
-MEASURED = 40_000  # tokens to measure at least, so that the noise of starting is small
+MEASURED = 40_000  # tokens of the longer run, against the noise of starting: 2 to 8 updates more
 MODELS = {1: (4, 128), 8: (6, 320), 40: (8, 640), 124: (12, 768)}  # million weights → layers, width
-START = dict(
-    batch=256, response=24, prompt=16, rloo_k=0, model=1
-)  # of a row, but for its own value
+START = dict(batch=256, response=24, prompt=16, rloo_k=0, model=1)  # but for a row's own value
 ROWS: dict[str, tuple[dict[str, int], tuple[int, ...]]] = {
     "batch": ({}, (64, 256, 1024, 4096)),
     "response": (dict(batch=64), (24, 96, 256, 1024)),
@@ -95,7 +93,7 @@ def update(folder: Path, batch: int, response: int, prompt: int, rloo_k: int, mo
     flags |= dict(batch_size=batch, eval_queries=1) | (dict(rloo_k=rloo_k) if rloo_k else {})
     script = Path(__file__).parents[1] / ("rloo.py" if rloo_k else "ppo.py")
     seconds, tokens = [], batch * (prompt + response)
-    more = max(2, MEASURED // tokens)
+    more = min(max(2, MEASURED // tokens), 8)
     for updates in (1, 1 + more):
         all_flags = flags | dict(total_episodes=updates * batch, output_dir=f"out{updates}")
         words = [str(word) for name, x in all_flags.items() for word in (f"--{name}", x)]
