@@ -27,6 +27,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import speed  # noqa: E402
 from benchmarks.curves import provenance  # noqa: E402
+from machinery import cli  # noqa: E402
 
 WORD_COUNT = 1000
 MEASURED = 40_000  # tokens of the longer run, against the noise of starting: 2 to 8 updates more
@@ -121,7 +122,7 @@ def load(folder: Path, name: str, number: int) -> dict[str, float]:
 def load_here(name: str, number: int) -> None:
     """What `load` measures, in its folder."""
     import ppo
-    from machinery import cli, labels, queries, tokens
+    from machinery import labels, queries, tokens
 
     data = "--query_dataset" if name == "queries" else "--label_dataset"
     words = ["--task", "sentiment", "--base_model", "policy", data, "data.jsonl"]
@@ -141,7 +142,7 @@ def load_here(name: str, number: int) -> None:
 def main(args: Args) -> None:
     """Measure row by row."""
     if unknown := [name for name in args.rows if name not in ROWS]:
-        raise SystemExit(f"error: {unknown[0]} is not one of {', '.join(ROWS)}")
+        raise cli.InputError(f"{unknown[0]} is not one of {', '.join(ROWS)}")
     kept = []
     if args.out.exists():
         with open(args.out, newline="") as file:
@@ -169,4 +170,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["load"]:
         load_here(sys.argv[2], int(sys.argv[3]))
     else:
-        main(tyro.cli(Args))
+        cli.run(main, Args)
