@@ -54,7 +54,7 @@ class Labels:
     def held_out(self, num_train: int) -> np.ndarray:
         """The rows after the first `num_train` with other queries than those."""
         if len(self) < num_train:
-            raise InputError(f"--num_labels {num_train}: --label_dataset has only {len(self)}")
+            raise InputError(f"num_labels={num_train}, but --label_dataset has only {len(self)}")
         seen = {query.tobytes() for query in self.queries[:num_train]}
         rest = range(num_train, len(self))
         found = [i for i in rest if self.queries[i].tobytes() not in seen]
