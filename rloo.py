@@ -179,7 +179,7 @@ def sample(
         tokens = sample_token(logits, uniform[t][batch.rows])  # [b], by inverting the CDF
         responses[batch.rows, t] = tokens
         batch.append(tokens)
-        if task.eos_task and t % 16 == 15:  # rarely: `drop` syncs
+        if task.eos_task and t % 16 == 15:  # rarely: `drop` syncs with the GPU
             _, ended = truncate(responses[batch.rows], ids.truncate, task.truncate_after, ids.pad)
             batch.drop(ended)
             if len(batch.rows) == 0:
@@ -194,7 +194,7 @@ def sample_in_batches(
     size, length = len(contexts), args.task.response_length
     uniform = torch.rand(length, size, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(size, length)
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)  # the CPU for MPS
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)  # on MPS: the CPU
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -208,8 +208,8 @@ def score_responses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score responses [B, R] with `reward`, cut after the first truncate token (P5).
 
-    A token before `truncate_after` does not count. A response without one stays whole and scores
-    `missing_eos_penalty`. `columns`: name → B values of the data set. Returns scores [B], cut
+    A token before position `truncate_after` does not count. A response without one stays whole and
+    gets `missing_eos_penalty`. `columns`: name → B values of the data set. Returns scores [B], cut
     responses [B, R], and `ended` [B]: the token was found, or the task has none.
     """
     task = args.task
@@ -394,7 +394,7 @@ def main(args: Args) -> None:
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Held-out metrics, the same on all processes. Logs samples; saves weights."""
+        """Held-out metrics, the same on all processes. Logs samples; saves weights if due."""
         queries, columns = heldout[:].to(device), heldout.columns()
         rows = torch.arange(len(queries), device=device)
         rng = generator(args.seed, num_updates, device)  # unused by any update

@@ -1,4 +1,4 @@
-"""Exact resume: weights, optimizer and progress in one safetensors file."""
+"""Exact resume: weights, optimizer and progress in one safetensors file; nothing is pickled."""
 
 import hashlib
 import json
@@ -67,7 +67,10 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Restore weights and optimizer in place; return the rest of the state."""
+    """Restore weights and optimizer in place; return the rest of the state.
+
+    Raises `InputError` for a damaged file, or one of another model.
+    """
     from torch.distributed.checkpoint import state_dict as dcp
 
     weights: dict[str, Any] = {}

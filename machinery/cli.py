@@ -115,7 +115,10 @@ def help_sections(*classes: type) -> Iterator[None]:
 
 
 def find_checkpoint(name: str, script: str, task: str | None) -> Path:
-    """The file `name`, or the newest of a run, or of script and task's `latest` run."""
+    """The checkpoint to resume from: a file, or the newest one in a run's folder.
+
+    `latest` is the newest run of this script, and of this task, that has one.
+    """
     source = Path("runs" if name == "latest" else name)
     files = [source] if source.is_file() else source.rglob("checkpoints/*.safetensors")
     found = []

@@ -25,7 +25,7 @@ WORK_LIMIT = timedelta(days=1)  # for a collective, which may wait for a slow re
 
 
 def start(args: Any) -> Accelerator:
-    """The accelerator of this process, in the launcher's precision and form."""
+    """The accelerator of this process. Raises `InputError` for what would change the mathematics."""
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise InputError("DeepSpeed takes a step in every backward pass; use configs/fsdp2.yaml")
     transformers.logging.set_verbosity_error()
@@ -99,7 +99,10 @@ def shard(accelerator: Accelerator, model: nn.Module, function: Callable, *other
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[Any, Any]:
-    """Copy or shard a model to this process, in the run's precision and train mode."""
+    """Move the model to this process's device, as a copy or a shard, in train mode.
+
+    A step with gradients that are not finite raises `InputError` before it changes the weights.
+    """
     optimizer.register_step_pre_hook(check_gradients)
     if accelerator.mixed_precision == "bf16":
         store_as_cast(model)  # frozen layers, such as those under adapters
@@ -165,6 +168,8 @@ def full_tensor(x: torch.Tensor) -> torch.Tensor:
 
 def stop(accelerator: Accelerator) -> None:
     """Leave the process group together: gloo sometimes aborts if a process leaves first."""
+    if accelerator.num_processes > 1 and not dist.is_initialized():
+        return  # copies of older scripts call this after `Run.finish`, too
     accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()

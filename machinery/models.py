@@ -55,7 +55,11 @@ def load_lm(
     tokenizer: Any = None,
     allow_random: bool = False,  # for a folder without weights
 ) -> "transformers.PreTrainedModel":
-    """A causal language model in fp32 without dropout (P4), its head outside autocast."""
+    """A causal language model in fp32 without dropout (P4), its head outside autocast.
+
+    Raises `InputError` if weights are missing, `length` tokens give wrong results, or tokenizers
+    differ. Under FSDP2 all processes have to call this.
+    """
     with about(f"{flag} {name}"):
         check_source(name)
         own = transformers.AutoTokenizer.from_pretrained(name) if tokenizer else None

@@ -165,7 +165,10 @@ def reward_input(
 
 @torch.no_grad()
 def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: int = 0) -> Tensor:
-    """Rewards [B] of [B, T], about `max_tokens` tokens at a time, equal prompts once."""
+    """Rewards [B] of sequences [B, T], about `max_tokens` tokens at a time.
+
+    The first `prompt_length` columns are computed once for sequences that share them.
+    """
     order, pad_id = torch.arange(len(tokens), device=tokens.device), model.config.pad_id
     if prompt_length:  # equal prompts side by side
         copies = tokens[:, :prompt_length].unique(dim=0, return_inverse=True)[1]

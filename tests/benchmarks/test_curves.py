@@ -164,3 +164,14 @@ def test_what_cannot_be_drawn_is_named(words, message, here):
     with pytest.raises(InputError, match=message):
         curves.main(arguments("--out", "all.png", *words))
     assert not Path("all.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "axis"), [((), "episodes"), (("--names", "a/step=ppo/episode"), "step")]
+)
+def test_the_axis_is_named_after_what_it_shows(names, axis, here, monkeypatch):
+    write_run(here / "a", [{"a/step": 1, "ppo/episode": 1, "loss": 1.0}] * 2)
+    monkeypatch.setattr(curves, "draw", lambda *args: labels.append(args[3]))
+    labels: list[str] = []
+    curves.main(arguments("a=a", "--out", "a.png", "--metrics", "loss", *names))
+    assert labels == [axis]
