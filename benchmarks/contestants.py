@@ -218,7 +218,8 @@ def plain(job: Job, watch: Stopwatch) -> None:
 
 def trl_settings(job: Job, episodes: int) -> dict[str, Any]:
     """Settings of both TRL trainers for the same work."""
-    found = dict(output_dir=f"{job.folder}/{job.kind}", use_cpu=True, bf16=False, seed=1)
+    gpu = torch.cuda.is_available()
+    found = dict(output_dir=f"{job.folder}/{job.kind}", use_cpu=not gpu, bf16=gpu, seed=1)
     found |= dict(learning_rate=LR, temperature=TEMPERATURE, max_grad_norm=0)
     found |= dict(per_device_train_batch_size=job.micro, gradient_checkpointing=False)
     found |= dict(gradient_accumulation_steps=episodes // job.micro, disable_tqdm=True)

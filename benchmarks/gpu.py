@@ -12,6 +12,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +57,8 @@ class Args:
 
     minutes: float = 9.5
     """time limit of all rows together"""
+    rows: str = ""
+    """only rows whose name matches this regular expression"""
     small: bool = False
     """models of one layer; always so without a GPU"""
     out: Path = HERE / "results/gpu"
@@ -105,7 +109,6 @@ def make(work: speed.Work, folder: Path) -> dict[str, Any]:
     job = speed.job(folder, work, speed.Contestant("make", "make"), 0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         contestants.make(SimpleNamespace(**job), contestants.Stopwatch())
-    shutil.rmtree(folder / "classifier")
     for name in ("policy", "reward"):  # the real models have no pad token
         path = folder / name / "config.json"
         path.write_text(path.read_text().replace('"pad_token_id": 0', '"pad_token_id": null'))
@@ -163,14 +166,7 @@ def update(
     contestants.ours(job, watch)
     shutil.rmtree("runs")  # the weights of all rows would fill the disk
     found = verdict(max(gaps) == 0, f"first log ratio up to {max(gaps):.2g}")
-    took = {"updates": watch.updates}
-    found |= {phase: speed.seconds(took, 1, (phase,)) for phase in speed.PHASES}
-    found |= {"first": sum(x[1] for x in watch.updates[0].values())}
-    found |= {"seconds": speed.seconds(took, 1)}
-    found |= {"episodes/s": work.episodes / found["seconds"]}
-    found |= {"1M min": 1e6 / found["episodes/s"] / 60}
-    if torch.cuda.is_available():
-        found["reserved GB"] = torch.cuda.max_memory_reserved() / 1e9
+    found |= measured(work, watch)
     name = device_name()["result"]
     for rate, bandwidth in (PEAKS[part] for part in PEAKS if part in name):
         for phase, operations in speed.operations(work, kind, one.epochs, once=True).items():
@@ -181,6 +177,28 @@ def update(
         watch.profile.export_chrome_trace("trace.json")
         found |= summarize(json.loads(Path("trace.json").read_text())["traceEvents"], out)
     return found
+
+
+def measured(work: speed.Work, watch: Watch) -> dict[str, Any]:
+    """Seconds of the updates after the first, by phase, and memory."""
+    took = {"updates": watch.updates}
+    found = {phase: speed.seconds(took, 1, (phase,)) for phase in speed.PHASES}
+    found |= {"first": sum(x[1] for x in watch.updates[0].values())}
+    found |= {"seconds": speed.seconds(took, 1)}
+    found |= {"episodes/s": work.episodes / found["seconds"]}
+    found |= {"1M min": 1e6 / found["episodes/s"] / 60}
+    if torch.cuda.is_available():
+        found["reserved GB"] = torch.cuda.max_memory_reserved() / 1e9
+    return found
+
+
+def peer(work: speed.Work, folder: Path, kind: str, updates: int, micro: int) -> dict[str, Any]:
+    """Seconds of an update of TRL in bf16, `micro` sequences at a time."""
+    enter(folder, "bf16")
+    watch, one = Watch(), speed.Contestant(kind, kind)
+    job = SimpleNamespace(**speed.job(folder, work, one, updates, micro))
+    contestants.CONTESTANTS[kind](job, watch)
+    return verdict(True, f"{micro} sequences at a time") | measured(work, watch)
 
 
 def bytes_read(work: speed.Work, group: int, batch_size: int) -> int:
@@ -226,16 +244,20 @@ def plan(small: bool, folder: Path, out: Path) -> Iterator[tuple[Any, ...]]:
     yield "attention, ours", 0.2, gpu_checks.probe, "FLASH", "EFFICIENT", "MATH"
     yield "vocabulary of 50,257 and 50,264", 0.2, gpu_checks.vocabulary_product
     yield "sentiment: models", 0.4, make, *gpt2
-    yield "sentiment: ppo", 1.1, update, *gpt2, "ppo", 3, []
+    yield "sentiment: ppo", 0.8, update, *gpt2, "ppo", 3, []
     for flags in (["--micro_batch_tokens", "4096"], ["--rollout_batch_size", "256"]):
-        yield f"sentiment: ppo {' '.join(flags)}", 0.8, update, *gpt2, "ppo", 1, flags
-    yield "sentiment: ppo --no-cuda_graphs", 0.8, update, *gpt2, "ppo", 1, ["--no-cuda_graphs"]
-    yield "sentiment: ppo, profile", 0.7, update, *gpt2, "ppo", 1, [], out
+        yield f"sentiment: ppo {' '.join(flags)}", 0.5, update, *gpt2, "ppo", 1, flags
+    yield "sentiment: ppo --no-cuda_graphs", 0.5, update, *gpt2, "ppo", 1, ["--no-cuda_graphs"]
+    yield "sentiment: ppo, profile", 0.5, update, *gpt2, "ppo", 1, [], out
+    if find_spec("trl"):  # installed by hand: docs/speed.md
+        for micro in (64, 512):
+            yield f"sentiment: TRL's PPO, {micro}", 1.0, peer, *gpt2, "trl_ppo", 2, micro
     yield "sentiment: tokens", 0.4, gpu_checks.same_tokens, *gpt2
     yield "sentiment: unpadding", 0.3, gpu_checks.unpadding, *gpt2
     yield "tldr: models", 0.75, make, *pythia
     flags = ["--task", "tldr", "--truncate_token", "w5"]  # a word is one token
-    yield "tldr: ppo", 1.2, update, *pythia, "ppo", 1, flags
+    yield "tldr: ppo", 0.9, update, *pythia, "ppo", 1, flags
+    yield "tldr: ppo --no-cuda_graphs", 0.9, update, *pythia, "ppo", 1, [*flags, "--no-cuda_graphs"]
     yield "golden numbers, fp32", 0.7, gpu_checks.golden
     for name, precision in (("fp32", "no"), ("bf16", "bf16")):
         yield f"tiny scripts, {name}", 0.4, gpu_checks.tiny_runs, folder / name, precision
@@ -258,6 +280,8 @@ def main(args: Args) -> None:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for what, minutes, function, *rest in plan(args.small or not device, Path(name), out):
+            if not re.search(args.rows, what):
+                continue
             begin, found = time.monotonic(), {"result": "no time left"}
             if begin < end:
                 found = alone(min(end - begin, 60 * minutes), log, function, *rest)

@@ -46,6 +46,7 @@ TABLE = ROOT / "benchmarks/results/human.csv"
 DATA = Path("runs/human_data")
 MODEL, TRUE_MODEL = (f"runs/human_{half}_2560/model" for half in ("first", "second"))
 SIDES = "chosen", "rejected"
+DEVICE, MAX_TOKENS = ("cuda", 16384) if torch.cuda.is_available() else ("cpu", 1024)
 CURVES = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "ended", "entropy")]
 
 
@@ -144,7 +145,7 @@ def write_data(archive: Path) -> None:
 def load_scorer(folder: str) -> tuple[Any, Any]:
     """Reward model and tokenizer of a folder."""
     model = load_reward_model(train_reward.RewardModel, folder)
-    return model, transformers.AutoTokenizer.from_pretrained(folder)
+    return model.to(DEVICE), transformers.AutoTokenizer.from_pretrained(folder)
 
 
 @torch.no_grad()
@@ -154,9 +155,9 @@ def score_texts(folder: str, texts: list[str], end: bool = False) -> np.ndarray:
     sequences = tokenizer(texts, add_special_tokens=False)["input_ids"]
     if end:
         sequences = [with_end(ids, tokenizer.convert_tokens_to_ids(".")) for ids in sequences]
-    tokens = pad_left(sequences, max(map(len, sequences)), model.config.pad_id)
-    with torch.autocast("cpu", torch.bfloat16):  # as in the runs
-        return score_in_parts(model, tokens, max_tokens=1024).numpy()
+    tokens = pad_left(sequences, max(map(len, sequences)), model.config.pad_id).to(DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):  # as in the runs
+        return score_in_parts(model, tokens, max_tokens=MAX_TOKENS).cpu().numpy()
 
 
 def true_score(queries: list[str], responses: list[str]) -> np.ndarray:
@@ -192,7 +193,7 @@ def respond(folder: Path, queries: Path) -> list[dict[str, Any]]:
         return read_lines(path)
     args = SimpleNamespace(queries=NUM_EVAL, seed=1)
     task = replace(TASKS["sentiment"], base_model=f"{folder}/model", query_dataset=str(queries))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         tokenizer, ids, *tokens, _ = winrate.sample_tokens(task, args)
     asked, responses = (decode(tokenizer, x, ids.pad) for x in tokens)
     texts = [q + r for q, r in zip(asked, responses, strict=True)]

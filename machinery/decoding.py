@@ -35,9 +35,10 @@ def generate(decoder: "Decoder", contexts: Tensor, pad_id: int, temperature: flo
 class Decoder:
     """Samples token by token, at most `response_length` tokens.
 
-    With `cuda_graphs`, on a GPU, the step of one token is recorded and then replayed, until the
-    cache grows or sequences leave it. There is no graph under FSDP2 (weights move), with sliding
-    windows or linear layers (the CPU manages them), or for Falcon (it indexes with Python lists).
+    With `cuda_graphs`, on a GPU, the step of one token is recorded once for each shape of the cache
+    and replayed in all later batches, for which the memory of the cache stays. There is no graph
+    under FSDP2 (weights move), with sliding windows or linear layers (the CPU manages them), or for
+    Falcon (it indexes with Python lists).
     """
 
     def __init__(self, lm: Any, response_length: int, cuda_graphs: bool = False):
@@ -48,14 +49,24 @@ class Decoder:
         self.linear = any(hasattr(layer, "conv_states") for layer in cache.layers)
         on_cpu = self.linear or any(cache.is_sliding) or lm.config.model_type == "falcon"
         self.cuda_graphs = cuda_graphs and lm.device.type == "cuda" and not (sharded or on_cpu)
+        self.graphs: dict[tuple[int, ...], Callable[..., Tensor]] = {}
+        self.kept: dict[str, Tensor] = {}  # the largest cache, which graphs read and write
+        self.pool: Any = None  # memory that graphs use in turn
         if self.cuda_graphs:
             self.stream = torch.cuda.Stream()
-            self.pool: Any = torch.cuda.MemPool()  # memory of the graphs: one runs at a time
-            self.is_full = False  # whether the last recording had too little memory
 
     def start(self, contexts: Tensor, mask: Tensor) -> "DecodingBatch":
         """A batch of contexts [B, C], mask True at real tokens; computes nothing yet."""
         return DecodingBatch(self, contexts, mask)
+
+    def keep(self, name: str, x: Tensor, rows: int, columns: int) -> Tensor:
+        """A copy of `x`, [b, ..., c, D] or a number, in memory for `rows` and `columns`."""
+        shape = (rows, *x.shape[1:-2], columns, x.shape[-1]) if x.dim() else ()
+        kept = self.kept.get(name)
+        if kept is None or any(a > b for a, b in zip(shape, kept.shape, strict=True)):
+            kept = self.kept[name] = x.new_zeros(shape)
+            self.graphs.clear()
+        return kept[tuple(map(slice, x.shape))].copy_(x)
 
 
 class DecodingBatch:
@@ -70,6 +81,8 @@ class DecodingBatch:
         self.rows = torch.arange(len(contexts), device=device)  # [b]: still in the batch
         self.tokens = contexts.masked_fill(~mask, 0)  # [b, C], then [b, 1]: not yet computed
         self.mask = mask  # [b, C], then [b, columns of the cache]
+        self.size, width = mask.shape
+        self.longest = width + decoder.response_length  # columns
         self.length = 0  # columns of the cache that are in use
         self.steps = 0  # since the shape of the cache changed
         self.replay: Callable[..., Tensor] | None = None  # the step as a CUDA graph
@@ -111,7 +124,7 @@ class DecodingBatch:
         self.rows = self.rows[order.to(self.rows.device)]
         self.tokens, self.mask = self.tokens[order], self.mask[order]
         self.cache.reorder_cache(order)
-        self.steps, self.replay = 0, None
+        self.settle()
 
     def prefill(self) -> Tensor:
         """Compute each distinct prompt once, without columns of padding only."""
@@ -121,11 +134,13 @@ class DecodingBatch:
         real = prompts >= 0
         position_ids = real.cumsum(dim=1) - real.long()
         self.length = mask.shape[1]
-        self.longest = self.length + self.decoder.response_length
+        if not self.decoder.cuda_graphs:
+            self.longest -= first
         self.cache = KeyValueCache(config=self.decoder.lm.config, max_cache_len=self.room())
         self.mask, real = (F.pad(x, (0, self.room() - self.length)) for x in (mask, real))
         logits = self.compute(prompts.clamp(min=0), real, position_ids)
         self.cache.reorder_cache(which)
+        self.settle()
         return logits[which]
 
     def grow(self) -> None:
@@ -140,7 +155,24 @@ class DecodingBatch:
                     setattr(layer, name, F.pad(x, more))
             layer.max_cache_len = like.max_cache_len
         self.mask = F.pad(self.mask, (0, self.room() - self.length))
+        self.settle()
+
+    def settle(self) -> None:
+        """After the cache has a new shape: move it to where CUDA graphs read and write it."""
         self.steps, self.replay = 0, None
+        if not self.decoder.cuda_graphs:
+            return
+        for i, layer in enumerate(self.cache.layers):
+            for name, x in [*vars(layer).items()]:
+                if isinstance(x, Tensor):
+                    kept = self.decoder.keep(f"{i} {name}", x, self.size, self.longest)
+                    setattr(layer, name, kept)
+        self.replay = self.decoder.graphs.get(self.graph_key())
+
+    def graph_key(self) -> tuple[int, ...]:
+        """What a CUDA graph depends on: the cache's shape, and where the weights are."""
+        lm = self.decoder.lm
+        return (*self.mask.shape, *(x.data_ptr() for x in (*lm.parameters(), *lm.buffers())))
 
     def room(self) -> int:
         """Columns with room for one more token: whole blocks, but at most `longest`."""
@@ -150,10 +182,14 @@ class DecodingBatch:
         """A function that does what `compute` does, for inputs of these shapes, as a CUDA graph.
 
         Its kernels read and write the same memory each time; the next call overwrites the result.
-        None if recording fails. No graph is tried after that, except once after too little memory.
+        They also cast the weights to bf16 each time, since an update changes them. None if
+        recording fails; then no other graph is tried.
         """
         decoder, inputs = self.decoder, tuple(x.clone() for x in inputs)
         graph = torch.cuda.CUDAGraph()
+        if not decoder.graphs:
+            decoder.pool = torch.cuda.MemPool()
+        torch.set_autocast_cache_enabled(False)
         decoder.stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(decoder.stream):
@@ -164,13 +200,12 @@ class DecodingBatch:
                     graph.capture_end()  # otherwise the process aborts at its exit
         except RuntimeError as error:
             cause = error.__context__ or error  # `capture_end` hides the first one
-            if decoder.is_full or not isinstance(cause, torch.OutOfMemoryError):
-                print(f"sampling without CUDA graphs, which failed: {cause!s:.200}", flush=True)
-                decoder.cuda_graphs = False
+            print(f"sampling without CUDA graphs, which failed: {cause!s:.200}", flush=True)
+            decoder.cuda_graphs, decoder.kept = False, {}
             torch.cuda.empty_cache()  # while recording, the allocator frees nothing
-            decoder.is_full = True
             return None
-        decoder.is_full = False
+        finally:
+            torch.set_autocast_cache_enabled(True)
         torch.cuda.current_stream().wait_stream(decoder.stream)
 
         def replay(*new: Tensor) -> Tensor:
@@ -179,6 +214,7 @@ class DecodingBatch:
             graph.replay()
             return result
 
+        decoder.graphs[self.graph_key()] = replay
         return replay
 
     def compute(self, tokens: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ TEXT_WEIGHTS = {
     "^(model.)?language_model.(model.)?": "model.",
     "^language_model.lm_head": "lm_head",
 }
+ALIGNMENT = {"cuda": 8}  # an odd vocabulary, such as GPT-2's, takes slower kernels
 
 
 class Float32Linear(nn.Linear):
@@ -30,9 +31,13 @@ class Float32Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., D] of any dtype → [..., V] in fp32."""
+        size, weight, bias = len(self.weight), self.weight.float(), self.bias
         with torch.autocast(input.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.float()
-            return nn.functional.linear(input.float(), self.weight.float(), bias)
+            if size > 1 and (more := -size % ALIGNMENT.get(input.device.type, 1)):
+                weight = nn.functional.pad(weight, (0, 0, 0, more))
+                bias = None if bias is None else nn.functional.pad(bias, (0, more))
+            bias = None if bias is None else bias.float()
+            return nn.functional.linear(input.float(), weight, bias)[..., :size]
 
 
 def store_as_cast(model: nn.Module) -> None:

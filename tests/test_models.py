@@ -212,3 +212,19 @@ def test_soft_caps_of_attention_are_computed():
     config = tiny.make_other_lm("gemma2").config
     config._attn_implementation = "sdpa"
     assert models.new_backbone(config).config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_of_odd_size_is_the_plain_product_also_where_its_rows_are_aligned(monkeypatch, bias):
+    """On GPUs; here, a CPU stands in."""
+    monkeypatch.setitem(models.ALIGNMENT, "cpu", 8)
+    head, hidden = (
+        models.Float32Linear(16, 21, bias=bias),
+        torch.randn(2, 5, 16, requires_grad=True),
+    )
+    inputs, noise = (hidden, *head.parameters()), torch.randn(2, 5, 21)
+    logits = head(hidden)
+    expected = torch.nn.functional.linear(hidden, head.weight, head.bias)
+    torch.testing.assert_close(logits, expected)
+    found, right = (torch.autograd.grad((x * noise).sum(), inputs) for x in (logits, expected))
+    torch.testing.assert_close(found, right)
