@@ -220,6 +220,7 @@ def make_panels(names: Iterable[str], x_label: str) -> tuple[Any, dict[str, Any]
         axis.set_title(name, fontsize=10)
         axis.set_xlabel(x_label, fontsize=8)
         axis.grid(alpha=0.3)
+        axis.locator_params(axis="x", nbins=6)
     return figure, panels
 
 

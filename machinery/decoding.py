@@ -15,6 +15,7 @@ from transformers.cache_utils import StaticCache
 
 BLOCK = 64  # columns by which the cache grows; kernels prefer multiples of it
 CACHE = "cache" if compare_versions("transformers", ">=", "5.24") else "past_key_values"
+LARGEST = 0.05  # of a GPU's memory: the part that a cache may keep for CUDA graphs
 MIN_ROWS = 16  # with fewer, fp32 products round differently: tokens depend on others
 
 
@@ -37,8 +38,8 @@ class Decoder:
 
     With `cuda_graphs`, on a GPU, the step of one token is recorded once for each shape of the cache
     and replayed in all later batches, for which the memory of the cache stays. There is no graph
-    under FSDP2 (weights move), with sliding windows or linear layers (the CPU manages them), or for
-    Falcon (it indexes with Python lists).
+    for a cache above `LARGEST`, under FSDP2 (weights move), with sliding windows or linear layers
+    (the CPU manages them), or for Falcon (it indexes with Python lists).
     """
 
     def __init__(self, lm: Any, response_length: int, cuda_graphs: bool = False):
@@ -54,6 +55,7 @@ class Decoder:
         self.pool: Any = None  # memory that graphs use in turn
         if self.cuda_graphs:
             self.stream = torch.cuda.Stream()
+            self.limit = LARGEST * torch.cuda.mem_get_info()[1]
 
     def start(self, contexts: Tensor, mask: Tensor) -> "DecodingBatch":
         """A batch of contexts [B, C], mask True at real tokens; computes nothing yet."""
@@ -67,6 +69,11 @@ class Decoder:
             kept = self.kept[name] = x.new_zeros(shape)
             self.graphs.clear()
         return kept[tuple(map(slice, x.shape))].copy_(x)
+
+    def stop_graphs(self, why: Any) -> None:
+        """Free their memory and go on without them."""
+        print(f"sampling without CUDA graphs: {why!s:.200}", flush=True)
+        self.cuda_graphs, self.graphs, self.kept = False, {}, {}
 
 
 class DecodingBatch:
@@ -160,14 +167,17 @@ class DecodingBatch:
     def settle(self) -> None:
         """After the cache has a new shape: move it to where CUDA graphs read and write it."""
         self.steps, self.replay = 0, None
-        if not self.decoder.cuda_graphs:
-            return
-        for i, layer in enumerate(self.cache.layers):
+        decoder = self.decoder
+        for i, layer in enumerate(self.cache.layers if decoder.cuda_graphs else []):
             for name, x in [*vars(layer).items()]:
                 if isinstance(x, Tensor):
-                    kept = self.decoder.keep(f"{i} {name}", x, self.size, self.longest)
-                    setattr(layer, name, kept)
-        self.replay = self.decoder.graphs.get(self.graph_key())
+                    setattr(layer, name, decoder.keep(f"{i} {name}", x, self.size, self.longest))
+            if sum(x.nbytes for x in decoder.kept.values()) > decoder.limit:
+                return decoder.stop_graphs(
+                    f"they would keep over {LARGEST:.0%} of the GPU's memory; "
+                    "a smaller --rollout_batch_size keeps less"
+                )
+        self.replay = decoder.graphs.get(self.graph_key())
 
     def graph_key(self) -> tuple[int, ...]:
         """What a CUDA graph depends on: the cache's shape, and where the weights are."""
@@ -199,9 +209,7 @@ class DecodingBatch:
                 finally:
                     graph.capture_end()  # otherwise the process aborts at its exit
         except RuntimeError as error:
-            cause = error.__context__ or error  # `capture_end` hides the first one
-            print(f"sampling without CUDA graphs, which failed: {cause!s:.200}", flush=True)
-            decoder.cuda_graphs, decoder.kept = False, {}
+            decoder.stop_graphs(error.__context__ or error)  # `capture_end` hides the first one
             torch.cuda.empty_cache()  # while recording, the allocator frees nothing
             return None
         finally:

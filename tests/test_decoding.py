@@ -149,6 +149,7 @@ def fake_graphs(monkeypatch):
         current_stream=lambda: stream,
         stream=lambda stream: nullcontext(),
         MemPool=lambda: SimpleNamespace(id=(0, 1)),
+        mem_get_info=lambda: (0, 2**30),
         is_current_stream_capturing=lambda: (
             bool(made) and made[-1] in _get_current_dispatch_mode_stack()
         ),
@@ -214,6 +215,19 @@ def test_a_graph_that_cannot_be_recorded_is_ended_and_sampling_goes_on_without(f
         assert torch.equal(plain, replayed)
     assert len(fake_graphs) == 1 and not torch.cuda.is_current_stream_capturing()
     assert capsys.readouterr().out.count("not permitted") == 1
+
+
+def test_a_cache_that_takes_too_much_memory_is_not_kept(fake_graphs, monkeypatch, capsys):
+    lm, contexts, uniform = tiny.make_lm(), tiny.make_contexts([5, 3], 8), tiny.uniform(LENGTH, 2)
+    plain = tiny.sample(decoding.Decoder(lm, LENGTH), contexts, uniform)
+    floats = sum(2 * 2 * (8 + LENGTH) * lm.config.n_embd for _ in range(lm.config.n_layer))
+    for spare, made in ((100, 1), (-100, 1)):  # 20 bytes of GPU memory: one of the cache
+        size = 20 * (4 * floats + 8 * lm.config.n_layer + spare)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda size=size: (0, size))
+        decoder = with_graphs(lm)
+        assert torch.equal(plain, tiny.sample(decoder, contexts, uniform))
+        assert len(fake_graphs) == made and bool(decoder.kept) == (spare > 0)
+    assert capsys.readouterr().out.count("smaller --rollout_batch_size") == 1
 
 
 def test_sliding_windows_linear_layers_falcon_shards_and_cpus_have_no_graphs(fake_graphs):
