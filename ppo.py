@@ -2,7 +2,7 @@
 
 Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593.
 
-    python sft.py --task synthetic              # the initial policy
+    python sft.py --task synthetic              # the initial policy: base_model
     python train_reward.py --task synthetic     # the reward model
     python ppo.py --task synthetic
     accelerate launch --mixed_precision bf16 ppo.py --task sentiment
@@ -19,8 +19,8 @@ One update (numbered as in `main`):
     5. Adapt kl_coef to the measured KL.
 
 In OpenAI's 2019 tasks, all R tokens of a response are trained on, but the reward model sees only
-those up to the truncate token, such as a period. In EOS tasks that token ends the response, and
-what follows it is masked out everywhere.
+those up to the truncate token, such as a period. In EOS tasks (`eos_task`) the truncate token is
+EOS and ends the response: what follows it is masked out everywhere.
 
 Tags such as (P9) refer to docs/details.md. Three defaults differ from OpenAI's code: whitening is
 over all processes (X11), old log-probabilities and values come from a forward pass, not from
@@ -28,7 +28,7 @@ sampling (L6), and each process has its own order of queries (G6).
 
 Shapes: B sequences, Q query tokens, C context tokens (prefix + query + suffix), R response tokens,
 T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real tokens.
-machinery/: loading, processes, files, and faster model calls with equal results.
+machinery/ has loading, processes, files, and faster model calls with equal results.
 """
 
 import math
@@ -122,13 +122,13 @@ class Args(RunArgs):
 
     # Options from later systems
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """estimator of the KL; only k1 gives an unbiased gradient"""
+    """estimator of the KL in the reward; there only k1's gradient is unbiased"""
     clip_score: PositiveFloat | None = None
     """clip scores to [-clip_score, clip_score]"""
 
-    # Memory and speed. RunArgs has more of these, and the flags for files.
+    # Memory and speed. RunArgs has more, such as micro_batch_tokens, and the flags for files.
     rollout_batch_size: PositiveInt = 512
-    """sequences that a process samples at a time; affects only rounding"""
+    """sequences that a process samples at a time; changes results only by rounding"""
 
 
 SCRIPT = Path(__file__)  # runs and models are named after it
@@ -156,7 +156,7 @@ class PolicyAndValue(nn.Module):
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # earlier real tokens (G3)
+        position_ids = mask.cumsum(dim=1) - mask.long()  # how many real tokens precede (G3)
         # Equals self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state:
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
         where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # N real response tokens
@@ -205,10 +205,10 @@ def sample_in_batches(
     decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: Any
 ) -> Tensor:
     """Sample in batches of contexts of similar length: [B, C] → [B, R] (X10)."""
-    size, length = len(contexts), args.task.response_length
+    size, length = len(contexts), args.task.response_length  # on MPS, rng is on the CPU
     uniform = torch.rand(length, size, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(size, length)
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)  # on MPS: the CPU
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -222,9 +222,9 @@ def score_responses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score responses [B, R] with `reward`, cut after the first truncate token (P5).
 
-    A token before position `truncate_after` does not count. A response without one stays whole and
-    gets `missing_eos_penalty`. `columns`: name → B values of the data set. Returns scores [B], cut
-    responses [B, R], and `ended` [B]: the token was found, or the task has none.
+    Truncate tokens before position `truncate_after` do not count. A response without one is not cut,
+    and `missing_eos_penalty` replaces its score. `columns`: name → B values of the data set. Returns
+    scores [B], cut responses [B, R], and `ended` [B]: the token was found, or the task has none.
     """
     task = args.task
     cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -247,12 +247,12 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 def kl_penalized_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
     """-kl_coef * KL at every token [B, R], plus the score [B] at the last real one (P8)."""
-    last = mask.cumsum(dim=1).argmax(dim=1, keepdim=True)  # the last True of the mask
+    last = mask.cumsum(dim=1).argmax(dim=1, keepdim=True)  # first maximum: the last True
     return (-kl_coef * kl).scatter_add(1, last, scores[:, None])
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """Proportional controller: raise kl_coef if the KL is above its target (P11)."""
+    """Proportional controller: raise kl_coef if the KL is above its target, else lower it (P11)."""
     if args.kl_target is None:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
@@ -266,13 +266,13 @@ class Rollout(NamedTuple):
     contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
     responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     cut: Tensor  # [B, R] responses as they were scored
-    ended: Tensor  # [B] whether they have the truncate token
+    ended: Tensor  # [B] the truncate token was found, or the task has none
     mask: Tensor  # [B, R] all tokens; in EOS tasks, those up to the end (X9)
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] under the sampling policy
     values: Tensor  # [B, R] of the sampling policy
     kl: Tensor  # [B, R] to the reference
-    scores: Tensor  # [B] reward, or missing_eos_penalty
+    scores: Tensor  # [B] of the reward model, or missing_eos_penalty
     rewards: Tensor  # [B, R] KL penalty, and the score at the last token
 
     def select(self, rows: Tensor | slice) -> "Rollout":
@@ -284,7 +284,7 @@ def shuffle(
     num_episodes: int, args: Args, seed: int, update: int, device: Any
 ) -> list[list[Tensor]]:
     """For each epoch, the indices of each minibatch: a new permutation of the batch (P7)."""
-    rng = np.random.default_rng([seed, update, 2])  # 2: not query_rows' stream
+    rng = np.random.default_rng([seed, update, 2])  # 2: a stream of its own
     permutations = [rng.permutation(num_episodes) for _ in range(args.num_ppo_epochs)]
     size = num_episodes // args.num_minibatches
     return [list(torch.as_tensor(rows, device=device).split(size)) for rows in permutations]
@@ -319,7 +319,7 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tens
 
 
 def compute_advantages(minibatch: Rollout, args: Args) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, R] of a minibatch. Rewards are whitened over it first (P9)."""
+    """Advantages and returns [B, R] of a minibatch. Rewards may be scaled over it first (P9)."""
     rewards = minibatch.rewards
     if args.whiten_rewards:
         rewards = whiten(rewards, minibatch.mask, shift_mean=False)
@@ -340,8 +340,8 @@ def ppo_losses(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Policy loss, value loss and statistics of a micro-batch: [B, R] each → scalars.
 
-    `avg_tokens`: response tokens of the minibatch per process, averaged over processes. Results
-    summed over micro-batches and averaged over processes are means over tokens (P7).
+    `old`: the micro-batch as sampled. `avg_tokens`: response tokens of the minibatch per process, on
+    average. Sums over micro-batches, averaged over processes, are means over tokens (P7).
     """
 
     def share(x: Tensor) -> Tensor:
@@ -349,7 +349,7 @@ def ppo_losses(
         return masked_sum(x, old.mask) / avg_tokens
 
     log_ratio = logprobs - old.logprobs
-    ratio = log_ratio.clamp(max=40).exp()  # keeps ratio**2, 0 * ratio finite
+    ratio = log_ratio.clamp(max=40).exp()  # exp(40)**2 and 0 * ratio are finite
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
@@ -388,7 +388,7 @@ def rollout_metrics(
         "objective/kl": kl,
         "objective/kl_coef": kl_coef,
         "objective/rlhf_reward": rollout.scores.mean() - kl_coef * kl,
-        "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # = rlhf_reward
+        "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # the same, from tokens
         "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # an estimate
         "objective/ended": rollout.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
@@ -414,7 +414,7 @@ def check(args: Args, processes: int) -> None:
     unit = processes * args.num_minibatches
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches")
     size = args.batch_size // args.num_minibatches
-    if size < 8 and (args.whiten_rewards or args.whiten_advantages):  # OpenAI: an error (P9)
+    if size < 8 and (args.whiten_rewards or args.whiten_advantages):  # OpenAI raises, too (P9)
         cli.say(f"{size} responses per minibatch are too few to whiten; raise --batch_size")
 
 
@@ -443,7 +443,7 @@ def main(args: Args) -> None:
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
     local_batch_size = args.batch_size // processes
     num_updates = math.ceil(args.total_episodes / args.batch_size)
-    num_steps = args.num_ppo_epochs * args.num_minibatches  # of Adam, per update
+    num_steps = args.num_ppo_epochs * args.num_minibatches  # Adam steps per update
     timer = Timer(device)
     shown = SHOWN + ["objective/gold_score"] * (gold_reward is not None)
     run = Run(args, SCRIPT, num_updates, shown, accelerator, LIMITS, args.keep_every)
@@ -466,11 +466,11 @@ def main(args: Args) -> None:
     def make_rollout(
         queries: Tensor, columns: dict, first_epoch: list[Tensor], kl_coef: float, rng: Any
     ) -> Rollout:
-        """Steps 1 to 3 for queries [B, Q], in an update or an evaluation."""
+        """Steps 1 to 3 for queries [B, Q]. `first_epoch`: indices of each of its minibatches."""
         # 1. Sample a response to each query.
         timer.start("sample")
         contexts = add_affixes(queries, ids)  # [B, C]
-        with distributed.inference(accelerator, policy):  # eval mode; FSDP2 gathers weights
+        with distributed.inference(accelerator, policy):  # in eval mode; FSDP2 gathers weights
             responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]
 
         # 2. Score each response with the reward model.
@@ -536,7 +536,7 @@ def main(args: Args) -> None:
                     stats[f"ppo/{name}/mean"] += mean / num_steps
                     stats[f"ppo/{name}/var"] += var / num_steps
 
-        seconds = timer.stop()  # per phase, without evaluation
+        seconds = timer.stop()  # per phase; not those of the evaluation
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics = mean_over_processes(metrics, device)
         var_explained = 1 - metrics["ppo/val/error"] / max(metrics["ppo/returns/var"], 1e-8)
@@ -565,7 +565,7 @@ TLDR = FIXED | dict(lr=3e-6, kl_coef=0.05)
 VERIFIABLE = FIXED | dict(num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
-    # Keeping the mean adds a constant per token, which rewards or punishes length.
+    # Scaling rewards but not their mean adds a constant to each: a reward for length.
     "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
     "cnndm": SUMMARIES | dict(kl_coef=0.01),
     "tldr_2019": SUMMARIES | dict(kl_coef=0.03),

@@ -2,7 +2,7 @@
 
 Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, arXiv 2402.14740.
 
-    python sft.py --task synthetic              # the initial policy
+    python sft.py --task synthetic              # the initial policy: base_model
     python train_reward.py --task synthetic     # the reward model
     python rloo.py --task synthetic
     accelerate launch --mixed_precision bf16 rloo.py --task sentiment
@@ -22,13 +22,13 @@ for most tasks, the gradient is REINFORCE's. With more steps, the ratio of a who
 clipped as PPO clips a token's. Adaptive KL, Adam and metric names are as in ppo.py.
 
 In OpenAI's 2019 tasks, all R tokens of a response are trained on, but the reward model sees only
-those up to the truncate token, such as a period. In EOS tasks that token ends the response, and
-what follows it is masked out everywhere.
+those up to the truncate token, such as a period. In EOS tasks (`eos_task`) the truncate token is
+EOS and ends the response: what follows it is masked out everywhere.
 
 Shapes: P queries, K responses to each, B sequences (K * P in a process's batch), Q query tokens, C
 context tokens (prefix + query + suffix), R response tokens, T = C + R, N real response tokens, V
 vocabulary size, D hidden size. Masks are True at real tokens. Tags such as (L3): docs/details.md.
-machinery/: loading, processes, files, and faster model calls with equal results.
+machinery/ has loading, processes, files, and faster model calls with equal results.
 """
 
 import math
@@ -112,13 +112,13 @@ class Args(RunArgs):
 
     # Options from later systems
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """estimator of the KL; only k1 gives an unbiased gradient"""
+    """estimator of the KL in the reward; there only k1's gradient is unbiased"""
     clip_score: PositiveFloat | None = None
     """clip scores to [-clip_score, clip_score]"""
 
-    # Memory and speed. RunArgs has more of these, and the flags for files.
+    # Memory and speed. RunArgs has more, such as micro_batch_tokens, and the flags for files.
     rollout_batch_size: PositiveInt = 512
-    """sequences that a process samples at a time; affects only rounding"""
+    """sequences that a process samples at a time; changes results only by rounding"""
 
 
 SCRIPT = Path(__file__)  # runs and models are named after it
@@ -143,7 +143,7 @@ class Policy(nn.Module):
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # earlier real tokens (G3)
+        position_ids = mask.cumsum(dim=1) - mask.long()  # how many real tokens precede (G3)
         hidden = self.backbone(  # [B, T, D]; adjacent equal contexts are computed once
             tokens.masked_fill(~mask, 0), mask, position_ids, prompt_length=contexts.shape[1]
         )
@@ -191,10 +191,10 @@ def sample_in_batches(
     decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: Any
 ) -> Tensor:
     """Sample in batches of contexts of similar length: [B, C] → [B, R] (X10)."""
-    size, length = len(contexts), args.task.response_length
+    size, length = len(contexts), args.task.response_length  # on MPS, rng is on the CPU
     uniform = torch.rand(length, size, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(size, length)
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)  # on MPS: the CPU
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -208,9 +208,9 @@ def score_responses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score responses [B, R] with `reward`, cut after the first truncate token (P5).
 
-    A token before position `truncate_after` does not count. A response without one stays whole and
-    gets `missing_eos_penalty`. `columns`: name → B values of the data set. Returns scores [B], cut
-    responses [B, R], and `ended` [B]: the token was found, or the task has none.
+    Truncate tokens before position `truncate_after` do not count. A response without one is not cut,
+    and `missing_eos_penalty` replaces its score. `columns`: name → B values of the data set. Returns
+    scores [B], cut responses [B, R], and `ended` [B]: the token was found, or the task has none.
     """
     task = args.task
     cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -232,7 +232,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """Proportional controller: raise kl_coef if the KL is above its target (P11)."""
+    """Proportional controller: raise kl_coef if the KL is above its target, else lower it (P11)."""
     if args.kl_target is None:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
@@ -246,12 +246,12 @@ class Rollout(NamedTuple):
     contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
     responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     cut: Tensor  # [B, R] responses as they were scored
-    ended: Tensor  # [B] whether they have the truncate token
+    ended: Tensor  # [B] the truncate token was found, or the task has none
     mask: Tensor  # [B, R] all tokens; in EOS tasks, those up to the end (X9)
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] under the sampling policy
     kl: Tensor  # [B, R] to the reference
-    scores: Tensor  # [B] reward, or missing_eos_penalty
+    scores: Tensor  # [B] of the reward model, or missing_eos_penalty
     rewards: Tensor  # [B] score minus KL penalty
 
     def select(self, rows: Tensor | slice) -> "Rollout":
@@ -267,7 +267,7 @@ def shuffle(
     Episode i is a response to query i % P. All K responses to a query are in one minibatch, side by
     side, so that a micro-batch computes the query only once.
     """
-    rng = np.random.default_rng([seed, update, 2])  # 2: not query_rows' stream
+    rng = np.random.default_rng([seed, update, 2])  # 2: a stream of its own
     num_queries = num_episodes // args.rloo_k
     offsets = num_queries * np.arange(args.rloo_k)  # i, i + P, i + 2P, ... have one query
     epochs = []
@@ -306,7 +306,7 @@ def rloo_loss(
         return x.sum() / num_responses
 
     log_ratio = (logprobs - old.logprobs).sum(dim=1)  # [B], over tokens; 0 at padding (L1)
-    ratio = log_ratio.clamp(max=40).exp()  # keeps ratio**2, 0 * ratio finite
+    ratio = log_ratio.clamp(max=40).exp()  # exp(40)**2 and 0 * ratio are finite
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
@@ -387,7 +387,7 @@ def main(args: Args) -> None:
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
     local_batch_size = args.batch_size // processes
     num_updates = math.ceil(args.total_episodes / args.batch_size)
-    num_steps = args.num_ppo_epochs * args.num_minibatches  # of Adam, per update
+    num_steps = args.num_ppo_epochs * args.num_minibatches  # Adam steps per update
     timer = Timer(device)
     shown = SHOWN + ["objective/gold_score"] * (gold_reward is not None)
     run = Run(args, SCRIPT, num_updates, shown, accelerator, LIMITS, args.keep_every)
@@ -414,7 +414,7 @@ def main(args: Args) -> None:
         # 1. Sample a response to each query.
         timer.start("sample")
         contexts = add_affixes(queries, ids)  # [B, C]
-        with distributed.inference(accelerator, policy):  # eval mode; FSDP2 gathers weights
+        with distributed.inference(accelerator, policy):  # in eval mode; FSDP2 gathers weights
             responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]
 
         # 2. Score each response with the reward model.
@@ -478,7 +478,7 @@ def main(args: Args) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        seconds = timer.stop()  # per phase, without evaluation
+        seconds = timer.stop()  # per phase; not those of the evaluation
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         groups = rollout.scores.view(args.rloo_k, -1)  # [K, P]
