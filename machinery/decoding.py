@@ -37,9 +37,9 @@ class Decoder:
     """Samples token by token, at most `response_length` tokens.
 
     With `cuda_graphs`, on a GPU, the step of one token is recorded once for each shape of the cache
-    and replayed in all later batches, for which the memory of the cache stays. There is no graph
-    for a cache above `LARGEST`, under FSDP2 (weights move), with sliding windows or linear layers
-    (the CPU manages them), or for Falcon (it indexes with Python lists).
+    and replayed in all later batches. The cache's memory stays for this, and there can be one batch
+    at a time. There is no graph for a cache above `LARGEST`, under FSDP2 (weights move), with
+    sliding windows or linear layers (the CPU manages them), or for Falcon (it indexes with lists).
     """
 
     def __init__(self, lm: Any, response_length: int, cuda_graphs: bool = False):
@@ -51,10 +51,11 @@ class Decoder:
         on_cpu = self.linear or any(cache.is_sliding) or lm.config.model_type == "falcon"
         self.cuda_graphs = cuda_graphs and lm.device.type == "cuda" and not (sharded or on_cpu)
         self.graphs: dict[tuple[int, ...], Callable[..., Tensor]] = {}
-        self.kept: dict[str, Tensor] = {}  # the largest cache, which graphs read and write
-        self.pool: Any = None  # memory that graphs use in turn
+        self.kept: dict[str, Tensor] = {}  # memory that they read and write
+        self.weights: list[int] = []  # addresses of the weights that they read
         if self.cuda_graphs:
             self.stream = torch.cuda.Stream()
+            self.pool: Any = None
             self.limit = LARGEST * torch.cuda.mem_get_info()[1]
 
     def start(self, contexts: Tensor, mask: Tensor) -> "DecodingBatch":
@@ -62,18 +63,14 @@ class Decoder:
         return DecodingBatch(self, contexts, mask)
 
     def keep(self, name: str, x: Tensor, rows: int, columns: int) -> Tensor:
-        """A copy of `x`, [b, ..., c, D] or a number, in memory for `rows` and `columns`."""
+        """A copy of `x`, [b, ..., c, D] or a number, in memory for `rows` and `columns` that stays."""
         shape = (rows, *x.shape[1:-2], columns, x.shape[-1]) if x.dim() else ()
-        kept = self.kept.get(name)
-        if kept is None or any(a > b for a, b in zip(shape, kept.shape, strict=True)):
+        kept = self.kept.get(name, x)
+        shape = tuple(map(max, shape, kept.shape))
+        if name not in self.kept or (shape, x.dtype) != (kept.shape, kept.dtype):
             kept = self.kept[name] = x.new_zeros(shape)
             self.graphs.clear()
         return kept[tuple(map(slice, x.shape))].copy_(x)
-
-    def stop_graphs(self, why: Any) -> None:
-        """Free their memory and go on without them."""
-        print(f"sampling without CUDA graphs: {why!s:.200}", flush=True)
-        self.cuda_graphs, self.graphs, self.kept = False, {}, {}
 
 
 class DecodingBatch:
@@ -92,6 +89,7 @@ class DecodingBatch:
         self.longest = width + decoder.response_length  # columns
         self.length = 0  # columns of the cache that are in use
         self.steps = 0  # since the shape of the cache changed
+        self.graphs = decoder.cuda_graphs
         self.replay: Callable[..., Tensor] | None = None  # the step as a CUDA graph
 
     @torch.no_grad()
@@ -105,7 +103,7 @@ class DecodingBatch:
         self.mask[:, self.length] = True
         self.length += 1
         inputs = self.tokens, self.mask, position_ids
-        if self.decoder.cuda_graphs and self.replay is None and self.steps > 0:
+        if self.graphs and self.replay is None and self.steps > 0:
             self.replay = self.record(*inputs)
         self.steps += 1
         return self.replay(*inputs) if self.replay else self.compute(*inputs)
@@ -122,7 +120,7 @@ class DecodingBatch:
         """
         left = int((~ended).sum())
         number = max(left, MIN_ROWS) if left else 0
-        if self.decoder.cuda_graphs and number:
+        if self.graphs and number:
             number = 1 << (number - 1).bit_length()
         if number >= len(ended):
             return
@@ -141,14 +139,18 @@ class DecodingBatch:
         real = prompts >= 0
         position_ids = real.cumsum(dim=1) - real.long()
         self.length = mask.shape[1]
-        if not self.decoder.cuda_graphs:
-            self.longest -= first
         self.cache = KeyValueCache(config=self.decoder.lm.config, max_cache_len=self.room())
         self.mask, real = (F.pad(x, (0, self.room() - self.length)) for x in (mask, real))
         logits = self.compute(prompts.clamp(min=0), real, position_ids)
         self.cache.reorder_cache(which)
+        tensors = [x for layer in self.cache.layers for x in vars(layer).values()]
+        size = sum(x.nbytes for x in tensors if isinstance(x, Tensor)) * self.longest / self.room()
+        self.graphs = self.graphs and size <= self.decoder.limit
         self.settle()
-        return logits[which]
+        logits = logits[which]
+        if self.graphs:
+            self.logits = self.decoder.keep("logits", logits[:, None], self.size, 1)[:, 0]
+        return logits
 
     def grow(self) -> None:
         """Make room for one more token, and for the rest of its block."""
@@ -167,22 +169,18 @@ class DecodingBatch:
     def settle(self) -> None:
         """After the cache has a new shape: move it to where CUDA graphs read and write it."""
         self.steps, self.replay = 0, None
+        if not self.graphs:
+            return
         decoder = self.decoder
-        for i, layer in enumerate(self.cache.layers if decoder.cuda_graphs else []):
+        weights = [x.data_ptr() for x in (*decoder.lm.parameters(), *decoder.lm.buffers())]
+        if weights != decoder.weights:
+            decoder.weights = weights
+            decoder.graphs.clear()
+        for i, layer in enumerate(self.cache.layers):
             for name, x in [*vars(layer).items()]:
                 if isinstance(x, Tensor):
                     setattr(layer, name, decoder.keep(f"{i} {name}", x, self.size, self.longest))
-            if sum(x.nbytes for x in decoder.kept.values()) > decoder.limit:
-                return decoder.stop_graphs(
-                    f"they would keep over {LARGEST:.0%} of the GPU's memory; "
-                    "a smaller --rollout_batch_size keeps less"
-                )
-        self.replay = decoder.graphs.get(self.graph_key())
-
-    def graph_key(self) -> tuple[int, ...]:
-        """What a CUDA graph depends on: the cache's shape, and where the weights are."""
-        lm = self.decoder.lm
-        return (*self.mask.shape, *(x.data_ptr() for x in (*lm.parameters(), *lm.buffers())))
+        self.replay = decoder.graphs.get(self.mask.shape)
 
     def room(self) -> int:
         """Columns with room for one more token: whole blocks, but at most `longest`."""
@@ -196,25 +194,23 @@ class DecodingBatch:
         recording fails; then no other graph is tried.
         """
         decoder, inputs = self.decoder, tuple(x.clone() for x in inputs)
-        graph = torch.cuda.CUDAGraph()
-        if not decoder.graphs:
-            decoder.pool = torch.cuda.MemPool()
+        graph, result = torch.cuda.CUDAGraph(), self.logits[: len(inputs[0])]
+        if not decoder.graphs:  # no graph may use the memory of those that are gone
+            decoder.pool = torch.cuda.graph_pool_handle()
         torch.set_autocast_cache_enabled(False)
-        decoder.stream.wait_stream(torch.cuda.current_stream())
         try:
-            with torch.cuda.stream(decoder.stream):
-                graph.capture_begin(decoder.pool.id, capture_error_mode="thread_local")
-                try:
-                    result = self.compute(*inputs)
-                finally:
-                    graph.capture_end()  # otherwise the process aborts at its exit
+            with (
+                torch.cuda.stream(decoder.stream),  # is left even if ending the graph fails
+                torch.cuda.graph(graph, decoder.pool, decoder.stream, "thread_local"),
+            ):
+                result.copy_(self.compute(*inputs))
         except RuntimeError as error:
-            decoder.stop_graphs(error.__context__ or error)  # `capture_end` hides the first one
-            torch.cuda.empty_cache()  # while recording, the allocator frees nothing
+            cause = error.__context__ or error  # the end of the graph hides the first one
+            print(f"sampling without CUDA graphs, which failed: {cause!s:.200}", flush=True)
+            self.graphs = decoder.cuda_graphs = False
             return None
         finally:
             torch.set_autocast_cache_enabled(True)
-        torch.cuda.current_stream().wait_stream(decoder.stream)
 
         def replay(*new: Tensor) -> Tensor:
             for old, x in zip(inputs, new, strict=True):
@@ -222,7 +218,7 @@ class DecodingBatch:
             graph.replay()
             return result
 
-        decoder.graphs[self.graph_key()] = replay
+        decoder.graphs[self.mask.shape] = replay
         return replay
 
     def compute(self, tokens: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:

@@ -31,12 +31,12 @@ class Float32Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., D] of any dtype → [..., V] in fp32."""
-        size, weight, bias = len(self.weight), self.weight.float(), self.bias
+        size, weight = len(self.weight), self.weight.float()
+        bias = None if self.bias is None else self.bias.float()
         with torch.autocast(input.device.type, enabled=False):
             if size > 1 and (more := -size % ALIGNMENT.get(input.device.type, 1)):
                 weight = nn.functional.pad(weight, (0, 0, 0, more))
                 bias = None if bias is None else nn.functional.pad(bias, (0, more))
-            bias = None if bias is None else bias.float()
             return nn.functional.linear(input.float(), weight, bias)[..., :size]
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -139,16 +139,26 @@ class Graph(TorchDispatchMode):
                 tree_map(lambda old, new: old.copy_(new), result, again)
 
 
+@contextmanager
+def recording(graph, pool, stream, mode):
+    """`torch.cuda.graph`; the end hides an exception inside."""
+    graph.capture_begin(pool, mode)
+    try:
+        yield
+    finally:
+        graph.capture_end()
+
+
 @pytest.fixture
 def fake_graphs(monkeypatch):
     """CUDA graphs, streams and pools on a CPU. Returns the graphs that were made."""
-    made, stream = [], SimpleNamespace(wait_stream=lambda other: None)
+    made, stream = [], SimpleNamespace()
     fakes = dict(
         CUDAGraph=lambda: made.append(Graph()) or made[-1],
+        graph=recording,
+        graph_pool_handle=lambda: (0, 1),
         Stream=lambda: stream,
-        current_stream=lambda: stream,
         stream=lambda stream: nullcontext(),
-        MemPool=lambda: SimpleNamespace(id=(0, 1)),
         mem_get_info=lambda: (0, 2**30),
         is_current_stream_capturing=lambda: (
             bool(made) and made[-1] in _get_current_dispatch_mode_stack()
@@ -217,17 +227,32 @@ def test_a_graph_that_cannot_be_recorded_is_ended_and_sampling_goes_on_without(f
     assert capsys.readouterr().out.count("not permitted") == 1
 
 
-def test_a_cache_that_takes_too_much_memory_is_not_kept(fake_graphs, monkeypatch, capsys):
-    lm, contexts, uniform = tiny.make_lm(), tiny.make_contexts([5, 3], 8), tiny.uniform(LENGTH, 2)
-    plain = tiny.sample(decoding.Decoder(lm, LENGTH), contexts, uniform)
-    floats = sum(2 * 2 * (8 + LENGTH) * lm.config.n_embd for _ in range(lm.config.n_layer))
-    for spare, made in ((100, 1), (-100, 1)):  # 20 bytes of GPU memory: one of the cache
-        size = 20 * (4 * floats + 8 * lm.config.n_layer + spare)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda size=size: (0, size))
-        decoder = with_graphs(lm)
+def test_a_batch_whose_cache_takes_too_much_memory_has_no_graph(fake_graphs):
+    lm, uniform = tiny.make_lm(), tiny.uniform(LENGTH, 4)
+    decoder = with_graphs(lm)
+    numbers = 2 * 3 * (8 + LENGTH) * lm.config.n_embd  # keys and values of three responses
+    decoder.limit = lm.config.n_layer * (4 * numbers + 8)
+    for rows, graphs in ((4, 0), (3, 1), (4, 1)):
+        contexts = tiny.make_contexts([5, 3, 8, 8][:rows], 8)
+        plain = tiny.sample(decoding.Decoder(lm, LENGTH), contexts, uniform[:, :rows])
+        assert torch.equal(plain, tiny.sample(decoder, contexts, uniform[:, :rows]))
+        assert len(fake_graphs) == graphs
+
+
+def test_a_larger_batch_moves_the_memory_of_the_graphs(fake_graphs):
+    """More rows, then more columns."""
+    lm = tiny.make_lm()
+    decoder = with_graphs(lm)
+    for n, width in ((3, 8), (5, 6), (3, 8), (2, 11), (5, 8), (3, 8)):
+        contexts, uniform = (
+            tiny.make_contexts([width, 3, 5, 1, 2][:n], width),
+            tiny.uniform(LENGTH, n),
+        )
+        plain = tiny.sample(decoding.Decoder(lm, LENGTH), contexts, uniform)
         assert torch.equal(plain, tiny.sample(decoder, contexts, uniform))
-        assert len(fake_graphs) == made and bool(decoder.kept) == (spare > 0)
-    assert capsys.readouterr().out.count("smaller --rollout_batch_size") == 1
+        with torch.no_grad():
+            _ = [weight.mul_(1.5) for weight in lm.parameters()]
+    assert decoder.kept["0 keys"].shape[0] == 5 and decoder.kept["0 keys"].shape[2] == 11 + LENGTH
 
 
 def test_sliding_windows_linear_layers_falcon_shards_and_cpus_have_no_graphs(fake_graphs):
