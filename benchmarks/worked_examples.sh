@@ -5,9 +5,10 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 PYTHONPATH=.
 folder=runs/worked_$(date +%Y%m%d-%H%M%S)
 mkdir -p "$folder"
-for name in tools stale vine; do
+for name in tools stale vine curriculum; do
   cp rloo.py "$folder/$name.py" && patch --fuzz=0 "$folder/$name.py" diffs/$name.diff
 done
+cp ppo.py "$folder/two_lambdas.py" && patch --fuzz=0 "$folder/two_lambdas.py" diffs/two_lambdas.diff
 
 cat > "$folder/calculator.py" << 'PYTHON'
 def add(contexts, responses):
@@ -43,6 +44,10 @@ for seed in ${SEEDS:-1 2}; do
   run "$folder/stale.py" lag_4 --sampler_lag 4
   run "$folder/stale.py" lag_4_unweighted --sampler_lag 4 --max_weight None
   run "$folder/vine.py" vine --vine_samples 2
+  run "$folder/curriculum.py" curriculum --num_queries 1024 --total_episodes 8192
+  run rloo.py few --num_queries 1024 --total_episodes 8192
+  run "$folder/two_lambdas.py" lambdas --lam_alpha 0.5
+  run ppo.py ppo
 done
 
 draw() { # picture, metrics, label=runs …
@@ -54,3 +59,7 @@ draw stale "eval/scores objective/kl ppo/val/weight" "RLOO=$folder/rloo_?" \
   "4 updates old=$folder/lag_4_?" "4 updates old, no weights=$folder/lag_4_unweighted_?"
 draw vine "eval/scores eval/kl objective/advantage_std" "RLOO=$folder/rloo_?" \
   "VinePPO=$folder/vine_?"
+draw curriculum "eval/scores objective/scores objective/frac_reward_zero_std" \
+  "RLOO=$folder/few_?" "curriculum=$folder/curriculum_?"
+draw lambdas "eval/scores eval/kl ppo/val/var_explained" "PPO=$folder/ppo_?" \
+  "two λ=$folder/lambdas_?"
