@@ -114,18 +114,36 @@ def golden(times: float = 10.0) -> dict[str, Any]:
 
 
 def same_tokens(work: speed.Work, folder: Path) -> dict[str, Any]:
-    """Share of equal tokens with and without CUDA graphs in bf16, also after weights changed."""
+    """Share of equal tokens with and without CUDA graphs in bf16.
+
+    Also after weights changed, in smaller and larger batches, and where no graph can be recorded.
+    """
     device, words = distributed.start(tiny.make_args()).device, work.config["vocab_size"]
-    lm, n = models.load_lm(f"{folder}/policy").to(device), work.episodes // 2
+    lm, n = models.load_lm(f"{folder}/policy").to(device), work.episodes // 4
     decoders = [Decoder(lm, work.response_length, graphs) for graphs in (False, True)]
-    contexts = tiny.make_contexts(speed.query_lengths(n), work.query_length, vocab=words).to(device)
-    uniform, same = tiny.uniform(work.response_length, n).to(device), []
-    for _ in range(3):
+    same = []
+
+    def compare(size: int) -> None:
+        contexts = tiny.make_contexts(speed.query_lengths(size), work.query_length, vocab=words)
+        uniform = tiny.uniform(work.response_length, size).to(device)
         with torch.autocast(device.type, torch.bfloat16):
-            plain, replayed = (tiny.sample(x, contexts, uniform, words) for x in decoders)
+            plain, replayed = (
+                tiny.sample(x, contexts.to(device), uniform, words) for x in decoders
+            )
         same.append((plain == replayed).float().mean().item())
+
+    def read(*_: Any) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            torch.ones(1, device=device).item()  # no graph can wait for the GPU
+
+    for size in (n, n, 2 * n, n):
+        compare(size)
         with torch.no_grad():
             _ = [weight.mul_(1.1) for weight in lm.parameters()]
+    lm.register_forward_hook(read)
+    decoders[1] = Decoder(lm, work.response_length, True)
+    compare(n)
+    torch.multinomial(torch.ones(2, device=device), 1)  # fails if recording goes on
     return verdict(min(same) == 1, f"equal tokens {' '.join(f'{x:.2%}' for x in same)}")
 
 
