@@ -133,7 +133,7 @@ def same_tokens(work: speed.Work, folder: Path) -> dict[str, Any]:
         same.append((plain == replayed).float().mean().item())
 
     def read(*_: Any) -> None:
-        if torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             torch.ones(1, device=device).item()  # no graph can wait for the GPU
 
     for size in (n, n, 2 * n, n):
