@@ -222,9 +222,9 @@ def score_responses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score responses [B, R] with `reward`, cut after the first truncate token (P5).
 
-    Truncate tokens before position `truncate_after` do not count. A response without one is not cut,
-    and `missing_eos_penalty` replaces its score. `columns`: name → B values of the data set. Returns
-    scores [B], cut responses [B, R], and `ended` [B]: the token was found, or the task has none.
+    Truncate tokens before position `truncate_after` do not count. A response without one is not
+    cut, and `missing_eos_penalty` replaces its score. `columns`: name → B values of the data set.
+    Returns scores [B], cut responses [B, R], `ended` [B]: the token was found or the task has none.
     """
     task = args.task
     cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -340,8 +340,8 @@ def ppo_losses(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Policy loss, value loss and statistics of a micro-batch: [B, R] each → scalars.
 
-    `old`: the micro-batch as sampled. `avg_tokens`: response tokens of the minibatch per process, on
-    average. Sums over micro-batches, averaged over processes, are means over tokens (P7).
+    `old`: the micro-batch as sampled. `avg_tokens`: response tokens of the minibatch per process,
+    on average. Sums over micro-batches, averaged over processes, are means over tokens (P7).
     """
 
     def share(x: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class Decoder:
         return DecodingBatch(self, contexts, mask)
 
     def keep(self, name: str, x: Tensor, rows: int, columns: int) -> Tensor:
-        """A copy of `x`, [b, ..., c, D] or a number, in memory for `rows` and `columns` that stays."""
+        """A copy of `x`, [b, ..., c, D] or a number, in kept memory for `rows` and `columns`."""
         shape = (rows, *x.shape[1:-2], columns, x.shape[-1]) if x.dim() else ()
         kept = self.kept.get(name, x)
         shape = tuple(map(max, shape, kept.shape))

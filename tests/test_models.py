@@ -226,5 +226,6 @@ def test_a_head_of_odd_size_is_the_plain_product_also_where_its_rows_are_aligned
     logits = head(hidden)
     expected = torch.nn.functional.linear(hidden, head.weight, head.bias)
     torch.testing.assert_close(logits, expected)
+    assert logits.stride(1) == 24  # a view of three aligned blocks
     found, right = (torch.autograd.grad((x * noise).sum(), inputs) for x in (logits, expected))
     torch.testing.assert_close(found, right)
