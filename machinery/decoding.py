@@ -55,7 +55,8 @@ class Decoder:
         self.weights: list[int] = []  # addresses of the weights that they read
         if self.cuda_graphs:
             self.stream = torch.cuda.Stream()
-            self.pool: Any = None
+            self.pool: Any = None  # memory for the tensors of a step; graphs use it in turn
+            self.told = False  # that a cache was too large
             self.limit = LARGEST * torch.cuda.mem_get_info()[1]
 
     def start(self, contexts: Tensor, mask: Tensor) -> "DecodingBatch":
@@ -86,10 +87,10 @@ class DecodingBatch:
         self.tokens = contexts.masked_fill(~mask, 0)  # [b, C], then [b, 1]: not yet computed
         self.mask = mask  # [b, C], then [b, columns of the cache]
         self.size, width = mask.shape
-        self.longest = width + decoder.response_length  # columns
+        self.longest = width + decoder.response_length  # columns of the cache, at most
         self.length = 0  # columns of the cache that are in use
         self.steps = 0  # since the shape of the cache changed
-        self.graphs = decoder.cuda_graphs
+        self.graphs = decoder.cuda_graphs  # whether steps are replayed
         self.replay: Callable[..., Tensor] | None = None  # the step as a CUDA graph
 
     @torch.no_grad()
@@ -145,7 +146,15 @@ class DecodingBatch:
         self.cache.reorder_cache(which)
         tensors = [x for layer in self.cache.layers for x in vars(layer).values()]
         size = sum(x.nbytes for x in tensors if isinstance(x, Tensor)) * self.longest / self.room()
-        self.graphs = self.graphs and size <= self.decoder.limit
+        if self.graphs and size > self.decoder.limit:
+            self.graphs = False
+            if not self.decoder.told:
+                print(
+                    f"sampling {self.size} sequences without CUDA graphs, whose cache would keep "
+                    f"{size / 1e9:.1f} GB; a smaller --rollout_batch_size keeps less",
+                    flush=True,
+                )
+            self.decoder.told = True
         self.settle()
         logits = logits[which]
         if self.graphs:

@@ -227,7 +227,7 @@ def test_a_graph_that_cannot_be_recorded_is_ended_and_sampling_goes_on_without(f
     assert capsys.readouterr().out.count("not permitted") == 1
 
 
-def test_a_batch_whose_cache_takes_too_much_memory_has_no_graph(fake_graphs):
+def test_a_batch_whose_cache_takes_too_much_memory_has_no_graph(fake_graphs, capsys):
     lm, uniform = tiny.make_lm(), tiny.uniform(LENGTH, 4)
     decoder = with_graphs(lm)
     numbers = 2 * 3 * (8 + LENGTH) * lm.config.n_embd  # keys and values of three responses
@@ -237,6 +237,7 @@ def test_a_batch_whose_cache_takes_too_much_memory_has_no_graph(fake_graphs):
         plain = tiny.sample(decoding.Decoder(lm, LENGTH), contexts, uniform[:, :rows])
         assert torch.equal(plain, tiny.sample(decoder, contexts, uniform[:, :rows]))
         assert len(fake_graphs) == graphs
+    assert capsys.readouterr().out.count("smaller --rollout_batch_size") == 1
 
 
 def test_a_larger_batch_moves_the_memory_of_the_graphs(fake_graphs):
