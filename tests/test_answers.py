@@ -219,7 +219,7 @@ def test_pass_at_k_by_hand():
     assert pass_at_k.pass_at_k(right, 4) == 3 / 4
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_task_of_reasoning_gym_becomes_queries_and_a_reward(here):
     """By the code of docs/data.md, and for generators whose metadata are of other kinds."""
     pytest.importorskip("reasoning_gym")  # pip install reasoning-gym==0.1.25, with a C compiler
