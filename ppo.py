@@ -124,7 +124,7 @@ class Args(RunArgs):
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """estimator of the KL in the reward; there only k1's gradient is unbiased"""
     clip_score: PositiveFloat | None = None
-    """clip scores to [-clip_score, clip_score]"""
+    """clip scores, also missing_eos_penalty, to [-clip_score, clip_score]"""
 
     # Memory and speed. RunArgs has more, such as micro_batch_tokens, and the flags for files.
     rollout_batch_size: PositiveInt = 512
@@ -183,7 +183,7 @@ def sample(
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     Samples from the full vocabulary, whatever generation_config says. In EOS tasks, ended responses
-    are dropped every 16 tokens; `score_responses` cuts what follows the end.
+    leave the batch every 16 tokens; `score_responses` cuts what follows the end.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -205,10 +205,10 @@ def sample_in_batches(
     decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: Any
 ) -> Tensor:
     """Sample in batches of contexts of similar length: [B, C] → [B, R] (X10)."""
-    size, length = len(contexts), args.task.response_length  # on MPS, rng is on the CPU
+    size, length = len(contexts), args.task.response_length
     uniform = torch.rand(length, size, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(size, length)
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)  # CPU on MPS
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -349,7 +349,7 @@ def ppo_losses(
         return masked_sum(x, old.mask) / avg_tokens
 
     log_ratio = logprobs - old.logprobs
-    ratio = log_ratio.clamp(max=40).exp()  # exp(40)**2 and 0 * ratio are finite
+    ratio = log_ratio.clamp(max=40).exp()  # its square and 0 * ratio stay finite
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
@@ -366,7 +366,7 @@ def ppo_losses(
             "policy/approxkl_avg": 0.5 * share(log_ratio**2),
             "policy/clipfrac_avg": share((pg_losses_clipped > pg_losses).float()),
             "val/clipfrac": share((vf_losses_clipped > vf_losses).float()),
-            "val/error": share(vf_losses),
+            "val/error": share(vf_losses),  # mean squared error
             "val/vpred": share(values),
             "val/ratio": share(ratio),
             "val/ratio_var": share((ratio - 1) ** 2),  # around 1, not the mean
@@ -414,7 +414,7 @@ def check(args: Args, processes: int) -> None:
     unit = processes * args.num_minibatches
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches")
     size = args.batch_size // args.num_minibatches
-    if size < 8 and (args.whiten_rewards or args.whiten_advantages):  # OpenAI raises, too (P9)
+    if size < 8 and (args.whiten_rewards or args.whiten_advantages):  # OpenAI raises here (P9)
         cli.say(f"{size} responses per minibatch are too few to whiten; raise --batch_size")
 
 
@@ -429,8 +429,8 @@ def main(args: Args) -> None:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # None if there is none
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    # `load_lm` disables dropout (P4); exits if T is too long or the tokenizers differ:
-    lm = load_lm(task.base_model, length=ids.length)  # ids.length is T
+    # `load_lm` disables dropout (P4) and exits if T, ids.length, is too long:
+    lm = load_lm(task.base_model, length=ids.length)
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -452,9 +452,9 @@ def main(args: Args) -> None:
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
         """Held-out metrics, the same on all processes. Logs samples; saves weights if due."""
         queries, columns = heldout[:].to(device), heldout.columns()
-        rows = torch.arange(len(queries), device=device)
-        rng = generator(args.seed, num_updates, device)  # unused by any update
-        rollout = make_rollout(queries, columns, [rows], kl_coef, rng)  # one minibatch
+        all_rows = torch.arange(len(queries), device=device)
+        rng = generator(args.seed, num_updates, device)  # a stream that no update uses
+        rollout = make_rollout(queries, columns, [all_rows], kl_coef, rng)  # steps 1 to 3, below
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
         scores, kl = rollout.scores, rollout.kl.sum(dim=1)
@@ -536,7 +536,7 @@ def main(args: Args) -> None:
                     stats[f"ppo/{name}/mean"] += mean / num_steps
                     stats[f"ppo/{name}/var"] += var / num_steps
 
-        seconds = timer.stop()  # per phase; not those of the evaluation
+        seconds = timer.stop()  # of each phase's last run, so not of an evaluation
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics = mean_over_processes(metrics, device)
         var_explained = 1 - metrics["ppo/val/error"] / max(metrics["ppo/returns/var"], 1e-8)

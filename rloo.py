@@ -114,7 +114,7 @@ class Args(RunArgs):
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """estimator of the KL in the reward; there only k1's gradient is unbiased"""
     clip_score: PositiveFloat | None = None
-    """clip scores to [-clip_score, clip_score]"""
+    """clip scores, also missing_eos_penalty, to [-clip_score, clip_score]"""
 
     # Memory and speed. RunArgs has more, such as micro_batch_tokens, and the flags for files.
     rollout_batch_size: PositiveInt = 512
@@ -169,7 +169,7 @@ def sample(
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     Samples from the full vocabulary, whatever generation_config says. In EOS tasks, ended responses
-    are dropped every 16 tokens; `score_responses` cuts what follows the end.
+    leave the batch every 16 tokens; `score_responses` cuts what follows the end.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -191,10 +191,10 @@ def sample_in_batches(
     decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: Any
 ) -> Tensor:
     """Sample in batches of contexts of similar length: [B, C] → [B, R] (X10)."""
-    size, length = len(contexts), args.task.response_length  # on MPS, rng is on the CPU
+    size, length = len(contexts), args.task.response_length
     uniform = torch.rand(length, size, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(size, length)
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)  # CPU on MPS
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -306,7 +306,7 @@ def rloo_loss(
         return x.sum() / num_responses
 
     log_ratio = (logprobs - old.logprobs).sum(dim=1)  # [B], over tokens; 0 at padding (L1)
-    ratio = log_ratio.clamp(max=40).exp()  # exp(40)**2 and 0 * ratio are finite
+    ratio = log_ratio.clamp(max=40).exp()  # its square and 0 * ratio stay finite
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
@@ -373,8 +373,8 @@ def main(args: Args) -> None:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # None if there is none
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    # `load_lm` disables dropout (P4); exits if T is too long or the tokenizers differ:
-    lm = load_lm(task.base_model, length=ids.length)  # ids.length is T
+    # `load_lm` disables dropout (P4) and exits if T, ids.length, is too long:
+    lm = load_lm(task.base_model, length=ids.length)
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -396,9 +396,9 @@ def main(args: Args) -> None:
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
         """Held-out metrics, the same on all processes. Logs samples; saves weights if due."""
         queries, columns = heldout[:].to(device), heldout.columns()
-        rows = torch.arange(len(queries), device=device)
-        rng = generator(args.seed, num_updates, device)  # unused by any update
-        rollout = make_rollout(queries, columns, [rows], kl_coef, rng)  # one minibatch
+        all_rows = torch.arange(len(queries), device=device)
+        rng = generator(args.seed, num_updates, device)  # a stream that no update uses
+        rollout = make_rollout(queries, columns, [all_rows], kl_coef, rng)  # steps 1 to 3, below
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
         scores, kl = rollout.scores, rollout.kl.sum(dim=1)
@@ -478,7 +478,7 @@ def main(args: Args) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        seconds = timer.stop()  # per phase; not those of the evaluation
+        seconds = timer.stop()  # of each phase's last run, so not of an evaluation
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         groups = rollout.scores.view(args.rloo_k, -1)  # [K, P]
