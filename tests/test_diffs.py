@@ -161,6 +161,7 @@ def run_main(script, task, precision="no", score=None, responses=None, names=Non
         type(model)(model.config).load_state_dict(run.saved[name])  # has the names of a plain one
 
     run.save, spies = save, {}
+    run.finish = lambda *_, **__: setattr(run, "save", None)  # the processes have left their group
     if score:
         spies["load_reward"] = lambda *_: lambda queries, responses, columns: score(responses)
     if responses:
