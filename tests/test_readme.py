@@ -119,12 +119,13 @@ def test_commands_parse_as_printed(source):
 ELSEWHERE = "|".join(
     (
         r"# .*(needs|GPU|hub)|--task (sentiment|tldr|gsm8k)|^end=",
-        r"^(pip|jupyter|pytest|pre-commit|ruff|python -m venv|python3 -m pip)|pretrained\.py|smollm2",
-        r"git (worktree|clone)|(mutations|overoptimize)\.py|(equal|recipes|synthetic|worked_examples)\.sh",
+        r"^ *(pip|jupyter|pytest|pre-commit|ruff|python -m venv|python3 -m pip)|git (worktree|clone)",
+        r"(equal|human|recipes|synthetic|vllm|worked_examples)\.sh|vllm serve|smollm2",
+        r"(mutations|overoptimize|pretrained)\.py",
         r"demo\.sh|^python (sft|train_reward)\.py --task synthetic(_eos)?\s*(#|$)",  # `project`
         r"judgments\.py|--task arithmetic",  # test_answers.py
         r"curves\.py .*(wandb|TRL=)",  # test_curves.py
-        r"(same|gpu|memory|speed)\.py",  # tests of these names
+        r"(same|gpu|growth|memory|render|speed)\.py",  # tests of these names, of the course
         r"^(mkdir|code|model|flags)\b|\$code",  # test_tokens.py
         r"^-    start, kl_coef = run.restore",  # test_resume.py
     )
