@@ -1,4 +1,7 @@
-"""How OpenAI cleaned its texts, for the form that they have on the hub: functions of a text → text, for `--clean_fn`."""
+"""How OpenAI cleaned its texts, for the form that they have on the hub.
+
+Functions of a text → text, for `--clean_fn`.
+"""
 
 import re
 
@@ -12,9 +15,12 @@ BYLINE = re.compile(
 
 
 def clean_article(text: str) -> str:
-    """A row of `abisee/cnn_dailymail` → what OpenAI's `clean_up_start` and ftfy leave of such an article: no byline,
-    no dates, nothing before (CNN), straight quotes. Its rules are for lines; the hub's rows are one line, so the byline
-    is known by its words. An article of which nothing would be left keeps its beginning."""
+    """A row of `abisee/cnn_dailymail` → what OpenAI's `clean_up_start` and ftfy leave of it.
+
+    No byline, no dates, nothing before (CNN), straight quotes. OpenAI's rules are for lines; the
+    hub's rows are one line, so the byline is known by its words. An article of which nothing would
+    be left keeps its beginning.
+    """
     body = text[match.end() :] if (match := BYLINE.match(text)) else text
     body = re.split(r"\(CNN\) +--", body)[-1]
     body = re.split(r"\(CNN\)", body[:100])[-1] + body[100:]
@@ -22,12 +28,15 @@ def clean_article(text: str) -> str:
 
 
 def clean_post(text: str) -> str:
-    """A post of TL;DR-17 as OpenAI cleaned it: ftfy, paragraphs one blank line apart, no space around."""
+    """A post of TL;DR-17 as OpenAI cleaned it: ftfy, one blank line between paragraphs."""
     return re.sub(r"\n{3,}", "\n\n", ftfy.fix_text(text)).strip()
 
 
 def clean_tldr(prompt: str) -> str:
-    """A prompt of `trl-lib/tldr` with its post as `trl-lib/tldr-preference` has it: one newline between paragraphs."""
+    """A prompt of `trl-lib/tldr` with its post as `trl-lib/tldr-preference` has it.
+
+    Paragraphs are one newline apart.
+    """
     head, post, rest = prompt.partition("\n\nPOST: ")
     body, end, last = rest.rpartition("\n\nTL;DR:")
     return head + post + re.sub(r"\n+", "\n", body) + end + last

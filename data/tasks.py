@@ -19,8 +19,8 @@ SYNTHETIC, ARITHMETIC = DATA / "synthetic", DATA / "arithmetic"
 class Task:
     """What a run reads and writes, the same for all scripts.
 
-    A data source is a local file (.txt .json .jsonl .parquet .csv), a local folder, or a name on the
-    Hugging Face hub: `name`, `name:file` or `name:configuration`. `…@split` chooses a split.
+    A data source is a local file (.txt .json .jsonl .parquet .csv), a local folder, or a name on
+    the Hugging Face hub: `name`, `name:file` or `name:configuration`. `…@split` chooses a split.
     """
 
     task: str

@@ -25,7 +25,7 @@ WORK_LIMIT = timedelta(days=1)  # for a collective, which may wait for a slow re
 
 
 def start(args: Any) -> Accelerator:
-    """The accelerator of this process. Raises `InputError` for what would change the mathematics."""
+    """This process's accelerator. Raises `InputError` for what would change the mathematics."""
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise InputError("DeepSpeed takes a step in every backward pass; use configs/fsdp2.yaml")
     transformers.logging.set_verbosity_error()

@@ -119,7 +119,7 @@ def test_commands_parse_as_printed(source):
 ELSEWHERE = "|".join(
     (
         r"# .*(needs|GPU|hub)|--task (sentiment|tldr|gsm8k)|^end=",
-        r"^ *(pip|jupyter|pytest|pre-commit|ruff|python -m venv|python3 -m pip)|git (worktree|clone)",
+        r"^ *(pip|jupyter|pytest|pre-commit|ruff|python -m venv|python3 -m pip|git (worktree|clone))",
         r"(equal|human|recipes|synthetic|vllm|worked_examples)\.sh|vllm serve|smollm2",
         r"(mutations|overoptimize|pretrained)\.py",
         r"demo\.sh|^python (sft|train_reward)\.py --task synthetic(_eos)?\s*(#|$)",  # `project`
