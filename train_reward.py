@@ -137,11 +137,11 @@ def new_reward_model(name: str, pad_id: int, length: int = 0) -> RewardModel:
 
 def sample_policy(
     args: Args, accelerator: Accelerator
-) -> tuple[list[tuple[Tensor, Tensor]], Any, TokenIds]:
+) -> tuple[list[tuple[Tensor, Tensor, list]], Any, TokenIds]:
     """Sample the policy twice, to normalize before and after training (R3).
 
-    Returns two pairs of queries [S, Q] and responses [S, R] (in EOS tasks, with padding after EOS),
-    and the policy's tokenizer and token ids. The policy is freed when this returns.
+    Returns twice queries [S, Q], responses [S, R] (in EOS tasks, with padding after EOS) and prompts
+    in the data set, and the policy's tokenizer and token ids. The policy is freed when this returns.
     """
     device, processes = accelerator.device, accelerator.num_processes
     task, flag = args.task, "--base_model"
@@ -158,14 +158,15 @@ def sample_policy(
     cli.say(f"sampling 2 * {local_samples * processes} responses of {task.base_model} to normalize")
     samples = []
     for step in range(2):
-        queries = table[query_rows(len(table), local_samples, seed, step)].to(device)
+        rows = query_rows(len(table), local_samples, seed, step)
+        queries, prompts = table[rows].to(device), table.columns(rows)[task.query_column]
         batches = add_affixes(queries, ids).split(batch_size)
         with distributed.inference(accelerator, lm):
             parts = [generate(decoder, x, ids.pad, task.temperature) for x in batches]
         responses = torch.cat(parts)
         if task.eos_task:  # other tasks normalize on all R tokens (X9)
             responses, _ = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
-        samples.append((queries, responses))
+        samples.append((queries, responses, prompts))
     return samples, tokenizer, ids
 
 

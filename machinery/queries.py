@@ -113,7 +113,7 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     for text, ids, spans in zip(texts, encoded, offsets, strict=True):
         ends = None if end is None else ends_word(text, spans, end)
         query = cut_query(ids, length, start, ends) if text.strip() else []
-        queries.append(begin + query if query and query[:1] != begin else query)
+        queries.append(tokens.with_bos(query, begin))
     return queries
 
 
@@ -235,7 +235,7 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
         after, _, _ = tokens.encode_after(["."] * len(texts), spaced, tokenizer)
         begin, blocks = tokens.bos(tokenizer), []
         for first, following in zip(alone, after, strict=True):
-            block.extend(following if block or not first else begin + first)
+            block.extend(following if block else tokens.with_bos(first, begin))
             if len(block) >= block_size:
                 blocks.append(block.copy())
                 block.clear()

@@ -20,7 +20,7 @@ from machinery import models
 from machinery.cli import InputError, about, say
 from machinery.distributed import freeze
 from machinery.sources import check_source, load_function
-from machinery.tokens import bos, check_length, drop_answer, same_tokens, translate
+from machinery.tokens import bos, check_length, drop_answer, render, same_tokens, translate
 from machinery.unpadding import set_unpadding
 from utils import TokenIds, decode, micro_batches, pad_left
 
@@ -51,7 +51,7 @@ def load_reward(
     read = reward_input(model, own_tokenizer, tokenizer, ids.pad)
 
     def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
-        tokens = read(queries, responses)
+        tokens = read(queries, responses, (columns or {}).get(args.task.query_column))
         scores = score_in_parts(model, tokens, args.micro_batch_tokens, queries.shape[1])
         if of_texts is None:
             return scores
@@ -140,27 +140,45 @@ def check_reward_model(model: Any, length: int) -> None:
 
 def reward_input(
     model: Any, tokenizer: Any, policy_tokenizer: Any, pad_id: int
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return `read(queries [B, Q], responses [B, R])` → [B, T], the input of a reward model.
+) -> Callable[..., Tensor]:
+    """Return `read(queries [B, Q], responses [B, R], prompts)` → [B, T], a reward model's input.
 
     The policy's token ids if the tokenizers agree, and otherwise the same texts, encoded by the
-    reward model's `tokenizer` (X13). A text that is too long loses its beginning.
+    reward model's `tokenizer` (X13). If `prompts` are B lists of messages, another chat template
+    than the policy's writes them, and that of a classifier always, as in TRL. A text that is too
+    long loses its beginning.
     """
     pad = model.config.pad_id
     longest = getattr(model.config.backbone, "max_position_embeddings", None) or 0  # 0: no limit
-    same = same_tokens(tokenizer, policy_tokenizer)
+    same, template = same_tokens(tokenizer, policy_tokenizer), tokenizer.chat_template
+    classifier = "SequenceClassification" in str(model.config.backbone.architectures)
+    own_template = template and (classifier or template != policy_tokenizer.chat_template)
 
-    def read(queries: Tensor, responses: Tensor) -> Tensor:
+    def read(queries: Tensor, responses: Tensor, prompts: list | None = None) -> Tensor:
         tokens = torch.cat([queries, responses], dim=1)  # with the space between them
-        if same:
+        if own_template and prompts and isinstance(prompts[0], list):
+            prompts, answers = as_messages(prompts, decode(policy_tokenizer, responses, pad_id))
+            texts = [render(x + y, tokenizer) for x, y in zip(prompts, answers, strict=True)]
+            if not classifier:  # train_reward.py learns no newline after the end token
+                texts = [text.rstrip() for text in texts]
+            sequences = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        elif same:
             unknown = (tokens == pad_id) | (tokens >= pad)  # padding, or no text
             return tokens.masked_fill(unknown, pad)
-        rows = [[token for token in row if token != pad_id] for row in tokens.tolist()]
-        begin, texts = bos(tokenizer), translate(rows, policy_tokenizer, tokenizer)
-        sequences = [(begin + row)[-longest:] for row in texts]
+        else:
+            rows = [[token for token in row if token != pad_id] for row in tokens.tolist()]
+            rows = translate(rows, policy_tokenizer, tokenizer)
+            sequences = [bos(tokenizer) + row for row in rows]
+        sequences = [row[-longest:] for row in sequences]
         return pad_left(sequences, max(map(len, sequences)), pad).to(queries.device)
 
     return read
+
+
+def as_messages(prompts: list[list[dict]], answers: list[str]) -> tuple[list, list]:
+    """Conversations and new answers → the messages of prompts, and those of answers, as in TRL."""
+    messages = [[{"role": "assistant", "content": answer}] for answer in answers]
+    return [drop_answer(prompt) for prompt in prompts], messages
 
 
 @torch.no_grad()
@@ -185,7 +203,8 @@ def text_scorer(field: str, task: Task, tokenizer: Any, pad_id: int) -> Callable
         function = load_function(name)
 
     def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
-        texts = [decode(tokenizer, tokens, pad_id) for tokens in (queries, responses)]
+        parts = queries, responses, torch.cat([queries, responses], dim=1)
+        texts = [decode(tokenizer, tokens, pad_id) for tokens in parts]
         with about(f"--{field} {name}"):
             scores = call_reward_function(function, texts, columns or {}, task.query_column)
             return scores.to(queries.device)
@@ -210,10 +229,9 @@ def arguments_of(
 ) -> dict[str, Any]:
     """What a reward function names: texts and columns (table in docs/ppo.md)."""
     names = "queries", "responses", "prompts", "completions"
-    known: dict[str, list] = dict(zip(names, 2 * texts, strict=True))
+    known: dict[str, list] = dict(zip(names, 2 * texts[:2], strict=True))
     if isinstance(columns.get(query_column, [""])[0], list):  # messages, as in TRL
-        known["prompts"] = [drop_answer(messages) for messages in columns[query_column]]
-        known["completions"] = [[{"role": "assistant", "content": x}] for x in texts[1]]
+        known["prompts"], known["completions"] = as_messages(columns[query_column], texts[1])
     for name in sorted(known.keys() & columns):
         say_once(f"reward functions do not get the column {name}: the name is that of the texts")
     signature, given = inspect.signature(function), columns | known
@@ -223,10 +241,10 @@ def arguments_of(
     others = [x.name for x in needed if x.default is x.empty and x.name not in given]
     response = {"responses", "completions", "scores"} & parameters.keys()
     if {"queries", "prompts"} <= parameters.keys() and not response:
-        both = [query + response for query, response in zip(*texts, strict=True)]
-        given |= {"queries": both, "prompts": texts[0]}  # in OpenRLHF
+        both = texts[2:] or [[query + response for query, response in zip(*texts, strict=True)]]
+        given |= {"queries": both[0], "prompts": texts[0]}  # in OpenRLHF
     elif len(others) > 1 and not known.keys() & parameters:
-        given |= dict(zip(others[:2], texts, strict=True))
+        given |= dict(zip(others[:2], texts[:2], strict=True))
     elif not takes_all and not response:
         raise InputError("no argument is named responses or completions")
     if not takes_all:

@@ -35,7 +35,7 @@ transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # never ask whether 
 def check_source(name: str) -> None:
     """Raise `InputError` for a missing path; go offline if the hub is down."""
     if Path(name).exists():
-        if Path(name, "adapter_config.json").exists() and not Path(name, "config.json").exists():
+        if Path(name, "adapter_config.json").exists():  # also beside weights: it would be loaded
             raise InputError("is an adapter; save what PeftModel.merge_and_unload() returns")
         return
     if name.replace(os.sep, "/").startswith(LOCAL) or Path(name).suffix in READERS:

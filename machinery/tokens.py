@@ -34,8 +34,7 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
             sizes = f"the tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}"
             raise InputError(f"{sizes}: add tokenizer.json, or resize the embeddings")
     prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
-    if prefix and prefix[:1] != bos(tokenizer):
-        prefix = bos(tokenizer) + prefix
+    prefix = with_bos(prefix, bos(tokenizer))
     (suffix,), _, _ = encode_after(["\n"], [task.query_suffix], tokenizer)
     length = len(prefix) + task.query_length + len(suffix) + new_tokens
     check_length(config, length, f"query_length={task.query_length} with affixes and response")
@@ -55,6 +54,8 @@ def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
     if text is None:
         return None
     known = tokenizer.get_vocab().get(text)  # Llama 2's adds a space before what it encodes
+    if known is not None and tokenizer.decode([known]) == "\ufffd":
+        known = None  # GPT-2's key "»" is a byte, of which other characters consist
     ids = tokenizer.encode(text, add_special_tokens=False) if known is None else [known]
     if len(ids) != 1:
         raise InputError(f"{flag} {text!r} has to be one token; for this tokenizer it is {ids}")
@@ -62,9 +63,14 @@ def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
 
 
 def bos(tokenizer: Any) -> list[int]:
-    """The BOS token, if the tokenizer begins texts with it, as Llama's and Gemma's do."""
-    first = tokenizer.encode("x")[:1]
-    return first if first == [tokenizer.bos_token_id] else []
+    """What the tokenizer begins texts with: BOS as in Llama, two tokens in GLM, or nothing."""
+    ids, alone = tokenizer.encode("x"), tokenizer.encode("x", add_special_tokens=False)
+    return ids[: ids.index(alone[0])]
+
+
+def with_bos(ids: list[int], begin: list[int]) -> list[int]:
+    """Token ids after those of `bos`, unless there are none, or they begin with them."""
+    return ids if not ids or ids[: len(begin)] == begin else begin + ids
 
 
 def encode_after(
@@ -116,7 +122,7 @@ def same_tokens(tokenizer: Any, other: Any) -> bool:
 def translate(sequences: list[list[int]], source: Any, target: Any) -> list[list[int]]:
     """Token lists of `source` → the same texts in ids of `target`, with its EOS."""
     begin = bos(source)
-    sequences = [ids[1:] if ids[:1] == begin else ids for ids in sequences]
+    sequences = [ids[len(begin) :] if ids[: len(begin)] == begin else ids for ids in sequences]
     texts = source.batch_decode(sequences, clean_up_tokenization_spaces=False)
     if source.eos_token:
         texts = [text.replace(source.eos_token, target.eos_token or "") for text in texts]
@@ -128,8 +134,8 @@ def check_chat(task: Task, tokenizer: Any) -> None:
     for name in TEXT_ONLY:
         if value := getattr(task, name):
             raise InputError(f"--{name} {value!r} is not for messages; see Chat in docs/data.md")
-    question, answer = ({"role": role, "content": "?"} for role in ("user", "assistant"))
-    end = render_answer([question], [answer], tokenizer).rpartition("?")[2].strip()
+    dialogue = [{"role": role, "content": "?"} for role in ("user", "assistant")]
+    end = render(dialogue, tokenizer).rpartition("?")[2].strip()
     if task.eos_task and end not in ("", task.truncate_token):
         raise InputError(f"the chat template ends answers with {end!r}: set --truncate_token to it")
 
@@ -148,8 +154,10 @@ def render_answer(prompt: list[dict], answer: list[dict], tokenizer: Any) -> str
         return ""
     messages = answer if answer[: len(prompt)] == prompt else prompt + answer
     text, dialogue = render(prompt, tokenizer, begin=True), render(messages, tokenizer)
-    if not dialogue.startswith(text):
-        raise InputError(f"the chat template changes the prompt {text!r:.60} in {dialogue!r:.60}")
+    kept = "".join(messages[-1]["content"].split()) in "".join(dialogue.split())
+    if not (kept and dialogue.startswith(text)):  # such as DeepSeek's, which drops thoughts
+        changed = f"{text!r:.60}, or the answer, in {dialogue!r:.60}"
+        raise InputError(f"the chat template changes the prompt {changed}: see docs/data.md")
     if not messages[-1]["content"].strip():
         return ""
     return dialogue[len(text) :].rstrip()  # templates add a newline after the end token

@@ -198,7 +198,7 @@ def test_R3_X9_the_policys_samples_end_in_eos_tasks_only(runs, accelerator, monk
         return train_reward.sample_policy(replace(args, task=task), accelerator)[0]
 
     plain = samples(truncate_token=".")
-    for queries, responses in plain:
+    for queries, responses, _ in plain:
         assert queries.shape == responses.shape[:1] + (8,) == (8, 8) and responses.shape[1] == 5
         assert (responses != WORDS).all()
     assert not torch.equal(plain[0][0], plain[1][0]) and not torch.equal(plain[0][1], plain[1][1])
@@ -206,7 +206,7 @@ def test_R3_X9_the_policys_samples_end_in_eos_tasks_only(runs, accelerator, monk
     end = plain[0][1][0, 1].item()  # a token that was sampled
     text = AutoTokenizer.from_pretrained("sft").convert_ids_to_tokens(end)
     cut = samples(truncate_token=text, eos_task=True)
-    for (queries, whole), (same, ended) in zip(plain, cut, strict=True):
+    for (queries, whole, _), (same, ended, _) in zip(plain, cut, strict=True):
         assert torch.equal(queries, same)
         for row, expected in zip(ended.tolist(), whole.tolist(), strict=True):
             length = expected.index(end) + 1 if end in expected else 5

@@ -3,19 +3,25 @@ without TRL."""
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
+import formats
 import pytest
 import tiny
 import torch
 from accelerate import Accelerator
+from formats import BLUE, GREEN, SYSTEM, USER
 from tiny import WORDS
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo
+import utils
 from data.tasks import SYNTHETIC
 from machinery import rewards
 from machinery.cli import InputError, parse_args
+from machinery.labels import load_labels
+from machinery.tokens import tokenize_prompt
 from train_reward import RewardModel
 from utils import TokenIds
 
@@ -26,7 +32,7 @@ PAGE = (ROOT / "docs/from_trl.md").read_text()
 def write_classifier(folder: Path, kind: str = "gpt2", num_labels: int = 1):
     """A folder as TRL's RewardTrainer saves it: one label, a pad that the tokenizer has, bf16."""
     torch.manual_seed(0)
-    config = tiny.config(kind, vocab=WORDS, dropout=0.1)
+    config = tiny.config(kind, vocab=WORDS, dropout=0.1, positions=256)
     config.num_labels, config.pad_token_id = num_labels, 3
     model = AutoModelForSequenceClassification.from_config(config)
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -69,6 +75,58 @@ def test_X13_a_classifier_with_another_tokenizer_is_read_by_text(tmp_path, task,
     own = AutoTokenizer.from_pretrained(tmp_path / "reward")
     assert seen[1].get_vocab() == own.get_vocab()
     assert seen[2] is policy_tokenizer and seen[3] == WORDS
+
+
+TURNS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CHATS = [[USER], [SYSTEM, USER, BLUE, USER | {"content": "And at night?"}]]
+ANSWERS = ["It is blue.", "Black"]
+
+
+def tokens_of_chats(tokenizer):
+    """Padded tokens of `CHATS` and `ANSWERS`, which end."""
+    queries = [tokenize_prompt(messages, 99, tokenizer) for messages in CHATS]
+    responses = [tokenizer.encode(answer) + [tokenizer.eos_token_id] for answer in ANSWERS]
+    return [utils.pad_left(rows, max(map(len, rows)), WORDS) for rows in (queries, responses)]
+
+
+@pytest.mark.parametrize("template", [TURNS, formats.CHATML])
+@torch.no_grad()
+def test_X13_a_classifier_reads_conversations_in_its_own_template_to_its_end(
+    template, tmp_path, task, hers
+):
+    """As TRL trains and asks it (`apply_chat_template`), also if the policy's template is the same:
+    policies sample no newline after the end token, and it reads that, too."""
+    classifier = write_classifier(tmp_path / "reward")
+    own = AutoTokenizer.from_pretrained(tmp_path / "reward")
+    own.chat_template, hers.chat_template = template, TURNS
+    own.save_pretrained(tmp_path / "reward")
+    args = tiny.make_args(replace(task, query_column="chat"), reward_model=str(tmp_path / "reward"))
+    chats = [CHATS[0], [*CHATS[1], GREEN]]  # an answer that the data has is not read
+    found = load_reward(args, hers)(*tokens_of_chats(hers), {"chat": chats})
+    for messages, answer, score in zip(CHATS, ANSWERS, found, strict=True):
+        dialogue = [*messages, {"role": "assistant", "content": answer}]
+        text = own.apply_chat_template(dialogue, tokenize=False)
+        ids = torch.tensor([own.encode(text, add_special_tokens=False)])
+        expected = classifier(ids, attention_mask=torch.ones_like(ids)).logits[0, 0]
+        assert score.item() == pytest.approx(expected.item(), abs=2e-5)
+
+
+def test_X13_train_rewards_model_reads_conversations_as_it_was_trained_to(tmp_path, task, hers):
+    """In its own template, if the policy's is another one, and no newline after the end token."""
+    own = AutoTokenizer.from_pretrained(SYNTHETIC / "model")
+    own.chat_template, hers.chat_template = TURNS, formats.CHATML
+    answers = [[{"role": "assistant", "content": answer}] for answer in ANSWERS]
+    rows = [dict(prompt=x, chosen=y, rejected=[GREEN]) for x, y in zip(CHATS, answers, strict=True)]
+    files = dict(label_dataset=formats.write_rows(tmp_path / "pairs.jsonl", rows))
+    task = replace(task, query_length=99, truncate_token=own.eos_token, **files)
+    labels = load_labels(task, own, TokenIds(WORDS, own.eos_token_id, [], []))
+    trained = [[*x.tolist(), *y[0]] for x, y in zip(labels.queries, labels.responses, strict=True)]
+    read = rewards.reward_input(tiny.make_reward(pad_id=WORDS, positions=256), own, hers, WORDS)
+    found = read(*tokens_of_chats(hers), CHATS)
+    assert found.tolist() == utils.pad_left(trained, found.shape[1], WORDS).tolist()
 
 
 def test_what_is_no_reward_model_is_refused(tmp_path):

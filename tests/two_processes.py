@@ -131,7 +131,7 @@ def run_scripts(accelerator: Accelerator) -> dict[str, Any]:
         }
     args = train_reward.Args(task=task, normalize_samples=8, rollout_batch_size=8)
     samples, _, _ = train_reward.sample_policy(args, accelerator)
-    seen["train_reward"] = {"samples": samples}
+    seen["train_reward"] = {"samples": [sample[:2] for sample in samples]}
     return seen
 
 
