@@ -1,6 +1,7 @@
 """Models that cannot be used are refused; nothing is random in silence, nothing is unpickled."""
 
 import functools
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -171,10 +172,13 @@ def test_encoders_and_adapters_are_refused_with_what_to_do(start, tmp_path):
     transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    folders = {name: str(tmp_path / name) for name in ("bert", "adapter")}
+    tiny.write_model(tmp_path / "both")  # transformers would load the adapter on its own base
+    shutil.copy(tmp_path / "adapter" / "adapter_config.json", tmp_path / "both")
+    folders = {name: str(tmp_path / name) for name in ("bert", "adapter", "both")}
     refuses(lambda: start("ppo", reward_model=folders["bert"]), "--reward_model", "--reward_fn")
     refuses(lambda: start("ppo", reward_model=folders["adapter"]), "--reward_model", "merge")
-    refuses(lambda: start("sft", base_model=folders["adapter"]), "--base_model", "merge")
+    for name in ("adapter", "both"):
+        refuses(lambda x=folders[name]: start("sft", base_model=x), "--base_model", "merge")
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(start, no_weights):

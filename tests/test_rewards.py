@@ -124,9 +124,9 @@ def test_X13_a_reward_model_reads_and_scores_the_policys_texts(gpt2, hers):
         assert model(read(q, r)).tolist() == pytest.approx(alone, abs=1e-5)
 
 
-def test_X13_query_and_response_are_decoded_together(hers):
+def test_X13_query_and_response_are_decoded_together(hers, tmp_path):
     """Llama 2's decoder strips the first space of a text: decoded alone, the response would lose it,
-    and the reward model would read "happy.Maria"."""
+    and the reward model, or a function in OpenRLHF's form, would read "happy.Maria"."""
     policy = formats.llama2_tokenizer(["Anna", "was", "happy", "Maria"])
     q, r = (policy.convert_tokens_to_ids(t.split()) for t in ("▁Anna ▁was ▁happy .", "▁Maria ▁was"))
     assert policy.decode(r) == "Maria was" and policy.decode(q + r) == "Anna was happy. Maria was"
@@ -134,6 +134,11 @@ def test_X13_query_and_response_are_decoded_together(hers):
     read = rewards.reward_input(tiny.make_reward(pad_id=1000), hers, policy, pad)
     tokens = read(torch.tensor([[pad, *q]]), torch.tensor([[*r, pad]]))
     assert tokens.tolist() == [hers.encode("Anna was happy. Maria was")]
+    code = "def f(queries, prompts, labels=0):\n    return [x.count(' Maria') for x in queries]"
+    (tmp_path / "f.py").write_text(code)
+    task = tiny.make_task(reward_fn=f"{tmp_path / 'f.py'}:f")
+    score = rewards.text_scorer("reward_fn", task, policy, pad)
+    assert score(torch.tensor([[pad, *q]]), torch.tensor([[*r, pad]])).tolist() == [1]
 
 
 def test_X13_models_of_one_tokenizer_may_be_padded_to_other_sizes(hers):

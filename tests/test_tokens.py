@@ -196,6 +196,27 @@ def test_a_template_that_changes_the_prompt_once_it_has_an_answer_is_refused(cha
     refuses(lambda: render_answer([USER], [BLUE], tokenizer), "1 turns")
 
 
+# Of nvidia/Llama-3_3-Nemotron-Super-49B-v1_5 and DeepSeek-R1's distilled models [llama.cpp's
+# models/templates]: thoughts of all answers are dropped; DeepSeek's prompt begins one.
+DROPS = "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }}E\n{% endfor %}"
+NEMOTRON = DROPS + "{% if add_generation_prompt %}assistant: {% endif %}"
+DEEPSEEK = DROPS + "{% if add_generation_prompt %}assistant: <think>\n{% endif %}"
+THOUGHT = BLUE | {"content": "<think>\nAir scatters it.\n</think>\n\nIt is blue."}
+
+
+def test_an_answer_whose_thoughts_the_template_drops_is_refused(chat_task):
+    """sft.py would teach to answer without them. Earlier answers may lose theirs, as in Qwen 3."""
+    tokenizer, _ = load_tokenizer(chat_task, 8)
+    tokenizer.chat_template = NEMOTRON
+    refuses(lambda: render_answer([USER], [THOUGHT], tokenizer), "answer", "data.md")
+    assert render_answer([USER, THOUGHT, USER], [BLUE], tokenizer) == "It is blue.E"
+    tokenizer.chat_template = DEEPSEEK
+    refuses(lambda: render_answer([USER], [BLUE], tokenizer), "<think>")
+    tokens.check_chat(replace(chat_task, truncate_token="E"), tokenizer)  # RL needs prompts only
+    prompt = tokenizer.encode(f"user: {USER['content']}E\nassistant: <think>\n")
+    assert tokenize_prompt([USER], 99, tokenizer) == prompt
+
+
 def test_another_template_or_bos_is_another_table(chat_task):
     tokenizer, ids = load_tokenizer(chat_task, 8)
     bos_first, tables = "{{ bos_token }}" + formats.CHATML, set()
@@ -253,6 +274,31 @@ def whole(request, tmp_path) -> SimpleNamespace:
     make = partial(make_task, model, truncate_token=end, response_column="completion")
     of_text = lambda text: tokenizer.encode(text) + [tokenizer.eos_token_id]  # noqa: E731
     return SimpleNamespace(make=make, ids=of_text, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("begin", [["<s>"], ["[gMASK]", "<sop>"], ["</s>"]])
+def test_plain_texts_begin_once_with_what_the_tokenizer_begins_them_with(begin, tmp_path):
+    """Llama's BOS, GLM's two tokens [transformers' convert_glm_weights_to_hf.py], XGLM's EOS; also
+    in blocks, and where a text has it already, as rendered conversations do."""
+    tokenizer = formats.gpt2_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer.add_tokens(begin, special_tokens=True)
+    ids = tokenizer.convert_tokens_to_ids(begin)
+    special = list(zip(begin, ids, strict=True))
+    processor = TemplateProcessing(single=[*begin, "$A"], special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = processor
+    for x in (tiny.make_lm(vocab=len(tokenizer)), tokenizer):
+        x.save_pretrained(tmp_path / "model")
+    texts = ["Hi there. Yes", "".join(begin) + "Hi there. Yes"]
+    rows, model = [{"prompt": text} for text in texts], SimpleNamespace(folder=tmp_path / "model")
+    task = make_task(model, rows, tmp_path / "a.jsonl", truncate_token="</s>", query_length=9)
+    expected = ids + tokenizer.encode("Hi there. Yes", add_special_tokens=False)
+    assert load(load_queries, task, 9) == [expected] * 2
+    blocks = lambda task, *given: load_blocks(task, len(expected), *given)  # noqa: E731
+    assert load(blocks, task) == [expected] * 2
+    _, with_prefix = load_tokenizer(replace(task, query_prefix="Hi there. Yes"), 8)
+    assert with_prefix.prefix == expected
+    assert translate([expected], tokenizer, tokenizer) == [expected[len(ids) :]]
 
 
 ANSWERS = [("Hi.", " Yes."), ("Hi:\n", "Yes."), ("Hi No", ".\nYes"), ("Hi", "."), ("Yes <s>", "No")]
@@ -478,3 +524,11 @@ def test_the_id_of_a_text_is_the_one_that_it_has_inside_of_a_text():
     assert single_token(tokenizer, "dog", "--truncate_token") == dog  # as it is in a text
     two = partial(single_token, tokenizer, "dog.", "--truncate_token")
     refuses(two, "--truncate_token 'dog.'")
+
+
+@pytest.mark.parametrize("text", ["»", "é", "·"])
+def test_the_name_of_a_byte_in_a_vocabulary_is_no_text(text, gpt2):
+    """GPT-2's key "»" stands for the byte 0xBB; the character consists of two."""
+    (expected,) = gpt2.encode(f"x{text}")[1:]
+    assert single_token(gpt2, text, "--truncate_token") == expected != gpt2.get_vocab()[text]
+    refuses(lambda: single_token(gpt2, "¿", "--start_text"), "--start_text '¿'")  # two tokens
