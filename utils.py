@@ -72,8 +72,8 @@ def truncate(
 
 def decode(tokenizer: Any, tokens: Tensor, pad_id: int) -> list[str]:
     """[B, T] → B texts without padding and special tokens."""
-    sequences = [[token for token in row if token != pad_id] for row in tokens.tolist()]
-    return tokenizer.batch_decode(sequences, skip_special_tokens=True)
+    ids = [[token for token in row if token != pad_id] for row in tokens.tolist()]
+    return tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:

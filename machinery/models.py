@@ -11,7 +11,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from machinery.cli import InputError, about
+from machinery.cli import InputError, about, say
 from machinery.decoding import Decoder
 from machinery.sources import check_source
 from machinery.tokens import check_length, same_tokens
@@ -77,6 +77,7 @@ def load_lm(
         check_length(config, length, "the run")
         weights = [*Path(name).glob("*.safetensors"), *Path(name).glob("*.bin")]
         if allow_random and Path(name).is_dir() and not weights:
+            say(f"{flag} {name} has no model.safetensors: the weights are random")
             lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         else:
             names = {} if config is whole else TEXT_WEIGHTS
@@ -118,6 +119,8 @@ def load_weights(cls: Any, name: str, config: Any, **options: Any) -> Any:
     model, info = cls.from_pretrained(name, config=config, **options)
     if info["missing_keys"]:
         raise InputError(f"has no {sorted(info['missing_keys'])[0]}, which would be random")
+    if unused := sorted(info["unexpected_keys"]):  # the library's report is turned off
+        say(f"{name}: {len(unused)} weights are not used, such as {unused[0]}")
     return model
 
 

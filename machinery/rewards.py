@@ -150,7 +150,8 @@ def reward_input(
     """
     pad = model.config.pad_id
     longest = getattr(model.config.backbone, "max_position_embeddings", None) or 0  # 0: no limit
-    same, template = same_tokens(tokenizer, policy_tokenizer), tokenizer.chat_template
+    same = same_tokens(tokenizer, policy_tokenizer)
+    template = tokenizer.chat_template
     classifier = "SequenceClassification" in str(model.config.backbone.architectures)
     own_template = template and (classifier or template != policy_tokenizer.chat_template)
 

@@ -204,6 +204,22 @@ def test_weights_that_are_missing_or_not_finite_are_refused(tmp_path):
     refuses(lambda: models.load_lm(str(tmp_path / "classifier")), "--base_model", "lm_head.weight")
 
 
+def test_weights_that_are_not_used_or_random_are_said(tmp_path, capsys):
+    """A run turns the library's report off. Layers that the configuration lacks are left out."""
+    lm, file = tiny.make_lm("llama"), tmp_path / "model.safetensors"
+    lm.save_pretrained(tmp_path)
+    models.load_lm(str(tmp_path))
+    assert capsys.readouterr().out == ""
+    lm.config.num_hidden_layers = 1
+    lm.config.save_pretrained(tmp_path)
+    models.load_lm(str(tmp_path))
+    unused = [name for name in lm.state_dict() if ".layers.1." in name]
+    assert f"{len(unused)} weights are not used, such as {min(unused)}" in capsys.readouterr().out
+    file.rename(tmp_path / "model.gguf")
+    models.load_lm(str(tmp_path), allow_random=True)
+    assert f"--base_model {tmp_path} has no" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_model_without_tokenizer_files_says_so(kind, start, no_weights, tmp_path):
     """transformers makes up a tokenizer of one or two tokens for it, or of none."""

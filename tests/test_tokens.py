@@ -16,6 +16,7 @@ import datasets
 import formats
 import pytest
 import tiny
+import tokenizers
 import torch
 from conftest import SCRIPTS, read_metrics
 from formats import BLUE, GREEN, SMOLTALK, SYSTEM, USER
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import ppo
 import rloo
+import utils
 from benchmarks.mutations import copy_project
 from data import tasks
 from machinery import labels, tokens
@@ -524,6 +526,14 @@ def test_the_id_of_a_text_is_the_one_that_it_has_inside_of_a_text():
     assert single_token(tokenizer, "dog", "--truncate_token") == dog  # as it is in a text
     two = partial(single_token, tokenizer, "dog.", "--truncate_token")
     refuses(two, "--truncate_token 'dog.'")
+
+
+def test_texts_keep_their_spaces_also_if_the_tokenizer_would_clean_them_up():
+    """A file's `"clean_up_tokenization_spaces": true`; the library ignores it for BPE only."""
+    words = tokenizers.models.WordLevel({"x": 0, ".": 1, "do": 2, "n't": 3}, "x")
+    options = dict(tokenizer_object=tokenizers.Tokenizer(words), clean_up_tokenization_spaces=True)
+    tokenizer, ids = formats.PreTrainedTokenizerFast(**options), torch.arange(5)[None]
+    assert utils.decode(tokenizer, ids, 4) == ["x . do n't"] != [tokenizer.decode(ids[0, :4])]
 
 
 @pytest.mark.parametrize("text", ["»", "é", "·"])
