@@ -119,6 +119,8 @@ def load_weights(cls: Any, name: str, config: Any, **options: Any) -> Any:
     model, info = cls.from_pretrained(name, config=config, **options)
     if info["missing_keys"]:
         raise InputError(f"has no {sorted(info['missing_keys'])[0]}, which would be random")
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise InputError("is an adapter: no weight would be trained")
     if unused := sorted(info["unexpected_keys"]):  # the library's report is turned off
         say(f"{name}: {len(unused)} weights are not used, such as {unused[0]}")
     return model

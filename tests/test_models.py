@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import pytest
 import tiny
 import torch
@@ -179,6 +180,16 @@ def test_encoders_and_adapters_are_refused_with_what_to_do(start, tmp_path):
     refuses(lambda: start("ppo", reward_model=folders["adapter"]), "--reward_model", "merge")
     for name in ("adapter", "both"):
         refuses(lambda x=folders[name]: start("sft", base_model=x), "--base_model", "merge")
+
+
+def test_a_model_whose_weights_the_library_freezes_is_refused(tmp_path, monkeypatch):
+    """On the hub, an adapter beside config.json is found only by loading it."""
+    folder = str(tmp_path)
+    tiny.make_lm("llama").save_pretrained(folder)
+    lm = AutoModelForCausalLM.from_pretrained(folder)
+    peft.get_peft_model(lm, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(folder)
+    monkeypatch.setattr(models, "check_source", str)
+    refuses(lambda: models.load_lm(folder), f"--base_model {folder}: ", "adapter")
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(start, no_weights):
