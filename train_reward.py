@@ -135,13 +135,11 @@ def new_reward_model(name: str, pad_id: int, length: int = 0) -> RewardModel:
 # -------------------------------------------- normalization
 
 
-def sample_policy(
-    args: Args, accelerator: Accelerator
-) -> tuple[list[tuple[Tensor, Tensor, list]], Any, TokenIds]:
+def sample_policy(args: Args, accelerator: Accelerator) -> tuple[list[tuple], Any, TokenIds]:
     """Sample the policy twice, to normalize before and after training (R3).
 
-    Returns twice queries [S, Q], responses [S, R] (in EOS tasks, with padding after EOS) and prompts
-    in the data set, and the policy's tokenizer and token ids. The policy is freed when this returns.
+    Returns two triples of queries [S, Q], responses [S, R] (in EOS tasks, with padding after EOS)
+    and the data set's prompts, and the policy's tokenizer and token ids. The policy is freed then.
     """
     device, processes = accelerator.device, accelerator.num_processes
     task, flag = args.task, "--base_model"
