@@ -116,6 +116,9 @@ def load_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     """
     pairs = [split_pair(row, tokenizer) for row in rows]
     prompts, *sides = map(list, zip(*pairs, strict=True))
+    plain = [(x, y, z) for x, y, z in pairs if isinstance(x, str) and x.strip()]
+    if plain and all(y.startswith(x) and z.startswith(x) for x, y, z in plain):
+        raise InputError("chosen and rejected repeat the prompt: leave it out, or drop the column")
     if any(isinstance(prompt, list) for prompt in prompts):
         tokens.check_chat(task, tokenizer)
         queries = [tokens.tokenize_prompt(x, task.query_length, tokenizer) for x in prompts]
@@ -126,7 +129,8 @@ def load_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
         encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
         queries = [begin + x[len(begin) - task.query_length :] for x in encoded]
     contexts = [ids.prefix + query + ids.suffix for query in queries]
-    sides = [tokens.encode_answers(contexts, side, tokenizer) for side in sides]
+    stop = task.truncate_token
+    sides = [tokens.encode_answers(contexts, side, tokenizer, stop) for side in sides]
     kept = []
     for query, *answers in zip(queries, *sides, strict=True):
         answers = [tokens.with_end(answer, ids.truncate) for answer in answers]
@@ -141,14 +145,18 @@ def split_pair(row: Any, tokenizer: Any) -> tuple[str | list[dict], str, str]:
     r"""The prompt, a text or messages, and the texts of chosen and rejected.
 
     Without a prompt, dialogues part at their last common `\n\nAssistant:`, and messages where they
-    begin to differ.
+    begin to differ. A prompt that is a text is used if no message before asks.
     """
     prompt, chosen, rejected = (row.get(name) for name in ("prompt", "chosen", "rejected"))
     if isinstance(chosen, list):
+        common: list[dict] = []
         if not isinstance(prompt, list):
             same = takewhile(lambda x: x[0] == x[1], zip(chosen[:-1], rejected[:-1], strict=False))
-            prompt = tokens.drop_answer([message for message, _ in same])
-        good, bad = (tokens.render_answer(prompt, side, tokenizer) for side in (chosen, rejected))
+            common = tokens.drop_answer([message for message, _ in same])
+            asked = not prompt or any(message["role"] == "user" for message in common)
+            prompt = common if asked else [*common, {"role": "user", "content": prompt}]
+        sides = (side[len(common) :] for side in (chosen, rejected))
+        good, bad = (tokens.render_answer(prompt, side, tokenizer) for side in sides)
         return prompt, good, bad
     if "prompt" in row:
         return prompt, chosen, rejected

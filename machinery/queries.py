@@ -127,7 +127,9 @@ def clean_texts(texts: Sequence[str | None], task: Task) -> list[str]:
 def drop_lines(text: str, length: int, tokenizer: Any) -> str:
     """Cut a long prompt: drop lines before its last one, such as TL;DR:."""
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    head, _, last = text.rpartition("\n")
+    body = text.rstrip()
+    head, _, last = body.rpartition("\n")
+    last += text[len(body) :]
     while "\n" in head.rstrip() and len(encode(text)) > length:
         head = head.rstrip().rpartition("\n")[0]
         text = f"{head.rstrip()}\n\n{last}"
@@ -265,7 +267,7 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
                 raise InputError(f"--response_column {column} holds the queries: see docs/data.md")
             texts.append(text or "")
         contexts = [ids.prefix + query + ids.suffix for query in prompts]
-        responses = tokens.encode_answers(contexts, texts, tokenizer)
+        responses = tokens.encode_answers(contexts, texts, tokenizer, task.truncate_token)
         sequences = []
         for query, context, response in zip(prompts, contexts, responses, strict=True):
             sequence = [ids.pad] * (width - len(context)) + context + tokens.with_end(response, end)

@@ -206,9 +206,14 @@ def text_scorer(field: str, task: Task, tokenizer: Any, pad_id: int) -> Callable
     def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
         parts = queries, responses, torch.cat([queries, responses], dim=1)
         texts = [decode(tokenizer, tokens, pad_id) for tokens in parts]
+        # A query's responses are neighbors, as TRL's functions expect.
+        first = {query: i for i, query in reversed([*enumerate(texts[0])])}
+        order = torch.tensor([first[query] for query in texts[0]]).argsort(stable=True)
+        texts = [[x[i] for i in order] for x in texts]
+        columns = {name: [x[i] for i in order] for name, x in (columns or {}).items()}
         with about(f"--{field} {name}"):
-            scores = call_reward_function(function, texts, columns or {}, task.query_column)
-            return scores.to(queries.device)
+            scores = call_reward_function(function, texts, columns, task.query_column)
+            return scores[order.argsort()].to(queries.device)
 
     return score
 
@@ -245,8 +250,9 @@ def arguments_of(
         both = texts[2:] or [[query + response for query, response in zip(*texts, strict=True)]]
         given |= {"queries": both[0], "prompts": texts[0]}  # in OpenRLHF
     elif len(others) > 1 and not known.keys() & parameters:
+        say_once(f"reward function: {others[0]} gets the queries, {others[1]} the responses")
         given |= dict(zip(others[:2], texts[:2], strict=True))
-    elif not takes_all and not response:
+    elif not (response or others) and (needed or not takes_all):  # it would see columns alone
         raise InputError("no argument is named responses or completions")
     if not takes_all:
         given = {name: x for name, x in given.items() if name in parameters}

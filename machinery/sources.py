@@ -66,31 +66,37 @@ def load_rows(source: str, flag: str) -> Rows:
             name, _, split = source.rpartition("@")
         if not Path(name).exists():  # C:\data is one name
             name, _, part = name.partition(":")  # a configuration or, of the hub, a file
-        if (Path(name) / "state.json").is_file():  # from `Dataset.save_to_disk`
-            return datasets.DatasetDict(train=datasets.load_from_disk(name))[split]
         check_source(name)
         if Path(part).suffix in READERS:
             name = huggingface_hub.hf_hub_download(name, part, repo_type="dataset")
+        if not Path(name).exists():
+            return datasets.load_dataset(name, part or None, split=split)
         splits = find_splits(Path(name).resolve(), part)
-        if split in splits:
-            return read_files(splits[split])
-        if Path(name).is_file():
-            raise InputError(f"is not a file of {', '.join(READERS)}; those have no split {split}")
-        return datasets.load_dataset(name, part or None, split=split)
+        if split not in splits:
+            raise InputError(f"has no split {split}; it has {', '.join(splits)}")
+        found = splits[split]
+        return read_files(found) if isinstance(found, list) else found.with_format(None)
 
 
-def find_splits(path: Path, configuration: str) -> dict[str, list[str]]:
-    """The files of each split of a file or folder; {} if `datasets` has to read it."""
+def find_splits(path: Path, configuration: str) -> dict[str, Any]:
+    """The files, or the rows from `save_to_disk`, of each split of a file or folder."""
     import datasets
     from datasets import data_files
 
-    if not path.is_dir():
-        return {"train": [str(path)]} if path.is_file() and path.suffix in READERS else {}
-    found = datasets.load_dataset_builder(str(path), configuration or None).config.data_files or {}
-    splits = {str(split): sorted({*files}) for split, files in found.items()}
+    if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        saved: Any = datasets.load_from_disk(str(path))  # beside its files are caches of `map`
+        return saved if isinstance(saved, dict) else {"train": saved}
+    splits = {"train": [str(path)]}
+    if path.is_dir():
+        builder = datasets.load_dataset_builder(str(path), configuration or None)
+        found = builder.config.data_files or {}
+        splits = {str(split): sorted({*files}) for split, files in found.items()}
     read = sum(splits.values(), [])
-    if any(Path(file).suffix not in READERS for file in read):
-        return {}
+    for file in read:
+        if Path(file).suffix not in READERS:  # the library would guess types
+            raise InputError(f"{Path(file).name} is not a file of {', '.join(READERS)}")
+    if path.is_file():
+        return splits
     files = data_files.DataFilesList.from_patterns(["**"], str(path), [*READERS])
     if others := sorted({*files} - {*read}):
         names = ", ".join(os.path.relpath(file, path) for file in others)
@@ -104,21 +110,28 @@ def read_files(files: list[str]) -> Rows:
     """The rows of files of one kind. Texts stay texts; caches are found by content."""
     import datasets
 
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(Path(__file__).read_bytes())
     for path in files:
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     kind, options = READERS[Path(files[0]).suffix]
     if kind != "json":
         options = options | dict(data_files=files, description=digest.hexdigest())
-        return datasets.load_dataset(kind, split="train", **options)
-    # Values are stored as JSON: the library takes texts for dates or numbers.
+        rows = datasets.load_dataset(kind, split="train", **options)
+        if kind == "csv" and "__index_level_0__" in rows.column_names:
+            raise InputError("the first row has more fields than the header: quote its commas")
+        return rows
+    # Values are stored as JSON: the library takes texts for dates or numbers. Its own decoder
+    # changes 0.3, and large integers to texts.
+    for module in (datasets.features.features, datasets.utils.json):
+        setattr(module, "ujson_loads", json.loads)  # noqa: B010
     names = (name for row in read_json(files) for name in row)
     features = datasets.Features(dict.fromkeys(names, datasets.Json()))
 
     def encode() -> Iterator[dict[str, str]]:
         for row in read_json(files):
-            yield {name: json.dumps(row.get(name)) for name in features}
+            texts = {name: json.dumps(row.get(name), ensure_ascii=False) for name in features}
+            yield {name: x.encode("utf-8", "ignore").decode() for name, x in texts.items()}
 
     return datasets.Dataset.from_generator(encode, features, fingerprint=digest.hexdigest())
 

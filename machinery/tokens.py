@@ -20,6 +20,7 @@ PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # tokenizers split 
 # Templates write this date as today's, as Llama 3.2's does without a clock.
 CLOCK = SimpleNamespace(now=lambda: date(2024, 7, 26))
 setattr(chat_template_utils, "datetime", CLOCK)  # noqa: B010
+FOREIGN_ROLES = ("human", "prompter", "gpt", "ai", "bot", "model")  # not those of chat templates
 TEXT_ONLY = ("query_prefix", "query_suffix", "start_text", "end_text", "clean_fn", "keep_last_line")
 
 
@@ -94,9 +95,13 @@ def encode_after(
     return found, places, alone
 
 
-def encode_answers(contexts: list[list[int]], answers: list[str], tokenizer: Any) -> list:
-    """Token ids of answers as they follow the ends of their contexts."""
+def encode_answers(
+    contexts: list[list[int]], answers: list[str], tokenizer: Any, stop: str | None
+) -> list:
+    """Token ids of answers as they follow the ends of their contexts, without space after `stop`."""
     ends = [ids[-16:] for ids in contexts]
+    pairs = [(answer, answer.rstrip()) for answer in answers]
+    answers = [cut if stop and cut.endswith(stop) else answer for answer, cut in pairs]
     before = tokenizer.batch_decode(ends, clean_up_tokenization_spaces=False)
     found, _, alone = encode_after(before, answers, tokenizer)
     if alone:
@@ -145,6 +150,8 @@ def render(messages: list[dict], tokenizer: Any, begin: bool = False) -> str:
     for message in messages:
         if not isinstance(message["content"], str):  # templates write "None", or nothing
             raise InputError(f"the content of {message!r:.60} is not a text")
+        if message["role"] in FOREIGN_ROLES:  # templates may drop it; answers would not be found
+            raise InputError(f"rename the role of {message!r:.60} to user or assistant")
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begin)
 
 

@@ -103,6 +103,10 @@ OAI_PREPROCESSED = [
     for row in TLDR_PREFERENCE
 ]
 
+# mlabonne/chatml_dpo_pairs, as its author's script makes it: a newline after the end
+RENDERED = [{key: f"{x}\n" for key, x in row.items()} for row in OAI_PREPROCESSED]
+RENDERED[0]["prompt"] = PROMPT
+
 # Anthropic/hh-rlhf [facts, card]: chosen and rejected alone, whole dialogues, both with all turns
 # before the last
 BAKE = (

@@ -126,6 +126,7 @@ SKY = (
     "It is green.<|im_end|>",
 )
 BAKE, HELLO = formats.BAKE, formats.HELLO
+ASK, SYSTEM = formats.USER["content"], formats.SYSTEM
 PAIRS = {
     "strings": (formats.TLDR_PREFERENCE[0], tuple(formats.TLDR_PREFERENCE[0].values())),
     "hh-rlhf": (formats.HH_RLHF[0], (BAKE, " Then mix it with water.", " Then buy bread.")),
@@ -137,6 +138,14 @@ PAIRS = {
     "messages": (formats.MESSAGES[0], SKY),
     "messages without a prompt": (formats.MESSAGES_WITHOUT_PROMPT[0], SKY),
     "trl-style": (formats.TRL_STYLE[0], SKY),
+    "a prompt of text and answers": (
+        dict(prompt=ASK, chosen=[formats.BLUE], rejected=[formats.GREEN]),
+        SKY,
+    ),
+    "a prompt of text after a system message": (
+        dict(prompt=ASK, chosen=[SYSTEM, formats.BLUE], rejected=[SYSTEM, formats.GREEN]),
+        (f"<|im_start|>system\n{SYSTEM['content']}<|im_end|>\n{SKY[0]}", *SKY[1:]),
+    ),
     "ultrafeedback_binarized": (formats.ULTRAFEEDBACK_BINARIZED[0], SKY),
     "HuggingFaceH4/ultrafeedback_binarized": (formats.ULTRAFEEDBACK_BINARIZED_H4[0], SKY),
     "repeated prompt": (formats.MESSAGES[0] | formats.MESSAGES_WITHOUT_PROMPT[0], SKY),
@@ -169,15 +178,17 @@ def test_R4_what_is_no_pair_is_refused(hers, tmp_path):
         formats.MESSAGES[0],  # without a chat template
         {"chosen": "a", "rejected": None},
         {"chosen": "a", "rejected": [formats.BLUE]},
+        {"prompt": "Q:", "chosen": "Q: a", "rejected": "Q: b"},  # the prompt twice
     ):
         task = label_task(tmp_path / "pairs.jsonl", [row] * 2)
         load = partial(load_labels, task, hers, ids_of(1000, 0))
         refuses(load, "--label_dataset", "pairs.jsonl: ")
 
 
-@pytest.mark.parametrize("name", ["TLDR_PREFERENCE", "OAI_PREPROCESSED"])
+@pytest.mark.parametrize("name", ["TLDR_PREFERENCE", "OAI_PREPROCESSED", "RENDERED"])
 def test_R4_the_first_candidate_was_chosen_and_each_has_exactly_one_end(name, hers, tmp_path):
-    task = label_task(tmp_path / "p.jsonl", getattr(formats, name), query_length=128)
+    settings = dict(query_length=128, truncate_token="<|endoftext|>")
+    task = label_task(tmp_path / "p.jsonl", getattr(formats, name), **settings)
     found = load_labels(task, hers, ids_of(1000, 0))
     prompt, *sides = formats.TLDR_PREFERENCE[0].values()
     assert lists(found.queries) == [hers.encode(prompt)] and found.best.tolist() == [0]

@@ -108,8 +108,11 @@ def test_a_prompt_that_is_too_long_loses_lines_before_its_last_one(make_tokenize
         (length[SHORTER[0]], SHORTER[0]),
         (length[SHORTER[0]] - 1, SHORTER[1]),  # one token less is one line less
     ):
-        task = replace(task, keep_last_line=True, query_length=query_length)
-        assert queries.tokenize_queries([POST], task, tokenizer) == [tokenizer.encode(expected)]
+        for end in ("", "\n", " "):  # the last line is the last one with words
+            more = len(tokenizer.encode(POST + end)) - length[POST]
+            task = replace(task, keep_last_line=True, query_length=query_length + more)
+            found = queries.tokenize_queries([POST + end], task, tokenizer)
+            assert found == [tokenizer.encode(expected + end)]
 
 
 @pytest.fixture
@@ -263,6 +266,15 @@ def test_messages_with_from_and_value_are_refused(task, tmp_path):
     refuses(lambda: load_queries(task), "--query_dataset", "from", "role")
 
 
+@pytest.mark.parametrize("roles", [("human", "assistant"), ("user", "model"), ("user", "gpt")])
+def test_roles_that_are_not_those_of_templates_are_refused(roles, chat, task, tmp_path):
+    """Zephyr's template drops them, and an answer would be part of the query."""
+    rows = [{"prompt": [{"role": role, "content": "Hi"} for role in roles]}]
+    source = write_rows(tmp_path / "roles.json", rows)
+    task = replace(task, query_column="prompt", query_dataset=source)
+    refuses(lambda: load_queries(task, tokenizer=chat), "--query_dataset", "rename the role")
+
+
 def test_what_a_users_function_cleaned_is_not_taken_from_an_earlier_run(task, tmp_path, tokenized):
     """It may call anything, for example a module that is edited between two runs."""
     (tmp_path / "mine.py").write_text("def clean(text):\n    return text\n")
@@ -275,7 +287,7 @@ def test_what_a_users_function_cleaned_is_not_taken_from_an_earlier_run(task, tm
 EOS_ROWS = [
     {"prompt": "Anna saw it.", "completion": " Ben saw it too."},
     {"prompt": "Ben saw Anna.", "completion": " So."},
-    {"prompt": "Ben saw Anna.", "completion": " So.<|endoftext|>"},  # some datasets have the end
+    {"prompt": "Ben saw Anna.", "completion": " So.<|endoftext|>\n"},  # some datasets have the end
     {"prompt": " ", "completion": " nothing"},
     {"prompt": "Anna", "completion": ""},
     {"prompt": "So", "completion": " the end of the story was that Ben was glad and so was Anna."},

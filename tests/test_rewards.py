@@ -251,9 +251,9 @@ def test_a_reward_sees_the_columns_of_each_query_in_training_and_evaluation(
     assert sizes == [6, 8] * 6 + [6]
     heldout = calls[0]
     assert all(call == heldout for call in calls[::2])
-    if name != "ppo":  # in each group of queries [K, P], all rows are the same
+    if name != "ppo":  # a query's rows are neighbors, as in TRL
         k = {"rloo": 4, "samples_per_query": 2}[name]
-        assert all(values == values[: 8 // k] * k for call in calls[1::2] for values in call)
+        assert all(x == list(np.repeat(x[::k], k)) for call in calls[1::2] for x in call)
     assert Path("runs/run/by_column.py").read_text() == Path("by_column.py").read_text()
     line = read_metrics("run")[0]
     assert line["eval/gold_score"] == pytest.approx(np.mean(heldout[0]))
@@ -320,6 +320,8 @@ def test_prompts_and_completions_of_messages_are_lists_of_messages(answered, giv
         ("question, output, more", ("'more'", "answer")),
         ("prompt, answer", ("responses",)),  # both are columns: it would see no response
         ("queries, output", ("responses",)),
+        ("prompt, answer, **columns", ("responses",)),
+        ("labels=None, **columns", ("responses",)),
     ],
 )
 def test_a_parameter_that_nothing_fills_is_named_with_the_columns(parameters, words):
@@ -331,3 +333,10 @@ def test_a_column_named_like_a_text_is_said_once(capsys):
     for _ in range(2):
         assert arguments("responses", REST | dict(responses=["other"]))["responses"] == [" 2"]
     assert capsys.readouterr().out.count("column responses") == 1
+
+
+def test_which_of_two_own_names_is_the_response_is_said(capsys):
+    """Such as verl's, whose ground truth is inside of the column `reward_model`."""
+    rewards.say_once.cache_clear()
+    arguments("solution_str, truth", REST)
+    assert "solution_str gets the queries, truth the responses" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """Data sources: files, folders, the hub; what is not read."""
 
+import gzip
 import json
 import os
 import sys
@@ -37,6 +38,7 @@ def save_splits(path: Path, form: str) -> str:
 
 TEXTS = ["2024-01-05", "2024-01-05T10:00:00Z", "007", "true", "null", "NA", "", " x ", "é\u2028"]
 VALUES = [*TEXTS, 7, 2.5, 1.0, True, None, 2**53 + 1, [], ["1", 2], {"a": "007", "b": None}]
+VALUES += [0.3, 0.35, 1 / 3, 10**30, [0.3, -(10**30)], {"a": 10**30}]
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
@@ -53,11 +55,20 @@ def test_json_values_are_those_of_the_file(suffix, tmp_path):
         assert repr(found) == repr([{name: row.get(name) for name in names} for row in expected])
 
 
+def test_half_of_an_emoji_is_dropped(tmp_path):
+    """JSON can hold it; tokenizers refuse it."""
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "a\ud83db"}])
+    assert load_rows(path, "--flag")["text"][:] == ["ab"]
+
+
 def test_csv_values_are_texts_and_a_byte_order_mark_is_none(tmp_path):
     rows = [f'"{text}",{i:03}' for i, text in enumerate([*TEXTS, "a\nb"])]
     (tmp_path / "a.csv").write_text("\n".join(["text,id", *rows, ""]), encoding="utf-8-sig")
     found = load_rows(str(tmp_path / "a.csv"), "--flag")[:]
     assert found == {"text": [*TEXTS, "a\nb"], "id": [f"{i:03}" for i in range(len(rows))]}
+    for row in ("Anna,1,", "Anna, who left,1"):  # pandas would take the first field as an index
+        (tmp_path / "b.csv").write_text(f"text,id\n{row}\n")
+        refuses(lambda: load_rows(str(tmp_path / "b.csv"), "--flag"), "--flag", "header")
     (tmp_path / "a.txt").write_text("NA\n007\n", encoding="utf-8-sig")
     assert load_rows(str(tmp_path / "a.txt"), "--flag")["text"][:] == ["NA", "007"]
 
@@ -100,6 +111,26 @@ def test_files_and_folders_are_data_sources_of_which_at_selects_a_split(form, tm
         assert load_rows(f"{source}@test", "--flag")["text"][:] == ["Ben ."]
     refuses(lambda: load_rows(f"{source}@dev", "--flag"), "--flag", "dev")
     refuses(lambda: load_rows(__file__, "--flag"), "is not a file of .txt, ")
+
+
+def test_a_saved_data_set_has_the_rows_that_were_saved(tmp_path):
+    """Without caches of `map` beside its files, as Python values; `train_sft` is no part of `train`."""
+    rows = datasets.Dataset.from_dict({"text": ["Anna .", "Ben ."], "n": [1, 2]})
+    splits = dict(train_sft=rows.with_format("torch"), train_prefs=rows.select([1]))
+    datasets.DatasetDict(splits).save_to_disk(tmp_path)
+    datasets.load_from_disk(tmp_path)["train_sft"].map(lambda row: {"text": "other"})
+    assert list(tmp_path.glob("train_sft/cache-*.arrow"))
+    for split, expected in (("train_sft", rows[:]), ("train_prefs", rows[1:])):
+        assert repr(load_rows(f"{tmp_path}@{split}", "--flag")[:]) == repr(expected)
+    refuses(lambda: load_rows(str(tmp_path), "--flag"), "no split train;", "train_sft, train_prefs")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.ndjson", "a.tsv"])
+def test_files_whose_types_the_library_would_guess_are_refused(name, tmp_path):
+    content = b'{"text": "2024-01-05"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    for source in (tmp_path, tmp_path / name):
+        refuses(lambda source=source: load_rows(str(source), "--flag"), "--flag", f"{name} is not")
 
 
 @pytest.mark.parametrize("source", ["abisee/cnn_dailymail:3.0.0", "OpenAI/lm:a/5k.json"])
