@@ -140,7 +140,7 @@ def check_chat(task: Task, tokenizer: Any) -> None:
         if value := getattr(task, name):
             raise InputError(f"--{name} {value!r} is not for messages; see Chat in docs/data.md")
     dialogue = [{"role": role, "content": "?"} for role in ("user", "assistant")]
-    end = render(dialogue, tokenizer).rpartition("?")[2].strip()
+    end = one_end(render(dialogue, tokenizer), tokenizer).rpartition("?")[2].strip()
     if task.eos_task and end not in ("", task.truncate_token):
         raise InputError(f"the chat template ends answers with {end!r}: set --truncate_token to it")
 
@@ -167,7 +167,15 @@ def render_answer(prompt: list[dict], answer: list[dict], tokenizer: Any) -> str
         raise InputError(f"the chat template changes the prompt {changed}: see docs/data.md")
     if not messages[-1]["content"].strip():
         return ""
-    return dialogue[len(text) :].rstrip()  # templates add a newline after the end token
+    return one_end(dialogue[len(text) :], tokenizer)
+
+
+def one_end(text: str, tokenizer: Any) -> str:
+    """Drop what templates write after the end token: a newline, and in Phi's the EOS token."""
+    special = tuple(str(x) for x in tokenizer.added_tokens_decoder.values() if x.special)
+    text = text.rstrip()
+    shorter = text.removesuffix(tokenizer.eos_token or "").rstrip()
+    return shorter if shorter.endswith(special) else text
 
 
 def drop_answer(messages: list[dict]) -> list[dict]:

@@ -219,6 +219,21 @@ def test_an_answer_whose_thoughts_the_template_drops_is_refused(chat_task):
     assert tokenize_prompt([USER], 99, tokenizer) == prompt
 
 
+# Phi-3-small's; Phi-3-mini, 3.5 and 4-mini also end a dialogue with <|end|>, and then EOS.
+PHI = """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
+
+
+def test_an_answer_has_one_end_though_the_template_writes_eos_after_it(chat_task):
+    """If the end is a special token; else it is a text like any other."""
+    tokenizer, _ = load_tokenizer(chat_task, 8)
+    tokenizer.chat_template, eos = PHI, tokenizer.eos_token
+    assert render_answer([USER], [BLUE], tokenizer) == f"It is blue.<|end|>\n{eos}"
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|end|>"]})
+    assert render_answer([USER], [BLUE], tokenizer) == "It is blue.<|end|>"
+    tokens.check_chat(replace(chat_task, truncate_token="<|end|>"), tokenizer)
+
+
 def test_another_template_or_bos_is_another_table(chat_task):
     tokenizer, ids = load_tokenizer(chat_task, 8)
     bos_first, tables = "{{ bos_token }}" + formats.CHATML, set()
