@@ -31,7 +31,8 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
         check_source(name)
         config = transformers.AutoConfig.from_pretrained(name).get_text_config()
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        if not 8 <= len(tokenizer) <= config.vocab_size:  # without files, transformers invents one
+        # Without files, transformers invents one. Gemma 3's 1B has a token without an embedding.
+        if not 8 <= len(tokenizer) <= config.vocab_size + 1:
             sizes = f"the tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}"
             raise InputError(f"{sizes}: add tokenizer.json, or resize the embeddings")
     prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
@@ -40,7 +41,8 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
     length = len(prefix) + task.query_length + len(suffix) + new_tokens
     check_length(config, length, f"query_length={task.query_length} with affixes and response")
     truncate = single_token(tokenizer, task.truncate_token, "--truncate_token")
-    return tokenizer, TokenIds(config.vocab_size, truncate, prefix, suffix, length)
+    pad = max(config.vocab_size, len(tokenizer))
+    return tokenizer, TokenIds(pad, truncate, prefix, suffix, length)
 
 
 def check_length(config: transformers.PretrainedConfig, needed: int, what: str) -> None:

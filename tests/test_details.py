@@ -40,10 +40,19 @@ def naive_rewards(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     return 1.5 * model.head(hidden)[:, 0] - 0.5
 
 
-def test_G2_pad_is_one_past_the_vocabulary_and_the_embedding_is_not_resized(task):
+def test_G2_pad_is_one_past_the_vocabulary_and_the_embedding_is_not_resized(task, tmp_path):
     tokenizer, ids = load_tokenizer(task, task.response_length)
     assert ids.pad == WORDS >= len(tokenizer) and ids.pad != tokenizer.eos_token_id
     assert load_lm(task.base_model).get_input_embeddings().num_embeddings == WORDS
+    own = replace(task, base_model=str(tmp_path))
+    load_lm(task.base_model).config.save_pretrained(tmp_path)
+    more = [f"<{i}>" for i in range(WORDS + 1 - len(tokenizer))]
+    tokenizer.add_tokens(more)  # one without an embedding: scripts add a pad, Gemma 3's 1B has one
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(own, 5)[1].pad == WORDS + 1
+    tokenizer.add_tokens("<another>")
+    tokenizer.save_pretrained(tmp_path)
+    tiny.refuses(lambda: load_tokenizer(own, 5), f"{WORDS + 2} tokens", "resize the embeddings")
 
 
 def sample(lm, contexts, length, temperature):
