@@ -202,9 +202,10 @@ def text_scorer(field: str, task: Task, tokenizer: Any, pad_id: int) -> Callable
     name = getattr(task, field)
     with about(f"--{field} {name}"):
         function = load_function(name)
+        as_one = {"queries", "prompts"} <= inspect.signature(function).parameters.keys()
 
     def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
-        parts = queries, responses, torch.cat([queries, responses], dim=1)
+        parts = [queries, responses] + [torch.cat([queries, responses], dim=1)] * as_one
         texts = [decode(tokenizer, tokens, pad_id) for tokens in parts]
         # A query's responses are neighbors, as TRL's functions expect.
         first = {query: i for i, query in reversed([*enumerate(texts[0])])}
