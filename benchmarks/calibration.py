@@ -3,11 +3,13 @@
     python benchmarks/calibration.py models/synthetic/train_reward --task synthetic
 
 Labels are sorted by confidence, the largest softmax probability of a label's candidates, into five
-groups. Prints a line of JSON for each, and draws the rewards of preferred and other responses.
+groups. Prints a line of JSON for each, and draws the rewards of preferred and other responses. Give
+it the `--label_dataset` and `--num_labels` of its training, if they were not the task's.
 """
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import transformers
@@ -20,6 +22,8 @@ import train_reward  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.labels import load_labels  # noqa: E402
 from machinery.rewards import load_reward_model  # noqa: E402
+from machinery.sources import load_rows  # noqa: E402
+from machinery.tokens import single_token  # noqa: E402
 from utils import TokenIds  # noqa: E402
 
 
@@ -28,21 +32,35 @@ def calibration(rewards: Tensor, best: Tensor, bins: int = 5) -> list[dict[str, 
     confidence, _ = rewards.softmax(dim=1).max(dim=1)
     correct = train_reward.accuracies(rewards, best)
     rows = []
-    for group in confidence.argsort().tensor_split(bins):
+    for group in confidence.argsort().tensor_split(min(bins, len(best))):
         predicted, accuracy = confidence[group].mean().item(), correct[group].mean().item()
         rows.append({"labels": len(group), "predicted": predicted, "accuracy": accuracy})
     return rows
 
 
-def main(model: tyro.conf.Positional[str], task: str = "synthetic", out: str = "rewards.png"):
+def main(
+    model: tyro.conf.Positional[str],
+    task: str = "synthetic",
+    out: str = "rewards.png",
+    label_dataset: str | None = None,
+    num_labels: int | None = None,
+):
     """Print the table and draw the picture `out`, of a reward model's folder or hub name."""
-    args = cli.parse_args(train_reward.Args, train_reward.PRESETS, ["--task", task])
+    flags = {"task": task, "label_dataset": label_dataset, "num_labels": num_labels}
+    given = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    args = cli.parse_args(train_reward.Args, train_reward.PRESETS, given)
     reward_model = load_reward_model(train_reward.RewardModel, model)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    end = tokenizer.eos_token_id if args.task.eos_task else None  # of pairs
-    labels = load_labels(args.task, tokenizer, TokenIds(reward_model.config.pad_id, end, [], []))
-    rows = labels.held_out(args.num_labels)[: args.num_heldout]
     pad_id = reward_model.config.pad_id
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    of_task = replace(args.task, base_model=model)  # labels may be in ids of another tokenizer
+    if "SequenceClassification" in str(reward_model.config.backbone.architectures):
+        first = load_rows(str(of_task.label_dataset), "--label_dataset")[0]
+        if isinstance(first.get("chosen"), list):  # TRL's reads what the template writes last
+            raise cli.InputError(f"{model} scores messages after their end token, unlike labels")
+    end = single_token(tokenizer, of_task.truncate_token, "--truncate_token")  # of pairs
+    suffix = tokenizer.encode(of_task.query_suffix, add_special_tokens=False)
+    labels = load_labels(of_task, tokenizer, TokenIds(pad_id, end, [], suffix))
+    rows = labels.held_out(args.num_labels)[: args.num_heldout]
     rewards, best = train_reward.predict(reward_model, labels, rows, pad_id, args, "cpu")
     for row in calibration(rewards, best):
         print(json.dumps(row))

@@ -47,13 +47,20 @@ def prefer(queries: list[str], a: list[str], b: list[str]) -> list[float]:
     """
     tokenizer, lm = load()
     letters = [tokenizer.encode(x, add_special_tokens=False)[-1] for x in LETTERS]
-    values, found = torch.tensor(list(LETTERS.values())), []
+    values, found, shares = torch.tensor([*LETTERS.values()]).double(), [], []
     for query, first, second in zip(queries, a, b, strict=True):
         text = PROMPT.format(query=query.strip(), a=first.strip(), b=second.strip())
         messages = [{"role": "user", "content": text}]
         tokens = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            messages,
+            add_generation_prompt=True,
+            enable_thinking=False,  # of Qwen3 and others: the first token would be no letter
+            return_tensors="pt",
+            return_dict=True,
         )
-        logits = lm(**tokens.to(lm.device), logits_to_keep=1).logits[0, -1, letters]
-        found.append((logits.float().softmax(dim=0).cpu() @ values).item())
+        logits = lm(**tokens.to(lm.device), logits_to_keep=1).logits[0, -1]
+        probs = logits.double().softmax(dim=0).cpu()[letters]
+        found.append((probs @ values / probs.sum()).item())
+        shares.append(probs.sum().item())
+    print(f"the judge's first token is A, B or C with probability {sum(shares) / len(found):.2f}")
     return found

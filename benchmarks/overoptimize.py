@@ -96,11 +96,12 @@ def main(args: Args) -> None:
     """Train, write the CSV, draw it."""
     rows = []
     for seed in range(1, args.seeds + 1):
-        reward = run(f"overoptimize_reward_{seed}", reward_command(args.labels, seed)) / "model"
+        name = f"overoptimize_{args.labels}_{seed}"  # `run` keeps what is there
+        reward = run(f"{name}_reward", reward_command(args.labels, seed)) / "model"
         for beta in args.betas:
             command = policy_command(str(reward), beta, seed)
             command += f" --total_episodes {args.total_episodes}"
-            updates = read_run(run(f"overoptimize_{beta:g}_{seed}", command))
+            updates = read_run(run(f"{name}_{beta:g}_{args.total_episodes}", command))
             same = {"labels": args.labels, "kl_coef": beta, "seed": seed}
             rows += [same | {"update": i} | row | provenance() for i, row in enumerate(updates)]
     with open(args.out, "w", newline="") as file:

@@ -18,12 +18,13 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.winrate import sample_responses  # noqa: E402
+from benchmarks.winrate import sample_tokens  # noqa: E402
 from data.answers import FORMS, accuracies  # noqa: E402
 from data.tasks import TASKS  # noqa: E402
 from machinery import cli  # noqa: E402
-from machinery.rewards import call_reward_function  # noqa: E402
+from machinery.rewards import text_scorer  # noqa: E402
 from machinery.sources import load_function  # noqa: E402
+from utils import decode  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -69,16 +70,16 @@ def main(args: Args) -> None:
         raise cli.InputError(f"--k {args.k} is not between 1 and samples={args.samples}")
     with cli.about(f"--reward_fn {name}"):
         reward = load_function(name)
-    task = TASKS[args.task]
+    task = replace(TASKS[args.task], reward_fn=name)
     task = replace(task, query_dataset=args.query_dataset or task.query_dataset)
     for model in args.models:
         policy = replace(task, base_model=model)
-        *texts, columns = sample_responses(policy, args, args.samples)
-        with cli.about(f"--reward_fn {name}"):
-            scores = call_reward_function(reward, texts, columns, task.query_column).numpy()
-        right = scores.reshape(args.samples, -1) >= 1  # [samples, queries]
+        tokenizer, ids, *tokens, columns = sample_tokens(policy, args, args.samples)
+        scores = text_scorer("reward_fn", task, tokenizer, ids.pad)(*tokens, columns)  # as in a run
+        right = scores.view(args.samples, -1).cpu().numpy() >= 1  # [samples, queries]
         found = {f"pass@{k}": round(pass_at_k(right, k), 4) for k in sorted({1, args.k})}
         if reward in FORMS:
+            texts = (decode(tokenizer, x, ids.pad) for x in tokens)
             more = accuracies(reward, *texts, columns["answer"])
             found |= {name: round(value, 4) for name, value in more.items()}
         print(json.dumps({"model": model, "queries": right.shape[1]} | found))

@@ -4,10 +4,11 @@
     python benchmarks/winrate.py models/tldr/rloo data --task tldr --judge my_judge.py:score
 
 A and B are folders or hub names of models, or `data`: the dataset's own responses
-(`response_column`). Both respond to the same queries with the same random numbers. The judge is a
-function of (queries, responses) that returns numbers, higher for better responses; by default it is
-the task's true score (`gold_fn`). Or it is one of (queries, a, b) that returns the probability that
-a is better: it is asked in both orders, and the two are averaged. Ties count half. The interval is a
+(`response_column`). Both respond to the same queries with the same random numbers. The judge reads
+queries as policies do, cut to `query_length`, and responses without end tokens. It is a function
+of (queries, responses) that returns numbers, higher for better responses; by default it is the
+task's true score (`gold_fn`). Or it is one of (queries, a, b) that returns the probability that a
+is better: it is asked in both orders, and the two are averaged. Ties count half. The interval is a
 paired bootstrap over queries.
 """
 
@@ -31,7 +32,7 @@ from data.tasks import TASKS, Task  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.decoding import Decoder  # noqa: E402
 from machinery.models import load_lm  # noqa: E402
-from machinery.queries import load_queries, load_texts, tokenize_queries  # noqa: E402
+from machinery.queries import load_queries, load_texts  # noqa: E402
 from machinery.rewards import call_reward_function  # noqa: E402
 from machinery.sources import load_function  # noqa: E402
 from machinery.tokens import load_tokenizer  # noqa: E402
@@ -94,23 +95,19 @@ def sample_responses(
 
 def read_responses(task: Task, args: Args) -> tuple[list[str], list[str], dict[str, list]]:
     """The same queries, for the tokenizer of `task.base_model`, with the dataset's responses."""
-    tokenizer, _ = load_tokenizer(task, task.response_length)
-    rows = load_texts(task, task.query_column, task.response_column)
-    rows = rows.select(np.random.default_rng(0).permutation(len(rows)))  # as in load_queries
-    queries, responses, used = [], [], []
-    for row in rows:
-        query, response = row[task.query_column], row[task.response_column]
-        tokens = tokenize_queries([query], task, tokenizer)[0]
-        if tokens:
-            if isinstance(query, list):  # messages: as `decode` shows them to the judge
-                query = tokenizer.decode(tokens, skip_special_tokens=True)
-                response = response[-1]["content"] if response else ""
-            queries.append(query)
-            responses.append(response)
-            used.append(row)
-        if len(used) == args.queries:
-            break
-    return queries, responses, {name: [row[name] for row in used] for name in rows.column_names}
+    tokenizer, ids = load_tokenizer(task, task.response_length)
+    load_texts(task, task.query_column, task.response_column)  # if one is missing, it lists them
+    table, rows = load_queries(task, tokenizer, ids, args.queries), slice(args.queries)
+    columns, responses = table.columns(rows), []
+    for response in columns[task.response_column]:
+        if isinstance(response, list):  # messages, of which the last one answers
+            last = response[-1] if response else {"role": ""}
+            response = last["content"] if last["role"] == "assistant" else ""
+        if not response:
+            raise cli.InputError(f"a row of {task.response_column} has no response: leave it out")
+        end = task.truncate_token if task.eos_task else None  # `decode` shows none
+        responses.append(response.partition(end)[0] if end else response)
+    return decode(tokenizer, table[rows], ids.pad), responses, columns
 
 
 def win_rate(a: np.ndarray, b: np.ndarray, seed: int) -> tuple[float, float, float]:
@@ -133,9 +130,9 @@ def ask_in_both_orders(
     """The probability that a is better [N], and how often both orders have the same preference."""
     orders = []
     for first, second in ((a, b), (b, a)):
-        ask = partial(judge, queries)  # with two further lists
+        ask = partial(lambda x, y, responses: judge(queries, x, y), first, second)
         with cli.about(f"--judge {name}"):
-            found = call_reward_function(ask, [first, second], {}).double().numpy()
+            found = call_reward_function(ask, [queries, first], {}).double().numpy()
             if ((found < 0) | (found > 1)).any():
                 raise cli.InputError(f"returned {found}; probabilities are between 0 and 1")
         orders.append(found)
@@ -158,18 +155,21 @@ def main(args: Args) -> None:
     with cli.about(f"--judge {judge_name}"):
         judge = load_function(judge_name)
     in_pairs = list(inspect.signature(judge).parameters)[1:3] == ["a", "b"]
-    scores, responses = [], []
+    scores, responses, asked = [], [], []
     for model, other in ((args.a, args.b), (args.b, args.a)):
         if model == "data":
             *texts, columns = read_responses(replace(task, base_model=other), args)
         else:
             *texts, columns = sample_responses(replace(task, base_model=model), args)
         responses.append(texts[1])
+        asked.append(columns[task.query_column])
         if not in_pairs:
             with cli.about(f"--judge {judge_name}"):
                 scores.append(
                     call_reward_function(judge, texts, columns, task.query_column).numpy()
                 )
+    if asked[0] != asked[1]:
+        raise cli.InputError("A and B skip different queries: some are too long for one tokenizer")
     queries = len(texts[0])
     if in_pairs:
         wins, agreement = ask_in_both_orders(judge, judge_name, texts[0], *responses)

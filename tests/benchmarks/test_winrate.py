@@ -13,6 +13,7 @@ from benchmarks import copying, llm_judge, sample, winrate
 from data import tasks
 from machinery.cli import InputError
 from machinery.labels import load_labels
+from machinery.sources import load_function
 from machinery.tokens import load_tokenizer
 
 
@@ -58,6 +59,36 @@ def test_policies_and_the_data_are_compared_on_the_same_queries(task, here, monk
         winrate.main(winrate.Args(a=other, b=other, task="mine"))
     with pytest.raises(InputError, match="response_column"):
         winrate.main(winrate.Args(a="data", b=other, task="synthetic"))
+
+
+def test_the_data_is_judged_as_a_policy_is(task, here, monkeypatch, capsys):
+    """On the queries as policies read them, without end tokens, and in both orders alike."""
+    rows = [dict(prompt=f"Anna saw {i} cats and ran.", text=f" Ben {i}.") for i in range(6)]
+    ended = [row | {"text": [{"role": "assistant", "content": row["text"]}]} for row in rows[:3]]
+    ended += [row | {"text": row["text"] + "<|endoftext|>\n"} for row in rows[3:]]
+    eos = replace(tiny.eos_task(task, here), task="mine", response_column="text", query_length=5)
+    path = formats.write_rows(here / "own.jsonl", ended)
+    monkeypatch.setitem(tasks.TASKS, "mine", replace(eos, query_dataset=path))
+    code = "def judge(queries, a, b):\n    seen.append((queries, a, b))\n"
+    code += "    return [1 / (1 + len(q + x)) for q, x in zip(queries, a)]\nseen = []"
+    (here / "judge.py").write_text(code)
+    rates, settings = [], dict(task="mine", judge="judge.py:judge", queries=6)
+    for a, b in (("data", eos.base_model), (eos.base_model, "data")):
+        winrate.main(winrate.Args(a=a, b=b, **settings))
+        rates.append(json.loads(capsys.readouterr().out.splitlines()[-1])["win_rate"])
+    assert sum(rates) == pytest.approx(1) and rates[0] != 0.5
+    seen = load_function("judge.py:judge").__globals__["seen"]
+    expected = {row["text"]: "Anna saw" for row in rows}
+    assert [x.split()[:2] for x in seen[0][0]] == [["Anna", "saw"]] * 6 and seen[0][0] == seen[2][0]
+    assert sorted(seen[0][1]) == sorted(expected) == sorted(seen[2][2])
+    rows[2]["text"] = [{"role": "user", "content": "Why?"}]
+    formats.write_rows(here / "own.jsonl", rows)
+    with pytest.raises(InputError, match="no response"):
+        winrate.main(winrate.Args(a="data", b=eos.base_model, **settings))
+    answers = lambda task, args: (["Hi"], ["Hi"], {"prompt": [task.base_model]})  # noqa: E731
+    monkeypatch.setattr(winrate, "sample_responses", answers)
+    with pytest.raises(InputError, match="different queries"):  # one tokenizer skips the first
+        winrate.main(winrate.Args(a="x", b="y", **settings))
 
 
 def test_a_judge_of_pairs_is_asked_in_both_orders():
