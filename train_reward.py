@@ -253,7 +253,7 @@ def main(args: Args) -> None:
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)
     model, optimizer = distributed.prepare(accelerator, model, optimizer)
     # These are the policy's token ids, or the same texts if it has another tokenizer (X13).
-    to_input = reward_input(model, tokenizer, policy_tokenizer, policy_ids.pad)
+    to_input = reward_input(model, tokenizer, policy_tokenizer, policy_ids.pad, task.query_prefix)
     before, after = (to_input(*sample) for sample in samples)  # [S, T] each
     normalize(model, before, args.micro_batch_tokens)
 

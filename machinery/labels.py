@@ -92,7 +92,8 @@ def load_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocab_size: int) -> L
             (index,) = read_ids([row["best"]], len(names))
         if source:
             sequences = tokens.translate(sequences, source, tokenizer)
-            sequences[0] = tokens.bos(tokenizer) + sequences[0]
+            if not task.query_prefix:  # BOS begins it
+                sequences[0] = tokens.bos(tokenizer) + sequences[0]
         found.append([np.array(ids, np.int32) for ids in sequences])
         best.append(index)
     return Labels([x[0] for x in found], [x[1:] for x in found], np.array(best, dtype=int))
@@ -125,7 +126,8 @@ def load_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     elif "prompt" in rows.column_names:
         queries = tokenize_queries(prompts, task, tokenizer)
     else:
-        texts, begin = clean_texts(prompts, task), tokens.bos(tokenizer)
+        texts = clean_texts(prompts, task)
+        begin = [] if task.query_prefix else tokens.bos(tokenizer)
         encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
         queries = [begin + x[len(begin) - task.query_length :] for x in encoded]
     contexts = [ids.prefix + query + ids.suffix for query in queries]

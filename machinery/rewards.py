@@ -48,7 +48,7 @@ def load_reward(
             check_reward_model(model, length)
         models.follow_first(model.backbone)
     model = freeze(accelerator, model)
-    read = reward_input(model, own_tokenizer, tokenizer, ids.pad)
+    read = reward_input(model, own_tokenizer, tokenizer, ids.pad, args.task.query_prefix)
 
     def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
         tokens = read(queries, responses, (columns or {}).get(args.task.query_column))
@@ -139,14 +139,14 @@ def check_reward_model(model: Any, length: int) -> None:
 
 
 def reward_input(
-    model: Any, tokenizer: Any, policy_tokenizer: Any, pad_id: int
+    model: Any, tokenizer: Any, policy_tokenizer: Any, pad_id: int, query_prefix: str = ""
 ) -> Callable[..., Tensor]:
     """Return `read(queries [B, Q], responses [B, R], prompts)` → [B, T], a reward model's input.
 
     The policy's token ids if the tokenizers agree, and otherwise the same texts, encoded by the
     reward model's `tokenizer` (X13). If `prompts` are B lists of messages, another chat template
-    than the policy's writes them, and that of a classifier always, as in TRL. A text that is too
-    long loses its beginning.
+    than the policy's writes them, and that of a classifier always, as in TRL. If there is a prefix,
+    which has BOS, only a classifier's texts begin with it. A text that is too long loses its beginning.
     """
     pad = model.config.pad_id
     longest = getattr(model.config.backbone, "max_position_embeddings", None) or 0  # 0: no limit
@@ -154,6 +154,7 @@ def reward_input(
     template = tokenizer.chat_template
     classifier = "SequenceClassification" in str(model.config.backbone.architectures)
     own_template = template and (classifier or template != policy_tokenizer.chat_template)
+    begin = bos(tokenizer) if classifier or not query_prefix else []
 
     def read(queries: Tensor, responses: Tensor, prompts: list | None = None) -> Tensor:
         tokens = torch.cat([queries, responses], dim=1)  # with the space between them
@@ -163,13 +164,13 @@ def reward_input(
             if not classifier:  # train_reward.py learns no newline after the end token
                 texts = [text.rstrip() for text in texts]
             sequences = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        elif same:
+        elif same and not (classifier and begin and query_prefix):
             unknown = (tokens == pad_id) | (tokens >= pad)  # padding, or no text
             return tokens.masked_fill(unknown, pad)
         else:
             rows = [[token for token in row if token != pad_id] for row in tokens.tolist()]
             rows = translate(rows, policy_tokenizer, tokenizer)
-            sequences = [bos(tokenizer) + row for row in rows]
+            sequences = [begin + row for row in rows]
         sequences = [row[-longest:] for row in sequences]
         return pad_left(sequences, max(map(len, sequences)), pad).to(queries.device)
 

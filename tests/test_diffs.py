@@ -17,6 +17,7 @@ from itertools import combinations, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 
+import formats
 import numpy as np
 import pytest
 import test_tokens
@@ -791,7 +792,8 @@ def test_tools_sampling_continues_after_what_the_tool_inserts(calls, patched, mo
     contexts, uniform = tiny.make_contexts([3, 6, 8, 1] * 4, 8), tiny.uniform(12, 16)
     decoder, tokenizer = Decoder(lm, 12), tiny.Tokenizer()
     caller = tiny.sample(decoder, contexts, uniform).flatten().mode().values.item()
-    tokenizer.encode = lambda text, **settings: [int(x) for x in text.split()]
+    encode = lambda _, texts, own: ([[int(x) for x in texts[0].split()]], [], 0)  # noqa: E731
+    monkeypatch.setattr(script, "encode_after", encode)
     tool = lambda contexts, responses: [f"{len(x.split())} 7" for x in responses]  # noqa: E731
     monkeypatch.setattr(script, "load_tool", lambda args: (tool, tokenizer, caller))
     args = tiny.make_args(task, script, tool_fn="mine.py:tool", tool_calls=calls)
@@ -811,6 +813,19 @@ def test_tools_sampling_continues_after_what_the_tool_inserts(calls, patched, mo
                 waiting, left = [t + 1, 7], left - 1
         assert found[row].tolist() == expected
     assert (found > tiny.PAD).any() == (calls > 0)
+
+
+def test_tools_an_answer_is_its_text_also_where_a_tokenizer_adds_a_space(patched, here):
+    script, tokenizer = patched("tools"), formats.llama2_tokenizer()
+    tiny.make_lm(vocab=len(tokenizer)).save_pretrained(here / "model")
+    tokenizer.save_pretrained(here / "model")
+    Path("tool.py").write_text("def tool(*texts): return ['42']")
+    task = tiny.make_task(base_model=str(here / "model"), truncate_token="</s>", eos_task=True)
+    args, ids = tiny.make_args(task, script, tool_fn="tool.py:tool"), load_tokenizer(task, 5)[1]
+    responses = torch.full((1, 5), ids.pad)
+    responses[0, :2] = torch.tensor(tokenizer.convert_tokens_to_ids(["7", "?"]))
+    script.insert_answers(responses, responses, 1, ids, args)
+    assert utils.decode(tokenizer, responses % (ids.pad + 1), ids.pad) == ["7?42"]
 
 
 @pytest.mark.parametrize("kind", ["small", pytest.param("smollm2", marks=pytest.mark.slow)])

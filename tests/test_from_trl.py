@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from formats import BLUE, GREEN, SYSTEM, USER
 from tiny import WORDS
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo
@@ -112,6 +113,21 @@ def test_X13_a_classifier_reads_conversations_in_its_own_template_to_its_end(
         ids = torch.tensor([own.encode(text, add_special_tokens=False)])
         expected = classifier(ids, attention_mask=torch.ones_like(ids)).logits[0, 0]
         assert score.item() == pytest.approx(expected.item(), abs=2e-5)
+
+
+@torch.no_grad()
+def test_X13_a_classifier_reads_bos_also_if_that_of_the_policy_is_in_a_prefix(tmp_path, task):
+    classifier = write_classifier(tmp_path / "reward")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "reward")
+    begin = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    tokenizer.save_pretrained(tmp_path / "reward")
+    texts = "Anna saw", " a cat."
+    tokens = [torch.tensor([tokenizer.encode(x, add_special_tokens=False)]) for x in texts]
+    args = tiny.make_args(replace(task, query_prefix="Q:"), reward_model=str(tmp_path / "reward"))
+    expected = classifier(torch.tensor([[0, *torch.cat(tokens, dim=1)[0].tolist()]])).logits
+    found = load_reward(args, tokenizer)(*tokens)
+    assert found.item() == pytest.approx(expected.item(), abs=2e-5)
 
 
 def test_X13_train_rewards_model_reads_conversations_as_it_was_trained_to(tmp_path, task, hers):

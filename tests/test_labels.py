@@ -210,6 +210,18 @@ def test_R4_blank_rows_and_equal_answers_are_skipped_and_counted(hers, tmp_path,
     assert len(load_labels(label_task(tmp_path / "p.jsonl", rows[:1]), hers, ids_of(1000, 0))) == 0
 
 
+@pytest.mark.parametrize("prefix", ["", "Q:"])
+def test_a_query_begins_with_bos_unless_its_prefix_does(prefix, gpt2, tmp_path):
+    own = formats.llama2_tokenizer()
+    gpt2.save_pretrained(tmp_path / "g")
+    options = dict(query_prefix=prefix, query_length=99, label_tokenizer=str(tmp_path / "g"))
+    ids, oai = formats.oai_labels(gpt2)[:1], "He opened the door and looked out."
+    for rows, text in ((ids, oai), (formats.HH_RLHF[:1], BAKE)):
+        task = label_task(tmp_path / "l.jsonl", rows, **options)
+        expected = own.encode(text)[len(prefix) // 2 :]
+        assert lists(load_labels(task, own, ids_of(len(own), 2)).queries) == [expected]
+
+
 LONG = {  # rows, the first prompt, and whether it keeps its end
     "a dialogue without a prompt": (formats.HH_RLHF, BAKE, True),
     "a text": (formats.TLDR_PREFERENCE, formats.TLDR_PREFERENCE[0]["prompt"], False),
