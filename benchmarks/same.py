@@ -402,6 +402,8 @@ def warm_up() -> None:
 
 def main(args: Args, flags: tuple[str, ...]) -> None:
     """A table for each script."""
+    if unknown := {*args.only} - {*COLUMNS}:
+        sys.exit(f"--only has no {unknown}; choose of {', '.join(COLUMNS)}")
     warm_up()
     tables = [table(script, args.only, flags) for script in args.scripts]
     sys.exit(not all(fine for lines in tables for fine, _ in lines.values()))

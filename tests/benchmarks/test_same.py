@@ -91,6 +91,12 @@ def test_ppo_is_the_same_on_two_processes_and_resumed_from_fsdp2_to_ddp(tmp_path
     assert not fine and text.startswith(line)
 
 
+def test_a_column_of_another_name_is_refused():
+    command = [sys.executable, ROOT / "benchmarks" / "same.py", "--only", "resume"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "2 processes, resumed" in done.stderr
+
+
 SIZES = [("weight", 0.5, 2e-6, True), ("weight", 0.5, 2e-5, False), ("weight", 100.0, 2e-4, True)]
 SIZES += [("buffer", 0.5, 2e-5, True), ("buffer", 0.5, 1e-3, False)]
 
