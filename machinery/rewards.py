@@ -145,8 +145,8 @@ def reward_input(
 
     The policy's token ids if the tokenizers agree, and otherwise the same texts, encoded by the
     reward model's `tokenizer` (X13). If `prompts` are B lists of messages, another chat template
-    than the policy's writes them, and that of a classifier always, as in TRL. If there is a prefix,
-    which has BOS, only a classifier's texts begin with it. A text that is too long loses its beginning.
+    than the policy's writes them, and that of a classifier always, as in TRL. With a prefix,
+    which has BOS, only a classifier's texts begin with it. A long text loses its beginning.
     """
     pad = model.config.pad_id
     longest = getattr(model.config.backbone, "max_position_embeddings", None) or 0  # 0: no limit
