@@ -81,6 +81,8 @@ def save_model(
     tokenizer.save_pretrained(part)
     for name, head in heads.items():
         save_file(head, part / f"{name}.safetensors")
+    for path in part.glob("*.safetensors"):  # else only their owner could read them
+        shutil.copymode(part / "config.json", path)
     if replace:
         shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)  # fails if it exists and is not empty

@@ -1,10 +1,10 @@
 """The command line: a task's defaults, flags, errors as one sentence."""
 
 import argparse
+import glob
 import inspect
 import io
 import json
-import os
 import re
 import sys
 import traceback
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 import tyro
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -120,7 +121,8 @@ def find_checkpoint(name: str, script: str, task: str | None) -> Path:
     `latest` is the newest run of this script, and of this task, that has one.
     """
     source = Path("runs" if name == "latest" else name)
-    files = [source] if source.is_file() else source.rglob("checkpoints/*.safetensors")
+    pattern = f"{glob.escape(str(source))}/**/checkpoints/*.safetensors"  # also behind links
+    files = [source] if source.is_file() else map(Path, glob.glob(pattern, recursive=True))
     found = []
     for path in files:
         record = path.parent.parent / "args.json"
@@ -160,7 +162,7 @@ def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]] | None = N
 
 def say(message: str) -> None:
     """Print on the main process only."""
-    if int(os.environ.get("RANK", 0)) == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print(message, flush=True)
 
 

@@ -21,6 +21,9 @@ def test_a_run_records_flags_versions_and_curves(name, runs):
     assert record["versions"]["torch"] == torch.__version__
     assert record["versions"]["datasets"] == version("datasets")
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    weights = runs.folder / runs.args[name].output_dir  # as readable for others as any file
+    modes = {path.stat().st_mode for path in (folder / "args.json", *weights.iterdir())}
+    assert len(modes) == 1 and (weights / "model.safetensors").is_file()
 
 
 def test_a_wandb_that_fails_ends_the_run_before_training_and_names_a_way_on(home, monkeypatch):

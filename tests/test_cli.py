@@ -96,7 +96,6 @@ def test_bad_flags_are_named_on_stderr_with_exit_code_2(command, words, here, mo
 def run(monkeypatch, capsys):
     """A function that raises an error in a script; returns exit code and stderr."""
     monkeypatch.setattr(sys, "argv", ["/somewhere/ppo.py"])
-    monkeypatch.delenv("RANK", raising=False)
 
     def run(error: BaseException, *names: str) -> tuple[int, str]:
         def main(args):
@@ -110,6 +109,16 @@ def run(monkeypatch, capsys):
         return stop.value.code, capsys.readouterr().err
 
     return run
+
+
+def test_the_first_process_speaks_and_a_rank_left_by_another_job_silences_none(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    cli.say("skipped 2 rows")
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    for rank in (0, 1):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        cli.say(f"rank {rank}")
+    assert capsys.readouterr().out == "skipped 2 rows\nrank 0\n"
 
 
 @pytest.mark.parametrize("tool", ["curves", "pass_at_k", "sample", "winrate"])

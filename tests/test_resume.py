@@ -556,6 +556,9 @@ def test_latest_is_the_newest_run_of_this_script_and_task_that_has_a_checkpoint(
 
     assert found("latest") == (other, 3)
     assert found("latest --task synthetic") == (new, 0.01)
+    new.rename("disk")
+    new.symlink_to(Path("disk").resolve())  # runs that moved to another disk count
+    assert found("latest --task synthetic") == (new, 0.01)
     assert found(str(old)) == (old, 0.01)
     for name in ("latest", "runs/bare", "runs/nowhere", "runs/ran/args.json", "runs/ran"):
         with refused(f"--resume {name} has no checkpoint of rloo.py"):
