@@ -94,7 +94,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def as_in_a_new_process():
-    """A run imports functions once, and one that an error ends leaves its signal handlers."""
+    """A run imports functions once, has one precision, and leaves its signal handlers on an error."""
+    AcceleratorState._reset_state(True)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     import_file.cache_clear()
     yield
@@ -118,10 +119,8 @@ def accelerator() -> Accelerator:
 
 @pytest.fixture
 def bf16_accelerator():
-    """One process in bf16 autocast; the libraries' shared state is as before afterwards."""
-    AcceleratorState._reset_state(True)
-    yield Accelerator(cpu=True, mixed_precision="bf16")
-    AcceleratorState._reset_state(True)
+    """One process in bf16 autocast."""
+    return Accelerator(cpu=True, mixed_precision="bf16")
 
 
 @pytest.fixture
@@ -152,17 +151,11 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(task: tasks.Task, here: Path):
     """A function that runs a script on tiny files, with other values of its flags."""
     reward_model = tiny.write_reward(here / "reward")
-    small = dict(batch_size=4, normalize_samples=4, rollout_batch_size=4)
-    args = {
-        "ppo": tiny.make_args(task, reward_model=reward_model),
-        "rloo": tiny.make_args(task, rloo, reward_model=reward_model),
-        "train_reward": train_reward.Args(task=task, num_labels=12, **small),
-        "sft": sft.Args(task=task, num_heldout=4, batch_size=2, block_size=10),
-    }
 
     def start(script: str, **changes) -> None:
-        of_task = {name: changes.pop(name) for name in list(changes) if hasattr(task, name)}
-        SCRIPTS[script].main(replace(args[script], task=replace(task, **of_task), **changes))
+        model = dict(reward_model=reward_model) if script in ("ppo", "rloo") else {}
+        files = model | dict(reward_fn=None, truncate_token=".")
+        SCRIPTS[script].main(settings(script, **files | changes))
 
     start.task = task
     return start

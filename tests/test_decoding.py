@@ -24,14 +24,10 @@ OTHERS = {
     "gpt_neo": dict(window_size=13),  # local attention, as wide as context and response
     "mistral": dict(sliding_window=6),  # narrower than the contexts
 } | {kind: {} for kind in tiny.HYBRIDS}
-KINDS = (*((kind, None) for kind in tiny.KINDS), *OTHERS.items())
+KINDS = (*((kind, {}) for kind in tiny.KINDS), *OTHERS.items())
 KINDS += (("gemma2", dict(sliding_window=20)),)  # in one of two layers; full after the first block
 LENGTH = 5  # tokens of a response
 CONTEXTS = tiny.make_contexts([8, 3, 5, 8, 1], 11).repeat(3, 1)  # 3 columns are pads
-
-
-def make_lm(kind: str, settings: dict | None):
-    return tiny.make_lm(kind) if settings is None else tiny.make_other_lm(kind, **settings)
 
 
 def next_logits(lm, tokens: Tensor, position_ids: Tensor) -> Tensor:
@@ -46,7 +42,7 @@ def next_logits(lm, tokens: Tensor, position_ids: Tensor) -> Tensor:
 def test_G4_decoder_gives_the_logits_of_the_plain_model(kind, settings, bf16, monkeypatch):
     """With any ids as padding, prompts that repeat, a cache that grows."""
     monkeypatch.setattr(decoding, "BLOCK", 3)
-    lm, read = make_lm(kind, settings), []
+    lm, read = tiny.make_lm(kind, **settings), []
     tokens, mask = CONTEXTS, CONTEXTS != PAD
     responses = tiny.make_responses(15, LENGTH)
     hook = lambda module, args: read.append(tuple(args[0].shape))  # noqa: E731
@@ -71,12 +67,20 @@ def test_G4_decoder_gives_the_logits_of_the_plain_model(kind, settings, bf16, mo
 def ending_soon(decoder, calls: list):
     """`decoder` with token 0, at which responses of EOS tasks end, made likely. Notes its calls."""
 
-    def look(batch, logits: Tensor) -> Tensor:
-        calls.append((len(batch.rows), batch.length))
-        logits[:, 0] = logits.logsumexp(dim=-1) - 2.5  # about 0.05
-        return logits
+    def start(*inputs: Tensor):
+        batch = decoder.start(*inputs)
+        compute = batch.next_logits
 
-    return tiny.watched(decoder, look)
+        def next_logits() -> Tensor:
+            logits = compute()
+            calls.append((len(batch.rows), batch.length))
+            logits[:, 0] = logits.logsumexp(dim=-1) - 2.5  # about 0.05
+            return logits
+
+        batch.next_logits = next_logits
+        return batch
+
+    return SimpleNamespace(start=start)
 
 
 @pytest.mark.parametrize("number", range(len(KINDS)))
@@ -84,7 +88,7 @@ def test_G4_responses_that_have_ended_leave_the_batch(number, monkeypatch):
     """Up to their ends all are the same to the bit as when none leaves, whatever the batch size."""
     (kind, settings), size, bf16 = KINDS[number], (1, 17, 40)[number % 3], number % 2 == 1
     monkeypatch.setattr(decoding, "BLOCK", 16)
-    lm, calls = make_lm(kind, settings), []
+    lm, calls = tiny.make_lm(kind, **settings), []
     decoder = ending_soon(decoding.Decoder(lm, 50), calls)
     contexts = tiny.make_contexts([8, 3, 5, 8, 1] * 8, 8)[:size]
     inputs = contexts, tiny.uniform(50, size)
@@ -107,17 +111,6 @@ def test_G4_responses_that_have_ended_leave_the_batch(number, monkeypatch):
 
 class Graph(TorchDispatchMode):
     """A CUDA graph played on a CPU. Recording computes nothing, and the host may read nothing."""
-
-    def capture_begin(self, pool, capture_error_mode):
-        self.calls, self.before = [], []
-        self.__enter__()
-
-    def capture_end(self):
-        self.__exit__(None, None, None)
-        for x, old in reversed(self.before):
-            x.copy_(old)
-        if sys.exception():
-            raise RuntimeError("operation failed due to a previous error during capture")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert function not in READS, f"{function} waits for the GPU"
@@ -142,11 +135,15 @@ class Graph(TorchDispatchMode):
 @contextmanager
 def recording(graph, pool, stream, mode):
     """`torch.cuda.graph`; the end hides an exception inside."""
-    graph.capture_begin(pool, mode)
+    graph.calls, graph.before = [], []
     try:
-        yield
+        with graph:
+            yield
     finally:
-        graph.capture_end()
+        for x, old in reversed(graph.before):
+            x.copy_(old)
+        if sys.exception():
+            raise RuntimeError("operation failed due to a previous error during capture")
 
 
 @pytest.fixture

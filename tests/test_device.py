@@ -215,7 +215,7 @@ FROZEN = [*(kind for kind in tiny.KINDS if "falcon" not in kind), "gptj", "opt",
 @pytest.mark.parametrize("kind", FROZEN)
 def test_frozen_weights_are_stored_as_autocast_casts_them(kind, bf16_accelerator):
     """The same logits to the bit, of a forward pass and of a step with a cache, without casts."""
-    model = tiny.make_lm(kind) if kind in tiny.KINDS else tiny.make_other_lm(kind)
+    model = tiny.make_lm(kind)
     contexts, mask = CONTEXTS, CONTEXTS != tiny.PAD
     model.get_output_embeddings().__class__ = Float32Linear
     named = model.named_parameters()

@@ -24,7 +24,6 @@ import test_tokens
 import tiny
 import torch
 import torch.nn.functional as F
-from accelerate.state import AcceleratorState
 from test_details import naive_gae
 from torch.testing import assert_close
 
@@ -173,10 +172,8 @@ def run_main(script, task, precision="no", score=None, responses=None, names=Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer, "step", step)
         patch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-        AcceleratorState._reset_state(True)
         torch.manual_seed(0)
         tiny.run_main(script, run.args, dict(Run=run) | spies | (names or {}))
-    AcceleratorState._reset_state(True)
     size, rollouts = run.args.batch_size, run.rollouts
     run.rollouts = [x for x in rollouts if len(x.scores) == size]  # of updates
     run.evaluations = [x for x in rollouts if len(x.scores) != size]

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -104,7 +103,6 @@ SINGLE = FEW[1] + [pytest.param(*x, marks=pytest.mark.exhaustive) for x in ALL i
 @pytest.mark.parametrize(("script", "kind", "precision", "form"), SINGLE)
 def test_L6_scripts_update_every_model(script, kind, precision, form, here, monkeypatch, capsys):
     """In fp32, or in bf16 autocast, as the launcher asks for it; of plain models without padding."""
-    AcceleratorState._reset_state(True)
     unpadding.say_once.cache_clear()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     folder = here / "run"
@@ -112,7 +110,6 @@ def test_L6_scripts_update_every_model(script, kind, precision, form, here, monk
     check_update(folder, script)
     said = "padding is computed" in capsys.readouterr().out
     assert not said or kind not in ("gpt_neox", "llama")
-    AcceleratorState._reset_state(True)
 
 
 SOME = [pytest.param(2, marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.exhaustive)]
@@ -121,15 +118,11 @@ SOME = [pytest.param(2, marks=pytest.mark.slow), pytest.param("all", marks=pytes
 @pytest.mark.parametrize("which", SOME)
 def test_copies_and_fsdp2_update_every_kind_of_model_alike_on_two_processes(which, tmp_path):
     """In one launch. Half of the sharded ones checkpoint their activations."""
-    tests, runs = Path(__file__).parent, ALL if which == "all" else FEW[2]
-    env = {"PYTHONPATH": f"{tests.parent}:{tests}"}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
-    options = dict(env=os.environ | env, capture_output=True, text=True)
-    command = [sys.executable, *launch, json.dumps(runs)]
-    done = subprocess.run(command, cwd=tmp_path, timeout=60 + 20 * len(runs), **options)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(set(re.findall(r"apart after \d+", done.stdout))) == 2, done.stdout[-2000:]
-    assert done.stdout.count("passed") == 2 * len(runs), done.stdout[-2000:]
+    runs = ALL if which == "all" else FEW[2]
+    options = dict(cwd=tmp_path, timeout=60 + 20 * len(runs))
+    said = tiny.run_twice(__file__, json.dumps(runs), **options)
+    assert len(set(re.findall(r"apart after \d+", said))) == 2, said[-2000:]
+    assert said.count("passed") == 2 * len(runs), said[-2000:]
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values())

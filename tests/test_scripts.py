@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from accelerate.state import AcceleratorState
 from conftest import SCRIPTS, read_metrics, without_times
 from safetensors.torch import load_file
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
@@ -42,14 +41,12 @@ def test_gradient_checkpointing_recomputes_every_block_and_changes_nothing(name,
 def test_with_an_lr_of_0_nothing_drifts(script, updates, precision, task, here, monkeypatch):
     """Evaluations have the same unseen queries and random numbers; 10 of 40 are held out."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-    AcceleratorState._reset_state(True)
     rollouts: list = []
     monkeypatch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
     sizes = dict(total_episodes=40 * updates, batch_size=40, micro_batch_tokens=240)
     sizes |= dict(eval_queries=10, eval_every=updates // 2, num_minibatches=1, lr=0.0)
     files = dict(run_name="run", output_dir="out", reward_fn="two_processes:count_e")
     script.main(tiny.make_args(task, script, truncate_token=None, **sizes, **files))
-    AcceleratorState._reset_state(True)
     batches = [rollout.queries for rollout in rollouts]
     heldout = [queries for queries in batches if len(queries) == 10]
     assert len(heldout) == 3 and all(torch.equal(x, heldout[0]) for x in heldout)

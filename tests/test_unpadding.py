@@ -26,10 +26,6 @@ PADDED |= {"gptj"} if compare_versions("transformers", "<", "5.24") else set()
 PROMPT = 8  # columns of a prompt in `make_batch`
 
 
-def make_lm(kind: str, **settings):
-    return tiny.make_lm(kind) if kind in tiny.KINDS else tiny.make_other_lm(kind, **settings)
-
-
 def make_inputs(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[B, T] → input_ids, attention_mask and position_ids."""
     mask = tokens != PAD
@@ -90,7 +86,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], bf16: bool = False
 @pytest.mark.parametrize("kind", (*tiny.KINDS, *OTHERS))
 def test_G3_hidden_states_and_gradients_are_those_of_the_plain_call(kind, bf16):
     """Padding anywhere, prompts computed for each sequence or once; no padding is read."""
-    lm = make_lm(kind)
+    lm = tiny.make_lm(kind)
     tokens, prompt_tokens = make_batch()
     inputs = make_inputs(tokens)
     expected = hidden_and_gradients(lm, partial(run_plain, lm.base_model), inputs, bf16)
@@ -150,7 +146,7 @@ def naive_varlen_of_torch_211(q, k, v, *bounds, scale, window_size):
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "opt"])
 def test_varlen_attn_gives_what_the_plain_call_gives(kind, function, bf16, varlen_on_cpu):
     """Prompts shared or not, with and without gradient checkpointing; no layer calls SDPA."""
-    lm, inputs = make_lm(kind), make_inputs(make_batch()[0])
+    lm, inputs = tiny.make_lm(kind), make_inputs(make_batch()[0])
     expected = hidden_and_gradients(lm, partial(run_plain, lm.base_model), inputs, bf16)
     set_unpadding(lm.base_model, 16)
     run = unpadding.Unpadded(lm.base_model)
@@ -200,7 +196,7 @@ def test_few_or_no_tokens_in_prompts_or_after_them(prompt, own):
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "opt"])
 def test_gradients_with_checkpointing_are_those_without(kind, monkeypatch):
     """Two calls before one backward pass, which computes both again; another model in between."""
-    lm, other = make_lm(kind), make_lm(kind)
+    lm, other = tiny.make_lm(kind), tiny.make_lm(kind)
     tokens, _ = make_batch()
     for model in (lm, other):
         set_unpadding(model.base_model, 16)
@@ -243,7 +239,7 @@ def test_calls_with_padding_and_caches_are_those_of_sdpa():
 def test_G3_padding_is_computed_if_local_attention_reaches_less_far(kind, window, capsys):
     """And a run says so, once; also for a sequence that is longer than those of the check."""
     unpadding.say_once.cache_clear()
-    lm = tiny.make_other_lm(kind, sliding_window=window)
+    lm = tiny.make_lm(kind, sliding_window=window)
     batches = [make_batch(n, pads_anywhere=False)[0] for n in (16, 17)]
     batches[1][0] = 1  # a sequence of 17 tokens
     inputs, longer = map(make_inputs, batches)
@@ -272,38 +268,30 @@ def test_a_wide_batch_of_sequences_that_are_short_enough_has_no_padding():
     torch.testing.assert_close(hidden[real], expected[real], atol=1e-5, rtol=1e-5)
 
 
-def forget_sequences(base, args, kwargs):
-    """As attention that ignores the argument: every token sees all others."""
-    return args, {k: v for k, v in kwargs.items() if k != "plan"}
+MISTAKES = {
+    "every token sees all others": lambda plan, _: dict(plan=None),
+    "responses see no prompt": lambda plan, _: dict(plan=(plan[0], plan[0], *plan[2:])),
+    "positions go on": lambda _, x: dict(position_ids=torch.arange(x.shape[1])[None]),
+}
 
 
-def forget_prompts(base, args, kwargs):
-    """Responses see their own tokens only."""
-    if layout := kwargs.get("plan"):
-        lengths, _, bounds, index, masks = layout
-        kwargs["plan"] = lengths, lengths, bounds, index, masks
-    return args, kwargs
-
-
-def count_positions(base, args, kwargs):
-    """Positions go on from one sequence to the next."""
-    if kwargs.get("plan"):
-        kwargs["position_ids"] = torch.arange(args[0].shape[1])[None]
-    return args, kwargs
-
-
-@pytest.mark.parametrize("mistake", [forget_sequences, forget_prompts, count_positions])
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_check_notices_a_model_that_mixes_sequences(mistake):
     """Such a model is called as it is, with the attention that it had."""
+
+    def mix(base, args, kwargs):
+        wrong = MISTAKES[mistake](kwargs["plan"], args[0]) if kwargs.get("plan") else {}
+        return args, kwargs | wrong
+
     lm = tiny.make_lm()
-    lm.base_model.register_forward_pre_hook(mistake, with_kwargs=True)
+    lm.base_model.register_forward_pre_hook(mix, with_kwargs=True)
     check_model(lm, 16)
     assert lm.base_model.max_unpadded == 0 and lm.config._attn_implementation == "sdpa"
 
 
 def test_a_model_that_makes_its_own_attention_masks_is_refused():
     """Those of Doge have weights, which would get no gradient."""
-    tiny.refuses(lambda: check_model(tiny.make_other_lm("doge"), 16), "")
+    tiny.refuses(lambda: check_model(tiny.make_lm("doge"), 16), "")
 
 
 def test_a_deep_copy_computes_with_its_own_weights():

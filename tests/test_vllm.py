@@ -1,8 +1,6 @@
 """diffs/vllm.diff with a stand-in for vLLM, which answers as a real server did (vllm_server.py)."""
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +8,9 @@ from types import SimpleNamespace
 
 import conftest
 import pytest
+import test_diffs
 import tiny
 import torch
-from test_diffs import ROOT, apply
 from transformers import AutoModelForCausalLM
 from vllm_server import ENDED, FAILURES, FIXED, INFO, serve
 
@@ -20,13 +18,12 @@ import rloo
 from machinery import cli
 from utils import TokenIds
 
+patched = test_diffs.patched
+
 
 @pytest.fixture(scope="session")
-def script(tmp_path_factory):
-    path = tmp_path_factory.mktemp("patched") / "mine.py"
-    path.write_text((ROOT / "rloo.py").read_text())
-    assert apply(path, "vllm")
-    return tiny.load_script(path)
+def script(patched):
+    return patched("vllm")
 
 
 def settings(script, url, name="run", **changes):
@@ -124,11 +121,9 @@ def test_a_server_that_fails_in_the_third_update_ends_the_run_which_resumes(fail
 @pytest.mark.parametrize("fsdp2", ["false", "true"])
 def test_two_processes_hand_over_the_weights_once(fsdp2, script, home):
     url, asked = serve()
-    env = {"ACCELERATE_USE_FSDP": fsdp2, "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-    env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "FSDP_VERSION": "2"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [__file__, script.__file__, url]
-    subprocess.run(command, env=os.environ | env, check=True, timeout=300)
+    env = dict(ACCELERATE_USE_FSDP=fsdp2, FSDP_VERSION="2")
+    env |= dict(FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
+    tiny.run_twice(__file__, script.__file__, url, env=env)
     assert all(line["objective/sampling_gap"] < 1e-5 for line in conftest.read_metrics("run"))
     assert sum("method" in x for x in asked) == 6  # for 3 updates and 3 evaluations
     assert len({x["seed"] for x in asked if x.get("n") == 2}) == 12

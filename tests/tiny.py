@@ -3,7 +3,9 @@
 import importlib.util
 import itertools
 import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor
@@ -42,6 +43,18 @@ def refuses(call, *words, error: type = InputError) -> str:
     return message
 
 
+def run_twice(script: str, *words: str, env: dict | None = None, **options: Any) -> str:
+    """Run a script of tests/ on two processes; return what they print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", "2", script, *words]
+    tests = Path(__file__).parent
+    env = os.environ | {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"} | (env or {})
+    options = dict(timeout=300) | options
+    done = subprocess.run(command, env=env, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
 VOCAB = 61
 PAD = VOCAB  # one past the vocabulary
 WORDS = json.loads((tasks.SYNTHETIC / "model" / "config.json").read_text())["vocab_size"]
@@ -59,28 +72,37 @@ HYBRIDS: dict[str, dict] = {  # the cache has states or an index, besides or wit
     "granitemoehybrid": MAMBA | MOE | dict(layer_types=["mamba", "attention"]),
     "deepseek_v32": INDEXED | dict(num_key_value_heads=4),
 }
+OWN: dict[str, dict] = HYBRIDS | {  # what a kind has besides the sizes of all
+    "falcon_alibi": dict(alibi=True, multi_query=False, parallel_attn=False, bias=True),  # -rw
+    "gptj": dict(rotary_dim=8),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], num_layers=2, num_heads=4),
+    "gemma2": dict(attn_implementation="eager"),  # transformers 5.17: by default without caps
+    "mistral": dict(sliding_window=4096),  # as in the checkpoints
+    "mistral_window": dict(sliding_window=6),  # narrower than the texts
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "opt": dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.0, init_std=0.3),
+}
 
 
-def config(kind: str = "gpt2", vocab: int = VOCAB, dropout: float = 0.0, positions: int = 64):
-    """Of some thousand weights, large enough (0.3) for every mistake to show in the logits."""
-    same = dict(vocab_size=vocab, initializer_range=0.3, bos_token_id=0, eos_token_id=0)
-    if kind == "gpt2":
-        sizes = dict(n_embd=32, n_layer=2, n_head=2, n_positions=positions)
-        drops = dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
-        return transformers.GPT2Config(**sizes, **drops, **same)
-    same |= dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    same |= dict(max_position_embeddings=positions, attention_dropout=dropout)
-    if kind == "gpt_neox":
-        return transformers.GPTNeoXConfig(**same, intermediate_size=64, hidden_dropout=dropout)
-    if kind in ("falcon", "falcon_alibi"):  # falcon-rw: alibi, a key for each head, biases
-        rw = dict(alibi=True, multi_query=False, parallel_attn=False, bias=True)
-        own = rw if kind == "falcon_alibi" else {}
-        return transformers.FalconConfig(**same, hidden_dropout=dropout, **own)
-    same |= dict(intermediate_size=64, num_key_value_heads=2)
-    # The window of mistral is as in the checkpoints, or narrower than the texts.
-    own = {"mistral": dict(sliding_window=4096), "mistral_window": dict(sliding_window=6)}
-    own |= HYBRIDS
-    return AutoConfig.for_model(kind.removesuffix("_window"), **same | own.get(kind, {}))
+def config(kind="gpt2", vocab=VOCAB, dropout=0.0, positions=64, **settings: Any) -> Any:
+    """Of some thousand weights, large enough (0.3) for every mistake to show in the logits.
+
+    `kind` is the `model_type` of any text architecture of the library, or one of `OWN`.
+    """
+    values = dict(vocab_size=vocab, initializer_range=0.3, bos_token_id=0, eos_token_id=0)
+    if kind in ("gpt2", "gptj"):
+        values |= dict(n_embd=32, n_layer=2, n_head=2, n_positions=positions)
+        values |= dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+    else:
+        values |= dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+        values |= dict(intermediate_size=64, max_position_embeddings=positions)
+        values |= dict(attention_dropout=dropout, hidden_dropout=dropout)
+    if not kind.startswith(("gpt2", "gpt_neox", "falcon")):  # no heads share keys in these
+        values |= dict(num_key_value_heads=2)
+    if kind not in KINDS:
+        values |= dict(intermediate_size=48, head_dim=8, pad_token_id=0)
+    name = kind.removesuffix("_window").removesuffix("_alibi")
+    return AutoConfig.for_model(name, **values | OWN.get(kind, {}) | settings)
 
 
 def make_lm(kind: str = "gpt2", seed: int = 0, **settings: Any) -> Any:
@@ -89,26 +111,6 @@ def make_lm(kind: str = "gpt2", seed: int = 0, **settings: Any) -> Any:
     lm = AutoModelForCausalLM.from_config(config(kind, **settings)).eval()
     set_unpadding(lm.base_model, 1024)
     return lm
-
-
-def make_other_lm(kind: str, seed: int = 0, **settings: Any) -> Any:
-    """A random language model of any text architecture of the library, by its `model_type`."""
-    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0)
-    sizes |= dict(num_key_value_heads=2, head_dim=8, intermediate_size=48, bos_token_id=1)
-    sizes |= dict(max_position_embeddings=64)
-    if kind == "gptj":
-        sizes = dict(n_embd=32, n_layer=2, n_head=2, n_positions=64, rotary_dim=8)
-        sizes |= dict(bos_token_id=0, eos_token_id=0)
-    sizes |= {
-        "opt": dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.0, init_std=0.3),
-        "gpt_neo": dict(attention_types=[[["global", "local"], 1]], num_layers=2, num_heads=4),
-        "gemma2": dict(attn_implementation="eager"),  # transformers 5.17: by default without caps
-        "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
-    }.get(kind, HYBRIDS.get(kind, {}))
-    values = dict(vocab_size=VOCAB, initializer_range=0.3) | sizes | settings
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **values)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def make_policy(kind="gpt2", seed=0, temperature=0.7, script: Any = ppo, **settings: Any) -> Any:
@@ -153,18 +155,6 @@ def uniform(length: int, rows: int) -> Tensor:
     """The random numbers [R, B] of B responses."""
     generator = torch.Generator().manual_seed(1)
     return torch.rand(length, rows, generator=generator, dtype=torch.float64)
-
-
-def watched(decoder: Any, look: Callable) -> Any:
-    """`decoder`, whose logits [b, V] become `look(batch, logits)`."""
-
-    def start(*inputs: Tensor) -> Any:
-        batch = decoder.start(*inputs)
-        compute = batch.next_logits
-        batch.next_logits = lambda: look(batch, compute())
-        return batch
-
-    return SimpleNamespace(start=start)
 
 
 def sample(decoder, contexts, uniform, pad_id=PAD, temperature=0.7, **task: Any) -> Tensor:

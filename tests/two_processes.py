@@ -2,11 +2,15 @@
 
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 tests/two_processes.py FOLDER
 
-Every process writes FOLDER/rank<r>.pt.
+Every process writes FOLDER/rank<r>.pt. With ACCELERATE_USE_FSDP, only the host memory of loading.
 """
 
 import os
+import re
 import sys
+import threading
+import time
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +26,7 @@ import rloo
 import sft
 import train_reward
 import utils
-from machinery import distributed
+from machinery import distributed, models
 from machinery.labels import Labels
 
 HALVES = {  # rows of the two minibatches of 8 episodes
@@ -157,13 +161,50 @@ def average(accelerator: Accelerator) -> dict[str, Any]:
     return {"copy": copy, "means": means, "calls": len(calls)}
 
 
+def memory() -> int:
+    """Bytes of this process in main memory that no file backs."""
+    return int(re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0]) * 1024
+
+
+def watch(peak: list[int]) -> None:
+    while True:
+        peak[0] = max(peak[0], memory())
+        time.sleep(0.005)
+
+
+def load(accelerator: Accelerator, folder: str) -> list[Any]:
+    """A policy and its reference, in the order of ppo.py's `main`."""
+    lm = models.load_lm(folder, length=8)
+    policy = ppo.PolicyAndValue(lm, lm.config.vocab_size, 1.0)
+    optimizer = ppo.AdamTF(policy.parameters(), lr=1e-3)
+    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)
+    ref = ppo.PolicyAndValue(models.load_lm(folder, length=8), lm.config.vocab_size, 1.0)
+    return [policy, distributed.freeze(accelerator, ref)]
+
+
+def load_models(accelerator: Accelerator) -> dict[str, Any]:
+    """Small models, which import everything; then large ones. Their weights are added up."""
+    small = load(accelerator, "small")
+    before, peak = memory(), [0]
+    threading.Thread(target=watch, args=[peak], daemon=True).start()
+    both = load(accelerator, "large")
+    highest = (peak[0] - before) / sum(p.numel() for p in both[0].parameters())
+    weights = [[*map(distributed.full_tensor, x.lm.parameters())] for x in (*both, *small)]
+    sums = [sum(x.double().sum().item() for x in tensors) for tensors in weights]
+    return dict(peak=highest, sums=sums)
+
+
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
+    tiny.shard_on_a_cpu()
     accelerator = distributed.start(tiny.make_args())
     rank, processes = accelerator.process_index, accelerator.num_processes
-    result = results(rank, processes) | {"scripts": run_scripts(accelerator)}
     assert processes == 2
-    result["average"] = average(accelerator)
+    if accelerator.is_fsdp2:
+        result = load_models(accelerator)
+    else:
+        result = results(rank, processes) | {"scripts": run_scripts(accelerator)}
+        result["average"] = average(accelerator)
     torch.save(result, f"rank{rank}.pt")
     distributed.stop(accelerator)
     distributed.stop(accelerator)  # as `Run.finish` and a copy of an older script
