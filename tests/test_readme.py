@@ -146,14 +146,10 @@ diff() { command diff "$@" || [ $? = 1 ]; }
 """
 
 
-def lines_of(text: str) -> list[str]:
-    """A command each, with its comment."""
-    return [line for line in text.replace("\\\n", " ").splitlines() if commands([line])]
-
-
 def local_commands(page: str) -> str:
     """The commands of a page that need nothing, in its order; a loop runs once."""
-    lines = lines_of("".join(blocks(page, "bash")).replace("in 1 2 3", "in 1"))
+    text = "".join(blocks(page, "bash")).replace("in 1 2 3", "in 1").replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if commands([line])]  # each with its comment
     return "\n".join(line for line in lines if not re.search(ELSEWHERE, line))
 
 
@@ -207,14 +203,6 @@ def test_reward_functions_of_the_docs_score_each_response(tmp_path):
         count = len(inspect.signature(space["score"]).parameters)
         scores = space["score"](*[*texts, [1.0, -1.0]][:count])
         assert len(scores) == 2 and all(math.isfinite(x) for x in scores)
-
-
-def test_the_edit_of_the_docs_applies_to_ppo():
-    edit, _ = blocks("docs/your-experiment.md", "diff")
-    removed, *added = (line[1:] for line in edit.splitlines())
-    code = (ROOT / "ppo.py").read_text()
-    assert code.count(f"\n{removed}\n") == 1
-    compile(code.replace(removed, "\n".join(added)), "mine.py", "exec")
 
 
 if __name__ == "__main__":
