@@ -71,12 +71,6 @@ def test_a_flag_changes_the_run(name, flag, results):
     assert results(name, **{flag: CHANGES[name][flag]}) != results(name)
 
 
-def test_the_same_flags_give_the_same_run(results):
-    """What the test above stands on."""
-    for name in SCRIPTS:
-        assert results(name) == results(name, seed=1)  # the default; not kept as the same call
-
-
 OFF = dict(kl_estimator="k1", clip_score=None, max_grad_norm=None, anneal_lr=True)
 OFF |= dict(gradient_checkpointing=False, keep_every=None)
 OFF |= dict(save_every=None, resume=None, track=False)
@@ -147,17 +141,14 @@ def test_X8_G5_without_anneal_lr_the_learning_rate_is_constant(script):
     assert [line["ppo/lr"] for line in run.metrics[:3]] == [1e-3] * 3
 
 
-@tiny.both
-def test_a_reference_with_another_tokenizer_is_refused(script, here):
-    task = tiny.write_task(Path("task"))
+@pytest.mark.parametrize("script", ["ppo", "rloo"])
+def test_a_reference_with_another_tokenizer_is_refused(script, start):
     tiny.write_model(Path("ref"), seed=5)
-    Path("reward.py").write_text("def score(queries, responses): return [0.0 for _ in queries]")
     tokenizer = json.loads(Path("ref/tokenizer.json").read_text())
     words = tokenizer["model"]["vocab"]  # the KL would still be a number
     words["Ġcat"], words["Ġdog"] = words["Ġdog"], words["Ġcat"]
     Path("ref/tokenizer.json").write_text(json.dumps(tokenizer))
-    args = tiny.small_args(script, task, reward_fn="reward.py:score", ref_model="ref")
-    tiny.refuses(lambda: script.main(args), "--ref_model ref: ")
+    tiny.refuses(lambda: start(script, ref_model="ref"), "--ref_model ref: ")
 
 
 def test_X13_R3_policy_model_samples_base_model_becomes_the_reward_model(start, monkeypatch):
@@ -187,16 +178,6 @@ def test_cuda_graphs_and_response_length_reach_the_decoder(script, graphs):
     spy = lambda lm, response_length, graphs: asked.append((response_length, graphs))  # noqa: E731
     tiny.run_episodes(script, args, Decoder=spy)
     assert asked == [(args.task.response_length, graphs)]
-
-
-@pytest.mark.parametrize("name", ["ppo", "rloo"])
-def test_eval_queries_and_batch_size_are_the_episodes_of_evaluations_and_updates(name, runs):
-    """4 and 8; evaluations before updates 0 and 2 and at the end. Each update has new queries."""
-    rollouts = runs.rollouts[name]
-    assert [len(rollout.scores) for rollout in rollouts] == [4, 8, 8, 4, 8, 4]
-    queries = [{tuple(row) for row in rollouts[i].queries.tolist()} for i in (1, 2, 4)]
-    assert [len(x) for x in queries] == [8 if name == "ppo" else 2] * 3
-    assert len(set.union(*queries)) == sum(map(len, queries))
 
 
 @pytest.mark.parametrize("off", [False, True])
