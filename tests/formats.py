@@ -86,10 +86,6 @@ GSM8K = [
         "question": "A boat costs $2,000. Ben has a fifth of that. How many dollars does he lack?",
         "answer": "He lacks 2000*4/5 = $<<2000*4/5=1600>>1,600.\n#### 1,600",
     },
-    {
-        "question": "It was 2 degrees, and became 5 degrees colder. How many are there now?",
-        "answer": "There are 2-5 = <<2-5=-3>>-3 degrees.\n#### -3",
-    },
 ]
 
 # trl-lib/tldr-preference [facts]: strings; leading space, no EOS; in the post \n\n has become \n
@@ -121,6 +117,8 @@ HH_RLHF = [
 USER = {"content": "What color is the sky?", "role": "user"}
 BLUE = {"content": "It is blue.", "role": "assistant"}
 GREEN = {"content": "It is green.", "role": "assistant"}
+NIGHT = {"content": "And at night?", "role": "user"}
+BLACK = {"content": "It is black.", "role": "assistant"}
 
 # TRL's dataset formats: conversational preference, explicit and implicit prompt [card: trl dataset_formats]
 MESSAGES = [{"prompt": [USER], "chosen": [BLUE], "rejected": [GREEN]}]
@@ -136,28 +134,15 @@ ULTRAFEEDBACK_PROMPT = [
     {"prompt": [{"content": "Write a line about\n\nthe sea. ", "role": "user"}]},
 ]
 # HuggingFaceH4/ultrafeedback_binarized [card] has all columns. trl-lib's has no prompt, as far as we
-# know: its card was not seen
-SCORES = dict(score_chosen=8.0, score_rejected=2.5)
-ULTRAFEEDBACK_BINARIZED = [dict(chosen=[USER, BLUE], rejected=[USER, GREEN]) | SCORES]
-H4 = dict(prompt=USER["content"], prompt_id="7f0a", messages=[USER, BLUE])
-ULTRAFEEDBACK_BINARIZED_H4 = [H4 | row for row in ULTRAFEEDBACK_BINARIZED]
+# know (as MESSAGES_WITHOUT_PROMPT): its card was not seen
+H4 = dict(prompt_id="7f0a", messages=[USER, BLUE], score_chosen=8.0, score_rejected=2.5)
+ULTRAFEEDBACK_BINARIZED_H4 = [H4 | row for row in TRL_STYLE]
 # HuggingFaceTB/smoltalk: whole conversations, of several turns, some with a system message. The
 # columns are those of smoltalk2 [card]; its own card was not seen
 SYSTEM = {"content": "You answer in a few words.", "role": "system"}
 SMOLTALK = [
     {"messages": [USER, BLUE], "source": "smol-magpie-ultra"},
-    {
-        "messages": [
-            SYSTEM,
-            {"content": "Hi", "role": "user"},
-            {"content": "Hello! What can I do for you?", "role": "assistant"},
-            USER,
-            BLUE,
-            {"content": "And at night?", "role": "user"},
-            {"content": "It is black.", "role": "assistant"},
-        ],
-        "source": "systemchats-30k",
-    },
+    {"messages": [SYSTEM, USER, BLUE, NIGHT, BLACK], "source": "systemchats-30k"},
 ]
 
 CHATML = (  # the form of Qwen's and SmolLM2's templates

@@ -95,14 +95,6 @@ def test_a_column_in_which_no_row_has_an_answer_is_refused(reward, empty):
             getattr(data_answers, reward)(["?"] * 2, ["#### 1", "="], answers)
 
 
-def test_gsm8k_without_a_mark_is_wrong():
-    responses = ["", "72", "The answer is 72.", "### 72", "#### ", "72 ####"]
-    assert data_answers.gsm8k(["?"] * 6, responses, [GSM8K[0]["answer"]] * 6) == [0] * 6
-    answers = [row["answer"] for row in GSM8K]
-    assert [data_answers.final_number(text) for text in answers] == [72, 1600, -3]
-    assert data_answers.gsm8k(["?"] * 3, answers, answers) == [1, 1, 1]
-
-
 GRADES = {  # reward, right answer → responses: strictly right, leniently right, in the right form
     ("gsm8k", "7 + 65 = 72\n#### 72"): {
         "So 9 * 8 = 72.\n#### 72": [1, 1, 1],
@@ -112,6 +104,8 @@ GRADES = {  # reward, right answer → responses: strictly right, leniently righ
         "#### 73\nNo: 80-8 is 72": [0, 1, 1],
         "80-72": [0, 1, 0],
         "It is -72": [0, 0, 0],
+        "### 72": [0, 1, 0],
+        "72 ####": [0, 1, 0],
         "": [0, 0, 0],
     },
     ("exact_match", "7225"): {

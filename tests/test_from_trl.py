@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from accelerate import Accelerator
-from formats import BLUE, GREEN, SYSTEM, USER
+from formats import BLUE, GREEN, NIGHT, SYSTEM, USER
 from tiny import WORDS
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -82,7 +82,7 @@ TURNS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-CHATS = [[USER], [SYSTEM, USER, BLUE, USER | {"content": "And at night?"}]]
+CHATS = [[USER], [SYSTEM, USER, BLUE, NIGHT]]
 ANSWERS = ["It is blue.", "Black"]
 
 

@@ -146,7 +146,6 @@ PAIRS = {
         dict(prompt=ASK, chosen=[SYSTEM, formats.BLUE], rejected=[SYSTEM, formats.GREEN]),
         (f"<|im_start|>system\n{SYSTEM['content']}<|im_end|>\n{SKY[0]}", *SKY[1:]),
     ),
-    "ultrafeedback_binarized": (formats.ULTRAFEEDBACK_BINARIZED[0], SKY),
     "HuggingFaceH4/ultrafeedback_binarized": (formats.ULTRAFEEDBACK_BINARIZED_H4[0], SKY),
     "repeated prompt": (formats.MESSAGES[0] | formats.MESSAGES_WITHOUT_PROMPT[0], SKY),
     "messages that part early": (

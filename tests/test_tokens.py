@@ -192,12 +192,6 @@ def test_messages_whose_content_is_no_text_are_refused(content, rest, chat_task)
     refuses(lambda: load(load_queries, chat_task, 9), "rows.jsonl: ", "content")
 
 
-def test_a_template_that_changes_the_prompt_once_it_has_an_answer_is_refused(chat_task):
-    tokenizer, _ = load_tokenizer(chat_task, 8)
-    tokenizer.chat_template = "{{ messages | length }} turns"
-    refuses(lambda: render_answer([USER], [BLUE], tokenizer), "1 turns")
-
-
 # Of nvidia/Llama-3_3-Nemotron-Super-49B-v1_5 and DeepSeek-R1's distilled models [llama.cpp's
 # models/templates]: thoughts of all answers are dropped; DeepSeek's prompt begins one.
 DROPS = "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }}E\n{% endfor %}"
@@ -206,7 +200,7 @@ DEEPSEEK = DROPS + "{% if add_generation_prompt %}assistant: <think>\n{% endif %
 THOUGHT = BLUE | {"content": "<think>\nAir scatters it.\n</think>\n\nIt is blue."}
 
 
-def test_an_answer_whose_thoughts_the_template_drops_is_refused(chat_task):
+def test_a_template_that_drops_thoughts_of_an_answer_or_of_the_prompt_is_refused(chat_task):
     """sft.py would teach to answer without them. Earlier answers may lose theirs, as in Qwen 3."""
     tokenizer, _ = load_tokenizer(chat_task, 8)
     tokenizer.chat_template = NEMOTRON
