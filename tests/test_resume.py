@@ -611,13 +611,14 @@ def test_a_disk_that_is_too_small_is_refused_before_training(ran, copy, monkeypa
     checkpoint, model = max(sizes), (ran / "runs/ran/model/model.safetensors").stat().st_size
     usage = SimpleNamespace(free=2.9 * checkpoint + model)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-    small, other = (settings("ppo", run_name=name, save_every=1) for name in ("small", "other"))
+    small = settings("ppo", run_name="small", save_every=1)
     tiny.refuses(lambda: ppo.main(small), "runs/small has to hold")
     ppo.main(again())
     usage.free = 3.1 * checkpoint + model
     ppo.main(settings("ppo", run_name="large", save_every=1))
     usage.free = 0.9 * model
-    tiny.refuses(lambda: ppo.main(replace(other, output_dir="out")), "out has to hold")
+    other = settings("ppo", run_name="other", output_dir="out")
+    tiny.refuses(lambda: ppo.main(other), "out has to hold")
 
 
 def test_state_that_is_not_json_fails_when_the_run_starts():
