@@ -121,7 +121,7 @@ def find_checkpoint(name: str, script: str, task: str | None) -> Path:
     `latest` is the newest run of this script, and of this task, that has one.
     """
     source = Path("runs" if name == "latest" else name)
-    pattern = f"{glob.escape(str(source))}/**/checkpoints/*.safetensors"  # also behind links
+    pattern = f"{glob.escape(str(source))}/**/checkpoints/*.safetensors"  # follows links
     files = [source] if source.is_file() else map(Path, glob.glob(pattern, recursive=True))
     found = []
     for path in files:

@@ -250,7 +250,7 @@ def arguments_of(
     response = {"responses", "completions", "scores"} & parameters.keys()
     if {"queries", "prompts"} <= parameters.keys() and not response:
         both = texts[2:] or [[query + response for query, response in zip(*texts, strict=True)]]
-        given |= {"queries": both[0], "prompts": texts[0]}  # in OpenRLHF
+        given |= {"queries": both[0], "prompts": texts[0]}  # OpenRLHF's meaning
     elif len(others) > 1 and not known.keys() & parameters:
         say_once(f"reward function: {others[0]} gets the queries, {others[1]} the responses")
         given |= dict(zip(others[:2], texts[:2], strict=True))

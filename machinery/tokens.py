@@ -58,7 +58,7 @@ def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
         return None
     known = tokenizer.get_vocab().get(text)  # Llama 2's adds a space before what it encodes
     if known is not None and tokenizer.decode([known]) == "\ufffd":
-        known = None  # GPT-2's key "»" is a byte, of which other characters consist
+        known = None  # GPT-2's key "»" names a byte, not the character
     ids = tokenizer.encode(text, add_special_tokens=False) if known is None else [known]
     if len(ids) != 1:
         raise InputError(f"{flag} {text!r} has to be one token; for this tokenizer it is {ids}")
@@ -72,7 +72,7 @@ def bos(tokenizer: Any) -> list[int]:
 
 
 def with_bos(ids: list[int], begin: list[int]) -> list[int]:
-    """Token ids after those of `bos`, unless there are none, or they begin with them."""
+    """`ids` with `begin` before them, once. An empty list stays empty."""
     return ids if not ids or ids[: len(begin)] == begin else begin + ids
 
 
@@ -100,7 +100,7 @@ def encode_after(
 def encode_answers(
     contexts: list[list[int]], answers: list[str], tokenizer: Any, stop: str | None
 ) -> list:
-    """Token ids of answers as they follow the ends of their contexts, without space after `stop`."""
+    """Token ids of answers after the ends of their contexts, without whitespace after `stop`."""
     ends = [ids[-16:] for ids in contexts]
     pairs = [(answer, answer.rstrip()) for answer in answers]
     answers = [cut if stop and cut.endswith(stop) else answer for answer, cut in pairs]
