@@ -20,9 +20,9 @@ One update (numbered as in `main`):
 
 In OpenAI's 2019 tasks, all R tokens of a response are trained on, but the reward model sees only
 those up to the truncate token, such as a period. In EOS tasks (`eos_task`) the truncate token is
-EOS and ends the response: what follows it is masked out everywhere.
+EOS and ends the response: what follows is masked out.
 
-Tags such as (P9) refer to docs/details.md. Three defaults differ from OpenAI's code: whitening is
+Tags such as (P9): docs/details.md. Three defaults differ from OpenAI's code: whitening is
 over all processes (X11), old log-probabilities and values come from a forward pass, not from
 sampling (L6), and each process has its own order of queries (G6).
 
@@ -126,7 +126,7 @@ class Args(RunArgs):
     clip_score: PositiveFloat | None = None
     """clip scores, also missing_eos_penalty, to [-clip_score, clip_score]"""
 
-    # Memory and speed. RunArgs has more, such as micro_batch_tokens, and the flags for files.
+    # Memory and speed. RunArgs has more, and the flags for files.
     rollout_batch_size: PositiveInt = 512
     """sequences that a process samples at a time; changes results only by rounding"""
 
@@ -137,7 +137,7 @@ SCRIPT = Path(__file__)  # runs and models are named after it
 
 
 class PolicyAndValue(nn.Module):
-    """A language model with a value head. Also used for the reference, ignoring its values."""
+    """A language model with a value head. The reference is one, too; its values are not used."""
 
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
@@ -182,8 +182,8 @@ def sample(
 ) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
-    Samples from the full vocabulary, whatever generation_config says. In EOS tasks, ended responses
-    leave the batch every 16 tokens; `score_responses` cuts what follows the end.
+    From the full vocabulary, whatever generation_config says. In EOS tasks, ended responses leave
+    the batch every 16 tokens; `score_responses` cuts what follows the end.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -208,7 +208,7 @@ def sample_in_batches(
     size, length = len(contexts), args.task.response_length
     uniform = torch.rand(length, size, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(size, length)
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)  # CPU on MPS
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -224,7 +224,7 @@ def score_responses(
 
     Truncate tokens before position `truncate_after` do not count. A response without one is not
     cut, and `missing_eos_penalty` replaces its score. `columns`: name → B values of the data set.
-    Returns scores [B], cut responses [B, R], `ended` [B]: the token was found or the task has none.
+    Returns scores [B], cut responses [B, R] and `ended` [B]: found, or the task has none.
     """
     task = args.task
     cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -252,7 +252,7 @@ def kl_penalized_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: floa
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """Proportional controller: raise kl_coef if the KL is above its target, else lower it (P11)."""
+    """Proportional controller: raise kl_coef if the KL is above kl_target (P11)."""
     if args.kl_target is None:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
@@ -340,8 +340,8 @@ def ppo_losses(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Policy loss, value loss and statistics of a micro-batch: [B, R] each → scalars.
 
-    `old`: the micro-batch as sampled. `avg_tokens`: response tokens of the minibatch per process,
-    on average. Sums over micro-batches, averaged over processes, are means over tokens (P7).
+    `old`: the micro-batch as sampled. `avg_tokens`: response tokens of the minibatch, averaged
+    over processes. Sums over micro-batches, averaged likewise, are means over tokens (P7).
     """
 
     def share(x: Tensor) -> Tensor:
@@ -426,7 +426,7 @@ def main(args: Args) -> None:
     tokenizer, ids = load_tokenizer(task, task.response_length)
     table = load_queries(task, tokenizer, ids, limit=args.total_episodes)
     heldout, table = table.hold_out(args.eval_queries)  # table[rows] → [len(rows), Q]
-    gold_reward = load_gold_reward(task, tokenizer, ids)  # None if there is none
+    gold_reward = load_gold_reward(task, tokenizer, ids)  # or None
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
     # `load_lm` disables dropout (P4) and exits if T, ids.length, is too long:
@@ -466,7 +466,7 @@ def main(args: Args) -> None:
     def make_rollout(
         queries: Tensor, columns: dict, first_epoch: list[Tensor], kl_coef: float, rng: Any
     ) -> Rollout:
-        """Steps 1 to 3 for queries [B, Q]. `first_epoch`: indices of each of its minibatches."""
+        """Steps 1 to 3 for queries [B, Q]. `first_epoch`: the rows of its minibatches."""
         # 1. Sample a response to each query.
         timer.start("sample")
         contexts = add_affixes(queries, ids)  # [B, C]
@@ -513,7 +513,7 @@ def main(args: Args) -> None:
             for minibatch_rows in minibatches:
                 minibatch = rollout.select(minibatch_rows)
                 advantages, returns = compute_advantages(minibatch, args)
-                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # tokens per process
+                avg_tokens = all_sum(minibatch.mask.sum()) / processes
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
                     logprobs, entropies, values = policy(old.contexts, old.responses)
@@ -555,7 +555,7 @@ def main(args: Args) -> None:
     run.finish()
 
 
-# The defaults are for sentiment and descriptiveness. Overrides for the other tasks:
+# Overrides of the defaults, which are for sentiment and descriptiveness:
 SYNTHETIC: dict[str, Any] = dict(total_episodes=4096, eval_every=20, batch_size=128, lr=5e-4)
 SYNTHETIC |= dict(num_ppo_epochs=2, num_minibatches=2)
 SYNTHETIC |= dict(kl_coef=0.08, kl_target=10.0, kl_horizon=1000)

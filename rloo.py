@@ -19,11 +19,11 @@ One update (numbered as in `main`):
 
 A whole response is one action; there is no value function. With one epoch and one minibatch, as
 for most tasks, the gradient is REINFORCE's. With more steps, the ratio of a whole response is
-clipped as PPO clips a token's. Adaptive KL, Adam and metric names are as in ppo.py.
+clipped as PPO clips a token's. Adaptive KL and Adam are as in ppo.py.
 
 In OpenAI's 2019 tasks, all R tokens of a response are trained on, but the reward model sees only
 those up to the truncate token, such as a period. In EOS tasks (`eos_task`) the truncate token is
-EOS and ends the response: what follows it is masked out everywhere.
+EOS and ends the response: what follows is masked out.
 
 Shapes: P queries, K responses to each, B sequences (K * P in a process's batch), Q query tokens, C
 context tokens (prefix + query + suffix), R response tokens, T = C + R, N real response tokens, V
@@ -116,7 +116,7 @@ class Args(RunArgs):
     clip_score: PositiveFloat | None = None
     """clip scores, also missing_eos_penalty, to [-clip_score, clip_score]"""
 
-    # Memory and speed. RunArgs has more, such as micro_batch_tokens, and the flags for files.
+    # Memory and speed. RunArgs has more, and the flags for files.
     rollout_batch_size: PositiveInt = 512
     """sequences that a process samples at a time; changes results only by rounding"""
 
@@ -127,7 +127,7 @@ SCRIPT = Path(__file__)  # runs and models are named after it
 
 
 class Policy(nn.Module):
-    """A language model that returns log-probabilities and entropies; no value head (L5)."""
+    """A language model that returns log-probabilities and entropies (L5)."""
 
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
@@ -168,8 +168,8 @@ def sample(
 ) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
-    Samples from the full vocabulary, whatever generation_config says. In EOS tasks, ended responses
-    leave the batch every 16 tokens; `score_responses` cuts what follows the end.
+    From the full vocabulary, whatever generation_config says. In EOS tasks, ended responses leave
+    the batch every 16 tokens; `score_responses` cuts what follows the end.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -194,7 +194,7 @@ def sample_in_batches(
     size, length = len(contexts), args.task.response_length
     uniform = torch.rand(length, size, generator=rng, device=rng.device, dtype=torch.float64)
     responses = contexts.new_empty(size, length)
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)  # CPU on MPS
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -210,7 +210,7 @@ def score_responses(
 
     Truncate tokens before position `truncate_after` do not count. A response without one is not
     cut, and `missing_eos_penalty` replaces its score. `columns`: name → B values of the data set.
-    Returns scores [B], cut responses [B, R], `ended` [B]: the token was found or the task has none.
+    Returns scores [B], cut responses [B, R] and `ended` [B]: found, or the task has none.
     """
     task = args.task
     cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
@@ -232,7 +232,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """Proportional controller: raise kl_coef if the KL is above its target, else lower it (P11)."""
+    """Proportional controller: raise kl_coef if the KL is above kl_target (P11)."""
     if args.kl_target is None:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
@@ -265,11 +265,11 @@ def shuffle(
     """For each epoch, the indices of each minibatch: a new permutation of the queries (P7).
 
     Episode i is a response to query i % P. All K responses to a query are in one minibatch, side by
-    side, so that a micro-batch computes the query only once.
+    side: a micro-batch computes the query once.
     """
     rng = np.random.default_rng([seed, update, 2])  # 2: a stream of its own
     num_queries = num_episodes // args.rloo_k
-    offsets = num_queries * np.arange(args.rloo_k)  # i, i + P, i + 2P, ... have one query
+    offsets = num_queries * np.arange(args.rloo_k)  # i, i + P, ... have one query
     epochs = []
     for _ in range(args.num_ppo_epochs):
         minibatches = np.split(rng.permutation(num_queries), args.num_minibatches)
@@ -296,9 +296,8 @@ def rloo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss and statistics of a micro-batch: [B, R], [B] → scalars.
 
-    PPO's clipped loss with the probability ratio of whole responses (L4). `num_responses` is the
-    size of this process's minibatch. Results summed over its micro-batches and averaged over
-    processes are means over responses (P7).
+    PPO's clipped loss with the probability ratio of whole responses (L4). `num_responses`: of this
+    process's minibatch. Sums over micro-batches, averaged over processes, are means (P7).
     """
 
     def share(x: Tensor) -> Tensor:
@@ -370,7 +369,7 @@ def main(args: Args) -> None:
     tokenizer, ids = load_tokenizer(task, task.response_length)
     table = load_queries(task, tokenizer, ids, limit=args.total_episodes // args.rloo_k)
     heldout, table = table.hold_out(args.eval_queries)  # table[rows] → [len(rows), Q]
-    gold_reward = load_gold_reward(task, tokenizer, ids)  # None if there is none
+    gold_reward = load_gold_reward(task, tokenizer, ids)  # or None
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
     # `load_lm` disables dropout (P4) and exits if T, ids.length, is too long:
@@ -445,7 +444,8 @@ def main(args: Args) -> None:
 
         # 1-3. Sample, score, and compute log-probabilities and rewards.
         num_queries = local_batch_size // args.rloo_k  # P
-        rows = np.tile(query_rows(len(table), num_queries, seed, update), args.rloo_k)  # [K * P]
+        rows = query_rows(len(table), num_queries, seed, update)  # [P]
+        rows = np.tile(rows, args.rloo_k)  # [K * P]
         queries, columns = table[rows].to(device), table.columns(rows)
         epochs = shuffle(local_batch_size, args, seed, update, device)
         rng = generator(seed, update, device)
@@ -461,7 +461,7 @@ def main(args: Args) -> None:
             for minibatch_rows in minibatches:
                 minibatch = rollout.select(minibatch_rows)
                 advantages = all_advantages[minibatch_rows]
-                avg_tokens = all_sum(minibatch.mask.sum()) / processes  # tokens per process
+                avg_tokens = all_sum(minibatch.mask.sum()) / processes
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
                     logprobs, entropies = policy(old.contexts, old.responses)
@@ -499,7 +499,7 @@ def main(args: Args) -> None:
     run.finish()
 
 
-# The defaults are for sentiment and descriptiveness. Overrides for the other tasks:
+# Overrides of the defaults, which are for sentiment and descriptiveness:
 SYNTHETIC: dict[str, Any] = dict(total_episodes=4096, eval_every=20, batch_size=128, lr=7e-4)
 SYNTHETIC |= dict(kl_coef=0.08, kl_target=10.0, kl_horizon=1000)
 FIXED: dict[str, Any] = dict(kl_target=None)
