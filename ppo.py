@@ -193,7 +193,7 @@ def sample(
         tokens = sample_token(logits, uniform[t][batch.rows])  # [b], by inverting the CDF
         responses[batch.rows, t] = tokens
         batch.append(tokens)
-        if task.eos_task and t % 16 == 15:  # rarely: `drop` syncs with the GPU
+        if task.eos_task and t % 16 == 15:  # `drop` waits for the GPU
             _, ended = truncate(responses[batch.rows], ids.truncate, task.truncate_after, ids.pad)
             batch.drop(ended)
             if len(batch.rows) == 0:
@@ -482,7 +482,7 @@ def main(args: Args) -> None:
         mask = responses != ids.pad
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, values, ref_logprobs = torch.zeros(3, *mask.shape, device=device)
-        # Micro-batch as the first epoch will: same rounding, so ratios start at 1 (L6).
+        # Micro-batches of the first epoch: same rounding, so ratios start at 1 (L6).
         for rows in first_epoch:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
                 i = rows[part]
@@ -559,7 +559,7 @@ def main(args: Args) -> None:
 SYNTHETIC: dict[str, Any] = dict(total_episodes=4096, eval_every=20, batch_size=128, lr=5e-4)
 SYNTHETIC |= dict(num_ppo_epochs=2, num_minibatches=2)
 SYNTHETIC |= dict(kl_coef=0.08, kl_target=10.0, kl_horizon=1000)
-FIXED: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)
+FIXED: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)  # kl_coef, reward scale
 SUMMARIES = FIXED | dict(batch_size=32, lr=2e-6)
 TLDR = FIXED | dict(lr=3e-6, kl_coef=0.05)
 VERIFIABLE = FIXED | dict(num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192)

@@ -179,7 +179,7 @@ def sample(
         tokens = sample_token(logits, uniform[t][batch.rows])  # [b], by inverting the CDF
         responses[batch.rows, t] = tokens
         batch.append(tokens)
-        if task.eos_task and t % 16 == 15:  # rarely: `drop` syncs with the GPU
+        if task.eos_task and t % 16 == 15:  # `drop` waits for the GPU
             _, ended = truncate(responses[batch.rows], ids.truncate, task.truncate_after, ids.pad)
             batch.drop(ended)
             if len(batch.rows) == 0:
@@ -425,7 +425,7 @@ def main(args: Args) -> None:
         mask = responses != ids.pad
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, ref_logprobs = torch.zeros(2, *mask.shape, device=device)
-        # Micro-batch as the first epoch will: same rounding, so ratios start at 1 (L6).
+        # Micro-batches of the first epoch: same rounding, so ratios start at 1 (L6).
         for rows in first_epoch:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
                 i = rows[part]
