@@ -57,11 +57,11 @@ class Args(RunArgs):
     batch_size: PositiveInt = 32
     """sequences per optimizer step, over all processes"""
     block_size: Annotated[int, Field(ge=4)] = 128
-    """tokens of a block, if the task has no reference responses"""
+    """tokens per block, if the task has no reference responses"""
     lr: PositiveFloat = 5e-5
     """peak learning rate; linear warm-up, then linear decay to 0"""
     warmup: UnitFloat = 0.05
-    """fraction of the steps for the warm-up"""
+    """fraction of the steps used for warm-up"""
     weight_decay: NonNegativeFloat = 0.01
     """weight decay of AdamW"""
     max_grad_norm: PositiveFloat = 1.0

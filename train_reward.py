@@ -7,8 +7,8 @@ Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences, arXiv 1
 
 A language model with a scalar head scores a response to a query. It is trained for one epoch with
 softmax cross-entropy over the K responses to a query; the target is the one that a human preferred.
-Before and after training, gain and bias are set so that samples of the policy have rewards with
-mean 0 and standard deviation 1.
+Before and after training, gain and bias are set so that rewards of policy samples have mean 0 and
+standard deviation 1.
 
 Shapes: B labels (b in a micro-batch, N held out), K responses per label, Q and R tokens of query
 and response, T = Q + R, S samples. Masks are True at real tokens. Tags (R1): docs/details.md.
@@ -57,7 +57,7 @@ class Args(RunArgs):
     num_labels: PositiveInt = 4992
     """train on the first N labels of the dataset"""
     num_heldout: NonNegativeInt = 1024
-    """at most this many other labels for evaluation"""
+    """maximum number of held-out labels to evaluate on"""
 
     # Optimization
     batch_size: PositiveInt = 32
@@ -69,9 +69,9 @@ class Args(RunArgs):
 
     # Normalization
     policy_model: str | None = None
-    """hub name or folder of the policy that samples; None: base_model"""
+    """folder or hub name of the policy to sample from; default: base_model"""
     normalize_samples: Annotated[int, Field(ge=2)] = 256
-    """samples to normalize on, rounded up to a multiple of rollout_batch_size"""
+    """number of policy samples for normalization, rounded up to whole batches"""
     rollout_batch_size: PositiveInt = 512
     """samples per batch, over all processes (in ppo.py and rloo.py, per process)"""
 
@@ -116,6 +116,7 @@ class RewardModel(nn.Module):
     def forward(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
         """The reward at the last token that is neither padding nor `skip_id`: [B, T] → [B] (R1)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
+        # `skip_id` is -1 unless the model was a sequence classifier: its pad token.
         skip = (tokens == self.config.pad_id) | (tokens == self.config.skip_id)
         last = torch.where(skip, 0, positions).amax(dim=1)
         return self.token_rewards(tokens, prompt_length).gather(1, last[:, None]).squeeze(1)
@@ -139,7 +140,7 @@ def sample_policy(args: Args, accelerator: Accelerator) -> tuple[list[tuple], An
     """Sample the policy twice, to normalize before and after training (R3).
 
     Returns two triples of queries [S, Q], responses [S, R] (in EOS tasks, with padding after EOS)
-    and the data set's prompts, and the policy's tokenizer and token ids. The policy is freed then.
+    and the data set's prompts, and the policy's tokenizer and token ids. Frees the policy.
     """
     device, processes = accelerator.device, accelerator.num_processes
     task, flag = args.task, "--base_model"
@@ -164,7 +165,7 @@ def sample_policy(args: Args, accelerator: Accelerator) -> tuple[list[tuple], An
         responses = torch.cat(parts)
         if task.eos_task:  # other tasks normalize on all R tokens (X9)
             responses, _ = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
-        samples.append((queries, responses, prompts))
+        samples.append((queries, responses, prompts))  # the reward model reads no affixes
     return samples, tokenizer, ids
 
 
@@ -203,7 +204,7 @@ def candidate_tokens(
 def predict(
     model: RewardModel, labels: Labels, rows: np.ndarray, pad_id: int, args: Args, device: Any
 ) -> tuple[Tensor, Tensor]:
-    """Rewards [N, K] of labels, and the indices [N] of the preferred responses."""
+    """Rewards [N, K] of labels, and the index of each preferred response [N]."""
     rewards, best = [], []
     for part in np.split(rows, range(args.batch_size, len(rows), args.batch_size)):
         tokens, part_best, q = candidate_tokens(labels, part, pad_id, device)
@@ -252,7 +253,7 @@ def main(args: Args) -> None:
         model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)
     model, optimizer = distributed.prepare(accelerator, model, optimizer)
-    # These are the policy's token ids, or the same texts if it has another tokenizer (X13).
+    # Keeps the policy's token ids, or encodes its texts again if the tokenizers differ (X13):
     to_input = reward_input(model, tokenizer, policy_tokenizer, policy_ids.pad, task.query_prefix)
     before, after = (to_input(*sample) for sample in samples)  # [S, T] each
     normalize(model, before, args.micro_batch_tokens)

@@ -59,7 +59,7 @@ def truncate(
 ) -> tuple[Tensor, Tensor]:
     """Replace what follows the first `token` at or after position `after` by padding (P5).
 
-    Returns the responses [B, R], and whether each has the token [B]; True if there is no token.
+    Returns the responses [B, R], and whether each has the token [B]; all True if it is None.
     """
     if token is None:
         return responses, torch.ones_like(responses[:, 0], dtype=torch.bool)
@@ -138,7 +138,7 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:
 
 
 def all_sum(x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Sum over all processes."""
+    """All-reduce: by default, the sum over all processes."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         x = x.clone(memory_format=torch.contiguous_format)  # as NCCL needs it
         dist.all_reduce(x, op)
@@ -172,9 +172,9 @@ def average_gradients(model: nn.Module) -> None:
 def mean_over_processes(metrics: dict[str, Any], device: torch.device) -> dict[str, float]:
     """The mean of each metric over all processes, with one all-reduce."""
     values = [torch.as_tensor(value, dtype=torch.float32) for value in metrics.values()]
-    means = all_sum(torch.stack([value.to(device).squeeze() for value in values]))
+    sums = all_sum(torch.stack([value.to(device).squeeze() for value in values]))
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    return dict(zip(metrics, (means / world_size).tolist(), strict=True))
+    return dict(zip(metrics, (sums / world_size).tolist(), strict=True))
 
 
 def global_mean_and_var(x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -235,7 +235,7 @@ class Timer:
         self.seconds: dict[str, float] = {}
 
     def start(self, phase: str | None) -> None:
-        """Begin a phase, or none. Of a phase that occurs twice, the last seconds count."""
+        """Begin a phase, or none. If a phase occurs twice, only its last seconds are kept."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # wait for queued kernels
         now = time.perf_counter()
