@@ -125,15 +125,17 @@ def clean_texts(texts: Sequence[str | None], task: Task) -> list[str]:
 
 
 def drop_lines(text: str, length: int, tokenizer: Any) -> str:
-    """Cut a long prompt: drop lines before its last one, such as TL;DR:."""
+    """Shorten a long prompt before its last line, such as TL;DR:, as OpenAI does.
+
+    Its last lines go. The first one, or that of a Reddit post, loses its last characters.
+    """
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    body = text.rstrip()
-    head, _, last = body.rpartition("\n")
-    last += text[len(body) :]
-    while "\n" in head.rstrip() and len(encode(text)) > length:
-        head = head.rstrip().rpartition("\n")[0]
-        text = f"{head.rstrip()}\n\n{last}"
-    return text
+    head = text.rstrip().rpartition("\n")[0].removesuffix("\n")
+    rest = text[len(head) :]
+    while head and (excess := len(encode(head + rest)) - length) > 0:
+        before, _, line = head.rpartition("\n")
+        head = head[:-excess] if not before or line.startswith("POST:") else before
+    return head + rest
 
 
 def ends_word(text: str, offsets: list[tuple[int, int]], end: str) -> list[bool]:

@@ -87,25 +87,22 @@ def test_P3_cnndm_queries_are_cleaned_end_a_sentence_and_have_prefix_and_suffix(
     assert [ids.truncate] == tokenizer.encode("\n")
 
 
-POST = "TITLE: soup\n\nPOST: Anna saw it.\nBen saw it too.\nThe end.\n\nTL;DR:"
-SHORTER = [POST.replace("\nThe end.", ""), "TITLE: soup\n\nPOST: Anna saw it.\n\nTL;DR:"]
-
-
 @pytest.mark.parametrize("make_tokenizer", [formats.gpt2_tokenizer, formats.llama2_tokenizer])
-def test_a_prompt_that_is_too_long_loses_lines_before_its_last_one(make_tokenizer, task):
-    """TL;DR: as in [N+]: whole lines go until it fits, with the BOS of a tokenizer that writes it."""
-    tokenizer = make_tokenizer()
-    length = {text: len(tokenizer.encode(text)) for text in (POST, *SHORTER)}
-    for query_length, expected in (
-        (length[POST], POST),
-        (length[SHORTER[0]], SHORTER[0]),
-        (length[SHORTER[0]] - 1, SHORTER[1]),  # one token less is one line less
-    ):
-        for end in ("", "\n", " "):  # the last line is the last one with words
-            more = len(tokenizer.encode(POST + end)) - length[POST]
-            task = replace(task, keep_last_line=True, query_length=query_length + more)
-            found = queries.tokenize_queries([POST + end], task, tokenizer)
-            assert found == [tokenizer.encode(expected + end)]
+@pytest.mark.parametrize("end", ["", "\n", " "])
+def test_a_post_that_is_too_long_loses_its_last_lines_then_its_last_characters(
+    make_tokenizer, end, task
+):
+    """As in OpenAI's summarize-from-feedback, also of a post that is one line."""
+    tokenizer, head, rest = make_tokenizer(), "TITLE: soup\n\nPOST: ", f"\n\nTL;DR:{end}"
+    for post in ("Anna saw it.\nBen saw it too.\n\nThe end.", "Anna saw that Ben saw it, too."):
+        text = head + post + rest
+        for length in range(len(tokenizer.encode(text)), len(tokenizer.encode(head + rest)), -1):
+            while len(tokenizer.encode(head + post + rest)) > length:
+                post = post[: post.rindex("\n")] if "\n" in post else post[:-1]
+            task = replace(task, keep_last_line=True, query_length=length)
+            (found,) = queries.tokenize_queries([text], task, tokenizer)
+            assert found == tokenizer.encode(head + post + rest)
+        assert "\n" not in post and len(post) < 9
 
 
 @pytest.fixture
