@@ -70,18 +70,18 @@ def truncate(
     return responses.masked_fill(positions > last[:, None], pad_id), ended
 
 
-def decode(tokenizer: Any, tokens: Tensor, pad_id: int) -> list[str]:
-    """[B, T] → B texts without padding and special tokens."""
+def decode(tokenizer: Any, tokens: Tensor, pad_id: int, special: bool = False) -> list[str]:
+    """[B, T] → B texts without padding, and without special tokens unless `special`."""
     ids = [[token for token in row if token != pad_id] for row in tokens.tolist()]
-    return tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    options = dict(skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+    return tokenizer.batch_decode(ids, **options)
 
 
 def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
     """Sample from softmax(logits) by inverting its CDF: [B, V], [B] in [0, 1) → [B].
 
-    With torch.multinomial a token would depend on the other sequences of the batch, and hence on
-    `rollout_batch_size`. Finds the block of 256 tokens first, then the token in it: the CDF has to
-    be float64, and that of the whole vocabulary would be large.
+    With torch.multinomial a token would depend on the other sequences of its batch. Finds the block
+    of 256 tokens first: the CDF has to be float64, and that of the whole vocabulary is large.
     """
     probs = logits.to(uniform.device, torch.float32).softmax(dim=-1)
     blocks = F.pad(probs, (0, -probs.shape[1] % 256)).unflatten(1, (-1, 256))

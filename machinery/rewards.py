@@ -5,6 +5,7 @@ Shapes: `B` sequences, `Q` query tokens, `R` response tokens, `T` tokens.
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from machinery.unpadding import set_unpadding
 from utils import TokenIds, decode, micro_batches, pad_left
 
 say_once = functools.cache(say)
+ANSWER = re.compile("response|completion|solution|output")  # in no name of a query
 
 
 def load_reward(
@@ -100,6 +102,7 @@ def load_reward_model(cls: Callable, name: str) -> Any:
         skip_id = -1 if config.pad_token_id is None else config.pad_token_id
         model = cls(RewardConfig(config, config.vocab_size, skip_id), classifier.base_model)
         model.head.weight = classifier.score.weight
+        model.config.is_classifier = True
         return model.eval()
 
 
@@ -107,6 +110,7 @@ class RewardConfig(transformers.PretrainedConfig):
     """Configuration of a reward model: its backbone's, and its pad id."""
 
     model_type = "scalar_reward"
+    is_classifier = False  # of the library; train_reward.py may start from one's transformer
 
     def __init__(
         self,
@@ -152,7 +156,7 @@ def reward_input(
     longest = getattr(model.config.backbone, "max_position_embeddings", None) or 0  # 0: no limit
     same = same_tokens(tokenizer, policy_tokenizer)
     template = tokenizer.chat_template
-    classifier = "SequenceClassification" in str(model.config.backbone.architectures)
+    classifier = model.config.is_classifier
     own_template = template and (classifier or template != policy_tokenizer.chat_template)
     begin = bos(tokenizer) if classifier or not query_prefix else []
 
@@ -203,11 +207,11 @@ def text_scorer(field: str, task: Task, tokenizer: Any, pad_id: int) -> Callable
     name = getattr(task, field)
     with about(f"--{field} {name}"):
         function = load_function(name)
-        as_one = {"queries", "prompts"} <= inspect.signature(function).parameters.keys()
+        as_one = reads_both(function)
 
     def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
         parts = [queries, responses] + [torch.cat([queries, responses], dim=1)] * as_one
-        texts = [decode(tokenizer, tokens, pad_id) for tokens in parts]
+        texts = [decode(tokenizer, tokens, pad_id, special=as_one) for tokens in parts]
         # A query's responses are neighbors, as TRL's functions expect.
         first = {query: i for i, query in reversed([*enumerate(texts[0])])}
         order = torch.tensor([first[query] for query in texts[0]]).argsort(stable=True)
@@ -226,10 +230,19 @@ def call_reward_function(
     """Call a function of texts with all that it names → finite numbers [B]."""
     returned = function(**arguments_of(function, texts, columns, query_column))
     scores = returned["rewards"] if isinstance(returned, dict) else returned  # OpenRLHF's
+    if isinstance(scores, list | tuple) and 0 < sum(x is None for x in scores) < len(scores):
+        say_once("reward function: None counts as 0, as in TRL")
+        scores = [0.0 if x is None else x for x in scores]
     result = torch.as_tensor(scores, dtype=torch.float32)
     if result.shape != (len(texts[0]),) or not result.isfinite().all():
         raise InputError(f"returned {returned!r:.60}, not {len(texts[0])} finite numbers")
     return result
+
+
+def reads_both(function: Callable) -> bool:
+    """Whether `queries` are prompt and response in one text, with special tokens: OpenRLHF's."""
+    names = inspect.signature(function).parameters.keys()
+    return {"queries", "prompts"} <= names and not {"responses", "completions", "scores"} & names
 
 
 def arguments_of(
@@ -248,10 +261,10 @@ def arguments_of(
     needed = [x for x in parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
     others = [x.name for x in needed if x.default is x.empty and x.name not in given]
     response = {"responses", "completions", "scores"} & parameters.keys()
-    if {"queries", "prompts"} <= parameters.keys() and not response:
+    if reads_both(function):
         both = texts[2:] or [[query + response for query, response in zip(*texts, strict=True)]]
-        given |= {"queries": both[0], "prompts": texts[0]}  # OpenRLHF's meaning
-    elif len(others) > 1 and not known.keys() & parameters:
+        given |= {"queries": both[0], "prompts": texts[0]}
+    elif len(others) > 1 and not known.keys() & parameters and not ANSWER.search(others[0]):
         say_once(f"reward function: {others[0]} gets the queries, {others[1]} the responses")
         given |= dict(zip(others[:2], texts[:2], strict=True))
     elif not (response or others) and (needed or not takes_all):  # it would see columns alone

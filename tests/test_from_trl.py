@@ -23,7 +23,7 @@ from machinery import rewards
 from machinery.cli import InputError, parse_args
 from machinery.labels import load_labels
 from machinery.tokens import tokenize_prompt
-from train_reward import RewardModel
+from train_reward import RewardModel, new_reward_model
 from utils import TokenIds
 
 ROOT = Path(__file__).parent.parent
@@ -140,8 +140,9 @@ def test_X13_train_rewards_model_reads_conversations_as_it_was_trained_to(tmp_pa
     task = replace(task, query_length=99, truncate_token=own.eos_token, **files)
     labels = load_labels(task, own, TokenIds(WORDS, own.eos_token_id, [], []))
     trained = [[*x.tolist(), *y[0]] for x, y in zip(labels.queries, labels.responses, strict=True)]
-    read = rewards.reward_input(tiny.make_reward(pad_id=WORDS, positions=256), own, hers, WORDS)
-    found = read(*tokens_of_chats(hers), CHATS)
+    write_classifier(tmp_path / "base")  # its transformer does not make it a classifier
+    model = new_reward_model(str(tmp_path / "base"), WORDS)
+    found = rewards.reward_input(model, own, hers, WORDS)(*tokens_of_chats(hers), CHATS)
     assert found.tolist() == utils.pad_left(trained, found.shape[1], WORDS).tolist()
 
 

@@ -44,7 +44,7 @@ def load_reward(task, folder: Path | None = None, code: str = "", **flags: Any) 
 
 
 RETURNS = ["[1.0]", "[[1.0]] * 4", "[float('nan')] * 4", "[1e39, 0, 0, 0]", "None"]
-RETURNS += ["['a', 'b', 'c', 'd']", "(1.0 for _ in range(4))", "1 / 0", "sys.exit(0)"]
+RETURNS += ["[None] * 4", "['a', 'b', 'c', 'd']", "(1.0 for _ in range(4))", "1 / 0", "sys.exit(0)"]
 
 
 @pytest.mark.parametrize("returned", RETURNS)
@@ -75,6 +75,15 @@ def test_a_reward_function_reads_texts_and_may_return_an_array(form, task, tmp_p
         for texts in (("Anna saw", "A"), (".", " .."))
     )
     assert reward(queries, responses).tolist() == [108, 301]
+
+
+def test_a_row_that_a_function_does_not_judge_has_the_reward_0(task, tmp_path, capsys):
+    """As in TRL, whose `accuracy_reward` returns None where it cannot read the solution."""
+    rewards.say_once.cache_clear()
+    reward, _ = load_reward(task, tmp_path, "return [1, None, True, numpy.float32(0.5)]")
+    tokens = torch.full((4, 3), 14)
+    assert [reward(tokens, tokens).tolist() for _ in range(2)] == [[1, 0, 1, 0.5]] * 2
+    assert capsys.readouterr().out.count("None counts as 0") == 1
 
 
 @pytest.mark.parametrize("script", ["ppo", "rloo"])
@@ -139,6 +148,17 @@ def test_X13_query_and_response_are_decoded_together(hers, tmp_path):
     task = tiny.make_task(reward_fn=f"{tmp_path / 'f.py'}:f")
     score = rewards.text_scorer("reward_fn", task, policy, pad)
     assert score(torch.tensor([[pad, *q]]), torch.tensor([[*r, pad]])).tolist() == [1]
+
+
+@pytest.mark.parametrize("names", ["prompts, labels=0", "prompts, responses", "responses"])
+def test_only_functions_in_openrlhfs_form_read_special_tokens(names, hers, tmp_path):
+    """They find the response by splitting `queries` at one of them; TRL decodes without."""
+    code = f"def f(queries, {names}):\n    return [x.count('<|endoftext|>') for x in queries]"
+    (tmp_path / "f.py").write_text(code)
+    task = tiny.make_task(reward_fn=f"{tmp_path}/f.py:f")
+    score = rewards.text_scorer("reward_fn", task, hers, tiny.WORDS)
+    q, r = (torch.tensor([hers.encode(x)]) for x in ("Anna<|endoftext|>", " saw<|endoftext|>"))
+    assert score(q, r).tolist() == [2 if "labels" in names else 0]
 
 
 def test_X13_models_of_one_tokenizer_may_be_padded_to_other_sizes(hers):
@@ -320,6 +340,7 @@ def test_prompts_and_completions_of_messages_are_lists_of_messages(answered, giv
         ("question, output, more", ("'more'", "answer")),
         ("prompt, answer", ("responses",)),  # both are columns: it would see no response
         ("queries, output", ("responses",)),
+        ("solution_str, truth", ("'solution_str'", "ground_truth")),  # it is no query
         ("prompt, answer, **columns", ("responses",)),
         ("labels=None, **columns", ("responses",)),
     ],
@@ -336,7 +357,7 @@ def test_a_column_named_like_a_text_is_said_once(capsys):
 
 
 def test_which_of_two_own_names_is_the_response_is_said(capsys):
-    """Such as verl's, whose ground truth is inside of the column `reward_model`."""
+    """As the second may be a column whose name is wrong."""
     rewards.say_once.cache_clear()
-    arguments("solution_str, truth", REST)
-    assert "solution_str gets the queries, truth the responses" in capsys.readouterr().out
+    arguments("task, truth", REST)
+    assert "task gets the queries, truth the responses" in capsys.readouterr().out
