@@ -125,6 +125,9 @@ def load_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
         queries = [tokens.tokenize_prompt(x, task.query_length, tokenizer) for x in prompts]
     elif "prompt" in rows.column_names:
         queries = tokenize_queries(prompts, task, tokenizer)
+        if long := sum(len(query) > task.query_length for query in queries):
+            say(f"--query_length {task.query_length}: cut {long} of {len(queries)} prompts")
+        queries = [query[: task.query_length] for query in queries]
     else:
         texts = clean_texts(prompts, task)
         begin = [] if task.query_prefix else tokens.bos(tokenizer)

@@ -94,7 +94,7 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     """Texts or lists of messages → queries as token lists, empty if skipped (P3).
 
     Skipped: blank texts, and messages that are too long. The query of a conversation that ends with
-    an answer is what precedes it.
+    an answer is what precedes it. Without `end_text`, the caller cuts, and counts what it cuts.
     """
     if any(isinstance(text, list) for text in texts):
         tokens.check_chat(task, tokenizer)
@@ -112,7 +112,7 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     queries = []
     for text, ids, spans in zip(texts, encoded, offsets, strict=True):
         ends = None if end is None else ends_word(text, spans, end)
-        query = cut_query(ids, length, start, ends) if text.strip() else []
+        query = cut_query(ids, length if ends else len(ids), start, ends) if text.strip() else []
         queries.append(tokens.with_bos(query, begin))
     return queries
 
@@ -268,15 +268,17 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
             elif text and column == task.query_column:
                 raise InputError(f"--response_column {column} holds the queries: see docs/data.md")
             texts.append(text or "")
-        contexts = [ids.prefix + query + ids.suffix for query in prompts]
+        contexts = [ids.prefix + query[: task.query_length] + ids.suffix for query in prompts]
         responses = tokens.encode_answers(contexts, texts, tokenizer, task.truncate_token)
         sequences = []
         for query, context, response in zip(prompts, contexts, responses, strict=True):
             sequence = [ids.pad] * (width - len(context)) + context + tokens.with_end(response, end)
             sequence += [ids.pad] * (width + task.response_length - len(sequence))
+            sequence += [ids.pad] * (len(query) - task.query_length)  # counted as cut
             sequences.append(sequence if query and response else [])
         return sequences
 
     rows = load_texts(task, task.query_column, column)
-    length, limit = width + task.response_length, f"--response_length {task.response_length}"
+    length = width + task.response_length
+    limit = f"--query_length {task.query_length} or --response_length {task.response_length}"
     return tokenize_rows(rows, to_sequences, length, task, tokenizer, ids, limit=limit)

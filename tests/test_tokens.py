@@ -368,6 +368,25 @@ def test_answers_and_blocks_that_are_cut_are_counted(model, tmp_path, capsys):
     assert "cut" not in capsys.readouterr().out
 
 
+def test_prompts_that_are_cut_are_counted(model, tmp_path, capsys):
+    """They lose their end, such as `### Response:`, without which the answer is no answer."""
+    prompts = ["a b c d e\n\n### Response:", "a b c d e f\n\n### Response:", "a"]
+    rows = [dict(prompt=x, completion=" Hi", chosen=" Hi", rejected=" No") for x in prompts]
+    task = make_task(model, rows, tmp_path / "a.jsonl", query_length=8)
+    task = replace(task, label_dataset=task.query_dataset, response_column="completion")
+    whole = [model.encode(x) for x in prompts]
+    lost = sum(max(len(ids) - 8, 0) for ids in whole)
+    assert load(load_queries, task, 9) == sorted(ids[:8] for ids in whole) and lost > 2
+    assert f"--query_length: cut 2 of 3 sequences, by {lost} tokens" in capsys.readouterr().out
+    contexts = [ids[: -len(model.encode(" Hi" + END))] for ids in load(load_responses, task)]
+    assert sorted(contexts) == sorted(ids[:8] for ids in whole)
+    line = f"--query_length 8 or --response_length 8: cut 2 of 3 sequences, by {lost} tokens"
+    assert line in capsys.readouterr().out
+    found = labels.load_labels(task, *load_tokenizer(task, 8)).queries
+    assert [ids.tolist() for ids in found] == [ids[:8] for ids in whole]
+    assert "--query_length 8: cut 2 of 3 prompts" in capsys.readouterr().out
+
+
 def test_a_template_that_writes_the_day_writes_the_same_in_every_run(chat_task):
     """Llama 3.2's form, whose template has this day if there is no clock."""
     tokenizer, _ = load_tokenizer(chat_task, 8)
