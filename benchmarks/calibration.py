@@ -4,12 +4,14 @@
 
 Labels are sorted by confidence, the largest softmax probability of a label's candidates, into five
 groups. Prints a line of JSON for each, and draws the rewards of preferred and other responses. Give
-it the `--label_dataset` and `--num_labels` of its training, if they were not the task's.
+it the flags of its training that change labels: `--label_dataset` and `--num_labels`, and after
+`--` all others, such as `-- --truncate_token '<|im_end|>' --no-keep_last_line`.
 """
 
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import transformers
@@ -44,16 +46,17 @@ def main(
     out: str = "rewards.png",
     label_dataset: str | None = None,
     num_labels: int | None = None,
+    flags: tyro.conf.Suppress[tuple[str, ...]] = (),
 ):
     """Print the table and draw the picture `out`, of a reward model's folder or hub name."""
-    flags = {"task": task, "label_dataset": label_dataset, "num_labels": num_labels}
-    given = [f"--{name}={value}" for name, value in flags.items() if value is not None]
-    args = cli.parse_args(train_reward.Args, train_reward.PRESETS, given)
+    named = {"task": task, "label_dataset": label_dataset, "num_labels": num_labels}
+    given = [f"--{name}={value}" for name, value in named.items() if value is not None]
+    args = cli.parse_args(train_reward.Args, train_reward.PRESETS, [*given, *flags])
     reward_model = load_reward_model(train_reward.RewardModel, model)
     pad_id = reward_model.config.pad_id
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     of_task = replace(args.task, base_model=model)  # labels may be in ids of another tokenizer
-    if "SequenceClassification" in str(reward_model.config.backbone.architectures):
+    if reward_model.config.is_classifier:
         first = load_rows(str(of_task.label_dataset), "--label_dataset")[0]
         if isinstance(first.get("chosen"), list):  # TRL's reads what the template writes last
             raise cli.InputError(f"{model} scores messages after their end token, unlike labels")
@@ -73,4 +76,5 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    end = [*sys.argv, "--"].index("--")
+    tyro.cli(partial(main, flags=tuple(sys.argv[end + 1 :])), args=sys.argv[1:end])

@@ -44,8 +44,9 @@ def test_a_model_on_its_held_out_labels(task, here, monkeypatch, capsys):
 @torch.no_grad()
 def test_labels_are_the_texts_of_training(ids, task, gpt2, here, monkeypatch):
     """Pairs with the truncate token, or ids of the task's model, of which this one is not."""
+    end = "." if ids else ","
     rows = [dict(prompt=f"Anna saw {i}.", chosen=f" Ben {i}", rejected=" Rain") for i in range(6)]
-    texts = [[row["prompt"] + row[x] + "." for x in ("chosen", "rejected")] for row in rows]
+    texts = [[row["prompt"] + row[x] + end for x in ("chosen", "rejected")] for row in rows]
     if ids:
         task = replace(task, base_model="g", label_tokenizer="g")
         gpt2.save_pretrained("g")
@@ -56,7 +57,8 @@ def test_labels_are_the_texts_of_training(ids, task, gpt2, here, monkeypatch):
     seen = []
     monkeypatch.setattr(calibration, "calibration", lambda *given: seen.extend(given) or [])
     folder, path = tiny.write_reward(here / "reward"), formats.write_rows(here / "l.jsonl", rows)
-    calibration.main(folder, "mine", label_dataset=path, num_labels=4)
+    flags = "--truncate_token", end
+    calibration.main(folder, "mine", label_dataset=path, num_labels=4, flags=flags)
     model = load_reward_model(calibration.train_reward.RewardModel, folder)
     encode = AutoTokenizer.from_pretrained(folder).encode
     expected = [model(torch.tensor([encode(text)])).item() for row in texts[4:] for text in row]
