@@ -25,9 +25,7 @@ def names_of(model: nn.Module) -> set[str]:
     return saved & {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def full_state(
-    model: nn.Module, *optimizers: Any, alone: bool = False
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def full_state(model: nn.Module, *optimizers: Any, alone: bool = False) -> tuple[dict, dict]:
     """All weights on the CPU, tied ones once; the optimizer's state by their names.
 
     All processes have to call this; both are empty on all but the first. `alone`: only this one
@@ -67,10 +65,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Restore weights and optimizer in place; return the rest of the state.
-
-    Raises `InputError` for a damaged file, or one of another model.
-    """
+    """Restore weights and optimizer in place; return the rest of the state."""
     from torch.distributed.checkpoint import state_dict as dcp
 
     weights: dict[str, Any] = {}

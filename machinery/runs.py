@@ -113,26 +113,21 @@ class Run:
         saved = checkpoints.load_checkpoint(self.source, model, optimizer)
         self.step = saved["step"]
         if self.main:
-            self.cut_back(self.source, saved["lengths"])
+            self.cut_back(self.source)
             self.progress.start = self.step
             print(f"resuming {self.folder} after {self.step} of {self.total}", flush=True)
         return self.step, saved["state"]
 
-    def cut_back(self, source: Path, lengths: dict[str, int]) -> None:
+    def cut_back(self, source: Path) -> None:
         """Cut the run's files to what they were at the checkpoint `source`."""
-        for name, size in self.sizes().items():
-            if size < lengths[name]:
-                raise InputError(f"{self.folder / name} is shorter than it was at {source}")
-            if size:
-                os.truncate(self.folder / name, lengths[name])
+        for path in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
+            if path.exists():
+                lines = path.read_bytes().split(b"\n")[:-1]  # without one that is not complete
+                done = [line for line in lines if json.loads(line)["step"] < self.step]
+                os.truncate(path, sum(len(line) + 1 for line in done))
         for path in source.parent.iterdir():
             if path.name > source.name or path.suffix == ".part":
                 path.unlink()
-
-    def sizes(self) -> dict[str, int]:
-        """The lengths of metrics and samples, to which a resumed run cuts them back."""
-        paths = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")]
-        return {path.name: path.stat().st_size if path.exists() else 0 for path in paths}
 
     def check_space(self, model: nn.Module, optimizer: Any) -> None:
         """Raise `InputError` if weights and checkpoints will not fit on the disk."""
@@ -156,11 +151,10 @@ class Run:
         After a signal, end the run with exit code 143. The last update needs no checkpoint.
         """
         due = self.args.save_every and step % self.args.save_every == 0
-        sizes = self.sizes()  # of the main process, which writes the files
-        counts = torch.tensor([len(self.signals), *sizes.values()], device=self.accelerator.device)
-        asked, *lengths = all_max(counts).tolist()
-        rest = {"state": state, "lengths": dict(zip(sizes, lengths, strict=True))}
-        inputs = self.folder / "checkpoints", step, model, optimizer, json.loads(json.dumps(rest))
+        count = torch.tensor(len(self.signals), device=self.accelerator.device)
+        asked = all_max(count).item()  # one process's signal ends all
+        rest = {"state": json.loads(json.dumps(state))}  # a copy
+        inputs = self.folder / "checkpoints", step, model, optimizer, rest
         self.write = partial(checkpoints.save_checkpoint, *inputs)
         if step == self.total or not (due or asked):
             return
