@@ -2,10 +2,9 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +38,9 @@ def start(args: Any) -> Accelerator:
     if accelerator.device.type == "cuda" and hasattr(os, "sched_getaffinity"):
         share = (os.cpu_count() or 1) // torch.cuda.device_count()
         torch.set_num_threads(max(1, min(share, len(os.sched_getaffinity(0)))))
-    if accelerator.is_fsdp2:  # fp32 weights under autocast, as in copies
-        from torch.distributed import fsdp  # slow to import
-
+    if accelerator.is_fsdp2:
         plugin = accelerator.state.fsdp_plugin
-        plugin.mixed_precision_policy = fsdp.MixedPrecisionPolicy()
+        plugin.mixed_precision_policy = None  # fp32 weights under autocast, as in copies
         plugin.cpu_ram_efficient_loading = False  # else the others get empty models
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     # Under bf16 the fp32 products, such as the vocabulary head, may use TF32.
@@ -81,8 +78,16 @@ def check_launch(accelerator: Accelerator) -> None:
         raise InputError("FSDP2 did not start: it needs GPUs and --fsdp_version 2")
 
 
-def shard(accelerator: Accelerator, model: nn.Module, function: Callable, *others: Any) -> Any:
-    """Shard a model by `function(model, *others)`, with the weights of the first process."""
+def place(accelerator: Accelerator, model: nn.Module, optimizer: Any = None) -> Any:
+    """Move a model to this process's device, in the run's precision: a copy, or under FSDP2 a shard.
+
+    Shards get the weights of the first process.
+    """
+    if accelerator.mixed_precision == "bf16":
+        store_as_cast(model)  # frozen layers, such as those under adapters
+        model.forward = accelerator.autocast()(model.forward)
+    if not accelerator.is_fsdp2:
+        return model.to(accelerator.device)
     from torch.distributed.checkpoint import state_dict as dcp  # slow to import
 
     transformer: Any = getattr(model, "lm", None) or getattr(model, "backbone", model)
@@ -90,35 +95,31 @@ def shard(accelerator: Accelerator, model: nn.Module, function: Callable, *other
     plugin = accelerator.state.fsdp_plugin  # shards each transformer block by itself
     plugin.transformer_cls_names_to_wrap = sorted(kinds.intersection(transformer._no_split_modules))
     weights = model.state_dict() if accelerator.is_main_process else {}
-    result = function(model, *others)
+    root: Any = model  # it and the optimizer's weights become shards in place
+    if optimizer:
+        accelerator.prepare(root, optimizer)
+    else:
+        fsdp2_prepare_model(accelerator, root)
     options: Any = dict(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    dcp.set_model_state_dict(model, weights, options=dcp.StateDictOptions(**options))
-    root: Any = model  # for `inference` before the first forward pass
+    dcp.set_model_state_dict(root, weights, options=dcp.StateDictOptions(**options))
     root.set_reshard_after_forward(True)  # by default, the root keeps its weights
-    root._get_fsdp_state()._lazy_init()
-    return result
+    root._get_fsdp_state()._lazy_init()  # for `inference` before the first forward pass
+    return root
 
 
-def prepare(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[Any, Any]:
-    """Move the model to this process's device, as a copy or a shard, in train mode.
-
-    A step with gradients that are not finite raises `InputError` before it changes the weights.
-    """
+def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
+    """`place` a model to train. A step with gradients that are not finite raises `InputError`."""
     optimizer.register_step_pre_hook(check_gradients)
-    if accelerator.mixed_precision == "bf16":
-        store_as_cast(model)  # frozen layers, such as those under adapters
-        model.forward = accelerator.autocast()(model.forward)
-    model.train()
-    if accelerator.is_fsdp2:
-        model, wrapped = shard(accelerator, model, accelerator.prepare, optimizer)
-        return model, wrapped.optimizer
-    model.to(accelerator.device)
-    if accelerator.num_processes > 1:
+    model = place(accelerator, model.train(), optimizer)
+    if accelerator.num_processes > 1 and not accelerator.is_fsdp2:
         for x in [*model.parameters(), *model.buffers()]:  # equal copies, also of a new head
             dist.broadcast(x.detach(), src=0)
     return model, optimizer
+
+
+def freeze(accelerator: Accelerator, model: nn.Module) -> Any:
+    """`place` a model that is not trained."""
+    return place(accelerator, model.eval().requires_grad_(False))
 
 
 def check_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -132,17 +133,6 @@ def check_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
     optimizer.zeros = 0 if norm else getattr(optimizer, "zeros", 0) + 1
     if optimizer.zeros == 10:
         say("the gradient was 0 in 10 steps: all scores may be equal, or no weight is trained")
-
-
-def freeze(accelerator: Accelerator, model: nn.Module) -> Any:
-    """A model that is not trained, in the run's precision, on the device or sharded."""
-    model = model.eval().requires_grad_(False)
-    if accelerator.mixed_precision == "bf16":
-        store_as_cast(model)
-        model.forward = accelerator.autocast()(model.forward)
-    if accelerator.is_fsdp2:
-        return shard(accelerator, model, partial(fsdp2_prepare_model, accelerator))
-    return model.to(accelerator.device)
 
 
 @contextmanager
@@ -171,8 +161,6 @@ def full_tensor(x: torch.Tensor) -> torch.Tensor:
 
 def stop(accelerator: Accelerator) -> None:
     """Leave the process group together: gloo sometimes aborts if a process leaves first."""
-    if accelerator.num_processes > 1 and not dist.is_initialized():
-        return  # copies of older scripts call this after `Run.finish`, too
     accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()

@@ -207,4 +207,3 @@ if __name__ == "__main__":
         result["average"] = average(accelerator)
     torch.save(result, f"rank{rank}.pt")
     distributed.stop(accelerator)
-    distributed.stop(accelerator)  # as `Run.finish` and a copy of an older script
