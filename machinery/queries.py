@@ -73,7 +73,8 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, limit: int) -> Token
     def queries(batch: dict[str, list]) -> list[list[int]]:
         return tokenize_queries(batch[task.query_column], task, tokenizer)
 
-    return tokenize_rows(texts, queries, task.query_length, task, tokenizer, ids, keep_columns=True)
+    length, flag = task.query_length, "--query_length"
+    return tokenize_rows(texts, queries, length, task, tokenizer, ids.pad, flag)
 
 
 def load_texts(task: Task, *columns: str) -> Rows:
@@ -91,10 +92,9 @@ def load_texts(task: Task, *columns: str) -> Rows:
 
 
 def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[list[int]]:
-    """Texts or lists of messages → queries as token lists, empty if skipped (P3).
+    """Texts or lists of messages → queries; empty for blank texts and messages too long (P3).
 
-    Skipped: blank texts, and messages that are too long. The query of a conversation that ends with
-    an answer is what precedes it. Without `end_text`, the caller cuts, and counts what it cuts.
+    Without `end_text`, the caller cuts, and counts what it cuts.
     """
     if any(isinstance(text, list) for text in texts):
         tokens.check_chat(task, tokenizer)
@@ -169,19 +169,12 @@ def cut_query(ids: list[int], length: int, start: int | None, ends: list[bool] |
 
 
 def tokenize_rows(
-    rows: Rows,
-    function: Callable,
-    length: int,
-    task: Task,
-    tokenizer: Any,
-    ids: TokenIds,
-    keep_columns: bool = False,  # of the data set; then a row gives one token list
-    limit: str = "--query_length",  # the flag that longer lists exceed
+    rows: Rows, function: Callable, length: int, task: Task, tokenizer: Any, pad_id: int, flag: str
 ) -> TokenTable:
     """Map `function` (batch of rows → token lists) over rows; drop those without tokens.
 
     The result is cached, unless a user's own function, which may call anything, cleans texts.
-    The first process computes it; the others wait at a file lock.
+    The first process computes it; the others wait at a file lock. `flag` limits the length.
     """
     import datasets
     import pyarrow.compute
@@ -194,7 +187,7 @@ def tokenize_rows(
         return {"tokens": [ids[:length] for ids in found], "cut": cut}
 
     files = __file__, tokens.__file__, CLEAN
-    key: Any = [rows._fingerprint, function.__name__, length, task, ids]
+    key: Any = [rows._fingerprint, function.__name__, length, task, pad_id]
     key += [getattr(tokenizer, "backend_tokenizer", tokenizer), tokenizer.chat_template]
     key += [tokenizer.special_tokens_map, [Path(file).read_text("utf-8") for file in files]]
     fingerprint = datasets.fingerprint.Hasher.hash(key)
@@ -219,9 +212,9 @@ def tokenize_rows(
         say(f"--query_dataset {task.query_dataset}: skipped {skipped} of {len(table)} rows")
     cut = np.asarray(table.data.column("cut"))
     if cut.any():
-        say(f"{limit}: cut {(cut > 0).sum()} of {len(kept)} sequences, by {cut.sum()} tokens")
-    source = rows if keep_columns else table
-    return TokenTable(table, source, length, ids.pad).select(kept)
+        say(f"{flag}: cut {(cut > 0).sum()} of {len(kept)} sequences, by {cut.sum()} tokens")
+    source = rows if len(rows) == len(table) else table  # a block is no row of the data set
+    return TokenTable(table, source, length, pad_id).select(kept)
 
 
 def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> TokenTable:
@@ -246,15 +239,12 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
         return blocks
 
     rows = load_texts(task, task.query_column)
-    limit = f"--block_size {block_size}, where the last text of a block ends"
-    return tokenize_rows(rows, to_blocks, block_size, task, tokenizer, ids, limit=limit)
+    flag = f"--block_size {block_size}, where the last text of a block ends"
+    return tokenize_rows(rows, to_blocks, block_size, task, tokenizer, ids.pad, flag)
 
 
 def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
-    """Contexts, padded on the left, and reference responses, on the right [num, T].
-
-    Both may be the same column of conversations, whose last messages are the responses.
-    """
+    """Contexts, padded on the left, and reference responses, on the right [num, T]."""
     end = ids.truncate if task.eos_task else None
     column = str(task.response_column)
     width = len(ids.prefix) + task.query_length + len(ids.suffix)
@@ -263,7 +253,7 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
         prompts = tokenize_queries(batch[task.query_column], task, tokenizer)
         texts = []
         for query, text in zip(batch[task.query_column], batch[column], strict=True):
-            if isinstance(text, list):
+            if isinstance(text, list):  # perhaps the same column: the last message is the response
                 text = tokens.render_answer(tokens.drop_answer(query or []), text, tokenizer)
             elif text and column == task.query_column:
                 raise InputError(f"--response_column {column} holds the queries: see docs/data.md")
@@ -280,5 +270,5 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
 
     rows = load_texts(task, task.query_column, column)
     length = width + task.response_length
-    limit = f"--query_length {task.query_length} or --response_length {task.response_length}"
-    return tokenize_rows(rows, to_sequences, length, task, tokenizer, ids, limit=limit)
+    flag = f"--query_length {task.query_length} or --response_length {task.response_length}"
+    return tokenize_rows(rows, to_sequences, length, task, tokenizer, ids.pad, flag)
