@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from safetensors.torch import save_file
-from torch import Tensor
 
 from data.tasks import Task
 from machinery.cli import about
@@ -21,14 +20,11 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tyro", "numpy")
 
 
 def replace_link(link: Path, target: Path) -> None:
-    """Make `link` a relative link to a folder, atomically; a copy if that is refused."""
+    """Make `link` a relative link to a folder; a copy if that is refused."""
     link.parent.mkdir(parents=True, exist_ok=True)
-    part = link.with_name(f"{link.name}.part{os.getpid()}")
+    link.unlink(missing_ok=True)
     try:
-        part.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))
-        if os.name == "nt":
-            link.unlink(missing_ok=True)  # Windows replaces no such link
-        part.replace(link)
+        link.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))
     except OSError:  # Windows without developer mode, some network drives
         shutil.copytree(target, link)
 
@@ -66,12 +62,7 @@ def stop_at_end(model: Any, tokenizer: Any, task: Task) -> None:
 
 
 def save_model(
-    model: Any,
-    tokenizer: Any,
-    folder: Path,
-    weights: dict[str, Tensor],
-    heads: dict[str, dict[str, Tensor]],
-    replace: bool = False,  # a resumed run may save its weights again
+    model: Any, tokenizer: Any, folder: Path, weights: dict, heads: dict, replace: bool = False
 ) -> None:
     """Write a folder of model, tokenizer and `<head>.safetensors`, or nothing."""
     part = folder.with_name(f".{folder.name}.part")
@@ -83,6 +74,6 @@ def save_model(
         save_file(head, part / f"{name}.safetensors")
     for path in part.glob("*.safetensors"):  # else only their owner could read them
         shutil.copymode(part / "config.json", path)
-    if replace:
+    if replace:  # a resumed run may save its weights again
         shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)  # fails if it exists and is not empty

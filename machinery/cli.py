@@ -1,6 +1,7 @@
 """The command line: a task's defaults, flags, errors as one sentence."""
 
 import argparse
+import functools
 import glob
 import inspect
 import io
@@ -116,10 +117,7 @@ def help_sections(*classes: type) -> Iterator[None]:
 
 
 def find_checkpoint(name: str, script: str, task: str | None) -> Path:
-    """The checkpoint to resume from: a file, or the newest one in a run's folder.
-
-    `latest` is the newest run of this script, and of this task, that has one.
-    """
+    """A checkpoint file, or the newest of a run; `latest`: of this script's and task's runs."""
     source = Path("runs" if name == "latest" else name)
     pattern = f"{glob.escape(str(source))}/**/checkpoints/*.safetensors"  # follows links
     files = [source] if source.is_file() else map(Path, glob.glob(pattern, recursive=True))
@@ -164,6 +162,9 @@ def say(message: str) -> None:
     """Print on the main process only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(message, flush=True)
+
+
+say_once = functools.cache(say)
 
 
 def check_divisible(name: str, value: int, unit: int, reason: str) -> None:

@@ -13,6 +13,8 @@ from accelerate.utils import compare_versions
 from torch import Tensor
 from transformers.cache_utils import StaticCache
 
+from machinery.cli import say_once
+
 BLOCK = 64  # columns by which the cache grows; kernels prefer multiples of it
 CACHE = "cache" if compare_versions("transformers", ">=", "5.24") else "past_key_values"
 LARGEST = 0.05  # of a GPU's memory: the part that a cache may keep for CUDA graphs
@@ -56,7 +58,6 @@ class Decoder:
         if self.cuda_graphs:
             self.stream = torch.cuda.Stream()
             self.pool: Any = None  # memory for the tensors of a step; graphs use it in turn
-            self.told = False  # that a cache was too large
             self.limit = LARGEST * torch.cuda.mem_get_info()[1]
 
     def start(self, contexts: Tensor, mask: Tensor) -> "DecodingBatch":
@@ -146,15 +147,12 @@ class DecodingBatch:
         self.cache.reorder_cache(which)
         tensors = [x for layer in self.cache.layers for x in vars(layer).values()]
         size = sum(x.nbytes for x in tensors if isinstance(x, Tensor)) * self.longest / self.room()
-        if self.graphs and size > self.decoder.limit:
+        if self.graphs and size > (limit := self.decoder.limit):
             self.graphs = False
-            if not self.decoder.told:
-                print(
-                    f"sampling {self.size} sequences without CUDA graphs, whose cache would keep "
-                    f"{size / 1e9:.1f} GB; a smaller --rollout_batch_size keeps less",
-                    flush=True,
-                )
-            self.decoder.told = True
+            say_once(
+                f"sampling without CUDA graphs, whose cache would keep over {limit / 1e9:.1f} GB; "
+                "a smaller --rollout_batch_size keeps less"
+            )
         self.settle()
         logits = logits[which]
         if self.graphs:

@@ -1,8 +1,4 @@
-"""Human preferences → token sequences of queries and candidate responses.
-
-Two formats: OpenAI's token ids (`query`, `sample0`, ..., `best`), and pairs of texts or messages
-(`prompt`, `chosen`, `rejected`). Shapes: `B` labels, `K` candidates per label.
-"""
+"""Human preferences (docs/data.md) → token sequences. Shapes: `B` labels, `K` candidates each."""
 
 from dataclasses import dataclass
 from itertools import takewhile

@@ -9,6 +9,7 @@ import transformers
 from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
+from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from machinery.cli import InputError, about, say
@@ -111,8 +112,6 @@ def follow_first(backbone: Any, lm: Any = None) -> None:
 def load_weights(cls: Any, name: str, config: Any, **options: Any) -> Any:
     """A model of an Auto class in fp32, without random weights."""
     if not reads_weights():
-        from transformers.initialization import no_init_weights  # slow to import
-
         with no_init_weights():  # memory that is never written takes no room
             return cls.from_config(config, dtype=torch.float32)
     options |= dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)

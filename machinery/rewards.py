@@ -3,7 +3,6 @@
 Shapes: `B` sequences, `Q` query tokens, `R` response tokens, `T` tokens.
 """
 
-import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -14,18 +13,18 @@ import transformers
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.initialization import no_init_weights
 from transformers.utils import cached_file
 
 from data.tasks import Task
 from machinery import models
-from machinery.cli import InputError, about, say
+from machinery.cli import InputError, about, say_once
 from machinery.distributed import freeze
 from machinery.sources import check_source, load_function
 from machinery.tokens import bos, check_length, drop_answer, render, same_tokens, translate
 from machinery.unpadding import set_unpadding
 from utils import TokenIds, decode, micro_batches, pad_left
 
-say_once = functools.cache(say)
 ANSWER = re.compile("response|completion|solution|output")  # in no name of a query
 
 
@@ -74,13 +73,7 @@ def check_reward(args: Any) -> str | None:
 
 
 def load_reward_model(cls: Callable, name: str) -> Any:
-    """Load a reward model of class `cls` in fp32 and evaluation mode.
-
-    It is train_reward.py's, or a sequence classifier with one label as TRL trains it, whose head
-    `score` has no bias.
-    """
-    from transformers.initialization import no_init_weights  # slow to import
-
+    """Load train_reward.py's model, or a classifier with one label as TRL trains it, as a `cls`."""
     with about(f"--reward_model {name}"):
         check_source(name)
         if RewardConfig.get_config_dict(name)[0].get("model_type") == RewardConfig.model_type:
@@ -101,7 +94,7 @@ def load_reward_model(cls: Callable, name: str) -> Any:
         models.choose_kernels(classifier)
         skip_id = -1 if config.pad_token_id is None else config.pad_token_id
         model = cls(RewardConfig(config, config.vocab_size, skip_id), classifier.base_model)
-        model.head.weight = classifier.score.weight
+        model.head.weight = classifier.score.weight  # it has no bias
         model.config.is_classifier = True
         return model.eval()
 
@@ -112,18 +105,12 @@ class RewardConfig(transformers.PretrainedConfig):
     model_type = "scalar_reward"
     is_classifier = False  # of the library; train_reward.py may start from one's transformer
 
-    def __init__(
-        self,
-        backbone: transformers.PretrainedConfig | dict | None = None,
-        pad_id: int = 0,
-        skip_id: int = -1,  # a classifier's pad token (often its EOS): not read there
-        **kwargs: Any,
-    ):
+    def __init__(self, backbone: Any = None, pad_id: int = 0, skip_id: int = -1, **kwargs: Any):
         if isinstance(backbone, dict):
             backbone = transformers.AutoConfig.for_model(**backbone)
-        self.backbone: Any = backbone
+        self.backbone = backbone
         self.pad_id = pad_id
-        self.skip_id = skip_id
+        self.skip_id = skip_id  # a classifier's pad token (often its EOS): not read there
         super().__init__(**kwargs)
 
 

@@ -1,8 +1,4 @@
-"""Run a transformer on padded sequences without computing the padding.
-
-`Unpadded(backbone)` returns the hidden states of the transformer itself. The transformer sees the
-real tokens of a batch as one flat sequence; its attention keeps the sequences apart.
-"""
+"""Run a transformer on padded sequences without computing the padding."""
 
 from functools import cache
 from inspect import signature
@@ -12,15 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from machinery.cli import InputError, say
+from machinery.cli import InputError, say_once
 
 NAME = "unpadded"  # under which the library knows our attention function
-say_once, signature_of = cache(say), cache(signature)
+signature_of = cache(signature)
 
 
 class Unpadded:
     """A transformer called as `run(input_ids, mask, position_ids)` → hidden states [B, T, D].
 
+    It sees the real tokens of a batch as one flat sequence; its attention keeps sequences apart.
     Results at real tokens equal the plain call's; those at padding are arbitrary.
     With `prompt_length=n`, the first n columns are computed once for neighbors that share them.
     """
@@ -31,7 +28,7 @@ class Unpadded:
     def __call__(
         self, input_ids: Tensor, mask: Tensor, position_ids: Tensor, prompt_length: int = 0
     ) -> Tensor:
-        longest, n = getattr(self.backbone, "max_unpadded", 0), prompt_length
+        longest, n = getattr(self.backbone, "max_unpadded", None), prompt_length
         rows = torch.arange(len(mask), device=mask.device)
         prompts = input_ids.masked_fill(~mask, -1)[:, :n]
         is_new = pad((prompts[1:] != prompts[:-1]).any(dim=1), (1, 0), value=True)
@@ -45,8 +42,9 @@ class Unpadded:
         lengths, seen = counts.tolist()  # waits for the device; nothing else here does
         inputs: dict[str, Any] = dict(attention_mask=mask, use_cache=False)
         if not longest or max(seen) > longest:
-            if hasattr(self.backbone, "why_padded"):
-                say_once(f"padding is computed: {self.backbone.why_padded}")
+            if longest is not None:  # else `set_unpadding` is still to come
+                kind = self.backbone.config.model_type
+                say_once(f"padding is computed for {kind}, in sequences above {longest} tokens")
             return self.backbone(input_ids, position_ids=position_ids, **inputs).last_hidden_state
         inputs["attention_mask"] = mask.new_ones(1, 1, 1, 1)  # 4D: the library passes it on
         inputs["plan"] = lengths, seen, bounds, select(index, mask, sum(seen)), []
@@ -74,8 +72,6 @@ def set_unpadding(backbone: Any, longest: int) -> None:
     window = min([x for x in found if type(x) is int and x > 0], default=longest)
     fits = config._attn_implementation in ("sdpa", NAME) and backbone.is_backend_compatible()
     fits = fits and window >= longest
-    why = f"a sequence has more than {longest} tokens" if longest else "results differ without it"
-    backbone.why_padded = why if fits else f"{config.model_type} has windows or own attention"
     backbone.max_unpadded = longest if fits else 0
     if fits:
         AttentionInterface.register(NAME, attention)

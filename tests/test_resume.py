@@ -158,7 +158,7 @@ KILLS = {  # what → owner and name of the function that is called then, what h
     "in a resume": (runs.Run, "cut_back", kill_after),
     "before the weights": (Path, "rename", kill, lambda path, *_: ".part" in path.name),
     "after the weights": (artifacts, "save_model", kill_after),
-    "before the link": (Path, "replace", kill, lambda path, *_: path.parts[0] == "models"),
+    "before the link": (Path, "symlink_to", kill, lambda path, *_: path.parts[0] == "models"),
     "SIGTERM": (distributed, "check_gradients", send(signal.SIGTERM)),
     "SIGUSR1": (distributed, "check_gradients", send(signal.SIGUSR1)),
     "NaN": (ppo, "estimate_kl", not_finite),
