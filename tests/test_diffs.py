@@ -892,7 +892,7 @@ def test_curriculum_draws_queries_by_1_minus_the_mean_score_of_their_last_respon
     """Weights are at least 0.3, and frequencies are those of weights."""
     own, draws = patched("curriculum").query_rows, []
     spy = lambda weights, *x: draws.append((weights, own(weights, *x))) or draws[-1][1]  # noqa: E731
-    flags = dict(total_episodes=256, min_weight=0.3, score=lambda x: x[:, 0] % 3 - 0.5)
+    flags = dict(total_episodes=256, min_weight=0.3, score=lambda x: x[:, 0] % 3 - 1.0)
     run = start("curriculum", query_rows=spy, **flags)
     success, again = np.zeros(len(draws[0][0])), 0
     for rollout, (weights, rows) in zip(run.rollouts, draws, strict=True):
