@@ -1,4 +1,4 @@
-"""docs/: details have code, tests and mutations; metrics and numbers of texts are right."""
+"""docs/: details have code, tests and mutations; names, metrics and numbers are right."""
 
 import csv
 import functools
@@ -45,12 +45,49 @@ def test_every_metric_is_explained(runs):
             assert f"`{metric}`" in text, (name, metric)
 
 
+FOLDERS = ("", "machinery", "data", "benchmarks", "diffs", "diffs/recipes", "configs")
+FILES = [x for name in FOLDERS for x in (ROOT / name).glob("*") if x.is_file()]
+SOURCES = [x.read_text() for x in FILES if x.suffix in (".py", ".sh", ".diff", ".yaml")]
+WORDS = {word for text in [*SOURCES, *(x.name for x in FILES)] for word in re.findall(r"\w+", text)}
+FLAGS = set(re.findall(r"^\+?    (\w+): ", "\n".join(SOURCES), flags=re.M))  # fields
+FLAGS |= {"help", "mixed_precision", "num_processes", "fuzz", "fix"}
+TESTS = {
+    name
+    for path in ROOT.glob("tests/**/*.py")
+    for name in [path.stem, *re.findall(r"^def (test_\w+)", path.read_text(), flags=re.M)]
+}
+OTHERS = {  # of other programs, or of an example
+    "README.md": {"my_reward"},
+    "docs/data.md": {"gym_task", "chain_sum"},
+    "docs/ppo.md": {"completion_ids"},
+    "docs/running.md": {"WANDB_ENTITY", "terminationGracePeriodSeconds", "torchrun"}
+    | {"set_requires_gradient_sync"},
+    "docs/speed.md": {"ChosenLogprobs", "Product", "gpu_count"},
+    "docs/your-experiment.md": {"max_length"},
+    "CONTRIBUTING.md": {"fix", "test_X15_"},
+}
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - {"CHANGELOG.md"}))
+def test_what_a_page_mentions_exists(page):
+    prose = re.sub(r"^ *```.*?^ *```", "", PAGES[page], flags=re.M | re.S)
+    spans = re.findall(r"`([^`\n]+)`", prose)
+    tests = re.findall(r"\btest_\w+\b…?", " ".join(spans))
+    found = {x for x in tests if x in TESTS or any(y.startswith(x.strip("…")) for y in TESTS)}
+    assert set(tests) == found
+    assert {x for span in spans for x in re.findall(r"--(?:no-)?(\w+)", span)} <= FLAGS
+    found = (re.fullmatch(r"([A-Za-z_]\w*(?:\.\w+)*)(?:\(.*\))?", span) for span in spans)
+    names = {x[1] for x in found if x} - TESTS
+    if page != "docs/from_trl.md":  # which names what is not here
+        assert {x for name in names for x in name.split(".")} <= WORDS | OTHERS.get(page, set())
+
+
 # ------------------------------------------------------------------ tables that are made from a CSV
 
 Numbers = list[float | None]  # None: it is not in the CSV
 SCORE, GOLD, KL = "objective/scores", "objective/gold_score", "objective/kl"
 LENGTH, COEF = "objective/response_length", "objective/kl_coef"
-FLAGS = {"sentiment": "--micro_batch_tokens 32768 --rollout_batch_size 512", "tldr": ""}
+SIZES = {"sentiment": "--micro_batch_tokens 32768 --rollout_batch_size 512", "tldr": ""}
 
 
 def pick(file: str, column: str, **where: str) -> list[float]:
@@ -154,7 +191,7 @@ def patch(name: str) -> Numbers:
 
 
 def memory(shape: str) -> Numbers:
-    where = [dict(task=task, flags=flags, script="ppo") for task, flags in FLAGS.items()]
+    where = [dict(task=task, flags=flags, script="ppo") for task, flags in SIZES.items()]
     return [pick("memory", x, shape=shape, **w)[0] for w in where for x in ("sample", "optimize")]
 
 

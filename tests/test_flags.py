@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from conftest import SCRIPTS, without_times
+from conftest import SCRIPTS, read_metrics, without_times
 from tiny import EOS, IDS, PAD
 from torch.testing import assert_close
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 import ppo
 import train_reward
@@ -178,6 +179,26 @@ def test_cuda_graphs_and_response_length_reach_the_decoder(script, graphs):
     spy = lambda lm, response_length, graphs: asked.append((response_length, graphs))  # noqa: E731
     tiny.run_episodes(script, args, Decoder=spy)
     assert asked == [(args.task.response_length, graphs)]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_gradient_checkpointing_recomputes_every_block_and_changes_nothing(name, runs, monkeypatch):
+    monkeypatch.chdir(runs.folder)
+    forward, calls = GPT2MLP.forward, {"forward": 0, "recomputed": 0}
+
+    def count(self, *args):
+        if torch.is_grad_enabled():
+            in_backward = torch._C._current_graph_task_id() != -1
+            calls["recomputed" if in_backward else "forward"] += 1
+        return forward(self, *args)
+
+    monkeypatch.setattr(GPT2MLP, "forward", count)
+    files = dict(run_name=f"{name}_checkpointed", output_dir=f"{name}_checkpointed")
+    SCRIPTS[name].main(replace(runs.args[name], gradient_checkpointing=True, **files))
+    found, expected = map(without_times, (read_metrics(files["run_name"]), runs.metrics[name]))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    assert calls["recomputed"] == calls["forward"] > 0
 
 
 @pytest.mark.parametrize("off", [False, True])

@@ -3,22 +3,25 @@
 1 is L6 in test_matrix.py; 2, 3, 5, 6, 8, 12 to 15 are G3, R1, P6, X11, P4, G4, X9 and P5 in
 test_details.py; 9 of ppo and rloo is X9 there; 4 is G2; 11, and 19 on two processes:
 test_distributed.py; 16 is L3 in test_rloo.py; 17 is in test_resume.py; 19 is in test_golden.py for
-ppo, in test_diffs.py for rloo. Below are 7, 9, 10, 18, 20 and 22, in this order.
+ppo, in test_diffs.py for rloo. Below are 7, 9, 10, 18, 20, 22 and, after them, 33.
 """
 
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from tiny import PAD, WORDS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import ppo
 import rloo
 import sft
 import train_reward
@@ -235,3 +238,34 @@ def test_sfts_held_out_evaluation_runs_and_is_logged(runs, monkeypatch):
         losses += (-logprobs[torch.arange(9), row[1:]]).tolist()
     assert lines[-1]["heldout/loss"] == pytest.approx(np.mean(losses), rel=1e-5)
     assert lines[-1]["heldout/perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-4)
+
+
+@tiny.both
+@pytest.mark.parametrize("updates", [2, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_with_an_lr_of_0_nothing_drifts(script, updates, precision, task, here, monkeypatch):
+    """Evaluations have the same unseen queries and random numbers; 10 of 40 are held out."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    rollouts: list = []
+    monkeypatch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
+    sizes = dict(total_episodes=40 * updates, batch_size=40, micro_batch_tokens=240)
+    sizes |= dict(eval_queries=10, eval_every=updates // 2, num_minibatches=1, lr=0.0)
+    files = dict(run_name="run", output_dir="out", reward_fn="two_processes:count_e")
+    script.main(tiny.make_args(task, script, truncate_token=None, **sizes, **files))
+    batches = [rollout.queries for rollout in rollouts]
+    heldout = [queries for queries in batches if len(queries) == 10]
+    assert len(heldout) == 3 and all(torch.equal(x, heldout[0]) for x in heldout)
+    seen = {tuple(row) for x in batches if len(x) == 40 for row in x.tolist()}
+    assert len(seen) == (30 if script is ppo or updates > 2 else 20)
+    assert not seen & {tuple(row) for row in heldout[0].tolist()}
+    lines = [json.loads(x) for x in Path("runs/run/metrics.jsonl").read_text().splitlines()]
+    for line in lines[:updates]:
+        assert line["objective/kl"] == 0  # policy and reference read the same batches
+        assert line["ppo/policy/approxkl_avg"] < (1e-8 if precision == "no" else 1e-3)
+    evaluations = [{k: x for k, x in line.items() if "eval/" in k} for line in lines]
+    evaluations = [x for x in evaluations if x]
+    coefs = [line.pop("eval/kl_coef") for line in evaluations]
+    assert coefs[0] > coefs[1] > coefs[2]  # the KL is below its target
+    assert evaluations[0] == evaluations[1] == evaluations[2] and "eval/scores" in evaluations[0]
+    before, after = models.load_lm(task.base_model), load_file("out/model.safetensors")
+    assert all(torch.equal(value, before.state_dict()[name]) for name, value in after.items())

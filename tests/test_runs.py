@@ -1,4 +1,4 @@
-"""What a run writes and where, what ends it, and that nothing is lost or overwritten."""
+"""What a run writes and where, what ends it, its tracker; nothing is lost or overwritten."""
 
 import json
 import os
@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import tomllib
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+import wandb
 from accelerate import Accelerator
 from conftest import SCRIPTS, read_metrics, settings
 from safetensors.torch import load_file
@@ -57,6 +59,41 @@ def tree(folder: Path) -> dict[str, bytes]:
     """Every file below a folder."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_run_records_flags_versions_and_curves(name, runs):
+    folder = runs.folder / "runs" / name
+    record = json.loads((folder / "args.json").read_text())
+    assert record["task"] == "synthetic" and record["lr"] == runs.args[name].lr
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["versions"]["datasets"] == version("datasets")
+    assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    weights = runs.folder / runs.args[name].output_dir  # as readable for others as any file
+    modes = {path.stat().st_mode for path in (folder / "args.json", *weights.iterdir())}
+    assert len(modes) == 1 and (weights / "model.safetensors").is_file()
+
+
+def test_a_wandb_that_fails_ends_the_run_before_training_and_names_a_way_on(home, monkeypatch):
+    """Without a network W&B writes files; it is imported for --track only."""
+    monkeypatch.setenv("WANDB_MODE", "no such mode")
+    flags = dict(track=True, num_ppo_epochs=1, eval_every=100)
+    start = lambda: ppo.main(settings("ppo", run_name="ran", **flags))  # noqa: E731
+    tiny.refuses(start, "--track; WANDB_MODE=offline ", "no such mode")
+    assert not Path("runs/ran/metrics.jsonl").exists()
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ppo.main(settings("ppo", run_name="offline", **flags))
+    assert [row["step"] for row in read_metrics("offline")] == list(range(6))
+    wandb.teardown()  # as at the end of the process
+    (data,) = Path("runs/offline/wandb").glob("offline-run-*/*.wandb")
+    assert b"objective/kl_coef" in data.read_bytes()
+    tables = list(Path("runs/offline/wandb").glob("offline-run-*/files/media/table/*.json"))
+    samples = [json.loads(table.read_text()) for table in tables]
+    assert len(samples) == 2
+    columns = ["query", "response", "score", "kl", "total"]
+    assert all(table["columns"] == columns for table in samples)
+    assert all("Clara" in str(table["data"]) for table in samples)
 
 
 @pytest.mark.parametrize("name", ["ppo", "sft"])
