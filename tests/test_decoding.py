@@ -150,6 +150,7 @@ def recording(graph, pool, stream, mode):
 def fake_graphs(monkeypatch):
     """CUDA graphs, streams and pools on a CPU. Returns the graphs that were made."""
     made, stream = [], SimpleNamespace()
+    recorded = lambda: made and made[-1] in _get_current_dispatch_mode_stack()  # noqa: E731
     fakes = dict(
         CUDAGraph=lambda: made.append(Graph()) or made[-1],
         graph=recording,
@@ -157,9 +158,7 @@ def fake_graphs(monkeypatch):
         Stream=lambda: stream,
         stream=lambda stream: nullcontext(),
         mem_get_info=lambda: (0, 2**30),
-        is_current_stream_capturing=lambda: (
-            bool(made) and made[-1] in _get_current_dispatch_mode_stack()
-        ),
+        is_current_stream_capturing=lambda: bool(recorded()),
     )
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
@@ -242,10 +241,8 @@ def test_a_larger_batch_moves_the_memory_of_the_graphs(fake_graphs):
     lm = tiny.make_lm()
     decoder = with_graphs(lm)
     for n, width in ((3, 8), (5, 6), (3, 8), (2, 11), (5, 8), (3, 8)):
-        contexts, uniform = (
-            tiny.make_contexts([width, 3, 5, 1, 2][:n], width),
-            tiny.uniform(LENGTH, n),
-        )
+        contexts = tiny.make_contexts([width, 3, 5, 1, 2][:n], width)
+        uniform = tiny.uniform(LENGTH, n)
         plain = tiny.sample(decoding.Decoder(lm, LENGTH), contexts, uniform)
         assert torch.equal(plain, tiny.sample(decoder, contexts, uniform))
         with torch.no_grad():

@@ -6,6 +6,7 @@ import datasets
 import formats
 import numpy as np
 import pytest
+from formats import BAKE, BLUE, GREEN, HELLO, SYSTEM, USER
 from tiny import make_task, refuses
 
 import train_reward
@@ -125,8 +126,7 @@ SKY = (
     "It is blue.<|im_end|>",
     "It is green.<|im_end|>",
 )
-BAKE, HELLO = formats.BAKE, formats.HELLO
-ASK, SYSTEM = formats.USER["content"], formats.SYSTEM
+ASK = USER["content"]
 PAIRS = {
     "strings": (formats.TLDR_PREFERENCE[0], tuple(formats.TLDR_PREFERENCE[0].values())),
     "hh-rlhf": (formats.HH_RLHF[0], (BAKE, " Then mix it with water.", " Then buy bread.")),
@@ -138,27 +138,18 @@ PAIRS = {
     "messages": (formats.MESSAGES[0], SKY),
     "messages without a prompt": (formats.MESSAGES_WITHOUT_PROMPT[0], SKY),
     "trl-style": (formats.TRL_STYLE[0], SKY),
-    "a prompt of text and answers": (
-        dict(prompt=ASK, chosen=[formats.BLUE], rejected=[formats.GREEN]),
-        SKY,
-    ),
+    "a prompt of text and answers": (dict(prompt=ASK, chosen=[BLUE], rejected=[GREEN]), SKY),
     "a prompt of text after a system message": (
-        dict(prompt=ASK, chosen=[SYSTEM, formats.BLUE], rejected=[SYSTEM, formats.GREEN]),
+        dict(prompt=ASK, chosen=[SYSTEM, BLUE], rejected=[SYSTEM, GREEN]),
         (f"<|im_start|>system\n{SYSTEM['content']}<|im_end|>\n{SKY[0]}", *SKY[1:]),
     ),
     "HuggingFaceH4/ultrafeedback_binarized": (formats.ULTRAFEEDBACK_BINARIZED_H4[0], SKY),
     "repeated prompt": (formats.MESSAGES[0] | formats.MESSAGES_WITHOUT_PROMPT[0], SKY),
     "messages that part early": (
-        {
-            "chosen": [formats.USER, formats.BLUE, formats.USER, formats.BLUE],
-            "rejected": [formats.USER, formats.GREEN, formats.USER, formats.BLUE],
-        },
+        dict(chosen=[USER, BLUE, USER, BLUE], rejected=[USER, GREEN, USER, BLUE]),
         (SKY[0], f"{SKY[1]}\n{SKY[0]}{SKY[1]}", f"{SKY[2]}\n{SKY[0]}{SKY[1]}"),
     ),
-    "identical answers": (
-        dict.fromkeys(("chosen", "rejected"), [formats.USER, formats.BLUE]),
-        (SKY[0], SKY[1], SKY[1]),
-    ),
+    "identical answers": (dict.fromkeys(("chosen", "rejected"), [USER, BLUE]), (*SKY[:2], SKY[1])),
 }
 
 
@@ -176,7 +167,7 @@ def test_R4_what_is_no_pair_is_refused(hers, tmp_path):
     for row in (
         formats.MESSAGES[0],  # without a chat template
         {"chosen": "a", "rejected": None},
-        {"chosen": "a", "rejected": [formats.BLUE]},
+        {"chosen": "a", "rejected": [BLUE]},
         {"prompt": "Q:", "chosen": "Q: a", "rejected": "Q: b"},  # the prompt twice
     ):
         task = label_task(tmp_path / "pairs.jsonl", [row] * 2)

@@ -251,18 +251,15 @@ def test_a_launch_that_would_silently_change_the_mathematics_is_refused(name, va
 
 def test_processes_whose_gradients_fsdp2_would_not_average_are_refused(monkeypatch):
     """With tp_size=2, two copies were trained, each on half of the batch; one was saved."""
-    settings = dict(gradient_accumulation_steps=1, mixed_precision="no", num_processes=1)
-    for name in ("DP_REPLICATE", "TP"):
-        with monkeypatch.context() as patch:
-            patch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
-            patch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", "2")
-            plan = SimpleNamespace(parallelism_config=ParallelismConfig(), **settings)
-        if name == "TP":
-            refuses(
-                lambda plan=plan: distributed.check_launch(plan), "tp_size", "configs/fsdp2.yaml"
-            )
-        else:
-            distributed.check_launch(plan)
+    plan = SimpleNamespace(gradient_accumulation_steps=1, mixed_precision="no", num_processes=1)
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    plan.parallelism_config = ParallelismConfig()
+    distributed.check_launch(plan)
+    monkeypatch.delenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    plan.parallelism_config = ParallelismConfig()
+    refuses(lambda: distributed.check_launch(plan), "tp_size", "configs/fsdp2.yaml")
 
 
 def test_fsdp_has_to_be_version_2(launch, monkeypatch):

@@ -251,22 +251,6 @@ def test_P3_the_last_sentence_inside_the_length_counts(gpt2):
     assert query("One.\nTwo\n", gpt2, 3, "\n") == "One.\n"
 
 
-def test_messages_with_from_and_value_are_refused(task, tmp_path):
-    rows = [{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes."}]}]
-    task = replace(task, query_column="conversations")
-    task = replace(task, query_dataset=write_rows(tmp_path / "sharegpt.json", rows))
-    refuses(lambda: load_queries(task), "--query_dataset", "from", "role")
-
-
-@pytest.mark.parametrize("roles", [("human", "assistant"), ("user", "model"), ("user", "gpt")])
-def test_roles_that_are_not_those_of_templates_are_refused(roles, chat, task, tmp_path):
-    """Zephyr's template drops them, and an answer would be part of the query."""
-    rows = [{"prompt": [{"role": role, "content": "Hi"} for role in roles]}]
-    source = write_rows(tmp_path / "roles.json", rows)
-    task = replace(task, query_column="prompt", query_dataset=source)
-    refuses(lambda: load_queries(task, tokenizer=chat), "--query_dataset", "rename the role")
-
-
 def test_what_a_users_function_cleaned_is_not_taken_from_an_earlier_run(task, tmp_path, tokenized):
     """It may call anything, for example a module that is edited between two runs."""
     (tmp_path / "mine.py").write_text("def clean(text):\n    return text\n")

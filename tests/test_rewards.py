@@ -349,15 +349,16 @@ def test_a_parameter_that_nothing_fills_is_named_with_the_columns(parameters, wo
     refuses(lambda: arguments(parameters, REST), *words)
 
 
-def test_a_column_named_like_a_text_is_said_once(capsys):
+SAID = {  # parameters → what is said; the second may be a column whose name is wrong
+    "responses": "column responses",
+    "task, truth": "task gets the queries, truth the responses",
+}
+
+
+@pytest.mark.parametrize("parameters", SAID)
+def test_what_a_name_that_has_two_meanings_gets_is_said_once(parameters, capsys):
     rewards.say_once.cache_clear()
     for _ in range(2):
-        assert arguments("responses", REST | dict(responses=["other"]))["responses"] == [" 2"]
-    assert capsys.readouterr().out.count("column responses") == 1
-
-
-def test_which_of_two_own_names_is_the_response_is_said(capsys):
-    """As the second may be a column whose name is wrong."""
-    rewards.say_once.cache_clear()
-    arguments("task, truth", REST)
-    assert "task gets the queries, truth the responses" in capsys.readouterr().out
+        found = arguments(parameters, REST | dict(responses=["other"]))
+        assert list(found.values())[-1] == [" 2"]
+    assert capsys.readouterr().out.count(SAID[parameters]) == 1

@@ -26,7 +26,6 @@ import sft
 from data import tasks
 from machinery import artifacts, checkpoints, distributed, runs
 from machinery.artifacts import ROOT
-from machinery.cli import InputError
 from machinery.tokens import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("accelerator")
@@ -159,8 +158,8 @@ def test_what_is_in_the_way_is_refused_before_anything_loads(script, there, home
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("mine")
     before = tree(home)
-    with pytest.raises(InputError, match=named.replace("SCRIPT", script)):
-        SCRIPTS[script].main(two_steps(script, **flags))
+    start = lambda: SCRIPTS[script].main(two_steps(script, **flags))  # noqa: E731
+    tiny.refuses(start, named.replace("SCRIPT", script))
     assert tree(home) == before
 
 

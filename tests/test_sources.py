@@ -193,7 +193,6 @@ def test_a_file_hides_no_module_of_its_name(tmp_path):
 
 
 def test_a_function_that_a_file_does_not_have_is_refused_with_those_that_it_has(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import json\ndef score(x): return x\ndef other(x): return x\n"
-    )
+    code = "import json\ndef score(x): return x\ndef other(x): return x\n"
+    (tmp_path / "mine.py").write_text(code)
     refuses(lambda: load_function(f"{tmp_path}/mine.py:scor"), "'scor'", "other, score")

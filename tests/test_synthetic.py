@@ -1,10 +1,9 @@
-"""The embedded synthetic task: its texts, tokenizer and labels."""
+"""The embedded synthetic task: its texts and labels."""
 
 import doctest
 import filecmp
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,14 +14,7 @@ from benchmarks import synthetic_data
 from data import tasks
 from data.synthetic import judge
 from machinery.labels import load_labels
-from machinery.tokens import load_tokenizer
 from utils import TokenIds
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    task = replace(tasks.TASKS["synthetic"], base_model=str(tasks.SYNTHETIC / "model"))
-    return load_tokenizer(task, task.response_length)[0]
 
 
 def test_the_synthetic_texts_are_made_again_to_the_byte(tmp_path):
@@ -40,23 +32,14 @@ def test_the_examples_in_the_synthetic_tasks_docstrings_hold(module):
     assert failed == 0 and tried > 0
 
 
-def test_the_synthetic_tokenizer_has_its_stop_and_end_as_one_token_each_and_no_pad(tokenizer):
-    assert len(tokenizer) == WORDS and tokenizer.pad_token_id is None
-    for text in (".", "<|endoftext|>", "\n"):
-        assert len(tokenizer.encode(text)) == 1
-    assert tokenizer.encode("Anna saw it.")[-1:] == tokenizer.encode(".")  # not merged with another
-    text = "Anna was not very happy, but Ben smiled."
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_the_5504_synthetic_labels_prefer_what_the_judge_likes(tokenizer):
+def test_the_5504_synthetic_labels_prefer_what_the_judge_likes(hers):
     """A perfect predictor's accuracy is near its ceiling, a coin's would be a quarter."""
-    stop = tokenizer.encode(".")[0]
-    labels = load_labels(tasks.TASKS["synthetic"], tokenizer, TokenIds(WORDS, stop, [], []))
+    stop = hers.encode(".")[0]
+    labels = load_labels(tasks.TASKS["synthetic"], hers, TokenIds(WORDS, stop, [], []))
     assert len(labels) == 5504 and np.bincount(labels.best).min() > 1000  # the order tells nothing
     queries, responses, best = labels.batch(np.arange(1000), WORDS)
-    queries = utils.decode(tokenizer, queries, WORDS)
-    texts = [utils.decode(tokenizer, responses[:, k], WORDS) for k in range(4)]
+    queries = utils.decode(hers, queries, WORDS)
+    texts = [utils.decode(hers, responses[:, k], WORDS) for k in range(4)]
     scores = np.array([judge.gold_score(queries, side) for side in texts]).T
     accuracy = (scores.argmax(axis=1) == best.numpy()).mean()
     assert accuracy == pytest.approx(judge.best_accuracy(scores.tolist()), abs=0.05)

@@ -184,12 +184,18 @@ def test_settings_for_texts_and_a_missing_template_are_refused_by_name(name, cha
     refuses(lambda: labels.load_labels(task, tokenizer, ids), *named)
 
 
-@pytest.mark.parametrize("content", [None, 3, [{"type": "text", "text": "What?"}]])
-@pytest.mark.parametrize("rest", [[], [USER]])
-def test_messages_whose_content_is_no_text_are_refused(content, rest, chat_task):
-    rows = [{"prompt": [{"role": "user", "content": content}, *rest]}]
-    formats.write_rows(Path(chat_task.query_dataset), rows)
-    refuses(lambda: load(load_queries, chat_task, 9), "rows.jsonl: ", "content")
+FORMS = [([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes."}], "role")]
+for roles in (("human", "assistant"), ("user", "model"), ("user", "gpt")):
+    FORMS += [([{"role": role, "content": "Hi"} for role in roles], "rename the role")]
+for content in (None, 3, [{"type": "text", "text": "What?"}]):
+    FORMS += [([USER | {"content": content}, *rest], "content") for rest in ([], [USER])]
+
+
+@pytest.mark.parametrize(("messages", "word"), FORMS)
+def test_messages_of_other_forms_are_refused(messages, word, chat_task):
+    """Zephyr's template drops other roles, and an answer would be part of the query."""
+    formats.write_rows(Path(chat_task.query_dataset), [{"prompt": messages}])
+    refuses(lambda: load(load_queries, chat_task, 9), "rows.jsonl: ", word)
 
 
 # Of nvidia/Llama-3_3-Nemotron-Super-49B-v1_5 and DeepSeek-R1's distilled models [llama.cpp's
