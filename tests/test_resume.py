@@ -311,21 +311,35 @@ def test_an_error_in_one_of_two_processes_ends_both_and_loses_no_finished_update
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_signal_writes_a_checkpoint_and_exits_with_143(script, home, monkeypatch, capsys):
-    """Without --save_every. The resumed run equals an undisturbed one; handlers are restored."""
+def test_errors_and_signals_lose_no_finished_update(script, home, capsys):
+    """Without --save_every: an error before a step, a signal, a full disk as the weights are saved.
+    The resumed run equals an undisturbed one; handlers are restored."""
     number = dict(zip(SCRIPTS, [*SIGNALS, signal.SIGTERM], strict=True))[script]
     handlers = [signal.getsignal(number) for number in SIGNALS]
+    steps = 4 if script in ("ppo", "rloo") else 1
+    saved = f"of 6 updates are saved: python {script}.py --resume runs/ran"
     assert exit_code(script, settings(script, run_name="straight")) == 0
-    with monkeypatch.context() as patch:
-        steps = 4 if script in ("ppo", "rloo") else 1
-        at_call(patch, distributed, "check_gradients", 2 * steps + 1, send(number))
-        assert exit_code(script, settings(script, run_name="stopped")) == 143
-    assert "stopped after 3 of 6: --resume runs/stopped" in capsys.readouterr().out
-    assert [path.name for path in checkpoint_files("stopped")] == ["00000003.safetensors"]
+
+    def run(args: Any, owner: Any, name: str, n: int, do: Callable) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            at_call(patch, owner, name, n, do)
+            return exit_code(script, args)
+
+    with pytest.raises(OSError) as caught:
+        args = settings(script, run_name="ran")
+        run(args, SCRIPTS[script], "average_gradients", 2 * steps + 1, fail)
+    assert caught.value.__notes__ == [f"2 {saved}"]
+    stop = SCRIPTS[script], "average_gradients", steps + 1, send(number)
+    assert run("--resume latest", *stop) == 143
+    assert "stopped after 4 of 6: --resume runs/ran" in capsys.readouterr().out
+    assert [int(path.stem) for path in checkpoint_files()] == [2, 4]
     assert [signal.getsignal(number) for number in SIGNALS] == handlers
-    assert exit_code(script, "--resume latest") == 0
-    assert "resuming runs/stopped after 3 of 6" in capsys.readouterr().out
-    assert_same_run(Path("runs/stopped"), Path("runs/straight"))
+    with pytest.raises(OSError) as caught:
+        run("--resume runs/ran", artifacts, "save_model", 1, fail)
+    assert caught.value.__notes__ == [f"6 {saved}"]
+    assert "resuming runs/ran after 4 of 6" in capsys.readouterr().out
+    assert exit_code(script, "--resume runs/ran") == 0
+    assert_same_run(Path("runs/ran"), Path("runs/straight"))
 
 
 @pytest.fixture(scope="module")
@@ -456,8 +470,13 @@ def test_changed_flags_are_all_named_before_anything_is_loaded(copy, no_weights)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.usefixtures("accelerator")
 def test_a_file_that_was_edited_is_refused_if_the_script_reads_it(script, home):
-    assert exit_code(script, settings(script, run_name="ran", save_every=2)) == 0
+    Path("runs/ran/checkpoints").mkdir(parents=True)
+    for name in (f"{script}.py", "checkpoints/00000002.safetensors"):
+        Path("runs/ran", name).touch()
+    record = checkpoints.describe(settings(script), 1)
+    Path("runs/ran/args.json").write_text(json.dumps(record))
     reads = {"task/stories.txt": "query_dataset"}
     reads |= {"task/labels.json": "label_dataset"} if script == "train_reward" else {}
     reads |= {"reward.py": "reward_fn"} if script in ("ppo", "rloo") else {}
@@ -558,27 +577,6 @@ def test_a_run_that_another_process_writes_is_left_alone(copy):
 
 def raise_input_error(*_: Any) -> None:
     raise InputError("an error")
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_an_error_loses_no_finished_update_before_the_next_step(script, home, capsys):
-    """Without --save_every; at last, as the weights are saved."""
-    steps = 4 if script in ("ppo", "rloo") else 1
-    again = f"python {script}.py --resume runs/ran"
-    assert exit_code(script, settings(script, run_name="straight")) == 0
-    args: Any = settings(script, run_name="ran")
-    for owner, name, n, done in (
-        (SCRIPTS[script], "average_gradients", 2 * steps + 1, 2),
-        (SCRIPTS[script], "average_gradients", 2 * steps + 1, 4),
-        (artifacts, "save_model", 1, 6),
-    ):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError) as caught:
-            at_call(patch, owner, name, n, fail)
-            exit_code(script, args)
-        assert caught.value.__notes__ == [f"{done} of 6 updates are saved: {again}"]
-        args = "--resume runs/ran"
-    assert exit_code(script, args) == 0
-    assert_same_run(Path("runs/ran"), Path("runs/straight"))
 
 
 def test_what_an_error_loses_is_said(home, capsys, monkeypatch):
