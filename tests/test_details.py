@@ -167,13 +167,13 @@ def test_G1_R1_a_reward_is_of_the_last_real_token_whatever_the_padding_and_the_b
 
 
 def test_R2_the_reward_head_starts_at_one_over_the_root_of_the_width_plus_one():
-    """1 / sqrt(3 + 1) at width 3, where the one shows; 10,000 such heads."""
+    """1 / sqrt(3 + 1) at width 3, where the one shows; 2,000 such heads."""
     config, backbone = tiny.config(), torch.nn.Identity()
     config.hidden_size = 3
     torch.manual_seed(0)
-    heads = [train_reward.RewardModel(RewardConfig(config), backbone).head for _ in range(10_000)]
+    heads = [train_reward.RewardModel(RewardConfig(config), backbone).head for _ in range(2000)]
     weights = torch.cat([head.weight for head in heads])
-    assert weights.std().item() == pytest.approx(0.5, rel=0.02) and abs(weights.mean()) < 0.02
+    assert weights.std().item() == pytest.approx(0.5, rel=0.05) and abs(weights.mean()) < 0.02
 
 
 def test_R2_a_new_reward_model_has_the_language_models_backbone_and_a_new_head(model_folder):

@@ -280,14 +280,13 @@ TOKENIZERS = {
 }
 
 
-@pytest.fixture(params=TOKENIZERS)
-def whole(request, tmp_path) -> SimpleNamespace:
+@pytest.fixture(params=TOKENIZERS, scope="module")
+def whole(request, tmp_path_factory) -> SimpleNamespace:
     """A task whose model has one of these tokenizers, and what a text's ids are by itself."""
-    tokenizer = TOKENIZERS[request.param]()
-    end = tokenizer.eos_token
-    for x in (tiny.make_lm(vocab=len(tokenizer), positions=256), tokenizer):
-        x.save_pretrained(tmp_path / "model")
-    model = SimpleNamespace(folder=tmp_path / "model")
+    tokenizer, model = TOKENIZERS[request.param](), SimpleNamespace()
+    end, model.folder = tokenizer.eos_token, tmp_path_factory.mktemp("model")
+    for x in (tiny.config(vocab=len(tokenizer), positions=256), tokenizer):
+        x.save_pretrained(model.folder)
     make = partial(make_task, model, truncate_token=end, response_column="completion")
     of_text = lambda text: tokenizer.encode(text) + [tokenizer.eos_token_id]  # noqa: E731
     return SimpleNamespace(make=make, ids=of_text, tokenizer=tokenizer)
@@ -297,18 +296,18 @@ def whole(request, tmp_path) -> SimpleNamespace:
 def test_plain_texts_begin_once_with_what_the_tokenizer_begins_them_with(begin, tmp_path):
     """Llama's BOS, GLM's two tokens [transformers' convert_glm_weights_to_hf.py], XGLM's EOS; also
     in blocks, and where a text has it already, as rendered conversations do."""
-    tokenizer = formats.gpt2_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(tasks.SYNTHETIC / "model")
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
     tokenizer.add_tokens(begin, special_tokens=True)
     ids = tokenizer.convert_tokens_to_ids(begin)
     special = list(zip(begin, ids, strict=True))
     processor = TemplateProcessing(single=[*begin, "$A"], special_tokens=special)
     tokenizer.backend_tokenizer.post_processor = processor
-    for x in (tiny.make_lm(vocab=len(tokenizer)), tokenizer):
+    for x in (tiny.config(vocab=len(tokenizer)), tokenizer):
         x.save_pretrained(tmp_path / "model")
     texts = ["Hi there. Yes", "".join(begin) + "Hi there. Yes"]
     rows, model = [{"prompt": text} for text in texts], SimpleNamespace(folder=tmp_path / "model")
-    task = make_task(model, rows, tmp_path / "a.jsonl", truncate_token="</s>", query_length=9)
+    task = make_task(model, rows, tmp_path / "a.jsonl", truncate_token="</s>", query_length=16)
     expected = ids + tokenizer.encode("Hi there. Yes", add_special_tokens=False)
     assert load(load_queries, task, 9) == [expected] * 2
     blocks = lambda task, *given: load_blocks(task, len(expected), *given)  # noqa: E731
