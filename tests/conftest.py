@@ -207,9 +207,9 @@ def read_metrics(name: str) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory):
-    """`args`, `metrics`, `rollouts` and `epochs` of one run of each script on tiny files."""
+    """`args`, `metrics` and `epochs` of one run of each script on tiny files."""
     folder = tmp_path_factory.mktemp("runs")
-    seen = SimpleNamespace(folder=folder, args={}, rollouts={}, epochs={})
+    seen = SimpleNamespace(folder=folder, args={}, epochs={})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         task = tiny.write_task(folder / "task")
@@ -223,9 +223,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
         seen.args["train_reward"] = train_reward.Args(task=task, **sizes, **files)
         train_reward.main(seen.args["train_reward"])
         for script, name in ((ppo, "ppo"), (rloo, "rloo")):
-            seen.rollouts[name], seen.epochs[name] = [], []
-            for function, kept in (("Rollout", seen.rollouts), ("shuffle", seen.epochs)):
-                patch.setattr(script, function, tiny.keep(getattr(script, function), kept[name]))
+            seen.epochs[name] = []
+            patch.setattr(script, "shuffle", tiny.keep(script.shuffle, seen.epochs[name]))
             files = dict(reward_model="reward", output_dir=name, run_name=name)
             sizes = dict(total_episodes=20, eval_every=2)
             seen.args[name] = tiny.make_args(task, script, **sizes, **files)

@@ -253,13 +253,3 @@ def test_help_shows_the_resolved_defaults_of_the_task(script, name, capsys, monk
     titles = re.findall(r"^ ([A-Z].*)\n  --", text, re.M)  # those of the classes' source
     assert titles[:2] + titles[-4:] == ["Run", "Optimization", "Files", *TASK_TITLES]
     assert max(map(len, text.splitlines())) <= 80
-
-
-def test_flags_override_the_tasks_defaults_in_both_spellings():
-    flags = "--lr 3e-5 --task=cnndm --batch_size 64 --kl-coef 0.5 --response-length 10"
-    args = parse(ppo, *flags.split(), "--no-whiten-rewards", "--kl-target", "None")
-    names = "lr batch_size kl_coef kl_target whiten_rewards"
-    assert values(args, names) == (3e-5, 64, 0.5, None, False)
-    names = "task response_length query_length"  # the last one keeps the task's default
-    assert values(args.task, names) == ("cnndm", 10, 500)
-    assert parse(ppo).task.task == "synthetic"
