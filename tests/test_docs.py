@@ -112,7 +112,7 @@ def curves(name: str, label: str, *metrics: str) -> Numbers:
     return found
 
 
-def results(label: str, last: str) -> Numbers:
+def eight(label: str, last: str) -> Numbers:
     name = "synthetic" if last == COEF else "synthetic_eos"
     return curves(name, label, SCORE, GOLD, KL, last)
 
@@ -220,22 +220,20 @@ def started(task: str, steps: str, lr: str, **where: str) -> Numbers:
     else:
         where |= dict(anneal_lr=str("decays" in steps))
     seeds = [where["seed"]] if "seed" in where else ["1", "2", "3"]
-    clip, approxkl, kl, score, gold = (
-        [
-            x[:10]
-            for seed in seeds
-            if (x := pick("rloo_start", name, **where | dict(seed=seed, model=task)))
-        ]
-        for name in ("clipfrac", "approxkl", "kl", "score", "gold_score")
-    )
-    clips = sum(clip, [])
+
+    def first(name: str) -> list[list[float]]:
+        curves = (pick("rloo_start", name, **where | dict(seed=x, model=task)) for x in seeds)
+        return [x[:10] for x in curves if x]
+
+    approxkl, kl, score = map(first, ("approxkl", "kl", "score"))
+    clips = sum(first("clipfrac"), [])
     largest = max(x[0] for x in approxkl), max(max(x[1:]) for x in approxkl)
     found = [min(clips), max(clips), *largest] if any(clips) else [0.0, 0.0]
     if "SmolLM2" in task:
         means_of = [kl[0][5:], score[0][:5], score[0][5:]]
     else:
         means_of = [sum((x[7:] for x in kl), []), sum((x[7:] for x in score), [])]
-        means_of += [x[7:] for x in gold]
+        means_of += [x[7:] for x in first("gold_score")]
     return [*found, *map(statistics.mean, means_of)]
 
 
@@ -269,11 +267,8 @@ CLAIM = [x for label in ("PPO", "RLOO") for x in curves("synthetic", label, GOLD
 RESULTS, EXPERIMENTS = "docs/results.md", "docs/experiments.md"
 TABLES = {  # page and header → the columns, and their numbers by the cells of a row
     ("README.md", "| claim "): (slice(1, 2), lambda x, *_: CLAIM if "true score" in x else None),
-    (RESULTS, "| | score | true score | KL | β"): (slice(1, 5), lambda x, *_: results(x, COEF)),
-    (RESULTS, "| | score | true score | KL | resp"): (
-        slice(1, 5),
-        lambda x, *_: results(x, LENGTH),
-    ),
+    (RESULTS, "| | score | true score | KL | β"): (slice(1, 5), lambda x, *_: eight(x, COEF)),
+    (RESULTS, "| | score | true score | KL | r"): (slice(1, 5), lambda x, *_: eight(x, LENGTH)),
     (RESULTS, "| algorithm | loss "): (slice(1, 6), lambda x, *_: against_trl(x)),
     (RESULTS, "| PPO | policy"): (slice(3, 5), lambda x, *_: memory(x)),
     ("docs/tldr.md", "| | one GPU "): (slice(1, 2), lambda x, *_: [max(memory(f"Pythia {x}")[2:])]),

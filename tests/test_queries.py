@@ -121,8 +121,7 @@ def tokenized(monkeypatch) -> list[str]:
 def test_a_run_of_few_episodes_tokenizes_few_rows_and_holds_out_the_same_ones(
     task, tmp_path, tokenized, monkeypatch
 ):
-    """A table of all would take minutes; one below SMALL_TABLE is not worth a cache of its own.
-    The second start tokenizes nothing. A sample is without replacement."""
+    """But not fewer than SMALL_TABLE. The second start tokenizes nothing; samples are distinct."""
     many = replace(task, query_dataset=write_sentences(tmp_path / "many.txt"))
     monkeypatch.setattr(queries, "SMALL_TABLE", 8)
     heldout = []
@@ -194,8 +193,7 @@ def test_processes_wait_at_a_file_lock_for_the_table_of_the_first(task, tmp_path
 
 
 def test_G6_rows_of_a_step_are_a_pure_function_and_visit_every_row_once_an_epoch():
-    """10 rows, 4 a step: steps 0 to 4 are two epochs, whatever was asked for before; every process
-    visits all rows in another order."""
+    """10 rows, 4 a step: steps 0 to 4 are two epochs. Every process has another order."""
     orders = []
     for seed in (1, 100_004, 200_007):
         steps = [query_rows(10, 4, seed, step).tolist() for step in range(5)]
@@ -273,27 +271,16 @@ EOS_ROWS = [
 @pytest.fixture
 def eos_task(task, tmp_path) -> tasks.Task:
     """The embedded EOS task's settings on rows that are written by hand."""
-    return replace(
-        tasks.TASKS["synthetic_eos"],
-        base_model=task.base_model,
-        query_dataset=write_rows(tmp_path / "eos.jsonl", EOS_ROWS),
-        query_length=6,
-        query_prefix="So",
-        query_suffix=" was Anna.",
-        response_length=8,
-        gold_fn=None,
-    )
-
-
-def load_responses(task: tasks.Task, tokenizer=None) -> torch.Tensor:
-    own, ids = load_tokenizer(task, task.response_length)
-    return queries.load_responses(task, tokenizer or own, ids)[:]
+    files = dict(query_dataset=write_rows(tmp_path / "eos.jsonl", EOS_ROWS), gold_fn=None)
+    texts = dict(query_prefix="So", query_suffix=" was Anna.", query_length=6, response_length=8)
+    own = dict(base_model=task.base_model) | files | texts
+    return replace(tasks.TASKS["synthetic_eos"], **own)
 
 
 def test_X9_sft_sequences_of_an_eos_task_are_context_response_and_one_end(eos_task):
     """Contexts are padded on the left, as the policy sees them, and responses after their end; a
     response that is too long has none."""
-    tokenizer, _ = load_tokenizer(eos_task, 8)
+    tokenizer, ids = load_tokenizer(eos_task, 8)
     expected = []
     for row in (EOS_ROWS[i] for i in (0, 1, 1, 5)):
         prompt = tokenizer.encode(row["prompt"])[:6]
@@ -301,14 +288,13 @@ def test_X9_sft_sequences_of_an_eos_task_are_context_response_and_one_end(eos_ta
         context = [*tokenizer.encode("So"), *prompt, *tokenizer.encode(" was Anna.")]
         padded = [WORDS] * (6 - len(prompt)) + context + response + [WORDS] * (8 - len(response))
         expected.append(padded)
-    found = load_responses(eos_task)
+    found = queries.load_responses(eos_task, tokenizer, ids)[:]
     assert found.tolist() == expected
     assert (found == tokenizer.eos_token_id).sum(dim=1).tolist() == [1, 1, 1, 0]
 
 
 def blocks_by_hand(texts: list[str], tokenizer, size: int) -> list[list[int]]:
-    """Text after text; all but the first of a block with a space before them; what does not fit
-    into a block that is full is dropped."""
+    """Texts with a space between them; what does not fit into a full block is dropped."""
     blocks, block = [], []
     for text in filter(None, map(str.strip, texts)):
         block = block + tokenizer.encode(" " + text if block else text)

@@ -194,7 +194,7 @@ def test_local_commands_run_as_printed(page, project, tmp_path):
         assert steps == list(range(13))
 
 
-def test_reward_functions_of_the_docs_score_each_response(tmp_path):
+def test_reward_functions_of_the_docs_score_each_response():
     found = [block for page in PAGES for block in blocks(page, "python") if "def score(" in block]
     assert len(found) >= 2
     texts = ["Anna went home.", "Ben did not."], ["She was happy.", "He was sad, and so was Anna."]

@@ -461,9 +461,6 @@ def test_every_flag_that_changes_numbers_is_refused_by_name_no_other(script, tmp
 def test_changed_flags_are_all_named_before_anything_is_loaded(copy, no_weights):
     with refused("seed=3 instead of 1", "lr=0.5 instead of 0.01"):
         ppo.main(again("--resume runs/ran --lr 0.5 --seed 3"))
-    with refused("processes=2 instead of 1"):
-        ppo.check(again(), 2)
-    ppo.check(again("--resume runs/ran --output_dir out --save_every None"), 1)
     Path("out").mkdir()  # hours before the weights would have to be there
     with refused("--output_dir out exists"):
         ppo.check(again("--resume runs/ran --output_dir out"), 1)

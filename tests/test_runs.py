@@ -249,12 +249,11 @@ def test_a_run_needs_neither_git_nor_a_repository(missing, home, tmp_path, monke
     assert record["commit"] is None
 
 
-def sentence(capsys: pytest.CaptureFixture, *words: Any) -> str:
-    """Standard error, whose last sentence has all the words."""
+def sentence(capsys: pytest.CaptureFixture, *words: str) -> None:
+    """Assert that the last sentence on standard error has all words."""
     err = capsys.readouterr().err
     last = err.partition("script.py: error")[2]
-    assert [word for word in words if str(word) not in last] == [], err
-    return err
+    assert [word for word in words if word not in last] == [], err
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

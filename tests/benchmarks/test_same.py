@@ -46,7 +46,7 @@ ALIKE = {  # column: the fault that it sees, too
     "bf16, fsdp2, first ratio": "bf16, first ratio",
 }
 SAID = {"fsdp2": "DTensor", "bf16, first ratio": "ppo/policy/approxkl_avg is "}
-FEW = ["2 processes", "fsdp2, resumed without"]
+FEW = ["fsdp2, resumed without"]
 PATCHES = sorted(path.stem for path in (ROOT / "diffs").glob("*.diff"))
 # The first two divide by the deviation of a query's scores + 1e-4, which enlarges rounding a thousand
 # times. In the third, processes have dropout of their own.
@@ -80,7 +80,7 @@ def write_copy(path: Path, right: str, wrong: str, base: str = "ppo") -> tuple[P
     return path, source[: source.index(right)].count("\n") + 1
 
 
-def test_ppo_is_the_same_on_two_processes_and_resumed_from_fsdp2_to_ddp(tmp_path):
+def test_ppo_is_the_same_on_two_processes_resumed_from_fsdp2_to_copies(tmp_path):
     """And an error has the line of the copy. The slow tests below have all columns and faults."""
     right = "local_batch_size = args.batch_size // processes"
     broken, number = write_copy(tmp_path / "mine.py", right, right.replace("size //", "sizes //"))
@@ -91,10 +91,18 @@ def test_ppo_is_the_same_on_two_processes_and_resumed_from_fsdp2_to_ddp(tmp_path
     assert not fine and text.startswith(line)
 
 
-def test_a_column_of_another_name_is_refused():
-    command = [sys.executable, ROOT / "benchmarks" / "same.py", "--only", "resume"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1 and "2 processes, resumed" in done.stderr
+@pytest.fixture
+def same(monkeypatch):
+    """The program; importing it changes the environment."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    from benchmarks import same
+
+    return same
+
+
+def test_a_column_of_another_name_is_refused(same):
+    with pytest.raises(SystemExit, match="2 processes, resumed"):
+        same.main(same.Args(only=("resume",)), ())
 
 
 SIZES = [("weight", 0.5, 2e-6, True), ("weight", 0.5, 2e-5, False), ("weight", 100.0, 2e-4, True)]
@@ -102,11 +110,8 @@ SIZES += [("buffer", 0.5, 2e-5, True), ("buffer", 0.5, 1e-3, False)]
 
 
 @pytest.mark.parametrize(("name", "size", "gap", "fine"), SIZES)
-def test_rounding_is_relative_to_the_size_of_a_tensor(name, size, gap, fine, tmp_path, monkeypatch):
+def test_rounding_is_relative_to_the_size_of_a_tensor(name, size, gap, fine, tmp_path, same):
     """Weights below 1 may be off by 1% of the learning rate. Infinities are equal."""
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # same.py changes it
-    from benchmarks import same
-
     for folder, value in (("a", size), ("b", size + gap)):
         path = tmp_path / folder / "checkpoints" / "1.safetensors"
         path.parent.mkdir(parents=True)

@@ -39,8 +39,6 @@ def test_policies_and_the_data_are_compared_on_the_same_queries(task, here, monk
         "    seen.append(queries)\n"
         "    assert seen[0] == queries\n"
         "    return [r.startswith((' Anna saw', ' Ben saw')) for r in responses]\n"
-        "\ndef first(queries, a, b):\n"
-        "    return [1.0] * len(a)\n"
     )
     other = str(tiny.write_model(here / "other", seed=3))
     settings = dict(b=other, task="mine", judge="judge.py:judge", queries=6)
@@ -51,10 +49,6 @@ def test_policies_and_the_data_are_compared_on_the_same_queries(task, here, monk
         assert line["queries"] == 6
         rates[a] = line["win_rate"]
     assert rates[other] == 0.5 and rates["data"] > 0.5
-    winrate.main(winrate.Args(a="data", **settings | dict(judge="judge.py:first")))
-    *_, agree, sentence, line = capsys.readouterr().out.splitlines()
-    assert "0.0%" in agree and "50.0%" in sentence  # it prefers what is first, in both orders
-    assert json.loads(line) | dict(queries=6, win_rate=0.5, agreement=0) == json.loads(line)
     with pytest.raises(InputError, match="true score"):
         winrate.main(winrate.Args(a=other, b=other, task="mine"))
     with pytest.raises(InputError, match="response_column"):
