@@ -1,4 +1,4 @@
-"""Tasks whose answers can be checked: arithmetic and gsm8k, their rewards by hand, and pass@k."""
+"""Embedded data; tasks whose answers can be checked: rewards of arithmetic and gsm8k, pass@k."""
 
 import doctest
 import filecmp
@@ -16,16 +16,19 @@ import tiny
 from formats import GSM8K, write_rows
 from test_readme import blocks
 from test_tokens import small_tokenizer
+from tiny import WORDS
 
 import ppo
 import rloo
 import sft
 import utils
-from benchmarks import arithmetic_data, pass_at_k
+from benchmarks import arithmetic_data, pass_at_k, synthetic_data
 from data import answers as data_answers
 from data import tasks
+from data.synthetic import judge
 from machinery import rewards
 from machinery.cli import parse_args
+from machinery.labels import load_labels
 from machinery.queries import load_queries
 from machinery.sources import load_function
 from machinery.tokens import load_tokenizer
@@ -135,12 +138,42 @@ def test_random_rewards_are_0_and_1_for_any_response():
     assert set(rewards) == {0, 1} and 440 < sum(rewards) < 560
 
 
-def test_the_problems_are_made_again_to_the_byte(tmp_path):
-    subprocess.run([sys.executable, arithmetic_data.__file__, "--out", str(tmp_path)], check=True)
-    names = ["solutions.jsonl", "problems.jsonl"]
-    same, *rest = filecmp.cmpfiles(tasks.ARITHMETIC, tmp_path, names, shallow=False)
+MADE = {  # program, its words → a folder of data/, and its files that are made again
+    (arithmetic_data, "--out"): (tasks.ARITHMETIC, ["problems.jsonl", "solutions.jsonl"]),
+    (synthetic_data, "texts --out"): (
+        tasks.SYNTHETIC,
+        [f"model/{name}.json" for name in ("config", "tokenizer", "tokenizer_config")]
+        + ["stories.txt", "stories_eos.jsonl"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "words"), MADE)
+def test_embedded_texts_are_made_again_to_the_byte(program, words, tmp_path):
+    command, (folder, names) = [sys.executable, program.__file__], MADE[program, words]
+    subprocess.run([*command, *words.split(), tmp_path], check=True, capture_output=True)
+    same, *rest = filecmp.cmpfiles(folder, tmp_path, names, shallow=False)
     assert (same, rest) == (names, [[], []])
-    assert doctest.testmod(arithmetic_data) == (0, 2)
+
+
+@pytest.mark.parametrize("module", [judge, synthetic_data, arithmetic_data])
+def test_the_examples_in_docstrings_of_embedded_tasks_hold(module):
+    failed, tried = doctest.testmod(module)
+    assert failed == 0 and tried > 0
+
+
+def test_the_5504_synthetic_labels_prefer_what_the_judge_likes(hers):
+    """A perfect predictor's accuracy is near its ceiling, a coin's would be a quarter."""
+    stop = hers.encode(".")[0]
+    labels = load_labels(tasks.TASKS["synthetic"], hers, utils.TokenIds(WORDS, stop, [], []))
+    assert len(labels) == 5504 and np.bincount(labels.best).min() > 1000  # the order tells nothing
+    queries, responses, best = labels.batch(np.arange(1000), WORDS)
+    queries = utils.decode(hers, queries, WORDS)
+    texts = [utils.decode(hers, responses[:, k], WORDS) for k in range(4)]
+    scores = np.array([judge.gold_score(queries, side) for side in texts]).T
+    accuracy = (scores.argmax(axis=1) == best.numpy()).mean()
+    assert accuracy == pytest.approx(judge.best_accuracy(scores.tolist()), abs=0.05)
+    assert accuracy > 0.5
 
 
 def test_answers_are_right_and_no_problem_has_a_solution():

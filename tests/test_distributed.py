@@ -93,8 +93,7 @@ def test_a_gradient_that_one_process_lacks_counts_as_0(both):
 
 @pytest.mark.slow
 def test_under_fsdp2_only_the_first_process_reads_weights_one_model_after_the_other(tmp_path):
-    """Bytes per parameter, 4 of them the shards of both models; it was 10.5. The small file has a
-    head of its own, though its configuration says tied."""
+    """In bytes per parameter; it was 10.5. The small file has a head, though its config says tied."""
     totals = []
     for name, layers, width in (("small", 1, 8), ("large", 8, 768)):
         sizes = dict(n_layer=layers, n_embd=width, n_head=4, vocab_size=20_000)

@@ -95,8 +95,7 @@ def tokens_of_chats(tokenizer):
 def test_X13_a_classifier_reads_conversations_in_its_own_template_to_its_end(
     template, tmp_path, task, hers
 ):
-    """As TRL trains and asks it (`apply_chat_template`), also if the policy's template is the same:
-    policies sample no newline after the end token, and it reads that, too."""
+    """As TRL trains it, with the newline after the end token, which policies do not sample."""
     classifier = write_classifier(tmp_path / "reward")
     own = AutoTokenizer.from_pretrained(tmp_path / "reward")
     own.chat_template, hers.chat_template = template, TURNS

@@ -87,8 +87,7 @@ def test_R4_openais_padding_is_50259_or_the_models_pad_id(pad_id, query, expecte
 
 @pytest.mark.parametrize("vocabulary", [50257, 50400, 1000])
 def test_labels_of_gpt2_are_read_as_they_are_or_encoded_again(vocabulary, gpt2, hers, tmp_path):
-    """By a larger vocabulary of the same tokens, such as GPT-J's, where 50259 could be one. By 1,000
-    other tokens they are longer, and nothing of them is cut."""
+    """Also for GPT-J's larger vocabulary. By 1,000 other tokens they are longer; nothing is cut."""
     gpt2.save_pretrained(tmp_path / "g")
     options = dict(query_length=8, label_tokenizer=str(tmp_path / "g"))
     task = label_task(tmp_path / "l.json", formats.oai_labels(gpt2), **options)

@@ -16,8 +16,8 @@ from machinery.labels import Labels
 @tiny.both
 @pytest.mark.parametrize("eos_task", [True, False])
 def test_an_evaluation_counts_a_response_to_its_end_or_all_of_it(script, eos_task, accelerator):
-    """Of three held-out responses one ends. The policy is surer than the reference by 1 at the first
-    token, 2 at the second, and so on; the score is the number of tokens."""
+    """Of three. The policy is surer by 1 at the first token, 2 at the second, …; the score is the
+    number of tokens."""
     task = tiny.make_task(eos_task=eos_task, truncate_after=0, missing_eos_penalty=-3.0)
     held_out = torch.tensor([[7, EOS, 7, 7, 7], [7, 7, 7, 7, 7], [9, 9, 9, 9, 9]])
     training = tiny.make_responses(8, 5)

@@ -278,8 +278,7 @@ def eos_task(task, tmp_path) -> tasks.Task:
 
 
 def test_X9_sft_sequences_of_an_eos_task_are_context_response_and_one_end(eos_task):
-    """Contexts are padded on the left, as the policy sees them, and responses after their end; a
-    response that is too long has none."""
+    """Padded on both sides, as the policy sees them. A response that is too long has no end."""
     tokenizer, ids = load_tokenizer(eos_task, 8)
     expected = []
     for row in (EOS_ROWS[i] for i in (0, 1, 1, 5)):
@@ -338,8 +337,7 @@ def test_another_way_to_make_blocks_makes_another_table(task, tmp_path, monkeypa
 def test_every_script_asks_for_the_queries_that_it_can_use_and_needs_prompts_only(
     eos_task, tmp_path, monkeypatch
 ):
-    """PPO takes one query an episode, RLOO one for `rloo_k` of them, train_reward two for each of its
-    samples, in whole batches (R3). Only sft.py reads `response_column`."""
+    """One an episode, or for `rloo_k` of them, or two for each sample, in whole batches (R3)."""
     monkeypatch.chdir(tmp_path)
     rows = [dict(prompt=f"Ben saw {i}.", chosen=" the end", rejected=" Ben") for i in range(16)]
     source = write_rows(tmp_path / "rows.jsonl", rows)

@@ -134,8 +134,7 @@ def test_X13_a_reward_model_reads_and_scores_the_policys_texts(gpt2, hers):
 
 
 def test_X13_query_and_response_are_decoded_together(hers, tmp_path):
-    """Llama 2's decoder strips the first space of a text: decoded alone, the response would lose it,
-    and the reward model, or a function in OpenRLHF's form, would read "happy.Maria"."""
+    """Llama 2's decoder strips the first space of a text: alone, a response would lose it."""
     policy = formats.llama2_tokenizer(["Anna", "was", "happy", "Maria"])
     q, r = (policy.convert_tokens_to_ids(t.split()) for t in ("▁Anna ▁was ▁happy .", "▁Maria ▁was"))
     assert policy.decode(r) == "Maria was" and policy.decode(q + r) == "Anna was happy. Maria was"

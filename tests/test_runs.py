@@ -76,14 +76,14 @@ def test_a_run_records_flags_versions_and_curves(name, runs):
 def test_a_wandb_that_fails_ends_the_run_before_training_and_names_a_way_on(home, monkeypatch):
     """Without a network W&B writes files; it is imported for --track only."""
     monkeypatch.setenv("WANDB_MODE", "no such mode")
-    flags = dict(track=True, num_ppo_epochs=1, eval_every=100)
+    flags = dict(track=True, total_episodes=16, num_ppo_epochs=1, eval_every=100)
     start = lambda: ppo.main(settings("ppo", run_name="ran", **flags))  # noqa: E731
     tiny.refuses(start, "--track; WANDB_MODE=offline ", "no such mode")
     assert not Path("runs/ran/metrics.jsonl").exists()
     wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "offline")
     ppo.main(settings("ppo", run_name="offline", **flags))
-    assert [row["step"] for row in read_metrics("offline")] == list(range(6))
+    assert [row["step"] for row in read_metrics("offline")] == [0, 1]
     wandb.teardown()  # as at the end of the process
     (data,) = Path("runs/offline/wandb").glob("offline-run-*/*.wandb")
     assert b"objective/kl_coef" in data.read_bytes()

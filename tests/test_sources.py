@@ -177,8 +177,7 @@ def f(responses):
 
 
 def test_a_file_of_functions_is_a_module_and_imported_once(here, capsys):
-    """It finds modules beside it, and its functions run in other processes. A judge may load a model
-    at its top, once, whatever the path is called."""
+    """Whatever its path is called. It finds modules beside it; other processes can call it."""
     (here / "our_judge.py").write_text(JUDGE)
     (here / "beside_the_judge.py").write_text("LENGTH = 2.0")
     names = ["our_judge.py:f", "./our_judge.py:f", f"{here}/our_judge.py:f"]
