@@ -1,4 +1,4 @@
-"""Texts to queries, the table of tokens and its cache; what sft.py learns."""
+"""Texts to queries, as OpenAI cleaned them; the table of tokens, its cache; what sft.py learns."""
 
 import functools
 import json
@@ -61,6 +61,54 @@ def test_G2_books_are_one_sentence_a_row_in_any_format_padded_on_the_left(suffix
     assert sorted(rows_of(table)) == sorted((WORDS,) * (8 - len(r)) + tuple(r) for r in expected)
 
 
+CLEAN = [
+    "A baker of 61 has won £1.5million. She said: 'I cried.' Happy: The baker at home . "
+    "More at CNN.com",
+    "LONDON, England (Reuters) -- A painter gained access to a reported £20 million on Monday. "
+    "He won't cast a spell on it.",
+    "The Senate voted on Tuesday. The bill passed by 51 to 49, a clerk said .",
+    "Rain fell on Sunday. It did not stop.",
+]
+STAMP = "07:03 EST, 2 March 2013 ."
+EDGES = {
+    f"By . Anna Smith . PUBLISHED: . {STAMP} It rained .": "It rained .",
+    f"By . Dr A. Smith, in Rome . UPDATED: . {STAMP} It rained .": "It rained .",
+    f"PUBLISHED: . {STAMP} | . UPDATED: . 08:07 BST, 2 May 2013 . It rained .": "It rained .",
+    "By . Anna Smith . and Ben Jones . It rained . He left .": "It rained . He left .",
+    "By . Anna Smith . It rained . PUBLISHED: . 07:03": "It rained . PUBLISHED: . 07:03",
+    "(CNN) -- Rain. (CNN) -- Sun.": "Sun.",  # after the last one, as [O]
+    f"Rain (CNN) came. {'x' * 100} (CNN) went.": f"came. {'x' * 100} (CNN) went.",
+    f"By . Anna . PUBLISHED: . {STAMP} ": f"By . Anna . PUBLISHED: . {STAMP}",  # nothing else
+    "“Rain,” he said: ‘it’s â€™ &amp; so’": "\"Rain,\" he said: 'it's ' & so'",
+}
+UNCHANGED = [
+    f"By now it rained . He said so . PUBLISHED: . {STAMP}",  # no byline
+    f"It rained . UPDATED: . {STAMP} He left .",  # not at the start: [O] would empty it
+    "It rained. (CNN) --",
+    "",
+    *CLEAN,
+]
+
+
+def test_articles_lose_what_openai_removed_and_nothing_else():
+    assert [clean.clean_article(row["article"]) for row in formats.CNNDM] == CLEAN
+    assert {text: clean.clean_article(text) for text in EDGES} == EDGES
+    assert [clean.clean_article(text) for text in UNCHANGED] == UNCHANGED
+
+
+def test_posts_are_cleaned_as_openai_cleaned_them():
+    post = formats.TLDR_17[0]["content"]
+    assert clean.clean_post(post) == "I painted the house.\n\nIt's red now."
+    assert clean.clean_post("a\nb\n\nc\n\n\nd\n\n\n\n\ne") == "a\nb\n\nc\n\nd\n\ne"
+
+
+def test_tldrs_prompts_can_be_given_the_form_of_its_preferences():
+    (row,), (pair,) = formats.TLDR, formats.TLDR_PREFERENCE
+    assert row["prompt"] != pair["prompt"]
+    assert clean.clean_tldr(row["prompt"]) == pair["prompt"] == clean.clean_tldr(pair["prompt"])
+    assert clean.clean_tldr("no post\n\nat all") == "no post\n\nat all"
+
+
 @pytest.fixture
 def cnndm(task, tmp_path) -> tasks.Task:
     """The task's own settings; lengths and model are tiny."""
@@ -74,13 +122,9 @@ def cnndm(task, tmp_path) -> tasks.Task:
 def test_P3_cnndm_queries_are_cleaned_end_a_sentence_and_have_prefix_and_suffix(cnndm):
     tokenizer, ids = load_tokenizer(cnndm, 8)
     queries = load_queries(cnndm)[:]
-    texts = [
-        "The Senate voted on Tuesday. The bill passed by 51 to 49, a clerk said .",
-        "Rain fell on Sunday. It did not stop.",
-    ]
-    assert utils.decode(tokenizer, queries, ids.pad) == texts
+    assert utils.decode(tokenizer, queries, ids.pad) == CLEAN[2:]
     contexts = utils.add_affixes(queries, ids)
-    expected = [f"Article:\n\n{text}\n\nTL;DR:" for text in texts]
+    expected = [f"Article:\n\n{text}\n\nTL;DR:" for text in CLEAN[2:]]
     assert utils.decode(tokenizer, contexts, ids.pad) == expected
     for row in contexts.tolist():  # all padding is on the left
         assert row == sorted(row, key=lambda token: token != ids.pad)
@@ -235,9 +279,8 @@ def test_P3_a_query_ends_with_its_last_sentence_with_and_without_a_space_before_
         "": "",
     }
     assert {text: query(text, tokenizer, 500) for text in cuts} == cuts
-    articles = [clean.clean_article(row["article"]) for row in formats.CNNDM]
-    expected = [article.removesuffix(" More at CNN.com") for article in articles]
-    assert [query(article, tokenizer, 500) for article in articles] == expected
+    expected = [article.removesuffix(" More at CNN.com") for article in CLEAN]
+    assert [query(article, tokenizer, 500) for article in CLEAN] == expected
 
 
 def test_P3_the_last_sentence_inside_the_length_counts(gpt2):
