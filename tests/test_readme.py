@@ -125,7 +125,7 @@ ELSEWHERE = "|".join(
         r"demo\.sh|^python (sft|train_reward)\.py --task synthetic(_eos)?\s*(#|$)",  # `project`
         r"judgments\.py|--task arithmetic",  # test_answers.py
         r"curves\.py .*(wandb|TRL=)",  # test_curves.py
-        r"(same|gpu|growth|memory|render|speed)\.py",  # tests of these names, of the course
+        r"(same|gpu|growth|memory|render|speed)\.py",  # tests of these names, tools, the course
         r"^(mkdir|code|model|flags)\b|\$code",  # test_tokens.py
         r"^-    start, kl_coef = run.restore",  # test_resume.py
     )

@@ -34,9 +34,9 @@ from machinery.rewards import RewardConfig, score_in_parts
 from machinery.unpadding import set_unpadding
 
 
-def refuses(call, *words, error: type = InputError) -> str:
-    """Assert that `call` raises an error whose message has all `words`; return the message."""
-    with pytest.raises(error) as caught:
+def refuses(call, *words) -> str:
+    """Assert that `call` raises `InputError` whose message has all `words`; return the message."""
+    with pytest.raises(InputError) as caught:
         call()
     message = str(caught.value)
     assert [word for word in words if str(word) not in message] == [], message

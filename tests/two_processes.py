@@ -1,6 +1,4 @@
-"""What test_distributed.py runs on one process and on two: the same batch, sharded.
-
-    ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 tests/two_processes.py FOLDER
+"""What test_distributed.py runs on one process and, by torchrun, on two: the same batch, sharded.
 
 Every process writes FOLDER/rank<r>.pt. With ACCELERATE_USE_FSDP, only the host memory of loading.
 """

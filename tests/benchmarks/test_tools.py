@@ -1,18 +1,28 @@
-"""benchmarks/winrate.py: numbers by hand, and the command on tiny models."""
+"""Tools of benchmarks/: numbers by hand, and the commands on tiny models."""
 
+import csv
+import io
 import json
+import math
+import re
+import tarfile
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import formats
 import numpy as np
 import pytest
 import tiny
 import torch
+from test_from_trl import write_classifier
+from tiny import refuses
+from transformers import AutoTokenizer
 
-from benchmarks import copying, llm_judge, sample, winrate
+from benchmarks import calibration, copying, growth, human, llm_judge, overoptimize, sample, winrate
 from data import tasks
-from machinery.cli import InputError
 from machinery.labels import load_labels
+from machinery.rewards import load_reward_model
 from machinery.sources import load_function
 from machinery.tokens import load_tokenizer
 
@@ -49,10 +59,8 @@ def test_policies_and_the_data_are_compared_on_the_same_queries(task, here, monk
         assert line["queries"] == 6
         rates[a] = line["win_rate"]
     assert rates[other] == 0.5 and rates["data"] > 0.5
-    with pytest.raises(InputError, match="true score"):
-        winrate.main(winrate.Args(a=other, b=other, task="mine"))
-    with pytest.raises(InputError, match="response_column"):
-        winrate.main(winrate.Args(a="data", b=other, task="synthetic"))
+    refuses(lambda: winrate.main(winrate.Args(a=other, b=other, task="mine")), "true score")
+    refuses(lambda: winrate.main(winrate.Args(a="data", b=other)), "response_column")
 
 
 def test_the_data_is_judged_as_a_policy_is(task, here, monkeypatch, capsys):
@@ -77,12 +85,12 @@ def test_the_data_is_judged_as_a_policy_is(task, here, monkeypatch, capsys):
     assert sorted(seen[0][1]) == sorted(expected) == sorted(seen[2][2])
     rows[2]["text"] = [{"role": "user", "content": "Why?"}]
     formats.write_rows(here / "own.jsonl", rows)
-    with pytest.raises(InputError, match="no response"):
-        winrate.main(winrate.Args(a="data", b=eos.base_model, **settings))
+    settings |= dict(a="data", b=eos.base_model)
+    refuses(lambda: winrate.main(winrate.Args(**settings)), "no response")
     answers = lambda task, args: (["Hi"], ["Hi"], {"prompt": [task.base_model]})  # noqa: E731
     monkeypatch.setattr(winrate, "sample_responses", answers)
-    with pytest.raises(InputError, match="different queries"):  # one tokenizer skips the first
-        winrate.main(winrate.Args(a="x", b="y", **settings))
+    settings["a"] = "x"  # one tokenizer skips the first
+    refuses(lambda: winrate.main(winrate.Args(**settings)), "different queries")
 
 
 def test_a_judge_of_pairs_is_asked_in_both_orders():
@@ -100,8 +108,8 @@ def test_a_judge_of_pairs_is_asked_in_both_orders():
     assert agreement == 0.75  # the third prefers what is first
     rate, low, high = winrate.mean_and_interval(wins, seed=1)
     assert rate == pytest.approx(0.45) and 0 <= low < rate < high <= 0.8
-    with pytest.raises(InputError, match="1.5"):
-        winrate.ask_in_both_orders(lambda queries, a, b: [1.5], "judge", ["1"], ["a"], ["b"])
+    ask = partial(winrate.ask_in_both_orders, lambda *_: [1.5], "judge")
+    refuses(lambda: ask(["1"], ["a"], ["b"]), "1.5")
 
 
 def test_a_chat_model_judges_summaries(tmp_path, monkeypatch):
@@ -156,5 +164,126 @@ def test_samples_become_labels_when_best_is_filled_in(task, tmp_path, monkeypatc
     assert labels.best.tolist() == [0, 1, 2, 0, 1]
     assert labels.responses[4][2].tolist() == rows[4]["sample2"]
     for change, named in ((dict(first=2), "exists"), (dict(out=tmp_path / "new"), "--first 256")):
-        with pytest.raises(InputError, match=named):
-            sample.main(sample.Args(**settings | change))
+        refuses(lambda x=change: sample.main(sample.Args(**settings | x)), named)
+
+
+def test_labels_are_compared_in_fifths_of_similar_confidence():
+    """Ten labels: the probability of the model's favorite of two, and whether it is preferred."""
+    sure = {0.9: True, 0.6: False, 0.7: True, 0.8: True, 0.95: True, 0.55: False, 0.65: True}
+    sure |= {0.75: True, 0.85: False, 0.52: False}
+    rewards = torch.tensor([[math.log(p), math.log(1 - p)] for p in sure])
+    best = torch.tensor([0 if right else 1 for right in sure.values()])
+    rows = calibration.calibration(rewards, best)
+    expected = [(0.535, 0), (0.625, 0.5), (0.725, 1), (0.825, 0.5), (0.925, 1)]
+    assert [row["labels"] for row in rows] == [2] * 5
+    found = [x for row in rows for x in (row["predicted"], row["accuracy"])]
+    assert found == pytest.approx([x for pair in expected for x in pair], abs=1e-6)
+
+
+def test_a_model_on_its_held_out_labels(task, here, monkeypatch, capsys):
+    monkeypatch.setitem(tasks.TASKS, "mine", replace(task, task="mine"))
+    presets = {"mine": dict(num_labels=8, batch_size=4)}
+    monkeypatch.setattr(calibration.train_reward, "PRESETS", presets)
+    folder = tiny.write_reward(here / "reward")
+    calibration.main(folder, "mine", "out.png")
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sum(row["labels"] for row in rows) == 8 and Path("out.png").is_file()
+
+
+@pytest.mark.parametrize("ids", [False, True])
+@torch.no_grad()
+def test_labels_are_the_texts_of_training(ids, task, gpt2, here, monkeypatch):
+    """Pairs with the truncate token, or ids of the task's model, of which this one is not."""
+    end = "." if ids else ","
+    rows = [dict(prompt=f"Anna saw {i}.", chosen=f" Ben {i}", rejected=" Rain") for i in range(6)]
+    texts = [[row["prompt"] + row[x] + end for x in ("chosen", "rejected")] for row in rows]
+    if ids:
+        task = replace(task, base_model="g", label_tokenizer="g")
+        gpt2.save_pretrained("g")
+        parts = [[row["prompt"], row["chosen"] + ".", row["rejected"] + "."] for row in rows]
+        names = "query", "sample0", "sample1", "best"
+        rows = [dict(zip(names, [*map(gpt2.encode, x), 0], strict=True)) for x in parts]
+    monkeypatch.setitem(tasks.TASKS, "mine", replace(task, task="mine", query_length=32))
+    seen = []
+    monkeypatch.setattr(calibration, "calibration", lambda *given: seen.extend(given) or [])
+    folder, path = tiny.write_reward(here / "reward"), formats.write_rows(here / "l.jsonl", rows)
+    flags = "--truncate_token", end
+    calibration.main(folder, "mine", label_dataset=path, num_labels=4, flags=flags)
+    model = load_reward_model(calibration.train_reward.RewardModel, folder)
+    encode = AutoTokenizer.from_pretrained(folder).encode
+    expected = [model(torch.tensor([encode(text)])).item() for row in texts[4:] for text in row]
+    assert seen[0].flatten().tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_messages_for_a_classifier_are_refused(here):
+    """It would read what its template writes after the end token, which labels leave out."""
+    write_classifier(here / "reward")
+    path = formats.write_rows(here / "l.jsonl", formats.MESSAGES)
+    refuses(lambda: calibration.main(str(here / "reward"), label_dataset=path), "messages")
+
+
+def test_overoptimization_reads_runs_of_its_own_flags_only(here, monkeypatch):
+    """A run that is there is kept: other flags, other names."""
+    made, seen = [], {}
+
+    def run(name, command):
+        made.append(name)
+        assert seen.setdefault(name, command) == command
+        return Path(name)
+
+    monkeypatch.setattr(overoptimize, "run", run)
+    monkeypatch.setattr(overoptimize, "read_run", lambda folder: [])
+    for flags in (dict(), dict(labels=32), dict(total_episodes=8), dict(betas=(0.0, 1.0))):
+        with pytest.raises(IndexError):  # there are no updates to write
+            overoptimize.main(overoptimize.Args(seeds=2, out=here / "a.csv", **flags))
+    assert len(made) == 4 * 2 * 3
+
+
+@pytest.mark.slow
+def test_rows_are_measured_and_those_of_other_names_stay(here, monkeypatch):
+    sizes = {"batch": ({}, (8,)), "labels": ({}, (20,)), "queries": ({}, (30,))}
+    monkeypatch.setattr(growth, "ROWS", sizes)
+    for names in (("batch",), ("labels", "queries")):
+        growth.main(growth.Args(names, here / "growth.csv"))
+    with open("growth.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    tokens = [float(row["tokens"]) for row in rows]
+    assert tokens == [8 * (16 + 24), 20 * (16 + 24 + 24), 30 * 16]
+    assert all(float(row["peak GB"]) > 0.1 for row in rows)
+    assert all(float(row["cpu s"]) > 0 for row in rows)
+
+
+def test_an_unknown_row_is_refused(here):
+    refuses(lambda: growth.main(growth.Args(("width",), here / "x.csv")), "width", "batch")
+
+
+def write_archive(path, texts, ratings):
+    """A tar file of the true form: Latin-1, tab-separated, CRLF. `ratings`: a list for each text."""
+    tables = {"GroundTruth": "", "anonDataRatings": ""}
+    for i, (text, row) in enumerate(zip(texts, ratings, strict=True)):
+        tables["GroundTruth"] += f"{i}\t0\t{text}\r\n"
+        tables["anonDataRatings"] += f"{i}\t0\t0\t{row}\r\n"
+    with tarfile.open(path, "w:gz") as archive:
+        for name, table in tables.items():
+            member = tarfile.TarInfo(f"movieReviewSnippets_{name}.txt")
+            member.size = len(table)  # bytes, too: Latin-1
+            archive.addfile(member, io.BytesIO(table.encode("latin-1")))
+    return human.Args("data", path)
+
+
+def test_parts_share_no_snippet_and_halves_no_rating(here, monkeypatch):
+    for name, value in dict(TRAIN=12, HELDOUT=6, PAIRS=40, HELDOUT_PAIRS=30).items():
+        monkeypatch.setattr(human, f"NUM_{name}", value)
+    texts = [f"café  {i} is a film of eight  words." for i in range(24)] + ["too short."]
+    # The first half of the raters likes large numbers, the second half small ones: all means are 0.
+    ratings = [[i // 8 + 1, -(i // 8) - 1] * 7 for i in range(24)] + [[4] * 15]
+    human.main(write_archive(here / "ratings.tar.gz", texts, ratings))
+    data = {path.stem: path.read_text() for path in human.DATA.iterdir()}
+    assert data["first"].count("\n") == 40 and data["heldout"].count("\n") == 30
+    parts = data["texts"] + data["first"] + data["second"], data["heldout"], data["queries"]
+    numbers = [set(re.findall(r"\\u00e9 (\d+) is a film of", part)) for part in parts]
+    assert len(set.union(*numbers)) == sum(map(len, numbers)) == 24
+    for half, sign in (("first", 1), ("second", -1)):
+        for pair in human.read_lines(human.DATA / f"{half}.jsonl"):
+            better, worse = (int(pair[side].split()[1]) // 8 for side in ("chosen", "rejected"))
+            assert sign * better > sign * worse
