@@ -46,7 +46,7 @@ ALIKE = {  # column: the fault that it sees, too
     "bf16, fsdp2, first ratio": "bf16, first ratio",
 }
 SAID = {"fsdp2": "DTensor", "bf16, first ratio": "ppo/policy/approxkl_avg is "}
-FEW = ["fsdp2, resumed without"]
+FEW = ["2 processes", "fsdp2, resumed without"]
 PATCHES = sorted(path.stem for path in (ROOT / "diffs").glob("*.diff"))
 # The first two divide by the deviation of a query's scores + 1e-4, which enlarges rounding a thousand
 # times. In the third, processes have dropout of their own.
@@ -80,7 +80,7 @@ def write_copy(path: Path, right: str, wrong: str, base: str = "ppo") -> tuple[P
     return path, source[: source.index(right)].count("\n") + 1
 
 
-def test_ppo_is_the_same_on_two_processes_resumed_from_fsdp2_to_copies(tmp_path):
+def test_ppo_is_the_same_on_two_processes_and_resumed_from_fsdp2_to_ddp(tmp_path):
     """And an error has the line of the copy. The slow tests below have all columns and faults."""
     right = "local_batch_size = args.batch_size // processes"
     broken, number = write_copy(tmp_path / "mine.py", right, right.replace("size //", "sizes //"))
