@@ -1,6 +1,5 @@
 """A device that is not the host, played on a CPU: its tensors have numbers, and refuse to be mixed
-with the host's. What a GPU would refuse fails here, and waits of the host are counted.
-"""
+with the host's. What a GPU would refuse fails here, and waits of the host are counted."""
 
 import copy
 from collections.abc import Callable

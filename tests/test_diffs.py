@@ -127,11 +127,8 @@ def test_a_patch_applies_after_every_other_one_but_its_alternatives(first, patch
 
 
 def run_main(script, task, precision="no", score=None, **flags):
-    """Two updates by `main` on tiny models: rollouts, epochs, steps, saved weights.
-
-    Functions in `flags` are in place of the script's, `score(responses)` of the reward. The
-    reference is not the initial policy.
-    """
+    """Two updates of tiny models; the reference is another one. Keeps rollouts, epochs, steps, weights.
+    Functions in `flags` are in place of the script's, `score(responses)` of the reward."""
     run, folder = tiny.FakeRun(), Path(task.base_model).parent
     run.rollouts, run.epochs, run.steps, run.saved = [], [], [], {}
     spies = {name: flags.pop(name) for name in [*flags] if callable(flags[name])}
@@ -684,10 +681,7 @@ def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(start, task):
 
 @pytest.mark.parametrize("last", [2, 4])
 def test_X15_gradients_are_those_of_a_slow_loop_over_the_labels(last, start, task, tmp_path):
-    """The mean over the comparisons of one prompt; 0 if all of its responses are tied.
-
-    Without a column `ranks`, the others tie for the last rank, 2.
-    """
+    """The mean over a prompt's comparisons; 0 if all are tied. Without `ranks`, all others rank 2."""
     rows, path = json.loads(Path(task.label_dataset).read_text()), tmp_path / "labels.json"
     ranks = [[min(1 + (k - row["best"]) % 4, last) for k in range(4)] for row in rows]
     if last == 4:

@@ -1,7 +1,5 @@
 """Two processes have the gradients of one (X11, P7, pitfalls 9, 10, 11, 19). One launch for all.
-
-Whole runs on one process and on several: benchmarks/test_same.py.
-"""
+Whole runs on one process and on several: benchmarks/test_same.py."""
 
 import os
 from pathlib import Path

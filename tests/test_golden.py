@@ -1,7 +1,5 @@
-"""Numbers recorded from OpenAI's original code, reproduced through the functions that the scripts run.
-
-Everything (settings, sizes, number of updates, expected values) is read from the files in golden/.
-"""
+"""Numbers recorded from OpenAI's original code, reproduced through the functions that the scripts
+run. Settings, sizes, number of updates and expected values are read from the files in golden/."""
 
 import json
 from dataclasses import replace

@@ -14,7 +14,6 @@ import ppo
 from data import tasks
 from machinery import cli
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="calls bash and patch")
 ALL = "kl_target=None cliprange=0.2 gamma=1.0 lam=0.95"
 ONCE = "num_ppo_epochs=1 adam_beta1=0.9 adam_beta2=0.95 weight_decay=0.0"
 CODE = f"""{ONCE} vf_coef=1.0 cliprange_value=0.2 anneal_lr=True

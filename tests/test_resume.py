@@ -1,7 +1,5 @@
-"""A run that is killed at any instant and resumed writes, bit for bit, what others write.
-
-As a program, this file runs the scripts and kills them: it imports once and forks each process.
-"""
+"""A run that is killed at any instant and resumed writes, bit for bit, what others write. As a
+program, this file runs the scripts and kills them: it imports once and forks each process."""
 
 import hashlib
 import importlib

@@ -85,10 +85,8 @@ OWN: dict[str, dict] = HYBRIDS | {  # what a kind has besides the sizes of all
 
 
 def config(kind="gpt2", vocab=VOCAB, dropout=0.0, positions=64, **settings: Any) -> Any:
-    """Of some thousand weights, large enough (0.3) for every mistake to show in the logits.
-
-    `kind` is the `model_type` of any text architecture of the library, or one of `OWN`.
-    """
+    """Of some thousand weights, large enough (0.3) for every mistake to show in the logits. `kind` is
+    the `model_type` of any text architecture of the library, or one of `OWN`."""
     values = dict(vocab_size=vocab, initializer_range=0.3, bos_token_id=0, eos_token_id=0)
     if kind in ("gpt2", "gptj"):
         values |= dict(n_embd=32, n_layer=2, n_head=2, n_positions=positions)
