@@ -33,7 +33,8 @@ from machinery.runs import SIGNALS
 from machinery.sources import import_file
 
 # They fork, make pseudo-terminals, limit resources, or call bash and patch.
-UNIX = "diffs docs launch pitfalls progress readme recipes resume rewards runs".split()
+UNIX = ["diffs", "docs", "launch", "pitfalls", "progress", "readme"]
+UNIX += ["recipes", "resume", "rewards", "runs"]
 collect_ignore = [f"test_{x}.py" for x in UNIX] + ["benchmarks"] if os.name == "nt" else []
 # `nohup` and `&` ignore these signals, and so would the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
