@@ -79,7 +79,7 @@ def check_launch(accelerator: Accelerator) -> None:
 
 
 def place(accelerator: Accelerator, model: nn.Module, optimizer: Any = None) -> Any:
-    """Move a model to this process's device, in the run's precision: a copy, or under FSDP2 a shard.
+    """Move a model to this process's device, in the run's precision: a copy, or FSDP2's shard.
 
     Shards get the weights of the first process.
     """

@@ -128,7 +128,7 @@ def load_weights(cls: Any, name: str, config: Any, **options: Any) -> Any:
 @torch.no_grad()
 @torch.autocast("cpu", enabled=False)  # a caller may have turned it on
 def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
-    """Raise `InputError` if our ways to call a model give other results than `lm(...)` itself.
+    """Choose how to unpad. Raise `InputError` if a result differs from that of `lm(...)` itself.
 
     Compares log-probabilities of the last 3 tokens of three texts, two of them equal: each alone,
     all in a batch without padding in training mode, and token by token as in sampling. Two are as

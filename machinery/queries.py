@@ -62,9 +62,9 @@ class TokenTable:
 
 
 def load_queries(task: Task, tokenizer: Any, ids: TokenIds, limit: int) -> TokenTable:
-    """The table of queries [N, Q] (G2), with all columns of the data set.
+    """The table of queries [N, Q] (G2), shuffled, with all columns of the data set.
 
-    Of a larger data set, a random sample of `limit` texts, or of `SMALL_TABLE` if that is more.
+    Of a larger data set, a sample of `limit` texts, or of `SMALL_TABLE` if that is more.
     """
     texts = load_texts(task, task.query_column)
     order = np.random.default_rng(0).permutation(len(texts))

@@ -21,7 +21,7 @@ from machinery import models
 from machinery.cli import InputError, about, say_once
 from machinery.distributed import freeze
 from machinery.sources import check_source, load_function
-from machinery.tokens import bos, check_length, drop_answer, render, same_tokens, translate
+from machinery.tokens import bos, check_length, drop_answer, one_end, render, same_tokens, translate
 from machinery.unpadding import set_unpadding
 from utils import TokenIds, decode, micro_batches, pad_left
 
@@ -116,7 +116,7 @@ class RewardConfig(transformers.PretrainedConfig):
 
 @torch.no_grad()
 def check_reward_model(model: Any, length: int) -> None:
-    """Raise `InputError` if a score depends on the texts beside it."""
+    """Choose how to unpad. Raise `InputError` if a score depends on the texts beside it."""
     config, pad = model.config.backbone, model.config.pad_id
     length = max(3, min(length, getattr(config, "max_position_embeddings", None) or length))
     texts = [[i % pad for i in range(n)] for n in (length, length, 3)]
@@ -153,7 +153,7 @@ def reward_input(
             prompts, answers = as_messages(prompts, decode(policy_tokenizer, responses, pad_id))
             texts = [render(x + y, tokenizer) for x, y in zip(prompts, answers, strict=True)]
             if not classifier:  # train_reward.py learns no newline after the end token
-                texts = [text.rstrip() for text in texts]
+                texts = [one_end(text, tokenizer) for text in texts]
             sequences = tokenizer(texts, add_special_tokens=False)["input_ids"]
         elif same and not (classifier and begin and query_prefix):
             unknown = (tokens == pad_id) | (tokens >= pad)  # padding, or no text

@@ -127,9 +127,10 @@ def test_X13_a_classifier_reads_bos_also_if_that_of_the_policy_is_in_a_prefix(tm
 
 
 def test_X13_train_rewards_model_reads_conversations_as_it_was_trained_to(tmp_path, task, hers):
-    """In its own template, if the policy's is another one, and no newline after the end token."""
-    own = AutoTokenizer.from_pretrained(SYNTHETIC / "model")
-    own.chat_template, hers.chat_template = TURNS, formats.CHATML
+    """In its own template, if the policy's is another one; nothing after the end token of Phi's."""
+    own, end = AutoTokenizer.from_pretrained(SYNTHETIC / "model"), "{{ eos_token }}"
+    own.chat_template = TURNS + f"{{% if not add_generation_prompt %}}{end}{{% endif %}}"
+    hers.chat_template = formats.CHATML
     answers = [[{"role": "assistant", "content": answer}] for answer in ANSWERS]
     rows = [dict(prompt=x, chosen=y, rejected=[GREEN]) for x, y in zip(CHATS, answers, strict=True)]
     files = dict(label_dataset=formats.write_rows(tmp_path / "pairs.jsonl", rows))

@@ -1,7 +1,6 @@
 """README and docs/: links, commands, flags and code are right.
 
-`python tests/test_readme.py --fix` updates the lines that README names: where links into scripts
-lead, and how many a script has.
+`python tests/test_readme.py --fix` updates where links lead, and how many lines a script has.
 """
 
 import ast
