@@ -34,7 +34,7 @@ class Args:
     models: tyro.conf.Positional[tuple[str, ...]]
     """folders or hub names"""
     task: str = "arithmetic"
-    """task with the queries, lengths and temperature"""
+    """task with the queries; lengths and temperature, too, if the model has no run"""
     reward_fn: str | None = None
     """module:function or path.py:function; None: the task's own"""
     query_dataset: str | None = None

@@ -31,7 +31,7 @@ class Args:
     out: Path
     """file to write, .jsonl"""
     task: str = "synthetic"
-    """task with the queries, lengths and temperature"""
+    """task with the queries; lengths and temperature, too, if the model has no run"""
     query_dataset: str | None = None
     """other queries than the task's"""
     queries: int = 1024

@@ -4,12 +4,13 @@
     python benchmarks/winrate.py models/tldr/rloo data --task tldr --judge my_judge.py:score
 
 A and B are folders or hub names of models, or `data`: the dataset's own responses
-(`response_column`). Both respond to the same queries with the same random numbers. The judge reads
-queries as policies do, cut to `query_length`, and responses without end tokens. It is a function
-of (queries, responses) that returns numbers, higher for better responses; by default it is the
-task's true score (`gold_fn`). Or it is one of (queries, a, b) that returns the probability that a
-is better: it is asked in both orders, and the two are averaged. Ties count half. The interval is a
-paired bootstrap over queries.
+(`response_column`). Both respond to the same queries with the same random numbers, each with the
+end token, lengths and temperature of the run that trained it. The judge reads queries as policies
+do, cut to `query_length`, and responses without end tokens. It is a function of (queries,
+responses) that returns numbers, higher for better responses; by default it is the task's true score
+(`gold_fn`). Or it is one of (queries, a, b) that returns the probability that a is better: it is
+asked in both orders, and the two are averaged. Ties count half. The interval is a paired bootstrap
+over queries.
 """
 
 import inspect
@@ -48,7 +49,7 @@ class Args:
     b: tyro.conf.Positional[str]
     """the model or data to compare it with"""
     task: str = "synthetic"
-    """task with the queries, lengths and temperature"""
+    """task with the queries; lengths and temperature, too, if the model has no run"""
     judge: str | None = None
     """module:function or path.py:function, see above; None: the task's gold_fn"""
     query_dataset: str | None = None
@@ -59,6 +60,20 @@ class Args:
     """random seed of samples and bootstrap"""
 
 
+OF_RUN = ("truncate_token", "truncate_after", "eos_task", "response_length", "temperature")
+OF_RUN += ("query_length", "query_prefix", "query_suffix", "keep_last_line")
+
+
+def as_trained(task: Task) -> Task:
+    """The task with the lengths, ends and affixes of the run that trained `base_model`."""
+    record = Path(task.base_model).resolve().parent / "args.json"
+    values = json.loads(record.read_text()) if record.is_file() else {}
+    changed = {x: values[x] for x in OF_RUN if x in values and values[x] != getattr(task, x)}
+    if changed:
+        print(f"{task.base_model} was trained with {changed}")
+    return replace(task, **changed)
+
+
 def sample_tokens(
     task: Task, args: Any, samples: int = 1, first: int = 0
 ) -> tuple[Any, TokenIds, Tensor, Tensor, dict[str, list]]:
@@ -67,6 +82,7 @@ def sample_tokens(
     All queries from row `first` on, then again, `samples` times. Of `args`, it reads `queries` and
     `seed`.
     """
+    task = as_trained(task)
     tokenizer, ids = load_tokenizer(task, task.response_length)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     table = load_queries(task, tokenizer, ids, first + args.queries)
@@ -95,6 +111,7 @@ def sample_responses(
 
 def read_responses(task: Task, args: Args) -> tuple[list[str], list[str], dict[str, list]]:
     """The same queries, for the tokenizer of `task.base_model`, with the dataset's responses."""
+    task = as_trained(task)
     tokenizer, ids = load_tokenizer(task, task.response_length)
     load_texts(task, task.query_column, task.response_column)  # if one is missing, it lists them
     table, rows = load_queries(task, tokenizer, ids, args.queries), slice(args.queries)

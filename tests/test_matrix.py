@@ -1,8 +1,6 @@
-"""Every script × kind of model × precision × fixed length or EOS × one process or two.
-
-One update each: finite numbers, a first ratio of exactly 1, weights that load. 36 runs in which
-every two values meet, those on two processes with `-m slow`; all 256 with `-m exhaustive`.
-"""
+"""Every script × kind of model × precision × fixed length or EOS × one process or two. One update
+each: finite numbers, a first ratio of exactly 1, weights that load. 36 runs in which every two
+values meet, those on two processes with `-m slow`; all 256 with `-m exhaustive`."""
 
 import json
 import math

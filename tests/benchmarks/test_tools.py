@@ -148,6 +148,7 @@ def test_samples_become_labels_when_best_is_filled_in(task, tmp_path, monkeypatc
     monkeypatch.setitem(tasks.TASKS, "mine", task)
     out = tmp_path / "samples.jsonl"
     settings = dict(model=task.base_model, task="mine", queries=5, samples=3, out=out)
+    (Path(task.base_model).parent / "args.json").write_text('{"response_length": 3}')  # of its run
     sample.main(sample.Args(**settings, first=2))
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     tokenizer, ids = load_tokenizer(task, task.response_length)
@@ -157,6 +158,7 @@ def test_samples_become_labels_when_best_is_filled_in(task, tmp_path, monkeypatc
         assert row["query"] == [x for x in table[[i + 2]][0].tolist() if x != ids.pad]
         assert tokenizer.decode(row["query"]) == row["query_text"]
         assert [tokenizer.decode(row[f"sample{k}"]) for k in range(3)] == row["texts"]
+        assert max(len(row[f"sample{k}"]) for k in range(3)) == 3 < task.response_length
     labeled = [json.dumps(row | {"best": i % 3}) + "\n" for i, row in enumerate(rows)]
     (tmp_path / "labels.jsonl").write_text("".join(labeled))
     task = replace(task, label_dataset=str(tmp_path / "labels.jsonl"))
