@@ -22,13 +22,13 @@ In OpenAI's 2019 tasks, all R tokens of a response are trained on, but the rewar
 those up to the truncate token, such as a period. In EOS tasks (`eos_task`) the truncate token is
 EOS and ends the response: what follows is masked out.
 
-Tags such as (P9): docs/details.md. Three defaults differ from OpenAI's code: whitening is
-over all processes (X11), old log-probabilities and values come from a forward pass, not from
-sampling (L6), and each process has its own order of queries (G6).
+Tags such as (P9): docs/details.md. Three defaults differ from OpenAI's: whitening over all
+processes (X11), old log-probabilities and values from a forward pass, not from sampling (L6), and
+an order of queries per process (G6).
 
 Shapes: B sequences, Q query tokens, C context tokens (prefix + query + suffix), R response tokens,
 T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real tokens.
-machinery/ has loading, processes, files, and faster model calls with equal results.
+machinery/ has loading, processes, files, and faster but equal model calls.
 """
 
 import math
@@ -122,7 +122,7 @@ class Args(RunArgs):
 
     # Options from later systems
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """estimator of the KL in the reward; there only k1's gradient is unbiased"""
+    """estimator of the KL in the reward; only k1 leaves the policy gradient unbiased"""
     clip_score: PositiveFloat | None = None
     """clip scores, also missing_eos_penalty, to [-clip_score, clip_score]"""
 
@@ -137,7 +137,7 @@ SCRIPT = Path(__file__)  # runs and models are named after it
 
 
 class PolicyAndValue(nn.Module):
-    """A language model with a value head. The reference is one, too; its values are not used."""
+    """A language model with a value head, which the reference does not use."""
 
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
         super().__init__()
@@ -183,7 +183,7 @@ def sample(
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     From the full vocabulary, whatever generation_config says. In EOS tasks, ended responses leave
-    the batch every 16 tokens; `score_responses` cuts what follows the end.
+    the batch every 16 tokens; `score_responses` cuts the rest.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -340,8 +340,8 @@ def ppo_losses(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Policy loss, value loss and statistics of a micro-batch: [B, R] each → scalars.
 
-    `old`: the micro-batch as sampled. `avg_tokens`: response tokens of the minibatch, averaged
-    over processes. Sums over micro-batches, averaged likewise, are means over tokens (P7).
+    `old`: the micro-batch as sampled. `avg_tokens`: a minibatch's tokens per process. Summed
+    over micro-batches and averaged over processes, results are means over tokens (P7).
     """
 
     def share(x: Tensor) -> Tensor:
@@ -400,8 +400,7 @@ def rollout_metrics(
     return metrics
 
 
-# In the progress line and in curves.png:
-SHOWN = [f"objective/{x}" for x in ("scores", "kl", "kl_coef", "rlhf_reward")]
+SHOWN = [f"objective/{x}" for x in ("scores", "kl", "kl_coef", "rlhf_reward")]  # in curves.png
 # Metric → (healthy up to, warn above):
 LIMITS = {"ppo/policy/approxkl_avg": (0.02, 0.2), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
@@ -413,6 +412,8 @@ def check(args: Args, processes: int) -> None:
     cli.check_divisible("keep_every", args.keep_every or 0, args.eval_every, "eval_every")
     unit = processes * args.num_minibatches
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches")
+    if args.kl_target and args.batch_size >= 5 * args.kl_horizon:
+        raise cli.InputError(f"kl_horizon={args.kl_horizon} has to exceed batch_size / 5")
     size = args.batch_size // args.num_minibatches
     if size < 8 and (args.whiten_rewards or args.whiten_advantages):  # OpenAI raises here (P9)
         cli.say(f"{size} responses per minibatch are too few to whiten; raise --batch_size")
@@ -429,13 +430,13 @@ def main(args: Args) -> None:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # or None
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    # `load_lm` disables dropout (P4) and exits if T, ids.length, is too long:
+    # Without dropout (P4); exits if T = ids.length is too long:
     lm = load_lm(task.base_model, length=ids.length)
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
-    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)
+    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # no DDP
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)
 
     ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.length, tokenizer)
@@ -450,7 +451,7 @@ def main(args: Args) -> None:
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Held-out metrics, the same on all processes. Logs samples; saves weights if due."""
+        """Held-out metrics on all processes. Logs samples; saves weights if due."""
         queries, columns = heldout[:].to(device), heldout.columns()
         all_rows = torch.arange(len(queries), device=device)
         rng = generator(args.seed, num_updates, device)  # a stream that no update uses
@@ -499,7 +500,7 @@ def main(args: Args) -> None:
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # 1-3. Sample, score, and compute log-probabilities, values and rewards.
+        # 1-3. Sample, score, compute log-probabilities, values and rewards.
         rows = query_rows(len(table), local_batch_size, seed, update)  # reshuffled every pass
         queries, columns = table[rows].to(device), table.columns(rows)
         epochs = shuffle(local_batch_size, args, seed, update, device)
@@ -556,16 +557,15 @@ def main(args: Args) -> None:
 
 
 # Overrides of the defaults, which are for sentiment and descriptiveness:
-SYNTHETIC: dict[str, Any] = dict(total_episodes=4096, eval_every=20, batch_size=128, lr=5e-4)
-SYNTHETIC |= dict(num_ppo_epochs=2, num_minibatches=2)
-SYNTHETIC |= dict(kl_coef=0.08, kl_target=10.0, kl_horizon=1000)
-FIXED: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)  # kl_coef, reward scale
+SYNTHETIC = dict(total_episodes=4096, eval_every=20, batch_size=128, lr=5e-4, kl_coef=0.08)
+SYNTHETIC |= dict(num_ppo_epochs=2, num_minibatches=2, kl_target=10.0, kl_horizon=1000)
+FIXED: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)
 SUMMARIES = FIXED | dict(batch_size=32, lr=2e-6)
 TLDR = FIXED | dict(lr=3e-6, kl_coef=0.05)
 VERIFIABLE = FIXED | dict(num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
-    # Scaling rewards but not their mean adds a constant to each: a reward for length.
+    # Scaling rewards but not their mean adds a constant to each: length would matter.
     "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
     "cnndm": SUMMARIES | dict(kl_coef=0.01),
     "tldr_2019": SUMMARIES | dict(kl_coef=0.03),

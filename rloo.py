@@ -18,8 +18,8 @@ One update (numbered as in `main`):
     6. Adapt kl_coef to the measured KL.
 
 A whole response is one action; there is no value function. With one epoch and one minibatch, as
-for most tasks, the gradient is REINFORCE's. With more steps, the ratio of a whole response is
-clipped as PPO clips a token's. Adaptive KL and Adam are as in ppo.py.
+for most tasks, the gradient is REINFORCE's. With more steps, ratios of whole responses are clipped
+as PPO clips those of tokens. Adaptive KL and Adam are as in ppo.py.
 
 In OpenAI's 2019 tasks, all R tokens of a response are trained on, but the reward model sees only
 those up to the truncate token, such as a period. In EOS tasks (`eos_task`) the truncate token is
@@ -28,7 +28,7 @@ EOS and ends the response: what follows is masked out.
 Shapes: P queries, K responses to each, B sequences (K * P in a process's batch), Q query tokens, C
 context tokens (prefix + query + suffix), R response tokens, T = C + R, N real response tokens, V
 vocabulary size, D hidden size. Masks are True at real tokens. Tags such as (L3): docs/details.md.
-machinery/ has loading, processes, files, and faster model calls with equal results.
+machinery/ has loading, processes, files, and faster but equal model calls.
 """
 
 import math
@@ -112,7 +112,7 @@ class Args(RunArgs):
 
     # Options from later systems
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """estimator of the KL in the reward; there only k1's gradient is unbiased"""
+    """estimator of the KL in the reward; only k1 leaves the policy gradient unbiased"""
     clip_score: PositiveFloat | None = None
     """clip scores, also missing_eos_penalty, to [-clip_score, clip_score]"""
 
@@ -169,7 +169,7 @@ def sample(
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
     From the full vocabulary, whatever generation_config says. In EOS tasks, ended responses leave
-    the batch every 16 tokens; `score_responses` cuts what follows the end.
+    the batch every 16 tokens; `score_responses` cuts the rest.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -359,6 +359,8 @@ def check(args: Args, processes: int) -> None:
     cli.check_divisible("keep_every", args.keep_every or 0, args.eval_every, "eval_every")
     unit = processes * args.num_minibatches * args.rloo_k
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches * rloo_k")
+    if args.kl_target and args.batch_size >= 5 * args.kl_horizon:
+        raise cli.InputError(f"kl_horizon={args.kl_horizon} has to exceed batch_size / 5")
 
 
 def main(args: Args) -> None:
@@ -372,13 +374,13 @@ def main(args: Args) -> None:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # or None
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    # `load_lm` disables dropout (P4) and exits if T, ids.length, is too long:
+    # Without dropout (P4); exits if T = ids.length is too long:
     lm = load_lm(task.base_model, length=ids.length)
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
-    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)
+    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # no DDP
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)
 
     ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.length, tokenizer)
@@ -393,7 +395,7 @@ def main(args: Args) -> None:
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Held-out metrics, the same on all processes. Logs samples; saves weights if due."""
+        """Held-out metrics on all processes. Logs samples; saves weights if due."""
         queries, columns = heldout[:].to(device), heldout.columns()
         all_rows = torch.arange(len(queries), device=device)
         rng = generator(args.seed, num_updates, device)  # a stream that no update uses
@@ -483,7 +485,7 @@ def main(args: Args) -> None:
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         groups = rollout.scores.view(args.rloo_k, -1)  # [K, P]
         all_equal = groups.isclose(groups[:1]).all(dim=0)  # of scores
-        metrics["objective/frac_reward_zero_std"] = all_equal.float().mean()  # TRL's name
+        metrics["objective/frac_reward_zero_std"] = all_equal.float().mean()
         metrics = mean_over_processes(metrics, device)
         metrics |= {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}
         metrics["time/episodes_per_second"] = args.batch_size / sum(seconds.values())

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("accelerator")
     [
         (ppo, 64, dict(batch_size=500, num_minibatches=8), ("batch_size=500", "512", "use 512")),
         (rloo, 2, dict(batch_size=30, num_minibatches=3), ("batch_size=30", "use 48")),  # 2 · 3 · 4
+        *((x, 1, dict(kl_target=1.0, kl_horizon=102), ("kl_horizon=102",)) for x in (ppo, rloo)),
         (sft, 2, dict(batch_size=5), ("batch_size=5", "use 6")),
         (train_reward, 4, dict(rollout_batch_size=6), ("rollout_batch_size=6", "use 8")),
         (train_reward, 1, dict(num_labels=13), ("num_labels=13", "use 16")),

@@ -1,7 +1,5 @@
-"""RLOO (L1 to L5): worked examples of its authors' texts, and a slow loop.
-
-[R] is "Putting RL back in RLHF" (Hugging Face blog, 2024).
-"""
+"""RLOO (L1 to L5): worked examples of its authors' texts, and a slow loop. [R] is "Putting RL back
+in RLHF" (Hugging Face blog, 2024)."""
 
 from types import SimpleNamespace
 
