@@ -413,7 +413,7 @@ def check(args: Args, processes: int) -> None:
     unit = processes * args.num_minibatches
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches")
     if args.kl_target and args.batch_size >= 5 * args.kl_horizon:
-        raise cli.InputError(f"kl_horizon={args.kl_horizon} has to exceed batch_size / 5")
+        raise cli.InputError(f"kl_horizon={args.kl_horizon} is below {args.batch_size // 5 + 1}")
     size = args.batch_size // args.num_minibatches
     if size < 8 and (args.whiten_rewards or args.whiten_advantages):  # OpenAI raises here (P9)
         cli.say(f"{size} responses per minibatch are too few to whiten; raise --batch_size")

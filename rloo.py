@@ -360,7 +360,7 @@ def check(args: Args, processes: int) -> None:
     unit = processes * args.num_minibatches * args.rloo_k
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches * rloo_k")
     if args.kl_target and args.batch_size >= 5 * args.kl_horizon:
-        raise cli.InputError(f"kl_horizon={args.kl_horizon} has to exceed batch_size / 5")
+        raise cli.InputError(f"kl_horizon={args.kl_horizon} is below {args.batch_size // 5 + 1}")
 
 
 def main(args: Args) -> None:
