@@ -71,7 +71,7 @@ def load_rows(source: str, flag: str) -> Rows:
             name = huggingface_hub.hf_hub_download(name, part, repo_type="dataset")
         if not Path(name).exists():
             return datasets.load_dataset(name, part or None, split=split)
-        splits = find_splits(Path(name).resolve(), part)
+        splits = find_splits(Path(name).absolute(), part)
         if split not in splits:
             raise InputError(f"has no split {split}; it has {', '.join(splits)}")
         found = splits[split]

@@ -133,6 +133,17 @@ def test_files_whose_types_the_library_would_guess_are_refused(name, tmp_path):
         refuses(lambda source=source: load_rows(str(source), "--flag"), "--flag", f"{name} is not")
 
 
+def test_a_link_is_read_under_its_own_name(tmp_path):
+    """As in the cache of the hub's client, where files are links to blobs without a suffix."""
+    blob = tmp_path / "blobs" / ("5" * 64)
+    Path(write_rows(tmp_path / "a.jsonl", [{"text": "Anna ."}])).rename(blob.parent.mkdir() or blob)
+    for name in ("snapshots/1/labels.jsonl", "train.jsonl"):
+        link = tmp_path / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blob)
+        assert list(load_rows(str(link), "--flag")) == [{"text": "Anna ."}]
+
+
 @pytest.mark.parametrize("source", ["abisee/cnn_dailymail:3.0.0", "OpenAI/lm:a/5k.json"])
 def test_a_dataset_that_cannot_be_reached_is_named_at_once(source, unreachable_hub):
     began = time.perf_counter()
