@@ -16,7 +16,6 @@ and response, T = Q + R, S samples. Masks are True at real tokens. Tags (R1): do
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -114,11 +113,9 @@ class RewardModel(nn.Module):
         return self.gain * self.head(hidden).squeeze(-1) + self.bias  # (R3)
 
     def forward(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
-        """The reward at the last token that is neither padding nor `skip_id`: [B, T] → [B] (R1)."""
+        """The reward at the last token that is not padding: [B, T] → [B] (R1)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        # `skip_id` is -1 unless the model was a sequence classifier: its pad token.
-        skip = (tokens == self.config.pad_id) | (tokens == self.config.skip_id)
-        last = torch.where(skip, 0, positions).amax(dim=1)
+        last = torch.where(tokens == self.config.pad_id, 0, positions).amax(dim=1)
         return self.token_rewards(tokens, prompt_length).gather(1, last[:, None]).squeeze(1)
 
     def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
@@ -136,37 +133,38 @@ def new_reward_model(name: str, pad_id: int, length: int = 0) -> RewardModel:
 # -------------------------------------------- normalization
 
 
-def sample_policy(args: Args, accelerator: Accelerator) -> tuple[list[tuple], Any, TokenIds]:
+def sample_policy(
+    args: Args, tokenizer: Any, ids: TokenIds, accelerator: Accelerator
+) -> list[tuple[Tensor, Tensor]]:
     """Sample the policy twice, to normalize before and after training (R3).
 
-    Returns two triples of queries [S, Q], responses [S, R] (in EOS tasks, with padding after EOS)
-    and the data set's prompts, and the policy's tokenizer and token ids. Frees the policy.
+    Returns two pairs of queries [S, Q] and responses [S, R], in EOS tasks with padding after EOS.
+    Frees the policy.
     """
-    device, processes = accelerator.device, accelerator.num_processes
-    task, flag = args.task, "--base_model"
+    device, processes, task = accelerator.device, accelerator.num_processes, args.task
+    name, flag = task.base_model, "--base_model"
     if args.policy_model:
-        task, flag = replace(task, base_model=args.policy_model), "--policy_model"
-    tokenizer, ids = load_tokenizer(task, task.response_length, flag)
+        name, flag = args.policy_model, "--policy_model"
     batch_size = args.rollout_batch_size // processes
     local_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * batch_size
     table = load_queries(task, tokenizer, ids, limit=2 * local_samples * processes)
-    lm = distributed.freeze(accelerator, load_lm(task.base_model, flag, length=ids.length))
+    lm = distributed.freeze(accelerator, load_lm(name, flag, ids.length, tokenizer))
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)
     seed = args.seed + 100003 * accelerator.process_index  # (G6)
     torch.manual_seed(seed)
-    cli.say(f"sampling 2 * {local_samples * processes} responses of {task.base_model} to normalize")
+    cli.say(f"sampling 2 * {local_samples * processes} responses of {name} to normalize")
     samples = []
     for step in range(2):
         rows = query_rows(len(table), local_samples, seed, step)
-        queries, prompts = table[rows].to(device), table.columns(rows)[task.query_column]
+        queries = table[rows].to(device)
         batches = add_affixes(queries, ids).split(batch_size)
         with distributed.inference(accelerator, lm):
             parts = [generate(decoder, x, ids.pad, task.temperature) for x in batches]
         responses = torch.cat(parts)
         if task.eos_task:  # other tasks normalize on all R tokens (X9)
             responses, _ = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
-        samples.append((queries, responses, prompts))  # the reward model reads no affixes
-    return samples, tokenizer, ids
+        samples.append((queries, responses))  # the reward model reads no affixes
+    return samples
 
 
 @torch.no_grad()
@@ -245,7 +243,7 @@ def main(args: Args) -> None:
     heldout = labels.held_out(args.num_labels)[: args.num_heldout]
     config = transformers.AutoConfig.from_pretrained(task.base_model)
     check_length(config, labels.longest(), f"--label_dataset {task.label_dataset}")
-    samples, policy_tokenizer, policy_ids = sample_policy(args, accelerator)
+    samples = sample_policy(args, tokenizer, ids, accelerator)
 
     torch.manual_seed(args.seed)
     model = new_reward_model(task.base_model, ids.pad, max(labels.longest(), ids.length))
@@ -253,9 +251,7 @@ def main(args: Args) -> None:
         model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)
     model, optimizer = distributed.prepare(accelerator, model, optimizer)
-    # Keeps the policy's token ids, or encodes its texts again if the tokenizers differ (X13):
-    to_input = reward_input(model, tokenizer, policy_tokenizer, policy_ids.pad, task.query_prefix)
-    before, after = (to_input(*sample) for sample in samples)  # [S, T] each
+    before, after = (reward_input(model, *sample, ids.pad) for sample in samples)  # [S, T] each
     normalize(model, before, args.micro_batch_tokens)
 
     num_steps = args.num_labels // args.batch_size

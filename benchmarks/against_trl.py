@@ -75,14 +75,14 @@ ROWS = [
 ]
 
 
-def distinct_words(completions: list[str], **_: Any) -> list[float]:
-    """The reward of both sides."""
-    return [len(set(text.split())) / 4 for text in completions]
+def distinct_words(responses: Any = None, completions: Any = None, **_: Any) -> list[float]:
+    """The reward of both sides: of our `responses`, or TRL's `completions`."""
+    return [len(set(text.split())) / 4 for text in responses or completions]
 
 
-def of_some(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+def of_some(queries: Any = None, prompts: Any = None, responses: Any = None, **more: Any) -> list:
     """The same, but 0 to prompts with an odd number of words."""
-    scores = distinct_words(completions)
+    scores, prompts = distinct_words(responses, **more), queries or prompts
     return [x * (len(y.split()) % 2 == 0) for x, y in zip(scores, prompts, strict=True)]
 
 
@@ -114,7 +114,7 @@ def make(folder: Path) -> None:
         return " ".join(f"w{i}" for i in rng.integers(1, END, rng.integers(shortest, longest + 1)))
 
     held_out: dict[str, Any] = dict(prompt="w1 w2", completion=" w1", chosen=" w1", rejected=" w2")
-    rows = [dict(prompt=text(3, 12), responses=[text(1, 11) for _ in range(K)]) for _ in range(P)]
+    rows = [dict(prompt=text(3, 12), given=[text(1, 11) for _ in range(K)]) for _ in range(P)]
     rows = [{name: f" {text(1, 11)}" for name in held_out} | row for row in rows]
     first = np.random.default_rng(0).permutation(P + 1)[0]  # which row rloo.py holds out
     queries = [*rows[:first], held_out, *rows[first:]]
@@ -129,7 +129,7 @@ def sampler() -> Callable[[list[int]], list[int]]:
         return [int(word[1:]) for word in text.split()]
 
     rows = map(json.loads, Path("rows.jsonl").read_text().splitlines())
-    found = {str(ids(x["prompt"])): itertools.cycle(map(ids, x["responses"])) for x in rows}
+    found = {str(ids(x["prompt"])): itertools.cycle(map(ids, x["given"])) for x in rows}
     of_held_out = itertools.repeat([1, 2])
     return lambda prompt: [*next(found.get(str(prompt), of_held_out)), END]
 

@@ -24,7 +24,6 @@ import train_reward  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.labels import load_labels  # noqa: E402
 from machinery.rewards import load_reward_model  # noqa: E402
-from machinery.sources import load_rows  # noqa: E402
 from machinery.tokens import single_token  # noqa: E402
 from utils import TokenIds  # noqa: E402
 
@@ -56,10 +55,6 @@ def main(
     pad_id = reward_model.config.pad_id
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     of_task = replace(args.task, base_model=model)  # labels may be in ids of another tokenizer
-    if reward_model.config.is_classifier:
-        first = load_rows(str(of_task.label_dataset), "--label_dataset")[0]
-        if isinstance(first.get("chosen"), list):  # TRL's reads what the template writes last
-            raise cli.InputError(f"{model} scores messages after their end token, unlike labels")
     end = single_token(tokenizer, of_task.truncate_token, "--truncate_token")  # of pairs
     suffix = tokenizer.encode(of_task.query_suffix, add_special_tokens=False)
     labels = load_labels(of_task, tokenizer, TokenIds(pad_id, end, [], suffix))

@@ -149,7 +149,8 @@ def ask_in_both_orders(
     for first, second in ((a, b), (b, a)):
         ask = partial(lambda x, y, responses: judge(queries, x, y), first, second)
         with cli.about(f"--judge {name}"):
-            found = call_reward_function(ask, [queries, first], {}).double().numpy()
+            texts = dict(queries=queries, responses=first)
+            found = call_reward_function(ask, texts, {}).double().numpy()
             if ((found < 0) | (found > 1)).any():
                 raise cli.InputError(f"returned {found}; probabilities are between 0 and 1")
         orders.append(found)
@@ -182,9 +183,8 @@ def main(args: Args) -> None:
         asked.append(columns[task.query_column])
         if not in_pairs:
             with cli.about(f"--judge {judge_name}"):
-                scores.append(
-                    call_reward_function(judge, texts, columns, task.query_column).numpy()
-                )
+                given = dict(queries=texts[0], responses=texts[1])
+                scores.append(call_reward_function(judge, given, columns).numpy())
     if asked[0] != asked[1]:
         raise cli.InputError("A and B skip different queries: some are too long for one tokenizer")
     queries = len(texts[0])

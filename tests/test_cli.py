@@ -175,7 +175,6 @@ MISTAKES = [  # scripts, flags, words of the error
     (("train_reward",), dict(label_dataset="long.json"), ("--label_dataset", "70 tokens", "64")),
     (("train_reward",), dict(num_labels=20), ("16", "num_labels=20")),
     (("train_reward",), dict(label_tokenizer="./nowhere"), ("--label_tokenizer ./nowhere: ",)),
-    (("train_reward",), dict(policy_model="reward"), ("--policy_model reward",)),
 ]
 MISTAKES = [(script, *rest) for scripts, *rest in MISTAKES for script in scripts]
 

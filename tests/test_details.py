@@ -197,10 +197,11 @@ def test_R3_X9_the_policys_samples_end_in_eos_tasks_only(runs, accelerator, monk
 
     def samples(**changes):
         task = replace(args.task, truncate_after=0, **changes)
-        return train_reward.sample_policy(replace(args, task=task), accelerator)[0]
+        given = load_tokenizer(task, task.response_length)
+        return train_reward.sample_policy(replace(args, task=task), *given, accelerator)
 
     plain = samples(truncate_token=".")
-    for queries, responses, _ in plain:
+    for queries, responses in plain:
         assert queries.shape == responses.shape[:1] + (8,) == (8, 8) and responses.shape[1] == 5
         assert (responses != WORDS).all()
     assert not torch.equal(plain[0][0], plain[1][0]) and not torch.equal(plain[0][1], plain[1][1])
@@ -208,7 +209,7 @@ def test_R3_X9_the_policys_samples_end_in_eos_tasks_only(runs, accelerator, monk
     end = plain[0][1][0, 1].item()  # a token that was sampled
     text = AutoTokenizer.from_pretrained("sft").convert_ids_to_tokens(end)
     cut = samples(truncate_token=text, eos_task=True)
-    for (queries, whole, _), (same, ended, _) in zip(plain, cut, strict=True):
+    for (queries, whole), (same, ended) in zip(plain, cut, strict=True):
         assert torch.equal(queries, same)
         for row, expected in zip(ended.tolist(), whole.tolist(), strict=True):
             length = expected.index(end) + 1 if end in expected else 5

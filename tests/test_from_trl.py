@@ -2,28 +2,24 @@
 without TRL."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
-import formats
 import pytest
 import tiny
 import torch
 from accelerate import Accelerator
-from formats import BLUE, GREEN, NIGHT, SYSTEM, USER
+from formats import BLUE, NIGHT, SYSTEM, USER
 from test_readme import PAGES, PRINTED
 from tiny import WORDS
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo
-import utils
-from data.tasks import SYNTHETIC
+from data import convert_reward
+from data.classifier import Classifier
 from machinery import rewards
-from machinery.cli import InputError, parse_args
-from machinery.labels import load_labels
-from machinery.tokens import tokenize_prompt
-from train_reward import RewardModel, new_reward_model
+from machinery.cli import parse_args
+from train_reward import RewardModel
 from utils import TokenIds
 
 
@@ -39,120 +35,81 @@ def write_classifier(folder: Path, kind: str = "gpt2", num_labels: int = 1):
     return cls.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def load_reward(args, tokenizer):
-    ids = TokenIds(WORDS, None, [], [])
-    return rewards.load_reward(args, RewardModel, tokenizer, ids, Accelerator(cpu=True))
+def own_scores(classifier, rows: list[list[int]]) -> list[float]:
+    """Of each sequence alone."""
+    inputs = (torch.tensor([row]) for row in rows)
+    return [classifier(x, attention_mask=torch.ones_like(x)).logits.item() for x in inputs]
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 @torch.no_grad()
-def test_X13_a_classifier_of_one_label_scores_as_its_own_forward(kind, tmp_path, task):
-    """It pools the last token that is not its pad, which TRL sets to the end of text where a
-    tokenizer has none: the last sequence ends with it. Ours gets padding on both sides."""
-    classifier = write_classifier(tmp_path / "reward", kind)
-    args = tiny.make_args(task, reward_model=str(tmp_path / "reward"))
-    lengths, ends = [8, 3, 1, 5], [5, 1, 3, 2]
-    queries = tiny.make_contexts(lengths, 8, vocab=WORDS)
+def test_X13_a_converted_classifier_scores_as_its_own_forward(kind, tmp_path, task):
+    """Ours gets padding on both sides."""
+    classifier = write_classifier(tmp_path / "trl", kind)
+    convert_reward.main(str(tmp_path / "trl"), str(tmp_path / "reward"))
+    queries = tiny.make_contexts([8, 3, 1, 5], 8, vocab=WORDS)
     responses = tiny.make_contexts([5] * 4, 5, seed=1, vocab=WORDS)
-    responses[3, 1] = 3  # the classifier's pad
-    cut = responses.masked_fill(torch.arange(5) >= torch.tensor(ends)[:, None], WORDS)
-    rows = [row[row != WORDS][None] for row in torch.cat([queries, cut], dim=1)]
-    own = [classifier(row, attention_mask=torch.ones_like(row)).logits[:, 0] for row in rows]
-    assert torch.cat(own).std() > 0.1
-    reward = load_reward(args, AutoTokenizer.from_pretrained(task.base_model))
-    assert torch.allclose(reward(queries, cut), torch.cat(own), atol=2e-5)
+    ends = torch.tensor([5, 1, 3, 2])
+    cut = responses.masked_fill(torch.arange(5) >= ends[:, None], WORDS)
+    rows = [[x for x in row if x != WORDS] for row in torch.cat([queries, cut], 1).tolist()]
+    args = tiny.make_args(task, reward_model=str(tmp_path / "reward"))
+    given = AutoTokenizer.from_pretrained(task.base_model), TokenIds(WORDS, None, [], [])
+    reward = rewards.load_reward(args, RewardModel, *given, Accelerator(cpu=True))
+    expected = own_scores(classifier, rows)
+    assert reward(queries, cut).tolist() == pytest.approx(expected, abs=2e-5)
+    assert torch.tensor(expected).std() > 0.1
 
 
-def test_X13_a_classifier_with_another_tokenizer_is_read_by_text(tmp_path, task, monkeypatch):
-    """The tokenizer beside it decides."""
-    write_classifier(tmp_path / "reward")
-    seen = []
-    monkeypatch.setattr(rewards, "reward_input", lambda *args: seen.extend(args))
-    policy_tokenizer = AutoTokenizer.from_pretrained(SYNTHETIC / "model")
-    load_reward(tiny.make_args(task, reward_model=str(tmp_path / "reward")), policy_tokenizer)
-    own = AutoTokenizer.from_pretrained(tmp_path / "reward")
-    assert seen[1].get_vocab() == own.get_vocab()
-    assert seen[2] is policy_tokenizer and seen[3] == WORDS
+def test_what_is_no_classifier_of_one_label_is_refused_before_it_is_converted(tmp_path):
+    """Language models, whose head `score` would be random; two labels; a pad that ends texts."""
+    write_classifier(tmp_path / "two", num_labels=2)
+    tiny.write_model(tmp_path / "lm")
+    write_classifier(tmp_path / "pad")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "pad")
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(3)
+    tokenizer.save_pretrained(tmp_path / "pad")
+    for name in ("two", "lm", "pad"):
+        folder = str(tmp_path / name)
+        tiny.refuses(lambda x=folder: convert_reward.main(x, str(tmp_path / "new")), folder)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="2 labels"):
+        Classifier(str(tmp_path / "two"))([""], [""])
 
 
 TURNS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-CHATS = [[USER], [SYSTEM, USER, BLUE, NIGHT]]
-ANSWERS = ["It is blue.", "Black"]
 
 
-def tokens_of_chats(tokenizer):
-    """Padded tokens of `CHATS` and `ANSWERS`, which end."""
-    queries = [tokenize_prompt(messages, 99, tokenizer) for messages in CHATS]
-    responses = [tokenizer.encode(answer) + [tokenizer.eos_token_id] for answer in ANSWERS]
-    return [utils.pad_left(rows, max(map(len, rows)), WORDS) for rows in (queries, responses)]
-
-
-@pytest.mark.parametrize("template", [TURNS, formats.CHATML])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @torch.no_grad()
-def test_X13_a_classifier_reads_conversations_in_its_own_template_to_its_end(
-    template, tmp_path, task, hers
-):
-    """As TRL trains it, with the newline after the end token, which policies do not sample."""
-    classifier = write_classifier(tmp_path / "reward")
-    own = AutoTokenizer.from_pretrained(tmp_path / "reward")
-    own.chat_template, hers.chat_template = template, TURNS
-    own.save_pretrained(tmp_path / "reward")
-    args = tiny.make_args(replace(task, query_column="chat"), reward_model=str(tmp_path / "reward"))
-    chats = [CHATS[0], [*CHATS[1], GREEN]]  # an answer that the data has is not read
-    found = load_reward(args, hers)(*tokens_of_chats(hers), {"chat": chats})
-    for messages, answer, score in zip(CHATS, ANSWERS, found, strict=True):
-        dialogue = [*messages, {"role": "assistant", "content": answer}]
-        text = own.apply_chat_template(dialogue, tokenize=False)
-        ids = torch.tensor([own.encode(text, add_special_tokens=False)])
-        expected = classifier(ids, attention_mask=torch.ones_like(ids)).logits[0, 0]
-        assert score.item() == pytest.approx(expected.item(), abs=2e-5)
-
-
-@torch.no_grad()
-def test_X13_a_classifier_reads_bos_also_if_that_of_the_policy_is_in_a_prefix(tmp_path, task):
-    classifier = write_classifier(tmp_path / "reward")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "reward")
+def test_a_classifier_as_a_function_reads_as_TRL_writes(kind, tmp_path):
+    """Texts with BOS and its own end; messages by its own template, with the newline at its end."""
+    classifier = write_classifier(tmp_path / "trl", kind)
+    own = AutoTokenizer.from_pretrained(tmp_path / "trl")
+    own.pad_token = own.convert_ids_to_tokens(3)
     begin = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
-    tokenizer.backend_tokenizer.post_processor = begin
-    tokenizer.save_pretrained(tmp_path / "reward")
-    texts = "Anna saw", " a cat."
-    tokens = [torch.tensor([tokenizer.encode(x, add_special_tokens=False)]) for x in texts]
-    args = tiny.make_args(replace(task, query_prefix="Q:"), reward_model=str(tmp_path / "reward"))
-    expected = classifier(torch.tensor([[0, *torch.cat(tokens, dim=1)[0].tolist()]])).logits
-    found = load_reward(args, tokenizer)(*tokens)
-    assert found.item() == pytest.approx(expected.item(), abs=2e-5)
-
-
-def test_X13_train_rewards_model_reads_conversations_as_it_was_trained_to(tmp_path, task, hers):
-    """In its own template, if the policy's is another one; nothing after the end token of Phi's."""
-    own, end = AutoTokenizer.from_pretrained(SYNTHETIC / "model"), "{{ eos_token }}"
-    own.chat_template = TURNS + f"{{% if not add_generation_prompt %}}{end}{{% endif %}}"
-    hers.chat_template = formats.CHATML
-    answers = [[{"role": "assistant", "content": answer}] for answer in ANSWERS]
-    rows = [dict(prompt=x, chosen=y, rejected=[GREEN]) for x, y in zip(CHATS, answers, strict=True)]
-    files = dict(label_dataset=formats.write_rows(tmp_path / "pairs.jsonl", rows))
-    task = replace(task, query_length=99, truncate_token=own.eos_token, **files)
-    labels = load_labels(task, own, TokenIds(WORDS, own.eos_token_id, [], []))
-    trained = [[*x.tolist(), *y[0]] for x, y in zip(labels.queries, labels.responses, strict=True)]
-    write_classifier(tmp_path / "base")  # its transformer does not make it a classifier
-    model = new_reward_model(str(tmp_path / "base"), WORDS)
-    found = rewards.reward_input(model, own, hers, WORDS)(*tokens_of_chats(hers), CHATS)
-    assert found.tolist() == utils.pad_left(trained, found.shape[1], WORDS).tolist()
-
-
-def test_what_is_no_reward_model_is_refused(tmp_path):
-    """Language models, whose head `score` would be random, and a classifier of two labels."""
-    write_classifier(tmp_path / "two", num_labels=2)
-    tiny.write_model(tmp_path / "lm")
-    lm = tiny.make_lm(vocab=WORDS)
-    lm.config.num_labels = 1
-    lm.save_pretrained(tmp_path / "lm1")
-    for name in ("two", "lm", "lm1"):
-        with pytest.raises(InputError, match=f"--reward_model .*{name}: "):
-            rewards.load_reward_model(RewardModel, str(tmp_path / name))
+    own.backend_tokenizer.post_processor = begin
+    own.chat_template = TURNS
+    own.save_pretrained(tmp_path / "trl")
+    queries, responses = ["Anna saw", "It", "Ben was glad to see"], [" a cat.", " rained.", " him"]
+    texts = [f"{x}{y}{own.eos_token}" for x, y in zip(queries, responses, strict=True)]
+    for size in (1, 2, 32):
+        score = Classifier(str(tmp_path / "trl"), batch_size=size)
+        expected = own_scores(classifier, [own.encode(x) for x in texts])
+        assert score(queries, responses) == pytest.approx(expected, abs=2e-5)
+    chats = [[USER], [SYSTEM, USER, BLUE, NIGHT]]
+    found = score(["?"] * 2, ["It is blue.", "Black"], messages=chats)
+    answers = [{"role": "assistant", "content": x} for x in ("It is blue.", "Black")]
+    texts = [
+        own.apply_chat_template([*x, y], tokenize=False)
+        for x, y in zip(chats, answers, strict=True)
+    ]
+    expected = own_scores(classifier, [own.encode(x, add_special_tokens=False) for x in texts])
+    assert found == pytest.approx(expected, abs=2e-5) and texts[0].endswith("\n")
+    with pytest.raises(ValueError, match="over 256 tokens"):
+        score(["Anna"], [" saw" * 300])
 
 
 def test_the_pages_first_command_is_the_run_of_its_configuration():

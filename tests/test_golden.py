@@ -329,7 +329,7 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator):
     samples = [texts[i] for i in estimates]
     replaced = {
         "load_tokenizer": lambda *a, **k: (tiny.Tokenizer(), ids),
-        "sample_policy": lambda *a: (samples, tiny.Tokenizer(), ids),
+        "sample_policy": lambda *a: samples,
         "permutation": lambda size, seed, epoch: arrays["order"],
         "normalize": check_normalize,
         "Run": tiny.FakeRun(check_step),

@@ -18,7 +18,6 @@ from conftest import read_metrics
 from formats import write_rows
 from test_diffs import apply
 from tiny import refuses
-from torch import nn
 
 import ppo
 import rloo
@@ -44,7 +43,8 @@ def load_reward(task, folder: Path | None = None, code: str = "", **flags: Any) 
 
 
 RETURNS = ["[1.0]", "[[1.0]] * 4", "[float('nan')] * 4", "[1e39, 0, 0, 0]", "None"]
-RETURNS += ["[None] * 4", "['a', 'b', 'c', 'd']", "(1.0 for _ in range(4))", "1 / 0", "sys.exit(0)"]
+RETURNS += ["[1, None, 1, 1]", "['a', 'b', 'c', 'd']", "(1.0 for _ in range(4))"]
+RETURNS += ["{'rewards': [1.0] * 4}", "1 / 0", "sys.exit(0)"]
 
 
 @pytest.mark.parametrize("returned", RETURNS)
@@ -65,9 +65,8 @@ def test_a_reward_model_with_too_few_positions_is_refused(task, tmp_path):
     refuses(lambda: load_reward(task, reward_model=folder), f"--reward_model {folder}", 12)
 
 
-@pytest.mark.parametrize("form", ["numpy.array", "torch.tensor", "(lambda x: {'rewards': x})"])
+@pytest.mark.parametrize("form", ["numpy.array", "torch.tensor"])
 def test_a_reward_function_reads_texts_and_may_return_an_array(form, task, tmp_path):
-    """Or, as those of OpenRLHF, a dictionary."""
     code = f"return {form}([len(q + 100 * r) for q, r in zip(queries, responses)])"
     reward, tokenizer = load_reward(task, tmp_path, code)
     queries, responses = (
@@ -75,15 +74,6 @@ def test_a_reward_function_reads_texts_and_may_return_an_array(form, task, tmp_p
         for texts in (("Anna saw", "A"), (".", " .."))
     )
     assert reward(queries, responses).tolist() == [108, 301]
-
-
-def test_a_row_that_a_function_does_not_judge_has_the_reward_0(task, tmp_path, capsys):
-    """As in TRL, whose `accuracy_reward` returns None where it cannot read the solution."""
-    rewards.say_once.cache_clear()
-    reward, _ = load_reward(task, tmp_path, "return [1, None, True, numpy.float32(0.5)]")
-    tokens = torch.full((4, 3), 14)
-    assert [reward(tokens, tokens).tolist() for _ in range(2)] == [[1, 0, 1, 0.5]] * 2
-    assert capsys.readouterr().out.count("None counts as 0") == 1
 
 
 @pytest.mark.parametrize("script", ["ppo", "rloo"])
@@ -118,56 +108,41 @@ def test_an_uploaded_reward_model_loads_by_its_name_on_the_hub(unreachable_hub, 
         assert torch.equal(loaded.state_dict()[name], x), name
 
 
-def test_X13_a_reward_model_reads_and_scores_the_policys_texts(gpt2, hers):
-    pairs = [("It", " .\n"), ("I'm", " .<|endoftext|>"), ("Ben saw the cat", " and left .")]
-    q = utils.pad_left([gpt2.encode(q) for q, _ in pairs], 6, 50257)
-    r = nn.utils.rnn.pad_sequence([torch.tensor(gpt2.encode(r)) for _, r in pairs], True, 50257)
-    texts = [hers.encode(q + r) for q, r in pairs]
-    for longest in (64, 2, None):  # a text that is too long loses its beginning
-        model = tiny.make_reward(pad_id=1000)
-        model.config.backbone.max_position_embeddings = longest
-        read = rewards.reward_input(model, hers, gpt2, 50257)
-        rows = [tokens[-longest:] if longest else tokens for tokens in texts]
-        assert read(q, r).tolist() == utils.pad_left(rows, max(map(len, rows)), 1000).tolist()
-        alone = [model(torch.tensor([row])).item() for row in rows]
-        assert model(read(q, r)).tolist() == pytest.approx(alone, abs=1e-5)
-
-
-def test_X13_query_and_response_are_decoded_together(hers, tmp_path):
+def test_a_response_keeps_the_space_that_it_has_after_its_query(tmp_path):
     """Llama 2's decoder strips the first space of a text: alone, a response would lose it."""
     policy = formats.llama2_tokenizer(["Anna", "was", "happy", "Maria"])
     q, r = (policy.convert_tokens_to_ids(t.split()) for t in ("▁Anna ▁was ▁happy .", "▁Maria ▁was"))
     assert policy.decode(r) == "Maria was" and policy.decode(q + r) == "Anna was happy. Maria was"
     pad = len(policy)
-    read = rewards.reward_input(tiny.make_reward(pad_id=1000), hers, policy, pad)
-    tokens = read(torch.tensor([[pad, *q]]), torch.tensor([[*r, pad]]))
-    assert tokens.tolist() == [hers.encode("Anna was happy. Maria was")]
-    code = "def f(queries, prompts, labels=0):\n    return [x.count(' Maria') for x in queries]"
-    (tmp_path / "f.py").write_text(code)
-    task = tiny.make_task(reward_fn=f"{tmp_path / 'f.py'}:f")
-    score = rewards.text_scorer("reward_fn", task, policy, pad)
+    (tmp_path / "f.py").write_text(
+        "def f(responses):\n    return [x == ' Maria was' for x in responses]"
+    )
+    score = rewards.text_scorer(
+        "reward_fn", tiny.make_task(reward_fn=f"{tmp_path}/f.py:f"), policy, pad
+    )
     assert score(torch.tensor([[pad, *q]]), torch.tensor([[*r, pad]])).tolist() == [1]
 
 
-@pytest.mark.parametrize("names", ["prompts, labels=0", "prompts, responses", "responses"])
-def test_only_functions_in_openrlhfs_form_read_special_tokens(names, hers, tmp_path):
-    """They find the response by splitting `queries` at one of them; TRL decodes without."""
-    code = f"def f(queries, {names}):\n    return [x.count('<|endoftext|>') for x in queries]"
-    (tmp_path / "f.py").write_text(code)
-    task = tiny.make_task(reward_fn=f"{tmp_path}/f.py:f")
-    score = rewards.text_scorer("reward_fn", task, hers, tiny.WORDS)
-    q, r = (torch.tensor([hers.encode(x)]) for x in ("Anna<|endoftext|>", " saw<|endoftext|>"))
-    assert score(q, r).tolist() == [2 if "labels" in names else 0]
+def test_a_reward_model_of_other_tokens_and_a_classifier_are_refused(task, tmp_path, gpt2):
+    """A text would be other ids to it. Both can be called by a function."""
+    folder = tiny.write_reward(tmp_path / "reward")
+    gpt2.save_pretrained(folder)
+    refuses(
+        lambda: load_reward(task, reward_model=folder), folder, "tokens differ", "classifier.py"
+    )
+    tiny.write_model(tmp_path / "lm")
+    lm = str(tmp_path / "lm")
+    refuses(lambda: load_reward(task, reward_model=lm), f"--reward_model {lm}", "classifier.py")
 
 
-def test_X13_models_of_one_tokenizer_may_be_padded_to_other_sizes(hers):
+def test_X13_models_of_one_tokenizer_may_be_padded_to_other_sizes():
     rows = torch.tensor([[61, 61, 3, 60], [4, 58, 57, 61]])
     for pad, expected in (
         (58, [[58, 58, 3, 58], [4, 58, 57, 58]]),  # the ids 58 … 60 are no text to it
         (70, [[70, 70, 3, 60], [4, 58, 57, 70]]),
     ):
-        read = rewards.reward_input(tiny.make_reward(pad_id=pad), hers, hers, 61)
-        assert read(rows[:, :2], rows[:, 2:]).tolist() == expected
+        found = rewards.reward_input(tiny.make_reward(pad_id=pad), rows[:, :2], rows[:, 2:], 61)
+        assert found.tolist() == expected
 
 
 COMPOSED = """
@@ -223,8 +198,7 @@ def score(queries, responses, tags, twin, number, missing=3.0):
 
 def gold(queries, responses, *, number, **columns):
     check(queries, number, columns["tags"])
-    assert columns.keys() == {"prompt", "tags", "twin", "prompts", "completions"}
-    assert columns["prompt"] == columns["prompts"] == queries
+    assert columns.keys() == {"prompt", "tags", "twin"} and columns["prompt"] == queries
     return [float(n) for n in number]
 """
 
@@ -279,40 +253,30 @@ def test_a_reward_sees_the_columns_of_each_query_in_training_and_evaluation(
     assert line["objective/gold_score"] == pytest.approx(np.mean(calls[1][0]))
 
 
-USER, OLD = {"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "3"}
-NEW = {"role": "assistant", "content": " 2"}
-REST = dict(prompt=["1 + 1 ="], answer=["2"], ground_truth=["02"], labels=["two"], scores=[0.5])
+REST = dict(prompt=["1 + 1 ="], answer=["2"], labels=["two"])
 TEXTS = dict(queries=["1 + 1 ="], responses=[" 2"])
-TRL = dict(prompts=["1 + 1 ="], completions=[" 2"])
 SIGNATURES = {  # the table in docs/ppo.md → what each parameter gets
     "queries, responses": TEXTS,
     "queries, responses, answer": TEXTS | dict(answer=["2"]),
     "queries, responses, scores": TEXTS | dict(scores=[0.5]),
     "responses, weight=2.0, answer=None": dict(responses=[" 2"], weight=2.0, answer=["2"]),
-    "prompts, completions, answer, **kwargs": TRL | dict(answer=["2"]),
-    "completions, ground_truth, **kwargs": dict(completions=[" 2"], ground_truth=["02"]),
-    "queries, prompts, labels": dict(queries=["1 + 1 = 2"], prompts=["1 + 1 ="], labels=["two"]),
-    "question, answer, output": dict(question=["1 + 1 ="], answer=["2"], output=[" 2"]),
-    "**columns": {},
+    "responses, **columns": dict(responses=[" 2"], columns=dict(queries=["1 + 1 ="]) | REST),
 }
 
 
-def arguments(parameters: str, columns: dict[str, list]) -> dict[str, Any]:
+def arguments(parameters: str, columns: dict[str, list] = REST) -> dict[str, Any]:
     """What a function with these parameters gets."""
     seen: dict[str, Any] = {}
     function = eval(f"lambda {parameters}: seen.update(locals()) or [1.0]", {"seen": seen})
-    texts = [["1 + 1 ="], [" 2"]]
-    rewards.call_reward_function(function, texts, columns, "prompt")
+    rewards.check_names(function)
+    scores = {"scores": [0.5]} if "scores" in parameters else {}
+    rewards.call_reward_function(function, TEXTS | scores, columns)
     return seen
 
 
 @pytest.mark.parametrize("parameters", SIGNATURES)
 def test_a_reward_function_gets_what_it_names(parameters):
-    expected = dict(SIGNATURES[parameters])
-    if "**" in parameters:
-        rest = {x: y for x, y in (REST | TEXTS | TRL).items() if x not in expected}
-        expected[parameters.rpartition("**")[2]] = rest
-    assert arguments(parameters, REST) == expected
+    assert arguments(parameters) == SIGNATURES[parameters]
 
 
 def test_the_table_of_signatures_has_these_rows():
@@ -320,44 +284,26 @@ def test_the_table_of_signatures_has_these_rows():
     assert re.findall(r"^\| `score\((.*)\)` \|", page, flags=re.M) == list(SIGNATURES)
 
 
-@pytest.mark.parametrize(("answered", "given"), [([USER, OLD], [USER]), ([USER], [USER])])
-def test_prompts_and_completions_of_messages_are_lists_of_messages(answered, given):
-    """As in TRL and Open R1. Other names, and OpenRLHF's, are texts."""
-    columns = REST | dict(prompt=[answered])
-    found = arguments("prompts, completions, queries, responses", columns)
-    assert found == TEXTS | dict(prompts=[given], completions=[[NEW]])
-    for parameters in ("queries, prompts, labels", "question, output"):
-        assert arguments(parameters, columns) == arguments(parameters, REST)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "words"),
-    [
-        ("responses, solution", ("'solution'", "answer, ", "labels")),
-        ("output, **columns", ("'output'", "ground_truth")),
-        ("queries, prompts, label", ("'label'", "labels")),
-        ("question, output, more", ("'more'", "answer")),
-        ("prompt, answer", ("responses",)),  # both are columns: it would see no response
-        ("queries, output", ("responses",)),
-        ("solution_str, truth", ("'solution_str'", "ground_truth")),  # it is no query
-        ("prompt, answer, **columns", ("responses",)),
-        ("labels=None, **columns", ("responses",)),
-    ],
-)
-def test_a_parameter_that_nothing_fills_is_named_with_the_columns(parameters, words):
-    refuses(lambda: arguments(parameters, REST), *words)
-
-
-SAID = {  # parameters → what is said; the second may be a column whose name is wrong
-    "responses": "column responses",
-    "task, truth": "task gets the queries, truth the responses",
+OTHERS = {  # functions of TRL, Open R1, OpenRLHF and verl: what wraps them
+    "prompts, completions, answer, **kwargs": "prompts=…, completions=…, answer=…)",
+    "completions, ground_truth, **kwargs": "completions=…, ground_truth=…)",
+    "queries, prompts, labels": "queries=…, prompts=…, labels=…)",
+    "data_source, solution_str, ground_truth, extra_info=None": "solution_str=…, ",
+    "question, answer, output": "output=…)",
+    "**columns": "return <lambda>()",
 }
 
 
-@pytest.mark.parametrize("parameters", SAID)
-def test_what_a_name_that_has_two_meanings_gets_is_said_once(parameters, capsys):
-    rewards.say_once.cache_clear()
-    for _ in range(2):
-        found = arguments(parameters, REST | dict(responses=["other"]))
-        assert list(found.values())[-1] == [" 2"]
-    assert capsys.readouterr().out.count(SAID[parameters]) == 1
+@pytest.mark.parametrize("parameters", OTHERS)
+def test_a_function_of_another_form_is_refused_with_what_wraps_it(parameters):
+    """Some of their names mean other texts: OpenRLHF's `queries` hold the responses, too."""
+    wrap = "def score(queries, responses, **columns): return <lambda>("
+    refuses(lambda: arguments(parameters), wrap, OTHERS[parameters], "docs/ppo.md")
+
+
+def test_a_parameter_that_nothing_fills_and_a_column_with_the_name_of_a_text_are_refused():
+    refuses(lambda: arguments("responses, solution"), "'solution'", "answer, ", "labels")
+    taken = REST | dict(responses=["other"])
+    for parameters in ("queries, responses", "queries, responses, **columns"):
+        refuses(lambda x=parameters: arguments(x, taken), "responses is also a column", "rename")
+    assert arguments("queries, responses", REST | dict(scores=["other"])) == TEXTS

@@ -4,7 +4,6 @@ The form is from the pages of trl-lib/pythia-{1b,2.8b,6.9b}-deduped-tldr-{sft,rm
 tokenizer_config.json, special_tokens_map.json), read in 2024; the weights here are tiny and random.
 """
 
-import functools
 import json
 import re
 import shlex
@@ -28,11 +27,10 @@ from transformers import (
 
 import ppo
 import rloo
-from machinery import rewards
+from data import convert_reward
 from machinery.cli import parse_args
 from machinery.models import load_lm
 from machinery.tokens import same_tokens
-from train_reward import RewardModel
 
 EOS = 0
 SFT, RM = "trl-lib/pythia-{}-deduped-tldr-sft", "trl-lib/pythia-{}-deduped-tldr-rm"
@@ -123,6 +121,7 @@ def test_the_pages_command_scores_as_the_classifier_itself(script, size, form, h
     if form == "bin":
         assert "2.8b" in blocks("docs/tldr.md", "python")[0]
         exec(blocks("docs/tldr.md", "python")[0], {})  # converts the weights, in place
+    convert_reward.main(RM.format(size), f"rm-{size}")
     rollouts = []
     monkeypatch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
     command = commands(Path(script.__file__).stem, size)[0]
@@ -150,12 +149,10 @@ def test_weights_without_safetensors_are_one_sentence(here):
     write_models("2.8b", "bin")
     sft, rm = (name.format("2.8b") for name in (SFT, RM))
     tiny.refuses(lambda: load_lm(sft), f"--base_model {sft}: ")
-    load_reward = functools.partial(rewards.load_reward_model, RewardModel, rm)
-    tiny.refuses(load_reward, f"--reward_model {rm}: ")
+    tiny.refuses(lambda: convert_reward.main(rm, "out"), f"{rm}: ")
 
 
 def test_X13_a_pad_token_of_the_policys_tokenizer_alone_changes_no_text(tmp_path):
-    """The reward model then reads token ids: texts encoded anew can be other tokens."""
     for name, pad in (("sft", True), ("rm", False)):
         (tmp_path / name).mkdir()
         write_tokenizer(tmp_path / name, pad)

@@ -396,9 +396,9 @@ def run_reward_training(args: Any, model: Any, labels: Labels, **patches: Any) -
         "check": lambda *a: None,
         "load_tokenizer": lambda *a, **k: (Tokenizer(), IDS),
         "load_labels": lambda *a: labels,
-        "sample_policy": lambda *a: (texts, Tokenizer(), IDS),
+        "sample_policy": lambda *a: texts,
         "new_reward_model": lambda *a: model,
-        "reward_input": lambda *a: lambda *texts: torch.cat(texts, dim=1),
+        "reward_input": lambda model, *texts: torch.cat(texts[:2], dim=1),
         "transformers": SimpleNamespace(AutoConfig=auto_config),
         "Run": FakeRun(),
     }

@@ -26,6 +26,7 @@ import train_reward
 import utils
 from machinery import distributed, models
 from machinery.labels import Labels
+from machinery.tokens import load_tokenizer
 
 HALVES = {  # rows of the two minibatches of 8 episodes
     "ppo": [[6, 3, 0, 5], [1, 7, 4, 2]],
@@ -77,8 +78,7 @@ def train_rewards(rank: int, processes: int) -> tiny.FakeRun:
     model = tiny.make_reward()
     sizes = dict(num_labels=12, batch_size=6, num_heldout=0, micro_batch_tokens=48, lr=1e-3)
     args = train_reward.Args(task=tiny.make_task(), **sizes)
-    sampled = lambda *args: ([samples, samples], tiny.Tokenizer(), tiny.IDS)  # noqa: E731
-    patches = dict(sample_policy=sampled, AdamTF=tiny.Recorder)
+    patches = dict(sample_policy=lambda *args: [samples, samples], AdamTF=tiny.Recorder)
     return tiny.run_reward_training(args, model, labels, **patches)
 
 
@@ -132,7 +132,8 @@ def run_scripts(accelerator: Accelerator) -> dict[str, Any]:
             "evaluations": [r.responses for r in rollouts if len(r.mask) == 3],
         }
     args = train_reward.Args(task=task, normalize_samples=8, rollout_batch_size=8)
-    samples, _, _ = train_reward.sample_policy(args, accelerator)
+    tokenizer, ids = load_tokenizer(args.task, args.task.response_length)
+    samples = train_reward.sample_policy(args, tokenizer, ids, accelerator)
     seen["train_reward"] = {"samples": [sample[:2] for sample in samples]}
     return seen
 

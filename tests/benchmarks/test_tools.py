@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from test_from_trl import write_classifier
 from tiny import refuses
 from transformers import AutoTokenizer
 
@@ -215,13 +214,6 @@ def test_labels_are_the_texts_of_training(ids, task, gpt2, here, monkeypatch):
     encode = AutoTokenizer.from_pretrained(folder).encode
     expected = [model(torch.tensor([encode(text)])).item() for row in texts[4:] for text in row]
     assert seen[0].flatten().tolist() == pytest.approx(expected, abs=1e-5)
-
-
-def test_messages_for_a_classifier_are_refused(here):
-    """It would read what its template writes after the end token, which labels leave out."""
-    write_classifier(here / "reward")
-    path = formats.write_rows(here / "l.jsonl", formats.MESSAGES)
-    refuses(lambda: calibration.main(str(here / "reward"), label_dataset=path), "messages")
 
 
 def test_overoptimization_reads_runs_of_its_own_flags_only(here, monkeypatch):

@@ -1,0 +1,39 @@
+"""A classifier with one label, as TRL's RewardTrainer saves it → a folder for --reward_model.
+
+    python data/convert_reward.py trl-lib/pythia-1b-deduped-tldr-rm models/tldr/rm
+
+The policy has to have its tokens; data/classifier.py is for other ones. The model then reads the
+policy's token ids, is sharded under FSDP2, and scores as the classifier does.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+sys.path.append(str(Path(__file__).parents[1]))
+from machinery import cli, models  # noqa: E402
+from machinery.rewards import RewardConfig  # noqa: E402
+from train_reward import RewardModel  # noqa: E402
+
+
+def main(name: str, out: str) -> None:
+    """Read the classifier `name`, a folder or a name on the hub; write the folder `out`."""
+    kind = transformers.AutoModelForSequenceClassification
+    with cli.about(name):
+        config = models.disable_dropout(transformers.AutoConfig.from_pretrained(name))
+        classifier = models.load_weights(kind, name, config)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        if config.num_labels != 1 or not hasattr(classifier, "score"):
+            raise cli.InputError("is no decoder with one label: use data/classifier.py")
+        if config.pad_token_id is not None and config.pad_token_id == tokenizer.eos_token_id:
+            raise cli.InputError("its pad is its end of text, which it skips: data/classifier.py")
+        model = RewardModel(RewardConfig(config, config.vocab_size), classifier.base_model)
+        model.head.weight = torch.nn.Parameter(classifier.score.weight)
+        model.save_pretrained(Path(out))
+        tokenizer.save_pretrained(out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
