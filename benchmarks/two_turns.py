@@ -13,15 +13,12 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-REPLY = {"role": "user", "content": "Larger."}
+START, END = "<|im_start|>", "<|im_end|>"
+REPLY = f"\n{START}user\nLarger.{END}\n{START}assistant\n"
 
 
 def ask(contexts, responses):
-    """The user's second message, the same to all."""
+    """The user's second message and what begins the next answer, the same to all."""
     return [REPLY] * len(responses)
 
 
@@ -36,14 +33,13 @@ if __name__ == "__main__":
     folder, base = sys.argv[1], Path(__file__).parents[1] / "data" / "synthetic" / "model"
     torch.manual_seed(1)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.add_special_tokens({"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"})
-    tokenizer.chat_template = CHATML
+    tokenizer.add_special_tokens({"bos_token": START, "eos_token": END})
     config = AutoConfig.from_pretrained(base, vocab_size=len(tokenizer), n_embd=64, n_layer=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(f"{folder}/random")
     tokenizer.save_pretrained(f"{folder}/random")
     rng = random.Random(0)
     with open(f"{folder}/dialogues.jsonl", "w") as file:
         for game in range(4000):
-            prompt = [{"role": "user", "content": f"Game {game}."}]
-            first, second = ({"role": "assistant", "content": str(rng.randrange(10))} for _ in "12")
-            print(json.dumps({"prompt": prompt, "completion": [first, REPLY, second]}), file=file)
+            prompt = f"{START}user\nGame {game}.{END}\n{START}assistant\n"
+            first, second = (f"{rng.randrange(10)}{END}" for _ in "12")
+            print(json.dumps({"prompt": prompt, "completion": first + REPLY + second}), file=file)

@@ -117,9 +117,6 @@ def read_responses(task: Task, args: Args) -> tuple[list[str], list[str], dict[s
     table, rows = load_queries(task, tokenizer, ids, args.queries), slice(args.queries)
     columns, responses = table.columns(rows), []
     for response in columns[task.response_column]:
-        if isinstance(response, list):  # messages, of which the last one answers
-            last = response[-1] if response else {"role": ""}
-            response = last["content"] if last["role"] == "assistant" else ""
         if not response:
             raise cli.InputError(f"a row of {task.response_column} has no response: leave it out")
         end = task.truncate_token if task.eos_task else None  # `decode` shows none

@@ -19,8 +19,8 @@ SYNTHETIC, ARITHMETIC = DATA / "synthetic", DATA / "arithmetic"
 class Task:
     """What a run reads and writes, the same for all scripts.
 
-    A data source is a local file (.txt .json .jsonl .parquet .csv), a local folder, or a name on
-    the Hugging Face hub: `name`, `name:file` or `name:configuration`. `…@split` chooses a split.
+    A data source is a local file (.jsonl .json .txt; data/convert.py writes one), or a name on the
+    Hugging Face hub: `name`, `name:file` or `name:configuration`. `…@split` chooses a split.
     """
 
     task: str
@@ -32,9 +32,9 @@ class Task:
     query_dataset: str
     """data source of the queries"""
     query_column: str
-    """its column with texts, or lists of messages for the chat template"""
+    """its column with texts"""
     query_length: PositiveInt
-    """tokens; longer texts are cut, longer messages skipped, shorter ones padded"""
+    """tokens; longer texts are cut, in EOS tasks skipped; shorter ones are padded"""
     query_prefix: str = ""
     """text before each query; the reward model does not see it"""
     query_suffix: str = ""
@@ -64,7 +64,7 @@ class Task:
     eos_task: bool = False
     """responses end at truncate_token; the rest is masked everywhere"""
     response_column: str | None = None
-    """column of reference responses for sft.py, or of conversations with them"""
+    """column of reference responses for sft.py"""
 
     # Labels, rewards
     label_dataset: str | None

@@ -1,8 +1,6 @@
 """Human preferences (docs/data.md) → token sequences. Shapes: `B` labels, `K` candidates each."""
 
 from dataclasses import dataclass
-from itertools import takewhile
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -14,12 +12,11 @@ from torch.nn.utils.rnn import pad_sequence
 from data.tasks import Task
 from machinery import tokens
 from machinery.cli import InputError, about, say
-from machinery.queries import clean_texts, tokenize_queries
+from machinery.queries import check_text, tokenize_queries
 from machinery.sources import Rows, check_source, load_rows
 from utils import TokenIds, pad_left
 
 OPENAI_PAD = 50259  # pads OpenAI's files; GPT-2's last id is 50256
-ASSISTANT = "\n\nAssistant:"  # begins an answer in Anthropic's hh-rlhf
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def load_labels(task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     """Load `label_dataset` as token ids of `tokenizer` (R4)."""
     rows = load_rows(str(task.label_dataset), "--label_dataset")
     with about(f"--label_dataset {task.label_dataset}"):
-        if {"chosen", "rejected"} <= set(rows.column_names):
+        if {"prompt", "chosen", "rejected"} <= set(rows.column_names):
             return load_pairs(rows, task, tokenizer, ids)
         if "best" in rows.column_names:
             return load_best_of_k(rows, task, tokenizer, ids.pad)
@@ -106,29 +103,20 @@ def read_ids(value: Any, vocab_size: int) -> list[int]:
 
 
 def load_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
-    """Pairs as labels with two candidates, the chosen one first (R4).
+    """Pairs of texts as labels with two candidates, the chosen one first (R4).
 
-    Each response ends with the truncate token. Long prompts lose their end, dialogues their
-    beginning. Skipped: blank prompts, empty or equal answers, messages that are too long.
+    Each response ends with the truncate token. Skipped: prompts that are blank or, in EOS tasks,
+    too long, and empty or equal answers.
     """
-    pairs = [split_pair(row, tokenizer) for row in rows]
-    prompts, *sides = map(list, zip(*pairs, strict=True))
-    plain = [(x, y, z) for x, y, z in pairs if isinstance(x, str) and x.strip()]
-    if plain and all(y.startswith(x) and z.startswith(x) for x, y, z in plain):
-        raise InputError("chosen and rejected repeat the prompt: leave it out, or drop the column")
-    if any(isinstance(prompt, list) for prompt in prompts):
-        tokens.check_chat(task, tokenizer)
-        queries = [tokens.tokenize_prompt(x, task.query_length, tokenizer) for x in prompts]
-    elif "prompt" in rows.column_names:
-        queries = tokenize_queries(prompts, task, tokenizer)
-        if long := sum(len(query) > task.query_length for query in queries):
-            say(f"--query_length {task.query_length}: cut {long} of {len(queries)} prompts")
-        queries = [query[: task.query_length] for query in queries]
-    else:
-        texts = clean_texts(prompts, task)
-        begin = [] if task.query_prefix else tokens.bos(tokenizer)
-        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        queries = [begin + x[len(begin) - task.query_length :] for x in encoded]
+    names = "prompt", "chosen", "rejected"
+    prompts, *sides = ([check_text(x) for x in rows[name]] for name in names)
+    full = [(x, y, z) for x, y, z in zip(prompts, *sides, strict=True) if x.strip()]
+    if full and all(y.startswith(x) and z.startswith(x) for x, y, z in full):
+        raise InputError("chosen and rejected repeat the prompt: leave it out")
+    queries = tokenize_queries(prompts, task, tokenizer)
+    if long := sum(len(query) > task.query_length for query in queries):
+        say(f"--query_length {task.query_length}: cut {long} of {len(queries)} prompts")
+    queries = [query[: task.query_length] for query in queries]
     contexts = [ids.prefix + query + ids.suffix for query in queries]
     stop = task.truncate_token
     sides = [tokens.encode_answers(contexts, side, tokenizer, stop) for side in sides]
@@ -137,32 +125,6 @@ def load_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
         answers = [tokens.with_end(answer, ids.truncate) for answer in answers]
         if query and all(answers) and answers[0] != answers[1]:
             kept.append([np.array(x, np.int32) for x in (query, *answers)])
-    if skipped := len(pairs) - len(kept):
-        say(f"skipped {skipped} of {len(pairs)} pairs: blank, too long, or equal answers")
+    if skipped := len(queries) - len(kept):
+        say(f"skipped {skipped} of {len(queries)} pairs: blank, too long, or equal answers")
     return Labels([x[0] for x in kept], [x[1:] for x in kept], np.zeros(len(kept), dtype=int))
-
-
-def split_pair(row: Any, tokenizer: Any) -> tuple[str | list[dict], str, str]:
-    r"""The prompt, a text or messages, and the texts of chosen and rejected.
-
-    Without a prompt, dialogues part at their last common `\n\nAssistant:`, and messages where they
-    begin to differ. A prompt that is a text is used if no message before asks.
-    """
-    prompt, chosen, rejected = (row.get(name) for name in ("prompt", "chosen", "rejected"))
-    if isinstance(chosen, list):
-        common: list[dict] = []
-        if not isinstance(prompt, list):
-            same = takewhile(lambda x: x[0] == x[1], zip(chosen[:-1], rejected[:-1], strict=False))
-            common = tokens.drop_answer([message for message, _ in same])
-            asked = not prompt or any(message["role"] == "user" for message in common)
-            prompt = common if asked else [*common, {"role": "user", "content": prompt}]
-        sides = (side[len(common) :] for side in (chosen, rejected))
-        good, bad = (tokens.render_answer(prompt, side, tokenizer) for side in sides)
-        return prompt, good, bad
-    if "prompt" in row:
-        return prompt, chosen, rejected
-    common, mark, _ = commonprefix([chosen, rejected]).rpartition(ASSISTANT)
-    if not mark:
-        raise InputError(f"without a column prompt, texts need {ASSISTANT!r}: docs/data.md")
-    end = len(common + mark)
-    return chosen[:end], chosen[end:], rejected[end:]

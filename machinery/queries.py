@@ -81,10 +81,7 @@ def load_texts(task: Task, *columns: str) -> Rows:
     """At most `num_queries` rows of `query_dataset`, which has these columns."""
     rows = load_rows(task.query_dataset, "--query_dataset")
     with about(f"--query_dataset {task.query_dataset}"):
-        first = rows.select_columns(list(columns))[:1]  # if one is missing, the error lists them
-        messages = [x[0] for values in first.values() for x in values if x and isinstance(x, list)]
-        if any("from" in message for message in messages):
-            raise InputError("messages have from and value, not role and content: docs/data.md")
+        rows.select_columns(list(columns))  # if one is missing, the error lists them
     if len(rows) > task.num_queries:
         chosen = np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)
         rows = rows.select(np.sort(chosen))
@@ -92,14 +89,10 @@ def load_texts(task: Task, *columns: str) -> Rows:
 
 
 def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[list[int]]:
-    """Texts or lists of messages → queries; empty for blank texts and messages too long (P3).
+    """Texts → queries; empty for blank texts and, in EOS tasks, for those too long (P3).
 
-    Without `end_text`, the caller cuts, and counts what it cuts.
+    In other tasks, without `end_text`, the caller cuts, and counts what it cuts.
     """
-    if any(isinstance(text, list) for text in texts):
-        tokens.check_chat(task, tokenizer)
-        prompts = [tokens.drop_answer(messages or []) for messages in texts]
-        return [tokens.tokenize_prompt(prompt, task.query_length, tokenizer) for prompt in prompts]
     texts = clean_texts(texts, task)
     begin = [] if task.query_prefix else tokens.bos(tokenizer)  # or it begins the prefix
     length = task.query_length - len(begin)
@@ -113,15 +106,24 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     for text, ids, spans in zip(texts, encoded, offsets, strict=True):
         ends = None if end is None else ends_word(text, spans, end)
         query = cut_query(ids, length if ends else len(ids), start, ends) if text.strip() else []
-        queries.append(tokens.with_bos(query, begin))
+        query = tokens.with_bos(query, begin)
+        queries.append([] if task.eos_task and len(query) > task.query_length else query)
     return queries
 
 
-def clean_texts(texts: Sequence[str | None], task: Task) -> list[str]:
+def clean_texts(texts: Sequence[Any], task: Task) -> list[str]:
     """Apply `clean_fn`; a missing text becomes an empty one."""
+    texts = [check_text(text) for text in texts]
     with about(f"--clean_fn {task.clean_fn}"):
         clean = load_function(task.clean_fn) if task.clean_fn else lambda text: text
-        return [clean(text or "") for text in texts]
+        return [clean(text) for text in texts]
+
+
+def check_text(value: Any) -> str:
+    """A text; "" for none. Raises `InputError` for messages, numbers, …: they have to be rendered."""
+    if not isinstance(value, str | None):
+        raise InputError(f"{value!r:.60} is no text: python data/convert.py --help")
+    return value or ""
 
 
 def drop_lines(text: str, length: int, tokenizer: Any) -> str:
@@ -188,7 +190,7 @@ def tokenize_rows(
 
     files = __file__, tokens.__file__, CLEAN
     key: Any = [rows._fingerprint, function.__name__, length, task, pad_id]
-    key += [getattr(tokenizer, "backend_tokenizer", tokenizer), tokenizer.chat_template]
+    key += [getattr(tokenizer, "backend_tokenizer", tokenizer)]
     key += [tokenizer.special_tokens_map, [Path(file).read_text("utf-8") for file in files]]
     fingerprint = datasets.fingerprint.Hasher.hash(key)
     path = Path(datasets.config.HF_DATASETS_CACHE, f"{fingerprint}.arrow")
@@ -251,13 +253,9 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
 
     def to_sequences(batch: dict[str, list]) -> list[list[int]]:
         prompts = tokenize_queries(batch[task.query_column], task, tokenizer)
-        texts = []
-        for query, text in zip(batch[task.query_column], batch[column], strict=True):
-            if isinstance(text, list):  # perhaps the same column: the last message is the response
-                text = tokens.render_answer(tokens.drop_answer(query or []), text, tokenizer)
-            elif text and column == task.query_column:
-                raise InputError(f"--response_column {column} holds the queries: see docs/data.md")
-            texts.append(text or "")
+        texts = [check_text(text) for text in batch[column]]
+        if column == task.query_column and any(texts):
+            raise InputError(f"--response_column {column} holds the queries: see docs/data.md")
         contexts = [ids.prefix + query[: task.query_length] + ids.suffix for query in prompts]
         responses = tokens.encode_answers(contexts, texts, tokenizer, task.truncate_token)
         sequences = []

@@ -22,13 +22,7 @@ from machinery.cli import InputError, about, say
 
 Rows = Any  # a datasets.Dataset, slow to import
 LOCAL = (".", "/", "~", "models/", "data/", "runs/")  # beginnings of paths
-READERS: dict[str, tuple[str, dict[str, Any]]] = {  # no byte-order mark; "NA", "007" are texts
-    ".txt": ("text", dict(encoding="utf-8-sig")),
-    ".json": ("json", {}),
-    ".jsonl": ("json", {}),
-    ".parquet": ("parquet", {}),
-    ".csv": ("csv", dict(keep_default_na=False, converters=dict.fromkeys(range(1000), str))),
-}
+FILES = (".jsonl", ".json", ".txt")  # what is read; data/convert.py writes it
 transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # never ask whether to run remote code
 
 
@@ -38,7 +32,7 @@ def check_source(name: str) -> None:
         if Path(name, "adapter_config.json").exists():  # also beside weights: it would be loaded
             raise InputError("is an adapter; save what PeftModel.merge_and_unload() returns")
         return
-    if name.replace(os.sep, "/").startswith(LOCAL) or Path(name).suffix in READERS:
+    if name.replace(os.sep, "/").startswith(LOCAL) or Path(name).suffix in FILES:
         made = re.fullmatch(r"models/(\w+)/(sft|train_reward|ppo|rloo)", name)
         hint = f"; create it with `python {made[2]}.py --task {made[1]}`" if made else ""
         raise InputError(f"does not exist in {Path.cwd()}{hint}")
@@ -61,88 +55,51 @@ def load_rows(source: str, flag: str) -> Rows:
 
     datasets.disable_progress_bars()
     with about(f"{flag} {source}"):
-        name, split, part = source, "train", ""
-        if not Path(source).exists() and "@" in source:
-            name, _, split = source.rpartition("@")
-        if not Path(name).exists():  # C:\data is one name
-            name, _, part = name.partition(":")  # a configuration or, of the hub, a file
+        if Path(source).exists():
+            return read_file(Path(source))
+        name, _, split = source.partition("@")
+        name, _, part = name.partition(":")  # a configuration or a file
         check_source(name)
-        if Path(part).suffix in READERS:
-            name = huggingface_hub.hf_hub_download(name, part, repo_type="dataset")
-        if not Path(name).exists():
-            return datasets.load_dataset(name, part or None, split=split)
-        splits = find_splits(Path(name).absolute(), part)
-        if split not in splits:
-            raise InputError(f"has no split {split}; it has {', '.join(splits)}")
-        found = splits[split]
-        return read_files(found) if isinstance(found, list) else found.with_format(None)
+        if Path(part).suffix in FILES:
+            return read_file(Path(huggingface_hub.hf_hub_download(name, part, repo_type="dataset")))
+        return datasets.load_dataset(name, part or None, split=split or "train")
 
 
-def find_splits(path: Path, configuration: str) -> dict[str, Any]:
-    """The files, or the rows from `save_to_disk`, of each split of a file or folder."""
-    import datasets
-    from datasets import data_files
-
-    if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        saved: Any = datasets.load_from_disk(str(path))  # beside its files are caches of `map`
-        return saved if isinstance(saved, dict) else {"train": saved}
-    splits = {"train": [str(path)]}
-    if path.is_dir():
-        builder = datasets.load_dataset_builder(str(path), configuration or None)
-        found = builder.config.data_files or {}
-        splits = {str(split): sorted({*files}) for split, files in found.items()}
-    read = sum(splits.values(), [])
-    for file in read:
-        if Path(file).suffix not in READERS:  # the library would guess types
-            raise InputError(f"{Path(file).name} is not a file of {', '.join(READERS)}")
-    if path.is_file():
-        return splits
-    files = data_files.DataFilesList.from_patterns(["**"], str(path), [*READERS])
-    if others := sorted({*files} - {*read}):
-        names = ", ".join(os.path.relpath(file, path) for file in others)
-        if data_files.get_data_patterns(str(path)) == data_files.DEFAULT_PATTERNS_ALL:
-            raise InputError(f"has files of several kinds; choose one file, or move {names:.300}")
-        say(f"{path} has splits ({', '.join(splits)}); not read, since in none: {names:.300}")
-    return splits
-
-
-def read_files(files: list[str]) -> Rows:
-    """The rows of files of one kind. Texts stay texts; caches are found by content."""
+def read_file(path: Path) -> Rows:
+    """The rows of a file as they are in it; a cache is found by their content."""
     import datasets
 
-    digest = hashlib.sha256(Path(__file__).read_bytes())
-    for path in files:
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    kind, options = READERS[Path(files[0]).suffix]
-    if kind != "json":
-        options = options | dict(data_files=files, description=digest.hexdigest())
-        rows = datasets.load_dataset(kind, split="train", **options)
-        if kind == "csv" and "__index_level_0__" in rows.column_names:
-            raise InputError("the first row has more fields than the header: quote its commas")
-        return rows
+    if path.suffix not in FILES:
+        raise InputError(
+            "is no .jsonl, .json or .txt file: python data/convert.py SOURCE rows.jsonl"
+        )
+    digest = hashlib.sha256(Path(__file__).read_bytes() + path.suffix.encode())
+    with open(path, "rb") as file:
+        digest.update(hashlib.file_digest(file, "sha256").digest())
     # Values are stored as JSON: the library takes texts for dates or numbers. Its own decoder
     # changes 0.3, and large integers to texts.
     for module in (datasets.features.features, datasets.utils.json):
         setattr(module, "ujson_loads", json.loads)  # noqa: B010
-    names = (name for row in read_json(files) for name in row)
+    names = (name for row in read_rows(path) for name in row)
     features = datasets.Features(dict.fromkeys(names, datasets.Json()))
 
     def encode() -> Iterator[dict[str, str]]:
-        for row in read_json(files):
+        for row in read_rows(path):
             texts = {name: json.dumps(row.get(name), ensure_ascii=False) for name in features}
             yield {name: x.encode("utf-8", "ignore").decode() for name, x in texts.items()}
 
     return datasets.Dataset.from_generator(encode, features, fingerprint=digest.hexdigest())
 
 
-def read_json(files: list[str]) -> Iterator[dict[str, Any]]:
-    """The rows of files that hold a list, or an object per line."""
-    for path in files:
-        with open(path, encoding="utf-8-sig") as file:
-            is_list = file.read(1) == "["
-            file.seek(0)
-            yield from json.load(file) if is_list else map(json.loads, filter(str.strip, file))
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """A list of objects, an object per line, or a text per line."""
+    with open(path, encoding="utf-8-sig") as file:
+        if path.suffix == ".txt":
+            yield from ({"text": line.removesuffix("\n")} for line in file)
+            return
+        is_list = file.read(1) == "["
+        file.seek(0)
+        yield from json.load(file) if is_list else map(json.loads, filter(str.strip, file))
 
 
 @functools.cache

@@ -1,15 +1,11 @@
-"""Tokenizers: ids of a task, the same texts in ids of another tokenizer, and chat templates.
+"""Tokenizers: ids of a task, and the same texts in ids of another tokenizer.
 
-A message is `{"role": ..., "content": ...}`. Templates write the special tokens, so tokenizers add
-none. Tags such as (G2) are explained in docs/details.md.
+Tags such as (G2) are explained in docs/details.md.
 """
 
-from datetime import date
-from types import SimpleNamespace
 from typing import Any
 
 import transformers
-from transformers.utils import chat_template_utils
 
 from data.tasks import Task
 from machinery.cli import InputError, about, say
@@ -17,11 +13,6 @@ from machinery.sources import check_source
 from utils import TokenIds
 
 PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # tokenizers split it differently
-# Templates write this date as today's, as Llama 3.2's does without a clock.
-CLOCK = SimpleNamespace(now=lambda: date(2024, 7, 26))
-setattr(chat_template_utils, "datetime", CLOCK)  # noqa: B010
-FOREIGN_ROLES = ("human", "prompter", "gpt", "ai", "bot", "model")  # not those of chat templates
-TEXT_ONLY = ("query_prefix", "query_suffix", "start_text", "end_text", "clean_fn", "keep_last_line")
 
 
 def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> tuple[Any, TokenIds]:
@@ -134,61 +125,3 @@ def translate(sequences: list[list[int]], source: Any, target: Any) -> list[list
     if source.eos_token:
         texts = [text.replace(source.eos_token, target.eos_token or "") for text in texts]
     return target(texts, add_special_tokens=False)["input_ids"]
-
-
-def check_chat(task: Task, tokenizer: Any) -> None:
-    """Raise `InputError` for flags that are ignored for lists of messages."""
-    for name in TEXT_ONLY:
-        if value := getattr(task, name):
-            raise InputError(f"--{name} {value!r} is not for messages; see Chat in docs/data.md")
-    dialogue = [{"role": role, "content": "?"} for role in ("user", "assistant")]
-    end = one_end(render(dialogue, tokenizer), tokenizer).rpartition("?")[2].strip()
-    if task.eos_task and end not in ("", task.truncate_token):
-        raise InputError(f"the chat template ends answers with {end!r}: set --truncate_token to it")
-
-
-def render(messages: list[dict], tokenizer: Any, begin: bool = False) -> str:
-    """Apply the chat template; `begin` adds the generation prompt."""
-    for message in messages:
-        if not isinstance(message["content"], str):  # templates write "None", or nothing
-            raise InputError(f"the content of {message!r:.60} is not a text")
-        if message["role"] in FOREIGN_ROLES:  # templates may drop it; answers would not be found
-            raise InputError(f"rename the role of {message!r:.60} to user or assistant")
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begin)
-
-
-def render_answer(prompt: list[dict], answer: list[dict], tokenizer: Any) -> str:
-    """The text after that of the prompt, which `answer` may repeat; "" if there is no answer."""
-    if not prompt or answer in ([], prompt):
-        return ""
-    messages = answer if answer[: len(prompt)] == prompt else prompt + answer
-    text, dialogue = render(prompt, tokenizer, begin=True), render(messages, tokenizer)
-    kept = "".join(messages[-1]["content"].split()) in "".join(dialogue.split())
-    if not (kept and dialogue.startswith(text)):  # such as DeepSeek's, which drops thoughts
-        changed = f"{text!r:.60}, or the answer, in {dialogue!r:.60}"
-        raise InputError(f"the chat template changes the prompt {changed}: see docs/data.md")
-    if not messages[-1]["content"].strip():
-        return ""
-    return one_end(dialogue[len(text) :], tokenizer)
-
-
-def one_end(text: str, tokenizer: Any) -> str:
-    """Drop what templates write after the end token: a newline, and in Phi's the EOS token."""
-    special = tuple(str(x) for x in tokenizer.added_tokens_decoder.values() if x.special)
-    text = text.rstrip()
-    shorter = text.removesuffix(tokenizer.eos_token or "").rstrip()
-    return shorter if shorter.endswith(special) else text
-
-
-def drop_answer(messages: list[dict]) -> list[dict]:
-    """The prompt of a conversation: all before an answer at its end."""
-    return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
-
-
-def tokenize_prompt(messages: list[dict], length: int, tokenizer: Any) -> list[int]:
-    """Tokens of a prompt; empty if more than `length`, or if the last message is blank."""
-    if not messages or not str(messages[-1]["content"]).strip():
-        return []
-    text = render(messages, tokenizer, begin=True)
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    return tokens if len(tokens) <= length else []

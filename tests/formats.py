@@ -8,7 +8,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import datasets
 import tokenizers
 from tokenizers import decoders, normalizers, pre_tokenizers, processors
 from transformers import GPT2Tokenizer, PreTrainedTokenizerFast
@@ -177,8 +176,6 @@ def write_rows(path: Path, rows: list[dict]) -> str:
         path.write_text("\n".join(row["text"] for row in rows) + "\n")
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows))
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
-        getattr(datasets.Dataset.from_list(rows), f"to_{path.suffix[1:]}")(str(path))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)

@@ -196,13 +196,13 @@ def test_R3_X9_the_policys_samples_end_in_eos_tasks_only(runs, accelerator, monk
     args = runs.args["train_reward"]
 
     def samples(**changes):
-        task = replace(args.task, truncate_after=0, **changes)
+        task = replace(args.task, truncate_after=0, query_length=16, **changes)
         given = load_tokenizer(task, task.response_length)
         return train_reward.sample_policy(replace(args, task=task), *given, accelerator)
 
     plain = samples(truncate_token=".")
     for queries, responses in plain:
-        assert queries.shape == responses.shape[:1] + (8,) == (8, 8) and responses.shape[1] == 5
+        assert queries.shape == responses.shape[:1] + (16,) == (8, 16) and responses.shape[1] == 5
         assert (responses != WORDS).all()
     assert not torch.equal(plain[0][0], plain[1][0]) and not torch.equal(plain[0][1], plain[1][1])
 

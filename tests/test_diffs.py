@@ -758,8 +758,9 @@ def test_tools_sampling_continues_after_what_the_tool_inserts(calls, patched, mo
 def test_tools_an_answer_is_a_text_or_the_users_turn(kind, patched, here):
     """Without the space that a tokenizer adds. A call ends no response, not even by an end token."""
     tool_token = end = test_tokens.END
-    turns, answer = [f"It is.{end}", f"I saw.{end}"], dict(role="user", content="Why?")
-    text = f"\n<|im_start|>user\nWhy?{end}\n<|im_start|>assistant\n".join(turns)
+    turns = [f"It is.{end}", f"I saw.{end}"]
+    answer = f"\n<|im_start|>user\nWhy?{end}\n<|im_start|>assistant\n"
+    text = answer.join(turns)
     if kind == "llama2":
         tool_token, end, turns, answer, text = "?", "</s>", ["7?", "8</s>"], "42", "7?42 8</s>"
     tokenizer = getattr(formats if kind == "llama2" else test_tokens, f"{kind}_tokenizer")()

@@ -62,7 +62,8 @@ TESTS = {
 }
 OTHERS = {  # of other programs, or of an example
     "README.md": {"my_reward"},
-    "docs/data.md": {"gym_task", "chain_sum"},
+    "docs/course.md": {"render"},
+    "docs/data.md": {"gym_task", "chain_sum", "my_sft", "my_prompts", "my_pairs"},
     "docs/ppo.md": {"completion_ids"},
     "docs/running.md": {"WANDB_ENTITY", "terminationGracePeriodSeconds", "torchrun"}
     | {"set_requires_gradient_sync"},

@@ -2,17 +2,14 @@
 
 from functools import partial
 
-import datasets
 import formats
 import numpy as np
 import pytest
-from formats import BAKE, BLUE, GREEN, HELLO, SYSTEM, USER
+from formats import BLUE
 from tiny import make_task, refuses
 
 import train_reward
-from machinery import labels
 from machinery.labels import Labels, load_labels
-from machinery.tokens import render
 from utils import TokenIds
 
 
@@ -120,58 +117,16 @@ def test_the_first_bad_row_of_several_is_named(name, value, suffix, tmp_path):
     refuses(lambda: load_labels(task, None, ids_of(1000)), "--label_dataset", f".{suffix}: row 1: ")
 
 
-SKY = (
-    "<|im_start|>user\nWhat color is the sky?<|im_end|>\n<|im_start|>assistant\n",
-    "It is blue.<|im_end|>",
-    "It is green.<|im_end|>",
-)
-ASK = USER["content"]
-PAIRS = {
-    "strings": (formats.TLDR_PREFERENCE[0], tuple(formats.TLDR_PREFERENCE[0].values())),
-    "hh-rlhf": (formats.HH_RLHF[0], (BAKE, " Then mix it with water.", " Then buy bread.")),
-    "hh-rlhf without an answer": (formats.HH_RLHF[1], (HELLO, " Hello!", "")),
-    "hh-rlhf that part early": (
-        {"chosen": f"{HELLO} B.\n\nHuman: C?\n\nAssistant: D.", "rejected": f"{HELLO} E."},
-        (HELLO, " B.\n\nHuman: C?\n\nAssistant: D.", " E."),
-    ),
-    "messages": (formats.MESSAGES[0], SKY),
-    "messages without a prompt": (formats.MESSAGES_WITHOUT_PROMPT[0], SKY),
-    "trl-style": (formats.TRL_STYLE[0], SKY),
-    "a prompt of text and answers": (dict(prompt=ASK, chosen=[BLUE], rejected=[GREEN]), SKY),
-    "a prompt of text after a system message": (
-        dict(prompt=ASK, chosen=[SYSTEM, BLUE], rejected=[SYSTEM, GREEN]),
-        (f"<|im_start|>system\n{SYSTEM['content']}<|im_end|>\n{SKY[0]}", *SKY[1:]),
-    ),
-    "HuggingFaceH4/ultrafeedback_binarized": (formats.ULTRAFEEDBACK_BINARIZED_H4[0], SKY),
-    "repeated prompt": (formats.MESSAGES[0] | formats.MESSAGES_WITHOUT_PROMPT[0], SKY),
-    "messages that part early": (
-        dict(chosen=[USER, BLUE, USER, BLUE], rejected=[USER, GREEN, USER, BLUE]),
-        (SKY[0], f"{SKY[1]}\n{SKY[0]}{SKY[1]}", f"{SKY[2]}\n{SKY[0]}{SKY[1]}"),
-    ),
-    "identical answers": (dict.fromkeys(("chosen", "rejected"), [USER, BLUE]), (*SKY[:2], SKY[1])),
-}
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_R4_pairs_as_people_have_them(name, chat):
-    row, expected = PAIRS[name]
-    (row,) = datasets.Dataset.from_list([row])  # messages as a dataset gives them back
-    prompt, *answers = labels.split_pair(row, chat)
-    if isinstance(prompt, list):
-        prompt = render(prompt, chat, begin=True)
-    assert (prompt, *answers) == expected
-
-
-def test_R4_what_is_no_pair_is_refused(hers, tmp_path):
-    for row in (
-        formats.MESSAGES[0],  # without a chat template
-        {"chosen": "a", "rejected": None},
-        {"chosen": "a", "rejected": [BLUE]},
-        {"prompt": "Q:", "chosen": "Q: a", "rejected": "Q: b"},  # the prompt twice
+def test_R4_what_is_no_pair_of_texts_is_refused(hers, tmp_path):
+    for row, word in (
+        (formats.MESSAGES[0], "data/convert.py"),
+        ({"prompt": "Hi", "chosen": "a", "rejected": [BLUE]}, "data/convert.py"),
+        (formats.HH_RLHF[0], "hold no labels"),  # there is no prompt
+        ({"prompt": "Q:", "chosen": "Q: a", "rejected": "Q: b"}, "repeat"),  # the prompt twice
     ):
         task = label_task(tmp_path / "pairs.jsonl", [row] * 2)
         load = partial(load_labels, task, hers, ids_of(1000, 0))
-        refuses(load, "--label_dataset", "pairs.jsonl: ")
+        refuses(load, "--label_dataset", "pairs.jsonl: ", word)
 
 
 @pytest.mark.parametrize("name", ["TLDR_PREFERENCE", "OAI_PREPROCESSED", "RENDERED"])
@@ -205,24 +160,21 @@ def test_a_query_begins_with_bos_unless_its_prefix_does(prefix, gpt2, tmp_path):
     gpt2.save_pretrained(tmp_path / "g")
     options = dict(query_prefix=prefix, query_length=99, label_tokenizer=str(tmp_path / "g"))
     ids, oai = formats.oai_labels(gpt2)[:1], "He opened the door and looked out."
-    for rows, text in ((ids, oai), (formats.HH_RLHF[:1], BAKE)):
+    pairs = [dict(prompt=oai, chosen=" a", rejected=" b")]
+    whole = own.encode(prefix + oai)[len(own.encode(prefix)) if prefix else 0 :]
+    for rows, expected in ((ids, own.encode(oai)[len(prefix) // 2 :]), (pairs, whole)):
         task = label_task(tmp_path / "l.jsonl", rows, **options)
-        expected = own.encode(text)[len(prefix) // 2 :]
         assert lists(load_labels(task, own, ids_of(len(own), 2)).queries) == [expected]
 
 
-LONG = {  # rows, the first prompt, and whether it keeps its end
-    "a dialogue without a prompt": (formats.HH_RLHF, BAKE, True),
-    "a text": (formats.TLDR_PREFERENCE, formats.TLDR_PREFERENCE[0]["prompt"], False),
-}
-
-
-@pytest.mark.parametrize("name", LONG)
-def test_R4_a_long_dialogue_keeps_its_end_and_a_text_its_beginning(name, chat, tmp_path):
-    rows, prompt, keeps_end = LONG[name]
-    hello = chat.encode(HELLO)  # the second row of hh-rlhf just fits
-    n, full = len(hello), chat.encode(prompt)
-    task = label_task(tmp_path / "p.jsonl", rows, query_length=n)
-    found = load_labels(task, chat, ids_of(1000, 0))
-    assert lists(found.queries) == [full[-n:] if keeps_end else full[:n], hello][: len(rows)]
-    assert len(full) > n
+@pytest.mark.parametrize("eos_task", [False, True])
+def test_R4_a_long_prompt_loses_its_end_or_is_skipped_in_eos_tasks(
+    eos_task, hers, tmp_path, capsys
+):
+    rows = [dict(prompt=x, chosen=" a", rejected=" b") for x in ("Anna saw the cat .", "Anna")]
+    full = [hers.encode(row["prompt"]) for row in rows]
+    n, end = len(full[0]) - 1, dict(eos_task=eos_task, truncate_token="<|endoftext|>")
+    task = label_task(tmp_path / "p.jsonl", rows, query_length=n, **end)
+    found = lists(load_labels(task, hers, ids_of(1000, 0)).queries)
+    assert found == ([full[1]] if eos_task else [full[0][:n], full[1]])
+    assert ("skipped 1 of 2" if eos_task else "cut 1 of 2 prompts") in capsys.readouterr().out

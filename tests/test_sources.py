@@ -1,13 +1,9 @@
 """Data sources: files, folders, the hub; what is not read."""
 
-import gzip
-import json
 import os
 import sys
 import time
-from pathlib import Path
 
-import datasets
 import pytest
 import tiny
 import transformers
@@ -19,23 +15,6 @@ from machinery.models import load_lm
 from machinery.sources import load_function, load_rows
 from machinery.tokens import load_tokenizer
 
-
-def save_splits(path: Path, form: str) -> str:
-    """The splits train and test, or only train, in one of the forms that people have."""
-    texts = {"train": "Anna .", "test": "Ben ."}
-    splits = {name: datasets.Dataset.from_dict({"text": [text]}) for name, text in texts.items()}
-    if form == "file":
-        return write_rows(path.with_suffix(".csv"), list(splits["train"]))
-    if form == "parquet files":
-        for name, rows in splits.items():
-            write_rows(path / f"data/{name}-00000-of-00001.parquet", list(rows))
-    elif form == "DatasetDict":
-        datasets.DatasetDict(splits).save_to_disk(path)
-    else:
-        splits["train"].save_to_disk(path)
-    return str(path)
-
-
 TEXTS = ["2024-01-05", "2024-01-05T10:00:00Z", "007", "true", "null", "NA", "", " x ", "é\u2028"]
 VALUES = [*TEXTS, 7, 2.5, 1.0, True, None, 2**53 + 1, [], ["1", 2], {"a": "007", "b": None}]
 VALUES += [0.3, 0.35, 1 / 3, 10**30, [0.3, -(10**30)], {"a": 10**30}]
@@ -43,16 +22,13 @@ VALUES += [0.3, 0.35, 1 / 3, 10**30, [0.3, -(10**30)], {"a": 10**30}]
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
 def test_json_values_are_those_of_the_file(suffix, tmp_path):
-    """In columns of one kind, of all kinds, and of another kind in each of a folder's files."""
+    """In columns of one kind, and of all kinds."""
     rows = [{"all": x, "texts": str(x), "date": TEXTS[0]} for x in VALUES]
     rows += [{"all": [{"role": "user", "content": TEXTS[0]}]}, {"late": "007"}]
-    other = [{"all": 7, "texts": 8}, {"all": "7", "date": "soon"}]
-    for name, part in (("b", other[:1]), ("a", rows), ("c", other[1:])):
-        write_rows(tmp_path / f"{name}.{suffix}", part)
-    for source, expected in ((f"a.{suffix}", rows), ("", rows + other)):
-        found = list(load_rows(str(tmp_path / source), "--flag"))
-        names = ("all", "texts", "date", "late")
-        assert repr(found) == repr([{name: row.get(name) for name in names} for row in expected])
+    path = write_rows(tmp_path / f"a.{suffix}", rows)
+    names = ("all", "texts", "date", "late")
+    expected = [{name: row.get(name) for name in names} for row in rows]
+    assert repr(list(load_rows(path, "--flag"))) == repr(expected)
 
 
 def test_half_of_an_emoji_is_dropped(tmp_path):
@@ -61,76 +37,26 @@ def test_half_of_an_emoji_is_dropped(tmp_path):
     assert load_rows(path, "--flag")["text"][:] == ["ab"]
 
 
-def test_csv_values_are_texts_and_a_byte_order_mark_is_none(tmp_path):
-    rows = [f'"{text}",{i:03}' for i, text in enumerate([*TEXTS, "a\nb"])]
-    (tmp_path / "a.csv").write_text("\n".join(["text,id", *rows, ""]), encoding="utf-8-sig")
-    found = load_rows(str(tmp_path / "a.csv"), "--flag")[:]
-    assert found == {"text": [*TEXTS, "a\nb"], "id": [f"{i:03}" for i in range(len(rows))]}
-    for row in ("Anna,1,", "Anna, who left,1"):  # pandas would take the first field as an index
-        (tmp_path / "b.csv").write_text(f"text,id\n{row}\n")
-        refuses(lambda: load_rows(str(tmp_path / "b.csv"), "--flag"), "--flag", "header")
-    (tmp_path / "a.txt").write_text("NA\n007\n", encoding="utf-8-sig")
-    assert load_rows(str(tmp_path / "a.txt"), "--flag")["text"][:] == ["NA", "007"]
+def test_lines_of_a_text_file_are_texts(tmp_path):
+    (tmp_path / "a.txt").write_text("NA\n007 \n\n é\u2028", encoding="utf-8-sig")
+    texts = load_rows(str(tmp_path / "a.txt"), "--flag")["text"][:]
+    assert texts == ["NA", "007 ", "", " é\u2028"]
 
 
-@pytest.mark.parametrize("suffix", ["json", "jsonl", "csv", "parquet", "txt"])
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "txt"])
 def test_a_file_that_is_replaced_is_read_again(suffix, tmp_path):
-    """Also if it keeps its time and its size, alone and in a folder."""
+    """Also if it keeps its time and its size."""
     for text in ("Anna .", "Ben. ."):
-        path = write_rows(tmp_path / f"data.{suffix}", [{"text": text}])
+        path = write_rows(tmp_path / f"f@home.{suffix}", [{"text": text}])
         os.utime(path, (1, 1))
-        for source in (path, str(tmp_path)):
-            assert load_rows(source, "--flag")["text"][:] == [text]
+        assert load_rows(path, "--flag")["text"][:] == [text]
 
 
-def test_all_files_of_a_folder_are_read_or_named(tmp_path, capsys):
-    names = ["b10.jsonl", "b9.jsonl", "a.json", "in/c.jsonl", ".hidden.jsonl", "README.md"]
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(json.dumps({"text": name}))
-    folder = str(tmp_path)
-    read = ["a.json", "b10.jsonl", "b9.jsonl", "in/c.jsonl"]  # in the order of their names
-    assert load_rows(folder, "--flag")["text"][:] == read
-    assert "not read" not in capsys.readouterr().out
-    (tmp_path / "more.csv").write_text("text\nmore\n")
-    refuses(lambda: load_rows(folder, "--flag"), "--flag", "more.csv")
-    for name in ("train", "train-2", "dev"):
-        write_rows(tmp_path / f"{name}.jsonl", [{"text": name}])
-    assert load_rows(folder, "--flag")["text"][:] == ["train-2", "train"]
-    assert load_rows(f"{folder}@validation", "--flag")["text"][:] == ["dev"]
-    said = capsys.readouterr().out
-    assert [name for name in (*read, "more.csv") if name not in said] == [] and "train" in said
-
-
-@pytest.mark.parametrize("form", ["file", "parquet files", "Dataset", "DatasetDict"])
-def test_files_and_folders_are_data_sources_of_which_at_selects_a_split(form, tmp_path):
-    source = save_splits(tmp_path / "f@home", form)  # what is in a name that exists selects nothing
-    for name in (source, f"{source}@train"):
-        assert load_rows(name, "--flag")["text"][:] == ["Anna ."]
-    if form in ("parquet files", "DatasetDict"):
-        assert load_rows(f"{source}@test", "--flag")["text"][:] == ["Ben ."]
-    refuses(lambda: load_rows(f"{source}@dev", "--flag"), "--flag", "dev")
-    refuses(lambda: load_rows(__file__, "--flag"), "is not a file of .txt, ")
-
-
-def test_a_saved_data_set_has_the_rows_that_were_saved(tmp_path):
-    """Without caches of `map` beside its files, as Python values; `train_sft` is no part of `train`."""
-    rows = datasets.Dataset.from_dict({"text": ["Anna .", "Ben ."], "n": [1, 2]})
-    splits = dict(train_sft=rows.with_format("torch"), train_prefs=rows.select([1]))
-    datasets.DatasetDict(splits).save_to_disk(tmp_path)
-    datasets.load_from_disk(tmp_path)["train_sft"].map(lambda row: {"text": "other"})
-    assert list(tmp_path.glob("train_sft/cache-*.arrow"))
-    for split, expected in (("train_sft", rows[:]), ("train_prefs", rows[1:])):
-        assert repr(load_rows(f"{tmp_path}@{split}", "--flag")[:]) == repr(expected)
-    refuses(lambda: load_rows(str(tmp_path), "--flag"), "no split train;", "train_sft, train_prefs")
-
-
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.ndjson", "a.tsv"])
-def test_files_whose_types_the_library_would_guess_are_refused(name, tmp_path):
-    content = b'{"text": "2024-01-05"}\n'
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    for source in (tmp_path, tmp_path / name):
-        refuses(lambda source=source: load_rows(str(source), "--flag"), "--flag", f"{name} is not")
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.ndjson", "a.csv", "a.parquet", "folder"])
+def test_other_files_and_folders_are_refused_with_what_converts_them(name, tmp_path):
+    path = tmp_path / name
+    path.mkdir() if name == "folder" else path.write_text('{"text": "2024-01-05"}\n')
+    refuses(lambda: load_rows(str(path), "--flag"), "--flag", name, "data/convert.py")
 
 
 def test_a_link_is_read_under_its_own_name(tmp_path):

@@ -1,5 +1,5 @@
-"""Lists of messages through the chat template, in all four scripts. `small` is the synthetic task's
-tokenizer with a template, `smollm2` SmolLM2-Instruct's own (the package of benchmarks/pretrained.sh)."""
+"""Tokenizers, and texts in chat form in all four scripts. `small` is the synthetic task's tokenizer with
+a template, `smollm2` SmolLM2-Instruct's own (the package of benchmarks/pretrained.sh)."""
 
 import json
 import os
@@ -18,8 +18,9 @@ import pytest
 import tiny
 import tokenizers
 import torch
+import tyro
 from conftest import SCRIPTS, read_metrics
-from formats import BLUE, GREEN, SMOLTALK, SYSTEM, USER
+from formats import BAKE, BLUE, HELLO, USER
 from test_readme import PAGES, ROOT, blocks
 from test_resume import free_port
 from tiny import refuses
@@ -30,16 +31,16 @@ import ppo
 import rloo
 import utils
 from benchmarks.mutations import copy_project
-from data import tasks
-from machinery import labels, tokens
+from data import convert, tasks
+from machinery import labels
 from machinery.cli import parse_args
 from machinery.queries import load_blocks, load_queries, load_responses
 from machinery.sources import load_function
-from machinery.tokens import load_tokenizer, render_answer, single_token, tokenize_prompt, translate
+from machinery.tokens import load_tokenizer, single_token, translate
 
 START, END = "<|im_start|>", "<|im_end|>"
 DATA, SMOLLM2 = PAGES["docs/data.md"], "HuggingFaceTB/SmolLM2-135M-Instruct"
-DEFAULT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+ASK = f"{START}user\nWhat color is the sky?{END}\n{START}assistant\n"
 
 
 def small_tokenizer():
@@ -74,14 +75,8 @@ def model(request, tmp_path_factory):
     likes_to_end(tokenizer, 256).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
-    def write(messages: list[dict]) -> list[int]:
-        if request.param == "smollm2" and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": DEFAULT}, *messages]
-        text = "".join(f"{START}{m['role']}\n{m['content']}{END}\n" for m in messages)
-        return encode(text + f"{START}assistant\n")
-
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    return SimpleNamespace(folder=folder, tokenizer=tokenizer, write=write, encode=encode)
+    return SimpleNamespace(folder=folder, tokenizer=tokenizer, encode=encode)
 
 
 def make_task(model, rows: list[dict], path: Path, **changes) -> tasks.Task:
@@ -99,148 +94,21 @@ def load(function, task: tasks.Task, *more) -> list[list[int]]:
     return sorted([token for token in row if token != ids.pad] for row in table)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_a_query_is_the_prompt_with_the_generation_prompt(suffix, model, tmp_path):
-    more = {"prompt": [USER | {"name": "Anna"}]}  # keys that differ give a column of another type
-    for rows in (formats.ULTRAFEEDBACK_PROMPT, [*formats.ULTRAFEEDBACK_PROMPT, more]):
-        found = load(load_queries, make_task(model, rows, tmp_path / f"a.{suffix}"), 9)
-        assert found == sorted(model.write(row["prompt"]) for row in rows)
-
-
-def test_a_template_that_writes_bos_and_a_tokenizer_that_adds_it_give_one(tmp_path):
-    tokenizer = small_tokenizer()
-    bos = tokenizer.convert_tokens_to_ids(START)
-    adds_bos = TemplateProcessing(single=f"{START} $A", special_tokens=[(START, bos)])
-    tokenizer.backend_tokenizer.post_processor = adds_bos
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert tokenizer.encode("Hi")[0] == bos  # as Llama's does
-    for pair in ((tokenizer, small_tokenizer()), (small_tokenizer(), tokenizer)):
-        assert tokens.same_tokens(*pair)
-    found = tokenize_prompt([USER], 99, tokenizer)
-    assert found == [bos, *tokenizer.encode(USER["content"], add_special_tokens=False)]
-
-
 def test_prompts_that_are_blank_or_too_long_are_skipped_and_counted(model, tmp_path, capsys):
-    n = len(model.write([USER]))
-    blank = [None, [], [SYSTEM, {"role": "user", "content": " "}]]
-    long = [USER | {"content": "What color is the sky? Why?"}]
-    rows = [{"prompt": prompt} for prompt in ([USER], *blank, long)]
+    n = len(model.encode(ASK))
+    rows = [{"prompt": prompt} for prompt in (ASK, None, "", " \n", ASK + " And why?")]
     task = make_task(model, rows, tmp_path / "a.jsonl", query_length=n)
-    assert load(load_queries, task, 9) == [model.write([USER])]
+    assert load(load_queries, task, 9) == [model.encode(ASK)]
     assert "skipped 4 of 5" in capsys.readouterr().out
 
 
-def test_the_answer_of_a_conversation_is_its_last_message_and_the_rest_its_prompt(model, tmp_path):
-    lengths = dict(response_length=20, query_length=150)
-    options = lengths | dict(query_column="messages", response_column="messages")
-    blank = {"messages": [USER, BLUE | {"content": ""}], "source": ""}
-    rows = [*SMOLTALK, {"messages": [USER], "source": ""}, blank]  # the last two have no answer
-    task = make_task(model, rows, tmp_path / "a.jsonl", **options)
-    parts = [(row["messages"][:-1], row["messages"][-1]) for row in SMOLTALK]
-    prompts = [model.write(prompt) for prompt, _ in parts]
-    assert load(load_queries, task, 9) == sorted([*prompts, *[model.write([USER])] * 2])
-    answers = [model.encode(answer["content"] + END) for _, answer in parts]
-    both = sorted(prompt + answer for prompt, answer in zip(prompts, answers, strict=True))
-    assert load(load_responses, task) == both
-    rows = [dict(prompt=prompt, completion=[answer]) for prompt, answer in parts]
-    split = make_task(model, rows, tmp_path / "b.jsonl", response_column="completion", **lengths)
-    assert load(load_responses, split) == both
-
-
-def test_R4_pairs_of_messages_end_once_and_are_skipped_if_too_long(model, tmp_path, capsys):
-    prompt = SMOLTALK[1]["messages"][:-1]
-    long = [USER | {"content": "Why? " * 99}]
-    rows = [dict(chosen=[*x, BLUE], rejected=[*x, GREEN]) for x in (prompt, [USER], long)]
-    fits = [prompt, [USER]]
-    n = max(len(model.write(messages)) for messages in fits)
-    task = make_task(model, rows, tmp_path / "a.jsonl", query_length=n)
-    task = replace(task, label_dataset=task.query_dataset)
-    found = labels.load_labels(task, *load_tokenizer(task, 8))
-    assert [query.tolist() for query in found.queries] == [model.write(x) for x in fits]
-    answers = [model.encode(x["content"] + END) for x in (BLUE, GREEN)]
-    assert all([ids.tolist() for ids in pair] == answers for pair in found.responses)
-    assert "skipped 1 of 3" in capsys.readouterr().out
-
-
-FOR_TEXTS = dict(query_prefix="Q: ", query_suffix="TL;DR:", start_text=".", end_text=".")
-FOR_TEXTS |= dict(clean_fn="builtins:str", keep_last_line=True, truncate_token="<|endoftext|>")
-
-
-@pytest.fixture
-def chat_task(model, tmp_path):
-    rows = [{"prompt": [USER], "chosen": [BLUE], "rejected": [GREEN]}] * 9
-    task = make_task(model, rows, tmp_path / "rows.jsonl")
-    return replace(task, label_dataset=task.query_dataset)
-
-
-@pytest.mark.parametrize("name", [*FOR_TEXTS, "chat_template"])
-def test_settings_for_texts_and_a_missing_template_are_refused_by_name(name, chat_task):
-    task = replace(chat_task, **{x: FOR_TEXTS[x] for x in FOR_TEXTS if x == name})
-    tokenizer, ids = load_tokenizer(task, 8)
-    if name == "chat_template":
-        tokenizer.chat_template = None
-    named = "rows.jsonl: ", f"--{name} " if name in FOR_TEXTS else name
-    refuses(lambda: load_queries(task, tokenizer, ids, 9), *named)
-    refuses(lambda: labels.load_labels(task, tokenizer, ids), *named)
-
-
-FORMS = [([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes."}], "role")]
-for roles in (("human", "assistant"), ("user", "model"), ("user", "gpt")):
-    FORMS += [([{"role": role, "content": "Hi"} for role in roles], "rename the role")]
-for content in (None, 3, [{"type": "text", "text": "What?"}]):
-    FORMS += [([USER | {"content": content}, *rest], "content") for rest in ([], [USER])]
-
-
-@pytest.mark.parametrize(("messages", "word"), FORMS)
-def test_messages_of_other_forms_are_refused(messages, word, chat_task):
-    """Zephyr's template drops other roles, and an answer would be part of the query."""
-    formats.write_rows(Path(chat_task.query_dataset), [{"prompt": messages}])
-    refuses(lambda: load(load_queries, chat_task, 9), "rows.jsonl: ", word)
-
-
-# Of nvidia/Llama-3_3-Nemotron-Super-49B-v1_5 and DeepSeek-R1's distilled models [llama.cpp's
-# models/templates]: thoughts of all answers are dropped; DeepSeek's prompt begins one.
-DROPS = "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }}E\n{% endfor %}"
-NEMOTRON = DROPS + "{% if add_generation_prompt %}assistant: {% endif %}"
-DEEPSEEK = DROPS + "{% if add_generation_prompt %}assistant: <think>\n{% endif %}"
-THOUGHT = BLUE | {"content": "<think>\nAir scatters it.\n</think>\n\nIt is blue."}
-
-
-def test_a_template_that_drops_thoughts_of_an_answer_or_of_the_prompt_is_refused(chat_task):
-    """sft.py would teach to answer without them. Earlier answers may lose theirs, as in Qwen 3."""
-    tokenizer, _ = load_tokenizer(chat_task, 8)
-    tokenizer.chat_template = NEMOTRON
-    refuses(lambda: render_answer([USER], [THOUGHT], tokenizer), "answer", "data.md")
-    assert render_answer([USER, THOUGHT, USER], [BLUE], tokenizer) == "It is blue.E"
-    tokenizer.chat_template = DEEPSEEK
-    refuses(lambda: render_answer([USER], [BLUE], tokenizer), "<think>")
-    tokens.check_chat(replace(chat_task, truncate_token="E"), tokenizer)  # RL needs prompts only
-    prompt = tokenizer.encode(f"user: {USER['content']}E\nassistant: <think>\n")
-    assert tokenize_prompt([USER], 99, tokenizer) == prompt
-
-
-# Phi-3-small's; Phi-3-mini, 3.5 and 4-mini also end a dialogue with <|end|>, and then EOS.
-PHI = """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
-
-
-def test_an_answer_has_one_end_though_the_template_writes_eos_after_it(chat_task):
-    """If the end is a special token; else it is a text like any other."""
-    tokenizer, _ = load_tokenizer(chat_task, 8)
-    tokenizer.chat_template, eos = PHI, tokenizer.eos_token
-    assert render_answer([USER], [BLUE], tokenizer) == f"It is blue.<|end|>\n{eos}"
-    tokenizer.add_special_tokens({"extra_special_tokens": ["<|end|>"]})
-    assert render_answer([USER], [BLUE], tokenizer) == "It is blue.<|end|>"
-    tokens.check_chat(replace(chat_task, truncate_token="<|end|>"), tokenizer)
-
-
-def test_another_template_or_bos_is_another_table(chat_task):
-    tokenizer, ids = load_tokenizer(chat_task, 8)
-    bos_first, tables = "{{ bos_token }}" + formats.CHATML, set()
-    for template, bos in ((formats.CHATML, START), (bos_first, START), (bos_first, END)):
-        tokenizer.chat_template, tokenizer.bos_token = template, bos
-        tables.add(str(load_queries(chat_task, tokenizer, ids, 9)[:].tolist()))
-    assert len(tables) == 3
+@pytest.mark.parametrize("prompt", [[USER], 7, {"text": "Hi"}])
+def test_what_is_no_text_is_refused_with_what_converts_it(prompt, model, tmp_path):
+    rows = [{"prompt": "Hi", "completion": "Yes."}, {"prompt": prompt, "completion": [BLUE]}]
+    task = make_task(model, rows, tmp_path / "rows.jsonl", response_column="completion")
+    refuses(lambda: load(load_queries, task, 9), "rows.jsonl: ", "no text", "data/convert.py")
+    formats.write_rows(Path(task.query_dataset), [rows[1] | {"prompt": "Hi"}])
+    refuses(lambda: load(load_responses, task), "rows.jsonl: ", "no text", "data/convert.py")
 
 
 REWARD = """
@@ -254,7 +122,7 @@ def score(queries, responses):
 
 @pytest.mark.parametrize("script", [ppo, rloo])
 def test_responses_end_at_the_templates_end_which_no_reward_function_reads(script, model, here):
-    rows = [{"prompt": [USER | {"content": f"Say {i} or gray."}]} for i in range(16)]
+    rows = [{"prompt": ASK.replace("sky?", f"sky? {i} or gray.")} for i in range(16)]
     task = make_task(model, rows, Path("rows.jsonl"), query_length=48)
     Path("score.py").write_text(REWARD)
     function = f"{here / 'score.py'}:score"
@@ -262,7 +130,7 @@ def test_responses_end_at_the_templates_end_which_no_reward_function_reads(scrip
     script.main(tiny.make_args(task, script, **options))
     assert any(line["objective/ended"] > 0 for line in read_metrics("a"))
     saved = AutoModelForCausalLM.from_pretrained("runs/a/model")  # stops where it was trained to
-    start, end = torch.tensor([model.write([USER])]), model.tokenizer.convert_tokens_to_ids(END)
+    start, end = torch.tensor([model.encode(ASK)]), model.tokenizer.convert_tokens_to_ids(END)
     torch.manual_seed(0)
     written = saved.generate(start, max_new_tokens=99, do_sample=True, top_k=0)[0, start.shape[1] :]
     assert written.tolist().index(end) == len(written) - 1 < 98
@@ -374,59 +242,38 @@ def test_answers_and_blocks_that_are_cut_are_counted(model, tmp_path, capsys):
 
 
 def test_prompts_that_are_cut_are_counted(model, tmp_path, capsys):
-    """They lose their end, such as `### Response:`, without which the answer is no answer."""
-    prompts = ["a b c d e\n\n### Response:", "a b c d e f\n\n### Response:", "a"]
-    rows = [dict(prompt=x, completion=" Hi", chosen=" Hi", rejected=" No") for x in prompts]
-    task = make_task(model, rows, tmp_path / "a.jsonl", query_length=8)
-    task = replace(task, label_dataset=task.query_dataset, response_column="completion")
+    """Only in tasks of a fixed length; an answer to half of a question is no answer."""
+    prompts = ["a b c d e f g h i j", "a b c d e f g h i", "a"]
+    rows = [dict(prompt=x, completion=" Hi") for x in prompts]
+    task = make_task(model, rows, tmp_path / "a.jsonl", query_length=8, eos_task=False)
+    task = replace(task, response_column="completion")
     whole = [model.encode(x) for x in prompts]
     lost = sum(max(len(ids) - 8, 0) for ids in whole)
     assert load(load_queries, task, 9) == sorted(ids[:8] for ids in whole) and lost > 2
     assert f"--query_length: cut 2 of 3 sequences, by {lost} tokens" in capsys.readouterr().out
-    contexts = [ids[: -len(model.encode(" Hi" + END))] for ids in load(load_responses, task)]
+    contexts = [ids[: -len(model.encode(" Hi"))] for ids in load(load_responses, task)]
     assert sorted(contexts) == sorted(ids[:8] for ids in whole)
     line = f"--query_length 8 or --response_length 8: cut 2 of 3 sequences, by {lost} tokens"
     assert line in capsys.readouterr().out
-    found = labels.load_labels(task, *load_tokenizer(task, 8)).queries
-    assert [ids.tolist() for ids in found] == [ids[:8] for ids in whole]
-    assert "--query_length 8: cut 2 of 3 prompts" in capsys.readouterr().out
-
-
-def test_a_template_that_writes_the_day_writes_the_same_in_every_run(chat_task):
-    """Llama 3.2's form, whose template has this day if there is no clock."""
-    tokenizer, _ = load_tokenizer(chat_task, 8)
-    date = '{% set date = strftime_now("%d %b %Y") if strftime_now is defined else "" %}'
-    tokenizer.chat_template = f"{date}Today Date: {{{{ date }}}} {formats.CHATML}"
-    assert tokens.render([USER], tokenizer).startswith("Today Date: 26 Jul 2024 ")
 
 
 # ---------------------------------------------------------------------- what people bring instead
 
 
-def test_dialogues_become_messages_by_the_code_of_docs_data(model, tmp_path, monkeypatch):
-    """As they are, sft.py would learn to repeat a dialogue. A dialogue without an answer is a query."""
-    monkeypatch.chdir(tmp_path)
-    lengths = dict(query_length=200, response_length=40)
-    task = make_task(model, formats.HH_RLHF, Path("rows.jsonl"), **lengths)
-    texts = replace(task, query_column="chosen", response_column="chosen")
-    refuses(lambda: load(load_responses, texts), "--response_column chosen", "data.md")
-
+def test_dialogues_become_pairs_by_the_code_of_docs_data(model, here, monkeypatch):
     rows = datasets.Dataset.from_list(formats.HH_RLHF)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: rows)
-    exec(next(x for x in blocks("docs/data.md", "python") if "hh-rlhf" in x), {})
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
-    bread = [USER | {"content": "How do I bake bread?"}]
-    bread += [BLUE | {"content": "Do you have flour?"}, USER | {"content": "Yes."}]
-    queries = [model.write(bread), model.write([USER | {"content": "Hello."}])]
-    task = replace(texts, query_dataset="hh.jsonl", label_dataset="hh.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets, "load_dataset", lambda *a, **k: rows)
+        exec(next(x for x in blocks("docs/data.md", "python") if "hh-rlhf" in x), {})
+    task = make_task(model, [], here / "x.jsonl", query_length=200, response_length=40)
+    task = replace(task, query_dataset="hh.jsonl", label_dataset="hh.jsonl")
+    queries = [model.encode(x) for x in (BAKE, HELLO)]
     assert load(load_queries, task, 9) == sorted(queries)
-    good = [model.encode(x + END) for x in ("Then mix it with water.", "Hello!")]
-    bad = [model.encode(f"Then buy bread.{END}"), [model.tokenizer.eos_token_id]]
-    expected = [query + answer for query, answer in zip(queries, good, strict=True)]
-    assert load(load_responses, task) == sorted(expected)
     found = labels.load_labels(task, *load_tokenizer(task, 8))
     assert [query.tolist() for query in found.queries] == queries
+    end = model.tokenizer.eos_token_id
+    good = [[*model.encode(x), end] for x in (" Then mix it with water.", " Hello!")]
+    bad = [[*model.encode(" Then buy bread."), end], [end]]
     pairs = [[x.tolist() for x in pair] for pair in found.responses]
     assert pairs == [list(pair) for pair in zip(good, bad, strict=True)]
 
@@ -465,10 +312,12 @@ def own_data(folder: Path, page: int) -> str:
     config = tiny.config(vocab=len(tokenizer), positions=512)
     config.num_labels, config.pad_token_id = 1, 0
     classifier = AutoModelForSequenceClassification.from_config(config)
-    for name, model in (("model", likes_to_end(tokenizer, 512)), ("my_reward", classifier)):
+    for name, model in (("model", likes_to_end(tokenizer, 512)), ("my_classifier", classifier)):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    for name, row in re.findall(r"^\| `(\w+\.jsonl)` \| `(.*)` \| `.*` \|$", DATA, flags=re.M):
+    for name, row in re.findall(r"^\| `(\w+\.jsonl)` \| `(.*)` \|$", DATA, flags=re.M):
+        if name.startswith("my_") != bool(page):
+            continue  # the page's commands write it
         rows = [row.replace("Hi", f"Hi {i}") for i in range(16)]
         (folder / name).write_text("\n".join(rows))
     return blocks("docs/data.md", "bash")[page].replace(SMOLLM2, "model")
@@ -480,10 +329,12 @@ def test_the_page_goes_from_own_data_to_ppo(here):
     record = 'python() { printf "%s\\0" "$@" "" >> calls; }; set -e\n'
     subprocess.run(["bash", "-c", record + code], check=True, cwd=here)
     calls = Path("calls").read_text().split("\0\0")[:-1]
-    assert len(calls) == 3
+    assert len(calls) == 6
     for call in calls:
         file, *flags = call.split("\0")
-        name = Path(file).stem
+        if (name := Path(file).stem) == "convert":
+            convert.main(tyro.cli(convert.Args, args=flags))
+            continue
         flags += ["--batch_size", "4", "--micro_batch_tokens", "2048", "--response_length", "16"]
         args = parse_args(SCRIPTS[name].Args, SCRIPTS[name].PRESETS, flags + FEW[name].split())
         SCRIPTS[name].main(args)
@@ -514,20 +365,6 @@ def test_the_page_runs_grpo_with_lora_and_a_reward_model_on_two_processes(tmp_pa
     before, after = map(AutoModelForCausalLM.from_pretrained, folders)
     layer = "transformer.h.0.mlp.c_fc.weight"
     assert not torch.equal(before.get_parameter(layer), after.get_parameter(layer))  # merged
-
-
-def test_three_statements_give_a_tokenizer_a_template(gpt2, here):
-    gpt2.save_pretrained("my_model")
-    (code,) = (x for x in blocks("docs/data.md", "python") if "chat_template" in x)
-    exec(code)
-    found = AutoTokenizer.from_pretrained("my_model")
-    end = found.eos_token
-    prompt, answer = [USER], [{"role": "assistant", "content": "Yes."}]
-    text = f"user:\n{USER['content']}{end}\nassistant:\n"
-    assert found.decode(tokenize_prompt(prompt, 99, found)) == text
-    assert render_answer(prompt, answer, found) == f"Yes.{end}"
-    task = tiny.make_task(eos_task=True, truncate_token=end)
-    tokens.check_chat(task, found)
 
 
 def test_ids_become_the_same_texts_with_the_others_own_end(gpt2, chat):

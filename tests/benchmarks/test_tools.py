@@ -65,9 +65,8 @@ def test_policies_and_the_data_are_compared_on_the_same_queries(task, here, monk
 def test_the_data_is_judged_as_a_policy_is(task, here, monkeypatch, capsys):
     """On the queries as policies read them, without end tokens, and in both orders alike."""
     rows = [dict(prompt=f"Anna saw {i} cats and ran.", text=f" Ben {i}.") for i in range(6)]
-    ended = [row | {"text": [{"role": "assistant", "content": row["text"]}]} for row in rows[:3]]
-    ended += [row | {"text": row["text"] + "<|endoftext|>\n"} for row in rows[3:]]
-    eos = replace(tiny.eos_task(task, here), task="mine", response_column="text", query_length=5)
+    ended = rows[:3] + [row | {"text": row["text"] + "<|endoftext|>\n"} for row in rows[3:]]
+    eos = replace(tiny.eos_task(task, here), task="mine", response_column="text", query_length=16)
     path = formats.write_rows(here / "own.jsonl", ended)
     monkeypatch.setitem(tasks.TASKS, "mine", replace(eos, query_dataset=path))
     code = "def judge(queries, a, b):\n    seen.append((queries, a, b))\n"
@@ -82,7 +81,7 @@ def test_the_data_is_judged_as_a_policy_is(task, here, monkeypatch, capsys):
     expected = {row["text"]: "Anna saw" for row in rows}
     assert [x.split()[:2] for x in seen[0][0]] == [["Anna", "saw"]] * 6 and seen[0][0] == seen[2][0]
     assert sorted(seen[0][1]) == sorted(expected) == sorted(seen[2][2])
-    rows[2]["text"] = [{"role": "user", "content": "Why?"}]
+    rows[2]["text"] = ""
     formats.write_rows(here / "own.jsonl", rows)
     settings |= dict(a="data", b=eos.base_model)
     refuses(lambda: winrate.main(winrate.Args(**settings)), "no response")
