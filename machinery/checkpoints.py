@@ -25,29 +25,26 @@ def names_of(model: nn.Module) -> set[str]:
     return saved & {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def full_state(model: nn.Module, *optimizers: Any, alone: bool = False) -> tuple[dict, dict]:
+def full_state(model: nn.Module, *optimizers: Any) -> tuple[dict, dict]:
     """All weights on the CPU, tied ones once; the optimizer's state by their names.
 
-    All processes have to call this; both are empty on all but the first. `alone`: only this one
-    calls it, and has all weights.
+    All processes have to call this; both are empty on all but the first.
     """
     from torch.distributed.checkpoint import state_dict as dcp  # slow to import
 
-    options = dcp.StateDictOptions(full_state_dict=not alone, cpu_offload=True)
+    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: Any = dcp.get_state_dict(model, optimizers, options=options)
     names = names_of(model)
     return {name: x.contiguous() for name, x in state[0].items() if name in names}, state[1]
 
 
-def save_checkpoint(
-    folder: Path, step: int, model: nn.Module, optimizer: Any, state: dict, alone: bool = False
-) -> None:
+def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Any, state: dict) -> None:
     """Write `folder/<step>.safetensors` and delete all but the newest two.
 
     The file is complete or absent, whenever the process is killed. All processes have to call
-    this, and the first one writes. `alone`: as in `full_state`.
+    this, and the first one writes.
     """
-    weights, optimizer_state = full_state(model, optimizer, alone=alone)
+    weights, optimizer_state = full_state(model, optimizer)
     if not weights:
         return
     tensors = {f"model/{name}": x for name, x in weights.items()}
@@ -57,9 +54,8 @@ def save_checkpoint(
     header = json.dumps({"step": step, "groups": optimizer_state["param_groups"], **state})
     folder.mkdir(exist_ok=True)
     path = folder / f"{step:08}.safetensors"
-    part = path.with_suffix(".alone.part" if alone else ".part")  # not the first process's
-    save_file(tensors, part, {"state": header})
-    part.replace(path)
+    save_file(tensors, path.with_suffix(".part"), {"state": header})
+    path.with_suffix(".part").replace(path)
     for old in sorted(folder.glob("*.safetensors"))[:-KEPT]:
         old.unlink()
 

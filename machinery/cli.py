@@ -4,13 +4,11 @@ import argparse
 import functools
 import glob
 import inspect
-import io
 import json
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,12 +25,11 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch's, also on other processes
 UnitFloat = Annotated[float, Field(ge=0, le=1)]  # a number in [0, 1]
 # Flags that a resumed run may change:
 FREE = ("save_every", "keep_every", "resume", "run_name", "output_dir", "track")
-rescues: list[Callable[[], str]] = []  # called after an error; say what is saved
 
 
 @dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
 class RunArgs:
-    """What all scripts share: memory, speed, files. `--help` lists these flags last."""
+    """What all scripts share: memory, speed, files."""
 
     # Memory and speed
     micro_batch_tokens: PositiveInt = 32_768 if torch.cuda.is_available() else 4096
@@ -50,7 +47,7 @@ class RunArgs:
     output_dir: str | None = None
     """folder for the weights; default: in the run; models/<task>/<script> links to it"""
     save_every: PositiveInt | None = None
-    """updates between checkpoints; SIGTERM, SIGUSR1, SIGHUP save one and end the run"""
+    """updates between checkpoints (a tenth of the run); SIGTERM, SIGUSR1, SIGHUP save one and end"""
     resume: str | None = None
     """runs/<name>, a checkpoint file, or `latest`: continue that run with its flags"""
     track: bool = False
@@ -92,28 +89,9 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
     texts = {x.name: x.default for x in fields(cls) if isinstance(x.default, str)}
     own = {name: text.replace("<task>", task.task) for name, text in texts.items()}
     own |= {x.name: values[x.name] for x in fields(cls) if x.name in values and x.name != "task"}
-    shared, known = RunArgs.__dataclass_fields__, cls.__dataclass_fields__.items()
-    cls.__dataclass_fields__ = dict(sorted(known, key=lambda x: x[0] in shared))  # own flags first
     options: Any = dict(config=(tyro.conf.OmitArgPrefixes,), use_underscores=True)
-    with help_sections(cls, RunArgs, Task):
-        args = tyro.cli(cls, default=cls(task=task, **own), args=argv, **options)
+    args = tyro.cli(cls, default=cls(task=task, **own), args=argv, **options)
     return replace(args, **found)
-
-
-@contextmanager
-def help_sections(*classes: type) -> Iterator[None]:
-    """Add the headings in the classes' source to the `--help` that is printed."""
-    heading = re.compile(r"^    # (\w[^.\n]*).*\n    (\w+):", re.M)  # a comment above a field
-    out = io.StringIO()
-    try:
-        with redirect_stdout(out):
-            yield
-    finally:
-        if text := out.getvalue():
-            found = [x for cls in classes for x in heading.findall(inspect.getsource(cls))]
-            for title, name in dict(reversed(found)).items():
-                text = re.sub(rf"^  --{name}\b", rf"\n {title}\n\g<0>", text, flags=re.M)
-            print(text, end="")
 
 
 def find_checkpoint(name: str, script: str, task: str | None) -> Path:
@@ -143,18 +121,12 @@ def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]] | None = N
     streams: Any = sys.stdout, sys.stderr
     for stream in streams:
         stream.reconfigure(errors="replace")  # not all encodings have all characters
-    rescues.clear()
     try:
         main(tyro.cli(cls) if presets is None else parse_args(cls, presets))
-    except Exception as error:
-        saved = [rescue() for rescue in rescues]
-        if not isinstance(error, InputError):
-            error.add_note("; ".join(saved))  # the last line of the traceback
-            raise
+    except InputError as error:
         if error.__cause__:
             traceback.print_exception(error.__cause__)
-        sentence = "; ".join([f"{Path(sys.argv[0]).name}: error: {error}", *saved])
-        print(sentence, file=sys.stderr, flush=True)
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

@@ -6,9 +6,8 @@ import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
-from machinery import artifacts, checkpoints, cli, distributed
+from machinery import artifacts, checkpoints, distributed
 from machinery.cli import InputError, about
 from machinery.progress import Limits, Progress, plot_run
 from utils import all_max
@@ -57,7 +56,7 @@ class Run:
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.source = Path(args.resume) if args.resume else None
         self.step = 0
-        self.write: Callable | None = None  # of the last update, until the next step
+        self.save_every = args.save_every or max(total // 10, 10)
         self.weights: Any = None  # their folder, once they are saved
         self.signals: list[int] = []  # received so far
         self.in_terminal = sys.stdout.isatty()
@@ -68,7 +67,6 @@ class Run:
         if self.main:
             self.open()
         (self.folder,) = broadcast_object_list([self.folder])
-        cli.rescues.append(self.rescue)
 
     def note_signal(self, number: int, frame: Any) -> None:
         """Remember a signal; after this update, the run saves a checkpoint and ends."""
@@ -107,7 +105,6 @@ class Run:
         state = json.loads(json.dumps(state))  # a `state` that is not JSON fails now
         if self.main:
             self.check_space(model, optimizer)
-        optimizer.register_step_pre_hook(lambda *_: setattr(self, "write", None))
         if self.source is None:
             return 0, state
         saved = checkpoints.load_checkpoint(self.source, model, optimizer)
@@ -133,7 +130,7 @@ class Run:
         """Raise `InputError` if weights and checkpoints will not fit on the disk."""
         trained = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
         weights = sum(p.nbytes for p in model.parameters())
-        count = checkpoints.KEPT + 1 if self.args.save_every else 0
+        count = checkpoints.KEPT + 1 if self.save_every < self.total else 0
         needed = count * (weights + 2 * trained)  # Adam has two moments per weight
         there = sum(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
         sizes = Counter({self.folder: needed - there})
@@ -150,41 +147,19 @@ class Run:
         `state` is what else a resumed run needs, such as the KL coefficient: any JSON value.
         After a signal, end the run with exit code 143. The last update needs no checkpoint.
         """
-        due = self.args.save_every and step % self.args.save_every == 0
+        due = step % self.save_every == 0
         count = torch.tensor(len(self.signals), device=self.accelerator.device)
         asked = all_max(count).item()  # one process's signal ends all
-        rest = {"state": json.loads(json.dumps(state))}  # a copy
-        inputs = self.folder / "checkpoints", step, model, optimizer, rest
-        self.write = partial(checkpoints.save_checkpoint, *inputs)
         if step == self.total or not (due or asked):
             return
-        self.write()
+        rest = {"state": state}
+        checkpoints.save_checkpoint(self.folder / "checkpoints", step, model, optimizer, rest)
         if asked:
             distributed.stop(self.accelerator)  # before `close`, so that no signal ends it
             self.close()
             if self.main:
                 print(f"stopped after {step} of {self.total}: --resume {self.folder}", flush=True)
             sys.exit(143)
-
-    def rescue(self) -> str:
-        """After an error, save the last update if it can be; say what is lost."""
-        if self.weights:
-            return f"the weights are in {self.weights}"
-        single, sharded = self.accelerator.num_processes == 1, self.accelerator.is_fsdp2
-        folder, why = self.folder / "checkpoints", "the weights have changed since"
-        if sharded and not single:  # the others may not answer
-            why = "no process has all weights"
-        elif self.write:
-            try:
-                with filelock.FileLock(self.folder / ".rescue", timeout=600):  # from each other
-                    if not (folder / f"{self.step:08}.safetensors").exists():
-                        self.write(alone=not sharded)
-            except Exception as error:  # such as a full disk
-                why = str(error)
-        saved = max((int(path.stem) for path in folder.glob("*.safetensors")), default=0)
-        lost = f", {saved + 1} to {self.step} are lost ({why})" if saved < self.step else ""
-        command = f": {'python ' * single}{self.script.name} --resume {self.folder}"
-        return f"{saved} of {self.total} updates are saved{lost}{command * (saved > 0)}"
 
     def keep(self, update: int, model: Any, tokenizer: Any) -> None:
         """Save weights as keep_<update>/ every `keep_every` updates; on all processes."""
@@ -248,7 +223,6 @@ class Run:
         for number in SIGNALS:
             if signal.getsignal(number) == self.note_signal:
                 signal.signal(number, signal.SIG_DFL)
-        cli.rescues.clear()
         if self.main:
             self.lock.release()
 

@@ -234,9 +234,6 @@ def test_ppo_and_reward_training_have_their_published_settings(name):
     assert values(args, "lr batch_size num_labels") == of_rewards
 
 
-TASK_TITLES = ["Queries", "Responses", "Labels, rewards"]
-
-
 @pytest.mark.parametrize("name", ["cnndm", "tldr"])
 @pytest.mark.parametrize("script", SCRIPTS.values())
 def test_help_shows_the_resolved_defaults_of_the_task(script, name, capsys, monkeypatch):
@@ -250,6 +247,4 @@ def test_help_shows_the_resolved_defaults_of_the_task(script, name, capsys, monk
     found = tuple(float(shown[x]) for x in ("lr", "batch_size", "query_length"))
     assert found == (args.lr, args.batch_size, args.task.query_length)
     assert shown["task"] == name
-    titles = re.findall(r"^ ([A-Z].*)\n  --", text, re.M)  # those of the classes' source
-    assert titles[:2] + titles[-4:] == ["Run", "Optimization", "Files", *TASK_TITLES]
     assert max(map(len, text.splitlines())) <= 80
