@@ -41,7 +41,7 @@ def probe(*backends: str) -> dict[str, Any]:
     """Masked bf16 attention by the first of these that can: its time, and NaN gradients.
 
     Every logit is near -120, where cuDNN's gradients of the queries were NaN for widths of 64
-    modulo 128 (PyTorch issue 196678).
+    modulo 128 (pytorch#196678).
     """
     device, batch = ("cuda", 64) if torch.cuda.is_available() else ("cpu", 1)
     chosen = set()

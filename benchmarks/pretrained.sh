@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All four scripts once on a pretrained model, in fp32 and in bf16, with tiny budgets: SmolLM2-135M
+# All four scripts once on a pretrained model, in fp32 and in bf16, with tiny sizes: SmolLM2-135M
 # continues the synthetic task's stories, and VADER scores what it writes. Needs three packages of
 # PyPI, and no hub. Leaves nothing.
 set -euo pipefail

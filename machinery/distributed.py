@@ -47,7 +47,7 @@ def start(args: Any) -> Accelerator:
     bf16 = accelerator.mixed_precision == "bf16"
     torch.set_float32_matmul_precision("high" if bf16 and args.tf32 else "highest")
     # cuDNN's attention plans again for each shape, and unpadded batches are of new shapes all the
-    # time. It also had NaN gradients for some masks (PyTorch issue 196678).
+    # time. It also had NaN gradients for some masks (pytorch#196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
     device, processes = accelerator.device, accelerator.num_processes
     precision = "bf16" if bf16 else "fp32 (on GPUs, bf16 is faster)"

@@ -76,9 +76,9 @@ class Elsewhere(TorchDispatchMode):
         far = any(isinstance(x, Far) for x in tensors(args, kwargs))
         moves = function in (aten._to_copy.default, aten.copy_.default)
         checked = args[:1] + args[2:] if function in INDEXING else args  # the host's may be indices
-        strangers = [x for x in tensors(checked, kwargs) if not isinstance(x, Far) and x.dim()]
-        if far and strangers and not moves:
-            shapes = [list(x.shape) for x in strangers]
+        mixed = [x for x in tensors(checked, kwargs) if not isinstance(x, Far) and x.dim()]
+        if far and mixed and not moves:
+            shapes = [list(x.shape) for x in mixed]
             raise RuntimeError(f"{function} of tensors here and elsewhere: {shapes} is here")
         device = kwargs.get("device")
         here = device is not None and torch.device(device) != AWAY

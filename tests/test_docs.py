@@ -73,7 +73,10 @@ OTHERS = {  # of other programs, or of an example
 }
 
 
-@pytest.mark.parametrize("page", sorted(PAGES.keys() - {"CHANGELOG.md"}))
+PAST = {"CHANGELOG.md", "docs/log.md"}  # which name what is gone
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - PAST))
 def test_what_a_page_mentions_exists(page):
     prose = re.sub(r"^ *```.*?^ *```", "", PAGES[page], flags=re.M | re.S)
     spans = re.findall(r"`([^`\n]+)`", prose)
@@ -85,6 +88,31 @@ def test_what_a_page_mentions_exists(page):
     names = {x[1] for x in found if x} - TESTS
     if page != "docs/from_trl.md":  # which names what is not here
         assert {x for name in names for x in name.split(".")} <= WORDS | OTHERS.get(page, set())
+
+
+def test_a_commit_that_a_page_names_is_in_the_history():
+    """Where there is one; a shallow clone has only its end."""
+    git = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+    if not (ROOT / ".git").exists() or (ROOT / ".git/shallow").exists():
+        return
+    commits = git(["git", "log", "--format=%H"]).stdout.split()
+    texts = [*PAGES.values(), *(x.read_text() for x in ROOT.glob("diffs/**/*.*"))]
+    named = set(re.findall(r"(?<![\w.-])(?=[a-f]*\d)[0-9a-f]{7,40}\b", "\n".join(texts)))
+    named = {x for x in named if not x.isdigit()}
+    assert len(named) > 40 and commits
+    assert {x for x in named if not any(y.startswith(x) for y in commits)} == set()
+
+
+def test_no_text_tells_how_it_was_made():
+    """Pages, code and tests: the words are only right about the making of the project."""
+    words = r"strangers?\b|fresh (?:eyes|readers?)|issue \d|this session|last stop|as before\b"
+    words += r"|budget|(?:first|second|third|fourth|fifth) part\b|helpers?'|as asked|/root/|/work/"
+    kinds = {".py", ".sh", ".diff", ".yaml", ".md"}
+    paths = [x for x in [*FILES, *ROOT.glob("tests/**/*.py")] if x.suffix in kinds]
+    texts = {x.name: x.read_text() for x in paths} | PAGES
+    texts.pop("test_docs.py")
+    found = {name: re.findall(words, text, flags=re.I) for name, text in texts.items()}
+    assert {name: x for name, x in found.items() if x} == {}
 
 
 # ------------------------------------------------------------------ tables that are made from a CSV

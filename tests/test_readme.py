@@ -26,7 +26,7 @@ from machinery.cli import parse_args  # noqa: E402
 
 README = ROOT / "README.md"
 PAGES = [README, *ROOT.glob("C*.md"), *ROOT.glob("docs/*.md"), ROOT / "diffs/README.md"]
-PAGES = {str(x.relative_to(ROOT)): x.read_text() for x in PAGES if x.name != "log.md"}  # history
+PAGES = {str(x.relative_to(ROOT)): x.read_text() for x in PAGES}
 SCRIPTS = {"ppo", "rloo", "train_reward", "sft"}
 LINK = re.compile(r"\[`([\w.]+)`\]\((\w+\.py)#L(\d+)\)")
 LENGTH = re.compile(r"(?m)^\| `([\w/]+\.py)` \| (\d+) \|")
@@ -154,7 +154,7 @@ def local_commands(page: str) -> str:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy of the project with models, and how to run commands with tiny budgets."""
+    """A copy of the project with models, and how to run commands with tiny sizes."""
     folder = copy_project(ROOT, tmp_path_factory.mktemp("base") / "project")
     tiny = folder.parent / "tiny.sh"
     tiny.write_text(TINY.replace("PYTHON", sys.executable))
@@ -180,7 +180,7 @@ LOCAL = [
 
 @pytest.mark.parametrize("page", LOCAL)
 def test_local_commands_run_as_printed(page, project, tmp_path):
-    """In a copy of the project, where `python` adds the flags of a tiny budget."""
+    """In a copy of the project, where `python` adds flags of tiny sizes."""
     base, run = project
     folder = shutil.copytree(base, tmp_path / "project", symlinks=True)
     if page == "README.md":

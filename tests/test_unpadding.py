@@ -221,7 +221,7 @@ def test_gradients_with_checkpointing_are_those_without(kind, monkeypatch):
 
 
 def test_calls_with_padding_and_caches_are_those_of_sdpa():
-    """`lm(...)` and `generate` do not notice; a saved configuration is as before."""
+    """`lm(...)` and `generate` do not notice; a saved configuration stays."""
     lm, (inputs, mask, positions) = tiny.make_lm("llama"), make_inputs(make_batch()[0])
     config = lm.config.to_json_string()
     set_unpadding(lm.base_model, 0)

@@ -1,4 +1,4 @@
-"""benchmarks/reproduce.sh with tiny models and data, where `python` adds the flags of a small budget."""
+"""benchmarks/reproduce.sh with tiny models and data, where `python` adds flags of small sizes."""
 
 import os
 import subprocess
