@@ -171,10 +171,16 @@ def average_gradients(model: nn.Module) -> None:
 
 def mean_over_processes(metrics: dict[str, Any], device: torch.device) -> dict[str, float]:
     """The mean of each metric over all processes, with one all-reduce."""
-    values = [torch.as_tensor(value, dtype=torch.float32) for value in metrics.values()]
-    sums = all_sum(torch.stack([value.to(device).squeeze() for value in values]))
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    return dict(zip(metrics, (sums / world_size).tolist(), strict=True))
+    names: list[Any] = [set(metrics)] * world_size
+    if world_size > 1:
+        dist.all_gather_object(names, names[0])
+    if odd := set.union(*names) - set.intersection(*names):
+        raise ValueError(f"metric {min(odd)} is not on all processes: log it on all, or on none")
+    values = [torch.as_tensor(metrics[name], dtype=torch.float32) for name in sorted(metrics)]
+    sums = all_sum(torch.stack([value.to(device).squeeze() for value in values]))
+    means = dict(zip(sorted(metrics), (sums / world_size).tolist(), strict=True))
+    return {name: means[name] for name in metrics}
 
 
 def global_mean_and_var(x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -89,6 +89,12 @@ def test_a_gradient_that_one_process_lacks_counts_as_0(both):
         assert 1 <= calls <= 4  # few large messages
 
 
+def test_metrics_are_averaged_by_their_names_which_all_processes_have(both):
+    for rank in both.ranks:
+        means, message = rank["metrics"]
+        assert means == {"a": 1.5, "b": 4.5} and "reward/own" in message
+
+
 @pytest.mark.slow
 def test_under_fsdp2_only_the_first_process_reads_weights_one_model_after_the_other(tmp_path):
     """In bytes per parameter; it was 10.5. The small file has a head, though its config says tied."""

@@ -160,6 +160,15 @@ def average(accelerator: Accelerator) -> dict[str, Any]:
     return {"copy": copy, "means": means, "calls": len(calls)}
 
 
+def average_metrics(device: torch.device, rank: int) -> tuple[dict[str, float], str]:
+    """In another order on each process; then one that only the second process has."""
+    metrics = {"a": 1.0 + rank, "b": 5.0 - rank}
+    means = utils.mean_over_processes(metrics if rank else dict(reversed(metrics.items())), device)
+    with pytest.raises(ValueError) as error:
+        utils.mean_over_processes(metrics | ({"reward/own": 0.0} if rank else {}), device)
+    return means, str(error.value)
+
+
 def memory() -> int:
     """Bytes of this process in main memory that no file backs."""
     return int(re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0]) * 1024
@@ -204,5 +213,6 @@ if __name__ == "__main__":
     else:
         result = results(rank, processes) | {"scripts": run_scripts(accelerator)}
         result["average"] = average(accelerator)
+        result["metrics"] = average_metrics(accelerator.device, rank)
     torch.save(result, f"rank{rank}.pt")
     distributed.stop(accelerator)
