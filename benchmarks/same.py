@@ -346,7 +346,7 @@ def first_ratio(folder: Path) -> tuple[str, str]:
 
 def table(script: Path, only: tuple[str, ...] = (), flags: tuple[str, ...] = ()) -> Table:
     """Print a line per column; return whether each is as it should be, and what was found."""
-    print(script.name, flush=True)
+    print(script.name, end=" ", flush=True)
     found: Table = {}
     with tempfile.TemporaryDirectory() as home:
         folder, done = Path(home), {}
@@ -354,6 +354,9 @@ def table(script: Path, only: tuple[str, ...] = (), flags: tuple[str, ...] = ())
         write_files(folder)
         module = load(script.absolute())
         args = settings(module, folder, flags)
+        names = "eos_task", "query_length", "response_length"
+        sizes = ", ".join(f"{name}={getattr(args.task, name)}" for name in names)
+        print(f"on random models: {sizes}", flush=True)
 
         def compare(way: Way, other: Way | None, to_the_bit: bool, seed: int) -> tuple[str, str]:
             """What was found, and what is wrong."""
