@@ -38,6 +38,27 @@ def full_state(model: nn.Module, *optimizers: Any) -> tuple[dict, dict]:
     return {name: x.contiguous() for name, x in state[0].items() if name in names}, state[1]
 
 
+def dump(state: Any, tensors: dict[str, Tensor]) -> str:
+    """JSON of `state`, whose tensors move into `tensors`."""
+
+    def move(x: Tensor) -> dict[str, str]:
+        tensors[name := f"state/{len(tensors)}"] = x.detach().cpu().clone()
+        return {"tensor": name, "device": x.device.type}
+
+    return json.dumps(state, default=move)
+
+
+def parse(text: str, tensors: dict[str, Tensor]) -> Any:
+    """What `dump` was given. Tuples are lists, keys such as "0" numbers (Adam's)."""
+
+    def restore(x: dict[str, Any]) -> Any:
+        if "tensor" in x:
+            return tensors[x["tensor"]].to(x["device"])
+        return {int(key) if key.isdigit() else key: value for key, value in x.items()}
+
+    return json.loads(text, object_hook=restore)
+
+
 def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Any, state: dict) -> None:
     """Write `folder/<step>.safetensors` and delete all but the newest two.
 
@@ -51,7 +72,7 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Any, s
     for name, moments in optimizer_state["state"].items():
         for key, x in moments.items():
             tensors[f"optimizer/{key}/{name}"] = x
-    header = json.dumps({"step": step, "groups": optimizer_state["param_groups"], **state})
+    header = dump({"step": step, "groups": optimizer_state["param_groups"], **state}, tensors)
     folder.mkdir(exist_ok=True)
     path = folder / f"{step:08}.safetensors"
     save_file(tensors, path.with_suffix(".part"), {"state": header})
@@ -67,13 +88,14 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     weights: dict[str, Any] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     with about(f"{path} is damaged; --resume the one before it"), safe_open(path, "pt") as file:
-        state = json.loads(file.metadata()["state"])
-        for key in file.keys():  # noqa: SIM118
-            _, *moment, name = key.split("/")
-            if moment:
-                moments.setdefault(name, {})[moment[0]] = file.get_tensor(key)
-            else:
-                weights[name] = file.get_tensor(key)
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        state = parse(file.metadata()["state"], tensors)
+    for key, x in tensors.items():
+        kind, *moment, name = key.split("/")
+        if kind == "model":
+            weights[name] = x
+        elif moment:
+            moments.setdefault(name, {})[moment[0]] = x
     if wrong := sorted(names_of(model) ^ weights.keys()):
         raise InputError(f"{path} is of another model: only one of them has {wrong[0]}")
     # Not strict: tied weights occur once in the file.

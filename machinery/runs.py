@@ -102,7 +102,8 @@ class Run:
         With `--resume`, weights and optimizer become those of the checkpoint, and metrics and
         samples are cut back to it. Without, the result is 0 and `state`.
         """
-        state = json.loads(json.dumps(state))  # a `state` that is not JSON fails now
+        tensors: dict[str, Tensor] = {}
+        state = checkpoints.parse(checkpoints.dump(state, tensors), tensors)  # else fails now
         if self.main:
             self.check_space(model, optimizer)
         if self.source is None:
@@ -144,7 +145,7 @@ class Run:
     def checkpoint(self, step: int, model: nn.Module, optimizer: Any, state: Any = None) -> None:
         """Write a checkpoint after `step` updates, if one is due or a signal asks for one.
 
-        `state` is what else a resumed run needs, such as the KL coefficient: any JSON value.
+        `state` is what else a resumed run needs, such as the KL coefficient: JSON and tensors.
         After a signal, end the run with exit code 143. The last update needs no checkpoint.
         """
         due = step % self.save_every == 0

@@ -29,6 +29,7 @@ from conftest import SCRIPTS, SIGNALS, settings, without_times, write_files
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.testing import assert_close
 
 import ppo
 import rloo
@@ -373,9 +374,13 @@ def test_a_checkpoint_of_every_kind_of_model_is_read_back(kind, tmp_path):
     first, second = (torch.optim.Adam(model.parameters(), lr=0.1) for model in models)
     models[0](torch.arange(4)[None], labels=torch.arange(4)[None]).loss.backward()
     first.step()
-    checkpoints.save_checkpoint(tmp_path, 1, models[0], first, {"state": 3})
+    state = {"adam": first.state_dict(), "queue": [(True, None), {"x": torch.tensor([1, 2])}]}
+    checkpoints.save_checkpoint(tmp_path, 1, models[0], first, {"state": state})
     found = checkpoints.load_checkpoint(tmp_path / "00000001.safetensors", models[1], second)
-    assert found["state"] == 3
+    assert_close(found["state"].pop("queue"), [[True, None], {"x": torch.tensor([1, 2])}])
+    third = torch.optim.Adam(models[1].parameters())
+    third.load_state_dict(found["state"].pop("adam"))
+    assert_close(third.state_dict(), first.state_dict(), rtol=0, atol=0)
     for x, y in zip(models[0].parameters(), models[1].parameters(), strict=True):
         moments = first.state[x]["exp_avg"], second.state[y]["exp_avg"]
         assert torch.equal(x, y) and torch.equal(*moments)
@@ -478,8 +483,8 @@ def test_a_copys_own_state_and_flags_of_any_type_are_resumed(here, monkeypatch):
         text = text.replace(old, old * (mark == " ") + re.sub(r"^\+", "", new, flags=re.M))
     flags = "    max_length: tuple[float, ...] = (2.0, 9.0)\n    notes: Path = Path('notes')\n"
     text = text.replace("    # Optimization\n", f"{flags}\n    # Optimization\n", 1)
-    text = text.replace("- args.max_length)", "- args.max_length[0])")
-    text = text.replace("epochs[0], kl_coef, rng)", "epochs[0], kl_coef + price, rng)")
+    text = text.replace("[args.max_length -", "[args.max_length[0] -")
+    text = text.replace("epochs[0], kl_coef, rng)", "epochs[0], kl_coef + price.item(), rng)")
     Path("mine.py").write_text(text)
     monkeypatch.setitem(SCRIPTS, "mine", tiny.load_script(Path("mine.py")))
     SCRIPTS["mine"].main(settings("mine", run_name="full", save_every=1))
@@ -487,7 +492,8 @@ def test_a_copys_own_state_and_flags_of_any_type_are_resumed(here, monkeypatch):
     for path in Path("runs/again/checkpoints").glob("0000000[4-9]*"):
         path.unlink()
     shutil.rmtree("runs/again/model")
-    saved = [read_state(path)[1]["state"][1] for path in checkpoint_files("full")]
+    states = [read_state(path) for path in checkpoint_files("full")]
+    saved = [tensors[rest["state"]["price"]["tensor"]].item() for tensors, rest in states]
     assert saved == sorted(saved) and saved[0] < saved[-1]  # the price, which rises
     assert exit_code("mine", "--resume runs/again") == 0
     assert_same_run(Path("runs/again"), Path("runs/full"))
@@ -546,9 +552,9 @@ def test_a_disk_that_is_too_small_is_refused_before_training(ran, copy, monkeypa
     tiny.refuses(lambda: ppo.main(other), "out has to hold")
 
 
-def test_state_that_is_not_json_fails_when_the_run_starts():
-    with pytest.raises(TypeError, match="Tensor is not JSON serializable"):
-        runs.Run.restore(None, None, None, torch.ones(1))
+def test_state_that_is_neither_json_nor_a_tensor_fails_when_the_run_starts():
+    with pytest.raises(AttributeError, match="Path"):
+        runs.Run.restore(None, None, None, [torch.ones(1), Path("x")])
 
 
 def test_a_signal_changes_nothing_under_nohup_or_in_the_last_update(home):
