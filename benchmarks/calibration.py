@@ -1,11 +1,10 @@
 """How often is a reward model right that is 70% sure? On the labels that its training holds out.
 
-    python benchmarks/calibration.py models/synthetic/train_reward --task synthetic
+    python benchmarks/calibration.py models/synthetic/train_reward
 
 Labels are sorted by confidence, the largest softmax probability of a label's candidates, into five
-groups. Prints a line of JSON for each, and draws the rewards of preferred and other responses. Give
-it the flags of its training that change labels: `--label_dataset` and `--num_labels`, and after
-`--` all others, such as `-- --truncate_token '<|im_end|>' --no-keep_last_line`.
+groups. Prints a line of JSON for each, and draws the rewards of preferred and other responses. The
+flags of its training are read from its run; others come after `--`, as those of train_reward.py.
 """
 
 import json
@@ -21,6 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train_reward  # noqa: E402
+from benchmarks.policies import read_run  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.labels import load_labels  # noqa: E402
 from machinery.rewards import load_reward_model  # noqa: E402
@@ -41,16 +41,23 @@ def calibration(rewards: Tensor, best: Tensor, bins: int = 5) -> list[dict[str, 
 
 def main(
     model: tyro.conf.Positional[str],
-    task: str = "synthetic",
+    task: str | None = None,
     out: str = "rewards.png",
     label_dataset: str | None = None,
     num_labels: int | None = None,
     flags: tyro.conf.Suppress[tuple[str, ...]] = (),
 ):
     """Print the table and draw the picture `out`, of a reward model's folder or hub name."""
+    run = read_run(model)
+    task = task or run.get("task")
+    if task is None:
+        raise cli.InputError(f"{model} has no args.json of its run: pass --task")
     named = {"task": task, "label_dataset": label_dataset, "num_labels": num_labels}
     given = [f"--{name}={value}" for name, value in named.items() if value is not None]
-    args = cli.parse_args(train_reward.Args, train_reward.PRESETS, [*given, *flags])
+    presets = {run["task"]: run} if run else train_reward.PRESETS
+    args = cli.parse_args(train_reward.Args, presets, [*given, *flags])
+    said = f"{model}: held-out labels of {args.task.label_dataset}, after the first"
+    print(said, args.num_labels, file=sys.stderr)
     reward_model = load_reward_model(train_reward.RewardModel, model)
     pad_id = reward_model.config.pad_id
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)

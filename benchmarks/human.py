@@ -14,10 +14,9 @@ import csv
 import json
 import sys
 import tarfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -31,7 +30,7 @@ import train_reward  # noqa: E402
 from benchmarks import pretrained, winrate  # noqa: E402
 from benchmarks.calibration import calibration  # noqa: E402
 from benchmarks.curves import make_panels, provenance  # noqa: E402
-from data.tasks import TASKS  # noqa: E402
+from benchmarks.policies import PolicyArgs, policy_tasks, sample_tokens  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.rewards import load_reward_model, score_in_parts  # noqa: E402
 from machinery.tokens import with_end  # noqa: E402
@@ -191,10 +190,10 @@ def respond(folder: Path, queries: Path) -> list[dict[str, Any]]:
     path = folder / "heldout.jsonl"
     if path.exists():
         return read_lines(path)
-    args = SimpleNamespace(queries=NUM_EVAL, seed=1)
-    task = replace(TASKS["sentiment"], base_model=f"{folder}/model", query_dataset=str(queries))
+    args = PolicyArgs(task="sentiment", query_dataset=str(queries))
+    (task,), _ = policy_tasks([f"{folder}/model"], args)
     with torch.autocast(DEVICE, torch.bfloat16):
-        tokenizer, ids, *tokens, _ = winrate.sample_tokens(task, args)
+        tokenizer, ids, *tokens, _ = sample_tokens(task, NUM_EVAL)
     asked, responses = (decode(tokenizer, x, ids.pad) for x in tokens)
     texts = [q + r for q, r in zip(asked, responses, strict=True)]
     columns = {"query": asked, "response": responses, "score": score_texts(MODEL, texts).tolist()}

@@ -31,5 +31,5 @@ EOF
   policy=$out/policy_$round
 done
 for before in $sft $out/policy_1; do
-  python benchmarks/winrate.py $policy $before --task synthetic
+  python benchmarks/winrate.py $policy $before
 done

@@ -1,6 +1,6 @@
 """A chat model as the judge of two summaries, for benchmarks/winrate.py.
 
-    JUDGE=Qwen/Qwen2.5-7B-Instruct python benchmarks/winrate.py models/tldr/ppo data --task tldr \\
+    JUDGE=Qwen/Qwen2.5-7B-Instruct python benchmarks/winrate.py models/tldr/ppo data \\
         --query_dataset trl-lib/tldr@validation --queries 1000 --judge benchmarks/llm_judge.py:prefer
 
 JUDGE is a folder or a hub name. Judges prefer what stands first: winrate.py asks in both orders and

@@ -1,9 +1,9 @@
 """How often is a response right, and one of k responses? pass@1 and pass@k of some policies.
 
-    python benchmarks/pass_at_k.py models/arithmetic/sft models/arithmetic/rloo --task arithmetic
+    python benchmarks/pass_at_k.py models/arithmetic/sft models/arithmetic/rloo
 
-Every policy, a folder or hub name, samples responses to the same held-out queries. A response is
-right if the task's reward function returns at least 1. pass@k is the unbiased estimator of Chen et
+Every policy, a folder or hub name, samples responses to the same queries: those that the first run
+of PPO or RLOO held out (policies.py). A response is right if its reward function returns at least 1. pass@k is the unbiased estimator of Chen et
 al. 2021, arXiv 2107.03374. For the rewards of data/answers.py also strict and lenient accuracy, and
 the share of responses in the right form.
 """
@@ -16,37 +16,29 @@ from pathlib import Path
 
 import numpy as np
 import tyro
+from pydantic import PositiveInt
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.winrate import sample_tokens  # noqa: E402
+from benchmarks.policies import PolicyArgs, policy_tasks, sample_tokens  # noqa: E402
 from data.answers import FORMS, accuracies  # noqa: E402
-from data.tasks import TASKS  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.rewards import text_scorer  # noqa: E402
 from machinery.sources import load_function  # noqa: E402
 from utils import decode  # noqa: E402
 
 
-@dataclass(frozen=True)
-class Args:
+@dataclass(frozen=True, kw_only=True)
+class Args(PolicyArgs):
     """pass@1 and pass@k of some policies."""
 
     models: tyro.conf.Positional[tuple[str, ...]]
     """folders or hub names"""
-    task: str = "arithmetic"
-    """task with the queries; lengths and temperature, too, if the model has no run"""
     reward_fn: str | None = None
-    """module:function or path.py:function; None: the task's own"""
-    query_dataset: str | None = None
-    """other queries than the task's, such as openai/gsm8k:main@test"""
-    queries: int = 256
-    """queries; of the task's own data those that --eval_queries holds out"""
-    samples: int = 16
+    """module:function or path.py:function; default: the run's"""
+    samples: PositiveInt = 16
     """responses to each query"""
-    k: int = 8
+    k: PositiveInt = 8
     """at most `samples`"""
-    seed: int = 1
-    """random seed"""
 
 
 def pass_at_k(right: np.ndarray, k: int) -> float:
@@ -61,20 +53,17 @@ def pass_at_k(right: np.ndarray, k: int) -> float:
 
 def main(args: Args) -> None:
     """Sample, score and count; print a line of JSON for each policy."""
-    if args.task not in TASKS:
-        raise cli.InputError(f"--task {args.task} is unknown; choose {', '.join(TASKS)}")
-    name = args.reward_fn or TASKS[args.task].reward_fn
+    if args.k > args.samples:
+        raise cli.InputError(f"--k {args.k} is above samples={args.samples}")
+    tasks, held_out = policy_tasks(args.models, args)
+    name = args.reward_fn or tasks[0].reward_fn
     if name is None:
-        raise cli.InputError(f"task {args.task} has no reward function; pass --reward_fn")
-    if not 1 <= args.k <= args.samples:
-        raise cli.InputError(f"--k {args.k} is not between 1 and samples={args.samples}")
+        raise cli.InputError(f"task {tasks[0].task} has no reward function; pass --reward_fn")
     with cli.about(f"--reward_fn {name}"):
         reward = load_function(name)
-    task = replace(TASKS[args.task], reward_fn=name)
-    task = replace(task, query_dataset=args.query_dataset or task.query_dataset)
-    for model in args.models:
-        policy = replace(task, base_model=model)
-        tokenizer, ids, *tokens, columns = sample_tokens(policy, args, args.samples)
+    number = args.queries or held_out or 256
+    for task in (replace(task, reward_fn=name) for task in tasks):
+        tokenizer, ids, *tokens, columns = sample_tokens(task, number, args.seed, args.samples)
         scores = text_scorer("reward_fn", task, tokenizer, ids.pad)(*tokens, columns)  # as in a run
         right = scores.view(args.samples, -1).cpu().numpy() >= 1  # [samples, queries]
         found = {f"pass@{k}": round(pass_at_k(right, k), 4) for k in sorted({1, args.k})}
@@ -82,7 +71,8 @@ def main(args: Args) -> None:
             texts = (decode(tokenizer, x, ids.pad) for x in tokens)
             more = accuracies(reward, *texts, columns["answer"])
             found |= {name: round(value, 4) for name, value in more.items()}
-        print(json.dumps({"model": model, "queries": right.shape[1]} | found))
+        about = {"model": task.base_model, "queries": right.shape[1], "held_out": held_out}
+        print(json.dumps(about | found))
 
 
 if __name__ == "__main__":

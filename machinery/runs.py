@@ -213,6 +213,7 @@ class Run:
             task = self.args.task
             artifacts.stop_at_end(model, tokenizer, task)
             artifacts.save_model(model, tokenizer, folder, state, states, replace=not out)
+            shutil.copy(self.folder / "args.json", folder)  # for tools
             if folder == self.folder / "model":
                 link = Path("models", task.task, self.script.stem)
                 artifacts.replace_link(link, folder)

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from conftest import SCRIPTS, settings
 from tiny import refuses
 from transformers import AutoTokenizer
 
-from benchmarks import calibration, copying, growth, human, llm_judge, overoptimize, sample, winrate
+from benchmarks import calibration, copying, growth, human, llm_judge, overoptimize, pass_at_k
+from benchmarks import policies, sample, winrate
 from data import tasks
 from machinery.labels import load_labels
 from machinery.rewards import load_reward_model
@@ -59,7 +61,8 @@ def test_policies_and_the_data_are_compared_on_the_same_queries(task, here, monk
         rates[a] = line["win_rate"]
     assert rates[other] == 0.5 and rates["data"] > 0.5
     refuses(lambda: winrate.main(winrate.Args(a=other, b=other, task="mine")), "true score")
-    refuses(lambda: winrate.main(winrate.Args(a="data", b=other)), "response_column")
+    settings |= dict(a="data", task="synthetic")
+    refuses(lambda: winrate.main(winrate.Args(**settings)), "--response_column")
 
 
 def test_the_data_is_judged_as_a_policy_is(task, here, monkeypatch, capsys):
@@ -85,8 +88,8 @@ def test_the_data_is_judged_as_a_policy_is(task, here, monkeypatch, capsys):
     formats.write_rows(here / "own.jsonl", rows)
     settings |= dict(a="data", b=eos.base_model)
     refuses(lambda: winrate.main(winrate.Args(**settings)), "no response")
-    answers = lambda task, args: (["Hi"], ["Hi"], {"prompt": [task.base_model]})  # noqa: E731
-    monkeypatch.setattr(winrate, "sample_responses", answers)
+    answers = lambda task, *_: (["Hi"], ["Hi"], {"prompt": [task.base_model]})  # noqa: E731
+    monkeypatch.setattr(winrate.policies, "sample_responses", answers)
     settings["a"] = "x"  # one tokenizer skips the first
     refuses(lambda: winrate.main(winrate.Args(**settings)), "different queries")
 
@@ -150,7 +153,7 @@ def test_samples_become_labels_when_best_is_filled_in(task, tmp_path, monkeypatc
     sample.main(sample.Args(**settings, first=2))
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = winrate.load_queries(task, tokenizer, ids, 7)
+    table = policies.load_queries(task, tokenizer, ids, 7)
     for i, row in enumerate(rows):
         assert row["best"] is None and len(row["texts"]) == len(set(row["texts"])) == 3
         assert row["query"] == [x for x in table[[i + 2]][0].tolist() if x != ids.pad]
@@ -165,6 +168,44 @@ def test_samples_become_labels_when_best_is_filled_in(task, tmp_path, monkeypatc
     assert labels.responses[4][2].tolist() == rows[4]["sample2"]
     for change, named in ((dict(first=2), "exists"), (dict(out=tmp_path / "new"), "--first 256")):
         refuses(lambda x=change: sample.main(sample.Args(**settings | x)), named)
+
+
+def test_tools_take_data_columns_lengths_and_held_out_queries_from_the_run(home, capsys):
+    """Of 14 prompts, six are held out. The judge and the reward know which; sampling skips them."""
+    rows = [dict(ask=f"Anna saw {i} cats.", answer=str(i)) for i in range(14)]
+    data = dict(query_dataset=formats.write_rows(home / "own.jsonl", rows), query_column="ask")
+    code = "def score(queries, responses, answer):\n    seen.append(answer)\n"
+    Path("own.py").write_text(code + "    return [float(len(x)) for x in responses]\nseen = []")
+    changes = data | dict(response_length=5, eval_queries=6, reward_fn="own.py:score")
+    SCRIPTS["ppo"].main(settings("ppo", **changes, total_episodes=8, output_dir="mine"))
+    seen = load_function("own.py:score").__globals__["seen"]
+    evaluated, trained = sorted(seen[0]), {*seen[1]}
+    assert len(evaluated) == 6 and not trained & {*evaluated}
+
+    def asked(tool, **flags):
+        seen.clear()
+        capsys.readouterr()
+        tool.main(tool.Args(**flags))
+        out, err = capsys.readouterr()
+        assert "own.jsonl, column ask; held out: 6" in err and " + 5 tokens" in err
+        return sorted({*seen[0]}) if seen else [], out
+
+    pair = dict(a="mine", b="task/model", judge="own.py:score")
+    numbers, out = asked(winrate, **pair)
+    assert numbers == evaluated and " of 6 held-out queries " in out
+    numbers, out = asked(winrate, **pair, queries=9)
+    assert len(numbers) == 9 and " of 9 queries, 6 of them held out " in out
+    numbers, out = asked(pass_at_k, models=("mine",), samples=2, k=1)
+    assert numbers == evaluated and json.loads(out)["held_out"] == 6
+    asked(sample, model="mine", samples=1, out=home / "samples.jsonl")
+    texts = [json.loads(line)["query_text"] for line in Path("samples.jsonl").open()]
+    assert len(texts) == 8 and not {*texts} & {f"Anna saw {i} cats." for i in evaluated}
+    other = formats.write_rows(home / "other.jsonl", rows[:9])
+    winrate.main(winrate.Args(**pair, query_dataset=other))
+    assert " of 9 queries (" in capsys.readouterr().out  # of data that no run has seen
+    winrate.main(winrate.Args(**pair, query_length=3))  # other rows may be the first
+    assert " of 14 queries, 0 of them held out (" in capsys.readouterr().out
+    refuses(lambda: policies.policy_tasks(["task/model"], policies.PolicyArgs()), "--task")
 
 
 def test_labels_are_compared_in_fifths_of_similar_confidence():
@@ -188,6 +229,10 @@ def test_a_model_on_its_held_out_labels(task, here, monkeypatch, capsys):
     calibration.main(folder, "mine", "out.png")
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert sum(row["labels"] for row in rows) == 8 and Path("out.png").is_file()
+    (here / "reward/args.json").write_text('{"task": "mine", "num_labels": 12, "batch_size": 4}')
+    calibration.main(folder, out="out.png")  # its run's
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sum(row["labels"] for row in rows) == 4
 
 
 @pytest.mark.parametrize("ids", [False, True])
