@@ -90,7 +90,10 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
     own = {name: text.replace("<task>", task.task) for name, text in texts.items()}
     own |= {x.name: values[x.name] for x in fields(cls) if x.name in values and x.name != "task"}
     options: Any = dict(config=(tyro.conf.OmitArgPrefixes,), use_underscores=True)
-    args = tyro.cli(cls, default=cls(task=task, **own), args=argv, **options)
+    flags = [x for x in argv if x not in ("-h", "--help")]
+    args = tyro.cli(cls, default=cls(task=task, **own), args=flags, **options)
+    if flags != argv:  # help with the values of the other flags, such as a recipe's
+        tyro.cli(cls, default=args, args=["--help"], **options)
     return replace(args, **found)
 
 

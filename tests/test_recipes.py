@@ -30,7 +30,7 @@ PUBLISHED = {  # beside what is above; by openrlhf, 59 updates of warm-up: 3% of
     "chinese_llama": f"""{CODE} total_episodes=14000 batch_size=14 num_minibatches=1 lr=5e-7
         critic_lr=1.5e-6 decay='inverse_sqrt' warmup_updates=100 adam_eps=1e-6 kl_coef=0.1
         max_grad_norm=1.0 clip_score=None temperature=0.8 top_p=0.9""",
-    "deepspeed_chat": f"""{CODE} total_episodes=30528 batch_size=32 num_minibatches=1 kl_coef=0.1
+    "deepspeed_chat": f"""{CODE} total_episodes=30528 batch_size=64 num_minibatches=1 kl_coef=0.1
         lr=9.65e-6 critic_lr=5e-6 decay='cosine' min_lr_ratio=0.0 warmup_updates=100 adam_eps=1e-8
         max_grad_norm=1.0 clip_score=5.0 ema_decay=0.992 top_p=1.0 min_response_length=3""",
     "openrlhf": f"""{CODE} batch_size=512 num_minibatches=4 kl_coef=0.01 lr=1e-6 critic_lr=9e-6
@@ -50,7 +50,7 @@ def run_recipe(folder, name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_passes_the_published_values_and_works_for_every_task(name, tmp_path):
+def test_a_recipe_passes_the_published_values_and_works_for_every_task(name, tmp_path, capsys):
     """What is not published is as in ppo.py."""
     shutil.copy(ROOT / "ppo.py", tmp_path)
     shutil.copytree(ROOT / "diffs", tmp_path / "diffs")
@@ -72,6 +72,9 @@ def test_a_recipe_passes_the_published_values_and_works_for_every_task(name, tmp
     command = re.search(rf"^# Synthetic: diffs/recipes/{name}\.sh --task (.*)$", text, re.M)[1]
     args = cli.parse_args(script.Args, script.PRESETS, [*flags, "--task", *command.split()])
     assert args.total_episodes == 4096
+    with pytest.raises(SystemExit):  # what the recipe prints with --help: its own defaults
+        cli.parse_args(script.Args, script.PRESETS, [*flags, "--help"])
+    assert re.search(rf"--lr .*?default: {float(published['lr']):g}\)", capsys.readouterr().out, re.S)
 
 
 def test_a_recipe_keeps_the_users_changes_and_never_runs_half_patched(tmp_path):

@@ -8,7 +8,8 @@
 # Differs: Scores are normalized once (R3), not divided by a running standard deviation. No penalty
 #     for repetition (1.1 there). Log-probabilities are at the temperature of sampling (P1), there
 #     at 1. Policy and critic clip a norm each, there one of both; the critic's epsilon is 1e-8
-#     there. Warm-up starts at a hundredth of the learning rate, there at a tenth.
+#     there. Warm-up starts at a hundredth of the learning rate, there at a tenth. A response without
+#     an end scores -1 (X9); there it keeps its score.
 # Synthetic: diffs/recipes/chinese_llama.sh --task synthetic --total_episodes 4096 --batch_size 32
 #     --lr 5e-4 --warmup_updates 13 --eval_every 80 --critic_from models/synthetic/train_reward
 set -euo pipefail

@@ -3,7 +3,8 @@
 #     to each query, sampled by top-p (X7).
 # Source: Bai et al. 2023, arXiv 2309.16609.
 # Differs: Rewards are normalized once (R3), not by a running mean. No pretraining gradient (X4),
-#     whose coefficient is not published: `ptx` has it.
+#     whose coefficient is not published: `ptx` has it. A response without an end scores -1 (X9),
+#     which the report does not mention.
 # Synthetic: diffs/recipes/qwen.sh --task synthetic --lr 2e-4 --value_warmup_updates 5
 #     --critic_from models/synthetic/train_reward
 set -euo pipefail

@@ -3,7 +3,8 @@
 #     (X8), no whitening of rewards.
 # Source: github.com/CarperAI/trlx, default_ppo_config() of trlx/data/default_configs.py: 100 epochs
 #     of 128 rollouts.
-# Differs: Its value head has two layers, ours one. trlX shares the frozen layers with the reference
+# Differs: Advantages are whitened over padding, too, there, on one process with n - 1. A response
+#     without an end scores -1 (X9); there it keeps its score. Its value head has two layers, ours one. trlX shares the frozen layers with the reference
 #     (hydra); here the reference is a whole copy. It trains position embeddings, too. The logs
 #     have trlX's KL beside ours (k1).
 # Synthetic: diffs/recipes/trlx.sh --task synthetic --total_episodes 4096 --lr 5e-4
