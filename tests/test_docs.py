@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_readme import PAGES
+from test_readme import PAGES, blocks
 
 from benchmarks import mutations
 
@@ -346,6 +346,15 @@ def test_numbers_of_a_table_are_those_of_its_csv(page, header):
             number = Decimal(text.replace("−", "-").replace(",", ""))
             unit = 10.0 ** int(number.as_tuple().exponent)  # of the last digit
             assert value is None or abs(float(number) - value) < 0.51 * unit, (row, text, value)
+
+
+@pytest.mark.slow
+def test_random_sentences_score_as_the_readme_says(capsys):
+    (code,) = (x for x in blocks("docs/results.md", "python") if "happy" in x)
+    exec(code, {})
+    scores = map(float, capsys.readouterr().out.split())
+    found = re.findall(r"(?:stories score|happy sentences) ([\d.]+)", PAGES["README.md"])
+    assert [f"{abs(x):.1f}" for x in scores] == found
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
