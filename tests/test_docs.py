@@ -40,7 +40,7 @@ def test_every_detail_has_a_row_tags_in_the_code_a_test_and_a_mutation():
 
 
 def test_every_metric_is_explained(runs):
-    pages = {"rloo": ["rloo", "ppo"]}
+    pages = {"rloo": ["rloo", "ppo"], "sft": ["train_reward"]}
     for name, lines in runs.metrics.items():
         text = "".join(PAGES[f"docs/{page}.md"] for page in pages.get(name, [name]))
         metrics = {key for line in lines for key in line if not key.startswith(("eval/", "step"))}
@@ -54,7 +54,7 @@ FILES = [x for name in FOLDERS for x in (ROOT / name).glob("*") if x.is_file()]
 SOURCES = [x.read_text() for x in FILES if x.suffix in (".py", ".sh", ".diff", ".yaml")]
 WORDS = {word for text in [*SOURCES, *(x.name for x in FILES)] for word in re.findall(r"\w+", text)}
 FLAGS = set(re.findall(r"^\+?    (\w+): ", "\n".join(SOURCES), flags=re.M))  # fields
-FLAGS |= {"help", "mixed_precision", "num_processes", "fuzz", "fix"}
+FLAGS |= {"help", "logdir", "mixed_precision", "num_processes", "fuzz", "fix"}
 TESTS = {
     name
     for path in ROOT.glob("tests/**/*.py")
