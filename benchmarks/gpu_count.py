@@ -242,6 +242,7 @@ def count_update(work: speed.Work, kind: str, flags: list[str]) -> Counter:
         patch.multiple(script, **replaced, sample_in_batches=sample_in_batches),
         patch.multiple(torch.cuda, **graphs),
         patch.dict(models.ALIGNMENT, cpu=8),
+        patch.object(unpadding, "ONE_TOKEN", {"cpu"}),
         patch.object(unpadding, "can_use_varlen", lambda *_: True),
         patch.object(varlen, "varlen_attn", lambda *x, **_: FlatAttention.apply(*x[:4])),
         patch.object(Tensor, "data_ptr", lambda x: id(x)),

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from machinery.cli import InputError, say_once
 
+ONE_TOKEN = {"cuda"}  # where products are faster than SDPA's kernels for masks
 NAME = "unpadded"  # under which the library knows our attention function
 signature_of = cache(signature)
 
@@ -93,6 +94,9 @@ def attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
     if plan is None:
+        is_bool = attention_mask is None or attention_mask.dtype == torch.bool
+        if q.device.type in ONE_TOKEN and q.shape[2] == 1 and is_bool and rest.get("scaling"):
+            return attend_once(q, k, v, attention_mask, rest["scaling"]), None
         return sdpa(module, q, k, v, attention_mask, **rest)
     if attention_mask.numel() > 1:  # it is not the one that `Unpadded` passed
         raise InputError("makes attention masks of its own")
@@ -116,6 +120,19 @@ def attention(
     parts = zip(q.split(lengths, 2), k.split(seen, 2), v.split(seen, 2), masks, strict=True)
     outputs = [sdpa(module, *part, **rest)[0] for part in parts if part[0].shape[2]]
     return torch.cat(outputs, dim=1), None
+
+
+def attend_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of one new token: [B, heads, 1, features] → [B, 1, heads, features].
+
+    k, v [B, groups, columns, features]; mask [B, 1, 1, columns], True at real tokens.
+    """
+    queries = (q * scale).to(v.dtype).view(len(q), k.shape[1], -1, q.shape[-1])
+    scores = queries @ k.to(v.dtype).transpose(2, 3)  # [B, groups, heads that share keys, columns]
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    output = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
+    return output.view(*q.shape[:3], -1).transpose(1, 2)
 
 
 def can_use_varlen(key: Tensor, value: Tensor) -> bool:

@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
-from machinery import decoding
+from machinery import decoding, unpadding
 from utils import truncate
 
 OTHERS = {
@@ -62,6 +63,19 @@ def test_G4_decoder_gives_the_logits_of_the_plain_model(kind, settings, bf16, mo
         tokens = torch.cat([tokens, responses[:, step : step + 1]], dim=1)
         batch.append(responses[:, step])
     assert read == [(5, 8)] + [(15, 1)] * (LENGTH - 1)  # distinct prompts once, no column of pads
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "opt", "deepseek_v32"])
+def test_G4_a_new_tokens_attention_as_products_gives_the_logits_of_the_plain_model(
+    kind, bf16, monkeypatch
+):
+    """As on a GPU, in each layer; Llama's heads share keys, DeepSeek's values are narrower."""
+    attend = Mock(side_effect=unpadding.attend_once)
+    monkeypatch.setattr(unpadding, "attend_once", attend)
+    monkeypatch.setattr(unpadding, "ONE_TOKEN", {"cpu"})
+    test_G4_decoder_gives_the_logits_of_the_plain_model(kind, {}, bf16, monkeypatch)
+    assert attend.call_count == tiny.make_lm(kind).config.num_hidden_layers * (LENGTH - 1)
 
 
 def ending_soon(decoder, calls: list):
