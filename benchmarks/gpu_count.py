@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from benchmarks import gpu, memory, speed  # noqa: E402
-from machinery import cli, decoding, models, rewards, unpadding  # noqa: E402
+from machinery import cli, graphs, models, rewards, unpadding  # noqa: E402
 from utils import TokenIds  # noqa: E402
 
 BANDWIDTH, LAUNCH = 3.9e12, 1e-6  # of an H200: bytes per second that kernels reach; seconds
@@ -219,28 +219,22 @@ def count_update(work: speed.Work, kind: str, flags: list[str]) -> Counter:
         score, inputs = accelerator.autocast()(rewards.score_in_parts), args.micro_batch_tokens
         return lambda *x: score(model, torch.cat(x[:2], dim=1), inputs, work.query_length)
 
-    class Decoder(decoding.Decoder):
-        def __init__(self, lm: Any, *rest: Any):
-            super().__init__(lm, *rest)
-            self.cuda_graphs, self.stream, self.pool, self.limit = (
-                args.cuda_graphs,
-                None,
-                None,
-                1e12,
-            )
-
     def sample_in_batches(decoder: Any, contexts: Tensor, *rest: Any) -> Tensor:
         sample(decoder, contexts, *rest)
         return torch.ones(len(contexts), work.response_length, dtype=torch.long)  # numbers
 
-    replaced: dict[str, Any] = dict(load_reward=random_reward, load_lm=random_lm, Decoder=Decoder)
+    replaced: dict[str, Any] = dict(load_reward=random_reward, load_lm=random_lm)
     replaced |= dict(load_tokenizer=lambda *_: (None, ids), load_queries=lambda *_, **__: recorder)
     replaced |= dict(Run=lambda *_: recorder, Timer=lambda _: recorder, check=lambda *_: None)
-    graphs = dict(CUDAGraph=Graph, graph=Graph.record, graph_pool_handle=lambda: None)
-    graphs |= dict(stream=lambda stream: contextlib.nullcontext())
+    fakes: dict[str, Any] = dict(
+        CUDAGraph=Graph, graph=Graph.record, graph_pool_handle=lambda: None
+    )
+    fakes |= dict(stream=lambda _: contextlib.nullcontext(), Stream=lambda: None)
+    fakes |= dict(mem_get_info=lambda: (0, 141e9))
     with (
         patch.multiple(script, **replaced, sample_in_batches=sample_in_batches),
-        patch.multiple(torch.cuda, **graphs),
+        patch.multiple(torch.cuda, **fakes),
+        patch.object(graphs, "can_record", lambda lm: True),
         patch.dict(models.ALIGNMENT, cpu=8),
         patch.object(unpadding, "ONE_TOKEN", {"cpu"}),
         patch.object(unpadding, "can_use_varlen", lambda *_: True),

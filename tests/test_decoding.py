@@ -210,7 +210,7 @@ def test_graphs_are_recorded_again_if_caches_grow_or_responses_leave(fake_graphs
     for decoder in (decoding.Decoder(lm, 50), with_graphs(lm)):
         decoder.response_length, calls = 50, []  # of tests with fewer tokens
         inputs = ending_soon(decoder, calls), contexts, tiny.uniform(50, 80)
-        for _ in range(1 + decoder.cuda_graphs):  # the second batch finds its graphs
+        for _ in range(1 + bool(decoder.graphs)):  # the second batch finds its graphs
             samples.append(tiny.sample(*inputs, eos_task=True, truncate_after=0))
             seen = calls.copy()
             calls.clear()
@@ -241,7 +241,7 @@ def test_a_batch_whose_cache_takes_too_much_memory_has_no_graph(fake_graphs, cap
     lm, uniform = tiny.make_lm(), tiny.uniform(LENGTH, 4)
     decoder = with_graphs(lm)
     numbers = 2 * 3 * (8 + LENGTH) * lm.config.n_embd  # keys and values of three responses
-    decoder.limit = lm.config.n_layer * (4 * numbers + 8)
+    decoder.graphs.limit = lm.config.n_layer * (4 * numbers + 8)
     for rows, graphs in ((4, 0), (3, 1), (4, 1)):
         contexts = tiny.make_contexts([5, 3, 8, 8][:rows], 8)
         plain = tiny.sample(decoding.Decoder(lm, LENGTH), contexts, uniform[:, :rows])
@@ -261,17 +261,18 @@ def test_a_larger_batch_moves_the_memory_of_the_graphs(fake_graphs):
         assert torch.equal(plain, tiny.sample(decoder, contexts, uniform))
         with torch.no_grad():
             _ = [weight.mul_(1.5) for weight in lm.parameters()]
-    assert decoder.kept["0 keys"].shape[0] == 5 and decoder.kept["0 keys"].shape[2] == 11 + LENGTH
+    keys = decoder.graphs.kept["0 keys"]
+    assert keys.shape[0] == 5 and keys.shape[2] == 11 + LENGTH
 
 
 def test_sliding_windows_linear_layers_falcon_shards_and_cpus_have_no_graphs(fake_graphs):
     """Also where the weights of FSDP2 are gathered, as when sft.py samples."""
     for kind in ("mistral", "falcon", "falcon_alibi", "qwen3_5_text", "lfm2", "granitemoehybrid"):
-        assert not with_graphs(tiny.make_lm(kind)).cuda_graphs
+        assert not with_graphs(tiny.make_lm(kind)).graphs
     lm = tiny.make_lm()
     lm.base_model.unshard = lambda: None  # as an FSDPModule
-    assert not with_graphs(lm).cuda_graphs
-    assert not decoding.Decoder(tiny.make_lm(), LENGTH, cuda_graphs=True).cuda_graphs
+    assert not with_graphs(lm).graphs
+    assert not decoding.Decoder(tiny.make_lm(), LENGTH, cuda_graphs=True).graphs
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
