@@ -40,7 +40,7 @@ def describe_environment() -> dict[str, Any]:
 
 def start_trackers(run: Any, config: dict[str, Any]) -> list[Any]:
     """TensorBoard, cut back to the checkpoint, and Weights & Biases with --track."""
-    step, folder = int(run.source.stem) if run.source else 0, run.folder
+    step, folder = int(run.source.stem) if run.source else 0, run.folder.absolute()
     trackers: list[Any] = [TensorBoardTracker("", folder, purge_step=step)]
     trackers[0].start()
     if run.args.track:

@@ -11,7 +11,9 @@ import re
 import sys
 import urllib.error
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from machinery.cli import InputError, about, say
 
 Rows = Any  # a datasets.Dataset, slow to import
 LOCAL = (".", "/", "~", "models/", "data/", "runs/")  # beginnings of paths
+THEIRS: dict[Path, Any] = defaultdict(dict)  # by folder: modules of names that ours have, too
 FILES = (".jsonl", ".json", ".txt")  # what is read; data/convert.py writes it
 transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # never ask whether to run remote code
 
@@ -105,13 +108,14 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 @functools.cache
 def import_file(path: Path) -> Any:
     """Import a file as a module of its own name, with its folder on the path."""
-    name = path.stem
-    while name in sys.modules:  # such as a second judge.py
-        name += "_"
     sys.path.append(str(path.parent))
-    spec: Any = importlib.util.spec_from_file_location(name, path)
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with guest(str(path)):
+        name = path.stem
+        while name in sys.modules:  # such as types.py
+            name += "_"
+        spec: Any = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
     return module
 
 
@@ -125,3 +129,37 @@ def load_function(name: str) -> Callable:
         found = ", ".join(name for name, _ in inspect.getmembers(module, inspect.isfunction))
         raise InputError(f"has no {attribute!r}; its functions: {found}")
     return getattr(module, attribute)
+
+
+@contextmanager
+def guest(source: str) -> Iterator[None]:
+    """Run a user's code of a module or file; then restore the working folder and `os`."""
+    here, functions = os.getcwd(), vars(os).copy()
+    is_file = source.endswith(".py")
+    try:
+        with beside(Path(source).resolve().parent) if is_file else nullcontext():
+            yield
+    finally:
+        lost = [x for x in functions if functions[x] and not getattr(os, x, None)]
+        vars(os).update({x: functions[x] for x in lost})
+        os.chdir(here)
+    if lost:  # by a guard for generated code
+        raise InputError(f"sets os.{lost[0]} to None: let it run such code in another process")
+
+
+@contextmanager
+def beside(folder: Path) -> Iterator[None]:
+    """Modules of this folder come before ours of the same name, such as its own utils.py."""
+    names = {x.stem for x in folder.glob("*.py")} - sys.stdlib_module_names
+    names |= {x.parent.name for x in folder.glob("*/__init__.py")}
+    ours = {x: module for x, module in sys.modules.items() if x.partition(".")[0] in names}
+    files = {x: Path(getattr(module, "__file__", None) or folder / x) for x, module in ours.items()}
+    ours = {x: sys.modules.pop(x) for x in ours if folder not in files[x].resolve().parents}
+    sys.modules.update(THEIRS[folder])
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        THEIRS[folder] = {x: sys.modules[x] for x in ours if x in sys.modules}
+        sys.modules.update(ours)

@@ -1,8 +1,10 @@
 """Data sources: files, folders, the hub; what is not read."""
 
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import tiny
@@ -11,8 +13,9 @@ from formats import write_rows
 from tiny import refuses
 
 import utils
+from data import tasks  # noqa: F401
 from machinery.models import load_lm
-from machinery.sources import load_function, load_rows
+from machinery.sources import guest, load_function, load_rows
 from machinery.tokens import load_tokenizer
 
 TEXTS = ["2024-01-05", "2024-01-05T10:00:00Z", "007", "true", "null", "NA", "", " x ", "é\u2028"]
@@ -123,9 +126,39 @@ def test_a_file_of_functions_is_a_module_and_imported_once(here, capsys):
     assert load_function(names[0]).__module__ == "our_judge"
 
 
-def test_a_file_hides_no_module_of_its_name(tmp_path):
-    (tmp_path / "utils.py").write_text("def score(): return 'mine'")
-    assert load_function(f"{tmp_path}/utils.py:score")() == "mine" and sys.modules["utils"] is utils
+NAMES = """
+import data.part, utils
+from utils import decode
+
+def score(responses):
+    from utils import truncate
+    return [decode(), truncate(), data.part.NAME, utils.__name__]
+"""
+
+
+def test_modules_beside_a_file_come_before_ours_of_the_same_name(here):
+    """While it is imported and called. `decode` and `truncate` are names in both; ours stay."""
+    ours = {name: sys.modules[name] for name in ("utils", "data", "data.tasks")}
+    (here / "data").mkdir()
+    (here / "data" / "__init__.py").write_text("")
+    (here / "data" / "part.py").write_text("NAME = 'part'")
+    (here / "utils.py").write_text("def decode(): return 'd'\ndef truncate(): return 't'")
+    (here / "mine.py").write_text(NAMES)
+    score = load_function("mine.py:score")
+    for _ in range(2):
+        with guest("mine.py"):
+            assert score([]) == ["d", "t", "part", "utils"]
+        assert {name: sys.modules[name] for name in ours} == ours
+    assert load_function("utils.py:decode")() == "d" and sys.modules["utils"] is utils
+
+
+def test_the_error_names_a_utils_of_ones_own_in_the_folder_of_a_copied_script(here):
+    (here / "utils.py").write_text("")
+    (here / "mine.py").write_text("from machinery import cli")  # as in a script
+    env = os.environ | {"PYTHONPATH": str(Path(utils.__file__).parent)}
+    run = subprocess.run([sys.executable, "mine.py"], env=env, capture_output=True, text=True)
+    last = run.stderr.splitlines()[-1]
+    assert f"{here}/utils.py is imported in place of" in last and "rename it" in last
 
 
 def test_a_function_that_a_file_does_not_have_is_refused_with_those_that_it_has(tmp_path):
