@@ -25,6 +25,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch's, also on other processes
 UnitFloat = Annotated[float, Field(ge=0, le=1)]  # a number in [0, 1]
 # Flags that a resumed run may change:
 FREE = ("save_every", "keep_every", "resume", "run_name", "output_dir", "track")
+rescues: list[Callable[[], str]] = []  # if a reward function fails: save the run, say what is saved
 
 
 @dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})

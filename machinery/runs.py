@@ -6,8 +6,9 @@ import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
-from machinery import artifacts, checkpoints, distributed
+from machinery import artifacts, checkpoints, cli, distributed
 from machinery.cli import InputError, about
 from machinery.progress import Limits, Progress, plot_run
 from utils import all_max
@@ -38,6 +39,17 @@ def check_run(args: Any, script: Path, processes: int, unread: tuple[str, ...] =
         checkpoints.check_same_run(args, processes, unread)  # the script ignores these
 
 
+def forget_signals() -> None:
+    """From now on, signals end the process: after a run, or in a fork, such as a pool's worker."""
+    for number in SIGNALS:
+        if getattr(signal.getsignal(number), "__func__", None) is Run.note_signal:
+            signal.signal(number, signal.SIG_DFL)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forget_signals)
+
+
 class Run:
     """The folder `runs/<name>/`, which the main process writes: docs/running.md."""
 
@@ -56,6 +68,7 @@ class Run:
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.source = Path(args.resume) if args.resume else None
         self.step = 0
+        self.write: Callable | None = None  # saves the last update; None after an optimizer step
         self.save_every = args.save_every or max(total // 10, 10)
         self.weights: Any = None  # their folder, once they are saved
         self.signals: list[int] = []  # received so far
@@ -106,6 +119,8 @@ class Run:
         state = checkpoints.parse(checkpoints.dump(state, tensors), tensors)  # else fails now
         if self.main:
             self.check_space(model, optimizer)
+        optimizer.register_step_pre_hook(lambda *_: setattr(self, "write", None))
+        cli.rescues[:] = [self.rescue]
         if self.source is None:
             return 0, state
         saved = checkpoints.load_checkpoint(self.source, model, optimizer)
@@ -151,16 +166,27 @@ class Run:
         due = step % self.save_every == 0
         count = torch.tensor(len(self.signals), device=self.accelerator.device)
         asked = all_max(count).item()  # one process's signal ends all
+        inputs = self.folder / "checkpoints", step, model, optimizer, {"state": state}
+        self.write = partial(checkpoints.save_checkpoint, *inputs)
         if step == self.total or not (due or asked):
             return
-        rest = {"state": state}
-        checkpoints.save_checkpoint(self.folder / "checkpoints", step, model, optimizer, rest)
+        self.write()
         if asked:
             distributed.stop(self.accelerator)  # before `close`, so that no signal ends it
             self.close()
             if self.main:
                 print(f"stopped after {step} of {self.total}: --resume {self.folder}", flush=True)
             sys.exit(143)
+
+    def rescue(self) -> str:
+        """On all processes: save the last update, unless an optimizer step followed it."""
+        if self.write:
+            self.write()
+        self.accelerator.wait_for_everyone()
+        files = self.folder.glob("checkpoints/*.safetensors")
+        saved = max([0, *(int(path.stem) for path in files)])
+        resume = f": --resume {self.folder}" if saved else ""
+        return f"{saved} of {self.total} updates are saved{resume}"
 
     def keep(self, update: int, model: Any, tokenizer: Any) -> None:
         """Save weights as keep_<update>/ every `keep_every` updates; on all processes."""
@@ -222,9 +248,8 @@ class Run:
 
     def close(self) -> None:
         """From now on, signals end the process, and others may write the folder."""
-        for number in SIGNALS:
-            if signal.getsignal(number) == self.note_signal:
-                signal.signal(number, signal.SIG_DFL)
+        forget_signals()
+        cli.rescues.clear()
         if self.main:
             self.lock.release()
 

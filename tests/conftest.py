@@ -29,6 +29,7 @@ import sft
 import train_reward
 from data import tasks
 from machinery import rewards
+from machinery.cli import rescues
 from machinery.runs import SIGNALS
 from machinery.sources import import_file
 
@@ -99,6 +100,7 @@ def as_in_a_new_process():
     AcceleratorState._reset_state(True)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     import_file.cache_clear()
+    rescues.clear()
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
