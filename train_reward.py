@@ -36,7 +36,7 @@ from machinery.decoding import Decoder, generate
 from machinery.labels import Labels, load_labels
 from machinery.models import Float32Linear, load_lm, new_backbone
 from machinery.queries import load_queries
-from machinery.rewards import RewardConfig, reward_input, score_in_parts
+from machinery.rewards import RewardConfig, score_in_parts
 from machinery.runs import Run, check_run
 from machinery.tokens import check_length, load_tokenizer
 from machinery.unpadding import Unpadded
@@ -251,7 +251,7 @@ def main(args: Args) -> None:
         model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)
     model, optimizer = distributed.prepare(accelerator, model, optimizer)
-    before, after = (reward_input(model, *sample, ids.pad) for sample in samples)  # [S, T] each
+    before, after = (torch.cat(x, dim=1).clamp(max=ids.pad) for x in samples)  # [S, T] each (X13)
     normalize(model, before, args.micro_batch_tokens)
 
     num_steps = args.num_labels // args.batch_size

@@ -64,7 +64,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("X10", "rloo.py", "responses[rows] = sample(", "responses[: len(rows)] = sample("),
     ("X11", "utils.py", "dist.all_reduce(x, op)\n", "pass\n"),
     ("X12", "diffs/early_stop.diff", "> args.max_approxkl", "> 100 * args.max_approxkl"),
-    ("X13", "machinery/rewards.py", "| (tokens >= model.config.pad_id)", ""),
+    ("X13", "machinery/rewards.py", "| (tokens >= pad_id)", ""),
     ("X14", "ppo.py", "if args.whiten_advantages:", "if True:"),
     ("X15", "diffs/ranking.diff", "[:, :, None] < ranks", "[:, :, None] != ranks"),
 )

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.policies import PolicyArgs, policy_tasks, sample_tokens  # noqa: E402
 from data.answers import FORMS, accuracies  # noqa: E402
 from machinery import cli  # noqa: E402
-from machinery.rewards import text_scorer  # noqa: E402
+from machinery.rewards import Reward  # noqa: E402
 from machinery.sources import load_function  # noqa: E402
 from utils import decode  # noqa: E402
 
@@ -64,7 +64,7 @@ def main(args: Args) -> None:
     number = args.queries or held_out or 256
     for task in (replace(task, reward_fn=name) for task in tasks):
         tokenizer, ids, *tokens, columns = sample_tokens(task, number, args.seed, args.samples)
-        scores = text_scorer("reward_fn", task, tokenizer, ids.pad)(*tokens, columns)  # as in a run
+        scores = Reward("reward_fn", task, tokenizer, ids.pad)(*tokens, columns)  # as in a run
         right = scores.view(args.samples, -1).cpu().numpy() >= 1  # [samples, queries]
         found = {f"pass@{k}": round(pass_at_k(right, k), 4) for k in sorted({1, args.k})}
         if reward in FORMS:

@@ -85,7 +85,7 @@ def ask_in_both_orders(
         ask = partial(lambda x, y, responses: judge(queries, x, y), first, second)
         with cli.about(f"--judge {name}"):
             texts = dict(queries=queries, responses=first)
-            found = call_reward_function(ask, texts, {}).double().numpy()
+            found = sum(call_reward_function(ask, texts, {}).values()).double().numpy()
             if ((found < 0) | (found > 1)).any():
                 raise cli.InputError(f"returned {found}; probabilities are between 0 and 1")
         orders.append(found)
@@ -119,7 +119,7 @@ def main(args: Args) -> None:
         if not in_pairs:
             with cli.about(f"--judge {judge_name}"):
                 given = dict(queries=texts[0], responses=texts[1])
-                scores.append(call_reward_function(judge, given, columns).numpy())
+                scores.append(sum(call_reward_function(judge, given, columns).values()).numpy())
     if asked[0] != asked[1]:
         raise cli.InputError("A and B skip different queries: some are too long for one tokenizer")
     queries = len(texts[0])

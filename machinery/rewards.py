@@ -3,7 +3,10 @@
 Shapes: `B` sequences, `Q` query tokens, `R` response tokens, `T` tokens.
 """
 
+import asyncio
+import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,27 +20,27 @@ from transformers.utils import cached_file
 
 from data.tasks import Task
 from machinery import models
-from machinery.cli import InputError, about
+from machinery.cli import InputError, about, rescues
 from machinery.distributed import freeze
-from machinery.sources import check_source, load_function
+from machinery.sources import check_source, guest, load_function
 from machinery.tokens import check_length, same_tokens
 from machinery.unpadding import set_unpadding
-from utils import TokenIds, decode, micro_batches, pad_left
+from utils import TokenIds, all_max, decode, global_mean_and_var, micro_batches, pad_left
 
 OTHERS = "let a --reward_fn call it, as data/classifier.py does"
+LIMIT = 600  # seconds for an `async def` function, or its attribute `timeout`
+TOTALS = {"score", "scores", "reward", "rewards", "total", "kl"}  # no parts of a score
+event_loop = functools.cache(asyncio.Runner)  # one, since clients belong to theirs
 
 
 def load_reward(
     args: Any, cls: Callable, tokenizer: Any, ids: TokenIds, accelerator: Accelerator
-) -> Callable[..., Tensor]:
-    """Return a function of (queries [B, Q], responses [B, R], columns) → scores [B].
-
-    It is the reward model's (of class `cls`), or `--reward_fn`'s, which may take its `scores`.
-    """
-    name, folder = args.task.reward_fn, check_reward(args)
-    of_texts: Any = text_scorer("reward_fn", args.task, tokenizer, ids.pad) if name else None
-    if folder is None:
-        return of_texts
+) -> "Reward":
+    """Scores of the reward model (of class `cls`), or of `--reward_fn`, which may take them."""
+    reward = Reward("reward_fn", args.task, tokenizer, ids.pad)
+    if not needs_model(reward.function):
+        return reward
+    folder = args.reward_model
     model = load_reward_model(cls, folder)
     with about(f"--reward_model {folder}"):
         if not same_tokens(transformers.AutoTokenizer.from_pretrained(folder), tokenizer):
@@ -47,27 +50,26 @@ def load_reward(
         if models.reads_weights():
             check_reward_model(model, length)
         models.follow_first(model.backbone)
-    model = freeze(accelerator, model)
-
-    def score(queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
-        tokens = reward_input(model, queries, responses, ids.pad)
-        scores = score_in_parts(model, tokens, args.micro_batch_tokens, queries.shape[1])
-        if of_texts is None:
-            return scores
-        return of_texts(queries, responses, columns, scores)
-
-    return score
+    reward.model, reward.max_tokens = freeze(accelerator, model), args.micro_batch_tokens
+    return reward
 
 
-def check_reward(args: Any) -> str | None:
-    """The reward model, which exists; None for a `--reward_fn` without `scores`."""
-    name = args.task.reward_fn
-    with about(f"--reward_fn {name}"):
-        if name and "scores" not in inspect.signature(load_function(name)).parameters:
-            return None
-    with about(f"--reward_model {args.reward_model}"):
-        check_source(args.reward_model)
-    return args.reward_model
+def load_gold_reward(task: Task, tokenizer: Any, ids: TokenIds) -> "Reward | None":
+    """The true score, if it is known."""
+    return Reward("gold_fn", task, tokenizer, ids.pad) if task.gold_fn else None
+
+
+def check_reward(args: Any) -> None:
+    """Raise `InputError` for functions of other forms, or if there is no reward model."""
+    load_scorer("gold_fn", args.task)
+    if needs_model(load_scorer("reward_fn", args.task)):
+        with about(f"--reward_model {args.reward_model}"):
+            check_source(args.reward_model)
+
+
+def needs_model(function: Callable | None) -> bool:
+    """Whether scores come from the reward model, or from a function that takes its scores."""
+    return function is None or "scores" in inspect.signature(function).parameters
 
 
 def load_reward_model(cls: Callable, name: str) -> Any:
@@ -112,13 +114,6 @@ def check_reward_model(model: Any, length: int) -> None:
     raise InputError(f"{config.model_type}: scores depend on the texts beside them, by {gap:.2g}")
 
 
-def reward_input(model: Any, queries: Tensor, responses: Tensor, pad_id: int) -> Tensor:
-    """Queries [B, Q] and responses [B, R] of a policy of its tokens → a model's input (X13)."""
-    tokens = torch.cat([queries, responses], dim=1)
-    unknown = (tokens == pad_id) | (tokens >= model.config.pad_id)  # padding, or no text
-    return tokens.masked_fill(unknown, model.config.pad_id)
-
-
 @torch.no_grad()
 def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: int = 0) -> Tensor:
     """Rewards [B] of sequences [B, T], about `max_tokens` tokens at a time.
@@ -134,63 +129,125 @@ def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: i
     return torch.cat([model(tokens[part], prompt_length) for part in parts])[order.argsort()]
 
 
-def text_scorer(field: str, task: Task, tokenizer: Any, pad_id: int) -> Callable[..., Tensor]:
-    """Let a task's function of texts take tokens: (queries, responses, columns) → [B]."""
-    name = getattr(task, field)
+class Reward:
+    """Scores of responses: (queries [B, Q], responses [B, R], columns) → [B].
+
+    They come from a model, from a task's function of texts, or from a function of model scores.
+    """
+
+    model: Any = None
+    max_tokens = 0
+
+    def __init__(self, field: str, task: Task, tokenizer: Any, pad_id: int):
+        self.tokenizer, self.pad_id, self.name = tokenizer, pad_id, getattr(task, field)
+        self.flag, self.function = f"--{field} {self.name}", load_scorer(field, task)
+        self.parts: dict[str, Tensor] = {}  # of the last scores [B], if the function names them
+
+    def __call__(self, queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
+        scores: Any = None
+        tokens = torch.cat([queries, responses], dim=1)
+        if self.model:
+            pad_id = self.model.config.pad_id
+            unknown = (tokens == self.pad_id) | (tokens >= pad_id)  # padding, or no text (X13)
+            inputs = tokens.masked_fill(unknown, pad_id)
+            scores = score_in_parts(self.model, inputs, self.max_tokens, queries.shape[1])
+        if self.function is None:
+            return scores
+        # Alone, a response would lose the space that SentencePiece strips off a text's beginning.
+        texts, both = (decode(self.tokenizer, x, self.pad_id) for x in (queries, tokens))
+        answers = [x[len(y) :] for x, y in zip(both, texts, strict=True)]
+        given: dict[str, Any] = dict(queries=texts, responses=answers)
+        given |= {} if scores is None else dict(scores=scores.tolist())
+        # A query's responses are neighbors, as TRL's functions expect.
+        order = sorted(range(len(texts)), key=lambda i: texts.index(texts[i]))
+        given = {name: [x[i] for i in order] for name, x in given.items()}
+        rest = {name: [x[i] for i in order] for name, x in (columns or {}).items()}
+        parts, error = {}, None
+        try:
+            with about(self.flag), guest(self.name.rpartition(":")[0]):
+                parts = call_reward_function(self.function, given, rest)
+                if self.parts and parts.keys() != self.parts.keys():
+                    raise InputError(f"returned {[*parts]}, and before {[*self.parts]}")
+        except InputError as caught:
+            error = caught
+        if all_max(torch.tensor(float(error is not None), device=tokens.device)):
+            error = error or InputError(f"{self.flag} failed on another process")
+            raise InputError("; ".join([f"{error}", *(x() for x in rescues)])) from error.__cause__
+        back = torch.tensor(order).argsort()
+        parts = {name: x[back].to(tokens.device) for name, x in parts.items()}
+        self.parts = {name: x for name, x in parts.items() if name}
+        return torch.stack([*parts.values()]).sum(dim=0)
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Mean and standard deviation of the last scores' named parts."""
+        found = {f"reward/{name}": x.mean() for name, x in self.parts.items()}
+        for name, x in self.parts.items():
+            found[f"reward/{name}_std"] = global_mean_and_var(x)[1].sqrt()
+        return found
+
+
+def load_scorer(field: str, task: Task) -> Any:
+    """A task's function of texts, or None. `InputError` if its names mean other texts."""
+    if (name := getattr(task, field)) is None:
+        return None
     with about(f"--{field} {name}"):
         function = load_function(name)
-        check_names(function)
-
-    def score(
-        queries: Tensor, responses: Tensor, columns: dict | None = None, scores: Any = None
-    ) -> Tensor:
-        texts = decode(tokenizer, queries, pad_id)
-        # Alone, a response would lose the space that SentencePiece strips off a text's beginning.
-        both = decode(tokenizer, torch.cat([queries, responses], dim=1), pad_id)
-        given = dict(
-            queries=texts, responses=[x[len(y) :] for x, y in zip(both, texts, strict=True)]
-        )
-        given |= {} if scores is None else {"scores": scores.tolist()}
-        # A query's responses are neighbors, as TRL's functions expect.
-        first = {query: i for i, query in reversed([*enumerate(texts)])}
-        order = torch.tensor([first[query] for query in texts]).argsort(stable=True)
-        lists = (
-            {key: [x[i] for i in order] for key, x in y.items()} for y in (given, columns or {})
-        )
-        with about(f"--{field} {name}"):
-            return call_reward_function(function, *lists)[order.argsort()].to(queries.device)
-
-    return score
+        names = inspect.signature(function).parameters.keys()
+        # OpenRLHF's `queries` hold the responses, too:
+        if {"queries", "prompts"} <= names or not {"responses", "completions", "scores"} & names:
+            line = wrap(function, name.rpartition(":")[2])
+            raise InputError(f"needs other texts; add this to the file and name it: {line}")
+    return function
 
 
-def check_names(function: Callable) -> None:
-    """Raise `InputError` for a reward function of another form, whose names mean other texts."""
-    parameters = inspect.signature(function).parameters
-    if not {"responses", "scores"} & parameters.keys():
-        theirs = ", ".join(
-            f"{name}=…" for name, x in parameters.items() if x.kind is not x.VAR_KEYWORD
-        )
-        raise InputError(
-            "no parameter is named responses; wrap it (docs/ppo.md): def score(queries, responses, "
-            f"**columns): return {getattr(function, '__name__', 'function')}({theirs})"
-        )
+def wrap(function: Any, name: str) -> str:
+    """A line of Python: a reward function that calls one of another form."""
+    parameters = inspect.signature(function).parameters.values()
+    rest = [f"**{x.name}" for x in parameters if x.kind is x.VAR_KEYWORD]
+    needed = [x.name for x in parameters if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
+    needed = needed or ["queries", "responses"]
+    query = [x for x in needed if re.search("quer|prompt|question|instruction", x)]
+    others = [x for x in needed if x not in query and not re.search("label|answer|truth", x)]
+    response = [x for x in others if re.search("respon|complet|output|solution", x)] or others
+    lists = {x: x for x in needed} | {x: "queries" for x in query[-1:]}
+    lists |= {x: "responses" for x in response[-1:]}
+    if query and not response:  # OpenRLHF's
+        lists[query[0]] = "[q + r for q, r in zip(queries, responses)]"
+    columns = [x for x in needed if lists[x] == x and x not in ("queries", "responses")]
+    call = f"{name}({', '.join([*(f'{x}={y}' for x, y in lists.items()), *rest])})"
+    if "solution_str" in needed:  # verl's judge one response
+        each, names = ", ".join(lists.values()), ", ".join(needed)
+        call = f"[{name}({names}) for {names} in zip({each})]"
+    constants = str(getattr(getattr(function, "__code__", None), "co_consts", ""))
+    call += '["rewards"]' if "'rewards'" in constants else ""  # OpenRLHF's, with other numbers
+    return f"def wrapped({', '.join(['queries', 'responses', *columns, *rest])}): return {call}"
 
 
-def call_reward_function(function: Callable, texts: dict[str, list], columns: dict) -> Tensor:
-    """Call a function with what it names of `texts` and `columns` → finite numbers [B]."""
-    signature, given = inspect.signature(function), columns | texts
-    if not any(x.kind is x.VAR_KEYWORD for x in signature.parameters.values()):
-        given = {name: x for name, x in given.items() if name in signature.parameters}
+def call_reward_function(function: Callable, texts: dict, columns: dict) -> dict[str, Tensor]:
+    """Call a function with what it names → finite numbers [B], by name if it returns a dict."""
+    texts = texts | dict(prompts=texts["queries"], completions=texts["responses"])  # TRL's names
+    signature = inspect.signature(function)
+    names = {*signature.parameters}
+    if any(x.kind is x.VAR_KEYWORD for x in signature.parameters.values()):
+        names |= columns.keys() | ({"prompts"} if "completions" in names else {"queries"})
+    given = {name: x for name, x in (columns | texts).items() if name in names}
     if both := sorted(given.keys() & texts.keys() & columns.keys()):
         raise InputError(f"{both[0]} is also a column of the data set: rename the column")
     with about(f"parameters can be {', '.join(columns | texts)}"):
         signature.bind(**given)
-    scores = torch.as_tensor(returned := function(**given), dtype=torch.float32)
-    if scores.shape != (len(texts["queries"]),) or not scores.isfinite().all():
-        raise InputError(f"returned {returned!r:.60}, not {len(texts['queries'])} finite numbers")
-    return scores
-
-
-def load_gold_reward(task: Task, tokenizer: Any, ids: TokenIds) -> Callable | None:
-    """The true score: (queries, responses, columns) → [B]; None if unknown."""
-    return text_scorer("gold_fn", task, tokenizer, ids.pad) if task.gold_fn else None
+    returned: Any = function(**given)
+    if inspect.isawaitable(returned):
+        limit = getattr(function, "timeout", LIMIT)
+        with about(f"awaited for at most {limit} s"):
+            returned = event_loop().run(asyncio.wait_for(returned, limit))
+    parts = returned if isinstance(returned, dict) and returned else {"": returned}
+    if taken := sorted(TOTALS & parts.keys()):
+        raise InputError(f"returned {[*parts]}: return {taken[0]!r} alone, or parts to sum")
+    size, found = len(texts["queries"]), {}
+    for name, x in parts.items():
+        found[name] = torch.as_tensor(x, dtype=torch.float32)
+        if found[name].shape != (size,) or not found[name].isfinite().all():
+            raise InputError(
+                f"returned {x!r:.60}{name and f' as {name}'}, not {size} finite numbers"
+            )
+    return found

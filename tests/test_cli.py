@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("accelerator")
 )
 def test_a_size_that_does_not_divide_names_the_next_that_works(script, processes, changes, words):
     small = dict(num_labels=12, batch_size=4) if script is train_reward else {}
-    args = script.Args(task=tiny.make_task(reward_fn="math:sqrt"), **small | changes)
+    args = script.Args(task=tiny.make_task(reward_fn="data.answers:gsm8k"), **small | changes)
     message = refuses(lambda: script.check(args, processes), *words)
     name, right = words[0].split("=")[0], int(message.split()[-1])
     script.check(replace(args, **{name: right}), processes)
@@ -77,7 +77,7 @@ def test_every_number_has_its_bounds(script):
         ("ppo.py --lr -1e-5", ("lr", "-1e-05")),
         ("rloo.py --kl_estimator k4", ("--kl_estimator", "k4", "k1", "k3")),
         ("train_reward.py --no_such_flag 3", ("--no_such_flag",)),
-        ("rloo.py --batch-size 10 --reward_fn=math:sqrt", ("batch_size=10", "use 12")),
+        ("rloo.py --batch-size 10 --reward_fn=data.answers:gsm8k", ("batch_size=10", "use 12")),
         ("sft.py --seed 18446744073709551616", ("seed", "18446744073709551616")),
         ("train_reward.py --seed 18446744073709551616", ("seed", "18446744073709551616")),
         ("sft.py --task=sentimental", ("--task", "sentimental", "synthetic")),

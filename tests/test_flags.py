@@ -201,5 +201,5 @@ def test_gradient_checkpointing_recomputes_every_block_and_changes_nothing(name,
 def test_P9_a_minibatch_of_fewer_than_8_responses_in_all_is_warned_of(batch_size, off, capsys):
     """Which OpenAI refuses; unless nothing is whitened."""
     flags = dict(whiten_rewards=not off, whiten_advantages=False, num_minibatches=2)
-    ppo.check(tiny.make_args(batch_size=batch_size, reward_fn="math:sqrt", **flags), 1)
+    ppo.check(tiny.make_args(batch_size=batch_size, reward_fn="data.answers:gsm8k", **flags), 1)
     assert ("--batch_size" in capsys.readouterr().out) == (batch_size == 14 and not off)

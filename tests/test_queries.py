@@ -385,7 +385,7 @@ def test_every_script_asks_for_the_queries_that_it_can_use_and_needs_prompts_onl
     rows = [dict(prompt=f"Ben saw {i}.", chosen=" the end", rejected=" Ben") for i in range(16)]
     source = write_rows(tmp_path / "rows.jsonl", rows)
     task, seen = replace(eos_task, query_dataset=source, label_dataset=source), []
-    task = replace(task, reward_fn="math:sqrt")  # no reward model
+    task = replace(task, reward_fn="data.answers:gsm8k")  # no reward model
 
     def spy(task, tokenizer, ids, limit):
         seen.append((len(queries.load_queries(task, tokenizer, ids, limit)), limit))

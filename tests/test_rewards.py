@@ -1,11 +1,13 @@
 """Rewards: models, functions of users, both; what a reward model reads."""
 
 import json
+import os
 import re
 import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import formats
@@ -14,7 +16,7 @@ import pytest
 import tiny
 import torch
 from accelerate import Accelerator
-from conftest import read_metrics
+from conftest import read_metrics, without_times
 from formats import write_rows
 from test_diffs import apply
 from tiny import refuses
@@ -25,6 +27,7 @@ import train_reward
 import utils
 from machinery import queries, rewards
 from machinery.rewards import load_reward_model
+from machinery.sources import import_file
 from machinery.tokens import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("accelerator")
@@ -117,9 +120,8 @@ def test_a_response_keeps_the_space_that_it_has_after_its_query(tmp_path):
     (tmp_path / "f.py").write_text(
         "def f(responses):\n    return [x == ' Maria was' for x in responses]"
     )
-    score = rewards.text_scorer(
-        "reward_fn", tiny.make_task(reward_fn=f"{tmp_path}/f.py:f"), policy, pad
-    )
+    task = tiny.make_task(reward_fn=f"{tmp_path}/f.py:f")
+    score = rewards.Reward("reward_fn", task, policy, pad)
     assert score(torch.tensor([[pad, *q]]), torch.tensor([[*r, pad]])).tolist() == [1]
 
 
@@ -135,14 +137,64 @@ def test_a_reward_model_of_other_tokens_and_a_classifier_are_refused(task, tmp_p
     refuses(lambda: load_reward(task, reward_model=lm), f"--reward_model {lm}", "classifier.py")
 
 
-def test_X13_models_of_one_tokenizer_may_be_padded_to_other_sizes():
-    rows = torch.tensor([[61, 61, 3, 60], [4, 58, 57, 61]])
+def test_X13_models_of_one_tokenizer_may_be_padded_to_other_sizes(task):
+    rows, weights = torch.tensor([[61, 61, 3, 60], [4, 58, 57, 61]]), 100 ** torch.arange(4)
+    reward = rewards.Reward("reward_fn", task, None, pad_id=61)
     for pad, expected in (
         (58, [[58, 58, 3, 58], [4, 58, 57, 58]]),  # the ids 58 … 60 are no text to it
         (70, [[70, 70, 3, 60], [4, 58, 57, 70]]),
     ):
-        found = rewards.reward_input(tiny.make_reward(pad_id=pad), rows[:, :2], rows[:, 2:], 61)
-        assert found.tolist() == expected
+        reward.model = lambda tokens, prompt_length: tokens @ weights
+        reward.model.config, reward.max_tokens = SimpleNamespace(pad_id=pad), 100
+        assert torch.equal(reward(rows[:, :2], rows[:, 2:]), torch.tensor(expected) @ weights)
+
+
+PROCESSES = """
+import multiprocessing, os, tempfile, time
+
+fork = multiprocessing.get_context("fork")
+
+def stuck(*args):
+    time.sleep(60)
+
+def score(responses):
+    child = fork.Process(target=stuck)
+    child.start()
+    time.sleep(0.3)  # as a judge that waits for it
+    began = time.monotonic()
+    child.terminate()
+    child.join()
+    with fork.Pool(1) as pool:
+        try:
+            pool.apply_async(stuck).get(timeout=0.3)
+        except multiprocessing.TimeoutError:
+            pass
+    assert time.monotonic() - began < 0.9
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+    return plain(responses)
+
+def plain(responses):
+    return [len(response) / 9 for response in responses]
+
+def guarded(responses):
+    os.replace = os.chdir = os.getcwd = None  # as HumanEval's guard does
+    return plain(responses)
+"""
+
+
+def test_a_reward_function_may_stop_processes_and_leave_the_working_folder(start, here):
+    """Forked children end at a signal that the run only notes; all files are where they were."""
+    (here / "mine.py").write_text(PROCESSES)
+    for name in ("score", "plain"):
+        flags = dict(total_episodes=8, run_name=name, truncate_token=None)
+        start("ppo", reward_fn=f"mine.py:{name}", output_dir=f"out/{name}", **flags)
+    assert without_times(read_metrics("score")) == without_times(read_metrics("plain"))
+    assert (here / "out" / "score" / "model.safetensors").exists()
+    before = os.replace, os.getcwd
+    flags = dict(total_episodes=8, reward_fn="mine.py:guarded")
+    refuses(lambda: start("ppo", **flags), "--reward_fn mine.py:guarded: sets os.", "process")
+    assert (os.replace, os.getcwd) == before
 
 
 COMPOSED = """
@@ -255,12 +307,15 @@ def test_a_reward_sees_the_columns_of_each_query_in_training_and_evaluation(
 
 REST = dict(prompt=["1 + 1 ="], answer=["2"], labels=["two"])
 TEXTS = dict(queries=["1 + 1 ="], responses=[" 2"])
+TRL = dict(prompts=["1 + 1 ="], completions=[" 2"])
 SIGNATURES = {  # the table in docs/ppo.md → what each parameter gets
     "queries, responses": TEXTS,
     "queries, responses, answer": TEXTS | dict(answer=["2"]),
     "queries, responses, scores": TEXTS | dict(scores=[0.5]),
     "responses, weight=2.0, answer=None": dict(responses=[" 2"], weight=2.0, answer=["2"]),
     "responses, **columns": dict(responses=[" 2"], columns=dict(queries=["1 + 1 ="]) | REST),
+    "prompts, completions, answer": TRL | dict(answer=["2"]),
+    "completions, **kwargs": dict(completions=[" 2"], kwargs=dict(prompts=["1 + 1 ="]) | REST),
 }
 
 
@@ -268,7 +323,6 @@ def arguments(parameters: str, columns: dict[str, list] = REST) -> dict[str, Any
     """What a function with these parameters gets."""
     seen: dict[str, Any] = {}
     function = eval(f"lambda {parameters}: seen.update(locals()) or [1.0]", {"seen": seen})
-    rewards.check_names(function)
     scores = {"scores": [0.5]} if "scores" in parameters else {}
     rewards.call_reward_function(function, TEXTS | scores, columns)
     return seen
@@ -284,21 +338,41 @@ def test_the_table_of_signatures_has_these_rows():
     assert re.findall(r"^\| `score\((.*)\)` \|", page, flags=re.M) == list(SIGNATURES)
 
 
-OTHERS = {  # functions of TRL, Open R1, OpenRLHF and verl: what wraps them
-    "prompts, completions, answer, **kwargs": "prompts=…, completions=…, answer=…)",
-    "completions, ground_truth, **kwargs": "completions=…, ground_truth=…)",
-    "queries, prompts, labels": "queries=…, prompts=…, labels=…)",
-    "data_source, solution_str, ground_truth, extra_info=None": "solution_str=…, ",
-    "question, answer, output": "output=…)",
-    "**columns": "return <lambda>()",
+# Functions of other forms: their parameters and what they compute for the query "1 + 1 =", its
+# response " 2", the answer "2" and the label "two", as their own libraries would call them.
+OTHERS = {  # OpenRLHF's, with a dict, without; verl's; names of one's own; no names
+    "queries, prompts, labels": """{"rewards": [
+        float((q, p, x) == ("1 + 1 = 2", "1 + 1 =", "two")) for q, p, x in zip(queries, prompts, labels)
+    ], "scores": [9.0], "extra_logs": {}}""",
+    "queries, labels": "[float(queries == ['1 + 1 = 2'] and labels == ['two'])]",
+    "data_source, solution_str, ground_truth, extra_info=None": (
+        "float(solution_str.strip() == ground_truth and data_source == 'sums')"
+    ),
+    "question, answer, output": (
+        "[float((question, answer, output) == (['1 + 1 ='], ['2'], [' 2']))]"
+    ),
+    "prompt, response": "[float((prompt, response) == (['1 + 1 ='], [' 2']))]",
+    "texts": "[float(texts == [' 2'])]",
+    "**columns": (
+        "[float(columns['responses'] == [' 2'] and columns['queries'] == ['1 + 1 ='])"
+        " * (columns['answer'] == ['2'])]"
+    ),
 }
 
 
 @pytest.mark.parametrize("parameters", OTHERS)
-def test_a_function_of_another_form_is_refused_with_what_wraps_it(parameters):
+def test_a_function_of_another_form_is_refused_with_a_wrapper_to_paste(parameters, task, tmp_path):
     """Some of their names mean other texts: OpenRLHF's `queries` hold the responses, too."""
-    wrap = "def score(queries, responses, **columns): return <lambda>("
-    refuses(lambda: arguments(parameters), wrap, OTHERS[parameters], "docs/ppo.md")
+    path = tmp_path / "theirs.py"
+    path.write_text(f"def judge({parameters}):\n    return {OTHERS[parameters]}\n")
+    args = tiny.make_args(task, reward_fn=f"{path}:judge", reward_model="nowhere")
+    message = refuses(lambda: rewards.check_reward(args), f"--reward_fn {path}:judge: ")
+    pasted = message[message.index("def ") :]
+    path.write_text(path.read_text() + pasted)
+    import_file.cache_clear()
+    function = rewards.load_scorer("reward_fn", replace(task, reward_fn=f"{path}:wrapped"))
+    columns = REST | dict(data_source=["sums"], ground_truth=["2"])
+    assert rewards.call_reward_function(function, TEXTS, columns)[""].tolist() == [1]
 
 
 def test_a_parameter_that_nothing_fills_and_a_column_with_the_name_of_a_text_are_refused():

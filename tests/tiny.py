@@ -398,7 +398,6 @@ def run_reward_training(args: Any, model: Any, labels: Labels, **patches: Any) -
         "load_labels": lambda *a: labels,
         "sample_policy": lambda *a: texts,
         "new_reward_model": lambda *a: model,
-        "reward_input": lambda model, *texts: torch.cat(texts[:2], dim=1),
         "transformers": SimpleNamespace(AutoConfig=auto_config),
         "Run": FakeRun(),
     }
