@@ -48,6 +48,7 @@ PYTHIA = dict(hidden_size=2048, num_hidden_layers=16, num_attention_heads=8, voc
 PYTHIA |= dict(intermediate_size=8192, max_position_embeddings=2048, n_layer=16, n_embd=2048)
 PYTHIA_1B = speed.Work(PYTHIA | dict(model_type="gpt_neox"), 64, (), 53, 512, 100)
 SMALL = speed.Work(dict(n_layer=1, n_embd=32, n_head=2, vocab_size=101, n_positions=600), 8, ())
+TLDR = ["--task", "tldr", "--truncate_token", "w5"]  # a word is one token
 start_method = "fork"
 
 
@@ -255,9 +256,8 @@ def plan(small: bool, folder: Path, out: Path) -> Iterator[tuple[Any, ...]]:
     yield "sentiment: tokens", 0.4, gpu_checks.same_tokens, *gpt2
     yield "sentiment: unpadding", 0.3, gpu_checks.unpadding, *gpt2
     yield "tldr: models", 0.75, make, *pythia
-    flags = ["--task", "tldr", "--truncate_token", "w5"]  # a word is one token
-    yield "tldr: ppo", 0.9, update, *pythia, "ppo", 1, flags
-    yield "tldr: ppo --no-cuda_graphs", 0.9, update, *pythia, "ppo", 1, [*flags, "--no-cuda_graphs"]
+    yield "tldr: ppo", 0.9, update, *pythia, "ppo", 1, TLDR
+    yield "tldr: ppo --no-cuda_graphs", 0.9, update, *pythia, "ppo", 1, [*TLDR, "--no-cuda_graphs"]
     yield "golden numbers, fp32", 0.7, gpu_checks.golden
     for name, precision in (("fp32", "no"), ("bf16", "bf16")):
         yield f"tiny scripts, {name}", 0.4, gpu_checks.tiny_runs, folder / name, precision

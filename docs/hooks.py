@@ -2,7 +2,7 @@
 
 Markdown files become pages, pictures, CSVs and notebooks are copied, scripts become listings.
 Equations become MathML, which browsers show without JavaScript. A click on a picture opens it alone.
-The search leaves out the log. Pages that were merged into others lead there.
+The search leaves out the log, and ranks listings below pages. Pages that were merged into others lead there.
 """
 
 import os
@@ -21,6 +21,7 @@ MOVED = {
     "arithmetic": "data.html#answers-that-can-be-checked",
     "gpu": "speed.html#on-a-gpu",
     "resume": "running.html#resume",
+    "sft": "train_reward.html#sftpy",
     "scaling": "running.html#many-gpus-many-machines",
     "worked-examples": "your-experiment.html#worked-examples",
     "your-data": "data.html",
@@ -59,8 +60,12 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, **_):
     """Rewrite links to files, pictures and equations."""
-    page.meta["search"] = {"exclude": page.file.src_uri == "log.md"}
-    if page.file.src_uri not in PAGES:
+    is_page = page.file.src_uri in PAGES
+    page.meta["search"] = {
+        "exclude": page.file.src_uri == "log.md",
+        "boost": 1 if is_page else 0.001,
+    }
+    if not is_page:  # a listing
         return markdown
     folder = PAGES[page.file.src_uri].parent
 

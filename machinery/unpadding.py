@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from machinery.cli import InputError, say_once
 
+ONE_TOKEN = {"cuda"}  # where products are faster than SDPA's kernels for masks
 NAME = "unpadded"  # under which the library knows our attention function
 signature_of = cache(signature)
 
@@ -47,10 +48,12 @@ class Unpadded:
                 say_once(f"padding is computed for {kind}, in sequences above {longest} tokens")
             return self.backbone(input_ids, position_ids=position_ids, **inputs).last_hidden_state
         inputs["attention_mask"] = mask.new_ones(1, 1, 1, 1)  # 4D: the library passes it on
-        inputs["plan"] = lengths, seen, bounds, select(index, mask, sum(seen)), []
+        shared = select(index, mask, sum(seen)) if sum(seen) > sum(lengths) else None
+        inputs["plan"] = lengths, seen, [], (*bounds, max(lengths), max(seen)), shared
         ids, positions = (select(x, computed, sum(lengths)) for x in (input_ids, position_ids))
         outputs = self.backbone(ids[None], position_ids=positions[None], **inputs)
-        return outputs.last_hidden_state[0].index_select(0, index.flatten()).view(*mask.shape, -1)
+        hidden = outputs.last_hidden_state.squeeze(0)  # `[0]` would copy in the backward pass
+        return hidden.index_select(0, index.flatten()).view(*mask.shape, -1)
 
 
 def select(x: Tensor, mask: Tensor, count: int) -> Tensor:
@@ -85,17 +88,20 @@ def attention(
     """The library's `sdpa`; with a `plan`, that of each sequence of a flat batch.
 
     q, k, v [1, heads, U, features] → [1, U, heads, features]. `plan`: how many tokens each sequence
-    has, how many it sees, the bounds of both, the indices [S] of all that are seen, and the masks,
-    which the first layer makes for all.
+    has, how many it sees, their masks, which the first layer makes for all, inputs of `varlen_attn`,
+    and the indices [S] of all tokens that are seen, if prompts are shared.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
     if plan is None:
+        is_bool = attention_mask is None or attention_mask.dtype == torch.bool
+        if q.device.type in ONE_TOKEN and q.shape[2] == 1 and is_bool and rest.get("scaling"):
+            return attend_once(q, k, v, attention_mask, rest["scaling"]), None
         return sdpa(module, q, k, v, attention_mask, **rest)
     if attention_mask.numel() > 1:  # it is not the one that `Unpadded` passed
         raise InputError("makes attention masks of its own")
-    lengths, seen, bounds, index, masks = plan
-    if sum(seen) > sum(lengths):  # prompts are shared
+    lengths, seen, masks, of_kernel, index = plan
+    if index is not None:  # prompts are shared
         k, v = (x.index_select(2, index) for x in (k, v))  # [1, heads, S, features]
     if can_use_varlen(k, v):
         from torch.nn.attention.varlen import varlen_attn
@@ -105,9 +111,8 @@ def attention(
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
             del causal["enable_gqa"]
         # Autocast does not cast here; rotary embeddings leave queries and keys in fp32.
-        flat = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))
-        inputs: Any = *flat, *bounds, max(lengths), max(seen)
-        output: Any = varlen_attn(*inputs, **causal)
+        flat: Any = (x.squeeze(0).transpose(0, 1).to(v.dtype) for x in (q, k, v))
+        output: Any = varlen_attn(*flat, *of_kernel, **causal)
         return output[None], None
     if not masks:
         for n, m in zip(lengths, seen, strict=True):  # the first m - n are a prompt's
@@ -115,6 +120,19 @@ def attention(
     parts = zip(q.split(lengths, 2), k.split(seen, 2), v.split(seen, 2), masks, strict=True)
     outputs = [sdpa(module, *part, **rest)[0] for part in parts if part[0].shape[2]]
     return torch.cat(outputs, dim=1), None
+
+
+def attend_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of one new token: [B, heads, 1, features] → [B, 1, heads, features].
+
+    k, v [B, groups, columns, features]; mask [B, 1, 1, columns], True at real tokens.
+    """
+    queries = (q * scale).to(v.dtype).view(len(q), k.shape[1], -1, q.shape[-1])
+    scores = queries @ k.to(v.dtype).transpose(2, 3)  # [B, groups, heads that share keys, columns]
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    output = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
+    return output.view(*q.shape[:3], -1).transpose(1, 2)
 
 
 def can_use_varlen(key: Tensor, value: Tensor) -> bool:

@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
-from machinery import decoding
+from machinery import decoding, unpadding
 from utils import truncate
 
 OTHERS = {
@@ -62,6 +63,19 @@ def test_G4_decoder_gives_the_logits_of_the_plain_model(kind, settings, bf16, mo
         tokens = torch.cat([tokens, responses[:, step : step + 1]], dim=1)
         batch.append(responses[:, step])
     assert read == [(5, 8)] + [(15, 1)] * (LENGTH - 1)  # distinct prompts once, no column of pads
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "opt", "deepseek_v32"])
+def test_G4_a_new_tokens_attention_as_products_gives_the_logits_of_the_plain_model(
+    kind, bf16, monkeypatch
+):
+    """As on a GPU, in each layer; Llama's heads share keys, DeepSeek's values are narrower."""
+    attend = Mock(side_effect=unpadding.attend_once)
+    monkeypatch.setattr(unpadding, "attend_once", attend)
+    monkeypatch.setattr(unpadding, "ONE_TOKEN", {"cpu"})
+    test_G4_decoder_gives_the_logits_of_the_plain_model(kind, {}, bf16, monkeypatch)
+    assert attend.call_count == tiny.make_lm(kind).config.num_hidden_layers * (LENGTH - 1)
 
 
 def ending_soon(decoder, calls: list):
@@ -196,7 +210,7 @@ def test_graphs_are_recorded_again_if_caches_grow_or_responses_leave(fake_graphs
     for decoder in (decoding.Decoder(lm, 50), with_graphs(lm)):
         decoder.response_length, calls = 50, []  # of tests with fewer tokens
         inputs = ending_soon(decoder, calls), contexts, tiny.uniform(50, 80)
-        for _ in range(1 + decoder.cuda_graphs):  # the second batch finds its graphs
+        for _ in range(1 + bool(decoder.graphs)):  # the second batch finds its graphs
             samples.append(tiny.sample(*inputs, eos_task=True, truncate_after=0))
             seen = calls.copy()
             calls.clear()
@@ -227,7 +241,7 @@ def test_a_batch_whose_cache_takes_too_much_memory_has_no_graph(fake_graphs, cap
     lm, uniform = tiny.make_lm(), tiny.uniform(LENGTH, 4)
     decoder = with_graphs(lm)
     numbers = 2 * 3 * (8 + LENGTH) * lm.config.n_embd  # keys and values of three responses
-    decoder.limit = lm.config.n_layer * (4 * numbers + 8)
+    decoder.graphs.limit = lm.config.n_layer * (4 * numbers + 8)
     for rows, graphs in ((4, 0), (3, 1), (4, 1)):
         contexts = tiny.make_contexts([5, 3, 8, 8][:rows], 8)
         plain = tiny.sample(decoding.Decoder(lm, LENGTH), contexts, uniform[:, :rows])
@@ -247,17 +261,18 @@ def test_a_larger_batch_moves_the_memory_of_the_graphs(fake_graphs):
         assert torch.equal(plain, tiny.sample(decoder, contexts, uniform))
         with torch.no_grad():
             _ = [weight.mul_(1.5) for weight in lm.parameters()]
-    assert decoder.kept["0 keys"].shape[0] == 5 and decoder.kept["0 keys"].shape[2] == 11 + LENGTH
+    keys = decoder.graphs.kept["0 keys"]
+    assert keys.shape[0] == 5 and keys.shape[2] == 11 + LENGTH
 
 
 def test_sliding_windows_linear_layers_falcon_shards_and_cpus_have_no_graphs(fake_graphs):
     """Also where the weights of FSDP2 are gathered, as when sft.py samples."""
     for kind in ("mistral", "falcon", "falcon_alibi", "qwen3_5_text", "lfm2", "granitemoehybrid"):
-        assert not with_graphs(tiny.make_lm(kind)).cuda_graphs
+        assert not with_graphs(tiny.make_lm(kind)).graphs
     lm = tiny.make_lm()
     lm.base_model.unshard = lambda: None  # as an FSDPModule
-    assert not with_graphs(lm).cuda_graphs
-    assert not decoding.Decoder(tiny.make_lm(), LENGTH, cuda_graphs=True).cuda_graphs
+    assert not with_graphs(lm).graphs
+    assert not decoding.Decoder(tiny.make_lm(), LENGTH, cuda_graphs=True).graphs
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

@@ -270,7 +270,7 @@ def test_a_wide_batch_of_sequences_that_are_short_enough_has_no_padding():
 
 MISTAKES = {
     "every token sees all others": lambda plan, _: dict(plan=None),
-    "responses see no prompt": lambda plan, _: dict(plan=(plan[0], plan[0], *plan[2:])),
+    "responses see no prompt": lambda plan, _: dict(plan=(plan[0], plan[0], *plan[2:-1], None)),
     "positions go on": lambda _, x: dict(position_ids=torch.arange(x.shape[1])[None]),
 }
 

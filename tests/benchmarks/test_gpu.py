@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ppo
 import rloo
-from benchmarks import gpu, gpu_checks, memory, speed
+from benchmarks import gpu, gpu_checks, gpu_count, memory, speed
 from machinery import unpadding
 
 ROWS = list(gpu.plan(True, Path("unused"), Path("unused")))
@@ -182,3 +183,42 @@ def test_a_prompts_operations_count_once_where_it_is_read_once():
     each = speed.operations(work, "rloo", 1)["sample"]
     assert speed.operations(work, "rloo", 1, once=True)["sample"] == each - 3 * of_prompts
     assert speed.operations(work, "ppo", 1, once=True) == speed.operations(work, "ppo", 1)
+
+
+def test_a_product_and_a_cast_are_counted_once_and_views_not_at_all():
+    """[4, 8] in fp32, cast to bf16, times [8, 16]: 2 * 4 * 8 * 16 operations."""
+    with gpu_count.Tally() as tally:
+        weight = torch.ones(16, 8, dtype=torch.bfloat16)
+        tally.rows.clear()
+        product = torch.ones(8, 4).t().bfloat16() @ weight.t()
+        assert product.shape == (4, 16) and product.dtype == torch.bfloat16
+        torch.arange(9).view(3, 3)[1:].clone()  # integers have numbers, and count as well
+    expected = {
+        "small": (2, 4 * 32 + 8 * 9, 0),  # ones, arange
+        "casts and copies": (2, 6 * 32 + 2 * 8 * 6, 0),
+        "products, bf16": (1, 2 * (32 + 128 + 64), 1024),
+    }
+    names = ("kernels", "bytes", "operations")
+    for kind, numbers in expected.items():
+        assert tuple(tally.rows["load", kind, name] for name in names) == numbers, kind
+    assert {kind for _, kind, _ in tally.rows} == expected.keys()
+
+
+def test_the_kernels_of_an_update_are_counted():
+    """Of one layer, 8 queries of 64 tokens, responses of 4, four epochs: by hand."""
+    work = replace(gpu.SMALL, response_length=4, shortest=64)
+    rows = gpu_count.count_update(work, "ppo", [])
+    blocks = 2 * 12 * 32**2 * 8 * (64 + 4)  # operations of a forward pass
+    head = 2 * 32 * 104 * 8 * 4  # 101 tokens, aligned
+    expected = {
+        ("sample", "attention of one token", "kernels"): 2
+        * 3,  # products; recorded once, then replayed
+        ("sample", "casts of weights", "kernels"): 4 * 2 * 4,
+        ("score", "products, bf16", "operations"): 3 * blocks,
+        ("score", "products, fp32", "operations"): 2 * head,
+        ("optimize", "attention", "kernels"): 4 * 2,
+        ("optimize", "matrix-vector", "kernels"): 0,  # the value head is a sum
+        ("optimize", "products, bf16", "operations"): 4 * 3 * blocks,
+        ("optimize", "products, fp32", "operations"): 4 * 3 * head,
+    }
+    assert {key: rows[key] for key in expected} == expected

@@ -19,8 +19,18 @@ from conftest import SCRIPTS, settings
 from tiny import refuses
 from transformers import AutoTokenizer
 
-from benchmarks import calibration, copying, growth, human, llm_judge, overoptimize, pass_at_k
-from benchmarks import policies, sample, winrate
+from benchmarks import (
+    calibration,
+    copying,
+    growth,
+    human,
+    llm_judge,
+    overoptimize,
+    pass_at_k,
+    policies,
+    sample,
+    winrate,
+)
 from data import tasks
 from machinery.labels import load_labels
 from machinery.rewards import load_reward_model
@@ -198,7 +208,9 @@ def test_tools_take_data_columns_lengths_and_held_out_queries_from_the_run(home,
     numbers, out = asked(pass_at_k, models=("mine",), samples=2, k=1)
     assert numbers == evaluated and json.loads(out)["held_out"] == 6
     asked(sample, model="mine", samples=1, out=home / "samples.jsonl")
-    texts = [json.loads(line)["query_text"] for line in Path("samples.jsonl").open()]
+    texts = [
+        json.loads(line)["query_text"] for line in Path("samples.jsonl").read_text().splitlines()
+    ]
     assert len(texts) == 8 and not {*texts} & {f"Anna saw {i} cats." for i in evaluated}
     other = formats.write_rows(home / "other.jsonl", rows[:9])
     winrate.main(winrate.Args(**pair, query_dataset=other))
