@@ -1,10 +1,12 @@
 """CUDA graphs of sampling: the step of a `DecodingBatch`, recorded once and replayed."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from machinery.cli import say_once
 from machinery.decoding import Decoder, DecodingBatch, KeyValueCache
@@ -34,6 +36,7 @@ class Graphs:
         self.batch = GraphBatch
         self.steps: dict[tuple[int, ...], Callable[..., Tensor]] = {}  # shape of the mask → step
         self.kept: dict[str, Tensor] = {}
+        self.casts: list[tuple[Tensor, Tensor]] = []  # weights in bf16, and where they come from
         self.weights: list[int] = []  # addresses of the weights that the steps read
         self.stream = torch.cuda.Stream()
         self.pool: Any = None  # memory for the tensors of a step; graphs use it in turn
@@ -49,6 +52,22 @@ class Graphs:
             self.steps.clear()
         return kept[tuple(map(slice, x.shape))].copy_(x)
 
+    @torch.no_grad()
+    def cast(self, lm: Any) -> Any:
+        """`lm` with bf16 copies of its linear weights, as autocast casts them; a graph would do so
+        at each token."""
+        if not self.casts:
+            weights = [*lm.parameters(), *lm.buffers()]
+            self.lm = copy.deepcopy(lm, {id(x): x for x in weights})  # shares them
+            for module in self.lm.modules():
+                if type(module) in (nn.Linear, Conv1D):
+                    for name, x in [*module.named_parameters(recurse=False)]:
+                        setattr(module, name, nn.Parameter(x.bfloat16(), requires_grad=False))
+                        self.casts.append((getattr(module, name), x))
+        for new, old in self.casts:
+            new.copy_(old)
+        return self.lm
+
 
 class GraphBatch(DecodingBatch):
     """A batch whose steps are replayed, a graph for each shape of the cache."""
@@ -56,6 +75,8 @@ class GraphBatch(DecodingBatch):
     def __init__(self, decoder: Decoder, contexts: Tensor, mask: Tensor):
         super().__init__(decoder, contexts, mask)
         self.decoder, self.graphs, self.size = decoder, decoder.graphs, len(contexts)
+        if self.graphs and torch.is_autocast_enabled(contexts.device.type):
+            self.lm = self.graphs.cast(decoder.lm)
 
     def round_up(self, number: int) -> int:
         """A power of two: each number of sequences needs a new graph."""
@@ -100,8 +121,7 @@ class GraphBatch(DecodingBatch):
         """`compute` for inputs of these shapes as a CUDA graph, with a result like `like`.
 
         Its kernels read and write the same memory each time; the next call overwrites the result.
-        They also cast the weights to bf16 each time, since an update changes them. None if
-        recording fails; then no other graph is tried.
+        None if recording fails; then no other graph is tried.
         """
         result = graphs.keep("logits", like[:, None], self.size, 1)[:, 0]
         graph, inputs = torch.cuda.CUDAGraph(), tuple(x.clone() for x in inputs)

@@ -9,13 +9,14 @@ from unittest.mock import Mock
 import pytest
 import tiny
 import torch
-from test_device import READS
+from test_device import READS, aten
 from tiny import PAD
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
 from machinery import decoding, unpadding
+from machinery.models import Float32Linear
 from utils import truncate
 
 OTHERS = {
@@ -189,8 +190,9 @@ def with_graphs(lm) -> decoding.Decoder:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "qwen2", "deepseek_v32"])
 def test_G4_replayed_steps_sample_the_same_tokens(kind, precision, fake_graphs):
-    """One graph for each shape, also in later batches; it reads the weights of today."""
+    """One graph for each shape, also in later batches; it reads the weights of today, in bf16."""
     lm, uniform = tiny.make_lm(kind), tiny.uniform(LENGTH, 5)
+    lm.get_output_embeddings().__class__ = Float32Linear  # as `load_lm` does
     decoders = decoding.Decoder(lm, LENGTH), with_graphs(lm)
     for graphs, width in enumerate((11, 6, 11, 11), 1):
         contexts = tiny.make_contexts([5, 3, 5, 1, width], width)
@@ -200,6 +202,8 @@ def test_G4_replayed_steps_sample_the_same_tokens(kind, precision, fake_graphs):
             plain, replayed = (tiny.sample(x, contexts, uniform) for x in decoders)
         assert torch.equal(plain, replayed)
         assert len(fake_graphs) == min(graphs, 2) + (graphs == 4)
+        casts = [call for call in fake_graphs[-1].calls if call[0] is aten._to_copy.default]
+        assert not {id(x) for x in lm.parameters()} & {id(x) for _, args, *_ in casts for x in args}
         with torch.no_grad():
             _ = [weight.mul_(1.1) for weight in lm.parameters()]
 

@@ -213,7 +213,7 @@ def test_the_kernels_of_an_update_are_counted():
     expected = {
         ("sample", "attention of one token", "kernels"): 2
         * 3,  # products; recorded once, then replayed
-        ("sample", "casts of weights", "kernels"): 4 * 2 * 4,
+        ("sample", "casts of weights", "kernels"): 4 * 2,  # once
         ("score", "products, bf16", "operations"): 3 * blocks,
         ("score", "products, fp32", "operations"): 2 * head,
         ("optimize", "attention", "kernels"): 4 * 2,
