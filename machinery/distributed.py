@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,11 @@ def start(args: Any) -> Accelerator:
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=JOIN_LIMIT)])
     if dist.is_initialized():
         accelerator.wait_for_everyone()  # NCCL connects at the first collective
-        dist.distributed_c10d._set_pg_timeout(WORK_LIMIT, dist.group.WORLD)
+        group: Any = dist.group.WORLD
+        group.set_timeout(WORK_LIMIT)
     check_launch(accelerator)
-    # Launchers set one thread, but models are checked on the CPU. Slurm may give few cores.
-    if accelerator.device.type == "cuda" and hasattr(os, "sched_getaffinity"):
-        share = (os.cpu_count() or 1) // torch.cuda.device_count()
-        torch.set_num_threads(max(1, min(share, len(os.sched_getaffinity(0)))))
+    if accelerator.device.type == "cuda":  # launchers set 1, but models are checked on the CPU
+        torch.set_num_threads(count_cpus())
     if accelerator.is_fsdp2:
         plugin = accelerator.state.fsdp_plugin
         plugin.mixed_precision_policy = None  # fp32 weights under autocast, as in copies
@@ -53,6 +52,18 @@ def start(args: Any) -> Accelerator:
     precision = "bf16" if bf16 else "fp32 (on GPUs, bf16 is faster)"
     accelerator.print(f"{device}, {precision}, processes: {processes}", flush=True)
     return accelerator
+
+
+def count_cpus() -> int:
+    """This process's share of the CPUs, within its affinity and its container's quota."""
+    cpus = os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # another system, no quota
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cpus = min(cpus, int(quota) // int(period))
+    share = cpus // int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    if hasattr(os, "sched_getaffinity"):  # Slurm may give few
+        share = min(share, len(os.sched_getaffinity(0)))
+    return max(1, share)
 
 
 def check_launch(accelerator: Accelerator) -> None:

@@ -140,3 +140,24 @@ def test_processes_that_did_not_start_are_refused(accelerator, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     tiny.refuses(start, "docs/running.md")
+
+
+@pytest.mark.parametrize(
+    ("quota", "processes", "affinity", "threads"),
+    [
+        ("max 100000", 6, 96, 16),  # six processes share 96 CPUs, and one GPU
+        ("800000 100000", 2, 96, 4),  # a container's 8 CPUs
+        (None, 1, 5, 5),  # Slurm gives 5
+        ("150000 100000", 8, 96, 1),
+    ],
+)
+def test_threads_are_a_process_share_of_the_cpus_that_it_may_use(
+    quota, processes, affinity, threads, monkeypatch, tmp_path
+):
+    (tmp_path / "cpu.max").write_text(quota or "")
+    monkeypatch.setattr(distributed, "Path", lambda name: tmp_path / Path(name).name)
+    monkeypatch.setattr(os, "cpu_count", lambda: 96)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(affinity), raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    assert distributed.count_cpus() == threads
