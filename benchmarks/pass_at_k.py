@@ -10,9 +10,13 @@ the share of responses in the right form.
 
 import json
 import math
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tyro
@@ -20,11 +24,13 @@ from pydantic import PositiveInt
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.policies import PolicyArgs, policy_tasks, sample_tokens  # noqa: E402
-from data.answers import FORMS, accuracies  # noqa: E402
+from data.answers import NUMBER, exact_match, final_number, gsm8k, read_number, to_number  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.rewards import Reward  # noqa: E402
 from machinery.sources import load_function  # noqa: E402
 from utils import decode  # noqa: E402
+
+SUMS = re.compile(r"(\d+,){3}\d+=\d+", re.A)  # the sum of each column, then the total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +55,35 @@ def pass_at_k(right: np.ndarray, k: int) -> float:
     n = len(right)
     wrong = n - right.sum(axis=0)
     return float(np.mean([1 - math.comb(w, k) / math.comb(n, k) for w in wrong.tolist()]))
+
+
+# Reward function → whether a response has the form that its task asks for:
+FORMS: dict[Any, Callable[[str], bool]] = {
+    exact_match: lambda response: SUMS.fullmatch(response) is not None,
+    gsm8k: lambda response: final_number(response) is not None,
+}
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number, wherever it is; None if there is none."""
+    found = re.findall(NUMBER, text, re.A)
+    return to_number(found[-1]) if found else None
+
+
+def accuracies(
+    reward: Callable, queries: list[str], responses: list[str], answer: list[Any]
+) -> dict[str, float]:
+    """Strict and lenient accuracy of responses, and the share of them in the right form.
+
+    Strict: in the right form, and the reward is 1. Lenient: the last number is that of the answer.
+    """
+    form = [FORMS[reward](response) for response in responses]
+    rewards = reward(queries, responses, answer)
+    pairs = zip(responses, map(read_number, answer), strict=True)
+    strict = [x * y for x, y in zip(form, rewards, strict=True)]
+    lenient = [number is not None and last_number(text) == number for text, number in pairs]
+    lists = {"strict": strict, "lenient": lenient, "form": form}
+    return {name: sum(values) / len(responses) for name, values in lists.items()}
 
 
 def main(args: Args) -> None:

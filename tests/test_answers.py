@@ -69,7 +69,7 @@ AS_WRITTEN += ["72 eggs in 7 days", "$72 for 3 hours at 2%", "+72"]
         ("72", ["72", " 72", "\n72", "72.", "72.0", "$72", "072", "72 clips", "72\n73"], WRONG),
         ("1,600", ["1600", "$1,600.00", "1,600 dollars"], ["1", "600", "1.600", "-1,600"]),
         ("-5", ["-5", "-$5", "$-5", "-5.00"], ["5", "$5", "- 5", "--5"]),
-        ("0.5", ["0.5", ".5", "0.50", "$.5"], ["5", "0", "1/2", "-0.5"]),
+        ("0.5", ["0.5", ".5", "0.50", "$.5", "1/2"], ["5", "0", "2/1", "-0.5"]),
         ("72", AS_WRITTEN, []),
         ("+72", ["72", "+72"], ["-72"]),
         ("3", ["3 ", "3%"], ["3/4", "x 3", "three", "", ".", "$", ",", "-", "\n"]),
@@ -83,19 +83,47 @@ def test_the_reward_of_gsm8k_compares_the_numbers_after_the_last_mark(right, sam
         assert data_answers.gsm8k(["?", "?"], responses, answers) == [score, score], text
 
 
-def test_a_column_of_numbers_or_of_answers_without_a_mark_is_compared_as_text():
-    """As people bring it: integers, floats, and texts that are the answer alone."""
-    responses = ["#### 1,600", "#### 2", "2", "#### 2.5"]
-    for answers in ([1600, 2, 2, 2], ["1,600", "2", "2", "2"], [1600.0, 2.0, 2.0, 2.0]):
-        assert data_answers.gsm8k(["?"] * 4, responses, answers) == [1, 1, 0, 0]
-    assert data_answers.exact_match(["?"] * 3, ["=12", "=1", "="], [12, 12, None]) == [1, 0, 0]
+SAME = {  # as people bring their answers → responses that are right
+    "72": [72, 72.0, ["72"], "72\n", " 72 ", "\\boxed{72}", "7.2e1", "72 clips"],
+    "1/2": ["1/2", "\\frac{1}{2}", "\\dfrac{1}{2}", "$\\frac{1}{2}$", 0.5, "0.5", ".5"],
+    "-5": ["−5", -5, "-5.0"],
+    "1000": ["1 000", "1,000", "1e3", "+1000", "\\boxed{1,000}"],
+}
 
 
-@pytest.mark.parametrize("reward, empty", [("gsm8k", "see the text"), ("exact_match", "")])
-def test_a_column_in_which_no_row_has_an_answer_is_refused(reward, empty):
-    for answers in ([None, None], [empty, empty]):
-        with pytest.raises(ValueError, match="no row of the column 'answer'"):
-            getattr(data_answers, reward)(["?"] * 2, ["#### 1", "="], answers)
+@pytest.mark.parametrize("right", SAME)
+def test_a_gold_answer_is_read_in_the_forms_that_people_bring(right):
+    for gold in SAME[right]:
+        for given in (x for x in SAME[right] if isinstance(x, str)):
+            responses = [f"#### {right}", f"#### {given}", f"#### {right}1", f"#### 7{right}"]
+            found = data_answers.gsm8k(["?"] * 4, responses, [gold] * 4)
+            assert found == [1, 1, 0, 0], (gold, given)
+    assert data_answers.gsm8k(["?"], ["#### " + "9" * 5000], ["9" * 4999]) == [0]
+
+
+def test_exact_match_reads_what_pandas_and_json_make_of_a_text():
+    golds = [8110.0, "8110.0", 8110, ["8110"], "8110\n", " 8110"]
+    assert data_answers.exact_match(["?"] * 6, ["=8110"] * 6, golds) == [1] * 6
+    none = [None, float("nan"), "", " "]
+    assert data_answers.exact_match(["?"] * 4, ["=", "=nan", "=None", "= "], none) == [0] * 4
+
+
+@pytest.mark.parametrize("reward", ["gsm8k", "exact_match"])
+def test_answers_that_a_reward_cannot_read_are_counted_when_the_run_starts(
+    reward, task, tmp_path, capsys
+):
+    """If it can read none, the run does not start."""
+    bad = ["see the text", None] if reward == "gsm8k" else ["", None]
+
+    def load(answers: list) -> None:
+        rows = [dict(text=f"Anna saw {i}.", answer=x) for i, x in enumerate(answers)]
+        files = dict(query_dataset=write_rows(tmp_path / "a.jsonl", rows))
+        own = replace(task, reward_fn=f"data.answers:{reward}", **files)
+        load_queries(own, *load_tokenizer(own, 5), 9)
+
+    load(["7", "8", "9", *bad])
+    assert "reads 3 of 5 values" in capsys.readouterr().out
+    tiny.refuses(lambda: load(bad), "--reward_fn", "reads 0 of 2 values")
 
 
 GRADES = {  # reward, right answer → responses: strictly right, leniently right, in the right form
@@ -123,7 +151,7 @@ GRADES = {  # reward, right answer → responses: strictly right, leniently righ
 
 @pytest.mark.parametrize("reward, answer", GRADES)
 def test_strict_and_lenient_accuracy_and_form_by_hand(reward, answer):
-    grade = partial(data_answers.accuracies, getattr(data_answers, reward))
+    grade = partial(pass_at_k.accuracies, getattr(data_answers, reward))
     grades = GRADES[reward, answer]
     for response, expected in grades.items():
         assert list(grade(["?"], [response], [answer]).values()) == expected, response
