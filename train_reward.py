@@ -38,7 +38,7 @@ from machinery.models import Float32Linear, load_lm, new_backbone
 from machinery.queries import load_queries
 from machinery.rewards import RewardConfig, score_in_parts
 from machinery.runs import Run, check_run
-from machinery.tokens import check_length, load_tokenizer
+from machinery.tokens import load_tokenizer
 from machinery.unpadding import Unpadded
 from utils import AdamTF, Timer, TokenIds, add_affixes, average_gradients, global_mean_and_var
 from utils import mean_over_processes, micro_batches, permutation, query_rows, truncate
@@ -239,10 +239,9 @@ def main(args: Args) -> None:
     check(args, accelerator.num_processes)
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    labels = load_labels(task, tokenizer, ids)
-    heldout = labels.held_out(args.num_labels)[: args.num_heldout]
     config = transformers.AutoConfig.from_pretrained(task.base_model)
-    check_length(config, labels.longest(), f"--label_dataset {task.label_dataset}")
+    labels = load_labels(task, tokenizer, ids, config)
+    heldout = labels.held_out(args.num_labels)[: args.num_heldout]
     samples = sample_policy(args, tokenizer, ids, accelerator)
 
     torch.manual_seed(args.seed)

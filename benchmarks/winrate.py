@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import policies  # noqa: E402
 from data.tasks import Task  # noqa: E402
 from machinery import cli  # noqa: E402
-from machinery.queries import load_queries, load_texts  # noqa: E402
+from machinery.queries import load_queries  # noqa: E402
 from machinery.rewards import call_reward_function  # noqa: E402
-from machinery.sources import load_function  # noqa: E402
+from machinery.sources import load_function, load_texts  # noqa: E402
 from machinery.tokens import load_tokenizer  # noqa: E402
 from utils import decode  # noqa: E402
 

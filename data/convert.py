@@ -1,23 +1,27 @@
-"""Rows of other forms → what the scripts read: a JSON object per line, every text written out.
+"""Rows of other forms → what the scripts read: a JSON object per line, with texts.
 
-    python data/convert.py rows.csv rows.jsonl
+    python data/convert.py rows.parquet rows.jsonl --rename question=prompt
     python data/convert.py trl-lib/ultrafeedback_binarized pairs.jsonl --chat MODEL --end "<|im_end|>"
 
-SOURCE is a file (.csv .parquet .json .jsonl), a folder of `save_to_disk`, or a name on the hub, as
-`datasets.load_dataset` reads it; values of CSV files are texts. With --chat, the template of the
-tokenizer MODEL writes lists of messages as texts: `prompt` with the generation prompt, and what it
-adds for each of `completion`, `chosen` and `rejected`, through its last --end. The first row is
-printed: the scripts will read exactly that.
+SOURCE is a file, a folder (of files, or of `save_to_disk`) or a name on the hub, perhaps with
+`:configuration` or `:file`, and `@split`. With --chat, the template of the tokenizer MODEL writes
+`prompt` with the generation prompt, and what it adds for `completion`, `chosen` and `rejected`,
+through its last --end. A text is then one message, after that of a column `system`, if any.
 
-A prompt may be missing where chosen and rejected repeat it and then differ in their last message.
-Of a prompt whose last message is the assistant's, that is the completion. The messages of a prompt
-are kept as `messages`, for reward functions; other columns stay as they are.
+A prompt may be missing where chosen and rejected begin with it, as messages or as dialogues of
+hh-rlhf. An answer that ends a prompt is its completion. `messages` keeps those of the prompt, for
+reward functions. The first row is printed as it will be read; rows that do not fit are counted.
 """
 
-import csv
+import glob
 import json
+import re
+import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,13 @@ import datasets
 import transformers
 import tyro
 
-ANSWERS = "completion", "chosen", "rejected"
+sys.path.append(str(Path(__file__).parents[1]))
+from machinery import cli, sources  # noqa: E402
+
+ANSWERS = ("completion", "chosen", "rejected")
+ROLES = dict(human="user", prompter="user", user="user", system="system", assistant="assistant")
+ROLES |= dict.fromkeys(("gpt", "chatgpt", "ai", "bot", "model"), "assistant")
+TURN = re.compile(r"\n\n(Human|Assistant):")  # in dialogues of hh-rlhf
 
 
 @dataclass
@@ -38,84 +48,146 @@ class Args:
     """tokenizer with the chat template: folder or hub name"""
     end: str = ""
     """text that ends a message in this template; the --truncate_token of the runs"""
-    column: str = "prompt"
-    """column with the messages of the prompt, or of whole conversations"""
-    configuration: str | None = None
-    split: str = "train"
+    rename: tuple[str, ...] = ()
+    """OLD=NEW ...: new names of columns; OLD= drops one"""
+    map: str | None = None
+    """path.py:function of a row, before all else: returns a row, or a list of rows"""
 
 
-def read(args: Args) -> Iterator[dict[str, Any]]:
-    """The rows of the source."""
-    path = Path(args.source)
-    if path.suffix == ".csv":
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            for row in csv.DictReader(file, strict=True):
-                if None in row or None in row.values():
-                    raise ValueError(f"{row} does not have the fields of the header")
-                yield row
-    elif path.suffix in (".json", ".jsonl"):  # `datasets` takes texts for dates
-        text = path.read_text(encoding="utf-8-sig")
-        yield from json.loads(text) if text[0] == "[" else map(json.loads, text.splitlines())
-    elif path.suffix == ".parquet":
-        yield from datasets.Dataset.from_parquet(str(path))
+def read(source: str) -> Iterator[dict[str, Any]]:
+    """The rows of a source; of a folder, those of one split."""
+    name, _, split = (source, "", "") if Path(source).exists() else source.partition("@")
+    path, split = Path(name), split or "train"
+    if not path.exists() or path.suffix in sources.FILES:
+        yield from sources.load_rows(source, "SOURCE")
+    elif any((path / x).is_file() for x in ("state.json", "dataset_dict.json")):
+        saved: Any = datasets.load_from_disk(name)
+        yield from saved[split] if isinstance(saved, dict) else saved
+    elif glob.escape(source) != source:
+        raise cli.InputError("`datasets` takes []*? for patterns: rename it")
     elif path.is_dir():
-        rows: Any = datasets.load_from_disk(str(path))
-        yield from rows[args.split] if isinstance(rows, dict) else rows
-    else:
-        yield from datasets.load_dataset(args.source, args.configuration, split=args.split)
+        files = datasets.load_dataset_builder(name).config.data_files or {}
+        print(f"{name} has the splits {', '.join(map(str, files))}; {split} is read")
+        for file in files[split]:
+            yield from read(file)
+    else:  # such as .jsonl.gz
+        folder = str(path.absolute().parent)
+        yield from datasets.load_dataset(folder, data_files=path.name, split="train")
 
 
-def split_messages(row: dict[str, Any], column: str) -> tuple[list[dict], dict[str, list[dict]]]:
+def read_messages(value: Any, role: str) -> list[dict[str, Any]]:
+    """Messages as templates read them. A text is one, of `role`, or a dialogue of hh-rlhf."""
+    if isinstance(value, str) and not re.match(sources.MESSAGES, value):
+        parts = TURN.split(value)[1:] if TURN.match(value) else [role, value]
+        turns = zip(parts[::2], parts[1::2], strict=True)
+        value = [{"role": x.lower(), "content": y.strip()} for x, y in turns]
+    if not isinstance(value, list):
+        raise ValueError(f"neither a text nor a list of messages; write a --map: {value!r:.60}")
+    found = []
+    for message in value:
+        given = message.items() if isinstance(message, dict) else ()
+        known = {x: y for x, y in given if y is not None}
+        role, content = known.pop("from", None), known.pop("value", None)  # ShareGPT's names
+        known = {"role": role, "content": content} | known
+        if known["role"] not in ROLES or not isinstance(known["content"], str):
+            raise ValueError(f"no text of user, assistant or system; write a --map: {message}")
+        found.append(known | {"role": ROLES[known["role"]]})
+    return found
+
+
+def split_messages(row: dict[str, Any]) -> tuple[list[dict], dict[str, list[dict]]]:
     """The messages of the prompt, and those of each answer."""
-    answers = {name: row[name] for name in ANSWERS if isinstance(row.get(name), list)}
-    prompt = row.get(column)
-    if not isinstance(prompt, list) and len(answers) > 1:
-        prompt, other = (answers[name][:-1] for name in ("chosen", "rejected"))
-        if not prompt or prompt != other:
-            raise ValueError("chosen and rejected differ before their last messages")
-    if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"{column} is no list of messages")
-    answers = {x: y[len(prompt) :] if y[: len(prompt)] == prompt else y for x, y in answers.items()}
-    if not answers and prompt[-1].get("role") == "assistant":
-        return prompt[:-1], {"completion": prompt[-1:]}
-    return prompt, answers
+    answers = {x: read_messages(row[x], "assistant") for x in ANSWERS if row.get(x) is not None}
+    prompt, common = row.get("prompt"), []
+    messages = [] if prompt is None else read_messages(prompt, "user")
+    if not isinstance(prompt, list) and {"chosen", "rejected"} <= answers.keys():
+        both = zip(answers["chosen"][:-1], answers["rejected"][:-1], strict=False)
+        common = [x for x, _ in takewhile(lambda x: x[0] == x[1], both)]
+        common = common[:-1] if common and common[-1]["role"] == "assistant" else common
+        asked = any(message["role"] == "user" for message in common)
+        messages = common if asked else common + messages
+    for start in (common, messages):  # answers may repeat them
+        answers = {x: y[len(start) * (y[: len(start)] == start) :] for x, y in answers.items()}
+    if row.get("system") and isinstance(prompt, str):
+        messages = read_messages(row["system"], "system") + messages
+    if messages and messages[-1]["role"] == "assistant":
+        *messages, last = messages
+        if last["content"] and answers:
+            raise ValueError(f"the prompt ends with an answer, beside others: {last}")
+        answers = {"completion": [last]} if last["content"] else answers
+    if not messages or not messages[-1]["content"].strip():
+        raise ValueError(f"no prompt{sources.rename_prompt([*row])}: {row!r:.200}")
+    return messages, answers
 
 
-def write_texts(row: dict[str, Any], tokenizer: Any, args: Args) -> dict[str, Any]:
-    """The row with texts for its messages; an answer without content is empty."""
-    prompt, answers = split_messages(row, args.column)
-    for message in [*prompt, *sum(answers.values(), [])]:
-        if message.get("role") not in ("system", "user", "assistant"):
-            raise ValueError(f"a role is system, user or assistant, unlike {message}")
-        if not isinstance(message["content"], str):
-            raise ValueError(f"the content is no text: {message}")
-    before = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    texts = {"prompt": before}
+def write_chat(row: dict[str, Any], tokenizer: Any, end: str) -> dict[str, Any]:
+    """The row with what the template writes for its messages; an answer without content is empty."""
+    messages, answers = split_messages(row)
+    options: Any = dict(tokenize=False) | (row.get("chat_template_kwargs") or {})
+    before = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+    texts = {"prompt": before} | dict.fromkeys(answers, "")
     for name, answer in answers.items():
-        content = answer[-1]["content"].strip() if answer else ""
-        text = tokenizer.apply_chat_template([*prompt, *answer], tokenize=False)
-        after = text.removeprefix(before)
-        after = after[: after.rfind(args.end) + len(args.end)]
-        if not (args.end and text.startswith(before) and content in after):
-            raise ValueError(f"{text!r} is not {before!r}, {content!r} and --end {args.end!r}")
-        texts[name] = after if content else ""
-    rest = {x: y for x, y in row.items() if x not in (args.column, *texts)}
-    return rest | texts | {"messages": prompt}
+        if answer and (content := answer[-1]["content"].strip()):
+            text = tokenizer.apply_chat_template([*messages, *answer], **options)
+            after = text.removeprefix(before)
+            if not text.startswith(before) or content not in after:
+                raise ValueError(f"the template changes the prompt, or the answer: {text!r}")
+            if not end or end not in after:
+                raise ValueError(f"--end {end!r} does not end the answer: {after!r}")
+            texts[name] = after[: after.rfind(end) + len(end)]
+    return row | texts | {"messages": messages}
+
+
+def write_texts(row: dict[str, Any]) -> dict[str, Any]:
+    """The row as it is if it has texts, without a prompt that chosen and rejected repeat."""
+    for name in ("prompt", *ANSWERS):
+        text = row.get(name) or ""
+        if not isinstance(text, str) or re.match(sources.MESSAGES, text):
+            raise ValueError(f"{name} is no text; --chat MODEL writes messages: {text!r:.60}")
+    pair = [row[name] for name in ("chosen", "rejected") if row.get(name) is not None]
+    prompt = row.get("prompt")
+    if len(pair) == 2 and prompt is None:
+        prompt = "".join(commonprefix(pair).rpartition("\n\nAssistant:")[:2])
+    if len(pair) == 2 and not prompt:
+        raise ValueError(f"no prompt{sources.rename_prompt([*row])}: {row!r:.200}")
+    if len(pair) == 2 and all(text.startswith(prompt) for text in pair):
+        pair = [text.removeprefix(prompt) for text in pair]
+        row = row | dict(prompt=prompt, chosen=pair[0], rejected=pair[1])
+    return row
 
 
 def main(args: Args) -> None:
     """Write a line for each row."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.chat) if args.chat else None
-    with open(args.out, "x", encoding="utf-8") as file:
-        for i, row in enumerate(read(args)):
+    function = sources.load_function(args.map) if args.map else lambda row: [row]
+    names = dict(name.split("=") for name in args.rename)
+    skipped: dict[str, list[str]] = defaultdict(list)  # reason → what is said of each row
+    total, written, others = 0, 0, ""
+    if args.out.exists():
+        raise cli.InputError(f"{args.out} exists")
+    part = Path(f"{args.out}.part")
+    with cli.about(args.source), open(part, "w", encoding="utf-8", errors="ignore") as file:
+        for source in read(args.source):
+            total += 1
             try:
-                row = write_texts(row, tokenizer, args) if tokenizer else row
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                found = function(source) or []
+                for row in found if isinstance(found, list) else [found]:
+                    row = {names.get(x, x): y for x, y in row.items() if names.get(x, x)}
+                    row = write_chat(row, tokenizer, args.end) if tokenizer else write_texts(row)
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    if not written:
+                        print(json.dumps(row, ensure_ascii=False, indent=1))
+                        others = ", ".join(x for x in row if x not in ("prompt", *ANSWERS))
+                    written += 1
             except (ValueError, TypeError) as error:
-                raise SystemExit(f"{args.source}: row {i}: {error}") from error
-            if i == 0:
-                print(json.dumps(row, ensure_ascii=False, indent=1))
+                skipped[str(error).partition(":")[0]].append(f"row {total - 1}: {error}")
+    for found in skipped.values():
+        print(f"skipped {len(found)} of {total} rows, such as {found[0]}")
+    if not written:
+        raise cli.InputError(f"{args.source}: no row was written")
+    part.rename(args.out)
+    print(f"{args.out}: {written} rows; columns for reward functions: {others or None}")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    cli.run(main, Args)

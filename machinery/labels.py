@@ -1,5 +1,6 @@
 """Human preferences (docs/data.md) → token sequences. Shapes: `B` labels, `K` candidates each."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch.nn.utils.rnn import pad_sequence
 from data.tasks import Task
 from machinery import tokens
 from machinery.cli import InputError, about, say
-from machinery.queries import check_text, tokenize_queries
-from machinery.sources import Rows, check_source, load_rows
+from machinery.queries import tokenize_queries
+from machinery.sources import Rows, check_source, check_texts, load_rows, rename_prompt
 from utils import TokenIds, pad_left
 
+Found = tuple[int, list[list[int]], int]  # a row, its query and responses, the preferred one
+PAIR = ["prompt", "chosen", "rejected"]
 OPENAI_PAD = 50259  # pads OpenAI's files; GPT-2's last id is 50256
 
 
@@ -56,18 +59,37 @@ class Labels:
         return np.array(found, dtype=int)
 
 
-def load_labels(task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
-    """Load `label_dataset` as token ids of `tokenizer` (R4)."""
-    rows = load_rows(str(task.label_dataset), "--label_dataset")
-    with about(f"--label_dataset {task.label_dataset}"):
-        if {"prompt", "chosen", "rejected"} <= set(rows.column_names):
-            return load_pairs(rows, task, tokenizer, ids)
-        if "best" in rows.column_names:
-            return load_best_of_k(rows, task, tokenizer, ids.pad)
-        raise InputError(f"columns {rows.column_names} hold no labels: see Labels in docs/data.md")
+def load_labels(task: Task, tokenizer: Any, ids: TokenIds, config: Any = None) -> Labels:
+    """Load `label_dataset` as token ids of `tokenizer` (R4), without what is too long for a model."""
+    source = str(task.label_dataset)
+    rows = load_rows(source, "--label_dataset")
+    with about(f"--label_dataset {source}"):
+        if {*PAIR} <= {*rows.column_names}:
+            check_texts(rows, PAIR, source)
+            found = read_pairs(rows, task, tokenizer, ids)
+        elif "best" in rows.column_names:
+            found = read_best_of_k(rows, task, tokenizer, ids.pad)
+        else:
+            use = f"python data/convert.py {source} pairs.jsonl{rename_prompt(rows.column_names)}"
+            raise InputError(f"{rows.column_names} are no labels (docs/data.md); perhaps use {use}")
+    longest = getattr(config, "max_position_embeddings", None) or math.inf
+    kept, long = [], {}  # row → its length
+    for row, (query, *answers), index in found:
+        if (length := len(query) + max(map(len, answers))) > longest:
+            long[row] = length
+        else:
+            kept.append(([query, *answers], index))
+    for row, length in [*long.items()][:1]:
+        such = f"--label_dataset: row {row} has {length} tokens; the model reads {longest}"
+        say(f"{such}: skipped {len(long)} of {len(rows)} such rows")
+        if not kept:
+            raise InputError(such)
+    arrays = [[np.array(ids, np.int32) for ids in sequences] for sequences, _ in kept]
+    best = np.array([index for _, index in kept], dtype=int)
+    return Labels([x[0] for x in arrays], [x[1:] for x in arrays], best)
 
 
-def load_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocab_size: int) -> Labels:
+def read_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocab_size: int) -> list[Found]:
     """OpenAI's format: ids of `label_tokenizer`, or their texts in ids of another one."""
     source, label_tokenizer = None, task.label_tokenizer
     if label_tokenizer not in (None, task.base_model):
@@ -78,18 +100,17 @@ def load_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocab_size: int) -> L
         source = None if tokens.same_tokens(tokenizer, source) else source
     count = sum(name.startswith("sample") for name in rows.column_names)
     names = [f"sample{k}" for k in range(max(count, 2))]
-    found, best = [], []
+    found = []
     for i, row in enumerate(rows):
         with about(f"row {i}"):
             sequences = [read_ids(row[name], vocab_size) for name in ("query", *names)]
-            (index,) = read_ids([row["best"]], len(names))
+            (best,) = read_ids([row["best"]], len(names))
         if source:
             sequences = tokens.translate(sequences, source, tokenizer)
             if not task.query_prefix:  # BOS begins it
                 sequences[0] = tokens.bos(tokenizer) + sequences[0]
-        found.append([np.array(ids, np.int32) for ids in sequences])
-        best.append(index)
-    return Labels([x[0] for x in found], [x[1:] for x in found], np.array(best, dtype=int))
+        found.append((i, sequences, best))
+    return found
 
 
 def read_ids(value: Any, vocab_size: int) -> list[int]:
@@ -102,17 +123,17 @@ def read_ids(value: Any, vocab_size: int) -> list[int]:
     return ids[ids != pad].astype(int).tolist()
 
 
-def load_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
+def read_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> list[Found]:
     """Pairs of texts as labels with two candidates, the chosen one first (R4).
 
     Each response ends with the truncate token. Skipped: prompts that are blank or, in EOS tasks,
     too long, and empty or equal answers.
     """
-    names = "prompt", "chosen", "rejected"
-    prompts, *sides = ([check_text(x) for x in rows[name]] for name in names)
+    columns = rows.select_columns(PAIR)[:]
+    prompts, *sides = ([text or "" for text in texts] for texts in columns.values())
     full = [(x, y, z) for x, y, z in zip(prompts, *sides, strict=True) if x.strip()]
     if full and all(y.startswith(x) and z.startswith(x) for x, y, z in full):
-        raise InputError("chosen and rejected repeat the prompt: leave it out")
+        raise InputError("chosen and rejected repeat the prompt; python data/convert.py removes it")
     queries = tokenize_queries(prompts, task, tokenizer)
     if long := sum(len(query) > task.query_length for query in queries):
         say(f"--query_length {task.query_length}: cut {long} of {len(queries)} prompts")
@@ -120,11 +141,11 @@ def load_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> Labels:
     contexts = [ids.prefix + query + ids.suffix for query in queries]
     stop = task.truncate_token
     sides = [tokens.encode_answers(contexts, side, tokenizer, stop) for side in sides]
-    kept = []
-    for query, *answers in zip(queries, *sides, strict=True):
+    found = []
+    for i, (query, *answers) in enumerate(zip(queries, *sides, strict=True)):
         answers = [tokens.with_end(answer, ids.truncate) for answer in answers]
         if query and all(answers) and answers[0] != answers[1]:
-            kept.append([np.array(x, np.int32) for x in (query, *answers)])
-    if skipped := len(queries) - len(kept):
+            found.append((i, [query, *answers], 0))
+    if skipped := len(queries) - len(found):
         say(f"skipped {skipped} of {len(queries)} pairs: blank, too long, or equal answers")
-    return Labels([x[0] for x in kept], [x[1:] for x in kept], np.zeros(len(kept), dtype=int))
+    return found

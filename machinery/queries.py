@@ -3,6 +3,7 @@
 Shapes: `B` sequences of `T` tokens, `Q` query tokens. Tags such as (P3): docs/details.md.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,10 +18,12 @@ from torch import Tensor
 from data.tasks import DATA, Task
 from machinery import tokens
 from machinery.cli import InputError, about, say
-from machinery.sources import Rows, load_function, load_rows
+from machinery.sources import Rows, load_function, load_texts
 from utils import TokenIds, pad_left
 
 CLEAN = DATA / "clean.py"
+# A dialogue of hh-rlhf with its last answer:
+ANSWERED = re.compile(r"\n\nHuman:.*\n\nAssistant:(?!.*\n\nHuman:)\s*\S", re.DOTALL)
 SMALL_TABLE = 2**15  # tokenize at least this many rows: it takes a second or two
 
 
@@ -46,6 +49,10 @@ class TokenTable:
         """The data set's columns in these rows: name → a list of B values."""
         return self.source[rows]
 
+    def shuffled(self) -> "TokenTable":
+        """The table in a fixed random order."""
+        return self.select(np.random.default_rng(0).permutation(len(self)))
+
     def select(self, rows: list[int] | np.ndarray) -> "TokenTable":
         """A table of these rows."""
         return replace(self, rows=self.rows.select(rows), source=self.source.select(rows))
@@ -68,24 +75,41 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, limit: int) -> Token
     """
     texts = load_texts(task, task.query_column)
     order = np.random.default_rng(0).permutation(len(texts))
+    if len(texts) > max(limit, SMALL_TABLE):
+        say(f"{max(limit, SMALL_TABLE)} of {len(texts)} rows are enough for this run")
     texts = texts.select(order[: max(limit, SMALL_TABLE)])
 
     def queries(batch: dict[str, list]) -> list[list[int]]:
         return tokenize_queries(batch[task.query_column], task, tokenizer)
 
+    say_if_plain(texts, task, tokenizer)
+    check_answers(texts, task)
     length, flag = task.query_length, "--query_length"
     return tokenize_rows(texts, queries, length, task, tokenizer, ids.pad, flag)
 
 
-def load_texts(task: Task, *columns: str) -> Rows:
-    """At most `num_queries` rows of `query_dataset`, which has these columns."""
-    rows = load_rows(task.query_dataset, "--query_dataset")
-    with about(f"--query_dataset {task.query_dataset}"):
-        rows.select_columns(list(columns))  # if one is missing, the error lists them
-    if len(rows) > task.num_queries:
-        chosen = np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)
-        rows = rows.select(np.sort(chosen))
-    return rows
+def say_if_plain(rows: Rows, task: Task, tokenizer: Any) -> None:
+    """Say that a tokenizer's chat template has not written the queries, judged by the first ten."""
+    texts = [task.query_prefix, task.query_suffix, *map(str, rows[:10][task.query_column])]
+    context = "".join(texts)
+    if tokenizer.chat_template and not any(x in context for x in tokenizer.get_added_vocab()):
+        use = f"python data/convert.py {task.query_dataset} chat.jsonl --chat {task.base_model}"
+        say(f"--query_dataset: plain texts, not in the tokenizer's chat template; for that: {use}")
+
+
+def check_answers(rows: Rows, task: Task) -> None:
+    """Count the answers that the reward function cannot read, by its `read_answer` if it has one."""
+    with about(f"--reward_fn {task.reward_fn}"):
+        function = load_function(task.reward_fn) if task.reward_fn else None
+        read = getattr(function, "read_answer", None)
+        if read and "answer" in rows.column_names:
+            answers = rows.select_columns("answer")[:]["answer"]
+            unread = [answer for answer in answers if read(answer) is None]
+            found = f"reads {len(answers) - len(unread)} of {len(answers)} values of column answer"
+            if len(unread) == len(answers):
+                raise InputError(f"{found}, not {answers[0]!r:.60}")
+            if unread:
+                say(f"--reward_fn {found}, not {unread[0]!r:.60}")
 
 
 def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[list[int]]:
@@ -94,6 +118,8 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     In other tasks, without `end_text`, the caller cuts, and counts what it cuts.
     """
     texts = clean_texts(texts, task)
+    for text in filter(ANSWERED.match, texts):
+        raise InputError(f"{text!r:.60}… holds its answer: python data/convert.py parts them")
     begin = [] if task.query_prefix else tokens.bos(tokenizer)  # or it begins the prefix
     length = task.query_length - len(begin)
     if task.keep_last_line:
@@ -113,17 +139,9 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
 
 def clean_texts(texts: Sequence[Any], task: Task) -> list[str]:
     """Apply `clean_fn`; a missing text becomes an empty one."""
-    texts = [check_text(text) for text in texts]
     with about(f"--clean_fn {task.clean_fn}"):
         clean = load_function(task.clean_fn) if task.clean_fn else lambda text: text
-        return [clean(text) for text in texts]
-
-
-def check_text(value: Any) -> str:
-    """A text; "" for none. Raises `InputError` for messages, numbers, …: they have to be rendered."""
-    if not isinstance(value, str | None):
-        raise InputError(f"{value!r:.60} is no text: python data/convert.py --help")
-    return value or ""
+        return [clean(text or "") for text in texts]
 
 
 def drop_lines(text: str, length: int, tokenizer: Any) -> str:
@@ -206,7 +224,7 @@ def tokenize_rows(
             cache_file_name=str(path),
             load_from_cache_file=cached,
             new_fingerprint=fingerprint,
-        )
+        ).with_format(None)
         kept = np.flatnonzero(pyarrow.compute.list_value_length(table.data.column("tokens")))
     if not len(kept):
         raise InputError(f"--query_dataset {task.query_dataset}: no row gives tokens")
@@ -220,7 +238,7 @@ def tokenize_rows(
 
 
 def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> TokenTable:
-    """Texts joined into blocks [num_blocks, block_size].
+    """Texts joined into blocks [num_blocks, block_size], shuffled.
 
     A block begins with a text and continues with the next ones, tokenized after a space; the end of
     its last text is dropped.
@@ -242,18 +260,19 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
 
     rows = load_texts(task, task.query_column)
     flag = f"--block_size {block_size}, where the last text of a block ends"
-    return tokenize_rows(rows, to_blocks, block_size, task, tokenizer, ids.pad, flag)
+    table = tokenize_rows(rows, to_blocks, block_size, task, tokenizer, ids.pad, flag)
+    return table.shuffled()
 
 
 def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
-    """Contexts, padded on the left, and reference responses, on the right [num, T]."""
+    """Contexts, padded on the left, and reference responses, on the right [num, T], shuffled."""
     end = ids.truncate if task.eos_task else None
     column = str(task.response_column)
     width = len(ids.prefix) + task.query_length + len(ids.suffix)
 
     def to_sequences(batch: dict[str, list]) -> list[list[int]]:
         prompts = tokenize_queries(batch[task.query_column], task, tokenizer)
-        texts = [check_text(text) for text in batch[column]]
+        texts = [text or "" for text in batch[column]]
         if column == task.query_column and any(texts):
             raise InputError(f"--response_column {column} holds the queries: see docs/data.md")
         contexts = [ids.prefix + query[: task.query_length] + ids.suffix for query in prompts]
@@ -267,6 +286,8 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
         return sequences
 
     rows = load_texts(task, task.query_column, column)
+    say_if_plain(rows, task, tokenizer)
     length = width + task.response_length
     flag = f"--query_length {task.query_length} or --response_length {task.response_length}"
-    return tokenize_rows(rows, to_sequences, length, task, tokenizer, ids.pad, flag)
+    table = tokenize_rows(rows, to_sequences, length, task, tokenizer, ids.pad, flag)
+    return table.shuffled()

@@ -1,5 +1,6 @@
 """Where models, data and functions come from: files, folders, the hub."""
 
+import csv
 import functools
 import hashlib
 import importlib.util
@@ -12,20 +13,25 @@ import sys
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import transformers
 
+from data.tasks import Task
 from machinery.cli import InputError, about, say
 
 Rows = Any  # a datasets.Dataset, slow to import
 LOCAL = (".", "/", "~", "models/", "data/", "runs/")  # beginnings of paths
 THEIRS: dict[Path, Any] = defaultdict(dict)  # by folder: modules of names that ours have, too
-FILES = (".jsonl", ".json", ".txt")  # what is read; data/convert.py writes it
+FILES = (".jsonl", ".json", ".txt", ".csv", ".parquet")  # values of CSV files are texts
+PROMPTS = r"question|instruction|query|problem|context|history|trajectory|conv.*|messages"
+MESSAGES = r"""^\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:"""  # a text that holds some
+MEDIA = re.compile(r"\b(Audio|Image|Video|Pdf|Nifti|Mesh)\(")  # in features of `datasets`
 transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # never ask whether to run remote code
 
 
@@ -69,40 +75,102 @@ def load_rows(source: str, flag: str) -> Rows:
 
 
 def read_file(path: Path) -> Rows:
-    """The rows of a file as they are in it; a cache is found by their content."""
+    """The rows of a file; all but tables are cached, and found by their content.
+
+    Columns of texts are stored as texts, others as JSON: the library takes texts for dates, and
+    its own decoder changes 0.3, and large integers to texts.
+    """
     import datasets
 
     if path.suffix not in FILES:
-        raise InputError(
-            "is no .jsonl, .json or .txt file: python data/convert.py SOURCE rows.jsonl"
-        )
+        use = f"python data/convert.py {path} rows.jsonl"
+        raise InputError(f"is no file of {', '.join(FILES)}; use {use}")
     digest = hashlib.sha256(Path(__file__).read_bytes() + path.suffix.encode())
     with open(path, "rb") as file:
         digest.update(hashlib.file_digest(file, "sha256").digest())
-    # Values are stored as JSON: the library takes texts for dates or numbers. Its own decoder
-    # changes 0.3, and large integers to texts.
-    for module in (datasets.features.features, datasets.utils.json):
-        setattr(module, "ujson_loads", json.loads)  # noqa: B010
-    names = (name for row in read_rows(path) for name in row)
-    features = datasets.Features(dict.fromkeys(names, datasets.Json()))
+    options: Any = dict(fingerprint=digest.hexdigest())
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
 
-    def encode() -> Iterator[dict[str, str]]:
+        return datasets.Dataset(pyarrow.parquet.read_table(path), **options)
+    texts: dict[str, bool] = {}  # column → whether it has only texts
+    for row in read_rows(path):
+        texts |= {x: texts.get(x, True) and isinstance(y, str | None) for x, y in row.items()}
+    if not texts:
+        raise InputError("has no rows")
+
+    def encode() -> Iterator[dict[str, str | None]]:
         for row in read_rows(path):
-            texts = {name: json.dumps(row.get(name), ensure_ascii=False) for name in features}
-            yield {name: x.encode("utf-8", "ignore").decode() for name, x in texts.items()}
+            for name, x in texts.items():
+                text = row.get(name) if x else json.dumps(row.get(name), ensure_ascii=False)
+                row[name] = text and text.encode("utf-8", "ignore").decode()  # no half of an emoji
+            yield row
 
-    return datasets.Dataset.from_generator(encode, features, fingerprint=digest.hexdigest())
+    kinds = {name: datasets.Value("string" if x else "binary") for name, x in texts.items()}
+    rows = datasets.Dataset.from_generator(encode, datasets.Features(kinds), **options)
+    others = [name for name, x in texts.items() if not x]
+    return rows.with_transform(functools.partial(decode, others)) if others else rows
+
+
+def decode(columns: list[str], batch: dict[str, list]) -> dict[str, list]:
+    """Decode the JSON of these columns."""
+    return {x: list(map(json.loads, y)) if x in columns else y for x, y in batch.items()}
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """A list of objects, an object per line, or a text per line."""
-    with open(path, encoding="utf-8-sig") as file:
+    """A list of objects, an object per line, a text per line, or a table of texts."""
+    with open(path, encoding="utf-8-sig", newline="" if path.suffix == ".csv" else None) as file:
         if path.suffix == ".txt":
             yield from ({"text": line.removesuffix("\n")} for line in file)
-            return
-        is_list = file.read(1) == "["
-        file.seek(0)
-        yield from json.load(file) if is_list else map(json.loads, filter(str.strip, file))
+        elif path.suffix == ".csv":
+            for row in csv.DictReader(file, strict=True):
+                if None in row or None in row.values():
+                    raise InputError(f"{row!r:.200} does not have the fields of the header")
+                yield row
+        else:
+            is_list = file.read(1) == "["
+            file.seek(0)
+            yield from json.load(file) if is_list else map(json.loads, filter(str.strip, file))
+
+
+def load_texts(task: Task, *columns: str) -> Rows:
+    """At most `num_queries` rows of `query_dataset`, which has texts in these columns.
+
+    Images, sound and video are left out: no function of texts reads them.
+    """
+    rows = load_rows(task.query_dataset, "--query_dataset")
+    with about(f"--query_dataset {task.query_dataset}"):
+        check_texts(rows, columns, task.query_dataset)
+    media = [name for name, kind in rows.features.items() if MEDIA.search(repr(kind))]
+    rows = rows.remove_columns(media)
+    if len(rows) > task.num_queries:
+        say(f"--num_queries: {task.num_queries} of {len(rows)} rows are used")
+        chosen = np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)
+        rows = rows.select(np.sort(chosen))
+    return rows
+
+
+def check_texts(rows: Rows, columns: Sequence[str], source: str) -> None:
+    """Raise `InputError` for the first value of these columns that is no text, or JSON of messages."""
+    import pyarrow.compute
+
+    rows.select_columns(list(columns))  # if one is missing, the error lists them
+    for name in columns:
+        if rows.features[name].dtype in ("string", "large_string"):
+            found = pyarrow.compute.match_substring_regex(rows.data.column(name), MESSAGES)
+            wrong = found.to_pylist()
+        else:
+            wrong = [not isinstance(value, str | None) for value in rows[name]]
+        if True in wrong:
+            value, use = rows[name][row := wrong.index(True)], "python data/convert.py"
+            what = f"{name} of row {row} is {value!r:.60}, not a text"
+            raise InputError(f"{what}; use {use} {source} rows.jsonl")
+
+
+def rename_prompt(columns: Sequence[str]) -> str:
+    """The flag of data/convert.py that names the column which looks like the prompt."""
+    found = [name for name in columns if re.fullmatch(PROMPTS, name) and "prompt" not in columns]
+    return f" --rename {found[0]}=prompt" if found else ""
 
 
 @functools.cache

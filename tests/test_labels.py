@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from formats import BLUE
 from tiny import make_task, refuses
+from transformers import GPT2Config
 
 import train_reward
 from machinery.labels import Labels, load_labels
@@ -121,7 +122,8 @@ def test_R4_what_is_no_pair_of_texts_is_refused(hers, tmp_path):
     for row, word in (
         (formats.MESSAGES[0], "data/convert.py"),
         ({"prompt": "Hi", "chosen": "a", "rejected": [BLUE]}, "data/convert.py"),
-        (formats.HH_RLHF[0], "hold no labels"),  # there is no prompt
+        (formats.HH_RLHF[0], "data/convert.py"),  # there is no prompt
+        (dict(question="Q", chosen="a", rejected="b"), "--rename question=prompt"),
         ({"prompt": "Q:", "chosen": "Q: a", "rejected": "Q: b"}, "repeat"),  # the prompt twice
     ):
         task = label_task(tmp_path / "pairs.jsonl", [row] * 2)
@@ -178,3 +180,24 @@ def test_R4_a_long_prompt_loses_its_end_or_is_skipped_in_eos_tasks(
     found = lists(load_labels(task, hers, ids_of(1000, 0)).queries)
     assert found == ([full[1]] if eos_task else [full[0][:n], full[1]])
     assert ("skipped 1 of 2" if eos_task else "cut 1 of 2 prompts") in capsys.readouterr().out
+
+
+def test_rows_that_are_longer_than_the_model_reads_are_skipped_and_counted(hers, tmp_path, capsys):
+    """As pairs and as ids; if none is left, the run does not start."""
+    pairs = [
+        dict(prompt="Anna", chosen=f" saw{' cats' * n}.", rejected=" no") for n in (1, 30, 2, 9)
+    ]
+    ids = [dict(query=[1, 2], sample0=[3] * n, sample1=[4], best=1) for n in (1, 30, 2, 9)]
+    for rows in (pairs, ids):
+        task = label_task(tmp_path / "p.jsonl", rows, truncate_token=None)
+        full = load_labels(task, hers, ids_of(1000))
+        lengths = [
+            len(x) + max(map(len, y)) for x, y in zip(full.queries, full.responses, strict=True)
+        ]
+        config = GPT2Config(n_positions=sorted(lengths)[1])
+        found = load_labels(task, hers, ids_of(1000), config)
+        assert lists(found.responses) == lists([full.responses[i] for i in (0, 2)])
+        assert found.best.tolist() == [rows is ids] * 2
+        said = capsys.readouterr().out
+        assert f"row 1 has {lengths[1]} tokens" in said and "skipped 2 of 4" in said
+    refuses(lambda: load_labels(task, hers, ids_of(1000), GPT2Config(n_positions=2)), "row 0 has 3")

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import datasets
 import pytest
 import tiny
 import transformers
@@ -46,6 +47,31 @@ def test_lines_of_a_text_file_are_texts(tmp_path):
     assert texts == ["NA", "007 ", "", " é\u2028"]
 
 
+def test_values_of_a_csv_file_are_texts_and_those_of_a_parquet_file_have_its_types(tmp_path):
+    rows = [{"text": x, "answer": 7 + i} for i, x in enumerate(("2024-01-05", "a\nb, “é”", "NA"))]
+    for suffix in ("csv", "parquet"):
+        path = str(tmp_path / f"a.{suffix}")
+        getattr(datasets.Dataset.from_list(rows), f"to_{suffix}")(path)
+        kind = str if suffix == "csv" else int
+        expected = [row | {"answer": kind(row["answer"])} for row in rows]
+        assert list(load_rows(path, "--flag")) == expected
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "a?.jsonl", "[a-b].csv", "*.txt", "a@b:c.parquet"])
+def test_a_name_with_characters_of_patterns_is_that_of_one_file(name, tmp_path):
+    """Also for its digest in args.json."""
+    for other in ("a1", "ab", "a", "b", name.partition(".")[0]):
+        path = tmp_path / f"{other}{Path(name).suffix}"
+        table = datasets.Dataset.from_list([{"text": other}])
+        if path.suffix == ".txt":
+            path.write_text(other)
+        else:
+            getattr(table, "to_json" if path.suffix == ".jsonl" else f"to_{path.suffix[1:]}")(
+                str(path)
+            )
+    assert list(load_rows(str(tmp_path / name), "--flag"))[0]["text"] == name.partition(".")[0]
+
+
 @pytest.mark.parametrize("suffix", ["json", "jsonl", "txt"])
 def test_a_file_that_is_replaced_is_read_again(suffix, tmp_path):
     """Also if it keeps its time and its size."""
@@ -55,7 +81,7 @@ def test_a_file_that_is_replaced_is_read_again(suffix, tmp_path):
         assert load_rows(path, "--flag")["text"][:] == [text]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.ndjson", "a.csv", "a.parquet", "folder"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.ndjson", "folder"])
 def test_other_files_and_folders_are_refused_with_what_converts_them(name, tmp_path):
     path = tmp_path / name
     path.mkdir() if name == "folder" else path.write_text('{"text": "2024-01-05"}\n')

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
 import formats
 import pytest
 import tiny
@@ -20,7 +19,7 @@ import tokenizers
 import torch
 import tyro
 from conftest import SCRIPTS, read_metrics
-from formats import BAKE, BLUE, HELLO, USER
+from formats import BLUE, USER
 from test_readme import PAGES, ROOT, blocks
 from test_resume import free_port
 from tiny import refuses
@@ -102,13 +101,16 @@ def test_prompts_that_are_blank_or_too_long_are_skipped_and_counted(model, tmp_p
     assert "skipped 4 of 5" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("prompt", [[USER], 7, {"text": "Hi"}])
+@pytest.mark.parametrize("prompt", [[USER], 7, {"text": "Hi"}, ["a", "b"], json.dumps([USER])])
 def test_what_is_no_text_is_refused_with_what_converts_it(prompt, model, tmp_path):
     rows = [{"prompt": "Hi", "completion": "Yes."}, {"prompt": prompt, "completion": [BLUE]}]
     task = make_task(model, rows, tmp_path / "rows.jsonl", response_column="completion")
-    refuses(lambda: load(load_queries, task, 9), "rows.jsonl: ", "no text", "data/convert.py")
-    formats.write_rows(Path(task.query_dataset), [rows[1] | {"prompt": "Hi"}])
-    refuses(lambda: load(load_responses, task), "rows.jsonl: ", "no text", "data/convert.py")
+    what = "of row 1 is", repr(prompt), "data/convert.py"
+    refuses(lambda: load(load_queries, task, 9), "rows.jsonl: ", "prompt", *what)
+    formats.write_rows(
+        Path(task.query_dataset), [rows[0], rows[1] | {"prompt": "Hi", "completion": prompt}]
+    )
+    refuses(lambda: load(load_responses, task), "rows.jsonl: ", "completion", *what)
 
 
 REWARD = """
@@ -260,24 +262,6 @@ def test_prompts_that_are_cut_are_counted(model, tmp_path, capsys):
 # ---------------------------------------------------------------------- what people bring instead
 
 
-def test_dialogues_become_pairs_by_the_code_of_docs_data(model, here, monkeypatch):
-    rows = datasets.Dataset.from_list(formats.HH_RLHF)
-    with monkeypatch.context() as patch:
-        patch.setattr(datasets, "load_dataset", lambda *a, **k: rows)
-        exec(next(x for x in blocks("docs/data.md", "python") if "hh-rlhf" in x), {})
-    task = make_task(model, [], here / "x.jsonl", query_length=200, response_length=40)
-    task = replace(task, query_dataset="hh.jsonl", label_dataset="hh.jsonl")
-    queries = [model.encode(x) for x in (BAKE, HELLO)]
-    assert load(load_queries, task, 9) == sorted(queries)
-    found = labels.load_labels(task, *load_tokenizer(task, 8))
-    assert [query.tolist() for query in found.queries] == queries
-    end = model.tokenizer.eos_token_id
-    good = [[*model.encode(x), end] for x in (" Then mix it with water.", " Hello!")]
-    bad = [[*model.encode(" Then buy bread."), end], [end]]
-    pairs = [[x.tolist() for x in pair] for pair in found.responses]
-    assert pairs == [list(pair) for pair in zip(good, bad, strict=True)]
-
-
 GOOD, BAD = [("Hi", " yes"), ("So", " good"), ("Hi", " more")], [("So", " no"), ("Hi", " bad")]
 JUDGED = [dict(prompt=p, completion=c, label=(p, c) in GOOD) for p, c in [*BAD, *GOOD]]
 
@@ -320,7 +304,7 @@ def own_data(folder: Path, page: int) -> str:
             continue  # the page's commands write it
         rows = [row.replace("Hi", f"Hi {i}") for i in range(16)]
         (folder / name).write_text("\n".join(rows))
-    return blocks("docs/data.md", "bash")[page].replace(SMOLLM2, "model")
+    return blocks("docs/data.md", "bash")[page + 1].replace(SMOLLM2, "model")
 
 
 def test_the_page_goes_from_own_data_to_ppo(here):
