@@ -33,7 +33,7 @@ from torch.testing import assert_close
 
 import ppo
 import rloo
-from machinery import artifacts, checkpoints, cli, distributed, runs
+from machinery import artifacts, checkpoints, cli, distributed, rewards, runs
 from machinery.cli import InputError
 
 ROOT = Path(__file__).parents[1]
@@ -134,6 +134,10 @@ def send(number: int) -> Callable:
     return do
 
 
+def fail(*_: Any) -> None:
+    raise TimeoutError("no answer")
+
+
 def is_checkpoint(path: Path, *_: Any) -> bool:
     return path.suffix == ".part"
 
@@ -143,6 +147,7 @@ KILLS = {  # what → owner and name of the function that is called then, what h
     "before its rename": (Path, "replace", kill, is_checkpoint),
     "after its rename": (Path, "replace", kill_after, is_checkpoint),
     "in an update": (distributed, "check_gradients", kill),
+    "in a reward": (rewards, "call_reward_function", fail),
     "in a line": (runs.Run, "append", half_a_line, lambda run, name, _: "metrics" in name),
     "after samples": (runs.Run, "log_table", kill_after),
     "in a resume": (runs.Run, "cut_back", kill_after),
@@ -241,7 +246,7 @@ WHERE = {  # processes → script → where its run is killed: what, at which ca
     },
     2: {
         "ppo": "SIGTERM 6 1, before its rename 1 0, in an update 3 1",
-        "rloo": "in a checkpoint 2 0, SIGUSR1 2 0, after the weights 1 0",
+        "rloo": "in a reward 6 1, in a checkpoint 1 0, SIGUSR1 2 0, after the weights 1 0",
         "train_reward": "in a line 4 0",
         "sft": "in an update 4 1",
     },
@@ -276,6 +281,8 @@ def test_a_run_that_is_killed_anywhere_and_resumed_equals_an_undisturbed_run(pro
             others = {*code[:rank], *code[rank + 1 :]}
             if what.startswith("SIG"):
                 assert code == [143] * processes, done.logs
+            elif what == "in a reward":  # of one process: all save the update before it, and end
+                assert code == [2] * processes and "3 of 6 updates are saved" in done.logs
             else:
                 assert code[rank] == -9 and not others & {0, -9}, done.logs
         log = (done.folder / f"{script}_killed.0.log").read_text()
@@ -297,6 +304,42 @@ def test_a_signal_loses_no_finished_update(script, home, capsys):
         assert f"stopped after {n} of 6: --resume runs/ran" in capsys.readouterr().out
     assert [int(path.stem) for path in checkpoint_files()] == [2, 4]
     assert [signal.getsignal(number) for number in SIGNALS] == handlers
+    assert exit_code(script, "--resume runs/ran") == 0
+    assert_same_run(Path("runs/ran"), Path("runs/straight"))
+
+
+FAILING = """
+import asyncio, pathlib
+
+def fails():
+    calls = pathlib.Path("calls")
+    if calls.exists():
+        calls.write_text(calls.read_text() + "x")
+        return len(calls.read_text()) == 6  # in update 3, after two evaluations
+
+def plain(responses):
+    return [len(x) / (0 if fails() else 9) for x in responses[:1]] * len(responses)
+
+async def slow(responses):
+    await asyncio.gather(*(asyncio.sleep(60 if fails() else 0.01) for x in responses[:1]))
+    return [len(x) / 9 for x in responses[:1]] * len(responses)
+
+slow.timeout = 0.2
+"""
+
+
+@pytest.mark.parametrize(("script", "name"), [("ppo", "plain"), ("rloo", "slow")])
+def test_a_reward_function_that_fails_or_takes_too_long_loses_no_update(script, name, home, capsys):
+    """Without --save_every: 3 of 6 updates."""
+    (home / "mine.py").write_text(FAILING)
+    flags = dict(reward_fn=f"mine.py:{name}")
+    assert exit_code(script, settings(script, run_name="straight", **flags)) == 0
+    (home / "calls").write_text("")
+    assert exit_code(script, settings(script, run_name="ran", **flags)) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    why = dict(plain="ZeroDivisionError", slow="at most 0.2 s: TimeoutError")[name]
+    assert f"--reward_fn mine.py:{name}: " in said and why in said
+    assert said.endswith("3 of 6 updates are saved: --resume runs/ran")
     assert exit_code(script, "--resume runs/ran") == 0
     assert_same_run(Path("runs/ran"), Path("runs/straight"))
 

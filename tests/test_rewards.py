@@ -1,9 +1,11 @@
 """Rewards: models, functions of users, both; what a reward model reads."""
 
 import json
+import math
 import os
 import re
 import shutil
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,9 @@ from accelerate import Accelerator
 from conftest import read_metrics, without_times
 from formats import write_rows
 from test_diffs import apply
+from test_readme import blocks
 from tiny import refuses
+from vllm_server import serve
 
 import ppo
 import rloo
@@ -47,7 +51,7 @@ def load_reward(task, folder: Path | None = None, code: str = "", **flags: Any) 
 
 RETURNS = ["[1.0]", "[[1.0]] * 4", "[float('nan')] * 4", "[1e39, 0, 0, 0]", "None"]
 RETURNS += ["[1, None, 1, 1]", "['a', 'b', 'c', 'd']", "(1.0 for _ in range(4))"]
-RETURNS += ["{'rewards': [1.0] * 4}", "1 / 0", "sys.exit(0)"]
+RETURNS += ["{'rewards': [1.0] * 4}", "{}", "{'a': [1.0] * 4, 'b': [1.0]}", "1 / 0", "sys.exit(0)"]
 
 
 @pytest.mark.parametrize("returned", RETURNS)
@@ -147,6 +151,47 @@ def test_X13_models_of_one_tokenizer_may_be_padded_to_other_sizes(task):
         reward.model = lambda tokens, prompt_length: tokens @ weights
         reward.model.config, reward.max_tokens = SimpleNamespace(pad_id=pad), 100
         assert torch.equal(reward(rows[:, :2], rows[:, 2:]), torch.tensor(expected) @ weights)
+
+
+def test_a_dict_of_named_parts_is_their_sum_and_its_names_stay(task, tmp_path):
+    code = "return {'a': [len(x) for x in responses], 'b' * (1 + ('!' in queries[0])): [0.5] * 2}"
+    reward, tokenizer = load_reward(task, tmp_path, code)
+    queries = torch.tensor([tokenizer.encode(text) for text in ("Anna saw", "Ben saw")])
+    responses = utils.pad_left([tokenizer.encode(x) for x in (" A cat .", " A")], 6, tiny.WORDS)
+    assert reward(queries, responses).tolist() == [8.5, 2.5]
+    assert {name: x.tolist() for name, x in reward.parts.items()} == {"a": [8, 2], "b": [0.5] * 2}
+    found = {name: x.item() for name, x in reward.metrics().items()}
+    expected = {"reward/a": 5, "reward/a_std": 3, "reward/b": 0.5, "reward/b_std": 0}
+    assert found == pytest.approx(expected)
+    queries[0, -1] = tokenizer.encode("!")[0]
+    refuses(lambda: reward(queries, responses), "--reward_fn", "'bb'", "'b'")
+
+
+def test_the_judge_of_the_page_asks_in_both_orders_and_all_at_once(tmp_path, monkeypatch, gpt2):
+    """Its server answers in the recorded form, and only once all questions are there."""
+    gpt2.chat_template = formats.CHATML
+    gpt2.save_pretrained(tmp_path / "judge")
+    arrived = threading.Barrier(6, timeout=20)
+
+    def change(body, answer):
+        arrived.wait()
+        a, b = gpt2.decode(body["prompt"]).split("Summary A:\n")[1].split("Summary B:\n")
+        probs = dict(A=0.6, B=0.2, C=0.1) if "good" in a else dict(A=0.3, B=0.5)
+        assert "good" in a or "good" in b
+        logprobs = {x: math.log(p) for x, p in probs.items()}
+        answer["choices"][0]["logprobs"]["top_logprobs"][0] = logprobs
+
+    monkeypatch.setenv("JUDGE_URL", serve(change)[0])
+    monkeypatch.setenv("JUDGE", str(tmp_path / "judge"))
+    (code,) = (x for x in blocks("docs/ppo.md", "python") if "async def" in x)
+    (tmp_path / "mine.py").write_text(code)
+    judge = rewards.load_scorer("reward_fn", tiny.make_task(reward_fn=f"{tmp_path}/mine.py:judge"))
+    texts = dict(queries=["A post."] * 3, responses=[" good one", " short", " a good one"])
+    columns = dict(completion=[" bad", " good", " plain"])
+    (found,) = rewards.call_reward_function(judge, texts, columns).values()
+    better, worse = (0.6 + 0.1 / 2) / 0.9, 0.3 / 0.8
+    high, low = (better + 1 - worse) / 2, (worse + 1 - better) / 2
+    assert found.tolist() == pytest.approx([high, low, high])
 
 
 PROCESSES = """
