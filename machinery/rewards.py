@@ -223,8 +223,17 @@ def wrap(function: Any, name: str) -> str:
     return f"def wrapped({', '.join(['queries', 'responses', *columns, *rest])}): return {call}"
 
 
-def call_reward_function(function: Callable, texts: dict, columns: dict) -> dict[str, Tensor]:
-    """Call a function with what it names → finite numbers [B], by name if it returns a dict."""
+def check_columns(task: Task, columns: list[str]) -> None:
+    """Raise `InputError` if a function of texts needs a column that the data set lacks."""
+    for field in ("reward_fn", "gold_fn"):
+        if function := load_scorer(field, task):
+            with about(f"--{field} {getattr(task, field)}"):
+                texts = dict.fromkeys(("queries", "responses", "scores"))
+                arguments(function, texts, dict.fromkeys(columns))
+
+
+def arguments(function: Callable, texts: dict, columns: dict) -> dict[str, Any]:
+    """What a function names of texts and columns; `**kwargs` are the rest."""
     texts = texts | dict(prompts=texts["queries"], completions=texts["responses"])  # TRL's names
     signature = inspect.signature(function)
     names = {*signature.parameters}
@@ -235,7 +244,12 @@ def call_reward_function(function: Callable, texts: dict, columns: dict) -> dict
         raise InputError(f"{both[0]} is also a column of the data set: rename the column")
     with about(f"parameters can be {', '.join(columns | texts)}"):
         signature.bind(**given)
-    returned: Any = function(**given)
+    return given
+
+
+def call_reward_function(function: Callable, texts: dict, columns: dict) -> dict[str, Tensor]:
+    """Scores of texts: name → finite numbers [B] if the function returns a dict, else "" → [B]."""
+    returned: Any = function(**arguments(function, texts, columns))
     if inspect.isawaitable(returned):
         limit = getattr(function, "timeout", LIMIT)
         with about(f"awaited for at most {limit} s"):
@@ -244,10 +258,8 @@ def call_reward_function(function: Callable, texts: dict, columns: dict) -> dict
     if taken := sorted(TOTALS & parts.keys()):
         raise InputError(f"returned {[*parts]}: return {taken[0]!r} alone, or parts to sum")
     size, found = len(texts["queries"]), {}
-    for name, x in parts.items():
+    for name, x in sorted(parts.items()):  # in one order on all processes
         found[name] = torch.as_tensor(x, dtype=torch.float32)
         if found[name].shape != (size,) or not found[name].isfinite().all():
-            raise InputError(
-                f"returned {x!r:.60}{name and f' as {name}'}, not {size} finite numbers"
-            )
+            raise InputError(f"returned {name and f'{name}='}{x!r:.60}, not {size} finite numbers")
     return found
