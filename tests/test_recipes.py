@@ -60,7 +60,7 @@ def test_a_recipe_passes_the_published_values_and_works_for_every_task(name, tmp
     values = re.findall(r"(\w+)=(\S+)", f"{ALL} {PUBLISHED[name]}")
     published = {key: ast.literal_eval(x) for key, x in values}
     for task in tasks.TASKS:
-        more = ["--task", task, "--reward_fn", "math:sqrt", "--seed", "7"]
+        more = ["--task", task, "--reward_fn", "data.answers:gsm8k", "--seed", "7"]
         args = cli.parse_args(script.Args, script.PRESETS, [*flags, *more])
         script.check(args, 1)
         preset = cli.parse_args(ppo.Args, ppo.PRESETS, more)
