@@ -34,12 +34,10 @@ machinery/ has loading, processes, files, and faster but equal model calls.
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import transformers
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
@@ -60,7 +58,7 @@ from utils import generator, global_mean_and_var, masked_sum, mean_over_processe
 from utils import query_rows, sample_token, truncate
 
 
-@dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
+@dataclass(frozen=True, kw_only=True)
 class Args(RunArgs):
     """PPO from human preferences."""
 
@@ -76,7 +74,7 @@ class Args(RunArgs):
     eval_queries: PositiveInt = 256
     """number of held-out queries"""
     keep_every: PositiveInt | None = None
-    """also save the weights every N updates; a multiple of eval_every"""
+    """also save the weights every N updates"""
 
     # Optimization
     batch_size: PositiveInt = 512
@@ -120,9 +118,7 @@ class Args(RunArgs):
     whiten_advantages: bool = True
     """whiten the advantages of a minibatch"""
 
-    # Options from later systems
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """estimator of the KL in the reward; only k1 leaves the policy gradient unbiased"""
+    # An option from later systems
     clip_score: PositiveFloat | None = None
     """clip scores, also missing_eos_penalty, to [-clip_score, clip_score]"""
 
@@ -131,15 +127,13 @@ class Args(RunArgs):
     """sequences that a process samples at a time; changes results only by rounding"""
 
 
-SCRIPT = Path(__file__)  # runs and models are named after it
-
 # --------------------------------------------------- models
 
 
 class PolicyAndValue(nn.Module):
     """A language model with a value head, which the reference does not use."""
 
-    def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int, temperature: float):
+    def __init__(self, lm: Any, pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
         self.backbone = Unpadded(lm.base_model)  # real tokens only; shares lm's weights
@@ -150,9 +144,9 @@ class PolicyAndValue(nn.Module):
         self.temperature = temperature
 
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, ...]:
-        """Log-probabilities, entropies (0 under no_grad) and values of response tokens.
+        """Log-probabilities, entropies and values of response tokens.
 
-        [B, C], [B, R] → [B, R] each, 0 at padding. Entropies are detached.
+        [B, C], [B, R] → [B, R] each, 0 at padding. Entropies are NaN under no_grad.
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
@@ -165,10 +159,10 @@ class PolicyAndValue(nn.Module):
         values = self.value_head(hidden).squeeze(1)  # [N] (G1)
         log_softmax = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)
         logprobs = log_softmax.gather(1, responses[where][:, None]).squeeze(1)  # [N] (P1)
-        entropies = torch.zeros_like(logprobs)
-        if torch.is_grad_enabled():  # not in rollouts
-            with torch.no_grad():
-                entropies = -log_softmax.exp().mul_(log_softmax).sum(dim=-1)  # [N]
+        entropies = torch.full_like(logprobs, math.nan)
+        if torch.is_grad_enabled():  # not in rollouts, which need none
+            with torch.no_grad():  # only logged; without this line they have a gradient
+                entropies = -(log_softmax.exp() * log_softmax).sum(dim=-1)  # [N]
         zeros = logprobs.new_zeros(responses.shape)
         return tuple(zeros.index_put(where, x) for x in (logprobs, entropies, values))
 
@@ -235,16 +229,6 @@ def score_responses(
     return scores, cut, ended
 
 
-def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Schulman's estimators of KL(pi || pi_ref) at each sampled token [B, R] (X3)."""
-    log_r = ref_logprobs - logprobs
-    if estimator == "k1":
-        return -log_r
-    if estimator == "k2":
-        return 0.5 * log_r**2
-    return torch.expm1(log_r) - log_r  # k3
-
-
 def kl_penalized_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
     """-kl_coef * KL at every token [B, R], plus the score [B] at the last real one (P8)."""
     last = mask.cumsum(dim=1).argmax(dim=1, keepdim=True)  # first maximum: the last True
@@ -271,7 +255,7 @@ class Rollout(NamedTuple):
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] under the sampling policy
     values: Tensor  # [B, R] of the sampling policy
-    kl: Tensor  # [B, R] to the reference
+    kl: Tensor  # [B, R] to the reference: log pi - log pi_ref
     scores: Tensor  # [B] of the reward model, or missing_eos_penalty
     rewards: Tensor  # [B, R] KL penalty, and the score at the last token
 
@@ -335,41 +319,40 @@ def ppo_losses(
     old: Rollout,
     advantages: Tensor,
     returns: Tensor,
-    avg_tokens: Tensor,
+    num_tokens: Tensor,
     args: Args,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Policy loss, value loss and statistics of a micro-batch: [B, R] each → scalars.
 
-    `old`: the micro-batch as sampled. `avg_tokens`: a minibatch's tokens per process. Summed
-    over micro-batches and averaged over processes, results are means over tokens (P7).
+    `old`: the micro-batch as sampled. `num_tokens`: of a whole minibatch, per process.
     """
 
-    def share(x: Tensor) -> Tensor:
-        """This micro-batch's share of the mean over tokens: [B, R] → scalar."""
-        return masked_sum(x, old.mask) / avg_tokens
+    def mean(x: Tensor) -> Tensor:
+        """This micro-batch's part of the minibatch's mean over tokens: [B, R] → scalar (P7)."""
+        return masked_sum(x, old.mask) / num_tokens
 
     log_ratio = logprobs - old.logprobs
-    ratio = log_ratio.clamp(max=40).exp()  # its square and 0 * ratio stay finite
+    ratio = log_ratio.clamp(max=40).exp()  # else 0 * inf: NaN gradients where it is clipped
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
-    pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
+    pg_loss = mean(torch.max(pg_losses, pg_losses_clipped))
 
     low, high = old.values - args.cliprange_value, old.values + args.cliprange_value
     vf_losses = (values - returns) ** 2
     vf_losses_clipped = (values.clamp(low, high) - returns) ** 2
-    vf_loss = 0.5 * share(torch.max(vf_losses, vf_losses_clipped))  # (P10)
+    vf_loss = 0.5 * mean(torch.max(vf_losses, vf_losses_clipped))  # (P10)
 
     with torch.no_grad():
         stats = {
             "loss/policy_avg": pg_loss,
             "loss/value_avg": vf_loss,
-            "policy/approxkl_avg": 0.5 * share(log_ratio**2),
-            "policy/clipfrac_avg": share((pg_losses_clipped > pg_losses).float()),
-            "val/clipfrac": share((vf_losses_clipped > vf_losses).float()),
-            "val/error": share(vf_losses),  # mean squared error
-            "val/vpred": share(values),
-            "val/ratio": share(ratio),
-            "val/ratio_var": share((ratio - 1) ** 2),  # around 1, not the mean
+            "policy/approxkl_avg": 0.5 * mean(log_ratio**2),
+            "policy/clipfrac_avg": mean((pg_losses_clipped > pg_losses).float()),
+            "val/clipfrac": mean((vf_losses_clipped > vf_losses).float()),
+            "val/error": mean(vf_losses),  # mean squared error
+            "val/vpred": mean(values),
+            "val/ratio": mean(ratio),
+            "val/ratio_var": mean((ratio - 1) ** 2),  # around 1, not the mean
         }
     return pg_loss, vf_loss, stats
 
@@ -401,18 +384,15 @@ def rollout_metrics(
 
 
 SHOWN = [f"objective/{x}" for x in ("scores", "kl", "kl_coef", "rlhf_reward")]  # in curves.png
-# Metric → (healthy up to, warn above):
-LIMITS = {"ppo/policy/approxkl_avg": (0.02, 0.2), "ppo/policy/clipfrac_avg": (0.3, 0.4)}
 
 
 def check(args: Args, processes: int) -> None:
     """Raise `InputError` for invalid flags, before anything is loaded."""
-    check_run(args, SCRIPT, processes, unread=("label_dataset",))
+    check_run(args, processes)
     check_reward(args)
-    cli.check_divisible("keep_every", args.keep_every or 0, args.eval_every, "eval_every")
     unit = processes * args.num_minibatches
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches")
-    if args.kl_target and args.batch_size >= 5 * args.kl_horizon:
+    if args.kl_target and args.batch_size >= 5 * args.kl_horizon:  # kl_coef could turn negative
         raise cli.InputError(f"kl_horizon={args.kl_horizon} is below {args.batch_size // 5 + 1}")
     size = args.batch_size // args.num_minibatches
     if size < 8 and (args.whiten_rewards or args.whiten_advantages):  # OpenAI raises here (P9)
@@ -446,22 +426,9 @@ def main(args: Args) -> None:
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     num_steps = args.num_ppo_epochs * args.num_minibatches  # Adam steps per update
     timer = Timer(device)
-    shown = SHOWN + ["objective/gold_score"] * (gold_reward is not None)
-    run = Run(args, SCRIPT, num_updates, shown, accelerator, LIMITS, args.keep_every)
+    shown = [*SHOWN, "objective/gold_score"] if gold_reward else SHOWN
+    run = Run(args, num_updates, shown, accelerator)
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
-
-    def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Held-out metrics on all processes. Logs samples; saves weights if due."""
-        queries, columns = heldout[:].to(device), heldout.columns()
-        all_rows = torch.arange(len(queries), device=device)
-        rng = generator(args.seed, num_updates, device)  # a stream that no update uses
-        rollout = make_rollout(queries, columns, [all_rows], kl_coef, rng)  # steps 1 to 3, below
-        metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
-        texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
-        scores, kl = rollout.scores, rollout.kl.sum(dim=1)
-        run.log_samples(update, texts, score=scores, kl=kl, total=scores - kl_coef * kl)
-        run.keep(update, lm, tokenizer)
-        return {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
 
     @torch.no_grad()
     def make_rollout(
@@ -483,16 +450,29 @@ def main(args: Args) -> None:
         mask = responses != ids.pad
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, values, ref_logprobs = torch.zeros(3, *mask.shape, device=device)
-        # Micro-batches of the first epoch: same rounding, so ratios start at 1 (L6).
+        # In the micro-batches of the first epoch: same rounding, so ratios start at 1 (L6).
         for rows in first_epoch:
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
                 i = rows[part]
                 logprobs[i], _, values[i] = policy(contexts[i], responses[i])
                 ref_logprobs[i], _, _ = ref(contexts[i], responses[i])
-        kl = estimate_kl(logprobs, ref_logprobs, args.kl_estimator)
+        kl = logprobs - ref_logprobs  # Schulman's k1
         rewards = kl_penalized_rewards(kl, scores, mask, kl_coef)
-        fields = queries, contexts, responses, cut, ended, mask, lengths  # in Rollout's order
-        return Rollout(*fields, logprobs, values, kl, scores, rewards)
+        episodes = dict(queries=queries, contexts=contexts, responses=responses, cut=cut)
+        episodes |= dict(ended=ended, mask=mask, lengths=lengths, scores=scores, rewards=rewards)
+        return Rollout(**episodes, logprobs=logprobs, values=values, kl=kl)
+
+    def evaluate(update: int, kl_coef: float) -> dict[str, float]:
+        """Held-out metrics on all processes. Logs samples."""
+        queries, columns = heldout[:].to(device), heldout.columns()
+        all_rows = torch.arange(len(queries), device=device)
+        rng = generator(args.seed, num_updates, device)  # a stream that no update uses
+        rollout = make_rollout(queries, columns, [all_rows], kl_coef, rng)  # steps 1 to 3
+        metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
+        texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
+        scores, kl = rollout.scores, rollout.kl.sum(dim=1)
+        run.log_samples(update, texts, score=scores, kl=kl, total=scores - kl_coef * kl)
+        return {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
 
     for update in range(start, num_updates):
         eval_metrics = evaluate(update, kl_coef) if update % args.eval_every == 0 else {}
@@ -514,17 +494,17 @@ def main(args: Args) -> None:
             for minibatch_rows in minibatches:
                 minibatch = rollout.select(minibatch_rows)
                 advantages, returns = compute_advantages(minibatch, args)
-                avg_tokens = all_sum(minibatch.mask.sum()) / processes
+                num_tokens = all_sum(minibatch.mask.sum()) / processes  # per process
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
                     logprobs, entropies, values = policy(old.contexts, old.responses)
                     pg_loss, vf_loss, part_stats = ppo_losses(
-                        logprobs, values, old, advantages[part], returns[part], avg_tokens, args
+                        logprobs, values, old, advantages[part], returns[part], num_tokens, args
                     )
                     loss = pg_loss + args.vf_coef * vf_loss
                     loss.backward()
                     part_stats["loss/total"] = loss
-                    part_stats["policy/entropy_avg"] = entropies.sum() / avg_tokens
+                    part_stats["policy/entropy_avg"] = entropies.sum() / num_tokens
                     for name, value in part_stats.items():
                         stats[f"ppo/{name}"] += value.detach() / num_steps
                 average_gradients(policy)  # over processes; FSDP2 already did
@@ -548,7 +528,8 @@ def main(args: Args) -> None:
 
         # 5. Adapt kl_coef to the measured KL.
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)
-        # Save every --save_every updates. After a signal, save and exit:
+        run.keep(update + 1, lm, tokenizer)  # the weights, every --keep_every updates
+        # All that a resumed run needs, every --save_every updates. After a signal, save and exit:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 
     run.save(lm, tokenizer, value_head=policy.value_head)
@@ -556,23 +537,21 @@ def main(args: Args) -> None:
     run.finish()
 
 
-# Overrides of the defaults, which are for sentiment and descriptiveness:
-SYNTHETIC = dict(total_episodes=4096, eval_every=20, batch_size=128, lr=5e-4, kl_coef=0.08)
-SYNTHETIC |= dict(num_ppo_epochs=2, num_minibatches=2, kl_target=10.0, kl_horizon=1000)
+# The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
+STORIES = dict(total_episodes=4096, eval_every=20, batch_size=128, lr=5e-4, kl_coef=0.08)
+STORIES |= dict(num_ppo_epochs=2, num_minibatches=2, kl_target=10.0, kl_horizon=1000)
 FIXED: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)
-SUMMARIES = FIXED | dict(batch_size=32, lr=2e-6)
-TLDR = FIXED | dict(lr=3e-6, kl_coef=0.05)
-VERIFIABLE = FIXED | dict(num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192)
+CHECKED = FIXED | dict(num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192)
 PRESETS: dict[str, dict[str, Any]] = {
-    "synthetic": SYNTHETIC,
+    "synthetic": STORIES,
     # Scaling rewards but not their mean adds a constant to each: length would matter.
-    "synthetic_eos": SYNTHETIC | dict(whiten_rewards=False),
-    "cnndm": SUMMARIES | dict(kl_coef=0.01),
-    "tldr_2019": SUMMARIES | dict(kl_coef=0.03),
-    "tldr": TLDR | dict(micro_batch_tokens=16_384, rollout_batch_size=256),
-    "arithmetic": VERIFIABLE
+    "synthetic_eos": STORIES | dict(whiten_rewards=False),
+    "cnndm": FIXED | dict(batch_size=32, lr=2e-6, kl_coef=0.01),
+    "tldr_2019": FIXED | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
+    "tldr": FIXED | dict(lr=3e-6, kl_coef=0.05, micro_batch_tokens=16_384, rollout_batch_size=256),
+    "arithmetic": CHECKED
     | dict(total_episodes=16_384, eval_every=16, batch_size=128, lr=3e-4, kl_coef=0.1),
-    "gsm8k": VERIFIABLE | dict(total_episodes=112_000, batch_size=256, lr=1e-6, kl_coef=0.001),
+    "gsm8k": CHECKED | dict(total_episodes=112_000, batch_size=256, lr=1e-6, kl_coef=0.001),
 }
 
 

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from accelerate import Accelerator
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from safetensors.torch import save_file
@@ -44,7 +43,7 @@ from utils import AdamTF, Timer, TokenIds, add_affixes, average_gradients, globa
 from utils import mean_over_processes, micro_batches, permutation, query_rows, truncate
 
 
-@dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
+@dataclass(frozen=True, kw_only=True)
 class Args(RunArgs):
     """Reward model from human preferences."""
 
@@ -74,16 +73,6 @@ class Args(RunArgs):
     rollout_batch_size: PositiveInt = 512
     """samples per batch, over all processes (in ppo.py and rloo.py, per process)"""
 
-
-# The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
-PRESETS: dict[str, dict[str, Any]] = {
-    "synthetic": dict(batch_size=8, lr=1e-3),
-    "synthetic_eos": dict(num_labels=9984, batch_size=16, lr=1e-3),
-    "cnndm": dict(num_labels=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128),
-    "tldr_2019": dict(num_labels=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128),
-    "tldr": dict(num_labels=92_800, batch_size=64, lr=3e-6, rollout_batch_size=256),
-}
-SCRIPT = Path(__file__)  # runs and models are named after it
 
 # ---------------------------------------------------- model
 
@@ -134,17 +123,15 @@ def new_reward_model(name: str, pad_id: int, length: int = 0) -> RewardModel:
 
 
 def sample_policy(
-    args: Args, tokenizer: Any, ids: TokenIds, accelerator: Accelerator
+    args: Args, tokenizer: Any, ids: TokenIds, accelerator: Any
 ) -> list[tuple[Tensor, Tensor]]:
     """Sample the policy twice, to normalize before and after training (R3).
 
     Returns two pairs of queries [S, Q] and responses [S, R], in EOS tasks with padding after EOS.
-    Frees the policy.
     """
     device, processes, task = accelerator.device, accelerator.num_processes, args.task
-    name, flag = task.base_model, "--base_model"
-    if args.policy_model:
-        name, flag = args.policy_model, "--policy_model"
+    flag = "--policy_model" if args.policy_model else "--base_model"
+    name = args.policy_model or task.base_model
     batch_size = args.rollout_batch_size // processes
     local_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * batch_size
     table = load_queries(task, tokenizer, ids, limit=2 * local_samples * processes)
@@ -155,8 +142,7 @@ def sample_policy(
     cli.say(f"sampling 2 * {local_samples * processes} responses of {name} to normalize")
     samples = []
     for step in range(2):
-        rows = query_rows(len(table), local_samples, seed, step)
-        queries = table[rows].to(device)
+        queries = table[query_rows(len(table), local_samples, seed, step)].to(device)
         batches = add_affixes(queries, ids).split(batch_size)
         with distributed.inference(accelerator, lm):
             parts = [generate(decoder, x, ids.pad, task.temperature) for x in batches]
@@ -225,7 +211,7 @@ SHOWN = ["loss", "accuracy", "gain", "bias", "lr"]  # in the progress line and c
 
 def check(args: Args, processes: int) -> None:
     """Raise `InputError` for invalid flags, before anything is loaded."""
-    check_run(args, SCRIPT, processes, unread=("reward_fn", "gold_fn"))
+    check_run(args, processes)
     if args.task.label_dataset is None:
         raise cli.InputError(f"--task {args.task.task} has no labels; pass --label_dataset")
     cli.check_divisible("batch_size", args.batch_size, processes, "processes")
@@ -255,7 +241,7 @@ def main(args: Args) -> None:
 
     num_steps = args.num_labels // args.batch_size
     timer = Timer(device)
-    run = Run(args, SCRIPT, num_steps, SHOWN, accelerator)
+    run = Run(args, num_steps, SHOWN, accelerator)
     start, _ = run.restore(model, optimizer)
     order = permutation(args.num_labels, args.seed, epoch=0)
     local_batch_size = args.batch_size // processes
@@ -269,8 +255,7 @@ def main(args: Args) -> None:
         lengths = (tokens != ids.pad).sum(dim=(1, 2))  # [B], all K responses with their query
         stats = dict(loss=torch.zeros((), device=device), accuracy=torch.zeros((), device=device))
         for part in micro_batches(lengths, args.micro_batch_tokens):
-            rewards = model(tokens[part].flatten(0, 1), prompt_length)  # [b * K]
-            rewards = rewards.view(-1, tokens.shape[1])  # [b, K]
+            rewards = model(tokens[part].flatten(0, 1), prompt_length).view(-1, tokens.shape[1])
             losses = F.cross_entropy(rewards, best[part], reduction="none")  # (R4)
             loss = losses.sum() / local_batch_size
             loss.backward()
@@ -280,8 +265,7 @@ def main(args: Args) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-        stats["gain"] = distributed.full_tensor(model.gain)
-        stats["bias"] = distributed.full_tensor(model.bias)
+        stats |= {x: distributed.full_tensor(getattr(model, x)) for x in ("gain", "bias")}
         metrics = mean_over_processes(stats, device) | {"lr": lr} | timer.stop()
         run.log(step, metrics)
         run.checkpoint(step + 1, model, optimizer)
@@ -299,6 +283,16 @@ def main(args: Args) -> None:
     run.log(num_steps, results)
     text = json.dumps({name: round(value, 4) for name, value in results.items()})
     run.finish(text, then="ppo", flag="--reward_model")
+
+
+# The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
+PRESETS: dict[str, dict[str, Any]] = {
+    "synthetic": dict(batch_size=8, lr=1e-3),
+    "synthetic_eos": dict(num_labels=9984, batch_size=16, lr=1e-3),
+    "cnndm": dict(num_labels=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128),
+    "tldr_2019": dict(num_labels=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128),
+    "tldr": dict(num_labels=92_800, batch_size=64, lr=3e-6, rollout_batch_size=256),
+}
 
 
 if __name__ == "__main__":

@@ -9,13 +9,11 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 # --------------------------------------------------- tokens
@@ -37,21 +35,12 @@ def pad_left(sequences: list[list[int]], length: int, pad_id: int) -> Tensor:
     return torch.tensor(padded, dtype=torch.long).view(len(sequences), length)
 
 
-def left_align(tokens: Tensor, pad_id: int) -> Tensor:
-    """Move the padding of each sequence [B, T] to its left; the order of tokens stays."""
-    order = (tokens != pad_id).byte().argsort(dim=1, stable=True)
-    return tokens.gather(1, order)
-
-
 def add_affixes(queries: Tensor, ids: TokenIds) -> Tensor:
     """Queries [B, Q] → contexts [B, C]: prefix, query, suffix, padded on the left."""
-
-    def expand(tokens: list[int]) -> Tensor:
-        row = torch.tensor(tokens, dtype=torch.long, device=queries.device)
-        return row.expand(len(queries), -1)
-
-    contexts = torch.cat([expand(ids.prefix), queries, expand(ids.suffix)], dim=1)
-    return left_align(contexts, ids.pad)
+    rows = [[token for token in row if token != ids.pad] for row in queries.tolist()]
+    rows = [ids.prefix + row + ids.suffix for row in rows]
+    length = len(ids.prefix) + queries.shape[1] + len(ids.suffix)
+    return pad_left(rows, length, ids.pad).to(queries.device)
 
 
 def truncate(
@@ -80,21 +69,12 @@ def decode(tokenizer: Any, tokens: Tensor, pad_id: int, special: bool = False) -
 def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
     """Sample from softmax(logits) by inverting its CDF: [B, V], [B] in [0, 1) → [B].
 
-    With torch.multinomial a token would depend on the other sequences of its batch. Finds the block
-    of 256 tokens first: the CDF has to be float64, and that of the whole vocabulary is large.
+    With torch.multinomial a token would depend on the other sequences of its batch.
     """
     probs = logits.to(uniform.device, torch.float32).softmax(dim=-1)
-    blocks = F.pad(probs, (0, -probs.shape[1] % 256)).unflatten(1, (-1, 256))
-    cdf = blocks.sum(dim=-1).double().cumsum(dim=-1)  # [B, number of blocks]
-    target = (uniform * cdf[:, -1])[:, None]
-    block = torch.searchsorted(cdf, target, right=True)
-    block = block.clamp(max=cdf.shape[1] - 1)  # for NaN logits, as in the last line
-    target = target - F.pad(cdf, (1, 0)).gather(1, block)
-    rows = torch.arange(len(probs), device=probs.device)
-    cdf = blocks[rows, block[:, 0]].double().cumsum(dim=-1)  # of the block
-    target = target.minimum(cdf[:, -1:].nextafter(target.new_zeros(1)))  # below the block's total
-    tokens = 256 * block + torch.searchsorted(cdf, target, right=True)
-    return tokens[:, 0].clamp(max=logits.shape[1] - 1).to(logits.device)
+    cdf = probs.cumsum(dim=-1, dtype=torch.float64)  # [B, V]
+    tokens = torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0]
+    return tokens.clamp(max=logits.shape[1] - 1).to(logits.device)  # NaN logits: the last token
 
 
 # -------------------------------------------------- batches
@@ -123,15 +103,18 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:
     Processes with equally many sequences get equally many parts, as FSDP2 needs. Parts change
     memory, not results (P7).
     """
-    ends = lengths.cumsum(dim=0)
-    num_parts = all_max((ends[-1:] + max_tokens - 1) // max_tokens)
-    *totals, count = torch.cat([ends, num_parts]).tolist()  # one device sync
+    ends = lengths.cumsum(dim=0)  # tokens up to the end of each sequence
+    count = all_max((ends[-1:] + max_tokens - 1) // max_tokens)
+    *totals, count = torch.cat([ends, count]).tolist()  # one device sync
     count = min(count, len(totals))
-    bounds = [0]
-    for part in range(1, count):  # equal shares of the tokens, but no part is empty
-        bound = bisect_right(totals, totals[-1] * part / count)
-        bounds.append(min(max(bound, bounds[-1] + 1), len(totals) - count + part))
-    return [slice(begin, end) for begin, end in pairwise([*bounds, len(totals)])]
+    parts, begin = [], 0
+    for part in range(1, count + 1):
+        end = bisect_right(totals, totals[-1] * part / count)  # an equal share of the tokens
+        end = max(end, begin + 1)  # this part is not empty,
+        end = min(end, len(totals) - (count - part))  # nor are those that follow
+        parts.append(slice(begin, end))
+        begin = end
+    return parts
 
 
 # ------------------------------------------------ processes

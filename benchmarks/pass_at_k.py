@@ -100,7 +100,7 @@ def main(args: Args) -> None:
     for task in (replace(task, reward_fn=name) for task in tasks):
         tokenizer, ids, *tokens, columns = sample_tokens(task, number, args.seed, args.samples)
         scores = Reward("reward_fn", task, tokenizer, ids.pad)(*tokens, columns)  # as in a run
-        right = scores.view(args.samples, -1).cpu().numpy() >= 1  # [samples, queries]
+        right = scores.view(-1, args.samples).T.cpu().numpy() >= 1  # [samples, queries]
         found = {f"pass@{k}": round(pass_at_k(right, k), 4) for k in sorted({1, args.k})}
         if reward in FORMS:
             texts = (decode(tokenizer, x, ids.pad) for x in tokens)

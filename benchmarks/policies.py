@@ -112,14 +112,14 @@ def sample_tokens(
 ) -> tuple[Any, TokenIds, Tensor, Tensor, dict[str, list]]:
     """Tokenizer, ids, queries [B, Q], responses [B, R] of `task.base_model`, columns of the data.
 
-    `number` queries from row `first` on, then again, `samples` times.
+    `number` queries from row `first` on, the `samples` responses to each side by side.
     """
     tokenizer, ids = load_tokenizer(task, task.response_length)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     table = load_queries(task, tokenizer, ids, first + number)
     if len(table) <= first:
         raise InputError(f"--first {first} skips all {len(table)} queries")
-    rows = np.tile(np.arange(first, min(first + number, len(table))), samples)
+    rows = np.repeat(np.arange(first, min(first + number, len(table))), samples)
     queries, columns = table[rows].to(device), table.columns(rows)
     lm = load_lm(task.base_model).to(device).eval()
     decoder = Decoder(lm, task.response_length)

@@ -49,14 +49,14 @@ def main(args: Args) -> None:
     tokenizer, ids, *tokens, _ = sample_tokens(task, *sizes)
     queries, responses = ([[t for t in x if t != ids.pad] for x in y.tolist()] for y in tokens)
     texts = [decode(tokenizer, x, ids.pad) for x in tokens]
-    number = len(queries) // args.samples
+    n = args.samples
     with args.out.open("w") as file:
-        for i in range(number):  # its responses are `number` rows apart
-            row = {"query_text": texts[0][i], "texts": texts[1][i::number], "best": None}
+        for i in range(0, len(queries), n):
+            row = {"query_text": texts[0][i], "texts": texts[1][i : i + n], "best": None}
             row["query"] = queries[i]
-            row |= {f"sample{k}": sample for k, sample in enumerate(responses[i::number])}
+            row |= {f"sample{k}": sample for k, sample in enumerate(responses[i : i + n])}
             file.write(json.dumps(row) + "\n")
-    print(f"{args.out}: {args.samples} responses to each of {number} queries")
+    print(f"{args.out}: {n} responses to each of {len(queries) // n} queries")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from machinery.cli import FREE, InputError, about, read_record
 
 KEPT = 2  # newest checkpoints of a run
+# What only some scripts read, and a flag that they have. The others resume whatever it is.
+READ_WITH = dict(label_dataset="num_labels", reward_fn="reward_model", gold_fn="reward_model")
 
 
 def names_of(model: nn.Module) -> set[str]:
@@ -126,6 +128,7 @@ def describe(args: Any, processes: int) -> dict[str, Any]:
 def check_same_run(args: Any, processes: int, unread: tuple[str, ...]) -> None:
     """Raise `InputError` if flags, or what they name, would change a run's numbers."""
     record, given = read_record(Path(args.resume)), vars(args) | vars(args.task)
+    unread += tuple(name for name, flag in READ_WITH.items() if flag not in vars(args))
     changed = []
     for name, value in describe(args, processes).items():
         old, free = record.get(name), name.split()[-1] in (*FREE, *unread)

@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-Limits = dict[str, tuple[float, float]]  # metric → healthy up to, warn above
-
+LIMITS = {"ppo/policy/clipfrac_avg": (0.3, 0.4)}  # metric → healthy up to, warn above
 UPDATES = 5  # warn after so many in a row with a value of this table
 STUCK = {  # metric → its value if nothing can be learned, and the likely cause
     "objective/frac_reward_zero_std": (1, "all responses to a query have the same score"),
@@ -26,8 +25,8 @@ STUCK = {  # metric → its value if nothing can be learned, and the likely caus
 class Progress:
     """A line a minute and every 5% of the run: the metrics `shown`, and the time left."""
 
-    def __init__(self, total: int, shown: list[str], limits: Limits):
-        self.total, self.limits = total, dict(limits)
+    def __init__(self, total: int, shown: list[str]):
+        self.total, self.limits = total, dict(LIMITS)
         self.titles = {name: name.removeprefix("objective/") for name in shown}
         self.stuck = Counter[str]()  # metric of STUCK → updates in a row
         self.start, self.began = 0, time.monotonic()

@@ -118,15 +118,10 @@ def check_reward_model(model: Any, length: int) -> None:
 def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: int = 0) -> Tensor:
     """Rewards [B] of sequences [B, T], about `max_tokens` tokens at a time.
 
-    The first `prompt_length` columns are computed once for sequences that share them.
+    The first `prompt_length` columns are computed once for neighbors that share them.
     """
-    order, pad_id = torch.arange(len(tokens), device=tokens.device), model.config.pad_id
-    if prompt_length:  # equal prompts side by side
-        copies = tokens[:, :prompt_length].unique(dim=0, return_inverse=True)[1]
-        order = copies.argsort(stable=True)
-    tokens = tokens[order]
-    parts = micro_batches((tokens != pad_id).sum(dim=1), max_tokens)
-    return torch.cat([model(tokens[part], prompt_length) for part in parts])[order.argsort()]
+    parts = micro_batches((tokens != model.config.pad_id).sum(dim=1), max_tokens)
+    return torch.cat([model(tokens[part], prompt_length) for part in parts])
 
 
 class Reward:
@@ -158,14 +153,10 @@ class Reward:
         answers = [x[len(y) :] for x, y in zip(both, texts, strict=True)]
         given: dict[str, Any] = dict(queries=texts, responses=answers)
         given |= {} if scores is None else dict(scores=scores.tolist())
-        # A query's responses are neighbors, as TRL's functions expect.
-        order = sorted(range(len(texts)), key=lambda i: texts.index(texts[i]))
-        given = {name: [x[i] for i in order] for name, x in given.items()}
-        rest = {name: [x[i] for i in order] for name, x in (columns or {}).items()}
         parts, error = {}, None
         try:
             with about(self.flag), guest(self.name.rpartition(":")[0]):
-                parts = call_reward_function(self.function, given, rest)
+                parts = call_reward_function(self.function, given, columns or {})
                 if self.parts and parts.keys() != self.parts.keys():
                     raise InputError(f"returned {[*parts]}, and before {[*self.parts]}")
         except InputError as caught:
@@ -173,8 +164,7 @@ class Reward:
         if all_max(torch.tensor(float(error is not None), device=tokens.device)):
             error = error or InputError(f"{self.flag} failed on another process")
             raise InputError("; ".join([f"{error}", *(x() for x in rescues)])) from error.__cause__
-        back = torch.tensor(order).argsort()
-        parts = {name: x[back].to(tokens.device) for name, x in parts.items()}
+        parts = {name: x.to(tokens.device) for name, x in parts.items()}
         self.parts = {name: x for name, x in parts.items() if name}
         return torch.stack([*parts.values()]).sum(dim=0)
 

@@ -1,5 +1,6 @@
 """The folder of a run: arguments, metrics, samples, checkpoints, weights, progress."""
 
+import inspect
 import json
 import os
 import shutil
@@ -20,15 +21,23 @@ from torch import Tensor, nn
 
 from machinery import artifacts, checkpoints, cli, distributed
 from machinery.cli import InputError, about
-from machinery.progress import Limits, Progress, plot_run
+from machinery.progress import Progress, plot_run
 from utils import all_max
 
 SIGNALS = [getattr(signal, x) for x in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, x)]
 
 
-def check_run(args: Any, script: Path, processes: int, unread: tuple[str, ...] = ()) -> None:
-    """Raise `InputError` if the run would overwrite something, or resume another one."""
-    link = Path("models", args.task.task, script.stem)
+def script_of(args: Any) -> Path:
+    """The script whose `Args` these are: runs and models are named after it."""
+    return Path(inspect.getfile(type(args)))
+
+
+def check_run(args: Any, processes: int, unread: tuple[str, ...] = ()) -> None:
+    """Raise `InputError` if the run would overwrite something, or resume another one.
+
+    A resumed run may change the flags `unread`, too.
+    """
+    link = Path("models", args.task.task, script_of(args).stem)
     if args.resume is None and args.run_name and os.path.lexists(f"runs/{args.run_name}"):
         raise InputError(f"--run_name {args.run_name} exists in runs/; choose another name")
     if args.output_dir and os.path.lexists(args.output_dir):
@@ -36,7 +45,7 @@ def check_run(args: Any, script: Path, processes: int, unread: tuple[str, ...] =
     if not args.output_dir and link.exists() and not link.is_symlink():
         raise InputError(f"{link} is a folder, not a link to the weights of a run; move it away")
     if args.resume:
-        checkpoints.check_same_run(args, processes, unread)  # the script ignores these
+        checkpoints.check_same_run(args, processes, unread)
 
 
 def forget_signals() -> None:
@@ -56,15 +65,12 @@ class Run:
     def __init__(
         self,
         args: Any,
-        script: Path,
         total: int,
         shown: list[str],  # metrics in curves.png and in the progress line
         accelerator: Accelerator,
-        limits: Limits | None = None,  # of metrics; a larger value is a warning
-        keep_every: int | None = None,
     ):
-        self.args, self.script, self.total, self.keep_every = args, script, total, keep_every
-        self.progress = Progress(total, shown, limits or {})
+        self.args, self.script, self.total = args, script_of(args), total
+        self.progress = Progress(total, shown)
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.source = Path(args.resume) if args.resume else None
         self.step = 0
@@ -190,7 +196,7 @@ class Run:
 
     def keep(self, update: int, model: Any, tokenizer: Any) -> None:
         """Save weights as keep_<update>/ every `keep_every` updates; on all processes."""
-        if update and self.keep_every and update % self.keep_every == 0:
+        if self.args.keep_every and update % self.args.keep_every == 0:
             self.save(model, tokenizer, name=f"keep_{update}")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

@@ -284,9 +284,8 @@ def test_P7_every_epoch_is_a_fresh_permutation_of_the_batch(script, runs):
     assert {len(rows) for update in epochs for parts in update for rows in parts} == {4}
     assert len(set(map(tuple, orders))) == (6 if script is ppo else 2)  # rloo.py has two queries
     if script is rloo:
-        num_queries = 8 // runs.args["rloo"].rloo_k
         for rows in epochs[0][0]:
-            groups = (rows % num_queries).view(-1, runs.args["rloo"].rloo_k)
+            groups = (rows // runs.args["rloo"].rloo_k).view(-1, runs.args["rloo"].rloo_k)
             assert (groups == groups[:, :1]).all()
 
 
@@ -472,3 +471,21 @@ def test_a_probability_ratio_of_any_size_has_a_finite_gradient(script, log_ratio
         assert logprobs.grad.item() == 0 and loss.item() == pytest.approx(-1.2 * advantage)
     elif log_ratio < 40:
         assert logprobs.grad.item() == pytest.approx(-advantage * math.exp(log_ratio), rel=1e-5)
+
+
+def test_X9_values_at_padding_even_nan_have_no_effect():
+    mask = torch.arange(5) < torch.tensor([[5], [2], [1]])
+    found = []
+    for fill in (0.0, math.nan):
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(6, 3, 5, generator=generator).masked_fill(~mask, fill)
+        logprobs, values = (x.requires_grad_() for x in inputs[:2].clone())
+        fields = dict.fromkeys(ppo.Rollout._fields, mask) | dict(
+            zip(("logprobs", "values"), inputs[2:4], strict=True)
+        )
+        old, args = ppo.Rollout(**fields), tiny.make_args()
+        *losses, stats = ppo.ppo_losses(logprobs, values, old, *inputs[4:], mask.sum(), args)
+        sum(losses).backward()
+        found.append([*losses, *stats.values(), logprobs.grad[mask], values.grad[mask]])
+        found[-1].append(ppo.whiten(inputs[4], mask))
+    assert_close(*found, rtol=0, atol=0)

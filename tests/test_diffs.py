@@ -43,7 +43,8 @@ OF_PPO = [name for name in DIFFS if BASES[name] == "ppo"]
 OF_RLOO = [name for name in DIFFS if BASES[name] == "rloo" and name not in EXPERIMENTS]
 ALGORITHMS = [x for x in OF_RLOO if x not in ("lora_rloo", "whiten_advantages")]  # alternatives
 EXCLUSIVE = [{"lora", "freeze_layers"}, {"lora", "ema"}]  # what is trained, what is saved
-EXCLUSIVE += [{"two_lambdas", "length_penalty"}, {"lora_rloo", "distill"}]  # flags; the teacher
+EXCLUSIVE += [{"two_lambdas", "length_penalty"}, {"schedule", "kl_estimator"}]  # flags; imports
+EXCLUSIVE += [{"lora_rloo", "distill"}]  # the teacher
 EXCLUSIVE += [{*x} for x in combinations(OF_RLOO, 2) if "lora_rloo" not in x]
 MEANINGLESS = [{x, "reference_on_cpu"} for x in ("lora", "trlx_kl")]  # no reference there
 PAIRS = [x for x in combinations(OF_PPO, 2) if {*x} not in EXCLUSIVE + MEANINGLESS]
@@ -394,6 +395,24 @@ def test_two_lambdas_returns_have_their_own_and_that_of_advantages_rises_with_th
         assert_close(returns[i], torch.tensor(other).float() + v[i])
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_X3_the_estimate_is_penalized_and_logged(estimator, patched):
+    """By a slow loop over the tokens."""
+    script = patched("kl_estimator")
+    policy, ref = (tiny.make_policy(seed=seed, script=script) for seed in (0, 3))
+    args = tiny.make_args(script=script, kl_estimator=estimator)
+    rollout = tiny.make_rollout(policy, args, script, ref=ref)
+    metrics = script.rollout_metrics(rollout, {}, 0.15, tiny.PAD, None)
+    sums = []
+    for given in zip(rollout.contexts, rollout.responses, strict=True):
+        log_ratio = tiny.run_alone(policy, *given)[0] - tiny.run_alone(ref, *given)[0]
+        terms = (0.5 * x**2 if estimator == "k2" else torch.exp(-x) - 1 + x for x in log_ratio)
+        sums.append(sum(terms).item())
+    expected = [score - 0.15 * x for score, x in zip(rollout.scores.tolist(), sums, strict=True)]
+    assert rollout.rewards.sum(dim=1).tolist() == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert metrics["objective/kl"].item() == pytest.approx(sum(sums) / 8, rel=1e-4)
+
+
 def test_X3_trlx_kl_is_what_a_slow_loop_over_queries_and_responses_gives(start, task):
     """By trlX's formula, exp(x) - 1 - x with x = log pi - log pi_ref; roots of the means."""
     run = start("trlx_kl", sample_in_batches=uneven_responses, **EOS)
@@ -508,7 +527,7 @@ def inserted_responses(*inputs):
 
 def some_equal(responses):
     """Scores; those of the responses to the first of four queries are equal."""
-    first = torch.arange(len(responses)) % 4 == 0
+    first = torch.arange(len(responses)) < len(responses) / 4
     return torch.where(first, 0.5, responses.sum(dim=1) % 7)
 
 
@@ -546,8 +565,9 @@ def slow_advantages(name, rollout, kl, kl_coef):
         tokens = torch.tensor(sum(returns, []))
         return [(torch.tensor(x) - tokens.mean()) / tokens.std(correction=0) for x in returns]
     advantages, penalties = torch.zeros(16), kl_coef * torch.stack([x.sum() for x in kl])
-    for i in range(4):  # the responses to a query
-        advantages[i::4] = GROUPS[name](rollout.scores[i::4], penalties[i::4])
+    for i in range(0, 16, 4):  # the responses to a query
+        part = slice(i, i + 4)
+        advantages[part] = GROUPS[name](rollout.scores[part], penalties[part])
     if name == WHITENED:
         advantages = (advantages - advantages.mean()) / advantages.std(correction=0)
     return [x.expand(len(y)) for x, y in zip(advantages, kl, strict=True)]
@@ -584,8 +604,8 @@ def assert_updates(name, run, own=OWN, advantages_of=slow_advantages):
     """Assert that a run has the steps and metrics of a slow loop over its responses."""
     ref, steps, clipped = load_policy(run.args.ref_model), iter(run.steps), 0
     for rollout, epochs, line in zip(run.rollouts, run.epochs, run.metrics, strict=False):
-        kl_coef, scores = line["objective/kl_coef"], rollout.scores.view(4, 4)  # [K, P]
-        alike = (scores == scores[0]).all(dim=0).repeat(4)  # [16]
+        kl_coef, scores = line["objective/kl_coef"], rollout.scores.view(4, 4)  # [P, K]
+        alike = (scores == scores[:, :1]).all(dim=1).repeat_interleave(4)  # [16]
         with torch.no_grad():
             refs = [logprobs for logprobs, _ in alone(ref, rollout, own)]
         olds = [x[mask] for x, mask in zip(rollout.logprobs, own, strict=True)]
@@ -629,7 +649,6 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(names, patched, start):
     low, high = BOUNDS[name]
     flags = dict(rloo_k=4, cliprange=1 - low, cliprange_high=high - 1, whiten_advantages=True)
     flags |= dict(correct_kl_gradient="correct" in names)
-    flags |= dict(kl_estimator="k3" if name == "distill" else "k1")  # there only of metrics
     flags = {key: x for key, x in flags.items() if hasattr(patched(*patches).Args, key)}
     responses = inserted_responses if tools else uneven_responses
     run = start(*patches, sample_in_batches=responses, **EQUAL | EOS | flags)
@@ -825,15 +844,16 @@ def test_vine_advantages_are_what_parts_add_to_mean_scores_of_continuations(star
         if not length:
             return uneven_responses(decoder, contexts, ids, args, rng)
         assert not (contexts[:, -1] == ids.pad).any()
-        half = torch.full((len(contexts) // 2, length), 40)
-        return torch.cat([torch.full_like(half, ids.truncate), half])
+        return (
+            torch.tensor([ids.truncate, 40]).repeat(len(contexts) // 2)[:, None].expand(-1, length)
+        )
 
     def advantages_of(name, rollout, kl, kl_coef):
         equal = rollout._replace(scores=torch.zeros(16))
         penalties, found = slow_advantages("rloo", equal, kl, kl_coef), []
         for i in range(16):
             length = i % 5 + 1
-            others = [j % 5 + 1 for j in range(i % 4, 16, 4) if j != i]
+            others = [j % 5 + 1 for j in range(i // 4 * 4, i // 4 * 4 + 4) if j != i]
             values = [length if length <= t else (t + 1 - 2) / 2 for t in (2, 4)] + [length]
             parts = np.diff([sum(others) / 3, *values]).repeat(2)  # of two tokens each
             found.append(penalties[i] + torch.tensor(parts[:length]).float())
@@ -853,8 +873,8 @@ def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, start):
     rollout = run.rollouts[0]
     texts = (alone(x, rollout, rollout.mask) for x in (run.model, load_policy(run.args.ref_model)))
     log_ratios = [(ours - theirs).sum() for (ours, _), (theirs, _) in zip(*texts, strict=True)]
-    for query in range(4):  # the first of several that are the best, or the worst
-        rows = range(query, 16, 4)
+    for query in range(0, 16, 4):  # the first of several that are the best, or the worst
+        rows = range(query, query + 4)
         best, worst = (choose(rows, key=lambda i: rollout.scores[i]) for choose in (max, min))
         loss -= torch.sigmoid(0.3 * (log_ratios[best] - log_ratios[worst])).log() / 4
     assert alike == (max(x.abs().max() for x in run.steps[0].grads.values()) < 1e-6)
@@ -871,12 +891,12 @@ def test_dynamic_sampling_replaces_groups_with_equal_scores_until_the_limit(limi
     for rollout, line in zip(run.rollouts, run.metrics, strict=False):
         missing, kept, sizes = range(4), {}, []
         while missing and len(sizes) <= limit:
-            batch, n = next(batches), len(missing)
-            sizes.append(n)
-            kept |= {query: batch[i::n] for i, query in enumerate(missing)}
+            batch = next(batches)
+            sizes.append(len(missing))
+            kept |= {query: batch[4 * i : 4 * i + 4] for i, query in enumerate(missing)}
             missing = [i for i in missing if len(score(kept[i][:, 8:]).unique()) == 1]
         found = torch.cat([rollout.queries, rollout.responses], dim=1)
-        assert all(torch.equal(found[i::4], kept[i]) for i in kept)
+        assert all(torch.equal(found[4 * i : 4 * i + 4], kept[i]) for i in kept)
         assert line["objective/sampled_batches"] == sum(sizes) / 4
         dropped = sum(sizes[1:]) + len(missing)
         assert line["objective/frac_reward_zero_std"] == pytest.approx(dropped / sum(sizes))
@@ -894,7 +914,7 @@ def test_curriculum_draws_queries_by_1_minus_the_mean_score_of_their_last_respon
         assert weights == pytest.approx(np.maximum(1 - success, 0.3))
         again += success[rows].astype(bool).sum()
         for i, row in enumerate(rows):
-            success[row] = min(max(rollout.scores[i::4].mean().item(), 0), 1)
+            success[row] = min(max(rollout.scores[4 * i : 4 * i + 4].mean().item(), 0), 1)
     assert again > 4 and len(np.unique(success)) > 3
     found = np.bincount([own(np.array([0.3, 0.5, 1.2]), 1, 1, i).item() for i in range(2000)])
     assert found / 2000 == pytest.approx([0.15, 0.25, 0.6], abs=0.05)

@@ -40,7 +40,7 @@ def tokens_of(array: np.ndarray) -> torch.Tensor:
 
 
 def left(tokens: np.ndarray, pad_id: int) -> torch.Tensor:
-    return utils.left_align(tokens_of(tokens), pad_id)
+    return utils.add_affixes(tokens_of(tokens), utils.TokenIds(pad_id, None, [], []))
 
 
 def below(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

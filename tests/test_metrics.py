@@ -87,13 +87,6 @@ def test_heldout_labels_are_predicted_in_batches_and_averaged():
     assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_rouge_l_is_the_mean_f1_of_the_longest_common_subsequence():
-    """All of 3 words; of 4 words two, and nothing else: precision 1, recall 1/2."""
-    pairs = [("the big cat", "the big cat"), ("one two three four", "two four")]
-    rows = [dict(reference=reference, continuation=text) for reference, text in pairs]
-    assert sft.rouge_l(rows) == pytest.approx((1 + 2 / 3) / 2)
-
-
 @pytest.mark.parametrize("column", ["completion", None])
 def test_continuations_are_compared_with_the_tokens_that_follow_their_contexts(column):
     """Contexts of 4 tokens where the data has responses, and of a quarter of a block elsewhere."""

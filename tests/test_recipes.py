@@ -35,10 +35,10 @@ PUBLISHED = {  # beside what is above; by openrlhf, 59 updates of warm-up: 3% of
         max_grad_norm=1.0 clip_score=5.0 ema_decay=0.992 top_p=1.0 min_response_length=3""",
     "openrlhf": f"""{CODE} batch_size=512 num_minibatches=4 kl_coef=0.01 lr=1e-6 critic_lr=9e-6
         decay='cosine' min_lr_ratio=0.1 warmup_updates=59 adam_eps=1e-8 clip_score=10.0
-        max_grad_norm=1.0 kl_estimator='k1' whiten_advantages=True""",
+        max_grad_norm=1.0 whiten_advantages=True""",
     "trlx": f"""{CODE} total_episodes=12800 batch_size=128 num_minibatches=4 num_ppo_epochs=4
         kl_coef=0.001 lr=3e-5 anneal_lr=False adam_eps=1e-8 weight_decay=1e-6
-        clip_score=10.0 unfrozen_layers=2 kl_estimator='k1' whiten_advantages=True""",
+        clip_score=10.0 unfrozen_layers=2 whiten_advantages=True""",
 }
 
 

@@ -520,7 +520,7 @@ def test_a_copys_own_state_and_flags_of_any_type_are_resumed(here, monkeypatch):
     write_files(here)
     page = (artifacts.ROOT / "docs/your-experiment.md").read_text()
     edits = "".join(re.findall(r"```diff\n(.*?)```", page, flags=re.S))
-    text = ppo.SCRIPT.read_text()
+    text = Path(ppo.__file__).read_text()
     for mark, old, new in re.findall(r"^([- ])(.*\n)((?:^\+.*\n)+)", edits, flags=re.M):
         assert text.count(old) == 1
         text = text.replace(old, old * (mark == " ") + re.sub(r"^\+", "", new, flags=re.M))

@@ -329,7 +329,7 @@ def test_a_reward_sees_the_columns_of_each_query_in_training_and_evaluation(
 ):
     script = {"ppo": ppo, "rloo": rloo}.get(name)
     if script is None:
-        copy = Path(shutil.copy(ppo.SCRIPT, tmp_path / "mine.py"))
+        copy = Path(shutil.copy(ppo.__file__, tmp_path / "mine.py"))
         assert apply(copy, name)
         script = tiny.load_script(copy)
     task = replace(by_column, gold_fn="by_column.py:gold")

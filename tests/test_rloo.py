@@ -23,9 +23,16 @@ def loss_of(new: torch.Tensor) -> torch.Tensor:
 
 def test_L3_three_queries_with_four_responses_as_in_the_announcement():
     rewards = torch.tensor([1.0, 2, 3, 2, 3, 4, 5, 6, 7, 8, 9, 10])  # [R]'s rlhf_reward, [K, P]
-    found = rloo.compute_advantages(rewards, tiny.make_args(script=rloo, rloo_k=4)).view(4, 3)
+    rewards = rewards.view(4, 3).T.flatten()  # [P, K]
+    found = rloo.compute_advantages(rewards, tiny.make_args(script=rloo, rloo_k=4)).view(3, 4).T
     expected = torch.tensor([-4.0, 2 - 14 / 3, 4 / 3, 16 / 3])  # of 1, 2, 5, 8 less others
     assert_close(found, expected[:, None].expand(4, 3))
+
+
+def test_L3_equal_rewards_have_advantages_of_exactly_0():
+    """Also where the sum of three is rounded."""
+    rewards = torch.tensor([0.1, 1 / 3, 1e6 + 0.3]).repeat_interleave(4)
+    assert (rloo.compute_advantages(rewards, tiny.make_args(script=rloo, rloo_k=4)) == 0).all()
 
 
 def test_L4_at_ratio_1_the_gradient_is_reinforces_as_in_the_announcement():
@@ -50,8 +57,8 @@ def test_L5_there_is_no_value_network():
 def test_X9_L1_L4_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged_rows():
     """A policy that is away from the rollout's, one response without padding at a time."""
     run, rollout, policy = eos_run(rloo)
-    rewards = rollout.rewards.double().numpy().reshape(2, 4)  # [K, P]
-    advantages = (rewards - rewards[::-1]).ravel()  # k = 2
+    rewards = rollout.rewards.double().numpy().reshape(4, 2)  # [P, K]
+    advantages = (rewards - rewards[:, ::-1]).ravel()  # k = 2
     losses, ratios, entropies, clipped = [], [], [], 0
     for i, a in enumerate(advantages.tolist()):
         logprobs, entropy, *_ = tiny.run_alone(policy, rollout.contexts[i], rollout.responses[i])

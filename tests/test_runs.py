@@ -41,9 +41,9 @@ def two_steps(script: str, **changes: Any) -> Any:
     return settings(script, **values | changes)
 
 
-def new_run(script: Path = ppo.SCRIPT, **flags: Any) -> runs.Run:
+def new_run(**flags: Any) -> runs.Run:
     """A run's folder without a run."""
-    run = runs.Run(two_steps("ppo", **flags), script, 1, [], Accelerator(cpu=True))
+    run = runs.Run(two_steps("ppo", **flags), 1, [], Accelerator(cpu=True))
     run.close()
     return run
 

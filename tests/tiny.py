@@ -334,8 +334,8 @@ def make_rollout(policy: Any, args: Any, script: Any = ppo, kl_coef=0.15, **inpu
     responses = inputs.pop("responses", make_responses(size, length))
     rollouts: list[Any] = []
 
-    def spy(*fields: Any) -> None:
-        rollouts.append(rollout_class(*fields))
+    def spy(**fields: Any) -> None:
+        rollouts.append(rollout_class(**fields))
         raise EOFError  # ends `main`
 
     args = replace(args, batch_size=size, total_episodes=2 * size)
@@ -352,8 +352,8 @@ def noisy_rollout(script: Any, kept: list[Any] | None = None) -> Callable:
     """`Rollout`, but old numbers and rewards are off the policy's own, so that losses clip."""
     rollout_class, kept = script.Rollout, [] if kept is None else kept
 
-    def make_noisy_rollout(*fields: Any) -> Any:
-        rollout = rollout_class(*fields)
+    def make_noisy_rollout(**fields: Any) -> Any:
+        rollout = rollout_class(**fields)
         generator = torch.Generator().manual_seed(1)
         noise = torch.randn(3, *rollout.mask.shape, generator=generator) * rollout.mask
         noisy = dict(logprobs=rollout.logprobs + 0.2 * noise[0])
@@ -428,7 +428,6 @@ def run_sft(args: Any, lm: Any, tokens: Tensor, **patches: Any) -> FakeRun:
         "load_responses": lambda *a: Sequences(tokens),
         "load_lm": lambda *a, **k: lm,
         "sample_continuations": lambda *a: [],
-        "rouge_l": lambda samples: 0.0,
         "Run": FakeRun(),
     }
     args = replace(args, task=replace(args.task, response_column="completion"))

@@ -24,6 +24,6 @@ flags=(
   --batch_size 512 --num_minibatches 4 --num_ppo_epochs 1 --temperature 1 --lr 1e-6 --decay cosine
   --min_lr_ratio 0.1 --warmup_updates 59 --critic_lr_ratio 9 --adam_eps 1e-8 --adam_beta2 0.95
   --weight_decay 0 --max_grad_norm 1 --vf_coef 1 --kl_coef 0.01 --kl_target None
-  --kl_estimator k1 --clip_score 10 --no-whiten_rewards
+  --clip_score 10 --no-whiten_rewards
 )
 ${LAUNCH:-python} openrlhf.py "${flags[@]}" "$@"

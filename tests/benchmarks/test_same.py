@@ -18,12 +18,12 @@ FAULTS = {  # column: a line of ppo.py, and a wrong one in its place
         "permutations = [np.random.permutation(num_episodes)",
     ),
     "one micro-batch": (
-        "return masked_sum(x, old.mask) / avg_tokens",
+        "return masked_sum(x, old.mask) / num_tokens",
         "return masked_sum(x, old.mask) / old.mask.sum()",
     ),
     "2 processes": (
-        "avg_tokens = all_sum(minibatch.mask.sum()) / processes",
-        "avg_tokens = all_sum(minibatch.mask.sum())",
+        "num_tokens = all_sum(minibatch.mask.sum()) / processes",
+        "num_tokens = all_sum(minibatch.mask.sum())",
     ),
     "resumed": (
         "run.checkpoint(update + 1, policy, optimizer, kl_coef)",
