@@ -528,7 +528,7 @@ def main(args: Args) -> None:
 
         # 5. Adapt kl_coef to the measured KL.
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)
-        run.keep(update + 1, lm, tokenizer)  # the weights, every --keep_every updates
+        run.keep_weights(update + 1, lm, tokenizer)  # the weights, every --keep_every updates
         # All that a resumed run needs, every --save_every updates. After a signal, save and exit:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)
 

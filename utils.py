@@ -59,10 +59,10 @@ def truncate(
     return responses.masked_fill(positions > last[:, None], pad_id), ended
 
 
-def decode(tokenizer: Any, tokens: Tensor, pad_id: int, special: bool = False) -> list[str]:
-    """[B, T] → B texts without padding, and without special tokens unless `special`."""
+def decode(tokenizer: Any, tokens: Tensor, pad_id: int) -> list[str]:
+    """[B, T] → B texts without padding and special tokens."""
     ids = [[token for token in row if token != pad_id] for row in tokens.tolist()]
-    options = dict(skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+    options = dict(skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return tokenizer.batch_decode(ids, **options)
 
 
@@ -104,9 +104,8 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:
     memory, not results (P7).
     """
     ends = lengths.cumsum(dim=0)  # tokens up to the end of each sequence
-    count = all_max((ends[-1:] + max_tokens - 1) // max_tokens)
+    count = all_max((ends[-1:] + max_tokens - 1) // max_tokens).clamp(max=len(lengths))
     *totals, count = torch.cat([ends, count]).tolist()  # one device sync
-    count = min(count, len(totals))
     parts, begin = [], 0
     for part in range(1, count + 1):
         end = bisect_right(totals, totals[-1] * part / count)  # an equal share of the tokens
@@ -162,8 +161,7 @@ def mean_over_processes(metrics: dict[str, Any], device: torch.device) -> dict[s
         raise ValueError(f"metric {min(odd)} is not on all processes: log it on all, or on none")
     values = [torch.as_tensor(metrics[name], dtype=torch.float32) for name in sorted(metrics)]
     sums = all_sum(torch.stack([value.to(device).squeeze() for value in values]))
-    means = dict(zip(sorted(metrics), (sums / world_size).tolist(), strict=True))
-    return {name: means[name] for name in metrics}
+    return dict(zip(sorted(metrics), (sums / world_size).tolist(), strict=True))
 
 
 def global_mean_and_var(x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -235,5 +233,4 @@ class Timer:
     def stop(self) -> dict[str, float]:
         """End the current phase; return `time/<phase>` of all phases."""
         self.start(None)
-        seconds, self.seconds = self.seconds, {}
-        return seconds
+        return self.seconds

@@ -90,19 +90,19 @@ def load_lm(
                 lm._weight_conversions = None  # save the text model's names
         lm.get_output_embeddings().__class__ = Float32Linear  # keeps names and tied weights
         choose_kernels(lm)
-        if reads_weights():
+        if loads_weights():
             with about(f"{config.model_type} cannot be used"):
                 check_model(lm, length)
-        follow_first(lm.base_model, lm)
+        match_first_process(lm.base_model, lm)
     return lm
 
 
-def reads_weights() -> bool:
+def loads_weights() -> bool:
     """Whether this process reads weights: under FSDP2 only the first one."""
     return not dist.is_initialized() or dist.get_rank() == 0 or not AcceleratorState().is_fsdp2
 
 
-def follow_first(backbone: Any, lm: Any = None) -> None:
+def match_first_process(backbone: Any, lm: Any = None) -> None:
     """Under FSDP2, unpad and tie the head as the first process does."""
     if dist.is_initialized() and AcceleratorState().is_fsdp2:
         tied = lm and lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
@@ -114,7 +114,7 @@ def follow_first(backbone: Any, lm: Any = None) -> None:
 
 def load_weights(cls: Any, name: str, config: Any, **options: Any) -> Any:
     """A model of an Auto class in fp32, without random weights."""
-    if not reads_weights():
+    if not loads_weights():
         with no_init_weights():  # memory that is never written takes no room
             return cls.from_config(config, dtype=torch.float32)
     options |= dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)

@@ -47,9 +47,9 @@ def load_reward(
             raise InputError(f"its tokens differ from those of the policy: {OTHERS}")
         length = args.task.query_length + args.task.response_length
         check_length(model.config.backbone, length, "query and response")
-        if models.reads_weights():
+        if models.loads_weights():
             check_reward_model(model, length)
-        models.follow_first(model.backbone)
+        models.match_first_process(model.backbone)
     reward.model, reward.max_tokens = freeze(accelerator, model), args.micro_batch_tokens
     return reward
 
@@ -81,7 +81,7 @@ def load_reward_model(cls: Callable, name: str) -> Any:
             raise InputError(f"is {config.get('architectures')}, not of train_reward.py: {OTHERS}")
         with no_init_weights():
             model = cls(RewardConfig.from_pretrained(name))
-        if models.reads_weights():
+        if models.loads_weights():
             model.load_state_dict(load_file(str(cached_file(name, "model.safetensors"))))
         return model.eval()
 

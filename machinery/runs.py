@@ -194,7 +194,7 @@ class Run:
         resume = f": --resume {self.folder}" if saved else ""
         return f"{saved} of {self.total} updates are saved{resume}"
 
-    def keep(self, update: int, model: Any, tokenizer: Any) -> None:
+    def keep_weights(self, update: int, model: Any, tokenizer: Any) -> None:
         """Save weights as keep_<update>/ every `keep_every` updates; on all processes."""
         if self.args.keep_every and update % self.args.keep_every == 0:
             self.save(model, tokenizer, name=f"keep_{update}")
