@@ -198,7 +198,7 @@ def wrap(function: Any, name: str) -> str:
     needed = needed or ["queries", "responses"]
     query = [x for x in needed if re.search("quer|prompt|question|instruction", x)]
     others = [x for x in needed if x not in query and not re.search("label|answer|truth", x)]
-    response = [x for x in others if re.search("respon|complet|output|solution", x)] or others
+    response = [x for x in others if re.search("respon|completion|output|solution", x)] or others
     lists = {x: x for x in needed} | {x: "queries" for x in query[-1:]}
     lists |= {x: "responses" for x in response[-1:]}
     if query and not response:  # OpenRLHF's
