@@ -91,7 +91,8 @@ class Tally(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else 0
         if not given or name.startswith("new_"):  # a new tensor: floats have no numbers
             integers = name in ("arange", "full") and not any(type(x) is float for x in args)
-            dtype = kwargs.get("dtype") or (torch.long if integers else torch.float32)
+            dtype = torch.long if integers else given[0].dtype if given else torch.float32
+            dtype = kwargs.get("dtype") or dtype
             fake = dtype.is_floating_point
         with self.fake if fake else contextlib.nullcontext():
             out = func(*args, **kwargs)
