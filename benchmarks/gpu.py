@@ -1,6 +1,7 @@
 """Everything that one GPU can tell about the scripts, in ten minutes and without internet.
 
     python benchmarks/gpu.py             # gpu.csv, gpu_profile.txt, and a line of JSON
+    python benchmarks/gpu.py --more      # gpu_more.csv: profiles of tldr, larger micro-batches
     python benchmarks/gpu.py --small     # models of one layer; also on a CPU, without CUDA's parts
 
 Each row is a process of its own, forked from one that never touched the GPU, with its own time
@@ -10,6 +11,7 @@ limit. If it fails, hangs or dies, the row says why and the next one runs: docs/
 import csv
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -60,10 +62,12 @@ class Args:
     """time limit of all rows together"""
     rows: str = ""
     """only rows whose name matches this regular expression"""
+    more: bool = False
+    """other rows, for another ten minutes"""
     small: bool = False
     """models of one layer; always so without a GPU"""
-    out: Path = HERE / "results/gpu"
-    """name of the .csv and of the _profile.txt"""
+    out: Path | None = None
+    """name of the .csv and of the _profile.txt; default: results/gpu, or results/gpu_more"""
 
 
 def work_alone(there: Any, log: Path, function: Callable, args: tuple[Any, ...]) -> None:
@@ -133,7 +137,7 @@ def make_queries(work: speed.Work, group: int) -> queries.TokenTable:
 
 
 class Watch(contestants.Stopwatch):
-    """A stopwatch that waits for the GPU, and a profile of the second update."""
+    """A stopwatch that waits for the GPU, and a profile of the second update with its phases."""
 
     profile: torch.profiler.profile | None = None
 
@@ -144,6 +148,8 @@ class Watch(contestants.Stopwatch):
         event = phase != self.phase and (phase, len(self.updates))
         if self.profile and event == ("sample", 1):
             self.profile.start()
+        if self.profile and event and torch.cuda.is_available():
+            torch.cuda._sleep(1)  # a kernel that marks where a phase begins
         super().__call__(phase)
         if self.profile and event == (None, 2):
             self.profile.stop()
@@ -213,6 +219,49 @@ def bytes_read(work: speed.Work, group: int, batch_size: int) -> int:
     return per_token * work.response_length
 
 
+CLASSES = {  # of kernels whose names contain one of these; the first that fits
+    "attention": ("fmha", "flash", "Attention"),
+    "products, fp32 and TF32": ("tf32", "sgemm", "f32f32"),
+    "matrix-vector": ("gemv", "dot_kernel"),
+    "products, bf16": ("nvjet", "gemm", "xmma", "splitKreduce", "cutlass"),
+    "layer norm": ("layer_norm", "LayerNorm", "GammaBeta"),
+    "softmax": ("SoftMax", "softmax"),
+    "optimizer": ("Adam", "multi_tensor", "lpnorm"),
+    "casts and copies": ("copy_kernel", "copy_device", "Memcpy", "CatArray"),
+    "fills": ("FillFunctor", "Memset"),
+    "sums": ("reduce_kernel",),
+    "gather, scatter, sort": ("index", "scatter", "gather", "sort", "scan", "searchsorted"),
+    "elementwise": ("elementwise", "triton"),
+}
+GAPS = {3: "below 3 us", 30: "to 30 us", 300: "to 300 us", math.inf: "above"}
+
+
+def by_phase(kernels: list[dict[str, Any]]) -> list[str]:
+    """A table: milliseconds by class of kernels, and of gaps before kernels, in each phase.
+
+    A kernel of `_sleep` begins each phase.
+    """
+    found: Counter = Counter()
+    phases, end = iter(speed.PHASES), 0.0
+    phase = "before"
+    for x in sorted(kernels, key=lambda x: x["ts"]):
+        if "spin_kernel" in x["name"]:
+            phase = next(phases, "after")
+        else:
+            gap = max(x["ts"] - end, 0) if end else 0
+            length = next(name for limit, name in GAPS.items() if gap < limit)
+            fits = (kind for kind, names in CLASSES.items() if any(n in x["name"] for n in names))
+            found[phase, f"idle, gaps {length}"] += gap
+            found[phase, next(fits, "other")] += x["dur"]
+            found[phase, "number of kernels"] += 1000
+        end = max(end, x["ts"] + x["dur"])
+    lines = [f"{'milliseconds':28}" + "".join(f"{phase:>10}" for phase in speed.PHASES)]
+    for kind in sorted({kind for _, kind in found}):
+        cells = (f"{found[phase, kind] / 1000:10.2f}" for phase in speed.PHASES)
+        lines.append(f"{kind:28}{''.join(cells)}")
+    return lines
+
+
 def summarize(events: list[dict[str, Any]], out: Path) -> dict[str, Any]:
     """Kernels, the GPU's busy share and the host's waits in a trace; its top kernels to `out`."""
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -227,9 +276,9 @@ def summarize(events: list[dict[str, Any]], out: Path) -> dict[str, Any]:
     found = {"kernels": len(kernels), "waits": sum("Synchronize" in name for name in calls)}
     found |= {"busy": busy / span}  # there is one stream
     lines = [f"{len(calls)} calls, {found}, in {span / 1e6:.4f} s", "share   number  name"]
-    for name, took in time_of.most_common(15):
+    for name, took in time_of.most_common(45):
         lines.append(f"{took / busy:6.1%} {number[name]:7}  {name[:150]}")
-    out.write_text("\n".join(lines) + "\n")
+    out.write_text("\n".join([*lines, "", *by_phase(kernels)]) + "\n")
     return found
 
 
@@ -264,12 +313,26 @@ def plan(small: bool, folder: Path, out: Path) -> Iterator[tuple[Any, ...]]:
     yield "sentiment: rloo", 0.6, update, *gpt2, "rloo", 2, []
 
 
+def plan_more(small: bool, folder: Path, out: Path) -> Iterator[tuple[Any, ...]]:
+    """The rows of `--more`."""
+    rows = {row[0]: row for row in plan(small, folder, out)}
+    gpt2, pythia = (rows[f"{name}: models"][3:5] for name in ("sentiment", "tldr"))
+    tldr = out.with_name(f"{out.name.removesuffix('_profile.txt')}_tldr_profile.txt")
+    yield rows["sentiment: models"]
+    yield rows["sentiment: ppo"]
+    yield rows["tldr: models"]
+    yield "tldr: ppo, profile", 0.9, update, *pythia, "ppo", 1, TLDR, tldr
+    larger = [*TLDR, "--micro_batch_tokens", "32768"]
+    yield "tldr: ppo --micro_batch_tokens 32768", 0.9, update, *pythia, "ppo", 1, larger
+
+
 def main(args: Args) -> None:
     """Run row by row until the time is over; print and write each."""
     global start_method
     end, rows = time.monotonic() + 60 * args.minutes, []
-    with tempfile.TemporaryDirectory() as name, open(args.out.with_suffix(".csv"), "w") as file:
-        log, out = Path(name, "log"), args.out.absolute().with_name(f"{args.out.name}_profile.txt")
+    to = args.out or HERE / ("results/gpu_more" if args.more else "results/gpu")
+    with tempfile.TemporaryDirectory() as name, open(to.with_suffix(".csv"), "w") as file:
+        log, out = Path(name, "log"), to.absolute().with_name(f"{to.name}_profile.txt")
         device = alone(60, log, device_name)["result"]
         if "forked" in device:  # without NVML, importing used the GPU
             start_method = "spawn"
@@ -279,7 +342,8 @@ def main(args: Args) -> None:
         print(*about.values(), sep="\n", flush=True)
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        for what, minutes, function, *rest in plan(args.small or not device, Path(name), out):
+        choose = plan_more if args.more else plan
+        for what, minutes, function, *rest in choose(args.small or not device, Path(name), out):
             if not re.search(args.rows, what):
                 continue
             begin, found = time.monotonic(), {"result": "no time left"}

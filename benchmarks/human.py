@@ -12,6 +12,7 @@ the others to the second half.
 import ast
 import csv
 import json
+import os
 import sys
 import tarfile
 from dataclasses import dataclass
@@ -43,7 +44,8 @@ NUM_PAIRS, NUM_HELDOUT_PAIRS = 10_240, 1024
 QUERY_WORDS, NUM_EVAL, BATCH_SIZE = 6, 256, 64  # of the policies; as in human.sh
 TABLE = ROOT / "benchmarks/results/human.csv"
 DATA = Path("runs/human_data")
-MODEL, TRUE_MODEL = (f"runs/human_{half}_2560/model" for half in ("first", "second"))
+PAIRS = os.environ.get("PAIRS", "2560")  # of the reward models
+MODEL, TRUE_MODEL = (f"runs/human_{half}_{PAIRS}/model" for half in ("first", "second"))
 SIDES = "chosen", "rejected"
 DEVICE, MAX_TOKENS = ("cuda", 16384) if torch.cuda.is_available() else ("cpu", 1024)
 CURVES = [f"objective/{x}" for x in ("scores", "gold_score", "kl", "ended", "entropy")]

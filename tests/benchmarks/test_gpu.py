@@ -13,10 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ppo
 import rloo
-from benchmarks import gpu, gpu_checks, gpu_count, memory, speed
+from benchmarks import gpu, gpu_checks, gpu_count, gpu_trials, memory, speed
 from machinery import unpadding
 
 ROWS = list(gpu.plan(True, Path("unused"), Path("unused")))
+MORE = list(gpu.plan_more(True, Path("unused"), Path("unused")))
 ALL = [what for what, *_ in ROWS]
 QUICK = ["attention, ours", "sentiment: models", "sentiment: ppo, profile", "sentiment: tokens"]
 QUICK += ["sentiment: unpadding"]
@@ -43,8 +44,30 @@ def test_every_row_runs_without_a_gpu_is_written_and_printed(names, tmp_path, mo
     assert (tmp_path / "gpu_profile.txt").read_text().startswith("0 calls")
 
 
-def test_the_parts_have_ten_minutes_together():
-    assert sum(minutes for _, minutes, *_ in ROWS) <= 10
+@pytest.mark.slow
+def test_every_other_row_runs_without_a_gpu(tmp_path):
+    gpu.main(gpu.Args(more=True, out=tmp_path / "more"))
+    rows = list(csv.DictReader((tmp_path / "more.csv").read_text().splitlines()))
+    assert [row["what"] for row in rows] == [what for what, *_ in MORE]
+    assert all(row["result"].startswith(("ok", "no GPU")) for row in rows)
+    assert (tmp_path / "more_tldr_profile.txt").exists()
+
+
+@pytest.mark.parametrize("rows", ["value|GPT-2", pytest.param("", marks=pytest.mark.slow)])
+def test_trials_write_each_way_and_its_difference_from_the_first(rows, tmp_path):
+    """In fp32 ways agree to 1e-6, in bf16 to a hundredth."""
+    gpu_trials.main(gpu_trials.Args(rows=rows, out=tmp_path / "trials.csv"))
+    found = list(csv.DictReader((tmp_path / "trials.csv").read_text().splitlines()))
+    assert {row["result"] for row in found} == {"ok"}
+    gaps = {(x["what"], x["way"]): float(x["difference"]) for x in found if x["difference"]}
+    assert 0 < gaps["value head", "matrix-vector product"] < 1e-6
+    assert 0 < gaps["attention of one token, GPT-2", "products"] < 1e-2
+    assert sum(seconds for _, seconds, *_ in gpu_trials.plan(True, tmp_path)) <= 7 * 60
+
+
+@pytest.mark.parametrize("rows", [ROWS, MORE], ids=["plan", "more"])
+def test_the_parts_have_ten_minutes_together(rows):
+    assert sum(minutes for _, minutes, *_ in rows) <= 10
 
 
 @pytest.mark.parametrize(
@@ -97,16 +120,24 @@ def test_every_update_has_other_queries_of_the_given_lengths():
     assert first != second
 
 
-def test_a_profile_has_kernels_busy_share_and_waits(tmp_path):
-    """Two kernels of 2 and 6 µs and a copy of 1 µs in 12 µs; the host waits once."""
-    kernels = [("kernel", "gemm", 0, 2), ("kernel", "gemm", 3, 6), ("gpu_memcpy", "copy", 11, 1)]
+def test_a_profile_has_kernels_busy_share_waits_and_gaps_by_phase(tmp_path):
+    """Two kernels of 2 and 6 µs and a copy of 1 µs in 12 µs; the host waits once. Marks of no
+    length begin each phase: the gaps of 1 and 2 µs are in the second and in the last."""
+    kernels = [("kernel", "spin_kernel", 0, 0), ("kernel", "gemm", 0, 2)]
+    kernels += [("kernel", "spin_kernel", 2, 0), ("kernel", "gemm", 3, 6)]
+    kernels += [("kernel", "spin_kernel", 9, 0), ("gpu_memcpy", "Memcpy", 11, 1)]
     calls = [(name, 0, 9) for name in ("cudaLaunchKernel", "cudaStreamSynchronize")]
     events = [*kernels, *(("cuda_runtime", *call) for call in calls), ("cpu_op", "aten::mm", 0, 99)]
     trace = [dict(zip(("cat", "name", "ts", "dur"), x, strict=True)) for x in events]
     found = gpu.summarize([{"name": "process_name"}, *trace], tmp_path / "profile.txt")
-    assert found == {"kernels": 3, "waits": 1, "busy": 9 / 12}
-    lines = (tmp_path / "profile.txt").read_text().splitlines()
-    assert [line.split() for line in lines[2:]] == [["88.9%", "2", "gemm"], ["11.1%", "1", "copy"]]
+    assert found == {"kernels": 6, "waits": 1, "busy": 9 / 12}
+    top, table = (tmp_path / "profile.txt").read_text().split("\n\n")
+    lines = [line.split() for line in top.splitlines()[2:4]]
+    assert lines == [["88.9%", "2", "gemm"], ["11.1%", "1", "Memcpy"]]
+    cells = {line[:28].strip(): line[28:].split() for line in table.splitlines()[1:]}
+    assert cells["products, bf16"] == ["0.00", "0.01", "0.00"]
+    assert cells["number of kernels"] == ["1.00"] * 3
+    assert [gpu.by_phase([])[0].split()[1:], len(cells)] == [list(speed.PHASES), 4]
 
 
 def test_the_bytes_that_are_read_are_those_of_weights_keys_and_values():
