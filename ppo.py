@@ -410,8 +410,7 @@ def main(args: Args) -> None:
     gold_reward = load_gold_reward(task, tokenizer, ids)  # or None
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    # Without dropout (P4); exits if T = ids.length is too long:
-    lm = load_lm(task.base_model, length=ids.length)
+    lm = load_lm(task.base_model, length=ids.length)  # no dropout (P4); exits if T is too long
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -424,6 +423,7 @@ def main(args: Args) -> None:
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
     local_batch_size = args.batch_size // processes
     num_updates = math.ceil(args.total_episodes / args.batch_size)
+    cli.say(f"{len(table)} queries to learn, {len(heldout)} held out, {num_updates} updates")
     num_steps = args.num_ppo_epochs * args.num_minibatches  # Adam steps per update
     timer = Timer(device)
     shown = [*SHOWN, "objective/gold_score"] if gold_reward else SHOWN

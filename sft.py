@@ -161,7 +161,8 @@ def main(args: Args) -> None:
         check_length(config, longest, f"block_size={args.block_size}")
         table = load_blocks(task, args.block_size, tokenizer, ids)
         first = 1
-    heldout_table, table = table.hold_out(args.num_heldout, needed=args.batch_size)
+    num_heldout = args.num_heldout or min(256, math.ceil(len(table) / 10))
+    heldout_table, table = table.hold_out(num_heldout, needed=args.batch_size)
     heldout = heldout_table[:].to(device)
 
     torch.manual_seed(args.seed)
@@ -175,6 +176,9 @@ def main(args: Args) -> None:
 
     steps_per_epoch = len(table) // args.batch_size
     num_steps = args.num_epochs * steps_per_epoch
+    unused = len(table) % args.batch_size
+    sizes = f"{len(table)} sequences to learn, {num_heldout} held out, {num_steps} steps"
+    cli.say(f"{sizes}; each epoch leaves out {unused}")
     timer = Timer(device)
     run = Run(args, num_steps, SHOWN, accelerator)
     start, _ = run.restore(model, optimizer)

@@ -240,6 +240,7 @@ def main(args: Args) -> None:
     normalize(model, before, args.micro_batch_tokens)
 
     num_steps = args.num_labels // args.batch_size
+    cli.say(f"{args.num_labels}/{len(labels)} labels, {len(heldout)} held out, {num_steps} steps")
     timer = Timer(device)
     run = Run(args, num_steps, SHOWN, accelerator)
     start, _ = run.restore(model, optimizer)

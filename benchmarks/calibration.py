@@ -64,7 +64,8 @@ def main(
     of_task = replace(args.task, base_model=model)  # labels may be in ids of another tokenizer
     end = single_token(tokenizer, of_task.truncate_token, "--truncate_token")  # of pairs
     suffix = tokenizer.encode(of_task.query_suffix, add_special_tokens=False)
-    labels = load_labels(of_task, tokenizer, TokenIds(pad_id, end, [], suffix))
+    ids, config = TokenIds(pad_id, end, [], suffix), reward_model.config.backbone
+    labels = load_labels(of_task, tokenizer, ids, config)
     rows = labels.held_out(args.num_labels)[: args.num_heldout]
     rewards, best = train_reward.predict(reward_model, labels, rows, pad_id, args, "cpu")
     for row in calibration(rewards, best):
