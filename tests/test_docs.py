@@ -62,7 +62,7 @@ TESTS = {
 }
 OTHERS = {  # of other programs, or of an example
     "README.md": {"my_reward"},
-    "docs/course.md": {"render"},
+    "docs/course.md": {"render", "starter", "student"},
     "docs/data.md": {"gym_task", "chain_sum", "my_sft", "my_prompts", "my_pairs"},
     "docs/ppo.md": {"completion_ids"},
     "docs/running.md": {"WANDB_ENTITY", "terminationGracePeriodSeconds", "torchrun"}
