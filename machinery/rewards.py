@@ -6,7 +6,7 @@ Shapes: `B` sequences, `Q` query tokens, `R` response tokens, `T` tokens.
 import asyncio
 import functools
 import inspect
-import re
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +22,7 @@ from data.tasks import Task
 from machinery import models
 from machinery.cli import InputError, about, rescues
 from machinery.distributed import freeze
-from machinery.sources import check_source, guest, load_function
+from machinery.sources import check_source, load_function
 from machinery.tokens import check_length, same_tokens
 from machinery.unpadding import set_unpadding
 from utils import TokenIds, all_max, decode, global_mean_and_var, micro_batches, pad_left
@@ -153,14 +153,18 @@ class Reward:
         answers = [x[len(y) :] for x, y in zip(both, texts, strict=True)]
         given: dict[str, Any] = dict(queries=texts, responses=answers)
         given |= {} if scores is None else dict(scores=scores.tolist())
-        parts, error = {}, None
+        here, functions, parts, error = os.getcwd(), vars(os).copy(), {}, None
         try:
-            with about(self.flag), guest(self.name.rpartition(":")[0]):
+            with about(self.flag):
                 parts = call_reward_function(self.function, given, columns or {})
                 if self.parts and parts.keys() != self.parts.keys():
                     raise InputError(f"returned {[*parts]}, and before {[*self.parts]}")
         except InputError as caught:
             error = caught
+        if lost := [x for x in functions if functions[x] and not vars(os)[x]]:
+            vars(os).update(functions)  # a guard for generated code set some to None
+            error = InputError(f"{self.flag} sets os.{lost[0]} to None: use another process for it")
+        os.chdir(here)
         if all_max(torch.tensor(float(error is not None), device=tokens.device)):
             error = error or InputError(f"{self.flag} failed on another process")
             raise InputError("; ".join([f"{error}", *(x() for x in rescues)])) from error.__cause__
@@ -182,64 +186,48 @@ def load_scorer(field: str, task: Task) -> Any:
         return None
     with about(f"--{field} {name}"):
         function = load_function(name)
-        names = inspect.signature(function).parameters.keys()
-        # OpenRLHF's `queries` hold the responses, too:
-        if {"queries", "prompts"} <= names or not {"responses", "completions", "scores"} & names:
+        parameters = inspect.signature(function).parameters
+        named = [name for name, x in parameters.items() if x.kind is not x.VAR_KEYWORD]
+        both = {"queries", "prompts"} <= {*named}  # OpenRLHF's `queries` hold the responses, too
+        if both or named and not {"responses", "completions", "scores"} & {*named}:
             line = wrap(function, name.rpartition(":")[2])
             raise InputError(f"needs other texts; add this to the file and name it: {line}")
     return function
 
 
 def wrap(function: Any, name: str) -> str:
-    """A line of Python: a reward function that calls one of another form."""
+    """A line to paste: a reward function that calls OpenRLHF's, verl's, or one of other names."""
     parameters = inspect.signature(function).parameters.values()
-    rest = [f"**{x.name}" for x in parameters if x.kind is x.VAR_KEYWORD]
-    needed = [x.name for x in parameters if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
-    needed = needed or ["queries", "responses"]
-    query = [x for x in needed if re.search("quer|prompt|question|instruction", x)]
-    others = [x for x in needed if x not in query and not re.search("label|answer|truth", x)]
-    response = [x for x in others if re.search("respon|completion|output|solution", x)] or others
-    lists = {x: x for x in needed} | {x: "queries" for x in query[-1:]}
-    lists |= {x: "responses" for x in response[-1:]}
-    if query and not response:  # OpenRLHF's
-        lists[query[0]] = "[q + r for q, r in zip(queries, responses)]"
-    columns = [x for x in needed if lists[x] == x and x not in ("queries", "responses")]
-    call = f"{name}({', '.join([*(f'{x}={y}' for x, y in lists.items()), *rest])})"
-    if "solution_str" in needed:  # verl's judge one response
-        each, names = ", ".join(lists.values()), ", ".join(needed)
-        call = f"[{name}({names}) for {names} in zip({each})]"
-    constants = str(getattr(getattr(function, "__code__", None), "co_consts", ""))
-    call += '["rewards"]' if "'rewards'" in constants else ""  # OpenRLHF's, with other numbers
-    return f"def wrapped({', '.join(['queries', 'responses', *columns, *rest])}): return {call}"
+    names = [x.name for x in parameters if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
+    lists = {x: x for x in names}  # columns
+    if "solution_str" in names:  # verl's judge one response
+        each = ", ".join(names)
+        lists["solution_str"] = "responses"
+        call = f"[{name}({each}) for {each} in zip({', '.join(lists.values())})]"
+    else:
+        lists |= dict.fromkeys(names[:1], "queries") | dict.fromkeys(names[-1:], "responses")
+        if {"queries", "prompts"} <= lists.keys():  # OpenRLHF's
+            lists = {x: x for x in names} | {"prompts": "queries"}
+            lists["queries"] = "[q + r for q, r in zip(queries, responses)]"
+        call = f"{name}({', '.join(f'{x}={y}' for x, y in lists.items())})"
+    columns = [x for x in names if lists[x] == x]
+    return f"def wrapped({', '.join(['queries', 'responses', *columns])}): return {call}"
 
 
-def check_columns(task: Task, columns: list[str]) -> None:
-    """Raise `InputError` if a function of texts needs a column that the data set lacks."""
-    for field in ("reward_fn", "gold_fn"):
-        if function := load_scorer(field, task):
-            with about(f"--{field} {getattr(task, field)}"):
-                texts = dict.fromkeys(("queries", "responses", "scores"))
-                arguments(function, texts, dict.fromkeys(columns))
-
-
-def arguments(function: Callable, texts: dict, columns: dict) -> dict[str, Any]:
-    """What a function names of texts and columns; `**kwargs` are the rest."""
+def call_reward_function(function: Callable, texts: dict, columns: dict) -> dict[str, Tensor]:
+    """Scores of texts: name → finite numbers [B] if the function returns a dict, else "" → [B]."""
     texts = texts | dict(prompts=texts["queries"], completions=texts["responses"])  # TRL's names
     signature = inspect.signature(function)
     names = {*signature.parameters}
     if any(x.kind is x.VAR_KEYWORD for x in signature.parameters.values()):
-        names |= columns.keys() | ({"prompts"} if "completions" in names else {"queries"})
+        theirs, ours = {"prompts", "completions"}, {"queries", "responses"}
+        names |= columns.keys() | (theirs if "completions" in names else ours)
     given = {name: x for name, x in (columns | texts).items() if name in names}
     if both := sorted(given.keys() & texts.keys() & columns.keys()):
         raise InputError(f"{both[0]} is also a column of the data set: rename the column")
     with about(f"parameters can be {', '.join(columns | texts)}"):
         signature.bind(**given)
-    return given
-
-
-def call_reward_function(function: Callable, texts: dict, columns: dict) -> dict[str, Tensor]:
-    """Scores of texts: name → finite numbers [B] if the function returns a dict, else "" → [B]."""
-    returned: Any = function(**arguments(function, texts, columns))
+    returned: Any = function(**given)
     if inspect.isawaitable(returned):
         limit = getattr(function, "timeout", LIMIT)
         with about(f"awaited for at most {limit} s"):

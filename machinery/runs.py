@@ -186,13 +186,11 @@ class Run:
 
     def rescue(self) -> str:
         """On all processes: save the last update, unless an optimizer step followed it."""
-        if self.write:
-            self.write()
+        if not self.write:
+            return "updates since the last checkpoint, if any, are lost"
+        self.write()
         self.accelerator.wait_for_everyone()
-        files = self.folder.glob("checkpoints/*.safetensors")
-        saved = max([0, *(int(path.stem) for path in files)])
-        resume = f": --resume {self.folder}" if saved else ""
-        return f"{saved} of {self.total} updates are saved{resume}"
+        return f"{self.step} of {self.total} updates are saved: --resume {self.folder}"
 
     def keep_weights(self, update: int, model: Any, tokenizer: Any) -> None:
         """Save weights as keep_<update>/ every `keep_every` updates; on all processes."""

@@ -12,9 +12,7 @@ import re
 import sys
 import urllib.error
 import urllib.request
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from machinery.cli import InputError, about, say
 
 Rows = Any  # a datasets.Dataset, slow to import
 LOCAL = (".", "/", "~", "models/", "data/", "runs/")  # beginnings of paths
-THEIRS: dict[Path, Any] = defaultdict(dict)  # by folder: modules of names that ours have, too
 FILES = (".jsonl", ".json", ".txt", ".csv", ".parquet")  # values of CSV files are texts
 PROMPTS = r"question|instruction|query|problem|context|history|trajectory|conv.*|messages"
 MESSAGES = r"""^\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:"""  # a text that holds some
@@ -175,15 +172,25 @@ def rename_prompt(columns: Sequence[str]) -> str:
 
 @functools.cache
 def import_file(path: Path) -> Any:
-    """Import a file as a module of its own name, with its folder on the path."""
-    sys.path.append(str(path.parent))
-    with guest(str(path)):
-        name = path.stem
-        while name in sys.modules:  # such as types.py
-            name += "_"
+    """Import a file as a module; those beside it come before ours of the same name (utils.py)."""
+    folder, name, ours = path.parent, path.stem, {}
+    while name in sys.modules:  # such as a second judge.py
+        name += "_"
+    names = {x.stem for x in folder.glob("*.py")} | {
+        x.parent.name for x in folder.glob("*/__init__.py")
+    }
+    for key in [x for x in sys.modules if x.partition(".")[0] in names - sys.stdlib_module_names]:
+        if folder not in Path(getattr(sys.modules[key], "__file__", None) or path).parents:
+            ours[key] = sys.modules.pop(key)
+    sys.path.insert(0, str(folder))
+    try:
         spec: Any = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(folder))
+        sys.path.append(str(folder))  # for what it imports later
+        sys.modules.update(ours)
     return module
 
 
@@ -197,37 +204,3 @@ def load_function(name: str) -> Callable:
         found = ", ".join(name for name, _ in inspect.getmembers(module, inspect.isfunction))
         raise InputError(f"has no {attribute!r}; its functions: {found}")
     return getattr(module, attribute)
-
-
-@contextmanager
-def guest(source: str) -> Iterator[None]:
-    """Run a user's code of a module or file; then restore the working folder and `os`."""
-    here, functions = os.getcwd(), vars(os).copy()
-    is_file = source.endswith(".py")
-    try:
-        with beside(Path(source).resolve().parent) if is_file else nullcontext():
-            yield
-    finally:
-        lost = [x for x in functions if functions[x] and not getattr(os, x, None)]
-        vars(os).update({x: functions[x] for x in lost})
-        os.chdir(here)
-    if lost:  # by a guard for generated code
-        raise InputError(f"sets os.{lost[0]} to None: let it run such code in another process")
-
-
-@contextmanager
-def beside(folder: Path) -> Iterator[None]:
-    """Modules of this folder come before ours of the same name, such as its own utils.py."""
-    names = {x.stem for x in folder.glob("*.py")} - sys.stdlib_module_names
-    names |= {x.parent.name for x in folder.glob("*/__init__.py")}
-    ours = {x: module for x, module in sys.modules.items() if x.partition(".")[0] in names}
-    files = {x: Path(getattr(module, "__file__", None) or folder / x) for x, module in ours.items()}
-    ours = {x: sys.modules.pop(x) for x in ours if folder not in files[x].resolve().parents}
-    sys.modules.update(THEIRS[folder])
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-        THEIRS[folder] = {x: sys.modules[x] for x in ours if x in sys.modules}
-        sys.modules.update(ours)

@@ -238,7 +238,7 @@ def test_a_reward_function_may_stop_processes_and_leave_the_working_folder(start
     assert (here / "out" / "score" / "model.safetensors").exists()
     before = os.replace, os.getcwd
     flags = dict(total_episodes=8, reward_fn="mine.py:guarded")
-    refuses(lambda: start("ppo", **flags), "--reward_fn mine.py:guarded: sets os.", "process")
+    refuses(lambda: start("ppo", **flags), "--reward_fn mine.py:guarded sets os.", "process")
     assert (os.replace, os.getcwd) == before
 
 
@@ -361,6 +361,7 @@ SIGNATURES = {  # the table in docs/ppo.md → what each parameter gets
     "responses, **columns": dict(responses=[" 2"], columns=dict(queries=["1 + 1 ="]) | REST),
     "prompts, completions, answer": TRL | dict(answer=["2"]),
     "completions, **kwargs": dict(completions=[" 2"], kwargs=dict(prompts=["1 + 1 ="]) | REST),
+    "**columns": dict(columns=TEXTS | REST),
 }
 
 
@@ -385,23 +386,18 @@ def test_the_table_of_signatures_has_these_rows():
 
 # Functions of other forms: their parameters and what they compute for the query "1 + 1 =", its
 # response " 2", the answer "2" and the label "two", as their own libraries would call them.
-OTHERS = {  # OpenRLHF's, with a dict, without; verl's; names of one's own; no names
-    "queries, prompts, labels": """{"rewards": [
-        float((q, p, x) == ("1 + 1 = 2", "1 + 1 =", "two")) for q, p, x in zip(queries, prompts, labels)
-    ], "scores": [9.0], "extra_logs": {}}""",
-    "queries, labels": "[float(queries == ['1 + 1 = 2'] and labels == ['two'])]",
+OTHERS = {  # OpenRLHF's, verl's, names of one's own
+    "queries, prompts, labels": (
+        "[float(x == ('1 + 1 = 2', '1 + 1 =', 'two')) for x in zip(queries, prompts, labels)]"
+    ),
     "data_source, solution_str, ground_truth, extra_info=None": (
         "float(solution_str.strip() == ground_truth and data_source == 'sums')"
     ),
     "question, answer, output": (
         "[float((question, answer, output) == (['1 + 1 ='], ['2'], [' 2']))]"
     ),
-    "prompt, response": "[float((prompt, response) == (['1 + 1 ='], [' 2']))]",
+    "prompt, response, weight=1.0": "[float((prompt, response) == (['1 + 1 ='], [' 2']))]",
     "texts": "[float(texts == [' 2'])]",
-    "**columns": (
-        "[float(columns['responses'] == [' 2'] and columns['queries'] == ['1 + 1 ='])"
-        " * (columns['answer'] == ['2'])]"
-    ),
 }
 
 

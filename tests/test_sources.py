@@ -16,7 +16,7 @@ from tiny import refuses
 import utils
 from data import tasks  # noqa: F401
 from machinery.models import load_lm
-from machinery.sources import guest, load_function, load_rows
+from machinery.sources import load_function, load_rows
 from machinery.tokens import load_tokenizer
 
 TEXTS = ["2024-01-05", "2024-01-05T10:00:00Z", "007", "true", "null", "NA", "", " x ", "é\u2028"]
@@ -154,28 +154,24 @@ def test_a_file_of_functions_is_a_module_and_imported_once(here, capsys):
 
 NAMES = """
 import data.part, utils
-from utils import decode
+from utils import decode, truncate
 
 def score(responses):
-    from utils import truncate
-    return [decode(), truncate(), data.part.NAME, utils.__name__]
+    return [decode(), truncate(), data.part.NAME, utils.__file__]
 """
 
 
 def test_modules_beside_a_file_come_before_ours_of_the_same_name(here):
-    """While it is imported and called. `decode` and `truncate` are names in both; ours stay."""
+    """`decode` and `truncate` are names in both; ours stay."""
     ours = {name: sys.modules[name] for name in ("utils", "data", "data.tasks")}
     (here / "data").mkdir()
     (here / "data" / "__init__.py").write_text("")
     (here / "data" / "part.py").write_text("NAME = 'part'")
     (here / "utils.py").write_text("def decode(): return 'd'\ndef truncate(): return 't'")
     (here / "mine.py").write_text(NAMES)
-    score = load_function("mine.py:score")
-    for _ in range(2):
-        with guest("mine.py"):
-            assert score([]) == ["d", "t", "part", "utils"]
-        assert {name: sys.modules[name] for name in ours} == ours
-    assert load_function("utils.py:decode")() == "d" and sys.modules["utils"] is utils
+    assert load_function("mine.py:score")([]) == ["d", "t", "part", f"{here}/utils.py"]
+    assert load_function("utils.py:decode")() == "d"
+    assert {name: sys.modules[name] for name in ours} == ours
 
 
 def test_the_error_names_a_utils_of_ones_own_in_the_folder_of_a_copied_script(here):
