@@ -468,11 +468,11 @@ def main(args: Args) -> None:
         all_rows = torch.arange(len(queries), device=device)
         rng = generator(args.seed, num_updates, device)  # a stream that no update uses
         rollout = make_rollout(queries, columns, [all_rows], kl_coef, rng)  # steps 1 to 3
-        metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
+        metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | reward.means()
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
-        scores, kl = rollout.scores, rollout.kl.sum(dim=1)
-        run.log_samples(update, texts, score=scores, kl=kl, total=scores - kl_coef * kl)
-        return {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
+        scores, kl, parts = rollout.scores, rollout.kl.sum(dim=1), reward.parts
+        run.log_samples(update, texts, score=scores, kl=kl, total=scores - kl_coef * kl, **parts)
+        return {"eval/" + name.removeprefix("objective/"): float(x) for name, x in metrics.items()}
 
     for update in range(start, num_updates):
         eval_metrics = evaluate(update, kl_coef) if update % args.eval_every == 0 else {}
@@ -518,8 +518,8 @@ def main(args: Args) -> None:
                     stats[f"ppo/{name}/var"] += var / num_steps
 
         seconds = timer.stop()  # of each phase's last run, not an evaluation's
-        metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
-        metrics = mean_over_processes(metrics, device)
+        metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | reward.means()
+        metrics = mean_over_processes(metrics | stats, device)
         var_explained = 1 - metrics["ppo/val/error"] / max(metrics["ppo/returns/var"], 1e-8)
         metrics["ppo/val/var_explained"] = var_explained
         metrics |= {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}

@@ -407,11 +407,11 @@ def main(args: Args) -> None:
         all_rows = torch.arange(len(queries), device=device)
         rng = generator(args.seed, num_updates, device)  # a stream that no update uses
         rollout = make_rollout(queries, columns, [all_rows], kl_coef, rng)  # steps 1 to 3
-        metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward)
+        metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | reward.means()
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
-        scores, kl = rollout.scores, rollout.kl.sum(dim=1)
-        run.log_samples(update, texts, score=scores, kl=kl, total=scores - kl_coef * kl)
-        return {name.replace("objective", "eval"): float(x) for name, x in metrics.items()}
+        scores, kl, parts = rollout.scores, rollout.kl.sum(dim=1), reward.parts
+        run.log_samples(update, texts, score=scores, kl=kl, total=scores - kl_coef * kl, **parts)
+        return {"eval/" + name.removeprefix("objective/"): float(x) for name, x in metrics.items()}
 
     for update in range(start, num_updates):
         eval_metrics = evaluate(update, kl_coef) if update % args.eval_every == 0 else {}
@@ -456,12 +456,12 @@ def main(args: Args) -> None:
                 optimizer.zero_grad()
 
         seconds = timer.stop()  # of each phase's last run, not an evaluation's
-        metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | stats
+        metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | reward.means()
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         groups = rollout.scores.view(-1, args.rloo_k)  # [P, K]
-        all_equal = groups.isclose(groups[:, :1]).all(dim=1)  # of scores
+        all_equal = (groups == groups[:, :1]).all(dim=1)  # of scores
         metrics["objective/frac_reward_zero_std"] = all_equal.float().mean()
-        metrics = mean_over_processes(metrics, device)
+        metrics = mean_over_processes(metrics | stats, device)
         metrics |= {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}
         metrics["time/episodes_per_second"] = args.batch_size / sum(seconds.values())
         run.log(update, metrics | seconds | eval_metrics)

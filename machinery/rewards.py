@@ -161,7 +161,7 @@ class Reward:
                     raise InputError(f"returned {[*parts]}, and before {[*self.parts]}")
         except InputError as caught:
             error = caught
-        if lost := [x for x in functions if functions[x] and not vars(os)[x]]:
+        if lost := [x for x in functions if functions[x] and not vars(os).get(x)]:
             vars(os).update(functions)  # a guard for generated code set some to None
             error = InputError(f"{self.flag} sets os.{lost[0]} to None: use another process for it")
         os.chdir(here)
@@ -172,8 +172,8 @@ class Reward:
         self.parts = {name: x for name, x in parts.items() if name}
         return torch.stack([*parts.values()]).sum(dim=0)
 
-    def metrics(self) -> dict[str, Tensor]:
-        """Mean and standard deviation of the last scores' named parts."""
+    def means(self) -> dict[str, Tensor]:
+        """The mean and the standard deviation of each part of the last scores."""
         found = {f"reward/{name}": x.mean() for name, x in self.parts.items()}
         for name, x in self.parts.items():
             found[f"reward/{name}_std"] = global_mean_and_var(x)[1].sqrt()

@@ -158,7 +158,9 @@ def run_main(script, task, precision="no", score=None, **flags):
     run.save = save
     run.finish = lambda *_, **__: setattr(run, "save", None)  # the processes have left their group
     if score:
-        spies["load_reward"] = lambda *_: lambda queries, responses, columns: score(responses)
+        spies["load_reward"] = lambda *_: tiny.FakeReward(
+            lambda queries, responses: score(responses)
+        )
     for name, kept in (("shuffle", run.epochs), ("Rollout", run.rollouts)):
         if hasattr(script, name):
             spies[name] = tiny.keep(getattr(script, name), kept)
@@ -664,6 +666,15 @@ def test_a_batch_of_equal_scores_changes_nothing(name, start):
     assert [line["objective/frac_reward_zero_std"] for line in run.metrics[:2]] == [1, 1]
 
 
+@pytest.mark.parametrize("name", ["rloo", "dapo", "dynamic_sampling"])
+def test_scores_of_a_group_are_equal_by_their_own_spread(name, start):
+    """Not by one relative to their size, nor if only their mean is another one than the others'."""
+    for base, spread in ((1e6, 1.0), (1e3, 0.01), (1e6, 0.0)):
+        score = lambda x, b=base, s=spread: b + s * (torch.arange(len(x)) % 4 == 1)  # noqa: E731
+        run = start(name, rloo_k=4, eval_queries=4, score=score)
+        assert {line["objective/frac_reward_zero_std"] for line in run.metrics[:2]} == {spread == 0}
+
+
 def assert_label_steps(run, loss_of):
     """Assert that gradients and losses of two steps are the means of `loss_of(row)`, a label's."""
     order = np.random.default_rng([1, 0, 1]).permutation(8).reshape(2, 4)
@@ -884,7 +895,7 @@ def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, start):
 @pytest.mark.parametrize("limit", [0, 1, 20])
 def test_dynamic_sampling_replaces_groups_with_equal_scores_until_the_limit(limit, start):
     score, scored = lambda responses: (responses.sum(dim=1) % 4 == 0).float(), []
-    spy = lambda *_: lambda *x: scored.append(x[:2]) or score(x[1])  # noqa: E731
+    spy = lambda *_: tiny.FakeReward(lambda *x: scored.append(x) or score(x[1]))  # noqa: E731
     flags = dict(max_resamples=limit, eval_queries=3, num_minibatches=1)
     run = start("dynamic_sampling", load_reward=spy, **flags)
     batches = iter([torch.cat(x, dim=1) for x in scored if len(x[0]) != 3])  # no evaluations

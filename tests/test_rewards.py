@@ -160,7 +160,7 @@ def test_a_dict_of_named_parts_is_their_sum_and_its_names_stay(task, tmp_path):
     responses = utils.pad_left([tokenizer.encode(x) for x in (" A cat .", " A")], 6, tiny.WORDS)
     assert reward(queries, responses).tolist() == [8.5, 2.5]
     assert {name: x.tolist() for name, x in reward.parts.items()} == {"a": [8, 2], "b": [0.5] * 2}
-    found = {name: x.item() for name, x in reward.metrics().items()}
+    found = {name: x.item() for name, x in reward.means().items()}
     expected = {"reward/a": 5, "reward/a_std": 3, "reward/b": 0.5, "reward/b_std": 0}
     assert found == pytest.approx(expected)
     queries[0, -1] = tokenizer.encode("!")[0]
@@ -291,7 +291,7 @@ def score(queries, responses, tags, twin, number, missing=3.0):
     assert missing == 3.0
     with open("seen.jsonl", "a") as seen:
         print(json.dumps([number, twin]), file=seen)
-    return [response.count("e") / 4 for response in responses]
+    return {"e": [x.count("e") / 4 for x in responses], "long": [len(x) / 9 for x in responses]}
 
 def gold(queries, responses, *, number, **columns):
     check(queries, number, columns["tags"])
@@ -348,6 +348,14 @@ def test_a_reward_sees_the_columns_of_each_query_in_training_and_evaluation(
     line = read_metrics("run")[0]
     assert line["eval/gold_score"] == pytest.approx(np.mean(heldout[0]))
     assert line["objective/gold_score"] == pytest.approx(np.mean(calls[1][0]))
+    samples = [json.loads(x) for x in Path("runs/run/samples.jsonl").read_text().splitlines()]
+    for row in samples:
+        assert row["e"] == row["response"].count("e") / 4
+        assert row["score"] == pytest.approx(row["e"] + row["long"]) and row["long"] > 0
+    for kind, part in (("objective", "reward"), ("eval", "eval/reward")):
+        total = line[f"{part}/e"] + line[f"{part}/long"]
+        assert line[f"{kind}/scores"] == pytest.approx(total, abs=1e-5)
+        assert line[f"{part}/long_std"] > 0
 
 
 REST = dict(prompt=["1 + 1 ="], answer=["2"], labels=["two"])

@@ -249,6 +249,19 @@ class FakeRun:
         return lambda *args, **kwargs: None
 
 
+class FakeReward:
+    """In place of `Reward`: a function of queries and responses."""
+
+    def __init__(self, function: Callable):
+        self.function, self.parts = function, {}
+
+    def __call__(self, queries: Tensor, responses: Tensor, columns: dict) -> Tensor:
+        return self.function(queries, responses)
+
+    def means(self) -> dict[str, Tensor]:
+        return {}
+
+
 class Recorder(torch.optim.SGD):
     """An optimizer that keeps the gradients of each step and moves nothing."""
 
@@ -314,7 +327,7 @@ def run_episodes(
     replaced = {
         "load_tokenizer": lambda *a, **k: (Tokenizer(), ids),
         "load_queries": lambda *a, **k: Table(queries),
-        "load_reward": lambda *a: lambda queries, responses, columns: reward(queries, responses),
+        "load_reward": lambda *a: FakeReward(reward),
         "load_lm": lambda *names, **more: next(lms),
         policy_class: lambda lm, *a: next(model for model in both if model.lm is lm),
         "load_gold_reward": lambda *a: None,
