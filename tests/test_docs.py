@@ -242,31 +242,16 @@ def recipe(label: str) -> Numbers:
     return found
 
 
-def started(task: str, steps: str, lr: str, **where: str) -> Numbers:
-    """The first ten updates of each seed of a task, or of SmolLM2 (docs/rloo.md)."""
+def started(steps: str, lr: str, **where: str) -> Numbers:
+    """The first ten updates of SmolLM2 with RLOO (docs/rloo.md)."""
     epochs, minibatches = re.findall(r"\d+", steps)[:2]
     where |= dict(num_ppo_epochs=epochs, num_minibatches=minibatches, lr=str(float(lr)))
-    if task == "SmolLM2":
-        task = "SmolLM2-135M" + ", weights * (1 + 1e-4 N(0, 1))" * (where["precision"] == "bf16")
-        where |= dict(batch_size="32", updates="10")
-    else:
-        where |= dict(anneal_lr=str("decays" in steps))
-    seeds = [where["seed"]] if "seed" in where else ["1", "2", "3"]
-
-    def first(name: str) -> list[list[float]]:
-        curves = (pick("rloo_start", name, **where | dict(seed=x, model=task)) for x in seeds)
-        return [x[:10] for x in curves if x]
-
-    approxkl, kl, score = map(first, ("approxkl", "kl", "score"))
-    clips = sum(first("clipfrac"), [])
-    largest = max(x[0] for x in approxkl), max(max(x[1:]) for x in approxkl)
-    found = [min(clips), max(clips), *largest] if any(clips) else [0.0, 0.0]
-    if "SmolLM2" in task:
-        means_of = [kl[0][5:], score[0][:5], score[0][5:]]
-    else:
-        means_of = [sum((x[7:] for x in kl), []), sum((x[7:] for x in score), [])]
-        means_of += [x[7:] for x in first("gold_score")]
-    return [*found, *map(statistics.mean, means_of)]
+    where["model"] = "SmolLM2-135M"
+    where["model"] += ", weights * (1 + 1e-4 N(0, 1))" * (where["precision"] == "bf16")
+    pick_first = functools.partial(pick, "rloo_start", batch_size="32", updates="10", **where)
+    approxkl, kl, score, clips = map(pick_first, ("approxkl", "kl", "score", "clipfrac"))
+    found = [min(clips), max(clips), approxkl[0], max(approxkl[1:])] if any(clips) else [0.0, 0.0]
+    return [*found, *map(statistics.mean, [kl[5:], score[:5], score[5:]])]
 
 
 def first_ratio(autocast: str, head: str, offset: str) -> Numbers:
@@ -320,9 +305,8 @@ TABLES = {  # page and header → the columns, and their numbers by the cells of
     (LOG, "| | score | ended "): (slice(1, 7), lambda x, *_: pretrained(x)),
     ("docs/rloo.md", "| epochs × minibatches | lr | k "): (
         slice(5, 9),
-        lambda *x: started("SmolLM2", *x[:2], rloo_k=x[2], precision=x[3], seed=x[4]),
+        lambda *x: started(*x[:2], rloo_k=x[2], precision=x[3], seed=x[4]),
     ),
-    ("docs/rloo.md", "| task | epochs × minibatches "): (slice(4, 9), lambda *x: started(*x[:3])),
     ("docs/speed.md", "| one H200 "): (slice(1, 9), lambda x, *_: gpu("gpu", x)),
     ("docs/speed.md", "| beside TRL "): (slice(1, 6), lambda x, *_: gpu("gpu_trl", x)),
     ("diffs/README.md", "| script or patch "): (slice(1, 3), lambda x, *_: patch(x)),
