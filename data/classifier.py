@@ -18,17 +18,20 @@ import torch
 import transformers
 from accelerate.state import PartialState
 
+from machinery.sources import find_model
+
 
 class Classifier:
     """Scores texts as `AutoModelForSequenceClassification` does, by its own tokenizer."""
 
     def __init__(self, name: str, end: str | None = None, batch_size: int = 32):
         self.name, self.end, self.batch_size = name, end, batch_size  # end: None is its EOS
+        find_model(name)  # a resumed run reads the same commit
 
     @cached_property
     def loaded(self) -> tuple[Any, Any]:
         """Its tokenizer and its model, on this process's device."""
-        cls, name = transformers.AutoModelForSequenceClassification, self.name
+        cls, name = transformers.AutoModelForSequenceClassification, find_model(self.name, True)
         model, info = cls.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
         if info["missing_keys"] or model.config.num_labels != 1:
             labels, missing = model.config.num_labels, sorted(info["missing_keys"])

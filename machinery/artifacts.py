@@ -22,9 +22,10 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tyro", "numpy")
 def replace_link(link: Path, target: Path) -> None:
     """Make `link` a relative link to a folder; a copy if that is refused."""
     link.parent.mkdir(parents=True, exist_ok=True)
-    link.unlink(missing_ok=True)
+    part = link.with_name(f".{link.name}.{os.getpid()}")  # another run may end now, too
     try:
-        link.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))
+        part.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))
+        part.replace(link)
     except OSError:  # Windows without developer mode, some network drives
         shutil.copytree(target, link)
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from machinery.cli import FREE, InputError, about, read_record
+from machinery.sources import COMMIT, PINNED
 
 KEPT = 2  # newest checkpoints of a run
 # What only some scripts read, and a flag that they have. The others resume whatever it is.
@@ -111,17 +111,35 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     return state
 
 
+def digest_folder(folder: str) -> str:
+    """Of the names and sizes of a model's files, and of 64 pages of each."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).glob("*.[js]*")):  # .json, .jinja, .safetensors
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with open(path, "rb") as file:
+            for i in range(64):
+                file.seek(i * size // 64)
+                digest.update(file.read(4096))
+    return digest.hexdigest()[:8]
+
+
 def describe(args: Any, processes: int) -> dict[str, Any]:
-    """The flags, the folders and digests of files that they name, the launch."""
+    """The flags, the folders, commits and digests of what they name, the launch."""
     values = asdict(args) | asdict(args.task) | {"processes": processes}
     values["mixed_precision"] = AcceleratorState().mixed_precision
     for name, value in [*values.items()]:
-        path = re.split("[:@]", value)[0] if isinstance(value, str) else ""  # without @split
-        if os.path.isfile(path):  # not Path's, which raises for long texts
+        path = value if isinstance(value, str) else ""
+        if not os.path.exists(path):  # not Path's, which raises for long texts
+            path = path.rpartition(":")[0]  # without :function
+        if os.path.isfile(path):
             with open(path, "rb") as file:
                 values[f"sha256 of {name}"] = hashlib.file_digest(file, "sha256").hexdigest()[:8]
-        elif os.path.isdir(path) and name.endswith(("_model", "_dataset", "_tokenizer")):
-            values[name] = os.path.relpath(os.path.realpath(path)) + value[len(path) :]
+        elif os.path.isdir(path) and name.endswith(("_model", "_tokenizer")):
+            folder = PINNED.get(path, os.path.realpath(path))
+            values[name] = os.path.relpath(folder)
+            values[f"sha256 of {name}"] = digest_folder(folder)
+    values |= {f"commit of {name}": x for name, x in PINNED.items() if COMMIT.fullmatch(x)}
     return json.loads(json.dumps(values, default=str))
 
 
@@ -129,9 +147,11 @@ def check_same_run(args: Any, processes: int, unread: tuple[str, ...]) -> None:
     """Raise `InputError` if flags, or what they name, would change a run's numbers."""
     record, given = read_record(Path(args.resume)), vars(args) | vars(args.task)
     unread += tuple(name for name, flag in READ_WITH.items() if flag not in vars(args))
+    commits = {name: x for name, x in record.items() if name.startswith("commit of ")}
+    PINNED.update({name.removeprefix("commit of "): x for name, x in commits.items()})
     changed = []
     for name, value in describe(args, processes).items():
-        old, free = record.get(name), name.split()[-1] in (*FREE, *unread)
+        old, free = record.get(name, value), name.split()[-1] in (*FREE, *unread)
         if old not in (value, given.get(name)) and not free:
             changed.append(f"{name}={value} instead of {old}")
     if changed:

@@ -67,7 +67,8 @@ def about(what: str) -> Iterator[None]:
     except InputError as error:
         raise InputError(f"{what}: {error}") from error.__cause__
     except (Exception, SystemExit) as error:  # a user's function may call sys.exit
-        raise InputError(f"{what}: {type(error).__name__}: {error}") from error
+        words = " ".join(str(error).split())  # in one line
+        raise InputError(f"{what}: {type(error).__name__}: {words}") from error
 
 
 def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | None = None) -> Any:

@@ -14,7 +14,7 @@ from data.tasks import Task
 from machinery import tokens
 from machinery.cli import InputError, about, say
 from machinery.queries import tokenize_queries
-from machinery.sources import Rows, check_source, check_texts, load_rows, rename_prompt
+from machinery.sources import Rows, check_texts, find_model, load_rows, rename_prompt
 from utils import TokenIds, pad_left
 
 Found = tuple[int, list[list[int]], int]  # a row, its query and responses, the preferred one
@@ -94,8 +94,7 @@ def read_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocab_size: int) -> l
     source, label_tokenizer = None, task.label_tokenizer
     if label_tokenizer not in (None, task.base_model):
         with about(f"--label_tokenizer {label_tokenizer}"):
-            check_source(label_tokenizer)
-            source = transformers.AutoTokenizer.from_pretrained(label_tokenizer)
+            source = transformers.AutoTokenizer.from_pretrained(find_model(label_tokenizer))
         vocab_size = len(source)
         source = None if tokens.same_tokens(tokenizer, source) else source
     count = sum(name.startswith("sample") for name in rows.column_names)

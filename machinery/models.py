@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from machinery.cli import InputError, about, say
 from machinery.decoding import Decoder
-from machinery.sources import check_source
+from machinery.sources import find_model
 from machinery.tokens import check_length, same_tokens
 from machinery.unpadding import Unpadded, set_unpadding
 from utils import pad_left
@@ -70,22 +70,21 @@ def load_lm(
     differ. Under FSDP2 all processes have to call this.
     """
     with about(f"{flag} {name}"):
-        check_source(name)
-        own = transformers.AutoTokenizer.from_pretrained(name) if tokenizer else None
+        folder = find_model(name)
+        own = transformers.AutoTokenizer.from_pretrained(folder) if tokenizer else None
         if own and not same_tokens(own, tokenizer):
             raise InputError("its tokens differ from those of the policy")
-        if Path(name).exists():  # for `lm.name_or_path`, a link's target
-            name = str(Path(name).resolve())
-        whole = transformers.AutoConfig.from_pretrained(name)
+        whole = transformers.AutoConfig.from_pretrained(folder)
         config = disable_dropout(whole.get_text_config())
         check_length(config, length, "the run")
-        weights = [*Path(name).glob("*.safetensors"), *Path(name).glob("*.bin")]
+        weights = [*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.bin")]
         if allow_random and Path(name).is_dir() and not weights:
             say(f"{flag} {name} has no model.safetensors: the weights are random")
             lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         else:
             names = {} if config is whole else TEXT_WEIGHTS
-            lm = load_weights(transformers.AutoModelForCausalLM, name, config, key_mapping=names)
+            folder = find_model(name, weights=True)
+            lm = load_weights(transformers.AutoModelForCausalLM, folder, config, key_mapping=names)
             if names:
                 lm._weight_conversions = None  # save the text model's names
         lm.get_output_embeddings().__class__ = Float32Linear  # keeps names and tied weights
@@ -121,8 +120,6 @@ def load_weights(cls: Any, name: str, config: Any, **options: Any) -> Any:
     model, info = cls.from_pretrained(name, config=config, **options)
     if info["missing_keys"]:
         raise InputError(f"has no {sorted(info['missing_keys'])[0]}, which would be random")
-    if not any(weight.requires_grad for weight in model.parameters()):
-        raise InputError("is an adapter: no weight would be trained")
     if unused := sorted(info["unexpected_keys"]):  # the library's report is turned off
         say(f"{name}: {len(unused)} weights are not used, such as {unused[0]}")
     return model

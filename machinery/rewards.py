@@ -8,6 +8,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +17,12 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.initialization import no_init_weights
-from transformers.utils import cached_file
 
 from data.tasks import Task
 from machinery import models
 from machinery.cli import InputError, about, rescues
 from machinery.distributed import freeze
-from machinery.sources import check_source, load_function
+from machinery.sources import find_model, load_function
 from machinery.tokens import check_length, same_tokens
 from machinery.unpadding import set_unpadding
 from utils import TokenIds, all_max, decode, global_mean_and_var, micro_batches, pad_left
@@ -43,7 +43,8 @@ def load_reward(
     folder = args.reward_model
     model = load_reward_model(cls, folder)
     with about(f"--reward_model {folder}"):
-        if not same_tokens(transformers.AutoTokenizer.from_pretrained(folder), tokenizer):
+        own = transformers.AutoTokenizer.from_pretrained(find_model(folder))
+        if not same_tokens(own, tokenizer):
             raise InputError(f"its tokens differ from those of the policy: {OTHERS}")
         length = args.task.query_length + args.task.response_length
         check_length(model.config.backbone, length, "query and response")
@@ -64,7 +65,7 @@ def check_reward(args: Any) -> None:
     load_scorer("gold_fn", args.task)
     if needs_model(load_scorer("reward_fn", args.task)):
         with about(f"--reward_model {args.reward_model}"):
-            check_source(args.reward_model)
+            find_model(args.reward_model)
 
 
 def needs_model(function: Callable | None) -> bool:
@@ -75,14 +76,15 @@ def needs_model(function: Callable | None) -> bool:
 def load_reward_model(cls: Callable, name: str) -> Any:
     """Load train_reward.py's model as a `cls`."""
     with about(f"--reward_model {name}"):
-        check_source(name)
-        config = RewardConfig.get_config_dict(name)[0]
+        folder = find_model(name)
+        config = RewardConfig.get_config_dict(folder)[0]
         if config.get("model_type") != RewardConfig.model_type:
             raise InputError(f"is {config.get('architectures')}, not of train_reward.py: {OTHERS}")
         with no_init_weights():
-            model = cls(RewardConfig.from_pretrained(name))
+            model = cls(RewardConfig.from_pretrained(folder))
         if models.loads_weights():
-            model.load_state_dict(load_file(str(cached_file(name, "model.safetensors"))))
+            file = Path(find_model(name, weights=True), "model.safetensors")
+            model.load_state_dict(load_file(file))
         return model.eval()
 
 

@@ -10,15 +10,16 @@ import os
 import pkgutil
 import re
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import numpy as np
+import torch.distributed as dist
 import transformers
+from accelerate.utils import broadcast_object_list
 
 from data.tasks import Task
 from machinery.cli import InputError, about, say
@@ -29,15 +30,15 @@ FILES = (".jsonl", ".json", ".txt", ".csv", ".parquet")  # values of CSV files a
 PROMPTS = r"question|instruction|query|problem|context|history|trajectory|conv.*|messages"
 MESSAGES = r"""^\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:"""  # a text that holds some
 MEDIA = re.compile(r"\b(Audio|Image|Video|Pdf|Nifti|Mesh)\(")  # in features of `datasets`
+SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # configuration and tokenizer
+WEIGHTS = ("*.json", "model*.safetensors")  # not the copies that some models have beside them
+COMMIT = re.compile(r"\b[0-9a-f]{40}\b")
+PINNED: dict[str, str] = {}  # names that the run has loaded → their folder, or commit on the hub
 transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # never ask whether to run remote code
 
 
-def check_source(name: str) -> None:
-    """Raise `InputError` for a missing path; go offline if the hub is down."""
-    if Path(name).exists():
-        if Path(name, "adapter_config.json").exists():  # also beside weights: it would be loaded
-            raise InputError("is an adapter; save what PeftModel.merge_and_unload() returns")
-        return
+def check_source(name: str, kind: str = "model") -> None:
+    """Raise `InputError` for a missing path; go offline if the hub cannot be reached."""
     if name.replace(os.sep, "/").startswith(LOCAL) or Path(name).suffix in FILES:
         made = re.fullmatch(r"models/(\w+)/(sft|train_reward|ppo|rloo)", name)
         hint = f"; create it with `python {made[2]}.py --task {made[1]}`" if made else ""
@@ -45,14 +46,46 @@ def check_source(name: str) -> None:
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return
     try:
-        urllib.request.urlopen(huggingface_hub.constants.ENDPOINT, timeout=2).close()
-    except urllib.error.HTTPError:
-        pass  # it answered
-    except OSError:  # the libraries would retry for 23 s
+        huggingface_hub.HfApi().repo_info(name, repo_type=kind)
+    except (huggingface_hub.errors.HfHubHTTPError, ValueError):
+        pass  # it answered, or will not be asked; the library says more
+    except Exception as error:  # of the network: further calls would retry for 23 s each
         import datasets  # slow to import
 
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-        say("the hub does not answer; offline from here on")
+        say(f"the hub does not answer ({error}); offline from here on")
+
+
+def pin(name: str, found: str) -> str:
+    """What a name is in the whole run, on all processes: what the first process found first."""
+    if name not in PINNED:
+        box = [found]
+        PINNED[name] = (broadcast_object_list(box) if dist.is_initialized() else box)[0]
+    return PINNED[name]
+
+
+def fetch(name: str, load: Callable[..., Any]) -> Any:
+    """`load(revision=…)`, of one commit in the whole run, and after `--resume`."""
+    for _ in range(2):  # the first process may have found another one
+        found = load(revision=PINNED.get(name))
+        path = found if isinstance(found, str) else found.cache_files[0]["filename"]
+        commit = COMMIT.findall(path)[-1]
+        if pin(name, commit) == commit:
+            return found
+    raise InputError(f"commit {PINNED[name]}, with which the run began, is not there; {commit} is")
+
+
+def find_model(name: str, weights: bool = False) -> str:
+    """The folder of a model: that behind a link, or one in the cache of the hub's client."""
+    if Path(PINNED.get(name, name)).exists():
+        folder = pin(name, os.path.realpath(name))
+    else:
+        check_source(name)
+        files = WEIGHTS if weights else SMALL
+        folder = fetch(name, partial(huggingface_hub.snapshot_download, name, allow_patterns=files))
+    if Path(folder, "adapter_config.json").exists():  # also beside weights: it would be loaded
+        raise InputError("is an adapter; save what PeftModel.merge_and_unload() returns")
+    return folder
 
 
 def load_rows(source: str, flag: str) -> Rows:
@@ -65,10 +98,14 @@ def load_rows(source: str, flag: str) -> Rows:
             return read_file(Path(source))
         name, _, split = source.partition("@")
         name, _, part = name.partition(":")  # a configuration or a file
-        check_source(name)
+        check_source(name, "dataset")
         if Path(part).suffix in FILES:
-            return read_file(Path(huggingface_hub.hf_hub_download(name, part, repo_type="dataset")))
-        return datasets.load_dataset(name, part or None, split=split or "train")
+            if split:
+                raise InputError(f"a file has no split {split}")
+            file: Any = partial(huggingface_hub.hf_hub_download, name, part, repo_type="dataset")
+            return read_file(Path(fetch(source, file)))
+        rows = partial(datasets.load_dataset, name, part or None, split=split or "train")
+        return fetch(source, rows)
 
 
 def read_file(path: Path) -> Rows:
@@ -106,7 +143,7 @@ def read_file(path: Path) -> Rows:
     kinds = {name: datasets.Value("string" if x else "binary") for name, x in texts.items()}
     rows = datasets.Dataset.from_generator(encode, datasets.Features(kinds), **options)
     others = [name for name, x in texts.items() if not x]
-    return rows.with_transform(functools.partial(decode, others)) if others else rows
+    return rows.with_transform(partial(decode, others)) if others else rows
 
 
 def decode(columns: list[str], batch: dict[str, list]) -> dict[str, list]:

@@ -9,7 +9,7 @@ import transformers
 
 from data.tasks import Task
 from machinery.cli import InputError, about, say
-from machinery.sources import check_source
+from machinery.sources import find_model
 from utils import TokenIds
 
 PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # tokenizers split it differently
@@ -19,9 +19,9 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
     """The tokenizer of `task.base_model` and the token ids of the task; loads no weights."""
     name = task.base_model
     with about(f"{flag} {name}"):
-        check_source(name)
-        config = transformers.AutoConfig.from_pretrained(name).get_text_config()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        folder = find_model(name)
+        config = transformers.AutoConfig.from_pretrained(folder).get_text_config()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         # Without files, transformers invents one. Gemma 3's 1B has a token without an embedding.
         if not 8 <= len(tokenizer) <= config.vocab_size + 1:
             sizes = f"the tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}"

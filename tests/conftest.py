@@ -21,6 +21,7 @@ import tiny
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from hub import Hub
 from transformers import AutoTokenizer
 
 import ppo
@@ -31,7 +32,7 @@ from data import tasks
 from machinery import rewards
 from machinery.cli import rescues
 from machinery.runs import SIGNALS
-from machinery.sources import import_file
+from machinery.sources import PINNED, import_file
 
 # They fork, make pseudo-terminals, limit resources, or call bash and patch.
 UNIX = ["diffs", "docs", "launch", "pitfalls", "progress", "readme"]
@@ -102,6 +103,7 @@ def as_in_a_new_process():
     import_file.cache_clear()
     rescues.clear()
     yield
+    PINNED.clear()
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -164,19 +166,39 @@ def start(task: tasks.Task, here: Path):
     return start
 
 
+def ask(patch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
+    """Let the client ask this hub, with an empty cache."""
+    constants, config = huggingface_hub.constants, datasets.config
+    for module, name, value in (
+        (constants, "ENDPOINT", url),
+        (
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            url + "/{repo_id}/resolve/{revision}/{filename}",
+        ),
+        (constants, "HF_HUB_DISABLE_XET", True),
+        (constants, "HF_HUB_OFFLINE", False),
+        (constants, "HF_HUB_CACHE", str(cache)),
+        (config, "HF_ENDPOINT", url),
+        (config, "HF_HUB_OFFLINE", False),
+        (config, "HF_DATASETS_CACHE", cache),
+    ):
+        patch.setattr(module, name, value)
+
+
 @pytest.fixture
 def unreachable_hub(monkeypatch, tmp_path):
-    """A hub that refuses connections, and an empty cache."""
-    constants, nowhere = huggingface_hub.constants, "http://127.0.0.1:9"
-    for module, name, value in (
-        (constants, "ENDPOINT", nowhere),
-        (constants, "HF_HUB_OFFLINE", False),
-        (constants, "HF_HUB_CACHE", str(tmp_path / "cache")),
-        (datasets.config, "HF_ENDPOINT", nowhere),
-        (datasets.config, "HF_HUB_OFFLINE", False),
-        (datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache"),
-    ):
-        monkeypatch.setattr(module, name, value)
+    """A hub that refuses connections."""
+    ask(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """An empty hub of the test's own."""
+    with Hub(tmp_path / "hub") as hub:
+        ask(monkeypatch, hub.url, tmp_path / "cache")
+        yield hub
+        hub.shutdown()
 
 
 @pytest.fixture(scope="session")

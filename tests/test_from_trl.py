@@ -21,6 +21,7 @@ from data import convert_reward
 from data.classifier import Classifier
 from machinery import rewards
 from machinery.cli import parse_args
+from machinery.sources import PINNED
 from train_reward import RewardModel
 from utils import TokenIds
 
@@ -90,6 +91,16 @@ def test_what_is_no_classifier_of_one_label_is_refused_before_it_is_converted(tm
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match="2 labels"):
         Classifier(str(tmp_path / "two"))([""], [""])
+
+
+def test_a_classifier_is_read_by_its_name_on_the_hub(hub):
+    folder = hub.commit("models", "owner/classifier")
+    write_classifier(folder)
+    own = AutoTokenizer.from_pretrained(folder, pad_token="<|endoftext|>")
+    own.save_pretrained(folder)
+    texts = ["Anna saw"], [" a cat."]
+    assert Classifier("owner/classifier")(*texts) == Classifier(str(folder))(*texts)
+    assert PINNED["owner/classifier"] == folder.name  # recorded, for --resume
 
 
 TURNS = (

@@ -126,7 +126,7 @@ def test_copies_and_fsdp2_update_every_kind_of_model_alike_on_two_processes(whic
 @pytest.mark.parametrize("script", SCRIPTS.values())
 def test_every_preset_passes_its_own_checks(script, here, monkeypatch):
     """On up to 8 processes. A task without a preset has the defaults."""
-    monkeypatch.setattr(rewards, "check_source", lambda name: None)  # there is no reward model
+    monkeypatch.setattr(rewards, "find_model", lambda name: None)  # there is no reward model
     for name, task in tasks.TASKS.items():
         args = cli.parse_args(script.Args, script.PRESETS, ["--task", name])
         if name not in script.PRESETS:

@@ -22,6 +22,7 @@ from typing import Any
 
 import datasets
 import filelock
+import huggingface_hub
 import pytest
 import tiny
 import torch
@@ -33,7 +34,7 @@ from torch.testing import assert_close
 
 import ppo
 import rloo
-from machinery import artifacts, checkpoints, cli, distributed, rewards, runs
+from machinery import artifacts, checkpoints, cli, distributed, rewards, runs, sources
 from machinery.cli import InputError
 
 ROOT = Path(__file__).parents[1]
@@ -41,8 +42,10 @@ ROOT = Path(__file__).parents[1]
 
 @contextmanager
 def process():
-    """The lock of a run that failed is released at the end of this, as at that of a process."""
+    """The lock of a run that failed is released at the end of this, as at that of a process, and
+    what names stand for is found anew."""
     locks: list[Any] = []
+    sources.PINNED.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filelock, "FileLock", tiny.keep(filelock.FileLock, locks))
         try:
@@ -512,6 +515,51 @@ def test_a_link_that_moves_changes_nothing(home):
     Path("first").unlink()
     Path("first").symlink_to("task/model")
     ppo.check(again("--resume runs/ran --base_model first"), 1)
+
+
+def test_weights_that_are_replaced_in_their_folder_are_noticed(home):
+    args = settings("ppo", run_name="ran", save_every=4)
+    ppo.main(args)
+    tiny.write_model(Path("task/model"), seed=5)
+    with refused("sha256 of base_model="):
+        ppo.main(again())
+    tiny.write_model(Path("task/model"))
+    ppo.check(again(), 1)
+
+
+def test_a_resumed_run_reads_the_commits_of_the_hub_that_it_began_with(
+    hub, home, tmp_path, monkeypatch
+):
+    """Also if the cache has the newer ones. If they are gone, the run ends with one sentence."""
+    model, rows = "owner/model", "owner/rows"
+
+    def publish(number: int, text: str) -> None:
+        tiny.write_model(hub.commit("models", model, number), seed=number)
+        texts = [{"text": f"{name} {text} {x}."} for name in "ABCDE" for x in tiny.THINGS]
+        datasets.Dataset.from_list(texts).to_parquet(
+            hub.commit("datasets", rows, number) / "x.parquet"
+        )
+
+    publish(1, "saw the")
+    args = settings("ppo", run_name="ran", save_every=4)
+    task = replace(args.task, base_model=model, query_dataset=rows)
+    ppo.main(replace(args, task=task))
+    before = written(Path("runs/ran"))
+    publish(2, "lost a")
+    assert exit_code("sft", settings("sft", base_model=model, query_dataset=rows)) == 0
+    shutil.rmtree("runs/ran/model")
+    assert exit_code("ppo", "--resume runs/ran") == 0
+    assert written(Path("runs/ran")) == before
+    shutil.rmtree(hub.commit("datasets", rows))
+    with refused(f"--query_dataset {rows}: DatasetNotFoundError: Revision '{1:040x}'"):
+        ppo.main(again())
+    for offline in (huggingface_hub.constants, datasets.config):  # the library takes the newest
+        monkeypatch.setattr(offline, "HF_HUB_OFFLINE", True)
+    with refused(f"--query_dataset {rows}: commit {1:040x}"):
+        ppo.main(again())
+    shutil.rmtree(tmp_path / "cache" / "models--owner--model")
+    with refused(f"--base_model {model}: "):
+        ppo.main(again())
 
 
 def test_a_copys_own_state_and_flags_of_any_type_are_resumed(here, monkeypatch):

@@ -99,20 +99,16 @@ def test_a_reward_model_without_its_tokenizer_is_refused(task, tmp_path):
     refuses(lambda: load_reward(task, reward_model=folder), f"--reward_model {folder}: ")
 
 
-def test_an_uploaded_reward_model_loads_by_its_name_on_the_hub(unreachable_hub, tmp_path):
-    """From the hub's cache: refs/main, snapshots/<commit>/ with links into blobs/."""
-    local = Path(tiny.write_reward(tmp_path / "reward"))
-    commit, cached = "0" * 40, tmp_path / "cache" / "models--me--reward"
-    for name in ("refs", "blobs", f"snapshots/{commit}"):
-        (cached / name).mkdir(parents=True)
-    (cached / "refs" / "main").write_text(commit)
-    for i, path in enumerate(local.iterdir()):
-        (cached / "blobs" / str(i)).write_bytes(path.read_bytes())
-        (cached / "snapshots" / commit / path.name).symlink_to(f"../../blobs/{i}")
-    cls = train_reward.RewardModel
-    expected, loaded = (load_reward_model(cls, name) for name in (str(local), "me/reward"))
-    for name, x in expected.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], x), name
+def test_an_uploaded_reward_model_loads_by_its_name_on_the_hub(hub):
+    """Later from the cache, without the hub."""
+    folder = hub.commit("models", "me/reward")
+    tiny.write_reward(folder)
+    expected = load_reward_model(train_reward.RewardModel, str(folder)).state_dict()
+    for _ in range(2):
+        loaded = load_reward_model(train_reward.RewardModel, "me/reward").state_dict()
+        assert all(x.equal(loaded[name]) for name, x in expected.items())
+        hub.shutdown()
+        hub.server_close()
 
 
 def test_a_response_keeps_the_space_that_it_has_after_its_query(tmp_path):

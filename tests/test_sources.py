@@ -1,5 +1,6 @@
 """Data sources: files, folders, the hub; what is not read."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,14 +8,15 @@ import time
 from pathlib import Path
 
 import datasets
+import hub as hubs
 import pytest
 import tiny
 import transformers
 from formats import write_rows
+from test_resume import exit_code
 from tiny import refuses
 
 import utils
-from data import tasks  # noqa: F401
 from machinery.models import load_lm
 from machinery.sources import load_function, load_rows
 from machinery.tokens import load_tokenizer
@@ -99,6 +101,18 @@ def test_a_link_is_read_under_its_own_name(tmp_path):
         assert list(load_rows(str(link), "--flag")) == [{"text": "Anna ."}]
 
 
+def test_a_link_that_moves_in_a_run_leads_where_it_led_first(here):
+    """Policy and reference are loaded by one name, and have to be the same weights."""
+    for seed in (1, 2):
+        tiny.write_model(here / f"model{seed}", seed=seed)
+    Path("link").symlink_to("model1")
+    first = load_lm("link").state_dict()
+    Path("link").unlink()
+    Path("link").symlink_to("model2")
+    second = load_lm("link", "--ref_model").state_dict()
+    assert all(x.equal(second[name]) for name, x in first.items())
+
+
 @pytest.mark.parametrize("source", ["abisee/cnn_dailymail:3.0.0", "OpenAI/lm:a/5k.json"])
 def test_a_dataset_that_cannot_be_reached_is_named_at_once(source, unreachable_hub):
     began = time.perf_counter()
@@ -118,6 +132,78 @@ def test_a_model_that_cannot_be_reached_is_named_at_once(unreachable_hub, tmp_pa
     assert config.vocab_size == tiny.VOCAB
     refuses(lambda: load_lm("gpt2"), "--base_model gpt2: ")
     assert time.perf_counter() - began < 15  # the libraries retry for 23 s
+
+
+def test_files_and_models_of_the_hub_are_read_by_name(hub, capsys):
+    """Under their own names, of which the cache's files are links; names without owner, too."""
+    write_rows(hub.commit("datasets", "owner/labels") / "a/5k.json", [{"text": "007"}])
+    lm = tiny.make_lm(vocab=tiny.WORDS)
+    lm.save_pretrained(tiny.write_tokenizer(hub.commit("models", "openai-community/gpt2")))
+    hub.delay = 0.1
+    assert list(load_rows("owner/labels:a/5k.json", "--flag")) == [{"text": "007"}]
+    found = load_lm("gpt2").state_dict()
+    assert all(x.equal(found[name]) for name, x in lm.state_dict().items())
+    assert "offline" not in capsys.readouterr().out
+
+
+WRONG = {  # source → the names that a sentence about it has
+    "owner/none": ("owner/none",),
+    "owner/none:a.json": ("owner/none/",),
+    "owner/labels:b.json": ("b.json",),
+    "owner/labels:a/5k.json@test": ("test",),
+    "owner/rows:mine": ("mine", "main"),
+    "owner/rows:main@last": ("last", "train"),
+}
+
+
+def test_a_wrong_owner_file_configuration_or_split_is_one_sentence(hub):
+    write_rows(hub.commit("datasets", "owner/labels") / "a/5k.json", [{"text": "007"}])
+    folder = hub.commit("datasets", "owner/rows")
+    datasets.Dataset.from_list([{"text": "a"}]).to_parquet(folder / "main/train-1-of-1.parquet")
+    (folder / "README.md").write_text(hubs.CARD.format("main"))
+    for source, words in WRONG.items():
+        message = refuses(lambda s=source: load_rows(s, "--flag"), f"--flag {source}: ", *words)
+        assert "\n" not in message
+    refuses(lambda: load_lm("owner/model"), "--base_model owner/model: ", "owner/model")
+
+
+TINY = {
+    "sft": "--num_heldout 2 --batch_size 8 --num_epochs 1 --block_size 96",
+    "train_reward": "--num_labels 4 --batch_size 2 --normalize_samples 4 --rollout_batch_size 4",
+    "ppo": "--total_episodes 8 --batch_size 4 --eval_queries 2 --num_ppo_epochs 1 --num_minibatches 1",
+}
+TINY["rloo"] = TINY["ppo"]
+OAI = "vwxyzjn/lm-human-preferences:"
+HUB = {  # task → models of the hub, those of sft.py, queries, labels
+    "sentiment": ("gpt2", "gpt2", "SamuelYang/bookcorpus", f"{OAI}sentiment/offline_5k.json"),
+    "descriptiveness": (
+        "gpt2",
+        "gpt2",
+        "SamuelYang/bookcorpus",
+        f"{OAI}descriptiveness/offline_5k.json",
+    ),
+    "cnndm": ("gpt2", "gpt2", "abisee/cnn_dailymail:3.0.0", f"{OAI}cnndm/online_45k.json"),
+    "tldr_2019": ("gpt2", "gpt2", "dim/tldr_17_50k", f"{OAI}tldr/online_45k.json"),
+    "tldr": (None, "EleutherAI/pythia-1b-deduped", "trl-lib/tldr", "trl-lib/tldr-preference"),
+    "gsm8k": (*["Qwen/Qwen2.5-0.5B-Instruct"] * 2, "openai/gsm8k:main", None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", HUB)
+def test_every_task_runs_with_its_own_names(task, hub, here):
+    """All scripts, with small sizes. args.json has the commit of each name that was read."""
+    hubs.publish(hub)
+    model, first, queries, labels = HUB[task]
+    for script in TINY:
+        if script == "train_reward" and not labels:
+            continue
+        assert exit_code(script, f"--task {task} --run_name {script} {TINY[script]}") == 0
+        record = json.loads(Path("runs", script, "args.json").read_text())
+        commits = {key[10:]: x for key, x in record.items() if key.startswith("commit of ")}
+        read = {first if script == "sft" else model, queries}
+        read |= {labels} if script == "train_reward" else set()
+        assert commits == dict.fromkeys(read - {None}, f"{1:040x}")
 
 
 JUDGE = """

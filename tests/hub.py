@@ -1,0 +1,139 @@
+"""A hub on 127.0.0.1 for the real client, with small stand-ins of what the tasks name."""
+
+import hashlib
+import http.server
+import json
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import datasets
+import formats
+import tiny
+from transformers import AutoTokenizer
+
+API = re.compile(r"/api/(models|datasets)/(.+?)(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?")
+FILE = re.compile(r"/(datasets(?=/))?/?(.+?)(/resolve)/([^/]+)/(.+)")
+OLD = {"gpt2": "openai-community/gpt2"}  # redirected
+
+
+def describe(path: Path, folder: Path) -> dict[str, Any]:
+    """A file or folder as the hub lists it."""
+    kind, size = ("file", path.stat().st_size) if path.is_file() else ("directory", 0)
+    return dict(type=kind, oid="0" * 40, size=size, path=path.relative_to(folder).as_posix())
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """What huggingface_hub 2.4 and datasets 5.2 ask for."""
+
+    protocol_version = "HTTP/1.1"
+    server: "Hub"
+
+    def answer(self) -> None:
+        """Information about a repository, the list of its files, or one of them."""
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        time.sleep(self.server.delay)
+        url = urlsplit(self.path)
+        found = API.fullmatch(unquote(url.path)) or FILE.fullmatch(unquote(url.path))
+        kind, name, what, revision, rest = found.groups() if found else ("", "", "", "", "")
+        if name in OLD:
+            return self.send(307, Location=self.path.replace(f"/{name}", f"/{OLD[name]}", 1))
+        commits = sorted((self.server.root / (kind or "models") / name).glob("0*"))
+        if not name or not commits:
+            return self.send(404, X_Error_Code="RepoNotFound", X_Error_Message="none")
+        folder = commits[-1].with_name(
+            revision if revision not in (None, "main") else commits[-1].name
+        )
+        if not folder.is_dir():
+            return self.send(404, X_Error_Code="RevisionNotFound", X_Error_Message="none")
+        path, commit = folder / (rest or ""), dict(X_Repo_Commit=folder.name)
+        if what == "/resolve" and path.is_file():
+            content = path.read_bytes()
+            return self.send(200, content, ETag=hashlib.sha256(content).hexdigest(), **commit)
+        if what in (None, "revision"):
+            info = dict(id=name, sha=folder.name, siblings=[], tags=[], private=False)
+            return self.send(200, json.dumps(info).encode(), **commit)
+        paths = path.rglob("*") if "recursive=true" in url.query else path.glob("*")
+        if what == "paths-info":
+            paths = (
+                folder / x for x in parse_qs(body.decode()).get("paths", json.loads(body)["paths"])
+            )
+        rows = [describe(path, folder) for path in paths if path.exists()]
+        if what == "/resolve" or not rows:
+            return self.send(404, X_Error_Code="EntryNotFound", X_Error_Message="none", **commit)
+        self.send(200, json.dumps(rows).encode(), **commit)
+
+    do_GET = do_HEAD = do_POST = answer
+
+    def send(self, code: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(code)
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body if self.command != "HEAD" else b"")
+
+    def log_message(self, *words: Any) -> None:
+        self.server.asked.append(f"{self.command} {self.path}")
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """Serves `root/<models or datasets>/<owner>/<name>/<commit>/`; `main` is the last commit."""
+
+    def __init__(self, root: Path):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.root, self.delay, self.asked = root, 0.0, []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def commit(self, kind: str, name: str, number: int = 1) -> Path:
+        """The folder of a commit."""
+        folder = self.root / kind / name / f"{number:040x}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+CARD = "---\nconfigs:\n- config_name: {0}\n  data_files:\n  - split: train\n    path: {0}/train-*\n---\n"
+
+
+def publish(hub: Hub) -> None:
+    """All models and data sets that the tasks name, in their published forms (formats.py)."""
+    gpt2 = formats.gpt2_tokenizer()
+    folder = hub.commit("models", "openai-community/gpt2")  # no pad; 1,024 positions
+    tiny.make_lm(vocab=50257, positions=1024).save_pretrained(folder)
+    gpt2.save_pretrained(folder)
+    for name, kind, more in (  # more ids than the tokenizer has; a tied head and ChatML
+        ("EleutherAI/pythia-1b-deduped", "gpt_neox", dict(positions=2048)),
+        ("Qwen/Qwen2.5-0.5B-Instruct", "qwen2", dict(positions=2048, tie_word_embeddings=True)),
+    ):
+        folder = hub.commit("models", name)
+        tiny.make_lm(kind, vocab=tiny.WORDS + 11, **more).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(folder))
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+        tokenizer.save_pretrained(folder)
+    labels = formats.oai_labels(gpt2) * 2
+    for part in (
+        "sentiment/offline_5k",
+        "descriptiveness/offline_5k",
+        "cnndm/online_45k",
+        "tldr/online_45k",
+    ):
+        folder = hub.commit("datasets", "vwxyzjn/lm-human-preferences")
+        formats.write_rows(folder / f"{part}.json", labels)
+    books = [{"text": "usually , he would be tearing around the living room , playing ."}]
+    for name, part, rows in (
+        ("SamuelYang/bookcorpus", "data", books),
+        ("abisee/cnn_dailymail", "3.0.0", formats.CNNDM),
+        ("dim/tldr_17_50k", "data", formats.TLDR_17),
+        ("trl-lib/tldr", "data", formats.TLDR),
+        ("trl-lib/tldr-preference", "data", formats.TLDR_PREFERENCE),
+        ("openai/gsm8k", "main", formats.GSM8K),
+    ):
+        folder, first = hub.commit("datasets", name), next(iter(rows[0]))
+        rows = [row | {first: f"{i} {row[first]}"} for i in range(96 // len(rows)) for row in rows]
+        file = folder / part / "train-00000-of-00001.parquet"
+        datasets.Dataset.from_list(rows).to_parquet(file)
+        if part != "data":
+            (folder / "README.md").write_text(CARD.format(part))
