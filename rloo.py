@@ -174,7 +174,7 @@ def sample(
         responses[batch.rows, t] = tokens
         batch.append(tokens)
         if task.eos_task and t % 16 == 15:  # `drop` waits for the GPU
-            _, ended = truncate(responses[batch.rows], ids.truncate, task.truncate_after, ids.pad)
+            _, ended = truncate(responses[batch.rows], ids.ends, task.truncate_after, ids.pad)
             batch.drop(ended)
             if len(batch.rows) == 0:
                 break
@@ -207,7 +207,7 @@ def score_responses(
     Returns scores [B], cut responses [B, R] and `ended` [B]: found, or the task has none.
     """
     task = args.task
-    cut, ended = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
+    cut, ended = truncate(responses, ids.ends, task.truncate_after, ids.pad)
     scores = reward(queries, cut, columns)  # [B]
     scores = torch.where(ended, scores, task.missing_eos_penalty)
     if args.clip_score is not None:

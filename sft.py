@@ -129,7 +129,7 @@ def sample_continuations(
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)
     responses = generate(decoder, contexts, ids.pad, task.temperature)
     if task.eos_task:
-        responses, _ = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
+        responses, _ = truncate(responses, ids.ends, task.truncate_after, ids.pad)
     columns = {"text": contexts, "continuation": responses, "reference": references}
     texts = [decode(tokenizer, x, ids.pad) for x in columns.values()]
     return [dict(zip(columns, row, strict=True)) for row in zip(*texts, strict=True)]

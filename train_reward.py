@@ -148,7 +148,7 @@ def sample_policy(
             parts = [generate(decoder, x, ids.pad, task.temperature) for x in batches]
         responses = torch.cat(parts)
         if task.eos_task:  # other tasks normalize on all R tokens (X9)
-            responses, _ = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
+            responses, _ = truncate(responses, ids.ends, task.truncate_after, ids.pad)
         samples.append((queries, responses))  # the reward model reads no affixes
     return samples
 

@@ -23,7 +23,7 @@ class TokenIds(NamedTuple):
     """Token ids that a task needs."""
 
     pad: int  # one past the vocabulary (G2)
-    truncate: int | None  # ends a response (P5)
+    ends: list[int]  # end a response (P5); SFT and labels write the first one
     prefix: list[int]  # before each query
     suffix: list[int]  # after each query
     length: int = 0  # of a context and its response
@@ -43,19 +43,17 @@ def add_affixes(queries: Tensor, ids: TokenIds) -> Tensor:
     return pad_left(rows, length, ids.pad).to(queries.device)
 
 
-def truncate(
-    responses: Tensor, token: int | None, after: int, pad_id: int
-) -> tuple[Tensor, Tensor]:
-    """Replace what follows the first `token` at or after position `after` by padding (P5).
+def truncate(responses: Tensor, ends: list[int], after: int, pad_id: int) -> tuple[Tensor, Tensor]:
+    """Replace what follows the first of `ends` at or after position `after` by padding (P5).
 
-    Returns the responses [B, R], and whether each has the token [B]; all True if it is None.
+    Returns the responses [B, R], and whether each has such a token [B]; True if there are no ends.
     """
-    if token is None:
+    if not ends:
         return responses, torch.ones_like(responses[:, 0], dtype=torch.bool)
     positions = torch.arange(responses.shape[1], device=responses.device)
-    ends = (responses == token) & (positions >= after)
-    ended = ends.any(dim=1)
-    last = torch.where(ended, ends.byte().argmax(dim=1), len(positions) - 1)
+    is_end = torch.stack([responses == end for end in ends]).any(dim=0) & (positions >= after)
+    ended = is_end.any(dim=1)
+    last = torch.where(ended, is_end.byte().argmax(dim=1), len(positions) - 1)
     return responses.masked_fill(positions > last[:, None], pad_id), ended
 
 

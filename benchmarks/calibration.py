@@ -24,7 +24,7 @@ from benchmarks.policies import read_run  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.labels import load_labels  # noqa: E402
 from machinery.rewards import load_reward_model  # noqa: E402
-from machinery.tokens import single_token  # noqa: E402
+from machinery.tokens import end_tokens  # noqa: E402
 from utils import TokenIds  # noqa: E402
 
 
@@ -62,10 +62,10 @@ def main(
     pad_id = reward_model.config.pad_id
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     of_task = replace(args.task, base_model=model)  # labels may be in ids of another tokenizer
-    end = single_token(tokenizer, of_task.truncate_token, "--truncate_token")  # of pairs
+    config = reward_model.config.backbone
+    ends = end_tokens(of_task, config, tokenizer)  # of pairs
     suffix = tokenizer.encode(of_task.query_suffix, add_special_tokens=False)
-    ids, config = TokenIds(pad_id, end, [], suffix), reward_model.config.backbone
-    labels = load_labels(of_task, tokenizer, ids, config)
+    labels = load_labels(of_task, tokenizer, TokenIds(pad_id, ends, [], suffix), config)
     rows = labels.held_out(args.num_labels)[: args.num_heldout]
     rewards, best = train_reward.predict(reward_model, labels, rows, pad_id, args, "cpu")
     for row in calibration(rewards, best):

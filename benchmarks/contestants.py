@@ -180,7 +180,7 @@ def full_batches(
     endless = replace(args, task=replace(args.task, eos_task=False))
     responses = sampler(SimpleNamespace(start=start), contexts, ids, endless, rng)
     seconds = np.diff([*began, time.process_time()])
-    real = truncate(responses, ids.truncate, args.task.truncate_after, ids.pad)[0] != ids.pad
+    real = truncate(responses, ids.ends, args.task.truncate_after, ids.pad)[0] != ids.pad
     return float(seconds @ real.double().mean(dim=0).numpy())
 
 

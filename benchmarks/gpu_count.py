@@ -206,7 +206,7 @@ def count_update(work: speed.Work, kind: str, flags: list[str]) -> Counter:
     tally = Tally(config.vocab_size, {tuple(x.shape) for x in weights})
     table = gpu.make_queries(work, speed.K if kind == "rloo" else 1)
     recorder, sample = Recorder(args, tally, table), script.sample_in_batches
-    ids = TokenIds(config.vocab_size, 5, [], [], length)  # no response has token 5
+    ids = TokenIds(config.vocab_size, [5], [], [], length)  # no response has token 5
 
     def random_lm(*_: Any, **__: Any) -> Any:
         lm = memory.random_lm(config)

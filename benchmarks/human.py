@@ -155,7 +155,7 @@ def score_texts(folder: str, texts: list[str], end: bool = False) -> np.ndarray:
     model, tokenizer = load_scorer(folder)
     sequences = tokenizer(texts, add_special_tokens=False)["input_ids"]
     if end:
-        sequences = [with_end(ids, tokenizer.convert_tokens_to_ids(".")) for ids in sequences]
+        sequences = [with_end(ids, [tokenizer.convert_tokens_to_ids(".")]) for ids in sequences]
     tokens = pad_left(sequences, max(map(len, sequences)), model.config.pad_id).to(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):  # as in the runs
         return score_in_parts(model, tokens, max_tokens=MAX_TOKENS).cpu().numpy()
@@ -202,7 +202,7 @@ def respond(folder: Path, queries: Path) -> list[dict[str, Any]]:
     columns["true score"] = score_texts(TRUE_MODEL, texts).tolist()
     columns["VADER"] = pretrained.vader(asked, responses)
     late = tokens[1][:, task.truncate_after :]
-    columns["period"] = (late == ids.truncate).any(dim=1).float().tolist()
+    columns["period"] = (late == ids.ends[0]).any(dim=1).float().tolist()
     rows = [{name: x[i] for name, x in columns.items()} for i in range(len(asked))]
     write_lines(path, rows)
     return rows

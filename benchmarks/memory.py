@@ -190,7 +190,7 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
     """
     tracker = Tracker()
     recorder = Recorder(args, tracker, until)
-    ids = TokenIds(config.vocab_size, None, [], [])
+    ids = TokenIds(config.vocab_size, [], [], [])
     size = args.micro_batch_tokens // (args.task.query_length + args.task.response_length)
 
     def random_reward(args: Any, cls: type, tokenizer: Any, ids: Any, accelerator: Any) -> Any:

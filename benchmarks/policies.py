@@ -127,7 +127,7 @@ def sample_tokens(
     rng = generator(seed, 0, device)
     contexts = add_affixes(queries, ids)
     responses = ppo.sample_in_batches(decoder, contexts, ids, settings, rng)
-    responses, _ = truncate(responses, ids.truncate, task.truncate_after, ids.pad)
+    responses, _ = truncate(responses, ids.ends, task.truncate_after, ids.pad)
     return tokenizer, ids, queries, responses, columns
 
 

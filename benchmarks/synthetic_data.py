@@ -389,7 +389,7 @@ def judged_samples(task_name, model, count, per_query, seed):
     rng = utils.generator(seed, 0, torch.device("cpu"))
     contexts = utils.add_affixes(queries, ids)
     samples = ppo.sample_in_batches(decoder, contexts, ids, ppo.Args(task=task), rng)
-    cut, _ = utils.truncate(samples, ids.truncate, task.truncate_after, ids.pad)
+    cut, _ = utils.truncate(samples, ids.ends, task.truncate_after, ids.pad)
     texts = [utils.decode(tokenizer, tokens, ids.pad) for tokens in (queries, cut)]
     scores = np.array(gold_score(*texts)).reshape(count, per_query)
     best = best_accuracy(scores.tolist()), best_accuracy(scores[-512:].tolist())

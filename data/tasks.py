@@ -62,7 +62,9 @@ class Task:
     missing_eos_penalty: float = -1.0
     """score of responses without truncate_token"""
     eos_task: bool = False
-    """responses end at truncate_token; the rest is masked everywhere"""
+    """responses end at truncate_token or another end of the model; the rest is masked everywhere"""
+    one_end: bool = False
+    """in EOS tasks, only truncate_token is an end"""
     response_column: str | None = None
     """column of reference responses for sft.py"""
 

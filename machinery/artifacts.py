@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from safetensors.torch import save_file
 
 from data.tasks import Task
 from machinery.cli import about
-from machinery.tokens import single_token
+from machinery.tokens import end_tokens
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tyro", "numpy")
@@ -56,10 +55,8 @@ def stop_at_end(model: Any, tokenizer: Any, task: Task) -> None:
     """Let `generate` of the saved model stop where it was trained to, too."""
     config = getattr(model, "generation_config", None)  # a reward model has none
     if config and task.eos_task:
-        end = single_token(tokenizer, task.truncate_token, "--truncate_token")
-        ends = np.ravel(config.eos_token_id).tolist()  # one, several, or [None]
-        if end not in ends:
-            config.eos_token_id = [end, *(x for x in ends if x is not None)]
+        ends = end_tokens(task, config, tokenizer)
+        config.eos_token_id = ends if len(ends) > 1 else ends[0]
 
 
 def save_model(

@@ -142,7 +142,7 @@ def read_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> list[Fo
     sides = [tokens.encode_answers(contexts, side, tokenizer, stop) for side in sides]
     found = []
     for i, (query, *answers) in enumerate(zip(queries, *sides, strict=True)):
-        answers = [tokens.with_end(answer, ids.truncate) for answer in answers]
+        answers = [tokens.with_end(answer, ids.ends) for answer in answers]
         if query and all(answers) and answers[0] != answers[1]:
             found.append((i, [query, *answers], 0))
     if skipped := len(queries) - len(found):

@@ -266,7 +266,7 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
 
 def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
     """Contexts, padded on the left, and reference responses, on the right [num, T], shuffled."""
-    end = ids.truncate if task.eos_task else None
+    ends = ids.ends if task.eos_task else []
     column = str(task.response_column)
     width = len(ids.prefix) + task.query_length + len(ids.suffix)
 
@@ -279,7 +279,9 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
         responses = tokens.encode_answers(contexts, texts, tokenizer, task.truncate_token)
         sequences = []
         for query, context, response in zip(prompts, contexts, responses, strict=True):
-            sequence = [ids.pad] * (width - len(context)) + context + tokens.with_end(response, end)
+            sequence = (
+                [ids.pad] * (width - len(context)) + context + tokens.with_end(response, ends)
+            )
             sequence += [ids.pad] * (width + task.response_length - len(sequence))
             sequence += [ids.pad] * (len(query) - task.query_length)  # counted as cut
             sequences.append(sequence if query and response else [])

@@ -3,8 +3,10 @@
 Tags such as (G2) are explained in docs/details.md.
 """
 
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import transformers
 
 from data.tasks import Task
@@ -26,14 +28,26 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
         if not 8 <= len(tokenizer) <= config.vocab_size + 1:
             sizes = f"the tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}"
             raise InputError(f"{sizes}: add tokenizer.json, or resize the embeddings")
+        generation: Any = config
+        with suppress(OSError):  # no generation_config.json: the ends are in config.json
+            generation = transformers.GenerationConfig.from_pretrained(name)
     prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
     prefix = with_bos(prefix, bos(tokenizer))
     (suffix,), _, _ = encode_after(["\n"], [task.query_suffix], tokenizer)
     length = len(prefix) + task.query_length + len(suffix) + new_tokens
     check_length(config, length, f"query_length={task.query_length} with affixes and response")
-    truncate = single_token(tokenizer, task.truncate_token, "--truncate_token")
     pad = max(config.vocab_size, len(tokenizer))
-    return tokenizer, TokenIds(pad, truncate, prefix, suffix, length)
+    return tokenizer, TokenIds(pad, end_tokens(task, generation, tokenizer), prefix, suffix, length)
+
+
+def end_tokens(task: Task, config: Any, tokenizer: Any) -> list[int]:
+    """The truncate token. In EOS tasks, also the ends in a model's `config` that texts hide."""
+    end = single_token(tokenizer, task.truncate_token, "--truncate_token")
+    if end is None or not task.eos_task or task.one_end:
+        return [] if end is None else [end]
+    others: Any = getattr(config, "eos_token_id", None)  # one, several, or None
+    others = [x for x in np.ravel(others) if x not in (None, end) and x < len(tokenizer)]
+    return [end, *(int(x) for x in others if not tokenizer.decode([x], skip_special_tokens=True))]
 
 
 def check_length(config: transformers.PretrainedConfig, needed: int, what: str) -> None:
@@ -102,9 +116,9 @@ def encode_answers(
     return found
 
 
-def with_end(ids: list[int], end: int | None) -> list[int]:
+def with_end(ids: list[int], ends: list[int]) -> list[int]:
     """A response with its end token, which some datasets already have."""
-    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+    return ids if {*ids[-1:]} & {*ends} else ids + ends[:1]
 
 
 def same_tokens(tokenizer: Any, other: Any) -> bool:

@@ -193,7 +193,7 @@ def test_the_examples_in_docstrings_of_embedded_tasks_hold(module):
 def test_the_5504_synthetic_labels_prefer_what_the_judge_likes(hers):
     """A perfect predictor's accuracy is near its ceiling, a coin's would be a quarter."""
     stop = hers.encode(".")[0]
-    labels = load_labels(tasks.TASKS["synthetic"], hers, utils.TokenIds(WORDS, stop, [], []))
+    labels = load_labels(tasks.TASKS["synthetic"], hers, utils.TokenIds(WORDS, [stop], [], []))
     assert len(labels) == 5504 and np.bincount(labels.best).min() > 1000  # the order tells nothing
     queries, responses, best = labels.batch(np.arange(1000), WORDS)
     queries = utils.decode(hers, queries, WORDS)

@@ -113,8 +113,8 @@ def test_G4_responses_that_have_ended_leave_the_batch(number, monkeypatch):
         for after in (0, 4):
             calls.clear()
             found = tiny.sample(decoder, *inputs, eos_task=True, truncate_after=after)
-            expected, ended = truncate(full, 0, after, PAD)
-            assert torch.equal(truncate(found, 0, after, PAD)[0], expected)
+            expected, ended = truncate(full, [0], after, PAD)
+            assert torch.equal(truncate(found, [0], after, PAD)[0], expected)
             last = (expected != PAD).sum(dim=1)
             sizes = [rows for rows, _ in calls]
             for t, rows in enumerate(sizes):  # checked after every 16 tokens
@@ -218,7 +218,7 @@ def test_graphs_are_recorded_again_if_caches_grow_or_responses_leave(fake_graphs
             samples.append(tiny.sample(*inputs, eos_task=True, truncate_after=0))
             seen = calls.copy()
             calls.clear()
-    plain, *others = (truncate(x, 0, 0, PAD)[0] for x in samples)
+    plain, *others = (truncate(x, [0], 0, PAD)[0] for x in samples)
     assert all(torch.equal(plain, x) for x in others)
     steps = Counter((rows, -(-length // 24)) for rows, length in seen[1:])
     assert {rows for rows, _ in seen} == {80, 32, 16}  # powers of two

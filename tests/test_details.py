@@ -450,6 +450,16 @@ def test_X9_P6_P8_P10_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged
     assert found == pytest.approx(expected, abs=2e-4)
 
 
+def test_P5_a_response_is_cut_after_the_first_of_several_ends():
+    generator = torch.Generator().manual_seed(0)
+    responses = torch.randint(0, 6, (40, 6), generator=generator)
+    cut, ended = utils.truncate(responses, [1, 3], 2, PAD)
+    for row, found, has_end in zip(responses.tolist(), cut.tolist(), ended.tolist(), strict=True):
+        n = next((t + 1 for t, x in enumerate(row) if t >= 2 and x in (1, 3)), None)
+        assert has_end == (n is not None) and found == (row[:n] + [PAD] * 6)[:6]
+    assert 0 < ended.sum() < 40
+
+
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("log_ratio", [0.1, 3.0, 89.0, 120.0])
 @pytest.mark.parametrize("script", [ppo, rloo])

@@ -159,7 +159,7 @@ def update(
         models = (tiny.make_policy(kind, seed, script=script) for seed in (0, 3))
         policy, ref = (moved(model, device) for model in models)
         reward = tiny.reward_function(moved(tiny.make_reward(kind), device), 4096)
-        ids = tiny.utils.TokenIds(tiny.PAD, tiny.EOS, [7], [8, 9])
+        ids = tiny.utils.TokenIds(tiny.PAD, [tiny.EOS], [7], [8, 9])
         inputs = dict(ref=ref, reward=reward, ids=ids)
         run = tiny.run_episodes(script, args, policy, **inputs, **spies)
     found = [*rollouts[1], *sum(run.optimizer.gradients, [])]

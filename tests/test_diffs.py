@@ -313,7 +313,7 @@ def test_X7_tokens_are_of_the_nucleus_and_no_response_ends_too_early(top_p, size
     decoder, contexts = SimpleNamespace(start=lambda *x: batch), torch.zeros(400, 1).long()
     args = tiny.make_args(script=script, top_p=top_p, min_response_length=3)
     uniform = (torch.arange(400).double() + 0.5).expand(5, -1) / 400
-    found = script.sample(decoder, contexts, uniform, utils.TokenIds(5, 1, [], []), args)
+    found = script.sample(decoder, contexts, uniform, utils.TokenIds(5, [1], [], []), args)
     for t, tokens in enumerate(found.T):
         likely_first = torch.tensor([1, 3, 0, 4, 2])
         nucleus = likely_first[t < 2 :][:size]
@@ -519,7 +519,7 @@ def test_P4_residual_dropout_drops_what_attention_and_mlp_add(kind, start, tmp_p
 def uneven_responses(decoder, contexts, ids, args, rng):
     """Random tokens, and the end after 1 to 5."""
     responses = torch.randint(20, 90, (len(contexts), args.task.response_length), generator=rng)
-    return responses.scatter(1, torch.arange(len(contexts))[:, None] % 5, ids.truncate)
+    return responses.scatter(1, torch.arange(len(contexts))[:, None] % 5, ids.ends[0])
 
 
 def inserted_responses(*inputs):
@@ -803,13 +803,13 @@ def test_tools_an_answer_is_a_text_or_the_users_turn(kind, patched, here):
     args = tiny.make_args(task, script, tool_fn="tool.py:ask", tool_token=tool_token)
     responses, start = torch.full((1, 60), ids.pad), 0
     for turn in turns:  # the second may call no more
-        assert not script.truncate(responses, ids.truncate, 0, ids.pad)[1]
+        assert not script.truncate(responses, ids.ends, 0, ids.pad)[1]
         tokens = tokenizer.encode(turn, add_special_tokens=False)
         responses[0, start : start + len(tokens)] = torch.tensor(tokens)
         script.insert_answers(responses, responses, start + len(tokens) - 1, ids, args)
         start = int((responses != ids.pad).sum())
     responses[0, start:] = tokens[0]
-    truncated, ended = script.truncate(responses, ids.truncate, 0, ids.pad)
+    truncated, ended = script.truncate(responses, ids.ends, 0, ids.pad)
     tokens = (truncated % (ids.pad + 1))[truncated != ids.pad]
     assert ended and tokenizer.decode(tokens, clean_up_tokenization_spaces=False) == text
 
@@ -856,7 +856,7 @@ def test_vine_advantages_are_what_parts_add_to_mean_scores_of_continuations(star
             return uneven_responses(decoder, contexts, ids, args, rng)
         assert not (contexts[:, -1] == ids.pad).any()
         return (
-            torch.tensor([ids.truncate, 40]).repeat(len(contexts) // 2)[:, None].expand(-1, length)
+            torch.tensor([ids.ends[0], 40]).repeat(len(contexts) // 2)[:, None].expand(-1, length)
         )
 
     def advantages_of(name, rollout, kl, kl_coef):

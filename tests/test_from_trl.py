@@ -70,7 +70,7 @@ def test_X13_a_converted_classifier_scores_as_its_own_forward(kind, tmp_path, ta
     cut = responses.masked_fill(torch.arange(5) >= ends[:, None], WORDS)
     rows = [[x for x in row if x != WORDS] for row in torch.cat([queries, cut], 1).tolist()]
     args = tiny.make_args(task, reward_model=str(tmp_path / "reward"))
-    given = AutoTokenizer.from_pretrained(task.base_model), TokenIds(WORDS, None, [], [])
+    given = AutoTokenizer.from_pretrained(task.base_model), TokenIds(WORDS, [], [], [])
     reward = rewards.load_reward(args, RewardModel, *given, Accelerator(cpu=True))
     expected = own_scores(classifier, rows)
     assert reward(queries, cut).tolist() == pytest.approx(expected, abs=2e-5)

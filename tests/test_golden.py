@@ -40,7 +40,7 @@ def tokens_of(array: np.ndarray) -> torch.Tensor:
 
 
 def left(tokens: np.ndarray, pad_id: int) -> torch.Tensor:
-    return utils.add_affixes(tokens_of(tokens), utils.TokenIds(pad_id, None, [], []))
+    return utils.add_affixes(tokens_of(tokens), utils.TokenIds(pad_id, [], [], []))
 
 
 def below(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -156,7 +156,7 @@ def test_P5_truncation_and_penalty(script, name):
     model = make_reward(record["model_hparams"], tensors(arrays, "reward_weights/"), pad_id)
     penalty = dict(missing_eos_penalty=config["penalty_reward_value"])
     task = replace(tasks.BOOKS, truncate_after=config["truncate_after"], **penalty)
-    ids = utils.TokenIds(pad_id, config["truncate_token"], [], [])
+    ids = utils.TokenIds(pad_id, [config["truncate_token"]], [], [])
     texts = left(arrays["queries"], pad_id), tokens_of(arrays["responses"])
     inputs = tiny.reward_function(model, 50), *texts, {}, ids, script.Args(task=task)
     scores, cut, ended = script.score_responses(*inputs)
@@ -211,7 +211,7 @@ def test_ppo_reproduces_every_update(name, micro_batch_tokens, accelerator):
     ref = ppo.PolicyAndValue(make_lm(hparams, tensors(arrays, "init/ref/")), pad_id, temperature)
     reward = make_reward(hparams, tensors(arrays, "init/reward/"), pad_id)
     truncate_token = record["hparams"]["task"]["truncate_token"]
-    ids = utils.TokenIds(pad_id, truncate_token, record["prefix_tokens"], record["suffix_tokens"])
+    ids = utils.TokenIds(pad_id, [truncate_token], record["prefix_tokens"], record["suffix_tokens"])
     updates = [below(f"u{i}/", arrays) for i in range(record["nupdates"])]
     size = args.batch_size // args.num_minibatches
     epochs = [[[*torch.from_numpy(order).split(size)] for order in u["order"]] for u in updates]
@@ -325,7 +325,7 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator):
             assert metrics[name] == pytest.approx(expected[name], abs=2e-5)
         assert_weights(model, tensors(arrays, f"s{expected['step']}/weights/"))
 
-    ids = utils.TokenIds(pad_id, 13, [], [])
+    ids = utils.TokenIds(pad_id, [13], [], [])
     samples = [texts[i] for i in estimates]
     replaced = {
         "load_tokenizer": lambda *a, **k: (tiny.Tokenizer(), ids),

@@ -15,7 +15,7 @@ from utils import TokenIds
 
 
 def ids_of(pad: int, truncate: int | None = None) -> TokenIds:
-    return TokenIds(pad, truncate, [], [])
+    return TokenIds(pad, [] if truncate is None else [truncate], [], [])
 
 
 def lists(arrays) -> list:

@@ -158,7 +158,7 @@ def sample_apart(rank: int) -> None:
         decoder = ending_soon(Decoder(policy.lm, 50), calls)
         inputs = decoder, contexts, tiny.uniform(50, 20)[:, : len(contexts)]
         found = tiny.sample(*inputs, eos_task=True, truncate_after=0)
-        return truncate(found, 0, 0, tiny.PAD)[0], len(calls)
+        return truncate(found, [0], 0, tiny.PAD)[0], len(calls)
 
     accelerator = distributed.start(tiny.make_args())
     with accelerator.autocast():

@@ -128,7 +128,7 @@ def test_P3_cnndm_queries_are_cleaned_end_a_sentence_and_have_prefix_and_suffix(
     assert utils.decode(tokenizer, contexts, ids.pad) == expected
     for row in contexts.tolist():  # all padding is on the left
         assert row == sorted(row, key=lambda token: token != ids.pad)
-    assert [ids.truncate] == tokenizer.encode("\n")
+    assert ids.ends == tokenizer.encode("\n")
 
 
 @pytest.mark.parametrize("make_tokenizer", [formats.gpt2_tokenizer, formats.llama2_tokenizer])
@@ -346,7 +346,7 @@ def blocks_by_hand(texts: list[str], tokenizer, size: int) -> list[list[int]]:
 
 
 def load_blocks(task: tasks.Task, block_size: int, tokenizer=None, load=queries.load_blocks):
-    ids = TokenIds(WORDS, None, [], [])
+    ids = TokenIds(WORDS, [], [], [])
     return load(task, block_size, tokenizer or tokenizer_of(task), ids)[:].tolist()
 
 

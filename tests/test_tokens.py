@@ -4,6 +4,7 @@ a template, `smollm2` SmolLM2-Instruct's own (the package of benchmarks/pretrain
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -35,7 +36,7 @@ from machinery import labels
 from machinery.cli import parse_args
 from machinery.queries import load_blocks, load_queries, load_responses
 from machinery.sources import load_function
-from machinery.tokens import load_tokenizer, single_token, translate
+from machinery.tokens import load_tokenizer, single_token, translate, with_end
 
 START, END = "<|im_start|>", "<|im_end|>"
 DATA, SMOLLM2 = PAGES["docs/data.md"], "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -140,6 +141,25 @@ def test_responses_end_at_the_templates_end_which_no_reward_function_reads(scrip
     seen = load_function(function).__globals__["seen"]
     assert len(seen) > 32 and not any(word in text for text in seen for word in (START, END))
     assert any(text.endswith(" or gray.\nassistant\n") for text in seen)
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("form", ["the same", "another", "several", "none"])
+def test_an_eos_task_ends_at_the_models_special_ends_too(file, form, model, tmp_path):
+    """Words and ids beyond the vocabulary are no ends. One alone with --one_end."""
+    end, start, word = model.tokenizer.convert_tokens_to_ids([END, START, "a"])
+    forms = {"the same": (end, []), "another": (start, [start]), "none": (None, [])}
+    eos, others = forms.get(form, ([start, end, word, 0, 10**6], [start, 0]))
+    folder = Path(shutil.copytree(model.folder, tmp_path / "model"))
+    (folder / "generation_config.json").unlink()
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"eos_token_id": 1}))
+    (folder / file).write_text(json.dumps(values | {"eos_token_id": eos}))
+    task = tiny.make_task(base_model=str(folder), truncate_token=END, eos_task=True)
+    ends = [load_tokenizer(x, 5)[1].ends for x in (task, replace(task, one_end=True))]
+    assert ends == [[end, *others], [end]]
+    assert load_tokenizer(replace(task, eos_task=False), 5)[1].ends == [end]
+    assert with_end([5, *others], ends[0]) == [5, *others] + [end] * (not others)
 
 
 TOKENIZERS = {

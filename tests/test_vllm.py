@@ -37,7 +37,7 @@ def test_what_the_real_server_said_is_what_is_sampled(exchange, ends, script):
     url, asked = serve(lambda body, answer: (200, exchange["answer"]))
     task = tiny.make_task(response_length=6, eos_task=ends, truncate_after=0)
     args = tiny.make_args(task, script, rloo_k=2, vllm_url=url)
-    ids = TokenIds(tiny.WORDS, 0, [], [])
+    ids = TokenIds(tiny.WORDS, [0], [], [])
     contexts = torch.tensor([[tiny.WORDS, 17, 30, 22]]).repeat(2, 1)
     responses, logprobs = script.sample_in_batches(contexts, ids, args, torch.Generator())
     free = dict.fromkeys(("seed", "cache_salt", "temperature"))

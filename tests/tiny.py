@@ -158,7 +158,7 @@ def uniform(length: int, rows: int) -> Tensor:
 def sample(decoder, contexts, uniform, pad_id=PAD, temperature=0.7, **task: Any) -> Tensor:
     """`ppo.sample` with token 0 as the truncate token: [B, C], [R, B] → [B, R]."""
     args = make_args(make_task(temperature=temperature, **task))
-    return ppo.sample(decoder, contexts, uniform, utils.TokenIds(pad_id, 0, [], []), args)
+    return ppo.sample(decoder, contexts, uniform, utils.TokenIds(pad_id, [0], [], []), args)
 
 
 def make_task(**changes: Any) -> tasks.Task:
@@ -187,7 +187,7 @@ def small_args(script: Any, task: tasks.Task | None = None, **flags: Any) -> Any
 
 LENGTHS = [8, 1, 3, 5, 2, 8, 4, 1]  # of queries: uneven, so that there is padding
 EOS = 5  # truncate token of `IDS`
-IDS = utils.TokenIds(PAD, EOS, [], [])
+IDS = utils.TokenIds(PAD, [EOS], [], [])
 HELDOUT = 3  # queries of an evaluation in `run_episodes`
 
 
