@@ -54,8 +54,9 @@ class PolicyArgs:
 
 FLAGS = {x.name for x in fields(PolicyArgs)} & {x.name for x in fields(Task)} - {"task"}
 # Two policies may differ in these, and read the same data:
-OWN = {"truncate_token", "truncate_after", "eos_task", "response_length", "temperature"}
-OWN |= {"query_length", "query_prefix", "query_suffix", "keep_last_line"}
+OWN = {"truncate_token", "truncate_after", "eos_task", "one_end"}
+OWN |= {"response_length", "temperature", "query_length", "query_prefix", "query_suffix"}
+OWN |= {"keep_last_line"}
 # Which rows are held out depends on these:
 DATA = ("query_dataset", "query_column", "query_length", "keep_last_line", "start_text")
 DATA += ("end_text", "clean_fn", "num_queries")

@@ -42,8 +42,9 @@ LIMITS = dict.fromkeys(EXPERIMENTS, 60) | {"dpo": 46, "curriculum": 25}  # added
 OF_PPO = [name for name in DIFFS if BASES[name] == "ppo"]
 OF_RLOO = [name for name in DIFFS if BASES[name] == "rloo" and name not in EXPERIMENTS]
 ALGORITHMS = [x for x in OF_RLOO if x not in ("lora_rloo", "whiten_advantages")]  # alternatives
-EXCLUSIVE = [{"lora", "freeze_layers"}, {"lora", "ema"}]  # what is trained, what is saved
-EXCLUSIVE += [{"two_lambdas", "length_penalty"}, {"schedule", "kl_estimator"}]  # flags; imports
+EXCLUSIVE = [{"lora", "freeze_layers"}]  # what is trained
+EXCLUSIVE += [{"two_lambdas", "length_penalty"}]  # the same lines, as the next ones
+EXCLUSIVE += [{"kl_estimator", x} for x in ("schedule", "dense_rewards", "reference_on_cpu")]
 EXCLUSIVE += [{"lora_rloo", "distill"}]  # the teacher
 EXCLUSIVE += [{*x} for x in combinations(OF_RLOO, 2) if "lora_rloo" not in x]
 MEANINGLESS = [{x, "reference_on_cpu"} for x in ("lora", "trlx_kl")]  # no reference there

@@ -96,7 +96,7 @@ def test_a_wandb_that_fails_ends_the_run_before_training_and_names_a_way_on(home
 
 
 @pytest.mark.parametrize("name", ["ppo", "sft"])
-def test_a_copy_of_a_script_has_runs_and_weights_of_its_own(name, home):
+def test_a_copy_of_a_script_has_runs_and_weights_of_its_own(name, home, monkeypatch):
     """`cp ppo.py mine.py`: the baseline's link and weights stay what they were."""
     copy = home / "mine.py"
     copy.write_text((ROOT / f"{name}.py").read_text() + "# mine\n")
@@ -106,7 +106,8 @@ def test_a_copy_of_a_script_has_runs_and_weights_of_its_own(name, home):
     (baseline / "weights").write_text("of the baseline")
     link.symlink_to("../../runs/baseline/model")
 
-    tiny.load_script(copy).main(two_steps(name))
+    monkeypatch.setitem(SCRIPTS, name, tiny.load_script(copy))
+    SCRIPTS[name].main(two_steps(name))
 
     (run,) = [path for path in (home / "runs").iterdir() if path.name != "baseline"]
     assert run.name.startswith("synthetic__mine__1__")
@@ -244,12 +245,13 @@ def test_a_run_keeps_its_source_and_the_commit(home, tmp_path, monkeypatch):
 
     for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "one")):
         git(*words)
-    clean = new_run(checkout / "ppo.py").folder
+    monkeypatch.setitem(SCRIPTS, "ppo", tiny.load_script(checkout / "ppo.py"))
+    clean = new_run().folder
     record = json.loads((clean / "args.json").read_text())
     assert record["commit"] == git("rev-parse", "HEAD").strip()
     with open(checkout / "utils.py", "a") as file:
         file.write("# mine\n")
-    changed = new_run(checkout / "ppo.py").folder
+    changed = new_run().folder
     assert (changed / "ppo.py").read_bytes() == (checkout / "ppo.py").read_bytes()
     found = json.loads((changed / "args.json").read_text())
     assert found["commit"] == record["commit"] + "-dirty"
