@@ -156,7 +156,8 @@ def test_P5_truncation_and_penalty(script, name):
     model = make_reward(record["model_hparams"], tensors(arrays, "reward_weights/"), pad_id)
     penalty = dict(missing_eos_penalty=config["penalty_reward_value"])
     task = replace(tasks.BOOKS, truncate_after=config["truncate_after"], **penalty)
-    ids = utils.TokenIds(pad_id, [config["truncate_token"]], [], [])
+    token = config["truncate_token"]
+    ids = utils.TokenIds(pad_id, [] if token is None else [token], [], [])
     texts = left(arrays["queries"], pad_id), tokens_of(arrays["responses"])
     inputs = tiny.reward_function(model, 50), *texts, {}, ids, script.Args(task=task)
     scores, cut, ended = script.score_responses(*inputs)
