@@ -30,7 +30,7 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
             raise InputError(f"{sizes}: add tokenizer.json, or resize the embeddings")
         generation: Any = config
         with suppress(OSError):  # no generation_config.json: the ends are in config.json
-            generation = transformers.GenerationConfig.from_pretrained(name)
+            generation = transformers.GenerationConfig.from_pretrained(folder)
     prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
     prefix = with_bos(prefix, bos(tokenizer))
     (suffix,), _, _ = encode_after(["\n"], [task.query_suffix], tokenizer)
