@@ -151,9 +151,9 @@ class PolicyAndValue(nn.Module):
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # how many real tokens precede (G3)
+        where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # N real response tokens
         # Equals self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state:
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
-        where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # N real response tokens
         # Contexts are padded on the left. Position t predicts token t + 1.
         hidden = hidden[:, contexts.shape[1] - 1 : -1][where]  # [N, D]
         values = self.value_head(hidden).squeeze(1)  # [N] (G1)

@@ -138,10 +138,10 @@ class Policy(nn.Module):
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # how many real tokens precede (G3)
+        where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # N real response tokens
         hidden = self.backbone(  # [B, T, D]; adjacent equal contexts are computed once
             tokens.masked_fill(~mask, 0), mask, position_ids, prompt_length=contexts.shape[1]
         )
-        where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # N real response tokens
         hidden = hidden[:, contexts.shape[1] - 1 : -1][where]  # [N, D]: t predicts token t + 1
         log_softmax = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)
         logprobs = log_softmax.gather(1, responses[where][:, None]).squeeze(1)  # [N] (P1)

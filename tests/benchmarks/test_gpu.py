@@ -152,7 +152,7 @@ def test_the_bytes_that_are_read_are_those_of_weights_keys_and_values():
 
 
 def test_at_most_three_copies_of_the_logits_are_alive():
-    """Logits and their quotient; log-probabilities and p log p; backward two gradients as well."""
+    """Logits and their quotient; log-probabilities, p and p log p; backward two gradients as well."""
     elements = 7 * 24 * 50257
 
     class Logits(memory.Tracker):
@@ -176,7 +176,7 @@ def test_at_most_three_copies_of_the_logits_are_alive():
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
             policy(contexts, responses)
         copies.append(tracker.restart())
-    assert [size / (4 * elements) for size in copies] == [2, 3, 2]
+    assert [size / (4 * elements) for size in copies] == [3, 3, 2]
 
 
 @pytest.mark.parametrize("script", ["ppo", "rloo"])
