@@ -230,8 +230,7 @@ def count_update(work: speed.Work, kind: str, flags: list[str]) -> Counter:
     fakes: dict[str, Any] = dict(
         CUDAGraph=Graph, graph=Graph.record, graph_pool_handle=lambda: None
     )
-    fakes |= dict(stream=lambda _: contextlib.nullcontext(), Stream=lambda: None)
-    fakes |= dict(mem_get_info=lambda: (0, 141e9))
+    fakes |= dict(Stream=lambda: None, mem_get_info=lambda: (0, 141e9))
     with (
         patch.multiple(script, **replaced, sample_in_batches=sample_in_batches),
         patch.multiple(torch.cuda, **fakes),

@@ -76,7 +76,7 @@ class DecodingBatch:
         position_ids = self.mask.sum(dim=1, keepdim=True)  # the real tokens before
         self.mask[:, self.length] = True
         self.length += 1
-        return self.step(self.tokens, self.mask, position_ids)
+        return self.compute(self.tokens, self.mask, position_ids)
 
     def append(self, tokens: Tensor) -> None:
         """Add one token [b] to each sequence."""
@@ -99,7 +99,7 @@ class DecodingBatch:
         self.cache_changed()
 
     def round_up(self, number: int) -> int:
-        """How many sequences stay in the batch if `number` have to."""
+        """How many sequences stay if `number` have to."""
         return number
 
     def cache_changed(self) -> None:
@@ -137,10 +137,6 @@ class DecodingBatch:
     def columns(self) -> int:
         """Columns with room for one more token: whole blocks, but at most `max_columns`."""
         return min(math.ceil((self.length + 1) / BLOCK) * BLOCK, self.max_columns)
-
-    def step(self, *inputs: Tensor) -> Tensor:
-        """`compute` for one new token of each sequence."""
-        return self.compute(*inputs)
 
     def compute(self, tokens: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
         """Logits [b, V] after more tokens of each sequence; mask [b, columns of the cache]."""

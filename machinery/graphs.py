@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from machinery.cli import say_once
+from machinery.cli import about, say_once
 from machinery.decoding import Decoder, DecodingBatch, KeyValueCache
 
 LARGEST = 0.05  # of a GPU's memory: the part that a cache may keep for graphs
@@ -74,7 +74,9 @@ class GraphBatch(DecodingBatch):
 
     def __init__(self, decoder: Decoder, contexts: Tensor, mask: Tensor):
         super().__init__(decoder, contexts, mask)
-        self.decoder, self.graphs, self.size = decoder, decoder.graphs, len(contexts)
+        self.graphs, self.size = decoder.graphs, len(contexts)
+        self.replay: Callable[..., Tensor] | None = None
+        self.logits: Any = None  # of the first step with a shape; it is not recorded
         if self.graphs and torch.is_autocast_enabled(contexts.device.type):
             self.lm = self.graphs.cast(decoder.lm)
 
@@ -84,63 +86,53 @@ class GraphBatch(DecodingBatch):
 
     def cache_changed(self) -> None:
         """Move the cache to where graphs read and write it, unless it is too large."""
-        self.logits: Tensor | None = None  # of the first step with this shape: it is not recorded
-        self.replay: Callable[..., Tensor] | None = None
-        if not (graphs := self.graphs):
+        self.logits, self.replay, graphs = None, None, self.graphs
+        if not graphs:
             return
-        tensors = [x for layer in self.cache.layers for x in vars(layer).values()]
-        size = sum(x.nbytes for x in tensors if isinstance(x, Tensor))
-        if size * self.size * self.max_columns > graphs.limit * self.mask.numel():
+        layers = self.cache.layers
+        tensors = [(i, *x) for i, layer in enumerate(layers) for x in vars(layer).items()]
+        tensors = [x for x in tensors if isinstance(x[-1], Tensor)]
+        size = sum(x.nbytes for *_, x in tensors) * self.size * self.max_columns
+        if size > graphs.limit * self.mask.numel():
+            say_once("the cache is too large to keep for CUDA graphs: lower --rollout_batch_size")
             self.graphs = None
-            say_once(
-                "sampling without CUDA graphs, whose cache would keep over "
-                f"{graphs.limit / 1e9:.1f} GB; a smaller --rollout_batch_size keeps less"
-            )
             return
         weights = [x.data_ptr() for x in (*self.lm.parameters(), *self.lm.buffers())]
         if weights != graphs.weights:
             graphs.weights = weights
             graphs.steps.clear()
-        for i, layer in enumerate(self.cache.layers):
-            for name, x in [*vars(layer).items()]:
-                if isinstance(x, Tensor):
-                    kept = graphs.keep(f"{i} {name}", x, self.size, self.max_columns)
-                    setattr(layer, name, kept)
+        for i, name, x in tensors:
+            kept = graphs.keep(f"{i} {name}", x, self.size, self.max_columns)
+            setattr(layers[i], name, kept)
         self.replay = graphs.steps.get(self.mask.shape)
 
-    def step(self, *inputs: Tensor) -> Tensor:
-        """`compute`, or its replay from the second step with this shape on."""
-        if self.graphs and self.logits is not None and self.replay is None:
-            self.replay = self.record(self.graphs, self.logits, *inputs)
+    def compute(self, *inputs: Tensor) -> Tensor:
+        """Logits, replayed from the second step with this shape on."""
+        if self.graphs and self.replay is None and self.logits is not None:
+            with about("a CUDA graph (use --no-cuda_graphs)"):
+                self.replay = self.record(self.graphs, *inputs)
         if self.replay:
             return self.replay(*inputs)
-        self.logits = self.compute(*inputs)
+        self.logits = super().compute(*inputs)
         return self.logits
 
-    def record(self, graphs: Graphs, like: Tensor, *inputs: Tensor) -> Callable | None:
-        """`compute` for inputs of these shapes as a CUDA graph, with a result like `like`.
+    def record(self, graphs: Graphs, *inputs: Tensor) -> Callable[..., Tensor]:
+        """The computation for inputs of these shapes as a CUDA graph.
 
         Its kernels read and write the same memory each time; the next call overwrites the result.
-        None if recording fails; then no other graph is tried.
         """
-        result = graphs.keep("logits", like[:, None], self.size, 1)[:, 0]
+        result = graphs.keep("logits", self.logits[:, None], self.size, 1)[:, 0]
         graph, inputs = torch.cuda.CUDAGraph(), tuple(x.clone() for x in inputs)
         if not graphs.steps:  # no graph may use the memory of those that are gone
             graphs.pool = torch.cuda.graph_pool_handle()
-        torch.set_autocast_cache_enabled(False)
-        try:
-            with (
-                torch.cuda.stream(graphs.stream),  # is left even if ending the graph fails
-                torch.cuda.graph(graph, graphs.pool, graphs.stream, "thread_local"),
-            ):
-                result.copy_(self.compute(*inputs))
-        except RuntimeError as error:
-            cause = error.__context__ or error  # the end of the graph hides the first one
-            print(f"sampling without CUDA graphs, which failed: {cause!s:.200}", flush=True)
-            self.graphs = self.decoder.graphs = None
-            return None
-        finally:
-            torch.set_autocast_cache_enabled(True)
+        device, record = result.device.type, (graph, graphs.pool, graphs.stream, "thread_local")
+        enabled = torch.is_autocast_enabled(device)
+        # Without autocast's cache: it would keep weights of today for all replays.
+        with (
+            torch.autocast(device, enabled=enabled, cache_enabled=False),
+            torch.cuda.graph(*record),
+        ):
+            result.copy_(super().compute(*inputs))
 
         def replay(*new: Tensor) -> Tensor:
             for old, x in zip(inputs, new, strict=True):

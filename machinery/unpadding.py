@@ -1,7 +1,5 @@
 """Run a transformer on padded sequences without computing the padding."""
 
-from functools import cache
-from inspect import signature
 from typing import Any
 
 import torch
@@ -12,7 +10,6 @@ from machinery.cli import InputError, say_once
 
 ONE_TOKEN = {"cuda"}  # where products are faster than SDPA's kernels for masks
 NAME = "unpadded"  # under which the library knows our attention function
-signature_of = cache(signature)
 
 
 class Unpadded:
@@ -106,12 +103,11 @@ def attention(
     if can_use_varlen(k, v):
         from torch.nn.attention.varlen import varlen_attn
 
-        causal: Any = dict(window_size=(-1, 0), scale=rest.get("scaling"), enable_gqa=True)
-        if "enable_gqa" not in signature_of(varlen_attn).parameters:  # torch 2.11
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-            del causal["enable_gqa"]
+        if (heads := q.shape[1] // k.shape[1]) > 1:  # torch 2.11 does not know groups
+            k, v = (x.repeat_interleave(heads, dim=1) for x in (k, v))
         # Autocast does not cast here; rotary embeddings leave queries and keys in fp32.
         flat: Any = (x.squeeze(0).transpose(0, 1).to(v.dtype) for x in (q, k, v))
+        causal: Any = dict(window_size=(-1, 0), scale=rest.get("scaling"))
         output: Any = varlen_attn(*flat, *of_kernel, **causal)
         return output[None], None
     if not masks:

@@ -103,16 +103,16 @@ def test_G3_hidden_states_and_gradients_are_those_of_the_plain_call(kind, bf16):
 
 
 @torch.autocast("cpu", enabled=False)
-def naive_varlen(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale, window_size, enable_gqa):
+def naive_varlen(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale, window_size):
     """`varlen_attn` as torch describes it, in a loop: causal, aligned at the bottom right."""
-    assert window_size == (-1, 0) and enable_gqa and q.dtype == k.dtype == v.dtype
+    assert window_size == (-1, 0) and q.dtype == k.dtype == v.dtype
     assert bounds_q.dtype == bounds_k.dtype == torch.int32
-    ends, groups = (pairwise(x.tolist()) for x in (bounds_q, bounds_k)), q.shape[1] // k.shape[1]
+    ends = (pairwise(x.tolist()) for x in (bounds_q, bounds_k))
     outputs = []
     for (start, end), (first, last) in zip(*ends, strict=True):
         assert end - start <= max_q and last - first <= max_k
         queries = q[start:end].float()
-        keys, values = (x[first:last].float().repeat_interleave(groups, dim=1) for x in (k, v))
+        keys, values = (x[first:last].float() for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", queries, keys)
         scores = scores * (q.shape[2] ** -0.5 if scale is None else scale)
         unseen = torch.ones_like(scores, dtype=torch.bool).triu(1 + last - first - (end - start))
@@ -135,22 +135,15 @@ def varlen_on_cpu(monkeypatch):
     return use
 
 
-def naive_varlen_of_torch_211(q, k, v, *bounds, scale, window_size):
-    """Without `enable_gqa`: as many heads of keys as of queries."""
-    assert q.shape[1] == k.shape[1] == v.shape[1]
-    return naive_varlen(q, k, v, *bounds, scale=scale, window_size=window_size, enable_gqa=True)
-
-
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("function", [naive_varlen, naive_varlen_of_torch_211])
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "opt"])
-def test_varlen_attn_gives_what_the_plain_call_gives(kind, function, bf16, varlen_on_cpu):
+def test_varlen_attn_gives_what_the_plain_call_gives(kind, bf16, varlen_on_cpu):
     """Prompts shared or not, with and without gradient checkpointing; no layer calls SDPA."""
     lm, inputs = tiny.make_lm(kind), make_inputs(make_batch()[0])
     expected = hidden_and_gradients(lm, partial(run_plain, lm.base_model), inputs, bf16)
     set_unpadding(lm.base_model, 16)
     run = unpadding.Unpadded(lm.base_model)
-    calls, layers = varlen_on_cpu(function), lm.config.num_hidden_layers
+    calls, layers = varlen_on_cpu(naive_varlen), lm.config.num_hidden_layers
     lm.gradient_checkpointing_enable({"use_reentrant": False})
     lm.train()
     for count, n in ((2, PROMPT), (4, 0)):  # the forward pass and its repetition
