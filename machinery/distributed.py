@@ -16,7 +16,7 @@ from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 
-from machinery.cli import InputError, say
+from machinery.cli import InputError
 from machinery.models import store_as_cast
 
 JOIN_LIMIT = timedelta(minutes=5)  # for all processes to start
@@ -134,16 +134,13 @@ def freeze(accelerator: Accelerator, model: nn.Module) -> Any:
 
 
 def check_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """A hook before each step: stop if the gradient is not finite, warn if it stays 0."""
+    """A hook before each step: stop if the gradient is not finite."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     total = nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
     norm = full_tensor(total).item()
     if not math.isfinite(norm):
         why = f"the norm of the gradient is {norm}; the step was not taken"
         raise InputError(f"{why}. A lower --lr or fp32 instead of bf16 may help")
-    optimizer.zeros = 0 if norm else getattr(optimizer, "zeros", 0) + 1
-    if optimizer.zeros == 10:
-        say("the gradient was 0 in 10 steps: all scores may be equal, or no weight is trained")
 
 
 @contextmanager
