@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-LIMITS = {"ppo/policy/clipfrac_avg": (0.3, 0.4)}  # metric → healthy up to, warn above
+CLIPFRAC, LIMIT = "ppo/policy/clipfrac_avg", 0.4  # warn once above; it is healthy up to 0.3
 UPDATES = 5  # warn after so many in a row with a value of this table
 STUCK = {  # metric → its value if nothing can be learned, and the likely cause
     "objective/frac_reward_zero_std": (1, "all responses to a query have the same score"),
@@ -26,11 +26,10 @@ class Progress:
     """A line a minute and every 5% of the run: the metrics `shown`, and the time left."""
 
     def __init__(self, total: int, shown: list[str]):
-        self.total, self.limits = total, dict(LIMITS)
+        self.total, self.start, self.has_warned = total, 0, False
         self.titles = {name: name.removeprefix("objective/") for name in shown}
         self.stuck = Counter[str]()  # metric of STUCK → updates in a row
-        self.start, self.began = 0, time.monotonic()
-        self.printed = self.began
+        self.began = self.printed = time.monotonic()
         self.has_header = False  # just above
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
@@ -56,11 +55,10 @@ class Progress:
 
     def warn(self, metrics: dict[str, float]) -> None:
         """Warn once of an unhealthy metric, or if there is nothing to learn from."""
-        for name, (healthy, far) in list(self.limits.items()):
-            if metrics.get(name, 0) > far:
-                del self.limits[name]
-                advice = "if it stays there, lower --lr, --num_ppo_epochs or --num_minibatches"
-                print(f"{name} is {metrics[name]:.2g} (healthy: up to {healthy}); {advice}")
+        if metrics.get(CLIPFRAC, 0) > LIMIT and not self.has_warned:
+            self.has_warned = True
+            advice = "if it stays there, lower --lr, --num_ppo_epochs or --num_minibatches"
+            print(f"{CLIPFRAC} is {metrics[CLIPFRAC]:.2g} (healthy: up to 0.3); {advice}")
         for name, (value, cause) in STUCK.items():
             is_stuck = math.isclose(metrics.get(name, -1), value, abs_tol=1e-6)
             self.stuck[name] = self.stuck[name] + 1 if is_stuck else 0
