@@ -46,7 +46,8 @@ def start_trackers(run: Any, config: dict[str, Any]) -> list[Any]:
     if run.args.track:
         project = os.environ.get("WANDB_PROJECT", "onefile-rlhf")
         with about("--track; WANDB_MODE=offline works without a network"):
-            trackers.append(WandBTracker(project, config=config, name=folder.name, dir=folder))
+            options: Any = dict(config=config, name=folder.name, dir=folder, resume="allow")
+            trackers.append(WandBTracker(project, id=config["wandb_id"], **options))
             trackers[1].start()
     return trackers
 

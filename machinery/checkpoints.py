@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from machinery.cli import FREE, InputError, about, read_record
+from machinery.cli import CHECKPOINTS, FREE, InputError, about, read_record
 from machinery.sources import COMMIT, PINNED
 
 KEPT = 2  # newest checkpoints of a run
@@ -79,7 +79,7 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Any, s
     path = folder / f"{step:08}.safetensors"
     save_file(tensors, path.with_suffix(".part"), {"state": header})
     path.with_suffix(".part").replace(path)
-    for old in sorted(folder.glob("*.safetensors"))[:-KEPT]:
+    for old in sorted(folder.glob(CHECKPOINTS))[:-KEPT]:
         old.unlink()
 
 
@@ -155,4 +155,7 @@ def check_same_run(args: Any, processes: int, unread: tuple[str, ...]) -> None:
         if old not in (value, given.get(name)) and not free:
             changed.append(f"{name}={value} instead of {old}")
     if changed:
-        raise InputError(f"--resume {args.resume} would change its numbers: {', '.join(changed)}")
+        run, base = Path(args.resume).parents[1], record["base_model"]
+        more = f"; for more episodes, start a new run: --base_model {run}/model --ref_model {base}"
+        words = ", ".join(changed) + more * any(x.startswith("total_episodes=") for x in changed)
+        raise InputError(f"--resume {args.resume} would change its numbers: {words}")

@@ -23,6 +23,14 @@ from data.tasks import TASKS, Task
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch's, also on other processes
 UnitFloat = Annotated[float, Field(ge=0, le=1)]  # a number in [0, 1]
+# TRL's names of flags:
+THEIRS = dict(learning_rate="lr", beta="kl_coef", epsilon="cliprange", num_generations="rloo_k")
+THEIRS |= dict(num_train_epochs="num_epochs", per_device_train_batch_size="batch_size")
+THEIRS |= dict(max_completion_length="response_length", max_prompt_length="query_length")
+THEIRS |= dict(
+    model_name_or_path="base_model", dataset_name="query_dataset", save_steps="save_every"
+)
+CHECKPOINTS = "[0-9]" * 8 + ".safetensors"  # their names, by the updates that are done
 # Flags that a resumed run may change:
 FREE = ("save_every", "keep_every", "resume", "run_name", "output_dir", "track")
 rescues: list[Callable[[], str]] = []  # if a reward function fails: save the run, say what is saved
@@ -81,7 +89,11 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--task", choices=TASKS)
     parser.add_argument("--resume")
-    given = parser.parse_known_args(argv)[0]
+    given, words = parser.parse_known_args(argv)
+    names = {x.name for x in (*fields(cls), *fields(Task))}
+    for name in (word.partition("=")[0].lstrip("-").replace("-", "_") for word in words):
+        if name not in names and THEIRS.get(name) in names:
+            raise InputError(f"--{name} is --{THEIRS[name]} here: docs/from_trl.md")
     task = TASKS[given.task or next(iter(TASKS))]
     values, found = presets.get(task.task, {}), {}
     if given.resume:
@@ -102,14 +114,17 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
 def find_checkpoint(name: str, script: str, task: str | None) -> Path:
     """A checkpoint file, or the newest of a run; `latest`: of this script's and task's runs."""
     source = Path("runs" if name == "latest" else name)
-    pattern = f"{glob.escape(str(source))}/**/checkpoints/*.safetensors"  # follows links
+    pattern = f"{glob.escape(str(source))}/**/checkpoints/{CHECKPOINTS}"  # follows links
     files = [source] if source.is_file() else map(Path, glob.glob(pattern, recursive=True))
     found = []
     for path in files:
         record = path.parent.parent / "args.json"
         complete = record.is_file() and record.with_name(script).is_file()
-        if complete and task in (None, read_record(path)["task"]):
-            found.append((record.stat().st_mtime_ns, path.name, path))
+        try:
+            if complete and path.match(CHECKPOINTS) and task in (None, read_record(path)["task"]):
+                found.append((record.stat().st_mtime_ns, path.name, path))
+        except (ValueError, KeyError, TypeError) as error:
+            say_once(f"skipped {path.parents[1]}: its args.json is damaged: {error}")
     if not found:
         wanted = f"{script} on task {task}" if task else script
         raise InputError(f"--resume {name} has no checkpoint of {wanted}")
@@ -147,5 +162,6 @@ say_once = functools.cache(say)
 def check_divisible(name: str, value: int, unit: int, reason: str) -> None:
     """Raise `InputError` if `unit` does not divide `value`; name the next that works."""
     if value % unit:
-        larger = (value // unit + 1) * unit
-        raise InputError(f"{name}={value} is not divisible by {reason} = {unit}; use {larger}")
+        smaller = value // unit * unit
+        use = f"{smaller} or {smaller + unit}" if smaller else unit
+        raise InputError(f"{name}={value} is not divisible by {reason} = {unit}; use {use}")

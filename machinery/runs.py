@@ -3,10 +3,11 @@
 import inspect
 import json
 import os
+import secrets
+import shlex
 import shutil
 import signal
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import partial
@@ -15,10 +16,12 @@ from typing import Any
 
 import filelock
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
+from data.tasks import TASKS
 from machinery import artifacts, checkpoints, cli, distributed
 from machinery.cli import InputError, about
 from machinery.progress import Progress, plot_run
@@ -45,7 +48,17 @@ def check_run(args: Any, processes: int, unread: tuple[str, ...] = ()) -> None:
     if not args.output_dir and link.exists() and not link.is_symlink():
         raise InputError(f"{link} is a folder, not a link to the weights of a run; move it away")
     if args.resume:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            lock(Path(args.resume).parents[1]).release()  # before anything is loaded
         checkpoints.check_same_run(args, processes, unread)
+
+
+def lock(folder: Path) -> filelock.BaseFileLock:
+    """The lock of a run's folder. Raises `InputError` if another process has it."""
+    lock = filelock.FileLock(folder / ".lock")  # some disks keep it after a kill
+    with about(f"another process is writing {folder}, or left its .lock there"):
+        lock.acquire(timeout=0)
+    return lock
 
 
 def forget_signals() -> None:
@@ -70,6 +83,7 @@ class Run:
         accelerator: Accelerator,
     ):
         self.args, self.script, self.total = args, script_of(args), total
+        self.link = Path("models", args.task.task, self.script.stem)
         self.progress = Progress(total, shown)
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.source = Path(args.resume) if args.resume else None
@@ -98,6 +112,9 @@ class Run:
         task, processes = self.args.task, self.accelerator.num_processes
         record = checkpoints.describe(self.args, processes)
         record |= {"command": sys.argv, "device": self.accelerator.device.type}
+        record["wandb_id"] = secrets.token_hex(4)
+        if self.source:
+            record["wandb_id"] = cli.read_record(self.source).get("wandb_id", self.folder.name)
         if not self.source:
             name = f"{task.task}__{self.script.stem}__{self.args.seed}"
             name = self.args.run_name or f"{name}__{datetime.now():%Y%m%d-%H%M%S-%f}"
@@ -110,9 +127,7 @@ class Run:
                     shutil.copy(file, self.folder / file.name)
             record |= artifacts.describe_environment()
             (self.folder / "args.json").write_text(json.dumps(record, indent=1))
-        self.lock = filelock.FileLock(self.folder / ".lock")  # some disks keep it after a kill
-        with about(f"another process is writing {self.folder}, or left its .lock there"):
-            self.lock.acquire(timeout=0)
+        self.lock = lock(self.folder)
         self.accelerator.trackers = artifacts.start_trackers(self, record)
 
     def restore(self, model: nn.Module, optimizer: Any, state: Any = None) -> tuple[int, Any]:
@@ -123,8 +138,6 @@ class Run:
         """
         tensors: dict[str, Tensor] = {}
         state = checkpoints.parse(checkpoints.dump(state, tensors), tensors)  # else fails now
-        if self.main:
-            self.check_space(model, optimizer)
         optimizer.register_step_pre_hook(lambda *_: setattr(self, "write", None))
         cli.rescues[:] = [self.rescue]
         if self.source is None:
@@ -142,26 +155,15 @@ class Run:
         for path in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
             if path.exists():
                 lines = path.read_bytes().split(b"\n")[:-1]  # without one that is not complete
-                done = [line for line in lines if json.loads(line)["step"] < self.step]
-                os.truncate(path, sum(len(line) + 1 for line in done))
-        for path in source.parent.iterdir():
-            if path.name > source.name or path.suffix == ".part":
-                path.unlink()
-
-    def check_space(self, model: nn.Module, optimizer: Any) -> None:
-        """Raise `InputError` if weights and checkpoints will not fit on the disk."""
-        trained = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
-        weights = sum(p.nbytes for p in model.parameters())
-        count = checkpoints.KEPT + 1 if self.save_every < self.total else 0
-        needed = count * (weights + 2 * trained)  # Adam has two moments per weight
-        there = sum(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
-        sizes = Counter({self.folder: needed - there})
-        sizes[Path(self.args.output_dir or self.folder)] += weights
-        for folder, size in sizes.items():
-            disk = next(x for x in (folder / "x").absolute().parents if x.exists())
-            if (free := shutil.disk_usage(disk).free) < size:
-                words = f"{size / 1e9:.1f} GB of weights; {free / 1e9:.1f} GB are free"
-                raise InputError(f"{folder} has to hold {words}")
+                done = [
+                    i
+                    for i, x in enumerate(lines, 1)
+                    if b"{" in x and json.loads(x)["step"] < self.step
+                ]
+                os.truncate(path, sum(len(line) + 1 for line in lines[: max(done, default=0)]))
+        newer = (x for x in source.parent.glob(cli.CHECKPOINTS) if x.name > source.name)
+        for path in (*newer, *source.parent.glob("*.part")):
+            path.unlink()
 
     def checkpoint(self, step: int, model: nn.Module, optimizer: Any, state: Any = None) -> None:
         """Write a checkpoint after `step` updates, if one is due or a signal asks for one.
@@ -245,8 +247,7 @@ class Run:
             artifacts.save_model(model, tokenizer, folder, state, states, replace=not out)
             shutil.copy(self.folder / "args.json", folder)  # for tools
             if folder == self.folder / "model":
-                link = Path("models", task.task, self.script.stem)
-                artifacts.replace_link(link, folder)
+                artifacts.replace_link(self.link, folder)
         self.accelerator.wait_for_everyone()
         self.weights = folder if name == "model" else self.weights
 
@@ -269,5 +270,20 @@ class Run:
         plot_run(self.folder, [*self.progress.titles])
         print(*messages, f"weights: {self.weights}", f"curves: {self.folder}/curves.png", sep="\n")
         if then:
-            weights = f" {flag} {self.weights}" if self.args.output_dir else ""
-            print(f"next: python {then}.py --task {self.args.task.task}{weights}")
+            weights = self.weights if self.args.output_dir else self.link
+            print("next:", shlex.join(next_command(self.args, then, flag, str(weights))))
+
+
+def next_command(args: Any, then: str, flag: str, weights: str) -> list[str]:
+    """The script `then` with these weights and, where they are changed, the task's flags."""
+    task, presets = args.task, getattr(inspect.getmodule(type(args)), "PRESETS", {})
+    defaults = vars(TASKS[task.task]) | {"reward_model": f"models/{task.task}/train_reward"}
+    own = defaults | presets.get(task.task, {})
+    changed = {name: x for name, x in vars(task).items() if x != own[name]} | {flag: weights}
+    command = ["python", f"{then}.py", "--task", task.task]
+    for name, x in changed.items():
+        if isinstance(x, bool) and x != defaults[name]:
+            command += [f"--{name}" if x else f"--no-{name}"]
+        elif x != defaults[name]:
+            command += [f"--{name}", str(x)]
+    return command

@@ -173,6 +173,9 @@ def load_texts(task: Task, *columns: str) -> Rows:
     Images, sound and video are left out: no function of texts reads them.
     """
     rows = load_rows(task.query_dataset, "--query_dataset")
+    for flag in ("query_column", "response_column"):
+        with about(f"--{flag} {getattr(task, flag)}"):  # if it is missing, the error lists all
+            rows.select_columns([x for x in columns if x == getattr(task, flag)])
     with about(f"--query_dataset {task.query_dataset}"):
         check_texts(rows, columns, task.query_dataset)
     media = [name for name, kind in rows.features.items() if MEDIA.search(repr(kind))]

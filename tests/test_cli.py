@@ -31,11 +31,16 @@ pytestmark = pytest.mark.usefixtures("accelerator")
     ("script", "processes", "changes", "words"),
     [
         (ppo, 64, dict(batch_size=500, num_minibatches=8), ("batch_size=500", "512", "use 512")),
-        (rloo, 2, dict(batch_size=30, num_minibatches=3), ("batch_size=30", "use 48")),  # 2 · 3 · 4
+        (
+            rloo,
+            2,
+            dict(batch_size=30, num_minibatches=3),
+            ("batch_size=30", "use 24 or 48"),
+        ),  # 2 · 3 · 4
         *((x, 1, dict(kl_target=1.0, kl_horizon=102), ("kl_horizon=102",)) for x in (ppo, rloo)),
-        (sft, 2, dict(batch_size=5), ("batch_size=5", "use 6")),
-        (train_reward, 4, dict(rollout_batch_size=6), ("rollout_batch_size=6", "use 8")),
-        (train_reward, 1, dict(num_labels=13), ("num_labels=13", "use 16")),
+        (sft, 2, dict(batch_size=5), ("batch_size=5", "use 4 or 6")),
+        (train_reward, 4, dict(rollout_batch_size=6), ("rollout_batch_size=6", "use 4 or 8")),
+        (train_reward, 1, dict(num_labels=13), ("num_labels=13", "use 12 or 16")),
     ],
 )
 def test_a_size_that_does_not_divide_names_the_next_that_works(script, processes, changes, words):
@@ -76,9 +81,14 @@ def test_every_number_has_its_bounds(script):
     [
         ("ppo.py --lr -1e-5", ("lr", "-1e-05")),
         ("train_reward.py --no_such_flag 3", ("--no_such_flag",)),
-        ("rloo.py --batch-size 10 --reward_fn=data.answers:gsm8k", ("batch_size=10", "use 12")),
+        (
+            "rloo.py --batch-size 10 --reward_fn=data.answers:gsm8k",
+            ("batch_size=10", "use 8 or 12"),
+        ),
         ("sft.py --seed 18446744073709551616", ("seed", "18446744073709551616")),
         ("train_reward.py --seed 18446744073709551616", ("seed", "18446744073709551616")),
+        ("ppo.py --learning-rate=1", ("--learning_rate is --lr",)),
+        ("rloo.py --num_generations 8", ("--rloo_k",)),
         ("sft.py --task=sentimental", ("--task", "sentimental", "synthetic")),
     ],
 )
@@ -161,7 +171,7 @@ MISTAKES = [  # scripts, flags, words of the error
     (ALL, dict(base_model="models/x/sft"), ("models/x/sft", "python sft.py --task x")),
     (ALL, dict(query_dataset="nowhere.txt"), ("--query_dataset nowhere.txt", "does not exist")),
     (RL, dict(query_dataset="blank.txt"), ("--query_dataset", "no row")),
-    (ALL, dict(query_column="story"), ("--query_dataset", "story", "text")),
+    (ALL, dict(query_column="story"), ("--query_column story", "text")),
     (ALL, dict(clean_fn="broken.py:f"), ("--clean_fn broken.py:f", "JSONDecodeError")),
     (ALL, dict(truncate_token=". ."), ("--truncate_token", "one token")),
     (RL, dict(reward_fn="nowhere.py:f"), ("--reward_fn nowhere.py:f",)),

@@ -625,25 +625,31 @@ def test_latest_is_the_newest_run_of_this_script_and_task_that_has_a_checkpoint(
         again("--resume latest --task tldr")
 
 
-def test_a_run_that_another_process_writes_is_left_alone(copy):
+def test_a_run_that_another_process_writes_is_left_alone(copy, no_weights):
     with filelock.FileLock("runs/ran/.lock"), refused("another process", "runs/ran"):
         ppo.main(again())
 
 
-def test_a_disk_that_is_too_small_is_refused_before_training(ran, copy, monkeypatch):
-    """Three checkpoints for a moment, and the weights. What is there already counts."""
-    sizes = [path.stat().st_size for path in (ran / "runs/ran").rglob("*.safetensors")]
-    checkpoint, model = max(sizes), (ran / "runs/ran/model/model.safetensors").stat().st_size
-    usage = SimpleNamespace(free=2.9 * checkpoint + model)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-    small = settings("ppo", run_name="small", save_every=1)
-    tiny.refuses(lambda: ppo.main(small), "runs/small has to hold")
-    ppo.main(again())
-    usage.free = 3.1 * checkpoint + model
-    ppo.main(settings("ppo", run_name="large", save_every=1))
-    usage.free = 0.9 * model
-    other = settings("ppo", run_name="other", output_dir="out")
-    tiny.refuses(lambda: ppo.main(other), "out has to hold")
+def test_files_that_others_leave_in_a_run_are_passed_over(ran, copy, capsys):
+    """A copy of a checkpoint stays; a run whose args.json is damaged is skipped and named."""
+    best = shutil.copy(checkpoint_files()[-1], "runs/ran/checkpoints/best.safetensors")
+    for name in ("metrics", "samples"):
+        with open(f"runs/ran/{name}.jsonl", "a") as file:
+            file.write("\n\n")
+    shutil.copytree("runs/ran", "runs/broken")
+    Path("runs/broken/args.json").write_text('{"task": "synth')
+    with refused("has no checkpoint of ppo.py"):
+        again(f"--resume {best}")
+    ppo.main(again("--resume latest --save_every 1"))
+    assert "skipped runs/broken" in capsys.readouterr().out
+    assert_same_run(copy / "runs/ran", ran / "runs/ran")
+    names = ["00000004", "00000005", "best"]
+    assert [path.stem for path in checkpoint_files()] == names
+
+
+def test_more_episodes_are_a_new_run_from_the_weights(copy):
+    with refused("total_episodes=512", "--base_model runs/ran/model --ref_model task/model"):
+        ppo.main(again("--resume runs/ran --total_episodes 512"))
 
 
 def test_state_that_is_neither_json_nor_a_tensor_fails_when_the_run_starts():

@@ -3,8 +3,10 @@
 import json
 import os
 import pickle
+import shlex
 import shutil
 import subprocess
+import time
 import tomllib
 from dataclasses import replace
 from importlib.metadata import version
@@ -93,6 +95,39 @@ def test_a_wandb_that_fails_ends_the_run_before_training_and_names_a_way_on(home
     columns = ["query", "response", "score", "kl", "total"]
     assert all(table["columns"] == columns for table in samples)
     assert all("Clara" in str(table["data"]) for table in samples)
+
+
+def test_a_resumed_run_continues_its_wandb_run(home, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert exit_code("sft", settings("sft", run_name="ran", save_every=4, track=True)) == 0
+    wandb.teardown()
+    time.sleep(1)  # the names of their folders are of seconds
+    shutil.rmtree("runs/ran/model")
+    assert exit_code("sft", "--resume runs/ran") == 0
+    wandb.teardown()
+    first, second = Path("runs/ran/wandb").glob("offline-run-*")
+    ids = {path.name.split("-")[-1] for path in (first, second)}
+    assert ids == {json.loads(Path("runs/ran/args.json").read_text())["wandb_id"]}
+
+
+def test_the_next_command_keeps_what_was_changed(home):
+    """The task's flags; weights that the next script does not find by itself."""
+    sft_args, task = two_steps("sft"), tasks.TASKS["synthetic"]
+    link = "models/synthetic/sft"
+    plain = replace(sft_args, task=replace(task, base_model=sft.PRESETS["synthetic"]["base_model"]))
+    command = "python train_reward.py --task synthetic"
+    found = runs.next_command(plain, "train_reward", "base_model", link)
+    assert shlex.join(found) == command
+    changed = replace(task, query_dataset="my data.txt", label_dataset=None, eos_task=True)
+    found = runs.next_command(replace(plain, task=changed), "ppo", "base_model", "out")
+    flags = "--query_dataset 'my data.txt' --eos_task --label_dataset None"
+    assert shlex.join(found) == f"python ppo.py --task synthetic --base_model out {flags}"
+    args = two_steps("ppo")
+    of_gpt2 = replace(args, task=tasks.TASKS["sentiment"])
+    found = runs.next_command(of_gpt2, "ppo", "base_model", "models/sentiment/sft")
+    assert found[4:] == ["--base_model", "models/sentiment/sft"]  # its default is gpt2
+    found = runs.next_command(of_gpt2, "ppo", "reward_model", "models/sentiment/train_reward")
+    assert found == ["python", "ppo.py", "--task", "sentiment"]
 
 
 @pytest.mark.parametrize("name", ["ppo", "sft"])
