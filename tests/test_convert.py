@@ -2,30 +2,22 @@
 
 import gzip
 import json
+from functools import partial
 from pathlib import Path
 
 import datasets
 import formats
 import pytest
-from formats import BAKE, BLACK, BLUE, GREEN, HELLO, NIGHT, SMOLTALK, SYSTEM, USER
-from test_readme import blocks
+from formats import BLUE, GREEN, USER
+from test_readme import ROOT, blocks
 from tiny import refuses
 from transformers import AutoTokenizer
 
 from data.convert import Args, main
-from machinery.cli import InputError
 from machinery.sources import load_rows
 
 END = "<|im_end|>"
-SKY, NO, YES = USER["content"], "It is green.", "It is blue."
-
-
-def turn(role: str, text: str) -> str:
-    return f"<|im_start|>{role}\n{text}{END}\n"
-
-
-ASK, RULE = turn("user", SKY) + "<|im_start|>assistant\n", turn("system", SYSTEM["content"])
-PAIR = dict(prompt=ASK, chosen=YES + END, rejected=NO + END)
+ASK = f"<|im_start|>user\n{USER['content']}{END}\n<|im_start|>assistant\n"
 
 
 def convert(rows: list[dict], **flags) -> list[dict]:
@@ -35,217 +27,34 @@ def convert(rows: list[dict], **flags) -> list[dict]:
     return [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
 
 
-def texts(row: dict) -> dict:
-    return {x: row[x] for x in ("prompt", "completion", "chosen", "rejected") if x in row}
-
-
 @pytest.fixture
 def chat(chat, here) -> dict:
     chat.save_pretrained("chat")
     return dict(chat="chat", end=END)
 
 
-# What runs saw of these rows when they read them themselves, at commit a17f382:
-AS_BEFORE = {
-    "TRL's strings": (formats.TLDR_PREFERENCE[0], formats.TLDR_PREFERENCE[0]),
-    "hh-rlhf": (
-        formats.HH_RLHF[0],
-        dict(prompt=BAKE, chosen=" Then mix it with water.", rejected=" Then buy bread."),
-    ),
-    "hh-rlhf without an answer": (
-        formats.HH_RLHF[1],
-        dict(prompt=HELLO, chosen=" Hello!", rejected=""),
-    ),
-    "hh-rlhf that part early": (
-        {"chosen": f"{HELLO} B.\n\nHuman: C?\n\nAssistant: D.", "rejected": f"{HELLO} E."},
-        dict(prompt=HELLO, chosen=" B.\n\nHuman: C?\n\nAssistant: D.", rejected=" E."),
-    ),
-    "messages": (formats.MESSAGES[0], PAIR),
-    "messages without a prompt": (formats.MESSAGES_WITHOUT_PROMPT[0], PAIR),
-    "trl-style": (formats.TRL_STYLE[0], PAIR),
-    "a prompt of text and answers": (dict(prompt=SKY, chosen=[BLUE], rejected=[GREEN]), PAIR),
-    "a prompt of text after a system message": (
-        dict(prompt=SKY, chosen=[SYSTEM, BLUE], rejected=[SYSTEM, GREEN]),
-        PAIR | dict(prompt=RULE + ASK),
-    ),
-    "HuggingFaceH4/ultrafeedback_binarized": (formats.ULTRAFEEDBACK_BINARIZED_H4[0], PAIR),
-    "repeated prompt": (formats.MESSAGES[0] | formats.MESSAGES_WITHOUT_PROMPT[0], PAIR),
-    "messages that part early": (
-        dict(chosen=[USER, BLUE, USER, BLUE], rejected=[USER, GREEN, USER, BLUE]),
-        dict(
-            prompt=ASK,
-            chosen=f"{YES}{END}\n{ASK}{YES}{END}",
-            rejected=f"{NO}{END}\n{ASK}{YES}{END}",
-        ),
-    ),
-    "identical answers": (
-        dict.fromkeys(("chosen", "rejected"), [USER, BLUE]),
-        PAIR | dict(rejected=YES + END),
-    ),
-    "a prompt": (
-        formats.ULTRAFEEDBACK_PROMPT[0],
-        dict(prompt=f"{turn('user', 'Name a color of the sky.')}<|im_start|>assistant\n"),
-    ),
-    "a conversation": (
-        dict(prompt=SMOLTALK[0]["messages"]),
-        dict(prompt=ASK, completion=YES + END),
-    ),
-    "a conversation of several turns": (
-        dict(prompt=SMOLTALK[1]["messages"]),
-        dict(
-            prompt=f"{RULE}{ASK}{YES}{END}\n{turn('user', NIGHT['content'])}<|im_start|>assistant\n",
-            completion=f"{BLACK['content']}{END}",
-        ),
-    ),
-    "an answer of several messages": (
-        dict(prompt=[USER], completion=[BLUE, NIGHT, BLUE]),
-        dict(
-            prompt=ASK,
-            completion=f"{YES}{END}\n{turn('user', NIGHT['content'])}<|im_start|>assistant\n{YES}{END}",
-        ),
-    ),
-    "an empty answer": (
-        dict(prompt=[USER], completion=[BLUE | {"content": " "}]),
-        dict(prompt=ASK, completion=""),
-    ),
-}
+# Rows of published data sets (columns read on the hub's cards, and in code that reads them, 2026-11)
+# and of other forms; flags; the texts of the row, or what is said. `before`: the texts that runs
+# wrote of the row themselves, by the code of commit a17f382.
+FORMS = [json.loads(line) for line in (ROOT / "tests" / "forms.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", AS_BEFORE)
-def test_texts_are_those_that_runs_wrote_themselves(name, chat, capsys):
-    row, expected = AS_BEFORE[name]
-    rows = convert([row | {"margin": 0.5}], **({} if "strings" in name or "hh" in name else chat))
-    assert texts(rows[0]) == expected and rows[0]["margin"] == 0.5
-    assert "margin" in capsys.readouterr().out
-
-
-HUMAN, GPT = {"from": "human", "value": SKY}, {"from": "gpt", "value": YES}
-SFT = dict(prompt=ASK, completion=YES + END)
-SAID = dict(prompt=SKY, chosen=YES, rejected=NO)
-# Published forms (columns read on the hub's cards, and in code that reads them, 2026-11) → flags
-# and the texts of the first row; a text: what the sentence says
-PUBLISHED = {
-    "Skywork/Skywork-Reward-Preference-80K-v0.2": (
-        dict(chosen=[USER, BLUE], rejected=[USER, GREEN], source="magpie"),
-        ({}, PAIR),
-    ),
-    "allenai/tulu-3-sft-mixture": (
-        dict(id="a", messages=[USER, BLUE], source="b"),
-        ({}, "--rename messages=prompt"),
-        (dict(rename=("messages=prompt",)), SFT),
-    ),
-    "allenai/llama-3.1-tulu-3-8b-preference-mixture": (
-        dict(id="a", prompt=SKY, chosen=[USER, BLUE], rejected=[USER, GREEN]),
-        ({}, PAIR),
-    ),
-    "nvidia/HelpSteer3": (
-        dict(context=[USER], response1=NO, response2=YES, overall_preference=2),
-        ({}, "--rename context=prompt"),
-        (dict(map="forms.py:helpsteer3"), PAIR),
-    ),
-    "mlabonne/orpo-dpo-mix-40k": (
-        dict(prompt=SKY, question=SKY, chosen=[USER, BLUE], rejected=[USER, GREEN]),
-        ({}, PAIR),
-    ),
-    "argilla/distilabel-capybara-dpo-7k-binarized": (
-        dict(
-            conversation=[{"input": SKY, "output": YES}],
-            prompt=SKY,
-            chosen=[USER, BLUE, NIGHT, BLACK],
-            rejected=[USER, BLUE, NIGHT, GREEN],
-        ),
-        ({}, dict(chosen=f"{BLACK['content']}{END}", rejected=NO + END)),
-    ),
-    "Anthropic/hh-rlhf": (
-        dict(
-            chosen=f"\n\nHuman: {SKY}\n\nAssistant: {YES}",
-            rejected=f"\n\nHuman: {SKY}\n\nAssistant: {NO}",
-        ),
-        ({}, PAIR),
-        (
-            dict(chat=None),
-            dict(prompt=f"\n\nHuman: {SKY}\n\nAssistant:", chosen=f" {YES}", rejected=f" {NO}"),
-        ),
-    ),
-    "ShareGPT_Vicuna_unfiltered": (
-        dict(id="a", conversations=[HUMAN, GPT]),
-        ({}, "--rename conversations=prompt"),
-        (dict(rename=("conversations=prompt",)), SFT),
-    ),
-    "Intel/orca_dpo_pairs": (
-        dict(system=SYSTEM["content"], question=SKY, chosen=YES, rejected=NO),
-        ({}, "--rename question=prompt"),
-        (dict(rename=("question=prompt",)), PAIR | dict(prompt=RULE + ASK)),
-        (dict(rename=("question=prompt",), chat=None), SAID),
-    ),
-    "openbmb/UltraInteract_pair": (
-        dict(trajectory=[HUMAN | {"from": "user"}], chosen=YES, rejected=NO, parent_id=None),
-        ({}, "--rename trajectory=prompt"),
-        (dict(rename=("trajectory=prompt",)), PAIR),
-        (dict(rename=("trajectory=prompt",), chat=None), "--chat"),
-    ),
-    "berkeley-nest/Nectar": (
-        dict(
-            prompt=f"\n\nHuman: {SKY}\n\nAssistant: ",
-            answers=[{"answer": NO, "rank": 2.0}, {"answer": YES, "rank": 1.0}],
-        ),
-        ({}, dict(prompt=ASK)),
-        (dict(map="forms.py:nectar"), PAIR),
-    ),
-    "openai/webgpt_comparisons": (
-        dict(question={"full_text": SKY}, answer_0=NO, score_0=-1.0, answer_1=YES, score_1=1.0),
-        (dict(rename=("question=prompt",)), "write a --map"),
-        (dict(map="forms.py:webgpt"), PAIR),
-    ),
-    "stanfordnlp/SHP": (
-        dict(history=SKY, human_ref_A=YES, human_ref_B=NO, labels=1),
-        ({}, "--rename history=prompt"),
-        (dict(map="forms.py:shp", chat=None), SAID),
-    ),
-    "nvidia/OpenMathReasoning": (
-        dict(problem=SKY, generated_solution=YES, expected_answer="18"),
-        ({}, "--rename problem=prompt"),
-        (dict(rename=("problem=prompt", "generated_solution=completion")), SFT),
-    ),
-    "BytedTsinghua-SIA/DAPO-Math-17k": (
-        dict(prompt=[USER], reward_model={"ground_truth": "34", "style": "rule"}),
-        ({}, dict(prompt=ASK)),
-    ),
-    "agentica-org/DeepScaleR-Preview-Dataset": (
-        dict(problem=SKY, answer="1/2", solution=YES),
-        (dict(rename=("problem=prompt",)), dict(prompt=ASK)),
-    ),
-    "tatsu-lab/alpaca": (
-        dict(instruction="What color is", input="the sky?", output=YES, text="Below is …"),
-        ({}, "--rename instruction=prompt"),
-        (
-            dict(map="forms.py:alpaca", chat=None),
-            dict(prompt="What color is\n\nthe sky?", completion=YES),
-        ),
-    ),
-    "messages beside texts": (dict(prompt=[USER], completion=YES), ({}, SFT)),
-    "messages as JSON": (
-        dict(prompt=json.dumps([USER])),
-        ({}, "neither a text"),
-        (dict(chat=None), "--chat"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_forms_are_right_or_a_sentence_says_the_flag(name, chat, capsys):
+@pytest.mark.parametrize("case", FORMS, ids=[x["form"] for x in FORMS])
+def test_a_form_becomes_texts_as_before_or_a_sentence_says_the_flag(case, chat, capsys):
     (code,) = (x for x in blocks("docs/data.md", "python") if "def nectar" in x)
     Path("forms.py").write_text(code)
-    row, *cases = PUBLISHED[name]
-    for flags, expected in cases:
-        if isinstance(expected, str):
-            with pytest.raises(InputError):
-                convert([row], **chat | flags)
-            assert expected in capsys.readouterr().out and not Path("out.jsonl").exists()
-        else:
-            (found,) = convert([row], **chat | flags)
-            assert expected.items() <= found.items()
-            assert json.loads(capsys.readouterr().out.rpartition("\nout.jsonl: ")[0]) == found
+    run = partial(convert, [case["row"] | {"margin": 0.5}], end=END, **case["flags"])
+    if "says" in case:
+        refuses(run, "no row was written")
+        assert case["says"] in capsys.readouterr().out and not Path("out.jsonl").exists()
+        return
+    (found,) = run()
+    first, _, last = capsys.readouterr().out.rpartition("\nout.jsonl: ")
+    assert json.loads(first) == found and ("margin" in last) == ("map" not in case["flags"])
+    assert case.get("texts", {}).items() <= found.items()
+    if "before" in case:
+        names = "prompt", "completion", "chosen", "rejected"
+        assert {x: found[x] for x in names if x in found} == case["before"]
 
 
 # Of nvidia/Llama-3_3-Nemotron-Super-49B-v1_5 and DeepSeek-R1's distilled models [llama.cpp's
@@ -275,8 +84,7 @@ def test_what_a_template_changes_is_refused_and_what_it_writes_after_the_end_is_
         if expected:
             assert convert(rows, chat="chat", end=end)[0]["completion"] == expected
         else:
-            with pytest.raises(InputError, match="no row"):
-                convert(rows, chat="chat", end=end)
+            refuses(partial(convert, rows, chat="chat", end=end), "no row")
 
 
 WRONG: list = [[], None, " ", 3, ["Hi"], [{"role": "narrator", "content": "Hi"}], [USER, BLUE]]
