@@ -49,10 +49,6 @@ class TokenTable:
         """The data set's columns in these rows: name → a list of B values."""
         return self.source[rows]
 
-    def shuffled(self) -> "TokenTable":
-        """The table in a fixed random order."""
-        return self.select(np.random.default_rng(0).permutation(len(self)))
-
     def select(self, rows: list[int] | np.ndarray) -> "TokenTable":
         """A table of these rows."""
         return replace(self, rows=self.rows.select(rows), source=self.source.select(rows))
@@ -74,10 +70,10 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, limit: int) -> Token
     Of a larger data set, a sample of `limit` texts, or of `SMALL_TABLE` if that is more.
     """
     texts = load_texts(task, task.query_column)
-    order = np.random.default_rng(0).permutation(len(texts))
-    if len(texts) > max(limit, SMALL_TABLE):
-        say(f"{max(limit, SMALL_TABLE)} of {len(texts)} rows are enough for this run")
-    texts = texts.select(order[: max(limit, SMALL_TABLE)])
+    order = np.random.default_rng(0).permutation(len(texts))[: max(limit, SMALL_TABLE)]
+    if len(order) < len(texts):
+        say(f"{len(order)} of {len(texts)} rows are enough for this run")
+    texts = texts.select(order)
 
     def queries(batch: dict[str, list]) -> list[list[int]]:
         return tokenize_queries(batch[task.query_column], task, tokenizer)
@@ -98,18 +94,16 @@ def say_if_plain(rows: Rows, task: Task, tokenizer: Any) -> None:
 
 
 def check_answers(rows: Rows, task: Task) -> None:
-    """Count the answers that the reward function cannot read, by its `read_answer` if it has one."""
-    with about(f"--reward_fn {task.reward_fn}"):
-        function = load_function(task.reward_fn) if task.reward_fn else None
-        read = getattr(function, "read_answer", None)
-        if read and "answer" in rows.column_names:
-            answers = rows.select_columns("answer")[:]["answer"]
-            unread = [answer for answer in answers if read(answer) is None]
-            found = f"reads {len(answers) - len(unread)} of {len(answers)} values of column answer"
-            if len(unread) == len(answers):
-                raise InputError(f"{found}, not {answers[0]!r:.60}")
-            if unread:
-                say(f"--reward_fn {found}, not {unread[0]!r:.60}")
+    """Count the answers that a reward function with a `read_answer` cannot read."""
+    read = getattr(task.reward_fn and load_function(task.reward_fn), "read_answer", None)
+    if read and "answer" in rows.column_names:
+        answers = rows.select_columns("answer")[:]["answer"]
+        unread = [answer for answer in answers if read(answer) is None]
+        if unread:
+            found = f"reads {len(answers) - len(unread)} of {len(answers)} answers"
+            say(f"--reward_fn {task.reward_fn} {found}, not {unread[0]!r:.60}")
+        if len(unread) == len(answers):
+            raise InputError(f"--reward_fn {task.reward_fn} reads no value of the column answer")
 
 
 def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[list[int]]:
@@ -119,7 +113,7 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     """
     texts = clean_texts(texts, task)
     for text in filter(ANSWERED.match, texts):
-        raise InputError(f"{text!r:.60}… holds its answer: python data/convert.py parts them")
+        raise InputError(f"the answer is in a query: {text[-60:]!r}; use python data/convert.py")
     begin = [] if task.query_prefix else tokens.bos(tokenizer)  # or it begins the prefix
     length = task.query_length - len(begin)
     if task.keep_last_line:
@@ -261,7 +255,7 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
     rows = load_texts(task, task.query_column)
     flag = f"--block_size {block_size}, where the last text of a block ends"
     table = tokenize_rows(rows, to_blocks, block_size, task, tokenizer, ids.pad, flag)
-    return table.shuffled()
+    return table.select(np.random.default_rng(0).permutation(len(table)))
 
 
 def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
@@ -292,4 +286,4 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
     length = width + task.response_length
     flag = f"--query_length {task.query_length} or --response_length {task.response_length}"
     table = tokenize_rows(rows, to_sequences, length, task, tokenizer, ids.pad, flag)
-    return table.shuffled()
+    return table.select(np.random.default_rng(0).permutation(len(table)))

@@ -109,16 +109,15 @@ def load_rows(source: str, flag: str) -> Rows:
 
 
 def read_file(path: Path) -> Rows:
-    """The rows of a file; all but tables are cached, and found by their content.
+    """The rows of a file. Its copy, which the processes of a machine share, is found by content.
 
-    Columns of texts are stored as texts, others as JSON: the library takes texts for dates, and
-    its own decoder changes 0.3, and large integers to texts.
+    Columns of other values than texts are stored as JSON: the library takes texts for dates, and
+    its own decoder changes 0.3 and large integers.
     """
     import datasets
 
     if path.suffix not in FILES:
-        use = f"python data/convert.py {path} rows.jsonl"
-        raise InputError(f"is no file of {', '.join(FILES)}; use {use}")
+        raise InputError(f"is no file of {FILES}; use python data/convert.py {path} rows.jsonl")
     digest = hashlib.sha256(Path(__file__).read_bytes() + path.suffix.encode())
     with open(path, "rb") as file:
         digest.update(hashlib.file_digest(file, "sha256").digest())
@@ -168,18 +167,14 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def load_texts(task: Task, *columns: str) -> Rows:
-    """At most `num_queries` rows of `query_dataset`, which has texts in these columns.
-
-    Images, sound and video are left out: no function of texts reads them.
-    """
+    """At most `num_queries` rows of `query_dataset`: texts in these columns, no images or sound."""
     rows = load_rows(task.query_dataset, "--query_dataset")
     for flag in ("query_column", "response_column"):
         with about(f"--{flag} {getattr(task, flag)}"):  # if it is missing, the error lists all
             rows.select_columns([x for x in columns if x == getattr(task, flag)])
     with about(f"--query_dataset {task.query_dataset}"):
         check_texts(rows, columns, task.query_dataset)
-    media = [name for name, kind in rows.features.items() if MEDIA.search(repr(kind))]
-    rows = rows.remove_columns(media)
+    rows = rows.remove_columns([x for x, y in rows.features.items() if MEDIA.search(repr(y))])
     if len(rows) > task.num_queries:
         say(f"--num_queries: {task.num_queries} of {len(rows)} rows are used")
         chosen = np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)
@@ -199,9 +194,9 @@ def check_texts(rows: Rows, columns: Sequence[str], source: str) -> None:
         else:
             wrong = [not isinstance(value, str | None) for value in rows[name]]
         if True in wrong:
-            value, use = rows[name][row := wrong.index(True)], "python data/convert.py"
-            what = f"{name} of row {row} is {value!r:.60}, not a text"
-            raise InputError(f"{what}; use {use} {source} rows.jsonl")
+            value = rows[name][row := wrong.index(True)]
+            use = f"not a text; use python data/convert.py {source} rows.jsonl"
+            raise InputError(f"{name} of row {row} is {value!r:.60}, {use}")
 
 
 def rename_prompt(columns: Sequence[str]) -> str:

@@ -122,8 +122,8 @@ def test_answers_that_a_reward_cannot_read_are_counted_when_the_run_starts(
         load_queries(own, *load_tokenizer(own, 5), 9)
 
     load(["7", "8", "9", *bad])
-    assert "reads 3 of 5 values" in capsys.readouterr().out
-    tiny.refuses(lambda: load(bad), "--reward_fn", "reads 0 of 2 values")
+    assert "reads 3 of 5 answers" in capsys.readouterr().out
+    tiny.refuses(lambda: load(bad), "--reward_fn", "reads no value")
 
 
 GRADES = {  # reward, right answer → responses: strictly right, leniently right, in the right form

@@ -377,6 +377,53 @@ def test_another_way_to_make_blocks_makes_another_table(task, tmp_path, monkeypa
     assert load_blocks(task, 10, load=mine.load_blocks) == [row[::-1] for row in original]
 
 
+@pytest.mark.parametrize("load", [queries.load_queries, queries.load_responses])
+def test_a_dialogue_with_its_answer_is_no_query(load, eos_task, tmp_path):
+    """Of hh-rlhf: a policy would continue the chosen answer. Its prompts alone are queries."""
+    rows = [dict(prompt=x, completion=" Hi") for x in (formats.HELLO, formats.HH_RLHF[0]["chosen"])]
+    long = replace(eos_task, query_length=40)
+    for given, answered in ((rows[:1], False), (rows, True)):
+        task = replace(long, query_dataset=write_rows(tmp_path / f"{answered}.jsonl", given))
+        start = functools.partial(load, task, *load_tokenizer(task, 8))
+        start = functools.partial(start, 9) if load is queries.load_queries else start
+        refuses(start, "Then mix it", "data/convert.py") if answered else start()
+
+
+def test_queries_without_the_tokenizers_chat_template_are_named(chat, eos_task, capsys):
+    ids = TokenIds(WORDS, 0, [], [])
+    chat.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    for prefix, said in (("", True), ("<|im_start|>user\n", False)):
+        queries.load_queries(replace(eos_task, query_prefix=prefix), chat, ids, 9)
+        assert ("plain texts" in capsys.readouterr().out) == said
+
+
+def test_sounds_and_images_are_not_decoded_and_rows_that_nothing_reads_are_counted(
+    task, tmp_path, capsys, monkeypatch
+):
+    rows = {"text": [f"Anna saw {i} cats." for i in range(9)], "answer": [*range(9)]}
+    rows |= {"sound": [{"bytes": b"no sound", "path": None}] * 9}
+    found = datasets.Dataset.from_dict(rows).cast_column("sound", datasets.Audio())
+    found.to_parquet(tmp_path / "a.parquet")
+    task = replace(task, query_dataset=str(tmp_path / "a.parquet"), num_queries=7)
+    monkeypatch.setattr(queries, "SMALL_TABLE", 4)
+    assert load_queries(task, 3).columns().keys() == {"text", "answer"}
+    said = capsys.readouterr().out
+    assert "--num_queries: 7 of 9 rows" in said and "4 of 7 rows" in said
+
+
+@pytest.mark.parametrize("column", [None, "completion"])
+def test_sft_holds_out_sequences_from_all_of_a_sorted_file(column, eos_task, tmp_path):
+    rows = [dict(prompt=f"{i}{' the' * (i // 40)}", completion=" Ben") for i in range(400)]
+    task = replace(eos_task, query_dataset=write_rows(tmp_path / "a.jsonl", rows), query_length=20)
+    tokenizer, ids = load_tokenizer(replace(task, response_column=column), 8)
+    block = functools.partial(queries.load_blocks, task, 20)
+    load = functools.partial(queries.load_responses, task) if column else block
+    table, (the,) = load(tokenizer, ids), tokenizer.encode(" the")
+    found = [(x[:] == the).sum(dim=1) for x in (table.hold_out(60)[0], table)]
+    assert found[0].min() == found[1].min() and found[0].max() == found[1].max() > 7
+    assert torch.equal(load(tokenizer, ids)[:], table[:])
+
+
 def test_every_script_asks_for_the_queries_that_it_can_use_and_needs_prompts_only(
     eos_task, tmp_path, monkeypatch
 ):

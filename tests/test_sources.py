@@ -1,5 +1,6 @@
 """Data sources: files, folders, the hub; what is not read."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from test_resume import exit_code
 from tiny import refuses
 
 import utils
+from machinery import checkpoints
 from machinery.models import load_lm
 from machinery.sources import load_function, load_rows
 from machinery.tokens import load_tokenizer
@@ -60,18 +62,20 @@ def test_values_of_a_csv_file_are_texts_and_those_of_a_parquet_file_have_its_typ
 
 
 @pytest.mark.parametrize("name", ["a[1].jsonl", "a?.jsonl", "[a-b].csv", "*.txt", "a@b:c.parquet"])
-def test_a_name_with_characters_of_patterns_is_that_of_one_file(name, tmp_path):
+def test_a_name_with_characters_of_patterns_is_that_of_one_file(name, tmp_path, accelerator):
     """Also for its digest in args.json."""
-    for other in ("a1", "ab", "a", "b", name.partition(".")[0]):
-        path = tmp_path / f"{other}{Path(name).suffix}"
-        table = datasets.Dataset.from_list([{"text": other}])
-        if path.suffix == ".txt":
-            path.write_text(other)
+    stem, suffix = Path(name).stem, Path(name).suffix
+    for other in ("a1", "ab", "a", "b", stem):
+        path, rows = str(tmp_path / f"{other}{suffix}"), [{"text": other}]
+        if suffix in (".csv", ".parquet"):
+            getattr(datasets.Dataset.from_list(rows), f"to_{suffix[1:]}")(path)
         else:
-            getattr(table, "to_json" if path.suffix == ".jsonl" else f"to_{path.suffix[1:]}")(
-                str(path)
-            )
-    assert list(load_rows(str(tmp_path / name), "--flag"))[0]["text"] == name.partition(".")[0]
+            write_rows(Path(path), rows)
+    path = tmp_path / name
+    assert list(load_rows(str(path), "--flag")) == [{"text": stem}]
+    args = tiny.make_args(tiny.make_task(query_dataset=str(path)))
+    digest = checkpoints.describe(args, 1)["sha256 of query_dataset"]
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()[:8]
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl", "txt"])
