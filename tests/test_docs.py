@@ -190,17 +190,6 @@ def ablation(script: str, what: str) -> Numbers:
     return [score, mean, *gain, *rest]
 
 
-def optimized(labels: str, run: str) -> Numbers | None:
-    if run == "reference":
-        return None
-    way, _, beta = run.lower().partition(", β ")
-    where = dict(way=way, beta=str(float(beta or 0)), at="48", labels=labels.replace(",", ""))
-    if not beta:
-        where |= dict(way="best_of_n", beta="", at="64")
-    found = means("overoptimize", "KL", "score", "true score", **where)
-    return found + [None, None] * bool(beta)
-
-
 def greedy(beta: str, seed: str) -> Numbers:
     """The highest true score and its KL; KL, score and true score of the last five updates."""
     where = dict(kl_coef=str(float(beta)), seed=seed)
@@ -296,7 +285,6 @@ TABLES = {  # page and header → the columns, and their numbers by the cells of
     (RESULTS, "| KL, nats "): (slice(1, 6), lambda x, *_: arithmetic(x, "kl")[::3]),
     (RESULTS, "| 16,384 episodes "): (slice(1, 5), lambda x, *_: long(x)),
     (RESULTS, "|  | detail "): (slice(3, 7), lambda *x: ablation(x[0], x[2])),
-    (EXPERIMENTS, "| labels | run "): (slice(2, 6), lambda *x: optimized(*x[:2])),
     (EXPERIMENTS, "| β | seed "): (slice(2, 7), lambda *x: greedy(*x[:2])),
     (EXPERIMENTS, "| model, Adam "): (slice(2, 6), lambda *x: adam(*x[:2])),
     (LOG, "| synthetic, 0.9M "): (slice(2, 6), lambda *x: clipped("sft", *x[:2])),
