@@ -15,6 +15,7 @@ import transformers
 sys.path.append(str(Path(__file__).parents[1]))
 from machinery import cli, models  # noqa: E402
 from machinery.rewards import RewardConfig  # noqa: E402
+from machinery.tokens import bos  # noqa: E402
 from train_reward import RewardModel  # noqa: E402
 
 
@@ -29,7 +30,8 @@ def main(name: str, out: str) -> None:
             raise cli.InputError("is no decoder with one label: use data/classifier.py")
         if config.pad_token_id is not None and config.pad_token_id == tokenizer.eos_token_id:
             raise cli.InputError("its pad is its end of text, which it skips: data/classifier.py")
-        model = RewardModel(RewardConfig(config, config.vocab_size), classifier.base_model)
+        config = RewardConfig(config, config.vocab_size, begin=bos(tokenizer))
+        model = RewardModel(config, classifier.base_model)
         model.head.weight = torch.nn.Parameter(classifier.score.weight)
         model.save_pretrained(Path(out))
         tokenizer.save_pretrained(out)

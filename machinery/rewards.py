@@ -20,16 +20,17 @@ from transformers.initialization import no_init_weights
 
 from data.tasks import Task
 from machinery import models
-from machinery.cli import InputError, about, rescues
+from machinery.cli import InputError, about, rescues, say
 from machinery.distributed import freeze
 from machinery.sources import find_model, load_function
-from machinery.tokens import check_length, same_tokens
+from machinery.tokens import bos, check_length, same_tokens
 from machinery.unpadding import set_unpadding
 from utils import TokenIds, all_max, decode, global_mean_and_var, micro_batches, pad_left
 
 OTHERS = "let a --reward_fn call it, as data/classifier.py does"
 LIMIT = 600  # seconds for an `async def` function, or its attribute `timeout`
 TOTALS = {"score", "scores", "reward", "rewards", "total", "kl"}  # no parts of a score
+FUNCTIONS = vars(os).copy()
 event_loop = functools.cache(asyncio.Runner)  # one, since clients belong to theirs
 
 
@@ -46,6 +47,11 @@ def load_reward(
         own = transformers.AutoTokenizer.from_pretrained(find_model(folder))
         if not same_tokens(own, tokenizer):
             raise InputError(f"its tokens differ from those of the policy: {OTHERS}")
+        begin = [] if args.task.query_prefix else bos(tokenizer)  # of queries
+        if getattr(model.config, "begin", begin) != begin:  # of a classifier that was converted
+            raise InputError(f"its texts begin with other tokens than queries, {begin}: {OTHERS}")
+        if own.chat_template and tokenizer.chat_template not in (None, own.chat_template):
+            say(f"--reward_model {folder} reads texts in the policy's chat template, not its own")
         length = args.task.query_length + args.task.response_length
         check_length(model.config.backbone, length, "query and response")
         if models.loads_weights():
@@ -155,7 +161,7 @@ class Reward:
         answers = [x[len(y) :] for x, y in zip(both, texts, strict=True)]
         given: dict[str, Any] = dict(queries=texts, responses=answers)
         given |= {} if scores is None else dict(scores=scores.tolist())
-        here, functions, parts, error = os.getcwd(), vars(os).copy(), {}, None
+        here, parts, error = os.getcwd(), {}, None
         try:
             with about(self.flag):
                 parts = call_reward_function(self.function, given, columns or {})
@@ -163,8 +169,8 @@ class Reward:
                     raise InputError(f"returned {[*parts]}, and before {[*self.parts]}")
         except InputError as caught:
             error = caught
-        if lost := [x for x in functions if functions[x] and not vars(os).get(x)]:
-            vars(os).update(functions)  # a guard for generated code set some to None
+        if lost := [x for x in FUNCTIONS if FUNCTIONS[x] and not vars(os).get(x)]:
+            vars(os).update(FUNCTIONS)  # a guard for generated code set some to None
             error = InputError(f"{self.flag} sets os.{lost[0]} to None: use another process for it")
         os.chdir(here)
         if all_max(torch.tensor(float(error is not None), device=tokens.device)):
@@ -176,9 +182,10 @@ class Reward:
 
     def means(self) -> dict[str, Tensor]:
         """The mean and the standard deviation of each part of the last scores."""
-        found = {f"reward/{name}": x.mean() for name, x in self.parts.items()}
+        found: dict[str, Tensor] = {}
         for name, x in self.parts.items():
-            found[f"reward/{name}_std"] = global_mean_and_var(x)[1].sqrt()
+            mean, var = global_mean_and_var(x)
+            found |= {f"reward/{name}": mean, f"reward/{name}_std": var.sqrt()}
         return found
 
 
@@ -193,26 +200,27 @@ def load_scorer(field: str, task: Task) -> Any:
         both = {"queries", "prompts"} <= {*named}  # OpenRLHF's `queries` hold the responses, too
         if both or named and not {"responses", "completions", "scores"} & {*named}:
             line = wrap(function, name.rpartition(":")[2])
-            raise InputError(f"needs other texts; add this to the file and name it: {line}")
+            raise InputError(
+                f"needs other texts (ours have no special tokens); name this one: {line}"
+            )
     return function
 
 
 def wrap(function: Any, name: str) -> str:
-    """A line to paste: a reward function that calls OpenRLHF's, verl's, or one of other names."""
+    """A line to paste: a reward function that calls verl's, OpenRLHF's, or one of other names."""
     parameters = inspect.signature(function).parameters.values()
     names = [x.name for x in parameters if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
-    lists = {x: x for x in names}  # columns
-    if "solution_str" in names:  # verl's judge one response
-        each = ", ".join(names)
-        lists["solution_str"] = "responses"
-        call = f"[{name}({each}) for {each} in zip({', '.join(lists.values())})]"
+    given, each = {x: x for x in names}, ", ".join(names)  # columns
+    if "solution_str" in names:
+        given["solution_str"] = "responses"
+    elif {"queries", "prompts"} <= {*names}:
+        given |= dict(queries="[q + r for q, r in zip(queries, responses)]", prompts="queries")
     else:
-        lists |= dict.fromkeys(names[:1], "queries") | dict.fromkeys(names[-1:], "responses")
-        if {"queries", "prompts"} <= lists.keys():  # OpenRLHF's
-            lists = {x: x for x in names} | {"prompts": "queries"}
-            lists["queries"] = "[q + r for q, r in zip(queries, responses)]"
-        call = f"{name}({', '.join(f'{x}={y}' for x, y in lists.items())})"
-    columns = [x for x in names if lists[x] == x]
+        given |= dict.fromkeys(names[:1], "queries") | dict.fromkeys(names[-1:], "responses")
+    call = f"{name}({', '.join(f'{x}={y}' for x, y in given.items())})"
+    if "solution_str" in names:  # verl's judge one response
+        call = f"[{name}({each}) for {each} in zip({', '.join(given.values())})]"
+    columns = [x for x in names if given[x] == x]
     return f"def wrapped({', '.join(['queries', 'responses', *columns])}): return {call}"
 
 
