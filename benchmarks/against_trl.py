@@ -116,9 +116,9 @@ def make(folder: Path) -> None:
     held_out: dict[str, Any] = dict(prompt="w1 w2", completion=" w1", chosen=" w1", rejected=" w2")
     rows = [dict(prompt=text(3, 12), given=[text(1, 11) for _ in range(K)]) for _ in range(P)]
     rows = [{name: f" {text(1, 11)}" for name in held_out} | row for row in rows]
-    first = np.random.default_rng(0).permutation(P + 1)[0]  # which row rloo.py holds out
+    first = np.random.default_rng(0).permutation(P + 1)[0]  # which row sft.py and rloo.py hold out
     queries = [*rows[:first], held_out, *rows[first:]]
-    for name, found in dict(rows=rows, queries=queries, texts=[held_out, *rows]).items():
+    for name, found in dict(rows=rows, queries=queries, texts=queries).items():
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, found)))
 
 
