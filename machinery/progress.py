@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -38,10 +39,12 @@ class Progress:
         now = time.monotonic()
         due = step % max(self.total // 20, 1) == 0 or step + 1 == self.total
         if due or now - self.printed > 60:
-            left = (now - self.began) / (step + 1 - self.start) * (self.total - step - 1)
+            left = (now - self.began) / max(step - self.start, 1) * (self.total - step - 1)
             values = [f"{metrics[x]:.3g}" if x in metrics else "" for x in self.titles]
             self.row(f"{step + 1}/{self.total}", *values, str(timedelta(seconds=int(left))))
             self.printed = now
+        if step == self.start:  # it also loads, compiles and evaluates
+            self.began = now
 
     def row(self, step: str, *cells: str) -> None:
         """Print a line of the table, below its header."""
@@ -76,7 +79,7 @@ class Progress:
 
 
 def plot_run(folder: Path, names: list[str]) -> None:
-    """Draw `curves.png`: a panel per metric over episodes or steps, evaluations as points."""
+    """Draw `curves.png`: a panel per metric over episodes or steps, what is held out as points."""
     from matplotlib.figure import Figure  # slow to import
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -90,11 +93,17 @@ def plot_run(folder: Path, names: list[str]) -> None:
     for i, name in enumerate(names):
         axis = figure.add_subplot(len(names), 1, i + 1, title=name)
         axis.grid(alpha=0.3)
-        axis.plot(*pick(lines, name, after))
-        heldout = name.replace("objective/", "eval/")
-        if heldout != name and (points := pick(lines, heldout, [0, *after])):
-            axis.plot(*points, "o")
-            print(f"{heldout}: {points[1][0]:.3g} → {points[1][-1]:.3g}")
+        xs, ys = pick(lines, name, after)
+        axis.plot(xs, ys, "C0", alpha=0.5, label="each")
+        if (n := len(ys) // 20) > 4:  # many noisy steps
+            axis.plot(
+                xs[n - 1 :], np.convolve(ys, [1 / n] * n, "valid"), "C0", label=f"mean of {n}"
+            )
+        for heldout in {name.replace("objective/", "eval/"), f"heldout/{name}"} - {name}:
+            if points := pick(lines, heldout, [0, *after]):
+                axis.plot(*points, "oC1", label="held out")
+                print(f"{heldout}: {points[1][0]:.3g} → {points[1][-1]:.3g}")
+        axis.legend(fontsize=8)
     figure.supxlabel(x.removeprefix("ppo/"))
     figure.savefig(folder / "curves.png")
 

@@ -226,7 +226,7 @@ def tokenize_rows(
         say(f"--query_dataset {task.query_dataset}: skipped {skipped} of {len(table)} rows")
     cut = np.asarray(table.data.column("cut"))
     if cut.any():
-        say(f"{flag}: cut {(cut > 0).sum()} of {len(kept)} sequences, by {cut.sum()} tokens")
+        say(f"{flag}: left out {cut.sum()} tokens, ends of {(cut > 0).sum()} of {len(kept)} texts")
     source = rows if len(rows) == len(table) else table  # a block is no row of the data set
     return TokenTable(table, source, length, pad_id).select(kept)
 
@@ -253,7 +253,7 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
         return blocks
 
     rows = load_texts(task, task.query_column)
-    flag = f"--block_size {block_size}, where the last text of a block ends"
+    flag = f"blocks of {block_size} tokens (--block_size)"
     table = tokenize_rows(rows, to_blocks, block_size, task, tokenizer, ids.pad, flag)
     return table.select(np.random.default_rng(0).permutation(len(table)))
 

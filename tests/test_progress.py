@@ -41,6 +41,14 @@ def test_a_line_is_printed_at_least_once_a_minute(home, monkeypatch, capsys):
         return [int(step) for step in re.findall(r"^ *(\d+)/\d+ +0.5 +1 +\d:\d\d:\d\d$", out, re.M)]
 
     assert printed(100, 1) == [*range(1, 100, 5), 100]
+    now[0] = 0.0  # the first update takes 100 seconds more; the estimate forgets them
+    shown = progress.Progress(11, [])
+    for step in range(11):
+        now[0] += 110 if step == 0 else 10
+        shown.update(step, {})
+    found = re.findall(r"^ *(\d+)/11 +0:(\d\d):(\d\d)$", capsys.readouterr().out, re.M)
+    left = {int(n): 60 * int(m) + int(s) for n, m, s in found}
+    assert all(left[n] == 10 * (11 - n) for n in range(2, 12))
     slow = printed(300, 25)
     assert max(b - a for a, b in zip(slow, slow[1:], strict=False)) * 25 <= 60 + 25
     assert 300 in slow and len(slow) < 150
@@ -115,7 +123,8 @@ def test_equal_scores_and_a_gradient_of_0_are_said_in_a_run(home, capsys):
 
 
 def test_curves_are_over_episodes_with_evaluations_as_points(tmp_path, monkeypatch, capsys):
-    """An evaluation comes before its line's update. What was never logged has no panel."""
+    """An evaluation comes before its line's update; a reward model's accuracy is at the end of its
+    smoothed curve. What was never logged has no panel."""
     lines = [{"step": 0, "eval/a": 1.0, "objective/a": 2.0, "ppo/episode": 8}]
     lines += [{"step": 1, "objective/a": 3.0, "ppo/episode": 16}, {"step": 2, "eval/a": 4.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
@@ -127,3 +136,12 @@ def test_curves_are_over_episodes_with_evaluations_as_points(tmp_path, monkeypat
     assert curves == [[[8, 2], [16, 3]], [[0, 1], [16, 4]]]
     assert capsys.readouterr().out == "never logged: objective/gold_score\neval/a: 1 → 4\n"
     assert (tmp_path / "curves.png").is_file()
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["each", "held out"]
+    lines = [{"step": i, "accuracy": i % 2} for i in range(100)] + [
+        {"step": 100, "heldout/accuracy": 1}
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    progress.plot_run(tmp_path, ["accuracy"])
+    _, smooth, dot = (line.get_xydata().tolist() for line in figures[1].axes[0].lines)
+    assert dot == [[99, 1]] and len(smooth) == 96
+    assert [y for _, y in smooth] == pytest.approx([0.4, 0.6] * 48)

@@ -254,13 +254,13 @@ def test_answers_and_blocks_that_are_cut_are_counted(model, tmp_path, capsys):
     lost = 3 * (size - 8)
     for _ in range(2):  # also if the table is in the cache
         assert len(load(load_responses, task)) == 4
-        line = f"--response_length 8: cut 3 of 4 sequences, by {lost} tokens"
+        line = f"--response_length 8: left out {lost} tokens, ends of 3 of 4 texts"
         assert line in capsys.readouterr().out
     blocks = lambda task, *given: load_blocks(task, 4, *given)  # noqa: E731
     load(blocks, replace(task, query_column="completion"))
-    assert "last text of a block ends: cut 3 of 3" in capsys.readouterr().out
+    assert "(--block_size): left out" in capsys.readouterr().out
     assert len(load(load_responses, replace(task, response_length=size))) == 4
-    assert "cut" not in capsys.readouterr().out
+    assert "left out" not in capsys.readouterr().out
 
 
 def test_prompts_that_are_cut_are_counted(model, tmp_path, capsys):
@@ -272,10 +272,12 @@ def test_prompts_that_are_cut_are_counted(model, tmp_path, capsys):
     whole = [model.encode(x) for x in prompts]
     lost = sum(max(len(ids) - 8, 0) for ids in whole)
     assert load(load_queries, task, 9) == sorted(ids[:8] for ids in whole) and lost > 2
-    assert f"--query_length: cut 2 of 3 sequences, by {lost} tokens" in capsys.readouterr().out
+    assert (
+        f"--query_length: left out {lost} tokens, ends of 2 of 3 texts" in capsys.readouterr().out
+    )
     contexts = [ids[: -len(model.encode(" Hi"))] for ids in load(load_responses, task)]
     assert sorted(contexts) == sorted(ids[:8] for ids in whole)
-    line = f"--query_length 8 or --response_length 8: cut 2 of 3 sequences, by {lost} tokens"
+    line = f"--query_length 8 or --response_length 8: left out {lost} tokens, ends of 2 of 3 texts"
     assert line in capsys.readouterr().out
 
 
