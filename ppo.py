@@ -46,7 +46,7 @@ from data.tasks import Task
 from machinery import cli, distributed
 from machinery.cli import RunArgs, UnitFloat
 from machinery.decoding import Decoder
-from machinery.models import Float32Linear, compute_logits, load_lm
+from machinery.models import Float32Linear, compute_logits, hidden_size, load_lm
 from machinery.queries import load_queries
 from machinery.rewards import check_reward, load_gold_reward, load_reward
 from machinery.runs import Run, check_run
@@ -137,7 +137,7 @@ class PolicyAndValue(nn.Module):
         super().__init__()
         self.lm = lm
         self.backbone = Unpadded(lm.base_model)  # real tokens only; shares lm's weights
-        self.value_head = Float32Linear(lm.config.hidden_size, 1)
+        self.value_head = Float32Linear(hidden_size(lm.config), 1)
         nn.init.zeros_(self.value_head.weight)  # values start at 0 (P2)
         nn.init.zeros_(self.value_head.bias)
         self.pad_id = pad_id  # outside the vocabulary: never sampled (G2)

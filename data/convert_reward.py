@@ -24,6 +24,8 @@ def main(name: str, out: str) -> None:
     kind = transformers.AutoModelForSequenceClassification
     with cli.about(name):
         config = models.disable_dropout(transformers.AutoConfig.from_pretrained(name))
+        if config is not config.get_text_config():
+            raise cli.InputError(f"{config.model_type} also reads images: use data/classifier.py")
         classifier = models.load_weights(kind, name, config)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         if config.num_labels != 1 or not hasattr(classifier, "score"):

@@ -81,8 +81,9 @@ def check_launch(accelerator: Accelerator) -> None:
     plan = accelerator.parallelism_config
     if plan and plan.non_data_parallel_size > 1:  # FSDP2 would average over some processes only
         raise InputError("tp_size, cp_size and sp_size have to be 1; use configs/fsdp2.yaml")
-    # Launchers of several processes set WORLD_SIZE, or MASTER_ADDR:
-    wanted = int(os.environ.get("WORLD_SIZE", 2 if "MASTER_ADDR" in os.environ else 1))
+    # Launchers of several processes set WORLD_SIZE, or, as accelerate's, MASTER_ADDR:
+    several = {"MASTER_ADDR", "ACCELERATE_DYNAMO_BACKEND"} <= os.environ.keys()
+    wanted = int(os.environ.get("WORLD_SIZE", 1 + several))
     if started != wanted:
         raise InputError(f"only {started} of the launcher's processes started; see docs/running.md")
     if is_on("ACCELERATE_USE_FSDP") and not accelerator.is_fsdp2:

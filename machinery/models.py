@@ -77,6 +77,8 @@ def load_lm(
         whole = transformers.AutoConfig.from_pretrained(folder)
         config = disable_dropout(whole.get_text_config())
         check_length(config, length, "the run")
+        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise InputError(f"{whole.model_type} has no text model; use a text one, such as Qwen3")
         weights = [*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.bin")]
         if allow_random and Path(name).is_dir() and not weights:
             say(f"{flag} {name} has no model.safetensors: the weights are random")
@@ -90,7 +92,10 @@ def load_lm(
         lm.get_output_embeddings().__class__ = Float32Linear  # keeps names and tied weights
         choose_kernels(lm)
         if loads_weights():
-            with about(f"{config.model_type} cannot be used"):
+            rope = getattr(config, "rope_parameters", None) or {}  # Phi 3's changes with length
+            short = rope.get("original_max_position_embeddings", length)
+            use = f"sequences of up to {short} tokens" if short < length else "GPT-2, Llama or Qwen"
+            with about(f"{config.model_type} cannot be used for {length} tokens; use {use}"):
                 check_model(lm, length)
         match_first_process(lm.base_model, lm)
     return lm
@@ -202,6 +207,11 @@ def compute_logits(lm: "transformers.PreTrainedModel", hidden: Tensor) -> Tensor
     if cap := getattr(lm.config, "final_logit_softcapping", None):  # Gemma 2
         logits = cap * torch.tanh(logits / cap)
     return logits
+
+
+def hidden_size(config: transformers.PretrainedConfig) -> int:
+    """The width of what a head reads; OPT-350m projects it."""
+    return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
 
 
 def new_backbone(config: transformers.PretrainedConfig) -> Any:

@@ -4,6 +4,7 @@ Tags such as (G2) are explained in docs/details.md.
 """
 
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -72,8 +73,12 @@ def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
 
 def bos(tokenizer: Any) -> list[int]:
     """What the tokenizer begins texts with: BOS as in Llama, two tokens in GLM, or nothing."""
-    ids, alone = tokenizer.encode("x"), tokenizer.encode("x", add_special_tokens=False)
-    return ids[: ids.index(alone[0])]
+    regular = (i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids)
+    for text in chain(["x"], map(tokenizer.decode, regular)):  # not all have an x
+        if alone := tokenizer.encode(text, add_special_tokens=False):
+            ids = tokenizer.encode(text)
+            return ids[: ids.index(alone[0])]
+    return []
 
 
 def with_bos(ids: list[int], begin: list[int]) -> list[int]:

@@ -139,6 +139,8 @@ def test_processes_that_did_not_start_are_refused(accelerator, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
+    assert start().num_processes == 1  # left in a shell by another job
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
     tiny.refuses(start, "docs/running.md")
 
 

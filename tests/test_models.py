@@ -67,6 +67,8 @@ def test_a_window_is_found_whatever_its_name_if_the_run_has_longer_texts(kind, s
     lm.save_pretrained(tmp_path / "model")
     folder = str(tiny.write_tokenizer(tmp_path / "model"))
     models.load_lm(folder)
+    works = ["up to 10 tokens"] * (kind == "phi3")
+    refuses(lambda: models.load_lm(folder, length=12), "--base_model", *works)
     for script in SCRIPTS:
         refuses(lambda s=script: start(s, base_model=folder), "--base_model", kind, "nats")
     refuses(lambda: start("train_reward", policy_model=folder), "--policy_model", kind, "nats")
@@ -130,6 +132,27 @@ def test_the_text_model_of_a_checkpoint_that_reads_images_is_loaded_and_saved(ki
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
     for model in (lm, again):
         torch.testing.assert_close(model(text).logits, whole(text).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_without_a_text_model_of_its_own_is_refused_by_name(tmp_path):
+    """Not with the library's list of 200 others."""
+    transformers.Qwen2VLConfig().save_pretrained(tmp_path)
+    message = refuses(lambda: models.load_lm(str(tmp_path)), "--base_model", "qwen2_vl", "Qwen3")
+    assert len(message) < 300
+
+
+def test_heads_read_what_OPT_350m_projects():
+    """Its transformer ends with a projection to another width than config.hidden_size."""
+    size = dict(word_embed_proj_dim=16, do_layer_norm_before=False)
+    policy, reward = tiny.make_policy("opt", **size), tiny.make_reward("opt", **size)
+    contexts, responses = tiny.make_contexts([8, 3], 8), tiny.make_responses(2, 5)
+    values = policy(contexts, responses)[2]
+    for row, found in enumerate(values):
+        expected = tiny.run_alone(policy, contexts[row], responses[row])[2]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    hidden = reward.backbone(responses).last_hidden_state[:, -1]
+    expected = reward.gain * reward.head(hidden).squeeze(1) + reward.bias
+    torch.testing.assert_close(reward(responses), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_encoders_and_adapters_are_refused_with_what_to_do(start, tmp_path):

@@ -25,7 +25,12 @@ from test_readme import PAGES, ROOT, blocks
 from test_resume import free_port
 from tiny import refuses
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 import ppo
 import rloo
@@ -36,7 +41,7 @@ from machinery import labels
 from machinery.cli import parse_args
 from machinery.queries import load_blocks, load_queries, load_responses
 from machinery.sources import load_function
-from machinery.tokens import load_tokenizer, single_token, translate, with_end
+from machinery.tokens import bos, load_tokenizer, single_token, translate, with_end
 
 START, END = "<|im_start|>", "<|im_end|>"
 DATA, SMOLLM2 = PAGES["docs/data.md"], "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -56,6 +61,18 @@ def smollm2_tokenizer():
     (folder,) = package.submodule_search_locations
     (file,) = Path(folder).glob("*.gguf")  # its metadata has the template
     return AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+
+
+@pytest.mark.parametrize("begin", ["<s>", ""])
+def test_what_texts_begin_with_is_found_without_an_x(begin):
+    """A vocabulary of digits; BOS is one of its tokens."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"<s>": 0, "1": 1, "2": 2}, []))
+    if begin:
+        special = [("<s>", 0)]
+        backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=special)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    assert tokenizer.encode("12x") == [0] * bool(begin) + [1, 2]
+    assert bos(tokenizer) == [0] * bool(begin)
 
 
 @torch.no_grad()
