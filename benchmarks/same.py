@@ -145,14 +145,13 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
     shares = range(rank * each, (rank + 1) * each)
     seeds = [args.seed + 100003 * share for share in shares]
     original = dict(vars(module))
-    step, local_queries = 0, 0  # of the update; of a copy with rows of its own, see `shuffle`
+    step = 0  # of the update
     seen: Counter[bytes] = Counter()  # contexts that were sampled from in the update
     drawn, read = set(), queries.TokenTable.__getitem__
 
     def query_rows(table: int | np.ndarray, size: int, seed: int, step: int) -> np.ndarray:
         """Rows of each share, by their number or their weights; no two shares have one."""
-        nonlocal local_queries
-        local_queries, rows = size, []
+        rows: list[int] = []
         for share, seed in zip(shares, seeds, strict=True):
             of_share = table // SHARES if np.ndim(table) == 0 else table[share::SHARES]
             chosen = original["query_rows"](of_share, size // each, seed, step)
@@ -182,19 +181,13 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
             uniform[:, i] = torch.from_numpy(rng.random(len(uniform)))
         return original["sample"](*call.args, **call.kwargs)
 
-    def place(share: int, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of a share, laid out [K, p], among those of the process, [K, each * p]."""
-        p = local_queries // each
-        return rows // p * (each * p) + share * p + rows % p
-
     def shuffle(total: int, args: Any, seed: int, *more: Any) -> list[list[torch.Tensor]]:
-        nonlocal local_queries
-        local_queries = local_queries or total // getattr(args, "rloo_k", 1)
-        parts = [original["shuffle"](total // each, args, s, *more) for s in seeds]
-        epochs = []
+        """Minibatches of each share, whose episodes are side by side."""
+        size, epochs = total // each, []
+        parts = [original["shuffle"](size, args, seed, *more) for seed in seeds]
         for of_shares in zip(*parts, strict=True):
             steps = zip(*of_shares, strict=True)
-            epochs.append([torch.cat([place(*x) for x in enumerate(rows)]) for rows in steps])
+            epochs.append([torch.cat([i * size + x for i, x in enumerate(rows)]) for rows in steps])
         return epochs
 
     def generate(decoder: Any, contexts: torch.Tensor, *settings: Any) -> torch.Tensor:
