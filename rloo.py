@@ -445,10 +445,10 @@ def main(args: Args) -> None:
                     loss, part_stats = rloo_loss(
                         logprobs, old, advantages[part], len(minibatch_rows), args
                     )
-                    loss.backward()
                     part_stats["policy/entropy_avg"] = entropies.sum() / num_tokens
                     for name, value in part_stats.items():
                         stats[f"ppo/{name}"] += value.detach() / num_steps
+                    loss.backward()
                 average_gradients(policy)  # over processes; FSDP2 already did
                 if args.max_grad_norm is not None:  # (X8)
                     nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)

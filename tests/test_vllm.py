@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from inspect import getsource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,7 +62,7 @@ def test_L6_the_server_has_the_weights_of_each_update_and_samples_k_times(eos, s
     lines = conftest.read_metrics("run")
     assert len(lines) == 3 and lines[-1]["objective/kl"] > 0
     for line in lines:
-        assert line["objective/sampling_gap"] < 1e-5 and line["ppo/val/weight_truncated"] == 0
+        assert line["objective/sampling_gap"] < 1e-5 and line["ppo/val/weight_cut"] == 0
         assert (line["objective/response_length"] < 5) == eos
     sampled = [x for x in asked if "seed" in x]
     assert [x["n"] for x in sampled] == 4 * [1] + 8 * [2] + 4 * [1] + 4 * [2] + 4 * [1]
@@ -70,17 +71,21 @@ def test_L6_the_server_has_the_weights_of_each_update_and_samples_k_times(eos, s
     assert conftest.without_times(lines) == conftest.without_times(conftest.read_metrics("again"))
 
 
-def test_the_loss_of_a_response_is_weighted_by_its_truncated_ratio(script):
+def test_gradients_are_weighted_as_in_stale(script, patched):
+    """By the same lines; test_diffs.py has the oracle. Responses are truncated at 1.5 here."""
+    stale = patched("stale")
+    assert getsource(script.importance_weights) == getsource(stale.importance_weights)
     torch.manual_seed(0)
     log_weights, old, new = 0.6 - torch.rand(3, 8, 5)
     weights, advantages = [min(x.sum().exp().item(), 1.5) for x in log_weights], torch.randn(8)
-    args, record = tiny.make_args(script=script, max_weight=1.5), SimpleNamespace(logprobs=old)
-    alone = [advantages * (torch.arange(8) == i) * weights[i] for i in range(8)]
-    expected = sum(rloo.rloo_loss(new, record, x, 8, args)[0].item() for x in alone)
-    record.log_weights = log_weights
-    loss, stats = script.rloo_loss(new, record, advantages, 8, args)
-    assert loss.item() == pytest.approx(expected)
-    assert 0 < stats["val/weight_truncated"] == weights.count(1.5) / 8 < 1
+    args, mask = tiny.make_args(script=script, max_weight=1.5), torch.ones(8, 5).bool()
+    record = SimpleNamespace(logprobs=old, log_weights=log_weights, mask=mask)
+    logprobs = [new.clone().requires_grad_() for _ in range(2)]
+    loss, stats = script.rloo_loss(logprobs[0], record, advantages, 8, args)
+    loss.backward()
+    rloo.rloo_loss(logprobs[1], record, advantages * torch.tensor(weights), 8, args)[0].backward()
+    torch.testing.assert_close(logprobs[0].grad, logprobs[1].grad)
+    assert 0 < stats["val/weight_cut"] == weights.count(1.5) / 8 < 1
 
 
 def test_a_server_with_an_old_head_or_raw_log_probabilities_ends_the_run(script, home):

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# trlX: only the upper two layers are trained, clipped scores (X2), its k3 in the logs (X3), AdamW
-#     (X8), no whitening of rewards.
+# trlX: only the upper two layers are trained, clipped scores (X2), AdamW (X8), no
+#     whitening of rewards.
 # Source: github.com/CarperAI/trlx, default_ppo_config() of trlx/data/default_configs.py: 100 epochs
 #     of 128 rollouts.
 # Differs: Advantages are whitened over padding, too, there, on one process with n - 1. A response
-#     without an end scores -1 (X9); there it keeps its score. Its value head has two layers, ours one. trlX shares the frozen layers with the reference
-#     (hydra); here the reference is a whole copy. It trains position embeddings, too. The logs
-#     have trlX's KL beside ours (k1).
+#     without an end scores -1 (X9); there it keeps its score. Its value head has two layers, ours
+#     one. trlX shares the frozen layers with the reference (hydra); here the reference is a whole
+#     copy. It trains position embeddings, too. It logs another KL, k3 with pi / pi_ref.
 # Synthetic: diffs/recipes/trlx.sh --task synthetic --total_episodes 4096 --lr 5e-4
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [ ! -e trlx.py ]; then  # an existing one may have your changes
   folder=$(mktemp -d)
   cp ppo.py "$folder/trlx.py"
-  for name in freeze_layers adamw trlx_kl; do
+  for name in freeze_layers adamw; do
     patch --quiet --fuzz=0 "$folder/trlx.py" "diffs/$name.diff"
   done
   mv "$folder/trlx.py" . && rm -r "$folder"
