@@ -68,8 +68,11 @@ def forget_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=forget_signals)
+if hasattr(os, "register_at_fork"):  # blocks them meanwhile, else an early one would be lost
+    block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, SIGNALS)
+    unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, SIGNALS)
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=forget_signals)
+    os.register_at_fork(after_in_child=unblock)
 
 
 class Run:
