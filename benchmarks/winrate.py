@@ -31,7 +31,7 @@ from data.tasks import Task  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.queries import load_queries  # noqa: E402
 from machinery.rewards import call_reward_function  # noqa: E402
-from machinery.sources import load_function, load_texts  # noqa: E402
+from machinery.sources import load_function, load_rows  # noqa: E402
 from machinery.tokens import load_tokenizer  # noqa: E402
 from utils import decode  # noqa: E402
 
@@ -51,7 +51,7 @@ class Args(policies.PolicyArgs):
 def read_responses(task: Task, number: int) -> tuple[list[str], list[str], dict[str, list]]:
     """The same queries, for the tokenizer of `task.base_model`, with the dataset's responses."""
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    load_texts(task, task.query_column, task.response_column)  # if one is missing, it lists them
+    load_rows(task.query_dataset, "--query_dataset", task.query_column, str(task.response_column))
     table, rows = load_queries(task, tokenizer, ids, number), slice(number)
     columns, responses = table.columns(rows), []
     for response in columns[task.response_column]:

@@ -40,7 +40,7 @@ TURN = re.compile(r"\n\n(Human|Assistant):")  # in dialogues of hh-rlhf
 
 @dataclass
 class Args:
-    """Convert rows."""
+    """Write rows with texts: see docs/data.md."""
 
     source: tyro.conf.Positional[str]
     out: tyro.conf.Positional[Path]
@@ -116,7 +116,8 @@ def split_messages(row: dict[str, Any]) -> tuple[list[dict], dict[str, list[dict
             raise ValueError(f"the prompt ends with an answer, beside others: {last}")
         answers = {"completion": [last]} if last["content"] else answers
     if not messages or not messages[-1]["content"].strip():
-        raise ValueError(f"no prompt{sources.rename_prompt([*row])}: {row!r:.200}")
+        missing = f"no prompt, use{sources.rename_prompt([*row])}" if prompt is None else "no text"
+        raise ValueError(f"{missing}: {row!r:.200}")
     return messages, answers
 
 
@@ -149,7 +150,7 @@ def write_texts(row: dict[str, Any]) -> dict[str, Any]:
     if len(pair) == 2 and prompt is None:
         prompt = "".join(commonprefix(pair).rpartition("\n\nAssistant:")[:2])
     if len(pair) == 2 and not prompt:
-        raise ValueError(f"no prompt{sources.rename_prompt([*row])}: {row!r:.200}")
+        raise ValueError(f"no prompt, use{sources.rename_prompt([*row])}: {row!r:.200}")
     if len(pair) == 2 and all(text.startswith(prompt) for text in pair):
         pair = [text.removeprefix(prompt) for text in pair]
         row = row | dict(prompt=prompt, chosen=pair[0], rejected=pair[1])
@@ -158,14 +159,14 @@ def write_texts(row: dict[str, Any]) -> dict[str, Any]:
 
 def main(args: Args) -> None:
     """Write a line for each row."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.chat) if args.chat else None
-    function = sources.load_function(args.map) if args.map else lambda row: [row]
-    names = dict(name.split("=") for name in args.rename)
-    skipped: dict[str, list[str]] = defaultdict(list)  # reason → what is said of each row
-    total, written, others = 0, 0, ""
+    with cli.about("--chat, --map or --rename"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.chat) if args.chat else None
+        function = sources.load_function(args.map) if args.map else lambda row: [row]
+        names = dict(name.split("=") for name in args.rename)
     if args.out.exists():
         raise cli.InputError(f"{args.out} exists")
-    part = Path(f"{args.out}.part")
+    skipped: dict[str, list[str]] = defaultdict(list)  # reason → what is said of each row
+    part, total, written, columns = Path(f"{args.out}.part"), 0, 0, []
     with cli.about(args.source), open(part, "w", encoding="utf-8", errors="ignore") as file:
         for source in read(args.source):
             total += 1
@@ -177,16 +178,19 @@ def main(args: Args) -> None:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                     if not written:
                         print(json.dumps(row, ensure_ascii=False, indent=1))
-                        others = ", ".join(x for x in row if x not in ("prompt", *ANSWERS))
+                        columns = [*row]
                     written += 1
             except (ValueError, TypeError) as error:
                 skipped[str(error).partition(":")[0]].append(f"row {total - 1}: {error}")
     for found in skipped.values():
         print(f"skipped {len(found)} of {total} rows, such as {found[0]}")
     if not written:
+        part.unlink()
         raise cli.InputError(f"{args.source}: no row was written")
     part.rename(args.out)
-    print(f"{args.out}: {written} rows; columns for reward functions: {others or None}")
+    others = ", ".join(x for x in columns if x not in ("prompt", *ANSWERS))
+    hint = f"; for a prompt, use{sources.rename_prompt(columns)}" if "prompt" not in columns else ""
+    print(f"{args.out}: {written} rows; columns for reward functions: {others or None}{hint}")
 
 
 if __name__ == "__main__":

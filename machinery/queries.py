@@ -18,9 +18,10 @@ from torch import Tensor
 from data.tasks import DATA, Task
 from machinery import tokens
 from machinery.cli import InputError, about, say
-from machinery.sources import Rows, load_function, load_texts
+from machinery.sources import Rows, load_function, load_rows
 from utils import TokenIds, pad_left
 
+FLAG = "--query_dataset"
 CLEAN = DATA / "clean.py"
 # A dialogue of hh-rlhf with its last answer:
 ANSWERED = re.compile(r"\n\nHuman:.*\n\nAssistant:(?!.*\n\nHuman:)\s*\S", re.DOTALL)
@@ -69,7 +70,7 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, limit: int) -> Token
 
     Of a larger data set, a sample of `limit` texts, or of `SMALL_TABLE` if that is more.
     """
-    texts = load_texts(task, task.query_column)
+    texts = load_rows(task.query_dataset, FLAG, task.query_column, limit=task.num_queries)
     order = np.random.default_rng(0).permutation(len(texts))[: max(limit, SMALL_TABLE)]
     if len(order) < len(texts):
         say(f"{len(order)} of {len(texts)} rows are enough for this run")
@@ -252,7 +253,7 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
                 block.clear()
         return blocks
 
-    rows = load_texts(task, task.query_column)
+    rows = load_rows(task.query_dataset, FLAG, task.query_column, limit=task.num_queries)
     flag = f"blocks of {block_size} tokens (--block_size)"
     table = tokenize_rows(rows, to_blocks, block_size, task, tokenizer, ids.pad, flag)
     return table.select(np.random.default_rng(0).permutation(len(table)))
@@ -281,7 +282,8 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
             sequences.append(sequence if query and response else [])
         return sequences
 
-    rows = load_texts(task, task.query_column, column)
+    columns = task.query_column, column
+    rows = load_rows(task.query_dataset, FLAG, *columns, limit=task.num_queries)
     say_if_plain(rows, task, tokenizer)
     length = width + task.response_length
     flag = f"--query_length {task.query_length} or --response_length {task.response_length}"

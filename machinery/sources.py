@@ -21,7 +21,6 @@ import torch.distributed as dist
 import transformers
 from accelerate.utils import broadcast_object_list
 
-from data.tasks import Task
 from machinery.cli import InputError, about, say
 
 Rows = Any  # a datasets.Dataset, slow to import
@@ -88,24 +87,36 @@ def find_model(name: str, weights: bool = False) -> str:
     return folder
 
 
-def load_rows(source: str, flag: str) -> Rows:
-    """Load a data source (see `Task`) that a flag names."""
+def load_rows(source: str, flag: str, *columns: str, limit: int | None = None) -> Rows:
+    """Load a data source (see `Task`) that a flag names, with texts in these columns.
+
+    At most `limit` rows; without images, sound and video, which no function of texts reads.
+    """
     import datasets
 
     datasets.disable_progress_bars()
     with about(f"{flag} {source}"):
         if Path(source).exists():
-            return read_file(Path(source))
-        name, _, split = source.partition("@")
-        name, _, part = name.partition(":")  # a configuration or a file
-        check_source(name, "dataset")
-        if Path(part).suffix in FILES:
-            if split:
-                raise InputError(f"a file has no split {split}")
-            file: Any = partial(huggingface_hub.hf_hub_download, name, part, repo_type="dataset")
-            return read_file(Path(fetch(source, file)))
-        rows = partial(datasets.load_dataset, name, part or None, split=split or "train")
-        return fetch(source, rows)
+            rows = read_file(Path(source))
+        else:
+            name, _, split = source.partition("@")
+            name, _, part = name.partition(":")  # a configuration or a file
+            check_source(name, "dataset")
+            load: Any = partial(datasets.load_dataset, name, part or None, split=split or "train")
+            if Path(part).suffix in FILES:
+                if split:
+                    raise InputError(f"a file has no split {split}")
+                load = partial(huggingface_hub.hf_hub_download, name, part, repo_type="dataset")
+            found = fetch(source, load)
+            rows = read_file(Path(found)) if isinstance(found, str) else found
+        check_texts(rows, columns, source)
+    rows = rows.remove_columns([x for x, y in rows.features.items() if MEDIA.search(repr(y))])
+    if limit and len(rows) > limit:
+        say(f"{flag}: {limit} of {len(rows)} rows are used (--num_queries)")
+        rows = rows.select(
+            np.sort(np.random.default_rng(0).choice(len(rows), limit, replace=False))
+        )
+    return rows
 
 
 def read_file(path: Path) -> Rows:
@@ -166,22 +177,6 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield from json.load(file) if is_list else map(json.loads, filter(str.strip, file))
 
 
-def load_texts(task: Task, *columns: str) -> Rows:
-    """At most `num_queries` rows of `query_dataset`: texts in these columns, no images or sound."""
-    rows = load_rows(task.query_dataset, "--query_dataset")
-    for flag in ("query_column", "response_column"):
-        with about(f"--{flag} {getattr(task, flag)}"):  # if it is missing, the error lists all
-            rows.select_columns([x for x in columns if x == getattr(task, flag)])
-    with about(f"--query_dataset {task.query_dataset}"):
-        check_texts(rows, columns, task.query_dataset)
-    rows = rows.remove_columns([x for x, y in rows.features.items() if MEDIA.search(repr(y))])
-    if len(rows) > task.num_queries:
-        say(f"--num_queries: {task.num_queries} of {len(rows)} rows are used")
-        chosen = np.random.default_rng(0).choice(len(rows), task.num_queries, replace=False)
-        rows = rows.select(np.sort(chosen))
-    return rows
-
-
 def check_texts(rows: Rows, columns: Sequence[str], source: str) -> None:
     """Raise `InputError` for the first value of these columns that is no text, or JSON of messages."""
     import pyarrow.compute
@@ -200,9 +195,9 @@ def check_texts(rows: Rows, columns: Sequence[str], source: str) -> None:
 
 
 def rename_prompt(columns: Sequence[str]) -> str:
-    """The flag of data/convert.py that names the column which looks like the prompt."""
-    found = [name for name in columns if re.fullmatch(PROMPTS, name) and "prompt" not in columns]
-    return f" --rename {found[0]}=prompt" if found else ""
+    """The flag of data/convert.py that renames the column which looks like the prompt."""
+    found = [name for name in columns if re.fullmatch(PROMPTS, name)]
+    return f" --rename {found[0] if found else 'COLUMN'}=prompt"
 
 
 @functools.cache

@@ -408,7 +408,7 @@ def test_sounds_and_images_are_not_decoded_and_rows_that_nothing_reads_are_count
     monkeypatch.setattr(queries, "SMALL_TABLE", 4)
     assert load_queries(task, 3).columns().keys() == {"text", "answer"}
     said = capsys.readouterr().out
-    assert "--num_queries: 7 of 9 rows" in said and "4 of 7 rows" in said
+    assert "7 of 9 rows are used (--num_queries)" in said and "4 of 7 rows" in said
 
 
 @pytest.mark.parametrize("column", [None, "completion"])
