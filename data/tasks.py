@@ -19,8 +19,8 @@ SYNTHETIC, ARITHMETIC = DATA / "synthetic", DATA / "arithmetic"
 class Task:
     """What a run reads and writes, the same for all scripts.
 
-    A data source is a local file (.jsonl .json .txt; data/convert.py writes one), or a name on the
-    Hugging Face hub: `name`, `name:file` or `name:configuration`. `…@split` chooses a split.
+    A data source is a file (.jsonl .json .txt .csv .parquet), or a name on the Hugging Face hub:
+    `name`, `name:file` or `name:configuration`, perhaps with `@split`.
     """
 
     task: str
