@@ -82,7 +82,8 @@ def plot_run(folder: Path, names: list[str]) -> None:
     """Draw `curves.png`: a panel per metric over episodes or steps, what is held out as points."""
     from matplotlib.figure import Figure  # slow to import
 
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    text = (folder / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines() if line.strip()]
     if missing := [name for name in names if not any(name in line for line in lines)]:
         print(f"never logged: {', '.join(missing)}")
     names = [name for name in names if name not in missing]

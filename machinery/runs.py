@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,9 @@ class Run:
         task, processes = self.args.task, self.accelerator.num_processes
         record = checkpoints.describe(self.args, processes)
         record |= {"command": sys.argv, "device": self.accelerator.device.type}
-        record["wandb_id"] = secrets.token_hex(4)
         if self.source:
-            record["wandb_id"] = cli.read_record(self.source).get("wandb_id", self.folder.name)
-        if not self.source:
+            record["wandb_id"] = cli.read_record(self.source).get("wandb_id")
+        else:
             name = f"{task.task}__{self.script.stem}__{self.args.seed}"
             name = self.args.run_name or f"{name}__{datetime.now():%Y%m%d-%H%M%S-%f}"
             self.folder = Path("runs", name)
@@ -128,7 +128,7 @@ class Run:
             for file in (Path(reward_file), self.script):  # the script last, if names are equal
                 if file.is_file():
                     shutil.copy(file, self.folder / file.name)
-            record |= artifacts.describe_environment()
+            record |= artifacts.describe_environment() | {"wandb_id": secrets.token_hex(4)}
             (self.folder / "args.json").write_text(json.dumps(record, indent=1))
         self.lock = lock(self.folder)
         self.accelerator.trackers = artifacts.start_trackers(self, record)
@@ -155,15 +155,14 @@ class Run:
 
     def cut_back(self, source: Path) -> None:
         """Cut the run's files to what they were at the checkpoint `source`."""
+
+        def is_done(line: bytes) -> bool:
+            return line.isspace() or (line.endswith(b"\n") and json.loads(line)["step"] < self.step)
+
         for path in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
             if path.exists():
-                lines = path.read_bytes().split(b"\n")[:-1]  # without one that is not complete
-                done = [
-                    i
-                    for i, x in enumerate(lines, 1)
-                    if b"{" in x and json.loads(x)["step"] < self.step
-                ]
-                os.truncate(path, sum(len(line) + 1 for line in lines[: max(done, default=0)]))
+                lines = path.read_bytes().splitlines(keepends=True)
+                os.truncate(path, sum(map(len, takewhile(is_done, lines))))
         newer = (x for x in source.parent.glob(cli.CHECKPOINTS) if x.name > source.name)
         for path in (*newer, *source.parent.glob("*.part")):
             path.unlink()
