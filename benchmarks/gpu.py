@@ -186,6 +186,12 @@ def update(
     return found
 
 
+def compiled(*row: Any) -> dict[str, Any]:
+    """`update` of ppo.py with diffs/compile.diff."""
+    gpu_checks.load_patched("compile")
+    return update(*row)
+
+
 def measured(work: speed.Work, watch: Watch) -> dict[str, Any]:
     """Seconds of the updates after the first, by phase, and memory."""
     took = {"updates": watch.updates}
@@ -320,7 +326,10 @@ def plan_more(small: bool, folder: Path, out: Path) -> Iterator[tuple[Any, ...]]
     tldr = out.with_name(f"{out.name.removesuffix('_profile.txt')}_tldr_profile.txt")
     yield rows["sentiment: models"]
     yield rows["sentiment: ppo"]
+    profile = out.with_name(f"{out.name.removesuffix('_profile.txt')}_compile_profile.txt")
+    yield "sentiment: compile.diff, profile", 2.0, compiled, *gpt2, "ppo", 3, [], profile
     yield rows["tldr: models"]
+    yield "tldr: compile.diff", 2.5, compiled, *pythia, "ppo", 1, TLDR
     yield "tldr: ppo, profile", 0.9, update, *pythia, "ppo", 1, TLDR, tldr
     larger = [*TLDR, "--micro_batch_tokens", "32768"]
     yield "tldr: ppo --micro_batch_tokens 32768", 0.9, update, *pythia, "ppo", 1, larger

@@ -5,7 +5,10 @@ They also run on a CPU, and then their results begin with `no GPU`.
 
 import importlib
 import os
+import shutil
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +27,8 @@ from machinery import distributed, models
 from machinery.decoding import Decoder
 from machinery.unpadding import Unpadded, set_unpadding
 
-GOLDEN = Path(__file__).parents[1] / "tests/test_golden.py"
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests/test_golden.py"
 TINY = {"sft": dict(num_heldout=6, block_size=10), "train_reward": dict(num_labels=4)}
 TINY["train_reward"] |= dict(normalize_samples=8, rollout_batch_size=4)
 TINY["ppo"] = dict(total_episodes=4, eval_queries=4, micro_batch_tokens=24)
@@ -35,6 +39,15 @@ def verdict(good: bool, text: str) -> dict[str, Any]:
     """A result that says whether it is good, and whether a GPU made it."""
     ok = "ok" if torch.cuda.is_available() else "no GPU"
     return {"result": f"{ok if good else 'not ok'}: {text}"}
+
+
+def load_patched(name: str, base: str = "ppo") -> Any:
+    """A script with a patch of diffs/, from then on as the module `base`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(shutil.copy(ROOT / f"{base}.py", folder))
+        diff = ROOT / f"diffs/{name}.diff"
+        subprocess.run(["patch", "--fuzz=0", "--quiet", path, diff], check=True)
+        return tiny.load_script(path)
 
 
 def probe(*backends: str) -> dict[str, Any]:

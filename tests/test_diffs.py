@@ -37,7 +37,7 @@ BASES = {name: re.search(r"^--- (\w+)\.py", text, flags=re.M)[1] for name, text 
 EXPERIMENTS = ("tools", "stale", "vine", "vllm", "online_dpo", "dynamic_sampling", "curriculum")
 EXPERIMENTS += ("raft",)
 LIMITS = dict.fromkeys(EXPERIMENTS, 60) | {"vllm": 80, "dpo": 46}  # added lines; others 25
-LIMITS |= {"curriculum": 25, "raft": 25, "reinforce_plus_plus": 27}
+LIMITS |= {"curriculum": 25, "compile": 30, "raft": 25, "reinforce_plus_plus": 27}
 OF_PPO = [name for name in DIFFS if BASES[name] == "ppo"]
 OF_RLOO = [name for name in DIFFS if BASES[name] == "rloo" and name not in EXPERIMENTS]
 ADD_ONS = ("lora_rloo", "entropy_rloo")  # to each algorithm; the algorithms are alternatives

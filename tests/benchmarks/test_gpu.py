@@ -3,18 +3,25 @@
 import csv
 import json
 import os
+import sys
 import time
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import varlen
 
 import ppo
 import rloo
 from benchmarks import gpu, gpu_checks, gpu_count, gpu_trials, memory, speed
 from machinery import unpadding
+from machinery.decoding import DecodingBatch
 
 ROWS = list(gpu.plan(True, Path("unused"), Path("unused")))
 MORE = list(gpu.plan_more(True, Path("unused"), Path("unused")))
@@ -253,3 +260,33 @@ def test_the_kernels_of_an_update_are_counted():
         ("optimize", "products, fp32", "operations"): 4 * 3 * head,
     }
     assert {key: rows[key] for key in expected} == expected
+
+
+@pytest.mark.slow
+def test_L6_a_compiled_policy_starts_at_ratios_of_1_and_needs_no_graph_for_a_new_batch(monkeypatch):
+    """In bf16, with an attention that a graph can hold. The reference has graphs of its own."""
+    for owner, name in ((unpadding.Unpadded, "__call__"), (DecodingBatch, "next_logits")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # restored afterwards
+    monkeypatch.setitem(sys.modules, "ppo", ppo)
+    script, plain, graphs = gpu_checks.load_patched("compile"), tiny.make_policy(), []
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    fused = torch.compile(script.Compiled.__mro__[1].forward, dynamic=True)
+    monkeypatch.setattr(script, "COMPILED", True)
+    monkeypatch.setattr(script.Compiled, "fused", fused)
+    monkeypatch.setattr(unpadding, "can_use_varlen", lambda *_: True)
+    monkeypatch.setattr(varlen, "varlen_attn", lambda q, k, v, *_, **__: q + k * v)
+    policy, ref = (script.PolicyAndValue(deepcopy(plain.lm), tiny.PAD, 0.7) for _ in range(2))
+    ref.requires_grad_(False)
+    for n in (6, 9, 13):
+        contexts = tiny.make_contexts([2 + i % 3 for i in range(n)], 8)
+        batch = contexts, tiny.make_responses(n, 5)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected, new = plain(*batch)[0], policy(*batch)[0]
+            with torch.no_grad():
+                old, reference = policy(*batch)[0], ref(*batch)[0]
+        assert torch.equal(old, new) and torch.equal(reference, new) and torch.equal(new, expected)
+        assert not old.requires_grad and not reference.requires_grad and new.requires_grad
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[2] > 0
+    policy.unshard = None  # as an FSDPModule
+    tiny.refuses(lambda: policy(*batch), "configs/ddp.yaml")
