@@ -61,7 +61,7 @@ for path in sorted(Path(sys.argv[1]).glob("*/metrics.jsonl")):
         "seconds to hand over": round(seconds[0], 3),
         "seconds per update": round(sum(seconds), 2),
         "gap in nats": f"{mean('objective/sampling_gap'):.2g}",
-        "weights truncated": f"{mean('ppo/val/weight_truncated'):.2g}",
+        "weights truncated": f"{mean('ppo/val/weight_cut'):.2g}",
         "accuracy before": round(first["eval/scores"], 3),
         "accuracy after": round(last["eval/scores"], 3),
     })

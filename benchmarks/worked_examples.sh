@@ -42,7 +42,7 @@ for seed in ${SEEDS:-1 2}; do
   run "$folder/tools.py" tool "${with[@]}"
   run "$folder/tools.py" no_tool "${with[@]}" --tool_calls 0
   run "$folder/stale.py" lag_4 --sampler_lag 4
-  run "$folder/stale.py" lag_4_unweighted --sampler_lag 4 --max_weight None
+  run "$folder/stale.py" lag_4_unweighted --sampler_lag 4 --min_weight 1 --max_weight 1
   run "$folder/vine.py" vine --vine_samples 2
   run "$folder/curriculum.py" curriculum --num_queries 1024 --total_episodes 8192
   run rloo.py few --num_queries 1024 --total_episodes 8192
