@@ -48,8 +48,8 @@ class Args(RunArgs):
     """passes over the data"""
     eval_every: PositiveInt = 200
     """steps between evaluations on held-out sequences"""
-    num_heldout: PositiveInt = 256
-    """sequences held out for perplexity"""
+    num_heldout: PositiveInt | None = None
+    """sequences held out for perplexity (256, or a tenth if that is less)"""
 
     # Optimization
     batch_size: PositiveInt = 32

@@ -51,7 +51,8 @@ class Args(policies.PolicyArgs):
 def read_responses(task: Task, number: int) -> tuple[list[str], list[str], dict[str, list]]:
     """The same queries, for the tokenizer of `task.base_model`, with the dataset's responses."""
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    load_rows(task.query_dataset, "--query_dataset", task.query_column, str(task.response_column))
+    column = str(task.response_column)
+    load_rows(task.query_dataset, "--query_dataset", response_column=column)  # has it
     table, rows = load_queries(task, tokenizer, ids, number), slice(number)
     columns, responses = table.columns(rows), []
     for response in columns[task.response_column]:

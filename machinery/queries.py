@@ -70,7 +70,7 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds, limit: int) -> Token
 
     Of a larger data set, a sample of `limit` texts, or of `SMALL_TABLE` if that is more.
     """
-    texts = load_rows(task.query_dataset, FLAG, task.query_column, limit=task.num_queries)
+    texts = load_rows(task.query_dataset, FLAG, task.num_queries, query_column=task.query_column)
     order = np.random.default_rng(0).permutation(len(texts))[: max(limit, SMALL_TABLE)]
     if len(order) < len(texts):
         say(f"{len(order)} of {len(texts)} rows are enough for this run")
@@ -253,7 +253,7 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
                 block.clear()
         return blocks
 
-    rows = load_rows(task.query_dataset, FLAG, task.query_column, limit=task.num_queries)
+    rows = load_rows(task.query_dataset, FLAG, task.num_queries, query_column=task.query_column)
     flag = f"blocks of {block_size} tokens (--block_size)"
     table = tokenize_rows(rows, to_blocks, block_size, task, tokenizer, ids.pad, flag)
     return table.select(np.random.default_rng(0).permutation(len(table)))
@@ -282,8 +282,8 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
             sequences.append(sequence if query and response else [])
         return sequences
 
-    columns = task.query_column, column
-    rows = load_rows(task.query_dataset, FLAG, *columns, limit=task.num_queries)
+    columns = dict(query_column=task.query_column, response_column=column)
+    rows = load_rows(task.query_dataset, FLAG, task.num_queries, **columns)
     say_if_plain(rows, task, tokenizer)
     length = width + task.response_length
     flag = f"--query_length {task.query_length} or --response_length {task.response_length}"

@@ -87,8 +87,8 @@ def find_model(name: str, weights: bool = False) -> str:
     return folder
 
 
-def load_rows(source: str, flag: str, *columns: str, limit: int | None = None) -> Rows:
-    """Load a data source (see `Task`) that a flag names, with texts in these columns.
+def load_rows(source: str, flag: str, limit: int | None = None, **columns: str) -> Rows:
+    """Load a data source (see `Task`) that a flag names, with texts in `columns` of other flags.
 
     At most `limit` rows; without images, sound and video, which no function of texts reads.
     """
@@ -109,7 +109,10 @@ def load_rows(source: str, flag: str, *columns: str, limit: int | None = None) -
                 load = partial(huggingface_hub.hf_hub_download, name, part, repo_type="dataset")
             found = fetch(source, load)
             rows = read_file(Path(found)) if isinstance(found, str) else found
-        check_texts(rows, columns, source)
+        for option, name in columns.items():
+            with about(f"--{option} {name}"):
+                rows.select_columns(name)  # the error lists those that there are
+        check_texts(rows, [*columns.values()], source)
     rows = rows.remove_columns([x for x, y in rows.features.items() if MEDIA.search(repr(y))])
     if limit and len(rows) > limit:
         say(f"{flag}: {limit} of {len(rows)} rows are used (--num_queries)")
@@ -181,7 +184,6 @@ def check_texts(rows: Rows, columns: Sequence[str], source: str) -> None:
     """Raise `InputError` for the first value of these columns that is no text, or JSON of messages."""
     import pyarrow.compute
 
-    rows.select_columns(list(columns))  # if one is missing, the error lists them
     for name in columns:
         if rows.features[name].dtype in ("string", "large_string"):
             found = pyarrow.compute.match_substring_regex(rows.data.column(name), MESSAGES)

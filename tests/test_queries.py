@@ -2,6 +2,8 @@
 
 import functools
 import json
+import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ import formats
 import numpy as np
 import pytest
 import torch
+from conftest import read_metrics
 from formats import write_rows
 from tiny import WORDS, load_script, refuses
 from tokenizers import Tokenizer
@@ -53,7 +56,7 @@ def rows_of(table) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "json"])
 def test_G2_books_are_one_sentence_a_row_in_any_format_padded_on_the_left(suffix, task, tmp_path):
-    rows = [{"text": sentence} for sentence in SENTENCES]
+    rows = [{"text": sentence, "tokens": [1], "cut": 0} for sentence in SENTENCES]  # own columns
     task = replace(task, query_dataset=write_rows(tmp_path / f"books.{suffix}", rows))
     table, tokenizer = load_queries(task), tokenizer_of(task)
     expected = [tokenizer.encode(SENTENCES[i])[:8] for i in (0, 3, 4, 5)]  # blank rows: no queries
@@ -449,3 +452,20 @@ def test_every_script_asks_for_the_queries_that_it_can_use_and_needs_prompts_onl
             script.main(args)
     assert seen == [(16, 1234), (16, 309), (16, 16)]
     refuses(lambda: sft.main(sft.Args(task=task, num_heldout=1, batch_size=1)), "'completion'")
+
+
+@pytest.mark.parametrize("script", ["sft", "train_reward", "ppo", "rloo"])
+def test_a_run_says_what_it_learns_from_and_holds_out(script, start, capsys):
+    """sft.py holds out a tenth of few sequences."""
+    start(script, **(dict(num_heldout=None) if script == "sft" else {}))
+    out = capsys.readouterr().out
+    found = re.search(r"(\d+)(?:/(\d+))? \w+[^\n]*, (\d+) held out, (\d+) (?:steps|updates)", out)
+    learned, total, held_out, steps = (int(x or 0) for x in found.groups())
+    metrics = read_metrics(next(Path("runs").iterdir()).name)
+    assert steps <= len(metrics) <= steps + 1 < learned + 1  # perhaps one after the last
+    if script == "sft":
+        assert held_out == math.ceil((learned + held_out) / 10) and "leaves out" in out
+    elif script == "train_reward":
+        assert (learned, total) == (12, 16)
+    else:
+        assert held_out == 4
