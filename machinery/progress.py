@@ -95,7 +95,7 @@ def plot_run(folder: Path, names: list[str]) -> None:
         axis = figure.add_subplot(len(names), 1, i + 1, title=name)
         axis.grid(alpha=0.3)
         xs, ys = pick(lines, name, after)
-        axis.plot(xs, ys, "C0", alpha=0.5, label="each")
+        axis.plot(xs, ys, "C0" if len(ys) > 1 else "oC0", alpha=0.5, label="each")
         if (n := len(ys) // 20) > 4:  # many noisy steps
             axis.plot(
                 xs[n - 1 :], np.convolve(ys, [1 / n] * n, "valid"), "C0", label=f"mean of {n}"
