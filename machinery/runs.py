@@ -4,7 +4,6 @@ import inspect
 import json
 import os
 import secrets
-import shlex
 import shutil
 import signal
 import sys
@@ -205,9 +204,6 @@ class Run:
         """Write the metrics of one update."""
         self.step = min(step + 1, self.total)
         if self.main:
-            for name, value in metrics.items():
-                with about(f"metric {name}"):  # such as a tensor
-                    json.dumps(value)
             self.append("metrics.jsonl", [{"step": step, **metrics}])
             self.accelerator.log(metrics, step=step)
             if step < self.total:  # otherwise an evaluation after the last update
@@ -263,29 +259,16 @@ class Run:
     def finish(self, *messages: str, then: str = "", flag: str = "") -> None:
         """Stop the processes, draw the curves, print where everything is and the next command.
 
-        The script `then` finds the weights, unless they are in `--output_dir`: `flag` names them.
+        It starts the script `then`, whose `flag` names the weights.
         """
         self.close()
         distributed.stop(self.accelerator)
         if not self.main:
             return
+        task, module = self.args.task, sys.modules[type(self.args).__module__]
         plot_run(self.folder, [*self.progress.titles])
         print(*messages, f"weights: {self.weights}", f"curves: {self.folder}/curves.png", sep="\n")
-        if then:
-            weights = self.weights if self.args.output_dir else self.link
-            print("next:", shlex.join(next_command(self.args, then, flag, str(weights))))
-
-
-def next_command(args: Any, then: str, flag: str, weights: str) -> list[str]:
-    """The script `then` with these weights and, where they are changed, the task's flags."""
-    task, presets = args.task, getattr(inspect.getmodule(type(args)), "PRESETS", {})
-    defaults = vars(TASKS[task.task]) | {"reward_model": f"models/{task.task}/train_reward"}
-    own = defaults | presets.get(task.task, {})
-    changed = {name: x for name, x in vars(task).items() if x != own[name]} | {flag: weights}
-    command = ["python", f"{then}.py", "--task", task.task]
-    for name, x in changed.items():
-        if isinstance(x, bool) and x != defaults[name]:
-            command += [f"--{name}" if x else f"--no-{name}"]
-        elif x != defaults[name]:
-            command += [f"--{name}", str(x)]
-    return command
+        defaults = vars(TASKS[task.task]) | module.PRESETS.get(task.task, {})
+        plain = all(x == defaults[name] for name, x in vars(task).items())
+        if then and plain and not self.args.output_dir:  # else the next one needs these flags, too
+            print(f"next: python {then}.py --task {task.task} --{flag} {self.link}")
