@@ -30,6 +30,16 @@ from utils import TokenIds, all_max, decode, global_mean_and_var, micro_batches,
 OTHERS = "let a --reward_fn call it, as data/classifier.py does"
 LIMIT = 600  # seconds for an `async def` function, or its attribute `timeout`
 TOTALS = {"score", "scores", "reward", "rewards", "total", "kl"}  # no parts of a score
+# Lines to paste that call other systems' functions, and one to complete:
+OPENRLHF = (
+    "def wrapped(queries, responses, labels): return {}("
+    "[q + r for q, r in zip(queries, responses)], queries, labels)"
+)
+VERL = (
+    "def wrapped(responses, data_source, ground_truth): return ["
+    "{}(*row) for row in zip(data_source, responses, ground_truth)]"
+)
+OTHER = "def wrapped(queries, responses): return {}(…)  # and columns, by their names"
 FUNCTIONS = vars(os).copy()
 event_loop = functools.cache(asyncio.Runner)  # one, since clients belong to theirs
 
@@ -199,29 +209,10 @@ def load_scorer(field: str, task: Task) -> Any:
         named = [name for name, x in parameters.items() if x.kind is not x.VAR_KEYWORD]
         both = {"queries", "prompts"} <= {*named}  # OpenRLHF's `queries` hold the responses, too
         if both or named and not {"responses", "completions", "scores"} & {*named}:
-            line = wrap(function, name.rpartition(":")[2])
-            raise InputError(
-                f"needs other texts (ours have no special tokens); name this one: {line}"
-            )
+            line = OPENRLHF if both else VERL if "solution_str" in named else OTHER
+            line = line.format(name.rpartition(":")[2])
+            raise InputError(f"needs other texts; call it from a function like this: {line}")
     return function
-
-
-def wrap(function: Any, name: str) -> str:
-    """A line to paste: a reward function that calls verl's, OpenRLHF's, or one of other names."""
-    parameters = inspect.signature(function).parameters.values()
-    names = [x.name for x in parameters if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
-    given, each = {x: x for x in names}, ", ".join(names)  # columns
-    if "solution_str" in names:
-        given["solution_str"] = "responses"
-    elif {"queries", "prompts"} <= {*names}:
-        given |= dict(queries="[q + r for q, r in zip(queries, responses)]", prompts="queries")
-    else:
-        given |= dict.fromkeys(names[:1], "queries") | dict.fromkeys(names[-1:], "responses")
-    call = f"{name}({', '.join(f'{x}={y}' for x, y in given.items())})"
-    if "solution_str" in names:  # verl's judge one response
-        call = f"[{name}({each}) for {each} in zip({', '.join(given.values())})]"
-    columns = [x for x in names if given[x] == x]
-    return f"def wrapped({', '.join(['queries', 'responses', *columns])}): return {call}"
 
 
 def call_reward_function(function: Callable, texts: dict, columns: dict) -> dict[str, Tensor]:

@@ -208,9 +208,7 @@ def import_file(path: Path) -> Any:
     folder, name, ours = path.parent, path.stem, {}
     while name in sys.modules:  # such as a second judge.py
         name += "_"
-    names = {x.stem for x in folder.glob("*.py")} | {
-        x.parent.name for x in folder.glob("*/__init__.py")
-    }
+    names = {x.name for x in pkgutil.iter_modules([str(folder)])}
     for key in [x for x in sys.modules if x.partition(".")[0] in names - sys.stdlib_module_names]:
         if folder not in Path(getattr(sys.modules[key], "__file__", None) or path).parents:
             ours[key] = sys.modules.pop(key)

@@ -389,18 +389,13 @@ def test_the_table_of_signatures_has_these_rows():
 
 # Functions of other forms: their parameters and what they compute for the query "1 + 1 =", its
 # response " 2", the answer "2" and the label "two", as their own libraries would call them.
-OTHERS = {  # OpenRLHF's, verl's, names of one's own
+OTHERS = {  # OpenRLHF's, verl's
     "queries, prompts, labels": (
         "[float(x == ('1 + 1 = 2', '1 + 1 =', 'two')) for x in zip(queries, prompts, labels)]"
     ),
     "data_source, solution_str, ground_truth, extra_info=None": (
         "float(solution_str.strip() == ground_truth and data_source == 'sums')"
     ),
-    "question, answer, output": (
-        "[float((question, answer, output) == (['1 + 1 ='], ['2'], [' 2']))]"
-    ),
-    "prompt, response, weight=1.0": "[float((prompt, response) == (['1 + 1 ='], [' 2']))]",
-    "texts": "[float(texts == [' 2'])]",
 }
 
 
@@ -417,6 +412,16 @@ def test_a_function_of_another_form_is_refused_with_a_wrapper_to_paste(parameter
     function = rewards.load_scorer("reward_fn", replace(task, reward_fn=f"{path}:wrapped"))
     columns = REST | dict(data_source=["sums"], ground_truth=["2"])
     assert rewards.call_reward_function(function, TEXTS, columns)[""].tolist() == [1]
+
+
+@pytest.mark.parametrize("parameters", ["question, answer, output", "prompt, response", "texts"])
+def test_a_function_with_names_of_its_own_is_refused_with_a_wrapper_to_complete(
+    parameters, task, tmp_path
+):
+    """Which of its texts is which is not guessed."""
+    (tmp_path / "own.py").write_text(f"def judge({parameters}):\n    return [1.0]\n")
+    args = tiny.make_args(task, reward_fn=f"{tmp_path}/own.py:judge", reward_model="nowhere")
+    refuses(lambda: rewards.check_reward(args), "def wrapped(queries, responses): return judge(…)")
 
 
 def test_a_parameter_that_nothing_fills_and_a_column_with_the_name_of_a_text_are_refused():
