@@ -112,14 +112,10 @@ def test_a_resumed_run_continues_its_wandb_run(home, monkeypatch):
 def test_the_next_command_finds_the_weights_or_is_not_printed(home, capsys):
     """It would need the task's flags that were changed, too."""
     base_model = sft.PRESETS["synthetic"]["base_model"]
-    task = replace(tasks.TASKS["synthetic"], base_model=base_model)
-    changed = replace(task, query_length=9)
-    for task, output_dir, line in (
-        (task, None, True),
-        (task, "out", False),
-        (changed, None, False),
-    ):
-        args = replace(two_steps("sft"), task=task, output_dir=output_dir)
+    plain = replace(tasks.TASKS["synthetic"], base_model=base_model)
+    changed = replace(plain, query_length=9)
+    for task, out, line in ((plain, None, True), (plain, "out", False), (changed, None, False)):
+        args = replace(two_steps("sft"), task=task, output_dir=out)
         run = runs.Run(args, 1, ["loss"], Accelerator(cpu=True))
         run.log(0, {"loss": 1.0})
         run.finish(then="train_reward", flag="base_model")
