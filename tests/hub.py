@@ -35,10 +35,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def answer(self) -> None:
         """Information about a repository, the list of its files, or one of them."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        time.sleep(self.server.delay)
         url = urlsplit(self.path)
         found = API.fullmatch(unquote(url.path)) or FILE.fullmatch(unquote(url.path))
         kind, name, what, revision, rest = found.groups() if found else ("", "", "", "", "")
+        if name:
+            time.sleep(self.server.delay)
+            self.server.delay = 0.0
         if name in OLD:
             return self.send(307, Location=self.path.replace(f"/{name}", f"/{OLD[name]}", 1))
         commits = sorted((self.server.root / (kind or "models") / name).glob("0*"))
@@ -84,7 +86,8 @@ class Hub(http.server.ThreadingHTTPServer):
 
     def __init__(self, root: Path):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.root, self.delay, self.asked = root, 0.0, []
+        self.root, self.asked = root, []
+        self.delay = 0.0  # seconds before the next answer
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 

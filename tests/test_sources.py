@@ -143,7 +143,7 @@ def test_files_and_models_of_the_hub_are_read_by_name(hub, capsys):
     write_rows(hub.commit("datasets", "owner/labels") / "a/5k.json", [{"text": "007"}])
     lm = tiny.make_lm(vocab=tiny.WORDS)
     lm.save_pretrained(tiny.write_tokenizer(hub.commit("models", "openai-community/gpt2")))
-    hub.delay = 0.1
+    hub.delay = 2.5
     assert list(load_rows("owner/labels:a/5k.json", "--flag")) == [{"text": "007"}]
     found = load_lm("gpt2").state_dict()
     assert all(x.equal(found[name]) for name, x in lm.state_dict().items())
