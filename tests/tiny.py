@@ -215,7 +215,7 @@ class Table:
     def __getitem__(self, rows: np.ndarray | slice) -> Tensor:
         batch = self.batches.pop(0)
         copies = 1 if isinstance(rows, slice) else max(len(rows) // len(batch), 1)
-        return batch.repeat(copies, 1)  # RLOO's K responses to a query
+        return batch.repeat_interleave(copies, dim=0)  # RLOO's K responses to a query
 
 
 class Tokenizer:

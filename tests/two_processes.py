@@ -30,7 +30,7 @@ from machinery.tokens import load_tokenizer
 
 HALVES = {  # rows of the two minibatches of 8 episodes
     "ppo": [[6, 3, 0, 5], [1, 7, 4, 2]],
-    "rloo": [[0, 3, 6, 5], [2, 1, 4, 7]],  # [K, P] = [4, 2]: even rows respond to the first query
+    "rloo": [[0, 3, 6, 5], [2, 1, 4, 7]],  # [P, K] = [2, 4]: four responses to each query
 }
 QUERIES = tiny.make_contexts(tiny.LENGTHS, 8)
 RESPONSES = tiny.make_responses(8, 5)
@@ -49,8 +49,8 @@ def run_update(script: ModuleType, rank: int, processes: int) -> tiny.FakeRun:
         halves = [half[rank::processes] for half in HALVES["ppo"]]
         rows = sum(halves, [])
         queries = QUERIES[rows]
-    else:  # each process has whole groups of responses [K, P / processes]
-        rows = list(range(8))[rank::processes]
+    else:  # each process has whole groups of responses [P / processes, K]
+        rows = np.arange(8).reshape(processes, -1)[rank].tolist()
         halves = [[row for row in half if row in rows] for half in HALVES["rloo"]]
         queries = QUERIES[2:4][rank::processes]
     minibatches = [torch.tensor([rows.index(row) for row in half]) for half in halves]
