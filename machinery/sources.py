@@ -4,7 +4,6 @@ import csv
 import functools
 import hashlib
 import importlib.util
-import inspect
 import json
 import os
 import pkgutil
@@ -186,8 +185,8 @@ def check_texts(rows: Rows, columns: Sequence[str], source: str) -> None:
 
     for name in columns:
         if rows.features[name].dtype in ("string", "large_string"):
-            found = pyarrow.compute.match_substring_regex(rows.data.column(name), MESSAGES)
-            wrong = found.to_pylist()
+            column = rows.data.column(name)
+            wrong = pyarrow.compute.match_substring_regex(column, MESSAGES).to_pylist()
         else:
             wrong = [not isinstance(value, str | None) for value in rows[name]]
         if True in wrong:
@@ -229,8 +228,4 @@ def load_function(name: str) -> Callable:
     source, _, attribute = name.rpartition(":")
     if not source.endswith(".py"):
         return pkgutil.resolve_name(name)
-    module = import_file(Path(source).resolve())
-    if not hasattr(module, attribute):
-        found = ", ".join(name for name, _ in inspect.getmembers(module, inspect.isfunction))
-        raise InputError(f"has no {attribute!r}; its functions: {found}")
-    return getattr(module, attribute)
+    return getattr(import_file(Path(source).resolve()), attribute)

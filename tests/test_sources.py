@@ -271,9 +271,3 @@ def test_the_error_names_a_utils_of_ones_own_in_the_folder_of_a_copied_script(he
     run = subprocess.run([sys.executable, "mine.py"], env=env, capture_output=True, text=True)
     last = run.stderr.splitlines()[-1]
     assert f"{here}/utils.py is imported in place of" in last and "rename it" in last
-
-
-def test_a_function_that_a_file_does_not_have_is_refused_with_those_that_it_has(tmp_path):
-    code = "import json\ndef score(x): return x\ndef other(x): return x\n"
-    (tmp_path / "mine.py").write_text(code)
-    refuses(lambda: load_function(f"{tmp_path}/mine.py:scor"), "'scor'", "other, score")
