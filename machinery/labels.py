@@ -73,19 +73,17 @@ def load_labels(task: Task, tokenizer: Any, ids: TokenIds, config: Any = None) -
             use = f"python data/convert.py {source} pairs.jsonl{rename_prompt(rows.column_names)}"
             raise InputError(f"{rows.column_names} are no labels (docs/data.md); perhaps use {use}")
     longest = getattr(config, "max_position_embeddings", None) or math.inf
-    kept, long = [], {}  # row → its length
-    for row, (query, *answers), index in found:
-        if (length := len(query) + max(map(len, answers))) > longest:
-            long[row] = length
-        else:
-            kept.append(([query, *answers], index))
-    for row, length in [*long.items()][:1]:
+    lengths = [len(query) + max(map(len, answers)) for _, (query, *answers), _ in found]
+    fits = [length <= longest for length in lengths]
+    if False in fits:
+        row, length = found[i := fits.index(False)][0], lengths[i]
         such = f"--label_dataset: row {row} has {length} tokens; the model reads {longest}"
-        say(f"{such}: skipped {len(long)} of {len(rows)} such rows")
-        if not kept:
+        say(f"{such}: skipped {fits.count(False)} of {len(rows)} such rows")
+        if not any(fits):
             raise InputError(such)
-    arrays = [[np.array(ids, np.int32) for ids in sequences] for sequences, _ in kept]
-    best = np.array([index for _, index in kept], dtype=int)
+    kept = [x for x, fit in zip(found, fits, strict=True) if fit]
+    arrays = [[np.array(ids, np.int32) for ids in sequences] for _, sequences, _ in kept]
+    best = np.array([index for _, _, index in kept], dtype=int)
     return Labels([x[0] for x in arrays], [x[1:] for x in arrays], best)
 
 
