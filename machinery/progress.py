@@ -97,9 +97,8 @@ def plot_run(folder: Path, names: list[str]) -> None:
         xs, ys = pick(lines, name, after)
         axis.plot(xs, ys, "C0" if len(ys) > 1 else "oC0", alpha=0.5, label="each")
         if (n := len(ys) // 20) > 4:  # many noisy steps
-            axis.plot(
-                xs[n - 1 :], np.convolve(ys, [1 / n] * n, "valid"), "C0", label=f"mean of {n}"
-            )
+            means = np.convolve(ys, [1 / n] * n, "valid")
+            axis.plot(xs[n - 1 :], means, "C0", label=f"mean of {n}")
         for heldout in {name.replace("objective/", "eval/"), f"heldout/{name}"} - {name}:
             if points := pick(lines, heldout, [0, *after]):
                 axis.plot(*points, "oC1", label="held out")

@@ -274,9 +274,8 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
         responses = tokens.encode_answers(contexts, texts, tokenizer, task.truncate_token)
         sequences = []
         for query, context, response in zip(prompts, contexts, responses, strict=True):
-            sequence = (
-                [ids.pad] * (width - len(context)) + context + tokens.with_end(response, ends)
-            )
+            sequence = [ids.pad] * (width - len(context)) + context
+            sequence += tokens.with_end(response, ends)
             sequence += [ids.pad] * (width + task.response_length - len(sequence))
             sequence += [ids.pad] * (len(query) - task.query_length)  # counted as cut
             sequences.append(sequence if query and response else [])

@@ -121,7 +121,7 @@ class RewardConfig(transformers.PretrainedConfig):
 def check_reward_model(model: Any, length: int) -> None:
     """Choose how to unpad. Raise `InputError` if a score depends on the texts beside it."""
     config, pad = model.config.backbone, model.config.pad_id
-    length = max(3, min(length, getattr(config, "max_position_embeddings", None) or length))
+    length = max(3, length)
     texts = [[i % pad for i in range(n)] for n in (length, length, 3)]
     alone = torch.cat([model(torch.tensor([text])) for text in texts])
     for longest in (length, 0):  # a model that needs its padding keeps it
