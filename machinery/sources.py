@@ -155,12 +155,11 @@ def read_file(path: Path) -> Rows:
     kinds = {name: datasets.Value("string" if x else "binary") for name, x in texts.items()}
     rows = datasets.Dataset.from_generator(encode, datasets.Features(kinds), **options)
     others = [name for name, x in texts.items() if not x]
-    return rows.with_transform(partial(decode, others)) if others else rows
 
+    def decode(batch: dict[str, list]) -> dict[str, list]:
+        return {x: list(map(json.loads, y)) if x in others else y for x, y in batch.items()}
 
-def decode(columns: list[str], batch: dict[str, list]) -> dict[str, list]:
-    """Decode the JSON of these columns."""
-    return {x: list(map(json.loads, y)) if x in columns else y for x, y in batch.items()}
+    return rows.with_transform(decode) if others else rows
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,4 @@
-"""Tokenizers: ids of a task, and the same texts in ids of another tokenizer.
-
-Tags such as (G2) are explained in docs/details.md.
-"""
+"""Tokenizers: the ids of a task, of texts after other texts, and of another tokenizer's ids."""
 
 from contextlib import suppress
 from itertools import chain

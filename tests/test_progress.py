@@ -112,14 +112,13 @@ def test_five_updates_without_anything_to_learn_from_are_said_once(name, capsys)
         assert capsys.readouterr().out.count(name) == lines
 
 
-def test_equal_scores_and_a_gradient_of_0_are_said_in_a_run(home, capsys):
+def test_equal_scores_are_said_in_a_run(home, capsys):
     Path("same.py").write_text("def score(queries, responses): return [0.1 for _ in queries]")
     SCRIPTS["rloo"].main(settings("rloo", reward_fn="same.py:score", kl_coef=0.0))
     lines = capsys.readouterr().out.splitlines()
     found = [line for line in lines if "nothing to learn from" in line]
     assert "frac_reward_zero_std was 1 " in found[0] and "scores_std was 0 " in found[1]
     assert len(found) == 2
-    assert sum("gradient was 0 " in line for line in lines) == 1
 
 
 def test_curves_are_over_episodes_with_evaluations_as_points(tmp_path, monkeypatch, capsys):
