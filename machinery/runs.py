@@ -265,10 +265,11 @@ class Run:
         distributed.stop(self.accelerator)
         if not self.main:
             return
-        task, module = self.args.task, sys.modules[type(self.args).__module__]
         plot_run(self.folder, [*self.progress.titles])
         print(*messages, f"weights: {self.weights}", f"curves: {self.folder}/curves.png", sep="\n")
-        defaults = vars(TASKS[task.task]) | module.PRESETS.get(task.task, {})
-        plain = all(x == defaults[name] for name, x in vars(task).items())
-        if then and plain and not self.args.output_dir:  # else the next one needs these flags, too
-            print(f"next: python {then}.py --task {task.task} --{flag} {self.link}")
+        task = self.args.task
+        if then and not self.args.output_dir:
+            presets = getattr(sys.modules[type(self.args).__module__], "PRESETS", {})
+            defaults = vars(TASKS[task.task]) | presets.get(task.task, {})
+            if all(x == defaults[name] for name, x in vars(task).items()):  # else it needs flags
+                print(f"next: python {then}.py --task {task.task} --{flag} {self.link}")
