@@ -137,8 +137,8 @@ class Recorder:
     def __getitem__(self, rows: Any) -> Tensor:
         return torch.ones(len(rows), self.args.task.query_length, dtype=torch.long)
 
-    def hold_out(self, n: int, needed: int = 1) -> tuple[None, "Recorder"]:
-        return None, self
+    def hold_out(self, n: int, needed: int = 1) -> tuple["Recorder", "Recorder"]:
+        return self, self
 
     def restore(self, policy: Any, optimizer: Any, kl_coef: float) -> tuple[int, float]:
         for weight in filter(lambda x: x.requires_grad, policy.parameters()):

@@ -242,8 +242,9 @@ def test_a_product_and_a_cast_are_counted_once_and_views_not_at_all():
     assert {kind for _, kind, _ in tally.rows} == expected.keys()
 
 
-def test_the_kernels_of_an_update_are_counted():
+def test_the_kernels_of_an_update_are_counted(monkeypatch):
     """Of one layer, 8 queries of 64 tokens, responses of 4, four epochs: by hand."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # restored afterwards
     work = replace(gpu.SMALL, response_length=4, shortest=64)
     rows = gpu_count.count_update(work, "ppo", [])
     blocks = 2 * 12 * 32**2 * 8 * (64 + 4)  # operations of a forward pass
