@@ -218,7 +218,10 @@ def count_update(work: speed.Work, kind: str, flags: list[str]) -> Counter:
         unpadding.set_unpadding(model.backbone, length)
         models.store_as_cast(model)
         score, inputs = accelerator.autocast()(rewards.score_in_parts), args.micro_batch_tokens
-        reward: Any = lambda *x: score(model, torch.cat(x[:2], dim=1), inputs, work.query_length)
+
+        def reward(*x: Any) -> Tensor:
+            return score(model, torch.cat(x[:2], dim=1), inputs, work.query_length)
+
         reward.means = dict  # no named parts
         return reward
 
