@@ -72,12 +72,12 @@ def exit_code(script: str, args: Any) -> int:
 
 
 def written(folder: Path) -> dict[str, Any]:
-    """What a run writes, except times: metrics, samples, the bytes of all weights."""
+    """What a run writes, except times and names: metrics, samples, the bytes of all weights."""
     found: dict[str, Any] = {}
     for name in ("metrics.jsonl", "samples.jsonl"):
         text = (folder / name).read_text() if (folder / name).exists() else ""
         found[name] = without_times([json.loads(x) for x in text.splitlines() if x])
-    paths = [*folder.glob("model/*.safetensors"), *folder.glob("keep_*/*")]
+    paths = [*folder.glob("model/*.safetensors"), *folder.glob("keep_*/[!a]*")]  # but args.json
     return found | {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
@@ -280,15 +280,15 @@ def test_a_run_that_is_killed_anywhere_and_resumed_equals_an_undisturbed_run(pro
     for script, kills in WHERE[processes].items():
         *codes, last = done.codes[f"{script}_killed"]
         assert done.codes[f"{script}_straight"] == [last] == [[0] * processes], done.logs
+        log = (done.folder / f"{script}_killed.0.log").read_text()
         for (what, _, rank), code in zip(read_kills(kills), codes, strict=True):
             others = {*code[:rank], *code[rank + 1 :]}
             if what.startswith("SIG"):
                 assert code == [143] * processes, done.logs
             elif what == "in a reward":  # of one process: all save the update before it, and end
-                assert code == [2] * processes and "3 of 6 updates are saved" in done.logs
+                assert code == [2] * processes and "3 of 6 updates are saved" in log
             else:
                 assert code[rank] == -9 and not others & {0, -9}, done.logs
-        log = (done.folder / f"{script}_killed.0.log").read_text()
         assert log.count("resuming runs/") >= len(codes) - 1
         assert_same_run(done.runs / f"{script}_killed", done.runs / f"{script}_straight")
 
