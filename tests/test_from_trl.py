@@ -22,7 +22,7 @@ import ppo
 from data import convert_reward
 from data.classifier import Classifier
 from machinery import rewards
-from machinery.cli import parse_args
+from machinery.cli import THEIRS, parse_args
 from machinery.sources import PINNED
 from train_reward import RewardModel
 from utils import TokenIds
@@ -58,6 +58,11 @@ def test_the_page_names_every_field_of_a_configuration(name):
     fields = {x.target.id for x in node.body if isinstance(x, ast.AnnAssign)}
     assert len(fields) > 10
     assert fields <= set(re.findall(r"`(\w+)(?:=[^`]*)?`", PAGES["docs/from_trl.md"]))
+
+
+def test_the_page_has_each_name_of_trl_that_a_script_answers():
+    named = set(re.findall(r"`([^`\n]+)`", PAGES["docs/from_trl.md"]))
+    assert len(THEIRS) > 5 and {*THEIRS, *(f"--{x}" for x in THEIRS.values())} <= named
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
