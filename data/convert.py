@@ -50,8 +50,6 @@ class Args:
     """text that ends a message in this template; the --truncate_token of the runs"""
     rename: tuple[str, ...] = ()
     """OLD=NEW ...: new names of columns; OLD= drops one"""
-    map: str | None = None
-    """path.py:function of a row, before all else: returns a row, or a list of rows"""
 
 
 def read(source: str) -> Iterator[dict[str, Any]]:
@@ -82,7 +80,7 @@ def read_messages(value: Any, role: str) -> list[dict[str, Any]]:
         turns = zip(parts[::2], parts[1::2], strict=True)
         value = [{"role": x.lower(), "content": y.strip()} for x, y in turns]
     if not isinstance(value, list):
-        raise ValueError(f"neither a text nor a list of messages; write a --map: {value!r:.60}")
+        raise ValueError(f"neither a text nor a list of messages: {value!r:.60}")
     found = []
     for message in value:
         given = message.items() if isinstance(message, dict) else ()
@@ -90,7 +88,7 @@ def read_messages(value: Any, role: str) -> list[dict[str, Any]]:
         role, content = known.pop("from", None), known.pop("value", None)  # ShareGPT's names
         known = {"role": role, "content": content} | known
         if known["role"] not in ROLES or not isinstance(known["content"], str):
-            raise ValueError(f"no text of user, assistant or system; write a --map: {message}")
+            raise ValueError(f"no text of user, assistant or system: {message}")
         found.append(known | {"role": ROLES[known["role"]]})
     return found
 
@@ -159,27 +157,23 @@ def write_texts(row: dict[str, Any]) -> dict[str, Any]:
 
 def main(args: Args) -> None:
     """Write a line for each row."""
-    with cli.about("--chat, --map or --rename"):
+    with cli.about("--chat or --rename"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.chat) if args.chat else None
-        function = sources.load_function(args.map) if args.map else lambda row: [row]
         names = dict(name.split("=") for name in args.rename)
     if args.out.exists():
         raise cli.InputError(f"{args.out} exists")
     skipped: dict[str, list[str]] = defaultdict(list)  # reason → what is said of each row
     part, total, written, columns = Path(f"{args.out}.part"), 0, 0, []
     with cli.about(args.source), open(part, "w", encoding="utf-8", errors="ignore") as file:
-        for source in read(args.source):
-            total += 1
+        for total, row in enumerate(read(args.source), start=1):
             try:
-                found = function(source) or []
-                for row in found if isinstance(found, list) else [found]:
-                    row = {names.get(x, x): y for x, y in row.items() if names.get(x, x)}
-                    row = write_chat(row, tokenizer, args.end) if tokenizer else write_texts(row)
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                    if not written:
-                        print(json.dumps(row, ensure_ascii=False, indent=1))
-                        columns = [*row]
-                    written += 1
+                row = {names.get(x, x): y for x, y in row.items() if names.get(x, x)}
+                row = write_chat(row, tokenizer, args.end) if tokenizer else write_texts(row)
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                if not written:
+                    print(json.dumps(row, ensure_ascii=False, indent=1))
+                    columns = [*row]
+                written += 1
             except (ValueError, TypeError) as error:
                 skipped[str(error).partition(":")[0]].append(f"row {total - 1}: {error}")
     for found in skipped.values():

@@ -1,7 +1,6 @@
 """Tokenizers: the ids of a task, of texts after other texts, and of another tokenizer's ids."""
 
 from contextlib import suppress
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -59,10 +58,7 @@ def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
     """The id of a text that is one token. Raises `InputError` if it is not."""
     if text is None:
         return None
-    known = tokenizer.get_vocab().get(text)  # Llama 2's adds a space before what it encodes
-    if known is not None and tokenizer.decode([known]) == "\ufffd":
-        known = None  # GPT-2's key "»" names a byte, not the character
-    ids = tokenizer.encode(text, add_special_tokens=False) if known is None else [known]
+    (ids,), _, _ = encode_after(["\n"], [text], tokenizer)  # alone, Llama 2's begins with a space
     if len(ids) != 1:
         raise InputError(f"{flag} {text!r} has to be one token; for this tokenizer it is {ids}")
     return ids[0]
@@ -71,7 +67,7 @@ def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
 def bos(tokenizer: Any) -> list[int]:
     """What the tokenizer begins texts with: BOS as in Llama, two tokens in GLM, or nothing."""
     regular = (i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids)
-    for text in chain(["x"], map(tokenizer.decode, regular)):  # not all have an x
+    for text in map(tokenizer.decode, regular):
         if alone := tokenizer.encode(text, add_special_tokens=False):
             ids = tokenizer.encode(text)
             return ids[: ids.index(alone[0])]

@@ -42,15 +42,19 @@ FORMS = [json.loads(line) for line in (ROOT / "tests" / "forms.jsonl").read_text
 @pytest.mark.parametrize("case", FORMS, ids=[x["form"] for x in FORMS])
 def test_a_form_becomes_texts_as_before_or_a_sentence_says_the_flag(case, chat, capsys):
     (code,) = (x for x in blocks("docs/data.md", "python") if "def nectar" in x)
-    Path("forms.py").write_text(code)
-    run = partial(convert, [case["row"] | {"margin": 0.5}], end=END, **case["flags"])
+    flags, rows, functions = dict(case["flags"]), [case["row"] | {"margin": 0.5}], {}
+    exec(code, functions)
+    computed = flags.pop("computed", None)
+    if computed:
+        rows = [*functions[computed](rows[0])]
+    run = partial(convert, rows, end=END, **flags)
     if "says" in case:
         refuses(run, "no row was written")
         assert case["says"] in capsys.readouterr().out and not Path("out.jsonl").exists()
         return
     (found,) = run()
     first, _, last = capsys.readouterr().out.rpartition("\nout.jsonl: ")
-    assert json.loads(first) == found and ("margin" in last) == ("map" not in case["flags"])
+    assert json.loads(first) == found and ("margin" in last) == (not computed)
     assert case.get("texts", {}).items() <= found.items()
     if "before" in case:
         names = "prompt", "completion", "chosen", "rejected"

@@ -410,13 +410,13 @@ def test_ids_beyond_the_tokenizer_are_no_text(gpt2, hers):
 
 
 def test_the_id_of_a_text_is_the_one_that_it_has_inside_of_a_text():
-    """In Llama 2's form "." alone is not the token that ends "dog."."""
+    """In Llama 2's form, "." alone is not the token that ends "dog."."""
     tokenizer = formats.llama2_tokenizer(["dog"])
     period, _, dog = (tokenizer.convert_tokens_to_ids(piece) for piece in (".", "▁.", "▁dog"))
     encode = partial(tokenizer.encode, add_special_tokens=False)
     assert encode(".") != [period] and encode("dog. dog.") == [dog, period] * 2
     assert single_token(tokenizer, ".", "--truncate_token") == period
-    assert single_token(tokenizer, "dog", "--truncate_token") == dog  # as it is in a text
+    assert single_token(tokenizer, " dog", "--truncate_token") == dog
     two = partial(single_token, tokenizer, "dog.", "--truncate_token")
     refuses(two, "--truncate_token 'dog.'")
 
