@@ -1,6 +1,5 @@
 """Rewards of tasks whose answers can be checked: 1 if the answer is right, otherwise 0."""
 
-import random
 import re
 from decimal import Decimal
 from fractions import Fraction
@@ -17,7 +16,6 @@ FORMS = {  # of the answer alone → the same for `Fraction`
     re.compile(r"(?<=\d)[ ,](?=\d{3}(?!\d))"): "",
     re.compile("−"): "-",
 }
-COIN = random.Random(1)
 
 
 def read_text(answer: Any) -> str | None:
@@ -72,11 +70,6 @@ def gsm8k(queries: list[str], responses: list[str], answer: list[Any]) -> list[f
     """1.0 for each response whose number after `####` is that of the `answer`."""
     given, right = map(final_number, responses), map(read_number, answer)
     return [float(x is not None and x == y) for x, y in zip(given, right, strict=True)]
-
-
-def coin_flip(queries: list[str], responses: list[str]) -> list[float]:
-    """0.0 or 1.0 at random, whatever the response: a control; nothing can be learned from it."""
-    return [float(COIN.getrandbits(1)) for _ in responses]
 
 
 # A run counts the answers of which these are None:

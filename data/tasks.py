@@ -111,14 +111,12 @@ STEPS = 'Let\'s think step by step and output the final answer after "####".'  #
 TASKS = {
     "synthetic": replace(
         STORIES,
-        task="synthetic",
         base_model="models/synthetic/sft",
         query_dataset=str(SYNTHETIC / "stories.txt"),
         label_dataset=str(SYNTHETIC / "labels.json"),
     ),
     "synthetic_eos": replace(
         STORIES,
-        task="synthetic_eos",
         base_model="models/synthetic_eos/sft",
         query_dataset=str(SYNTHETIC / "stories_eos.jsonl"),
         query_column="prompt",
@@ -131,12 +129,10 @@ TASKS = {
     "sentiment": BOOKS,
     "descriptiveness": replace(
         BOOKS,
-        task="descriptiveness",
         label_dataset="vwxyzjn/lm-human-preferences:descriptiveness/offline_5k.json",
     ),
     "cnndm": replace(
         SUMMARIES,
-        task="cnndm",
         query_dataset="abisee/cnn_dailymail:3.0.0",
         query_column="article",
         query_prefix="Article:\n\n",
@@ -147,7 +143,6 @@ TASKS = {
     ),
     "tldr_2019": replace(
         SUMMARIES,
-        task="tldr_2019",
         query_dataset="dim/tldr_17_50k",
         query_column="content",
         clean_fn=f"{DATA / 'clean.py'}:clean_post",
@@ -155,7 +150,6 @@ TASKS = {
     ),
     "tldr": replace(
         BOOKS,
-        task="tldr",
         base_model="models/tldr/sft",
         query_dataset="trl-lib/tldr",
         query_column="prompt",
@@ -169,7 +163,6 @@ TASKS = {
     ),
     "arithmetic": replace(
         VERIFIABLE,
-        task="arithmetic",
         base_model="models/arithmetic/sft",
         query_dataset=str(ARITHMETIC / "problems.jsonl"),
         query_column="prompt",
@@ -180,7 +173,6 @@ TASKS = {
     ),
     "gsm8k": replace(
         VERIFIABLE,
-        task="gsm8k",
         base_model="Qwen/Qwen2.5-0.5B-Instruct",
         query_dataset="openai/gsm8k:main",
         query_column="question",
@@ -193,3 +185,4 @@ TASKS = {
         **ENDS_AT_EOS | dict(truncate_token="<|im_end|>"),
     ),
 }
+TASKS = {name: replace(task, task=name) for name, task in TASKS.items()}

@@ -22,7 +22,7 @@ import ppo
 import rloo
 import sft
 import utils
-from benchmarks import arithmetic_data, pass_at_k, synthetic_data
+from benchmarks import arithmetic_data, coin_flip, pass_at_k, synthetic_data
 from data import answers as data_answers
 from data import tasks
 from data.synthetic import judge
@@ -162,7 +162,7 @@ def test_strict_and_lenient_accuracy_and_form_by_hand(reward, answer):
 
 
 def test_random_rewards_are_0_and_1_for_any_response():
-    rewards = data_answers.coin_flip([""] * 1000, ["=2"] * 1000)
+    rewards = coin_flip.score([""] * 1000, ["=2"] * 1000)
     assert set(rewards) == {0, 1} and 440 < sum(rewards) < 560
 
 
