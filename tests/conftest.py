@@ -8,7 +8,6 @@ os.environ["ACCELERATE_USE_CPU"] = "true"  # before accelerate is imported; also
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for more
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,20 +53,13 @@ def score(queries, responses):
 
 def settings(script: str, **changes: Any) -> Any:
     """Flags of six updates or steps in which kl_coef, Adam's moments, gain and bias all move."""
-    files = dict(base_model="task/model", query_dataset="task/stories.txt")
-    task = tiny.make_task(**files, label_dataset="task/labels.json", truncate_token=None)
-    values: dict[str, Any] = dict(lr=1e-2)
+    values = dict(base_model="task/model", query_dataset="task/stories.txt", truncate_token=None)
+    values |= dict(label_dataset="task/labels.json", lr=1e-2)
     if script == "sft":
-        task = replace(task, num_queries=18)
-        values |= dict(num_heldout=4, batch_size=4, block_size=6, num_epochs=3, eval_every=2)
-    elif script == "train_reward":
-        values |= dict(num_labels=12, batch_size=2, normalize_samples=4, rollout_batch_size=4)
-    else:
-        values |= dict(total_episodes=48, batch_size=8, num_minibatches=2, num_ppo_epochs=2)
-        values |= dict(micro_batch_tokens=36, rollout_batch_size=5, eval_queries=4, eval_every=2)
-        values |= dict(reward_fn="reward.py:score", kl_horizon=20)
-        values |= dict(rloo_k=2) if script == "rloo" else {}
-    return tiny.new_args(SCRIPTS[script], task, **values | changes)
+        values |= dict(num_queries=18, eval_every=2)
+    elif script != "train_reward":
+        values |= dict(total_episodes=48, eval_every=2, reward_fn="reward.py:score", kl_horizon=20)
+    return tiny.make_args(script=SCRIPTS[script], **values | changes)
 
 
 def write_files(folder: Path) -> None:
@@ -238,21 +230,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         task = tiny.write_task(folder / "task")
-        common = dict(num_heldout=6, batch_size=2, block_size=10, eval_every=3, lr=1e-3)
-        seen.args["sft"] = sft.Args(task=task, output_dir="sft", run_name="sft", **common)
-        sft.main(seen.args["sft"])
-        task = tiny.replace(task, base_model="sft", truncate_token=None)
-        sizes = dict(num_labels=12, batch_size=4, micro_batch_tokens=96, lr=1e-3)
-        sizes |= dict(normalize_samples=5, rollout_batch_size=4)
-        files = dict(output_dir="reward", run_name="train_reward")
-        seen.args["train_reward"] = train_reward.Args(task=task, **sizes, **files)
-        train_reward.main(seen.args["train_reward"])
-        for script, name in ((ppo, "ppo"), (rloo, "rloo")):
-            seen.epochs[name] = []
-            patch.setattr(script, "shuffle", tiny.keep(script.shuffle, seen.epochs[name]))
-            files = dict(reward_model="reward", output_dir=name, run_name=name)
-            sizes = dict(total_episodes=20, eval_every=2)
-            seen.args[name] = tiny.make_args(task, script, **sizes, **files)
+        labels = dict(batch_size=4, micro_batch_tokens=96, normalize_samples=5)
+        rl = dict(total_episodes=20, eval_every=2, reward_model="train_reward")
+        sizes = dict(train_reward=labels, ppo=rl, rloo=rl)
+        sizes["sft"] = dict(num_heldout=6, batch_size=2, block_size=10, eval_every=3, num_epochs=1)
+        for name in ("sft", "train_reward", "ppo", "rloo"):
+            script, files = SCRIPTS[name], dict(output_dir=name, run_name=name)
+            seen.args[name] = tiny.make_args(task, script, **sizes[name] | files, lr=1e-3)
+            if name in ("ppo", "rloo"):
+                seen.epochs[name] = []
+                patch.setattr(script, "shuffle", tiny.keep(script.shuffle, seen.epochs[name]))
             script.main(seen.args[name])
+            task = tiny.replace(task, base_model="sft", truncate_token=None)
         seen.metrics = {name: read_metrics(name) for name in seen.args}
     return seen

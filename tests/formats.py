@@ -117,32 +117,13 @@ USER = {"content": "What color is the sky?", "role": "user"}
 BLUE = {"content": "It is blue.", "role": "assistant"}
 GREEN = {"content": "It is green.", "role": "assistant"}
 NIGHT = {"content": "And at night?", "role": "user"}
-BLACK = {"content": "It is black.", "role": "assistant"}
 
-# TRL's dataset formats: conversational preference, explicit and implicit prompt [card: trl dataset_formats]
+# TRL's dataset formats: conversational preference [card: trl dataset_formats]
 MESSAGES = [{"prompt": [USER], "chosen": [BLUE], "rejected": [GREEN]}]
-MESSAGES_WITHOUT_PROMPT = [{"chosen": [USER, BLUE], "rejected": [USER, GREEN]}]
-# trl-internal-testing/hh-rlhf-helpful-base-trl-style [facts]: prompt string, lists that repeat the
-# user's turn
-TRL_STYLE = [dict(prompt=USER["content"], chosen=[USER, BLUE], rejected=[USER, GREEN])]
 
-# trl-lib/ultrafeedback-prompt [TRL's examples/datasets/ultrafeedback-prompt.py, which makes it]: one
-# column, a list of one message
-ULTRAFEEDBACK_PROMPT = [
-    {"prompt": [{"content": "Name a color of the sky.", "role": "user"}]},
-    {"prompt": [{"content": "Write a line about\n\nthe sea. ", "role": "user"}]},
-]
-# HuggingFaceH4/ultrafeedback_binarized [card] has all columns. trl-lib's has no prompt, as far as we
-# know (as MESSAGES_WITHOUT_PROMPT): its card was not seen
-H4 = dict(prompt_id="7f0a", messages=[USER, BLUE], score_chosen=8.0, score_rejected=2.5)
-ULTRAFEEDBACK_BINARIZED_H4 = [H4 | row for row in TRL_STYLE]
 # HuggingFaceTB/smoltalk: whole conversations, of several turns, some with a system message. The
 # columns are those of smoltalk2 [card]; its own card was not seen
 SYSTEM = {"content": "You answer in a few words.", "role": "system"}
-SMOLTALK = [
-    {"messages": [USER, BLUE], "source": "smol-magpie-ultra"},
-    {"messages": [SYSTEM, USER, BLUE, NIGHT, BLACK], "source": "systemchats-30k"},
-]
 
 CHATML = (  # the form of Qwen's and SmolLM2's templates
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

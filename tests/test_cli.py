@@ -131,16 +131,6 @@ def test_the_first_process_speaks_and_a_rank_left_by_another_job_silences_none(m
     assert capsys.readouterr().out == "skipped 2 rows\nrank 0\n"
 
 
-@pytest.mark.parametrize("tool", ["curves", "pass_at_k", "sample", "winrate"])
-def test_bad_input_of_a_tool_ends_with_one_sentence(tool, here, monkeypatch, capsys):
-    rest = dict(curves=["--out", "y.png"], sample=["--out", "y"], winrate=["./x"])
-    monkeypatch.setattr(sys, "argv", [f"{tool}.py", "./x", *rest.get(tool, [])])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(ROOT / f"benchmarks/{tool}.py"), run_name="__main__")
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"{tool}.py: error: ") and "./x" in last
-
-
 def test_exit_codes_tell_bad_input_from_bugs(run):
     """A bug, or a full disk, keeps its traceback."""
     assert run(InputError("bad")) == (2, "ppo.py: error: bad\n")

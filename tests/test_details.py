@@ -109,7 +109,7 @@ def test_X10_the_rollout_batch_size_never_changes_what_is_sampled(script):
     lm, contexts = tiny.make_lm(), tiny.make_contexts([2, 8, 5, 1, 8, 3], 8)
     sampled = []
     for size in (1, 4, 6):
-        args = tiny.small_args(script, rollout_batch_size=size)
+        args = tiny.make_args(script=script, rollout_batch_size=size)
         rng = utils.generator(1, 0, contexts.device)
         decoder = Decoder(lm, args.task.response_length)
         sampled.append(script.sample_in_batches(decoder, contexts, tiny.IDS, args, rng))
@@ -130,10 +130,10 @@ def test_G6_every_process_has_its_own_seed_for_queries_samples_and_minibatches(s
     """seed + 100003 * rank. The evaluation, before and after, is the same on every process."""
     places = {"query_rows": 2, "generator": 0, "shuffle": 2}  # of the seed among the arguments
     spies = {name: Mock(wraps=getattr(script, name)) for name in places}
-    args = tiny.small_args(script, total_episodes=8, num_ppo_epochs=1)
+    args = tiny.make_args(script=script, total_episodes=8, num_ppo_epochs=1)
     for rank in (0, 2):
         monkeypatch.setattr(Accelerator, "process_index", rank)
-        tiny.run_episodes(script, args, **spies)
+        tiny.start(script, args, **spies)
     calls = {name: spies[name].call_args_list for name in places}
     seeds = {name: [call.args[places[name]] for call in calls[name]] for name in places}
     assert seeds["query_rows"] == seeds["shuffle"] == [1, 200_007]
@@ -282,7 +282,7 @@ def test_P7_every_epoch_is_a_fresh_permutation_of_the_batch(script, runs):
     assert len(orders) == 3 * 2  # updates * epochs
     assert all(sorted(order) == list(range(8)) for order in orders)
     assert {len(rows) for update in epochs for parts in update for rows in parts} == {4}
-    assert len(set(map(tuple, orders))) == (6 if script is ppo else 2)  # rloo.py has two queries
+    assert len(set(map(tuple, orders))) == 6
     if script is rloo:
         for rows in epochs[0][0]:
             groups = (rows // runs.args["rloo"].rloo_k).view(-1, runs.args["rloo"].rloo_k)
@@ -361,11 +361,11 @@ def eos_run(script):
     task = tiny.make_task(eos_task=True, truncate_after=0)
     sizes = dict(total_episodes=8, num_ppo_epochs=1, num_minibatches=1, micro_batch_tokens=36)
     sizes |= dict(gamma=0.9, lam=0.8) if script is ppo else {}
-    args, rollouts = tiny.small_args(script, task, **sizes), []
+    args, rollouts = tiny.make_args(task, script, **sizes), []
     inputs = dict(policy=tiny.make_policy(script=script), responses=[eos_responses()])
     inputs["reward"] = lambda queries, responses: torch.arange(1.0, 1 + len(queries))
     spies = dict(AdamTF=tiny.Recorder, Rollout=tiny.noisy_rollout(script, rollouts))
-    run = tiny.run_episodes(script, args, **inputs, **spies)
+    run = tiny.start(script, args, **inputs, **spies)
     return run, rollouts[1], inputs["policy"]  # the first rollout is the evaluation's
 
 

@@ -154,14 +154,14 @@ def update(
     spies |= dict(Rollout=tiny.keep(script.Rollout, rollouts))
     task = tiny.make_task(eos_task=True, response_length=length)
     flags = dict(total_episodes=8, num_ppo_epochs=1, max_grad_norm=1.0, micro_batch_tokens=micro)
-    args = tiny.small_args(script, task, **flags)
+    args = tiny.make_args(task, script, **flags)
     with use(device) as mode:
         models = (tiny.make_policy(kind, seed, script=script) for seed in (0, 3))
         policy, ref = (moved(model, device) for model in models)
         reward = tiny.reward_function(moved(tiny.make_reward(kind), device), 4096)
         ids = tiny.utils.TokenIds(tiny.PAD, [tiny.EOS], [7], [8, 9])
         inputs = dict(ref=ref, reward=reward, ids=ids)
-        run = tiny.run_episodes(script, args, policy, **inputs, **spies)
+        run = tiny.start(script, args, policy, **inputs, **spies)
     found = [*rollouts[1], *sum(run.optimizer.gradients, [])]
     return found, without_times(run.metrics)[0], reads, len(mode.reads)
 

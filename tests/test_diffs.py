@@ -128,18 +128,18 @@ def test_a_patch_applies_after_every_other_one_but_its_alternatives(first, patch
 # --------------------------------------------------------------------------------------------- runs
 
 
-def run_main(script, task, precision="no", score=None, **flags):
+def two_updates(script, task, precision="no", score=None, **flags):
     """Two updates of tiny models; the reference is another one. Keeps rollouts, epochs, steps, weights.
     Functions in `flags` are in place of the script's, `score(responses)` of the reward."""
     run, folder = tiny.FakeRun(), Path(task.base_model).parent
     run.rollouts, run.epochs, run.steps, run.saved = [], [], [], {}
     spies = {name: flags.pop(name) for name in [*flags] if callable(flags[name])}
     sizes = dict(batch_size=16 if hasattr(script, "Rollout") else 4, micro_batch_tokens=60, lr=1e-2)
-    sizes |= dict(total_episodes=32, num_minibatches=2, num_ppo_epochs=2, rollout_batch_size=5)
+    sizes |= dict(total_episodes=32, rollout_batch_size=5, rloo_k=4, num_epochs=1)
     sizes |= dict(num_labels=8, num_heldout=4, normalize_samples=8, block_size=10, eval_every=1)
     sizes |= dict(reward_model=str(folder), ref_model=str(folder / "reference"), eval_queries=4)
     sizes = {name: x for name, x in sizes.items() if hasattr(script.Args, name)}
-    run.args = tiny.new_args(script, task, **sizes | flags)
+    run.args = tiny.make_args(task, script, **sizes | flags)
     optimizer = getattr(script, "AdamTF", torch.optim.AdamW)
     own_step = optimizer.step
 
@@ -169,7 +169,7 @@ def run_main(script, task, precision="no", score=None, **flags):
         patch.setattr(optimizer, "step", step)
         patch.setenv("ACCELERATE_MIXED_PRECISION", precision)
         torch.manual_seed(0)
-        tiny.run_main(script, run.args, spies | dict(Run=run))
+        tiny.start(script, run.args, files=True, Run=run, **spies)
     run.rollouts = run.rollouts[1::2]  # without those of evaluations
     return run
 
@@ -191,8 +191,8 @@ def task(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def start(patched, task):
-    """Names of patches and flags, also of the task → `run_main`."""
-    return lambda *names, **flags: run_main(patched(*names), task, **flags)
+    """Names of patches and flags, also of the task → `two_updates`."""
+    return lambda *names, **flags: two_updates(patched(*names), task, **flags)
 
 
 def load_policy(folder):

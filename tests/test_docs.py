@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tomllib
 from decimal import Decimal
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -90,19 +89,6 @@ def test_what_a_page_mentions_exists(page):
         assert {x for name in names for x in name.split(".")} <= WORDS | OTHERS.get(page, set())
 
 
-def test_a_commit_that_a_page_names_is_in_the_history():
-    """Where there is one; a shallow clone has only its end."""
-    git = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
-    if not (ROOT / ".git").exists() or (ROOT / ".git/shallow").exists():
-        return
-    commits = git(["git", "log", "--format=%H"]).stdout.split()
-    texts = [*PAGES.values(), *(x.read_text() for x in ROOT.glob("diffs/**/*.*"))]
-    named = set(re.findall(r"(?<![\w.-])(?=[a-f]*\d)[0-9a-f]{7,40}\b", "\n".join(texts)))
-    named = {x for x in named if not x.isdigit()}
-    assert len(named) > 20 and commits
-    assert {x for x in named if not any(y.startswith(x) for y in commits)} == set()
-
-
 def test_no_text_tells_how_it_was_made():
     """Pages, code and tests: the words are only right about the making of the project."""
     words = r"strangers?\b|fresh (?:eyes|readers?)|issue \d|this session|last stop|as before\b"
@@ -168,15 +154,6 @@ def long(script: str) -> Numbers:
     return [x for y in ("gold_score", "kl") for x in arithmetic(script, y, "0.01 long,0.1 long")]
 
 
-def adam(model: str, epoch: str) -> Numbers | None:
-    size, _, optimizer = model.partition(", ")
-    if "published" in model:
-        return None
-    where = dict(parameters={"0.9M": "937857", "5.0M": "5028097"}[size], adam=optimizer)
-    columns = ("approxkl", "clipfrac", "ratio_var", "logratio_var")
-    return means("adam", *columns, **where, epoch=epoch, update="1")
-
-
 def ablation(script: str, what: str) -> Numbers:
     script, _, two = script.partition(" on two")
     where = dict(script=script, processes="2" if two else "1")
@@ -188,23 +165,6 @@ def ablation(script: str, what: str) -> Numbers:
     score, mean, *rest = means("ablations", *columns, **where, what=what)
     gain = [statistics.mean(gains), interval] if any(gains) else []
     return [score, mean, *gain, *rest]
-
-
-def greedy(beta: str, seed: str) -> Numbers:
-    """The highest true score and its KL; KL, score and true score of the last five updates."""
-    where = dict(kl_coef=str(float(beta)), seed=seed)
-    columns = [pick("overoptimize_seeds", x, **where) for x in ("KL", "score", "true score")]
-    kl, true = max(zip(columns[0], columns[2], strict=True), key=lambda x: x[1])
-    return [true, kl, *(statistics.mean(x[-5:]) for x in columns)]
-
-
-def clipped(model: str, label: str, steps: str) -> Numbers:
-    where = dict(model=model, steps=steps, head="bf16" if "in bf16" in label else "fp32")
-    where |= dict(autocast="bf16" if "bf16" in label else "no")
-    script, column, old = ("ppo", "rloo"), ("tokens", "completions"), ("sampler", "forward")
-    cells = product(script, column, old)
-    cells = [where | dict(script=a, column=b, old=c) for a, b, c in cells]
-    return [pick("bf16_clipped", **cell)[0] * 100 for cell in cells]
 
 
 def patch(name: str) -> Numbers:
@@ -231,33 +191,6 @@ def recipe(label: str) -> Numbers:
     return found
 
 
-def started(steps: str, lr: str, **where: str) -> Numbers:
-    """The first ten updates of SmolLM2 with RLOO (docs/rloo.md)."""
-    epochs, minibatches = re.findall(r"\d+", steps)[:2]
-    where |= dict(num_ppo_epochs=epochs, num_minibatches=minibatches, lr=str(float(lr)))
-    where["model"] = "SmolLM2-135M"
-    where["model"] += ", weights * (1 + 1e-4 N(0, 1))" * (where["precision"] == "bf16")
-    pick_first = functools.partial(pick, "rloo_start", batch_size="32", updates="10", **where)
-    approxkl, kl, score, clips = map(pick_first, ("approxkl", "kl", "score", "clipfrac"))
-    found = [min(clips), max(clips), approxkl[0], max(approxkl[1:])] if any(clips) else [0.0, 0.0]
-    return [*found, *map(statistics.mean, [kl[5:], score[:5], score[5:]])]
-
-
-def first_ratio(autocast: str, head: str, offset: str) -> Numbers:
-    where = dict(precision=autocast, head=head.removesuffix(" (ours)"))
-    where |= dict(offset=offset.replace("−", "-"))
-    return means("bf16_ratio", "log π std", "ratio std, sampling loop", **where)
-
-
-def pretrained(label: str) -> Numbers:
-    """Without the first five updates, true scores, and seconds."""
-    last = {x: means("pretrained", "last five", label=label, metric=x)[0] for x in (SCORE, KL)}
-    (ended,) = means("pretrained", "last five", label=label, metric="objective/ended")
-    held_out = dict(label=label, metric="eval/scores")
-    ends = [means("pretrained", x, **held_out)[0] for x in ("first", "last")]
-    return [None, last[SCORE], None, ended, None, last[KL], None, None, None, *ends]
-
-
 def against_trl(algorithm: str) -> Numbers:
     columns = ("loss", "TRL", "loss difference", "largest gradient", "gradient difference")
     return means("against_trl", *columns, algorithm=algorithm)
@@ -271,7 +204,7 @@ def gpu(file: str, what: str) -> Numbers:
 
 
 CLAIM = [x for label in ("PPO", "RLOO") for x in curves("synthetic", label, GOLD)]
-RESULTS, EXPERIMENTS, LOG = (f"docs/{x}.md" for x in ("results", "experiments", "log"))
+RESULTS, EXPERIMENTS = "docs/results.md", "docs/experiments.md"
 TABLES = {  # page and header → the columns, and their numbers by the cells of a row
     ("README.md", "| claim "): (slice(1, 2), lambda x, *_: CLAIM if "true score" in x else None),
     (RESULTS, "| | score | true score | KL | β"): (slice(1, 5), lambda x, *_: eight(x, COEF)),
@@ -285,16 +218,6 @@ TABLES = {  # page and header → the columns, and their numbers by the cells of
     (RESULTS, "| KL, nats "): (slice(1, 6), lambda x, *_: arithmetic(x, "kl")[::3]),
     (RESULTS, "| 16,384 episodes "): (slice(1, 5), lambda x, *_: long(x)),
     (RESULTS, "|  | detail "): (slice(3, 7), lambda *x: ablation(x[0], x[2])),
-    (EXPERIMENTS, "| β | seed "): (slice(2, 7), lambda *x: greedy(*x[:2])),
-    (EXPERIMENTS, "| model, Adam "): (slice(2, 6), lambda *x: adam(*x[:2])),
-    (LOG, "| synthetic, 0.9M "): (slice(2, 6), lambda *x: clipped("sft", *x[:2])),
-    (LOG, "| SmolLM2, "): (slice(2, 6), lambda *x: clipped("smollm2_jittered", *x[:2])),
-    (EXPERIMENTS, "| autocast | head "): (slice(3, 5), lambda *x: first_ratio(*x[:3])),
-    (LOG, "| | score | ended "): (slice(1, 7), lambda x, *_: pretrained(x)),
-    ("docs/rloo.md", "| epochs × minibatches | lr | k "): (
-        slice(5, 9),
-        lambda *x: started(*x[:2], rloo_k=x[2], precision=x[3], seed=x[4]),
-    ),
     ("docs/speed.md", "| one H200 "): (slice(1, 9), lambda x, *_: gpu("gpu", x)),
     ("docs/speed.md", "| beside TRL "): (slice(1, 6), lambda x, *_: gpu("gpu_trl", x)),
     ("diffs/README.md", "| script or patch "): (slice(1, 3), lambda x, *_: patch(x)),

@@ -46,22 +46,14 @@ def test_every_flag_has_a_test():
 def results(tmp_path_factory):
     """(script, flags) → metrics of a run on tiny models, without times; runs are kept."""
     task = tiny.write_task(tmp_path_factory.mktemp("flags") / "task")
-    small = dict(num_labels=12, batch_size=4, normalize_samples=5, rollout_batch_size=4)
-    sizes = {
-        "train_reward": small | dict(num_heldout=4),
-        "sft": dict(num_heldout=6, batch_size=2, block_size=10, eval_every=3),
-    }
 
     @functools.cache
     def results(name, **flags):
-        script = SCRIPTS[name]
-        if name in ("ppo", "rloo"):
-            metrics = tiny.run_episodes(script, tiny.small_args(script, **flags)).metrics
-        else:
-            run = tiny.FakeRun()
-            run.main = False  # no pictures
-            args = script.Args(task=task, **dict(lr=1e-3) | sizes[name] | flags)
-            metrics = tiny.run_main(script, args, {"Run": run}).metrics
+        run, of_rl = tiny.FakeRun(), name in ("ppo", "rloo")
+        run.main = False  # no pictures
+        heldout = dict(num_heldout=4) if name == "train_reward" else {}
+        args = tiny.make_args(None if of_rl else task, SCRIPTS[name], **heldout | flags)
+        metrics = tiny.start(SCRIPTS[name], args, files=not of_rl, Run=run).metrics
         return without_times(metrics)
 
     return results
@@ -100,8 +92,8 @@ def test_X2_scores_are_clipped_and_the_penalty_with_them():
 def test_X8_gradients_longer_than_max_grad_norm_are_scaled_down_to_it(script):
     def gradient(bound):
         sizes = dict(total_episodes=8, num_ppo_epochs=1, num_minibatches=1)
-        args = tiny.small_args(script, max_grad_norm=bound, **sizes)
-        run = tiny.run_episodes(script, args, AdamTF=tiny.Recorder)
+        args = tiny.make_args(script=script, max_grad_norm=bound, **sizes)
+        run = tiny.start(script, args, AdamTF=tiny.Recorder)
         return torch.cat([x.flatten() for x in run.optimizer.gradients[0]])
 
     free = gradient(None)
@@ -113,7 +105,7 @@ def test_X8_gradients_longer_than_max_grad_norm_are_scaled_down_to_it(script):
 
 @tiny.both
 def test_X8_G5_without_anneal_lr_the_learning_rate_is_constant(script):
-    run = tiny.run_episodes(script, tiny.small_args(script, anneal_lr=False))
+    run = tiny.start(script, tiny.make_args(script=script, anneal_lr=False))
     assert [group["lr"] for group in run.optimizer.param_groups] == [1e-3]
     assert [line["ppo/lr"] for line in run.metrics[:3]] == [1e-3] * 3
 
@@ -151,9 +143,9 @@ def test_X14_ppo_without_whitened_advantages():
 @pytest.mark.parametrize("graphs", [False, True])
 def test_cuda_graphs_and_response_length_reach_the_decoder(script, graphs):
     asked = []
-    args = tiny.small_args(script, cuda_graphs=graphs, total_episodes=8)
+    args = tiny.make_args(script=script, cuda_graphs=graphs, total_episodes=8)
     spy = lambda lm, response_length, graphs: asked.append((response_length, graphs))  # noqa: E731
-    tiny.run_episodes(script, args, Decoder=spy)
+    tiny.start(script, args, Decoder=spy)
     assert asked == [(args.task.response_length, graphs)]
 
 

@@ -1,8 +1,6 @@
 """docs/from_trl.md says what is so, and what TRL saves loads here; the models are built in its form,
 without TRL."""
 
-import ast
-import importlib.util
 import re
 from dataclasses import replace
 from functools import partial
@@ -13,16 +11,15 @@ import tiny
 import torch
 from accelerate import Accelerator
 from formats import BLUE, NIGHT, SYSTEM, USER
-from test_readme import PAGES, PRINTED
+from test_readme import PAGES
 from tiny import WORDS
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-import ppo
 from data import convert_reward
 from data.classifier import Classifier
 from machinery import rewards
-from machinery.cli import THEIRS, parse_args
+from machinery.cli import THEIRS
 from machinery.sources import PINNED
 from train_reward import RewardModel
 from utils import TokenIds
@@ -44,20 +41,6 @@ def own_scores(classifier, rows: list[list[int]]) -> list[float]:
     """Of each sequence alone."""
     inputs = (torch.tensor([row]) for row in rows)
     return [classifier(x, attention_mask=torch.ones_like(x)).logits.item() for x in inputs]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["RLOO", "GRPO", "SFT", "DPO", "Reward"])
-def test_the_page_names_every_field_of_a_configuration(name):
-    """Read, not imported: TRL asks for other versions."""
-    if not (found := importlib.util.find_spec("trl")):
-        pytest.skip("pip install --no-deps trl==1.16.0")
-    (folder,) = found.submodule_search_locations
-    tree = ast.parse(Path(folder, f"trainer/{name.lower()}_config.py").read_text())
-    (node,) = (x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == f"{name}Config")
-    fields = {x.target.id for x in node.body if isinstance(x, ast.AnnAssign)}
-    assert len(fields) > 10
-    assert fields <= set(re.findall(r"`(\w+)(?:=[^`]*)?`", PAGES["docs/from_trl.md"]))
 
 
 def test_the_page_has_each_name_of_trl_that_a_script_answers():
@@ -165,19 +148,3 @@ def test_a_classifier_as_a_function_reads_as_TRL_writes(kind, tmp_path):
     assert found == pytest.approx(expected, abs=2e-5) and texts[0].endswith("\n")
     with pytest.raises(ValueError, match="over 256 tokens"):
         score(["Anna"], [" saw" * 300])
-
-
-def test_the_pages_first_command_is_the_run_of_its_configuration():
-    words = next(x for x in PRINTED["docs/from_trl.md"] if "ppo.py --task" in x).split("ppo.py ")
-    args = parse_args(ppo.Args, ppo.PRESETS, words[1].split())
-    (config,) = re.findall(r"PPOConfig\((.*?)\n\)", PAGES["docs/from_trl.md"], flags=re.S)
-    trl = {name: float(value) for name, value in re.findall(r"(\w+)=([\d._e-]+)", config)}
-    same = dict(learning_rate=args.lr, num_mini_batches=args.num_minibatches)
-    same |= {name: getattr(args, name) for name in ("total_episodes", "num_ppo_epochs", "kl_coef")}
-    same |= {name: getattr(args.task, name) for name in ("response_length", "temperature")}
-    same["missing_eos_penalty"] = -args.task.missing_eos_penalty
-    assert {name: trl[name] for name in same} == same
-    sizes = trl["per_device_train_batch_size"] * trl["gradient_accumulation_steps"]
-    assert args.batch_size == sizes * 8
-    found = args.task.task, args.kl_target, args.whiten_rewards, args.task.eos_task
-    assert found == ("tldr", None, False, True)

@@ -253,7 +253,7 @@ def test_ppo_reproduces_every_update(name, micro_batch_tokens, accelerator):
     spies = dict(Run=tiny.FakeRun(check_update), Rollout=tiny.keep(ppo.Rollout, rollouts))
     spies |= dict(ppo_losses=spy_losses, AdamTF=type("Spy", (ppo.AdamTF,), {"step": spy_step}))
     models = policy, ref, tiny.reward_function(reward, 70)
-    run = tiny.run_episodes(ppo, args, *models, epochs=epochs, ids=ids, **texts, **spies)
+    run = tiny.start(ppo, args, *models, epochs=epochs, ids=ids, **texts, **spies)
     assert len(run.metrics) == record["nupdates"] + 1
     state = dict(zip(golden_names(policy), policy.parameters(), strict=True))
     for slot, ours in (("adam_m", "exp_avg"), ("adam_v", "exp_avg_sq")):
@@ -335,6 +335,6 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator):
         "normalize": check_normalize,
         "Run": tiny.FakeRun(check_step),
     }
-    tiny.run_reward_training(args, model, labels, **replaced)
+    tiny.start(train_reward, args, model, labels=labels, **replaced)
     assert len(events) == 2
     assert_weights(model, tensors(arrays, "final/reward/"))

@@ -61,15 +61,15 @@ def one_update(folder: Path, script: str, kind: str, form: str, rank: int = 0) -
     common = dict(run_name=folder.name, output_dir=str(folder / "out"), lr=1e-3)
     sizes: dict[str, Any] = dict(batch_size=8, micro_batch_tokens=36)
     if script == "sft":
-        sizes |= dict(num_heldout=2, block_size=10, num_queries=20)
+        sizes |= dict(num_heldout=2, block_size=10, num_queries=20, num_epochs=1)
     elif script == "train_reward":
         sizes |= dict(num_labels=8, normalize_samples=8, rollout_batch_size=8)
     else:
-        sizes |= dict(total_episodes=32, batch_size=32, num_ppo_epochs=1, eval_queries=4)
+        sizes |= dict(total_episodes=32, batch_size=32, num_ppo_epochs=1, num_minibatches=1)
         sizes |= dict(reward_model=tiny.write_reward(files / "reward", other))
-        sizes |= dict(rollout_batch_size=13)
+        sizes |= dict(rollout_batch_size=13, rloo_k=4)
         sizes |= dict(micro_batch_tokens=(108, 4096)[KINDS.index(kind) % 2])  # parts, or one
-    return tiny.new_args(SCRIPTS[script], task, **common, **sizes)
+    return tiny.make_args(task, SCRIPTS[script], **common, **sizes)
 
 
 def check_update(folder: Path, script: str) -> None:

@@ -37,9 +37,9 @@ def test_an_evaluation_counts_a_response_to_its_end_or_all_of_it(script, eos_tas
     policy.forward = surer
     sampled = lambda lm, contexts, *args: held_out if len(contexts) == 3 else training  # noqa: E731
     reward = lambda queries, responses: (responses != PAD).sum(dim=1).float()  # noqa: E731
-    args = tiny.small_args(script, task, total_episodes=8, lr=0.0, kl_coef=0.5, kl_target=None)
+    args = tiny.make_args(task, script, total_episodes=8, lr=0.0, kl_coef=0.5, kl_target=None)
     patches = dict(ref=ref, reward=reward, sample_in_batches=sampled, Run=Run())
-    run = tiny.run_episodes(script, args, policy, **patches)
+    run = tiny.start(script, args, policy, **patches)
 
     kl, lengths = ([3, 15, 15], [2, 5, 5]) if eos_task else ([15] * 3, [5] * 3)
     expected = {
@@ -74,7 +74,7 @@ def test_heldout_labels_are_predicted_in_batches_and_averaged():
     rewards = lambda model, x, *rest: logits.flatten()[x[:, -1] - 3]  # noqa: E731
     patches = dict(score_in_parts=rewards, normalize=lambda *a: (0.0, 1.0))
     args = train_reward.Args(task=tiny.make_task(), num_labels=4, batch_size=2)
-    run = tiny.run_reward_training(args, tiny.make_reward(), labels, **patches)
+    run = tiny.start(train_reward, args, tiny.make_reward(), labels=labels, **patches)
     chosen = [math.log(p if right else 1 - p) for p, right in sure.items()]
     others = [math.log(1 - p if right else p) for p, right in sure.items()]
     expected = {

@@ -19,7 +19,7 @@ import wandb
 from accelerate import Accelerator
 from conftest import SCRIPTS, read_metrics, settings
 from safetensors.torch import load_file
-from test_resume import at_call, exit_code
+from test_resume import exit_code
 from transformers import AutoModelForCausalLM
 
 import ppo
@@ -109,20 +109,6 @@ def test_a_resumed_run_continues_its_wandb_run(home, monkeypatch):
     assert ids == {json.loads(Path("runs/ran/args.json").read_text())["wandb_id"]}
 
 
-def test_the_next_command_finds_the_weights_or_is_not_printed(home, capsys):
-    """It would need the task's flags that were changed, too."""
-    base_model = sft.PRESETS["synthetic"]["base_model"]
-    plain = replace(tasks.TASKS["synthetic"], base_model=base_model)
-    changed = replace(plain, query_length=9)
-    for task, out, line in ((plain, None, True), (plain, "out", False), (changed, None, False)):
-        args = replace(two_steps("sft"), task=task, output_dir=out)
-        run = runs.Run(args, 1, ["loss"], Accelerator(cpu=True))
-        run.log(0, {"loss": 1.0})
-        run.finish(then="train_reward", flag="base_model")
-        expected = "next: python train_reward.py --task synthetic --base_model models/synthetic/sft"
-        assert (expected in capsys.readouterr().out.splitlines()) == line
-
-
 @pytest.mark.parametrize("name", ["ppo", "sft"])
 def test_a_copy_of_a_script_has_runs_and_weights_of_its_own(name, home, monkeypatch):
     """`cp ppo.py mine.py`: the baseline's link and weights stay what they were."""
@@ -169,22 +155,6 @@ def test_the_link_moves_to_the_new_run_and_the_old_weights_stay(home, tmp_path):
     assert before != after
     shutil.rmtree(folders[-1])  # a broken link is in nobody's way
     ppo.check(two_steps("ppo"), 1)
-
-
-def test_two_runs_that_end_together_leave_a_link(home, monkeypatch):
-    one, two, link = (Path(x) for x in ("runs/one/model", "runs/two/model", "models/x/ppo"))
-    for folder in (one, two):
-        folder.mkdir(parents=True)
-
-    def other(function, *args) -> None:
-        artifacts.replace_link(link, two)
-        function(*args)
-
-    at_call(monkeypatch, Path, "symlink_to", 1, other)
-    monkeypatch.setattr("os.getpid", iter([1, 2]).__next__)  # other processes
-    artifacts.replace_link(link, one)
-    assert link.is_symlink() and link.resolve() == one.resolve()
-    assert os.listdir(link.parent) == ["ppo"]
 
 
 IN_THE_WAY = {  # the file that is there → flags, what the error names; `SCRIPT` stands for the script

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,7 +16,6 @@ from formats import write_rows
 from test_resume import exit_code
 from tiny import refuses
 
-import utils
 from machinery import checkpoints
 from machinery.models import load_lm
 from machinery.sources import load_function, load_rows
@@ -262,12 +260,3 @@ def test_modules_beside_a_file_come_before_ours_of_the_same_name(here):
     assert load_function("mine.py:score")([]) == ["d", "t", "part", f"{here}/utils.py"]
     assert load_function("utils.py:decode")() == "d"
     assert {name: sys.modules[name] for name in ours} == ours
-
-
-def test_the_error_names_a_utils_of_ones_own_in_the_folder_of_a_copied_script(here):
-    (here / "utils.py").write_text("")
-    (here / "mine.py").write_text("from machinery import cli")  # as in a script
-    env = os.environ | {"PYTHONPATH": str(Path(utils.__file__).parent)}
-    run = subprocess.run([sys.executable, "mine.py"], env=env, capture_output=True, text=True)
-    last = run.stderr.splitlines()[-1]
-    assert f"{here}/utils.py is imported in place of" in last and "rename it" in last

@@ -29,7 +29,7 @@ import utils
 from data import tasks
 from machinery import distributed, models
 from machinery.cli import InputError
-from machinery.labels import OPENAI_PAD, Labels
+from machinery.labels import OPENAI_PAD
 from machinery.rewards import RewardConfig, score_in_parts
 from machinery.unpadding import set_unpadding
 
@@ -167,28 +167,29 @@ def make_task(**changes: Any) -> tasks.Task:
     return replace(tasks.TASKS["synthetic"], **values | dict(gold_fn=None) | changes)
 
 
+SIZES: dict[str, dict[str, Any]] = {  # a flag that a script has → its flags for tiny models
+    "total_episodes": dict(total_episodes=24, batch_size=8, num_minibatches=2, num_ppo_epochs=2)
+    | dict(lr=1e-3, micro_batch_tokens=24, rollout_batch_size=3, eval_queries=4),
+    "rloo_k": dict(rloo_k=2),
+    "num_labels": dict(num_labels=12, batch_size=2, normalize_samples=4, rollout_batch_size=4),
+    "block_size": dict(num_heldout=4, batch_size=4, block_size=6, num_epochs=3),
+}
+
+
 def make_args(task: tasks.Task | None = None, script: Any = ppo, **changes: Any) -> Any:
-    """Flags of ppo or rloo for a batch of 8."""
-    values: dict[str, Any] = dict(total_episodes=24, batch_size=8, num_minibatches=2, lr=1e-3)
-    values |= dict(num_ppo_epochs=2, micro_batch_tokens=24, rollout_batch_size=3, eval_queries=4)
-    return new_args(script, task or make_task(), **values | changes)
-
-
-def new_args(script: Any, task: tasks.Task, **values: Any) -> Any:
-    """`Args` of a script. Values may also be fields of its task, as on the command line."""
+    """`Args` of a script. Changes may also be fields of its task, as on the command line."""
+    task, values = task or make_task(), {}
+    for flag, sizes in SIZES.items():
+        values |= sizes if hasattr(script.Args, flag) else {}
+    values |= changes
     of_task = {name: values.pop(name) for name in set(values) & set(vars(task))}
     return script.Args(task=replace(task, **of_task), **values)
-
-
-def small_args(script: Any, task: tasks.Task | None = None, **flags: Any) -> Any:
-    """`make_args` for `run_episodes`: RLOO has two responses to each query."""
-    return make_args(task, script, **({"rloo_k": 2} if script is rloo else {}) | flags)
 
 
 LENGTHS = [8, 1, 3, 5, 2, 8, 4, 1]  # of queries: uneven, so that there is padding
 EOS = 5  # truncate token of `IDS`
 IDS = utils.TokenIds(PAD, [EOS], [], [])
-HELDOUT = 3  # queries of an evaluation in `run_episodes`
+HELDOUT = 3  # queries of an evaluation in `start`
 
 
 def make_responses(batch_size: int, length: int, seed: int = 1) -> Tensor:
@@ -293,8 +294,15 @@ def load_script(path: Path) -> Any:
     return module
 
 
-def run_main(script: Any, args: Any, replaced: dict[str, Any]) -> FakeRun:
-    """Run `main` with other values of some of the script's names, of which `Run` is a `FakeRun`."""
+def start(script: Any, args: Any, *models: Any, files: bool = False, **given: Any) -> FakeRun:
+    """Run `main` on given models and data (`stand_ins`), or on the files that `args` names. What else
+    is given replaces names of the script, of which `Run` is a `FakeRun`."""
+    replaced = {"Run": FakeRun()}
+    if not files:
+        replaced |= {"check": lambda *a: None} | stand_ins(script, args, *models, **given)
+        column = dict(response_column="completion") if script is sft else {}
+        args = replace(args, task=replace(args.task, gold_fn=None, **column))
+    replaced |= {name: x for name, x in given.items() if name not in DATA}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in replaced.items():
             patch.setattr(script, name, value)
@@ -303,41 +311,53 @@ def run_main(script: Any, args: Any, replaced: dict[str, Any]) -> FakeRun:
     return replaced["Run"]
 
 
-def run_episodes(
-    script, args, policy=None, ref=None, reward=None, ids=IDS, **given: Any
-) -> FakeRun:
-    """Run `main` of ppo or rloo on given models, queries [B, Q] and responses [B, R] of each update.
-    `epochs` are in place of `shuffle`'s; what else is given replaces names of the script."""
+DATA = ("policy", "queries", "responses", "epochs", "ids", "ref", "reward", "labels", "tokens")
+
+
+def stand_ins(script, args, policy=None, ref=None, reward=None, ids=IDS, **given) -> dict[str, Any]:
+    """What is in place of what `main` loads. Of ppo and rloo: models, queries [B, Q] and responses
+    [B, R] of each update, and `epochs` in place of `shuffle`'s. Of train_reward, which normalizes on 4
+    random samples: a model and `labels`. Of sft: a model and `tokens` [N, T]."""
     task, size = args.task, args.batch_size
-    lengths = LENGTHS[: size // getattr(args, "rloo_k", 1)]
-    queries = given.pop("queries", None) or [make_contexts(lengths, task.query_length)] * 100
+    stand_ins: dict[str, Any] = {"load_tokenizer": lambda *a, **k: (Tokenizer(), ids)}
+    if script is sft:
+        return stand_ins | {
+            "load_responses": lambda *a: Sequences(given["tokens"]),
+            "load_lm": lambda *a, **k: policy,
+            "sample_continuations": lambda *a: [],
+        }
+    if script is train_reward:
+        samples = make_contexts([8, 2, 5, 3], 8), make_responses(4, 5)
+        texts = [tuple(x.to(policy.gain.device) for x in samples)] * 2
+        auto_config = SimpleNamespace(from_pretrained=lambda name: policy.config.backbone)
+        return stand_ins | {
+            "load_labels": lambda *a: given["labels"],
+            "sample_policy": lambda *a: texts,
+            "new_reward_model": lambda *a: policy,
+            "transformers": SimpleNamespace(AutoConfig=auto_config),
+        }
+    contexts = make_contexts(LENGTHS[: size // getattr(args, "rloo_k", 1)], task.query_length)
     of_seeds = (make_responses(size, task.response_length, seed) for seed in range(100))
-    responses, epochs = iter(given.pop("responses", of_seeds)), list(given.pop("epochs", []))
+    responses, epochs = iter(given.get("responses", of_seeds)), list(given.get("epochs", []))
     reward = reward or reward_function(make_reward())
     policy = policy or make_policy(script=script)
     both = [policy, ref or make_policy(seed=3, script=script)]
     lms = iter([model.lm for model in both])
-    policy_class = "PolicyAndValue" if hasattr(script, "PolicyAndValue") else "Policy"
 
     def next_responses(lm: Any, contexts: Tensor, *args: Any) -> Tensor:
         if len(contexts) == HELDOUT:
             return make_responses(HELDOUT, task.response_length)
         return next(responses)
 
-    replaced = {
-        "load_tokenizer": lambda *a, **k: (Tokenizer(), ids),
-        "load_queries": lambda *a, **k: Table(queries),
+    stand_ins |= {
+        "load_queries": lambda *a, **k: Table(given.get("queries") or [contexts] * 100),
         "load_reward": lambda *a: FakeReward(reward),
         "load_lm": lambda *names, **more: next(lms),
-        policy_class: lambda lm, *a: next(model for model in both if model.lm is lm),
+        type(policy).__name__: lambda lm, *a: next(model for model in both if model.lm is lm),
         "load_gold_reward": lambda *a: None,
-        "Run": FakeRun(),
-        "check": lambda *a: None,
         "sample_in_batches": next_responses,
     }
-    if epochs:
-        replaced["shuffle"] = lambda *a: epochs.pop(0)
-    return run_main(script, replace(args, task=replace(task, gold_fn=None)), replaced | given)
+    return stand_ins | ({"shuffle": lambda *a: epochs.pop(0)} if epochs else {})
 
 
 def make_rollout(policy: Any, args: Any, script: Any = ppo, kl_coef=0.15, **inputs: Any) -> Any:
@@ -357,7 +377,7 @@ def make_rollout(policy: Any, args: Any, script: Any = ppo, kl_coef=0.15, **inpu
     inputs |= dict(Run=run, Rollout=spy, query_rows=lambda *a: np.arange(0))
     inputs.setdefault("epochs", [[[torch.arange(size)]]])
     with pytest.raises(EOFError):
-        run_episodes(script, args, policy, queries=[queries], responses=[responses], **inputs)
+        start(script, args, policy, queries=[queries], responses=[responses], **inputs)
     return rollouts[0]
 
 
@@ -400,23 +420,6 @@ def assert_gradients(run: Any, model: Any, loss: Tensor) -> None:
         torch.testing.assert_close(found, p.grad, atol=4e-5, rtol=1e-4)
 
 
-def run_reward_training(args: Any, model: Any, labels: Labels, **patches: Any) -> FakeRun:
-    """Run `main` of train_reward on a given model and labels; it normalizes on 4 random samples."""
-    samples = make_contexts([8, 2, 5, 3], 8), make_responses(4, 5)
-    texts = [tuple(x.to(model.gain.device) for x in samples)] * 2
-    auto_config = SimpleNamespace(from_pretrained=lambda name: model.config.backbone)
-    replaced = {
-        "check": lambda *a: None,
-        "load_tokenizer": lambda *a, **k: (Tokenizer(), IDS),
-        "load_labels": lambda *a: labels,
-        "sample_policy": lambda *a: texts,
-        "new_reward_model": lambda *a: model,
-        "transformers": SimpleNamespace(AutoConfig=auto_config),
-        "Run": FakeRun(),
-    }
-    return run_main(train_reward, args, replaced | patches)
-
-
 class Sequences:
     """A table of given sequences [N, T] for sft.py."""
 
@@ -431,20 +434,6 @@ class Sequences:
 
     def __getitem__(self, rows: np.ndarray) -> Tensor:
         return self.tokens[rows]
-
-
-def run_sft(args: Any, lm: Any, tokens: Tensor, **patches: Any) -> FakeRun:
-    """Run `main` of sft on a given model and sequences [N, T], the last R tokens of which it learns."""
-    replaced = {
-        "check": lambda *a: None,
-        "load_tokenizer": lambda *a, **k: (Tokenizer(), IDS),
-        "load_responses": lambda *a: Sequences(tokens),
-        "load_lm": lambda *a, **k: lm,
-        "sample_continuations": lambda *a: [],
-        "Run": FakeRun(),
-    }
-    args = replace(args, task=replace(args.task, response_column="completion"))
-    return run_main(sft, args, replaced | patches)
 
 
 def write_model(folder: Path, kind="gpt2", seed=0, dropout=0.1, **settings: Any) -> Path:

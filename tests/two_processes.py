@@ -48,15 +48,15 @@ def run_update(script: ModuleType, rank: int, processes: int) -> tiny.FakeRun:
     if script is ppo:
         halves = [half[rank::processes] for half in HALVES["ppo"]]
         rows = sum(halves, [])
-        queries = QUERIES[rows]
+        queries, groups = QUERIES[rows], {}
     else:  # each process has whole groups of responses [P / processes, K]
         rows = np.arange(8).reshape(processes, -1)[rank].tolist()
         halves = [[row for row in half if row in rows] for half in HALVES["rloo"]]
-        queries = QUERIES[2:4][rank::processes]
+        queries, groups = QUERIES[2:4][rank::processes], dict(rloo_k=4)
     minibatches = [torch.tensor([rows.index(row) for row in half]) for half in halves]
     task = tiny.make_task(eos_task=True, truncate_after=0)
-    args = tiny.make_args(task, script, total_episodes=8, micro_batch_tokens=12)
-    return tiny.run_episodes(
+    args = tiny.make_args(task, script, total_episodes=8, micro_batch_tokens=12, **groups)
+    return tiny.start(
         script,
         args,
         load_queries=lambda *args, **kwargs: Table([queries]),
@@ -79,7 +79,7 @@ def train_rewards(rank: int, processes: int) -> tiny.FakeRun:
     sizes = dict(num_labels=12, batch_size=6, num_heldout=0, micro_batch_tokens=48, lr=1e-3)
     args = train_reward.Args(task=tiny.make_task(), **sizes)
     patches = dict(sample_policy=lambda *args: [samples, samples], AdamTF=tiny.Recorder)
-    return tiny.run_reward_training(args, model, labels, **patches)
+    return tiny.start(train_reward, args, model, labels=labels, **patches)
 
 
 def fine_tune() -> tiny.FakeRun:
@@ -91,7 +91,7 @@ def fine_tune() -> tiny.FakeRun:
     args = sft.Args(task=tiny.make_task(), **sizes)  # clipping would hide a factor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim, "AdamW", tiny.Recorder)
-        return tiny.run_sft(args, tiny.make_lm(), tokens)
+        return tiny.start(sft, args, tiny.make_lm(), tokens=tokens)
 
 
 def results(rank: int, processes: int) -> dict[str, tuple]:
@@ -125,7 +125,7 @@ def run_scripts(accelerator: Accelerator) -> dict[str, Any]:
             patch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
             patch.setattr(distributed, "prepare", tiny.keep(distributed.prepare, prepared))
             patch.setattr(distributed, "stop", lambda accelerator: None)
-            script.main(tiny.small_args(script, task, total_episodes=16, eval_queries=3, **files))
+            script.main(tiny.make_args(task, script, total_episodes=16, eval_queries=3, **files))
         seen[name] = {
             "weights": prepared[0][0].lm.state_dict(),
             "samples": [(r.contexts, r.responses) for r in rollouts if len(r.mask) == 4],

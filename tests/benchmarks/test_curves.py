@@ -137,17 +137,6 @@ def test_runs_of_one_name_stay_two_and_others_curves_are_drawn_over_them(tmp_pat
     assert found == pytest.approx([middle] * 3, abs=6e-5)
 
 
-def test_names_and_steps_become_ours_where_a_run_has_none_of_ours(tmp_path):
-    line = {"step": 0, "elapsed/episodes": 8, "loss/value": 1.0}
-    write_run(tmp_path / "a", [line, line | {"elapsed/episodes": 16, "mine": 3.0}])
-    chart = write_chart(tmp_path / "b.csv", "Step", {"b - mine": {1: 0.5, 2: 0.75}})
-    flags = ["--names", "elapsed/episodes=ppo/episode", "loss/value=mine"]
-    flags += ["--episodes_per_step", "PPO=512", "--out", "a.png"]
-    a, b = curves.load(arguments(str(tmp_path / "a"), f"PPO={chart}", *flags))
-    assert a.points("mine").tolist() == [[8, 16], [1, 3]]
-    assert b.points("mine").tolist() == [[512, 1024], [0.5, 0.75]]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -164,14 +153,3 @@ def test_what_cannot_be_drawn_is_named(words, message, here):
     with pytest.raises(InputError, match=message):
         curves.main(arguments("--out", "all.png", *words))
     assert not Path("all.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("names", "axis"), [((), "episodes"), (("--names", "a/step=ppo/episode"), "step")]
-)
-def test_the_axis_is_named_after_what_it_shows(names, axis, here, monkeypatch):
-    write_run(here / "a", [{"a/step": 1, "ppo/episode": 1, "loss": 1.0}] * 2)
-    monkeypatch.setattr(curves, "draw", lambda *args: labels.append(args[3]))
-    labels: list[str] = []
-    curves.main(arguments("a=a", "--out", "a.png", "--metrics", "loss", *names))
-    assert labels == [axis]

@@ -2,11 +2,8 @@
 
 import csv
 import json
-import os
 import sys
-import time
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,12 +16,11 @@ from torch.nn.attention import varlen
 
 import ppo
 import rloo
-from benchmarks import gpu, gpu_checks, gpu_count, gpu_trials, memory, speed
+from benchmarks import gpu, gpu_checks, memory
 from machinery import unpadding
 from machinery.decoding import DecodingBatch
 
 ROWS = list(gpu.plan(True, Path("unused"), Path("unused")))
-MORE = list(gpu.plan_more(True, Path("unused"), Path("unused")))
 ALL = [what for what, *_ in ROWS]
 QUICK = ["attention, ours", "sentiment: models", "sentiment: ppo, profile", "sentiment: tokens"]
 QUICK += ["sentiment: unpadding"]
@@ -49,46 +45,6 @@ def test_every_row_runs_without_a_gpu_is_written_and_printed(names, tmp_path, mo
         assert row["episodes/s"] == pytest.approx(8 / row["seconds"])
         assert 0 < row["MFU optimize"] < 1 and 0 < row["of bandwidth"] < 1
     assert (tmp_path / "gpu_profile.txt").read_text().startswith("0 calls")
-
-
-@pytest.mark.slow
-def test_every_other_row_runs_without_a_gpu(tmp_path):
-    gpu.main(gpu.Args(more=True, out=tmp_path / "more"))
-    rows = list(csv.DictReader((tmp_path / "more.csv").read_text().splitlines()))
-    assert [row["what"] for row in rows] == [what for what, *_ in MORE]
-    assert all(row["result"].startswith(("ok", "no GPU")) for row in rows)
-    assert (tmp_path / "more_tldr_profile.txt").exists()
-
-
-@pytest.mark.parametrize("rows", ["value|GPT-2", pytest.param("", marks=pytest.mark.slow)])
-def test_trials_write_each_way_and_its_difference_from_the_first(rows, tmp_path):
-    """In fp32 ways agree to 1e-6, in bf16 to a hundredth."""
-    gpu_trials.main(gpu_trials.Args(rows=rows, out=tmp_path / "trials.csv"))
-    found = list(csv.DictReader((tmp_path / "trials.csv").read_text().splitlines()))
-    assert {row["result"] for row in found} == {"ok"}
-    gaps = {(x["what"], x["way"]): float(x["difference"]) for x in found if x["difference"]}
-    assert 0 < gaps["value head", "matrix-vector product"] < 1e-6
-    assert 0 < gaps["attention of one token, GPT-2", "products"] < 1e-2
-    assert sum(seconds for _, seconds, *_ in gpu_trials.plan(True, tmp_path)) <= 7 * 60
-
-
-@pytest.mark.parametrize("rows", [ROWS, MORE], ids=["plan", "more"])
-def test_the_parts_have_ten_minutes_together(rows):
-    assert sum(minutes for _, minutes, *_ in rows) <= 10
-
-
-@pytest.mark.parametrize(
-    ("code", "found"),
-    [
-        ("raise SystemExit('this is why')", "SystemExit: this is why"),
-        ("time.sleep(60)", "stopped after 1 s"),
-        ("os._exit(1)", "the process died"),
-    ],
-)
-def test_a_row_that_fails_says_why_and_ends(code, found, tmp_path):
-    begin, call = time.monotonic(), (exec, code, {"time": time, "os": os})
-    assert gpu.alone(1, tmp_path / "log", *call)["result"] == found
-    assert time.monotonic() - begin < 30
 
 
 def test_wrong_attention_in_bf16_is_a_row_that_is_not_ok(monkeypatch, tmp_path):
@@ -116,46 +72,6 @@ def test_L6_noise_in_every_forward_pass_is_seen_in_the_first_ratio(script, monke
     inputs = gpu_checks.tiny_runs, tmp_path, "no", script.__name__
     found = gpu.alone(100, tmp_path / "log", *inputs)["result"]
     assert found.startswith(f"not ok: first log ratios {{'{script.__name__}': [0.00")
-
-
-def test_every_update_has_other_queries_of_the_given_lengths():
-    table = gpu.make_queries(gpu.SMALL, 1)
-    assert len(table) == 16_000
-    lengths = sorted(map(len, table.rows["tokens"]))
-    assert lengths == sorted(speed.query_lengths(16_000))
-    first, second = ((table[slice(i, i + 8)] != 101).sum(dim=1).tolist() for i in (0, 8))
-    assert first != second
-
-
-def test_a_profile_has_kernels_busy_share_waits_and_gaps_by_phase(tmp_path):
-    """Two kernels of 2 and 6 µs and a copy of 1 µs in 12 µs; the host waits once. Marks of no
-    length begin each phase: the gaps of 1 and 2 µs are in the second and in the last."""
-    kernels = [("kernel", "spin_kernel", 0, 0), ("kernel", "gemm", 0, 2)]
-    kernels += [("kernel", "spin_kernel", 2, 0), ("kernel", "gemm", 3, 6)]
-    kernels += [("kernel", "spin_kernel", 9, 0), ("gpu_memcpy", "Memcpy", 11, 1)]
-    calls = [(name, 0, 9) for name in ("cudaLaunchKernel", "cudaStreamSynchronize")]
-    events = [*kernels, *(("cuda_runtime", *call) for call in calls), ("cpu_op", "aten::mm", 0, 99)]
-    trace = [dict(zip(("cat", "name", "ts", "dur"), x, strict=True)) for x in events]
-    found = gpu.summarize([{"name": "process_name"}, *trace], tmp_path / "profile.txt")
-    assert found == {"kernels": 6, "waits": 1, "busy": 9 / 12}
-    top, table = (tmp_path / "profile.txt").read_text().split("\n\n")
-    lines = [line.split() for line in top.splitlines()[2:4]]
-    assert lines == [["88.9%", "2", "gemm"], ["11.1%", "1", "Memcpy"]]
-    cells = {line[:28].strip(): line[28:].split() for line in table.splitlines()[1:]}
-    assert cells["products, bf16"] == ["0.00", "0.01", "0.00"]
-    assert cells["number of kernels"] == ["1.00"] * 3
-    assert [gpu.by_phase([])[0].split()[1:], len(cells)] == [list(speed.PHASES), 4]
-
-
-def test_the_bytes_that_are_read_are_those_of_weights_keys_and_values():
-    """Of GPT-2, for 512 sequences in two batches, with prompts of up to 17 and 64 tokens, or in one."""
-    weights, head = 12 * 12 * 768**2, 50_257 * 768  # in bf16, in fp32
-    for group in (1, 4):
-        cache = 2 * 12 * 768 * (256 * (17 + 24) + 256 * (64 + 24))
-        two = 24 * (2 * (2 * weights + 4 * head) + 2 * cache)
-        assert gpu.bytes_read(gpu.GPT2, group, 256) == two
-        cache = 2 * 12 * 768 * 512 * (64 + 24)
-        assert gpu.bytes_read(gpu.GPT2, group, 512) == 24 * (2 * weights + 4 * head + 2 * cache)
 
 
 def test_at_most_three_copies_of_the_logits_are_alive():
@@ -204,63 +120,6 @@ def test_memory_between_updates_is_of_weights_and_moments(
     live, *phases = map(float, sizes)
     assert live == pytest.approx((20 * parameters - 4 * linear) / 2**30, abs=0.006)
     assert all(size > live for size in phases)
-
-
-def test_a_cast_also_frees_frozen_weights_that_the_optimizer_has():
-    with FakeTensorMode(), memory.Tracker() as tracker:
-        layer = torch.nn.Linear(16, 8, bias=False)
-        weights = [*layer.parameters()]
-        memory.cast(layer, torch.bfloat16)
-        assert weights[0].dtype is torch.bfloat16 and tracker.now == 2 * 16 * 8
-
-
-def test_a_prompts_operations_count_once_where_it_is_read_once():
-    """Of four responses to each. 24 d² operations a token, 4 d for each of its keys, in two layers."""
-    work = speed.Work(dict(n_layer=2, n_embd=16, vocab_size=100), 8, (), response_length=3)
-    of_prompts = sum(2 * (24 * 16**2 * n + 2 * 16 * n * (n + 1)) for n in speed.query_lengths(2))
-    each = speed.operations(work, "rloo", 1)["sample"]
-    assert speed.operations(work, "rloo", 1, once=True)["sample"] == each - 3 * of_prompts
-    assert speed.operations(work, "ppo", 1, once=True) == speed.operations(work, "ppo", 1)
-
-
-def test_a_product_and_a_cast_are_counted_once_and_views_not_at_all():
-    """[4, 8] in fp32, cast to bf16, times [8, 16]: 2 * 4 * 8 * 16 operations."""
-    with gpu_count.Tally() as tally:
-        weight = torch.ones(16, 8, dtype=torch.bfloat16)
-        tally.rows.clear()
-        product = torch.ones(8, 4).t().bfloat16() @ weight.t()
-        assert product.shape == (4, 16) and product.dtype == torch.bfloat16
-        torch.arange(9).view(3, 3)[1:].clone()  # integers have numbers, and count as well
-    expected = {
-        "small": (2, 4 * 32 + 8 * 9, 0),  # ones, arange
-        "casts and copies": (2, 6 * 32 + 2 * 8 * 6, 0),
-        "products, bf16": (1, 2 * (32 + 128 + 64), 1024),
-    }
-    names = ("kernels", "bytes", "operations")
-    for kind, numbers in expected.items():
-        assert tuple(tally.rows["load", kind, name] for name in names) == numbers, kind
-    assert {kind for _, kind, _ in tally.rows} == expected.keys()
-
-
-def test_the_kernels_of_an_update_are_counted(monkeypatch):
-    """Of one layer, 8 queries of 64 tokens, responses of 4, four epochs: by hand."""
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # restored afterwards
-    work = replace(gpu.SMALL, response_length=4, shortest=64)
-    rows = gpu_count.count_update(work, "ppo", [])
-    blocks = 2 * 12 * 32**2 * 8 * (64 + 4)  # operations of a forward pass
-    head = 2 * 32 * 104 * 8 * 4  # 101 tokens, aligned
-    expected = {
-        ("sample", "attention of one token", "kernels"): 2
-        * 3,  # products; recorded once, then replayed
-        ("sample", "casts of weights", "kernels"): 4 * 2,  # once
-        ("score", "products, bf16", "operations"): 3 * blocks,
-        ("score", "products, fp32", "operations"): 2 * head,
-        ("optimize", "attention", "kernels"): 4 * 2,
-        ("optimize", "matrix-vector", "kernels"): 0,  # the value head is a sum
-        ("optimize", "products, bf16", "operations"): 4 * 3 * blocks,
-        ("optimize", "products, fp32", "operations"): 4 * 3 * head,
-    }
-    assert {key: rows[key] for key in expected} == expected
 
 
 @pytest.mark.slow

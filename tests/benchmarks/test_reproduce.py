@@ -1,10 +1,7 @@
 """benchmarks/reproduce.sh with tiny models and data, where `python` adds flags of small sizes, and the
 commands of scale.sh."""
 
-import importlib
 import os
-import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +11,6 @@ import tiny
 from test_curves import rows_of, write_chart
 
 from benchmarks.mutations import copy_project
-from machinery import cli
 
 ROOT = Path(__file__).parents[2]
 TINY = """python() {
@@ -75,32 +71,3 @@ def test_reproduce_runs_resumes_and_draws_published_curves_where_they_are(tmp_pa
     assert rows["OpenAI", "a", "objective/scores"] == [0.5, 0.625, 0.75]
     rows = rows_of(folder / "benchmarks/results/reproduce_descriptiveness.csv")
     assert {label for label, *_ in rows} == {"PPO"} and output.count("is missing") == 2
-
-
-@pytest.mark.parametrize("script", ["ppo", "rloo"])
-def test_the_runs_of_scale_are_those_of_sentiment_and_follow_one_another(script, tmp_path):
-    """`python` notes its flags: each run reads what those before it write."""
-    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks", ignore=lambda *_: ["results"])
-    (tmp_path / "note.sh").write_text('python() { echo "$@" >> calls; }\n')
-    (tmp_path / "ratings.tar.gz").touch()
-    command = [tmp_path / "benchmarks/scale.sh", "ratings.tar.gz"]
-    env = os.environ | {"BASH_ENV": str(tmp_path / "note.sh"), "SCRIPT": script}
-    subprocess.run(command, cwd=tmp_path, env=env | {"FLAGS": "--seed 3"}, check=True)
-    calls = [shlex.split(line) for line in (tmp_path / "calls").read_text().splitlines()]
-    names = ["benchmarks/pretrained.py", "benchmarks/human.py", "sft.py", *["train_reward.py"] * 2]
-    assert [name for name, *_ in calls] == [*names, f"{script}.py"]
-    written = {"models/smollm2"}
-    for name, *flags in calls[2:]:
-        module = importlib.import_module(name.removesuffix(".py"))
-        args = cli.parse_args(module.Args, module.PRESETS, flags)
-        read = [
-            args.task.base_model,
-            *(getattr(args, x, None) for x in ("policy_model", "reward_model")),
-        ]
-        assert {x for x in read if x} <= written
-        assert args.output_dir == f"runs/{args.run_name}/model"
-        written.add(args.output_dir)
-    defaults = cli.parse_args(module.Args, module.PRESETS, ["--task", "sentiment"])
-    same = ("batch_size", "lr", "kl_coef", "num_ppo_epochs", "micro_batch_tokens")
-    assert all(getattr(args, x) == getattr(defaults, x) for x in same)
-    assert (args.seed, args.total_episodes) == (3, 500_000)

@@ -100,11 +100,6 @@ def same(monkeypatch):
     return same
 
 
-def test_a_column_of_another_name_is_refused(same):
-    with pytest.raises(SystemExit, match="2 processes, resumed"):
-        same.main(same.Args(only=("resume",)), ())
-
-
 SIZES = [("weight", 0.5, 2e-6, True), ("weight", 0.5, 2e-5, False), ("weight", 100.0, 2e-4, True)]
 SIZES += [("buffer", 0.5, 2e-5, True), ("buffer", 0.5, 1e-3, False)]
 
@@ -177,19 +172,6 @@ def test_every_column_sees_a_fault(tmp_path):
         for column in columns[fault]:
             fine, text = table[column]
             assert not fine and SAID.get(fault, " is off by ") in text, (column, text)
-
-
-@pytest.mark.slow
-def test_it_says_what_it_cannot_compare_and_what_waits_for_more_episodes(tmp_path):
-    right = "query_rows(len(table), num_queries, seed, update)"
-    wrong = "np.random.default_rng([seed, update]).choice(9, num_queries)"
-    rows, _ = write_copy(tmp_path / "rows.py", right, wrong, "rloo")
-    waits, _ = write_copy(tmp_path / "w.py", "optimizer.step()", "update < 3 or optimizer.step()")
-    found, waiting = tables(tmp_path, [(rows, ["again", "2 processes"]), (waits, ["again"])])
-    assert found["again"] == [True, "equal to the bit"]
-    assert found["2 processes"][0] and "not compared" in found["2 processes"][1]
-    fine, text = waiting["second update"]
-    assert not fine and text.startswith("changes 0 of ")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ SMALL = speed.Work(SHAPE, episodes=8, micro=(4,))
 
 
 def plain_copy(policy, args):
-    """The models of `tiny.run_episodes`, in a PlainPPO."""
+    """The models of `tiny.start`, in a PlainPPO."""
     reward = plain_ppo.reward_from(tiny.make_reward())
     models = copy.deepcopy(policy.lm), tiny.make_lm(seed=3), reward
     plain = plain_ppo.PlainPPO(*models, args, tiny.PAD, micro=3)
@@ -40,7 +40,7 @@ def test_plain_ppo_and_ppo_get_the_same_weights_from_the_same_responses(eos_task
     orders = [np.random.default_rng(epoch).permutation(8) for epoch in range(4)]
     epochs = [[torch.from_numpy(order)] for order in orders]
     inputs = dict(queries=[queries], responses=[responses], epochs=[epochs])
-    run = tiny.run_episodes(ppo, args, policy, **inputs)
+    run = tiny.start(ppo, args, policy, **inputs)
     assert 0 < run.metrics[0]["objective/ended"] < 1  # some scores are the penalty
     plain.train(plain.rollout(queries, responses, args.kl_coef, truncate=tiny.EOS), orders)
 
@@ -57,23 +57,6 @@ def test_plain_samples_continue_after_the_models_eos():
     responses = plain.sample(tiny.make_contexts([3] * 200, 8), seed=1)
     assert responses.shape == (200, 5)
     assert (responses[:, :-1] == 0).any()
-
-
-def test_query_lengths_are_those_of_the_workloads():
-    lengths = np.array(speed.query_lengths(2000))
-    assert np.quantile(lengths, [0.05, 0.5, 0.95]).tolist() == [7, 17, 40] and lengths.max() == 64
-    assert len(speed.query_lengths(16)) == 16 and max(speed.query_lengths(16)) == 64
-
-
-def test_operations_are_those_counted_by_hand():
-    """12 * 2² weights, 2 operations each for 65 tokens: 6240. Attention to 1 + 2 + ... + 65 = 2145
-    keys, 8 operations each: 17160. One predicted token of 3: 2 * 2 * 3 = 12."""
-    work = speed.Work(dict(n_layer=1, n_embd=2, vocab_size=3), 1, (), response_length=1)
-    trunk, head = 6240 + 17160, 12
-    expected = dict(sample=trunk + head, score=2 * trunk + head, optimize=3 * (trunk + head))
-    assert speed.operations(work, "ppo", 1) == expected
-    assert speed.operations(work, "ppo", 4)["optimize"] == 12 * (trunk + head)
-    assert speed.operations(work, "separate_critic", 4)["optimize"] == 12 * (2 * trunk + head)
 
 
 @pytest.fixture
@@ -110,8 +93,3 @@ def test_a_race_measures_every_phase_and_keeps_rows_of_other_workloads(in_this_p
     assert [row["workload"] for row in rows] == ["second", "second", "first", "first"]
     speed.draw(rows, tmp_path / "speed.png")
     assert (tmp_path / "speed.png").stat().st_size > 1000
-
-
-def test_a_contestant_that_fails_ends_the_race_with_its_error(in_this_process, tmp_path):
-    with pytest.raises(SystemExit, match="nobody failed:\n(.|\n)*KeyError"):
-        speed.run(tmp_path, SMALL, speed.Contestant("nobody", "nobody"), 1)

@@ -1,11 +1,6 @@
 """Tools of benchmarks/: numbers by hand, and the commands on tiny models."""
 
-import csv
-import io
 import json
-import math
-import re
-import tarfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,18 +9,10 @@ import formats
 import numpy as np
 import pytest
 import tiny
-import torch
 from conftest import SCRIPTS, settings
 from tiny import refuses
-from transformers import AutoTokenizer
 
 from benchmarks import (
-    calibration,
-    copying,
-    growth,
-    human,
-    llm_judge,
-    overoptimize,
     pass_at_k,
     policies,
     sample,
@@ -33,7 +20,6 @@ from benchmarks import (
 )
 from data import tasks
 from machinery.labels import load_labels
-from machinery.rewards import load_reward_model
 from machinery.sources import load_function
 from machinery.tokens import load_tokenizer
 
@@ -123,37 +109,6 @@ def test_a_judge_of_pairs_is_asked_in_both_orders():
     refuses(lambda: ask(["1"], ["a"], ["b"]), "1.5")
 
 
-def test_a_chat_model_judges_summaries(tmp_path, monkeypatch):
-    """Its answer is the letter that follows the template's prompt; equal summaries are a tie."""
-    monkeypatch.setenv("JUDGE", str(tmp_path))
-    lm = tiny.make_lm(vocab=tiny.WORDS, positions=512)
-    lm.save_pretrained(tiny.write_tokenizer(tmp_path))
-    monkeypatch.setattr(llm_judge, "PROMPT", "{query}|{a}|{b}")
-    llm_judge.load.cache_clear()
-    tokenizer, _ = llm_judge.load()
-    tokenizer.chat_template = formats.CHATML
-    queries, a, b = ["A cat. ", "It rained."], [" Cat", "Rain"], ["A dog.", " Rain"]
-    expected = []
-    for texts in (("A cat.", "Cat", "A dog."), ("It rained.", "Rain", "Rain")):
-        text = f"<|im_start|>user\n{'|'.join(texts)}<|im_end|>\n<|im_start|>assistant\n"
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        odds = lm(torch.tensor([tokens])).logits[0, -1].double().exp()
-        odds = [odds[tokenizer.convert_tokens_to_ids(letter)].item() for letter in "ABC"]
-        expected.append((odds[0] + odds[2] / 2) / sum(odds))
-    assert llm_judge.prefer(queries, a, b) == pytest.approx(expected, abs=1e-5)
-    wins, _ = winrate.ask_in_both_orders(llm_judge.prefer, "judge", queries, a, b)
-    assert wins[1] == pytest.approx(0.5, abs=1e-6) and wins[0] != pytest.approx(0.5, abs=1e-6)
-
-
-def test_copied_words_and_novel_bigrams():
-    query = "The red house of my aunt, by the sea, burned down."
-    responses = ["Red house burned down.", "burned house red", "My aunt is sad", "", "x"]
-    queries = [query] * len(responses)
-    assert copying.copied(queries, responses) == [1, 1 / 3, 0.5, 0, 0]
-    assert copying.novel_bigrams(queries, responses) == [1 / 3, 1, 2 / 3, 0, 0]
-    assert copying.rouge_l(["", ""], ["a red cat", "b"], ["a cat", "c"]) == [0.8, 0]
-
-
 def test_samples_become_labels_when_best_is_filled_in(task, tmp_path, monkeypatch):
     """Distinct responses to the queries after the held-out ones; the text is that of the ids."""
     monkeypatch.setitem(tasks.TASKS, "mine", task)
@@ -218,122 +173,3 @@ def test_tools_take_data_columns_lengths_and_held_out_queries_from_the_run(home,
     winrate.main(winrate.Args(**pair, query_length=3))  # other rows may be the first
     assert " of 14 queries, 0 of them held out (" in capsys.readouterr().out
     refuses(lambda: policies.policy_tasks(["task/model"], policies.PolicyArgs()), "--task")
-
-
-def test_labels_are_compared_in_fifths_of_similar_confidence():
-    """Ten labels: the probability of the model's favorite of two, and whether it is preferred."""
-    sure = {0.9: True, 0.6: False, 0.7: True, 0.8: True, 0.95: True, 0.55: False, 0.65: True}
-    sure |= {0.75: True, 0.85: False, 0.52: False}
-    rewards = torch.tensor([[math.log(p), math.log(1 - p)] for p in sure])
-    best = torch.tensor([0 if right else 1 for right in sure.values()])
-    rows = calibration.calibration(rewards, best)
-    expected = [(0.535, 0), (0.625, 0.5), (0.725, 1), (0.825, 0.5), (0.925, 1)]
-    assert [row["labels"] for row in rows] == [2] * 5
-    found = [x for row in rows for x in (row["predicted"], row["accuracy"])]
-    assert found == pytest.approx([x for pair in expected for x in pair], abs=1e-6)
-
-
-def test_a_model_on_its_held_out_labels(task, here, monkeypatch, capsys):
-    monkeypatch.setitem(tasks.TASKS, "mine", replace(task, task="mine"))
-    presets = {"mine": dict(num_labels=8, batch_size=4)}
-    monkeypatch.setattr(calibration.train_reward, "PRESETS", presets)
-    folder = tiny.write_reward(here / "reward")
-    calibration.main(folder, "mine", "out.png")
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert sum(row["labels"] for row in rows) == 8 and Path("out.png").is_file()
-    (here / "reward/args.json").write_text('{"task": "mine", "num_labels": 12, "batch_size": 4}')
-    calibration.main(folder, out="out.png")  # its run's
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert sum(row["labels"] for row in rows) == 4
-
-
-@pytest.mark.parametrize("ids", [False, True])
-@torch.no_grad()
-def test_labels_are_the_texts_of_training(ids, task, gpt2, here, monkeypatch):
-    """Pairs with the truncate token, or ids of the task's model, of which this one is not."""
-    end = "." if ids else ","
-    rows = [dict(prompt=f"Anna saw {i}.", chosen=f" Ben {i}", rejected=" Rain") for i in range(6)]
-    texts = [[row["prompt"] + row[x] + end for x in ("chosen", "rejected")] for row in rows]
-    if ids:
-        task = replace(task, base_model="g", label_tokenizer="g")
-        gpt2.save_pretrained("g")
-        parts = [[row["prompt"], row["chosen"] + ".", row["rejected"] + "."] for row in rows]
-        names = "query", "sample0", "sample1", "best"
-        rows = [dict(zip(names, [*map(gpt2.encode, x), 0], strict=True)) for x in parts]
-    monkeypatch.setitem(tasks.TASKS, "mine", replace(task, task="mine", query_length=32))
-    seen = []
-    monkeypatch.setattr(calibration, "calibration", lambda *given: seen.extend(given) or [])
-    folder, path = tiny.write_reward(here / "reward"), formats.write_rows(here / "l.jsonl", rows)
-    flags = "--truncate_token", end
-    calibration.main(folder, "mine", label_dataset=path, num_labels=4, flags=flags)
-    model = load_reward_model(calibration.train_reward.RewardModel, folder)
-    encode = AutoTokenizer.from_pretrained(folder).encode
-    expected = [model(torch.tensor([encode(text)])).item() for row in texts[4:] for text in row]
-    assert seen[0].flatten().tolist() == pytest.approx(expected, abs=1e-5)
-
-
-def test_overoptimization_reads_runs_of_its_own_flags_only(here, monkeypatch):
-    """A run that is there is kept: other flags, other names."""
-    made, seen = [], {}
-
-    def run(name, command):
-        made.append(name)
-        assert seen.setdefault(name, command) == command
-        return Path(name)
-
-    monkeypatch.setattr(overoptimize, "run", run)
-    monkeypatch.setattr(overoptimize, "read_run", lambda folder: [])
-    for flags in (dict(), dict(labels=32), dict(total_episodes=8), dict(betas=(0.0, 1.0))):
-        with pytest.raises(IndexError):  # there are no updates to write
-            overoptimize.main(overoptimize.Args(seeds=2, out=here / "a.csv", **flags))
-    assert len(made) == 4 * 2 * 3
-
-
-@pytest.mark.slow
-def test_rows_are_measured_and_those_of_other_names_stay(here, monkeypatch):
-    sizes = {"batch": ({}, (8,)), "labels": ({}, (20,)), "queries": ({}, (30,))}
-    monkeypatch.setattr(growth, "ROWS", sizes)
-    for names in (("batch",), ("labels", "queries")):
-        growth.main(growth.Args(names, here / "growth.csv"))
-    with open("growth.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    tokens = [float(row["tokens"]) for row in rows]
-    assert tokens == [8 * (16 + 24), 20 * (16 + 24 + 24), 30 * 16]
-    assert all(float(row["peak GB"]) > 0.1 for row in rows)
-    assert all(float(row["cpu s"]) > 0 for row in rows)
-
-
-def test_an_unknown_row_is_refused(here):
-    refuses(lambda: growth.main(growth.Args(("width",), here / "x.csv")), "width", "batch")
-
-
-def write_archive(path, texts, ratings):
-    """A tar file of the true form: Latin-1, tab-separated, CRLF. `ratings`: a list for each text."""
-    tables = {"GroundTruth": "", "anonDataRatings": ""}
-    for i, (text, row) in enumerate(zip(texts, ratings, strict=True)):
-        tables["GroundTruth"] += f"{i}\t0\t{text}\r\n"
-        tables["anonDataRatings"] += f"{i}\t0\t0\t{row}\r\n"
-    with tarfile.open(path, "w:gz") as archive:
-        for name, table in tables.items():
-            member = tarfile.TarInfo(f"movieReviewSnippets_{name}.txt")
-            member.size = len(table)  # bytes, too: Latin-1
-            archive.addfile(member, io.BytesIO(table.encode("latin-1")))
-    return human.Args("data", path)
-
-
-def test_parts_share_no_snippet_and_halves_no_rating(here, monkeypatch):
-    for name, value in dict(TRAIN=12, HELDOUT=6, PAIRS=40, HELDOUT_PAIRS=30).items():
-        monkeypatch.setattr(human, f"NUM_{name}", value)
-    texts = [f"café  {i} is a film of eight  words." for i in range(24)] + ["too short."]
-    # The first half of the raters likes large numbers, the second half small ones: all means are 0.
-    ratings = [[i // 8 + 1, -(i // 8) - 1] * 7 for i in range(24)] + [[4] * 15]
-    human.main(write_archive(here / "ratings.tar.gz", texts, ratings))
-    data = {path.stem: path.read_text() for path in human.DATA.iterdir()}
-    assert data["first"].count("\n") == 40 and data["heldout"].count("\n") == 30
-    parts = data["texts"] + data["first"] + data["second"], data["heldout"], data["queries"]
-    numbers = [set(re.findall(r"\\u00e9 (\d+) is a film of", part)) for part in parts]
-    assert len(set.union(*numbers)) == sum(map(len, numbers)) == 24
-    for half, sign in (("first", 1), ("second", -1)):
-        for pair in human.read_lines(human.DATA / f"{half}.jsonl"):
-            better, worse = (int(pair[side].split()[1]) // 8 for side in ("chosen", "rejected"))
-            assert sign * better > sign * worse
