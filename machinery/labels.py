@@ -88,24 +88,22 @@ def load_labels(task: Task, tokenizer: Any, ids: TokenIds, config: Any = None) -
 
 
 def read_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocab_size: int) -> list[Found]:
-    """OpenAI's format: ids of `label_tokenizer`, or their texts in ids of another one."""
-    source, label_tokenizer = None, task.label_tokenizer
-    if label_tokenizer not in (None, task.base_model):
-        with about(f"--label_tokenizer {label_tokenizer}"):
-            source = transformers.AutoTokenizer.from_pretrained(find_model(label_tokenizer))
-        vocab_size = len(source)
-        source = None if tokens.same_tokens(tokenizer, source) else source
+    """OpenAI's format: ids of `label_tokenizer`, which have to be the policy's."""
+    if task.label_tokenizer not in (None, task.base_model):
+        with about(f"--label_tokenizer {task.label_tokenizer}"):
+            own = transformers.AutoTokenizer.from_pretrained(find_model(task.label_tokenizer))
+            if not tokens.same_tokens(tokenizer, own):
+                raise InputError(
+                    "its ids mean other texts to --base_model: see docs/data.md, Labels"
+                )
+        vocab_size = len(own)
     count = sum(name.startswith("sample") for name in rows.column_names)
-    names = [f"sample{k}" for k in range(max(count, 2))]
+    names = ["query", *(f"sample{k}" for k in range(max(count, 2)))]
     found = []
     for i, row in enumerate(rows):
         with about(f"row {i}"):
-            sequences = [read_ids(row[name], vocab_size) for name in ("query", *names)]
-            (best,) = read_ids([row["best"]], len(names))
-        if source:
-            sequences = tokens.translate(sequences, source, tokenizer)
-            if not task.query_prefix:  # BOS begins it
-                sequences[0] = tokens.bos(tokenizer) + sequences[0]
+            sequences = [read_ids(row[name], vocab_size) for name in names]
+            (best,) = read_ids([row["best"]], len(names) - 1)
         found.append((i, sequences, best))
     return found
 

@@ -1,4 +1,4 @@
-"""Tokenizers: the ids of a task, of texts after other texts, and of another tokenizer's ids."""
+"""Tokenizers: the ids of a task, and of texts after other texts."""
 
 from contextlib import suppress
 from typing import Any
@@ -127,13 +127,3 @@ def same_tokens(tokenizer: Any, other: Any) -> bool:
     same = vocabulary.items() <= tokenizer.get_vocab().items()
     encoded = [t.encode(PROBE, add_special_tokens=False) for t in (tokenizer, other)]
     return same and encoded[0] == encoded[1]
-
-
-def translate(sequences: list[list[int]], source: Any, target: Any) -> list[list[int]]:
-    """Token lists of `source` → the same texts in ids of `target`, with its EOS."""
-    begin = bos(source)
-    sequences = [ids[len(begin) :] if ids[: len(begin)] == begin else ids for ids in sequences]
-    texts = source.batch_decode(sequences, clean_up_tokenization_spaces=False)
-    if source.eos_token:
-        texts = [text.replace(source.eos_token, target.eos_token or "") for text in texts]
-    return target(texts, add_special_tokens=False)["input_ids"]

@@ -6,6 +6,7 @@ import formats
 import numpy as np
 import pytest
 from formats import BLUE
+from test_readme import blocks
 from tiny import make_task, refuses
 from transformers import GPT2Config
 
@@ -83,18 +84,24 @@ def test_R4_openais_padding_is_50259_or_the_models_pad_id(pad_id, query, expecte
     assert lists(found.queries) == [expected] and lists(found.responses) == [[expected, [1, 2]]]
 
 
-@pytest.mark.parametrize("vocabulary", [50257, 50400, 1000])
-def test_labels_of_gpt2_are_read_as_they_are_or_encoded_again(vocabulary, gpt2, hers, tmp_path):
-    """Also for GPT-J's larger vocabulary. By 1,000 other tokens they are longer; nothing is cut."""
-    gpt2.save_pretrained(tmp_path / "g")
-    options = dict(query_length=8, label_tokenizer=str(tmp_path / "g"))
-    task = label_task(tmp_path / "l.json", formats.oai_labels(gpt2), **options)
-    tokenizer = hers if vocabulary == 1000 else gpt2
-    found = load_labels(task, tokenizer, ids_of(vocabulary))
-    assert len(found) == 3 and found.best.tolist() == [2, 0, 3]
-    assert found.queries[1].tolist() == tokenizer.encode("“Go,” she said.\n\nNobody went.")
-    end = tokenizer.encode(" There was nobody.<|endoftext|>The")
-    assert found.responses[2][1].tolist() == end and len(found.queries[1]) > 8
+@pytest.mark.parametrize("vocabulary", [50257, 50400])  # GPT-J's is larger than its tokenizer's
+def test_labels_of_gpt2_are_read_as_they_are_or_written_anew_for_another(
+    vocabulary, gpt2, hers, here
+):
+    """By the page's code. By 1,000 other tokens they are longer; nothing is cut."""
+    gpt2.save_pretrained("gpt2")
+    hers.save_pretrained("my_model")
+    rows = formats.oai_labels(gpt2)
+    task = label_task(here / "labels.json", rows, query_length=8, label_tokenizer="gpt2")
+    refuses(lambda: load_labels(task, hers, ids_of(1000)), "--label_tokenizer gpt2", "docs/data.md")
+    exec(next(x for x in blocks("docs/data.md", "python") if "anew.jsonl" in x), {})
+    anew = make_task(query_length=8, label_dataset="anew.jsonl", label_tokenizer=None)
+    for own, tokenizer, size in ((task, gpt2, vocabulary), (anew, hers, 1000)):
+        found = load_labels(own, tokenizer, ids_of(size))
+        assert len(found) == 3 and found.best.tolist() == [2, 0, 3]
+        assert found.queries[1].tolist() == tokenizer.encode("“Go,” she said.\n\nNobody went.")
+        end = tokenizer.encode(" There was nobody.<|endoftext|>The")
+        assert found.responses[2][1].tolist() == end and len(found.queries[1]) > 8
 
 
 def test_candidates_are_sorted_by_number(tmp_path):
@@ -157,16 +164,12 @@ def test_R4_blank_rows_and_equal_answers_are_skipped_and_counted(hers, tmp_path,
 
 
 @pytest.mark.parametrize("prefix", ["", "Q:"])
-def test_a_query_begins_with_bos_unless_its_prefix_does(prefix, gpt2, tmp_path):
-    own = formats.llama2_tokenizer()
-    gpt2.save_pretrained(tmp_path / "g")
-    options = dict(query_prefix=prefix, query_length=99, label_tokenizer=str(tmp_path / "g"))
-    ids, oai = formats.oai_labels(gpt2)[:1], "He opened the door and looked out."
-    pairs = [dict(prompt=oai, chosen=" a", rejected=" b")]
-    whole = own.encode(prefix + oai)[len(own.encode(prefix)) if prefix else 0 :]
-    for rows, expected in ((ids, own.encode(oai)[len(prefix) // 2 :]), (pairs, whole)):
-        task = label_task(tmp_path / "l.jsonl", rows, **options)
-        assert lists(load_labels(task, own, ids_of(len(own), 2)).queries) == [expected]
+def test_a_query_begins_with_bos_unless_its_prefix_does(prefix, tmp_path):
+    own, text = formats.llama2_tokenizer(), "He opened the door and looked out."
+    whole = own.encode(prefix + text)[len(own.encode(prefix)) if prefix else 0 :]
+    rows = [dict(prompt=text, chosen=" a", rejected=" b")]
+    task = label_task(tmp_path / "l.jsonl", rows, query_prefix=prefix, query_length=99)
+    assert lists(load_labels(task, own, ids_of(len(own), 2)).queries) == [whole]
 
 
 @pytest.mark.parametrize("eos_task", [False, True])

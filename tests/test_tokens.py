@@ -41,7 +41,7 @@ from machinery import labels
 from machinery.cli import parse_args
 from machinery.queries import load_blocks, load_queries, load_responses
 from machinery.sources import load_function
-from machinery.tokens import bos, load_tokenizer, single_token, translate, with_end
+from machinery.tokens import bos, load_tokenizer, single_token, with_end
 
 START, END = "<|im_start|>", "<|im_end|>"
 DATA, SMOLLM2 = PAGES["docs/data.md"], "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -221,7 +221,6 @@ def test_plain_texts_begin_once_with_what_the_tokenizer_begins_them_with(begin, 
     assert load(blocks, task) == [expected] * 2
     _, with_prefix = load_tokenizer(replace(task, query_prefix="Hi there. Yes"), 8)
     assert with_prefix.prefix == expected
-    assert translate([expected], tokenizer, tokenizer) == [expected[len(ids) :]]
 
 
 ANSWERS = [("Hi.", " Yes."), ("Hi:\n", "Yes."), ("Hi No", ".\nYes"), ("Hi", "."), ("Yes <s>", "No")]
@@ -388,25 +387,6 @@ def test_the_page_runs_grpo_with_lora_and_a_reward_model_on_two_processes(tmp_pa
     before, after = map(AutoModelForCausalLM.from_pretrained, folders)
     layer = "transformer.h.0.mlp.c_fc.weight"
     assert not torch.equal(before.get_parameter(layer), after.get_parameter(layer))  # merged
-
-
-def test_ids_become_the_same_texts_with_the_others_own_end(gpt2, chat):
-    tokens = [[1026, 764, 50256], [314, 1101, 764, 198], []]
-    expected = [chat.encode(text) for text in ("It .<|endoftext|>", " I'm .\n", "")]
-    assert translate(tokens, gpt2, chat) == expected
-    chat.add_special_tokens({"eos_token": "<|im_end|>"})
-    end = chat.convert_tokens_to_ids(END)
-    expected = [[*chat.encode("It"), end]]
-    assert translate([[1026, 50256]], gpt2, chat) == expected
-    adds_end = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, end)])
-    chat.backend_tokenizer.post_processor = adds_end
-    assert chat.encode("It")[0] == end  # it begins every text with that, as Llama's does
-    assert translate([[1026, 50256]], gpt2, chat) == expected
-
-
-def test_ids_beyond_the_tokenizer_are_no_text(gpt2, hers):
-    """A model's vocabulary may be larger than its tokenizer (Pythia's 50,304): they can be sampled."""
-    assert translate([[1026, 50300, 764]], gpt2, hers) == [hers.encode("It .")]
 
 
 def test_the_id_of_a_text_is_the_one_that_it_has_inside_of_a_text():
