@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # InstructGPT: a critic from the reward model (X1), pretraining gradients (X4), an average of the
 #     policy (X5), warm-up and then a constant learning rate (X8), one epoch per batch.
-# Source: Ouyang et al. 2022, arXiv 2203.02155.
+# Source: Ouyang et al. 2022, arXiv 2203.02155, appendices C.4 and E.9.
 # Differs: The learning rate of the policy is not published. It is 5e-6 here, as the value function's
-#     of 175B, which is fixed (9e-6 for 1.3B and 6B); without ptx, runs above 8.05e-6 diverged.
+#     of 175B, which is fixed (9e-6 for 1.3B and 6B, where runs above 8.05e-6 without ptx diverged).
 #     The critic has the size of the reward model, not of a 6B model. The pretraining texts are
 #     those of --ptx_dataset, as many as episodes instead of eight times as many. Rewards are
 #     normalized on samples of the policy (R3); there a bias gives the labelers' demonstrations a
