@@ -1,9 +1,6 @@
 """Embedded data; tasks whose answers can be checked: rewards of arithmetic and gsm8k, pass@k."""
 
 import json
-import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +9,6 @@ import numpy as np
 import pytest
 import tiny
 from formats import GSM8K, write_rows
-from test_readme import blocks
 from test_tokens import small_tokenizer
 from tiny import WORDS
 
@@ -28,7 +24,6 @@ from machinery import rewards
 from machinery.cli import parse_args
 from machinery.labels import load_labels
 from machinery.queries import load_queries
-from machinery.sources import load_function
 from machinery.tokens import load_tokenizer
 
 TINY = "--total_episodes 16 --batch_size 16 --eval_queries 4 --run_name {0} --output_dir {0}"
@@ -243,21 +238,3 @@ def test_pass_at_k_by_hand():
     assert pass_at_k.pass_at_k(right, 1) == pytest.approx((0 + 1 / 4 + 2 / 4 + 1) / 4)
     assert pass_at_k.pass_at_k(right, 2) == pytest.approx((0 + 3 / 6 + 5 / 6 + 1) / 4)
     assert pass_at_k.pass_at_k(right, 4) == 3 / 4
-
-
-@pytest.mark.slow
-def test_a_task_of_reasoning_gym_becomes_queries_and_a_reward(here):
-    """By the code of docs/data.md, and for generators whose metadata are of other kinds."""
-    pytest.importorskip("reasoning_gym")  # pip install reasoning-gym==0.1.25, with a C compiler
-    code = next(x for x in blocks("docs/data.md", "python") if "reasoning_gym" in x)
-    generators = ("chain_sum", "spell_backward", "mini_sudoku", "calendar_arithmetic")
-    for name in generators:
-        text = re.sub(r'"chain_sum".*\)', f'"{name}", size=4, seed=1)', code)
-        (here / f"{name}.py").write_text(text)
-        subprocess.run([sys.executable, f"{name}.py"], check=True)
-        rows = read_rows(Path("gym.jsonl"))
-        assert len(rows) == 4
-        verify = load_function(f"{name}.py:verify")
-        prompts, answers, index = ([row[x] for row in rows] for x in rows[0])
-        assert verify(prompts, answers, index) == [1.0] * 4
-        assert max(verify(prompts, ["no"] * 4, index)) < 1

@@ -31,12 +31,7 @@ pytestmark = pytest.mark.usefixtures("accelerator")
     ("script", "processes", "changes", "words"),
     [
         (ppo, 64, dict(batch_size=500, num_minibatches=8), ("batch_size=500", "512", "use 512")),
-        (
-            rloo,
-            2,
-            dict(batch_size=30, num_minibatches=3),
-            ("batch_size=30", "use 24 or 48"),
-        ),  # 2 · 3 · 4
+        (rloo, 2, dict(batch_size=30, num_minibatches=3), ("batch_size=30", "use 24 or 48")),
         *((x, 1, dict(kl_target=1.0, kl_horizon=102), ("kl_horizon=102",)) for x in (ppo, rloo)),
         (sft, 2, dict(batch_size=5), ("batch_size=5", "use 4 or 6")),
         (train_reward, 4, dict(rollout_batch_size=6), ("rollout_batch_size=6", "use 4 or 8")),
@@ -81,10 +76,7 @@ def test_every_number_has_its_bounds(script):
     [
         ("ppo.py --lr -1e-5", ("lr", "-1e-05")),
         ("train_reward.py --no_such_flag 3", ("--no_such_flag",)),
-        (
-            "rloo.py --batch-size 10 --reward_fn=data.answers:gsm8k",
-            ("batch_size=10", "use 8 or 12"),
-        ),
+        ("rloo.py --batch-size 10 --reward_fn=data.answers:gsm8k", ("batch_size=10", "8 or 12")),
         ("sft.py --seed 18446744073709551616", ("seed", "18446744073709551616")),
         ("train_reward.py --seed 18446744073709551616", ("seed", "18446744073709551616")),
         ("ppo.py --learning-rate=1", ("--learning_rate is --lr",)),
@@ -170,11 +162,7 @@ MISTAKES = [  # scripts, flags, words of the error
     (("sft",), dict(block_size=64, response_length=50), ("66", "64")),  # 64 / 4 + 50
     (("sft",), dict(query_dataset="twice.txt"), ("--num_heldout", "4 of 9", "leaves 0", "4")),
     (("train_reward",), dict(label_dataset="nowhere.json"), ("--label_dataset nowhere.json",)),
-    (
-        ("train_reward",),
-        dict(label_dataset="long.json"),
-        ("--label_dataset", "row 0 has 70 tokens", "64"),
-    ),
+    (("train_reward",), dict(label_dataset="long.json"), ("--label_dataset", "row 0 has 70", "64")),
     (("train_reward",), dict(num_labels=20), ("16", "num_labels=20")),
     (("train_reward",), dict(label_tokenizer="./nowhere"), ("--label_tokenizer ./nowhere: ",)),
 ]

@@ -176,21 +176,6 @@ def memory(shape: str) -> Numbers:
     return [pick("memory", x, shape=shape, **w)[0] for w in where for x in ("sample", "optimize")]
 
 
-def adapters(label: str) -> Numbers:
-    flags = label if "32" in label else "--rollout_batch_size 64"
-    where = dict(script="lora", flags=f"{flags} --gradient_checkpointing")
-    return [pick("memory", x, **where)[0] for x in ("live", "sample", "optimize")]
-
-
-def recipe(label: str) -> Numbers:
-    """Mean, lowest and highest seed; of several seeds the last three rows are their summary."""
-    found = []
-    for metric in (SCORE, GOLD, KL, "objective/rlhf_reward", "ppo/val/var_explained"):
-        seeds = pick("recipes", "last five", label=label.removesuffix(".py"), metric=metric)
-        found += [*seeds] if len(seeds) == 1 else summary(seeds[:-3])
-    return found
-
-
 def against_trl(algorithm: str) -> Numbers:
     columns = ("loss", "TRL", "loss difference", "largest gradient", "gradient difference")
     return means("against_trl", *columns, algorithm=algorithm)
@@ -204,7 +189,7 @@ def gpu(file: str, what: str) -> Numbers:
 
 
 CLAIM = [x for label in ("PPO", "RLOO") for x in curves("synthetic", label, GOLD)]
-RESULTS, EXPERIMENTS = "docs/results.md", "docs/experiments.md"
+RESULTS = "docs/results.md"
 TABLES = {  # page and header → the columns, and their numbers by the cells of a row
     ("README.md", "| claim "): (slice(1, 2), lambda x, *_: CLAIM if "true score" in x else None),
     (RESULTS, "| | score | true score | KL | β"): (slice(1, 5), lambda x, *_: eight(x, COEF)),
@@ -212,8 +197,6 @@ TABLES = {  # page and header → the columns, and their numbers by the cells of
     (RESULTS, "| algorithm | loss "): (slice(1, 6), lambda x, *_: against_trl(x)),
     (RESULTS, "| PPO | policy"): (slice(3, 5), lambda x, *_: memory(x)),
     ("docs/tldr.md", "| | one GPU "): (slice(1, 2), lambda x, *_: [max(memory(f"Pythia {x}")[2:])]),
-    ("docs/tldr.md", "| 6.9B with LoRA"): (slice(1, 4), lambda x, *_: adapters(x)),
-    (EXPERIMENTS, "| recipe "): (slice(1, 6), lambda x, *_: recipe(x)),
     (RESULTS, "| accuracy "): (slice(1, 6), lambda x, *_: arithmetic(x, "gold_score")),
     (RESULTS, "| KL, nats "): (slice(1, 6), lambda x, *_: arithmetic(x, "kl")[::3]),
     (RESULTS, "| 16,384 episodes "): (slice(1, 5), lambda x, *_: long(x)),

@@ -67,21 +67,18 @@ def test_X13_a_converted_classifier_scores_as_its_own_forward(kind, tmp_path, ta
     assert torch.tensor(expected).std() > 0.1
 
 
-def test_a_converted_classifier_reads_queries_that_begin_as_its_own_texts(tmp_path, task, capsys):
+def test_a_converted_classifier_reads_queries_that_begin_as_its_own_texts(tmp_path, task):
     """With a prefix, BOS stands before it, where the reward model reads nothing: refused."""
     write_classifier(tmp_path / "trl")
     own = AutoTokenizer.from_pretrained(tmp_path / "trl")
     begin = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     own.backend_tokenizer.post_processor = begin
-    own.chat_template = TURNS
     own.save_pretrained(tmp_path / "trl")
     convert_reward.main(str(tmp_path / "trl"), folder := str(tmp_path / "reward"))
     plain = AutoTokenizer.from_pretrained(task.base_model)
-    own.chat_template = TURNS.replace("<|", "[")
     rest = TokenIds(WORDS, None, [], []), Accelerator(cpu=True)
     args = tiny.make_args(task, reward_model=folder)
     rewards.load_reward(args, RewardModel, own, *rest)
-    assert "chat template" in capsys.readouterr().out
     prefixed = tiny.make_args(replace(task, query_prefix="Anna"), reward_model=folder)
     for given in ((args, RewardModel, plain), (prefixed, RewardModel, own)):
         load = partial(rewards.load_reward, *given, *rest)

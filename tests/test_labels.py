@@ -51,14 +51,6 @@ def make_labels(queries: list[list[int]], responses: list[list[list[int]]]) -> L
     return Labels(arrays[0], arrays[1:], np.zeros(len(queries), dtype=int))
 
 
-def test_a_single_long_answer_does_not_widen_the_batches_without_it():
-    found = make_labels([[1], [2, 3], [4] * 50], [[[5], [6, 7]], [[8], [9]], [[1] * 500, [2]]])
-    shapes = [[x.shape for x in found.batch(np.array(rows), 0)[:2]] for rows in ([0, 1], [0, 2])]
-    assert shapes == [[(2, 2), (2, 2, 2)], [(2, 50), (2, 2, 500)]]
-    other = make_labels([[1] * 9, [2]], [[[3]], [[4] * 5]])
-    assert (found.longest(), other.longest()) == (550, 10)
-
-
 def test_heldout_labels_share_no_query_with_the_training_labels(capsys):
     """If none is left, as with one constant prompt, a sentence says so."""
     queries = [[1, 2], [3, 4], [1, 2], [5, 6], [3, 4], [5, 6], [2, 1], [1], [3, 4, 5]]

@@ -16,10 +16,6 @@ from tiny import WORDS, load_script, refuses
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-import ppo
-import rloo
-import sft
-import train_reward
 import utils
 from data import clean, tasks
 from machinery import queries
@@ -422,30 +418,3 @@ def test_sft_holds_out_sequences_from_all_of_a_sorted_file(column, eos_task, tmp
     found = [(x[:] == the).sum(dim=1) for x in (table.hold_out(60)[0], table)]
     assert found[0].min() == found[1].min() and found[0].max() == found[1].max() > 7
     assert torch.equal(load(tokenizer, ids)[:], table[:])
-
-
-def test_every_script_asks_for_the_queries_that_it_can_use_and_needs_prompts_only(
-    eos_task, tmp_path, monkeypatch
-):
-    """One an episode, or for `rloo_k` of them, or two for each sample, in whole batches (R3)."""
-    monkeypatch.chdir(tmp_path)
-    rows = [dict(prompt=f"Ben saw {i}.", chosen=" the end", rejected=" Ben") for i in range(16)]
-    source = write_rows(tmp_path / "rows.jsonl", rows)
-    task, seen = replace(eos_task, query_dataset=source, label_dataset=source), []
-    task = replace(task, reward_fn="data.answers:gsm8k")  # no reward model
-
-    def spy(task, tokenizer, ids, limit):
-        seen.append((len(queries.load_queries(task, tokenizer, ids, limit)), limit))
-        raise KeyError("enough")
-
-    settings = dict(num_labels=12, batch_size=4, normalize_samples=5, rollout_batch_size=4)
-    for script, args in (
-        (ppo, ppo.Args(task=task, total_episodes=1234, batch_size=4)),
-        (rloo, rloo.Args(task=task, total_episodes=1236, batch_size=4, rloo_k=4)),
-        (train_reward, train_reward.Args(task=task, **settings)),
-    ):
-        monkeypatch.setattr(script, "load_queries", spy)
-        with pytest.raises(KeyError, match="enough"):
-            script.main(args)
-    assert seen == [(16, 1234), (16, 309), (16, 16)]
-    refuses(lambda: sft.main(sft.Args(task=task, num_heldout=1, batch_size=1)), "'completion'")

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shutil
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -20,12 +19,10 @@ import torch
 from accelerate import Accelerator
 from conftest import read_metrics, without_times
 from formats import write_rows
-from test_diffs import apply
 from test_readme import blocks
 from tiny import refuses
 from vllm_server import serve
 
-import ppo
 import rloo
 import train_reward
 import utils
@@ -318,15 +315,10 @@ def test_columns_stay_beside_their_queries_in_every_table(by_column):
             assert found <= right and found.total() == len(part)
 
 
-@pytest.mark.parametrize("name", ["ppo", "rloo", "samples_per_query"])
+@tiny.both
 def test_a_reward_sees_the_columns_of_each_query_in_training_and_evaluation(
-    name, by_column, tmp_path
+    script, by_column, tmp_path
 ):
-    script = {"ppo": ppo, "rloo": rloo}.get(name)
-    if script is None:
-        copy = Path(shutil.copy(ppo.__file__, tmp_path / "mine.py"))
-        assert apply(copy, name)
-        script = tiny.load_script(copy)
     task = replace(by_column, gold_fn="by_column.py:gold")
     flags = dict(reward_fn="by_column.py:score", run_name="run", output_dir="out", eval_every=1)
     flags |= dict(total_episodes=24, eval_queries=6, rollout_batch_size=3)
@@ -336,7 +328,7 @@ def test_a_reward_sees_the_columns_of_each_query_in_training_and_evaluation(
     assert sizes == [6, 8] * 3 + [6]
     heldout = calls[0]
     assert all(call == heldout for call in calls[::2])
-    if name != "ppo":  # a query's rows are neighbors, as in TRL
+    if script is rloo:  # a query's rows are neighbors, as in TRL
         assert all(x == list(np.repeat(x[::2], 2)) for call in calls[1::2] for x in call)
     assert Path("runs/run/by_column.py").read_text() == Path("by_column.py").read_text()
     line = read_metrics("run")[0]
@@ -411,16 +403,6 @@ def test_a_function_of_another_form_is_refused_with_a_wrapper_to_paste(parameter
     function = rewards.load_scorer("reward_fn", replace(task, reward_fn=f"{path}:wrapped"))
     columns = REST | dict(data_source=["sums"], ground_truth=["2"])
     assert rewards.call_reward_function(function, TEXTS, columns)[""].tolist() == [1]
-
-
-@pytest.mark.parametrize("parameters", ["question, answer, output", "prompt, response", "texts"])
-def test_a_function_with_names_of_its_own_is_refused_with_a_wrapper_to_complete(
-    parameters, task, tmp_path
-):
-    """Which of its texts is which is not guessed."""
-    (tmp_path / "own.py").write_text(f"def judge({parameters}):\n    return [1.0]\n")
-    args = tiny.make_args(task, reward_fn=f"{tmp_path}/own.py:judge", reward_model="nowhere")
-    refuses(lambda: rewards.check_reward(args), "def wrapped(queries, responses): return judge(…)")
 
 
 def test_a_parameter_that_nothing_fills_and_a_column_with_the_name_of_a_text_are_refused():

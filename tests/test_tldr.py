@@ -15,8 +15,7 @@ import tiny
 import tokenizers
 import torch
 from formats import TLDR
-from safetensors.torch import load_file
-from test_readme import PRINTED, blocks
+from test_readme import PRINTED
 from tokenizers import decoders, normalizers, pre_tokenizers
 from transformers import (
     AutoTokenizer,
@@ -69,8 +68,7 @@ def write_tokenizer(folder: Path, pad: bool) -> None:
 
 
 def write_model(cls: type, folder: str, seed: int, dtype: torch.dtype, form: str) -> Any:
-    """A folder as the hub has it. Form `file` is one safetensors file, `index` are shards with an index;
-    `bin` are pickled shards with an index, and beside them the first of two safetensors shards."""
+    """A folder as the hub has it: one safetensors `file`, or shards with an `index`."""
     path = Path(folder)
     path.mkdir(parents=True)
     write_tokenizer(path, pad=cls is GPTNeoXForCausalLM)
@@ -83,16 +81,6 @@ def write_model(cls: type, folder: str, seed: int, dtype: torch.dtype, form: str
         model.get_output_embeddings().weight.data[EOS] += 0.2
     model.to(dtype).save_pretrained(path, max_shard_size="60KB" if form == "index" else "1GB")
     (path / "config.json").write_text(json.dumps(config))
-    if form == "bin":
-        state = load_file(path / "model.safetensors")  # with the hub's names, such as embed_out
-        assert ("embed_out.weight" in state) == (cls is GPTNeoXForCausalLM)
-        (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
-        shards = {f"pytorch_model-0000{i}-of-00002.bin": list(state)[i - 1 :: 2] for i in (1, 2)}
-        for name, keys in shards.items():
-            torch.save({key: state[key] for key in keys}, path / name)
-        places = {key: name for name, keys in shards.items() for key in keys}
-        index = {"metadata": {"total_size": 1}, "weight_map": places}
-        (path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     return model.float().eval()
 
 
@@ -112,15 +100,10 @@ def commands(script: str, size: str) -> list[list[str]]:
     return [shlex.split(x[1]) for x in found if x and SFT.format(size) in x[1]]
 
 
-@pytest.mark.parametrize(
-    ("script", "size", "form"), [(ppo, "1b", "file"), (rloo, "6.9b", "index"), (ppo, "2.8b", "bin")]
-)
+@pytest.mark.parametrize(("script", "size", "form"), [(ppo, "1b", "file"), (rloo, "6.9b", "index")])
 def test_the_pages_command_scores_as_the_classifier_itself(script, size, form, here, monkeypatch):
     """Every response that ends is read through its end of text; the others get the penalty."""
     lm, classifier = write_models(size, form)
-    if form == "bin":
-        assert "2.8b" in blocks("docs/tldr.md", "python")[0]
-        exec(blocks("docs/tldr.md", "python")[0], {})  # converts the weights, in place
     convert_reward.main(RM.format(size), f"rm-{size}")
     rollouts = []
     monkeypatch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
@@ -142,14 +125,6 @@ def test_the_pages_command_scores_as_the_classifier_itself(script, size, form, h
         assert torch.allclose(rollout.scores, own, atol=1e-4) and own.std() > 0.1
     weights = load_lm("policy").state_dict()
     assert all(torch.equal(weights[name], x) for name, x in lm.state_dict().items())
-
-
-def test_weights_without_safetensors_are_one_sentence(here):
-    """Before anything is loaded; a shard without its index does not count."""
-    write_models("2.8b", "bin")
-    sft, rm = (name.format("2.8b") for name in (SFT, RM))
-    tiny.refuses(lambda: load_lm(sft), f"--base_model {sft}: ")
-    tiny.refuses(lambda: convert_reward.main(rm, "out"), f"{rm}: ")
 
 
 def test_X13_a_pad_token_of_the_policys_tokenizer_alone_changes_no_text(tmp_path):

@@ -13,9 +13,6 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from torch.utils.tensorboard import SummaryWriter
 
 from benchmarks import curves
-from machinery.cli import InputError
-
-EPISODES = "--episodes_per_step", "a=512"
 
 
 def write_run(folder: Path, lines: list[dict]) -> Path:
@@ -135,21 +132,3 @@ def test_runs_of_one_name_stay_two_and_others_curves_are_drawn_over_them(tmp_pat
     middle = (4 + 9 + 16 + 25 + 36 + 49) / 6
     found = rows["2023", "interquartile mean of 10", "objective/kl"]
     assert found == pytest.approx([middle] * 3, abs=6e-5)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere"], "there is no nowhere"),
-        (["table.csv"], "table.csv is not .*could not convert string to float: 'finished'"),
-        (["PPO=chart.csv"], "PPO .a. has no ppo/episode; .*--episodes_per_step PPO=512"),
-        (["a=chart.csv", *EPISODES, "--metrics", "objective/k"], "no run has objective/k; .*step"),
-        (["chart.csv", "--out", "missing/all.png"], "--out missing/all.png"),
-    ],
-)
-def test_what_cannot_be_drawn_is_named(words, message, here):
-    Path("table.csv").write_text('"Name","State","kl"\n"run-a","finished","1"\n')
-    write_chart(Path("chart.csv"), "Step", {"a - objective/kl": {0: 0.5, 1: 0.75}})
-    with pytest.raises(InputError, match=message):
-        curves.main(arguments("--out", "all.png", *words))
-    assert not Path("all.png").exists()

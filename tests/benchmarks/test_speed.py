@@ -1,10 +1,6 @@
 """benchmarks/plain_ppo.py makes the same update as ppo.py; speed.py measures what it says."""
 
 import copy
-import io
-import traceback
-from contextlib import redirect_stdout
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +8,7 @@ import tiny
 import torch
 
 import ppo
-from benchmarks import contestants, plain_ppo, speed
-from machinery.runs import Run
-
-SHAPE = dict(n_layer=1, n_embd=32, n_head=2, vocab_size=101, n_positions=96)
-SMALL = speed.Work(SHAPE, episodes=8, micro=(4,))
+from benchmarks import plain_ppo
 
 
 def plain_copy(policy, args):
@@ -49,47 +41,3 @@ def test_plain_ppo_and_ppo_get_the_same_weights_from_the_same_responses(eos_task
         mine = ours[name.replace("head.", "value_head.") if name.startswith("head.") else name]
         torch.testing.assert_close(weight, mine, atol=1e-5, rtol=0)
     assert max((theirs[name] - before[name]).abs().max() for name in theirs) > 1e-3
-
-
-def test_plain_samples_continue_after_the_models_eos():
-    plain = plain_copy(tiny.make_policy(), tiny.make_args())
-    assert plain.policy.lm.generation_config.eos_token_id == 0
-    responses = plain.sample(tiny.make_contexts([3] * 200, 8), seed=1)
-    assert responses.shape == (200, 5)
-    assert (responses[:, :-1] == 0).any()
-
-
-@pytest.fixture
-def in_this_process(monkeypatch, here):
-    """Contestants run without a process of their own, which would start for seconds."""
-    for name in ("Timer", "query_rows", "sample_in_batches"):  # which contestants.py replaces
-        monkeypatch.setattr(ppo, name, getattr(ppo, name))
-    monkeypatch.setattr(Run, "checkpoint", Run.checkpoint)
-
-    def run(command, **settings):
-        printed = io.StringIO()
-        try:
-            with redirect_stdout(printed):
-                contestants.main(command[-1])
-        except Exception:
-            return SimpleNamespace(returncode=1, stderr=traceback.format_exc())
-        return SimpleNamespace(returncode=0, stdout=printed.getvalue())
-
-    monkeypatch.setattr(speed, "subprocess", SimpleNamespace(run=run))
-
-
-def test_a_race_measures_every_phase_and_keeps_rows_of_other_workloads(in_this_process, tmp_path):
-    field = [speed.Contestant("ppo", "ppo", 1), speed.Contestant("plain", "plain", 1, rival="ppo")]
-    table = speed.race(SMALL, field, updates=2, rounds=1)
-    for name, row in table.items():
-        assert row["cpu"] > 0 and all(row[phase] > 0 for phase in speed.PHASES), name
-        assert 0.1 < row["peak GB"] < 3 and 0 < row["bound"] < 1
-        assert row["episodes/s"] == 8 / row["wall"]
-    assert table["plain"]["ratio"] == pytest.approx(table["plain"]["cpu"] / table["ppo"]["cpu"])
-    assert (table["ppo"]["micro"], table["plain"]["micro"]) == ("default", 4)
-
-    for workload in ("first", "second", "first"):
-        rows = speed.write(tmp_path / "speed.csv", workload, table)
-    assert [row["workload"] for row in rows] == ["second", "second", "first", "first"]
-    speed.draw(rows, tmp_path / "speed.png")
-    assert (tmp_path / "speed.png").stat().st_size > 1000

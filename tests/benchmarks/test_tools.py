@@ -36,31 +36,6 @@ def test_ties_count_half_and_the_interval_is_of_pairs():
     assert rates == pytest.approx((0.6, 0.552, 0.648), abs=0.006)
 
 
-def test_policies_and_the_data_are_compared_on_the_same_queries(task, here, monkeypatch, capsys):
-    eos = replace(tiny.eos_task(task, here), task="mine")
-    monkeypatch.setitem(tasks.TASKS, "mine", eos)
-    (here / "judge.py").write_text(
-        "seen = []\n\n"
-        "def judge(queries, responses, prompt):\n"
-        "    assert all(p.startswith(q) for p, q in zip(prompt, queries))\n"
-        "    seen.append(queries)\n"
-        "    assert seen[0] == queries\n"
-        "    return [r.startswith((' Anna saw', ' Ben saw')) for r in responses]\n"
-    )
-    other = str(tiny.write_model(here / "other", seed=3))
-    settings = dict(b=other, task="mine", judge="judge.py:judge", queries=6)
-    rates = {}
-    for a in (other, "data"):
-        winrate.main(winrate.Args(a=a, **settings))
-        line = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert line["queries"] == 6
-        rates[a] = line["win_rate"]
-    assert rates[other] == 0.5 and rates["data"] > 0.5
-    refuses(lambda: winrate.main(winrate.Args(a=other, b=other, task="mine")), "true score")
-    settings |= dict(a="data", task="synthetic")
-    refuses(lambda: winrate.main(winrate.Args(**settings)), "--response_column")
-
-
 def test_the_data_is_judged_as_a_policy_is(task, here, monkeypatch, capsys):
     """On the queries as policies read them, without end tokens, and in both orders alike."""
     rows = [dict(prompt=f"Anna saw {i} cats and ran.", text=f" Ben {i}.") for i in range(6)]
