@@ -143,16 +143,16 @@ def describe(args: Any, processes: int) -> dict[str, Any]:
     return json.loads(json.dumps(values, default=str))
 
 
-def check_same_run(args: Any, processes: int, unread: tuple[str, ...]) -> None:
+def check_same_run(args: Any, processes: int) -> None:
     """Raise `InputError` if flags, or what they name, would change a run's numbers."""
     record, given = read_record(Path(args.resume)), vars(args) | vars(args.task)
-    unread += tuple(name for name, flag in READ_WITH.items() if flag not in vars(args))
+    free = FREE | {name for name, flag in READ_WITH.items() if flag not in vars(args)}
     commits = {name: x for name, x in record.items() if name.startswith("commit of ")}
     PINNED.update({name.removeprefix("commit of "): x for name, x in commits.items()})
     changed = []
     for name, value in describe(args, processes).items():
-        old, free = record.get(name, value), name.split()[-1] in (*FREE, *unread)
-        if old not in (value, given.get(name)) and not free:
+        old = record.get(name, value)
+        if old not in (value, given.get(name)) and name.split()[-1] not in free:
             changed.append(f"{name}={value} instead of {old}")
     if changed:
         run, base = Path(args.resume).parents[1], record["base_model"]

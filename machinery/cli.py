@@ -30,8 +30,8 @@ THEIRS |= dict(max_completion_length="response_length", max_prompt_length="query
 THEIRS |= dict(model_name_or_path="base_model", dataset_name="query_dataset")
 CHECKPOINTS = "[0-9]" * 8 + ".safetensors"  # their names, by the updates that are done
 # Flags that a resumed run may change:
-FREE = ("save_every", "keep_every", "resume", "run_name", "output_dir", "track")
-rescues: list[Callable[[], str]] = []  # if a reward function fails: save the run, say what is saved
+FREE = {"save_every", "keep_every", "resume", "run_name", "output_dir", "track"}
+rescues: list[Callable[[], str]] = []  # call it if a reward function fails; it says what is saved
 
 
 @dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})

@@ -7,7 +7,7 @@ import secrets
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import datetime
 from functools import partial
 from itertools import takewhile
@@ -35,11 +35,8 @@ def script_of(args: Any) -> Path:
     return Path(inspect.getfile(type(args)))
 
 
-def check_run(args: Any, processes: int, unread: tuple[str, ...] = ()) -> None:
-    """Raise `InputError` if the run would overwrite something, or resume another one.
-
-    A resumed run may change the flags `unread`, too.
-    """
+def check_run(args: Any, processes: int) -> None:
+    """Raise `InputError` if the run would overwrite something, or resume another one."""
     link = Path("models", args.task.task, script_of(args).stem)
     if args.resume is None and args.run_name and os.path.lexists(f"runs/{args.run_name}"):
         raise InputError(f"--run_name {args.run_name} exists in runs/; choose another name")
@@ -50,7 +47,7 @@ def check_run(args: Any, processes: int, unread: tuple[str, ...] = ()) -> None:
     if args.resume:
         if not dist.is_initialized() or dist.get_rank() == 0:
             lock(Path(args.resume).parents[1]).release()  # before anything is loaded
-        checkpoints.check_same_run(args, processes, unread)
+        checkpoints.check_same_run(args, processes)
 
 
 def lock(folder: Path) -> filelock.BaseFileLock:
@@ -90,8 +87,6 @@ class Run:
         self.progress = Progress(total, shown)
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.source = Path(args.resume) if args.resume else None
-        self.step = 0
-        self.write: Callable | None = None  # saves the last update; None after an optimizer step
         self.save_every = args.save_every or max(total // 10, 10)
         self.weights: Any = None  # their folder, once they are saved
         self.signals: list[int] = []  # received so far
@@ -112,12 +107,8 @@ class Run:
 
     def open(self) -> None:
         """On the main process: create the folder or continue in it; start trackers."""
-        task, processes = self.args.task, self.accelerator.num_processes
-        record = checkpoints.describe(self.args, processes)
-        record |= {"command": sys.argv, "device": self.accelerator.device.type}
-        if self.source:
-            record["wandb_id"] = cli.read_record(self.source).get("wandb_id")
-        else:
+        if not self.source:
+            task = self.args.task
             name = f"{task.task}__{self.script.stem}__{self.args.seed}"
             name = self.args.run_name or f"{name}__{datetime.now():%Y%m%d-%H%M%S-%f}"
             self.folder = Path("runs", name)
@@ -127,9 +118,12 @@ class Run:
             for file in (Path(reward_file), self.script):  # the script last, if names are equal
                 if file.is_file():
                     shutil.copy(file, self.folder / file.name)
+            record = checkpoints.describe(self.args, self.accelerator.num_processes)
+            record |= {"command": sys.argv, "device": self.accelerator.device.type}
             record |= artifacts.describe_environment() | {"wandb_id": secrets.token_hex(4)}
             (self.folder / "args.json").write_text(json.dumps(record, indent=1))
         self.lock = lock(self.folder)
+        record = json.loads((self.folder / "args.json").read_text())
         self.accelerator.trackers = artifacts.start_trackers(self, record)
 
     def restore(self, model: nn.Module, optimizer: Any, state: Any = None) -> tuple[int, Any]:
@@ -140,23 +134,21 @@ class Run:
         """
         tensors: dict[str, Tensor] = {}
         state = checkpoints.parse(checkpoints.dump(state, tensors), tensors)  # else fails now
-        optimizer.register_step_pre_hook(lambda *_: setattr(self, "write", None))
-        cli.rescues[:] = [self.rescue]
+        optimizer.register_step_pre_hook(lambda *_: cli.rescues.clear())
         if self.source is None:
             return 0, state
         saved = checkpoints.load_checkpoint(self.source, model, optimizer)
-        self.step = saved["step"]
         if self.main:
-            self.cut_back(self.source)
-            self.progress.start = self.step
-            print(f"resuming {self.folder} after {self.step} of {self.total}", flush=True)
-        return self.step, saved["state"]
+            self.cut_back(self.source, saved["step"])
+            self.progress.start = saved["step"]
+            print(f"resuming {self.folder} after {saved['step']} of {self.total}", flush=True)
+        return saved["step"], saved["state"]
 
-    def cut_back(self, source: Path) -> None:
-        """Cut the run's files to what they were at the checkpoint `source`."""
+    def cut_back(self, source: Path, step: int) -> None:
+        """Cut the run's files to what they were at the checkpoint `source`, after `step` updates."""
 
         def is_done(line: bytes) -> bool:
-            return line.isspace() or (line.endswith(b"\n") and json.loads(line)["step"] < self.step)
+            return line.isspace() or (line.endswith(b"\n") and json.loads(line)["step"] < step)
 
         for path in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
             if path.exists():
@@ -175,25 +167,23 @@ class Run:
         due = step % self.save_every == 0
         count = torch.tensor(len(self.signals), device=self.accelerator.device)
         asked = all_max(count).item()  # one process's signal ends all
-        inputs = self.folder / "checkpoints", step, model, optimizer, {"state": state}
-        self.write = partial(checkpoints.save_checkpoint, *inputs)
+        write = partial(self.write, step, model, optimizer, {"state": state})
+        cli.rescues[:] = [write]  # until the next optimizer step
         if step == self.total or not (due or asked):
             return
-        self.write()
+        saved = write()
         if asked:
             distributed.stop(self.accelerator)  # before `close`, so that no signal ends it
             self.close()
             if self.main:
-                print(f"stopped after {step} of {self.total}: --resume {self.folder}", flush=True)
+                print(saved, flush=True)
             sys.exit(143)
 
-    def rescue(self) -> str:
-        """On all processes: save the last update, unless an optimizer step followed it."""
-        if not self.write:
-            return "updates since the last checkpoint, if any, are lost"
-        self.write()
+    def write(self, step: int, *what: Any) -> str:
+        """On all processes: write a checkpoint, and return how to resume from it."""
+        checkpoints.save_checkpoint(self.folder / "checkpoints", step, *what)
         self.accelerator.wait_for_everyone()
-        return f"{self.step} of {self.total} updates are saved: --resume {self.folder}"
+        return f"{step} of {self.total} updates are saved: --resume {self.folder}"
 
     def keep_weights(self, update: int, model: Any, tokenizer: Any) -> None:
         """Save weights as keep_<update>/ every `keep_every` updates; on all processes."""
@@ -202,7 +192,6 @@ class Run:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of one update."""
-        self.step = min(step + 1, self.total)
         if self.main:
             self.append("metrics.jsonl", [{"step": step, **metrics}])
             self.accelerator.log(metrics, step=step)
