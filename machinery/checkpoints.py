@@ -1,6 +1,5 @@
 """Exact resume: weights, optimizer and progress in one safetensors file; nothing is pickled."""
 
-import hashlib
 import json
 import os
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from machinery.cli import CHECKPOINTS, FREE, InputError, about, read_record
-from machinery.sources import COMMIT, PINNED
+from machinery.sources import COMMIT, PINNED, digest
 
 KEPT = 2  # newest checkpoints of a run
 # What only some scripts read, and a flag that they have. The others resume whatever it is.
@@ -111,19 +110,6 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     return state
 
 
-def digest_folder(folder: str) -> str:
-    """Of the names and sizes of a model's files, and of 64 pages of each."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).glob("*.[js]*")):  # .json, .jinja, .safetensors
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with open(path, "rb") as file:
-            for i in range(64):
-                file.seek(i * size // 64)
-                digest.update(file.read(4096))
-    return digest.hexdigest()[:8]
-
-
 def describe(args: Any, processes: int) -> dict[str, Any]:
     """The flags, the folders, commits and digests of what they name, the launch."""
     values = asdict(args) | asdict(args.task) | {"processes": processes}
@@ -133,12 +119,12 @@ def describe(args: Any, processes: int) -> dict[str, Any]:
         if not os.path.exists(path):  # not Path's, which raises for long texts
             path = path.rpartition(":")[0]  # without :function
         if os.path.isfile(path):
-            with open(path, "rb") as file:
-                values[f"sha256 of {name}"] = hashlib.file_digest(file, "sha256").hexdigest()[:8]
+            values[f"sha256 of {name}"] = digest(Path(path))[:8]
         elif os.path.isdir(path) and name.endswith(("_model", "_tokenizer")):
             folder = PINNED.get(path, os.path.realpath(path))
             values[name] = os.path.relpath(folder)
-            values[f"sha256 of {name}"] = digest_folder(folder)
+            for x in Path(folder).glob("*.[js]*"):  # .json, .jinja, .safetensors
+                values[f"sha256 of {name}/{x.name}"] = digest(x)[:8]
     values |= {f"commit of {name}": x for name, x in PINNED.items() if COMMIT.fullmatch(x)}
     return json.loads(json.dumps(values, default=str))
 

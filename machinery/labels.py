@@ -65,7 +65,8 @@ def load_labels(task: Task, tokenizer: Any, ids: TokenIds, config: Any = None) -
     rows = load_rows(source, "--label_dataset")
     with about(f"--label_dataset {source}"):
         if {*PAIR} <= {*rows.column_names}:
-            check_texts(rows, PAIR, source)
+            for name in PAIR:
+                check_texts(rows, name, source)
             found = read_pairs(rows, task, tokenizer, ids)
         elif "best" in rows.column_names:
             found = read_best_of_k(rows, task, tokenizer, ids.pad)

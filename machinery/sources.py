@@ -110,14 +110,12 @@ def load_rows(source: str, flag: str, limit: int | None = None, **columns: str) 
             rows = read_file(Path(found)) if isinstance(found, str) else found
         for option, name in columns.items():
             with about(f"--{option} {name}"):
-                rows.select_columns(name)  # the error lists those that there are
-        check_texts(rows, [*columns.values()], source)
+                check_texts(rows, name, source)
     rows = rows.remove_columns([x for x, y in rows.features.items() if MEDIA.search(repr(y))])
     if limit and len(rows) > limit:
         say(f"{flag}: {limit} of {len(rows)} rows are used (--num_queries)")
-        rows = rows.select(
-            np.sort(np.random.default_rng(0).choice(len(rows), limit, replace=False))
-        )
+        chosen = np.random.default_rng(0).choice(len(rows), limit, replace=False)
+        rows = rows.select(np.sort(chosen))
     return rows
 
 
@@ -131,10 +129,7 @@ def read_file(path: Path) -> Rows:
 
     if path.suffix not in FILES:
         raise InputError(f"is no file of {FILES}; use python data/convert.py {path} rows.jsonl")
-    digest = hashlib.sha256(Path(__file__).read_bytes() + path.suffix.encode())
-    with open(path, "rb") as file:
-        digest.update(hashlib.file_digest(file, "sha256").digest())
-    options: Any = dict(fingerprint=digest.hexdigest())
+    options: Any = dict(fingerprint=f"{digest(path)[:40]}{digest(Path(__file__))[:8]}{path.suffix}")
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -162,6 +157,12 @@ def read_file(path: Path) -> Rows:
     return rows.with_transform(decode) if others else rows
 
 
+def digest(path: Path) -> str:
+    """Of a file's content, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """A list of objects, an object per line, a text per line, or a table of texts."""
     with open(path, encoding="utf-8-sig", newline="" if path.suffix == ".csv" else None) as file:
@@ -178,20 +179,13 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield from json.load(file) if is_list else map(json.loads, filter(str.strip, file))
 
 
-def check_texts(rows: Rows, columns: Sequence[str], source: str) -> None:
-    """Raise `InputError` for the first value of these columns that is no text, or JSON of messages."""
-    import pyarrow.compute
-
-    for name in columns:
-        if rows.features[name].dtype in ("string", "large_string"):
-            column = rows.data.column(name)
-            wrong = pyarrow.compute.match_substring_regex(column, MESSAGES).to_pylist()
-        else:
-            wrong = [not isinstance(value, str | None) for value in rows[name]]
-        if True in wrong:
-            value = rows[name][row := wrong.index(True)]
+def check_texts(rows: Rows, column: str, source: str) -> None:
+    """Raise `InputError` for the first value of a column that is no text, or JSON of messages."""
+    batches = rows.select_columns(column).iter(1000)  # an error lists the columns that there are
+    for row, value in enumerate(value for batch in batches for value in batch[column]):
+        if not isinstance(value, str | None) or re.match(MESSAGES, value or ""):
             use = f"not a text; use python data/convert.py {source} rows.jsonl"
-            raise InputError(f"{name} of row {row} is {value!r:.60}, {use}")
+            raise InputError(f"{column} of row {row} is {value!r:.60}, {use}")
 
 
 def rename_prompt(columns: Sequence[str]) -> str:
@@ -204,10 +198,8 @@ def rename_prompt(columns: Sequence[str]) -> str:
 def import_file(path: Path) -> Any:
     """Import a file as a module; those beside it come before ours of the same name (utils.py)."""
     folder, name, ours = path.parent, path.stem, {}
-    while name in sys.modules:  # such as a second judge.py
-        name += "_"
-    names = {x.name for x in pkgutil.iter_modules([str(folder)])}
-    for key in [x for x in sys.modules if x.partition(".")[0] in names - sys.stdlib_module_names]:
+    names = {x.name for x in pkgutil.iter_modules([str(folder)])} - sys.stdlib_module_names
+    for key in [x for x in sys.modules if x.partition(".")[0] in names | {name}]:
         if folder not in Path(getattr(sys.modules[key], "__file__", None) or path).parents:
             ours[key] = sys.modules.pop(key)
     sys.path.insert(0, str(folder))
