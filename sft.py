@@ -29,7 +29,7 @@ from machinery.decoding import Decoder, generate
 from machinery.models import compute_logits, load_lm
 from machinery.queries import load_blocks, load_responses
 from machinery.runs import Run, check_run
-from machinery.tokens import check_length, load_tokenizer
+from machinery.tokens import check_length, load_config, load_tokenizer
 from machinery.unpadding import Unpadded
 from utils import Timer, TokenIds, all_sum, average_gradients, decode, micro_batches, permutation
 from utils import truncate
@@ -156,7 +156,7 @@ def main(args: Args) -> None:
         table = load_responses(task, tokenizer, ids)  # [num_sequences, T]
         first = table.length - task.response_length
     else:
-        config = transformers.AutoConfig.from_pretrained(task.base_model)
+        config = load_config(task.base_model)
         longest = max(args.block_size, args.block_size // 4 + task.response_length)
         check_length(config, longest, f"block_size={args.block_size}")
         table = load_blocks(task, args.block_size, tokenizer, ids)

@@ -22,7 +22,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from safetensors.torch import save_file
@@ -37,7 +36,7 @@ from machinery.models import Float32Linear, hidden_size, load_lm, new_backbone
 from machinery.queries import load_queries
 from machinery.rewards import RewardConfig, score_in_parts
 from machinery.runs import Run, check_run
-from machinery.tokens import load_tokenizer
+from machinery.tokens import load_config, load_tokenizer
 from machinery.unpadding import Unpadded
 from utils import AdamTF, Timer, TokenIds, add_affixes, average_gradients, global_mean_and_var
 from utils import mean_over_processes, micro_batches, permutation, query_rows, truncate
@@ -225,7 +224,7 @@ def main(args: Args) -> None:
     check(args, accelerator.num_processes)
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    config = transformers.AutoConfig.from_pretrained(task.base_model)
+    config = load_config(task.base_model)
     labels = load_labels(task, tokenizer, ids, config)
     heldout = labels.held_out(args.num_labels)[: args.num_heldout]
     samples = sample_policy(args, tokenizer, ids, accelerator)

@@ -14,12 +14,17 @@ from utils import TokenIds
 PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # tokenizers split it differently
 
 
+def load_config(name: str) -> transformers.PretrainedConfig:
+    """The configuration of a model's text part."""
+    return transformers.AutoConfig.from_pretrained(find_model(name)).get_text_config()
+
+
 def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> tuple[Any, TokenIds]:
     """The tokenizer of `task.base_model` and the token ids of the task; loads no weights."""
     name = task.base_model
     with about(f"{flag} {name}"):
         folder = find_model(name)
-        config = transformers.AutoConfig.from_pretrained(folder).get_text_config()
+        config = load_config(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         # Without files, transformers invents one. Gemma 3's 1B has a token without an embedding.
         if not 8 <= len(tokenizer) <= config.vocab_size + 1:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -329,12 +328,11 @@ def stand_ins(script, args, policy=None, ref=None, reward=None, ids=IDS, **given
     if script is train_reward:
         samples = make_contexts([8, 2, 5, 3], 8), make_responses(4, 5)
         texts = [tuple(x.to(policy.gain.device) for x in samples)] * 2
-        auto_config = SimpleNamespace(from_pretrained=lambda name: policy.config.backbone)
         return stand_ins | {
             "load_labels": lambda *a: given["labels"],
             "sample_policy": lambda *a: texts,
             "new_reward_model": lambda *a: policy,
-            "transformers": SimpleNamespace(AutoConfig=auto_config),
+            "load_config": lambda name: policy.config.backbone,
         }
     contexts = make_contexts(LENGTHS[: size // getattr(args, "rloo_k", 1)], task.query_length)
     of_seeds = (make_responses(size, task.response_length, seed) for seed in range(100))
