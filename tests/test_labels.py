@@ -86,8 +86,8 @@ def test_labels_of_gpt2_are_read_as_they_are_or_written_anew_for_another(
     rows = formats.oai_labels(gpt2)
     task = label_task(here / "labels.json", rows, query_length=8, label_tokenizer="gpt2")
     refuses(lambda: load_labels(task, hers, ids_of(1000)), "--label_tokenizer gpt2", "docs/data.md")
-    exec(next(x for x in blocks("docs/data.md", "python") if "anew.jsonl" in x), {})
-    anew = make_task(query_length=8, label_dataset="anew.jsonl", label_tokenizer=None)
+    exec(next(x for x in blocks("docs/data.md", "python") if "translated.jsonl" in x), {})
+    anew = make_task(query_length=8, label_dataset="translated.jsonl", label_tokenizer=None)
     for own, tokenizer, size in ((task, gpt2, vocabulary), (anew, hers, 1000)):
         found = load_labels(own, tokenizer, ids_of(size))
         assert len(found) == 3 and found.best.tolist() == [2, 0, 3]
