@@ -405,7 +405,7 @@ def main(args: Args) -> None:
     check(args, accelerator.num_processes)
     task, device, processes = args.task, accelerator.device, accelerator.num_processes
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = load_queries(task, tokenizer, ids, limit=args.total_episodes)
+    table = load_queries(task, tokenizer, ids)
     heldout, table = table.hold_out(args.eval_queries)  # table[rows] → [len(rows), Q]
     gold_reward = load_gold_reward(task, tokenizer, ids)  # or None
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn

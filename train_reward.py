@@ -133,7 +133,7 @@ def sample_policy(
     name = args.policy_model or task.base_model
     batch_size = args.rollout_batch_size // processes
     local_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * batch_size
-    table = load_queries(task, tokenizer, ids, limit=2 * local_samples * processes)
+    table = load_queries(task, tokenizer, ids)
     lm = distributed.freeze(accelerator, load_lm(name, flag, ids.length, tokenizer))
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)
     seed = args.seed + 100003 * accelerator.process_index  # (G6)

@@ -131,7 +131,7 @@ def load_here(name: str, number: int) -> None:
     tokenizer, ids = tokens.load_tokenizer(task, task.response_length)
     start = time.process_time()
     if name == "queries":
-        found: Any = queries.load_queries(task, tokenizer, ids, limit=number)
+        found: Any = queries.load_queries(task, tokenizer, ids)
     else:
         found = labels.load_labels(task, tokenizer, ids)
     seconds = time.process_time() - start

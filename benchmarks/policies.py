@@ -117,7 +117,7 @@ def sample_tokens(
     """
     tokenizer, ids = load_tokenizer(task, task.response_length)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    table = load_queries(task, tokenizer, ids, first + number)
+    table = load_queries(task, tokenizer, ids)
     if len(table) <= first:
         raise InputError(f"--first {first} skips all {len(table)} queries")
     rows = np.repeat(np.arange(first, min(first + number, len(table))), samples)

@@ -381,7 +381,7 @@ def judged_samples(task_name, model, count, per_query, seed):
 
     task = dataclasses.replace(TASKS[task_name], base_model=model)
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = load_queries(task, tokenizer, ids, count)
+    table = load_queries(task, tokenizer, ids)
     queries = table[utils.query_rows(len(table), count, seed, 0)].repeat_interleave(
         per_query, dim=0
     )

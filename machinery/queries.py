@@ -25,7 +25,6 @@ FLAG = "--query_dataset"
 CLEAN = DATA / "clean.py"
 # A dialogue of hh-rlhf with its last answer:
 ANSWERED = re.compile(r"\n\nHuman:.*\n\nAssistant:(?!.*\n\nHuman:)\s*\S", re.DOTALL)
-SMALL_TABLE = 2**15  # tokenize at least this many rows: it takes a second or two
 
 
 @dataclass
@@ -65,16 +64,10 @@ class TokenTable:
         return self.select(list(range(n))), self.select(rest)
 
 
-def load_queries(task: Task, tokenizer: Any, ids: TokenIds, limit: int) -> TokenTable:
-    """The table of queries [N, Q] (G2), shuffled, with all columns of the data set.
-
-    Of a larger data set, a sample of `limit` texts, or of `SMALL_TABLE` if that is more.
-    """
+def load_queries(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
+    """The table of queries [N, Q] (G2), shuffled, with all columns of the data set."""
     texts = load_rows(task.query_dataset, FLAG, task.num_queries, query_column=task.query_column)
-    order = np.random.default_rng(0).permutation(len(texts))[: max(limit, SMALL_TABLE)]
-    if len(order) < len(texts):
-        say(f"{len(order)} of {len(texts)} rows are enough for this run")
-    texts = texts.select(order)
+    texts = texts.select(np.random.default_rng(0).permutation(len(texts)))
 
     def queries(batch: dict[str, list]) -> list[list[int]]:
         return tokenize_queries(batch[task.query_column], task, tokenizer)

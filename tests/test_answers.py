@@ -112,7 +112,7 @@ def test_answers_that_a_reward_cannot_read_are_counted_when_the_run_starts(
         rows = [dict(text=f"Anna saw {i}.", answer=x) for i, x in enumerate(answers)]
         files = dict(query_dataset=write_rows(tmp_path / "a.jsonl", rows))
         own = replace(task, reward_fn=f"data.answers:{reward}", **files)
-        load_queries(own, *load_tokenizer(own, 5), 9)
+        load_queries(own, *load_tokenizer(own, 5))
 
     load(["7", "8", "9", *bad])
     assert "reads 3 of 5 answers" in capsys.readouterr().out
@@ -220,7 +220,7 @@ def test_gsm8k_asks_in_its_template_and_has_the_answers_beside_the_questions(tmp
     files = dict(base_model=str(tmp_path), query_dataset=write_rows(tmp_path / "a.jsonl", GSM8K))
     task = replace(tasks.TASKS["gsm8k"], **files)
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = load_queries(task, tokenizer, ids, 9)
+    table = load_queries(task, tokenizer, ids)
     contexts, columns = utils.add_affixes(table[:], ids), table.columns()
     texts = tokenizer.batch_decode([row[row != ids.pad] for row in contexts])
     answers = {row["question"]: row["answer"] for row in GSM8K}

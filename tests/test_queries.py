@@ -37,10 +37,10 @@ def tokenizer_of(task: tasks.Task):
     return load_tokenizer(task, task.response_length)[0]
 
 
-def load_queries(task: tasks.Task, max_queries: int = 1000, tokenizer=None) -> queries.TokenTable:
+def load_queries(task: tasks.Task, tokenizer=None) -> queries.TokenTable:
     """The table of queries with the task's own tokenizer or another one."""
     own, ids = load_tokenizer(task, task.response_length)
-    return queries.load_queries(task, tokenizer or own, ids, max_queries)
+    return queries.load_queries(task, tokenizer or own, ids)
 
 
 def rows_of(table) -> list[tuple[int, ...]]:
@@ -158,24 +158,17 @@ def tokenized(monkeypatch) -> list[str]:
     return seen
 
 
-def test_a_run_of_few_episodes_tokenizes_few_rows_and_holds_out_the_same_ones(
-    task, tmp_path, tokenized, monkeypatch
+def test_a_table_and_a_sample_are_found_again_and_hold_out_the_first_rows(
+    task, tmp_path, tokenized
 ):
-    """But not fewer than SMALL_TABLE. The second start tokenizes nothing; samples are distinct."""
+    """A start whose rows and settings another one had tokenizes nothing; samples are distinct."""
     many = replace(task, query_dataset=write_sentences(tmp_path / "many.txt"))
-    monkeypatch.setattr(queries, "SMALL_TABLE", 8)
-    heldout = []
-    for needed, expected in ((1, 8), (8, 8), (30, 30), (1000, 100)):
-        tokenized.clear()
-        table = load_queries(many, needed)
-        assert len(set(tokenized)) == len(tokenized) == (0 if needed == 8 else expected)  # cached
-        held, rest = map(rows_of, table.hold_out(5))
-        assert len(table) == expected and len(set(rest) - set(held)) == len(rest) == expected - 5
-        heldout.append(held)
-    assert all(held == heldout[0] for held in heldout) and len(heldout[0]) == 5
+    table = load_queries(many)
+    held, rest = map(rows_of, table.hold_out(5))
+    assert held == rows_of(table)[:5] and len({*held, *rest}) == len(table) == 100
     refuses(lambda: table.hold_out(100), "--eval_queries", "100 of 100")
     few = replace(many, num_queries=50)
-    for expected in (100, 150, 150):  # a table and a sample are found again
+    for expected in (100, 150, 150):
         assert len(tokenized) == expected
         assert torch.equal(load_queries(many)[:], table[:])
         sample = rows_of(load_queries(few))
@@ -205,7 +198,7 @@ def test_what_a_table_depends_on_makes_another_one(change, task, tmp_path, token
     rows = [dict(text=f"Anna saw {i} cats. So did Ben.", title=f"{i}.") for i in range(100)]
     task = replace(task, query_dataset=write_rows(tmp_path / "a.jsonl", rows), truncate_token=None)
     tokenizer, ids = load_tokenizer(task, 5)
-    before = rows_of(queries.load_queries(task, tokenizer, ids, 1))
+    before = rows_of(queries.load_queries(task, tokenizer, ids))
     assert len(tokenized) == 100
     tokenized.clear()
     if change == "content":
@@ -220,7 +213,7 @@ def test_what_a_table_depends_on_makes_another_one(change, task, tmp_path, token
         ids = ids._replace(pad=WORDS + 1)
     changes = dict(query_length=7, query_column="title")
     task = replace(task, **{name: value for name, value in changes.items() if name == change})
-    after = rows_of(queries.load_queries(task, tokenizer, ids, 1))
+    after = rows_of(queries.load_queries(task, tokenizer, ids))
     assert len(tokenized) == len(after) == 100
     assert change == "pad" or before != after
 
@@ -228,7 +221,7 @@ def test_what_a_table_depends_on_makes_another_one(change, task, tmp_path, token
 def test_processes_wait_at_a_file_lock_for_the_table_of_the_first(task, tmp_path, tokenized):
     many = replace(task, query_dataset=write_sentences(tmp_path / "many.txt", 2500))
     with ThreadPoolExecutor() as pool:
-        tables = [x[:] for x in pool.map(load_queries, [many] * 2, [10**6] * 2)]
+        tables = [x[:] for x in pool.map(load_queries, [many] * 2)]
     assert len(tokenized) == 2500 and torch.equal(*tables)
 
 
@@ -381,7 +374,6 @@ def test_a_dialogue_with_its_answer_is_no_query(load, eos_task, tmp_path):
     for given, answered in ((rows[:1], False), (rows, True)):
         task = replace(long, query_dataset=write_rows(tmp_path / f"{answered}.jsonl", given))
         start = functools.partial(load, task, *load_tokenizer(task, 8))
-        start = functools.partial(start, 9) if load is queries.load_queries else start
         refuses(start, "Then mix it", "data/convert.py") if answered else start()
 
 
@@ -389,22 +381,20 @@ def test_queries_without_the_tokenizers_chat_template_are_named(chat, eos_task, 
     ids = TokenIds(WORDS, 0, [], [])
     chat.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     for prefix, said in (("", True), ("<|im_start|>user\n", False)):
-        queries.load_queries(replace(eos_task, query_prefix=prefix), chat, ids, 9)
+        queries.load_queries(replace(eos_task, query_prefix=prefix), chat, ids)
         assert ("plain texts" in capsys.readouterr().out) == said
 
 
 def test_sounds_and_images_are_not_decoded_and_rows_that_nothing_reads_are_counted(
-    task, tmp_path, capsys, monkeypatch
+    task, tmp_path, capsys
 ):
     rows = {"text": [f"Anna saw {i} cats." for i in range(9)], "answer": [*range(9)]}
     rows |= {"sound": [{"bytes": b"no sound", "path": None}] * 9}
     found = datasets.Dataset.from_dict(rows).cast_column("sound", datasets.Audio())
     found.to_parquet(tmp_path / "a.parquet")
     task = replace(task, query_dataset=str(tmp_path / "a.parquet"), num_queries=7)
-    monkeypatch.setattr(queries, "SMALL_TABLE", 4)
-    assert load_queries(task, 3).columns().keys() == {"text", "answer"}
-    said = capsys.readouterr().out
-    assert "7 of 9 rows are used (--num_queries)" in said and "4 of 7 rows" in said
+    assert load_queries(task).columns().keys() == {"text", "answer"}
+    assert "7 of 9 rows are used (--num_queries)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("column", [None, "completion"])

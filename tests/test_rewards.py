@@ -307,7 +307,7 @@ def test_columns_stay_beside_their_queries_in_every_table(by_column):
     right = Counter((row["prompt"], row["number"], row["twin"]) for row in ROWS[:42])
     for num_queries, sizes in ((1000, {42}), (1000, {42}), (20, {19, 20})):
         task = replace(by_column, num_queries=num_queries)
-        table = queries.load_queries(task, tokenizer, ids, 1000)
+        table = queries.load_queries(task, tokenizer, ids)
         assert len(table) in sizes and table.columns(np.array([3, 3, 0])).keys() == ROWS[0].keys()
         for part in (table, *table.hold_out(9)):
             columns, texts = part.columns(), utils.decode(tokenizer, part[:], ids.pad)

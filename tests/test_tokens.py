@@ -115,7 +115,7 @@ def test_prompts_that_are_blank_or_too_long_are_skipped_and_counted(model, tmp_p
     n = len(model.encode(ASK))
     rows = [{"prompt": prompt} for prompt in (ASK, None, "", " \n", ASK + " And why?")]
     task = make_task(model, rows, tmp_path / "a.jsonl", query_length=n)
-    assert load(load_queries, task, 9) == [model.encode(ASK)]
+    assert load(load_queries, task) == [model.encode(ASK)]
     assert "skipped 4 of 5" in capsys.readouterr().out
 
 
@@ -124,7 +124,7 @@ def test_what_is_no_text_is_refused_with_what_converts_it(prompt, model, tmp_pat
     rows = [{"prompt": "Hi", "completion": "Yes."}, {"prompt": prompt, "completion": [BLUE]}]
     task = make_task(model, rows, tmp_path / "rows.jsonl", response_column="completion")
     what = "of row 1 is", repr(prompt), "data/convert.py"
-    refuses(lambda: load(load_queries, task, 9), "rows.jsonl: ", "prompt", *what)
+    refuses(lambda: load(load_queries, task), "rows.jsonl: ", "prompt", *what)
     formats.write_rows(
         Path(task.query_dataset), [rows[0], rows[1] | {"prompt": "Hi", "completion": prompt}]
     )
@@ -216,7 +216,7 @@ def test_plain_texts_begin_once_with_what_the_tokenizer_begins_them_with(begin, 
     rows, model = [{"prompt": text} for text in texts], SimpleNamespace(folder=tmp_path / "model")
     task = make_task(model, rows, tmp_path / "a.jsonl", truncate_token="</s>", query_length=16)
     expected = ids + tokenizer.encode("Hi there. Yes", add_special_tokens=False)
-    assert load(load_queries, task, 9) == [expected] * 2
+    assert load(load_queries, task) == [expected] * 2
     blocks = lambda task, *given: load_blocks(task, len(expected), *given)  # noqa: E731
     assert load(blocks, task) == [expected] * 2
     _, with_prefix = load_tokenizer(replace(task, query_prefix="Hi there. Yes"), 8)
@@ -230,7 +230,7 @@ def test_prompt_and_answer_are_the_tokens_of_the_whole_text(whole, tmp_path):
     """For sft.py and in pairs, as the tokenizer alone writes the text, with BOS if it does."""
     rows = [dict(prompt=x, completion=y, chosen=y, rejected=" No") for x, y in ANSWERS]
     task = whole.make(rows, tmp_path / "a.jsonl", label_dataset=str(tmp_path / "a.jsonl"))
-    assert load(load_queries, task, 9) == sorted(whole.ids(x)[:-1] for x, _ in ANSWERS)
+    assert load(load_queries, task) == sorted(whole.ids(x)[:-1] for x, _ in ANSWERS)
     expected = [whole.ids(x + y) for x, y in ANSWERS]
     assert load(load_responses, task) == sorted(expected)
     found = labels.load_labels(task, *load_tokenizer(task, 8))
@@ -287,7 +287,7 @@ def test_prompts_that_are_cut_are_counted(model, tmp_path, capsys):
     task = replace(task, response_column="completion")
     whole = [model.encode(x) for x in prompts]
     lost = sum(max(len(ids) - 8, 0) for ids in whole)
-    assert load(load_queries, task, 9) == sorted(ids[:8] for ids in whole) and lost > 2
+    assert load(load_queries, task) == sorted(ids[:8] for ids in whole) and lost > 2
     assert (
         f"--query_length: left out {lost} tokens, ends of 2 of 3 texts" in capsys.readouterr().out
     )

@@ -93,7 +93,7 @@ def test_samples_become_labels_when_best_is_filled_in(task, tmp_path, monkeypatc
     sample.main(sample.Args(**settings, first=2))
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = policies.load_queries(task, tokenizer, ids, 7)
+    table = policies.load_queries(task, tokenizer, ids)
     for i, row in enumerate(rows):
         assert row["best"] is None and len(row["texts"]) == len(set(row["texts"])) == 3
         assert row["query"] == [x for x in table[[i + 2]][0].tolist() if x != ids.pad]
