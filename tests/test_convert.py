@@ -40,7 +40,7 @@ FORMS = [json.loads(line) for line in (ROOT / "tests" / "forms.jsonl").read_text
 
 
 @pytest.mark.parametrize("case", FORMS, ids=[x["form"] for x in FORMS])
-def test_a_form_becomes_texts_as_before_or_a_sentence_says_the_flag(case, chat, capsys):
+def test_a_form_becomes_its_texts_or_a_sentence_says_the_flag(case, chat, capsys):
     (code,) = (x for x in blocks("docs/data.md", "python") if "def nectar" in x)
     flags, rows, functions = dict(case["flags"]), [case["row"] | {"margin": 0.5}], {}
     exec(code, functions)
