@@ -34,8 +34,8 @@ from machinery.runs import SIGNALS
 from machinery.sources import PINNED, import_file
 
 # They fork, make pseudo-terminals, limit resources, or call bash and patch.
-UNIX = ["diffs", "docs", "launch", "pitfalls", "progress", "readme"]
-UNIX += ["recipes", "resume", "rewards", "runs"]
+UNIX = ["diffs", "docs", "experiments", "launch", "pitfalls", "progress", "readme"]
+UNIX += ["resume", "rewards", "runs"]
 collect_ignore = [f"test_{x}.py" for x in UNIX] + ["benchmarks"] if os.name == "nt" else []
 # `nohup` and `&` ignore these signals, and so would the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -160,22 +160,12 @@ def start(task: tasks.Task, here: Path):
 
 def ask(patch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
     """Let the client ask this hub, with an empty cache."""
-    constants, config = huggingface_hub.constants, datasets.config
-    for module, name, value in (
-        (constants, "ENDPOINT", url),
-        (
-            constants,
-            "HUGGINGFACE_CO_URL_TEMPLATE",
-            url + "/{repo_id}/resolve/{revision}/{filename}",
-        ),
-        (constants, "HF_HUB_DISABLE_XET", True),
-        (constants, "HF_HUB_OFFLINE", False),
-        (constants, "HF_HUB_CACHE", str(cache)),
-        (config, "HF_ENDPOINT", url),
-        (config, "HF_HUB_OFFLINE", False),
-        (config, "HF_DATASETS_CACHE", cache),
-    ):
-        patch.setattr(module, name, value)
+    own = dict(ENDPOINT=url, HF_HUB_DISABLE_XET=True, HF_HUB_OFFLINE=False, HF_HUB_CACHE=str(cache))
+    own["HUGGINGFACE_CO_URL_TEMPLATE"] = url + "/{repo_id}/resolve/{revision}/{filename}"
+    of_datasets = dict(HF_ENDPOINT=url, HF_HUB_OFFLINE=False, HF_DATASETS_CACHE=cache)
+    for module, values in ((huggingface_hub.constants, own), (datasets.config, of_datasets)):
+        for name, value in values.items():
+            patch.setattr(module, name, value)
 
 
 @pytest.fixture

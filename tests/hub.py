@@ -117,12 +117,8 @@ def publish(hub: Hub) -> None:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
         tokenizer.save_pretrained(folder)
     labels = formats.oai_labels(gpt2) * 2
-    for part in (
-        "sentiment/offline_5k",
-        "descriptiveness/offline_5k",
-        "cnndm/online_45k",
-        "tldr/online_45k",
-    ):
+    parts = "sentiment/offline_5k descriptiveness/offline_5k cnndm/online_45k tldr/online_45k"
+    for part in parts.split():
         folder = hub.commit("datasets", "vwxyzjn/lm-human-preferences")
         formats.write_rows(folder / f"{part}.json", labels)
     books = [{"text": "usually , he would be tearing around the living room , playing ."}]

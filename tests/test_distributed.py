@@ -28,7 +28,7 @@ def both(tmp_path_factory: pytest.TempPathFactory):
     with filelock.FileLock(root / "two_processes.lock"):
         if not folder.exists():
             tiny.write_task(folder / "task")
-            tiny.run_twice(two_processes.__file__, str(folder))
+            tiny.run_python(two_processes.__file__, folder, processes=2)
     ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
     one = two_processes.results(rank=0, processes=1)
     return SimpleNamespace(folder=folder, one=one, ranks=ranks)
@@ -111,7 +111,7 @@ def test_under_fsdp2_only_the_first_process_reads_weights_one_model_after_the_ot
             totals[0] += head.double().sum().item()
     env = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", MALLOC_MMAP_THRESHOLD_="65536")
     env |= dict(FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
-    tiny.run_twice(two_processes.__file__, str(tmp_path), env=env)
+    tiny.run_python(two_processes.__file__, tmp_path, processes=2, env=env)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     expected = [totals[1], totals[1], totals[0], totals[0]]
     assert first["sums"] == second["sums"] == pytest.approx(expected, rel=1e-6)

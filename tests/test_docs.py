@@ -5,13 +5,12 @@ import functools
 import math
 import re
 import statistics
-import subprocess
-import sys
 import tomllib
 from decimal import Decimal
 from pathlib import Path
 
 import pytest
+import tiny
 import yaml
 from test_readme import PAGES, blocks
 
@@ -263,10 +262,9 @@ print(*sys.modules)
 
 def test_help_imports_nothing_that_takes_seconds():
     """Names instead of seconds, which depend on what else the machine does."""
-    options = dict(cwd=ROOT, check=True, capture_output=True, text=True)
-    done = subprocess.run([sys.executable, "-c", HELP], **options)
-    found = set(done.stdout.splitlines()[-1].split())
-    assert done.stdout.count("--task") >= 4
+    printed = tiny.run_python("-c", HELP, cwd=ROOT)
+    found = set(printed.splitlines()[-1].split())
+    assert printed.count("--task") >= 4
     assert {"tyro", "machinery.cli"} <= found and not found & SLOW
 
 

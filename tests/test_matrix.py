@@ -118,7 +118,7 @@ def test_copies_and_fsdp2_update_every_kind_of_model_alike_on_two_processes(whic
     """In one launch. Half of the sharded ones checkpoint their activations."""
     runs = ALL if which == "all" else FEW[2]
     options = dict(cwd=tmp_path, timeout=60 + 20 * len(runs))
-    said = tiny.run_twice(__file__, json.dumps(runs), **options)
+    said = tiny.run_python(__file__, json.dumps(runs), processes=2, **options)
     assert len(set(re.findall(r"apart after \d+", said))) == 2, said[-2000:]
     assert said.count("passed") == 2 * len(runs), said[-2000:]
 

@@ -159,15 +159,10 @@ TINY = {
     "ppo": "--total_episodes 8 --batch_size 4 --eval_queries 2 --num_ppo_epochs 1 --num_minibatches 1",
 }
 TINY["rloo"] = TINY["ppo"]
-OAI = "vwxyzjn/lm-human-preferences:"
+OAI, BOOKS = "vwxyzjn/lm-human-preferences:", "SamuelYang/bookcorpus"
 HUB = {  # task → models of the hub, those of sft.py, queries, labels
-    "sentiment": ("gpt2", "gpt2", "SamuelYang/bookcorpus", f"{OAI}sentiment/offline_5k.json"),
-    "descriptiveness": (
-        "gpt2",
-        "gpt2",
-        "SamuelYang/bookcorpus",
-        f"{OAI}descriptiveness/offline_5k.json",
-    ),
+    "sentiment": ("gpt2", "gpt2", BOOKS, f"{OAI}sentiment/offline_5k.json"),
+    "descriptiveness": ("gpt2", "gpt2", BOOKS, f"{OAI}descriptiveness/offline_5k.json"),
     "cnndm": ("gpt2", "gpt2", "abisee/cnn_dailymail:3.0.0", f"{OAI}cnndm/online_45k.json"),
     "tldr_2019": ("gpt2", "gpt2", "dim/tldr_17_50k", f"{OAI}tldr/online_45k.json"),
     "tldr": (None, "EleutherAI/pythia-1b-deduped", "trl-lib/tldr", "trl-lib/tldr-preference"),

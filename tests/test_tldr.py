@@ -14,15 +14,11 @@ import pytest
 import tiny
 import tokenizers
 import torch
+import transformers
 from formats import TLDR
 from test_readme import PRINTED
 from tokenizers import decoders, normalizers, pre_tokenizers
-from transformers import (
-    AutoTokenizer,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GPTNeoXForSequenceClassification,
-)
+from transformers import AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import ppo
 import rloo
@@ -73,7 +69,7 @@ def write_model(cls: type, folder: str, seed: int, dtype: torch.dtype, form: str
     path.mkdir(parents=True)
     write_tokenizer(path, pad=cls is GPTNeoXForCausalLM)
     config = json.loads(CONFIG) | dict(architectures=[cls.__name__])
-    config |= LABEL if cls is GPTNeoXForSequenceClassification else {}
+    config |= LABEL if cls is transformers.GPTNeoXForSequenceClassification else {}
     torch.manual_seed(seed)
     model = cls(GPTNeoXConfig(**config))
     if cls is GPTNeoXForCausalLM:  # of 16 responses some end and some do not
@@ -87,7 +83,9 @@ def write_model(cls: type, folder: str, seed: int, dtype: torch.dtype, form: str
 def write_models(size: str, form: str) -> tuple[Any, Any]:
     """SFT model in bf16, reward model in fp32 (1B's), and posts as in trl-lib/tldr."""
     sft = write_model(GPTNeoXForCausalLM, SFT.format(size), 1, torch.bfloat16, form)
-    rm = write_model(GPTNeoXForSequenceClassification, RM.format(size), 2, torch.float32, form)
+    rm = write_model(
+        transformers.GPTNeoXForSequenceClassification, RM.format(size), 2, torch.float32, form
+    )
     words = ("house", "cat", "bus", "sea", "door", "red ship", "soup,  or\n\n  so", "tree")
     rows = [{key: text.replace("house", word) for key, text in TLDR[0].items()} for word in words]
     Path("posts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")

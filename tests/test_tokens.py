@@ -18,6 +18,7 @@ import pytest
 import tiny
 import tokenizers
 import torch
+import transformers
 import tyro
 from conftest import SCRIPTS, read_metrics
 from formats import BLUE, USER
@@ -25,12 +26,7 @@ from test_readme import PAGES, ROOT, blocks
 from test_resume import free_port
 from tiny import refuses
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import ppo
 import rloo
@@ -333,7 +329,7 @@ def own_data(folder: Path, page: int) -> str:
     tokenizer = small_tokenizer()
     config = tiny.config(vocab=len(tokenizer), positions=512)
     config.num_labels, config.pad_token_id = 1, 0
-    classifier = AutoModelForSequenceClassification.from_config(config)
+    classifier = transformers.AutoModelForSequenceClassification.from_config(config)
     for name, model in (("model", likes_to_end(tokenizer, 512)), ("my_classifier", classifier)):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)

@@ -108,7 +108,7 @@ def test_two_processes_hand_over_the_weights_once(fsdp2, script, home):
     url, asked = serve()
     env = dict(ACCELERATE_USE_FSDP=fsdp2, FSDP_VERSION="2")
     env |= dict(FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
-    tiny.run_twice(__file__, script.__file__, url, env=env)
+    tiny.run_python(__file__, script.__file__, url, processes=2, env=env)
     assert all(line["objective/sampling_gap"] < 1e-5 for line in conftest.read_metrics("run"))
     assert sum("method" in x for x in asked) == 6  # for 3 updates and 3 evaluations
     assert len({x["seed"] for x in asked if x.get("n") == 2}) == 12

@@ -42,14 +42,14 @@ def refuses(call, *words) -> str:
     return message
 
 
-def run_twice(script: str, *words: str, env: dict | None = None, **options: Any) -> str:
-    """Run a script of tests/ on two processes; return what they print."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", script, *words]
+def run_python(*words: Any, processes: int = 1, env: dict | None = None, **options: Any) -> str:
+    """What a Python program prints, on one process or several, which torchrun starts."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
+    command = [sys.executable, *(launcher if processes > 1 else []), *words]
     tests = Path(__file__).parent
     env = os.environ | {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"} | (env or {})
     options = dict(timeout=300) | options
-    done = subprocess.run(command, env=env, capture_output=True, text=True, **options)
+    done = subprocess.run([*map(str, command)], env=env, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 

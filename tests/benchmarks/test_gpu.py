@@ -42,19 +42,6 @@ def test_rows_run_without_a_gpu_and_are_written_and_printed(tmp_path, monkeypatc
     assert (tmp_path / "gpu_profile.txt").read_text().startswith("0 calls")
 
 
-def test_wrong_attention_in_bf16_is_a_row_that_is_not_ok(monkeypatch, tmp_path):
-    """A GPU computes it in bf16 only, which no check at the start of a run does."""
-    attention, gpt2 = unpadding.attention, (gpu.SMALL, tmp_path / "gpt2")
-
-    def wrong(module, q, k, v, *rest, **options):
-        k = 1.2 * k if v.dtype == torch.bfloat16 else k
-        return attention(module, q, k, v, *rest, **options)
-
-    gpu.make(*gpt2)
-    monkeypatch.setattr(unpadding, "attention", wrong)
-    assert gpu.gpu_checks.unpadding(*gpt2)["result"].startswith("not ok: errors")
-
-
 @pytest.mark.parametrize("script", [ppo, rloo])
 def test_L6_noise_in_every_forward_pass_is_seen_in_the_first_ratio(script, monkeypatch, tmp_path):
     compute_logits = script.compute_logits
@@ -95,26 +82,6 @@ def test_at_most_three_copies_of_the_logits_are_alive():
             policy(contexts, responses)
         copies.append(tracker.restart())
     assert [size / (4 * elements) for size in copies] == [3, 3, 2]
-
-
-@pytest.mark.parametrize("script", ["ppo", "rloo"])
-def test_memory_between_updates_is_of_weights_and_moments(
-    script, monkeypatch, capsys, bf16_accelerator
-):
-    """20 bytes per parameter: weights, two moments, reference, reward model; their linear layers
-    are in bf16. The rest is small."""
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # restored afterwards
-    monkeypatch.setitem(memory.SHAPES, "tiny", memory.gpt2(512, 4, 2))
-    linear = 4 * (12 * 512**2 + 9 * 512)
-    parameters = 512 * (50257 + 1024) + linear + 4 * 4 * 512 + 2 * 512
-    flags = "--batch_size 8 --num_minibatches 1"
-    memory.main(memory.Args((script,), ("tiny",), ("sentiment",), flags))
-    row = capsys.readouterr().out.splitlines()[-1]
-    name, task, of, *sizes, card = row.strip("| ").split(" | ")
-    assert (name, task, of, card) == ("tiny", "sentiment", script, "24")
-    live, *phases = map(float, sizes)
-    assert live == pytest.approx((20 * parameters - 4 * linear) / 2**30, abs=0.006)
-    assert all(size > live for size in phases)
 
 
 @pytest.mark.slow

@@ -1,15 +1,12 @@
 """benchmarks/same.py: the scripts compute the same on whatever they run, and it sees faults."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[2]
 FAULTS = {  # column: a line of ppo.py, and a wrong one in its place
@@ -56,11 +53,10 @@ Table = dict[str, tuple[bool, str]]  # column: whether it is as it should be, an
 
 def tables(folder: Path, jobs: list[tuple], seed: int = 1) -> list[Table]:
     """The tables of scripts, of some columns or all, with flags; one process imports everything."""
-    command = [sys.executable, __file__, json.dumps(jobs, default=str)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "SEED": str(seed)}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    import tiny  # the processes that start here import this file, too, without it
+
+    words, options = json.dumps(jobs, default=str), dict(cwd=folder, env=dict(SEED=str(seed)))
+    return json.loads(tiny.run_python(__file__, words, timeout=900, **options).splitlines()[-1])
 
 
 def write_patched(folder: Path, name: str) -> Path:
@@ -91,32 +87,6 @@ def test_ppo_is_the_same_on_two_processes_and_resumed_from_fsdp2_to_ddp(tmp_path
     assert not fine and text.startswith(line)
 
 
-@pytest.fixture
-def same(monkeypatch):
-    """The program; importing it changes the environment."""
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    from benchmarks import same
-
-    return same
-
-
-SIZES = [("weight", 0.5, 2e-6, True), ("weight", 0.5, 2e-5, False), ("weight", 100.0, 2e-4, True)]
-SIZES += [("buffer", 0.5, 2e-5, True), ("buffer", 0.5, 1e-3, False)]
-
-
-@pytest.mark.parametrize(("name", "size", "gap", "fine"), SIZES)
-def test_rounding_is_relative_to_the_size_of_a_tensor(name, size, gap, fine, tmp_path, same):
-    """Weights below 1 may be off by 1% of the learning rate. Infinities are equal."""
-    for folder, value in (("a", size), ("b", size + gap)):
-        path = tmp_path / folder / "checkpoints" / "1.safetensors"
-        path.parent.mkdir(parents=True)
-        state = {"model/weight": torch.zeros(2), "optimizer/exp_avg/weight": torch.zeros(2)}
-        state |= {"model/never": torch.tensor(float("inf"))}
-        save_file(state | {f"model/{name}": torch.tensor([0.0, value])}, path)
-    found, error = same.difference(tmp_path / "a", tmp_path / "b")
-    assert found > 0 and (error == "") == fine
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["ppo", "rloo", "train_reward", "sft"])
 def test_nothing_depends_on_what_a_script_runs_on(script, tmp_path):
@@ -136,7 +106,7 @@ def test_nothing_depends_on_what_a_script_runs_on(script, tmp_path):
 @pytest.mark.exhaustive
 def test_no_patch_depends_on_the_number_of_processes(tmp_path):
     """Where rounding flips a sampled token with one seed, it does not with all of three."""
-    import tiny  # the processes that `tables` starts import this file, too, without it
+    import tiny
 
     names = [name for name in PATCHES if name != "vllm"]  # it needs a server: test_vllm.py
     teacher = str(tiny.write_model(tmp_path / "teacher", seed=5))

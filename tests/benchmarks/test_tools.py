@@ -12,12 +12,7 @@ import tiny
 from conftest import SCRIPTS, settings
 from tiny import refuses
 
-from benchmarks import (
-    pass_at_k,
-    policies,
-    sample,
-    winrate,
-)
+from benchmarks import pass_at_k, policies, sample, winrate
 from data import tasks
 from machinery.labels import load_labels
 from machinery.sources import load_function
