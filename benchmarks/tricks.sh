@@ -87,12 +87,13 @@ for line in open(sys.argv[1]).read().splitlines():
     print(os.waitstatus_to_exitcode(status), line, flush=True)
 PYTHON
 
-all=()
-for name in $(ls $folder | sed -n 's/_[0-9]*$//p' | sort -u); do all+=("$name=$folder/${name}_[0-9]*"); done
-python benchmarks/curves.py "${all[@]}" --out $folder/all.png --metrics eval/scores eval/gold_score \
-  eval/kl eval/response_length ppo/policy/entropy_avg ppo/policy/clipfrac_avg
-mv $folder/all.csv benchmarks/results/tricks.csv
 shown=()
 for name in rloo grpo dynamic gspo raft no_std; do shown+=("$name=$folder/${name}_[0-9]*"); done
 python benchmarks/curves.py "${shown[@]}" --out benchmarks/results/tricks.png \
   --metrics objective/scores objective/kl ppo/policy/entropy_avg
+all=()
+for name in $(ls $folder | sed -n 's/_[0-9]*$//p' | sort -u); do all+=("$name=$folder/${name}_[0-9]*"); done
+python benchmarks/curves.py "${all[@]}" --out $folder/all.png --metrics eval/scores eval/gold_score \
+  eval/kl eval/response_length ppo/policy/entropy_avg ppo/policy/clipfrac_avg \
+  ppo/policy/entropy_coef objective/scores
+mv $folder/all.csv benchmarks/results/tricks.csv
