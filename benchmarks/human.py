@@ -34,7 +34,6 @@ from benchmarks.curves import make_panels, provenance  # noqa: E402
 from benchmarks.policies import PolicyArgs, policy_tasks, sample_tokens  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.rewards import load_reward_model, score_in_parts  # noqa: E402
-from machinery.tokens import with_end  # noqa: E402
 from utils import decode, pad_left  # noqa: E402
 
 Snippet = tuple[str, list[int]]  # a text and its ratings, from -4 to 4
@@ -155,7 +154,8 @@ def score_texts(folder: str, texts: list[str], end: bool = False) -> np.ndarray:
     model, tokenizer = load_scorer(folder)
     sequences = tokenizer(texts, add_special_tokens=False)["input_ids"]
     if end:
-        sequences = [with_end(ids, [tokenizer.convert_tokens_to_ids(".")]) for ids in sequences]
+        period = tokenizer.convert_tokens_to_ids(".")
+        sequences = [ids if ids[-1:] == [period] else [*ids, period] for ids in sequences]
     tokens = pad_left(sequences, max(map(len, sequences)), model.config.pad_id).to(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):  # as in the runs
         return score_in_parts(model, tokens, max_tokens=MAX_TOKENS).cpu().numpy()

@@ -37,6 +37,5 @@ def clean_tldr(prompt: str) -> str:
 
     Paragraphs are one newline apart.
     """
-    head, post, rest = prompt.partition("\n\nPOST: ")
-    body, end, last = rest.rpartition("\n\nTL;DR:")
-    return head + post + re.sub(r"\n+", "\n", body) + end + last
+    post = re.compile(r"(?<=\n\nPOST: ).*(?=\n\nTL;DR:)", re.DOTALL)
+    return post.sub(lambda match: re.sub(r"\n+", "\n", match[0]), prompt)

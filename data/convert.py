@@ -143,16 +143,16 @@ def write_texts(row: dict[str, Any]) -> dict[str, Any]:
         text = row.get(name) or ""
         if not isinstance(text, str) or re.match(sources.MESSAGES, text):
             raise ValueError(f"{name} is no text; --chat MODEL writes messages: {text!r:.60}")
-    pair = [row[name] for name in ("chosen", "rejected") if row.get(name) is not None]
-    prompt = row.get("prompt")
-    if len(pair) == 2 and prompt is None:
-        prompt = "".join(commonprefix(pair).rpartition("\n\nAssistant:")[:2])
-    if len(pair) == 2 and not prompt:
+    prompt, chosen, rejected = map(row.get, ("prompt", "chosen", "rejected"))
+    if chosen is None or rejected is None:
+        return row
+    if prompt is None:
+        prompt = "".join(commonprefix([chosen, rejected]).rpartition("\n\nAssistant:")[:2])
+    if not prompt:
         raise ValueError(f"no prompt, use{sources.rename_prompt([*row])}: {row!r:.200}")
-    if len(pair) == 2 and all(text.startswith(prompt) for text in pair):
-        pair = [text.removeprefix(prompt) for text in pair]
-        row = row | dict(prompt=prompt, chosen=pair[0], rejected=pair[1])
-    return row
+    if chosen.startswith(prompt) and rejected.startswith(prompt):
+        chosen, rejected = (text.removeprefix(prompt) for text in (chosen, rejected))
+    return row | dict(prompt=prompt, chosen=chosen, rejected=rejected)
 
 
 def main(args: Args) -> None:

@@ -75,14 +75,13 @@ def load_labels(task: Task, tokenizer: Any, ids: TokenIds, config: Any = None) -
             raise InputError(f"{rows.column_names} are no labels (docs/data.md); perhaps use {use}")
     longest = getattr(config, "max_position_embeddings", None) or math.inf
     lengths = [len(query) + max(map(len, answers)) for _, (query, *answers), _ in found]
-    fits = [length <= longest for length in lengths]
-    if False in fits:
-        row, length = found[i := fits.index(False)][0], lengths[i]
-        such = f"--label_dataset: row {row} has {length} tokens; the model reads {longest}"
-        say(f"{such}: skipped {fits.count(False)} of {len(rows)} such rows")
-        if not any(fits):
-            raise InputError(such)
-    kept = [x for x, fit in zip(found, fits, strict=True) if fit]
+    kept = [x for x, length in zip(found, lengths, strict=True) if length <= longest]
+    if skipped := len(found) - len(kept):
+        i = next(i for i, length in enumerate(lengths) if length > longest)
+        such = f"row {found[i][0]} has {lengths[i]} tokens; the model reads {longest}"
+        say(f"--label_dataset: {such}: skipped {skipped} of {len(rows)} such rows")
+        if not kept:
+            raise InputError(f"--label_dataset: {such}")
     arrays = [[np.array(ids, np.int32) for ids in sequences] for _, sequences, _ in kept]
     best = np.array([index for _, _, index in kept], dtype=int)
     return Labels([x[0] for x in arrays], [x[1:] for x in arrays], best)
@@ -135,11 +134,10 @@ def read_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> list[Fo
         say(f"--query_length {task.query_length}: cut {long} of {len(queries)} prompts")
     queries = [query[: task.query_length] for query in queries]
     contexts = [ids.prefix + query + ids.suffix for query in queries]
-    stop = task.truncate_token
-    sides = [tokens.encode_answers(contexts, side, tokenizer, stop) for side in sides]
+    options = tokenizer, task.truncate_token, ids.ends
+    sides = [tokens.encode_answers(contexts, side, *options) for side in sides]
     found = []
     for i, (query, *answers) in enumerate(zip(queries, *sides, strict=True)):
-        answers = [tokens.with_end(answer, ids.ends) for answer in answers]
         if query and all(answers) and answers[0] != answers[1]:
             found.append((i, [query, *answers], 0))
     if skipped := len(queries) - len(found):

@@ -264,14 +264,13 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
         if column == task.query_column and any(texts):
             raise InputError(f"--response_column {column} holds the queries: see docs/data.md")
         contexts = [ids.prefix + query[: task.query_length] + ids.suffix for query in prompts]
-        responses = tokens.encode_answers(contexts, texts, tokenizer, task.truncate_token)
+        responses = tokens.encode_answers(contexts, texts, tokenizer, task.truncate_token, ends)
         sequences = []
-        for query, context, response in zip(prompts, contexts, responses, strict=True):
-            sequence = [ids.pad] * (width - len(context)) + context
-            sequence += tokens.with_end(response, ends)
+        for query, text, context, response in zip(prompts, texts, contexts, responses, strict=True):
+            sequence = [ids.pad] * (width - len(context)) + context + response
             sequence += [ids.pad] * (width + task.response_length - len(sequence))
             sequence += [ids.pad] * (len(query) - task.query_length)  # counted as cut
-            sequences.append(sequence if query and response else [])
+            sequences.append(sequence if query and text else [])
         return sequences
 
     columns = dict(query_column=task.query_column, response_column=column)

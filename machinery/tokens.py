@@ -106,22 +106,20 @@ def encode_after(
 
 
 def encode_answers(
-    contexts: list[list[int]], answers: list[str], tokenizer: Any, stop: str | None
-) -> list:
-    """Token ids of answers after the ends of their contexts, without whitespace after `stop`."""
-    ends = [ids[-16:] for ids in contexts]
+    contexts: list[list[int]], answers: list[str], tokenizer: Any, stop: str | None, ends: list[int]
+) -> list[list[int]]:
+    """Token ids of answers after the ends of their contexts, without whitespace after `stop`.
+
+    Each ends with one of the tokens `ends`; the first one is added if it does not.
+    """
+    last = [ids[-16:] for ids in contexts]
     pairs = [(answer, answer.rstrip()) for answer in answers]
     answers = [cut if stop and cut.endswith(stop) else answer for answer, cut in pairs]
-    before = tokenizer.batch_decode(ends, clean_up_tokenization_spaces=False)
+    before = tokenizer.batch_decode(last, clean_up_tokenization_spaces=False)
     found, _, alone = encode_after(before, answers, tokenizer)
     if alone:
         say(f"{alone} of {len(found)} answers merge with their prompts' ends: tokenized alone")
-    return found
-
-
-def with_end(ids: list[int], ends: list[int]) -> list[int]:
-    """A response with its end token, which some datasets already have."""
-    return ids if {*ids[-1:]} & {*ends} else ids + ends[:1]
+    return [ids if {*ids[-1:]} & {*ends} else ids + ends[:1] for ids in found]
 
 
 def same_tokens(tokenizer: Any, other: Any) -> bool:

@@ -37,7 +37,7 @@ from machinery import labels
 from machinery.cli import parse_args
 from machinery.queries import load_blocks, load_queries, load_responses
 from machinery.sources import load_function
-from machinery.tokens import bos, load_tokenizer, single_token, with_end
+from machinery.tokens import bos, encode_answers, load_tokenizer, single_token
 
 START, END = "<|im_start|>", "<|im_end|>"
 DATA, SMOLLM2 = PAGES["docs/data.md"], "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -172,7 +172,9 @@ def test_an_eos_task_ends_at_the_models_special_ends_too(file, form, model, tmp_
     ends = [load_tokenizer(x, 5)[1].ends for x in (task, replace(task, one_end=True))]
     assert ends == [[end, *others], [end]]
     assert load_tokenizer(replace(task, eos_task=False), 5)[1].ends == [end]
-    assert with_end([5, *others], ends[0]) == [5, *others] + [end] * (not others)
+    answer = model.tokenizer.decode([5, *others])
+    (found,) = encode_answers([[start]], [answer], model.tokenizer, END, ends[0])
+    assert found == [5, *others] + [end] * (not others)
 
 
 TOKENIZERS = {
