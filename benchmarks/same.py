@@ -302,7 +302,7 @@ def difference(ours: Path, theirs: Path) -> tuple[float, str]:
         for at, (x, y) in enumerate(zip(a[kind], b[kind], strict=True), start=1):
             if x.keys() != y.keys():
                 return float("inf"), f"{kind} {at}: {sorted(x.keys() ^ y.keys())[0]} is in one only"
-            trained = {f"model/{k.split('/')[-1]}" for k in y if k.startswith("optimizer/")}
+            trained = {f"model/{k.split('/')[2]}" for k in y if k.startswith("optimizer/")}
             for name in y:
                 unit, gap = 1.0, float("inf")
                 if not isinstance(y[name], int | float | torch.Tensor):

@@ -39,14 +39,20 @@ def full_state(model: nn.Module, *optimizers: Any) -> tuple[dict, dict]:
     return {name: x.contiguous() for name, x in state[0].items() if name in names}, state[1]
 
 
-def dump(state: Any, tensors: dict[str, Tensor]) -> str:
-    """JSON of `state`, whose tensors move into `tensors`."""
+def dump(parts: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """JSON of nested dicts and lists, whose tensors move into `tensors`, named by their place."""
 
-    def move(x: Tensor) -> dict[str, str]:
-        tensors[name := f"state/{len(tensors)}"] = x.detach().cpu().clone()
-        return {"tensor": name, "device": x.device.type}
+    def move(x: Any, name: str) -> Any:
+        if isinstance(x, Tensor):  # a copy's own state may share memory, which no file can
+            tensors[name] = x.detach().to("cpu", copy=name.startswith("state")).contiguous()
+            return {"tensor": name, "device": x.device.type}
+        if isinstance(x, dict):
+            return {key: move(y, f"{name}/{key}") for key, y in x.items()}
+        if isinstance(x, list | tuple):
+            return [move(y, f"{name}/{i}") for i, y in enumerate(x)]
+        return x
 
-    return json.dumps(state, default=move)
+    return json.dumps({name: move(x, name) for name, x in parts.items()})
 
 
 def parse(text: str, tensors: dict[str, Tensor]) -> Any:
@@ -60,7 +66,7 @@ def parse(text: str, tensors: dict[str, Tensor]) -> Any:
     return json.loads(text, object_hook=restore)
 
 
-def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Any, state: dict) -> None:
+def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Any, state: Any) -> None:
     """Write `folder/<step>.safetensors` and delete all but the newest two.
 
     The file is complete or absent, whenever the process is killed. All processes have to call
@@ -69,11 +75,9 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Any, s
     weights, optimizer_state = full_state(model, optimizer)
     if not weights:
         return
-    tensors = {f"model/{name}": x for name, x in weights.items()}
-    for name, moments in optimizer_state["state"].items():
-        for key, x in moments.items():
-            tensors[f"optimizer/{key}/{name}"] = x
-    header = dump({"step": step, "groups": optimizer_state["param_groups"], **state}, tensors)
+    tensors: dict[str, Tensor] = {}
+    parts = {"step": step, "model": weights, "optimizer": optimizer_state, "state": state}
+    header = dump(parts, tensors)
     folder.mkdir(exist_ok=True)
     path = folder / f"{step:08}.safetensors"
     save_file(tensors, path.with_suffix(".part"), {"state": header})
@@ -83,31 +87,23 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Any, s
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Restore weights and optimizer in place; return the rest of the state."""
+    """Restore weights and optimizer in place; return the rest: `step` and `state`."""
     from torch.distributed.checkpoint import state_dict as dcp
 
-    weights: dict[str, Any] = {}
-    moments: dict[str, dict[str, Tensor]] = {}
     with about(f"{path} is damaged; --resume the one before it"), safe_open(path, "pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        state = parse(file.metadata()["state"], tensors)
-    for key, x in tensors.items():
-        kind, *moment, name = key.split("/")
-        if kind == "model":
-            weights[name] = x
-        elif moment:
-            moments.setdefault(name, {})[moment[0]] = x
+        saved = parse(file.metadata()["state"], tensors)
+        weights, optimizer_state = saved.pop("model"), saved.pop("optimizer")
     if wrong := sorted(names_of(model) ^ weights.keys()):
         raise InputError(f"{path} is of another model: only one of them has {wrong[0]}")
     # Not strict: tied weights occur once in the file.
     options = dcp.StateDictOptions(full_state_dict=True, strict=False)
-    saved: Any = {"state": moments, "param_groups": state.pop("groups")}
-    both: Any = dict(model_state_dict=weights, optim_state_dict=saved)
+    both: Any = dict(model_state_dict=weights, optim_state_dict=optimizer_state)
     dcp.set_state_dict(model, optimizer, **both, options=options)
     for name, p in model.named_parameters():
-        if name not in moments:  # it had no gradient; set_state_dict made zeros
+        if name not in optimizer_state["state"]:  # no gradient; set_state_dict made zeros
             optimizer.state.pop(p, None)
-    return state
+    return saved
 
 
 def describe(args: Any, processes: int) -> dict[str, Any]:

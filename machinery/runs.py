@@ -133,10 +133,10 @@ class Run:
         samples are cut back to it. Without, the result is 0 and `state`.
         """
         tensors: dict[str, Tensor] = {}
-        state = checkpoints.parse(checkpoints.dump(state, tensors), tensors)  # else fails now
+        text = checkpoints.dump({"state": state}, tensors)  # what it cannot write fails now
         optimizer.register_step_pre_hook(lambda *_: cli.rescues.clear())
         if self.source is None:
-            return 0, state
+            return 0, checkpoints.parse(text, tensors)["state"]
         saved = checkpoints.load_checkpoint(self.source, model, optimizer)
         if self.main:
             self.cut_back(self.source, saved["step"])
@@ -167,7 +167,7 @@ class Run:
         due = step % self.save_every == 0
         count = torch.tensor(len(self.signals), device=self.accelerator.device)
         asked = all_max(count).item()  # one process's signal ends all
-        write = partial(self.write, step, model, optimizer, {"state": state})
+        write = partial(self.write, step, model, optimizer, state)
         cli.rescues[:] = [write]  # until the next optimizer step
         if step == self.total or not (due or asked):
             return
