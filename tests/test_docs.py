@@ -5,6 +5,7 @@ import functools
 import math
 import re
 import statistics
+import subprocess
 import tomllib
 from decimal import Decimal
 from pathlib import Path
@@ -86,6 +87,19 @@ def test_what_a_page_mentions_exists(page):
     names = {x[1] for x in found if x} - TESTS
     if page != "docs/from_trl.md":  # which names what is not here
         assert {x for name in names for x in name.split(".")} <= WORDS | OTHERS.get(page, set())
+
+
+def test_a_commit_that_a_page_names_is_in_the_history():
+    """Where there is one; a shallow clone has only its end."""
+    git = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+    if not (ROOT / ".git").exists() or (ROOT / ".git/shallow").exists():
+        return
+    commits = git(["git", "log", "--format=%H"]).stdout.split()
+    texts = [*PAGES.values(), *(x.read_text() for x in ROOT.glob("diffs/**/*.*"))]
+    named = set(re.findall(r"(?<![\w.-])(?=[a-f]*\d)[0-9a-f]{7,40}\b", "\n".join(texts)))
+    named = {x for x in named if not x.isdigit()}
+    assert len(named) > 20 and commits
+    assert {x for x in named if not any(y.startswith(x) for y in commits)} == set()
 
 
 def test_no_text_tells_how_it_was_made():

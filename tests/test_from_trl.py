@@ -1,6 +1,8 @@
 """docs/from_trl.md says what is so, and what TRL saves loads here; the models are built in its form,
 without TRL."""
 
+import ast
+import importlib.util
 import re
 from dataclasses import replace
 from functools import partial
@@ -41,6 +43,20 @@ def own_scores(classifier, rows: list[list[int]]) -> list[float]:
     """Of each sequence alone."""
     inputs = (torch.tensor([row]) for row in rows)
     return [classifier(x, attention_mask=torch.ones_like(x)).logits.item() for x in inputs]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["RLOO", "GRPO", "SFT", "DPO", "Reward"])
+def test_the_page_names_every_field_of_a_configuration(name):
+    """Read, not imported: TRL asks for other versions."""
+    if not (found := importlib.util.find_spec("trl")):
+        pytest.skip("pip install --no-deps trl==1.16.0")
+    (folder,) = found.submodule_search_locations
+    tree = ast.parse(Path(folder, f"trainer/{name.lower()}_config.py").read_text())
+    (node,) = (x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == f"{name}Config")
+    fields = {x.target.id for x in node.body if isinstance(x, ast.AnnAssign)}
+    assert len(fields) > 10
+    assert fields <= set(re.findall(r"`(\w+)(?:=[^`]*)?`", PAGES["docs/from_trl.md"]))
 
 
 def test_the_page_has_each_name_of_trl_that_a_script_answers():
