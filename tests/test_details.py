@@ -207,7 +207,7 @@ def test_R3_X9_the_policys_samples_end_in_eos_tasks_only(runs, accelerator, monk
     assert not torch.equal(plain[0][0], plain[1][0]) and not torch.equal(plain[0][1], plain[1][1])
 
     end = plain[0][1][0, 1].item()  # a token that was sampled
-    text = AutoTokenizer.from_pretrained("sft").convert_ids_to_tokens(end)
+    text = AutoTokenizer.from_pretrained("sft").decode(end)
     cut = samples(truncate_token=text, eos_task=True)
     for (queries, whole), (same, ended) in zip(plain, cut, strict=True):
         assert torch.equal(queries, same)
