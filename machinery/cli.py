@@ -136,9 +136,8 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
 
 def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]] | None = None) -> None:
     """Call `main(args)`; bad input ends with its cause, one sentence and exit code 2."""
-    streams: Any = sys.stdout, sys.stderr
-    for stream in streams:
-        stream.reconfigure(errors="replace")  # not all encodings have all characters
+    out: Any = sys.stdout
+    out.reconfigure(errors="replace")  # not all encodings have all characters, as stderr does
     try:
         main(tyro.cli(cls) if presets is None else parse_args(cls, presets))
     except InputError as error:

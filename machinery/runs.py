@@ -21,7 +21,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
-from data.tasks import TASKS
 from machinery import artifacts, checkpoints, cli, distributed
 from machinery.cli import InputError, about
 from machinery.progress import Progress, plot_run
@@ -30,14 +29,9 @@ from utils import all_max
 SIGNALS = [getattr(signal, x) for x in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, x)]
 
 
-def script_of(args: Any) -> Path:
-    """The script whose `Args` these are: runs and models are named after it."""
-    return Path(inspect.getfile(type(args)))
-
-
 def check_run(args: Any, processes: int) -> None:
     """Raise `InputError` if the run would overwrite something, or resume another one."""
-    link = Path("models", args.task.task, script_of(args).stem)
+    link = Path("models", args.task.task, Path(inspect.getfile(type(args))).stem)
     if args.resume is None and args.run_name and os.path.lexists(f"runs/{args.run_name}"):
         raise InputError(f"--run_name {args.run_name} exists in runs/; choose another name")
     if args.output_dir and os.path.lexists(args.output_dir):
@@ -82,13 +76,13 @@ class Run:
         shown: list[str],  # metrics in curves.png and in the progress line
         accelerator: Accelerator,
     ):
-        self.args, self.script, self.total = args, script_of(args), total
+        self.args, self.total = args, total
+        self.script = Path(inspect.getfile(type(args)))  # runs and models are named after it
         self.link = Path("models", args.task.task, self.script.stem)
         self.progress = Progress(total, shown)
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.source = Path(args.resume) if args.resume else None
         self.save_every = args.save_every or max(total // 10, 10)
-        self.weights: Any = None  # their folder, once they are saved
         self.signals: list[int] = []  # received so far
         self.in_terminal = sys.stdout.isatty()
         for number in SIGNALS:
@@ -236,7 +230,6 @@ class Run:
             if folder == self.folder / "model":
                 artifacts.replace_link(self.link, folder)
         self.accelerator.wait_for_everyone()
-        self.weights = folder if name == "model" else self.weights
 
     def close(self) -> None:
         """From now on, signals end the process, and others may write the folder."""
@@ -245,20 +238,11 @@ class Run:
         if self.main:
             self.lock.release()
 
-    def finish(self, *messages: str, then: str = "", flag: str = "") -> None:
-        """Stop the processes, draw the curves, print where everything is and the next command.
-
-        It starts the script `then`, whose `flag` names the weights.
-        """
+    def finish(self, *messages: str) -> None:
+        """Stop the processes, draw the curves, print where everything is."""
         self.close()
         distributed.stop(self.accelerator)
-        if not self.main:
-            return
-        plot_run(self.folder, [*self.progress.titles])
-        print(*messages, f"weights: {self.weights}", f"curves: {self.folder}/curves.png", sep="\n")
-        task = self.args.task
-        if then and not self.args.output_dir:
-            presets = getattr(sys.modules[type(self.args).__module__], "PRESETS", {})
-            defaults = vars(TASKS[task.task]) | presets.get(task.task, {})
-            if all(x == defaults[name] for name, x in vars(task).items()):  # else it needs flags
-                print(f"next: python {then}.py --task {task.task} --{flag} {self.link}")
+        if self.main:
+            plot_run(self.folder, [*self.progress.titles])
+            weights = self.args.output_dir or self.folder / "model"
+            print(*messages, f"weights: {weights}", f"curves: {self.folder}/curves.png", sep="\n")
