@@ -121,12 +121,6 @@ def bf16_accelerator():
 
 
 @pytest.fixture
-def model_folder(tmp_path: Path) -> Path:
-    """A random tiny GPT-2 with the synthetic task's tokenizer."""
-    return tiny.write_model(tmp_path / "model")
-
-
-@pytest.fixture
 def task(tmp_path: Path) -> tasks.Task:
     """A task of small local files."""
     return tiny.write_task(tmp_path / "task")
@@ -154,7 +148,6 @@ def start(task: tasks.Task, here: Path):
         files = model | dict(reward_fn=None, truncate_token=".")
         SCRIPTS[script].main(settings(script, **files | changes))
 
-    start.task = task
     return start
 
 

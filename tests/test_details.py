@@ -175,9 +175,9 @@ def test_R2_the_reward_head_starts_at_one_over_the_root_of_the_width_plus_one():
     assert weights.std().item() == pytest.approx(0.5, rel=0.05) and abs(weights.mean()) < 0.02
 
 
-def test_R2_a_new_reward_model_has_the_language_models_backbone_and_a_new_head(model_folder):
-    lm = load_lm(str(model_folder)).base_model
-    model = train_reward.new_reward_model(str(model_folder), WORDS)
+def test_R2_a_new_reward_model_has_the_language_models_backbone_and_a_new_head(task):
+    lm = load_lm(task.base_model).base_model
+    model = train_reward.new_reward_model(task.base_model, WORDS)
     assert_close(model.backbone.state_dict(), lm.state_dict(), atol=0, rtol=0)
     assert model.head.weight.std().item() == pytest.approx(1 / math.sqrt(33), rel=0.4)  # 32 numbers
     assert (model.head.bias.item(), model.gain.item(), model.bias.item()) == (0, 1, 0)

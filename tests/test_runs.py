@@ -32,14 +32,13 @@ from machinery.tokens import load_tokenizer
 pytestmark = pytest.mark.usefixtures("accelerator")
 
 
+SHORT = dict.fromkeys(["ppo", "rloo"], dict(total_episodes=16, num_ppo_epochs=1, eval_every=100))
+SHORT |= dict(sft=dict(num_epochs=1), train_reward=dict(num_labels=4))
+
+
 def two_steps(script: str, **changes: Any) -> Any:
     """Flags of a run of two updates or steps, without a name."""
-    values: dict[str, Any] = dict(total_episodes=16, num_ppo_epochs=1, eval_every=100)
-    if script == "sft":
-        values = dict(num_epochs=1)
-    elif script == "train_reward":
-        values = dict(num_labels=4)
-    return settings(script, **values | changes)
+    return settings(script, **SHORT[script] | changes)
 
 
 def new_run(**flags: Any) -> runs.Run:
