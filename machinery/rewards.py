@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 
 from data.tasks import Task
 from machinery import models
-from machinery.cli import InputError, about, rescues
+from machinery.cli import InputError, about, rescues, say
 from machinery.distributed import freeze
 from machinery.sources import find_model, load_function
 from machinery.tokens import bos, check_length, same_tokens
@@ -60,6 +60,8 @@ def load_reward(
         begin = [] if args.task.query_prefix else bos(tokenizer)  # of queries
         if getattr(model.config, "begin", begin) != begin:  # of a classifier that was converted
             raise InputError(f"its texts begin with other tokens than queries, {begin}: {OTHERS}")
+        if own.chat_template and tokenizer.chat_template not in (None, own.chat_template):
+            say(f"--reward_model {folder} reads texts in the policy's chat template, not its own")
         length = args.task.query_length + args.task.response_length
         check_length(model.config.backbone, length, "query and response")
         if models.loads_weights():

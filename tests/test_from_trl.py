@@ -83,8 +83,9 @@ def test_X13_a_converted_classifier_scores_as_its_own_forward(kind, tmp_path, ta
     assert torch.tensor(expected).std() > 0.1
 
 
-def test_a_converted_classifier_reads_queries_that_begin_as_its_own_texts(tmp_path, task):
-    """With a prefix, BOS stands before it, where the reward model reads nothing: refused."""
+def test_a_converted_classifier_reads_queries_that_begin_as_its_own_texts(tmp_path, task, capsys):
+    """With a prefix, BOS stands before it, where the reward model reads nothing: refused. Another
+    template of its own is named."""
     write_classifier(tmp_path / "trl")
     own = AutoTokenizer.from_pretrained(tmp_path / "trl")
     begin = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
@@ -95,6 +96,12 @@ def test_a_converted_classifier_reads_queries_that_begin_as_its_own_texts(tmp_pa
     rest = TokenIds(WORDS, None, [], []), Accelerator(cpu=True)
     args = tiny.make_args(task, reward_model=folder)
     rewards.load_reward(args, RewardModel, own, *rest)
+    assert "template" not in capsys.readouterr().out
+    other = AutoTokenizer.from_pretrained(folder, chat_template="{{ messages[0].content }}")
+    other.save_pretrained(folder)
+    own.chat_template = TURNS
+    rewards.load_reward(args, RewardModel, own, *rest)
+    assert f"{folder} reads texts in the policy's chat template" in capsys.readouterr().out
     prefixed = tiny.make_args(replace(task, query_prefix="Anna"), reward_model=folder)
     for given in ((args, RewardModel, plain), (prefixed, RewardModel, own)):
         load = partial(rewards.load_reward, *given, *rest)
