@@ -29,10 +29,6 @@ from machinery.tokens import load_tokenizer
 TINY = "--total_episodes 16 --batch_size 16 --eval_queries 4 --run_name {0} --output_dir {0}"
 
 
-def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_the_reward_of_arithmetic_is_1_for_exactly_the_answer_after_the_last_equals_sign():
     scores = {
         "15,12,12,7=7225": 1,
@@ -167,7 +163,7 @@ def run(script, words: str) -> list[dict]:
     """The metrics of a run with the flags of a command."""
     args = parse_args(script.Args, script.PRESETS, words.split())
     script.main(args)
-    return read_rows(Path("runs") / args.run_name / "metrics.jsonl")
+    return [json.loads(x) for x in Path("runs", args.run_name, "metrics.jsonl").open()]
 
 
 def test_arithmetic_from_sft_to_pass_at_k_in_any_folder(here, monkeypatch, capsys):

@@ -16,8 +16,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from machinery import distributed
 
-POLICIES = pytest.mark.parametrize("name", ["ppo", "rloo"])
-
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory):
@@ -63,7 +61,7 @@ def test_G6_processes_sample_other_queries_and_other_responses(name, both):
             assert {tuple(x) for x in ours.tolist()} != {tuple(x) for x in theirs.tolist()}
 
 
-@POLICIES
+@pytest.mark.parametrize("name", ["ppo", "rloo"])
 def test_evaluations_and_saved_weights_are_the_same_on_all_processes(name, both):
     ours, theirs = (rank["scripts"][name] for rank in both.ranks)
     assert len(ours["evaluations"]) == 2

@@ -153,12 +153,6 @@ def test_a_wrong_owner_file_configuration_or_split_is_one_sentence(hub):
     refuses(lambda: load_lm("owner/model"), "--base_model owner/model: ", "owner/model")
 
 
-TINY = {
-    "sft": "--num_heldout 2 --batch_size 8 --num_epochs 1 --block_size 96",
-    "train_reward": "--num_labels 4 --batch_size 2 --normalize_samples 4 --rollout_batch_size 4",
-    "ppo": "--total_episodes 8 --batch_size 4 --eval_queries 2 --num_ppo_epochs 1 --num_minibatches 1",
-}
-TINY["rloo"] = TINY["ppo"]
 OAI, BOOKS = "vwxyzjn/lm-human-preferences:", "SamuelYang/bookcorpus"
 HUB = {  # task → models of the hub, those of sft.py, queries, labels
     "sentiment": ("gpt2", "gpt2", BOOKS, f"{OAI}sentiment/offline_5k.json"),
@@ -176,10 +170,10 @@ def test_every_task_runs_with_its_own_names(task, hub, here):
     """All scripts, with small sizes. args.json has the commit of each name that was read."""
     hubs.publish(hub)
     model, first, queries, labels = HUB[task]
-    for script in TINY:
+    for script in tiny.FLAGS:
         if script == "train_reward" and not labels:
             continue
-        assert exit_code(script, f"--task {task} --run_name {script} {TINY[script]}") == 0
+        assert exit_code(script, f"--task {task} --run_name {script} {tiny.FLAGS[script]}") == 0
         record = json.loads(Path("runs", script, "args.json").read_text())
         commits = {key[10:]: x for key, x in record.items() if key.startswith("commit of ")}
         read = {first if script == "sft" else model, queries}

@@ -319,13 +319,6 @@ def test_judged_answers_become_references_and_pairs_by_the_code_of_docs_data(mod
     assert sorted(texts) == [["Hi", f" yes{END}", f" bad{END}"], ["So", f" good{END}", f" no{END}"]]
 
 
-FEW = {
-    "sft": "--num_heldout 4",
-    "train_reward": "--num_labels 8 --normalize_samples 8 --rollout_batch_size 8",
-    "ppo": "--total_episodes 8 --num_minibatches 2 --eval_queries 4",
-}
-
-
 def own_data(folder: Path, page: int) -> str:
     """A block of commands of docs/data.md, beside its models, tiny, and its files, of 16 rows."""
     tokenizer = small_tokenizer()
@@ -355,8 +348,8 @@ def test_the_page_goes_from_own_data_to_ppo(here):
         if (name := Path(file).stem) == "convert":
             convert.main(tyro.cli(convert.Args, args=flags))
             continue
-        flags += ["--batch_size", "4", "--micro_batch_tokens", "2048", "--response_length", "16"]
-        args = parse_args(SCRIPTS[name].Args, SCRIPTS[name].PRESETS, flags + FEW[name].split())
+        flags += [*tiny.FLAGS[name].split(), "--response_length", "16"]
+        args = parse_args(SCRIPTS[name].Args, SCRIPTS[name].PRESETS, flags)
         SCRIPTS[name].main(args)
         assert Path("models/tldr", name, "model.safetensors").is_file()
     assert END not in next(Path("runs").glob("*sft*/samples.jsonl")).read_text()

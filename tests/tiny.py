@@ -173,6 +173,12 @@ SIZES: dict[str, dict[str, Any]] = {  # a flag that a script has → its flags f
     "num_labels": dict(num_labels=12, batch_size=2, normalize_samples=4, rollout_batch_size=4),
     "block_size": dict(num_heldout=4, batch_size=4, block_size=6, num_epochs=3),
 }
+FLAGS = {  # of a small run, as on the command line
+    "sft": "--num_heldout 2 --batch_size 8 --num_epochs 1 --block_size 96",
+    "train_reward": "--num_labels 4 --batch_size 2 --normalize_samples 4 --rollout_batch_size 4",
+    "ppo": "--total_episodes 8 --batch_size 4 --eval_queries 2 --num_ppo_epochs 1 --num_minibatches 1",
+}
+FLAGS["rloo"] = FLAGS["ppo"]
 
 
 def make_args(task: tasks.Task | None = None, script: Any = ppo, **changes: Any) -> Any:
@@ -200,14 +206,15 @@ def make_responses(batch_size: int, length: int, seed: int = 1) -> Tensor:
 class Table:
     """A query table that returns given queries [B, Q], one batch after the other."""
 
-    def __init__(self, batches: list[Tensor]):
+    def __init__(self, batches: list[Tensor], heldout: Tensor | None = None):
         self.batches = list(batches)
+        self.heldout = batches[0][:HELDOUT] if heldout is None else heldout
 
     def __len__(self) -> int:
         return 1000
 
     def hold_out(self, n: int, needed: int = 1) -> tuple["Table", "Table"]:
-        return Table([self.batches[0][:HELDOUT]] * 100), self
+        return Table([self.heldout] * 100), self
 
     def columns(self, rows: np.ndarray | slice = slice(None)) -> dict[str, list]:
         return {}

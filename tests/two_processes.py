@@ -36,13 +36,6 @@ QUERIES = tiny.make_contexts(tiny.LENGTHS, 8)
 RESPONSES = tiny.make_responses(8, 5)
 
 
-class Table(tiny.Table):
-    """A query table with the same held-out queries on every process."""
-
-    def hold_out(self, n: int, needed: int = 1) -> tuple[tiny.Table, "Table"]:
-        return tiny.Table([tiny.make_contexts([4, 2, 6], 8)] * 100), self
-
-
 def run_update(script: ModuleType, rank: int, processes: int) -> tiny.FakeRun:
     """One update of an EOS task, 2 epochs of 2 minibatches, with responses of uneven lengths."""
     if script is ppo:
@@ -56,10 +49,11 @@ def run_update(script: ModuleType, rank: int, processes: int) -> tiny.FakeRun:
     minibatches = [torch.tensor([rows.index(row) for row in half]) for half in halves]
     task = tiny.make_task(eos_task=True, truncate_after=0)
     args = tiny.make_args(task, script, total_episodes=8, micro_batch_tokens=12, **groups)
+    heldout = tiny.make_contexts([4, 2, 6], 8)  # the same on every process
     return tiny.start(
         script,
         args,
-        load_queries=lambda *args, **kwargs: Table([queries]),
+        load_queries=lambda *args, **kwargs: tiny.Table([queries], heldout),
         responses=[RESPONSES[rows]],
         epochs=[[minibatches, minibatches[::-1]]],
         AdamTF=tiny.Recorder,

@@ -15,12 +15,6 @@ from torch.utils.tensorboard import SummaryWriter
 from benchmarks import curves
 
 
-def write_run(folder: Path, lines: list[dict]) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
-
-
 def write_chart(path: Path, x: str, columns: dict[str, dict[float, float]]) -> Path:
     """A chart as W&B exports it: all cells quoted, `<run> - <metric>` and its range, or blank."""
     with open(path, "w", newline="") as file:
@@ -117,7 +111,8 @@ def test_runs_of_one_name_stay_two_and_others_curves_are_drawn_over_them(tmp_pat
     """Two seeds of ours as a pattern, TensorBoard's events, ten seeds as W&B exports them."""
     for i in (1, 2):
         line = {"step": 0, "ppo/episode": 8, "objective/kl": float(i)}
-        write_run(tmp_path / f"seed{i}/ppo", [line])
+        (folder := tmp_path / f"seed{i}/ppo").mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(json.dumps(line))
     write_events(tmp_path / "tb", {"objective/kl": {0: 3.0}, "elapsed/episodes": {0: 8}})
     columns = {f"ppo__{i} - objective/kl": {8: float(i**2)} for i in range(10)}
     chart = write_chart(tmp_path / "wandb.csv", "ppo/episode", columns)

@@ -1,4 +1,4 @@
-"""benchmarks/plain_ppo.py makes the same update as ppo.py; speed.py measures what it says."""
+"""benchmarks/plain_ppo.py makes the same update as ppo.py."""
 
 import copy
 
@@ -11,22 +11,16 @@ import ppo
 from benchmarks import plain_ppo
 
 
-def plain_copy(policy, args):
-    """The models of `tiny.start`, in a PlainPPO."""
-    reward = plain_ppo.reward_from(tiny.make_reward())
-    models = copy.deepcopy(policy.lm), tiny.make_lm(seed=3), reward
-    plain = plain_ppo.PlainPPO(*models, args, tiny.PAD, micro=3)
-    plain.policy.head.load_state_dict(policy.value_head.state_dict())
-    return plain
-
-
 @pytest.mark.parametrize("eos_task", [False, True])
 def test_plain_ppo_and_ppo_get_the_same_weights_from_the_same_responses(eos_task):
     """Four steps move weights by up to 4e-3, 400 times the tolerance."""
     task = tiny.make_task(eos_task=eos_task)
     args = tiny.make_args(task, total_episodes=8, num_minibatches=1, num_ppo_epochs=4)
     policy = tiny.make_policy()
-    plain = plain_copy(policy, args)
+    reward = plain_ppo.reward_from(tiny.make_reward())
+    models = copy.deepcopy(policy.lm), tiny.make_lm(seed=3), reward
+    plain = plain_ppo.PlainPPO(*models, args, tiny.PAD, micro=3)
+    plain.policy.head.load_state_dict(policy.value_head.state_dict())
     before = copy.deepcopy(plain.policy.state_dict())
     queries, responses = tiny.make_contexts(tiny.LENGTHS, 8), tiny.make_responses(8, 5)
     orders = [np.random.default_rng(epoch).permutation(8) for epoch in range(4)]

@@ -133,13 +133,7 @@ def test_tools_take_data_columns_lengths_and_held_out_queries_from_the_run(home,
     numbers, out = asked(pass_at_k, models=("mine",), samples=2, k=1)
     assert numbers == evaluated and json.loads(out)["held_out"] == 6
     asked(sample, model="mine", samples=1, out=home / "samples.jsonl")
-    texts = [
-        json.loads(line)["query_text"] for line in Path("samples.jsonl").read_text().splitlines()
-    ]
+    lines = map(json.loads, Path("samples.jsonl").read_text().splitlines())
+    texts = [line["query_text"] for line in lines]
     assert len(texts) == 8 and not {*texts} & {f"Anna saw {i} cats." for i in evaluated}
-    other = formats.write_rows(home / "other.jsonl", rows[:9])
-    winrate.main(winrate.Args(**pair, query_dataset=other))
-    assert " of 9 queries (" in capsys.readouterr().out  # of data that no run has seen
-    winrate.main(winrate.Args(**pair, query_length=3))  # other rows may be the first
-    assert " of 14 queries, 0 of them held out (" in capsys.readouterr().out
     refuses(lambda: policies.policy_tasks(["task/model"], policies.PolicyArgs()), "--task")
