@@ -10,9 +10,7 @@ from typing import Any
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from safetensors.torch import save_file
 
-from data.tasks import Task
 from machinery.cli import about
-from machinery.tokens import end_tokens
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tyro", "numpy")
@@ -50,14 +48,6 @@ def start_trackers(run: Any, config: dict[str, Any]) -> list[Any]:
             trackers.append(WandBTracker(project, id=config["wandb_id"], **options))
             trackers[1].start()
     return trackers
-
-
-def stop_at_end(model: Any, tokenizer: Any, task: Task) -> None:
-    """Let `generate` of the saved model stop where it was trained to, too."""
-    config = getattr(model, "generation_config", None)  # a reward model has none
-    if config and task.eos_task:
-        ends = end_tokens(task, config, tokenizer)
-        config.eos_token_id = ends if len(ends) > 1 else ends[0]
 
 
 def save_model(

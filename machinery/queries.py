@@ -11,8 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import filelock
 import numpy as np
+import pyarrow.compute
 from torch import Tensor
 
 from data.tasks import DATA, Task
@@ -184,9 +186,6 @@ def tokenize_rows(
     The result is cached, unless a user's own function, which may call anything, cleans texts.
     The first process computes it; the others wait at a file lock. `flag` limits the length.
     """
-    import datasets
-    import pyarrow.compute
-
     number = datasets.Value("int32")
 
     def encode(batch: dict[str, list]) -> dict[str, list]:

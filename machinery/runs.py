@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from machinery import artifacts, checkpoints, cli, distributed
 from machinery.cli import InputError, about
 from machinery.progress import Progress, plot_run
+from machinery.tokens import end_tokens
 from utils import all_max
 
 SIGNALS = [getattr(signal, x) for x in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, x)]
@@ -67,15 +68,12 @@ if hasattr(os, "register_at_fork"):  # blocks them meanwhile, else an early one 
 
 
 class Run:
-    """The folder `runs/<name>/`, which the main process writes: docs/running.md."""
+    """The folder `runs/<name>/`, which the main process writes: docs/running.md.
 
-    def __init__(
-        self,
-        args: Any,
-        total: int,
-        shown: list[str],  # metrics in curves.png and in the progress line
-        accelerator: Accelerator,
-    ):
+    Of `total` updates. The metrics `shown` are in the progress line and in curves.png.
+    """
+
+    def __init__(self, args: Any, total: int, shown: list[str], accelerator: Accelerator):
         self.args, self.total = args, total
         self.script = Path(inspect.getfile(type(args)))  # runs and models are named after it
         self.link = Path("models", args.task.task, self.script.stem)
@@ -224,7 +222,10 @@ class Run:
         folder = Path(out or self.folder / name)
         if self.main:
             task = self.args.task
-            artifacts.stop_at_end(model, tokenizer, task)
+            config = getattr(model, "generation_config", None)  # a reward model has none
+            if config and task.eos_task:  # `generate` stops where it was trained to, too
+                ends = end_tokens(task, config, tokenizer)
+                config.eos_token_id = ends if len(ends) > 1 else ends[0]
             artifacts.save_model(model, tokenizer, folder, state, states, replace=not out)
             shutil.copy(self.folder / "args.json", folder)  # for tools
             if folder == self.folder / "model":

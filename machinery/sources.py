@@ -12,17 +12,19 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import datasets
 import huggingface_hub
 import numpy as np
+import pyarrow.parquet
 import torch.distributed as dist
 import transformers
 from accelerate.utils import broadcast_object_list
 
 from machinery.cli import InputError, about, say
 
-Rows = Any  # a datasets.Dataset, slow to import
+Rows: TypeAlias = datasets.Dataset
 LOCAL = (".", "/", "~", "models/", "data/", "runs/")  # beginnings of paths
 FILES = (".jsonl", ".json", ".txt", ".csv", ".parquet")  # values of CSV files are texts
 PROMPTS = r"question|instruction|query|problem|context|history|trajectory|conv.*|messages"
@@ -48,8 +50,6 @@ def check_source(name: str, kind: str = "model") -> None:
     except (huggingface_hub.errors.HfHubHTTPError, ValueError):
         pass  # it answered, or will not be asked; the library says more
     except Exception as error:  # of the network: further calls would retry for 23 s each
-        import datasets  # slow to import
-
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         say(f"the hub does not answer ({error}); offline from here on")
 
@@ -91,8 +91,6 @@ def load_rows(source: str, flag: str, limit: int | None = None, **columns: str) 
 
     At most `limit` rows; without images, sound and video, which no function of texts reads.
     """
-    import datasets
-
     datasets.disable_progress_bars()
     with about(f"{flag} {source}"):
         if Path(source).exists():
@@ -125,20 +123,14 @@ def read_file(path: Path) -> Rows:
     Columns of other values than texts are stored as JSON: the library takes texts for dates, and
     its own decoder changes 0.3 and large integers.
     """
-    import datasets
-
     if path.suffix not in FILES:
         raise InputError(f"is no file of {FILES}; use python data/convert.py {path} rows.jsonl")
     options: Any = dict(fingerprint=f"{digest(path)[:40]}{digest(Path(__file__))[:8]}{path.suffix}")
     if path.suffix == ".parquet":
-        import pyarrow.parquet
-
         return datasets.Dataset(pyarrow.parquet.read_table(path), **options)
     texts: dict[str, bool] = {}  # column → whether it has only texts
     for row in read_rows(path):
         texts |= {x: texts.get(x, True) and isinstance(y, str | None) for x, y in row.items()}
-    if not texts:
-        raise InputError("has no rows")
 
     def encode() -> Iterator[dict[str, str | None]]:
         for row in read_rows(path):

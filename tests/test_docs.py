@@ -259,7 +259,7 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(".")))
 
 
-SLOW = {"datasets", "pyarrow", "pandas", "wandb", "matplotlib", "peft", "scipy"}
+SLOW = {"wandb", "matplotlib", "peft", "scipy"}
 SLOW |= {f"transformers.{name}" for name in ("modeling_utils", "generation.utils")}
 SLOW |= {"torch.distributed.checkpoint"}
 
