@@ -13,6 +13,7 @@ from pydantic.dataclasses import dataclass
 
 DATA = Path(__file__).parent
 SYNTHETIC, ARITHMETIC = DATA / "synthetic", DATA / "arithmetic"
+OPENAI = "vwxyzjn/lm-human-preferences"  # its labels of 2019
 
 
 @dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
@@ -89,7 +90,7 @@ BOOKS = Task(
     temperature=0.7,
     truncate_token=".",
     truncate_after=16,
-    label_dataset="vwxyzjn/lm-human-preferences:sentiment/offline_5k.json",
+    label_dataset=f"{OPENAI}:sentiment/offline_5k.json",
     label_tokenizer="gpt2",
 )
 SUMMARIES = replace(
@@ -127,10 +128,7 @@ TASKS = {
         **ENDS_AT_EOS,
     ),
     "sentiment": BOOKS,
-    "descriptiveness": replace(
-        BOOKS,
-        label_dataset="vwxyzjn/lm-human-preferences:descriptiveness/offline_5k.json",
-    ),
+    "descriptiveness": replace(BOOKS, label_dataset=f"{OPENAI}:descriptiveness/offline_5k.json"),
     "cnndm": replace(
         SUMMARIES,
         query_dataset="abisee/cnn_dailymail:3.0.0",
@@ -139,14 +137,14 @@ TASKS = {
         end_text=".",
         clean_fn=f"{DATA / 'clean.py'}:clean_article",
         temperature=0.5,
-        label_dataset="vwxyzjn/lm-human-preferences:cnndm/online_45k.json",
+        label_dataset=f"{OPENAI}:cnndm/online_45k.json",
     ),
     "tldr_2019": replace(
         SUMMARIES,
         query_dataset="dim/tldr_17_50k",
         query_column="content",
         clean_fn=f"{DATA / 'clean.py'}:clean_post",
-        label_dataset="vwxyzjn/lm-human-preferences:tldr/online_45k.json",
+        label_dataset=f"{OPENAI}:tldr/online_45k.json",
     ),
     "tldr": replace(
         BOOKS,
