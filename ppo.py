@@ -48,7 +48,7 @@ from machinery.cli import RunArgs, UnitFloat
 from machinery.decoding import Decoder
 from machinery.models import Float32Linear, compute_logits, hidden_size, load_lm
 from machinery.queries import load_queries
-from machinery.rewards import check_reward, load_gold_reward, load_reward
+from machinery.rewards import Reward, check_reward, load_reward
 from machinery.runs import Run, check_run
 from machinery.tokens import load_tokenizer
 from machinery.unpadding import Unpadded
@@ -407,7 +407,7 @@ def main(args: Args) -> None:
     tokenizer, ids = load_tokenizer(task, task.response_length)
     table = load_queries(task, tokenizer, ids)
     heldout, table = table.hold_out(args.eval_queries)  # table[rows] → [len(rows), Q]
-    gold_reward = load_gold_reward(task, tokenizer, ids)  # or None
+    gold_reward = Reward("gold_fn", task, tokenizer, ids.pad) if task.gold_fn else None
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
     lm = load_lm(task.base_model, length=ids.length)  # no dropout (P4); exits if T is too long

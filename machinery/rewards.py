@@ -71,11 +71,6 @@ def load_reward(
     return reward
 
 
-def load_gold_reward(task: Task, tokenizer: Any, ids: TokenIds) -> "Reward | None":
-    """The true score, if it is known."""
-    return Reward("gold_fn", task, tokenizer, ids.pad) if task.gold_fn else None
-
-
 def check_reward(args: Any) -> None:
     """Raise `InputError` for functions of other forms, or if there is no reward model."""
     load_scorer("gold_fn", args.task)

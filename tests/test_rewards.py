@@ -56,7 +56,8 @@ def test_a_function_without_one_finite_number_per_response_ends_the_run(returned
     """Of four responses. A judge that calls sys.exit must not end the run with exit code 0."""
     reward, _ = load_reward(task, tmp_path, f"return {returned}")
     name = f"{tmp_path}/function.py:f"
-    gold = rewards.load_gold_reward(replace(task, gold_fn=name), *load_tokenizer(task, 5))
+    tokenizer, ids = load_tokenizer(task, 5)
+    gold = rewards.Reward("gold_fn", replace(task, gold_fn=name), tokenizer, ids.pad)
     tokens = torch.full((4, 3), 14)
     for flag, score in (("--reward_fn", reward), ("--gold_fn", gold)):
         message = refuses(lambda score=score: score(tokens, tokens), f"{flag} {name}: ")

@@ -359,7 +359,7 @@ def stand_ins(script, args, policy=None, ref=None, reward=None, ids=IDS, **given
         "load_reward": lambda *a: FakeReward(reward),
         "load_lm": lambda *names, **more: next(lms),
         type(policy).__name__: lambda lm, *a: next(model for model in both if model.lm is lm),
-        "load_gold_reward": lambda *a: None,
+        "Reward": lambda *a: None,
         "sample_in_batches": next_responses,
     }
     return stand_ins | ({"shuffle": lambda *a: epochs.pop(0)} if epochs else {})
