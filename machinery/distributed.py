@@ -78,6 +78,9 @@ def check_launch(accelerator: Accelerator) -> None:
         raise InputError(f"gradient_accumulation_steps={steps}: use --micro_batch_tokens instead")
     if (precision := accelerator.mixed_precision) not in ("no", "bf16"):
         raise InputError(f"mixed_precision={precision}: its scaler skips steps; use bf16")
+    plan = accelerator.parallelism_config
+    if plan and plan.non_data_parallel_size > 1:  # FSDP2 would average over some processes only
+        raise InputError("tp_size, cp_size and sp_size have to be 1; use configs/fsdp2.yaml")
     # Launchers of several processes set WORLD_SIZE, or, as accelerate's, MASTER_ADDR:
     several = {"MASTER_ADDR", "ACCELERATE_DYNAMO_BACKEND"} <= os.environ.keys()
     wanted = int(os.environ.get("WORLD_SIZE", 1 + several))

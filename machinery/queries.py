@@ -260,6 +260,8 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
     def to_sequences(batch: dict[str, list]) -> list[list[int]]:
         prompts = tokenize_queries(batch[task.query_column], task, tokenizer)
         texts = [text or "" for text in batch[column]]
+        if column == task.query_column and any(texts):
+            raise InputError(f"--response_column {column} holds the queries: see docs/data.md")
         contexts = [ids.prefix + query[: task.query_length] + ids.suffix for query in prompts]
         responses = tokens.encode_answers(contexts, texts, tokenizer, task.truncate_token, ends)
         sequences = []

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
 import yaml
+from accelerate import ParallelismConfig
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState
@@ -209,6 +211,19 @@ def launch(monkeypatch):
 )
 def test_a_launch_that_would_silently_change_the_mathematics_is_refused(name, value, words, launch):
     refuses(lambda: launch(**{name: value}), *words)
+
+
+def test_processes_whose_gradients_fsdp2_would_not_average_are_refused(monkeypatch):
+    """With tp_size=2, two copies were trained, each on half of the batch; one was saved."""
+    plan = SimpleNamespace(gradient_accumulation_steps=1, mixed_precision="no", num_processes=1)
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    plan.parallelism_config = ParallelismConfig()
+    distributed.check_launch(plan)
+    monkeypatch.delenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    plan.parallelism_config = ParallelismConfig()
+    refuses(lambda: distributed.check_launch(plan), "tp_size", "configs/fsdp2.yaml")
 
 
 def test_fsdp_has_to_be_version_2(launch, monkeypatch):

@@ -408,3 +408,10 @@ def test_sft_holds_out_sequences_from_all_of_a_sorted_file(column, eos_task, tmp
     found = [(x[:] == the).sum(dim=1) for x in (table.hold_out(60)[0], table)]
     assert found[0].min() == found[1].min() and found[0].max() == found[1].max() > 7
     assert torch.equal(load(tokenizer, ids)[:], table[:])
+
+
+def test_answers_in_the_column_of_the_prompts_are_refused(eos_task):
+    """sft.py would learn to repeat the prompt."""
+    task = replace(eos_task, response_column=eos_task.query_column)
+    load = functools.partial(queries.load_responses, task, *load_tokenizer(task, 8))
+    refuses(load, "--response_column prompt")
