@@ -214,7 +214,8 @@ def main(args: Args) -> None:
         samples = sample_continuations(lm, heldout[:4], first, tokenizer, ids, args)
     run.log_table(num_steps, samples)
     perplexity = math.exp(heldout_loss(model, heldout, first, args, accelerator))
-    run.finish(f"held-out perplexity: {perplexity:.3f}")
+    then = "train_reward" if task.label_dataset else "ppo"
+    run.finish(f"held-out perplexity: {perplexity:.3f}", then=then, flag="base_model")
 
 
 # The defaults above are for sentiment, descriptiveness and gsm8k. Overrides for the other tasks:

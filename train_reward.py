@@ -282,7 +282,7 @@ def main(args: Args) -> None:
         results["heldout/reward_others"] = rewards[~is_best].mean().item()
     run.log(num_steps, results)
     text = json.dumps({name: round(value, 4) for name, value in results.items()})
-    run.finish(text)
+    run.finish(text, then="ppo", flag="reward_model")
 
 
 # The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:

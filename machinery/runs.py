@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
+from data.tasks import TASKS
 from machinery import artifacts, checkpoints, cli, distributed
 from machinery.cli import InputError, about
 from machinery.progress import Progress, plot_run
@@ -239,11 +240,20 @@ class Run:
         if self.main:
             self.lock.release()
 
-    def finish(self, *messages: str) -> None:
-        """Stop the processes, draw the curves, print where everything is."""
+    def finish(self, *messages: str, then: str = "", flag: str = "") -> None:
+        """Stop the processes, draw the curves, print where everything is and the next command.
+
+        It starts the script `then`, whose `flag` names the weights.
+        """
         self.close()
         distributed.stop(self.accelerator)
-        if self.main:
-            plot_run(self.folder, [*self.progress.titles])
-            weights = self.args.output_dir or self.folder / "model"
-            print(*messages, f"weights: {weights}", f"curves: {self.folder}/curves.png", sep="\n")
+        if not self.main:
+            return
+        plot_run(self.folder, [*self.progress.titles])
+        task, weights = self.args.task, self.args.output_dir or self.folder / "model"
+        print(*messages, f"weights: {weights}", f"curves: {self.folder}/curves.png", sep="\n")
+        if then and not self.args.output_dir:
+            presets = getattr(sys.modules[type(self.args).__module__], "PRESETS", {})
+            defaults = vars(TASKS[task.task]) | presets.get(task.task, {})
+            if vars(task).items() <= defaults.items():  # else it needs flags
+                print(f"next: python {then}.py --task {task.task} --{flag} {self.link}")
