@@ -116,13 +116,13 @@ def find_checkpoint(name: str, script: str, task: str | None) -> Path:
     files = [source] if source.is_file() else map(Path, glob.glob(pattern, recursive=True))
     found = []
     for path in files:
-        record = path.parent.parent / "args.json"
-        complete = record.is_file() and record.with_name(script).is_file()
-        try:
-            if complete and path.match(CHECKPOINTS) and task in (None, read_record(path)["task"]):
-                found.append((record.stat().st_mtime_ns, path.name, path))
-        except (ValueError, KeyError, TypeError) as error:
-            say_once(f"skipped {path.parents[1]}: its args.json is damaged: {error}")
+        folder = path.parents[1]
+        if path.match(CHECKPOINTS) and (folder / script).is_file():
+            try:
+                if task in (None, read_record(path)["task"]):
+                    found.append(((folder / "args.json").stat().st_mtime_ns, path.name, path))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                say_once(f"skipped {folder}: its args.json is damaged: {error}")
     if not found:
         wanted = f"{script} on task {task}" if task else script
         raise InputError(f"--resume {name} has no checkpoint of {wanted}")

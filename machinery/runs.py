@@ -157,12 +157,11 @@ class Run:
         `state` is what else a resumed run needs, such as the KL coefficient: JSON and tensors.
         After a signal, end the run with exit code 143. The last update needs no checkpoint.
         """
-        due = step % self.save_every == 0
         count = torch.tensor(len(self.signals), device=self.accelerator.device)
         asked = all_max(count).item()  # one process's signal ends all
         write = partial(self.write, step, model, optimizer, state)
         cli.rescues[:] = [write]  # until the next optimizer step
-        if step == self.total or not (due or asked):
+        if step == self.total or not (asked or step % self.save_every == 0):
             return
         saved = write()
         if asked:

@@ -57,8 +57,7 @@ def check_source(name: str, kind: str = "model") -> None:
 def pin(name: str, found: str) -> str:
     """What a name is in the whole run, on all processes: what the first process found first."""
     if name not in PINNED:
-        box = [found]
-        PINNED[name] = (broadcast_object_list(box) if dist.is_initialized() else box)[0]
+        PINNED[name] = broadcast_object_list([found])[0] if dist.is_initialized() else found
     return PINNED[name]
 
 
@@ -100,9 +99,7 @@ def load_rows(source: str, flag: str, limit: int | None = None, **columns: str) 
             name, _, part = name.partition(":")  # a configuration or a file
             check_source(name, "dataset")
             load: Any = partial(datasets.load_dataset, name, part or None, split=split or "train")
-            if Path(part).suffix in FILES:
-                if split:
-                    raise InputError(f"a file has no split {split}")
+            if Path(part).suffix in FILES and not split:
                 load = partial(huggingface_hub.hf_hub_download, name, part, repo_type="dataset")
             found = fetch(source, load)
             rows = read_file(Path(found)) if isinstance(found, str) else found
