@@ -16,7 +16,7 @@ from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 
-from machinery.cli import InputError
+from machinery.cli import InputError, say
 from machinery.models import store_as_cast
 
 JOIN_LIMIT = timedelta(minutes=5)  # for all processes to start
@@ -48,9 +48,8 @@ def start(args: Any) -> Accelerator:
     # cuDNN's attention plans again for each shape, and unpadded batches are of new shapes all the
     # time. It also had NaN gradients for some masks (pytorch#196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    device, processes = accelerator.device, accelerator.num_processes
     precision = "bf16" if bf16 else "fp32 (on GPUs, bf16 is faster)"
-    accelerator.print(f"{device}, {precision}, processes: {processes}", flush=True)
+    say(f"{accelerator.device}, {precision}, processes: {accelerator.num_processes}")
     return accelerator
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
-from safetensors.torch import load_file
+from safetensors.torch import load_model
 from torch import Tensor
 from transformers.initialization import no_init_weights
 
@@ -28,7 +28,6 @@ from machinery.unpadding import set_unpadding
 from utils import TokenIds, all_max, decode, global_mean_and_var, micro_batches, pad_left
 
 OTHERS = "let a --reward_fn call it, as data/classifier.py does"
-LIMIT = 600  # seconds for an `async def` function, or its attribute `timeout`
 TOTALS = {"score", "scores", "reward", "rewards", "total", "kl"}  # no parts of a score
 # Lines to paste that call other systems' functions, and one to complete:
 OPENRLHF = (
@@ -96,8 +95,7 @@ def load_reward_model(cls: Callable, name: str) -> Any:
         with no_init_weights():
             model = cls(RewardConfig.from_pretrained(folder))
         if models.loads_weights():
-            file = Path(find_model(name, weights=True), "model.safetensors")
-            model.load_state_dict(load_file(file))
+            load_model(model, Path(find_model(name, weights=True), "model.safetensors"))
         return model.eval()
 
 
@@ -227,7 +225,7 @@ def call_reward_function(function: Callable, texts: dict, columns: dict) -> dict
         signature.bind(**given)
     returned: Any = function(**given)
     if inspect.isawaitable(returned):
-        limit = getattr(function, "timeout", LIMIT)
+        limit = getattr(function, "timeout", 600)  # seconds
         with about(f"awaited for at most {limit} s"):
             returned = event_loop().run(asyncio.wait_for(returned, limit))
     parts = returned if isinstance(returned, dict) and returned else {"": returned}

@@ -135,7 +135,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for script in SCRIPTS.values():
         monkeypatch.setattr(script, "load_lm", refuse)
-    monkeypatch.setattr(rewards, "load_file", refuse)
+    monkeypatch.setattr(rewards, "load_model", refuse)
 
 
 @pytest.fixture
