@@ -124,8 +124,7 @@ def find_checkpoint(name: str, script: str, task: str | None) -> Path:
             except (OSError, ValueError, KeyError, TypeError) as error:
                 say_once(f"skipped {folder}: its args.json is damaged: {error}")
     if not found:
-        wanted = f"{script} on task {task}" if task else script
-        raise InputError(f"--resume {name} has no checkpoint of {wanted}")
+        raise InputError(f"--resume {name} has no checkpoint of {script} on task {task or '*'}")
     return max(found)[2]
 
 

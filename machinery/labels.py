@@ -125,8 +125,8 @@ def read_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> list[Fo
     too long, and empty or equal answers.
     """
     columns = rows.select_columns(PAIR)[:]
-    prompts, *sides = ([text or "" for text in texts] for texts in columns.values())
-    full = [(x, y, z) for x, y, z in zip(prompts, *sides, strict=True) if x.strip()]
+    prompts, *texts = ([text or "" for text in column] for column in columns.values())
+    full = [(x, y, z) for x, y, z in zip(prompts, *texts, strict=True) if x.strip()]
     if full and all(y.startswith(x) and z.startswith(x) for x, y, z in full):
         raise InputError("chosen and rejected repeat the prompt; python data/convert.py removes it")
     queries = tokenize_queries(prompts, task, tokenizer)
@@ -135,7 +135,7 @@ def read_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> list[Fo
     queries = [query[: task.query_length] for query in queries]
     contexts = [ids.prefix + query + ids.suffix for query in queries]
     options = tokenizer, task.truncate_token, ids.ends
-    sides = [tokens.encode_answers(contexts, side, *options) for side in sides]
+    sides = [tokens.encode_answers(contexts, side, *options) for side in texts]
     found = []
     for i, (query, *answers) in enumerate(zip(queries, *sides, strict=True)):
         if query and all(answers) and answers[0] != answers[1]:

@@ -3,7 +3,6 @@
 import inspect
 import json
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -113,7 +112,7 @@ class Run:
                     shutil.copy(file, self.folder / file.name)
             record = checkpoints.describe(self.args, self.accelerator.num_processes)
             record |= {"command": sys.argv, "device": self.accelerator.device.type}
-            record |= artifacts.describe_environment() | {"wandb_id": secrets.token_hex(4)}
+            record |= artifacts.describe_environment() | {"wandb_id": os.urandom(4).hex()}
             (self.folder / "args.json").write_text(json.dumps(record, indent=1))
         self.lock = lock(self.folder)
         record = json.loads((self.folder / "args.json").read_text())
