@@ -1,5 +1,6 @@
 """Embedded data; tasks whose answers can be checked: rewards of arithmetic and gsm8k, pass@k."""
 
+import filecmp
 import json
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ import ppo
 import rloo
 import sft
 import utils
-from benchmarks import pass_at_k
+from benchmarks import arithmetic_data, pass_at_k, synthetic_data
 from data import answers as data_answers
 from data import tasks
 from data.synthetic import judge
@@ -143,6 +144,24 @@ def test_strict_and_lenient_accuracy_and_form_by_hand(reward, answer):
     grades = GRADES[reward, answer]
     for response, expected in grades.items():
         assert list(grade(["?"], [response], [answer]).values()) == expected, response
+
+
+MADE = {  # program, its words → a folder of data/, and its files that are made again
+    (arithmetic_data, "--out"): (tasks.ARITHMETIC, ["problems.jsonl", "solutions.jsonl"]),
+    (synthetic_data, "texts --out"): (
+        tasks.SYNTHETIC,
+        [f"model/{name}.json" for name in ("config", "tokenizer", "tokenizer_config")]
+        + ["stories.txt", "stories_eos.jsonl"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "words"), MADE)
+def test_embedded_texts_are_made_again_to_the_byte(program, words, tmp_path):
+    folder, names = MADE[program, words]
+    tiny.run_python(program.__file__, *words.split(), tmp_path)
+    same, *rest = filecmp.cmpfiles(folder, tmp_path, names, shallow=False)
+    assert (same, rest) == (names, [[], []])
 
 
 def test_the_5504_synthetic_labels_prefer_what_the_judge_likes(hers):

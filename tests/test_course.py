@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 COURSE = ROOT / "docs/course"
 sys.path.insert(0, str(COURSE))
 import grade  # noqa: E402
+import student  # noqa: E402
 
 CELLS = json.loads((COURSE / "course.ipynb").read_text())["cells"]
 CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
@@ -58,6 +60,22 @@ def test_the_solutions_get_all_points_and_usual_mistakes_lose_some():
     for name, mistake in wrong.items():
         assert grade.grade(SimpleNamespace(**vars(right) | {name: mistake})) < 18, name
     assert wrong.keys() == grade.TESTS.keys()
+
+
+def test_the_students_version_has_all_exercises_no_solution_and_no_name_that_one_defined(tmp_path):
+    """Every exercise has points and minutes; they add up to 100 points."""
+    student.main(tmp_path / "mine")
+    assert {x.name for x in (tmp_path / "mine").iterdir()} >= {"starter.py", "grade.py"}
+    cells = json.loads((tmp_path / "mine/course.ipynb").read_text())["cells"]
+    text = "\n\n".join("".join(cell["source"]) for cell in cells)
+    exercises = re.findall(r"^\*\*(\d\.\d)\*\* \((\d) points, \d\d minutes\)", text, re.M)
+    assert [x for x, _ in exercises] == sorted(re.findall(r"^\*\*(\d\.\d)\*\*", text, re.M))
+    assert len(exercises) == 24 and sum(int(points) for _, points in exercises) == 100
+    assert "Solution" not in text
+    source = "\n\n".join("".join(x["source"]) for x in cells if x["cell_type"] == "code")
+    command = ["ruff", "check", "--isolated", "--select", "F821", "-"]
+    done = subprocess.run(command, input=source, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.exhaustive

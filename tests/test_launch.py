@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,6 +54,12 @@ def finish(process: subprocess.Popen, code: int = 0) -> str:
     text = process.communicate(timeout=200)[0]
     assert process.returncode == code, text
     return text
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -139,6 +146,104 @@ def test_ddp_and_two_machines_give_the_same_numbers_and_fsdp2_is_refused_on_a_cp
     assert not (tmp_path / "runs/fsdp2").exists()
 
 
+FOUR = """
+import hashlib, os, signal
+import torch.distributed as dist
+import ppo
+from machinery.runs import Run
+all_reduce, prepare, checkpoint = dist.all_reduce, ppo.distributed.prepare, Run.checkpoint
+calls, policies, updates = [], [], []
+def counted(x, *args):
+    calls.append(x.numel())
+    if "KILLED" in os.environ and len(updates) == 2 and len(calls) == 9 and dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return all_reduce(x, *args)
+def prepared(*args):
+    policies.append(prepare(*args)[0])
+    return policies[-1], args[2]
+def noted(run, update, *rest):
+    weights = b"".join(x.detach().numpy().tobytes() for x in policies[0].parameters())
+    with open(f"rank{dist.get_rank()}", "a") as file:
+        print(update, hashlib.sha256(weights).hexdigest(), len(calls), file=file)
+    calls.clear()
+    updates.append(update)
+    checkpoint(run, update, *rest)
+dist.all_reduce, ppo.distributed.prepare, Run.checkpoint = counted, prepared, noted
+ppo.cli.run(ppo.main, ppo.Args, ppo.PRESETS)
+"""
+
+
+LENGTH = "def score(responses):\n    return [float(len(response)) for response in responses]\n"
+
+
+@pytest.mark.slow
+def test_four_processes_have_the_same_weights_after_each_update_also_resumed(task, tmp_path):
+    """And as many collectives, whatever the lengths. One that is killed within the third update
+    ends the others at once; the message names it."""
+    (tmp_path / "four.py").write_text(FOUR)
+    (tmp_path / "length.py").write_text(LENGTH)
+    values = dict(response_length=5, total_episodes=64, batch_size=16, num_minibatches=2)
+    values |= dict(eval_every=99, eval_queries=2, reward_fn="length.py:score", save_every=1)
+    values |= dict(num_ppo_epochs=2, micro_batch_tokens=24, lr=1e-3)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", 4, "four.py"]
+
+    def launch(name: str, *more: str, code: int = 0, **env: str) -> tuple[str, list[list[str]]]:
+        """What it prints; for each update, the lines of all processes: update, hash, collectives."""
+        words = flags(task, **values, run_name=name)
+        text = finish(start(tmp_path, command + (list(more) or words), **env), code)
+        paths = [tmp_path / f"rank{rank}" for rank in range(4)]
+        lines = [path.read_text().splitlines() for path in paths]
+        for path in paths:
+            path.unlink()
+        return text, list(zip(*lines, strict=True))
+
+    _, expected = launch("whole")
+    assert len(expected) == 4 and all(len(set(lines)) == 1 for lines in expected)
+    hashes, collectives = zip(*(lines[0].split()[1:] for lines in expected), strict=True)
+    assert len(set(hashes)) == 4 and len(set(collectives[1:])) == 1  # the first has an evaluation's
+    begin = time.monotonic()
+    text, found = launch("killed", code=1, KILLED="1")
+    assert time.monotonic() - begin < 200 and re.search(r"rank *: 2 .*\n.*exitcode *: -9", text)
+    assert found == expected[:2]
+    _, found = launch("resumed", "--resume", "runs/killed")
+    assert [lines[0].split()[:2] for lines in found] == [x[0].split()[:2] for x in expected[2:]]
+    assert all(len(set(lines)) == 1 for lines in found)
+
+
+SLEEPY = """
+import time
+def score(queries, responses):
+    open("asked", "a").write("x")
+    time.sleep(35)
+    return [float(len(response)) for response in responses]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda x: x.name)
+def test_launched_processes_finish_a_long_update_and_its_checkpoint(number, task, tmp_path):
+    """As docs/running.md says; without its two variables the launcher ends them before that."""
+    (tmp_path / "sleepy.py").write_text(SLEEPY)
+    page = (ROOT / "docs/running.md").read_text()
+    (variables,) = re.findall(r"`export (PET_.*?)` before", page)
+    env = dict(variable.split("=") for variable in variables.split())
+    values = dict(response_length=5, total_episodes=32, batch_size=8, num_minibatches=2)
+    values |= dict(eval_every=99, eval_queries=2, reward_fn="sleepy.py:score", run_name="a")
+    command = [*ACCELERATE, "--multi_gpu", "--num_processes", 2]
+    command += ["--main_process_port", free_port(), ROOT / "ppo.py", *flags(task, **values)]
+    job = start(tmp_path, command, **env)
+    wait_until((tmp_path / "runs/a/metrics.jsonl").exists)
+    asked = (tmp_path / "asked").read_text()
+    wait_until(lambda: (tmp_path / "asked").read_text() != asked)  # the next update asks for scores
+    begin = time.monotonic()
+    job.send_signal(number)
+    finish(job, code=1)
+    assert time.monotonic() - begin > 30
+    saved = list((tmp_path / "runs/a/checkpoints").iterdir())
+    assert len(saved) == 1 and saved[0].suffix == ".safetensors"
+
+
 SRUN = """#!/usr/bin/env bash
 # as Slurm's: a copy of the command for each task, the highest exit code
 while [[ "$1" == --* ]]; do shift; done
@@ -168,9 +273,8 @@ def test_slurm_saves_a_checkpoint_in_time_and_the_requeued_job_resumes(task, tmp
     command = ["bash", CONFIGS / "slurm.sh", ROOT / "sft.py", *flags(task, **SFT, num_epochs=60)]
     (tmp_path / "runs/slurm-7").mkdir(parents=True)  # of a start that ended before its checkpoint
     job = start(tmp_path, command, **env)
-    metrics, end = tmp_path / "runs/slurm-7/metrics.jsonl", time.monotonic() + 100
-    while not metrics.exists() and time.monotonic() < end and job.poll() is None:
-        time.sleep(0.1)
+    metrics = tmp_path / "runs/slurm-7/metrics.jsonl"
+    wait_until(lambda: metrics.exists() or job.poll() is not None, 100)
     assert metrics.exists(), "".join(path.read_text() for path in tmp_path.glob("task*.log"))
     for i in range(2):
         os.kill(int((tmp_path / f"task{i}.pid").read_text()), signal.SIGUSR1)

@@ -104,6 +104,15 @@ def test_five_updates_without_anything_to_learn_from_are_said_once(name, capsys)
         assert capsys.readouterr().out.count(name) == lines
 
 
+def test_equal_scores_are_said_in_a_run(home, capsys):
+    Path("same.py").write_text("def score(queries, responses): return [0.1 for _ in queries]")
+    SCRIPTS["rloo"].main(settings("rloo", reward_fn="same.py:score", kl_coef=0.0))
+    lines = capsys.readouterr().out.splitlines()
+    found = [line for line in lines if "unhealthy" in line]
+    assert "frac_reward_zero_std is 1;" in found[0] and "scores_std is " in found[1]
+    assert len(found) == 2
+
+
 def test_curves_are_over_episodes_with_evaluations_as_points(tmp_path, monkeypatch, capsys):
     """Over those that were learned from before a line's values; a reward model's accuracy is at the
     end of its smoothed curve. What was never logged has no panel."""

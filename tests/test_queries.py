@@ -2,6 +2,8 @@
 
 import functools
 import json
+import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ import formats
 import numpy as np
 import pytest
 import torch
+from conftest import read_metrics
 from formats import write_rows
 from tiny import WORDS, load_script, refuses
 from tokenizers import Tokenizer
@@ -415,3 +418,20 @@ def test_answers_in_the_column_of_the_prompts_are_refused(eos_task):
     task = replace(eos_task, response_column=eos_task.query_column)
     load = functools.partial(queries.load_responses, task, *load_tokenizer(task, 8))
     refuses(load, "--response_column prompt")
+
+
+@pytest.mark.parametrize("script", ["sft", "train_reward", "ppo", "rloo"])
+def test_a_run_says_what_it_learns_from_and_holds_out(script, start, capsys):
+    """sft.py holds out a tenth of few sequences."""
+    start(script, **(dict(num_heldout=None) if script == "sft" else {}))
+    out = capsys.readouterr().out
+    found = re.search(r"(\d+)(?:/(\d+))? \w+[^\n]*, (\d+) held out, (\d+) (?:steps|updates)", out)
+    learned, total, held_out, steps = (int(x or 0) for x in found.groups())
+    metrics = read_metrics(next(Path("runs").iterdir()).name)
+    assert steps <= len(metrics) <= steps + 1 < learned + 1  # perhaps one after the last
+    if script == "sft":
+        assert held_out == math.ceil((learned + held_out) / 10) and "leaves out" in out
+    elif script == "train_reward":
+        assert (learned, total) == (12, 16)
+    else:
+        assert held_out == 4

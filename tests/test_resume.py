@@ -504,6 +504,27 @@ def test_a_file_that_was_edited_is_refused_if_the_script_reads_it(script, home):
         Path(file).write_text(text)
 
 
+def test_a_link_that_moves_changes_nothing(home):
+    """Nor does a reward model that is trained later: the run has none."""
+    Path("first").symlink_to("task/model")
+    args = settings("ppo", run_name="ran", save_every=4)
+    ppo.main(replace(args, task=replace(args.task, base_model="first")))
+    before = written(Path("runs/ran"))
+    tiny.write_model(Path("second"), seed=5)
+    Path("first").unlink()
+    Path("first").symlink_to("second")
+    tiny.write_reward(home / "runs/r1/model")
+    artifacts.replace_link(Path("models/synthetic/train_reward"), Path("runs/r1/model"))
+    shutil.rmtree("runs/ran/model")
+    assert exit_code("ppo", "--resume runs/ran") == 0
+    assert written(Path("runs/ran")) == before
+    with refused("base_model=second instead of task/model"):
+        ppo.main(again("--resume runs/ran --base_model first"))
+    Path("first").unlink()
+    Path("first").symlink_to("task/model")
+    ppo.check(again("--resume runs/ran --base_model first"), 1)
+
+
 def test_weights_that_are_replaced_in_their_folder_are_noticed(home):
     args = settings("ppo", run_name="ran", save_every=4)
     ppo.main(args)
@@ -610,6 +631,23 @@ def test_latest_is_the_newest_run_of_this_script_and_task_that_has_a_checkpoint(
 def test_a_run_that_another_process_writes_is_left_alone(copy, no_weights):
     with filelock.FileLock("runs/ran/.lock"), refused("another process", "runs/ran"):
         ppo.main(again())
+
+
+def test_files_that_others_leave_in_a_run_are_passed_over(ran, copy, capsys):
+    """A copy of a checkpoint stays; a run whose args.json is damaged is skipped and named."""
+    best = shutil.copy(checkpoint_files()[-1], "runs/ran/checkpoints/best.safetensors")
+    for name in ("metrics", "samples"):
+        path = Path(f"runs/ran/{name}.jsonl")
+        path.write_text(path.read_text().replace("\n", "\n\n"))
+    shutil.copytree("runs/ran", "runs/broken")
+    Path("runs/broken/args.json").write_text('{"task": "synth')
+    with refused("has no checkpoint of ppo.py"):
+        again(f"--resume {best}")
+    ppo.main(again("--resume latest --save_every 1"))
+    assert "skipped runs/broken" in capsys.readouterr().out
+    assert_same_run(copy / "runs/ran", ran / "runs/ran")
+    names = ["00000004", "00000005", "best"]
+    assert [path.stem for path in checkpoint_files()] == names
 
 
 def test_more_episodes_are_a_new_run_from_the_weights(copy):

@@ -19,7 +19,7 @@ import wandb
 from accelerate import Accelerator
 from conftest import SCRIPTS, read_metrics, settings
 from safetensors.torch import load_file
-from test_resume import exit_code
+from test_resume import at_call, exit_code
 from transformers import AutoModelForCausalLM
 
 import ppo
@@ -154,6 +154,22 @@ def test_the_link_moves_to_the_new_run_and_the_old_weights_stay(home, tmp_path):
     assert before != after
     shutil.rmtree(folders[-1])  # a broken link is in nobody's way
     ppo.check(two_steps("ppo"), 1)
+
+
+def test_two_runs_that_end_together_leave_a_link(home, monkeypatch):
+    one, two, link = (Path(x) for x in ("runs/one/model", "runs/two/model", "models/x/ppo"))
+    for folder in (one, two):
+        folder.mkdir(parents=True)
+
+    def other(function, *args) -> None:
+        artifacts.replace_link(link, two)
+        function(*args)
+
+    at_call(monkeypatch, Path, "symlink_to", 1, other)
+    monkeypatch.setattr("os.getpid", iter([1, 2]).__next__)  # other processes
+    artifacts.replace_link(link, one)
+    assert link.is_symlink() and link.resolve() == one.resolve()
+    assert os.listdir(link.parent) == ["ppo"]
 
 
 IN_THE_WAY = {  # the file that is there → flags, what the error names; `SCRIPT` stands for the script

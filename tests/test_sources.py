@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from formats import write_rows
 from test_resume import exit_code
 from tiny import refuses
 
+import utils
 from machinery import checkpoints
 from machinery.models import load_lm
 from machinery.sources import load_function, load_rows
@@ -85,6 +87,17 @@ def test_other_files_and_folders_are_refused_with_what_converts_them(name, tmp_p
     path = tmp_path / name
     path.mkdir() if name == "folder" else path.write_text('{"text": "2024-01-05"}\n')
     refuses(lambda: load_rows(str(path), "--flag"), "--flag", name, "data/convert.py")
+
+
+def test_a_link_is_read_under_its_own_name(tmp_path):
+    """As in the cache of the hub's client, where files are links to blobs without a suffix."""
+    blob = tmp_path / "blobs" / ("5" * 64)
+    Path(write_rows(tmp_path / "a.jsonl", [{"text": "Anna ."}])).rename(blob.parent.mkdir() or blob)
+    for name in ("snapshots/1/labels.jsonl", "train.jsonl"):
+        link = tmp_path / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blob)
+        assert list(load_rows(str(link), "--flag")) == [{"text": "Anna ."}]
 
 
 def test_a_link_that_moves_in_a_run_leads_where_it_led_first(here):
@@ -233,3 +246,12 @@ def test_modules_beside_a_file_come_before_ours_of_the_same_name(here):
     assert load_function("mine.py:score")([]) == ["d", "t", "part", f"{here}/utils.py"]
     assert load_function("utils.py:decode")() == "d"
     assert {name: sys.modules[name] for name in ours} == ours
+
+
+def test_the_error_names_a_utils_of_ones_own_in_the_folder_of_a_copied_script(here):
+    (here / "utils.py").write_text("")
+    (here / "mine.py").write_text("from machinery import cli")  # as in a script
+    env = os.environ | {"PYTHONPATH": str(Path(utils.__file__).parent)}
+    run = subprocess.run([sys.executable, "mine.py"], env=env, capture_output=True, text=True)
+    last = run.stderr.splitlines()[-1]
+    assert f"{here}/utils.py is imported in place of" in last and "rename it" in last

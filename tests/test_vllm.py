@@ -3,7 +3,9 @@
 import json
 import sys
 from dataclasses import replace
+from inspect import getsource
 from pathlib import Path
+from types import SimpleNamespace
 
 import conftest
 import pytest
@@ -13,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm_server import ENDED, FAILURES, FIXED, INFO, serve
 
+import rloo
 from utils import TokenIds
 
 patched = test_diffs.patched
@@ -66,6 +69,23 @@ def test_L6_the_server_has_the_weights_of_each_update_and_samples_k_times(eos, s
     assert len({x["seed"] for x in sampled if x["n"] == 2}) == 12
     script.main(settings(script, other, "again", **form))
     assert conftest.without_times(lines) == conftest.without_times(conftest.read_metrics("again"))
+
+
+def test_gradients_are_weighted_as_in_stale(script, patched):
+    """By the same lines; test_diffs.py has the oracle. Responses are truncated at 1.5 here."""
+    stale = patched("stale")
+    assert getsource(script.importance_weights) == getsource(stale.importance_weights)
+    torch.manual_seed(0)
+    log_weights, old, new = 0.6 - torch.rand(3, 8, 5)
+    weights, advantages = [min(x.sum().exp().item(), 1.5) for x in log_weights], torch.randn(8)
+    args, mask = tiny.make_args(script=script, max_weight=1.5), torch.ones(8, 5).bool()
+    record = SimpleNamespace(logprobs=old, log_weights=log_weights, mask=mask)
+    logprobs = [new.clone().requires_grad_() for _ in range(2)]
+    loss, stats = script.rloo_loss(logprobs[0], record, advantages, 8, args)
+    loss.backward()
+    rloo.rloo_loss(logprobs[1], record, advantages * torch.tensor(weights), 8, args)[0].backward()
+    torch.testing.assert_close(logprobs[0].grad, logprobs[1].grad)
+    assert 0 < stats["val/weight_cut"] == weights.count(1.5) / 8 < 1
 
 
 def test_a_server_with_an_old_head_or_raw_log_probabilities_ends_the_run(script, home):

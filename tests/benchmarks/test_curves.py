@@ -1,11 +1,16 @@
-"""benchmarks/curves.py: bands by hand, three sources of runs in one picture."""
+"""benchmarks/curves.py: bands by hand, three sources of runs in one picture; reproduce.sh, which draws
+with it, with tiny models and data."""
 
 import csv
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import tyro
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
@@ -13,6 +18,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from torch.utils.tensorboard import SummaryWriter
 
 from benchmarks import curves
+from benchmarks.mutations import copy_project
 
 
 def write_chart(path: Path, x: str, columns: dict[str, dict[float, float]]) -> Path:
@@ -127,3 +133,54 @@ def test_runs_of_one_name_stay_two_and_others_curves_are_drawn_over_them(tmp_pat
     middle = (4 + 9 + 16 + 25 + 36 + 49) / 6
     found = rows["2023", "interquartile mean of 10", "objective/kl"]
     assert found == pytest.approx([middle] * 3, abs=6e-5)
+
+
+TINY = """python() {
+echo "${CUDA_VISIBLE_DEVICES:-} $1" >> calls
+files=(--base_model task/model --label_tokenizer task/model --query_dataset task/stories.txt)
+files+=(--label_dataset task/labels.json --query_length 8 --response_length 5 --truncate_after 2)
+case "$1" in
+train_reward.py) set -- "$@" "${files[@]}" --num_labels 8 --batch_size 4 --normalize_samples 4 \\
+    --rollout_batch_size 4 --num_heldout 4 ;;
+ppo.py) set -- "$@" "${files[@]}" --total_episodes 16 --batch_size 8 --eval_queries 4 \\
+    --save_every 1 ;;
+esac
+PYTHON "$@"
+}
+"""
+
+
+@pytest.mark.slow
+def test_reproduce_runs_resumes_and_draws_published_curves_where_they_are(tmp_path):
+    folder = copy_project(Path(__file__).parents[2], tmp_path / "copy")
+    tiny.write_task(folder / "task")
+    (tmp_path / "tiny.sh").write_text(TINY.replace("PYTHON", sys.executable))
+    env = os.environ | {"BASH_ENV": str(tmp_path / "tiny.sh"), "HF_HUB_OFFLINE": "1"}
+    env |= {"SEEDS": "7", "GPUS": "2"}
+
+    def run() -> tuple[str, list[str]]:
+        """The script's output, and its calls of Python with their GPU."""
+        (folder / "calls").unlink(missing_ok=True)
+        options = dict(cwd=folder, env=env, text=True, capture_output=True)
+        done = subprocess.run("benchmarks/reproduce.sh", **options)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout, sorted((folder / "calls").read_text().splitlines())
+
+    killed = folder / "runs/reproduce_sentiment_ppo_7"
+    killed.mkdir(parents=True)  # before its first checkpoint: moved away
+    drawn = [" benchmarks/curves.py"] * 2
+    output, calls = run()
+    assert calls == drawn + [f"{gpu} {name}.py" for gpu in "01" for name in ("ppo", "train_reward")]
+    assert len(list(folder.glob("runs/stopped_reproduce_sentiment_ppo_7_*"))) == 1
+    assert output.count("is missing") == 4
+    (killed / "curves.png").unlink()  # after its first checkpoint
+    (killed / "model").rename(tmp_path / "model")
+    for name, metric in (("openai_1", "ppo/objective/score"), ("2023", "objective/scores")):
+        path = folder / f"published/sentiment/{name}.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_chart(path, "Step", {f"a - {metric}": {0: 0.5, 1: 0.75}})
+    output, calls = run()
+    assert calls == [*drawn, "0 ppo.py"] and "resuming runs/reproduce_sentiment_ppo_7" in output
+    rows = rows_of(folder / "benchmarks/results/reproduce_sentiment.csv")
+    assert {label for label, *_ in rows} == {"PPO", "OpenAI", "2023"}
+    assert rows["OpenAI", "a", "objective/scores"] == [0.5, 0.625, 0.75]

@@ -4,6 +4,7 @@ import csv
 import json
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.attention import varlen
 
 import ppo
 import rloo
-from benchmarks import gpu, gpu_checks, memory
+from benchmarks import gpu, gpu_checks, gpu_count, gpu_trials, memory
 from machinery import unpadding
 from machinery.decoding import DecodingBatch
 
@@ -112,3 +113,42 @@ def test_L6_a_compiled_policy_starts_at_ratios_of_1_and_needs_no_graph_for_a_new
     assert graphs[0] == graphs[2] > 0
     policy.unshard = None  # as an FSDPModule
     tiny.refuses(lambda: policy(*batch), "configs/ddp.yaml")
+
+
+def test_trials_write_each_way_and_its_difference_from_the_first(tmp_path):
+    """In fp32 ways agree to 1e-6, in bf16 to a hundredth."""
+    gpu_trials.main(gpu_trials.Args(rows="value|GPT-2", out=tmp_path / "trials.csv"))
+    found = list(csv.DictReader((tmp_path / "trials.csv").read_text().splitlines()))
+    gaps = {(x["what"], x["way"]): float(x["difference"]) for x in found if x["difference"]}
+    assert {row["result"] for row in found} == {"ok"}
+    assert 0 < gaps["value head", "matrix-vector product"] < 1e-6
+    assert 0 < gaps["attention of one token, GPT-2", "products"] < 1e-2
+
+
+def test_memory_between_updates_is_of_weights_and_moments(monkeypatch, capsys, bf16_accelerator):
+    """20 bytes per parameter: weights, two moments, reference, reward model; their linear layers
+    are in bf16. The rest is small."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # restored afterwards
+    monkeypatch.setitem(memory.SHAPES, "tiny", memory.gpt2(512, 4, 2))
+    linear = 4 * (12 * 512**2 + 9 * 512)
+    parameters = 512 * (50257 + 1024) + linear + 4 * 4 * 512 + 2 * 512
+    flags = "--batch_size 8 --num_minibatches 1"
+    memory.main(memory.Args(("ppo",), ("tiny",), ("sentiment",), flags))
+    row = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
+    live, *phases = map(float, row[3:-1])
+    assert live == pytest.approx((20 * parameters - 4 * linear) / 2**30, abs=0.006)
+    assert all(size > live for size in phases)
+
+
+def test_the_kernels_of_an_update_are_counted(monkeypatch):
+    """Of one layer, 8 queries of 64 tokens, responses of 4, four epochs: by hand."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # restored afterwards
+    rows = gpu_count.count_update(replace(gpu.SMALL, response_length=4, shortest=64), "ppo", [])
+    blocks = 2 * 12 * 32**2 * 8 * (64 + 4)  # operations of a forward pass
+    head = 2 * 32 * 104 * 8 * 4  # 101 tokens, aligned
+    expected = dict(score=[3 * blocks, 2 * head], optimize=[4 * 3 * blocks, 4 * 3 * head])
+    for phase, numbers in expected.items():
+        kinds = ("products, bf16", "products, fp32")
+        assert [rows[phase, kind, "operations"] for kind in kinds] == numbers
+    assert rows["sample", "casts of weights", "kernels"] == 4 * 2  # once
+    assert rows["sample", "attention of one token", "kernels"] == 2 * 3  # recorded once

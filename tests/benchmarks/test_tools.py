@@ -1,6 +1,9 @@
 """Tools of benchmarks/: numbers by hand, and the commands on tiny models."""
 
+import csv
 import json
+import re
+import tarfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,10 +12,25 @@ import formats
 import numpy as np
 import pytest
 import tiny
+import torch
 from conftest import SCRIPTS, settings
 from tiny import refuses
 
-from benchmarks import pass_at_k, policies, sample, winrate
+import rloo
+import sft
+from benchmarks import (
+    against_trl,
+    calibration,
+    copying,
+    growth,
+    human,
+    llm_judge,
+    overoptimize,
+    pass_at_k,
+    policies,
+    sample,
+    winrate,
+)
 from data import tasks
 from machinery.labels import load_labels
 from machinery.sources import load_function
@@ -137,3 +155,99 @@ def test_tools_take_data_columns_lengths_and_held_out_queries_from_the_run(home,
     texts = [line["query_text"] for line in lines]
     assert len(texts) == 8 and not {*texts} & {f"Anna saw {i} cats." for i in evaluated}
     refuses(lambda: policies.policy_tasks(["task/model"], policies.PolicyArgs()), "--task")
+
+
+def test_a_chat_model_judges_summaries(tmp_path, monkeypatch):
+    """Its answer is the letter that follows the template's prompt; C is a tie."""
+    monkeypatch.setenv("JUDGE", str(tmp_path))
+    lm = tiny.make_lm(vocab=tiny.WORDS, positions=512)
+    lm.save_pretrained(tiny.write_tokenizer(tmp_path))
+    monkeypatch.setattr(llm_judge, "PROMPT", "{query}|{a}|{b}")
+    llm_judge.load.cache_clear()
+    tokenizer, _ = llm_judge.load()
+    tokenizer.chat_template = formats.CHATML
+    text = "<|im_start|>user\nA cat.|Cat|A dog.<|im_end|>\n<|im_start|>assistant\n"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    odds = lm(torch.tensor([tokens])).logits[0, -1].double().exp()
+    a, b, c = (odds[tokenizer.convert_tokens_to_ids(letter)].item() for letter in "ABC")
+    found = llm_judge.prefer(["A cat. "], [" Cat"], ["A dog."])
+    assert found == pytest.approx([(a + c / 2) / (a + b + c)], abs=1e-5)
+
+
+def test_copied_words_and_novel_bigrams():
+    query = "The red house of my aunt, by the sea, burned down."
+    responses = ["Red house burned down.", "burned house red", "My aunt is sad", "", "x"]
+    queries = [query] * len(responses)
+    assert copying.copied(queries, responses) == [1, 1 / 3, 0.5, 0, 0]
+    assert copying.novel_bigrams(queries, responses) == [1 / 3, 1, 2 / 3, 0, 0]
+    assert copying.rouge_l(["", ""], ["a red cat", "b"], ["a cat", "c"]) == [0.8, 0]
+
+
+def test_overoptimization_reads_runs_of_its_own_flags_only(here, monkeypatch):
+    """A run that is there is kept: other flags, other names."""
+    commands: list[tuple] = []
+    monkeypatch.setattr(overoptimize, "run", lambda *x: commands.append(x) or Path(x[0]))
+    monkeypatch.setattr(overoptimize, "read_run", lambda folder: [])
+    for flags in (dict(), dict(labels=32), dict(total_episodes=8), dict(betas=(0.0, 1.0))):
+        with pytest.raises(IndexError):  # there are no updates to write
+            overoptimize.main(overoptimize.Args(seeds=2, out=here / "a.csv", **flags))
+    distinct = {name: command for name, command in commands}
+    assert len(commands) == 4 * 2 * 3 and all(distinct[x] == command for x, command in commands)
+
+
+@pytest.mark.slow
+def test_growth_measures_rows_and_those_of_other_names_stay(here, monkeypatch):
+    sizes = {"batch": ({}, (8,)), "labels": ({}, (20,)), "queries": ({}, (30,))}
+    monkeypatch.setattr(growth, "ROWS", sizes)
+    for names in (("batch",), ("labels", "queries")):
+        growth.main(growth.Args(names, here / "growth.csv"))
+    rows = list(csv.DictReader(Path("growth.csv").read_text().splitlines()))
+    assert [float(x["tokens"]) for x in rows] == [8 * (16 + 24), 20 * (16 + 24 + 24), 30 * 16]
+    assert all(float(x["peak GB"]) > 0.1 and float(x["cpu s"]) > 0 for x in rows)
+
+
+def test_calibration_reads_the_labels_that_a_models_run_held_out(task, here, monkeypatch, capsys):
+    monkeypatch.setitem(tasks.TASKS, "mine", replace(task, task="mine"))
+    folder = tiny.write_reward(here / "reward")
+    (here / "reward/args.json").write_text('{"task": "mine", "num_labels": 12, "batch_size": 4}')
+    calibration.main(folder, out="out.png")
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sum(row["labels"] for row in rows) == 4 and Path("out.png").is_file()
+
+
+def test_parts_share_no_snippet_and_halves_no_rating(here, monkeypatch):
+    """Of a tar file in the true form: Latin-1, tab-separated, CRLF. The first half of the raters
+    likes large numbers, the second half small ones."""
+    for name, value in dict(TRAIN=12, HELDOUT=6, PAIRS=40, HELDOUT_PAIRS=30).items():
+        monkeypatch.setattr(human, f"NUM_{name}", value)
+    ratings = [[i // 8 + 1, -(i // 8) - 1] * 7 for i in range(24)]
+    tables = dict(
+        GroundTruth=[f"{i}\t0\tcafé  {i} is a film of eight  words.\r\n" for i in range(24)],
+        anonDataRatings=[f"{i}\t0\t0\t{row}\r\n" for i, row in enumerate(ratings)],
+    )
+    with tarfile.open("ratings.tar.gz", "w:gz") as archive:
+        for name, lines in tables.items():
+            path = Path(f"movieReviewSnippets_{name}.txt")
+            path.write_bytes("".join(lines).encode("latin-1"))
+            archive.add(path)
+    human.main(human.Args("data", here / "ratings.tar.gz"))
+    data = {path.stem: path.read_text() for path in human.DATA.iterdir()}
+    assert data["first"].count("\n") == 40 and data["heldout"].count("\n") == 30
+    parts = data["texts"] + data["first"] + data["second"], data["heldout"], data["queries"]
+    numbers = [set(re.findall(r"\\u00e9 (\d+) is a film of", part)) for part in parts]
+    assert len(set.union(*numbers)) == sum(map(len, numbers)) == 24
+    for half, sign in (("first", 1), ("second", -1)):
+        for pair in human.read_lines(human.DATA / f"{half}.jsonl"):
+            better, worse = (int(pair[side].split()[1]) // 8 for side in ("chosen", "rejected"))
+            assert sign * better > sign * worse
+
+
+def test_against_trl_records_our_steps(here, monkeypatch):
+    """RLOO's first ratio is 1, its second is not. The losses are those of test_pitfalls and test_rloo."""
+    for script, name in ((sft, "normalize"), (rloo, "normalize"), (rloo, "sample_in_batches")):
+        monkeypatch.setattr(script, name, getattr(script, name, None), raising=False)
+    against_trl.make(here)
+    rows = (row for row in against_trl.ROWS if row.name in ("SFT", "RLOO"))
+    (of_sft,), of_rloo = map(against_trl.ours, rows)
+    assert of_sft["loss"] > 1 and len(of_sft) > 20  # with all gradients
+    assert [abs(x["loss"]) > 0.01 for x in of_rloo] == [False, True]
