@@ -306,7 +306,9 @@ ASKED = """did it learn: learn, good KL: kl, sample: from_pretrained, win rate: 
 merge lora: lora, hf upload: upload, tensorboard: tensorboard, wandb: wandb, qwen: qwen
 two runs in one picture: picture, more episodes: episodes, change the model: qwen
 system prompt: system-prompt, out of memory: memory, my own metric: metric"""
-QUESTIONS = dict(re.findall(r"(\w[^:,\n]*): ([^,\n]+)", ASKED))  # → a word of the heading in using.md
+QUESTIONS = dict(
+    re.findall(r"(\w[^:,\n]*): ([^,\n]+)", ASKED)
+)  # → a word of the heading in using.md
 
 
 @pytest.fixture(scope="module")

@@ -108,6 +108,20 @@ def test_a_resumed_run_continues_its_wandb_run(home, monkeypatch):
     assert ids == {json.loads(Path("runs/ran/args.json").read_text())["wandb_id"]}
 
 
+def test_the_next_command_finds_the_weights_or_is_not_printed(home, capsys):
+    """It would need the task's flags that were changed, too."""
+    base_model = sft.PRESETS["synthetic"]["base_model"]
+    plain = replace(tasks.TASKS["synthetic"], base_model=base_model)
+    changed = replace(plain, query_length=9)
+    for task, out, line in ((plain, None, True), (plain, "out", False), (changed, None, False)):
+        args = replace(two_steps("sft"), task=task, output_dir=out)
+        run = runs.Run(args, 1, ["loss"], Accelerator(cpu=True))
+        run.log(0, {"loss": 1.0})
+        run.finish(then="train_reward", flag="base_model")
+        expected = "next: python train_reward.py --task synthetic --base_model models/synthetic/sft"
+        assert (expected in capsys.readouterr().out.splitlines()) == line
+
+
 @pytest.mark.parametrize("name", ["ppo", "sft"])
 def test_a_copy_of_a_script_has_runs_and_weights_of_its_own(name, home, monkeypatch):
     """`cp ppo.py mine.py`: the baseline's link and weights stay what they were."""
