@@ -61,8 +61,6 @@ def load_reward(
             raise InputError(f"its texts begin with other tokens than queries, {begin}: {OTHERS}")
         if own.chat_template and tokenizer.chat_template not in (None, own.chat_template):
             say(f"--reward_model {folder} reads texts in the policy's chat template, not its own")
-        if own.chat_template and tokenizer.chat_template not in (None, own.chat_template):
-            say(f"--reward_model {folder} reads texts in the policy's chat template, not its own")
         length = args.task.query_length + args.task.response_length
         check_length(model.config.backbone, length, "query and response")
         if models.loads_weights():
