@@ -20,7 +20,6 @@ from machinery.cli import InputError, say
 from machinery.models import store_as_cast
 
 JOIN_LIMIT = timedelta(minutes=5)  # for all processes to start
-WORK_LIMIT = timedelta(days=1)  # for a collective, which may wait for a slow reward
 
 
 def start(args: Any) -> Accelerator:
@@ -33,7 +32,7 @@ def start(args: Any) -> Accelerator:
     if dist.is_initialized():
         accelerator.wait_for_everyone()  # NCCL connects at the first collective
         group: Any = dist.group.WORLD
-        group.set_timeout(WORK_LIMIT)
+        group.set_timeout(timedelta(days=1))  # a collective may wait for a slow reward
     check_launch(accelerator)
     if accelerator.device.type == "cuda":  # launchers set 1, but models are checked on the CPU
         torch.set_num_threads(count_cpus())

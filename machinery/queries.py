@@ -153,11 +153,10 @@ def ends_word(text: str, offsets: list[tuple[int, int]], end: str) -> list[bool]
 
     Both of GPT-2's periods, "." and " .", end a sentence; those in "1.5" or "CNN.com" do not.
     """
-    found = []
-    for _, stop in offsets:
-        closes_word = end.isspace() or not text[stop : stop + 1].strip()
-        found.append(closes_word and text.endswith(end, 0, stop))
-    return found
+    return [
+        text.endswith(end, 0, stop) and (end.isspace() or not text[stop : stop + 1].strip())
+        for _, stop in offsets
+    ]
 
 
 def cut_query(ids: list[int], length: int, start: int | None, ends: list[bool] | None) -> list[int]:
