@@ -267,11 +267,12 @@ class Rollout(NamedTuple):
 def shuffle(
     num_episodes: int, args: Args, seed: int, update: int, device: Any
 ) -> list[list[Tensor]]:
-    """For each epoch, the indices of each minibatch: a new permutation of the batch (P7)."""
+    """For each epoch, the indices of each minibatch (P7): in the batch's order, then in new ones."""
     rng = np.random.default_rng([seed, update, 2])  # 2: a stream of its own
-    permutations = [rng.permutation(num_episodes) for _ in range(args.num_ppo_epochs)]
+    orders = [np.arange(num_episodes)]  # the queries are in random order already
+    orders += [rng.permutation(num_episodes) for _ in range(args.num_ppo_epochs - 1)]
     size = num_episodes // args.num_minibatches
-    return [list(torch.as_tensor(rows, device=device).split(size)) for rows in permutations]
+    return [list(torch.as_tensor(rows, device=device).split(size)) for rows in orders]
 
 
 # ------------------------------------ advantages and losses
@@ -422,6 +423,7 @@ def main(args: Args) -> None:
     ref = distributed.freeze(accelerator, PolicyAndValue(ref_lm, ids.pad, task.temperature))
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
     local_batch_size = args.batch_size // processes
+    minibatch_size = local_batch_size // args.num_minibatches
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     cli.say(f"{len(table)} queries to learn, {len(heldout)} held out, {num_updates} updates")
     num_steps = args.num_ppo_epochs * args.num_minibatches  # Adam steps per update
@@ -431,10 +433,8 @@ def main(args: Args) -> None:
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     @torch.no_grad()
-    def make_rollout(
-        queries: Tensor, columns: dict, first_epoch: list[Tensor], kl_coef: float, rng: Any
-    ) -> Rollout:
-        """Steps 1 to 3 for queries [B, Q]. `first_epoch`: the rows of its minibatches."""
+    def make_rollout(queries: Tensor, columns: dict, kl_coef: float, rng: Any) -> Rollout:
+        """Steps 1 to 3 for queries [B, Q]."""
         # 1. Sample a response to each query.
         timer.start("sample")
         contexts = add_affixes(queries, ids)  # [B, C]
@@ -451,7 +451,7 @@ def main(args: Args) -> None:
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, values, ref_logprobs = torch.zeros(3, *mask.shape, device=device)
         # In the micro-batches of the first epoch: same rounding, so ratios start at 1 (L6).
-        for rows in first_epoch:
+        for rows in torch.arange(len(queries), device=device).split(minibatch_size):
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
                 i = rows[part]
                 logprobs[i], _, values[i] = policy(contexts[i], responses[i])
@@ -465,9 +465,8 @@ def main(args: Args) -> None:
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
         """Held-out metrics on all processes. Logs samples."""
         queries, columns = heldout[:].to(device), heldout.columns()
-        all_rows = torch.arange(len(queries), device=device)
         rng = generator(args.seed, num_updates, device)  # a stream that no update uses
-        rollout = make_rollout(queries, columns, [all_rows], kl_coef, rng)  # steps 1 to 3
+        rollout = make_rollout(queries, columns, kl_coef, rng)  # steps 1 to 3
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | reward.means()
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
         scores, kl, parts = rollout.scores, rollout.kl.sum(dim=1), reward.parts
@@ -483,14 +482,13 @@ def main(args: Args) -> None:
         # 1-3. Sample, score, compute log-probabilities, values and rewards.
         rows = query_rows(len(table), local_batch_size, seed, update)  # reshuffled every pass
         queries, columns = table[rows].to(device), table.columns(rows)
-        epochs = shuffle(local_batch_size, args, seed, update, device)
         rng = generator(seed, update, device)
-        rollout = make_rollout(queries, columns, epochs[0], kl_coef, rng)
+        rollout = make_rollout(queries, columns, kl_coef, rng)
 
         # 4. For each epoch and minibatch, compute advantages and take one Adam step.
         timer.start("optimize")
         stats: dict[str, Any] = defaultdict(float)  # means over the steps
-        for minibatches in epochs:
+        for minibatches in shuffle(local_batch_size, args, seed, update, device):
             for minibatch_rows in minibatches:
                 minibatch = rollout.select(minibatch_rows)
                 advantages, returns = compute_advantages(minibatch, args)

@@ -246,15 +246,16 @@ class Rollout(NamedTuple):
 def shuffle(
     num_episodes: int, args: Args, seed: int, update: int, device: Any
 ) -> list[list[Tensor]]:
-    """For each epoch, the indices of each minibatch: a new permutation of the queries (P7).
+    """For each epoch, the indices of each minibatch (P7): in the batch's order, then in new ones.
 
     The K responses to a query stay side by side: a micro-batch computes the query once.
     """
     rng = np.random.default_rng([seed, update, 2])  # 2: a stream of its own
-    groups = np.arange(num_episodes).reshape(-1, args.rloo_k)  # [P, K]
-    permutations = [rng.permutation(groups).flatten() for _ in range(args.num_ppo_epochs)]
+    orders = [np.arange(num_episodes)]  # the queries are in random order already
+    groups = orders[0].reshape(-1, args.rloo_k)  # [P, K]
+    orders += [rng.permutation(groups).flatten() for _ in range(args.num_ppo_epochs - 1)]
     size = num_episodes // args.num_minibatches
-    return [list(torch.as_tensor(rows, device=device).split(size)) for rows in permutations]
+    return [list(torch.as_tensor(rows, device=device).split(size)) for rows in orders]
 
 
 # -------------------------------------- advantages and loss
@@ -361,6 +362,7 @@ def main(args: Args) -> None:
     ref = distributed.freeze(accelerator, Policy(ref_lm, ids.pad, task.temperature))
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
     local_batch_size = args.batch_size // processes
+    minibatch_size = local_batch_size // args.num_minibatches
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     cli.say(f"{len(table)} queries to learn, {len(heldout)} held out, {num_updates} updates")
     num_steps = args.num_ppo_epochs * args.num_minibatches  # Adam steps per update
@@ -370,10 +372,8 @@ def main(args: Args) -> None:
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     @torch.no_grad()
-    def make_rollout(
-        queries: Tensor, columns: dict, first_epoch: list[Tensor], kl_coef: float, rng: Any
-    ) -> Rollout:
-        """Steps 1 to 3 for queries [B, Q]. `first_epoch`: the rows of its minibatches."""
+    def make_rollout(queries: Tensor, columns: dict, kl_coef: float, rng: Any) -> Rollout:
+        """Steps 1 to 3 for queries [B, Q]."""
         # 1. Sample a response to each query.
         timer.start("sample")
         contexts = add_affixes(queries, ids)  # [B, C]
@@ -390,7 +390,7 @@ def main(args: Args) -> None:
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, ref_logprobs = torch.zeros(2, *mask.shape, device=device)
         # In the micro-batches of the first epoch: same rounding, so ratios start at 1 (L6).
-        for rows in first_epoch:
+        for rows in torch.arange(len(queries), device=device).split(minibatch_size):
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
                 i = rows[part]
                 logprobs[i], _ = policy(contexts[i], responses[i])
@@ -404,9 +404,8 @@ def main(args: Args) -> None:
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
         """Held-out metrics on all processes. Logs samples."""
         queries, columns = heldout[:].to(device), heldout.columns()
-        all_rows = torch.arange(len(queries), device=device)
         rng = generator(args.seed, num_updates, device)  # a stream that no update uses
-        rollout = make_rollout(queries, columns, [all_rows], kl_coef, rng)  # steps 1 to 3
+        rollout = make_rollout(queries, columns, kl_coef, rng)  # steps 1 to 3
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | reward.means()
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
         scores, kl, parts = rollout.scores, rollout.kl.sum(dim=1), reward.parts
@@ -424,9 +423,8 @@ def main(args: Args) -> None:
         rows = query_rows(len(table), num_queries, seed, update)  # [P]
         rows = np.repeat(rows, args.rloo_k)  # [P * K]: the responses to a query side by side
         queries, columns = table[rows].to(device), table.columns(rows)
-        epochs = shuffle(local_batch_size, args, seed, update, device)
         rng = generator(seed, update, device)
-        rollout = make_rollout(queries, columns, epochs[0], kl_coef, rng)
+        rollout = make_rollout(queries, columns, kl_coef, rng)
 
         # 4. Compute the advantage of each response.
         timer.start("optimize")
@@ -434,7 +432,7 @@ def main(args: Args) -> None:
 
         # 5. For each epoch and minibatch, take one Adam step.
         stats: dict[str, Any] = defaultdict(float)  # means over the steps
-        for minibatches in epochs:
+        for minibatches in shuffle(local_batch_size, args, seed, update, device):
             for minibatch_rows in minibatches:
                 minibatch = rollout.select(minibatch_rows)
                 advantages = all_advantages[minibatch_rows]

@@ -741,7 +741,7 @@ def test_a_patch_that_is_off_or_only_logs_or_saves_trains_as_its_script(name, st
 
 CUTS = [
     ("sequence", "truncate", 0.0, 1.2),
-    ("sequence", "mask", 0.9, 1.2),
+    ("sequence", "mask", 0.6, 1.7),
     ("token", "mask", 0.8, 5),
 ]
 CUTS += [("token", "truncate", 0.95, 1.05), ("token", "truncate", 1.0, 1.0)]  # the last: no weights
