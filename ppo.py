@@ -22,13 +22,13 @@ In OpenAI's 2019 tasks, all R tokens of a response are trained on, but the rewar
 those up to the truncate token, such as a period. In EOS tasks (`eos_task`) the truncate token is
 EOS and ends the response: what follows is masked out.
 
-Tags such as (P9): docs/details.md. Three defaults differ from OpenAI's: whitening over all
-processes (X11), old log-probabilities and values from a forward pass, not from sampling (L6), and
-an order of queries per process (G6).
+Tags such as (P9) refer to docs/details.md. Three things differ from OpenAI's code: whitening is
+over all processes (X11), old log-probabilities and values are from a forward pass, not from
+sampling (L6), and each process shuffles the queries with its own seed (G6).
 
 Shapes: B sequences, Q query tokens, C context tokens (prefix + query + suffix), R response tokens,
 T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real tokens.
-machinery/ has loading, processes, files, and faster but equal model calls.
+machinery/ has loading, processes, files, and faster equivalents of the model calls.
 """
 
 import math
@@ -88,7 +88,7 @@ class Args(RunArgs):
     anneal_lr: bool = True
     """decay the learning rate linearly to 0"""
     adam_eps: PositiveFloat = 1e-5
-    """epsilon of TensorFlow's Adam, added before the bias correction"""
+    """epsilon of TensorFlow's Adam, added to sqrt(v) before the bias correction"""
     max_grad_norm: PositiveFloat | None = None
     """clip the norm of the gradient to this value; None: no clipping"""
 
@@ -114,24 +114,24 @@ class Args(RunArgs):
     vf_coef: NonNegativeFloat = 0.1
     """coefficient of the value loss"""
     whiten_rewards: bool = True
-    """scale the rewards of a minibatch to unit variance, keep the mean"""
+    """scale the rewards of a minibatch to unit variance but keep their mean"""
     whiten_advantages: bool = True
     """whiten the advantages of a minibatch"""
 
     # An option from later systems
     clip_score: PositiveFloat | None = None
-    """clip scores, also missing_eos_penalty, to [-clip_score, clip_score]"""
+    """clip scores, including missing_eos_penalty, to [-clip_score, clip_score]"""
 
-    # Memory and speed. RunArgs has more, and the flags for files.
+    # Memory and speed. RunArgs has more, and the flags of output files.
     rollout_batch_size: PositiveInt = 512
-    """sequences that a process samples at a time; changes results only by rounding"""
+    """sequences that a process samples at once; affects results only by rounding"""
 
 
 # --------------------------------------------------- models
 
 
 class PolicyAndValue(nn.Module):
-    """A language model with a value head, which the reference does not use."""
+    """A language model with a value head, which the reference model does not use."""
 
     def __init__(self, lm: Any, pad_id: int, temperature: float):
         super().__init__()
@@ -146,11 +146,11 @@ class PolicyAndValue(nn.Module):
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, ...]:
         """Log-probabilities, entropies and values of response tokens.
 
-        [B, C], [B, R] → [B, R] each, 0 at padding. Entropies are NaN under no_grad.
+        [B, C], [B, R] → [B, R] each, 0 at padding. Entropies are NaN under no_grad: not computed.
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # how many real tokens precede (G3)
+        position_ids = mask.cumsum(dim=1) - mask.long()  # number of real tokens before each (G3)
         where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # N real response tokens
         # Equals self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state:
         hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
@@ -160,7 +160,7 @@ class PolicyAndValue(nn.Module):
         log_softmax = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)
         logprobs = log_softmax.gather(1, responses[where][:, None]).squeeze(1)  # [N] (P1)
         entropies = torch.full_like(logprobs, math.nan)
-        if torch.is_grad_enabled():  # not in rollouts, which need none
+        if torch.is_grad_enabled():  # skipped in rollouts
             with torch.no_grad():  # only logged; without this line they have a gradient
                 entropies = -(log_softmax.exp() * log_softmax).sum(dim=-1)  # [N]
         zeros = logprobs.new_zeros(responses.shape)
@@ -176,8 +176,8 @@ def sample(
 ) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
-    From the full vocabulary, whatever generation_config says. In EOS tasks, ended responses leave
-    the batch every 16 tokens; `score_responses` cuts the rest.
+    From the full vocabulary, ignoring generation_config. In EOS tasks, ended responses leave the
+    batch every 16 tokens; `score_responses` removes what was sampled after the end.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -187,7 +187,7 @@ def sample(
         tokens = sample_token(logits, uniform[t][batch.rows])  # [b], by inverting the CDF
         responses[batch.rows, t] = tokens
         batch.append(tokens)
-        if task.eos_task and t % 16 == 15:  # `drop` waits for the GPU
+        if task.eos_task and t % 16 == 15:  # not every step: `drop` waits for the GPU
             _, ended = truncate(responses[batch.rows], ids.ends, task.truncate_after, ids.pad)
             batch.drop(ended)
             if len(batch.rows) == 0:
@@ -214,7 +214,7 @@ def sample_in_batches(
 def score_responses(
     reward: Callable, queries: Tensor, responses: Tensor, columns: dict, ids: TokenIds, args: Args
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Score responses [B, R] with `reward`, cut after the first truncate token (P5).
+    """Truncate responses [B, R] after the first truncate token, then score them (P5).
 
     Truncate tokens before position `truncate_after` do not count. A response without one is not
     cut, and `missing_eos_penalty` replaces its score. `columns`: name → B values of the data set.
@@ -250,12 +250,12 @@ class Rollout(NamedTuple):
     contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
     responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     cut: Tensor  # [B, R] responses as they were scored
-    ended: Tensor  # [B] the truncate token was found, or the task has none
+    ended: Tensor  # [B] has a truncate token, or the task has none
     mask: Tensor  # [B, R] all tokens; in EOS tasks, those up to the end (X9)
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] under the sampling policy
     values: Tensor  # [B, R] of the sampling policy
-    kl: Tensor  # [B, R] to the reference: log pi - log pi_ref
+    kl: Tensor  # [B, R] per-token estimate: log pi - log pi_ref
     scores: Tensor  # [B] of the reward model, or missing_eos_penalty
     rewards: Tensor  # [B, R] KL penalty, and the score at the last token
 
@@ -267,9 +267,9 @@ class Rollout(NamedTuple):
 def shuffle(
     num_episodes: int, args: Args, seed: int, update: int, device: Any
 ) -> list[list[Tensor]]:
-    """For each epoch, the indices of each minibatch (P7): in the batch's order, then in new ones."""
+    """For each epoch, the indices of each minibatch (P7). The first has the batch's order (L6)."""
     rng = np.random.default_rng([seed, update, 2])  # 2: a stream of its own
-    orders = [np.arange(num_episodes)]  # the queries are in random order already
+    orders = [np.arange(num_episodes)]  # already random: see `query_rows`
     orders += [rng.permutation(num_episodes) for _ in range(args.num_ppo_epochs - 1)]
     size = num_episodes // args.num_minibatches
     return [list(torch.as_tensor(rows, device=device).split(size)) for rows in orders]
@@ -325,7 +325,8 @@ def ppo_losses(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Policy loss, value loss and statistics of a micro-batch: [B, R] each → scalars.
 
-    `old`: the micro-batch as sampled. `num_tokens`: of a whole minibatch, per process.
+    `old`: the micro-batch as sampled. `num_tokens`: tokens of the minibatch on all processes, over
+    the number of processes.
     """
 
     def mean(x: Tensor) -> Tensor:
@@ -333,7 +334,7 @@ def ppo_losses(
         return masked_sum(x, old.mask) / num_tokens
 
     log_ratio = logprobs - old.logprobs
-    ratio = log_ratio.clamp(max=40).exp()  # else 0 * inf: NaN gradients where it is clipped
+    ratio = log_ratio.clamp(max=40).exp()  # no inf: 0 * inf is a NaN gradient where it is clipped
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_loss = mean(torch.max(pg_losses, pg_losses_clipped))
@@ -353,7 +354,7 @@ def ppo_losses(
             "val/error": mean(vf_losses),  # mean squared error
             "val/vpred": mean(values),
             "val/ratio": mean(ratio),
-            "val/ratio_var": mean((ratio - 1) ** 2),  # around 1, not the mean
+            "val/ratio_var": mean((ratio - 1) ** 2),  # around 1, not around its mean
         }
     return pg_loss, vf_loss, stats
 
@@ -373,7 +374,7 @@ def rollout_metrics(
         "objective/kl_coef": kl_coef,
         "objective/rlhf_reward": rollout.scores.mean() - kl_coef * kl,
         "objective/score_total": rollout.rewards.sum(dim=1).mean(),  # the same, from tokens
-        "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # an estimate
+        "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # Monte Carlo estimate
         "objective/ended": rollout.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
         "objective/cut_length": (rollout.cut != pad_id).sum(dim=1).float().mean(),
@@ -411,7 +412,7 @@ def main(args: Args) -> None:
     gold_reward = Reward("gold_fn", task, tokenizer, ids.pad) if task.gold_fn else None
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    lm = load_lm(task.base_model, length=ids.length)  # no dropout (P4); exits if T is too long
+    lm = load_lm(task.base_model, length=ids.length)  # no dropout (P4); T tokens have to fit
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -450,7 +451,7 @@ def main(args: Args) -> None:
         mask = responses != ids.pad
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, values, ref_logprobs = torch.zeros(3, *mask.shape, device=device)
-        # In the micro-batches of the first epoch: same rounding, so ratios start at 1 (L6).
+        # In the micro-batches of the first epoch: with the same rounding, ratios start at 1 (L6).
         for rows in torch.arange(len(queries), device=device).split(minibatch_size):
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
                 i = rows[part]
@@ -463,7 +464,7 @@ def main(args: Args) -> None:
         return Rollout(**episodes, logprobs=logprobs, values=values, kl=kl)
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Held-out metrics on all processes. Logs samples."""
+        """Metrics on held-out queries, which all processes compute alike. Logs samples."""
         queries, columns = heldout[:].to(device), heldout.columns()
         rng = generator(args.seed, num_updates, device)  # a stream that no update uses
         rollout = make_rollout(queries, columns, kl_coef, rng)  # steps 1 to 3
@@ -515,7 +516,7 @@ def main(args: Args) -> None:
                     stats[f"ppo/{name}/mean"] += mean / num_steps
                     stats[f"ppo/{name}/var"] += var / num_steps
 
-        seconds = timer.stop()  # of each phase's last run, not an evaluation's
+        seconds = timer.stop()  # of each phase's last run, in this update
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | reward.means()
         metrics = mean_over_processes(metrics | stats, device)
         var_explained = 1 - metrics["ppo/val/error"] / max(metrics["ppo/returns/var"], 1e-8)

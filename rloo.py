@@ -28,7 +28,7 @@ EOS and ends the response: what follows is masked out.
 Shapes: P queries, K responses to each, B sequences (P * K in a process's batch), Q query tokens, C
 context tokens (prefix + query + suffix), R response tokens, T = C + R, N real response tokens, V
 vocabulary size, D hidden size. Masks are True at real tokens. Tags such as (L3): docs/details.md.
-machinery/ has loading, processes, files, and faster but equal model calls.
+machinery/ has loading, processes, files, and faster equivalents of the model calls.
 """
 
 import math
@@ -90,7 +90,7 @@ class Args(RunArgs):
     anneal_lr: bool = True
     """decay the learning rate linearly to 0"""
     adam_eps: PositiveFloat = 1e-5
-    """epsilon of TensorFlow's Adam, added before the bias correction"""
+    """epsilon of TensorFlow's Adam, added to sqrt(v) before the bias correction"""
     max_grad_norm: PositiveFloat | None = None
     """clip the norm of the gradient to this value; None: no clipping"""
 
@@ -110,11 +110,11 @@ class Args(RunArgs):
 
     # An option from later systems
     clip_score: PositiveFloat | None = None
-    """clip scores, also missing_eos_penalty, to [-clip_score, clip_score]"""
+    """clip scores, including missing_eos_penalty, to [-clip_score, clip_score]"""
 
-    # Memory and speed. RunArgs has more, and the flags for files.
+    # Memory and speed. RunArgs has more, and the flags of output files.
     rollout_batch_size: PositiveInt = 512
-    """sequences that a process samples at a time; changes results only by rounding"""
+    """sequences that a process samples at once; affects results only by rounding"""
 
 
 # --------------------------------------------------- models
@@ -133,11 +133,11 @@ class Policy(nn.Module):
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, ...]:
         """Log-probabilities and entropies of response tokens.
 
-        [B, C], [B, R] → [B, R] each, 0 at padding. Entropies are NaN under no_grad.
+        [B, C], [B, R] → [B, R] each, 0 at padding. Entropies are NaN under no_grad: not computed.
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # how many real tokens precede (G3)
+        position_ids = mask.cumsum(dim=1) - mask.long()  # number of real tokens before each (G3)
         where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # N real response tokens
         hidden = self.backbone(  # [B, T, D]; adjacent equal contexts are computed once
             tokens.masked_fill(~mask, 0), mask, position_ids, prompt_length=contexts.shape[1]
@@ -146,7 +146,7 @@ class Policy(nn.Module):
         log_softmax = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)
         logprobs = log_softmax.gather(1, responses[where][:, None]).squeeze(1)  # [N] (P1)
         entropies = torch.full_like(logprobs, math.nan)
-        if torch.is_grad_enabled():  # not in rollouts, which need none
+        if torch.is_grad_enabled():  # skipped in rollouts
             with torch.no_grad():  # only logged; without this line they have a gradient
                 entropies = -(log_softmax.exp() * log_softmax).sum(dim=-1)  # [N]
         zeros = logprobs.new_zeros(responses.shape)
@@ -162,8 +162,8 @@ def sample(
 ) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
 
-    From the full vocabulary, whatever generation_config says. In EOS tasks, ended responses leave
-    the batch every 16 tokens; `score_responses` cuts the rest.
+    From the full vocabulary, ignoring generation_config. In EOS tasks, ended responses leave the
+    batch every 16 tokens; `score_responses` removes what was sampled after the end.
     """
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
@@ -173,7 +173,7 @@ def sample(
         tokens = sample_token(logits, uniform[t][batch.rows])  # [b], by inverting the CDF
         responses[batch.rows, t] = tokens
         batch.append(tokens)
-        if task.eos_task and t % 16 == 15:  # `drop` waits for the GPU
+        if task.eos_task and t % 16 == 15:  # not every step: `drop` waits for the GPU
             _, ended = truncate(responses[batch.rows], ids.ends, task.truncate_after, ids.pad)
             batch.drop(ended)
             if len(batch.rows) == 0:
@@ -200,7 +200,7 @@ def sample_in_batches(
 def score_responses(
     reward: Callable, queries: Tensor, responses: Tensor, columns: dict, ids: TokenIds, args: Args
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Score responses [B, R] with `reward`, cut after the first truncate token (P5).
+    """Truncate responses [B, R] after the first truncate token, then score them (P5).
 
     Truncate tokens before position `truncate_after` do not count. A response without one is not
     cut, and `missing_eos_penalty` replaces its score. `columns`: name → B values of the data set.
@@ -230,11 +230,11 @@ class Rollout(NamedTuple):
     contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
     responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     cut: Tensor  # [B, R] responses as they were scored
-    ended: Tensor  # [B] the truncate token was found, or the task has none
+    ended: Tensor  # [B] has a truncate token, or the task has none
     mask: Tensor  # [B, R] all tokens; in EOS tasks, those up to the end (X9)
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] under the sampling policy
-    kl: Tensor  # [B, R] to the reference: log pi - log pi_ref
+    kl: Tensor  # [B, R] per-token estimate: log pi - log pi_ref
     scores: Tensor  # [B] of the reward model, or missing_eos_penalty
     rewards: Tensor  # [B] score minus KL penalty
 
@@ -246,12 +246,12 @@ class Rollout(NamedTuple):
 def shuffle(
     num_episodes: int, args: Args, seed: int, update: int, device: Any
 ) -> list[list[Tensor]]:
-    """For each epoch, the indices of each minibatch (P7): in the batch's order, then in new ones.
+    """For each epoch, the indices of each minibatch (P7). The first has the batch's order (L6).
 
     The K responses to a query stay side by side: a micro-batch computes the query once.
     """
     rng = np.random.default_rng([seed, update, 2])  # 2: a stream of its own
-    orders = [np.arange(num_episodes)]  # the queries are in random order already
+    orders = [np.arange(num_episodes)]  # already random: see `query_rows`
     groups = orders[0].reshape(-1, args.rloo_k)  # [P, K]
     orders += [rng.permutation(groups).flatten() for _ in range(args.num_ppo_epochs - 1)]
     size = num_episodes // args.num_minibatches
@@ -285,7 +285,7 @@ def rloo_loss(
         return x.sum() / num_responses
 
     log_ratio = (logprobs - old.logprobs).sum(dim=1)  # [B], over tokens; 0 at padding (L1)
-    ratio = log_ratio.clamp(max=40).exp()  # else 0 * inf: NaN gradients where it is clipped
+    ratio = log_ratio.clamp(max=40).exp()  # no inf: 0 * inf is a NaN gradient where it is clipped
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_loss = mean(torch.max(pg_losses, pg_losses_clipped))
@@ -296,7 +296,7 @@ def rloo_loss(
             "policy/approxkl_avg": 0.5 * mean(log_ratio**2),
             "policy/clipfrac_avg": mean((pg_losses_clipped > pg_losses).float()),
             "val/ratio": mean(ratio),
-            "val/ratio_var": mean((ratio - 1) ** 2),  # around 1, not the mean
+            "val/ratio_var": mean((ratio - 1) ** 2),  # around 1, not around its mean
         }
     return pg_loss, stats
 
@@ -315,7 +315,7 @@ def rollout_metrics(
         "objective/kl": kl,
         "objective/kl_coef": kl_coef,
         "objective/rlhf_reward": rollout.rewards.mean(),
-        "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # an estimate
+        "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # Monte Carlo estimate
         "objective/ended": rollout.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
         "objective/cut_length": (rollout.cut != pad_id).sum(dim=1).float().mean(),
@@ -351,7 +351,7 @@ def main(args: Args) -> None:
     gold_reward = Reward("gold_fn", task, tokenizer, ids.pad) if task.gold_fn else None
     reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
 
-    lm = load_lm(task.base_model, length=ids.length)  # no dropout (P4); exits if T is too long
+    lm = load_lm(task.base_model, length=ids.length)  # no dropout (P4); T tokens have to fit
     policy = Policy(lm, ids.pad, task.temperature)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -389,7 +389,7 @@ def main(args: Args) -> None:
         mask = responses != ids.pad
         lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
         logprobs, ref_logprobs = torch.zeros(2, *mask.shape, device=device)
-        # In the micro-batches of the first epoch: same rounding, so ratios start at 1 (L6).
+        # In the micro-batches of the first epoch: with the same rounding, ratios start at 1 (L6).
         for rows in torch.arange(len(queries), device=device).split(minibatch_size):
             for part in micro_batches(lengths[rows], args.micro_batch_tokens):
                 i = rows[part]
@@ -402,7 +402,7 @@ def main(args: Args) -> None:
         return Rollout(**episodes, logprobs=logprobs, kl=kl)
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Held-out metrics on all processes. Logs samples."""
+        """Metrics on held-out queries, which all processes compute alike. Logs samples."""
         queries, columns = heldout[:].to(device), heldout.columns()
         rng = generator(args.seed, num_updates, device)  # a stream that no update uses
         rollout = make_rollout(queries, columns, kl_coef, rng)  # steps 1 to 3
@@ -453,7 +453,7 @@ def main(args: Args) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        seconds = timer.stop()  # of each phase's last run, not an evaluation's
+        seconds = timer.stop()  # of each phase's last run, in this update
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | reward.means()
         metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
         groups = rollout.scores.view(-1, args.rloo_k)  # [P, K]
