@@ -769,6 +769,7 @@ def test_stale_samples_from_an_older_policy_and_weights_gradients(level, cut, lo
             logprobs.append(model(rollout.contexts, rollout.responses)[0].detach())
         assert_close([rollout.logprobs, rollout.sampler_logprobs], logprobs)
         log_ratios = logprobs[0] - logprobs[1]  # [16, R]
+        gap = log_ratios.abs().mean()
         kl_of_sampler = torch.stack([x.sum() for x in kl]) - log_ratios.sum(dim=1)
         assert_close(rollout.kl.sum(dim=1), kl_of_sampler, atol=1e-4, rtol=1e-4)
         if level == "sequence":
@@ -776,8 +777,9 @@ def test_stale_samples_from_an_older_policy_and_weights_gradients(level, cut, lo
         ratios, bounds = log_ratios.exp(), [low, high] if cut == "truncate" else [0.0, 0.0]
         new = [bounds[x > 1] if x < low or x > high else x for x in ratios.flatten()]
         weights.append(torch.tensor(new).view(16, 5))
-        expected = [weights[-1].mean(), ((ratios < low) | (ratios > high)).float().mean()]
-        found = [run.metrics[update][f"ppo/val/weight{x}"] for x in ("", "_cut")]
+        expected = [weights[-1].mean(), ((ratios < low) | (ratios > high)).float().mean(), gap]
+        names = ("ppo/val/weight", "ppo/val/weight_cut", "objective/sampling_gap")
+        found = [run.metrics[update][name] for name in names]
         assert found == pytest.approx([x.item() for x in expected], rel=1e-3)
         pairs = zip(weights[-1], slow_advantages("rloo", rollout, kl, kl_coef), strict=True)
         return [weight * x for weight, x in pairs]
