@@ -99,6 +99,6 @@ all=()
 for name in $(ls $folder | sed -n 's/_[0-9]*$//p' | sort -u); do all+=("$name=$folder/${name}_[0-9]*"); done
 python benchmarks/curves.py "${all[@]}" --out $folder/all.png --metrics eval/scores eval/gold_score \
   eval/kl eval/response_length ppo/policy/entropy_avg ppo/policy/clipfrac_avg \
-  ppo/policy/entropy_coef objective/scores
+  ppo/policy/entropy_coef objective/scores ppo/val/weight_cut objective/sampling_gap
 mv $folder/all.csv benchmarks/results/tricks.csv  # also of entropy.png
 rm benchmarks/results/entropy.csv
