@@ -584,7 +584,8 @@ def test_a_copys_own_state_and_flags_of_any_type_are_resumed(here, monkeypatch):
     text = text.replace("import math\n", "import math\nfrom pathlib import Path\n", 1)
     text = text.replace("    # Optimization\n", f"{flags}\n    # Optimization\n", 1)
     text = text.replace("[args.max_length -", "[args.max_length[0] -")
-    text = text.replace("epochs[0], kl_coef, rng)", "epochs[0], kl_coef + price.item(), rng)")
+    assert text.count(line := "make_rollout(queries, columns, kl_coef, rng)\n") == 1
+    text = text.replace(line, line.replace("kl_coef", "kl_coef + price.item()"))
     Path("mine.py").write_text(text)
     monkeypatch.setitem(SCRIPTS, "mine", tiny.load_script(Path("mine.py")))
     SCRIPTS["mine"].main(settings("mine", run_name="full", save_every=1))

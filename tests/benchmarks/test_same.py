@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FAULTS = {  # columns that see it: a line of ppo.py, and a wrong one in its place
     ("again",): (
-        "permutations = [rng.permutation(num_episodes)",
-        "permutations = [np.random.permutation(num_episodes)",
+        "orders += [rng.permutation(num_episodes)",
+        "orders += [np.random.permutation(num_episodes)",
     ),
     ("one micro-batch", "one-sequence micro-batches"): (
         "return masked_sum(x, old.mask) / num_tokens",
