@@ -95,6 +95,7 @@ def as_in_a_new_process():
     import_file.cache_clear()
     rescues.clear()
     yield
+    AcceleratorState._reset_state(True)  # fixtures of a module are made before the next reset
     PINNED.clear()
     for number, handler in before.items():
         signal.signal(number, handler)
