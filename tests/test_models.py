@@ -134,6 +134,13 @@ def test_the_text_model_of_a_checkpoint_that_reads_images_is_loaded_and_saved(ki
         torch.testing.assert_close(model(text).logits, whole(text).logits, atol=1e-5, rtol=1e-5)
 
 
+def test_a_model_without_a_text_model_of_its_own_is_refused_by_name(tmp_path):
+    """Not with the library's list of 200 others."""
+    transformers.Qwen2VLConfig().save_pretrained(tmp_path)
+    message = refuses(lambda: models.load_lm(str(tmp_path)), "--base_model", "qwen2_vl", "Qwen3")
+    assert len(message) < 300
+
+
 def test_heads_read_what_OPT_350m_projects():
     """Its transformer ends with a projection to another width than config.hidden_size."""
     size = dict(word_embed_proj_dim=16, do_layer_norm_before=False)
