@@ -39,7 +39,7 @@ model=model
 flags=(--task tldr --no-keep_last_line --truncate_token '<|im_end|>' \
     --query_length 256 --response_length 128)
 chat=(--chat $model --end '<|im_end|>')
-python $code/data/convert.py my_sft.jsonl sft.jsonl "${chat[@]}" --column messages
+python $code/data/convert.py my_sft.jsonl sft.jsonl "${chat[@]}" --rename messages=prompt
 python $code/data/convert.py my_prompts.jsonl prompts.jsonl "${chat[@]}"
 python $code/data/convert.py my_pairs.jsonl pairs.jsonl "${chat[@]}"
 
