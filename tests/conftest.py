@@ -28,10 +28,8 @@ import rloo
 import sft
 import train_reward
 from data import tasks
-from machinery import rewards
-from machinery.cli import rescues
+from machinery import cli, rewards, sources
 from machinery.runs import SIGNALS
-from machinery.sources import PINNED, import_file
 
 # They fork, make pseudo-terminals, limit resources, or call bash and patch.
 UNIX = ["diffs", "docs", "experiments", "launch", "pitfalls", "progress", "readme"]
@@ -43,7 +41,6 @@ if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if os.name != "nt":  # torch makes its thread pool anew in a fork; two threads at once would abort
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
-
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
 REWARD = """
 def score(queries, responses):
@@ -63,14 +60,12 @@ def settings(script: str, **changes: Any) -> Any:
 
 
 def write_files(folder: Path) -> None:
-    """The files that `settings` names."""
     tiny.write_task(folder / "task")
     (folder / "reward.py").write_text(REWARD)
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`tmp_path` as the working folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -92,11 +87,11 @@ def as_in_a_new_process():
     """A run imports functions once, has one precision, and leaves its signal handlers on an error."""
     AcceleratorState._reset_state(True)
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    import_file.cache_clear()
-    rescues.clear()
+    sources.import_file.cache_clear()
+    cli.rescues.clear()
     yield
     AcceleratorState._reset_state(True)  # fixtures of a module are made before the next reset
-    PINNED.clear()
+    sources.PINNED.clear()
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -111,19 +106,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def accelerator() -> Accelerator:
-    """One process in fp32."""
     return Accelerator(cpu=True)
 
 
 @pytest.fixture
 def bf16_accelerator():
-    """One process in bf16 autocast."""
     return Accelerator(cpu=True, mixed_precision="bf16")
 
 
 @pytest.fixture
 def task(tmp_path: Path) -> tasks.Task:
-    """A task of small local files."""
     return tiny.write_task(tmp_path / "task")
 
 
@@ -164,13 +156,11 @@ def ask(patch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
 
 @pytest.fixture
 def unreachable_hub(monkeypatch, tmp_path):
-    """A hub that refuses connections."""
     ask(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """An empty hub of the test's own."""
     with Hub(tmp_path / "hub") as hub:
         ask(monkeypatch, hub.url, tmp_path / "cache")
         yield hub

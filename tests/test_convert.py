@@ -18,6 +18,12 @@ from machinery.sources import load_rows
 
 END = "<|im_end|>"
 ASK = f"<|im_start|>user\n{USER['content']}{END}\n<|im_start|>assistant\n"
+# Rows of published data sets (columns read on the hub's cards, and in code that reads them, 2026-11)
+# and of other forms; flags; the texts of the row, or what is said. `before`: the texts that runs
+# wrote of the row themselves, by the code of commit a17f382.
+FORMS = [json.loads(line) for line in (ROOT / "tests" / "forms.jsonl").read_text().splitlines()]
+WRONG: list = [[], None, " ", 3, ["Hi"], [{"role": "narrator", "content": "Hi"}], [USER, BLUE]]
+WRONG += [[USER | {"content": content}] for content in (None, 3, [{"type": "text", "text": "?"}])]
 
 
 def convert(rows: list[dict], **flags) -> list[dict]:
@@ -31,12 +37,6 @@ def convert(rows: list[dict], **flags) -> list[dict]:
 def chat(chat, here) -> dict:
     chat.save_pretrained("chat")
     return dict(chat="chat", end=END)
-
-
-# Rows of published data sets (columns read on the hub's cards, and in code that reads them, 2026-11)
-# and of other forms; flags; the texts of the row, or what is said. `before`: the texts that runs
-# wrote of the row themselves, by the code of commit a17f382.
-FORMS = [json.loads(line) for line in (ROOT / "tests" / "forms.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("case", FORMS, ids=[x["form"] for x in FORMS])
@@ -91,10 +91,6 @@ def test_what_a_template_changes_is_refused_and_what_it_writes_after_the_end_is_
             refuses(partial(convert, rows, chat="chat", end=end), "no row")
 
 
-WRONG: list = [[], None, " ", 3, ["Hi"], [{"role": "narrator", "content": "Hi"}], [USER, BLUE]]
-WRONG += [[USER | {"content": content}] for content in (None, 3, [{"type": "text", "text": "?"}])]
-
-
 def test_rows_of_other_forms_are_skipped_and_counted_by_what_is_wrong(chat, capsys):
     """Zephyr's template drops other roles."""
     rows = [dict(prompt=x, completion=[GREEN]) for x in ([USER], *WRONG)]
@@ -115,16 +111,14 @@ def test_a_row_has_its_own_arguments_of_the_template(chat):
     assert [row["prompt"] for row in convert(rows, **chat)] == [f"{ASK}<think>", ASK]
 
 
-@pytest.mark.parametrize(
-    "form", ["csv", "parquet", "folder", "splits", "json", "jsonl", "gz", "files"]
-)
+@pytest.mark.parametrize("form", ["csv", "parquet", "disk", "dict", "json", "jsonl", "gz", "files"])
 def test_other_sources_become_lines_of_the_same_values(form, here):
     rows = [{"text": x, "id": "007"} for x in ("2024-01-05", "NA", "a\nb, “é”")]
     found, source = datasets.Dataset.from_list(rows), f"data.{form}"
     if form in ("csv", "parquet"):
         getattr(found, f"to_{form}")(source)
-    elif form in ("folder", "splits"):
-        kept = found if form == "folder" else datasets.DatasetDict(train=found, test=found)
+    elif form in ("disk", "dict"):
+        kept = found if form == "disk" else datasets.DatasetDict(train=found, test=found)
         kept.save_to_disk(source)
     elif form == "files":  # one for each split
         Path(source).mkdir()

@@ -4,13 +4,12 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tiny
+from test_readme import ROOT
 
-ROOT = Path(__file__).parents[1]
 COURSE = ROOT / "docs/course"
 sys.path.insert(0, str(COURSE))
 import grade  # noqa: E402
@@ -34,7 +33,6 @@ def test_the_page_has_all_cells_in_order_solutions_folded_and_its_pictures():
 
 
 def solutions() -> SimpleNamespace:
-    """The functions of the notebook's solutions."""
     names = [f"def {name}(" for name in grade.TESTS]
     exec("\n".join(x for x in CODE if x.startswith(tuple(names))), space := {**vars(grade)})
     return SimpleNamespace(**{name: space[name] for name in grade.TESTS})

@@ -9,31 +9,25 @@ import pytest
 import tiny
 import torch
 from test_device import READS, aten
-from tiny import PAD
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
-from machinery import decoding, unpadding
-from machinery.models import Float32Linear
+from machinery import decoding, models, unpadding
 from utils import truncate
 
-OTHERS = {
-    "gemma2": {},
-    "opt": {},
-    "gptj": {},
-    "gpt_neo": dict(window_size=13),  # local attention, as wide as context and response
-    "mistral": dict(sliding_window=6),  # narrower than the contexts
-} | {kind: {} for kind in tiny.HYBRIDS}
+OTHERS = dict.fromkeys(["gemma2", "opt", "gptj"], {})
+OTHERS |= {"gpt_neo": dict(window_size=13)}  # local attention, as wide as context and response
+OTHERS |= {"mistral": dict(sliding_window=6)}  # narrower than the contexts
+OTHERS |= dict.fromkeys(tiny.HYBRIDS, {})
 KINDS = (*((kind, {}) for kind in tiny.KINDS), *OTHERS.items())
 KINDS += (("gemma2", dict(sliding_window=20)),)  # in one of two layers; full after the first block
 LENGTH = 5  # tokens of a response
 CONTEXTS = tiny.make_contexts([8, 3, 5, 8, 1], 11).repeat(3, 1)  # 3 columns are pads
 
 
-def next_logits(lm, tokens: Tensor, position_ids: Tensor) -> Tensor:
+def next_logits(lm, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
     """Logits [B, V] after sequences [B, T] by the plain model, without a cache."""
-    mask = tokens != PAD
+    mask = tokens != tiny.PAD
     inputs = dict(attention_mask=mask, position_ids=position_ids, use_cache=False)
     return lm(tokens.masked_fill(~mask, 0), **inputs).logits[:, -1].float()
 
@@ -44,13 +38,13 @@ def test_G4_decoder_gives_the_logits_of_the_plain_model(kind, settings, bf16, mo
     """With any ids as padding, prompts that repeat, a cache that grows."""
     monkeypatch.setattr(decoding, "BLOCK", 3)
     lm, read = tiny.make_lm(kind, **settings), []
-    tokens, mask = CONTEXTS, CONTEXTS != PAD
+    tokens, mask = CONTEXTS, CONTEXTS != tiny.PAD
     responses = tiny.make_responses(15, LENGTH)
     hook = lambda module, args: read.append(tuple(args[0].shape))  # noqa: E731
     pads = torch.randint(-1, 999, tokens.shape)
     batch = decoding.Decoder(lm, LENGTH).start(tokens.where(mask, pads), mask)
     for step in range(LENGTH):
-        mask = tokens != PAD
+        mask = tokens != tiny.PAD
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             expected = next_logits(lm, tokens, mask.cumsum(dim=1) - mask.long())
             handle = lm.get_input_embeddings().register_forward_pre_hook(hook)
@@ -67,10 +61,8 @@ def test_G4_decoder_gives_the_logits_of_the_plain_model(kind, settings, bf16, mo
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "opt", "deepseek_v32"])
-def test_G4_a_new_tokens_attention_as_products_gives_the_logits_of_the_plain_model(
-    kind, bf16, monkeypatch
-):
-    """As on a GPU, in each layer; Llama's heads share keys, DeepSeek's values are narrower."""
+def test_G4_attention_as_products_gives_the_logits_of_the_plain_model(kind, bf16, monkeypatch):
+    """Of one token, as on a GPU. Llama's heads share keys, DeepSeek's values are narrower."""
     attend = Mock(side_effect=unpadding.attend_once)
     monkeypatch.setattr(unpadding, "attend_once", attend)
     monkeypatch.setattr(unpadding, "ONE_TOKEN", {"cpu"})
@@ -81,11 +73,11 @@ def test_G4_a_new_tokens_attention_as_products_gives_the_logits_of_the_plain_mod
 def ending_soon(decoder, calls: list):
     """`decoder` with token 0, at which responses of EOS tasks end, made likely. Notes its calls."""
 
-    def start(*inputs: Tensor):
+    def start(*inputs: torch.Tensor):
         batch = decoder.start(*inputs)
         compute = batch.next_logits
 
-        def next_logits() -> Tensor:
+        def next_logits() -> torch.Tensor:
             logits = compute()
             calls.append((len(batch.rows), batch.length))
             logits[:, 0] = logits.logsumexp(dim=-1) - 2.5  # about 0.05
@@ -104,17 +96,16 @@ def test_G4_responses_that_have_ended_leave_the_batch(number, monkeypatch):
     monkeypatch.setattr(decoding, "BLOCK", 16)
     lm, calls = tiny.make_lm(kind, **settings), []
     decoder = ending_soon(decoding.Decoder(lm, 50), calls)
-    contexts = tiny.make_contexts([8, 3, 5, 8, 1] * 8, 8)[:size]
-    inputs = contexts, tiny.uniform(50, size)
+    inputs = tiny.make_contexts([8, 3, 5, 8, 1] * 8, 8)[:size], tiny.uniform(50, size)
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         full = tiny.sample(decoder, *inputs)
         assert [rows for rows, _ in calls] == [size] * 50
         for after in (0, 4):
             calls.clear()
             found = tiny.sample(decoder, *inputs, eos_task=True, truncate_after=after)
-            expected, ended = truncate(full, [0], after, PAD)
-            assert torch.equal(truncate(found, [0], after, PAD)[0], expected)
-            last = (expected != PAD).sum(dim=1)
+            expected, ended = truncate(full, [0], after, tiny.PAD)
+            assert torch.equal(truncate(found, [0], after, tiny.PAD)[0], expected)
+            last = (expected != tiny.PAD).sum(dim=1)
             sizes = [rows for rows, _ in calls]
             for t, rows in enumerate(sizes):  # checked after every 16 tokens
                 left = int((last > t // 16 * 16).sum() + (~ended & (last == t // 16 * 16)).sum())
@@ -163,14 +154,9 @@ def fake_graphs(monkeypatch):
     """CUDA graphs, streams and pools on a CPU. Returns the graphs that were made."""
     made, stream = [], SimpleNamespace()
     recorded = lambda: made and made[-1] in _get_current_dispatch_mode_stack()  # noqa: E731
-    fakes = dict(
-        CUDAGraph=lambda: made.append(Graph()) or made[-1],
-        graph=recording,
-        graph_pool_handle=lambda: (0, 1),
-        Stream=lambda: stream,
-        mem_get_info=lambda: (0, 2**30),
-        is_current_stream_capturing=lambda: bool(recorded()),
-    )
+    fakes = dict(CUDAGraph=lambda: made.append(Graph()) or made[-1], graph=recording)
+    fakes |= dict(graph_pool_handle=lambda: (0, 1), mem_get_info=lambda: (0, 2**30))
+    fakes |= dict(Stream=lambda: stream, is_current_stream_capturing=lambda: bool(recorded()))
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     return made
@@ -188,7 +174,7 @@ def with_graphs(lm) -> decoding.Decoder:
 def test_G4_replayed_steps_sample_the_same_tokens(kind, precision, fake_graphs):
     """One graph for each shape, also in later batches; it reads the weights of today, in bf16."""
     lm, uniform = tiny.make_lm(kind), tiny.uniform(LENGTH, 5)
-    lm.get_output_embeddings().__class__ = Float32Linear  # as `load_lm` does
+    lm.get_output_embeddings().__class__ = models.Float32Linear  # as `load_lm` does
     decoders = decoding.Decoder(lm, LENGTH), with_graphs(lm)
     for graphs, width in enumerate((11, 6, 11, 11), 1):
         contexts = tiny.make_contexts([5, 3, 5, 1, width], width)
@@ -214,7 +200,7 @@ def test_graphs_are_recorded_again_if_caches_grow_or_responses_leave(fake_graphs
             samples.append(tiny.sample(*inputs, eos_task=True, truncate_after=0))
             seen = calls.copy()
             calls.clear()
-    plain, *others = (truncate(x, [0], 0, PAD)[0] for x in samples)
+    plain, *others = (truncate(x, [0], 0, tiny.PAD)[0] for x in samples)
     assert all(torch.equal(plain, x) for x in others)
     steps = Counter((rows, -(-length // 24)) for rows, length in seen[1:])
     assert {rows for rows, _ in seen} == {80, 32, 16}  # powers of two
@@ -225,9 +211,8 @@ def test_a_graph_that_cannot_be_recorded_ends_the_run_with_the_flag_that_avoids_
     lm, contexts, uniform = tiny.make_lm(), tiny.make_contexts([5, 3], 8), tiny.uniform(LENGTH, 2)
     hook = lambda *_: 1 / 0 if torch.cuda.is_current_stream_capturing() else None  # noqa: E731
     lm.register_forward_hook(hook)
-    tiny.refuses(
-        lambda: tiny.sample(with_graphs(lm), contexts, uniform), "--no-cuda_graphs", "zero"
-    )
+    sample = lambda: tiny.sample(with_graphs(lm), contexts, uniform)  # noqa: E731
+    tiny.refuses(sample, "--no-cuda_graphs", "zero")
 
 
 def test_a_batch_whose_cache_takes_too_much_memory_has_no_graph(fake_graphs, capsys):
@@ -245,7 +230,6 @@ def test_a_batch_whose_cache_takes_too_much_memory_has_no_graph(fake_graphs, cap
 
 
 def test_a_larger_batch_moves_the_memory_of_the_graphs(fake_graphs):
-    """More rows, then more columns."""
     lm = tiny.make_lm()
     decoder = with_graphs(lm)
     for n, width in ((3, 8), (5, 6), (3, 8), (2, 11), (5, 8), (3, 8)):
@@ -274,11 +258,11 @@ def test_G4_generate_samples_what_a_loop_without_a_cache_does(kind):
     lm, tokens = tiny.make_lm(kind), CONTEXTS
     torch.manual_seed(0)
     for _ in range(LENGTH):
-        mask = tokens != PAD
+        mask = tokens != tiny.PAD
         with torch.no_grad():
             logits = next_logits(lm, tokens, mask.cumsum(dim=1) - mask.long())
         new = torch.multinomial((logits / 0.7).softmax(dim=-1), num_samples=1)
         tokens = torch.cat([tokens, new], dim=1)
     torch.manual_seed(0)
-    found = decoding.generate(decoding.Decoder(lm, LENGTH), CONTEXTS, PAD, 0.7)
+    found = decoding.generate(decoding.Decoder(lm, LENGTH), CONTEXTS, tiny.PAD, 0.7)
     assert torch.equal(found, tokens[:, -LENGTH:])

@@ -1,8 +1,6 @@
 """A test per implementation detail: G general, R reward model, P policy, A optimizer, X9 to X11.
-
-L is in test_rloo.py, what is a flag of its own (X2, X3, X8, X13, X14) in test_flags.py, and what is
-a patch in test_diffs.py. Functions that ppo.py and rloo.py share are tested once (test_twins.py).
-"""
+L is in test_rloo.py, flags (X2, X8, X13, X14) are in test_flags.py, patches in test_diffs.py.
+Functions that ppo.py and rloo.py share are tested once (test_twins.py)."""
 
 import math
 from dataclasses import replace
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from accelerate import Accelerator
 from tiny import EOS, KINDS, PAD, WORDS
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
@@ -22,22 +19,26 @@ import ppo
 import rloo
 import train_reward
 import utils
-from machinery.decoding import Decoder
-from machinery.models import load_lm
+from machinery import decoding, models
 from machinery.queries import ends_word
 from machinery.rewards import RewardConfig, load_reward_model, score_in_parts
 from machinery.tokens import load_tokenizer
 
 HAND = dict(atol=1e-4, rtol=0)  # for expected values that are written with four decimals
 SAME = dict(atol=2e-5, rtol=0)  # for the same number by another way through the network
+ENDS = [0, 2, 4, None, 3, 1, 4, None]  # of `eos_responses`: position of the first EOS in each
+REAL = [5 if end is None else end + 1 for end in ENDS]  # tokens up to the end
+PARTS = [([5, 1, 4, 2, 3], 8, [(0, 2), (2, 5)])]  # lengths, tokens asked for → 7.5 tokens each
+PARTS += [([1, 1, 1, 97], 25, [(0, 1), (1, 2), (2, 3), (3, 4)])]
+PARTS += [([5] * 6, 10, [(0, 2), (2, 4), (4, 6)])]
 
 
 def test_G2_pad_is_one_past_the_vocabulary_and_the_embedding_is_not_resized(task, tmp_path):
     tokenizer, ids = load_tokenizer(task, task.response_length)
     assert ids.pad == WORDS >= len(tokenizer) and ids.pad != tokenizer.eos_token_id
-    assert load_lm(task.base_model).get_input_embeddings().num_embeddings == WORDS
+    assert models.load_lm(task.base_model).get_input_embeddings().num_embeddings == WORDS
     own = replace(task, base_model=str(tmp_path))
-    load_lm(task.base_model).config.save_pretrained(tmp_path)
+    models.load_lm(task.base_model).config.save_pretrained(tmp_path)
     more = [f"<{i}>" for i in range(WORDS + 1 - len(tokenizer))]
     tokenizer.add_tokens(more)  # one without an embedding: scripts add a pad, Gemma 3's 1B has one
     tokenizer.save_pretrained(tmp_path)
@@ -49,7 +50,7 @@ def test_G2_pad_is_one_past_the_vocabulary_and_the_embedding_is_not_resized(task
 
 def sample(lm, contexts, length, temperature):
     uniform, pad_id = tiny.uniform(length, len(contexts)), lm.config.vocab_size
-    return tiny.sample(Decoder(lm, length), contexts, uniform, pad_id, temperature)
+    return tiny.sample(decoding.Decoder(lm, length), contexts, uniform, pad_id, temperature)
 
 
 def test_G4_a_response_has_its_exact_length_whatever_the_generation_config_says():
@@ -111,7 +112,7 @@ def test_X10_the_rollout_batch_size_never_changes_what_is_sampled(script):
     for size in (1, 4, 6):
         args = tiny.make_args(script=script, rollout_batch_size=size)
         rng = utils.generator(1, 0, contexts.device)
-        decoder = Decoder(lm, args.task.response_length)
+        decoder = decoding.Decoder(lm, args.task.response_length)
         sampled.append(script.sample_in_batches(decoder, contexts, tiny.IDS, args, rng))
     assert torch.equal(sampled[0], sampled[2]) and torch.equal(sampled[1], sampled[2])
     assert len({tuple(row) for row in sampled[0].tolist()}) == 6
@@ -132,7 +133,7 @@ def test_G6_every_process_has_its_own_seed_for_queries_samples_and_minibatches(s
     spies = {name: Mock(wraps=getattr(script, name)) for name in places}
     args = tiny.make_args(script=script, total_episodes=8, num_ppo_epochs=1)
     for rank in (0, 2):
-        monkeypatch.setattr(Accelerator, "process_index", rank)
+        monkeypatch.setattr("accelerate.Accelerator.process_index", rank)
         tiny.start(script, args, **spies)
     calls = {name: spies[name].call_args_list for name in places}
     seeds = {name: [call.args[places[name]] for call in calls[name]] for name in places}
@@ -176,7 +177,7 @@ def test_R2_the_reward_head_starts_at_one_over_the_root_of_the_width_plus_one():
 
 
 def test_R2_a_new_reward_model_has_the_language_models_backbone_and_a_new_head(task):
-    lm = load_lm(task.base_model).base_model
+    lm = models.load_lm(task.base_model).base_model
     model = train_reward.new_reward_model(task.base_model, WORDS)
     assert_close(model.backbone.state_dict(), lm.state_dict(), atol=0, rtol=0)
     assert model.head.weight.std().item() == pytest.approx(1 / math.sqrt(33), rel=0.4)  # 32 numbers
@@ -205,10 +206,8 @@ def test_R3_X9_the_policys_samples_end_in_eos_tasks_only(runs, accelerator, monk
         assert queries.shape == responses.shape[:1] + (16,) == (8, 16) and responses.shape[1] == 5
         assert (responses != WORDS).all()
     assert not torch.equal(plain[0][0], plain[1][0]) and not torch.equal(plain[0][1], plain[1][1])
-
     end = plain[0][1][0, 1].item()  # a token that was sampled
-    text = AutoTokenizer.from_pretrained("sft").decode(end)
-    cut = samples(truncate_token=text, eos_task=True)
+    cut = samples(truncate_token=AutoTokenizer.from_pretrained("sft").decode(end), eos_task=True)
     for (queries, whole), (same, ended) in zip(plain, cut, strict=True):
         assert torch.equal(queries, same)
         for row, expected in zip(ended.tolist(), whole.tolist(), strict=True):
@@ -237,7 +236,7 @@ def test_G3_P1_log_probabilities_and_entropies_are_of_logits_over_temperature(ki
 @pytest.mark.hub
 def test_P1_gpt2_gives_the_log_probabilities_of_the_blog():
     """[B]: query [23073] and response [11, 339, 561]."""
-    policy = rloo.Policy(load_lm("gpt2").eval(), 50257, 1.0)
+    policy = rloo.Policy(models.load_lm("gpt2").eval(), 50257, 1.0)
     logprobs, _ = policy(torch.tensor([[23073]]), torch.tensor([[11, 339, 561]]))
     assert_close(logprobs, torch.tensor([[-3.3213, -4.9980, -3.8690]]), atol=1e-3, rtol=0)
 
@@ -261,8 +260,8 @@ def test_P4_no_dropout_even_after_train(kind, tmp_path):
     reward.config.backbone = tiny.config(kind, vocab=WORDS, dropout=0.5)
     reward.save_pretrained(tmp_path / "r")
     loaded = load_reward_model(train_reward.RewardModel, str(tmp_path / "r"))
-    policy = ppo.PolicyAndValue(load_lm(folder), WORDS, 0.7)
-    of_rloo = rloo.Policy(load_lm(folder), WORDS, 0.7)
+    policy = ppo.PolicyAndValue(models.load_lm(folder), WORDS, 0.7)
+    of_rloo = rloo.Policy(models.load_lm(folder), WORDS, 0.7)
     torch.nn.init.normal_(policy.value_head.weight)
     for model in (policy, of_rloo, reward, loaded):
         of_policy = model in (policy, of_rloo)
@@ -290,14 +289,7 @@ def test_P7_every_epoch_but_the_first_is_a_fresh_permutation_of_the_batch(script
             assert (groups == groups[:, :1]).all()
 
 
-@pytest.mark.parametrize(
-    ("lengths", "tokens", "expected"),
-    [
-        ([5, 1, 4, 2, 3], 8, [(0, 2), (2, 5)]),  # 7.5 tokens each
-        ([1, 1, 1, 97], 25, [(0, 1), (1, 2), (2, 3), (3, 4)]),
-        ([5] * 6, 10, [(0, 2), (2, 4), (4, 6)]),
-    ],
-)
+@pytest.mark.parametrize(("lengths", "tokens", "expected"), PARTS)
 def test_P7_micro_batches_have_about_as_many_tokens_as_asked_for(lengths, tokens, expected):
     parts = utils.micro_batches(torch.tensor(lengths), tokens)
     assert [(part.start, part.stop) for part in parts] == expected
@@ -339,10 +331,6 @@ def test_X9_logits_are_computed_at_real_response_tokens_only(script):
         responses[i, :length] = 7
     policy(tiny.make_contexts([8, 3, 5], 8), responses)
     assert rows == [(7, 32)]
-
-
-ENDS = [0, 2, 4, None, 3, 1, 4, None]  # position of the first EOS in each response
-REAL = [5 if end is None else end + 1 for end in ENDS]  # tokens up to the end
 
 
 def eos_responses() -> torch.Tensor:
@@ -439,21 +427,17 @@ def test_X9_P6_P8_P10_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged
         "ppo/returns/var": returns.var(),
         "ppo/val/mean": values.mean(),
         "ppo/val/var": values.var(),
-        "objective/kl": kl,
-        "objective/entropy": -sum(old[token] for token in tokens) / 8,
-        "objective/response_length": sum(REAL) / 8,
-        "objective/ended": 6 / 8,
-        "objective/scores": np.mean(scores),
-        "objective/scores_std": np.std(scores),
-        "objective/rlhf_reward": np.mean(scores) - 0.15 * kl,
     }
+    objective = dict(kl=kl, entropy=-sum(old[token] for token in tokens) / 8, ended=6 / 8)
+    objective |= dict(scores=np.mean(scores), scores_std=np.std(scores))
+    objective |= dict(rlhf_reward=np.mean(scores) - 0.15 * kl, response_length=sum(REAL) / 8)
+    expected |= {f"objective/{name}": x for name, x in objective.items()}
     found = {name: run.metrics[0][name] for name in expected}
     assert found == pytest.approx(expected, abs=2e-4)
 
 
 def test_P5_a_response_is_cut_after_the_first_of_several_ends():
-    generator = torch.Generator().manual_seed(0)
-    responses = torch.randint(0, 6, (40, 6), generator=generator)
+    responses = torch.randint(0, 6, (40, 6), generator=torch.Generator().manual_seed(0))
     cut, ended = utils.truncate(responses, [1, 3], 2, PAD)
     for row, found, has_end in zip(responses.tolist(), cut.tolist(), ended.tolist(), strict=True):
         n = next((t + 1 for t, x in enumerate(row) if t >= 2 and x in (1, 3)), None)
@@ -491,11 +475,10 @@ def test_X9_values_at_padding_even_nan_have_no_effect():
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(6, 3, 5, generator=generator).masked_fill(~mask, fill)
         logprobs, values = (x.requires_grad_() for x in inputs[:2].clone())
-        fields = dict.fromkeys(ppo.Rollout._fields, mask) | dict(
-            zip(("logprobs", "values"), inputs[2:4], strict=True)
-        )
-        old, args = ppo.Rollout(**fields), tiny.make_args()
-        *losses, stats = ppo.ppo_losses(logprobs, values, old, *inputs[4:], mask.sum(), args)
+        fields = dict(zip(("logprobs", "values"), inputs[2:4], strict=True))
+        old = ppo.Rollout(**dict.fromkeys(ppo.Rollout._fields, mask) | fields)
+        given = old, *inputs[4:], mask.sum(), tiny.make_args()
+        *losses, stats = ppo.ppo_losses(logprobs, values, *given)
         sum(losses).backward()
         found.append([*losses, *stats.values(), logprobs.grad[mask], values.grad[mask]])
         found[-1].append(ppo.whiten(inputs[4], mask))

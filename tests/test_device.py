@@ -2,7 +2,6 @@
 with the host's. What a GPU would refuse fails here, and waits of the host are counted."""
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -14,14 +13,12 @@ import tiny
 import torch
 from conftest import without_times
 from peft import LoraConfig
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import ppo
 import rloo
-from machinery import distributed, models
-from machinery.decoding import Decoder
+from machinery import decoding, distributed, models
 from machinery.models import Float32Linear
 
 HERE = torch.device("cpu")
@@ -33,15 +30,17 @@ INDEXING |= {aten.index_put_.default, aten.index_put.default}
 # Operations whose result the host needs: a number, or a size
 READS = {aten._local_scalar_dense.default, aten.nonzero.default}
 READS |= {aten.masked_select.default, aten.unique_dim.default, aten.masked_scatter_backward.default}
+MODELS = [(ppo, "gpt2"), (ppo, "llama"), (rloo, "gpt_neox"), (rloo, "falcon_alibi")]
+FROZEN = [*(kind for kind in tiny.KINDS if "falcon" not in kind), "gptj", "opt", "gemma2"]
 
 
-class Far(Tensor):
+class Far(torch.Tensor):
     """A tensor elsewhere; `near` are its numbers."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, near: Tensor):
+    def __new__(cls, near: torch.Tensor):
         form = dict(strides=near.stride(), storage_offset=near.storage_offset(), dtype=near.dtype)
         far = torch.Tensor._make_wrapper_subclass(cls, near.shape, device=AWAY, **form)
         far.near = near
@@ -55,8 +54,8 @@ class Far(Tensor):
         return Elsewhere.current.call(function, args, kwargs or {})
 
 
-def tensors(*tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+def tensors(*tree: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 class Elsewhere(TorchDispatchMode):
@@ -93,7 +92,7 @@ class Elsewhere(TorchDispatchMode):
         args, kwargs = tree_map(lambda x: x.near if isinstance(x, Far) else x, (args, kwargs))
         out = function(*args, **kwargs)
         away = not here and (far or device is not None)
-        return tree_map(lambda x: Far(x) if away and isinstance(x, Tensor) else x, out)
+        return tree_map(lambda x: Far(x) if away and isinstance(x, torch.Tensor) else x, out)
 
 
 @pytest.fixture
@@ -102,8 +101,7 @@ def elsewhere(monkeypatch):
     rand = torch.rand
 
     def rand_here(*size, device, generator, **options):
-        generator = torch.Generator().manual_seed(1)
-        return rand(*size, **options, generator=generator).to(device)
+        return rand(*size, **options, generator=torch.Generator().manual_seed(1)).to(device)
 
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
@@ -124,7 +122,7 @@ def elsewhere(monkeypatch):
     return use
 
 
-def make_and_move(make: Any, *args: Any, device: Any = None, **options: Any) -> Tensor:
+def make_and_move(make: Any, *args: Any, device: Any = None, **options: Any) -> torch.Tensor:
     """`torch.tensor` makes a tensor of the meta device without numbers."""
     return make(*args, **options) if device is None else make(*args, **options).to(device)
 
@@ -138,9 +136,7 @@ def moved(model: Any, device: torch.device) -> Any:
     return model
 
 
-def update(
-    script: Any, kind: str, device: torch.device, length: int, use: Any, micro=4096, **spies: Any
-) -> tuple:
+def update(script, kind: str, device, length: int, use, micro=4096, **spies: Any) -> tuple:
     """One update of an EOS task: tensors, metrics, and how often sampling and all of it read."""
     reads, rollouts, sample = [], [], script.sample_in_batches
 
@@ -164,9 +160,6 @@ def update(
         run = tiny.start(script, args, policy, **inputs, **spies)
     found = [*rollouts[1], *sum(run.optimizer.gradients, [])]
     return found, without_times(run.metrics)[0], reads, len(mode.reads)
-
-
-MODELS = [(ppo, "gpt2"), (ppo, "llama"), (rloo, "gpt_neox"), (rloo, "falcon_alibi")]
 
 
 @pytest.mark.parametrize("script, kind", MODELS)
@@ -199,16 +192,13 @@ def test_the_host_waits_at_most_twice_per_micro_batch(script, elsewhere):
 
 
 class Count(TorchDispatchMode):
-    def __init__(self, condition: Callable):
+    def __init__(self, condition):
         super().__init__()
         self.condition, self.count = condition, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += self.condition(function, args)
         return function(*args, **(kwargs or {}))
-
-
-FROZEN = [*(kind for kind in tiny.KINDS if "falcon" not in kind), "gptj", "opt", "gemma2"]
 
 
 @pytest.mark.parametrize("kind", FROZEN)
@@ -224,7 +214,7 @@ def test_frozen_weights_are_stored_as_autocast_casts_them(kind, bf16_accelerator
     for lm in (copy.deepcopy(model), distributed.freeze(bf16_accelerator, model)):
         lm.requires_grad_(False)
         with torch.no_grad(), bf16_accelerator.autocast():
-            batch = Decoder(lm, 2).start(contexts, mask)
+            batch = decoding.Decoder(lm, 2).start(contexts, mask)
             plain = lm(contexts.masked_fill(~mask, 0), attention_mask=mask).logits
             logits = [plain, batch.next_logits()]
             batch.append(contexts[:, 0] * 0 + 7)

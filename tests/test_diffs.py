@@ -1,7 +1,5 @@
 """diffs/: each patch applies alone and in pairs and does what its header says.
-
-`python tests/test_diffs.py --fix` updates patches whose context or line numbers have changed.
-"""
+`python tests/test_diffs.py --fix` updates patches whose context or line numbers have changed."""
 
 import ast
 import json
@@ -20,7 +18,6 @@ import numpy as np
 import pytest
 import tiny
 import torch
-import torch.nn.functional as F
 from test_details import naive_gae
 from torch.testing import assert_close
 
@@ -50,12 +47,22 @@ EXCLUSIVE += [{*x} for x in combinations(OF_RLOO, 2) if not {*x} & {*ADD_ONS}]
 MEANINGLESS = [{"lora", "reference_on_cpu"}]  # no reference there
 PAIRS = [x for x in combinations(OF_PPO, 2) if {*x} not in EXCLUSIVE + MEANINGLESS]
 RECIPES = {path.stem: path.read_text() for path in (ROOT / "diffs" / "recipes").glob("*.sh")}
+WITH_TOOLS = ["tools", *(f"tools+{name}" for name in ALGORITHMS)]
+FLAGGED = ["grpo, correct", "reinforce_plus_plus, baseline"]
 STACKS = [re.search("for name in (.*); do", x)[1].replace(" ", "+") for x in RECIPES.values()]
 STACKS += ["grpo+lora_rloo+entropy_rloo", "lora_rloo+dapo", "grpo+curriculum"]
 STACKS += ["separate_critic+value_warmup+schedule+adamw+early_stop+ptx"]
 STACKS += ["samples_per_query+sampling+dense_rewards+reference_on_cpu+freeze_layers"]
 SLOW = pytest.mark.slow
 EOS = dict(truncate_token=".", truncate_after=0, eos_task=True)
+DECAYS = [({}, [1, 0.75, 0.5, 0.25]), (dict(decay="cosine"), [1, 0.853553, 0.5, 0.146447])]
+DECAYS += [(dict(decay="cosine", min_lr_ratio=0.2), [1, 0.882843, 0.6, 0.317157])]
+DECAYS += [(dict(decay="inverse_sqrt"), [1, 0.816497, 0.707107, 0.632456])]
+DECAYS += [(dict(anneal_lr=False), [1, 1, 1, 1])]
+LORA = {"lora": ("value_head.",), "lora_train_reward": ("head.", "gain", "bias")}  # trained, too
+LORA |= {"lora_rloo": (), "lora_sft": ()}
+UPPER = {"gpt2": ("transformer.h.1.", "transformer.ln_f.")}  # not a head that is the embeddings
+UPPER |= {"gpt_neox": ("gpt_neox.layers.1.", "gpt_neox.final_layer_norm.", "lm_head.")}
 
 
 def added(name):
@@ -84,7 +91,6 @@ def fix(name):
 
 @pytest.fixture(scope="session")
 def patched(tmp_path_factory):
-    """Names of patches → the patched script as a module."""
     folder, modules = tmp_path_factory.mktemp("patched"), {("ppo",): ppo, ("rloo",): rloo}
 
     def patched(*names):
@@ -96,9 +102,6 @@ def patched(tmp_path_factory):
         return modules[names]
 
     return patched
-
-
-# ------------------------------------------------------------------------------------------ patches
 
 
 @pytest.mark.parametrize("name", DIFFS)
@@ -123,9 +126,6 @@ def test_a_patch_applies_after_every_other_one_but_its_alternatives(first, patch
         if applies:
             ast.parse(path.read_text())
             assert {*added(first), *added(second)} <= {*path.read_text().split("\n")}
-
-
-# --------------------------------------------------------------------------------------------- runs
 
 
 def two_updates(script, task, precision="no", score=None, **flags):
@@ -159,9 +159,7 @@ def two_updates(script, task, precision="no", score=None, **flags):
     run.save = save
     run.finish = lambda *_, **__: setattr(run, "save", None)  # the processes have left their group
     if score:
-        spies["load_reward"] = lambda *_: tiny.FakeReward(
-            lambda queries, responses: score(responses)
-        )
+        spies["load_reward"] = lambda *_: tiny.fake_reward(lambda _, responses: score(responses))
     for name, kept in (("shuffle", run.epochs), ("Rollout", run.rollouts)):
         if hasattr(script, name):
             spies[name] = tiny.keep(getattr(script, name), kept)
@@ -200,7 +198,6 @@ def load_policy(folder):
 
 
 def assert_step(step, model, loss, atol=2e-5, rtol=2e-3):
-    """Assert that a step had the gradient of a loss."""
     model.zero_grad()
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
@@ -270,7 +267,8 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
     for step, plain, texts in zip(run.steps, start("ppo", **flags).steps, batches, strict=True):
         rows = [row[row != tiny.WORDS] for row in texts]
         logits = torch.cat([run.model.lm(x[None]).logits[0, :-1] for x in rows])
-        losses.append(F.cross_entropy(logits, torch.cat([x[1:] for x in rows])))
+        targets = torch.cat([x[1:] for x in rows])
+        losses.append(torch.nn.functional.cross_entropy(logits, targets))
         others = sum((p * plain.grads[name]).sum() for name, p in run.model.named_parameters())
         assert_step(step, run.model, 0.5 * losses[-1] + others, atol=1e-5, rtol=1e-3)
     tokenizer, _ = load_tokenizer(task, 5)
@@ -322,16 +320,7 @@ def test_X7_tokens_are_of_the_nucleus_and_no_response_ends_too_early(top_p, size
         assert_close(tokens.bincount(minlength=5) / 400, expected, atol=1 / 300, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (dict(), [1, 0.75, 0.5, 0.25]),
-        (dict(decay="cosine"), [1, 0.853553, 0.5, 0.146447]),
-        (dict(decay="cosine", min_lr_ratio=0.2), [1, 0.882843, 0.6, 0.317157]),
-        (dict(decay="inverse_sqrt"), [1, 0.816497, 0.707107, 0.632456]),
-        (dict(anneal_lr=False), [1, 1, 1, 1]),
-    ],
-)
+@pytest.mark.parametrize(("flags", "expected"), DECAYS)
 def test_X8_the_learning_rate_warms_up_for_two_updates_and_decays(flags, expected, start):
     run = start("schedule", batch_size=8, total_episodes=48, num_ppo_epochs=1, lr=2e-4, **flags)
     rates = [step.lrs[0] / 2e-4 for step in run.steps[::2]]
@@ -391,7 +380,6 @@ def test_two_lambdas_returns_have_their_own_and_that_of_advantages_rises_with_th
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_X3_the_estimate_is_penalized_and_logged(estimator, patched):
-    """By a slow loop over the tokens."""
     script = patched("kl_estimator")
     policy, ref = (tiny.make_policy(seed=seed, script=script) for seed in (0, 3))
     args = tiny.make_args(script=script, kl_estimator=estimator)
@@ -405,10 +393,6 @@ def test_X3_the_estimate_is_penalized_and_logged(estimator, patched):
     expected = [score - 0.15 * x for score, x in zip(rollout.scores.tolist(), sums, strict=True)]
     assert rollout.rewards.sum(dim=1).tolist() == pytest.approx(expected, rel=1e-4, abs=1e-4)
     assert metrics["objective/kl"].item() == pytest.approx(sum(sums) / 8, rel=1e-4)
-
-
-LORA = {"lora": ("value_head.",), "lora_train_reward": ("head.", "gain", "bias")}  # trained, too
-LORA |= {"lora_rloo": (), "lora_sft": ()}
 
 
 @pytest.mark.parametrize("name", LORA)
@@ -457,12 +441,6 @@ def test_samples_per_query_are_different_responses_to_the_same_queries(start):
     for rollout in start("samples_per_query", samples_per_query=4).rollouts:
         assert rollout.contexts.unique(dim=0, return_counts=True)[1].tolist() == [4] * 4
         assert len(rollout.responses.unique(dim=0)) > 12
-
-
-UPPER = {  # a head that is the embeddings is frozen, too
-    "gpt2": ("transformer.h.1.", "transformer.ln_f."),
-    "gpt_neox": ("gpt_neox.layers.1.", "gpt_neox.final_layer_norm.", "lm_head."),
-}
 
 
 @pytest.mark.parametrize("kind", UPPER)
@@ -525,10 +503,9 @@ GROUPS = {  # scores and KL penalties of a query's four responses → advantages
     "grpo": lambda s, p: standardize(s),
     "dr_grpo": lambda s, p: s - p - (s - p).mean(),
     "dapo": lambda s, p: standardize(s - p),
-    "sapo": lambda s, p: standardize(s - p),
     "cispo": lambda s, p: standardize(s) - p + p.mean(),
-    "gspo": lambda s, p: standardize(s) - p + p.mean(),
 }
+GROUPS |= dict(sapo=GROUPS["dapo"], gspo=GROUPS["cispo"])
 GROUPS |= {WHITENED: GROUPS["rloo"], "entropy_rloo": GROUPS["rloo"]}  # at first
 
 
@@ -627,12 +604,6 @@ def assert_updates(name, run, own=OWN, advantages_of=slow_advantages):
     assert run.optimizer.param_groups[0]["t"] == len(run.steps)  # one optimizer for all updates
 
 
-WITH_TOOLS = ["tools", *(f"tools+{name}" for name in ALGORITHMS)]
-
-
-FLAGGED = ["grpo, correct", "reinforce_plus_plus, baseline"]
-
-
 @pytest.mark.parametrize("names", [*ALGORITHMS, WHITENED, *FLAGGED, *WITH_TOOLS])
 def test_gradients_of_updates_are_those_of_a_slow_loop(names, patched, start):
     """What a tool wrote is in no loss, KL, entropy or length. Only dapo leaves equal scores out."""
@@ -728,6 +699,11 @@ def test_R4_each_pair_is_there_once_and_those_of_a_prompt_side_by_side(patched, 
 OFF = dict.fromkeys(["ema", "reference_on_cpu", "sampling", "stale", *ADD_ONS[1:], WHITENED], {})
 OFF |= dict(value_warmup=dict(value_warmup_updates=0), samples_per_query=dict(samples_per_query=1))
 OFF |= dict(tools=dict(tool_fn="json:dumps", tool_calls=0), dynamic_sampling=dict(max_resamples=0))
+CUTS = [("sequence", "truncate", 0.0, 1.2), ("sequence", "mask", 0.6, 1.7)]
+CUTS += [("token", "mask", 0.8, 5), ("token", "truncate", 0.95, 1.05)]
+CUTS += [("token", "truncate", 1.0, 1.0)]  # no weights
+RAFT = [dict(), dict(select_best=False), dict(min_score=4.0), dict(min_score=99.0)]
+ADAPTIVE = [(None, [3.0, 3.0]), (99.0, [3.005, 3.01]), (0.01, [0.0, 0.0])]  # too low; too high
 
 
 @pytest.mark.parametrize("name", OFF)
@@ -737,14 +713,6 @@ def test_a_patch_that_is_off_or_only_logs_or_saves_trains_as_its_script(name, st
     for line, expected in zip(run.metrics, plain.metrics, strict=True):
         assert expected.keys() <= line.keys() and len(expected) > 8
         assert all(line[key] == x for key, x in expected.items() if not key.startswith("time/"))
-
-
-CUTS = [
-    ("sequence", "truncate", 0.0, 1.2),
-    ("sequence", "mask", 0.6, 1.7),
-    ("token", "mask", 0.8, 5),
-]
-CUTS += [("token", "truncate", 0.95, 1.05), ("token", "truncate", 1.0, 1.0)]  # the last: no weights
 
 
 @pytest.mark.parametrize(("level", "cut", "low", "high"), CUTS)
@@ -788,9 +756,6 @@ def test_stale_samples_from_an_older_policy_and_weights_gradients(level, cut, lo
     assert low == high or weights[-1].unique().numel() > 2
 
 
-ADAPTIVE = [(None, [3.0, 3.0]), (99.0, [3.005, 3.01]), (0.01, [0.0, 0.0])]  # too low; too high
-
-
 @pytest.mark.parametrize("names", ["entropy", "entropy_rloo", "entropy_rloo+dapo"])
 @pytest.mark.parametrize(("target", "coefs"), ADAPTIVE)
 def test_entropy_adds_the_gradient_of_the_mean_entropy_in_float64(names, target, coefs, start):
@@ -817,9 +782,6 @@ def test_entropy_adds_the_gradient_of_the_mean_entropy_in_float64(names, target,
                 assert_close(bonus.double(), grad, atol=2e-5, rtol=1e-3)
     change = run.model.state_dict()["entropy_coef_change"]
     assert change == pytest.approx({None: 0, 99.0: 0.01, 0.01: -0.01}[target])
-
-
-RAFT = [dict(), dict(select_best=False), dict(min_score=4.0), dict(min_score=99.0)]
 
 
 @pytest.mark.parametrize("flags", RAFT)
@@ -854,9 +816,8 @@ def test_vine_advantages_are_what_parts_add_to_mean_scores_of_continuations(star
         if not length:
             return uneven_responses(decoder, contexts, ids, args, rng)
         assert not (contexts[:, -1] == ids.pad).any()
-        return (
-            torch.tensor([ids.ends[0], 40]).repeat(len(contexts) // 2)[:, None].expand(-1, length)
-        )
+        tokens = torch.tensor([ids.ends[0], 40]).repeat(len(contexts) // 2)
+        return tokens[:, None].expand(-1, length)
 
     def advantages_of(name, rollout, kl, kl_coef, args):
         equal = rollout._replace(scores=torch.zeros(16))

@@ -16,6 +16,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from machinery import distributed
 
+# a container's quota, processes, CPUs of this process, and its threads
+CPUS = [("max 100000", 6, 96, 16), ("150000 100000", 8, 96, 1)]  # six share 96 CPUs, and one GPU
+CPUS += [("800000 100000", 2, 96, 4), (None, 1, 5, 5)]  # a container's 8 CPUs; Slurm gives 5
+
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory):
@@ -142,18 +146,9 @@ def test_processes_that_did_not_start_are_refused(accelerator, monkeypatch):
     tiny.refuses(start, "docs/running.md")
 
 
-@pytest.mark.parametrize(
-    ("quota", "processes", "affinity", "threads"),
-    [
-        ("max 100000", 6, 96, 16),  # six processes share 96 CPUs, and one GPU
-        ("800000 100000", 2, 96, 4),  # a container's 8 CPUs
-        (None, 1, 5, 5),  # Slurm gives 5
-        ("150000 100000", 8, 96, 1),
-    ],
-)
-def test_threads_are_a_process_share_of_the_cpus_that_it_may_use(
-    quota, processes, affinity, threads, monkeypatch, tmp_path
-):
+@pytest.mark.parametrize("case", CPUS)
+def test_threads_are_a_process_share_of_the_cpus_that_it_may_use(case, monkeypatch, tmp_path):
+    quota, processes, affinity, threads = case
     (tmp_path / "cpu.max").write_text(quota or "")
     monkeypatch.setattr(distributed, "Path", lambda name: tmp_path / Path(name).name)
     monkeypatch.setattr(os, "cpu_count", lambda: 96)

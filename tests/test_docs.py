@@ -3,37 +3,45 @@
 import csv
 import functools
 import json
-import math
 import re
 import statistics
 import subprocess
 import tomllib
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
 import tiny
 import yaml
-from test_readme import PAGES, blocks
+from test_readme import PAGES, ROOT, blocks
 
 from benchmarks import mutations
 
-ROOT = Path(__file__).parents[1]
 CODE = [*ROOT.glob("*.py"), *ROOT.glob("machinery/*.py"), ROOT / "data/tasks.py"]
 PATCHES = list(ROOT.glob("diffs/*.diff"))
+Numbers = list[float | None]  # of a table that is made from a CSV; None: it is not in there
+SCORE, GOLD, KL = "objective/scores", "objective/gold_score", "objective/kl"
+LENGTH, COEF = "objective/response_length", "objective/kl_coef"
+SIZES = {"sentiment": "--micro_batch_tokens 32768 --rollout_batch_size 512", "tldr": ""}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+SLOW = {"wandb", "matplotlib", "peft", "scipy", "torch.distributed.checkpoint"}
+SLOW |= {"transformers.modeling_utils", "transformers.generation.utils"}
+ASKED = """did it learn: learn, good KL: kl, sample: from_pretrained, win rate: win-rate
+merge lora: lora, hf upload: upload, tensorboard: tensorboard, wandb: wandb, qwen: qwen
+two runs in one picture: picture, more episodes: episodes, change the model: qwen
+system prompt: system-prompt, out of memory: memory, my own metric: metric"""
+QUESTIONS = dict(re.findall(r"(\w[^:,\n]*): ([^,\n]+)", ASKED))  # → a heading's word in using.md
 
 
 def test_every_detail_has_a_row_tags_in_the_code_a_test_and_a_mutation():
     """A test's name has it; the text that its mutation changes is in the file once."""
     rows = re.findall(r"^\| ([GRPALX]\d+) \|", PAGES["docs/details.md"], flags=re.M)
-    tests = "".join(path.read_text() for path in ROOT.glob("tests/test_*.py"))
-    names = "".join(re.findall(r"^def (test_\w+)\(", tests, flags=re.M))
     code = "".join(path.read_text() for path in [*CODE, *PATCHES])
     tags = re.findall(r"[(,] ?([GRPALX]\d+)\b", code)
     counts = dict(G=6, R=4, P=11, A=1, L=6, X=15)
     assert sorted(rows) == sorted(f"{kind}{i + 1}" for kind, n in counts.items() for i in range(n))
     of_mutations = [detail for detail, *_ in mutations.DETAILS]
-    for found in (tags, re.findall(r"(?<=_)[GRPALX]\d+(?=_)", names), of_mutations):
+    for found in (tags, re.findall(r"(?<=_)[GRPALX]\d+(?=_)", "".join(TESTS)), of_mutations):
         assert {*found} == {*rows}
     for detail, file, right, wrong in mutations.DETAILS:
         assert (ROOT / file).read_text().count(right) == 1 and right != wrong, detail
@@ -55,11 +63,8 @@ SOURCES = [x.read_text() for x in FILES if x.suffix in (".py", ".sh", ".diff", "
 WORDS = {word for text in [*SOURCES, *(x.name for x in FILES)] for word in re.findall(r"\w+", text)}
 FLAGS = set(re.findall(r"^\+?    (\w+): ", "\n".join(SOURCES), flags=re.M))  # fields
 FLAGS |= {"help", "logdir", "mixed_precision", "num_processes", "fuzz", "fix"}
-TESTS = {
-    name
-    for path in ROOT.glob("tests/**/*.py")
-    for name in [path.stem, *re.findall(r"^def (test_\w+)", path.read_text(), flags=re.M)]
-}
+IN_TESTS = {path.stem: path.read_text() for path in ROOT.glob("tests/**/*.py")}
+TESTS = {*IN_TESTS, *re.findall(r"^def (test_\w+)", "".join(IN_TESTS.values()), flags=re.M)}
 OTHERS = {  # of other programs, or of an example
     "README.md": {"my_reward"},
     "docs/course.md": {"render", "starter", "student"},
@@ -71,8 +76,6 @@ OTHERS = {  # of other programs, or of an example
     "docs/your-experiment.md": {"max_length"},
     "CONTRIBUTING.md": {"fix", "test_X15_", "run_python"},
 }
-
-
 PAST = {"CHANGELOG.md", "docs/log.md"}  # which name what is gone
 
 
@@ -115,18 +118,9 @@ def test_no_text_tells_how_it_was_made():
     assert {name: x for name, x in found.items() if x} == {}
 
 
-# ------------------------------------------------------------------ tables that are made from a CSV
-
-Numbers = list[float | None]  # None: it is not in the CSV
-SCORE, GOLD, KL = "objective/scores", "objective/gold_score", "objective/kl"
-LENGTH, COEF = "objective/response_length", "objective/kl_coef"
-SIZES = {"sentiment": "--micro_batch_tokens 32768 --rollout_batch_size 512", "tldr": ""}
-
-
 def pick(file: str, column: str, **where: str) -> list[float]:
     """The numbers of a column of a CSV, of the rows that have these values."""
-    text = (ROOT / "benchmarks/results" / f"{file}.csv").read_text()
-    rows = csv.DictReader(text.splitlines())
+    rows = csv.DictReader((ROOT / "benchmarks/results" / f"{file}.csv").read_text().splitlines())
     return [float(x[column]) for x in rows if where.items() <= x.items()]
 
 
@@ -150,13 +144,10 @@ def eight(label: str, last: str) -> Numbers:
     return curves(name, label, SCORE, GOLD, KL, last)
 
 
-def summary(seeds: list[float]) -> list[float]:
-    return [statistics.mean(seeds), min(seeds), max(seeds)]
-
-
 def seeds_of(file: str, label: str, metric: str) -> list[float]:
     """Mean, lowest and highest seed. The last three rows of a label are a summary of its seeds."""
-    return summary(pick(file, "last", label=label, metric=metric)[:-3])
+    seeds = pick(file, "last", label=label, metric=metric)[:-3]
+    return [statistics.mean(seeds), min(seeds), max(seeds)]
 
 
 def arithmetic(script: str, metric: str, ways: str = "0,0.01,0.03,0.1,random") -> Numbers:
@@ -174,7 +165,7 @@ def ablation(script: str, what: str) -> Numbers:
     pick_true = functools.partial(pick, "ablations", "true score", **where)
     true, base = ([pick_true(what=x, seed=y)[0] for y in "12345"] for x in (what, "all details"))
     gains = [a - b for a, b in zip(true, base, strict=True)]
-    interval = 2.776 * statistics.stdev(gains) / math.sqrt(5)  # Student's, 95%
+    interval = 2.776 * statistics.stdev(gains) / 5**0.5  # Student's, 95%
     columns = ("score", "true score", "KL")
     score, mean, *rest = means("ablations", *columns, **where, what=what)
     gain = [statistics.mean(gains), interval] if any(gains) else []
@@ -248,21 +239,12 @@ def test_random_sentences_score_as_the_readme_says(capsys):
     assert [f"{abs(x):.1f}" for x in scores] == found
 
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = PROJECT["optional-dependencies"]
-
-
 def pins(file: str) -> dict[str, str]:
     return dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / file).read_text(), flags=re.M))
 
 
 def version(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(".")))
-
-
-SLOW = {"wandb", "matplotlib", "peft", "scipy"}
-SLOW |= {f"transformers.{name}" for name in ("modeling_utils", "generation.utils")}
-SLOW |= {"torch.distributed.checkpoint"}
 
 
 HELP = """
@@ -297,18 +279,6 @@ def test_a_lower_bound_is_the_oldest_version_that_was_tested():
         assert found[: len(wanted)] == wanted and not any(found[len(wanted) :]), name
         assert found <= version(exact[name]) < version(high or "999"), name
     assert {*EXTRAS["rouge"], *EXTRAS["clean"], *EXTRAS["lora"]} <= {*EXTRAS["dev"]}
-
-
-# ------------------------------------------------------------------------------------------- the site
-
-
-ASKED = """did it learn: learn, good KL: kl, sample: from_pretrained, win rate: win-rate
-merge lora: lora, hf upload: upload, tensorboard: tensorboard, wandb: wandb, qwen: qwen
-two runs in one picture: picture, more episodes: episodes, change the model: qwen
-system prompt: system-prompt, out of memory: memory, my own metric: metric"""
-QUESTIONS = dict(
-    re.findall(r"(\w[^:,\n]*): ([^,\n]+)", ASKED)
-)  # → a word of the heading in using.md
 
 
 @pytest.fixture(scope="module")

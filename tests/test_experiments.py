@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import formats
 import numpy as np
@@ -20,12 +19,10 @@ from test_diffs import RECIPES, ROOT
 import ppo
 import utils
 from data import tasks
-from machinery import cli
-from machinery.decoding import Decoder
+from machinery import cli, decoding
 from machinery.tokens import load_tokenizer
 
 patched, start, task = test_diffs.patched, test_diffs.start, test_diffs.task
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2])
@@ -33,7 +30,7 @@ def test_tools_sampling_continues_after_what_the_tool_inserts(calls, patched, mo
     """The answer depends on the response so far, and is cut at R tokens."""
     script, lm, task = patched("tools"), tiny.make_lm(), tiny.make_task(response_length=12)
     contexts, uniform = tiny.make_contexts([3, 6, 8, 1] * 4, 8), tiny.uniform(12, 16)
-    decoder, tokenizer = Decoder(lm, 12), tiny.Tokenizer()
+    decoder, tokenizer = decoding.Decoder(lm, 12), tiny.Tokenizer()
     caller = tiny.sample(decoder, contexts, uniform).flatten().mode().values.item()
     encode = lambda _, texts, own: ([[int(x) for x in texts[0].split()]], [], 0)  # noqa: E731
     monkeypatch.setattr(script, "encode_after", encode)
@@ -55,7 +52,9 @@ def test_tools_sampling_continues_after_what_the_tool_inserts(calls, patched, mo
     assert (found > tiny.PAD).any() == (calls > 0)
 
 
-@pytest.mark.parametrize("kind", ["llama2", "small", pytest.param("smollm2", marks=SLOW)])
+@pytest.mark.parametrize(
+    "kind", ["llama2", "small", pytest.param("smollm2", marks=test_diffs.SLOW)]
+)
 def test_tools_an_answer_is_a_text_or_the_users_turn(kind, patched, here):
     """Without the space that a tokenizer adds. A call ends no response, not even by an end token."""
     tool_token = end = test_tokens.END
@@ -67,7 +66,7 @@ def test_tools_an_answer_is_a_text_or_the_users_turn(kind, patched, here):
     tokenizer = getattr(formats if kind == "llama2" else test_tokens, f"{kind}_tokenizer")()
     tiny.make_lm(vocab=len(tokenizer)).save_pretrained(here / "model")
     tokenizer.save_pretrained(here / "model")
-    Path("tool.py").write_text(f"def ask(*texts): return [{answer!r}]")
+    (here / "tool.py").write_text(f"def ask(*texts): return [{answer!r}]")
     model = str(here / "model")  # `load_tool` is cached
     task = tiny.make_task(base_model=model, truncate_token=end, truncate_after=0, eos_task=True)
     script, ids = patched("tools"), load_tokenizer(task, 5)[1]
@@ -88,7 +87,7 @@ def test_tools_an_answer_is_a_text_or_the_users_turn(kind, patched, here):
 @pytest.mark.parametrize("limit", [0, 1, 20])
 def test_dynamic_sampling_replaces_groups_with_equal_scores_until_the_limit(limit, start):
     score, scored = lambda responses: (responses.sum(dim=1) % 4 == 0).float(), []
-    spy = lambda *_: tiny.FakeReward(lambda *x: scored.append(x) or score(x[1]))  # noqa: E731
+    spy = lambda *_: tiny.fake_reward(lambda *x: scored.append(x) or score(x[1]))  # noqa: E731
     flags = dict(max_resamples=limit, eval_queries=3, num_minibatches=1)
     run = start("dynamic_sampling", load_reward=spy, **flags)
     batches = iter([torch.cat(x, dim=1) for x in scored if len(x[0]) != 3])  # no evaluations
@@ -133,9 +132,6 @@ def test_scores_of_a_group_are_equal_by_their_own_spread(name, start):
         assert {line["objective/frac_reward_zero_std"] for line in run.metrics[:2]} == {spread == 0}
 
 
-# ------------------------------------------------------------------------------------------ recipes
-
-
 ALL = "kl_target=None cliprange=0.2 gamma=1.0 lam=0.95"
 ONCE = "num_ppo_epochs=1 adam_beta1=0.9 adam_beta2=0.95 weight_decay=0.0"
 CODE = f"""{ONCE} vf_coef=1.0 cliprange_value=0.2 anneal_lr=True
@@ -165,7 +161,6 @@ PUBLISHED = {  # beside what is above; by openrlhf, 59 updates of warm-up: 3% of
 
 
 def run_recipe(folder, name):
-    """Run a recipe, in a folder with diffs/, that only prints its command."""
     command = ["bash", folder / "diffs" / "recipes" / f"{name}.sh", "--seed", "7"]
     env = os.environ | {"LAUNCH": "echo"}
     return subprocess.run(command, capture_output=True, text=True, env=env)

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import pytest
 import tiny
 import torch
 from conftest import SCRIPTS, read_metrics, without_times
-from tiny import EOS, IDS
-from torch.testing import assert_close
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 import ppo
@@ -34,6 +31,9 @@ CHANGES = {  # another value than in `results`
 ELSEWHERE = """task batch_size micro_batch_tokens rollout_batch_size rloo_k eval_queries policy_model
     tf32 cuda_graphs ref_model gradient_checkpointing reward_model run_name output_dir keep_every
     save_every resume track"""  # tested in the files of what they do
+OFF = dict(clip_score=None, max_grad_norm=None, anneal_lr=True, resume=None)
+OFF |= dict(gradient_checkpointing=False, keep_every=None, save_every=None, track=False)
+OFF |= dict(whiten_advantages=True)
 
 
 def test_every_flag_has_a_test():
@@ -53,8 +53,7 @@ def results(tmp_path_factory):
         run.main = False  # no pictures
         heldout = dict(num_heldout=4) if name == "train_reward" else {}
         args = tiny.make_args(None if of_rl else task, SCRIPTS[name], **heldout | flags)
-        metrics = tiny.start(SCRIPTS[name], args, files=not of_rl, Run=run).metrics
-        return without_times(metrics)
+        return without_times(tiny.start(SCRIPTS[name], args, files=not of_rl, Run=run).metrics)
 
     return results
 
@@ -62,11 +61,6 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize(("name", "flag"), [(x, flag) for x in CHANGES for flag in CHANGES[x]])
 def test_a_flag_changes_the_run(name, flag, results):
     assert results(name, **{flag: CHANGES[name][flag]}) != results(name)
-
-
-OFF = dict(clip_score=None, max_grad_norm=None, anneal_lr=True, resume=None)
-OFF |= dict(gradient_checkpointing=False, keep_every=None, save_every=None, track=False)
-OFF |= dict(whiten_advantages=True)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -79,12 +73,12 @@ def test_options_are_off_by_default_for_every_task(name):
 
 def test_X2_scores_are_clipped_and_the_penalty_with_them():
     reward = lambda queries, responses, columns: torch.tensor([-9.0, 0.5, 2.5, 1e4, 0.0])  # noqa: E731
-    responses = torch.full((5, 5), EOS)
-    responses[4] = EOS + 1  # no truncate token
+    responses = torch.full((5, 5), tiny.EOS)
+    responses[4] = tiny.EOS + 1  # no truncate token
     task = tiny.make_task(missing_eos_penalty=-7.0)
     for clip, expected in ((2.0, [-2.0, 0.5, 2.0, 2.0, -2.0]), (None, [-9.0, 0.5, 2.5, 1e4, -7.0])):
         args = tiny.make_args(task, clip_score=clip)
-        scores, _, _ = ppo.score_responses(reward, responses, responses, {}, IDS, args)
+        scores, _, _ = ppo.score_responses(reward, responses, responses, {}, tiny.IDS, args)
         assert scores.tolist() == expected
 
 
@@ -97,9 +91,9 @@ def test_X8_gradients_longer_than_max_grad_norm_are_scaled_down_to_it(script):
         return torch.cat([x.flatten() for x in run.optimizer.gradients[0]])
 
     free = gradient(None)
-    norm = math.sqrt(sum(x**2 for x in free.tolist()))
+    norm = sum(x**2 for x in free.tolist()) ** 0.5
     for bound in (norm / 7, norm / 2):
-        assert_close(gradient(bound), free * (bound / norm), rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(gradient(bound), free * (bound / norm), rtol=1e-4, atol=1e-7)
     assert torch.equal(gradient(norm * 2), free)
 
 
@@ -134,7 +128,7 @@ def test_X14_ppo_without_whitened_advantages():
     args = tiny.make_args(whiten_advantages=False)
     rollout = tiny.make_rollout(tiny.make_policy(), args)
     advantages, returns = ppo.compute_advantages(rollout, args)
-    assert_close(advantages, returns - rollout.values)
+    torch.testing.assert_close(advantages, returns - rollout.values)
     whitened, same = ppo.compute_advantages(rollout, replace(args, whiten_advantages=True))
     assert torch.equal(same, returns) and not torch.allclose(whitened, advantages, atol=0.1)
 

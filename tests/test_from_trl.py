@@ -14,33 +14,31 @@ import torch
 from accelerate import Accelerator
 from formats import BLUE, NIGHT, SYSTEM, USER
 from test_readme import PAGES
-from tiny import WORDS
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from data import convert_reward
 from data.classifier import Classifier
-from machinery import rewards
-from machinery.cli import THEIRS
-from machinery.sources import PINNED
+from machinery import cli, rewards, sources
 from train_reward import RewardModel
 from utils import TokenIds
+
+TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{{ eos_token }}\n{% endfor %}"
+TURNS += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
 def write_classifier(folder: Path, kind: str = "gpt2", num_labels: int = 1):
     """A folder as TRL's RewardTrainer saves it: one label, a pad that the tokenizer has, bf16."""
     torch.manual_seed(0)
-    config = tiny.config(kind, vocab=WORDS, dropout=0.1, positions=256)
+    config = tiny.config(kind, vocab=tiny.WORDS, dropout=0.1, positions=256)
     config.num_labels, config.pad_token_id = num_labels, 3
     model = AutoModelForSequenceClassification.from_config(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     tiny.write_tokenizer(folder)
-    cls = AutoModelForSequenceClassification
-    return cls.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def own_scores(classifier, rows: list[list[int]]) -> list[float]:
-    """Of each sequence alone."""
     inputs = (torch.tensor([row]) for row in rows)
     return [classifier(x, attention_mask=torch.ones_like(x)).logits.item() for x in inputs]
 
@@ -61,7 +59,7 @@ def test_the_page_names_every_field_of_a_configuration(name):
 
 def test_the_page_has_each_name_of_trl_that_a_script_answers():
     named = set(re.findall(r"`([^`\n]+)`", PAGES["docs/from_trl.md"]))
-    assert len(THEIRS) > 5 and {*THEIRS, *(f"--{x}" for x in THEIRS.values())} <= named
+    assert len(cli.THEIRS) > 5 and {*cli.THEIRS, *(f"--{x}" for x in cli.THEIRS.values())} <= named
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
@@ -70,13 +68,12 @@ def test_X13_a_converted_classifier_scores_as_its_own_forward(kind, tmp_path, ta
     """Ours gets padding on both sides."""
     classifier = write_classifier(tmp_path / "trl", kind)
     convert_reward.main(str(tmp_path / "trl"), str(tmp_path / "reward"))
-    queries = tiny.make_contexts([8, 3, 1, 5], 8, vocab=WORDS)
-    responses = tiny.make_contexts([5] * 4, 5, seed=1, vocab=WORDS)
-    ends = torch.tensor([5, 1, 3, 2])
-    cut = responses.masked_fill(torch.arange(5) >= ends[:, None], WORDS)
-    rows = [[x for x in row if x != WORDS] for row in torch.cat([queries, cut], 1).tolist()]
+    queries = tiny.make_contexts([8, 3, 1, 5], 8, vocab=tiny.WORDS)
+    responses = tiny.make_contexts([5] * 4, 5, seed=1, vocab=tiny.WORDS)
+    cut = responses.masked_fill(torch.arange(5) >= torch.tensor([5, 1, 3, 2])[:, None], tiny.WORDS)
+    rows = [[x for x in row if x != tiny.WORDS] for row in torch.cat([queries, cut], 1).tolist()]
     args = tiny.make_args(task, reward_model=str(tmp_path / "reward"))
-    given = AutoTokenizer.from_pretrained(task.base_model), TokenIds(WORDS, [], [], [])
+    given = AutoTokenizer.from_pretrained(task.base_model), TokenIds(tiny.WORDS, [], [], [])
     reward = rewards.load_reward(args, RewardModel, *given, Accelerator(cpu=True))
     expected = own_scores(classifier, rows)
     assert reward(queries, cut).tolist() == pytest.approx(expected, abs=2e-5)
@@ -84,8 +81,7 @@ def test_X13_a_converted_classifier_scores_as_its_own_forward(kind, tmp_path, ta
 
 
 def test_a_converted_classifier_reads_queries_that_begin_as_its_own_texts(tmp_path, task, capsys):
-    """With a prefix, BOS stands before it, where the reward model reads nothing: refused. Another
-    template of its own is named."""
+    """With a prefix, BOS would be before it: refused. Another template of its own is named."""
     write_classifier(tmp_path / "trl")
     own = AutoTokenizer.from_pretrained(tmp_path / "trl")
     begin = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
@@ -93,7 +89,7 @@ def test_a_converted_classifier_reads_queries_that_begin_as_its_own_texts(tmp_pa
     own.save_pretrained(tmp_path / "trl")
     convert_reward.main(str(tmp_path / "trl"), folder := str(tmp_path / "reward"))
     plain = AutoTokenizer.from_pretrained(task.base_model)
-    rest = TokenIds(WORDS, None, [], []), Accelerator(cpu=True)
+    rest = TokenIds(tiny.WORDS, None, [], []), Accelerator(cpu=True)
     args = tiny.make_args(task, reward_model=folder)
     rewards.load_reward(args, RewardModel, own, *rest)
     assert "template" not in capsys.readouterr().out
@@ -127,17 +123,10 @@ def test_what_is_no_classifier_of_one_label_is_refused_before_it_is_converted(tm
 def test_a_classifier_is_read_by_its_name_on_the_hub(hub):
     folder = hub.commit("models", "owner/classifier")
     write_classifier(folder)
-    own = AutoTokenizer.from_pretrained(folder, pad_token="<|endoftext|>")
-    own.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(folder, pad_token="<|endoftext|>").save_pretrained(folder)
     texts = ["Anna saw"], [" a cat."]
     assert Classifier("owner/classifier")(*texts) == Classifier(str(folder))(*texts)
-    assert PINNED["owner/classifier"] == folder.name  # recorded, for --resume
-
-
-TURNS = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{{ eos_token }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+    assert sources.PINNED["owner/classifier"] == folder.name  # recorded, for --resume
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -160,10 +149,8 @@ def test_a_classifier_as_a_function_reads_as_TRL_writes(kind, tmp_path):
     chats = [[USER], [SYSTEM, USER, BLUE, NIGHT]]
     found = score(["?"] * 2, ["It is blue.", "Black"], messages=chats)
     answers = [{"role": "assistant", "content": x} for x in ("It is blue.", "Black")]
-    texts = [
-        own.apply_chat_template([*x, y], tokenize=False)
-        for x, y in zip(chats, answers, strict=True)
-    ]
+    pairs = zip(chats, answers, strict=True)
+    texts = [own.apply_chat_template([*chat, x], tokenize=False) for chat, x in pairs]
     expected = own_scores(classifier, [own.encode(x, add_special_tokens=False) for x in texts])
     assert found == pytest.approx(expected, abs=2e-5) and texts[0].endswith("\n")
     with pytest.raises(ValueError, match="over 256 tokens"):

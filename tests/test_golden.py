@@ -16,14 +16,15 @@ import rloo
 import train_reward
 import utils
 from data import tasks
-from machinery import models
+from machinery import models, queries, unpadding
 from machinery.labels import Labels
-from machinery.queries import cut_query
 from machinery.rewards import RewardConfig, score_in_parts
-from machinery.unpadding import set_unpadding
 
 GOLDEN = Path(__file__).parent / "golden"
 PPO_RECORDS = sorted(path.stem for path in GOLDEN.glob("ppo_*.json"))
+THEIRS = {"lm.transformer.": "transformer.", "backbone.": "transformer.", "head.": "reward_head."}
+THEIRS |= {"gain": "reward_norm.gain", "bias": "reward_norm.bias"}
+QUERY = json.loads((GOLDEN / "query.json").read_text())
 
 
 def load(name: str) -> tuple[dict, dict[str, np.ndarray]]:
@@ -61,7 +62,7 @@ def make_lm(hparams: dict, weights: dict[str, torch.Tensor]) -> GPT2LMHeadModel:
     missing, unexpected = lm.load_state_dict(of_lm, strict=False)
     assert missing in ([], ["lm_head.weight"]) and not unexpected
     models.choose_kernels(lm)  # as `load_lm` does
-    set_unpadding(lm.base_model, hparams["n_ctx"])
+    unpadding.set_unpadding(lm.base_model, hparams["n_ctx"])
     return lm.eval()
 
 
@@ -84,10 +85,6 @@ def make_reward(hparams: dict, weights: dict, pad_id: int) -> train_reward.Rewar
         model.gain.copy_(weights.get("reward_norm.gain", torch.ones(())))
         model.bias.copy_(weights.get("reward_norm.bias", torch.zeros(())))
     return model.eval()
-
-
-THEIRS = {"lm.transformer.": "transformer.", "backbone.": "transformer.", "head.": "reward_head."}
-THEIRS |= {"gain": "reward_norm.gain", "bias": "reward_norm.bias"}
 
 
 def golden_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -166,9 +163,6 @@ def test_P5_truncation_and_penalty(script, name):
     close(scores, arrays[f"{name}/scores"], atol=1e-5)
 
 
-QUERY = json.loads((GOLDEN / "query.json").read_text())
-
-
 @pytest.mark.parametrize("setting", QUERY["outputs"])
 def test_P3_queries_start_and_end_where_openais_do(setting):
     length, pad_id = QUERY["sequence_length"], QUERY["padding_token"]
@@ -176,7 +170,7 @@ def test_P3_queries_start_and_end_where_openais_do(setting):
     start, end = setting["start_token"], setting["end_token"]
     for name, tokens in QUERY["inputs"].items():
         ends = None if end is None else [token == end for token in tokens]
-        cut = cut_query(tokens, length, start, ends)
+        cut = queries.cut_query(tokens, length, start, ends)
         expected = np.array([setting["results"][name] or [pad_id] * length])
         assert torch.equal(utils.pad_left([cut], length, pad_id), left(expected, pad_id)), name
 
@@ -186,18 +180,11 @@ def ppo_args(record: dict, micro_batch_tokens: int) -> ppo.Args:
     kl = r["adaptive_kl"] or {"target": None, "horizon": 1}
     same = ("total_episodes", "batch_size", "lr", "gamma", "lam", "cliprange", "cliprange_value")
     same += ("vf_coef", "whiten_rewards")
-    return ppo.Args(
-        task=make_task(record),
-        num_minibatches=p["nminibatches"],
-        num_ppo_epochs=p["noptepochs"],
-        micro_batch_tokens=micro_batch_tokens,
-        rollout_batch_size=5,
-        adam_eps=record["adam"]["epsilon"],
-        kl_coef=r["kl_coef"],
-        kl_target=kl["target"],
-        kl_horizon=kl["horizon"],
-        **{name: p[name] for name in same},
-    )
+    values = {name: p[name] for name in same} | dict(micro_batch_tokens=micro_batch_tokens)
+    values |= dict(num_minibatches=p["nminibatches"], num_ppo_epochs=p["noptepochs"])
+    values |= dict(kl_coef=r["kl_coef"], kl_target=kl["target"], kl_horizon=kl["horizon"])
+    values |= dict(rollout_batch_size=5, adam_eps=record["adam"]["epsilon"])
+    return ppo.Args(task=make_task(record), **values)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [36, 4096])
@@ -279,12 +266,9 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator):
     record, arrays = load("reward")
     h, pad_id = record["hparams"], record["padding_token"]
     same = ("batch_size", "lr", "normalize_samples", "rollout_batch_size")
-    args = train_reward.Args(
-        task=make_task(record),
-        num_labels=h["labels"]["num_train"],
-        micro_batch_tokens=micro_batch_tokens,
-        **{name: h[name] for name in same},
-    )
+    sizes = {name: h[name] for name in same} | dict(micro_batch_tokens=micro_batch_tokens)
+    sizes |= dict(num_labels=h["labels"]["num_train"])
+    args = train_reward.Args(task=make_task(record), **sizes)
     model = make_reward(record["model_hparams"], tensors(arrays, "init/reward/"), pad_id)
     strip = lambda tokens: [row[row != pad_id] for row in tokens]  # noqa: E731
     names = sorted(key for key in arrays if key.startswith("labels/sample"))
@@ -328,13 +312,8 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator):
 
     ids = utils.TokenIds(pad_id, [13], [], [])
     samples = [texts[i] for i in estimates]
-    replaced = {
-        "load_tokenizer": lambda *a, **k: (tiny.Tokenizer(), ids),
-        "sample_policy": lambda *a: samples,
-        "permutation": lambda size, seed, epoch: arrays["order"],
-        "normalize": check_normalize,
-        "Run": tiny.FakeRun(check_step),
-    }
-    tiny.start(train_reward, args, model, labels=labels, **replaced)
+    spies = dict(permutation=lambda *a, **k: arrays["order"], sample_policy=lambda *a: samples)
+    spies |= dict(normalize=check_normalize, Run=tiny.FakeRun(check_step))
+    tiny.start(train_reward, args, model, labels=labels, ids=ids, **spies)
     assert len(events) == 2
     assert_weights(model, tensors(arrays, "final/reward/"))

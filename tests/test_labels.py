@@ -5,7 +5,6 @@ from functools import partial
 import formats
 import numpy as np
 import pytest
-from formats import BLUE
 from test_readme import blocks
 from tiny import make_task, refuses
 from transformers import GPT2Config
@@ -14,13 +13,20 @@ import train_reward
 from machinery.labels import Labels, load_labels
 from utils import TokenIds
 
+PADS = [(50257, [50256, 50259], [50256]), (50259, [7, 50259], [7])]  # the files' 50259 is padding
+PADS += [(50260, [7, 50259], [7, 50259])]  # in a vocabulary of more ids it is a token; the padding
+PADS += [(60_000, [50259, 60_000], [50259])]  # of such a file is the model's own pad id
+RIGHT = dict(query=[1, 2, 3, 4], sample0=[0, 1, 2], sample1=[999], best=1)
+JUNK = [None, 3, "ab", {"a": 1}, [2.5], [-1], [1000], [True], ["1"], [[1]], [None], [2**70]]
+WRONG = [(name, value) for name in ("query", "sample1") for value in JUNK]
+WRONG += [("best", value) for value in (None, 2, -1, 0.5, "1", [1])]
+
 
 def ids_of(pad: int, truncate: int | None = None) -> TokenIds:
     return TokenIds(pad, [] if truncate is None else [truncate], [], [])
 
 
 def lists(arrays) -> list:
-    """Labels' arrays of tokens as lists."""
     return [lists(x) if isinstance(x, list) else x.tolist() for x in arrays]
 
 
@@ -33,10 +39,9 @@ def test_R4_openais_labels_load_from_an_array_and_lines_without_padding(suffix, 
     """In a batch queries are padded on the left and responses on the right, with the model's pad."""
     p = 50259
     responses = [[[1, p, p], [2, 3, p], [4, 5, 6], [9, 9, 9]], [[5, p, p], [6, p, p], [7], [0]]]
-    rows = [
-        {"query": query, **{f"sample{k}": ids for k, ids in enumerate(samples)}, "best": best}
-        for query, samples, best in zip([[7, 8, p, p], [1, 2, 3]], responses, [2, 0], strict=True)
-    ]
+    rows = [dict(query=[7, 8, p, p], best=2), dict(query=[1, 2, 3], best=0)]
+    for row, samples in zip(rows, responses, strict=True):
+        row |= {f"sample{k}": ids for k, ids in enumerate(samples)}
     found = load_labels(label_task(tmp_path / f"labels.{suffix}", rows), None, ids_of(100))
     assert lists(found.queries) == [[7, 8], [1, 2, 3]] and found.best.tolist() == [2, 0]
     assert lists(found.responses) == [[[1], [2, 3], [4, 5, 6], [9, 9, 9]], [[5], [6], [7], [0]]]
@@ -61,25 +66,15 @@ def test_heldout_labels_share_no_query_with_the_training_labels(capsys):
     assert len(constant.held_out(2)) == 0 and "3 labels" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("pad_id", "query", "expected"),
-    [
-        (50257, [50256, 50259], [50256]),  # GPT-2: the files' 50259 is padding
-        (50259, [7, 50259], [7]),
-        (50260, [7, 50259], [7, 50259]),  # in a vocabulary of more ids it is a token; the padding
-        (60_000, [50259, 60_000], [50259]),  # of such a file is the model's own pad id
-    ],
-)
+@pytest.mark.parametrize(("pad_id", "query", "expected"), PADS)
 def test_R4_openais_padding_is_50259_or_the_models_pad_id(pad_id, query, expected, tmp_path):
     rows = [{"query": query, "sample0": query, "sample1": [1, 2], "best": 1}]
     found = load_labels(label_task(tmp_path / "l.json", rows), None, ids_of(pad_id))
     assert lists(found.queries) == [expected] and lists(found.responses) == [[expected, [1, 2]]]
 
 
-@pytest.mark.parametrize("vocabulary", [50257, 50400])  # GPT-J's is larger than its tokenizer's
-def test_labels_of_gpt2_are_read_as_they_are_or_written_anew_for_another(
-    vocabulary, gpt2, hers, here
-):
+@pytest.mark.parametrize("vocab", [50257, 50400])  # GPT-J's is larger than its tokenizer's
+def test_labels_of_gpt2_are_read_as_they_are_or_written_anew_for_another(vocab, gpt2, hers, here):
     """By the page's code. By 1,000 other tokens they are longer; nothing is cut."""
     gpt2.save_pretrained("gpt2")
     hers.save_pretrained("my_model")
@@ -88,7 +83,7 @@ def test_labels_of_gpt2_are_read_as_they_are_or_written_anew_for_another(
     refuses(lambda: load_labels(task, hers, ids_of(1000)), "--label_tokenizer gpt2", "docs/data.md")
     exec(next(x for x in blocks("docs/data.md", "python") if "translated.jsonl" in x), {})
     anew = make_task(query_length=8, label_dataset="translated.jsonl", label_tokenizer=None)
-    for own, tokenizer, size in ((task, gpt2, vocabulary), (anew, hers, 1000)):
+    for own, tokenizer, size in ((task, gpt2, vocab), (anew, hers, 1000)):
         found = load_labels(own, tokenizer, ids_of(size))
         assert len(found) == 3 and found.best.tolist() == [2, 0, 3]
         assert found.queries[1].tolist() == tokenizer.encode("“Go,” she said.\n\nNobody went.")
@@ -103,12 +98,6 @@ def test_candidates_are_sorted_by_number(tmp_path):
     assert lists(found.responses) == [[[k] for k in range(12)]] and found.best.tolist() == [10]
 
 
-RIGHT = dict(query=[1, 2, 3, 4], sample0=[0, 1, 2], sample1=[999], best=1)
-JUNK = [None, 3, "ab", {"a": 1}, [2.5], [-1], [1000], [True], ["1"], [[1]], [None], [2**70]]
-WRONG = [(name, value) for name in ("query", "sample1") for value in JUNK]
-WRONG += [("best", value) for value in (None, 2, -1, 0.5, "1", [1])]
-
-
 @pytest.mark.parametrize(("name", "value"), WRONG)
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
 def test_the_first_bad_row_of_several_is_named(name, value, suffix, tmp_path):
@@ -120,7 +109,7 @@ def test_the_first_bad_row_of_several_is_named(name, value, suffix, tmp_path):
 def test_R4_what_is_no_pair_of_texts_is_refused(hers, tmp_path):
     for row, word in (
         (formats.MESSAGES[0], "data/convert.py"),
-        ({"prompt": "Hi", "chosen": "a", "rejected": [BLUE]}, "data/convert.py"),
+        ({"prompt": "Hi", "chosen": "a", "rejected": [formats.BLUE]}, "data/convert.py"),
         (formats.HH_RLHF[0], "data/convert.py"),  # there is no prompt
         (dict(question="Q", chosen="a", rejected="b"), "--rename question=prompt"),
         ({"prompt": "Q:", "chosen": "Q: a", "rejected": "Q: b"}, "repeat"),  # the prompt twice
@@ -164,33 +153,28 @@ def test_a_query_begins_with_bos_unless_its_prefix_does(prefix, tmp_path):
     assert lists(load_labels(task, own, ids_of(len(own), 2)).queries) == [whole]
 
 
-@pytest.mark.parametrize("eos_task", [False, True])
-def test_R4_a_long_prompt_loses_its_end_or_is_skipped_in_eos_tasks(
-    eos_task, hers, tmp_path, capsys
-):
+@pytest.mark.parametrize("eos", [False, True])
+def test_R4_a_long_prompt_loses_its_end_or_is_skipped_in_eos_tasks(eos, hers, tmp_path, capsys):
     rows = [dict(prompt=x, chosen=" a", rejected=" b") for x in ("Anna saw the cat .", "Anna")]
     full = [hers.encode(row["prompt"]) for row in rows]
-    n, end = len(full[0]) - 1, dict(eos_task=eos_task, truncate_token="<|endoftext|>")
+    n, end = len(full[0]) - 1, dict(eos_task=eos, truncate_token="<|endoftext|>")
     task = label_task(tmp_path / "p.jsonl", rows, query_length=n, **end)
     found = lists(load_labels(task, hers, ids_of(1000, 0)).queries)
-    assert found == ([full[1]] if eos_task else [full[0][:n], full[1]])
-    assert ("skipped 1 of 2" if eos_task else "cut 1 of 2 prompts") in capsys.readouterr().out
+    assert found == ([full[1]] if eos else [full[0][:n], full[1]])
+    assert ("skipped 1 of 2" if eos else "cut 1 of 2 prompts") in capsys.readouterr().out
 
 
 def test_rows_that_are_longer_than_the_model_reads_are_skipped_and_counted(hers, tmp_path, capsys):
     """As pairs and as ids; if none is left, the run does not start."""
-    pairs = [
-        dict(prompt="Anna", chosen=f" saw{' cats' * n}.", rejected=" no") for n in (1, 30, 2, 9)
-    ]
-    ids = [dict(query=[1, 2], sample0=[3] * n, sample1=[4], best=1) for n in (1, 30, 2, 9)]
+    sizes = (1, 30, 2, 9)
+    pairs = [dict(prompt="Anna", chosen=f" saw{' cats' * n}.", rejected=" no") for n in sizes]
+    ids = [dict(query=[1, 2], sample0=[3] * n, sample1=[4], best=1) for n in sizes]
     for rows in (pairs, ids):
         task = label_task(tmp_path / "p.jsonl", rows, truncate_token=None)
         full = load_labels(task, hers, ids_of(1000))
-        lengths = [
-            len(x) + max(map(len, y)) for x, y in zip(full.queries, full.responses, strict=True)
-        ]
-        config = GPT2Config(n_positions=sorted(lengths)[1])
-        found = load_labels(task, hers, ids_of(1000), config)
+        texts = zip(full.queries, full.responses, strict=True)
+        lengths = [len(query) + max(map(len, answers)) for query, answers in texts]
+        found = load_labels(task, hers, ids_of(1000), GPT2Config(n_positions=sorted(lengths)[1]))
         assert lists(found.responses) == lists([full.responses[i] for i in (0, 2)])
         assert found.best.tolist() == [rows is ids] * 2
         said = capsys.readouterr().out

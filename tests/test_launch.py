@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +20,6 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState
 from conftest import without_times
 from test_resume import free_port
-from tiny import refuses
 
 from data import tasks
 from machinery import distributed
@@ -30,6 +27,14 @@ from machinery.artifacts import ROOT
 
 CONFIGS = ROOT / "configs"
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+REFUSED = [  # a variable, its value, words of the error
+    ("ACCELERATE_USE_DEEPSPEED", "true", ("DeepSpeed", "configs/fsdp2.yaml")),
+    ("ACCELERATE_MIXED_PRECISION", "fp16", ("fp16", "use bf16")),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", ("=4", "--micro_batch_tokens")),
+    ("FSDP_ACTIVATION_CHECKPOINTING", "true", ("--gradient_checkpointing",)),
+    ("ACCELERATE_USE_FSDP", "true", ("FSDP2 did not start",)),  # on a CPU
+]
+SFT = dict(num_queries=20, num_heldout=2, batch_size=4, block_size=10, lr=1e-3)
 
 
 def flags(task: tasks.Task, **more: object) -> list[str]:
@@ -37,10 +42,7 @@ def flags(task: tasks.Task, **more: object) -> list[str]:
     return ["--task", "synthetic", *(f"--{name}={value}" for name, value in (files | more).items())]
 
 
-SFT = dict(num_queries=20, num_heldout=2, batch_size=4, block_size=10, lr=1e-3)
-
-
-def start(folder: Path, command: list, **env: str) -> subprocess.Popen:
+def start(folder, command: list, **env: str) -> subprocess.Popen:
     """Start a command on a CPU in a folder that is not the project's."""
     drop = ("ACCELERATE", "FSDP", "PYTEST")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
@@ -50,13 +52,12 @@ def start(folder: Path, command: list, **env: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> str:
-    """Wait for a process; return its output."""
     text = process.communicate(timeout=200)[0]
     assert process.returncode == code, text
     return text
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 300) -> None:
+def wait_until(condition, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.1)
@@ -113,8 +114,8 @@ def test_a_run_needs_neither_unix_signals_nor_links_nor_utf8(task, tmp_path):
     """Played on Unix. The weights are copied to where a link would be. Nor is wandb imported."""
     (tmp_path / "windows.py").write_text(WINDOWS)
     env = dict(PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", LC_ALL="C")
-    command = [sys.executable, "windows.py", ROOT / "sft.py", *flags(task, **SFT, run_name="a")]
-    assert "--run_name" in finish(start(tmp_path, command, **env))
+    words = ROOT / "sft.py", *flags(task, **SFT, run_name="a")
+    assert "--run_name" in tiny.run_python("windows.py", *words, cwd=tmp_path, env=env)
     copied, weights = (tmp_path / x for x in ("models/synthetic/sft", "runs/a/model"))
     assert not copied.is_symlink()
     for path in weights.iterdir():
@@ -141,8 +142,7 @@ def test_ddp_and_two_machines_give_the_same_numbers_and_fsdp2_is_refused_on_a_cp
     assert ddp == two and len(ddp) >= 3
     args = json.loads((tmp_path / "runs/two_machines/args.json").read_text())
     assert (args["processes"], args["mixed_precision"]) == (2, "bf16")
-    text = finish(launch("fsdp2", 2), code=1)
-    assert "FSDP2 did not start" in text
+    assert "FSDP2 did not start" in finish(launch("fsdp2", 2), code=1)
     assert not (tmp_path / "runs/fsdp2").exists()
 
 
@@ -171,15 +171,12 @@ def noted(run, update, *rest):
 dist.all_reduce, ppo.distributed.prepare, Run.checkpoint = counted, prepared, noted
 ppo.cli.run(ppo.main, ppo.Args, ppo.PRESETS)
 """
-
-
 LENGTH = "def score(responses):\n    return [float(len(response)) for response in responses]\n"
 
 
 @pytest.mark.slow
 def test_four_processes_have_the_same_weights_after_each_update_also_resumed(task, tmp_path):
-    """And as many collectives, whatever the lengths. One that is killed within the third update
-    ends the others at once; the message names it."""
+    """And as many collectives. One that is killed in the third update ends the others."""
     (tmp_path / "four.py").write_text(FOUR)
     (tmp_path / "length.py").write_text(LENGTH)
     values = dict(response_length=5, total_episodes=64, batch_size=16, num_minibatches=2)
@@ -225,8 +222,7 @@ def score(queries, responses):
 def test_launched_processes_finish_a_long_update_and_its_checkpoint(number, task, tmp_path):
     """As docs/running.md says; without its two variables the launcher ends them before that."""
     (tmp_path / "sleepy.py").write_text(SLEEPY)
-    page = (ROOT / "docs/running.md").read_text()
-    (variables,) = re.findall(r"`export (PET_.*?)` before", page)
+    (variables,) = re.findall(r"`export (PET_.*?)` before", (ROOT / "docs/running.md").read_text())
     env = dict(variable.split("=") for variable in variables.split())
     values = dict(response_length=5, total_episodes=32, batch_size=8, num_minibatches=2)
     values |= dict(eval_every=99, eval_queries=2, reward_fn="sleepy.py:score", run_name="a")
@@ -290,7 +286,6 @@ def test_slurm_saves_a_checkpoint_in_time_and_the_requeued_job_resumes(task, tmp
 
 @pytest.fixture
 def launch(monkeypatch):
-    """A function that starts the accelerator in the environment of a launcher."""
 
     def launch(args=None, **env):
         AcceleratorState._reset_state(True)
@@ -303,18 +298,9 @@ def launch(monkeypatch):
     torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("ACCELERATE_USE_DEEPSPEED", "true", ("DeepSpeed", "configs/fsdp2.yaml")),
-        ("ACCELERATE_MIXED_PRECISION", "fp16", ("fp16", "use bf16")),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", ("=4", "--micro_batch_tokens")),
-        ("FSDP_ACTIVATION_CHECKPOINTING", "true", ("--gradient_checkpointing",)),
-        ("ACCELERATE_USE_FSDP", "true", ("FSDP2 did not start",)),  # on a CPU
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "words"), REFUSED)
 def test_a_launch_that_would_silently_change_the_mathematics_is_refused(name, value, words, launch):
-    refuses(lambda: launch(**{name: value}), *words)
+    tiny.refuses(lambda: launch(**{name: value}), *words)
 
 
 def test_processes_whose_gradients_fsdp2_would_not_average_are_refused(monkeypatch):
@@ -327,13 +313,13 @@ def test_processes_whose_gradients_fsdp2_would_not_average_are_refused(monkeypat
     monkeypatch.delenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
     plan.parallelism_config = ParallelismConfig()
-    refuses(lambda: distributed.check_launch(plan), "tp_size", "configs/fsdp2.yaml")
+    tiny.refuses(lambda: distributed.check_launch(plan), "tp_size", "configs/fsdp2.yaml")
 
 
 def test_fsdp_has_to_be_version_2(launch, monkeypatch):
     tiny.shard_on_a_cpu(monkeypatch.setattr)
     env = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="1")
-    refuses(lambda: launch(**env), "FSDP2 did not start", "--fsdp_version 2")
+    tiny.refuses(lambda: launch(**env), "FSDP2 did not start", "--fsdp_version 2")
     assert launch(FSDP_VERSION="2").is_fsdp2
 
 

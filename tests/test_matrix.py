@@ -25,9 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from data import tasks
-from machinery import cli, distributed, models, rewards, sources, unpadding
-from machinery.decoding import Decoder
-from machinery.rewards import load_reward_model
+from machinery import cli, decoding, distributed, models, rewards, sources, unpadding
 from train_reward import RewardModel
 from utils import truncate
 
@@ -46,6 +44,8 @@ def covering_array() -> list[tuple]:
 
 
 FEW = {n: [row[:4] for row in covering_array() if row[4] == n] for n in (1, 2)}  # processes
+SINGLE = FEW[1] + [pytest.param(*x, marks=pytest.mark.exhaustive) for x in ALL if x not in FEW[1]]
+SOME = [pytest.param(2, marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.exhaustive)]
 
 
 def one_update(folder: Path, script: str, kind: str, form: str, rank: int = 0) -> Any:
@@ -76,7 +76,7 @@ def check_update(folder: Path, script: str) -> None:
     lines = read_metrics(folder.name)
     assert all(math.isfinite(value) for line in lines for value in line.values())
     if script == "train_reward":
-        assert load_reward_model(RewardModel, folder / "out").config.pad_id == tiny.WORDS
+        assert rewards.load_reward_model(RewardModel, folder / "out").config.pad_id == tiny.WORDS
         return
     before = models.load_lm(str(folder / "files0" / "model")).state_dict()
     after = AutoModelForCausalLM.from_pretrained(folder / "out").state_dict()
@@ -95,9 +95,6 @@ def test_every_two_values_meet_in_one_of_36_runs():
         assert {(row[i], row[j]) for row in rows} == {*product(values[i], values[j])}
 
 
-SINGLE = FEW[1] + [pytest.param(*x, marks=pytest.mark.exhaustive) for x in ALL if x not in FEW[1]]
-
-
 @pytest.mark.parametrize(("script", "kind", "precision", "form"), SINGLE)
 def test_L6_scripts_update_every_model(script, kind, precision, form, here, monkeypatch, capsys):
     """In fp32, or in bf16 autocast, as the launcher asks for it; of plain models without padding."""
@@ -108,9 +105,6 @@ def test_L6_scripts_update_every_model(script, kind, precision, form, here, monk
     check_update(folder, script)
     said = "padding is computed" in capsys.readouterr().out
     assert not said or kind not in ("gpt_neox", "llama")
-
-
-SOME = [pytest.param(2, marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.exhaustive)]
 
 
 @pytest.mark.parametrize("which", SOME)
@@ -155,7 +149,7 @@ def sample_apart(rank: int) -> None:
 
     def sample(policy: torch.nn.Module) -> tuple[torch.Tensor, int]:
         calls: list = []
-        decoder = ending_soon(Decoder(policy.lm, 50), calls)
+        decoder = ending_soon(decoding.Decoder(policy.lm, 50), calls)
         inputs = decoder, contexts, tiny.uniform(50, 20)[:, : len(contexts)]
         found = tiny.sample(*inputs, eos_task=True, truncate_after=0)
         return truncate(found, [0], 0, tiny.PAD)[0], len(calls)

@@ -11,16 +11,12 @@ import tiny
 import torch
 import transformers
 from tiny import refuses
-from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import train_reward
-from machinery import artifacts, models, rewards
-from machinery.cli import about
-from machinery.rewards import RewardConfig
+from machinery import artifacts, cli, models, rewards
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 RL, SCRIPTS = ("ppo", "rloo"), ("ppo", "rloo", "train_reward", "sft")
-
 SETTINGS = {
     "phimoe": dict(num_local_experts=4, router_jitter_noise=0.5, input_jitter_noise=0.5),
     "gpt_neo": dict(window_size=4),  # columns of a static cache
@@ -30,14 +26,25 @@ SETTINGS = {
     "mamba": dict(state_size=4),  # takes no positions
     "llama4_text": dict(num_local_experts=2, head_dim=8),  # is its own base_model
 }
+ROPE = dict(type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+VOCABULARY = dict(vocab_size=tiny.WORDS, eos_token_id=0)
+WINDOWS = {  # of 10 tokens; GPT-Neo's is that of local attention, Phi 3's where LongRoPE changes
+    "gpt_neo": dict(window_size=10, **VOCABULARY),
+    "phi3": dict(original_max_position_embeddings=10, rope_scaling=ROPE, **VOCABULARY),
+}
+EYES = dict(hidden_size=16, num_attention_heads=2, intermediate_size=16)
+GEMMA = tiny.config("gemma3_text", layer_types=["full_attention"] * 2)
+WITH_TEXT = {
+    "gemma3": (GEMMA, dict(num_hidden_layers=1, image_size=28, patch_size=14)),
+    "qwen3_5": (tiny.config("qwen3_5_text"), dict(depth=1, num_heads=2, out_hidden_size=32)),
+}
 
 
 def check(kind: str) -> None:
-    """Check a random model, made as `load_lm` makes it."""
     config = tiny.config(kind, dropout=0.5, **SETTINGS.get(kind, {}))
     torch.manual_seed(0)
-    lm = AutoModelForCausalLM.from_config(models.disable_dropout(config))
-    with about(f"--base_model {kind}"):
+    lm = transformers.AutoModelForCausalLM.from_config(models.disable_dropout(config))
+    with cli.about(f"--base_model {kind}"):
         models.check_model(lm)
 
 
@@ -52,19 +59,10 @@ def test_check_model_refuses_architectures_by_name(kind):
     refuses(lambda: check(kind), "--base_model", kind)
 
 
-ROPE = dict(type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4)
-VOCABULARY = dict(vocab_size=tiny.WORDS, eos_token_id=0)
-WINDOWS = {  # of 10 tokens; GPT-Neo's is that of local attention, Phi 3's where LongRoPE changes
-    "gpt_neo": dict(window_size=10, **VOCABULARY),
-    "phi3": dict(original_max_position_embeddings=10, rope_scaling=ROPE, **VOCABULARY),
-}
-
-
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_a_window_is_found_whatever_its_name_if_the_run_has_longer_texts(kind, start, tmp_path):
     """Each script compares at the length of its own texts: 13 tokens, or the labels'."""
-    lm = tiny.make_lm(kind, **WINDOWS[kind])
-    lm.save_pretrained(tmp_path / "model")
+    tiny.make_lm(kind, **WINDOWS[kind]).save_pretrained(tmp_path / "model")
     folder = str(tiny.write_tokenizer(tmp_path / "model"))
     models.load_lm(folder)
     works = ["up to 10 tokens"] * (kind == "phi3")
@@ -78,7 +76,7 @@ def test_a_reward_model_whose_scores_depend_on_other_texts_is_refused(start, tmp
     """At the length of query and response, not at that of a short probe."""
     config = tiny.config("phi3", **WINDOWS["phi3"])
     torch.manual_seed(0)
-    model = train_reward.RewardModel(RewardConfig(config, tiny.WORDS))
+    model = train_reward.RewardModel(rewards.RewardConfig(config, tiny.WORDS))
     model.save_pretrained(tmp_path / "other")
     folder = str(tiny.write_tokenizer(tmp_path / "other"))
     for script in RL:
@@ -94,7 +92,7 @@ def test_check_model_refuses_randomness_that_is_left_in_training_mode(monkeypatc
 
 @pytest.mark.parametrize("script", RL)
 def test_a_model_whose_head_computes_the_unknown_is_refused_at_start(script, start, monkeypatch):
-    forward = GPT2LMHeadModel.forward
+    forward = transformers.GPT2LMHeadModel.forward
 
     @functools.wraps(forward)
     def changed(self, *args, **kwargs):
@@ -102,34 +100,22 @@ def test_a_model_whose_head_computes_the_unknown_is_refused_at_start(script, sta
         output.logits = 2 * output.logits
         return output
 
-    monkeypatch.setattr(GPT2LMHeadModel, "forward", changed)
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "forward", changed)
     refuses(lambda: start(script), "gpt2", "--base_model", "nats")
     assert not Path("runs").exists()
 
 
-EYES = dict(hidden_size=16, num_attention_heads=2, intermediate_size=16)
-WITH_TEXT = {
-    "gemma3": dict(
-        text_config=tiny.config("gemma3_text", layer_types=["full_attention"] * 2).to_dict(),
-        vision_config=EYES | dict(num_hidden_layers=1, image_size=28, patch_size=14),
-    ),
-    "qwen3_5": dict(
-        text_config=tiny.config("qwen3_5_text").to_dict(),
-        vision_config=EYES | dict(depth=1, num_heads=2, out_hidden_size=32),
-    ),
-}
-
-
 @pytest.mark.parametrize("kind", WITH_TEXT)
 def test_the_text_model_of_a_checkpoint_that_reads_images_is_loaded_and_saved(kind, tmp_path):
-    config = transformers.AutoConfig.for_model(kind, **WITH_TEXT[kind])
+    text, eyes = WITH_TEXT[kind][0].to_dict(), EYES | WITH_TEXT[kind][1]
+    config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=eyes)
     torch.manual_seed(0)
     whole = transformers.AutoModelForImageTextToText.from_config(config).eval()
     whole.save_pretrained(tmp_path / "whole")
     lm, text = models.load_lm(str(tmp_path / "whole")), torch.arange(9)[None]
     tokenizer = SimpleNamespace(save_pretrained=str)
     artifacts.save_model(lm, tokenizer, tmp_path / "text", lm.state_dict(), {})
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
     for model in (lm, again):
         torch.testing.assert_close(model(text).logits, whole(text).logits, atol=1e-5, rtol=1e-5)
 
@@ -146,8 +132,7 @@ def test_heads_read_what_OPT_350m_projects():
     size = dict(word_embed_proj_dim=16, do_layer_norm_before=False)
     policy, reward = tiny.make_policy("opt", **size), tiny.make_reward("opt", **size)
     contexts, responses = tiny.make_contexts([8, 3], 8), tiny.make_responses(2, 5)
-    values = policy(contexts, responses)[2]
-    for row, found in enumerate(values):
+    for row, found in enumerate(policy(contexts, responses)[2]):
         expected = tiny.run_alone(policy, contexts[row], responses[row])[2]
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     hidden = reward.backbone(responses).last_hidden_state[:, -1]
@@ -173,7 +158,7 @@ def test_an_adapter_on_the_hub_is_refused(hub):
     """The library would load it, and freeze the weights."""
     folder = hub.commit("models", "owner/model")
     tiny.make_lm("llama").save_pretrained(folder)
-    lm = AutoModelForCausalLM.from_pretrained(folder)
+    lm = transformers.AutoModelForCausalLM.from_pretrained(folder)
     peft.get_peft_model(lm, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(folder)
     refuses(lambda: models.load_lm("owner/model"), "--base_model owner/model: ", "adapter")
 

@@ -1,10 +1,8 @@
 """Where such code went wrong before (pitfalls 1 to 22), where no other file shows it.
-
 1 is L6 in test_matrix.py; 2, 3, 5, 6, 8, 12 to 15 are G3, R1, P6, X11, P4, G4, X9 and P5 in
 test_details.py; 9 of ppo and rloo is X9 there; 4 is G2; 11, and 19 on two processes:
 test_distributed.py; 16 is L3 in test_rloo.py; 17 is in test_resume.py; 19 is in test_golden.py for
-ppo, in test_diffs.py for rloo. Below are 7, 9, 10, 18, 20, 22 and, after them, 33.
-"""
+ppo, in test_diffs.py for rloo. Below are 7, 9, 10, 18, 20, 22 and, after them, 33."""
 
 import json
 import math
@@ -15,10 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
-from tiny import EOS, PAD, WORDS
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rloo
@@ -30,8 +25,6 @@ from machinery.labels import Labels
 from machinery.rewards import load_reward_model
 from machinery.tokens import load_tokenizer
 
-EOS_TASK = tiny.make_task(eos_task=True, truncate_after=0)
-
 
 @tiny.both
 def test_nan_at_masked_positions_changes_nothing(script, accelerator):
@@ -39,14 +32,12 @@ def test_nan_at_masked_positions_changes_nothing(script, accelerator):
 
     def fill_padding(backbone, number):
         def run(input_ids, mask, *args, **options):
-            hidden = backbone(input_ids, mask, *args, **options)
-            return hidden.masked_fill(~mask[..., None], number)
+            return backbone(input_ids, mask, *args, **options).masked_fill(~mask[..., None], number)
 
         return run
 
-    args = tiny.make_args(
-        EOS_TASK, script, total_episodes=8, num_ppo_epochs=1, micro_batch_tokens=4096
-    )
+    sizes = dict(total_episodes=8, num_ppo_epochs=1, micro_batch_tokens=4096)
+    args = tiny.make_args(script=script, eos_task=True, truncate_after=0, **sizes)
     results = []
     for padding in (0.0, math.nan):
         policy, ref = (tiny.make_policy(seed=seed, script=script) for seed in (0, 3))
@@ -68,8 +59,8 @@ def test_nan_at_masked_positions_changes_nothing(script, accelerator):
 def test_R4_reward_training_follows_the_mean_over_labels(k, micro_batch_tokens, accelerator):
     """Of 6 labels with k candidates each, all of uneven length. Queries are computed once."""
     rng, model = np.random.default_rng(0), tiny.make_reward()
-    queries = [rng.integers(1, PAD, n) for n in (8, 1, 3, 5, 2, 8)]
-    responses = [[rng.integers(1, PAD, n) for n in rng.integers(1, 6, k)] for _ in queries]
+    queries = [rng.integers(1, tiny.PAD, n) for n in (8, 1, 3, 5, 2, 8)]
+    responses = [[rng.integers(1, tiny.PAD, n) for n in rng.integers(1, 6, k)] for _ in queries]
     labels = Labels(queries, responses, np.arange(6) % k)
     sizes = dict(num_labels=6, batch_size=6, num_heldout=0, micro_batch_tokens=micro_batch_tokens)
     args = train_reward.Args(task=tiny.make_task(), **sizes)
@@ -101,14 +92,14 @@ def test_sft_follows_the_mean_over_tokens(micro_batch_tokens, accelerator, monke
     monkeypatch.setattr(torch.optim, "AdamW", tiny.Recorder)
     lm, contexts = tiny.make_lm(), tiny.make_contexts([6, 6, 1, 3, 6], 6)
     rows = torch.cat([contexts, tiny.make_responses(5, 5)], dim=1)
-    rows[1, 8:], rows[3, 10:] = PAD, PAD
+    rows[1, 8:], rows[3, 10:] = tiny.PAD, tiny.PAD
     sizes = dict(batch_size=4, num_heldout=1, micro_batch_tokens=micro_batch_tokens)
     args = sft.Args(task=tiny.make_task(), max_grad_norm=1e6, **sizes)
     run, losses = tiny.start(sft, args, lm, tokens=rows), []
     for row, prompt in zip(rows[1:], (6, 1, 3, 6), strict=True):
-        real = row[row != PAD][None]
+        real = row[row != tiny.PAD][None]
         logits = lm(real).logits[0, prompt - 1 : -1]
-        losses += F.cross_entropy(logits, real[0, prompt:], reduction="none")
+        losses += torch.nn.functional.cross_entropy(logits, real[0, prompt:], reduction="none")
     assert len(losses) == 2 + 5 + 4 + 5
     loss = torch.stack(losses).mean()
     assert run.metrics[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
@@ -131,7 +122,7 @@ def test_sft_steps_and_rates_are_those_of_a_linear_warm_up_and_decay(runs, monke
     assert found == pytest.approx([0.5, 1.0, 1.0, 2 / 3, 1 / 3])
 
 
-def sft_blocks(runs) -> tuple[Tensor, queries.TokenTable]:
+def sft_blocks(runs) -> tuple[torch.Tensor, queries.TokenTable]:
     """Held-out blocks and the others of the run of sft.py."""
     args = runs.args["sft"]
     tokenizer, ids = load_tokenizer(args.task, args.task.response_length)
@@ -142,14 +133,13 @@ def sft_blocks(runs) -> tuple[Tensor, queries.TokenTable]:
 def test_a_saved_policy_loads_as_a_language_model_with_the_same_logits(kind, tmp_path, accelerator):
     """Tied weights stay tied, and no pad was added to the embedding."""
     folder = str(tiny.write_model(tmp_path / "start", kind))
-    policy = rloo.Policy(models.load_lm(folder), WORDS, 0.7)
+    policy = rloo.Policy(models.load_lm(folder), tiny.WORDS, 0.7)
     policy, optimizer = accelerator.prepare(policy, rloo.AdamTF(policy.parameters(), lr=1e-2))
-    contexts, responses = tiny.make_contexts([2, 6], 6, vocab=WORDS), tiny.make_responses(2, 4)
+    contexts, responses = tiny.make_contexts([2, 6], 6, vocab=tiny.WORDS), tiny.make_responses(2, 4)
     policy(contexts, responses)[0].sum().backward()
     optimizer.step()
     lm, tokenizer = policy.lm, AutoTokenizer.from_pretrained(folder)
     artifacts.save_model(lm, tokenizer, tmp_path / "saved", checkpoints.full_state(lm)[0], {})
-
     loaded, start = (AutoModelForCausalLM.from_pretrained(f) for f in (tmp_path / "saved", folder))
     tokens = torch.arange(1, 9)[None]
     with torch.no_grad():
@@ -158,7 +148,7 @@ def test_a_saved_policy_loads_as_a_language_model_with_the_same_logits(kind, tmp
         assert not torch.allclose(logits, start(tokens).logits)
     embeddings = loaded.get_input_embeddings().weight, loaded.get_output_embeddings().weight
     assert (embeddings[0] is embeddings[1]) == lm.config.tie_word_embeddings
-    assert len(embeddings[0]) == WORDS
+    assert len(embeddings[0]) == tiny.WORDS
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
@@ -169,9 +159,9 @@ def test_a_reward_model_round_trips(kind, tmp_path):
     loaded = load_reward_model(train_reward.RewardModel, str(tmp_path))
     assert not loaded.training and {p.dtype for p in loaded.parameters()} == {torch.float32}
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), atol=0, rtol=0)
-    tokens = utils.pad_left([[3, 4], [5, 6, 7, 8]], 6, PAD)
+    tokens = utils.pad_left([[3, 4], [5, 6, 7, 8]], 6, tiny.PAD)
     torch.testing.assert_close(loaded(tokens), model(tokens), atol=1e-6, rtol=1e-6)
-    assert loaded.config.pad_id == PAD
+    assert loaded.config.pad_id == tiny.PAD
 
 
 def test_sampling_leaves_a_model_in_the_mode_that_it_was_in(accelerator):
@@ -200,7 +190,6 @@ def test_under_bf16_probabilities_statistics_and_weights_are_fp32(script, bf16_a
     numbers = [x for x in rollouts[1] if x.is_floating_point()]
     states = [x for state in run.optimizer.state.values() for x in state.values()]
     assert {x.dtype for x in (*numbers, *states, *policy.parameters())} == {torch.float32}
-
     contexts, responses = tiny.make_contexts([8, 3], 8), tiny.make_responses(2, 5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "compute_logits", spy_logits)
@@ -215,7 +204,7 @@ def test_under_bf16_probabilities_statistics_and_weights_are_fp32(script, bf16_a
 def test_checkpoints_in_half_precision_are_trained_in_fp32(tmp_path):
     folder = str(tmp_path)
     tiny.make_lm().bfloat16().save_pretrained(folder)
-    made = [models.load_lm(folder), train_reward.new_reward_model(folder, PAD)]
+    made = [models.load_lm(folder), train_reward.new_reward_model(folder, tiny.PAD)]
     (tmp_path / "model.safetensors").unlink()
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     made.append(models.load_lm(folder, allow_random=True))
@@ -268,16 +257,12 @@ def test_with_an_lr_of_0_nothing_drifts(script, updates, precision, task, here, 
     assert all(torch.equal(value, before.state_dict()[name]) for name, value in after.items())
 
 
-# ----------------------------------------------- what is measured on held-out queries and labels
-
-
 @tiny.both
 @pytest.mark.parametrize("eos_task", [True, False])
 def test_an_evaluation_counts_a_response_to_its_end_or_all_of_it(script, eos_task, accelerator):
-    """Of three. The policy is surer by 1 at the first token, 2 at the second, …; the score is the
-    number of tokens."""
+    """The policy is surer by 1 at the first token, 2 at the second, …; a score counts tokens."""
     task = tiny.make_task(eos_task=eos_task, truncate_after=0, missing_eos_penalty=-3.0)
-    held_out = torch.tensor([[7, EOS, 7, 7, 7], [7, 7, 7, 7, 7], [9, 9, 9, 9, 9]])
+    held_out = torch.tensor([[7, tiny.EOS, 7, 7, 7], [7, 7, 7, 7, 7], [9, 9, 9, 9, 9]])
     training = tiny.make_responses(8, 5)
     policy, ref = tiny.make_policy(script=script), tiny.make_policy(seed=3, script=script)
     forward, samples = policy.forward, []
@@ -286,39 +271,27 @@ def test_an_evaluation_counts_a_response_to_its_end_or_all_of_it(script, eos_tas
     def surer(contexts, responses):
         logprobs, *others = forward(contexts, responses)
         given = ref(contexts, responses)[0].detach()
-        return (logprobs * 0 + (given + gaps) * (responses != PAD), *others)
+        return (logprobs * 0 + (given + gaps) * (responses != tiny.PAD), *others)
 
-    class Run(tiny.FakeRun):
-        def log_samples(self, step, texts, score, kl, total):
-            samples.append((step, *texts, score, kl, total))
-
-    policy.forward = surer
+    run, policy.forward = tiny.FakeRun(), surer
+    run.log_samples = lambda step, texts, **x: samples.append((step, *texts, *x.values()))
     sampled = lambda lm, contexts, *args: held_out if len(contexts) == 3 else training  # noqa: E731
-    reward = lambda queries, responses: (responses != PAD).sum(dim=1).float()  # noqa: E731
+    reward = lambda queries, responses: (responses != tiny.PAD).sum(dim=1).float()  # noqa: E731
     args = tiny.make_args(task, script, total_episodes=8, lr=0.0, kl_coef=0.5, kl_target=None)
-    patches = dict(ref=ref, reward=reward, sample_in_batches=sampled, Run=Run())
-    run = tiny.start(script, args, policy, **patches)
-
+    tiny.start(script, args, policy, ref=ref, reward=reward, sample_in_batches=sampled, Run=run)
     kl, lengths = ([3, 15, 15], [2, 5, 5]) if eos_task else ([15] * 3, [5] * 3)
-    expected = {
-        "eval/scores": (2 - 3 - 3) / 3,
-        "eval/scores_std": 5 * math.sqrt(2) / 3,
-        "eval/kl": sum(kl) / 3,
-        "eval/kl_coef": 0.5,
-        "eval/rlhf_reward": (2 - 3 - 3) / 3 - 0.5 * sum(kl) / 3,
-        "eval/response_length": sum(lengths) / 3,
-        "eval/cut_length": 4.0,
-        "eval/ended": 1 / 3,
-    }
+    expected = dict(scores=(2 - 3 - 3) / 3, scores_std=5 * math.sqrt(2) / 3, kl=sum(kl) / 3)
+    expected |= dict(rlhf_reward=(2 - 3 - 3) / 3 - 0.5 * sum(kl) / 3, kl_coef=0.5)
+    expected |= dict(response_length=sum(lengths) / 3, cut_length=4.0, ended=1 / 3)
     first, last = run.metrics
     assert {k: v for k, v in first.items() if k.startswith("eval/")} == last
-    assert {name: last[name] for name in expected} == pytest.approx(expected, abs=1e-4)
+    assert {x: last[f"eval/{x}"] for x in expected} == pytest.approx(expected, abs=1e-4)
     for step, (update, _, responses, *numbers) in enumerate(samples):  # before and after
         total = [score - 0.5 * x for score, x in zip([2, -3, -3], kl, strict=True)]
         for x, values in zip(numbers, ([2, -3, -3], kl, total), strict=True):
             assert x.tolist() == pytest.approx(values, abs=1e-4)
         assert update == step
-        assert responses == [f"7 {EOS}", "7 7 7 7 7", "9 9 9 9 9"]
+        assert responses == [f"7 {tiny.EOS}", "7 7 7 7 7", "9 9 9 9 9"]
 
 
 def test_heldout_labels_are_predicted_in_batches_and_averaged():
@@ -335,13 +308,9 @@ def test_heldout_labels_are_predicted_in_batches_and_averaged():
     run = tiny.start(train_reward, args, tiny.make_reward(), labels=labels, **patches)
     chosen = [math.log(p if right else 1 - p) for p, right in sure.items()]
     others = [math.log(1 - p if right else p) for p, right in sure.items()]
-    expected = {
-        "heldout/accuracy": 0.6,
-        "heldout/loss": -sum(chosen) / 5,
-        "heldout/reward_chosen": sum(chosen) / 5,
-        "heldout/reward_others": sum(others) / 5,
-    }
-    found = {name: run.metrics[-1][name] for name in expected}
+    expected = dict(accuracy=0.6, loss=-sum(chosen) / 5, reward_chosen=sum(chosen) / 5)
+    expected["reward_others"] = sum(others) / 5
+    found = {name: run.metrics[-1][f"heldout/{name}"] for name in expected}
     assert found == pytest.approx(expected, abs=1e-5)
 
 

@@ -29,8 +29,7 @@ def test_a_line_is_printed_at_least_once_a_minute(home, monkeypatch, capsys):
     monkeypatch.setattr("time.monotonic", lambda: now[0])
 
     def printed(total: int, seconds: float) -> list[int]:
-        args = settings("ppo")
-        run = runs.Run(args, total, ["objective/a", "b/a"], Accelerator(cpu=True))
+        run = runs.Run(settings("ppo"), total, ["objective/a", "b/a"], Accelerator(cpu=True))
         for step in range(total):
             now[0] += seconds
             run.log(step, {"objective/a": 0.5, "b/a": 1.0, "other": 2.0})
@@ -49,10 +48,7 @@ def test_a_line_is_printed_at_least_once_a_minute(home, monkeypatch, capsys):
 class Terminal(io.TextIOWrapper):
     """A terminal that its user closes: every write fails from then on."""
 
-    gone = False
-
-    def isatty(self) -> bool:
-        return True
+    gone, isatty = False, lambda self: True
 
     def write(self, text: str) -> int:
         if self.gone:
@@ -107,8 +103,7 @@ def test_five_updates_without_anything_to_learn_from_are_said_once(name, capsys)
 def test_equal_scores_are_said_in_a_run(home, capsys):
     Path("same.py").write_text("def score(queries, responses): return [0.1 for _ in queries]")
     SCRIPTS["rloo"].main(settings("rloo", reward_fn="same.py:score", kl_coef=0.0))
-    lines = capsys.readouterr().out.splitlines()
-    found = [line for line in lines if "unhealthy" in line]
+    found = [line for line in capsys.readouterr().out.splitlines() if "unhealthy" in line]
     assert "frac_reward_zero_std is 1;" in found[0] and "scores_std is " in found[1]
     assert len(found) == 2
 
@@ -128,9 +123,8 @@ def test_curves_are_over_episodes_with_evaluations_as_points(tmp_path, monkeypat
     assert capsys.readouterr().out == "eval/a: 1 → 4\n"
     assert (tmp_path / "curves.png").is_file()
     assert [text.get_text() for text in axis.get_legend().get_texts()] == ["each", "held out"]
-    lines = [{"step": i, "accuracy": i % 2} for i in range(100)] + [
-        {"step": 100, "heldout/accuracy": 1}
-    ]
+    lines = [{"step": i, "accuracy": i % 2} for i in range(100)]
+    lines += [{"step": 100, "heldout/accuracy": 1}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     progress.plot_run(tmp_path, ["accuracy"])
     _, smooth, dot = (line.get_xydata().tolist() for line in figures[1].axes[0].lines)

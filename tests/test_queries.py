@@ -16,33 +16,32 @@ import torch
 from conftest import read_metrics
 from formats import write_rows
 from tiny import WORDS, load_script, refuses
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 import utils
 from data import clean, tasks
-from machinery import queries
+from machinery import queries, tokens
 from machinery.queries import cut_query, ends_word
-from machinery.tokens import load_tokenizer
 from utils import TokenIds, query_rows
 
-ROOT = Path(__file__).parents[1]
 SENTENCES = ["Anna saw the old red house .", "", "  \t", "Ben was glad ."]
 SENTENCES += ["The cat slept under the table in the kitchen .", "So ."]
+EOS_TEXTS = [("Anna saw it.", " Ben saw it too."), ("Ben saw Anna.", " So."), (" ", " nothing")]
+EOS_TEXTS += [("Ben saw Anna.", " So.<|endoftext|>\n"), ("Anna", "")]  # some datasets have the end
+EOS_TEXTS += [("So", " the end of the story was that Ben was glad and so was Anna.")]
+EOS_ROWS = [{"prompt": prompt, "completion": text} for prompt, text in EOS_TEXTS]
 
 
 def write_sentences(path: Path, n: int = 100) -> str:
-    """A file of `n` different sentences."""
     return write_rows(path, [{"text": f"Anna saw {i} cats. So did Ben."} for i in range(n)])
 
 
 def tokenizer_of(task: tasks.Task):
-    return load_tokenizer(task, task.response_length)[0]
+    return tokens.load_tokenizer(task, task.response_length)[0]
 
 
 def load_queries(task: tasks.Task, tokenizer=None) -> queries.TokenTable:
-    """The table of queries with the task's own tokenizer or another one."""
-    own, ids = load_tokenizer(task, task.response_length)
+    own, ids = tokens.load_tokenizer(task, task.response_length)
     return queries.load_queries(task, tokenizer or own, ids)
 
 
@@ -80,13 +79,9 @@ EDGES = {
     f"By . Anna . PUBLISHED: . {STAMP} ": f"By . Anna . PUBLISHED: . {STAMP}",  # nothing else
     "“Rain,” he said: ‘it’s â€™ &amp; so’": "\"Rain,\" he said: 'it's ' & so'",
 }
-UNCHANGED = [
-    f"By now it rained . He said so . PUBLISHED: . {STAMP}",  # no byline
-    f"It rained . UPDATED: . {STAMP} He left .",  # not at the start: [O] would empty it
-    "It rained. (CNN) --",
-    "",
-    *CLEAN,
-]
+UNCHANGED = [*CLEAN, "", "It rained. (CNN) --"]
+UNCHANGED += [f"By now it rained . He said so . PUBLISHED: . {STAMP}"]  # no byline
+UNCHANGED += [f"It rained . UPDATED: . {STAMP} He left ."]  # not at the start: [O] would empty it
 
 
 def test_articles_lose_what_openai_removed_and_nothing_else():
@@ -119,7 +114,7 @@ def cnndm(task, tmp_path) -> tasks.Task:
 
 
 def test_P3_cnndm_queries_are_cleaned_end_a_sentence_and_have_prefix_and_suffix(cnndm):
-    tokenizer, ids = load_tokenizer(cnndm, 8)
+    tokenizer, ids = tokens.load_tokenizer(cnndm, 8)
     queries = load_queries(cnndm)[:]
     assert utils.decode(tokenizer, queries, ids.pad) == CLEAN[2:]
     contexts = utils.add_affixes(queries, ids)
@@ -130,13 +125,11 @@ def test_P3_cnndm_queries_are_cleaned_end_a_sentence_and_have_prefix_and_suffix(
     assert ids.ends == tokenizer.encode("\n")
 
 
-@pytest.mark.parametrize("make_tokenizer", [formats.gpt2_tokenizer, formats.llama2_tokenizer])
+@pytest.mark.parametrize("make", [formats.gpt2_tokenizer, formats.llama2_tokenizer])
 @pytest.mark.parametrize("end", ["", "\n", " "])
-def test_a_post_that_is_too_long_loses_its_last_lines_then_its_last_characters(
-    make_tokenizer, end, task
-):
+def test_a_post_that_is_too_long_loses_its_last_lines_then_its_last_characters(make, end, task):
     """As in OpenAI's summarize-from-feedback, also of a post that is one line."""
-    tokenizer, head, rest = make_tokenizer(), "TITLE: soup\n\nPOST: ", f"\n\nTL;DR:{end}"
+    tokenizer, head, rest = make(), "TITLE: soup\n\nPOST: ", f"\n\nTL;DR:{end}"
     for post in ("Anna saw it.\nBen saw it too.\n\nThe end.", "Anna saw that Ben saw it, too."):
         text = head + post + rest
         for length in range(len(tokenizer.encode(text)), len(tokenizer.encode(head + rest)), -1):
@@ -161,9 +154,7 @@ def tokenized(monkeypatch) -> list[str]:
     return seen
 
 
-def test_a_table_and_a_sample_are_found_again_and_hold_out_the_first_rows(
-    task, tmp_path, tokenized
-):
+def test_tables_and_samples_are_found_again_and_hold_out_the_first_rows(task, tmp_path, tokenized):
     """A start whose rows and settings another one had tokenizes nothing; samples are distinct."""
     many = replace(task, query_dataset=write_sentences(tmp_path / "many.txt"))
     table = load_queries(many)
@@ -200,7 +191,7 @@ def test_the_table_is_int32_in_a_file_and_gives_int64_rows_in_any_order(task):
 def test_what_a_table_depends_on_makes_another_one(change, task, tmp_path, tokenized):
     rows = [dict(text=f"Anna saw {i} cats. So did Ben.", title=f"{i}.") for i in range(100)]
     task = replace(task, query_dataset=write_rows(tmp_path / "a.jsonl", rows), truncate_token=None)
-    tokenizer, ids = load_tokenizer(task, 5)
+    tokenizer, ids = tokens.load_tokenizer(task, 5)
     before = rows_of(queries.load_queries(task, tokenizer, ids))
     assert len(tokenized) == 100
     tokenized.clear()
@@ -209,7 +200,7 @@ def test_what_a_table_depends_on_makes_another_one(change, task, tmp_path, token
     if change == "tokenizer":  # without its merges
         words = json.loads(tokenizer.backend_tokenizer.to_str())
         words["model"]["merges"] = []
-        backend = Tokenizer.from_str(json.dumps(words))
+        backend = type(tokenizer.backend_tokenizer).from_str(json.dumps(words))
         special = tokenizer.special_tokens_map
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     if change == "pad":
@@ -251,25 +242,17 @@ def test_generators_are_a_pure_function_of_seed_and_step():
 
 def query(text, tokenizer, length, end="."):
     ids = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ends = ends_word(text, ids["offset_mapping"], end)
-    cut = cut_query(ids["input_ids"], length, None, ends)
+    cut = cut_query(ids["input_ids"], length, None, ends_word(text, ids["offset_mapping"], end))
     return tokenizer.decode(cut, clean_up_tokenization_spaces=False)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "hers"])
-def test_P3_a_query_ends_with_its_last_sentence_with_and_without_a_space_before_the_stop(
-    name, request
-):
+def test_P3_a_query_ends_with_its_last_sentence_whatever_is_before_the_stop(name, request):
     tokenizer = request.getfixturevalue(name)
-    cuts = {
-        "It won £1.5million. More at CNN.com": "It won £1.5million.",  # 13, and 13 within words
-        "It rained. Happy: the baker . More at": "It rained. Happy: the baker .",  # 764
-        "It rained . He": "It rained .",
-        "It rained.": "It rained.",
-        "It rained . ": "It rained .",
-        "1.5 at CNN.com": "",
-        "": "",
-    }
+    cuts = {"It won £1.5million. More at CNN.com": "It won £1.5million."}  # 13, and 13 within words
+    cuts |= {"It rained. Happy: the baker . More at": "It rained. Happy: the baker ."}  # 764
+    cuts |= dict.fromkeys(["It rained . He", "It rained . "], "It rained .")
+    cuts |= {"It rained.": "It rained.", "1.5 at CNN.com": "", "": ""}
     assert {text: query(text, tokenizer, 500) for text in cuts} == cuts
     expected = [article.removesuffix(" More at CNN.com") for article in CLEAN]
     assert [query(article, tokenizer, 500) for article in CLEAN] == expected
@@ -293,16 +276,6 @@ def test_what_a_users_function_cleaned_is_not_taken_from_an_earlier_run(task, tm
         assert len(tokenized) == texts
 
 
-EOS_ROWS = [
-    {"prompt": "Anna saw it.", "completion": " Ben saw it too."},
-    {"prompt": "Ben saw Anna.", "completion": " So."},
-    {"prompt": "Ben saw Anna.", "completion": " So.<|endoftext|>\n"},  # some datasets have the end
-    {"prompt": " ", "completion": " nothing"},
-    {"prompt": "Anna", "completion": ""},
-    {"prompt": "So", "completion": " the end of the story was that Ben was glad and so was Anna."},
-]
-
-
 @pytest.fixture
 def eos_task(task, tmp_path) -> tasks.Task:
     """The embedded EOS task's settings on rows that are written by hand."""
@@ -314,7 +287,7 @@ def eos_task(task, tmp_path) -> tasks.Task:
 
 def test_X9_sft_sequences_of_an_eos_task_are_context_response_and_one_end(eos_task):
     """Padded on both sides, as the policy sees them. A response that is too long has no end."""
-    tokenizer, ids = load_tokenizer(eos_task, 8)
+    tokenizer, ids = tokens.load_tokenizer(eos_task, 8)
     expected = []
     for row in (EOS_ROWS[i] for i in (0, 1, 1, 5)):
         prompt = tokenizer.encode(row["prompt"])[:6]
@@ -343,9 +316,7 @@ def load_blocks(task: tasks.Task, block_size: int, tokenizer=None, load=queries.
 
 
 @pytest.mark.parametrize("batch", [1, 3, 10_000])
-def test_sft_blocks_do_not_depend_on_the_batches_that_texts_come_in(
-    batch, task, tmp_path, monkeypatch
-):
+def test_sft_blocks_do_not_depend_on_the_batches_of_texts(batch, task, tmp_path, monkeypatch):
     """A block continues in the next batch, also over blank ones, and begins with a text's start."""
     texts = [f"  {name} saw {i} cats." for i in range(20) for name in ("Anna", "Ben ")]
     texts += [""] * 8 + ["The end."] * 30
@@ -353,13 +324,11 @@ def test_sft_blocks_do_not_depend_on_the_batches_that_texts_come_in(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")  # an empty one
     in_batches = functools.partialmethod(datasets.Dataset.map, batch_size=batch)
     monkeypatch.setattr(datasets.Dataset, "map", in_batches)
-    tokenizer = tokenizer_of(task)
-    expected = blocks_by_hand(texts, tokenizer, 11)
+    expected = blocks_by_hand(texts, tokenizer_of(task), 11)
     assert sorted(load_blocks(task, 11)) == sorted(expected) and len(expected) > 20
 
 
 def test_another_way_to_make_blocks_makes_another_table(task, tmp_path, monkeypatch):
-    """A changed copy of the code never gets the cached blocks of the original."""
     original = load_blocks(task, 10)
     source = Path(queries.__file__).read_text()
     changed = source.replace("append(block.copy())", "append(block[block_size - 1 :: -1])")
@@ -376,7 +345,7 @@ def test_a_dialogue_with_its_answer_is_no_query(load, eos_task, tmp_path):
     long = replace(eos_task, query_length=40)
     for given, answered in ((rows[:1], False), (rows, True)):
         task = replace(long, query_dataset=write_rows(tmp_path / f"{answered}.jsonl", given))
-        start = functools.partial(load, task, *load_tokenizer(task, 8))
+        start = functools.partial(load, task, *tokens.load_tokenizer(task, 8))
         refuses(start, "Then mix it", "data/convert.py") if answered else start()
 
 
@@ -388,9 +357,7 @@ def test_queries_without_the_tokenizers_chat_template_are_named(chat, eos_task, 
         assert ("plain texts" in capsys.readouterr().out) == said
 
 
-def test_sounds_and_images_are_not_decoded_and_rows_that_nothing_reads_are_counted(
-    task, tmp_path, capsys
-):
+def test_sounds_are_not_decoded_and_rows_that_nothing_reads_are_counted(task, tmp_path, capsys):
     rows = {"text": [f"Anna saw {i} cats." for i in range(9)], "answer": [*range(9)]}
     rows |= {"sound": [{"bytes": b"no sound", "path": None}] * 9}
     found = datasets.Dataset.from_dict(rows).cast_column("sound", datasets.Audio())
@@ -404,7 +371,7 @@ def test_sounds_and_images_are_not_decoded_and_rows_that_nothing_reads_are_count
 def test_sft_holds_out_sequences_from_all_of_a_sorted_file(column, eos_task, tmp_path):
     rows = [dict(prompt=f"{i}{' the' * (i // 40)}", completion=" Ben") for i in range(400)]
     task = replace(eos_task, query_dataset=write_rows(tmp_path / "a.jsonl", rows), query_length=20)
-    tokenizer, ids = load_tokenizer(replace(task, response_column=column), 8)
+    tokenizer, ids = tokens.load_tokenizer(replace(task, response_column=column), 8)
     block = functools.partial(queries.load_blocks, task, 20)
     load = functools.partial(queries.load_responses, task) if column else block
     table, (the,) = load(tokenizer, ids), tokenizer.encode(" the")
@@ -416,7 +383,7 @@ def test_sft_holds_out_sequences_from_all_of_a_sorted_file(column, eos_task, tmp
 def test_answers_in_the_column_of_the_prompts_are_refused(eos_task):
     """sft.py would learn to repeat the prompt."""
     task = replace(eos_task, response_column=eos_task.query_column)
-    load = functools.partial(queries.load_responses, task, *load_tokenizer(task, 8))
+    load = functools.partial(queries.load_responses, task, *tokens.load_tokenizer(task, 8))
     refuses(load, "--response_column prompt")
 
 

@@ -1,7 +1,5 @@
 """README and docs/: links, commands, flags and code are right.
-
-`python tests/test_readme.py --fix` updates where links lead, and how many lines a script has.
-"""
+`python tests/test_readme.py --fix` updates where links lead, and how many lines a script has."""
 
 import ast
 import importlib
@@ -42,7 +40,6 @@ def right_line(link: re.Match) -> str:
 
 
 def right_length(row: re.Match) -> str:
-    """The beginning of a table's row with the number of lines of its script."""
     return f"| `{row[1]}` | {len((ROOT / row[1]).read_text().splitlines())} |"
 
 
@@ -115,20 +112,18 @@ def test_commands_parse_as_printed(source):
 
 
 # What test_local_commands_run_as_printed leaves out: it needs more, or another test runs it.
-ELSEWHERE = "|".join(
-    (
-        r"# .*(needs|GPU|hub)|--task (sentiment|tldr|gsm8k)|^end=",
-        r"^ *(pip|jupyter|pytest|pre-commit|ruff|python -m venv|python3 -m pip|git (worktree|clone))",
-        r"(equal|human|recipes|synthetic|vllm|worked_examples)\.sh|vllm serve|smollm2",
-        r"(mutations|overoptimize|pretrained)\.py",
-        r"demo\.sh|^python (sft|train_reward)\.py --task synthetic(_eos)?\s*(#|$)",  # `project`
-        r"judgments\.py|--task arithmetic",  # test_answers.py
-        r"curves\.py .*(wandb|TRL=)",  # test_curves.py
-        r"(same|gpu|growth|memory|render|speed)\.py",  # tests of these names, tools, the course
-        r"^(mkdir|code|model|flags)\b|\$code",  # test_tokens.py
-        r"^-    start, kl_coef = run.restore",  # test_resume.py
-    )
-)
+ELSEWHERE = [
+    r"# .*(needs|GPU|hub)|--task (sentiment|tldr|gsm8k)|^end=",
+    r"^ *(pip|jupyter|pytest|pre-commit|ruff|python -m venv|python3 -m pip|git (worktree|clone))",
+    r"(equal|human|recipes|synthetic|vllm|worked_examples)\.sh|vllm serve|smollm2",
+    r"(mutations|overoptimize|pretrained)\.py",
+    r"demo\.sh|^python (sft|train_reward)\.py --task synthetic(_eos)?\s*(#|$)",  # `project`
+    r"judgments\.py|--task arithmetic",  # test_answers.py
+    r"curves\.py .*(wandb|TRL=)",  # test_curves.py
+    r"(same|gpu|growth|memory|render|speed)\.py",  # tests of these names, tools, the course
+    r"^(mkdir|code|model|flags)\b|\$code",  # test_tokens.py
+    r"^-    start, kl_coef = run.restore",  # test_resume.py
+]
 TINY = """set -e
 tiny() {
 case "$1" in
@@ -149,7 +144,7 @@ def local_commands(page: str) -> str:
     """The commands of a page that need nothing, in its order; a loop runs once."""
     text = "".join(blocks(page, "bash")).replace("in 1 2 3", "in 1").replace("\\\n", " ")
     lines = [line for line in text.splitlines() if commands([line])]  # each with its comment
-    return "\n".join(line for line in lines if not re.search(ELSEWHERE, line))
+    return "\n".join(line for line in lines if not re.search("|".join(ELSEWHERE), line))
 
 
 @pytest.fixture(scope="module")
@@ -170,12 +165,9 @@ def project(tmp_path_factory):
     return folder, run
 
 
-MARKS = {"README.md": pytest.mark.slow}
-LOCAL = [
-    pytest.param(page, marks=MARKS.get(page, pytest.mark.exhaustive))
-    for page in PAGES
-    if local_commands(page)
-]
+LOCAL = [page for page in PAGES if page != "README.md" and local_commands(page)]
+LOCAL = [pytest.param(page, marks=pytest.mark.exhaustive) for page in LOCAL]
+LOCAL += [pytest.param("README.md", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("page", LOCAL)

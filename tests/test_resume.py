@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -17,7 +16,6 @@ from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -30,20 +28,14 @@ from conftest import SCRIPTS, SIGNALS, settings, without_times, write_files
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.testing import assert_close
 
 import ppo
-import rloo
 from machinery import artifacts, checkpoints, cli, distributed, rewards, runs, sources
-from machinery.cli import InputError
-
-ROOT = Path(__file__).parents[1]
 
 
 @contextmanager
 def process():
-    """The lock of a run that failed is released at the end of this, as at that of a process, and
-    what names stand for is found anew."""
+    """At the end, locks of a failed run are released, and what names stand for is found anew."""
     locks: list[Any] = []
     sources.PINNED.clear()
     with pytest.MonkeyPatch.context() as patch:
@@ -87,9 +79,6 @@ def assert_same_run(folder: Path, expected: Path) -> None:
     assert found["metrics.jsonl"] == wanted["metrics.jsonl"]
     assert found["samples.jsonl"] == wanted["samples.jsonl"]
     assert [name for name in wanted if found.get(name) != wanted[name]] == []
-
-
-# -------------------------------------------------------------------------------------- where runs are killed
 
 
 def at_call(patch: Any, owner: Any, name: str, n: int, do: Callable, when: Any = None) -> None:
@@ -214,29 +203,14 @@ def drive(jobs: list[dict]) -> dict[str, list[list[int]]]:
             if not resume:
                 args = settings(job["script"], **job["flags"], run_name=name)
                 shutil.rmtree(folder, ignore_errors=True)
-            port, pids = str(free_port()), []
+            place, pids = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())), []
             for rank in range(processes):
-                env = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
-                env |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+                env = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes)) | place
+                env, log = env if processes > 1 else {}, Path(f"{name}.{rank}.log")
                 here = what if rank == killed else None
-                log = Path(f"{name}.{rank}.log")
-                env = env if processes > 1 else {}
                 pids.append(fork(job["script"], args, here, n, log, env))
             codes[name].append([wait(pid, seconds=200) for pid in pids])
     return codes
-
-
-def run_jobs(folder: Path, jobs: list[dict]) -> SimpleNamespace:
-    folder.mkdir()
-    write_files(folder)
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
-    options = dict(cwd=folder, env=env, capture_output=True, text=True, timeout=400)
-    done = subprocess.run([sys.executable, __file__], **options, check=False)
-    logs = "".join(f"== {x.name}\n{x.read_text()[-1500:]}" for x in sorted(folder.glob("*.log")))
-    assert done.returncode == 0, done.stderr + logs
-    codes = json.loads((folder / "codes.json").read_text())
-    return SimpleNamespace(codes=codes, logs=logs, folder=folder, runs=folder / "runs")
 
 
 WHERE = {  # processes → script → where its run is killed: what, at which call, which process
@@ -258,7 +232,6 @@ WHERE = {  # processes → script → where its run is killed: what, at which ca
 
 
 def read_kills(text: str) -> list[list]:
-    """What, at which call, of which process."""
     kills = [kill.rsplit(" ", 2) for kill in text.split(", ")]
     return [[what, int(n), int(rank)] for what, n, rank in kills]
 
@@ -276,21 +249,24 @@ def test_a_run_that_is_killed_anywhere_and_resumed_equals_an_undisturbed_run(pro
         jobs.append(job | dict(name=f"{script}_straight", kills=[]))
         killed = dict(flags=dict(flags, save_every=2), kills=read_kills(kills))
         jobs.append(job | killed | dict(name=f"{script}_killed"))
-    done = run_jobs(tmp_path / "copy", jobs)
+    write_files(tmp_path)
+    out = tiny.run_python(__file__, json.dumps(jobs), cwd=tmp_path, timeout=400)
+    ended, paths = json.loads(out.splitlines()[-1]), sorted(tmp_path.glob("*.log"))
+    logs = "".join(f"== {path.name}\n{path.read_text()[-1500:]}" for path in paths)
     for script, kills in WHERE[processes].items():
-        *codes, last = done.codes[f"{script}_killed"]
-        assert done.codes[f"{script}_straight"] == [last] == [[0] * processes], done.logs
-        log = (done.folder / f"{script}_killed.0.log").read_text()
+        *codes, last = ended[f"{script}_killed"]
+        assert ended[f"{script}_straight"] == [last] == [[0] * processes], logs
+        log = (tmp_path / f"{script}_killed.0.log").read_text()
         for (what, _, rank), code in zip(read_kills(kills), codes, strict=True):
             others = {*code[:rank], *code[rank + 1 :]}
             if what.startswith("SIG"):
-                assert code == [143] * processes, done.logs
+                assert code == [143] * processes, logs
             elif what == "in a reward":  # of one process: all save the update before it, and end
                 assert code == [2] * processes and "3 of 6 updates are saved" in log
             else:
-                assert code[rank] == -9 and not others & {0, -9}, done.logs
+                assert code[rank] == -9 and not others & {0, -9}, logs
         assert log.count("resuming runs/") >= len(codes) - 1
-        assert_same_run(done.runs / f"{script}_killed", done.runs / f"{script}_straight")
+        assert_same_run(*(tmp_path / f"runs/{script}_{way}" for way in ("killed", "straight")))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -313,27 +289,22 @@ def test_a_signal_loses_no_finished_update(script, home, capsys):
 
 FAILING = """
 import asyncio, pathlib
-
 def fails():
     calls = pathlib.Path("calls")
     if calls.exists():
         calls.write_text(calls.read_text() + "x")
         return len(calls.read_text()) == 6  # in update 3, after two evaluations
-
 def plain(responses):
     return [len(x) / (0 if fails() else 9) for x in responses[:1]] * len(responses)
-
 async def slow(responses):
     await asyncio.gather(*(asyncio.sleep(60 if fails() else 0.01) for x in responses[:1]))
     return [len(x) / 9 for x in responses[:1]] * len(responses)
-
 slow.timeout = 0.2
 """
 
 
 @pytest.mark.parametrize(("script", "name"), [("ppo", "plain"), ("rloo", "slow")])
 def test_a_reward_function_that_fails_or_takes_too_long_loses_no_update(script, name, home, capsys):
-    """Without --save_every: 3 of 6 updates."""
     (home / "mine.py").write_text(FAILING)
     flags = dict(reward_fn=f"mine.py:{name}")
     assert exit_code(script, settings(script, run_name="straight", **flags)) == 0
@@ -378,7 +349,6 @@ def read_state(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def again(flags: str = "--resume runs/ran", script: Any = ppo) -> Any:
-    """The flags of a run that is resumed, as the command line gives them."""
     return cli.parse_args(script.Args, script.PRESETS, flags.split())
 
 
@@ -392,14 +362,11 @@ def refused(*words: Any):
 
     before = files()
     with process():
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(cli.InputError) as caught:
             yield
         assert all(str(word) in str(caught.value) for word in words), caught.value
         caught.value.__traceback__ = None
     assert files() == before
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def test_a_checkpoint_is_one_safetensors_file_and_the_newest_two_are_kept(copy):
@@ -407,7 +374,8 @@ def test_a_checkpoint_is_one_safetensors_file_and_the_newest_two_are_kept(copy):
     names = [path.name for path in checkpoint_files()]
     assert names == ["00000004.safetensors", "00000005.safetensors"]
     tensors, state = read_state(checkpoint_files()[-1])
-    for kind, end in (("model", ""), *(("optimizer/state", f"/{x}") for x in MOMENTS)):
+    for end in ("", "/exp_avg", "/exp_avg_sq", "/step"):
+        kind = "optimizer/state" if end else "model"
         assert f"{kind}/value_head.bias{end}" in tensors
         assert f"{kind}/lm.lm_head.weight{end}" not in tensors
     lines = Path("runs/ran/metrics.jsonl").read_text().splitlines(keepends=True)
@@ -428,10 +396,10 @@ def test_a_checkpoint_of_every_kind_of_model_is_read_back(kind, tmp_path):
     state = {"adam": first.state_dict(), "queue": [(True, None), {"x": x, "again": x}]}
     checkpoints.save_checkpoint(tmp_path, 1, models[0], first, state)
     found = checkpoints.load_checkpoint(tmp_path / "00000001.safetensors", models[1], second)
-    assert_close(found["state"].pop("queue"), [[True, None], {"x": x, "again": x}])
+    torch.testing.assert_close(found["state"].pop("queue"), [[True, None], {"x": x, "again": x}])
     third = torch.optim.Adam(models[1].parameters())
     third.load_state_dict(found["state"].pop("adam"))
-    assert_close(third.state_dict(), first.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(third.state_dict(), first.state_dict(), rtol=0, atol=0)
     for x, y in zip(models[0].parameters(), models[1].parameters(), strict=True):
         moments = first.state[x]["exp_avg"], second.state[y]["exp_avg"]
         assert torch.equal(x, y) and torch.equal(*moments)
@@ -457,9 +425,8 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_gives_the_same_ru
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.usefixtures("bf16_accelerator")
-def test_every_flag_that_changes_numbers_is_refused_by_name_no_other(script, tmp_path):
-    """Flags that only save memory too, since they change rounding; also the launcher's precision."""
+def test_every_flag_that_changes_numbers_is_refused_by_name(script, bf16_accelerator, tmp_path):
+    """No other is. Those that only save memory change rounding. Also the launcher's precision."""
     args = settings(script, resume=str(tmp_path / "checkpoints/1"))
     record = checkpoints.describe(args, 1)
     assert (record["mixed_precision"], record["processes"]) == ("bf16", 1)
@@ -484,8 +451,7 @@ def test_changed_flags_are_all_named_before_anything_is_loaded(copy, no_weights)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.usefixtures("accelerator")
-def test_a_file_that_was_edited_is_refused_if_the_script_reads_it(script, home):
+def test_a_file_that_was_edited_is_refused_if_the_script_reads_it(script, home, accelerator):
     Path("runs/ran/checkpoints").mkdir(parents=True)
     for name in (f"{script}.py", "checkpoints/00000002.safetensors"):
         Path("runs/ran", name).touch()
@@ -526,8 +492,7 @@ def test_a_link_that_moves_changes_nothing(home):
 
 
 def test_weights_that_are_replaced_in_their_folder_are_noticed(home):
-    args = settings("ppo", run_name="ran", save_every=4)
-    ppo.main(args)
+    ppo.main(settings("ppo", run_name="ran", save_every=4))
     tiny.write_model(Path("task/model"), seed=5)
     with refused("sha256 of base_model/model.safetensors="):
         ppo.main(again())
@@ -535,23 +500,19 @@ def test_weights_that_are_replaced_in_their_folder_are_noticed(home):
     ppo.check(again(), 1)
 
 
-def test_a_resumed_run_reads_the_commits_of_the_hub_that_it_began_with(
-    hub, home, tmp_path, monkeypatch
-):
+def test_a_resumed_run_reads_the_commits_of_the_hub_it_began_with(hub, home, tmp_path, monkeypatch):
     """Also if the cache has the newer ones. If they are gone, the run ends with one sentence."""
     model, rows = "owner/model", "owner/rows"
 
     def publish(number: int, text: str) -> None:
         tiny.write_model(hub.commit("models", model, number), seed=number)
         texts = [{"text": f"{name} {text} {x}."} for name in "ABCDE" for x in tiny.THINGS]
-        datasets.Dataset.from_list(texts).to_parquet(
-            hub.commit("datasets", rows, number) / "x.parquet"
-        )
+        file = hub.commit("datasets", rows, number) / "x.parquet"
+        datasets.Dataset.from_list(texts).to_parquet(file)
 
     publish(1, "saw the")
     args = settings("ppo", run_name="ran", save_every=4)
-    task = replace(args.task, base_model=model, query_dataset=rows)
-    ppo.main(replace(args, task=task))
+    ppo.main(replace(args, task=replace(args.task, base_model=model, query_dataset=rows)))
     before = written(Path("runs/ran"))
     publish(2, "lost a")
     assert exit_code("sft", settings("sft", base_model=model, query_dataset=rows)) == 0
@@ -624,7 +585,7 @@ def test_latest_is_the_newest_run_of_this_script_and_task_that_has_a_checkpoint(
     assert found("runs/ran") == (Path("runs/ran"), 0.01)
     for name in ("latest", "runs/bare", "runs/nowhere", "runs/ran"):
         with refused(f"--resume {name} has no checkpoint of rloo.py"):
-            again(f"--resume {name}", rloo)
+            again(f"--resume {name}", SCRIPTS["rloo"])
     with refused("no checkpoint of ppo.py on task tldr"):
         again("--resume latest --task tldr")
 
@@ -647,8 +608,7 @@ def test_files_that_others_leave_in_a_run_are_passed_over(ran, copy, capsys):
     ppo.main(again("--resume latest --save_every 1"))
     assert "skipped runs/broken" in capsys.readouterr().out
     assert_same_run(copy / "runs/ran", ran / "runs/ran")
-    names = ["00000004", "00000005", "best"]
-    assert [path.stem for path in checkpoint_files()] == names
+    assert [path.stem for path in checkpoint_files()] == ["00000004", "00000005", "best"]
 
 
 def test_more_episodes_are_a_new_run_from_the_weights(copy):
@@ -674,4 +634,4 @@ def test_a_signal_changes_nothing_under_nohup_or_in_the_last_update(home):
 
 if __name__ == "__main__":
     datasets.config.HF_DATASETS_CACHE = Path("cache").resolve()
-    Path("codes.json").write_text(json.dumps(drive(json.loads(Path("jobs.json").read_text()))))
+    print(json.dumps(drive(json.loads(sys.argv[1]))))

@@ -1,12 +1,12 @@
 """Rewards: models, functions of users, both; what a reward model reads."""
 
 import json
-import math
 import os
 import re
 import threading
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,20 +18,19 @@ import tiny
 import torch
 from accelerate import Accelerator
 from conftest import read_metrics, without_times
-from formats import write_rows
 from test_readme import blocks
 from tiny import refuses
 from vllm_server import serve
 
-import rloo
 import train_reward
 import utils
-from machinery import queries, rewards
-from machinery.rewards import load_reward_model
-from machinery.sources import import_file
+from machinery import queries, rewards, sources
 from machinery.tokens import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("accelerator")
+RETURNS = ["[1.0]", "[[1.0]] * 4", "[float('nan')] * 4", "[1e39, 0, 0, 0]", "None"]
+RETURNS += ["[1, None, 1, 1]", "['a', 'b', 'c', 'd']", "(1.0 for _ in range(4))"]
+RETURNS += ["{'rewards': [1.0] * 4}", "{}", "{'a': [1.0] * 4, 'b': [1.0]}", "1 / 0", "sys.exit(0)"]
 
 
 def load_reward(task, folder: Path | None = None, code: str = "", **flags: Any) -> Any:
@@ -46,11 +45,6 @@ def load_reward(task, folder: Path | None = None, code: str = "", **flags: Any) 
     return rewards.load_reward(args, train_reward.RewardModel, *rest), tokenizer
 
 
-RETURNS = ["[1.0]", "[[1.0]] * 4", "[float('nan')] * 4", "[1e39, 0, 0, 0]", "None"]
-RETURNS += ["[1, None, 1, 1]", "['a', 'b', 'c', 'd']", "(1.0 for _ in range(4))"]
-RETURNS += ["{'rewards': [1.0] * 4}", "{}", "{'a': [1.0] * 4, 'b': [1.0]}", "1 / 0", "sys.exit(0)"]
-
-
 @pytest.mark.parametrize("returned", RETURNS)
 def test_a_function_without_one_finite_number_per_response_ends_the_run(returned, task, tmp_path):
     """Of four responses. A judge that calls sys.exit must not end the run with exit code 0."""
@@ -60,8 +54,7 @@ def test_a_function_without_one_finite_number_per_response_ends_the_run(returned
     gold = rewards.Reward("gold_fn", replace(task, gold_fn=name), tokenizer, ids.pad)
     tokens = torch.full((4, 3), 14)
     for flag, score in (("--reward_fn", reward), ("--gold_fn", gold)):
-        message = refuses(lambda score=score: score(tokens, tokens), f"{flag} {name}: ")
-        assert len(message) < 400
+        assert len(refuses(lambda score=score: score(tokens, tokens), f"{flag} {name}: ")) < 400
 
 
 def test_a_reward_model_with_too_few_positions_is_refused(task, tmp_path):
@@ -74,10 +67,8 @@ def test_a_reward_model_with_too_few_positions_is_refused(task, tmp_path):
 def test_a_reward_function_reads_texts_and_may_return_an_array(form, task, tmp_path):
     code = f"return {form}([len(q + 100 * r) for q, r in zip(queries, responses)])"
     reward, tokenizer = load_reward(task, tmp_path, code)
-    queries, responses = (
-        utils.pad_left([tokenizer.encode(text) for text in texts], 8, tiny.WORDS)
-        for texts in (("Anna saw", "A"), (".", " .."))
-    )
+    rows = [tokenizer.encode(text) for text in ("Anna saw", "A", ".", " ..")]
+    queries, responses = utils.pad_left(rows, 8, tiny.WORDS).split(2)
     assert reward(queries, responses).tolist() == [108, 301]
 
 
@@ -101,9 +92,9 @@ def test_an_uploaded_reward_model_loads_by_its_name_on_the_hub(hub):
     """Later from the cache, without the hub."""
     folder = hub.commit("models", "me/reward")
     tiny.write_reward(folder)
-    expected = load_reward_model(train_reward.RewardModel, str(folder)).state_dict()
+    expected = rewards.load_reward_model(train_reward.RewardModel, str(folder)).state_dict()
     for _ in range(2):
-        loaded = load_reward_model(train_reward.RewardModel, "me/reward").state_dict()
+        loaded = rewards.load_reward_model(train_reward.RewardModel, "me/reward").state_dict()
         assert all(x.equal(loaded[name]) for name, x in expected.items())
         hub.shutdown()
         hub.server_close()
@@ -115,23 +106,19 @@ def test_a_response_keeps_the_space_that_it_has_after_its_query(tmp_path):
     q, r = (policy.convert_tokens_to_ids(t.split()) for t in ("▁Anna ▁was ▁happy .", "▁Maria ▁was"))
     assert policy.decode(r) == "Maria was" and policy.decode(q + r) == "Anna was happy. Maria was"
     pad = len(policy)
-    (tmp_path / "f.py").write_text(
-        "def f(responses):\n    return [x == ' Maria was' for x in responses]"
-    )
-    task = tiny.make_task(reward_fn=f"{tmp_path}/f.py:f")
-    score = rewards.Reward("reward_fn", task, policy, pad)
+    code = "def f(responses):\n    return [x == ' Maria was' for x in responses]"
+    (tmp_path / "f.py").write_text(code)
+    score = rewards.Reward("reward_fn", tiny.make_task(reward_fn=f"{tmp_path}/f.py:f"), policy, pad)
     assert score(torch.tensor([[pad, *q]]), torch.tensor([[*r, pad]])).tolist() == [1]
 
 
 def test_a_reward_model_of_other_tokens_and_a_classifier_are_refused(task, tmp_path, gpt2):
     """A text would be other ids to it. Both can be called by a function."""
-    folder = tiny.write_reward(tmp_path / "reward")
-    gpt2.save_pretrained(folder)
-    refuses(
-        lambda: load_reward(task, reward_model=folder), folder, "tokens differ", "classifier.py"
-    )
+    folder, lm = (str(tmp_path / name) for name in ("reward", "lm"))
+    gpt2.save_pretrained(tiny.write_reward(tmp_path / "reward"))
+    load = partial(load_reward, task, reward_model=folder)
+    refuses(load, folder, "tokens differ", "classifier.py")
     tiny.write_model(tmp_path / "lm")
-    lm = str(tmp_path / "lm")
     refuses(lambda: load_reward(task, reward_model=lm), f"--reward_model {lm}", "classifier.py")
 
 
@@ -172,7 +159,7 @@ def test_the_judge_of_the_page_asks_in_both_orders_and_all_at_once(tmp_path, mon
         a, b = gpt2.decode(body["prompt"]).split("Summary A:\n")[1].split("Summary B:\n")
         probs = dict(A=0.6, B=0.2, C=0.1) if "good" in a else dict(A=0.3, B=0.5)
         assert "good" in a or "good" in b
-        logprobs = {x: math.log(p) for x, p in probs.items()}
+        logprobs = {x: np.log(p) for x, p in probs.items()}
         answer["choices"][0]["logprobs"]["top_logprobs"][0] = logprobs
 
     monkeypatch.setenv("JUDGE_URL", serve(change)[0])
@@ -190,12 +177,9 @@ def test_the_judge_of_the_page_asks_in_both_orders_and_all_at_once(tmp_path, mon
 
 PROCESSES = """
 import multiprocessing, os, tempfile, time
-
 fork = multiprocessing.get_context("fork")
-
 def stuck(*args):
     time.sleep(60)
-
 def score(responses):
     child = fork.Process(target=stuck)
     began = time.monotonic()
@@ -206,10 +190,8 @@ def score(responses):
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
     return plain(responses)
-
 def plain(responses):
     return [len(response) / 9 for response in responses]
-
 def guarded(responses):
     os.replace = os.chdir = os.getcwd = None  # as HumanEval's guard does
     return plain(responses)
@@ -234,18 +216,14 @@ COMPOSED = """
 def composed(queries, responses, scores):
     assert isinstance(scores, list) and all(isinstance(score, float) for score in scores)
     return [10 + 2 * score for score in scores]
-
 def plain(queries, responses):
     return [1.0] * len(responses)
 """
 
 
-def test_a_reward_function_with_an_argument_scores_gets_the_reward_models(
-    task, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(COMPOSED)
-    reward_folder = tiny.write_reward(tmp_path / "reward")
+def test_a_reward_function_with_an_argument_scores_gets_the_reward_models(task, here):
+    (here / "mine.py").write_text(COMPOSED)
+    reward_folder = tiny.write_reward(here / "reward")
     queries = tiny.make_contexts([8, 3, 1, 5], 8, vocab=tiny.WORDS)
     responses = tiny.make_contexts([5, 5, 5, 5], 5, seed=1, vocab=tiny.WORDS)
     responses[1, 1:], responses[2, 3:] = tiny.WORDS, tiny.WORDS  # padding
@@ -268,19 +246,16 @@ ROWS = [dict(prompt=f"Anna saw {i} cats.", number=i, tags=[str(i), "x"], twin=0)
 ROWS += [ROWS[5] | {"twin": 1}, ROWS[5] | {"twin": 2}, ROWS[7] | {"prompt": " "}]
 REWARD = """
 import json
-
 def check(queries, number, tags):
     assert len(queries) == len(number) == len(tags) > 0
     for query, n, (tag, x) in zip(queries, number, tags):
         assert type(n) is int and query.split()[2] == tag == str(n) and x == "x"
-
 def score(queries, responses, tags, twin, number, missing=3.0):
     check(queries, number, tags)
     assert missing == 3.0
     with open("seen.jsonl", "a") as seen:
         print(json.dumps([number, twin]), file=seen)
     return {"e": [x.count("e") / 4 for x in responses], "long": [len(x) / 9 for x in responses]}
-
 def gold(queries, responses, *, number, **columns):
     check(queries, number, columns["tags"])
     assert columns.keys() == {"prompt", "tags", "twin"} and columns["prompt"] == queries
@@ -289,11 +264,10 @@ def gold(queries, responses, *, number, **columns):
 
 
 @pytest.fixture
-def by_column(task, tmp_path, monkeypatch):
+def by_column(task, here):
     """A task of `ROWS`; by_column.py in the current folder."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "by_column.py").write_text(REWARD)
-    rows = write_rows(tmp_path / "rows.jsonl", ROWS)
+    (here / "by_column.py").write_text(REWARD)
+    rows = formats.write_rows(here / "rows.jsonl", ROWS)
     return replace(task, query_dataset=rows, query_column="prompt", truncate_token=None)
 
 
@@ -302,8 +276,7 @@ def test_columns_stay_beside_their_queries_in_every_table(by_column):
     tokenizer, ids = load_tokenizer(by_column, 5)
     right = Counter((row["prompt"], row["number"], row["twin"]) for row in ROWS[:42])
     for num_queries, sizes in ((1000, {42}), (1000, {42}), (20, {19, 20})):
-        task = replace(by_column, num_queries=num_queries)
-        table = queries.load_queries(task, tokenizer, ids)
+        table = queries.load_queries(replace(by_column, num_queries=num_queries), tokenizer, ids)
         assert len(table) in sizes and table.columns(np.array([3, 3, 0])).keys() == ROWS[0].keys()
         for part in (table, *table.hold_out(9)):
             columns, texts = part.columns(), utils.decode(tokenizer, part[:], ids.pad)
@@ -312,19 +285,16 @@ def test_columns_stay_beside_their_queries_in_every_table(by_column):
 
 
 @tiny.both
-def test_a_reward_sees_the_columns_of_each_query_in_training_and_evaluation(
-    script, by_column, tmp_path
-):
+def test_a_reward_sees_the_columns_of_its_query_in_training_and_evaluation(script, by_column):
     task = replace(by_column, gold_fn="by_column.py:gold")
     flags = dict(reward_fn="by_column.py:score", run_name="run", output_dir="out", eval_every=1)
     flags |= dict(total_episodes=24, eval_queries=6, rollout_batch_size=3)
     script.main(tiny.make_args(task, script, **flags))
-    calls = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
-    sizes = [len(numbers) for numbers, _ in calls]
-    assert sizes == [6, 8] * 3 + [6]
+    calls = [json.loads(line) for line in Path("seen.jsonl").read_text().splitlines()]
+    assert [len(numbers) for numbers, _ in calls] == [6, 8] * 3 + [6]
     heldout = calls[0]
     assert all(call == heldout for call in calls[::2])
-    if script is rloo:  # a query's rows are neighbors, as in TRL
+    if script.__name__ == "rloo":  # a query's rows are neighbors, as in TRL
         assert all(x == list(np.repeat(x[::2], 2)) for call in calls[1::2] for x in call)
     assert Path("runs/run/by_column.py").read_text() == Path("by_column.py").read_text()
     line = read_metrics("run")[0]
@@ -356,7 +326,6 @@ SIGNATURES = {  # the table in docs/ppo.md → what each parameter gets
 
 
 def arguments(parameters: str, columns: dict[str, list] = REST) -> dict[str, Any]:
-    """What a function with these parameters gets."""
     seen: dict[str, Any] = {}
     function = eval(f"lambda {parameters}: seen.update(locals()) or [1.0]", {"seen": seen})
     scores = {"scores": [0.5]} if "scores" in parameters else {}
@@ -393,9 +362,8 @@ def test_a_function_of_another_form_is_refused_with_a_wrapper_to_paste(parameter
     path.write_text(f"def judge({parameters}):\n    return {OTHERS[parameters]}\n")
     args = tiny.make_args(task, reward_fn=f"{path}:judge", reward_model="nowhere")
     message = refuses(lambda: rewards.check_reward(args), f"--reward_fn {path}:judge: ")
-    pasted = message[message.index("def ") :]
-    path.write_text(path.read_text() + pasted)
-    import_file.cache_clear()
+    path.write_text(path.read_text() + message[message.index("def ") :])
+    sources.import_file.cache_clear()
     function = rewards.load_scorer("reward_fn", replace(task, reward_fn=f"{path}:wrapped"))
     columns = REST | dict(data_source=["sums"], ground_truth=["2"])
     assert rewards.call_reward_function(function, TEXTS, columns)[""].tolist() == [1]

@@ -25,19 +25,20 @@ from transformers import AutoModelForCausalLM
 import ppo
 import sft
 from data import tasks
-from machinery import artifacts, checkpoints, distributed, runs
-from machinery.artifacts import ROOT
-from machinery.tokens import load_tokenizer
+from machinery import artifacts, checkpoints, distributed, runs, tokens
 
 pytestmark = pytest.mark.usefixtures("accelerator")
-
-
 SHORT = dict.fromkeys(["ppo", "rloo"], dict(total_episodes=16, num_ppo_epochs=1, eval_every=100))
 SHORT |= dict(sft=dict(num_epochs=1), train_reward=dict(num_labels=4))
+IN_THE_WAY = {  # the file that is there → flags, what the error names; `SCRIPT` stands for the script
+    "runs/mine/metrics.jsonl": (dict(run_name="mine"), "--run_name mine"),
+    "out/thesis.tex": (dict(output_dir="out"), "--output_dir out"),
+    "models/synthetic/SCRIPT/model.safetensors": ({}, "models/synthetic/SCRIPT"),
+    "models/synthetic/SCRIPT": ({}, "models/synthetic/SCRIPT"),
+}
 
 
 def two_steps(script: str, **changes: Any) -> Any:
-    """Flags of a run of two updates or steps, without a name."""
     return settings(script, **SHORT[script] | changes)
 
 
@@ -49,13 +50,11 @@ def new_run(**flags: Any) -> runs.Run:
 
 
 def save(run: runs.Run, seed: int = 0) -> None:
-    """Save a random policy."""
-    tokenizer, _ = load_tokenizer(run.args.task, 5)
+    tokenizer, _ = tokens.load_tokenizer(run.args.task, 5)
     run.save(tiny.make_lm(seed=seed, vocab=tiny.WORDS), tokenizer)
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
@@ -110,8 +109,7 @@ def test_a_resumed_run_continues_its_wandb_run(home, monkeypatch):
 
 def test_the_next_command_finds_the_weights_or_is_not_printed(home, capsys):
     """It would need the task's flags that were changed, too."""
-    base_model = sft.PRESETS["synthetic"]["base_model"]
-    plain = replace(tasks.TASKS["synthetic"], base_model=base_model)
+    plain = replace(tasks.TASKS["synthetic"], base_model=sft.PRESETS["synthetic"]["base_model"])
     changed = replace(plain, query_length=9)
     for task, out, line in ((plain, None, True), (plain, "out", False), (changed, None, False)):
         args = replace(two_steps("sft"), task=task, output_dir=out)
@@ -126,16 +124,14 @@ def test_the_next_command_finds_the_weights_or_is_not_printed(home, capsys):
 def test_a_copy_of_a_script_has_runs_and_weights_of_its_own(name, home, monkeypatch):
     """`cp ppo.py mine.py`: the baseline's link and weights stay what they were."""
     copy = home / "mine.py"
-    copy.write_text((ROOT / f"{name}.py").read_text() + "# mine\n")
+    copy.write_text((artifacts.ROOT / f"{name}.py").read_text() + "# mine\n")
     baseline, link = home / "runs/baseline/model", home / "models/synthetic" / name
     for folder in (baseline, link.parent):
         folder.mkdir(parents=True)
     (baseline / "weights").write_text("of the baseline")
     link.symlink_to("../../runs/baseline/model")
-
     monkeypatch.setitem(SCRIPTS, name, tiny.load_script(copy))
     SCRIPTS[name].main(two_steps(name))
-
     (run,) = [path for path in (home / "runs").iterdir() if path.name != "baseline"]
     assert run.name.startswith("synthetic__mine__1__")
     assert (run / "mine.py").read_text() == copy.read_text() and not (run / f"{name}.py").exists()
@@ -186,14 +182,6 @@ def test_two_runs_that_end_together_leave_a_link(home, monkeypatch):
     assert os.listdir(link.parent) == ["ppo"]
 
 
-IN_THE_WAY = {  # the file that is there → flags, what the error names; `SCRIPT` stands for the script
-    "runs/mine/metrics.jsonl": (dict(run_name="mine"), "--run_name mine"),
-    "out/thesis.tex": (dict(output_dir="out"), "--output_dir out"),
-    "models/synthetic/SCRIPT/model.safetensors": ({}, "models/synthetic/SCRIPT"),
-    "models/synthetic/SCRIPT": ({}, "models/synthetic/SCRIPT"),
-}
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("there", IN_THE_WAY)
 def test_what_is_in_the_way_is_refused_before_anything_loads(script, there, home, no_weights):
@@ -241,11 +229,11 @@ def test_a_temperature_near_0_is_no_fault_of_the_model(home):
 
 def test_an_installed_copy_has_every_module_and_every_file_of_the_tasks():
     """`pip install .`, then `python -m ppo` in any folder."""
-    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert set(setup["py-modules"]) == {path.stem for path in ROOT.glob("*.py")}
+    setup = tomllib.loads((artifacts.ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(setup["py-modules"]) == {path.stem for path in artifacts.ROOT.glob("*.py")}
     assert set(setup["packages"]) == {"data", "machinery"}
     patterns = setup["package-data"]["data"]
-    files = {path for pattern in patterns for path in (ROOT / "data").glob(pattern)}
+    files = {path for pattern in patterns for path in (artifacts.ROOT / "data").glob(pattern)}
     local = [tasks.TASKS[name] for name in ("synthetic", "synthetic_eos", "arithmetic")]
     named = [name for task in local for name in (task.query_dataset, task.label_dataset) if name]
     named += [local[0].gold_fn.partition(":")[0], sft.PRESETS["arithmetic"]["query_dataset"]]
@@ -256,7 +244,7 @@ def test_a_run_keeps_its_source_and_the_commit(home, tmp_path, monkeypatch):
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     for name in ("utils.py", "ppo.py"):
-        shutil.copy(ROOT / name, checkout)
+        shutil.copy(artifacts.ROOT / name, checkout)
     monkeypatch.setattr(artifacts, "ROOT", checkout)
 
     def git(*words: str) -> str:
@@ -267,15 +255,13 @@ def test_a_run_keeps_its_source_and_the_commit(home, tmp_path, monkeypatch):
     for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "one")):
         git(*words)
     monkeypatch.setitem(SCRIPTS, "ppo", tiny.load_script(checkout / "ppo.py"))
-    clean = new_run().folder
-    record = json.loads((clean / "args.json").read_text())
+    record = json.loads((new_run().folder / "args.json").read_text())
     assert record["commit"] == git("rev-parse", "HEAD").strip()
     with open(checkout / "utils.py", "a") as file:
         file.write("# mine\n")
     changed = new_run().folder
     assert (changed / "ppo.py").read_bytes() == (checkout / "ppo.py").read_bytes()
-    found = json.loads((changed / "args.json").read_text())
-    assert found["commit"] == record["commit"] + "-dirty"
+    assert json.loads((changed / "args.json").read_text())["commit"] == record["commit"] + "-dirty"
 
 
 @pytest.mark.parametrize("missing", ["git", "repository"])
@@ -284,8 +270,7 @@ def test_a_run_needs_neither_git_nor_a_repository(missing, home, tmp_path, monke
         monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     monkeypatch.setattr(artifacts, "ROOT", home)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    record = json.loads((new_run().folder / "args.json").read_text())
-    assert record["commit"] is None
+    assert json.loads((new_run().folder / "args.json").read_text())["commit"] is None
 
 
 def sentence(capsys: pytest.CaptureFixture, *words: str) -> None:
@@ -296,9 +281,7 @@ def sentence(capsys: pytest.CaptureFixture, *words: str) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step(
-    script, home, capsys, monkeypatch
-):
+def test_a_non_finite_gradient_stops_the_run_before_the_step(script, home, capsys, monkeypatch):
     """After steps of size 10^6, which are finite themselves."""
     check, seen = distributed.check_gradients, []
 
@@ -324,7 +307,6 @@ def test_a_policy_whose_logits_are_not_finite_stops_the_run_too(home, capsys):
 def test_a_model_with_its_own_code_is_refused_and_nobody_is_asked(home, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     Path("task/model/mine.py").write_text("import os\nos.mkdir('exploded')\n")
-
     path = Path("task/model/config.json")
     auto = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"}
     config = json.loads(path.read_text()) | dict(model_type="mine", auto_map=auto)
@@ -342,7 +324,6 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("script", ["ppo", "rloo"])
 def test_kept_policies_are_those_after_that_many_updates(script, home, monkeypatch):
-    """Six updates, evaluated before each second one and at the end."""
     monkeypatch.setattr(checkpoints, "KEPT", 100)
     flags = dict(run_name="ran", save_every=1, keep_every=2, eval_every=2, num_ppo_epochs=1)
     assert exit_code(script, settings(script, **flags)) == 0

@@ -17,20 +17,25 @@ from formats import write_rows
 from test_resume import exit_code
 from tiny import refuses
 
-import utils
-from machinery import checkpoints
-from machinery.models import load_lm
+from machinery import checkpoints, models
 from machinery.sources import load_function, load_rows
 from machinery.tokens import load_tokenizer
 
 TEXTS = ["2024-01-05", "2024-01-05T10:00:00Z", "007", "true", "null", "NA", "", " x ", "é\u2028"]
 VALUES = [*TEXTS, 7, 2.5, 1.0, True, None, 2**53 + 1, [], ["1", 2], {"a": "007", "b": None}]
 VALUES += [0.3, 0.35, 1 / 3, 10**30, [0.3, -(10**30)], {"a": 10**30}]
+WRONG = {  # source → the names that a sentence about it has
+    "owner/none": ("owner/none",),
+    "owner/none:a.json": ("owner/none/",),
+    "owner/labels:b.json": ("b.json",),
+    "owner/labels:a/5k.json@test": ("test",),
+    "owner/rows:mine": ("mine", "main"),
+    "owner/rows:main@last": ("last", "train"),
+}
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
 def test_json_values_are_those_of_the_file(suffix, tmp_path):
-    """In columns of one kind, and of all kinds."""
     rows = [{"all": x, "texts": str(x), "date": TEXTS[0]} for x in VALUES]
     rows += [{"all": [{"role": "user", "content": TEXTS[0]}]}, {"late": "007"}]
     path = write_rows(tmp_path / f"a.{suffix}", rows)
@@ -47,8 +52,7 @@ def test_half_of_an_emoji_is_dropped(tmp_path):
 
 def test_lines_of_a_text_file_are_texts(tmp_path):
     (tmp_path / "a.txt").write_text("NA\n007 \n\n é\u2028", encoding="utf-8-sig")
-    texts = load_rows(str(tmp_path / "a.txt"), "--flag")["text"][:]
-    assert texts == ["NA", "007 ", "", " é\u2028"]
+    assert load_rows(str(tmp_path / "a.txt"), "--flag")["text"][:] == ["NA", "007 ", "", " é\u2028"]
 
 
 def test_values_of_a_csv_file_are_texts_and_those_of_a_parquet_file_have_its_types(tmp_path):
@@ -105,10 +109,10 @@ def test_a_link_that_moves_in_a_run_leads_where_it_led_first(here):
     for seed in (1, 2):
         tiny.write_model(here / f"model{seed}", seed=seed)
     Path("link").symlink_to("model1")
-    first = load_lm("link").state_dict()
+    first = models.load_lm("link").state_dict()
     Path("link").unlink()
     Path("link").symlink_to("model2")
-    second = load_lm("link", "--ref_model").state_dict()
+    second = models.load_lm("link", "--ref_model").state_dict()
     assert all(x.equal(second[name]) for name, x in first.items())
 
 
@@ -129,7 +133,7 @@ def test_a_model_that_cannot_be_reached_is_named_at_once(unreachable_hub, tmp_pa
     tiny.config().save_pretrained(cached / "snapshots" / commit)
     config = transformers.AutoConfig.from_pretrained("gpt2", cache_dir=tmp_path / "cache")
     assert config.vocab_size == tiny.VOCAB
-    refuses(lambda: load_lm("gpt2"), "--base_model gpt2: ")
+    refuses(lambda: models.load_lm("gpt2"), "--base_model gpt2: ")
     assert time.perf_counter() - began < 15  # the libraries retry for 23 s
 
 
@@ -140,19 +144,9 @@ def test_files_and_models_of_the_hub_are_read_by_name(hub, capsys):
     lm.save_pretrained(tiny.write_tokenizer(hub.commit("models", "openai-community/gpt2")))
     hub.delay = 2.5
     assert list(load_rows("owner/labels:a/5k.json", "--flag")) == [{"text": "007"}]
-    found = load_lm("gpt2").state_dict()
+    found = models.load_lm("gpt2").state_dict()
     assert all(x.equal(found[name]) for name, x in lm.state_dict().items())
     assert "offline" not in capsys.readouterr().out
-
-
-WRONG = {  # source → the names that a sentence about it has
-    "owner/none": ("owner/none",),
-    "owner/none:a.json": ("owner/none/",),
-    "owner/labels:b.json": ("b.json",),
-    "owner/labels:a/5k.json@test": ("test",),
-    "owner/rows:mine": ("mine", "main"),
-    "owner/rows:main@last": ("last", "train"),
-}
 
 
 def test_a_wrong_owner_file_configuration_or_split_is_one_sentence(hub):
@@ -163,7 +157,7 @@ def test_a_wrong_owner_file_configuration_or_split_is_one_sentence(hub):
     for source, words in WRONG.items():
         message = refuses(lambda s=source: load_rows(s, "--flag"), f"--flag {source}: ", *words)
         assert "\n" not in message
-    refuses(lambda: load_lm("owner/model"), "--base_model owner/model: ", "owner/model")
+    refuses(lambda: models.load_lm("owner/model"), "--base_model owner/model: ", "owner/model")
 
 
 OAI, BOOKS = "vwxyzjn/lm-human-preferences:", "SamuelYang/bookcorpus"
@@ -200,16 +194,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 import beside_the_judge
-
 @dataclass
 class Weights:
     length: float = beside_the_judge.LENGTH
-
 print("once")
-
 def one(response):
     return Weights().length * len(response)
-
 def f(responses):
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return list(pool.map(one, responses))
@@ -229,7 +219,6 @@ def test_a_file_of_functions_is_a_module_and_imported_once(here, capsys):
 NAMES = """
 import data.part, utils
 from utils import decode, truncate
-
 def score(responses):
     return [decode(), truncate(), data.part.NAME, utils.__file__]
 """
@@ -251,7 +240,7 @@ def test_modules_beside_a_file_come_before_ours_of_the_same_name(here):
 def test_the_error_names_a_utils_of_ones_own_in_the_folder_of_a_copied_script(here):
     (here / "utils.py").write_text("")
     (here / "mine.py").write_text("from machinery import cli")  # as in a script
-    env = os.environ | {"PYTHONPATH": str(Path(utils.__file__).parent)}
+    env = os.environ | {"PYTHONPATH": str(Path(checkpoints.__file__).parents[1])}
     run = subprocess.run([sys.executable, "mine.py"], env=env, capture_output=True, text=True)
     last = run.stderr.splitlines()[-1]
     assert f"{here}/utils.py is imported in place of" in last and "rename it" in last

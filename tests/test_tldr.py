@@ -1,8 +1,6 @@
 """docs/tldr.md: ready SFT and reward models in the form that they have on the hub, through its commands.
-
 The form is from the pages of trl-lib/pythia-{1b,2.8b,6.9b}-deduped-tldr-{sft,rm} (files, config.json,
-tokenizer_config.json, special_tokens_map.json), read in 2024; the weights here are tiny and random.
-"""
+tokenizer_config.json, special_tokens_map.json), read in 2024; weights here are tiny and random."""
 
 import json
 import re
@@ -15,17 +13,14 @@ import tiny
 import tokenizers
 import torch
 import transformers
+from conftest import SCRIPTS
 from formats import TLDR
 from test_readme import PRINTED
 from tokenizers import decoders, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
 
-import ppo
-import rloo
 from data import convert_reward
-from machinery.cli import parse_args
-from machinery.models import load_lm
-from machinery.tokens import same_tokens
+from machinery import cli, models, tokens
 
 EOS = 0
 SFT, RM = "trl-lib/pythia-{}-deduped-tldr-sft", "trl-lib/pythia-{}-deduped-tldr-rm"
@@ -51,8 +46,7 @@ def write_tokenizer(folder: Path, pad: bool) -> None:
     backend.decoder = decoders.ByteLevel(add_prefix_space=False)
     settings = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     settings |= dict(special_tokens=["<|endoftext|>", "<|padding|>"], vocab_size=300)
-    trainer = tokenizers.trainers.BpeTrainer(**settings)
-    backend.train_from_iterator([TLDR[0]["prompt"]] * 3, trainer)
+    backend.train_from_iterator([TLDR[0]["prompt"]] * 3, tokenizers.trainers.BpeTrainer(**settings))
     backend.add_tokens([tokenizers.AddedToken(" " * n, normalized=True) for n in range(24, 1, -1)])
     backend.save(str(folder / "tokenizer.json"))
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
@@ -83,9 +77,8 @@ def write_model(cls: type, folder: str, seed: int, dtype: torch.dtype, form: str
 def write_models(size: str, form: str) -> tuple[Any, Any]:
     """SFT model in bf16, reward model in fp32 (1B's), and posts as in trl-lib/tldr."""
     sft = write_model(GPTNeoXForCausalLM, SFT.format(size), 1, torch.bfloat16, form)
-    rm = write_model(
-        transformers.GPTNeoXForSequenceClassification, RM.format(size), 2, torch.float32, form
-    )
+    cls = transformers.GPTNeoXForSequenceClassification
+    rm = write_model(cls, RM.format(size), 2, torch.float32, form)
     words = ("house", "cat", "bus", "sea", "door", "red ship", "soup,  or\n\n  so", "tree")
     rows = [{key: text.replace("house", word) for key, text in TLDR[0].items()} for word in words]
     Path("posts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
@@ -98,18 +91,16 @@ def commands(script: str, size: str) -> list[list[str]]:
     return [shlex.split(x[1]) for x in found if x and SFT.format(size) in x[1]]
 
 
-@pytest.mark.parametrize(("script", "size", "form"), [(ppo, "1b", "file"), (rloo, "6.9b", "index")])
-def test_the_pages_command_scores_as_the_classifier_itself(script, size, form, here, monkeypatch):
+@pytest.mark.parametrize("name, size, form", [("ppo", "1b", "file"), ("rloo", "6.9b", "index")])
+def test_the_pages_command_scores_as_the_classifier_itself(name, size, form, here, monkeypatch):
     """Every response that ends is read through its end of text; the others get the penalty."""
     lm, classifier = write_models(size, form)
     convert_reward.main(RM.format(size), f"rm-{size}")
-    rollouts = []
+    script, rollouts = SCRIPTS[name], []
     monkeypatch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
-    command = commands(Path(script.__file__).stem, size)[0]
-    words = [*command, *TASK.split(), *TINY.split(), "--num_ppo_epochs", "1", "--lr", "0"]
-    words += ["--output_dir", "policy"]
-    script.main(parse_args(script.Args, script.PRESETS, words))
-
+    words = [*commands(name, size)[0], *TASK.split(), *TINY.split(), "--num_ppo_epochs", "1"]
+    words += ["--lr", "0", "--output_dir", "policy"]
+    script.main(cli.parse_args(script.Args, script.PRESETS, words))
     pad = lm.config.vocab_size
     ended = torch.cat([rollout.ended for rollout in rollouts])
     assert 3 < ended.sum() < len(ended) - 3
@@ -121,7 +112,7 @@ def test_the_pages_command_scores_as_the_classifier_itself(script, size, form, h
             own = torch.cat([classifier(row[None]).logits[:, 0] for row in rows])
         own = own.where(rollout.ended, -1.0)
         assert torch.allclose(rollout.scores, own, atol=1e-4) and own.std() > 0.1
-    weights = load_lm("policy").state_dict()
+    weights = models.load_lm("policy").state_dict()
     assert all(torch.equal(weights[name], x) for name, x in lm.state_dict().items())
 
 
@@ -130,8 +121,8 @@ def test_X13_a_pad_token_of_the_policys_tokenizer_alone_changes_no_text(tmp_path
         (tmp_path / name).mkdir()
         write_tokenizer(tmp_path / name, pad)
     sft, rm = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("sft", "rm"))
-    assert len(sft) == len(rm) + 1 and same_tokens(rm, sft)
+    assert len(sft) == len(rm) + 1 and tokens.same_tokens(rm, sft)
     sft.add_tokens(["house"])
-    assert not same_tokens(rm, sft)
+    assert not tokens.same_tokens(rm, sft)
     rm.add_special_tokens({"pad_token": "[END]", "eos_token": "[END]"})  # a pad that ends texts
-    assert not same_tokens(sft, rm)
+    assert not tokens.same_tokens(sft, rm)

@@ -28,20 +28,18 @@ from tiny import refuses
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-import ppo
-import rloo
 import utils
 from benchmarks.mutations import copy_project
 from data import convert, tasks
-from machinery import labels
-from machinery.cli import parse_args
-from machinery.queries import load_blocks, load_queries, load_responses
-from machinery.sources import load_function
+from machinery import cli, labels, queries, sources
 from machinery.tokens import bos, encode_answers, load_tokenizer, single_token
 
 START, END = "<|im_start|>", "<|im_end|>"
 DATA, SMOLLM2 = PAGES["docs/data.md"], "HuggingFaceTB/SmolLM2-135M-Instruct"
 ASK = f"{START}user\nWhat color is the sky?{END}\n{START}assistant\n"
+ANSWERS = [("Hi.", " Yes."), ("Hi:\n", "Yes."), ("Hi No", ".\nYes"), ("Hi", "."), ("Yes <s>", "No")]
+GOOD, BAD = [("Hi", " yes"), ("So", " good"), ("Hi", " more")], [("So", " no"), ("Hi", " bad")]
+JUDGED = [dict(prompt=p, completion=c, label=(p, c) in GOOD) for p, c in [*BAD, *GOOD]]
 
 
 def small_tokenizer():
@@ -64,8 +62,7 @@ def test_what_texts_begin_with_is_found_without_an_x(begin):
     """A vocabulary of digits; BOS is one of its tokens."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({"<s>": 0, "1": 1, "2": 2}, []))
     if begin:
-        special = [("<s>", 0)]
-        backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=special)
+        backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
     assert tokenizer.encode("12x") == [0] * bool(begin) + [1, 2]
     assert bos(tokenizer) == [0] * bool(begin)
@@ -82,12 +79,10 @@ def likes_to_end(tokenizer, positions: int):
 
 @pytest.fixture(scope="module", params=["small", pytest.param("smollm2", marks=pytest.mark.slow)])
 def model(request, tmp_path_factory):
-    """A folder with a tiny random model that likes to end its responses, and its tokenizer."""
     tokenizer = {"small": small_tokenizer, "smollm2": smollm2_tokenizer}[request.param]()
     folder = tmp_path_factory.mktemp("model")
     likes_to_end(tokenizer, 256).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
     encode = partial(tokenizer.encode, add_special_tokens=False)
     return SimpleNamespace(folder=folder, tokenizer=tokenizer, encode=encode)
 
@@ -100,10 +95,10 @@ def make_task(model, rows: list[dict], path: Path, **changes) -> tasks.Task:
     return tiny.make_task(**values | dict(eos_task=True) | changes)
 
 
-def load(function, task: tasks.Task, *more) -> list[list[int]]:
+def load(function, task: tasks.Task, **size) -> list[list[int]]:
     """The sequences of a table without padding, in order of the rows."""
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = function(task, tokenizer, ids, *more)[:].tolist()
+    table = function(task, tokenizer=tokenizer, ids=ids, **size)[:].tolist()
     return sorted([token for token in row if token != ids.pad] for row in table)
 
 
@@ -111,7 +106,7 @@ def test_prompts_that_are_blank_or_too_long_are_skipped_and_counted(model, tmp_p
     n = len(model.encode(ASK))
     rows = [{"prompt": prompt} for prompt in (ASK, None, "", " \n", ASK + " And why?")]
     task = make_task(model, rows, tmp_path / "a.jsonl", query_length=n)
-    assert load(load_queries, task) == [model.encode(ASK)]
+    assert load(queries.load_queries, task) == [model.encode(ASK)]
     assert "skipped 4 of 5" in capsys.readouterr().out
 
 
@@ -120,23 +115,21 @@ def test_what_is_no_text_is_refused_with_what_converts_it(prompt, model, tmp_pat
     rows = [{"prompt": "Hi", "completion": "Yes."}, {"prompt": prompt, "completion": [BLUE]}]
     task = make_task(model, rows, tmp_path / "rows.jsonl", response_column="completion")
     what = "of row 1 is", repr(prompt), "data/convert.py"
-    refuses(lambda: load(load_queries, task), "rows.jsonl: ", "prompt", *what)
-    formats.write_rows(
-        Path(task.query_dataset), [rows[0], rows[1] | {"prompt": "Hi", "completion": prompt}]
-    )
-    refuses(lambda: load(load_responses, task), "rows.jsonl: ", "completion", *what)
+    refuses(lambda: load(queries.load_queries, task), "rows.jsonl: ", "prompt", *what)
+    rows[1] |= {"prompt": "Hi", "completion": prompt}
+    formats.write_rows(Path(task.query_dataset), rows)
+    refuses(lambda: load(queries.load_responses, task), "rows.jsonl: ", "completion", *what)
 
 
 REWARD = """
 seen = []
-
 def score(queries, responses):
     seen.extend([*queries, *responses])
     return [float(len(response)) for response in responses]
 """
 
 
-@pytest.mark.parametrize("script", [ppo, rloo])
+@tiny.both
 def test_responses_end_at_the_templates_end_which_no_reward_function_reads(script, model, here):
     rows = [{"prompt": ASK.replace("sky?", f"sky? {i} or gray.")} for i in range(16)]
     task = make_task(model, rows, Path("rows.jsonl"), query_length=48)
@@ -151,7 +144,7 @@ def test_responses_end_at_the_templates_end_which_no_reward_function_reads(scrip
     written = saved.generate(start, max_new_tokens=99, do_sample=True, top_k=0)[0, start.shape[1] :]
     assert written.tolist().index(end) == len(written) - 1 < 98
     assert saved.generation_config.eos_token_id == [end, 0]
-    seen = load_function(function).__globals__["seen"]
+    seen = sources.load_function(function).__globals__["seen"]
     assert len(seen) > 32 and not any(word in text for text in seen for word in (START, END))
     assert any(text.endswith(" or gray.\nassistant\n") for text in seen)
 
@@ -177,12 +170,9 @@ def test_an_eos_task_ends_at_the_models_special_ends_too(file, form, model, tmp_
     assert found == [5, *others] + [end] * (not others)
 
 
-TOKENIZERS = {
-    "llama2": partial(formats.llama2_tokenizer, ["Hi", "Yes", "No", "saw"]),
-    "metaspace": partial(formats.llama2_tokenizer, ["Hi", "Yes", "No", "saw"], metaspace=True),
-    "gpt2": formats.gpt2_tokenizer,
-    "small": small_tokenizer,
-}
+LLAMA2 = partial(formats.llama2_tokenizer, ["Hi", "Yes", "No", "saw"])
+TOKENIZERS = {"llama2": LLAMA2, "metaspace": partial(LLAMA2, metaspace=True)}
+TOKENIZERS |= {"gpt2": formats.gpt2_tokenizer, "small": small_tokenizer}
 
 
 @pytest.fixture(params=TOKENIZERS, scope="module")
@@ -199,8 +189,7 @@ def whole(request, tmp_path_factory) -> SimpleNamespace:
 
 @pytest.mark.parametrize("begin", [["<s>"], ["[gMASK]", "<sop>"], ["</s>"]])
 def test_plain_texts_begin_once_with_what_the_tokenizer_begins_them_with(begin, tmp_path):
-    """Llama's BOS, GLM's two tokens [transformers' convert_glm_weights_to_hf.py], XGLM's EOS; also
-    in blocks, and where a text has it already, as rendered conversations do."""
+    """Llama's BOS, GLM's two tokens, XGLM's EOS; also in blocks, and if a text has it already."""
     tokenizer = AutoTokenizer.from_pretrained(tasks.SYNTHETIC / "model")
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
     tokenizer.add_tokens(begin, special_tokens=True)
@@ -214,23 +203,19 @@ def test_plain_texts_begin_once_with_what_the_tokenizer_begins_them_with(begin, 
     rows, model = [{"prompt": text} for text in texts], SimpleNamespace(folder=tmp_path / "model")
     task = make_task(model, rows, tmp_path / "a.jsonl", truncate_token="</s>", query_length=16)
     expected = ids + tokenizer.encode("Hi there. Yes", add_special_tokens=False)
-    assert load(load_queries, task) == [expected] * 2
-    blocks = lambda task, *given: load_blocks(task, len(expected), *given)  # noqa: E731
-    assert load(blocks, task) == [expected] * 2
+    assert load(queries.load_queries, task) == [expected] * 2
+    assert load(queries.load_blocks, task, block_size=len(expected)) == [expected] * 2
     _, with_prefix = load_tokenizer(replace(task, query_prefix="Hi there. Yes"), 8)
     assert with_prefix.prefix == expected
-
-
-ANSWERS = [("Hi.", " Yes."), ("Hi:\n", "Yes."), ("Hi No", ".\nYes"), ("Hi", "."), ("Yes <s>", "No")]
 
 
 def test_prompt_and_answer_are_the_tokens_of_the_whole_text(whole, tmp_path):
     """For sft.py and in pairs, as the tokenizer alone writes the text, with BOS if it does."""
     rows = [dict(prompt=x, completion=y, chosen=y, rejected=" No") for x, y in ANSWERS]
     task = whole.make(rows, tmp_path / "a.jsonl", label_dataset=str(tmp_path / "a.jsonl"))
-    assert load(load_queries, task) == sorted(whole.ids(x)[:-1] for x, _ in ANSWERS)
+    assert load(queries.load_queries, task) == sorted(whole.ids(x)[:-1] for x, _ in ANSWERS)
     expected = [whole.ids(x + y) for x, y in ANSWERS]
-    assert load(load_responses, task) == sorted(expected)
+    assert load(queries.load_responses, task) == sorted(expected)
     found = labels.load_labels(task, *load_tokenizer(task, 8))
     pairs = zip(found.queries, found.responses, strict=True)
     assert [[*query, *chosen] for query, (chosen, _) in pairs] == expected
@@ -238,22 +223,20 @@ def test_prompt_and_answer_are_the_tokens_of_the_whole_text(whole, tmp_path):
 
 def test_affixes_and_blocks_are_the_tokens_of_the_whole_text(whole, tmp_path):
     affixes = dict(query_prefix="No:\n", query_suffix="\nNo: ")
-    rows = [dict(prompt="Hi.", completion="Yes.")]
-    task = whole.make(rows, tmp_path / "a.jsonl", **affixes)
-    (found,) = load(load_responses, task)
+    task = whole.make([dict(prompt="Hi.", completion="Yes.")], tmp_path / "a.jsonl", **affixes)
+    (found,) = load(queries.load_responses, task)
     head = whole.ids("No:\nHi.\nNo: ")[:-1]
     assert found[: len(head)] == head
     texts = [{"prompt": text} for text in ("Hi.", "", " Yes No ", "No")]
     size = len(whole.ids("Hi. Yes No No")) - 1
-    blocks = lambda task, *given: load_blocks(task, size, *given)  # noqa: E731
-    found = load(blocks, whole.make(texts, tmp_path / "b.jsonl"))
+    found = load(queries.load_blocks, whole.make(texts, tmp_path / "b.jsonl"), block_size=size)
     assert found == [whole.ids("Hi. Yes No No")[:-1]]
 
 
 def test_answers_that_merge_with_prompts_are_tokenized_alone(whole, tmp_path, capsys):
     rows = [dict(prompt="Hi s", completion="aw"), dict(prompt="Hi", completion=" No")]
     task = whole.make(rows, tmp_path / "a.jsonl")
-    found, expected = load(load_responses, task), whole.ids("Hi No")
+    found, expected = load(queries.load_responses, task), whole.ids("Hi No")
     encode = partial(whole.tokenizer.encode, add_special_tokens=False)
     ids = [*whole.ids("Hi s")[:-1], *encode("aw"), whole.tokenizer.eos_token_id]
     assert found == sorted([ids, expected])
@@ -267,13 +250,12 @@ def test_answers_and_blocks_that_are_cut_are_counted(model, tmp_path, capsys):
     size = len(model.encode(texts[0])) + 1  # with its end
     lost = 3 * (size - 8)
     for _ in range(2):  # also if the table is in the cache
-        assert len(load(load_responses, task)) == 4
+        assert len(load(queries.load_responses, task)) == 4
         line = f"--response_length 8: left out {lost} tokens, ends of 3 of 4 texts"
         assert line in capsys.readouterr().out
-    blocks = lambda task, *given: load_blocks(task, 4, *given)  # noqa: E731
-    load(blocks, replace(task, query_column="completion"))
+    load(queries.load_blocks, replace(task, query_column="completion"), block_size=4)
     assert "(--block_size): left out" in capsys.readouterr().out
-    assert len(load(load_responses, replace(task, response_length=size))) == 4
+    assert len(load(queries.load_responses, replace(task, response_length=size))) == 4
     assert "left out" not in capsys.readouterr().out
 
 
@@ -285,34 +267,25 @@ def test_prompts_that_are_cut_are_counted(model, tmp_path, capsys):
     task = replace(task, response_column="completion")
     whole = [model.encode(x) for x in prompts]
     lost = sum(max(len(ids) - 8, 0) for ids in whole)
-    assert load(load_queries, task) == sorted(ids[:8] for ids in whole) and lost > 2
-    assert (
-        f"--query_length: left out {lost} tokens, ends of 2 of 3 texts" in capsys.readouterr().out
-    )
-    contexts = [ids[: -len(model.encode(" Hi"))] for ids in load(load_responses, task)]
+    assert load(queries.load_queries, task) == sorted(ids[:8] for ids in whole) and lost > 2
+    line = f"--query_length: left out {lost} tokens, ends of 2 of 3 texts"
+    assert line in capsys.readouterr().out
+    contexts = [ids[: -len(model.encode(" Hi"))] for ids in load(queries.load_responses, task)]
     assert sorted(contexts) == sorted(ids[:8] for ids in whole)
     line = f"--query_length 8 or --response_length 8: left out {lost} tokens, ends of 2 of 3 texts"
     assert line in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------------- what people bring instead
-
-
-GOOD, BAD = [("Hi", " yes"), ("So", " good"), ("Hi", " more")], [("So", " no"), ("Hi", " bad")]
-JUDGED = [dict(prompt=p, completion=c, label=(p, c) in GOOD) for p, c in [*BAD, *GOOD]]
 
 
 def test_judged_answers_become_references_and_pairs_by_the_code_of_docs_data(model, here):
     """KTO's form: sft.py learns all answers; train_reward.py needs pairs."""
     task = make_task(model, JUDGED, Path("judged.jsonl"), response_column="completion")
     task = replace(task, label_dataset="judged.jsonl")
-    assert len(load(load_responses, task)) == 5
+    assert len(load(queries.load_responses, task)) == 5
     given = load_tokenizer(task, 8)
     refuses(partial(labels.load_labels, task, *given), "--label_dataset judged.jsonl", "data.md")
-
     exec(next(x for x in blocks("docs/data.md", "python") if "judged.jsonl" in x), {})
     task = replace(task, query_dataset="sft.jsonl", label_dataset="pairs.jsonl")
-    assert len(load(load_responses, task)) == 3
+    assert len(load(queries.load_responses, task)) == 3
     found = labels.load_labels(task, *given)
     rows = zip(found.queries, *zip(*found.responses, strict=True), strict=True)
     texts = [[model.tokenizer.decode(x) for x in row] for row in rows]
@@ -331,13 +304,11 @@ def own_data(folder: Path, page: int) -> str:
     for name, row in re.findall(r"^\| `(\w+\.jsonl)` \| `(.*)` \|$", DATA, flags=re.M):
         if name.startswith("my_") != bool(page):
             continue  # the page's commands write it
-        rows = [row.replace("Hi", f"Hi {i}") for i in range(16)]
-        (folder / name).write_text("\n".join(rows))
+        (folder / name).write_text("\n".join([row.replace("Hi", f"Hi {i}") for i in range(16)]))
     return blocks("docs/data.md", "bash")[page + 1].replace(SMOLLM2, "model")
 
 
 def test_the_page_goes_from_own_data_to_ppo(here):
-    """Its commands as bash reads them."""
     code = own_data(here, 1).replace("mkdir mine && cd mine", "")
     record = 'python() { printf "%s\\0" "$@" "" >> calls; }; set -e\n'
     subprocess.run(["bash", "-c", record + code], check=True, cwd=here)
@@ -349,8 +320,7 @@ def test_the_page_goes_from_own_data_to_ppo(here):
             convert.main(tyro.cli(convert.Args, args=flags))
             continue
         flags += [*tiny.FLAGS[name].split(), "--response_length", "16"]
-        args = parse_args(SCRIPTS[name].Args, SCRIPTS[name].PRESETS, flags)
-        SCRIPTS[name].main(args)
+        SCRIPTS[name].main(cli.parse_args(SCRIPTS[name].Args, SCRIPTS[name].PRESETS, flags))
         assert Path("models/tldr", name, "model.safetensors").is_file()
     assert END not in next(Path("runs").glob("*sft*/samples.jsonl")).read_text()
 
@@ -388,8 +358,7 @@ def test_the_id_of_a_text_is_the_one_that_it_has_inside_of_a_text():
     assert encode(".") != [period] and encode("dog. dog.") == [dog, period] * 2
     assert single_token(tokenizer, ".", "--truncate_token") == period
     assert single_token(tokenizer, " dog", "--truncate_token") == dog
-    two = partial(single_token, tokenizer, "dog.", "--truncate_token")
-    refuses(two, "--truncate_token 'dog.'")
+    refuses(partial(single_token, tokenizer, "dog.", "--truncate_token"), "--truncate_token 'dog.'")
 
 
 def test_texts_keep_their_spaces_also_if_the_tokenizer_would_clean_them_up():

@@ -1,11 +1,10 @@
 """Functions and classes of one name in two scripts have the same text, so each can be read alone."""
 
 import ast
-from pathlib import Path
 
 import pytest
+from test_readme import ROOT
 
-ROOT = Path(__file__).parents[1]
 SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in ("ppo", "rloo", "train_reward")}
 DIFFER = {  # and why; functions inside these are twins of their own
     "Args": "each script has its own flags",

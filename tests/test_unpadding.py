@@ -11,24 +11,26 @@ import pytest
 import tiny
 import torch
 from accelerate.utils import compare_versions
-from tiny import PAD
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 from transformers.integrations import sdpa_attention
 
-from machinery import unpadding
-from machinery.models import check_model
-from machinery.unpadding import set_unpadding
+from machinery import models, unpadding
 
 OTHERS = ("gemma2", "opt", "gptj", "mixtral", "cohere", "phi", "afmoe")
 PADDED = {"falcon", "falcon_alibi", "gemma2"}  # models that take the plain call
 PADDED |= {"gptj"} if compare_versions("transformers", "<", "5.24") else set()
 PROMPT = 8  # columns of a prompt in `make_batch`
+MISTAKES = {
+    "every token sees all others": lambda plan, _: dict(plan=None),
+    "responses see no prompt": lambda plan, _: dict(plan=(plan[0], plan[0], *plan[2:-1], None)),
+    "positions go on": lambda _, x: dict(position_ids=torch.arange(x.shape[1])[None]),
+}
 
 
 def make_inputs(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[B, T] → input_ids, attention_mask and position_ids."""
-    mask = tokens != PAD
+    mask = tokens != tiny.PAD
     return tokens.masked_fill(~mask, 0), mask, mask.cumsum(dim=1) - mask.long()
 
 
@@ -41,11 +43,11 @@ def make_batch(width: int = 16, pads_anywhere: bool = True) -> tuple[Tensor, int
     if not pads_anywhere:
         real[:, :PROMPT] = real[:, :PROMPT].sort(dim=1).values
         real[:, PROMPT:] = real[:, PROMPT:].sort(dim=1, descending=True).values
-    tokens = tokens.masked_fill(~real, PAD)
+    tokens = tokens.masked_fill(~real, tiny.PAD)
     prompts = tokens[:, :PROMPT].clone()
     copies = np.repeat(np.arange(60), rng.integers(1, 5, 60))[:60]
     tokens[:, :PROMPT] = prompts[copies]
-    return tokens, int((prompts[np.unique(copies)] != PAD).sum())
+    return tokens, int((prompts[np.unique(copies)] != tiny.PAD).sum())
 
 
 def run_plain(backbone, input_ids: Tensor, mask: Tensor, position_ids: Tensor, **_) -> Tensor:
@@ -90,9 +92,9 @@ def test_G3_hidden_states_and_gradients_are_those_of_the_plain_call(kind, bf16):
     tokens, prompt_tokens = make_batch()
     inputs = make_inputs(tokens)
     expected = hidden_and_gradients(lm, partial(run_plain, lm.base_model), inputs, bf16)
-    check_model(lm, tokens.shape[1])
+    models.check_model(lm, tokens.shape[1])
     run, read = unpadding.Unpadded(lm.base_model), spy_tokens(lm)
-    own_tokens = int((tokens[:, PROMPT:] != PAD).sum())
+    own_tokens = int((tokens[:, PROMPT:] != tiny.PAD).sum())
     for prompt_length, real in ((0, int(inputs[1].sum())), (PROMPT, prompt_tokens + own_tokens)):
         found = hidden_and_gradients(lm, run, inputs, bf16, prompt_length=prompt_length)
         assert_close(found, expected, bf16)
@@ -141,7 +143,7 @@ def test_varlen_attn_gives_what_the_plain_call_gives(kind, bf16, varlen_on_cpu):
     """Prompts shared or not, with and without gradient checkpointing; no layer calls SDPA."""
     lm, inputs = tiny.make_lm(kind), make_inputs(make_batch()[0])
     expected = hidden_and_gradients(lm, partial(run_plain, lm.base_model), inputs, bf16)
-    set_unpadding(lm.base_model, 16)
+    unpadding.set_unpadding(lm.base_model, 16)
     run = unpadding.Unpadded(lm.base_model)
     calls, layers = varlen_on_cpu(naive_varlen), lm.config.num_hidden_layers
     lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -176,7 +178,7 @@ def test_varlen_attn_is_called_where_flash_attention_can_run(monkeypatch):
 @pytest.mark.parametrize("prompt", [0, 1, 8])
 def test_few_or_no_tokens_in_prompts_or_after_them(prompt, own):
     """Two prompts for five sequences, one of which has one own token more than the others."""
-    tokens = torch.full((5, 14), PAD)
+    tokens = torch.full((5, 14), tiny.PAD)
     tokens[:, 8 - prompt : 8] = torch.tensor([1, 1, 1, 2, 2])[:, None] + torch.arange(prompt)
     tokens[:, 8 : 8 + own] = torch.arange(1, 1 + 5 * own).view(5, own)
     tokens[4, 8 + own] = 7
@@ -192,7 +194,7 @@ def test_gradients_with_checkpointing_are_those_without(kind, monkeypatch):
     lm, other = tiny.make_lm(kind), tiny.make_lm(kind)
     tokens, _ = make_batch()
     for model in (lm, other):
-        set_unpadding(model.base_model, 16)
+        unpadding.set_unpadding(model.base_model, 16)
     run, run_other = (unpadding.Unpadded(x.base_model) for x in (lm, other))
 
     def call(*inputs: Tensor) -> Tensor:
@@ -217,11 +219,11 @@ def test_calls_with_padding_and_caches_are_those_of_sdpa():
     """`lm(...)` and `generate` do not notice; a saved configuration stays."""
     lm, (inputs, mask, positions) = tiny.make_lm("llama"), make_inputs(make_batch()[0])
     config = lm.config.to_json_string()
-    set_unpadding(lm.base_model, 0)
+    unpadding.set_unpadding(lm.base_model, 0)
     call = lambda: lm(inputs, attention_mask=mask, position_ids=positions).logits  # noqa: E731
     generate = lambda: lm.generate(inputs, attention_mask=mask, max_new_tokens=4, do_sample=False)  # noqa: E731
     expected, tokens = call(), generate()
-    set_unpadding(lm.base_model, 16)
+    unpadding.set_unpadding(lm.base_model, 16)
     assert lm.config._attn_implementation == unpadding.NAME
     assert torch.equal(call(), expected) and torch.equal(generate(), tokens)
     assert lm.config.to_json_string() == config
@@ -236,7 +238,7 @@ def test_G3_padding_is_computed_if_local_attention_reaches_less_far(kind, window
     batches = [make_batch(n, pads_anywhere=False)[0] for n in (16, 17)]
     batches[1][0] = 1  # a sequence of 17 tokens
     inputs, longer = map(make_inputs, batches)
-    check_model(lm, 16)
+    models.check_model(lm, 16)
     run, read = unpadding.Unpadded(lm.base_model), spy_tokens(lm)
     with torch.no_grad():
         hidden, _ = run(*inputs), run(*inputs)
@@ -249,23 +251,16 @@ def test_G3_padding_is_computed_if_local_attention_reaches_less_far(kind, window
 def test_a_wide_batch_of_sequences_that_are_short_enough_has_no_padding():
     """Long prompts beside long answers: the batch is wider than any of its sequences."""
     lm = tiny.make_lm()
-    check_model(lm, 10)
+    models.check_model(lm, 10)
     lengths = torch.tensor([[8, 2], [2, 8], [1, 1]])[..., None]
     real = torch.cat([torch.arange(8) >= 8 - lengths[:, 0], torch.arange(8) < lengths[:, 1]], dim=1)
-    inputs = make_inputs(torch.ones(3, 16).long().masked_fill(~real, PAD))
+    inputs = make_inputs(torch.ones(3, 16).long().masked_fill(~real, tiny.PAD))
     run, read = unpadding.Unpadded(lm.base_model), spy_tokens(lm)
     with torch.no_grad():
         hidden = run(*inputs, prompt_length=8)
         expected = run_plain(lm.base_model, *inputs)
     assert read[0] == (22, 22)
     torch.testing.assert_close(hidden[real], expected[real], atol=1e-5, rtol=1e-5)
-
-
-MISTAKES = {
-    "every token sees all others": lambda plan, _: dict(plan=None),
-    "responses see no prompt": lambda plan, _: dict(plan=(plan[0], plan[0], *plan[2:-1], None)),
-    "positions go on": lambda _, x: dict(position_ids=torch.arange(x.shape[1])[None]),
-}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -278,13 +273,13 @@ def test_the_check_notices_a_model_that_mixes_sequences(mistake):
 
     lm = tiny.make_lm()
     lm.base_model.register_forward_pre_hook(mix, with_kwargs=True)
-    check_model(lm, 16)
+    models.check_model(lm, 16)
     assert lm.base_model.max_unpadded == 0 and lm.config._attn_implementation == "sdpa"
 
 
 def test_a_model_that_makes_its_own_attention_masks_is_refused():
     """Those of Doge have weights, which would get no gradient."""
-    tiny.refuses(lambda: check_model(tiny.make_lm("doge"), 16), "")
+    tiny.refuses(lambda: models.check_model(tiny.make_lm("doge"), 16), "")
 
 
 def test_a_deep_copy_computes_with_its_own_weights():

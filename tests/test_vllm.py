@@ -73,8 +73,7 @@ def test_L6_the_server_has_the_weights_of_each_update_and_samples_k_times(eos, s
 
 def test_gradients_are_weighted_as_in_stale(script, patched):
     """By the same lines; test_diffs.py has the oracle. Responses are truncated at 1.5 here."""
-    stale = patched("stale")
-    assert getsource(script.importance_weights) == getsource(stale.importance_weights)
+    assert getsource(script.importance_weights) == getsource(patched("stale").importance_weights)
     torch.manual_seed(0)
     log_weights, old, new = 0.6 - torch.rand(3, 8, 5)
     weights, advantages = [min(x.sum().exp().item(), 1.5) for x in log_weights], torch.randn(8)
@@ -102,7 +101,6 @@ def test_a_server_with_an_old_head_or_raw_log_probabilities_ends_the_run(script,
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_server_that_fails_in_the_second_update_ends_the_run_which_resumes(failure, script, home):
-    """With another server."""
     reloads = []
 
     def change(body, answer):

@@ -26,16 +26,14 @@ import sft
 import train_reward
 import utils
 from data import tasks
-from machinery import distributed, models
-from machinery.cli import InputError
+from machinery import cli, distributed, models, unpadding
 from machinery.labels import OPENAI_PAD
 from machinery.rewards import RewardConfig, score_in_parts
-from machinery.unpadding import set_unpadding
 
 
 def refuses(call, *words) -> str:
     """Assert that `call` raises `InputError` whose message has all `words`; return the message."""
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(cli.InputError) as caught:
         call()
     message = str(caught.value)
     assert [word for word in words if str(word) not in message] == [], message
@@ -59,6 +57,12 @@ PAD = VOCAB  # one past the vocabulary
 WORDS = json.loads((tasks.SYNTHETIC / "model" / "config.json").read_text())["vocab_size"]
 both = pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
 KINDS = ("gpt2", "gpt_neox", "llama", "falcon", "falcon_alibi", "qwen2", "mistral")
+LENGTHS = [8, 1, 3, 5, 2, 8, 4, 1]  # of queries: uneven, so that there is padding
+HELDOUT = 3  # queries of an evaluation in `start`
+EOS = 5  # truncate token of `IDS`
+IDS = utils.TokenIds(PAD, [EOS], [], [])
+THINGS = ("cat", "old red house", "sea", "bus to the village", "soup that was very good")
+DATA = ("policy", "queries", "responses", "epochs", "ids", "ref", "reward", "labels", "tokens")
 QWEN = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, head_dim=8)
 QWEN |= dict(linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"])
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_local_experts=2)
@@ -84,8 +88,7 @@ OWN: dict[str, dict] = HYBRIDS | {  # what a kind has besides the sizes of all
 
 
 def config(kind="gpt2", vocab=VOCAB, dropout=0.0, positions=64, **settings: Any) -> Any:
-    """Of some thousand weights, large enough (0.3) for every mistake to show in the logits. `kind` is
-    the `model_type` of any text architecture of the library, or one of `OWN`."""
+    """Weights are large (0.3), so that mistakes show. `kind` is a `model_type`, or one of `OWN`."""
     values = dict(vocab_size=vocab, initializer_range=0.3, bos_token_id=0, eos_token_id=0)
     if kind in ("gpt2", "gptj"):
         values |= dict(n_embd=32, n_layer=2, n_head=2, n_positions=positions)
@@ -103,10 +106,9 @@ def config(kind="gpt2", vocab=VOCAB, dropout=0.0, positions=64, **settings: Any)
 
 
 def make_lm(kind: str = "gpt2", seed: int = 0, **settings: Any) -> Any:
-    """A random language model in eval mode."""
     torch.manual_seed(seed)
     lm = AutoModelForCausalLM.from_config(config(kind, **settings)).eval()
-    set_unpadding(lm.base_model, 1024)
+    unpadding.set_unpadding(lm.base_model, 1024)
     return lm
 
 
@@ -126,7 +128,7 @@ def make_reward(kind: str = "gpt2", seed: int = 7, pad_id: int = PAD, **settings
     """A random reward model whose gain and bias are not 1 and 0."""
     torch.manual_seed(seed)
     model = train_reward.RewardModel(RewardConfig(config(kind, vocab=pad_id, **settings), pad_id))
-    set_unpadding(model.backbone, 1024)
+    unpadding.set_unpadding(model.backbone, 1024)
     torch.nn.init.normal_(model.head.weight, std=0.3)
     torch.nn.init.constant_(model.head.bias, 0.2)
     torch.nn.init.constant_(model.gain, 1.5)
@@ -135,10 +137,8 @@ def make_reward(kind: str = "gpt2", seed: int = 7, pad_id: int = PAD, **settings
 
 
 def reward_function(model: Any, max_tokens: int = 36) -> Callable:
-    """A reward model as a function of (queries [B, Q], responses [B, R]) → [B]."""
-    return lambda queries, responses, columns=None: score_in_parts(
-        model, torch.cat([queries, responses], 1), max_tokens
-    )
+    """A reward model as a function of queries [B, Q] and responses [B, R] → [B]."""
+    return lambda q, r, columns=None: score_in_parts(model, torch.cat([q, r], 1), max_tokens)
 
 
 def make_contexts(lengths: list[int], width: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
@@ -150,8 +150,7 @@ def make_contexts(lengths: list[int], width: int, seed: int = 0, vocab: int = VO
 
 def uniform(length: int, rows: int) -> Tensor:
     """The random numbers [R, B] of B responses."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.rand(length, rows, generator=generator, dtype=torch.float64)
+    return torch.rand(length, rows, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def sample(decoder, contexts, uniform, pad_id=PAD, temperature=0.7, **task: Any) -> Tensor:
@@ -161,7 +160,6 @@ def sample(decoder, contexts, uniform, pad_id=PAD, temperature=0.7, **task: Any)
 
 
 def make_task(**changes: Any) -> tasks.Task:
-    """A task of tiny lengths without files."""
     values = dict(query_length=8, response_length=5, temperature=0.7, truncate_after=2)
     return replace(tasks.TASKS["synthetic"], **values | dict(gold_fn=None) | changes)
 
@@ -189,12 +187,6 @@ def make_args(task: tasks.Task | None = None, script: Any = ppo, **changes: Any)
     values |= changes
     of_task = {name: values.pop(name) for name in set(values) & set(vars(task))}
     return script.Args(task=replace(task, **of_task), **values)
-
-
-LENGTHS = [8, 1, 3, 5, 2, 8, 4, 1]  # of queries: uneven, so that there is padding
-EOS = 5  # truncate token of `IDS`
-IDS = utils.TokenIds(PAD, [EOS], [], [])
-HELDOUT = 3  # queries of an evaluation in `start`
 
 
 def make_responses(batch_size: int, length: int, seed: int = 1) -> Tensor:
@@ -256,17 +248,11 @@ class FakeRun:
         return lambda *args, **kwargs: None
 
 
-class FakeReward:
+def fake_reward(function: Callable) -> Any:
     """In place of `Reward`: a function of queries and responses."""
-
-    def __init__(self, function: Callable):
-        self.function, self.parts = function, {}
-
-    def __call__(self, queries: Tensor, responses: Tensor, columns: dict) -> Tensor:
-        return self.function(queries, responses)
-
-    def means(self) -> dict[str, Tensor]:
-        return {}
+    reward: Any = lambda queries, responses, columns: function(queries, responses)  # noqa: E731
+    reward.parts, reward.means = {}, dict
+    return reward
 
 
 class Recorder(torch.optim.SGD):
@@ -293,7 +279,6 @@ def keep(function: Callable, kept: list[Any]) -> Callable:
 
 
 def load_script(path: Path) -> Any:
-    """A script as a module of its file's name."""
     spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -317,9 +302,6 @@ def start(script: Any, args: Any, *models: Any, files: bool = False, **given: An
     return replaced["Run"]
 
 
-DATA = ("policy", "queries", "responses", "epochs", "ids", "ref", "reward", "labels", "tokens")
-
-
 def stand_ins(script, args, policy=None, ref=None, reward=None, ids=IDS, **given) -> dict[str, Any]:
     """What is in place of what `main` loads. Of ppo and rloo: models, queries [B, Q] and responses
     [B, R] of each update, and `epochs` in place of `shuffle`'s. Of train_reward, which normalizes on 4
@@ -327,20 +309,14 @@ def stand_ins(script, args, policy=None, ref=None, reward=None, ids=IDS, **given
     task, size = args.task, args.batch_size
     stand_ins: dict[str, Any] = {"load_tokenizer": lambda *a, **k: (Tokenizer(), ids)}
     if script is sft:
-        return stand_ins | {
-            "load_responses": lambda *a: Sequences(given["tokens"]),
-            "load_lm": lambda *a, **k: policy,
-            "sample_continuations": lambda *a: [],
-        }
+        stand_ins |= dict(load_lm=lambda *a, **k: policy, sample_continuations=lambda *a: [])
+        return stand_ins | dict(load_responses=lambda *a: Sequences(given["tokens"]))
     if script is train_reward:
         samples = make_contexts([8, 2, 5, 3], 8), make_responses(4, 5)
         texts = [tuple(x.to(policy.gain.device) for x in samples)] * 2
-        return stand_ins | {
-            "load_labels": lambda *a: given["labels"],
-            "sample_policy": lambda *a: texts,
-            "new_reward_model": lambda *a: policy,
-            "load_config": lambda name: policy.config.backbone,
-        }
+        stand_ins |= dict(load_labels=lambda *a: given["labels"], sample_policy=lambda *a: texts)
+        stand_ins |= dict(load_config=lambda name: policy.config.backbone)
+        return stand_ins | dict(new_reward_model=lambda *a: policy)
     contexts = make_contexts(LENGTHS[: size // getattr(args, "rloo_k", 1)], task.query_length)
     of_seeds = (make_responses(size, task.response_length, seed) for seed in range(100))
     responses, epochs = iter(given.get("responses", of_seeds)), list(given.get("epochs", []))
@@ -356,7 +332,7 @@ def stand_ins(script, args, policy=None, ref=None, reward=None, ids=IDS, **given
 
     stand_ins |= {
         "load_queries": lambda *a, **k: Table(given.get("queries") or [contexts] * 100),
-        "load_reward": lambda *a: FakeReward(reward),
+        "load_reward": lambda *a: fake_reward(reward),
         "load_lm": lambda *names, **more: next(lms),
         type(policy).__name__: lambda lm, *a: next(model for model in both if model.lm is lm),
         "Reward": lambda *a: None,
@@ -448,7 +424,6 @@ def write_model(folder: Path, kind="gpt2", seed=0, dropout=0.1, **settings: Any)
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """The synthetic task's tokenizer into a model's folder."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tasks.SYNTHETIC / "model" / name, folder / name)
     return folder
@@ -460,20 +435,24 @@ def write_reward(folder: Path, kind: str = "gpt2", pad_id: int = WORDS, **settin
     return str(write_tokenizer(folder))
 
 
-THINGS = ("cat", "old red house", "sea", "bus to the village", "soup that was very good")
-
-
 def write_task(folder: Path, kind: str = "gpt2", labels: int = 16, **changes: Any) -> tasks.Task:
     """A task whose model, queries and labels are small local files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     stories, label_file = folder / "stories.txt", folder / "labels.json"
     files = dict(query_dataset=str(stories), label_dataset=str(label_file))
-    model = write_model(folder / "model", kind)
-    task = make_task(base_model=str(model), **files, **changes)
+    task = make_task(base_model=str(write_model(folder / "model", kind)), **files, **changes)
     names = ("Anna", "Ben", "Clara", "Tom the baker")
     lines = [f"{n} {verb} the {x}.\n" for n in names for verb in ("saw", "found") for x in THINGS]
     stories.write_text("".join(lines))
-    label_file.write_text(json.dumps(label_rows(labels, task.query_length, task.response_length)))
+    rng, rows = np.random.default_rng(5), []
+    sizes = dict(query=task.query_length) | {f"sample{k}": task.response_length for k in range(4)}
+    for _ in range(labels):  # in OpenAI's format: token ids, padded on the right
+        row: dict[str, Any] = {}
+        for name, size in sizes.items():
+            real = int(rng.integers(1, size + 1))
+            row[name] = rng.integers(1, 200, real).tolist() + [OPENAI_PAD] * (size - real)
+        rows.append(row | {"best": int(rng.integers(4))})
+    label_file.write_text(json.dumps(rows))
     return task
 
 
@@ -490,19 +469,6 @@ def eos_task(task: tasks.Task, folder: Path) -> tasks.Task:
     columns = dict(query_column="prompt", response_column="completion", truncate_after=0)
     eos = dict(truncate_token="<|endoftext|>", eos_task=True, query_length=8, response_length=12)
     return replace(task, **files, **columns, **eos)
-
-
-def label_rows(n: int, query_length: int, response_length: int, pad: int = OPENAI_PAD) -> list:
-    """Rows in OpenAI's label format: token ids, padded on the right."""
-    rng, rows = np.random.default_rng(5), []
-    lengths = dict(query=query_length) | {f"sample{k}": response_length for k in range(4)}
-    for _ in range(n):
-        row: dict[str, Any] = {}
-        for name, length in lengths.items():
-            real = int(rng.integers(1, length + 1))
-            row[name] = rng.integers(1, 200, real).tolist() + [pad] * (length - real)
-        rows.append(row | {"best": int(rng.integers(4))})
-    return rows
 
 
 def shard_on_a_cpu(put: Callable = setattr) -> None:

@@ -1,7 +1,5 @@
 """What test_distributed.py runs on one process and, by torchrun, on two: the same batch, sharded.
-
-Every process writes FOLDER/rank<r>.pt. With ACCELERATE_USE_FSDP, only the host memory of loading.
-"""
+Every process writes FOLDER/rank<r>.pt. With ACCELERATE_USE_FSDP, only the host memory of loading."""
 
 import os
 import re
@@ -9,7 +7,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,15 +25,13 @@ from machinery import distributed, models
 from machinery.labels import Labels
 from machinery.tokens import load_tokenizer
 
-HALVES = {  # rows of the two minibatches of 8 episodes
-    "ppo": [[6, 3, 0, 5], [1, 7, 4, 2]],
-    "rloo": [[0, 3, 6, 5], [2, 1, 4, 7]],  # [P, K] = [2, 4]: four responses to each query
-}
+HALVES = {"ppo": [[6, 3, 0, 5], [1, 7, 4, 2]]}  # rows of the two minibatches of 8 episodes
+HALVES |= {"rloo": [[0, 3, 6, 5], [2, 1, 4, 7]]}  # [P, K] = [2, 4]: four responses to each query
 QUERIES = tiny.make_contexts(tiny.LENGTHS, 8)
 RESPONSES = tiny.make_responses(8, 5)
 
 
-def run_update(script: ModuleType, rank: int, processes: int) -> tiny.FakeRun:
+def run_update(script: Any, rank: int, processes: int) -> tiny.FakeRun:
     """One update of an EOS task, 2 epochs of 2 minibatches, with responses of uneven lengths."""
     if script is ppo:
         halves = [half[rank::processes] for half in HALVES["ppo"]]
@@ -50,14 +45,9 @@ def run_update(script: ModuleType, rank: int, processes: int) -> tiny.FakeRun:
     task = tiny.make_task(eos_task=True, truncate_after=0)
     args = tiny.make_args(task, script, total_episodes=8, micro_batch_tokens=12, **groups)
     heldout = tiny.make_contexts([4, 2, 6], 8)  # the same on every process
-    return tiny.start(
-        script,
-        args,
-        load_queries=lambda *args, **kwargs: tiny.Table([queries], heldout),
-        responses=[RESPONSES[rows]],
-        epochs=[[minibatches, minibatches[::-1]]],
-        AdamTF=tiny.Recorder,
-    )
+    table = lambda *args, **kwargs: tiny.Table([queries], heldout)  # noqa: E731
+    inputs = dict(responses=[RESPONSES[rows]], epochs=[[minibatches, minibatches[::-1]]])
+    return tiny.start(script, args, **inputs, load_queries=table, AdamTF=tiny.Recorder)
 
 
 def train_rewards(rank: int, processes: int) -> tiny.FakeRun:
@@ -96,7 +86,6 @@ def results(rank: int, processes: int) -> dict[str, tuple]:
 
 
 def count_e(queries: list[str], responses: list[str]) -> list[float]:
-    """A reward that needs no model."""
     return [response.count("e") / 4 for response in responses]
 
 
@@ -120,11 +109,9 @@ def run_scripts(accelerator: Accelerator) -> dict[str, Any]:
             patch.setattr(distributed, "prepare", tiny.keep(distributed.prepare, prepared))
             patch.setattr(distributed, "stop", lambda accelerator: None)
             script.main(tiny.make_args(task, script, total_episodes=16, eval_queries=3, **files))
-        seen[name] = {
-            "weights": prepared[0][0].lm.state_dict(),
-            "samples": [(r.contexts, r.responses) for r in rollouts if len(r.mask) == 4],
-            "evaluations": [r.responses for r in rollouts if len(r.mask) == 3],
-        }
+        seen[name] = {"weights": prepared[0][0].lm.state_dict()}
+        seen[name]["samples"] = [(r.contexts, r.responses) for r in rollouts if len(r.mask) == 4]
+        seen[name]["evaluations"] = [r.responses for r in rollouts if len(r.mask) == 3]
     args = train_reward.Args(task=task, normalize_samples=8, rollout_batch_size=8)
     tokenizer, ids = load_tokenizer(args.task, args.task.response_length)
     samples = train_reward.sample_policy(args, tokenizer, ids, accelerator)

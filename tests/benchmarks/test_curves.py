@@ -17,8 +17,7 @@ from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from torch.utils.tensorboard import SummaryWriter
 
-from benchmarks import curves
-from benchmarks.mutations import copy_project
+from benchmarks import curves, mutations
 
 
 def write_chart(path: Path, x: str, columns: dict[str, dict[float, float]]) -> Path:
@@ -80,12 +79,10 @@ def test_curves_of_other_steps_meet_on_straight_lines_where_all_of_them_are():
 
 
 def test_an_evaluation_is_plotted_at_the_episodes_before_it():
-    lines = [
-        {"step": 0, "ppo/episode": 8, "loss": 5.0, "eval/scores": 1.0},
-        {"step": 1, "ppo/episode": 16, "loss": 4.0},
-        {"step": 2, "ppo/episode": 24, "loss": 3.0, "eval/scores": 2.0},
-        {"step": 3, "eval/scores": 3.0},
-    ]
+    lines = [{"step": 0, "ppo/episode": 8, "loss": 5.0, "eval/scores": 1.0}]
+    lines += [{"step": 1, "ppo/episode": 16, "loss": 4.0}]
+    lines += [{"step": 2, "ppo/episode": 24, "loss": 3.0, "eval/scores": 2.0}]
+    lines += [{"step": 3, "eval/scores": 3.0}]
     run = curves.Run("a", "a", lines)
     assert run.points("loss").tolist() == [[8, 16, 24], [5, 4, 3]]
     assert run.points("eval/scores").tolist() == [[0, 16, 24], [1, 2, 3]]
@@ -152,14 +149,13 @@ PYTHON "$@"
 
 @pytest.mark.slow
 def test_reproduce_runs_resumes_and_draws_published_curves_where_they_are(tmp_path):
-    folder = copy_project(Path(__file__).parents[2], tmp_path / "copy")
+    folder = mutations.copy_project(Path(__file__).parents[2], tmp_path / "copy")
     tiny.write_task(folder / "task")
     (tmp_path / "tiny.sh").write_text(TINY.replace("PYTHON", sys.executable))
     env = os.environ | {"BASH_ENV": str(tmp_path / "tiny.sh"), "HF_HUB_OFFLINE": "1"}
     env |= {"SEEDS": "7", "GPUS": "2"}
 
     def run() -> tuple[str, list[str]]:
-        """The script's output, and its calls of Python with their GPU."""
         (folder / "calls").unlink(missing_ok=True)
         options = dict(cwd=folder, env=env, text=True, capture_output=True)
         done = subprocess.run("benchmarks/reproduce.sh", **options)

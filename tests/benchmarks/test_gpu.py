@@ -15,10 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
 import ppo
-import rloo
 from benchmarks import gpu, gpu_checks, gpu_count, gpu_trials, memory
-from machinery import unpadding
-from machinery.decoding import DecodingBatch
+from machinery import decoding, unpadding
 
 QUICK = ["attention, ours", "sentiment: models", "sentiment: ppo, profile", "sentiment: tokens"]
 QUICK += ["sentiment: unpadding"]
@@ -43,7 +41,7 @@ def test_rows_run_without_a_gpu_and_are_written_and_printed(tmp_path, monkeypatc
     assert (tmp_path / "gpu_profile.txt").read_text().startswith("0 calls")
 
 
-@pytest.mark.parametrize("script", [ppo, rloo])
+@tiny.both
 def test_L6_noise_in_every_forward_pass_is_seen_in_the_first_ratio(script, monkeypatch, tmp_path):
     compute_logits = script.compute_logits
 
@@ -71,8 +69,7 @@ def test_at_most_three_copies_of_the_logits_are_alive():
     tracker, copies = Logits(), []
     with FakeTensorMode(allow_non_fake_inputs=True), tracker:
         contexts, responses = (torch.ones(7, n, dtype=torch.long) for n in (16, 24))
-        lm = memory.random_lm(memory.gpt2(32, 2, 2))
-        policy = ppo.PolicyAndValue(lm, 50257, 0.7).train()
+        policy = ppo.PolicyAndValue(memory.random_lm(memory.gpt2(32, 2, 2)), 50257, 0.7).train()
         with torch.autocast("cpu", torch.bfloat16):
             logprobs, _, _ = policy(contexts, responses)
         copies.append(tracker.restart())
@@ -88,7 +85,7 @@ def test_at_most_three_copies_of_the_logits_are_alive():
 @pytest.mark.slow
 def test_L6_a_compiled_policy_starts_at_ratios_of_1_and_needs_no_graph_for_a_new_batch(monkeypatch):
     """In bf16, with an attention that a graph can hold. The reference has graphs of its own."""
-    for owner, name in ((unpadding.Unpadded, "__call__"), (DecodingBatch, "next_logits")):
+    for owner, name in ((unpadding.Unpadded, "__call__"), (decoding.DecodingBatch, "next_logits")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # restored afterwards
     monkeypatch.setitem(sys.modules, "ppo", ppo)
     script, plain, graphs = gpu_checks.load_patched("compile"), tiny.make_policy(), []
@@ -101,8 +98,7 @@ def test_L6_a_compiled_policy_starts_at_ratios_of_1_and_needs_no_graph_for_a_new
     policy, ref = (script.PolicyAndValue(deepcopy(plain.lm), tiny.PAD, 0.7) for _ in range(2))
     ref.requires_grad_(False)
     for n in (6, 9, 13):
-        contexts = tiny.make_contexts([2 + i % 3 for i in range(n)], 8)
-        batch = contexts, tiny.make_responses(n, 5)
+        batch = tiny.make_contexts([2 + i % 3 for i in range(n)], 8), tiny.make_responses(n, 5)
         with torch.autocast("cpu", torch.bfloat16):
             expected, new = plain(*batch)[0], policy(*batch)[0]
             with torch.no_grad():
@@ -126,8 +122,7 @@ def test_trials_write_each_way_and_its_difference_from_the_first(tmp_path):
 
 
 def test_memory_between_updates_is_of_weights_and_moments(monkeypatch, capsys, bf16_accelerator):
-    """20 bytes per parameter: weights, two moments, reference, reward model; their linear layers
-    are in bf16. The rest is small."""
+    """20 bytes per parameter: weights, two moments, reference and reward model (partly in bf16)."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # restored afterwards
     monkeypatch.setitem(memory.SHAPES, "tiny", memory.gpt2(512, 4, 2))
     linear = 4 * (12 * 512**2 + 9 * 512)

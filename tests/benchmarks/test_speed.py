@@ -38,7 +38,6 @@ def test_plain_ppo_and_ppo_get_the_same_weights_from_the_same_responses(eos_task
     run = tiny.start(ppo, args, policy, **inputs)
     assert 0 < run.metrics[0]["objective/ended"] < 1  # some scores are the penalty
     plain.train(plain.rollout(queries, responses, args.kl_coef, truncate=tiny.EOS), orders)
-
     ours, theirs = policy.state_dict(), plain.policy.state_dict()
     for name, weight in theirs.items():
         mine = ours[name.replace("head.", "value_head.") if name.startswith("head.") else name]
@@ -64,7 +63,6 @@ def test_a_race_measures_every_phase_and_keeps_rows_of_other_workloads(tmp_path)
         assert row["episodes/s"] == 8 / row["wall"]
     assert table["plain"]["ratio"] == pytest.approx(table["plain"]["cpu"] / table["ppo"]["cpu"])
     assert (table["ppo"]["micro"], table["plain"]["micro"]) == ("default", 4)
-
     for workload in ("first", "second", "first"):
         rows = speed.write(tmp_path / "speed.csv", workload, table)
     assert [row["workload"] for row in rows] == ["second", "second", "first", "first"]

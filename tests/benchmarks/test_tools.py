@@ -14,23 +14,13 @@ import pytest
 import tiny
 import torch
 from conftest import SCRIPTS, settings
-from tiny import refuses
 
 import rloo
 import sft
-from benchmarks import (
-    against_trl,
-    calibration,
-    copying,
-    growth,
-    human,
-    llm_judge,
-    overoptimize,
-    pass_at_k,
-    policies,
-    sample,
-    winrate,
-)
+from benchmarks import against_trl, calibration, copying, growth, human, llm_judge, overoptimize
+
+# isort: split
+from benchmarks import pass_at_k, policies, sample, winrate
 from data import tasks
 from machinery.labels import load_labels
 from machinery.sources import load_function
@@ -45,8 +35,7 @@ def test_ties_count_half_and_the_interval_is_of_pairs():
     assert winrate.win_rate(a, a, seed=1) == (0.5, 0.5, 0.5)
     assert winrate.win_rate(a + 1e-9, a, seed=1) == (1, 1, 1)  # paired, however queries differ
     wins = np.where(np.arange(400) < 240, 1.0, -1.0)  # 60%; ±1.96 · √(0.24 / 400) = ±4.8%
-    rates = winrate.win_rate(wins, 0 * wins, seed=1)
-    assert rates == pytest.approx((0.6, 0.552, 0.648), abs=0.006)
+    assert winrate.win_rate(wins, 0 * wins, seed=1) == pytest.approx((0.6, 0.552, 0.648), abs=0.006)
 
 
 def test_the_data_is_judged_as_a_policy_is(task, here, monkeypatch, capsys):
@@ -71,11 +60,11 @@ def test_the_data_is_judged_as_a_policy_is(task, here, monkeypatch, capsys):
     rows[2]["text"] = ""
     formats.write_rows(here / "own.jsonl", rows)
     settings |= dict(a="data", b=eos.base_model)
-    refuses(lambda: winrate.main(winrate.Args(**settings)), "no response")
+    tiny.refuses(lambda: winrate.main(winrate.Args(**settings)), "no response")
     answers = lambda task, *_: (["Hi"], ["Hi"], {"prompt": [task.base_model]})  # noqa: E731
     monkeypatch.setattr(winrate.policies, "sample_responses", answers)
     settings["a"] = "x"  # one tokenizer skips the first
-    refuses(lambda: winrate.main(winrate.Args(**settings)), "different queries")
+    tiny.refuses(lambda: winrate.main(winrate.Args(**settings)), "different queries")
 
 
 def test_a_judge_of_pairs_is_asked_in_both_orders():
@@ -94,7 +83,7 @@ def test_a_judge_of_pairs_is_asked_in_both_orders():
     rate, low, high = winrate.mean_and_interval(wins, seed=1)
     assert rate == pytest.approx(0.45) and 0 <= low < rate < high <= 0.8
     ask = partial(winrate.ask_in_both_orders, lambda *_: [1.5], "judge")
-    refuses(lambda: ask(["1"], ["a"], ["b"]), "1.5")
+    tiny.refuses(lambda: ask(["1"], ["a"], ["b"]), "1.5")
 
 
 def test_samples_become_labels_when_best_is_filled_in(task, tmp_path, monkeypatch):
@@ -120,7 +109,7 @@ def test_samples_become_labels_when_best_is_filled_in(task, tmp_path, monkeypatc
     assert labels.best.tolist() == [0, 1, 2, 0, 1]
     assert labels.responses[4][2].tolist() == rows[4]["sample2"]
     for change, named in ((dict(first=2), "exists"), (dict(out=tmp_path / "new"), "--first 256")):
-        refuses(lambda x=change: sample.main(sample.Args(**settings | x)), named)
+        tiny.refuses(lambda x=change: sample.main(sample.Args(**settings | x)), named)
 
 
 def test_tools_take_data_columns_lengths_and_held_out_queries_from_the_run(home, capsys):
@@ -154,7 +143,7 @@ def test_tools_take_data_columns_lengths_and_held_out_queries_from_the_run(home,
     lines = map(json.loads, Path("samples.jsonl").read_text().splitlines())
     texts = [line["query_text"] for line in lines]
     assert len(texts) == 8 and not {*texts} & {f"Anna saw {i} cats." for i in evaluated}
-    refuses(lambda: policies.policy_tasks(["task/model"], policies.PolicyArgs()), "--task")
+    tiny.refuses(lambda: policies.policy_tasks(["task/model"], policies.PolicyArgs()), "--task")
 
 
 def test_a_chat_model_judges_summaries(tmp_path, monkeypatch):
@@ -216,15 +205,13 @@ def test_calibration_reads_the_labels_that_a_models_run_held_out(task, here, mon
 
 
 def test_parts_share_no_snippet_and_halves_no_rating(here, monkeypatch):
-    """Of a tar file in the true form: Latin-1, tab-separated, CRLF. The first half of the raters
-    likes large numbers, the second half small ones."""
+    """From a file in the true form. The first half of raters likes large numbers, the other not."""
     for name, value in dict(TRAIN=12, HELDOUT=6, PAIRS=40, HELDOUT_PAIRS=30).items():
         monkeypatch.setattr(human, f"NUM_{name}", value)
     ratings = [[i // 8 + 1, -(i // 8) - 1] * 7 for i in range(24)]
-    tables = dict(
-        GroundTruth=[f"{i}\t0\tcafé  {i} is a film of eight  words.\r\n" for i in range(24)],
-        anonDataRatings=[f"{i}\t0\t0\t{row}\r\n" for i, row in enumerate(ratings)],
-    )
+    films = [f"{i}\t0\tcafé  {i} is a film of eight  words.\r\n" for i in range(24)]
+    ratings = [f"{i}\t0\t0\t{row}\r\n" for i, row in enumerate(ratings)]
+    tables = dict(GroundTruth=films, anonDataRatings=ratings)
     with tarfile.open("ratings.tar.gz", "w:gz") as archive:
         for name, lines in tables.items():
             path = Path(f"movieReviewSnippets_{name}.txt")
