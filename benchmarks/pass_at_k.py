@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from fractions import Fraction
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,9 @@ FORMS: dict[Any, Callable[[str], bool]] = {
 }
 
 
-def last_number(text: str) -> Fraction | None:
+def last_number(text: str) -> Decimal | None:
     """The last number, wherever it is; None if there is none."""
-    found = re.findall(NUMBER, text, re.A)
+    found = NUMBER.findall(text)
     return to_number(found[-1]) if found else None
 
 

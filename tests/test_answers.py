@@ -23,19 +23,18 @@ from machinery.labels import load_labels
 from machinery.queries import load_queries
 
 TINY = "--total_episodes 16 --batch_size 16 --eval_queries 4 --run_name {0} --output_dir {0}"
-WRONG = ["-72", "720", "7.2", "72.5", "72 73", "72 or 73", "72e5", "72x3=216", "72 * x", "72½"]
-WRONG += [",,,72", "7,2", "72\u0663", "\u0667\u0662", "72 = y"]  # Arabic digits
-WRONG += ["72**2", "72 eggs or 73 eggs", "72 to 73", "72²", "72 eggs + 3", "72/3", "72, 73"]
-AS_WRITTEN = ["72 miles/hour", "$72/hour", "72**", "**72**", "**72** eggs", "**72 eggs**", "72 m²"]
-AS_WRITTEN += ["72 eggs in 7 days", "$72 for 3 hours at 2%", "+72"]
+WRONG = ["-72", "720", "7.2", "72.5", "72 73", "72 or 73", "72e5", "72x3=216", "7,2", "72\u0663"]
+WRONG += ["72**2", "72 eggs or 73 eggs", "72/3", "72, 73", "80-8", "72 eggs in 7 days", "7 2"]
+SAME = (
+    "72| 72|\n72|72.|72.0|$72|072|+72|72 clips|72\n73|**72** eggs|$72/hour|= 72|72 m²|72%|٧٢|{72}"
+)
 NUMBERS = [  # the right answer; texts that are the same number, and others
-    ("72", ["72", " 72", "\n72", "72.", "72.0", "$72", "072", "72 clips", "72\n73"], WRONG),
-    ("1,600", ["1600", "$1,600.00", "1,600 dollars"], ["1", "600", "1.600", "-1,600"]),
-    ("-5", ["-5", "-$5", "$-5", "-5.00"], ["5", "$5", "- 5", "--5"]),
-    ("0.5", ["0.5", ".5", "0.50", "$.5", "1/2"], ["5", "0", "2/1", "-0.5"]),
-    ("72", AS_WRITTEN, []),
-    ("+72", ["72", "+72"], ["-72"]),
-    ("3", ["3 ", "3%"], ["3/4", "x 3", "three", "", ".", "$", ",", "-", "\n"]),
+    ("72", SAME.split("|"), WRONG),
+    ("1,600", ["1600", "$1,600.00", "1,600 dollars"], ["1", "600", "1.600", "-1,600", "1 600"]),
+    ("-5", ["-5", "-$5", "$-5", "-5.00", "−5"], ["5", "$5", "- 5"]),
+    ("0.5", ["0.5", ".5", "0.50", "$.5"], ["5", "0", "1/2", "2/1", "-0.5"]),
+    ("3", ["3 ", "3%"], ["3/4", "three", "", ".", "$", ",", "-", "\n"]),
+    ("9" * 5000, ["9" * 5000], ["9" * 4999]),
 ]
 
 
@@ -49,36 +48,27 @@ def test_the_reward_of_arithmetic_is_1_for_exactly_the_answer_after_the_last_equ
 
 @pytest.mark.parametrize(("right", "same", "other"), NUMBERS)
 def test_the_reward_of_gsm8k_compares_the_numbers_after_the_last_mark(right, same, other):
-    """However they are written; a line that goes on with the number has none."""
+    """However they are written; a line with several numbers has none."""
     for text, score in [(x, 1.0) for x in same] + [(x, 0.0) for x in other]:
         responses = [f"So it is 8 + 8 = <<8+8=16>>16.\n#### {text}", f"#### 99\n#### {text}"]
-        answers = [f"8 + 8 = <<8+8=16>>16\n#### {right}"] * 2
-        assert data_answers.gsm8k(["?", "?"], responses, answers) == [score, score], text
+        for answer in (f"8 + 8 = <<8+8=16>>16\n#### {right}", right, f" {right}\n"):
+            assert data_answers.gsm8k(["?"] * 2, responses, [answer] * 2) == [score] * 2, text
 
 
-SAME = {  # as people bring their answers → responses that are right
-    "72": [72, 72.0, ["72"], "72\n", " 72 ", "\\boxed{72}", "7.2e1", "72 clips"],
-    "1/2": ["1/2", "\\frac{1}{2}", "\\dfrac{1}{2}", "$\\frac{1}{2}$", 0.5, "0.5", ".5"],
-    "-5": ["−5", -5, "-5.0"],
-    "1000": ["1 000", "1,000", "1e3", "+1000", "\\boxed{1,000}"],
-}
+def test_a_gold_answer_is_a_number_or_unread():
+    assert [data_answers.read_number(x) for x in (72, 72.0, "7.50", "$72")] == [72, 72, 7.5, 72]
+    for gold in ("72 clips", "\\frac{1}{2}", "1/2", "x+1", "1 000", ["72"], None, float("nan"), ""):
+        assert data_answers.read_number(gold) is None
+        assert data_answers.gsm8k(["?"], [f"#### {gold}"], [gold]) == [0]
 
 
-@pytest.mark.parametrize("right", SAME)
-def test_a_gold_answer_is_read_in_the_forms_that_people_bring(right):
-    for gold in SAME[right]:
-        for given in (x for x in SAME[right] if isinstance(x, str)):
-            responses = [f"#### {right}", f"#### {given}", f"#### {right}1", f"#### 7{right}"]
-            found = data_answers.gsm8k(["?"] * 4, responses, [gold] * 4)
-            assert found == [1, 1, 0, 0], (gold, given)
-    assert data_answers.gsm8k(["?"], ["#### " + "9" * 5000], ["9" * 4999]) == [0]
-
-
-def test_exact_match_reads_what_pandas_and_json_make_of_a_text():
-    golds = [8110.0, "8110.0", 8110, ["8110"], "8110\n", " 8110"]
-    assert data_answers.exact_match(["?"] * 6, ["=8110"] * 6, golds) == [1] * 6
-    none = [None, float("nan"), "", " "]
-    assert data_answers.exact_match(["?"] * 4, ["=", "=nan", "=None", "= "], none) == [0] * 4
+def test_exact_match_reads_texts_and_whole_numbers():
+    golds = ["8110", 8110, "8110\n", " 8110"]
+    assert data_answers.exact_match(["?"] * 4, ["=8110"] * 4, golds) == [1] * 4
+    none = [None, float("nan"), "", " ", 8110.0, ["8110"]]
+    assert [data_answers.read_text(x) for x in none] == [None] * 6
+    answers = ["=", "=nan", "=None", "= ", "=8110.0", "=8110"]
+    assert data_answers.exact_match(["?"] * 6, answers, none) == [0] * 6
 
 
 @pytest.mark.parametrize("reward", ["gsm8k", "exact_match"])
