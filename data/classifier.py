@@ -34,8 +34,7 @@ class Classifier:
         cls, name = transformers.AutoModelForSequenceClassification, find_model(self.name, True)
         model, info = cls.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
         if info["missing_keys"] or model.config.num_labels != 1:
-            labels, missing = model.config.num_labels, sorted(info["missing_keys"])
-            raise ValueError(f"{name} has {labels} labels, not one, or lacks weights: {missing}")
+            raise ValueError(f"{name} has several labels, or lacks {sorted(info['missing_keys'])}")
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         return tokenizer, model.to(PartialState().device).eval()
 

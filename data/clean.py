@@ -1,7 +1,4 @@
-"""How OpenAI cleaned its texts, for the form that they have on the hub.
-
-Functions of a text → text, for `--clean_fn`.
-"""
+"""How OpenAI cleaned its texts, for their form on the hub: text → text, for `--clean_fn`."""
 
 import re
 
@@ -33,9 +30,6 @@ def clean_post(text: str) -> str:
 
 
 def clean_tldr(prompt: str) -> str:
-    """A prompt of `trl-lib/tldr` with its post as `trl-lib/tldr-preference` has it.
-
-    Paragraphs are one newline apart.
-    """
+    """A prompt of `trl-lib/tldr` as in `trl-lib/tldr-preference`: one newline between paragraphs."""
     post = re.compile(r"(?<=\n\nPOST: ).*(?=\n\nTL;DR:)", re.DOTALL)
     return post.sub(lambda match: re.sub(r"\n+", "\n", match[0]), prompt)

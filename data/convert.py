@@ -8,12 +8,11 @@ SOURCE is a file, a folder (of files, or of `save_to_disk`) or a name on the hub
 `prompt` with the generation prompt, and what it adds for `completion`, `chosen` and `rejected`,
 through its last --end. A text is then one message, after that of a column `system`, if any.
 
-A prompt may be missing where chosen and rejected begin with it, as messages or as dialogues of
-hh-rlhf. An answer that ends a prompt is its completion. `messages` keeps those of the prompt, for
-reward functions. The first row is printed as it will be read; rows that do not fit are counted.
+Chosen and rejected may begin with the prompt, as messages or as dialogues of hh-rlhf. An answer
+that ends a prompt is its completion. `messages` keeps those of the prompt, for reward functions.
+Prints the first row as it will be read, and counts the rows that do not fit.
 """
 
-import glob
 import json
 import re
 import sys
@@ -55,22 +54,19 @@ class Args:
 def read(source: str) -> Iterator[dict[str, Any]]:
     """The rows of a source; of a folder, those of one split."""
     name, _, split = (source, "", "") if Path(source).exists() else source.partition("@")
-    path, split = Path(name), split or "train"
+    path, split = Path(name).absolute(), split or "train"
     if not path.exists() or path.suffix in sources.FILES:
         yield from sources.load_rows(source, "SOURCE")
     elif any((path / x).is_file() for x in ("state.json", "dataset_dict.json")):
         saved: Any = datasets.load_from_disk(name)
         yield from saved[split] if isinstance(saved, dict) else saved
-    elif glob.escape(source) != source:
-        raise cli.InputError("`datasets` takes []*? for patterns: rename it")
     elif path.is_dir():
         files = datasets.load_dataset_builder(name).config.data_files or {}
         print(f"{name} has the splits {', '.join(map(str, files))}; {split} is read")
         for file in files[split]:
             yield from read(file)
     else:  # such as .jsonl.gz
-        folder = str(path.absolute().parent)
-        yield from datasets.load_dataset(folder, data_files=path.name, split="train")
+        yield from datasets.load_dataset(str(path.parent), data_files=path.name, split="train")
 
 
 def read_messages(value: Any, role: str) -> list[dict[str, Any]]:
@@ -183,8 +179,7 @@ def main(args: Args) -> None:
         raise cli.InputError(f"{args.source}: no row was written")
     part.rename(args.out)
     others = ", ".join(x for x in columns if x not in ("prompt", *ANSWERS))
-    hint = f"; for a prompt, use{sources.rename_prompt(columns)}" if "prompt" not in columns else ""
-    print(f"{args.out}: {written} rows; columns for reward functions: {others or None}{hint}")
+    print(f"{args.out}: {written} rows; columns for reward functions: {others or None}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The tasks: which texts a run reads and which responses it writes.
 
-Add your own task to `TASKS`; all four scripts then run it with `--task NAME`. Every field is also
-a flag: `--query_dataset my.jsonl` changes it for one run.
+Add your own to `TASKS`, for `--task NAME` of all scripts. Every field is also a flag, for one run.
 """
 
 from dataclasses import replace
