@@ -353,10 +353,8 @@ def main(args: Args) -> None:
 
     lm = load_lm(task.base_model, length=ids.length)  # no dropout (P4); T tokens have to fit
     policy = Policy(lm, ids.pad, task.temperature)
-    if args.gradient_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
-    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)  # no DDP
+    policy, optimizer = distributed.prepare(accelerator, policy, optimizer, args)  # no DDP
     decoder = Decoder(lm, task.response_length, args.cuda_graphs)
     ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.length, tokenizer)
     ref = distributed.freeze(accelerator, Policy(ref_lm, ids.pad, task.temperature))
@@ -467,8 +465,7 @@ def main(args: Args) -> None:
         # 6. Adapt kl_coef to the measured KL.
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)
         run.keep_weights(update + 1, lm, tokenizer)  # the weights, every --keep_every updates
-        # All that a resumed run needs, every --save_every updates. After a signal, save and exit:
-        run.checkpoint(update + 1, policy, optimizer, kl_coef)
+        run.checkpoint(update + 1, policy, optimizer, kl_coef)  # all that a resumed run needs
 
     run.save(lm, tokenizer)
     run.log(num_updates, evaluate(num_updates, kl_coef))

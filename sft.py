@@ -167,12 +167,10 @@ def main(args: Args) -> None:
 
     torch.manual_seed(args.seed)
     lm = load_lm(task.base_model, allow_random=True, length=max(ids.length, table.length))
-    if args.gradient_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
     model = LanguageModel(lm, ids.pad)
     settings: Any = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, **settings)
-    model, optimizer = distributed.prepare(accelerator, model, optimizer)
+    model, optimizer = distributed.prepare(accelerator, model, optimizer, args)
 
     steps_per_epoch = len(table) // args.batch_size
     num_steps = args.num_epochs * steps_per_epoch

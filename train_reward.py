@@ -231,10 +231,8 @@ def main(args: Args) -> None:
 
     torch.manual_seed(args.seed)
     model = new_reward_model(task.base_model, ids.pad, max(labels.longest(), ids.length))
-    if args.gradient_checkpointing:
-        model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)
-    model, optimizer = distributed.prepare(accelerator, model, optimizer)
+    model, optimizer = distributed.prepare(accelerator, model, optimizer, args)
     before, after = (torch.cat(x, dim=1).clamp(max=ids.pad) for x in samples)  # [S, T] each (X13)
     normalize(model, before, args.micro_batch_tokens)
 

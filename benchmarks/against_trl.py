@@ -194,10 +194,10 @@ def ours(row: Row) -> Steps:
     models: list[nn.Module] = []
     where, prepare, respond = Path(row.model).resolve(), distributed.prepare, sampler()
 
-    def start(accelerator: Any, model: nn.Module, optimizer: Any) -> Any:
+    def start(accelerator: Any, model: nn.Module, *rest: Any) -> Any:
         models.append(model)  # DPO starts from other weights than its reference
         load(model, where / ("classifier" if row.trainer == "Reward" else "policy"))
-        return prepare(accelerator, model, optimizer)
+        return prepare(accelerator, model, *rest)
 
     def sample(decoder: Any, contexts: Tensor, ids: Any, *_: Any) -> Tensor:
         found = [respond([x for x in row if x != ids.pad]) for row in contexts.tolist()]

@@ -9,8 +9,8 @@ NUMBER = re.compile(r"(?:(?<!\w)-\$?|\$-?)?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.
 
 def exact_match(queries: list[str], responses: list[str], answer: list[Any]) -> list[float]:
     """1.0 for each response whose text after the last `=` is the answer (`arithmetic`)."""
-    finals = [response.rpartition("=")[2] for response in responses]
-    return [float(x == read_text(y)) for x, y in zip(finals, answer, strict=True)]
+    pairs = zip(responses, answer, strict=True)
+    return [float(x.rpartition("=")[2] == read_text(y)) for x, y in pairs]
 
 
 def read_text(answer: Any) -> str | None:

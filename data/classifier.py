@@ -6,9 +6,8 @@
 
     python ppo.py --task tldr --reward_fn my_reward.py:score
 
-It reads query, response and `end`, begun with what its own tokenizer begins texts with. If the data
-set has a column `messages` with the messages of each query, its own chat template writes them and
-the response. Its scores are used as they are: aim for a standard deviation near 1.
+It reads query, response and `end` by its own tokenizer. If the data set has a column `messages`, its
+own chat template writes these and the response. Aim for scores with a standard deviation near 1.
 """
 
 from functools import cached_property
@@ -34,7 +33,8 @@ class Classifier:
         cls, name = transformers.AutoModelForSequenceClassification, find_model(self.name, True)
         model, info = cls.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
         if info["missing_keys"] or model.config.num_labels != 1:
-            raise ValueError(f"{name} has several labels, or lacks {sorted(info['missing_keys'])}")
+            labels, missing = model.config.num_labels, sorted(info["missing_keys"])
+            raise ValueError(f"{name} has {labels} labels, not one, or lacks weights: {missing}")
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         return tokenizer, model.to(PartialState().device).eval()
 

@@ -117,12 +117,9 @@ def find_checkpoint(name: str, script: str, task: str | None) -> Path:
     found = []
     for path in files:
         folder = path.parents[1]
-        if path.match(CHECKPOINTS) and (folder / script).is_file():
-            try:
-                if task in (None, read_record(path)["task"]):
-                    found.append(((folder / "args.json").stat().st_mtime_ns, path.name, path))
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                say_once(f"skipped {folder}: its args.json is damaged: {error}")
+        ours = path.match(CHECKPOINTS) and (folder / script).is_file()
+        if ours and task in (None, read_record(path)["task"]):
+            found.append(((folder / "args.json").stat().st_mtime_ns, path.name, path))
     if not found:
         raise InputError(f"--resume {name} has no checkpoint of {script} on task {task or '*'}")
     return max(found)[2]

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import StaticCache
 
 BLOCK = 64  # columns by which the cache grows; kernels prefer multiples of it
+# The model's parameter for the cache, which counts its columns itself:
 CACHE = "cache" if compare_versions("transformers", ">=", "5.24") else "past_key_values"
 MIN_ROWS = 16  # with fewer, fp32 products round differently: tokens depend on others
 
@@ -78,6 +79,21 @@ class DecodingBatch:
         self.length += 1
         return self.compute(self.tokens, self.mask, position_ids)
 
+    def prefill(self) -> Tensor:
+        """Compute each distinct prompt once; from then on, the mask has the cache's columns."""
+        first = int(self.mask.any(dim=0).byte().argmax())
+        tokens, mask = self.tokens[:, first:], self.mask[:, first:]
+        prompts, which = tokens.masked_fill(~mask, -1).unique(dim=0, return_inverse=True)  # [P, C]
+        real = prompts >= 0
+        position_ids = real.cumsum(dim=1) - real.long()
+        self.length = mask.shape[1]
+        self.cache = KeyValueCache(config=self.lm.config, max_cache_len=self.columns())
+        self.mask, real = (F.pad(x, (0, self.columns() - self.length)) for x in (mask, real))
+        logits = self.compute(prompts.clamp(min=0), real, position_ids)
+        self.cache.reorder_cache(which)  # P prompts → b sequences
+        self.cache_changed()
+        return logits[which]
+
     def append(self, tokens: Tensor) -> None:
         """Add one token [b] to each sequence."""
         self.tokens = tokens[:, None]
@@ -99,26 +115,11 @@ class DecodingBatch:
         self.cache_changed()
 
     def round_up(self, number: int) -> int:
-        """How many sequences stay if `number` have to."""
+        """How many sequences stay if `number` have to; graphs keep more."""
         return number
 
     def cache_changed(self) -> None:
-        """The cache has a new shape."""
-
-    def prefill(self) -> Tensor:
-        """Compute each distinct prompt once, without columns of padding only."""
-        first = int(self.mask.any(dim=0).byte().argmax())
-        tokens, mask = self.tokens[:, first:], self.mask[:, first:]
-        prompts, which = tokens.masked_fill(~mask, -1).unique(dim=0, return_inverse=True)  # [P, C]
-        real = prompts >= 0
-        position_ids = real.cumsum(dim=1) - real.long()
-        self.length = mask.shape[1]
-        self.cache = KeyValueCache(config=self.lm.config, max_cache_len=self.columns())
-        self.mask, real = (F.pad(x, (0, self.columns() - self.length)) for x in (mask, real))
-        logits = self.compute(prompts.clamp(min=0), real, position_ids)
-        self.cache.reorder_cache(which)
-        self.cache_changed()
-        return logits[which]
+        """The cache has a new shape; graphs move it."""
 
     def grow(self) -> None:
         """Make room for one more token, and for the rest of its block."""

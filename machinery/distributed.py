@@ -117,9 +117,12 @@ def place(accelerator: Accelerator, model: nn.Module, optimizer: Any = None) -> 
     return root
 
 
-def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
+def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Any, args: Any) -> tuple:
     """`place` a model to train. A step with gradients that are not finite raises `InputError`."""
     optimizer.register_step_pre_hook(check_gradients)
+    for module in model.modules() if args.gradient_checkpointing else ():
+        if isinstance(module, transformers.PreTrainedModel):
+            module.gradient_checkpointing_enable({"use_reentrant": False})
     model = place(accelerator, model.train(), optimizer)
     if accelerator.num_processes > 1 and not accelerator.is_fsdp2:
         for x in [*model.parameters(), *model.buffers()]:  # equal copies, also of a new head
@@ -128,7 +131,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> tuple
 
 
 def freeze(accelerator: Accelerator, model: nn.Module) -> Any:
-    """`place` a model that is not trained."""
+    """Move a model to this process's device in the run's precision, without gradients."""
     return place(accelerator, model.eval().requires_grad_(False))
 
 

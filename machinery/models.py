@@ -91,7 +91,7 @@ def load_lm(
                 lm._weight_conversions = None  # save the text model's names
         lm.get_output_embeddings().__class__ = Float32Linear  # keeps names and tied weights
         choose_kernels(lm)
-        if loads_weights():
+        if reads_weights():
             rope = getattr(config, "rope_parameters", None) or {}  # Phi 3's changes with length
             short = rope.get("original_max_position_embeddings", length)
             use = f"sequences of up to {short} tokens" if short < length else "GPT-2, Llama or Qwen"
@@ -101,7 +101,7 @@ def load_lm(
     return lm
 
 
-def loads_weights() -> bool:
+def reads_weights() -> bool:
     """Whether this process reads weights: under FSDP2 only the first one."""
     return not dist.is_initialized() or dist.get_rank() == 0 or not AcceleratorState().is_fsdp2
 
@@ -118,7 +118,7 @@ def match_first_process(backbone: Any, lm: Any = None) -> None:
 
 def load_weights(cls: Any, name: str, config: Any, **options: Any) -> Any:
     """A model of an Auto class in fp32, without random weights."""
-    if not loads_weights():
+    if not reads_weights():
         with no_init_weights():  # memory that is never written takes no room
             return cls.from_config(config, dtype=torch.float32)
     options |= dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)

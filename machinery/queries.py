@@ -29,77 +29,18 @@ CLEAN = DATA / "clean.py"
 ANSWERED = re.compile(r"\n\nHuman:.*\n\nAssistant:(?!.*\n\nHuman:)\s*\S", re.DOTALL)
 
 
-@dataclass
-class TokenTable:
-    """Token sequences in a memory-mapped file that the processes of a machine share.
-
-    `table[rows]` → [B, length], padded on the left (G2). `source`: its own columns, if kept.
-    """
-
-    rows: Rows
-    source: Rows
-    length: int
-    pad_id: int
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, rows: np.ndarray | slice) -> Tensor:
-        return pad_left(self.rows[rows]["tokens"], self.length, self.pad_id)
-
-    def columns(self, rows: np.ndarray | slice = slice(None)) -> dict[str, list]:
-        """The data set's columns in these rows: name → a list of B values."""
-        return self.source[rows]
-
-    def select(self, rows: list[int] | np.ndarray) -> "TokenTable":
-        """A table of these rows."""
-        return replace(self, rows=self.rows.select(rows), source=self.source.select(rows))
-
-    def hold_out(self, n: int, needed: int = 1) -> tuple["TokenTable", "TokenTable"]:
-        """Tables of the first `n` sequences, and without them and their duplicates."""
-        held_out = {tuple(ids) for ids in self.rows[:n]["tokens"]}
-        sequences = (ids for batch in self.rows.iter(1000) for ids in batch["tokens"])
-        rest = [i for i, ids in enumerate(sequences) if tuple(ids) not in held_out]
-        if len(rest) < needed:
-            left = f"of {len(self)} sequences leaves {len(rest)}; training needs {needed}"
-            raise InputError(f"--eval_queries (of sft.py: --num_heldout): holding out {n} {left}")
-        return self.select(list(range(n))), self.select(rest)
-
-
-def load_queries(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
+def load_queries(task: Task, tokenizer: Any, ids: TokenIds) -> "TokenTable":
     """The table of queries [N, Q] (G2), shuffled, with all columns of the data set."""
-    texts = load_rows(task.query_dataset, FLAG, task.num_queries, query_column=task.query_column)
-    texts = texts.select(np.random.default_rng(0).permutation(len(texts)))
+    column, length = task.query_column, task.query_length
+    rows = load_rows(task.query_dataset, FLAG, task.num_queries, query_column=column)
+    rows = rows.select(np.random.default_rng(0).permutation(len(rows)))
+    say_if_plain(rows, task, tokenizer)
+    check_answers(rows, task)
 
     def queries(batch: dict[str, list]) -> list[list[int]]:
-        return tokenize_queries(batch[task.query_column], task, tokenizer)
+        return tokenize_queries(batch[column], task, tokenizer)
 
-    say_if_plain(texts, task, tokenizer)
-    check_answers(texts, task)
-    length, flag = task.query_length, "--query_length"
-    return tokenize_rows(texts, queries, length, task, tokenizer, ids.pad, flag)
-
-
-def say_if_plain(rows: Rows, task: Task, tokenizer: Any) -> None:
-    """Say that a tokenizer's chat template has not written the queries, judged by the first ten."""
-    texts = [task.query_prefix, task.query_suffix, *map(str, rows[:10][task.query_column])]
-    context = "".join(texts)
-    if tokenizer.chat_template and not any(x in context for x in tokenizer.get_added_vocab()):
-        use = f"python data/convert.py {task.query_dataset} chat.jsonl --chat {task.base_model}"
-        say(f"--query_dataset: plain texts, not in the tokenizer's chat template; for that: {use}")
-
-
-def check_answers(rows: Rows, task: Task) -> None:
-    """Count the answers that a reward function with a `read_answer` cannot read."""
-    read = getattr(task.reward_fn and load_function(task.reward_fn), "read_answer", None)
-    if read and "answer" in rows.column_names:
-        answers = rows.select_columns("answer")[:]["answer"]
-        unread = [answer for answer in answers if read(answer) is None]
-        if unread:
-            found = f"reads {len(answers) - len(unread)} of {len(answers)} answers"
-            say(f"--reward_fn {task.reward_fn} {found}, not {unread[0]!r:.60}")
-        if len(unread) == len(answers):
-            raise InputError(f"--reward_fn {task.reward_fn} reads no value of the column answer")
+    return tokenize_rows(rows, queries, length, task, tokenizer, ids.pad, "--query_length")
 
 
 def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[list[int]]:
@@ -110,18 +51,18 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     texts = clean_texts(texts, task)
     for text in filter(ANSWERED.match, texts):
         raise InputError(f"the answer is in a query: {text[-60:]!r}; use python data/convert.py")
-    begin = [] if task.query_prefix else tokens.bos(tokenizer)  # or it begins the prefix
+    begin = [] if task.query_prefix else tokens.bos(tokenizer)  # else BOS begins `ids.prefix`
     length = task.query_length - len(begin)
     if task.keep_last_line:
         texts = [drop_lines(text, length, tokenizer) for text in texts]
     start = tokens.single_token(tokenizer, task.start_text, "--start_text")
     end = task.end_text
     before = [task.query_prefix] * len(texts)
-    encoded, offsets, _ = tokens.encode_after(before, texts, tokenizer, offsets=end is not None)
+    found, offsets, _ = tokens.encode_after(before, texts, tokenizer, offsets=end is not None)
     queries = []
-    for text, ids, spans in zip(texts, encoded, offsets, strict=True):
+    for text, row, spans in zip(texts, found, offsets, strict=True):
         ends = None if end is None else ends_word(text, spans, end)
-        query = cut_query(ids, length if ends else len(ids), start, ends) if text.strip() else []
+        query = cut_query(row, length if ends else len(row), start, ends) if text.strip() else []
         query = tokens.with_bos(query, begin)
         queries.append([] if task.eos_task and len(query) > task.query_length else query)
     return queries
@@ -179,11 +120,11 @@ def cut_query(ids: list[int], length: int, start: int | None, ends: list[bool] |
 
 def tokenize_rows(
     rows: Rows, function: Callable, length: int, task: Task, tokenizer: Any, pad_id: int, flag: str
-) -> TokenTable:
+) -> "TokenTable":
     """Map `function` (batch of rows → token lists) over rows; drop those without tokens.
 
-    The result is cached, unless a user's own function, which may call anything, cleans texts.
-    The first process computes it; the others wait at a file lock. `flag` limits the length.
+    The first process computes and caches it; the others wait at a file lock. It is not cached if a
+    user's own function cleans texts. `flag` limits the length.
     """
     number = datasets.Value("int32")
 
@@ -219,11 +160,50 @@ def tokenize_rows(
     cut = np.asarray(table.data.column("cut"))
     if cut.any():
         say(f"{flag}: left out {cut.sum()} tokens, ends of {(cut > 0).sum()} of {len(kept)} texts")
-    source = rows if len(rows) == len(table) else table  # a block is no row of the data set
+    source = rows if len(rows) == len(table) else table  # blocks of `load_blocks` have no columns
     return TokenTable(table, source, length, pad_id).select(kept)
 
 
-def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> TokenTable:
+@dataclass
+class TokenTable:
+    """Token sequences in a memory-mapped file that the processes of a machine share.
+
+    `table[rows]` → [B, length], padded on the left (G2). `source`: the data set's rows that they are
+    from, with all columns.
+    """
+
+    sequences: Rows
+    source: Rows
+    length: int
+    pad_id: int
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, rows: np.ndarray | slice) -> Tensor:
+        return pad_left(self.sequences[rows]["tokens"], self.length, self.pad_id)
+
+    def columns(self, rows: np.ndarray | slice = slice(None)) -> dict[str, list]:
+        """The data set's columns in these rows: name → a list of B values."""
+        return self.source[rows]
+
+    def select(self, rows: list[int] | np.ndarray) -> "TokenTable":
+        """A table of these rows."""
+        sequences, source = (x.select(rows) for x in (self.sequences, self.source))
+        return replace(self, sequences=sequences, source=source)
+
+    def hold_out(self, n: int, needed: int = 1) -> tuple["TokenTable", "TokenTable"]:
+        """Tables of the first `n` sequences, and without them and their duplicates."""
+        held_out = {tuple(ids) for ids in self.sequences[:n]["tokens"]}
+        all_ids = (ids for batch in self.sequences.iter(1000) for ids in batch["tokens"])
+        rest = [i for i, ids in enumerate(all_ids) if tuple(ids) not in held_out]
+        if len(rest) < needed:
+            left = f"of {len(self)} sequences leaves {len(rest)}; training needs {needed}"
+            raise InputError(f"--eval_queries (of sft.py: --num_heldout): holding out {n} {left}")
+        return self.select(list(range(n))), self.select(rest)
+
+
+def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> "TokenTable":
     """Texts joined into blocks [num_blocks, block_size], shuffled.
 
     A block begins with a text and continues with the next ones, tokenized after a space; the end of
@@ -250,7 +230,7 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> T
     return table.select(np.random.default_rng(0).permutation(len(table)))
 
 
-def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
+def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> "TokenTable":
     """Contexts, padded on the left, and reference responses, on the right [num, T], shuffled."""
     ends = ids.ends if task.eos_task else []
     column = str(task.response_column)
@@ -278,3 +258,26 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> TokenTable:
     flag = f"--query_length {task.query_length} or --response_length {task.response_length}"
     table = tokenize_rows(rows, to_sequences, length, task, tokenizer, ids.pad, flag)
     return table.select(np.random.default_rng(0).permutation(len(table)))
+
+
+def say_if_plain(rows: Rows, task: Task, tokenizer: Any) -> None:
+    """Say that a tokenizer's chat template has not written the queries, judged by the first ten."""
+    context = "".join(
+        map(str, (task.query_prefix, task.query_suffix, rows[:10][task.query_column]))
+    )
+    if tokenizer.chat_template and not any(x in context for x in tokenizer.get_added_vocab()):
+        use = f"python data/convert.py {task.query_dataset} chat.jsonl --chat {task.base_model}"
+        say(f"--query_dataset: plain texts, not in the tokenizer's chat template; for that: {use}")
+
+
+def check_answers(rows: Rows, task: Task) -> None:
+    """Count the answers that a reward function with a `read_answer` cannot read."""
+    read = getattr(task.reward_fn and load_function(task.reward_fn), "read_answer", None)
+    if read and "answer" in rows.column_names:
+        answers = rows.select_columns("answer")[:]["answer"]
+        unread = [answer for answer in answers if read(answer) is None]
+        found = f"{len(unread)} of {len(answers)} answers, such as {unread[:1]}"
+        if len(unread) == len(answers):
+            raise InputError(f"--reward_fn {task.reward_fn} cannot read {found}")
+        if unread:
+            say(f"--reward_fn {task.reward_fn} cannot read {found}")

@@ -39,7 +39,6 @@ VERL = (
     "{}(*row) for row in zip(data_source, responses, ground_truth)]"
 )
 OTHER = "def wrapped(queries, responses): return {}(…)  # and columns, by their names"
-FUNCTIONS = vars(os).copy()
 event_loop = functools.cache(asyncio.Runner)  # one, since clients belong to theirs
 
 
@@ -50,63 +49,50 @@ def load_reward(
     reward = Reward("reward_fn", args.task, tokenizer, ids.pad)
     if not needs_model(reward.function):
         return reward
-    folder = args.reward_model
-    model = load_reward_model(cls, folder)
-    with about(f"--reward_model {folder}"):
-        own = transformers.AutoTokenizer.from_pretrained(find_model(folder))
+    name = args.reward_model
+    model = load_reward_model(cls, name)
+    with about(f"--reward_model {name}"):
+        own = transformers.AutoTokenizer.from_pretrained(find_model(name))
         if not same_tokens(own, tokenizer):
             raise InputError(f"its tokens differ from those of the policy: {OTHERS}")
         begin = [] if args.task.query_prefix else bos(tokenizer)  # of queries
-        if getattr(model.config, "begin", begin) != begin:  # of a classifier that was converted
+        if model.config.begin not in (None, begin):
             raise InputError(f"its texts begin with other tokens than queries, {begin}: {OTHERS}")
         if own.chat_template and tokenizer.chat_template not in (None, own.chat_template):
-            say(f"--reward_model {folder} reads texts in the policy's chat template, not its own")
+            say(f"--reward_model {name} reads texts in the policy's chat template, not its own")
         length = args.task.query_length + args.task.response_length
         check_length(model.config.backbone, length, "query and response")
-        if models.loads_weights():
+        if models.reads_weights():
             check_reward_model(model, length)
         models.match_first_process(model.backbone)
     reward.model, reward.max_tokens = freeze(accelerator, model), args.micro_batch_tokens
     return reward
 
 
-def check_reward(args: Any) -> None:
-    """Raise `InputError` for functions of other forms, or if there is no reward model."""
-    load_scorer("gold_fn", args.task)
-    if needs_model(load_scorer("reward_fn", args.task)):
-        with about(f"--reward_model {args.reward_model}"):
-            find_model(args.reward_model)
-
-
-def needs_model(function: Callable | None) -> bool:
-    """Whether scores come from the reward model, or from a function that takes its scores."""
-    return function is None or "scores" in inspect.signature(function).parameters
-
-
 def load_reward_model(cls: Callable, name: str) -> Any:
     """Load train_reward.py's model as a `cls`."""
     with about(f"--reward_model {name}"):
-        folder = find_model(name)
+        folder = find_model(name)  # on the hub, its configuration
         config = RewardConfig.get_config_dict(folder)[0]
         if config.get("model_type") != RewardConfig.model_type:
             raise InputError(f"is {config.get('architectures')}, not of train_reward.py: {OTHERS}")
         with no_init_weights():
             model = cls(RewardConfig.from_pretrained(folder))
-        if models.loads_weights():
-            load_model(model, Path(find_model(name, weights=True), "model.safetensors"))
+        if models.reads_weights():
+            folder = find_model(name, weights=True)  # only now its weights
+            load_model(model, Path(folder, "model.safetensors"))
         return model.eval()
 
 
 class RewardConfig(transformers.PretrainedConfig):
-    """Configuration of a reward model: its backbone's, and its pad id."""
+    """Configuration of a reward model: its backbone's, its pad id, and BOS if it was converted."""
 
     model_type = "scalar_reward"
 
-    def __init__(self, backbone: Any = None, pad_id: int = 0, **kwargs: Any):
+    def __init__(self, backbone: Any = None, pad_id: int = 0, begin: Any = None, **kwargs: Any):
         if isinstance(backbone, dict):
             backbone = transformers.AutoConfig.for_model(**backbone)
-        self.backbone = backbone
-        self.pad_id = pad_id
+        self.backbone, self.pad_id, self.begin = backbone, pad_id, begin
         super().__init__(**kwargs)
 
 
@@ -125,23 +111,13 @@ def check_reward_model(model: Any, length: int) -> None:
     raise InputError(f"{config.model_type}: scores depend on the texts beside them, by {gap:.2g}")
 
 
-@torch.no_grad()
-def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: int = 0) -> Tensor:
-    """Rewards [B] of sequences [B, T], about `max_tokens` tokens at a time.
-
-    The first `prompt_length` columns are computed once for neighbors that share them.
-    """
-    parts = micro_batches((tokens != model.config.pad_id).sum(dim=1), max_tokens)
-    return torch.cat([model(tokens[part], prompt_length) for part in parts])
-
-
 class Reward:
     """Scores of responses: (queries [B, Q], responses [B, R], columns) → [B].
 
     They come from a model, from a task's function of texts, or from a function of model scores.
     """
 
-    model: Any = None
+    model: Any = None  # `load_reward` sets both
     max_tokens = 0
 
     def __init__(self, field: str, task: Task, tokenizer: Any, pad_id: int):
@@ -154,7 +130,7 @@ class Reward:
         tokens = torch.cat([queries, responses], dim=1)
         if self.model:
             pad_id = self.model.config.pad_id
-            unknown = (tokens == self.pad_id) | (tokens >= pad_id)  # padding, or no text (X13)
+            unknown = (tokens == self.pad_id) | (tokens >= pad_id)  # padding, or not its ids (X13)
             inputs = tokens.masked_fill(unknown, pad_id)
             scores = score_in_parts(self.model, inputs, self.max_tokens, queries.shape[1])
         if self.function is None:
@@ -172,9 +148,6 @@ class Reward:
                     raise InputError(f"returned {[*parts]}, and before {[*self.parts]}")
         except InputError as caught:
             error = caught
-        if lost := [x for x in FUNCTIONS if FUNCTIONS[x] and not vars(os).get(x)]:
-            vars(os).update(FUNCTIONS)  # a guard for generated code set some to None
-            error = InputError(f"{self.flag} sets os.{lost[0]} to None: use another process for it")
         os.chdir(here)
         if all_max(torch.tensor(float(error is not None), device=tokens.device)):
             error = error or InputError(f"{self.flag} failed on another process")
@@ -192,20 +165,14 @@ class Reward:
         return found
 
 
-def load_scorer(field: str, task: Task) -> Any:
-    """A task's function of texts, or None. `InputError` if its names mean other texts."""
-    if (name := getattr(task, field)) is None:
-        return None
-    with about(f"--{field} {name}"):
-        function = load_function(name)
-        parameters = inspect.signature(function).parameters
-        named = [name for name, x in parameters.items() if x.kind is not x.VAR_KEYWORD]
-        both = {"queries", "prompts"} <= {*named}  # OpenRLHF's `queries` hold the responses, too
-        if both or named and not {"responses", "completions", "scores"} & {*named}:
-            line = OPENRLHF if both else VERL if "solution_str" in named else OTHER
-            line = line.format(name.rpartition(":")[2])
-            raise InputError(f"needs other texts; call it from a function like this: {line}")
-    return function
+@torch.no_grad()
+def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: int = 0) -> Tensor:
+    """Rewards [B] of sequences [B, T], about `max_tokens` tokens at a time.
+
+    The first `prompt_length` columns are computed once for neighbors that share them.
+    """
+    parts = micro_batches((tokens != model.config.pad_id).sum(dim=1), max_tokens)
+    return torch.cat([model(tokens[part], prompt_length) for part in parts])
 
 
 def call_reward_function(function: Callable, texts: dict, columns: dict) -> dict[str, Tensor]:
@@ -235,3 +202,32 @@ def call_reward_function(function: Callable, texts: dict, columns: dict) -> dict
         if found[name].shape != (size,) or not found[name].isfinite().all():
             raise InputError(f"returned {name and f'{name}='}{x!r:.60}, not {size} finite numbers")
     return found
+
+
+def load_scorer(field: str, task: Task) -> Any:
+    """A task's function of texts, or None. `InputError` if its names mean other texts."""
+    if (name := getattr(task, field)) is None:
+        return None
+    with about(f"--{field} {name}"):
+        function = load_function(name)
+        parameters = inspect.signature(function).parameters
+        named = [name for name, x in parameters.items() if x.kind is not x.VAR_KEYWORD]
+        both = {"queries", "prompts"} <= {*named}  # OpenRLHF's `queries` hold the responses, too
+        if both or named and not {"responses", "completions", "scores"} & {*named}:
+            line = OPENRLHF if both else VERL if "solution_str" in named else OTHER
+            line = line.format(name.rpartition(":")[2])
+            raise InputError(f"needs other texts; call it from a function like this: {line}")
+    return function
+
+
+def needs_model(function: Callable | None) -> bool:
+    """Whether scores come from the reward model, or from a function that takes its scores."""
+    return function is None or "scores" in inspect.signature(function).parameters
+
+
+def check_reward(args: Any) -> None:
+    """Raise `InputError` for functions of other forms, or if there is no reward model."""
+    load_scorer("gold_fn", args.task)
+    if needs_model(load_scorer("reward_fn", args.task)):
+        with about(f"--reward_model {args.reward_model}"):
+            find_model(args.reward_model)

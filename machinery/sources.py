@@ -86,7 +86,7 @@ def find_model(name: str, weights: bool = False) -> str:
 
 
 def load_rows(source: str, flag: str, limit: int | None = None, **columns: str) -> Rows:
-    """Load a data source (see `Task`) that a flag names, with texts in `columns` of other flags.
+    """Load a data source (see `Task`) that `flag` names. `columns`: flag → a column to hold texts.
 
     At most `limit` rows; without images, sound and video, which no function of texts reads.
     """
@@ -133,7 +133,9 @@ def read_file(path: Path) -> Rows:
         for row in read_rows(path):
             for name, x in texts.items():
                 text = row.get(name) if x else json.dumps(row.get(name), ensure_ascii=False)
-                row[name] = text and text.encode("utf-8", "ignore").decode()  # no half of an emoji
+                row[name] = (
+                    text and text.encode("utf-8", "ignore").decode()
+                )  # without lone surrogates
             yield row
 
     kinds = {name: datasets.Value("string" if x else "binary") for name, x in texts.items()}

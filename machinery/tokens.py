@@ -72,7 +72,7 @@ def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
 def bos(tokenizer: Any) -> list[int]:
     """What the tokenizer begins texts with: BOS as in Llama, two tokens in GLM, or nothing."""
     regular = (i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids)
-    for text in map(tokenizer.decode, regular):
+    for text in map(tokenizer.decode, regular):  # the first that is a text shows what is added
         if alone := tokenizer.encode(text, add_special_tokens=False):
             ids = tokenizer.encode(text)
             return ids[: ids.index(alone[0])]
@@ -87,17 +87,19 @@ def with_bos(ids: list[int], begin: list[int]) -> list[int]:
 def encode_after(
     before: list[str], texts: list[str], tokenizer: Any, offsets: bool = False
 ) -> tuple[list[list[int]], list[list[tuple[int, int]]], int]:
-    """Token ids of texts as they are in `before + text`, with `offsets` if asked for.
+    """Token ids of texts as they are in `before + text`, without those of `before`.
 
-    SentencePiece would add a space to a text alone. Also returns how many are encoded alone
-    nevertheless, since one token would hold the end of `before` and the beginning of the text.
+    SentencePiece would add a space to a text alone. Also returns each token's place in its text, if
+    `offsets` are asked for, and how many texts are encoded alone nevertheless, since one token would
+    hold the end of `before` and the beginning of the text.
     """
     options: Any = dict(add_special_tokens=False, return_offsets_mapping=offsets)
     heads = tokenizer(before, add_special_tokens=False)["input_ids"]
     both = tokenizer([x + y for x, y in zip(before, texts, strict=True)], **options)
     found, places, alone = [], [], 0
     for i, head in enumerate(heads):
-        row, start = {key: values[i][len(head) :] for key, values in both.items()}, len(before[i])
+        start = len(before[i])
+        row = {key: values[i][len(head) :] for key, values in both.items()}
         if both["input_ids"][i][: len(head)] != head:
             row, start, alone = tokenizer(texts[i], **options), 0, alone + 1
         found.append(row["input_ids"])

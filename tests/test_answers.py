@@ -83,8 +83,8 @@ def test_answers_that_a_reward_cannot_read_are_counted_at_first(reward, task, tm
         load_queries(own, *tokens.load_tokenizer(own, 5))
 
     load(["7", "8", "9", *bad])
-    assert "reads 3 of 5 answers" in capsys.readouterr().out
-    tiny.refuses(lambda: load(bad), "--reward_fn", "reads no value")
+    assert "cannot read 2 of 5 answers" in capsys.readouterr().out
+    tiny.refuses(lambda: load(bad), "--reward_fn", "cannot read 2 of 2")
 
 
 GRADES = {  # reward, right answer → strictly right, leniently right, in the right form: responses

@@ -234,7 +234,7 @@ def test_weights_under_adapters_are_stored_in_bf16_and_other_frozen_ones_are_not
     adapted.add_adapter(LoraConfig(r=2, target_modules="all-linear"))
     for lm in (plain, adapted):
         weights = (w for w in lm.parameters() if w.requires_grad)
-        distributed.prepare(bf16_accelerator, lm, torch.optim.SGD(weights))
+        distributed.prepare(bf16_accelerator, lm, torch.optim.SGD(weights), tiny.make_args())
     assert {w.dtype for w in plain.parameters()} == {torch.float32}
     bf16 = {name for name, w in adapted.named_parameters() if w.dtype == torch.bfloat16}
     assert bf16 == {name for name, _ in adapted.named_parameters() if "base_layer" in name}

@@ -154,10 +154,11 @@ def sample_apart(rank: int) -> None:
         found = tiny.sample(*inputs, eos_task=True, truncate_after=0)
         return truncate(found, [0], 0, tiny.PAD)[0], len(calls)
 
-    accelerator = distributed.start(tiny.make_args())
+    args = tiny.make_args()
+    accelerator = distributed.start(args)
     with accelerator.autocast():
         expected, steps = sample(policy)
-    policy, _ = distributed.prepare(accelerator, policy, torch.optim.SGD(policy.parameters()))
+    policy, _ = distributed.prepare(accelerator, policy, torch.optim.SGD(policy.parameters()), args)
     for model in (policy, distributed.freeze(accelerator, second)):
         with distributed.inference(accelerator, model):
             found, again = sample(model)

@@ -181,7 +181,9 @@ def test_a_heldout_query_is_not_trained_on_where_it_is_once_more(task, tmp_path)
 
 def test_the_table_is_int32_in_a_file_and_gives_int64_rows_in_any_order(task):
     table = load_queries(task)
-    assert table.rows.features["tokens"].feature.dtype == "int32" and table.rows.cache_files
+    assert (
+        table.sequences.features["tokens"].feature.dtype == "int32" and table.sequences.cache_files
+    )
     rows = np.array([5, 0, 39, 5])
     assert table[rows].dtype == torch.int64 and table[rows].shape == (4, 8)
     assert torch.equal(table[rows], table[:][rows]) and torch.equal(table[1:3], table[:][1:3])

@@ -595,18 +595,15 @@ def test_a_run_that_another_process_writes_is_left_alone(copy, no_weights):
         ppo.main(again())
 
 
-def test_files_that_others_leave_in_a_run_are_passed_over(ran, copy, capsys):
-    """A copy of a checkpoint stays; a run whose args.json is damaged is skipped and named."""
+def test_files_that_others_leave_in_a_run_are_passed_over(ran, copy):
+    """A copy of a checkpoint stays."""
     best = shutil.copy(checkpoint_files()[-1], "runs/ran/checkpoints/best.safetensors")
     for name in ("metrics", "samples"):
         path = Path(f"runs/ran/{name}.jsonl")
         path.write_text(path.read_text().replace("\n", "\n\n"))
-    shutil.copytree("runs/ran", "runs/broken")
-    Path("runs/broken/args.json").write_text('{"task": "synth')
     with refused("has no checkpoint of ppo.py"):
         again(f"--resume {best}")
     ppo.main(again("--resume latest --save_every 1"))
-    assert "skipped runs/broken" in capsys.readouterr().out
     assert_same_run(copy / "runs/ran", ran / "runs/ran")
     assert [path.stem for path in checkpoint_files()] == ["00000004", "00000005", "best"]
 

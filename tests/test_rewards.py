@@ -1,7 +1,6 @@
 """Rewards: models, functions of users, both; what a reward model reads."""
 
 import json
-import os
 import re
 import threading
 from collections import Counter
@@ -192,9 +191,6 @@ def score(responses):
     return plain(responses)
 def plain(responses):
     return [len(response) / 9 for response in responses]
-def guarded(responses):
-    os.replace = os.chdir = os.getcwd = None  # as HumanEval's guard does
-    return plain(responses)
 """
 
 
@@ -206,10 +202,6 @@ def test_a_reward_function_may_stop_processes_and_leave_the_working_folder(start
         start("ppo", reward_fn=f"mine.py:{name}", output_dir=f"out/{name}", **flags)
     assert without_times(read_metrics("score")) == without_times(read_metrics("plain"))
     assert (here / "out" / "score" / "model.safetensors").exists()
-    before = os.replace, os.getcwd
-    flags = dict(total_episodes=8, reward_fn="mine.py:guarded")
-    refuses(lambda: start("ppo", **flags), "--reward_fn mine.py:guarded sets os.", "process")
-    assert (os.replace, os.getcwd) == before
 
 
 COMPOSED = """

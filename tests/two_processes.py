@@ -125,7 +125,8 @@ def average(accelerator: Accelerator) -> dict[str, Any]:
     torch.manual_seed(rank)  # a head that no seed initializes
     model = torch.nn.ModuleDict({"lm": tiny.make_lm(), "head": torch.nn.Linear(32, 1)})
     model["head"].register_buffer("own", torch.full([1], float(rank)))
-    model, _ = distributed.prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.0))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, _ = distributed.prepare(accelerator, model, sgd, tiny.make_args())
     copy = {name: x.clone() for name, x in model.state_dict().items()}
     weights = model["lm"].base_model.wte.weight, *model["head"].parameters()
     weights[0].grad = torch.full_like(weights[0], 1.0 + rank)  # on both: 1, 2
@@ -166,7 +167,7 @@ def load(accelerator: Accelerator, folder: str) -> list[Any]:
     lm = models.load_lm(folder, length=8)
     policy = ppo.PolicyAndValue(lm, lm.config.vocab_size, 1.0)
     optimizer = ppo.AdamTF(policy.parameters(), lr=1e-3)
-    policy, optimizer = distributed.prepare(accelerator, policy, optimizer)
+    policy, optimizer = distributed.prepare(accelerator, policy, optimizer, tiny.make_args())
     ref = ppo.PolicyAndValue(models.load_lm(folder, length=8), lm.config.vocab_size, 1.0)
     return [policy, distributed.freeze(accelerator, ref)]
 
