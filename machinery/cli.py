@@ -78,10 +78,8 @@ def about(what: str) -> Iterator[None]:
 
 
 def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | None = None) -> Any:
-    """Parse the command line into the dataclass `cls`.
-
-    The defaults are those of `--task NAME`, its entry in `TASKS`, then the script's own
-    `presets[NAME]`; with `--resume`, the flags of that run.
+    """Parse the command line into the dataclass `cls`: the defaults are those of `--task NAME` in
+    `TASKS`, then the script's own `presets[NAME]`; with `--resume`, the flags of that run.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

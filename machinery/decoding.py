@@ -19,10 +19,9 @@ MIN_ROWS = 16  # with fewer, fp32 products round differently: tokens depend on o
 
 
 def generate(decoder: "Decoder", contexts: Tensor, pad_id: int, temperature: float) -> Tensor:
-    """Sample exactly `response_length` tokens after each context: [B, C] → [B, R].
+    """Sample exactly `response_length` tokens after each context: [B, C] → [B, R] (G4).
 
-    From the full vocabulary, without a stop at EOS, with torch's global generator (G4); ppo.py and
-    rloo.py have their own `sample`.
+    With torch's global generator, without a stop at EOS; ppo.py and rloo.py have their own `sample`.
     """
     batch = decoder.start(contexts, contexts != pad_id)
     tokens = []

@@ -15,10 +15,8 @@ LARGEST = 0.05  # of a GPU's memory: the part that a cache may keep for graphs
 
 
 def can_record(lm: Any) -> bool:
-    """Whether steps can be recorded.
-
-    Not under FSDP2 (weights move), with sliding windows or linear layers (the CPU manages them), or
-    for Falcon (it indexes with lists).
+    """Whether steps can be recorded: not under FSDP2 (weights move), for Falcon (it indexes with
+    lists), or with sliding windows or linear layers (the CPU manages them).
     """
     sharded = any(hasattr(module, "unshard") for module in lm.modules())
     cache = KeyValueCache(config=lm.config, max_cache_len=1)

@@ -119,10 +119,9 @@ def read_ids(value: Any, vocab_size: int) -> list[int]:
 
 
 def read_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> list[Found]:
-    """Pairs of texts as labels with two candidates, the chosen one first (R4).
+    """Pairs of texts as labels with two candidates, the chosen one first (R4), with their end.
 
-    Each response ends with the truncate token. Skipped: prompts that are blank or, in EOS tasks,
-    too long, and empty or equal answers.
+    Skipped: prompts that are blank or, in EOS tasks, too long, and empty or equal answers.
     """
     columns = rows.select_columns(PAIR)[:]
     prompts, *texts = ([text or "" for text in column] for column in columns.values())

@@ -47,8 +47,7 @@ class Float32Linear(nn.Linear):
 def store_as_cast(model: nn.Module) -> None:
     """Store the weights of frozen linear layers in bf16: autocast would cast them in each pass.
 
-    The head stays fp32. In a trained model, only layers under adapters are stored in bf16, since
-    other weights may be saved. From then on the model only works under autocast.
+    In a trained model, only those under adapters, since others may be saved. The head stays fp32.
     """
     trained = any(weight.requires_grad for weight in model.parameters())
     for name, module in model.named_modules():

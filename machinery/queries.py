@@ -20,6 +20,7 @@ from torch import Tensor
 from data.tasks import DATA, Task
 from machinery import tokens
 from machinery.cli import InputError, about, say
+from machinery.rewards import check_columns
 from machinery.sources import Rows, load_function, load_rows
 from utils import TokenIds, pad_left
 
@@ -35,7 +36,7 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds) -> "TokenTable":
     rows = load_rows(task.query_dataset, FLAG, task.num_queries, query_column=column)
     rows = rows.select(np.random.default_rng(0).permutation(len(rows)))
     say_if_plain(rows, task, tokenizer)
-    check_answers(rows, task)
+    check_columns(rows, task)
 
     def queries(batch: dict[str, list]) -> list[list[int]]:
         return tokenize_queries(batch[column], task, tokenizer)
@@ -262,22 +263,7 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> "TokenTable":
 
 def say_if_plain(rows: Rows, task: Task, tokenizer: Any) -> None:
     """Say that a tokenizer's chat template has not written the queries, judged by the first ten."""
-    context = "".join(
-        map(str, (task.query_prefix, task.query_suffix, rows[:10][task.query_column]))
-    )
+    context = f"{task.query_prefix}{task.query_suffix}{rows[:10][task.query_column]}"
     if tokenizer.chat_template and not any(x in context for x in tokenizer.get_added_vocab()):
         use = f"python data/convert.py {task.query_dataset} chat.jsonl --chat {task.base_model}"
         say(f"--query_dataset: plain texts, not in the tokenizer's chat template; for that: {use}")
-
-
-def check_answers(rows: Rows, task: Task) -> None:
-    """Count the answers that a reward function with a `read_answer` cannot read."""
-    read = getattr(task.reward_fn and load_function(task.reward_fn), "read_answer", None)
-    if read and "answer" in rows.column_names:
-        answers = rows.select_columns("answer")[:]["answer"]
-        unread = [answer for answer in answers if read(answer) is None]
-        found = f"{len(unread)} of {len(answers)} answers, such as {unread[:1]}"
-        if len(unread) == len(answers):
-            raise InputError(f"--reward_fn {task.reward_fn} cannot read {found}")
-        if unread:
-            say(f"--reward_fn {task.reward_fn} cannot read {found}")

@@ -22,12 +22,13 @@ from data.tasks import Task
 from machinery import models
 from machinery.cli import InputError, about, rescues, say
 from machinery.distributed import freeze
-from machinery.sources import find_model, load_function
+from machinery.sources import Rows, find_model, load_function
 from machinery.tokens import bos, check_length, same_tokens
 from machinery.unpadding import set_unpadding
 from utils import TokenIds, all_max, decode, global_mean_and_var, micro_batches, pad_left
 
 OTHERS = "let a --reward_fn call it, as data/classifier.py does"
+TEXTS = ("queries", "responses", "prompts", "completions", "scores")  # no columns
 TOTALS = {"score", "scores", "reward", "rewards", "total", "kl"}  # no parts of a score
 # Lines to paste that call other systems' functions, and one to complete:
 OPENRLHF = (
@@ -178,16 +179,14 @@ def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: i
 def call_reward_function(function: Callable, texts: dict, columns: dict) -> dict[str, Tensor]:
     """Scores of texts: name → finite numbers [B] if the function returns a dict, else "" → [B]."""
     texts = texts | dict(prompts=texts["queries"], completions=texts["responses"])  # TRL's names
-    signature = inspect.signature(function)
-    names = {*signature.parameters}
-    if any(x.kind is x.VAR_KEYWORD for x in signature.parameters.values()):
+    parameters = inspect.signature(function).parameters
+    names = {*parameters}
+    if any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
         theirs, ours = {"prompts", "completions"}, {"queries", "responses"}
         names |= columns.keys() | (theirs if "completions" in names else ours)
     given = {name: x for name, x in (columns | texts).items() if name in names}
     if both := sorted(given.keys() & texts.keys() & columns.keys()):
         raise InputError(f"{both[0]} is also a column of the data set: rename the column")
-    with about(f"parameters can be {', '.join(columns | texts)}"):
-        signature.bind(**given)
     returned: Any = function(**given)
     if inspect.isawaitable(returned):
         limit = getattr(function, "timeout", 600)  # seconds
@@ -218,6 +217,26 @@ def load_scorer(field: str, task: Task) -> Any:
             line = line.format(name.rpartition(":")[2])
             raise InputError(f"needs other texts; call it from a function like this: {line}")
     return function
+
+
+def check_columns(rows: Rows, task: Task) -> None:
+    """Raise `InputError` if a function needs a column that there is not, or can read no answer."""
+    for flag, name in {"--reward_fn": task.reward_fn, "--gold_fn": task.gold_fn}.items():
+        if name is None:
+            continue
+        function, known = load_function(name), {*TEXTS, *rows.column_names}
+        for x in inspect.signature(function).parameters.values():
+            needed = x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
+            if needed and x.name not in known:
+                raise InputError(f"{flag} {name} needs {x.name}; there are {sorted(known)}")
+        read = getattr(function, "read_answer", None)
+        answers = rows.select_columns("answer")[:]["answer"] if read else []
+        unread = [answer for answer in answers if read(answer) is None]
+        if unread:
+            found = f"{flag} {name} cannot read {len(unread)} of {len(answers)} answers"
+            say(f"{found}, such as {unread[0]!r:.60}")
+            if len(unread) == len(answers):
+                raise InputError(found)
 
 
 def needs_model(function: Callable | None) -> bool:

@@ -153,7 +153,7 @@ class Run:
     def checkpoint(self, step: int, model: nn.Module, optimizer: Any, state: Any = None) -> None:
         """Write a checkpoint after `step` updates, if one is due or a signal asks for one.
 
-        `state` is what else a resumed run needs, such as the KL coefficient: JSON and tensors.
+        `state`: what else a resumed run needs, such as the KL coefficient, as JSON and tensors.
         After a signal, end the run with exit code 143. The last update needs no checkpoint.
         """
         count = torch.tensor(len(self.signals), device=self.accelerator.device)
@@ -211,9 +211,8 @@ class Run:
             tracker.log_table("samples", list(rows[0]), [list(x.values()) for x in rows], step=step)
 
     def save(self, model: Any, tokenizer: Any, name: str = "model", **heads: nn.Module) -> None:
-        """Save weights as a folder of this name in the run.
-
-        `model` goes to `--output_dir` if there is one; else `models/<task>/<script>` links to it.
+        """Save weights as a folder of this name in the run; `model` in `--output_dir` if there is one,
+        else `models/<task>/<script>` links to it.
         """
         states = {key: checkpoints.full_state(head)[0] for key, head in heads.items()}
         state, _ = checkpoints.full_state(model)
@@ -239,9 +238,8 @@ class Run:
             self.lock.release()
 
     def finish(self, *messages: str, then: str = "", flag: str = "") -> None:
-        """Stop the processes, draw the curves, print where everything is and the next command.
-
-        It starts the script `then`, whose `flag` names the weights.
+        """Stop the processes, draw the curves, print where everything is and the next command,
+        which starts the script `then`, whose `flag` names the weights.
         """
         self.close()
         distributed.stop(self.accelerator)

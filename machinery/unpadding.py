@@ -61,8 +61,7 @@ def select(x: Tensor, mask: Tensor, count: int) -> Tensor:
 def set_unpadding(backbone: Any, longest: int) -> None:
     """Compute sequences of up to `longest` tokens without padding; 0: always compute padding.
 
-    The caller checks the results and calls this again with 0 if they are wrong. With attention
-    other than the library's `sdpa`, such as Falcon's, padding is always computed.
+    Callers check the results. With attention other than `sdpa`, as Falcon's, padding is computed.
     """
     from transformers import AttentionInterface  # slow to import
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask

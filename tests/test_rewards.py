@@ -361,8 +361,15 @@ def test_a_function_of_another_form_is_refused_with_a_wrapper_to_paste(parameter
     assert rewards.call_reward_function(function, TEXTS, columns)[""].tolist() == [1]
 
 
-def test_a_parameter_that_nothing_fills_and_a_column_with_the_name_of_a_text_are_refused():
-    refuses(lambda: arguments("responses, solution"), "'solution'", "answer, ", "labels")
+@pytest.mark.parametrize("flag", ["reward_fn", "gold_fn"])
+def test_a_column_that_is_missing_ends_the_run_before_a_model_loads(flag, by_column):
+    Path("mine.py").write_text("def score(responses, solution, *more, own=1, **rest): pass")
+    task = replace(by_column, **{flag: "mine.py:score"})
+    load = partial(queries.load_queries, task, *load_tokenizer(task, 5))
+    refuses(load, f"--{flag} mine.py:score needs solution", "'number'", "'responses'")
+
+
+def test_a_column_with_the_name_of_a_text_is_refused():
     taken = REST | dict(responses=["other"])
     for parameters in ("queries, responses", "queries, responses, **columns"):
         refuses(lambda x=parameters: arguments(x, taken), "responses is also a column", "rename")
