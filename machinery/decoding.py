@@ -1,4 +1,4 @@
-"""Sampling token by token with a static cache.
+"""Sampling token by token with a cache of fixed columns, which grows by blocks.
 
 Shapes: `B` sequences, `b` of them still in the batch, `P` distinct prompts, `C` context tokens.
 """
@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers.cache_utils import StaticCache
 
 BLOCK = 64  # columns by which the cache grows; kernels prefer multiples of it
-# The model's parameter for the cache, which counts its columns itself:
-CACHE = "cache" if compare_versions("transformers", ">=", "5.24") else "past_key_values"
 MIN_ROWS = 16  # with fewer, fp32 products round differently: tokens depend on others
 
 
@@ -35,7 +33,7 @@ def generate(decoder: "Decoder", contexts: Tensor, pad_id: int, temperature: flo
 class Decoder:
     """Samples token by token, at most `response_length` tokens.
 
-    With `cuda_graphs`, steps are replayed where they can be recorded (machinery/graphs.py).
+    With `cuda_graphs`, GPUs replay steps that can be recorded (machinery/graphs.py).
     """
 
     def __init__(self, lm: Any, response_length: int, cuda_graphs: bool = False):
@@ -125,7 +123,7 @@ class DecodingBatch:
         larger = KeyValueCache(config=self.lm.config, max_cache_len=self.columns())
         for layer, like in zip(self.cache.layers, larger.layers, strict=True):
             if not hasattr(layer, "max_cache_len"):
-                continue  # a linear layer
+                continue  # a linear-attention layer
             more = 0, 0, 0, like.max_cache_len - layer.max_cache_len  # 0 if its window is full
             for name in ("keys", "values", "indexer_keys"):
                 if (x := getattr(layer, name, None)) is not None:
@@ -138,11 +136,14 @@ class DecodingBatch:
         """Columns with room for one more token: whole blocks, but at most `max_columns`."""
         return min(math.ceil((self.length + 1) / BLOCK) * BLOCK, self.max_columns)
 
+    # The model's parameter for the cache, which counts its columns itself:
+    name = "cache" if compare_versions("transformers", ">=", "5.24") else "past_key_values"
+
     def compute(self, tokens: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
         """Logits [b, V] after more tokens of each sequence; mask [b, columns of the cache]."""
         if self.cache.has_states():
-            mask = mask[:, : self.length]  # linear layers read the last columns
-        inputs = {"attention_mask": mask, "position_ids": position_ids, CACHE: self.cache}
+            mask = mask[:, : self.length]  # linear-attention layers read the last columns
+        inputs = {"attention_mask": mask, "position_ids": position_ids, self.name: self.cache}
         return self.lm(tokens, use_cache=True, logits_to_keep=1, **inputs).logits[:, -1].float()
 
 
@@ -156,5 +157,5 @@ class KeyValueCache(StaticCache):
         return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
 
     def has_states(self) -> bool:
-        """Whether a layer has a state in place of keys and values."""
+        """Whether a layer has a state in place of keys and values, as linear attention."""
         return any(hasattr(layer, "conv_states") for layer in self.layers)

@@ -45,14 +45,11 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds) -> "TokenTable":
 
 
 def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[list[int]]:
-    """Texts → queries; empty for blank texts and, in EOS tasks, for those too long (P3).
-
-    In other tasks, without `end_text`, the caller cuts, and counts what it cuts.
-    """
+    """Texts → queries; empty for blank texts and, in EOS tasks, for those too long (P3)."""
     texts = clean_texts(texts, task)
     for text in filter(ANSWERED.match, texts):
         raise InputError(f"the answer is in a query: {text[-60:]!r}; use python data/convert.py")
-    begin = [] if task.query_prefix else tokens.bos(tokenizer)  # else BOS begins `ids.prefix`
+    begin = [] if task.query_prefix else tokens.bos(tokenizer)  # with a prefix, BOS is in that
     length = task.query_length - len(begin)
     if task.keep_last_line:
         texts = [drop_lines(text, length, tokenizer) for text in texts]
@@ -63,7 +60,8 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     queries = []
     for text, row, spans in zip(texts, found, offsets, strict=True):
         ends = None if end is None else ends_word(text, spans, end)
-        query = cut_query(row, length if ends else len(row), start, ends) if text.strip() else []
+        limit = length if ends else len(row)  # without ends, `tokenize_rows` cuts, and counts
+        query = cut_query(row, limit, start, ends) if text.strip() else []
         query = tokens.with_bos(query, begin)
         queries.append([] if task.eos_task and len(query) > task.query_length else query)
     return queries
@@ -152,7 +150,7 @@ def tokenize_rows(
             cache_file_name=str(path),
             load_from_cache_file=cached,
             new_fingerprint=fingerprint,
-        ).with_format(None)
+        ).with_format(None)  # no `decode` of `read_file`
         kept = np.flatnonzero(pyarrow.compute.list_value_length(table.data.column("tokens")))
     if not len(kept):
         raise InputError(f"--query_dataset {task.query_dataset}: no row gives tokens")

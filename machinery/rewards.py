@@ -57,14 +57,14 @@ def load_reward(
         if not same_tokens(own, tokenizer):
             raise InputError(f"its tokens differ from those of the policy: {OTHERS}")
         begin = [] if args.task.query_prefix else bos(tokenizer)  # of queries
-        if model.config.begin not in (None, begin):
+        if model.config.begin not in (None, begin):  # None: from train_reward.py
             raise InputError(f"its texts begin with other tokens than queries, {begin}: {OTHERS}")
         if own.chat_template and tokenizer.chat_template not in (None, own.chat_template):
             say(f"--reward_model {name} reads texts in the policy's chat template, not its own")
         length = args.task.query_length + args.task.response_length
         check_length(model.config.backbone, length, "query and response")
         if models.reads_weights():
-            check_reward_model(model, length)
+            check_reward_model(model, length)  # also chooses how to unpad
         models.match_first_process(model.backbone)
     reward.model, reward.max_tokens = freeze(accelerator, model), args.micro_batch_tokens
     return reward
@@ -73,14 +73,14 @@ def load_reward(
 def load_reward_model(cls: Callable, name: str) -> Any:
     """Load train_reward.py's model as a `cls`."""
     with about(f"--reward_model {name}"):
-        folder = find_model(name)  # on the hub, its configuration
+        folder = find_model(name)  # from the hub only small files; the weights below
         config = RewardConfig.get_config_dict(folder)[0]
         if config.get("model_type") != RewardConfig.model_type:
             raise InputError(f"is {config.get('architectures')}, not of train_reward.py: {OTHERS}")
         with no_init_weights():
             model = cls(RewardConfig.from_pretrained(folder))
         if models.reads_weights():
-            folder = find_model(name, weights=True)  # only now its weights
+            folder = find_model(name, weights=True)
             load_model(model, Path(folder, "model.safetensors"))
         return model.eval()
 
@@ -130,9 +130,8 @@ class Reward:
         scores: Any = None
         tokens = torch.cat([queries, responses], dim=1)
         if self.model:
-            pad_id = self.model.config.pad_id
-            unknown = (tokens == self.pad_id) | (tokens >= pad_id)  # padding, or not its ids (X13)
-            inputs = tokens.masked_fill(unknown, pad_id)
+            pad_id = self.model.config.pad_id  # ids outside its vocabulary count as padding (X13)
+            inputs = tokens.masked_fill((tokens == self.pad_id) | (tokens >= pad_id), pad_id)
             scores = score_in_parts(self.model, inputs, self.max_tokens, queries.shape[1])
         if self.function is None:
             return scores

@@ -35,7 +35,7 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
             generation = transformers.GenerationConfig.from_pretrained(folder)
     prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
     prefix = with_bos(prefix, bos(tokenizer))
-    (suffix,), _, _ = encode_after(["\n"], [task.query_suffix], tokenizer)
+    (suffix,), _, _ = encode_after(["\n"], [task.query_suffix], tokenizer)  # no space is added
     length = len(prefix) + task.query_length + len(suffix) + new_tokens
     check_length(config, length, f"query_length={task.query_length} with affixes and response")
     pad = max(config.vocab_size, len(tokenizer))
@@ -70,9 +70,12 @@ def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
 
 
 def bos(tokenizer: Any) -> list[int]:
-    """What the tokenizer begins texts with: BOS as in Llama, two tokens in GLM, or nothing."""
+    """What the tokenizer begins texts with: BOS as in Llama, two tokens in GLM, or nothing.
+
+    A text's tokens with these, [bos, a, b], and without, [a, b], show them.
+    """
     regular = (i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids)
-    for text in map(tokenizer.decode, regular):  # the first that is a text shows what is added
+    for text in map(tokenizer.decode, regular):
         if alone := tokenizer.encode(text, add_special_tokens=False):
             ids = tokenizer.encode(text)
             return ids[: ids.index(alone[0])]
