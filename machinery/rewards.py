@@ -228,7 +228,7 @@ def check_columns(rows: Rows, task: Task) -> None:
             needed = x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
             if needed and x.name not in known:
                 raise InputError(f"{flag} {name} needs {x.name}; there are {sorted(known)}")
-        read = getattr(function, "read_answer", None)
+        read: Any = getattr(function, "read_answer", None)
         answers = rows.select_columns("answer")[:]["answer"] if read else []
         unread = [answer for answer in answers if read(answer) is None]
         if unread:
