@@ -1,5 +1,6 @@
 """docs/course/: all cells of the notebook run in order; the students' version, and its grading."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -74,6 +75,14 @@ def test_the_students_version_has_all_exercises_no_solution_and_no_name_that_one
     command = ["ruff", "check", "--isolated", "--select", "F821", "-"]
     done = subprocess.run(command, input=source, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_lessons_call_functions_that_are_there():
+    """The next test finds more, but is rarely run."""
+    scripts = {name: importlib.import_module(name) for name in ("ppo", "rloo", "train_reward")}
+    calls = {*re.findall(rf"\b({'|'.join(scripts)})\.(\w+)\b(?<!\.py)", "\n".join(CODE))}
+    assert len(calls) > 10
+    assert [call for call in calls if not hasattr(scripts[call[0]], call[1])] == []
 
 
 @pytest.mark.exhaustive
