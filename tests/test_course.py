@@ -78,7 +78,6 @@ def test_the_students_version_has_all_exercises_no_solution_and_no_name_that_one
 
 
 def test_the_lessons_call_functions_that_are_there():
-    """The next test finds more, but is rarely run."""
     scripts = {name: importlib.import_module(name) for name in ("ppo", "rloo", "train_reward")}
     calls = {*re.findall(rf"\b({'|'.join(scripts)})\.(\w+)\b(?<!\.py)", "\n".join(CODE))}
     assert len(calls) > 10
