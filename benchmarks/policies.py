@@ -117,7 +117,7 @@ def sample_tokens(
     """
     tokenizer, ids = load_tokenizer(task, task.response_length)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    table = load_queries(task, tokenizer, ids)
+    table = load_queries(replace(task, gold_fn=None), tokenizer, ids)
     if len(table) <= first:
         raise InputError(f"--first {first} skips all {len(table)} queries")
     rows = np.repeat(np.arange(first, min(first + number, len(table))), samples)
@@ -136,6 +136,7 @@ def sample_responses(
     task: Task, number: int, seed: int = 1, samples: int = 1
 ) -> tuple[list[str], list[str], dict[str, list]]:
     """Queries and responses of the policy `task.base_model`, columns of the data set."""
+    task = replace(task, reward_fn=None)  # its file may be elsewhere
     tokenizer, ids, *tokens, columns = sample_tokens(task, number, seed, samples)
     queries, responses = (decode(tokenizer, x, ids.pad) for x in tokens)
     return queries, responses, columns

@@ -11,7 +11,7 @@ benchmarks/iterate.sh has two rounds of sampling, labeling and training.
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tyro
@@ -46,7 +46,7 @@ def main(args: Args) -> None:
     (task,), held_out = policy_tasks([args.model], args)
     first = (held_out or 256) if args.first is None else args.first
     sizes = args.queries, args.seed, args.samples, first
-    tokenizer, ids, *tokens, _ = sample_tokens(task, *sizes)
+    tokenizer, ids, *tokens, _ = sample_tokens(replace(task, reward_fn=None), *sizes)
     queries, responses = ([[t for t in x if t != ids.pad] for x in y.tolist()] for y in tokens)
     texts = [decode(tokenizer, x, ids.pad) for x in tokens]
     n = args.samples

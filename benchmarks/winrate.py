@@ -18,7 +18,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -53,7 +53,10 @@ def read_responses(task: Task, number: int) -> tuple[list[str], list[str], dict[
     tokenizer, ids = load_tokenizer(task, task.response_length)
     column = str(task.response_column)
     load_rows(task.query_dataset, "--query_dataset", response_column=column)  # has it
-    table, rows = load_queries(task, tokenizer, ids), slice(number)
+    table, rows = (
+        load_queries(replace(task, reward_fn=None, gold_fn=None), tokenizer, ids),
+        slice(number),
+    )
     columns, responses = table.columns(rows), []
     for response in columns[task.response_column]:
         if not response:

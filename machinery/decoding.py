@@ -137,13 +137,13 @@ class DecodingBatch:
         return min(math.ceil((self.length + 1) / BLOCK) * BLOCK, self.max_columns)
 
     # The model's parameter for the cache, which counts its columns itself:
-    name = "cache" if compare_versions("transformers", ">=", "5.24") else "past_key_values"
+    cache_name = "cache" if compare_versions("transformers", ">=", "5.24") else "past_key_values"
 
     def compute(self, tokens: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
         """Logits [b, V] after more tokens of each sequence; mask [b, columns of the cache]."""
         if self.cache.has_states():
             mask = mask[:, : self.length]  # linear-attention layers read the last columns
-        inputs = {"attention_mask": mask, "position_ids": position_ids, self.name: self.cache}
+        inputs = {"attention_mask": mask, "position_ids": position_ids, self.cache_name: self.cache}
         return self.lm(tokens, use_cache=True, logits_to_keep=1, **inputs).logits[:, -1].float()
 
 

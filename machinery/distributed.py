@@ -120,8 +120,8 @@ def place(accelerator: Accelerator, model: nn.Module, optimizer: Any = None) -> 
 def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Any, args: Any) -> tuple:
     """`place` a model to train. A step with gradients that are not finite raises `InputError`."""
     optimizer.register_step_pre_hook(check_gradients)
-    for module in model.modules() if args.gradient_checkpointing else ():
-        if isinstance(module, transformers.PreTrainedModel):
+    for module in model.modules():
+        if args.gradient_checkpointing and isinstance(module, transformers.PreTrainedModel):
             module.gradient_checkpointing_enable({"use_reentrant": False})
     model = place(accelerator, model.train(), optimizer)
     if accelerator.num_processes > 1 and not accelerator.is_fsdp2:

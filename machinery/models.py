@@ -48,6 +48,7 @@ def store_as_cast(model: nn.Module) -> None:
     """Store the weights of frozen linear layers in bf16: autocast would cast them in each pass.
 
     In a trained model, only those under adapters, since others may be saved. The head stays fp32.
+    From then on the model only works under autocast.
     """
     trained = any(weight.requires_grad for weight in model.parameters())
     for name, module in model.named_modules():

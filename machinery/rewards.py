@@ -220,19 +220,18 @@ def load_scorer(field: str, task: Task) -> Any:
 
 def check_columns(rows: Rows, task: Task) -> None:
     """Raise `InputError` if a function needs a column that there is not, or can read no answer."""
-    for flag, name in {"--reward_fn": task.reward_fn, "--gold_fn": task.gold_fn}.items():
-        if name is None:
-            continue
-        function, known = load_function(name), {*TEXTS, *rows.column_names}
+    known = {*TEXTS, *rows.column_names}
+    for field in (x for x in ("reward_fn", "gold_fn") if getattr(task, x)):
+        function, flag = load_scorer(field, task), f"--{field} {getattr(task, field)}"
         for x in inspect.signature(function).parameters.values():
             needed = x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
             if needed and x.name not in known:
-                raise InputError(f"{flag} {name} needs {x.name}; there are {sorted(known)}")
+                raise InputError(f"{flag} needs {x.name}; there are {sorted(known)}")
         read: Any = getattr(function, "read_answer", None)
         answers = rows.select_columns("answer")[:]["answer"] if read else []
         unread = [answer for answer in answers if read(answer) is None]
         if unread:
-            found = f"{flag} {name} cannot read {len(unread)} of {len(answers)} answers"
+            found = f"{flag} cannot read {len(unread)} of {len(answers)} answers"
             say(f"{found}, such as {unread[0]!r:.60}")
             if len(unread) == len(answers):
                 raise InputError(found)

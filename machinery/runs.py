@@ -211,8 +211,8 @@ class Run:
             tracker.log_table("samples", list(rows[0]), [list(x.values()) for x in rows], step=step)
 
     def save(self, model: Any, tokenizer: Any, name: str = "model", **heads: nn.Module) -> None:
-        """Save weights as a folder of this name in the run; `model` in `--output_dir` if there is one,
-        else `models/<task>/<script>` links to it.
+        """Save weights as a folder of this name in the run. `model` goes to `--output_dir`, if given;
+        otherwise `models/<task>/<script>` links to it.
         """
         states = {key: checkpoints.full_state(head)[0] for key, head in heads.items()}
         state, _ = checkpoints.full_state(model)

@@ -25,9 +25,7 @@ from machinery.queries import load_queries
 TINY = "--total_episodes 16 --batch_size 16 --eval_queries 4 --run_name {0} --output_dir {0}"
 WRONG = ["-72", "720", "7.2", "72.5", "72 73", "72 or 73", "72e5", "72x3=216", "7,2", "72\u0663"]
 WRONG += ["72**2", "72 eggs or 73 eggs", "72/3", "72, 73", "80-8", "72 eggs in 7 days", "7 2"]
-SAME = (
-    "72| 72|\n72|72.|72.0|$72|072|+72|72 clips|72\n73|**72** eggs|$72/hour|= 72|72 m²|72%|٧٢|{72}"
-)
+SAME = "72| 72|\n72|72.|72.0|$72|072|+72|72 clips|72\n73|**72** eggs|$72/hour|= 72|72 m²|٧٢"
 NUMBERS = [  # the right answer; texts that are the same number, and others
     ("72", SAME.split("|"), WRONG),
     ("1,600", ["1600", "$1,600.00", "1,600 dollars"], ["1", "600", "1.600", "-1,600", "1 600"]),

@@ -309,7 +309,6 @@ def own_data(folder: Path, page: int) -> str:
 
 
 def test_the_page_goes_from_own_data_to_ppo(here):
-    """benchmarks/own_data.sh converts as the page does."""
     code = own_data(here, 1).replace("mkdir mine && cd mine", "")
     script = (ROOT / "benchmarks/own_data.sh").read_text()
     assert all(line in script for line in code.splitlines() if "convert.py" in line)

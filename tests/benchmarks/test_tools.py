@@ -23,7 +23,7 @@ from benchmarks import against_trl, calibration, copying, growth, human, llm_jud
 from benchmarks import pass_at_k, policies, sample, winrate
 from data import tasks
 from machinery.labels import load_labels
-from machinery.sources import load_function
+from machinery.sources import import_file, load_function
 from machinery.tokens import load_tokenizer
 
 
@@ -139,6 +139,8 @@ def test_tools_take_data_columns_lengths_and_held_out_queries_from_the_run(home,
     assert len(numbers) == 9 and " of 9 queries, 6 of them held out " in out
     numbers, out = asked(pass_at_k, models=("mine",), samples=2, k=1)
     assert numbers == evaluated and json.loads(out)["held_out"] == 6
+    import_file.cache_clear()
+    Path("own.py").unlink()  # sampling needs no reward
     asked(sample, model="mine", samples=1, out=home / "samples.jsonl")
     lines = map(json.loads, Path("samples.jsonl").read_text().splitlines())
     texts = [line["query_text"] for line in lines]
