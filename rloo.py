@@ -54,8 +54,8 @@ from machinery.tokens import load_tokenizer
 from machinery.unpadding import Unpadded
 from train_reward import RewardModel
 from utils import AdamTF, Timer, TokenIds, add_affixes, all_sum, average_gradients, decode
-from utils import generator, global_mean_and_var, mean_over_processes, micro_batches
-from utils import query_rows, sample_token, truncate
+from utils import global_mean_and_var, mean_over_processes, micro_batches
+from utils import query_rows, random_numbers, sample_token, truncate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,13 +182,11 @@ def sample(
 
 
 def sample_in_batches(
-    decoder: Decoder, contexts: Tensor, ids: TokenIds, args: Args, rng: Any
+    decoder: Decoder, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args
 ) -> Tensor:
-    """Sample in batches of contexts of similar length: [B, C] → [B, R] (X10)."""
-    size, length = len(contexts), args.task.response_length
-    uniform = torch.rand(length, size, generator=rng, device=rng.device, dtype=torch.float64)
-    responses = contexts.new_empty(size, length)
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(rng.device)
+    """Sample in batches of contexts of similar length: [B, C], [R, B] → [B, R] (X10)."""
+    responses = contexts.new_empty(uniform.T.shape)
+    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(uniform.device)
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -370,13 +368,13 @@ def main(args: Args) -> None:
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     @torch.no_grad()
-    def make_rollout(queries: Tensor, columns: dict, kl_coef: float, rng: Any) -> Rollout:
-        """Steps 1 to 3 for queries [B, Q]."""
+    def make_rollout(queries: Tensor, columns: dict, kl_coef: float, uniform: Tensor) -> Rollout:
+        """Steps 1 to 3 for queries [B, Q], with random numbers [R, B]."""
         # 1. Sample a response to each query.
         timer.start("sample")
         contexts = add_affixes(queries, ids)  # [B, C]
         with distributed.inference(accelerator, policy):  # in eval mode; FSDP2 gathers weights
-            responses = sample_in_batches(decoder, contexts, ids, args, rng)  # [B, R]
+            responses = sample_in_batches(decoder, contexts, uniform, ids, args)  # [B, R]
 
         # 2. Score each response with the reward model.
         timer.start("score")  # includes step 3
@@ -400,15 +398,17 @@ def main(args: Args) -> None:
         return Rollout(**episodes, logprobs=logprobs, kl=kl)
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Metrics on held-out queries, which all processes compute alike. Logs samples."""
-        queries, columns = heldout[:].to(device), heldout.columns()
-        rng = generator(args.seed, num_updates, device)  # a stream that no update uses
-        rollout = make_rollout(queries, columns, kl_coef, rng)  # steps 1 to 3
+        """Metrics on held-out queries, of which each process has a part. Logs samples."""
+        rows = distributed.share(accelerator, len(heldout))
+        queries, columns = heldout[rows].to(device), heldout.columns(rows)
+        uniform = random_numbers(args.seed, num_updates, device, task.response_length, len(heldout))
+        rollout = make_rollout(queries, columns, kl_coef, uniform[:, rows])  # steps 1 to 3
         metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | reward.means()
         texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
         scores, kl, parts = rollout.scores, rollout.kl.sum(dim=1), reward.parts
         run.log_samples(update, texts, score=scores, kl=kl, total=scores - kl_coef * kl, **parts)
-        return {"eval/" + name.removeprefix("objective/"): float(x) for name, x in metrics.items()}
+        metrics = mean_over_processes(metrics, device)
+        return {"eval/" + name.removeprefix("objective/"): x for name, x in metrics.items()}
 
     for update in range(start, num_updates):
         eval_metrics = evaluate(update, kl_coef) if update % args.eval_every == 0 else {}
@@ -417,12 +417,11 @@ def main(args: Args) -> None:
             group["lr"] = lr
 
         # 1-3. Sample, score, and compute log-probabilities and rewards.
-        num_queries = local_batch_size // args.rloo_k  # P
-        rows = query_rows(len(table), num_queries, seed, update)  # [P]
+        rows = query_rows(len(table), local_batch_size // args.rloo_k, seed, update)  # [P]
         rows = np.repeat(rows, args.rloo_k)  # [P * K]: the responses to a query side by side
         queries, columns = table[rows].to(device), table.columns(rows)
-        rng = generator(seed, update, device)
-        rollout = make_rollout(queries, columns, kl_coef, rng)
+        uniform = random_numbers(seed, update, device, task.response_length, len(rows))  # [R, B]
+        rollout = make_rollout(queries, columns, kl_coef, uniform)
 
         # 4. Compute the advantage of each response.
         timer.start("optimize")

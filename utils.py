@@ -203,11 +203,12 @@ class AdamTF(torch.optim.Adam):
 # ----------------------------------------- seeds and timing
 
 
-def generator(seed: int, step: int, device: torch.device) -> torch.Generator:
-    """A random generator for one step of one process; independent of all other steps."""
+def random_numbers(seed: int, step: int, device: torch.device, *shape: int) -> Tensor:
+    """Uniform in [0, 1), in fp64, for one step of one process; independent of all other steps."""
     state = np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0]
     device = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
-    return torch.Generator(device).manual_seed(int(state >> np.uint64(1)))
+    rng = torch.Generator(device).manual_seed(int(state >> np.uint64(1)))
+    return torch.rand(shape, generator=rng, device=device, dtype=torch.float64)
 
 
 class Timer:

@@ -199,7 +199,7 @@ def ours(row: Row) -> Steps:
         load(model, where / ("classifier" if row.trainer == "Reward" else "policy"))
         return prepare(accelerator, model, *rest)
 
-    def sample(decoder: Any, contexts: Tensor, ids: Any, *_: Any) -> Tensor:
+    def sample(decoder: Any, contexts: Tensor, uniform: Tensor, ids: Any, *_: Any) -> Tensor:
         found = [respond([x for x in row if x != ids.pad]) for row in contexts.tolist()]
         return torch.tensor([x + [ids.pad] * (R - len(x)) for x in found])
 

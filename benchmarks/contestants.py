@@ -140,10 +140,10 @@ def ours(job: Job, watch: Stopwatch) -> None:
         save(*inputs)
 
     def sample_in_batches(*inputs: Any) -> torch.Tensor:
-        rng, responses = inputs[-1].clone_state(), sampler(*inputs)
+        responses = sampler(*inputs)
         if job.mean_length and job.kind == "ppo" and watch.phase:  # not in evaluations
             watch(None)
-            full = full_batches(sampler, *inputs[:-1], rng)
+            full = full_batches(sampler, *inputs)
             watch.full = watch.updates[-1]["sample"][0] / full
         return responses
 
@@ -155,15 +155,14 @@ def ours(job: Job, watch: Stopwatch) -> None:
     script.main(script_args(script, job))
 
 
-def full_batches(
-    sampler: Callable, decoder: Any, contexts: torch.Tensor, ids: Any, args: Any, rng: Any
-) -> float:
+def full_batches(sampler: Callable, decoder: Any, *inputs: Any) -> float:
     """CPU seconds of sampling the same tokens, each in a batch that no response leaves.
 
     A step counts by the share of responses that had not ended.
     """
     from utils import truncate
 
+    contexts, uniform, ids, args = inputs
     began = []
 
     def start(*inputs: torch.Tensor) -> Any:
@@ -178,7 +177,7 @@ def full_batches(
         return batch
 
     endless = replace(args, task=replace(args.task, eos_task=False))
-    responses = sampler(SimpleNamespace(start=start), contexts, ids, endless, rng)
+    responses = sampler(SimpleNamespace(start=start), contexts, uniform, ids, endless)
     seconds = np.diff([*began, time.process_time()])
     real = truncate(responses, ids.ends, args.task.truncate_after, ids.pad)[0] != ids.pad
     return float(seconds @ real.double().mean(dim=0).numpy())

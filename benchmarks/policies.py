@@ -23,7 +23,7 @@ from machinery.decoding import Decoder  # noqa: E402
 from machinery.models import load_lm  # noqa: E402
 from machinery.queries import load_queries  # noqa: E402
 from machinery.tokens import load_tokenizer  # noqa: E402
-from utils import TokenIds, add_affixes, decode, generator, truncate  # noqa: E402
+from utils import TokenIds, add_affixes, decode, random_numbers, truncate  # noqa: E402
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +125,9 @@ def sample_tokens(
     lm = load_lm(task.base_model).to(device).eval()
     decoder = Decoder(lm, task.response_length)
     settings = ppo.Args(task=task, rollout_batch_size=64)
-    rng = generator(seed, 0, device)
+    uniform = random_numbers(seed, 0, device, task.response_length, len(rows))
     contexts = add_affixes(queries, ids)
-    responses = ppo.sample_in_batches(decoder, contexts, ids, settings, rng)
+    responses = ppo.sample_in_batches(decoder, contexts, uniform, ids, settings)
     responses, _ = truncate(responses, ids.ends, task.truncate_after, ids.pad)
     return tokenizer, ids, queries, responses, columns
 

@@ -164,11 +164,11 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
             Path(OWN_ROWS).touch()
         return read(table, rows)
 
-    def generator(seed: int, number: int, device: Any) -> torch.Generator:
+    def random_numbers(seed: int, number: int, *inputs: Any) -> torch.Tensor:
         nonlocal step
         step = number
         seen.clear()
-        return original["generator"](seed, step, device)
+        return original["random_numbers"](seed, step, *inputs)
 
     def sample(*values: Any, **named: Any) -> Any:
         """With the random numbers of each context, others each time that it is there."""
@@ -199,7 +199,7 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
         return torch.cat(responses)
 
     queries.TokenTable.__getitem__ = read_rows
-    for function in (query_rows, generator, sample, shuffle, generate):
+    for function in (query_rows, random_numbers, sample, shuffle, generate):
         if function.__name__ in original:
             setattr(module, function.__name__, function)
 

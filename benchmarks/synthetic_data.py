@@ -386,9 +386,10 @@ def judged_samples(task_name, model, count, per_query, seed):
         per_query, dim=0
     )
     decoder = Decoder(load_lm(model).eval(), task.response_length)
-    rng = utils.generator(seed, 0, torch.device("cpu"))
+    size = task.response_length, len(queries)
+    uniform = utils.random_numbers(seed, 0, torch.device("cpu"), *size)
     contexts = utils.add_affixes(queries, ids)
-    samples = ppo.sample_in_batches(decoder, contexts, ids, ppo.Args(task=task), rng)
+    samples = ppo.sample_in_batches(decoder, contexts, uniform, ids, ppo.Args(task=task))
     cut, _ = utils.truncate(samples, ids.ends, task.truncate_after, ids.pad)
     texts = [utils.decode(tokenizer, tokens, ids.pad) for tokens in (queries, cut)]
     scores = np.array(gold_score(*texts)).reshape(count, per_query)

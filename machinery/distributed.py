@@ -135,6 +135,13 @@ def freeze(accelerator: Accelerator, model: nn.Module) -> Any:
     return place(accelerator, model.eval().requires_grad_(False))
 
 
+def share(accelerator: Accelerator, size: int) -> slice:
+    """This process's part of `size` rows; all of them if the parts would not be equal."""
+    part, rest = divmod(size, accelerator.num_processes)
+    first = part * accelerator.process_index
+    return slice(None) if rest else slice(first, first + part)
+
+
 def check_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
     """A hook before each step: stop if the gradient is not finite."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]

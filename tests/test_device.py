@@ -98,19 +98,13 @@ class Elsewhere(TorchDispatchMode):
 @pytest.fixture
 def elsewhere(monkeypatch):
     """`use(device)` is where scripts run from then on; autocast and random numbers are fake."""
-    rand = torch.rand
-
-    def rand_here(*size, device, generator, **options):
-        return rand(*size, **options, generator=torch.Generator().manual_seed(1)).to(device)
-
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
-    monkeypatch.setattr(torch, "rand", rand_here)
     for name in ("tensor", "as_tensor"):
         monkeypatch.setattr(torch, name, partial(make_and_move, getattr(torch, name)))
     for script in (ppo, rloo):
-        make = lambda seed, step, device: SimpleNamespace(device=device)  # noqa: E731
-        monkeypatch.setattr(script, "generator", make)
+        make = lambda seed, step, device, *size: tiny.uniform(*size).to(device)  # noqa: E731
+        monkeypatch.setattr(script, "random_numbers", make)
 
     def use(device: torch.device) -> Any:
         one = dict(num_processes=1, process_index=0, is_fsdp2=False, mixed_precision="no")
@@ -222,8 +216,7 @@ def test_frozen_weights_are_stored_as_autocast_casts_them(kind, bf16_accelerator
                 found.append([*logits, batch.next_logits()])
             found[-1].append(casts.count)
     (*expected, before), (*frozen, after) = found
-    assert all(map(torch.equal, expected, frozen))
-    assert before >= 8 and after == 0
+    assert all(map(torch.equal, expected, frozen)) and before >= 8 and after == 0
     assert model.get_output_embeddings().weight.dtype == torch.float32
 
 

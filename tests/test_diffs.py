@@ -236,8 +236,7 @@ def test_X1_a_value_is_the_reward_of_the_text_so_far_by_an_own_model(own, start,
         expected = reward(tokens[tokens != tiny.WORDS][None])[0] * own
         assert_close(rollout.values[i, t], expected, rtol=1e-4, atol=1e-4)
     critic, lm = run.model.value_head.backbone, run.model.lm.base_model
-    assert lm.is_gradient_checkpointing and critic.is_gradient_checkpointing
-    assert critic is not lm
+    assert lm.is_gradient_checkpointing and critic.is_gradient_checkpointing and critic is not lm
     if not own:
         assert_close(critic.state_dict(), lm.state_dict(), atol=0, rtol=0)
 
@@ -472,9 +471,9 @@ def test_P4_residual_dropout_drops_what_attention_and_mlp_add(kind, start, tmp_p
 # -------------------------------------------------------------- algorithms and labels, by slow loops
 
 
-def uneven_responses(decoder, contexts, ids, args, rng):
+def uneven_responses(decoder, contexts, uniform, ids, args):
     """Random tokens, and the end after 1 to 5."""
-    responses = torch.randint(20, 90, (len(contexts), args.task.response_length), generator=rng)
+    responses = (20 + 70 * uniform.T).long()
     return responses.scatter(1, torch.arange(len(contexts))[:, None] % 5, ids.ends[0])
 
 
@@ -812,12 +811,12 @@ def test_raft_raises_the_likelihood_of_the_best_response_to_each_query(flags, st
 def test_vine_advantages_are_what_parts_add_to_mean_scores_of_continuations(start):
     """Of two continuations one ends at once, one never; a score is a number of tokens."""
 
-    def responses(decoder, contexts, ids, args, rng, length=0):
-        if not length:
-            return uneven_responses(decoder, contexts, ids, args, rng)
+    def responses(decoder, contexts, uniform, ids, args):
+        if len(uniform) == args.task.response_length:
+            return uneven_responses(decoder, contexts, uniform, ids, args)
         assert not (contexts[:, -1] == ids.pad).any()
         tokens = torch.tensor([ids.ends[0], 40]).repeat(len(contexts) // 2)
-        return tokens[:, None].expand(-1, length)
+        return tokens[:, None].expand(uniform.T.shape)
 
     def advantages_of(name, rollout, kl, kl_coef, args):
         equal = rollout._replace(scores=torch.zeros(16))

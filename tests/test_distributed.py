@@ -1,6 +1,7 @@
 """Two processes have the gradients of one (X11, P7, pitfalls 9, 10, 11, 19). One launch for all.
 Whole runs on one process and on several: benchmarks/test_same.py."""
 
+import contextlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 import tiny
 import torch
 import two_processes
-from conftest import SCRIPTS
+from conftest import SCRIPTS, read_metrics
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -32,8 +33,11 @@ def both(tmp_path_factory: pytest.TempPathFactory):
             tiny.write_task(folder / "task")
             tiny.run_python(two_processes.__file__, folder, processes=2)
     ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
-    one = two_processes.results(rank=0, processes=1)
-    return SimpleNamespace(folder=folder, one=one, ranks=ranks)
+    one, alone = two_processes.results(rank=0, processes=1), tmp_path_factory.mktemp("alone")
+    (alone / "task").symlink_to(folder / "task")
+    with contextlib.chdir(alone):
+        handed = {name: two_processes.run_script(name)["handed"] for name in two_processes.RUNS}
+    return SimpleNamespace(folder=folder, one=one, ranks=ranks, alone=alone, handed=handed)
 
 
 def assert_close(ours: dict, theirs: dict, **tolerance) -> None:
@@ -66,13 +70,26 @@ def test_G6_processes_sample_other_queries_and_other_responses(name, both):
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
-def test_evaluations_and_saved_weights_are_the_same_on_all_processes(name, both):
+def test_saved_weights_are_the_same_on_all_processes(name, both):
     ours, theirs = (rank["scripts"][name] for rank in both.ranks)
-    assert len(ours["evaluations"]) == 2
-    torch.testing.assert_close(ours["evaluations"], theirs["evaluations"], atol=0, rtol=0)
     assert_close(ours["weights"], theirs["weights"], atol=0, rtol=0)
     saved = tiny.AutoModelForCausalLM.from_pretrained(both.folder / name).state_dict()
     assert_close(saved, ours["weights"], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("name", two_processes.RUNS)
+def test_held_out_queries_are_split_if_all_processes_get_equally_many(name, both, monkeypatch):
+    """12 are, 3 are not; by the texts that --reward_fn gets. The numbers are those of one process."""
+    calls = [rank["scripts"][name]["handed"] for rank in both.ranks]
+    heldout, size = both.handed[name][0], 6 if "split" in name else 3
+    assert [[len(texts) for texts in rank] for rank in calls] == [[size, 4, 4, size]] * 2
+    assert [calls[0][0], calls[1][0]] == [heldout[:size], heldout[-size:]]
+    found, samples = [], []
+    for folder in (both.folder, both.alone):
+        monkeypatch.chdir(folder)
+        found.append({key: x for key, x in read_metrics(name)[0].items() if "eval/" in key})
+        samples.append(Path("runs", name, "samples.jsonl").read_text().splitlines()[: min(size, 4)])
+    assert found[0] == pytest.approx(found[1], rel=1e-5) and samples[0] == samples[1]
 
 
 def test_the_first_process_gives_all_copies_its_weights_and_buffers(both):

@@ -251,8 +251,7 @@ def test_ppo_reproduces_every_update(name, micro_batch_tokens, accelerator):
 
 def check_rollout(rollout: ppo.Rollout, u: dict[str, np.ndarray], first: bool) -> None:
     """Compare with the recorded numbers; later, weights that are 2e-5 off are amplified."""
-    assert rollout.mask.all()
-    assert torch.equal(rollout.responses, tokens_of(u["responses"]))
+    assert rollout.mask.all() and torch.equal(rollout.responses, tokens_of(u["responses"]))
     assert torch.equal(rollout.cut, tokens_of(u["postprocessed_responses"]))
     numbers = {name: getattr(rollout, name) for name in ("logprobs", "values", "scores", "rewards")}
     numbers["ref_logprobs"] = rollout.logprobs - rollout.kl

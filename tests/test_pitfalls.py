@@ -242,8 +242,7 @@ def test_with_an_lr_of_0_nothing_drifts(script, updates, precision, task, here, 
     heldout = [queries for queries in batches if len(queries) == 10]
     assert len(heldout) == 3 and all(torch.equal(x, heldout[0]) for x in heldout)
     seen = {tuple(row) for x in batches if len(x) == 40 for row in x.tolist()}
-    assert len(seen) == 30
-    assert not seen & {tuple(row) for row in heldout[0].tolist()}
+    assert len(seen) == 30 and not seen & {tuple(row) for row in heldout[0].tolist()}
     lines = [json.loads(x) for x in Path("runs/run/metrics.jsonl").read_text().splitlines()]
     for line in lines[:updates]:
         assert line["objective/kl"] == 0  # policy and reference read the same batches
@@ -290,8 +289,7 @@ def test_an_evaluation_counts_a_response_to_its_end_or_all_of_it(script, eos_tas
         total = [score - 0.5 * x for score, x in zip([2, -3, -3], kl, strict=True)]
         for x, values in zip(numbers, ([2, -3, -3], kl, total), strict=True):
             assert x.tolist() == pytest.approx(values, abs=1e-4)
-        assert update == step
-        assert responses == [f"7 {tiny.EOS}", "7 7 7 7 7", "9 9 9 9 9"]
+        assert update == step and responses == [f"7 {tiny.EOS}", "7 7 7 7 7", "9 9 9 9 9"]
 
 
 def test_heldout_labels_are_predicted_in_batches_and_averaged():

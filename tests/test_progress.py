@@ -120,8 +120,7 @@ def test_curves_are_over_episodes_with_evaluations_as_points(tmp_path, monkeypat
     (axis,) = figures[0].axes
     curves = [line.get_xydata().tolist() for line in axis.lines]
     assert curves == [[[0, 2], [8, 3]], [[0, 1], [16, 4]]]
-    assert capsys.readouterr().out == "eval/a: 1 → 4\n"
-    assert (tmp_path / "curves.png").is_file()
+    assert capsys.readouterr().out == "eval/a: 1 → 4\n" and (tmp_path / "curves.png").is_file()
     assert [text.get_text() for text in axis.get_legend().get_texts()] == ["each", "held out"]
     lines = [{"step": i, "accuracy": i % 2} for i in range(100)]
     lines += [{"step": 100, "heldout/accuracy": 1}]

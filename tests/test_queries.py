@@ -163,8 +163,7 @@ def test_tables_and_samples_are_found_again_and_hold_out_the_first_rows(task, tm
     refuses(lambda: table.hold_out(100), "--eval_queries", "100 of 100")
     few = replace(many, num_queries=50)
     for expected in (100, 150, 150):
-        assert len(tokenized) == expected
-        assert torch.equal(load_queries(many)[:], table[:])
+        assert len(tokenized) == expected and torch.equal(load_queries(many)[:], table[:])
         sample = rows_of(load_queries(few))
         assert len(sample) == len(set(sample) & set(rows_of(table))) == 50
 
@@ -181,9 +180,8 @@ def test_a_heldout_query_is_not_trained_on_where_it_is_once_more(task, tmp_path)
 
 def test_the_table_is_int32_in_a_file_and_gives_int64_rows_in_any_order(task):
     table = load_queries(task)
-    assert (
-        table.sequences.features["tokens"].feature.dtype == "int32" and table.sequences.cache_files
-    )
+    assert table.sequences.features["tokens"].feature.dtype == "int32"
+    assert table.sequences.cache_files
     rows = np.array([5, 0, 39, 5])
     assert table[rows].dtype == torch.int64 and table[rows].shape == (4, 8)
     assert torch.equal(table[rows], table[:][rows]) and torch.equal(table[1:3], table[:][1:3])
@@ -233,10 +231,9 @@ def test_G6_rows_of_a_step_are_a_pure_function_and_visit_every_row_once_an_epoch
     assert np.bincount(query_rows(3, 9, 1, 0)).tolist() == [3, 3, 3]  # fewer than a step's
 
 
-def test_generators_are_a_pure_function_of_seed_and_step():
+def test_random_numbers_are_a_pure_function_of_seed_and_step():
     def numbers(seed, step):
-        rng = utils.generator(seed, step, torch.device("cpu"))
-        return tuple(torch.rand(3, generator=rng).tolist())
+        return tuple(utils.random_numbers(seed, step, torch.device("cpu"), 3).tolist())
 
     assert numbers(1, 2) == numbers(1, 2)
     assert len({numbers(seed, step) for seed in (1, 2, 100_004) for step in range(5)}) == 15

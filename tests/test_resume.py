@@ -482,8 +482,7 @@ def test_a_link_that_moves_changes_nothing(home):
     tiny.write_reward(home / "runs/r1/model")
     artifacts.replace_link(Path("models/synthetic/train_reward"), Path("runs/r1/model"))
     shutil.rmtree("runs/ran/model")
-    assert exit_code("ppo", "--resume runs/ran") == 0
-    assert written(Path("runs/ran")) == before
+    assert exit_code("ppo", "--resume runs/ran") == 0 and written(Path("runs/ran")) == before
     with refused("base_model=second instead of task/model"):
         ppo.main(again("--resume runs/ran --base_model first"))
     Path("first").unlink()
@@ -517,8 +516,7 @@ def test_a_resumed_run_reads_the_commits_of_the_hub_it_began_with(hub, home, tmp
     publish(2, "lost a")
     assert exit_code("sft", settings("sft", base_model=model, query_dataset=rows)) == 0
     shutil.rmtree("runs/ran/model")
-    assert exit_code("ppo", "--resume runs/ran") == 0
-    assert written(Path("runs/ran")) == before
+    assert exit_code("ppo", "--resume runs/ran") == 0 and written(Path("runs/ran")) == before
     shutil.rmtree(hub.commit("datasets", rows))
     with refused(f"--query_dataset {rows}: DatasetNotFoundError: Revision '{1:040x}'"):
         ppo.main(again())
@@ -545,7 +543,7 @@ def test_a_copys_own_state_and_flags_of_any_type_are_resumed(here, monkeypatch):
     text = text.replace("import math\n", "import math\nfrom pathlib import Path\n", 1)
     text = text.replace("    # Optimization\n", f"{flags}\n    # Optimization\n", 1)
     text = text.replace("[args.max_length -", "[args.max_length[0] -")
-    assert text.count(line := "make_rollout(queries, columns, kl_coef, rng)\n") == 1
+    assert text.count(line := "make_rollout(queries, columns, kl_coef, uniform)\n") == 1
     text = text.replace(line, line.replace("kl_coef", "kl_coef + price.item()"))
     Path("mine.py").write_text(text)
     monkeypatch.setitem(SCRIPTS, "mine", tiny.load_script(Path("mine.py")))
@@ -580,8 +578,7 @@ def test_latest_is_the_newest_run_of_this_script_and_task_that_has_a_checkpoint(
         assert args.resume.endswith("/checkpoints/00000005.safetensors")
         return Path(args.resume).parents[1], args.lr
 
-    assert found("latest") == (other, 3)
-    assert found("latest --task synthetic") == (new, 0.01)
+    assert found("latest") == (other, 3) and found("latest --task synthetic") == (new, 0.01)
     assert found("runs/ran") == (Path("runs/ran"), 0.01)
     for name in ("latest", "runs/bare", "runs/nowhere", "runs/ran"):
         with refused(f"--resume {name} has no checkpoint of rloo.py"):

@@ -212,8 +212,7 @@ def test_a_file_of_functions_is_a_module_and_imported_once(here, capsys):
     (here / "beside_the_judge.py").write_text("LENGTH = 2.0")
     names = ["our_judge.py:f", "./our_judge.py:f", f"{here}/our_judge.py:f"]
     assert [load_function(name)(["ab"]) for name in names] == [[4.0]] * 3
-    assert capsys.readouterr().out == "once\n"
-    assert load_function(names[0]).__module__ == "our_judge"
+    assert capsys.readouterr().out == "once\n" and load_function(names[0]).__module__ == "our_judge"
 
 
 NAMES = """

@@ -239,8 +239,7 @@ def test_answers_that_merge_with_prompts_are_tokenized_alone(whole, tmp_path, ca
     found, expected = load(queries.load_responses, task), whole.ids("Hi No")
     encode = partial(whole.tokenizer.encode, add_special_tokens=False)
     ids = [*whole.ids("Hi s")[:-1], *encode("aw"), whole.tokenizer.eos_token_id]
-    assert found == sorted([ids, expected])
-    assert "1 of 2 answers" in capsys.readouterr().out
+    assert found == sorted([ids, expected]) and "1 of 2 answers" in capsys.readouterr().out
 
 
 def test_answers_and_blocks_that_are_cut_are_counted(model, tmp_path, capsys):

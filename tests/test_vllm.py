@@ -40,7 +40,7 @@ def test_what_the_real_server_said_is_what_is_sampled(exchange, ends, script):
     args = tiny.make_args(task, script, rloo_k=2, vllm_url=url)
     ids = TokenIds(tiny.WORDS, [0], [], [])
     contexts = torch.tensor([[tiny.WORDS, 17, 30, 22]]).repeat(2, 1)
-    responses, logprobs = script.sample_in_batches(contexts, ids, args, torch.Generator())
+    responses, logprobs = script.sample_in_batches(contexts, torch.rand(6, 2), ids, args)
     free = dict.fromkeys(("seed", "cache_salt", "temperature"))
     assert asked[0] | free == exchange["body"] | free and asked[0]["temperature"] == 0.7
     for i, choice in enumerate(exchange["answer"]["choices"]):

@@ -199,11 +199,11 @@ class Table:
     """A query table that returns given queries [B, Q], one batch after the other."""
 
     def __init__(self, batches: list[Tensor], heldout: Tensor | None = None):
-        self.batches = list(batches)
+        self.batches, self.size = list(batches), len(batches[0])
         self.heldout = batches[0][:HELDOUT] if heldout is None else heldout
 
     def __len__(self) -> int:
-        return 1000
+        return self.size
 
     def hold_out(self, n: int, needed: int = 1) -> tuple["Table", "Table"]:
         return Table([self.heldout] * 100), self

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,13 +22,15 @@ import rloo
 import sft
 import train_reward
 import utils
-from machinery import distributed, models
+from machinery import distributed, models, rewards
 from machinery.labels import Labels
 from machinery.tokens import load_tokenizer
 
 HALVES = {"ppo": [[6, 3, 0, 5], [1, 7, 4, 2]]}  # rows of the two minibatches of 8 episodes
 HALVES |= {"rloo": [[0, 3, 6, 5], [2, 1, 4, 7]]}  # [P, K] = [2, 4]: four responses to each query
 QUERIES = tiny.make_contexts(tiny.LENGTHS, 8)
+TASK = dict(base_model="task/model", query_dataset="task/stories.txt", truncate_token=None)
+RUNS = {"ppo": (ppo, 3), "rloo": (rloo, 3), "ppo_split": (ppo, 12), "rloo_split": (rloo, 12)}
 RESPONSES = tiny.make_responses(8, 5)
 
 
@@ -95,23 +98,27 @@ def count_e_of_rows(queries: list[str], responses: list[str], text: list[str]) -
     return count_e(queries, responses)
 
 
+def run_script(name: str) -> dict[str, Any]:
+    """What ppo.py or rloo.py samples, evaluates, hands to its reward function and saves here."""
+    script, heldout = RUNS[name]
+    flags = dict(run_name=name, output_dir=name, reward_fn="two_processes:count_e_of_rows")
+    flags |= dict(total_episodes=16, eval_queries=heldout, keep_every=50)
+    rollouts, prepared, spy = [], [], Mock(wraps=rewards.call_reward_function)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
+        patch.setattr(distributed, "prepare", tiny.keep(distributed.prepare, prepared))
+        patch.setattr(distributed, "stop", lambda accelerator: None)
+        patch.setattr(rewards, "call_reward_function", spy)
+        script.main(tiny.make_args(tiny.make_task(**TASK), script, **flags))
+    samples = [(x.contexts, x.responses) for x in rollouts[1:-1]]  # not those of evaluations
+    texts = (call.args[1] for call in spy.call_args_list)
+    handed = [[*zip(x["queries"], x["responses"], strict=True)] for x in texts]
+    return dict(weights=prepared[0][0].lm.state_dict(), samples=samples, handed=handed)
+
+
 def run_scripts(accelerator: Accelerator) -> dict[str, Any]:
-    """What ppo.py and rloo.py sample and save, and what train_reward.py samples, in this folder."""
-    files = dict(base_model="task/model", query_dataset="task/stories.txt", truncate_token=None)
-    task = tiny.make_task(**files)
-    seen: dict[str, Any] = {}
-    for script in (ppo, rloo):
-        name, rollouts, prepared = script.__name__, [], []
-        files = dict(run_name=name, output_dir=name, reward_fn="two_processes:count_e_of_rows")
-        files |= dict(keep_every=50)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
-            patch.setattr(distributed, "prepare", tiny.keep(distributed.prepare, prepared))
-            patch.setattr(distributed, "stop", lambda accelerator: None)
-            script.main(tiny.make_args(task, script, total_episodes=16, eval_queries=3, **files))
-        seen[name] = {"weights": prepared[0][0].lm.state_dict()}
-        seen[name]["samples"] = [(r.contexts, r.responses) for r in rollouts if len(r.mask) == 4]
-        seen[name]["evaluations"] = [r.responses for r in rollouts if len(r.mask) == 3]
+    """The same of all `RUNS`, and what train_reward.py samples, in this folder."""
+    seen, task = {name: run_script(name) for name in RUNS}, tiny.make_task(**TASK)
     args = train_reward.Args(task=task, normalize_samples=8, rollout_batch_size=8)
     tokenizer, ids = load_tokenizer(args.task, args.task.response_length)
     samples = train_reward.sample_policy(args, tokenizer, ids, accelerator)

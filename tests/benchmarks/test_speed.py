@@ -49,8 +49,7 @@ def test_plain_samples_continue_after_the_models_eos():
     plain = plain_copy(tiny.make_policy(), tiny.make_args())
     assert plain.policy.lm.generation_config.eos_token_id == 0
     responses = plain.sample(tiny.make_contexts([3] * 200, 8), seed=1)
-    assert responses.shape == (200, 5)
-    assert (responses[:, :-1] == 0).any()
+    assert responses.shape == (200, 5) and (responses[:, :-1] == 0).any()
 
 
 @pytest.mark.slow
