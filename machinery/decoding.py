@@ -12,6 +12,8 @@ from accelerate.utils import compare_versions
 from torch import Tensor
 from transformers.cache_utils import StaticCache
 
+from machinery.unpadding import Unpadded
+
 BLOCK = 64  # columns by which the cache grows; kernels prefer multiples of it
 MIN_ROWS = 16  # with fewer, fp32 products round differently: tokens depend on others
 
@@ -78,6 +80,8 @@ class DecodingBatch:
 
     def prefill(self) -> Tensor:
         """Compute each distinct prompt once; from then on, the mask has the cache's columns."""
+        from machinery.models import compute_logits  # which imports this module
+
         first = int(self.mask.any(dim=0).byte().argmax())
         tokens, mask = self.tokens[:, first:], self.mask[:, first:]
         prompts, which = tokens.masked_fill(~mask, -1).unique(dim=0, return_inverse=True)  # [P, C]
@@ -86,10 +90,13 @@ class DecodingBatch:
         self.length = mask.shape[1]
         self.cache = KeyValueCache(config=self.lm.config, max_cache_len=self.columns())
         self.mask, real = (F.pad(x, (0, self.columns() - self.length)) for x in (mask, real))
-        logits = self.compute(prompts.clamp(min=0), real, position_ids)
+        seen = real[:, : self.length] if self.cache.has_states() else real
+        backbone = Unpadded(self.lm.base_model, **{self.cache_name: self.cache})
+        hidden = backbone(prompts.clamp(min=0), seen, position_ids)  # [P, C, D]
+        self.cache.index = None
         self.cache.reorder_cache(which)  # P prompts → b sequences
         self.cache_changed()
-        return logits[which]
+        return compute_logits(self.lm, hidden[:, -1])[which].float()
 
     def append(self, tokens: Tensor) -> None:
         """Add one token [b] to each sequence."""
@@ -140,21 +147,27 @@ class DecodingBatch:
     cache_name = "cache" if compare_versions("transformers", ">=", "5.24") else "past_key_values"
 
     def compute(self, tokens: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
-        """Logits [b, V] after more tokens of each sequence; mask [b, columns of the cache]."""
+        """Logits [b, V] after one more token of each sequence; mask [b, columns of the cache]."""
         if self.cache.has_states():
             mask = mask[:, : self.length]  # linear-attention layers read the last columns
         inputs = {"attention_mask": mask, "position_ids": position_ids, self.cache_name: self.cache}
-        return self.lm(tokens, use_cache=True, logits_to_keep=1, **inputs).logits[:, -1].float()
+        return self.lm(tokens, use_cache=True, **inputs).logits[:, -1].float()
 
 
 class KeyValueCache(StaticCache):
     """A static cache for autocast, under which keys with rotary angles are fp32."""
 
     layers: Any  # a hybrid's linear layers have no keys and values
+    index: Tensor | None = None  # [B, T]: where tokens are in the flat batch of `Unpadded`, if any
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Add those of one layer; return all. Attention casts the keys anyway."""
-        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
+        """Add those of one layer, and return what is seen: all, or a flat batch's own."""
+        new = key_states.to(value_states.dtype), value_states  # attention casts the keys anyway
+        if self.index is None:
+            return super().update(*new, *args, **kwargs)
+        padded: Any = (x.squeeze(0)[:, self.index].transpose(0, 1) for x in new)
+        super().update(*padded, *args, **kwargs)  # [B, groups, T, features]
+        return new
 
     def has_states(self) -> bool:
         """Whether a layer has a state in place of keys and values, as linear attention."""

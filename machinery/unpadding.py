@@ -18,14 +18,18 @@ class Unpadded:
     It sees the real tokens of a batch as one flat sequence; its attention keeps sequences apart.
     Results at real tokens equal the plain call's; those at padding are arbitrary.
     With `prompt_length=n`, the first n columns are computed once for neighbors that share them.
+    `cache`: the transformer's parameter for a `KeyValueCache`, which is filled; then the mask has
+    its columns.
     """
 
-    def __init__(self, backbone: Any):
-        self.backbone = backbone
+    def __init__(self, backbone: Any, **cache: Any):
+        self.backbone, self.cache = backbone, cache
 
     def __call__(
         self, input_ids: Tensor, mask: Tensor, position_ids: Tensor, prompt_length: int = 0
     ) -> Tensor:
+        inputs = dict(attention_mask=mask, use_cache=bool(self.cache), **self.cache)
+        mask = mask[:, : input_ids.shape[1]]
         longest, n = getattr(self.backbone, "max_unpadded", None), prompt_length
         rows = torch.arange(len(mask), device=mask.device)
         prompts = input_ids.masked_fill(~mask, -1)[:, :n]
@@ -38,7 +42,6 @@ class Unpadded:
         counts = torch.stack([computed.sum(dim=1), mask.sum(dim=1)])  # [2, B]: computed, seen
         bounds = pad(counts.cumsum(dim=1), (1, 0)).int()  # [2, B + 1]
         lengths, seen = counts.tolist()  # waits for the device; nothing else here does
-        inputs: dict[str, Any] = dict(attention_mask=mask, use_cache=False)
         if not longest or max(seen) > longest:
             if longest is not None:  # else `set_unpadding` is still to come
                 kind = self.backbone.config.model_type
@@ -48,6 +51,8 @@ class Unpadded:
         shared = select(index, mask, sum(seen)) if sum(seen) > sum(lengths) else None
         inputs["plan"] = lengths, seen, [], (*bounds, max(lengths), max(seen)), shared
         ids, positions = (select(x, computed, sum(lengths)) for x in (input_ids, position_ids))
+        for cache in self.cache.values():
+            cache.index = index
         outputs = self.backbone(ids[None], position_ids=positions[None], **inputs)
         hidden = outputs.last_hidden_state.squeeze(0)  # `[0]` would copy in the backward pass
         return hidden.index_select(0, index.flatten()).view(*mask.shape, -1)
@@ -70,7 +75,7 @@ def set_unpadding(backbone: Any, longest: int) -> None:
     found = [x for name, x in config.to_dict().items() if name.endswith(names)]
     window = min([x for x in found if type(x) is int and x > 0], default=longest)
     fits = config._attn_implementation in ("sdpa", NAME) and backbone.is_backend_compatible()
-    fits = fits and window >= longest
+    fits = fits and window >= longest and not hasattr(config, "index_topk")  # of all tokens
     backbone.max_unpadded = longest if fits else 0
     if fits:
         AttentionInterface.register(NAME, attention)

@@ -67,15 +67,16 @@ QWEN = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_di
 QWEN |= dict(linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"])
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_local_experts=2)
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8)
-INDEXED = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
-INDEXED |= dict(index_n_heads=2, index_head_dim=16, index_topk=64, mlp_layer_types=["dense"] * 2)
+MLA = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+MLA |= dict(num_key_value_heads=4, mlp_layer_types=["dense"] * 2, first_k_dense_replace=2)
 HYBRIDS: dict[str, dict] = {  # the cache has states or an index, besides or without keys and values
     "qwen3_5_text": QWEN,
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "granitemoehybrid": MAMBA | MOE | dict(layer_types=["mamba", "attention"]),
-    "deepseek_v32": INDEXED | dict(num_key_value_heads=4),
+    "deepseek_v32": MLA | dict(index_n_heads=2, index_head_dim=16, index_topk=64),
 }
 OWN: dict[str, dict] = HYBRIDS | {  # what a kind has besides the sizes of all
+    "deepseek_v3": MLA,
     "falcon_alibi": dict(alibi=True, multi_query=False, parallel_attn=False, bias=True),  # -rw
     "gptj": dict(rotary_dim=8),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]], num_layers=2, num_heads=4),
@@ -108,7 +109,7 @@ def config(kind="gpt2", vocab=VOCAB, dropout=0.0, positions=64, **settings: Any)
 def make_lm(kind: str = "gpt2", seed: int = 0, **settings: Any) -> Any:
     torch.manual_seed(seed)
     lm = AutoModelForCausalLM.from_config(config(kind, **settings)).eval()
-    unpadding.set_unpadding(lm.base_model, 1024)
+    unpadding.set_unpadding(lm.base_model, 0 if kind in HYBRIDS else 1024)
     return lm
 
 
