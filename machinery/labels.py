@@ -93,9 +93,7 @@ def read_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocab_size: int) -> l
         with about(f"--label_tokenizer {task.label_tokenizer}"):
             own = transformers.AutoTokenizer.from_pretrained(find_model(task.label_tokenizer))
             if not tokens.same_tokens(tokenizer, own):
-                raise InputError(
-                    "its ids mean other texts to --base_model: see docs/data.md, Labels"
-                )
+                raise InputError("its ids mean other texts to --base_model: see docs/data.md")
         vocab_size = len(own)
     count = sum(name.startswith("sample") for name in rows.column_names)
     names = ["query", *(f"sample{k}" for k in range(max(count, 2)))]

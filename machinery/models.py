@@ -20,10 +20,8 @@ from machinery.unpadding import Unpadded, set_unpadding
 from utils import pad_left
 
 # Names in a checkpoint that also reads images → names in its text model:
-TEXT_WEIGHTS = {
-    "^(model.)?language_model.(model.)?": "model.",
-    "^language_model.lm_head": "lm_head",
-}
+TEXT_WEIGHTS = {"^(model.)?language_model.(model.)?": "model."}
+TEXT_WEIGHTS |= {"^language_model.lm_head": "lm_head"}
 ALIGNMENT = {"cuda": 8}  # an odd vocabulary, such as GPT-2's, takes slower kernels
 
 

@@ -133,9 +133,7 @@ def read_file(path: Path) -> Rows:
         for row in read_rows(path):
             for name, x in texts.items():
                 text = row.get(name) if x else json.dumps(row.get(name), ensure_ascii=False)
-                row[name] = (
-                    text and text.encode("utf-8", "ignore").decode()
-                )  # without lone surrogates
+                row[name] = text and text.encode("utf-8", "ignore").decode()  # no lone surrogates
             yield row
 
     kinds = {name: datasets.Value("string" if x else "binary") for name, x in texts.items()}

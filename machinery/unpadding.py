@@ -18,8 +18,7 @@ class Unpadded:
     It sees the real tokens of a batch as one flat sequence; its attention keeps sequences apart.
     Results at real tokens equal the plain call's; those at padding are arbitrary.
     With `prompt_length=n`, the first n columns are computed once for neighbors that share them.
-    `cache`: the transformer's parameter for a `KeyValueCache`, which is filled; then the mask has
-    its columns.
+    `cache`: the transformer's parameter for a `KeyValueCache` to fill; masks may have its columns.
     """
 
     def __init__(self, backbone: Any, **cache: Any):
