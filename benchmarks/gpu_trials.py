@@ -269,6 +269,9 @@ def sampling(small: bool, work: speed.Work, folder: Path) -> dict[str, Any]:
 
     with torch.no_grad(), torch.autocast(where.type, torch.bfloat16):
         for _ in range(4):
+            unpadding.set_unpadding(lm.base_model, 0)
+            timed("prompts with padding", decoder.start(contexts, contexts != words).next_logits)
+            unpadding.set_unpadding(lm.base_model, work.query_length)
             batch = decoder.start(contexts, contexts != words)
             logits = timed("prompts", batch.next_logits)
             for _ in range(work.response_length - 1):

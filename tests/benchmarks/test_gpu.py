@@ -113,7 +113,7 @@ def test_L6_a_compiled_policy_starts_at_ratios_of_1_and_needs_no_graph_for_a_new
 
 def test_trials_write_each_way_and_its_difference_from_the_first(tmp_path):
     """In fp32 ways agree to 1e-6, in bf16 to a hundredth."""
-    gpu_trials.main(gpu_trials.Args(rows="value|GPT-2", out=tmp_path / "trials.csv"))
+    gpu_trials.main(gpu_trials.Args(rows="value|GPT-2|sampling", out=tmp_path / "trials.csv"))
     found = list(csv.DictReader((tmp_path / "trials.csv").read_text().splitlines()))
     gaps = {(x["what"], x["way"]): float(x["difference"]) for x in found if x["difference"]}
     assert {row["result"] for row in found} == {"ok"}
