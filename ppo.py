@@ -324,7 +324,7 @@ def ppo_losses(
     """Policy loss, value loss and statistics of a micro-batch: [B, R] each → scalars.
 
     `old`: the micro-batch as sampled. `num_tokens`: tokens of the minibatch on all processes, over
-    the number of processes.
+    the number of processes, since gradients are averaged over those.
     """
 
     def mean(x: Tensor) -> Tensor:
@@ -459,7 +459,7 @@ def main(args: Args) -> None:
         return Rollout(**episodes, logprobs=logprobs, values=values, kl=kl)
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Metrics on held-out queries, of which each process has a part. Logs samples."""
+        """Metrics on held-out queries, split over processes; the same random numbers each time."""
         rows = distributed.share(accelerator, len(heldout))
         queries, columns = heldout[rows].to(device), heldout.columns(rows)
         uniform = random_numbers(args.seed, num_updates, device, task.response_length, len(heldout))

@@ -398,7 +398,7 @@ def main(args: Args) -> None:
         return Rollout(**episodes, logprobs=logprobs, kl=kl)
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Metrics on held-out queries, of which each process has a part. Logs samples."""
+        """Metrics on held-out queries, split over processes; the same random numbers each time."""
         rows = distributed.share(accelerator, len(heldout))
         queries, columns = heldout[rows].to(device), heldout.columns(rows)
         uniform = random_numbers(args.seed, num_updates, device, task.response_length, len(heldout))

@@ -1,4 +1,4 @@
-"""Sampling token by token with a cache of fixed columns, which grows by blocks.
+"""Sampling token by token with a preallocated cache, whose columns grow by blocks.
 
 Shapes: `B` sequences, `b` of them still in the batch, `P` distinct prompts, `C` context tokens.
 """
@@ -84,19 +84,21 @@ class DecodingBatch:
 
         first = int(self.mask.any(dim=0).byte().argmax())
         tokens, mask = self.tokens[:, first:], self.mask[:, first:]
-        prompts, which = tokens.masked_fill(~mask, -1).unique(dim=0, return_inverse=True)  # [P, C]
+        tokens = tokens.masked_fill(~mask, -1)
+        prompts, prompt_of = tokens.unique(dim=0, return_inverse=True)  # [P, C], [b]
         real = prompts >= 0
         position_ids = real.cumsum(dim=1) - real.long()
         self.length = mask.shape[1]
         self.cache = KeyValueCache(config=self.lm.config, max_cache_len=self.columns())
         self.mask, real = (F.pad(x, (0, self.columns() - self.length)) for x in (mask, real))
-        seen = real[:, : self.length] if self.cache.has_states() else real
+        real = real[:, : self.length] if self.cache.has_states() else real  # see `compute`
+        # One flat sequence: `Unpadded` sets the cache's index, by which it moves keys to [P, C].
         backbone = Unpadded(self.lm.base_model, **{self.cache_name: self.cache})
-        hidden = backbone(prompts.clamp(min=0), seen, position_ids)  # [P, C, D]
+        hidden = backbone(prompts.clamp(min=0), real, position_ids)  # [P, C, D]
         self.cache.index = None
-        self.cache.reorder_cache(which)  # P prompts → b sequences
+        self.cache.reorder_cache(prompt_of)  # P prompts → b sequences
         self.cache_changed()
-        return compute_logits(self.lm, hidden[:, -1])[which].float()
+        return compute_logits(self.lm, hidden[:, -1])[prompt_of].float()
 
     def append(self, tokens: Tensor) -> None:
         """Add one token [b] to each sequence."""

@@ -133,9 +133,9 @@ def load_weights(cls: Any, name: str, config: Any, **options: Any) -> Any:
 def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
     """Choose how to unpad. Raise `InputError` if a result differs from that of `lm(...)` itself.
 
-    Compares log-probabilities of the last 3 tokens of three texts, two of them equal: each alone,
-    all in a batch without padding in training mode, and token by token as in sampling. Two are as
-    long as the run's, so that no attention window is missed.
+    Compares, on the CPU and in fp32, log-probabilities of the last 3 tokens of three texts, two of
+    them equal: each alone, all in a batch without padding in training mode, and token by token as
+    in sampling. Two are as long as the run's, so that no attention window is missed.
     """
     length = max(length, 6)
     texts = [[i % lm.config.vocab_size for i in range(n)] for n in (length, length, 3)]

@@ -43,8 +43,8 @@ class Unpadded:
         lengths, seen = counts.tolist()  # waits for the device; nothing else here does
         if not longest or max(seen) > longest:
             if longest is not None:  # else `set_unpadding` is still to come
-                kind = self.backbone.config.model_type
-                say_once(f"padding is computed for {kind}, in sequences above {longest} tokens")
+                which = f"sequences above {longest} tokens" if longest else "all sequences"
+                say_once(f"padding is computed for {self.backbone.config.model_type}, in {which}")
             return self.backbone(input_ids, position_ids=position_ids, **inputs).last_hidden_state
         inputs["attention_mask"] = mask.new_ones(1, 1, 1, 1)  # 4D: the library passes it on
         shared = select(index, mask, sum(seen)) if sum(seen) > sum(lengths) else None
