@@ -1,4 +1,4 @@
-"""Sampling token by token with a preallocated cache, whose columns grow by blocks.
+"""Sampling token by token with a static cache, which grows by blocks of columns.
 
 Shapes: `B` sequences, `b` of them still in the batch, `P` distinct prompts, `C` context tokens.
 """
@@ -163,7 +163,7 @@ class KeyValueCache(StaticCache):
     index: Tensor | None = None  # [B, T]: where tokens are in the flat batch of `Unpadded`, if any
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Add those of one layer, and return what is seen: all, or a flat batch's own."""
+        """Add a layer's keys and values; return all of them, or those of a flat batch."""
         new = key_states.to(value_states.dtype), value_states  # attention casts the keys anyway
         if self.index is None:
             return super().update(*new, *args, **kwargs)

@@ -18,7 +18,7 @@ class Unpadded:
     It sees the real tokens of a batch as one flat sequence; its attention keeps sequences apart.
     Results at real tokens equal the plain call's; those at padding are arbitrary.
     With `prompt_length=n`, the first n columns are computed once for neighbors that share them.
-    `cache`: the transformer's parameter for a `KeyValueCache` to fill; masks may have its columns.
+    `cache`: the transformer's argument for a `KeyValueCache` to fill; the mask may be as wide.
     """
 
     def __init__(self, backbone: Any, **cache: Any):
@@ -65,7 +65,8 @@ def select(x: Tensor, mask: Tensor, count: int) -> Tensor:
 def set_unpadding(backbone: Any, longest: int) -> None:
     """Compute sequences of up to `longest` tokens without padding; 0: always compute padding.
 
-    Callers check the results. With attention other than `sdpa`, as Falcon's, padding is computed.
+    Callers check the results. With attention other than `sdpa`, as Falcon's, or an indexer, as in
+    DeepSeek V3.2, which would choose among the tokens of all sequences, padding is computed.
     """
     from transformers import AttentionInterface  # slow to import
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -74,7 +75,7 @@ def set_unpadding(backbone: Any, longest: int) -> None:
     found = [x for name, x in config.to_dict().items() if name.endswith(names)]
     window = min([x for x in found if type(x) is int and x > 0], default=longest)
     fits = config._attn_implementation in ("sdpa", NAME) and backbone.is_backend_compatible()
-    fits = fits and window >= longest and not hasattr(config, "index_topk")  # of all tokens
+    fits = fits and window >= longest and not hasattr(config, "index_topk")
     backbone.max_unpadded = longest if fits else 0
     if fits:
         AttentionInterface.register(NAME, attention)
