@@ -111,12 +111,12 @@ def test_L6_a_compiled_policy_starts_at_ratios_of_1_and_needs_no_graph_for_a_new
     tiny.refuses(lambda: policy(*batch), "configs/ddp.yaml")
 
 
-def test_trials_write_each_way_and_its_difference_from_the_first(tmp_path):
-    """In fp32 ways agree to 1e-6, in bf16 to a hundredth."""
+def test_trials_write_each_way_and_its_difference_from_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "start_method", "spawn")  # autograd may refuse to run in a fork
     gpu_trials.main(gpu_trials.Args(rows="value|GPT-2|sampling", out=tmp_path / "trials.csv"))
     found = list(csv.DictReader((tmp_path / "trials.csv").read_text().splitlines()))
-    gaps = {(x["what"], x["way"]): float(x["difference"]) for x in found if x["difference"]}
     assert {row["result"] for row in found} == {"ok"}
+    gaps = {(x["what"], x["way"]): float(x["difference"]) for x in found if x["difference"]}
     assert 0 < gaps["value head", "matrix-vector product"] < 1e-6
     assert 0 < gaps["attention of one token, GPT-2", "products"] < 1e-2
 
