@@ -353,7 +353,7 @@ def main(args: Args) -> None:
     policy = Policy(lm, ids.pad, task.temperature)
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
     policy, optimizer = distributed.prepare(accelerator, policy, optimizer, args)  # no DDP
-    decoder = Decoder(lm, task.response_length, args.cuda_graphs)
+    decoder = Decoder(lm, task.response_length)
     ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.length, tokenizer)
     ref = distributed.freeze(accelerator, Policy(ref_lm, ids.pad, task.temperature))
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)

@@ -126,7 +126,7 @@ def sample_continuations(
     n = first if task.response_column else args.block_size // 4
     contexts, references = tokens[:, :n], tokens[:, n : n + task.response_length]
     torch.manual_seed(args.seed)
-    decoder = Decoder(lm, task.response_length, args.cuda_graphs)
+    decoder = Decoder(lm, task.response_length)
     responses = generate(decoder, contexts, ids.pad, task.temperature)
     if task.eos_task:
         responses, _ = truncate(responses, ids.ends, task.truncate_after, ids.pad)

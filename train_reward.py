@@ -135,7 +135,7 @@ def sample_policy(
     local_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * batch_size
     table = load_queries(task, tokenizer, ids)
     lm = distributed.freeze(accelerator, load_lm(name, flag, ids.length, tokenizer))
-    decoder = Decoder(lm, task.response_length, args.cuda_graphs)
+    decoder = Decoder(lm, task.response_length)
     seed = args.seed + 100003 * accelerator.process_index  # (G6)
     torch.manual_seed(seed)
     cli.say(f"sampling 2 * {local_samples * processes} responses of {name} to normalize")

@@ -303,16 +303,13 @@ def plan(small: bool, folder: Path, out: Path) -> Iterator[tuple[Any, ...]]:
     yield "sentiment: ppo", 0.8, update, *gpt2, "ppo", 3, []
     for flags in (["--micro_batch_tokens", "4096"], ["--rollout_batch_size", "256"]):
         yield f"sentiment: ppo {' '.join(flags)}", 0.5, update, *gpt2, "ppo", 1, flags
-    yield "sentiment: ppo --no-cuda_graphs", 0.5, update, *gpt2, "ppo", 1, ["--no-cuda_graphs"]
     yield "sentiment: ppo, profile", 0.5, update, *gpt2, "ppo", 1, [], out
     if find_spec("trl"):  # installed by hand: docs/speed.md
         for micro in (64, 512):
             yield f"sentiment: TRL's PPO, {micro}", 1.0, peer, *gpt2, "trl_ppo", 2, micro
-    yield "sentiment: tokens", 0.4, gpu_checks.same_tokens, *gpt2
     yield "sentiment: unpadding", 0.3, gpu_checks.unpadding, *gpt2
     yield "tldr: models", 0.75, make, *pythia
     yield "tldr: ppo", 0.9, update, *pythia, "ppo", 1, TLDR
-    yield "tldr: ppo --no-cuda_graphs", 0.9, update, *pythia, "ppo", 1, [*TLDR, "--no-cuda_graphs"]
     yield "golden numbers, fp32", 0.7, gpu_checks.golden
     for name, precision in (("fp32", "no"), ("bf16", "bf16")):
         yield f"tiny scripts, {name}", 0.4, gpu_checks.tiny_runs, folder / name, precision

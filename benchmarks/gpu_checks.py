@@ -24,7 +24,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks import speed
 from machinery import distributed, models
-from machinery.decoding import Decoder
 from machinery.unpadding import Unpadded, set_unpadding
 
 ROOT = Path(__file__).parents[1]
@@ -124,32 +123,6 @@ def golden(times: float = 10.0) -> dict[str, Any]:
     options = ["--noconftest", "-p", "no:cacheprovider", str(GOLDEN)]
     code = pytest.main(options, plugins=[Fixtures()])
     return verdict(code == 0, f"golden tests end with exit code {code}")
-
-
-def same_tokens(work: speed.Work, folder: Path) -> dict[str, Any]:
-    """Share of equal tokens with and without CUDA graphs in bf16.
-
-    Also after weights changed, and in smaller and larger batches.
-    """
-    device, words = distributed.start(tiny.make_args()).device, work.config["vocab_size"]
-    lm, n = models.load_lm(f"{folder}/policy").to(device), work.episodes // 4
-    decoders = [Decoder(lm, work.response_length, graphs) for graphs in (False, True)]
-    same = []
-
-    def compare(size: int) -> None:
-        contexts = tiny.make_contexts(speed.query_lengths(size), work.query_length, vocab=words)
-        uniform = tiny.uniform(work.response_length, size).to(device)
-        with torch.autocast(device.type, torch.bfloat16):
-            plain, replayed = (
-                tiny.sample(x, contexts.to(device), uniform, words) for x in decoders
-            )
-        same.append((plain == replayed).float().mean().item())
-
-    for size in (n, n, 2 * n, n):
-        compare(size)
-        with torch.no_grad():
-            _ = [weight.mul_(1.1) for weight in lm.parameters()]
-    return verdict(min(same) == 1, f"equal tokens {' '.join(f'{x:.2%}' for x in same)}")
 
 
 def unpadding(work: speed.Work, folder: Path) -> dict[str, Any]:

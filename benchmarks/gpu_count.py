@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from benchmarks import gpu, memory, speed  # noqa: E402
-from machinery import cli, graphs, models, rewards, unpadding  # noqa: E402
+from machinery import cli, models, rewards, unpadding  # noqa: E402
 from utils import TokenIds  # noqa: E402
 
 BANDWIDTH, LAUNCH = 3.9e12, 1e-6  # of an H200: bytes per second that kernels reach; seconds
@@ -151,22 +151,6 @@ def size(x: Tensor) -> int:
     return x.untyped_storage().nbytes() if expanded else x.numel() * x.element_size()
 
 
-class Graph:
-    """In place of a CUDA graph: `replay` counts again what was counted while it was recorded."""
-
-    def replay(self) -> None:
-        """Count the kernels once more."""
-        Tally.current.rows.update(self.kernels)
-
-    @contextlib.contextmanager
-    def record(self, *_: Any) -> Any:
-        """In place of `torch.cuda.graph`: nothing is computed yet."""
-        before = Tally.current.rows.copy()
-        yield
-        self.kernels = Tally.current.rows - before
-        Tally.current.rows = before
-
-
 class Recorder(memory.Recorder):
     """In place of a script's `Run`, `Timer` and table of queries."""
 
@@ -232,14 +216,8 @@ def count_update(work: speed.Work, kind: str, flags: list[str]) -> Counter:
     replaced: dict[str, Any] = dict(load_reward=random_reward, load_lm=random_lm)
     replaced |= dict(load_tokenizer=lambda *_: (None, ids), load_queries=lambda *_, **__: recorder)
     replaced |= dict(Run=lambda *_: recorder, Timer=lambda _: recorder, check=lambda *_: None)
-    fakes: dict[str, Any] = dict(
-        CUDAGraph=Graph, graph=Graph.record, graph_pool_handle=lambda: None
-    )
-    fakes |= dict(Stream=lambda: None, mem_get_info=lambda: (0, 141e9))
     with (
         patch.multiple(script, **replaced, sample_in_batches=sample_in_batches),
-        patch.multiple(torch.cuda, **fakes),
-        patch.object(graphs, "can_record", lambda lm: True),
         patch.dict(models.ALIGNMENT, cpu=8),
         patch.object(unpadding, "ONE_TOKEN", {"cpu"}),
         patch.object(unpadding, "can_use_varlen", lambda *_: True),
@@ -262,7 +240,7 @@ class Args:
     script: Literal["ppo", "rloo"] = "ppo"
     """script"""
     flags: str = ""
-    """flags for it, such as --flags="--no-cuda_graphs" with the ="""
+    """flags for it, such as --flags="--no-tf32" with the ="""
 
 
 def main(args: Args) -> None:

@@ -252,7 +252,7 @@ def sampling(small: bool, work: speed.Work, folder: Path) -> dict[str, Any]:
     where = distributed.start(tiny.make_args()).device
     words, n = work.config["vocab_size"], min(work.episodes, 512)
     lm = models.load_lm(f"{folder}/policy").to(where).eval()
-    decoder = decoding.Decoder(lm, work.response_length, True)
+    decoder = decoding.Decoder(lm, work.response_length)
     lengths = speed.query_lengths(n, work)
     contexts = tiny.make_contexts(lengths, work.query_length, vocab=words).to(where)
     uniform = torch.rand(n, device=where, dtype=torch.float64)

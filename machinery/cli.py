@@ -45,8 +45,6 @@ class RunArgs:
     """recompute activations in the backward pass"""
     tf32: bool = True
     """use TF32 for fp32 matrix products under accelerate's --mixed_precision bf16"""
-    cuda_graphs: bool = True
-    """replay the decoding step as a CUDA graph; only on GPUs and without FSDP2"""
 
     # Files
     run_name: str | None = None

@@ -4,6 +4,7 @@ Shapes: `B` sequences, `b` of them still in the batch, `P` distinct prompts, `C`
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,23 +33,16 @@ def generate(decoder: "Decoder", contexts: Tensor, pad_id: int, temperature: flo
     return torch.stack(tokens, dim=1)
 
 
+@dataclass
 class Decoder:
-    """Samples token by token, at most `response_length` tokens.
+    """Samples token by token, at most `response_length` tokens."""
 
-    With `cuda_graphs`, GPUs replay steps that can be recorded (machinery/graphs.py).
-    """
-
-    def __init__(self, lm: Any, response_length: int, cuda_graphs: bool = False):
-        from machinery.graphs import Graphs, can_record  # which imports this module
-
-        self.lm = lm
-        self.response_length = response_length
-        self.graphs = Graphs() if cuda_graphs and can_record(lm) else None
+    lm: Any
+    response_length: int
 
     def start(self, contexts: Tensor, mask: Tensor) -> "DecodingBatch":
         """A batch of contexts [B, C], mask True at real tokens; computes nothing yet."""
-        kind = self.graphs.batch if self.graphs else DecodingBatch
-        return kind(self, contexts, mask)
+        return DecodingBatch(self, contexts, mask)
 
 
 class DecodingBatch:
@@ -68,7 +62,7 @@ class DecodingBatch:
 
     @torch.no_grad()
     def next_logits(self) -> Tensor:
-        """Logits [b, V] of the next token in fp32. The next call may overwrite them."""
+        """Logits [b, V] of the next token in fp32."""
         if self.length == 0:
             return self.prefill()
         if self.length == self.mask.shape[1]:
@@ -97,7 +91,6 @@ class DecodingBatch:
         hidden = backbone(prompts.clamp(min=0), real, position_ids)  # [P, C, D]
         self.cache.index = None
         self.cache.reorder_cache(prompt_of)  # P prompts → b sequences
-        self.cache_changed()
         return compute_logits(self.lm, hidden[:, -1])[prompt_of].float()
 
     def append(self, tokens: Tensor) -> None:
@@ -110,7 +103,7 @@ class DecodingBatch:
         At least `MIN_ROWS` sequences stay, ended ones if necessary, or none if all have ended.
         """
         left = int((~ended).sum())
-        number = self.round_up(max(left, MIN_ROWS)) if left else 0
+        number = max(left, MIN_ROWS) if left else 0
         if number >= len(ended):
             return
         # Those that have not ended come first:
@@ -118,14 +111,6 @@ class DecodingBatch:
         self.rows = self.rows[order.to(self.rows.device)]
         self.tokens, self.mask = self.tokens[order], self.mask[order]
         self.cache.reorder_cache(order)
-        self.cache_changed()
-
-    def round_up(self, number: int) -> int:
-        """How many sequences stay if `number` have to; graphs keep more."""
-        return number
-
-    def cache_changed(self) -> None:
-        """The cache has a new shape; graphs move it."""
 
     def grow(self) -> None:
         """Make room for one more token, and for the rest of its block."""
@@ -139,7 +124,6 @@ class DecodingBatch:
                     setattr(layer, name, F.pad(x, more))
             layer.max_cache_len = like.max_cache_len
         self.mask = F.pad(self.mask, (0, self.columns() - self.length))
-        self.cache_changed()
 
     def columns(self) -> int:
         """Columns with room for one more token: whole blocks, but at most `max_columns`."""

@@ -29,7 +29,7 @@ CHANGES = {  # another value than in `results`
     | dict(lr=2e-3, warmup=0.5, weight_decay=1.0, max_grad_norm=0.1),
 }
 ELSEWHERE = """task batch_size micro_batch_tokens rollout_batch_size rloo_k eval_queries policy_model
-    tf32 cuda_graphs ref_model gradient_checkpointing reward_model run_name output_dir keep_every
+    tf32 ref_model gradient_checkpointing reward_model run_name output_dir keep_every
     save_every resume track"""  # tested in the files of what they do
 OFF = dict(clip_score=None, max_grad_norm=None, anneal_lr=True, resume=None)
 OFF |= dict(gradient_checkpointing=False, keep_every=None, save_every=None, track=False)
@@ -134,13 +134,10 @@ def test_X14_ppo_without_whitened_advantages():
 
 
 @tiny.both
-@pytest.mark.parametrize("graphs", [False, True])
-def test_cuda_graphs_and_response_length_reach_the_decoder(script, graphs):
-    asked = []
-    args = tiny.make_args(script=script, cuda_graphs=graphs, total_episodes=8)
-    spy = lambda lm, response_length, graphs: asked.append((response_length, graphs))  # noqa: E731
-    tiny.start(script, args, Decoder=spy)
-    assert asked == [(args.task.response_length, graphs)]
+def test_the_response_length_reaches_the_decoder(script):
+    asked, args = [], tiny.make_args(script=script, total_episodes=8)
+    tiny.start(script, args, Decoder=lambda lm, response_length: asked.append(response_length))
+    assert asked == [args.task.response_length]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -18,7 +18,7 @@ import ppo
 from benchmarks import gpu, gpu_checks, gpu_count, gpu_trials, memory
 from machinery import decoding, unpadding
 
-QUICK = ["attention, ours", "sentiment: models", "sentiment: ppo, profile", "sentiment: tokens"]
+QUICK = ["attention, ours", "sentiment: models", "sentiment: ppo, profile"]
 QUICK += ["sentiment: unpadding"]
 
 
