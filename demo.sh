@@ -16,6 +16,6 @@ run ppo.py --task synthetic --run_name ${name}_ppo
 say "4/4 RLOO: the same without a value function; each score is compared with those of three other" \
   "    responses to its query."
 run rloo.py --task synthetic --run_name ${name}_rloo
-python benchmarks/curves.py PPO=runs/${name}_ppo RLOO=runs/${name}_rloo --out runs/$name.png
+python tools/curves.py PPO=runs/${name}_ppo RLOO=runs/${name}_rloo --out runs/$name.png
 say "Curves of PPO and RLOO: runs/$name.png. What PPO's policy writes: runs/${name}_ppo/samples.jsonl." \
   "Next: \"Make it yours\" in README.md. Then docs/using.md."

@@ -280,8 +280,8 @@ def compare(row: Row, mine: Steps, other: Steps) -> dict[str, Any]:
 def main(out: Path) -> None:
     """Run the two sides, each in a process of its own; print and write the table."""
     sys.path.insert(0, str(HERE.parent))
-    from benchmarks.curves import provenance
     from benchmarks.speed import TRL, peer_python
+    from tools.curves import provenance
 
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """How much of a summary is copied? Scores of texts, from 0 to 1.
 
-    python benchmarks/winrate.py models/tldr/ppo data --judge benchmarks/copying.py:copied
+    python tools/winrate.py models/tldr/ppo data --judge benchmarks/copying.py:copied
     python rloo.py --task tldr --gold_fn benchmarks/copying.py:novel_bigrams
 
 winrate.py prints the mean of each side. As `--gold_fn` a score is a curve, `objective/gold_score`.

@@ -77,6 +77,6 @@ all=() shown=()
 "$1" # defines the curves of the CSV, and those of the picture
 declare -A out=([arithmetic]=arithmetic [synthetic]=patches)
 metrics='objective/gold_score objective/kl objective/entropy'
-python benchmarks/curves.py "${all[@]}" --out runs/${out[$1]}.png --metrics eval/gold_score eval/kl
-python benchmarks/curves.py "${shown[@]}" --out benchmarks/results/${out[$1]}.png --metrics $metrics
+python tools/curves.py "${all[@]}" --out runs/${out[$1]}.png --metrics eval/gold_score eval/kl
+python tools/curves.py "${shown[@]}" --out benchmarks/results/${out[$1]}.png --metrics $metrics
 mv runs/${out[$1]}.csv benchmarks/results/

@@ -32,8 +32,9 @@ from torch.nn.attention import varlen  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from benchmarks import gpu, memory, speed  # noqa: E402
+from benchmarks import gpu, speed  # noqa: E402
 from machinery import cli, models, rewards, unpadding  # noqa: E402
+from tools import memory  # noqa: E402
 from utils import TokenIds  # noqa: E402
 
 BANDWIDTH, LAUNCH = 3.9e12, 1e-6  # of an H200: bytes per second that kernels reach; seconds

@@ -26,8 +26,8 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import speed  # noqa: E402
-from benchmarks.curves import provenance  # noqa: E402
 from machinery import cli  # noqa: E402
+from tools.curves import provenance  # noqa: E402
 
 WORD_COUNT = 1000
 MEASURED = 40_000  # tokens of the longer run, against the noise of starting: 2 to 8 updates more

@@ -28,12 +28,13 @@ import tyro
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import train_reward  # noqa: E402
-from benchmarks import pretrained, winrate  # noqa: E402
-from benchmarks.calibration import calibration  # noqa: E402
-from benchmarks.curves import make_panels, provenance  # noqa: E402
-from benchmarks.policies import PolicyArgs, policy_tasks, sample_tokens  # noqa: E402
+from benchmarks import pretrained  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.rewards import load_reward_model, score_in_parts  # noqa: E402
+from tools import winrate  # noqa: E402
+from tools.calibration import calibration  # noqa: E402
+from tools.curves import make_panels, provenance  # noqa: E402
+from tools.policies import PolicyArgs, policy_tasks, sample_tokens  # noqa: E402
 from utils import decode, pad_left  # noqa: E402
 
 Snippet = tuple[str, list[int]]  # a text and its ratings, from -4 to 4

@@ -10,7 +10,7 @@ mkdir -p $out
 sft=$(realpath models/synthetic/sft)
 policy=$sft
 for round in 1 2; do
-  python benchmarks/sample.py $policy --out $out/samples_$round.jsonl --queries 1024 \
+  python tools/sample.py $policy --out $out/samples_$round.jsonl --queries 1024 \
     --first $((1024 * round - 768)) --seed $seed$round
   python - $out/samples_$round.jsonl $out/labels_$round.jsonl $seed << 'EOF'
 import json, random, sys
@@ -31,5 +31,5 @@ EOF
   policy=$out/policy_$round
 done
 for before in $sft $out/policy_1; do
-  python benchmarks/winrate.py $policy $before
+  python tools/winrate.py $policy $before
 done

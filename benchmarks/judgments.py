@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.pass_at_k import accuracies  # noqa: E402
 from data.answers import gsm8k  # noqa: E402
+from tools.pass_at_k import accuracies  # noqa: E402
 
 
 def mark(text: str) -> str:

@@ -23,7 +23,7 @@ import tyro
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.curves import make_panels, provenance  # noqa: E402
+from tools.curves import make_panels, provenance  # noqa: E402
 
 METRICS = {"KL": "objective/kl", "score": "objective/scores"}
 METRICS |= {"true score": "objective/gold_score"}

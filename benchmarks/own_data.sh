@@ -38,9 +38,9 @@ model=model
 flags=(--task tldr --no-keep_last_line --truncate_token '<|im_end|>' \
     --query_length 256 --response_length 128)
 chat=(--chat $model --end '<|im_end|>')
-python $code/data/convert.py my_sft.jsonl sft.jsonl "${chat[@]}" --rename messages=prompt
-python $code/data/convert.py my_prompts.jsonl prompts.jsonl "${chat[@]}"
-python $code/data/convert.py my_pairs.jsonl pairs.jsonl "${chat[@]}"
+python $code/tools/convert.py my_sft.jsonl sft.jsonl "${chat[@]}" --rename messages=prompt
+python $code/tools/convert.py my_prompts.jsonl prompts.jsonl "${chat[@]}"
+python $code/tools/convert.py my_pairs.jsonl pairs.jsonl "${chat[@]}"
 
 python $code/sft.py "${flags[@]}" --base_model $model --query_dataset sft.jsonl --batch_size 8 \
     --lr 1e-4 --num_heldout 50 --run_name sft

@@ -20,4 +20,4 @@ for seed in ${SEEDS:-1 2 3}; do
   done
 done
 metrics="objective/scores objective/gold_score objective/kl objective/rlhf_reward ppo/policy/approxkl_avg ppo/val/var_explained"
-python benchmarks/curves.py "${runs[@]}" --out benchmarks/results/recipes.png --metrics $metrics
+python tools/curves.py "${runs[@]}" --out benchmarks/results/recipes.png --metrics $metrics

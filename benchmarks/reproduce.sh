@@ -44,7 +44,7 @@ for task in sentiment descriptiveness; do
     if compgen -G "$files" > /dev/null; then sources+=("$label=$files"); else
       echo "$files is missing: the picture of $task has no curves of $label"; fi
   done
-  set -- benchmarks/curves.py "${sources[@]}" --out "benchmarks/results/reproduce_$task.png" \
+  set -- tools/curves.py "${sources[@]}" --out "benchmarks/results/reproduce_$task.png" \
     --names "${names[@]}" --episodes_per_step OpenAI=512 2023=512
   echo "+ python $*" && python "$@"
 done

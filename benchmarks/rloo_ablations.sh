@@ -59,5 +59,5 @@ run "L3 mean of the batch" batch_baseline
 run "L3 mean of earlier updates" average_baseline
 run "K = 2" rloo --rloo_k 2
 metrics="eval/scores eval/gold_score eval/kl objective/gold_score objective/kl objective/advantage_std"
-python benchmarks/curves.py "${runs[@]}" --out benchmarks/results/rloo_ablations.png --metrics $metrics
+python tools/curves.py "${runs[@]}" --out benchmarks/results/rloo_ablations.png --metrics $metrics
 rm no_baseline.py batch_baseline.py average_baseline.py pytorch_adam.py plain_reward.py

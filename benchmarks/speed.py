@@ -268,7 +268,7 @@ def write(path: Path, workload: str, table: dict[str, dict[str, Any]]) -> list[d
         print(f"{name:34}" + "".join(cells))
 
     # Imported late: the memory of this process counts in the peak of its children.
-    from benchmarks.curves import provenance
+    from tools.curves import provenance
 
     command = " ".join(["python", "benchmarks/speed.py", *sys.argv[1:]])
     about = dict(hardware=processor(), command=command) | provenance()

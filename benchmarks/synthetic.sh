@@ -16,4 +16,4 @@ for seed in ${SEEDS:-1 2 3}; do
   wait
 done
 metrics="objective/scores objective/gold_score objective/kl objective/kl_coef ${METRIC:-objective/rlhf_reward} objective/entropy"
-python benchmarks/curves.py "${runs[@]}" --out benchmarks/results/$task.png --metrics $metrics
+python tools/curves.py "${runs[@]}" --out benchmarks/results/$task.png --metrics $metrics

@@ -90,14 +90,14 @@ PYTHON
 draw() { # picture, runs
   local shown=() name
   for name in $2; do shown+=("$name=$folder/${name}_[0-9]*"); done
-  python benchmarks/curves.py "${shown[@]}" --out "benchmarks/results/$1.png" \
+  python tools/curves.py "${shown[@]}" --out "benchmarks/results/$1.png" \
     --metrics objective/scores ppo/policy/entropy_avg objective/kl
 }
 draw entropy 'grpo entropy_0.01 entropy_0.1 entropy_to_0.1'
 draw tricks 'rloo grpo dynamic gspo raft no_std'
 all=()
 for name in $(ls $folder | sed -n 's/_[0-9]*$//p' | sort -u); do all+=("$name=$folder/${name}_[0-9]*"); done
-python benchmarks/curves.py "${all[@]}" --out $folder/all.png --metrics eval/scores eval/gold_score \
+python tools/curves.py "${all[@]}" --out $folder/all.png --metrics eval/scores eval/gold_score \
   eval/kl eval/response_length ppo/policy/entropy_avg ppo/policy/clipfrac_avg \
   ppo/policy/entropy_coef objective/scores ppo/val/weight_cut objective/sampling_gap
 mv $folder/all.csv benchmarks/results/tricks.csv  # also of entropy.png

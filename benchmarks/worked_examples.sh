@@ -51,7 +51,7 @@ for seed in ${SEEDS:-1 2}; do
 done
 
 draw() { # picture, metrics, label=runs …
-  python benchmarks/curves.py "${@:3}" --out "benchmarks/results/worked_$1.png" --metrics $2
+  python tools/curves.py "${@:3}" --out "benchmarks/results/worked_$1.png" --metrics $2
 }
 draw tools "eval/scores eval/tool_share eval/response_length" \
   "tool=$folder/tool_?" "no answers=$folder/no_tool_?"

@@ -71,7 +71,7 @@ def load_labels(task: Task, tokenizer: Any, ids: TokenIds, config: Any = None) -
         elif "best" in rows.column_names:
             found = read_best_of_k(rows, task, tokenizer, ids.pad)
         else:
-            use = f"python data/convert.py {source} pairs.jsonl{rename_prompt(rows.column_names)}"
+            use = f"python tools/convert.py {source} pairs.jsonl{rename_prompt(rows.column_names)}"
             raise InputError(f"{rows.column_names} are no labels (docs/data.md); perhaps use {use}")
     longest = getattr(config, "max_position_embeddings", None) or math.inf
     lengths = [len(query) + max(map(len, answers)) for _, (query, *answers), _ in found]
@@ -125,7 +125,9 @@ def read_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> list[Fo
     prompts, *texts = ([text or "" for text in column] for column in columns.values())
     full = [(x, y, z) for x, y, z in zip(prompts, *texts, strict=True) if x.strip()]
     if full and all(y.startswith(x) and z.startswith(x) for x, y, z in full):
-        raise InputError("chosen and rejected repeat the prompt; python data/convert.py removes it")
+        raise InputError(
+            "chosen and rejected repeat the prompt; python tools/convert.py removes it"
+        )
     queries = tokenize_queries(prompts, task, tokenizer)
     if long := sum(len(query) > task.query_length for query in queries):
         say(f"--query_length {task.query_length}: cut {long} of {len(queries)} prompts")

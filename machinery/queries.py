@@ -48,7 +48,7 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     """Texts → queries; empty for blank texts and, in EOS tasks, for those too long (P3)."""
     texts = clean_texts(texts, task)
     for text in filter(ANSWERED.match, texts):
-        raise InputError(f"the answer is in a query: {text[-60:]!r}; use python data/convert.py")
+        raise InputError(f"the answer is in a query: {text[-60:]!r}; use python tools/convert.py")
     begin = [] if task.query_prefix else tokens.bos(tokenizer)  # with a prefix, BOS is in that
     length = task.query_length - len(begin)
     if task.keep_last_line:
@@ -263,5 +263,5 @@ def say_if_plain(rows: Rows, task: Task, tokenizer: Any) -> None:
     """Say that a tokenizer's chat template has not written the queries, judged by the first ten."""
     context = f"{task.query_prefix}{task.query_suffix}{rows[:10][task.query_column]}"
     if tokenizer.chat_template and not any(x in context for x in tokenizer.get_added_vocab()):
-        use = f"python data/convert.py {task.query_dataset} chat.jsonl --chat {task.base_model}"
+        use = f"python tools/convert.py {task.query_dataset} chat.jsonl --chat {task.base_model}"
         say(f"--query_dataset: plain texts, not in the tokenizer's chat template; for that: {use}")

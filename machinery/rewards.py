@@ -27,7 +27,7 @@ from machinery.tokens import bos, check_length, same_tokens
 from machinery.unpadding import set_unpadding
 from utils import TokenIds, all_max, decode, global_mean_and_var, micro_batches, pad_left
 
-OTHERS = "let a --reward_fn call it, as data/classifier.py does"
+OTHERS = "let a --reward_fn call it, as tools/classifier.py does"
 TEXTS = ("queries", "responses", "prompts", "completions", "scores")  # no columns
 TOTALS = {"score", "scores", "reward", "rewards", "total", "kl"}  # no parts of a score
 # Lines to paste that call other systems' functions, and one to complete:

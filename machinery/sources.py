@@ -121,7 +121,7 @@ def read_file(path: Path) -> Rows:
     its own decoder changes 0.3 and large integers.
     """
     if path.suffix not in FILES:
-        raise InputError(f"is no file of {FILES}; use python data/convert.py {path} rows.jsonl")
+        raise InputError(f"is no file of {FILES}; use python tools/convert.py {path} rows.jsonl")
     options: Any = dict(fingerprint=f"{digest(path)[:40]}{digest(Path(__file__))[:8]}{path.suffix}")
     if path.suffix == ".parquet":
         return datasets.Dataset(pyarrow.parquet.read_table(path), **options)
@@ -173,12 +173,12 @@ def check_texts(rows: Rows, column: str, source: str) -> None:
     batches = rows.select_columns(column).iter(1000)  # an error lists the columns that there are
     for row, value in enumerate(value for batch in batches for value in batch[column]):
         if not isinstance(value, str | None) or re.match(MESSAGES, value or ""):
-            use = f"not a text; use python data/convert.py {source} rows.jsonl"
+            use = f"not a text; use python tools/convert.py {source} rows.jsonl"
             raise InputError(f"{column} of row {row} is {value!r:.60}, {use}")
 
 
 def rename_prompt(columns: Sequence[str]) -> str:
-    """The flag of data/convert.py that renames the column which looks like the prompt."""
+    """The flag of tools/convert.py that renames the column which looks like the prompt."""
     found = [name for name in columns if re.fullmatch(PROMPTS, name)]
     return f" --rename {found[0] if found else 'COLUMN'}=prompt"
 

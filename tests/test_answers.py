@@ -14,13 +14,15 @@ from formats import GSM8K, write_rows
 from test_tokens import small_tokenizer
 
 import utils
-from benchmarks import arithmetic_data, pass_at_k, synthetic_data
 from data import answers as data_answers
 from data import tasks
+from data.arithmetic import make as make_arithmetic
 from data.synthetic import judge
+from data.synthetic import make as make_synthetic
 from machinery import cli, rewards, tokens
 from machinery.labels import load_labels
 from machinery.queries import load_queries
+from tools import pass_at_k
 
 TINY = "--total_episodes 16 --batch_size 16 --eval_queries 4 --run_name {0} --output_dir {0}"
 WRONG = ["-72", "720", "7.2", "72.5", "72 73", "72 or 73", "72e5", "72x3=216", "7,2", "72\u0663"]
@@ -112,8 +114,8 @@ def test_strict_and_lenient_accuracy_and_form_by_hand(reward, answer):
 TEXTS = [f"model/{name}.json" for name in ("config", "tokenizer", "tokenizer_config")]
 TEXTS += ["stories.txt", "stories_eos.jsonl"]
 MADE = {  # program, its words → a folder of data/, and its files that are made again
-    (arithmetic_data, "--out"): (tasks.ARITHMETIC, ["problems.jsonl", "solutions.jsonl"]),
-    (synthetic_data, "texts --out"): (tasks.SYNTHETIC, TEXTS),
+    (make_arithmetic, "--out"): (tasks.ARITHMETIC, ["problems.jsonl", "solutions.jsonl"]),
+    (make_synthetic, "texts --out"): (tasks.SYNTHETIC, TEXTS),
 }
 
 

@@ -1,4 +1,4 @@
-"""data/convert.py: rows of other forms as texts."""
+"""tools/convert.py: rows of other forms as texts."""
 
 import gzip
 import json
@@ -13,8 +13,8 @@ from test_readme import ROOT, blocks
 from tiny import refuses
 from transformers import AutoTokenizer
 
-from data.convert import Args, main
 from machinery.sources import load_rows
+from tools.convert import Args, main
 
 END = "<|im_end|>"
 ASK = f"<|im_start|>user\n{USER['content']}{END}\n<|im_start|>assistant\n"

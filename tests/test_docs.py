@@ -57,7 +57,18 @@ def test_every_metric_is_explained(runs):
             assert f"`{metric}`" in text, (name, metric)
 
 
-FOLDERS = ("", "machinery", "data", "benchmarks", "diffs", "diffs/recipes", "configs")
+FOLDERS = (
+    "",
+    "machinery",
+    "data",
+    "data/synthetic",
+    "data/arithmetic",
+    "tools",
+    "benchmarks",
+    "diffs",
+    "diffs/recipes",
+    "configs",
+)
 FILES = [x for name in FOLDERS for x in (ROOT / name).glob("*") if x.is_file()]
 SOURCES = [x.read_text() for x in FILES if x.suffix in (".py", ".sh", ".diff", ".yaml")]
 WORDS = {word for text in [*SOURCES, *(x.name for x in FILES)] for word in re.findall(r"\w+", text)}

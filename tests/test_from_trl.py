@@ -17,9 +17,9 @@ from test_readme import PAGES
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from data import convert_reward
-from data.classifier import Classifier
 from machinery import cli, rewards, sources
+from tools import convert_reward
+from tools.classifier import Classifier
 from train_reward import RewardModel
 from utils import TokenIds
 

@@ -108,9 +108,9 @@ def test_the_first_bad_row_of_several_is_named(name, value, suffix, tmp_path):
 
 def test_R4_what_is_no_pair_of_texts_is_refused(hers, tmp_path):
     for row, word in (
-        (formats.MESSAGES[0], "data/convert.py"),
-        ({"prompt": "Hi", "chosen": "a", "rejected": [formats.BLUE]}, "data/convert.py"),
-        (formats.HH_RLHF[0], "data/convert.py"),  # there is no prompt
+        (formats.MESSAGES[0], "tools/convert.py"),
+        ({"prompt": "Hi", "chosen": "a", "rejected": [formats.BLUE]}, "tools/convert.py"),
+        (formats.HH_RLHF[0], "tools/convert.py"),  # there is no prompt
         (dict(question="Q", chosen="a", rejected="b"), "--rename question=prompt"),
         ({"prompt": "Q:", "chosen": "Q: a", "rejected": "Q: b"}, "repeat"),  # the prompt twice
     ):

@@ -345,7 +345,7 @@ def test_a_dialogue_with_its_answer_is_no_query(load, eos_task, tmp_path):
     for given, answered in ((rows[:1], False), (rows, True)):
         task = replace(long, query_dataset=write_rows(tmp_path / f"{answered}.jsonl", given))
         start = functools.partial(load, task, *tokens.load_tokenizer(task, 8))
-        refuses(start, "Then mix it", "data/convert.py") if answered else start()
+        refuses(start, "Then mix it", "tools/convert.py") if answered else start()
 
 
 def test_queries_without_the_tokenizers_chat_template_are_named(chat, eos_task, capsys):

@@ -55,7 +55,11 @@ def commands(lines: list[str]) -> list[str]:
 
 PRINTED = {page: commands(blocks(page, "bash")) for page in PAGES}
 PRINTED["demo.sh"] = commands([(ROOT / "demo.sh").read_text()])
-for path in [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py")]:  # indented in their docstrings
+for path in [
+    *ROOT.glob("*.py"),
+    *ROOT.glob("tools/*.py"),
+    *ROOT.glob("benchmarks/*.py"),
+]:  # indented in their docstrings
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     PRINTED[path.name] = commands(re.findall(r"^    (.*)$", text, flags=re.M))
 
@@ -94,12 +98,14 @@ def test_links_resolve_and_python_compiles(page):
 def test_commands_parse_as_printed(source):
     """Flags and values; of copies such as mine.py and of launchers only that files exist."""
     for command in PRINTED[source]:
-        for path in re.findall(r"(?<![\w/])(?:benchmarks|configs|data|diffs)/[\w/]+\.\w+", command):
+        for path in re.findall(
+            r"(?<![\w/])(?:benchmarks|configs|data|diffs|tools)/[\w/]+\.\w+", command
+        ):
             assert (ROOT / path).is_file() or path == "diffs/mine.diff", path
         for part in re.split(r"&&|;", command):
             found = re.search(r"^(?! *(?:cp|diff|patch) ).*?([\w/]+)\.py( [^|>]*)?$", part)
             name = found[1].replace("/", ".") if found else ""
-            if name not in SCRIPTS and not name.startswith("benchmarks."):
+            if name not in SCRIPTS and not name.startswith(("benchmarks.", "tools.")):
                 continue
             script = importlib.import_module(name)
             argv = shlex.split((found[2] or "").replace("$seed", "1").replace("--help", ""))
@@ -130,8 +136,8 @@ case "$1" in
 sft.py) echo --num_queries 400 --num_heldout 8 --num_epochs 1 ;;
 train_reward.py) echo --num_labels 16 --num_heldout 8 --normalize_samples 8 ;;
 ppo.py | rloo.py | mine.py) echo --total_episodes 96 --batch_size 8 --eval_queries 4 ;;
-benchmarks/winrate.py) echo --queries 4 ;;
-benchmarks/sample.py) echo --queries 24 ;;
+tools/winrate.py) echo --queries 4 ;;
+tools/sample.py) echo --queries 24 ;;
 esac
 }
 python() { PYTHON "$@" $(tiny "$1"); }

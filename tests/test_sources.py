@@ -90,7 +90,7 @@ def test_a_file_that_is_replaced_is_read_again(suffix, tmp_path):
 def test_other_files_and_folders_are_refused_with_what_converts_them(name, tmp_path):
     path = tmp_path / name
     path.mkdir() if name == "folder" else path.write_text('{"text": "2024-01-05"}\n')
-    refuses(lambda: load_rows(str(path), "--flag"), "--flag", name, "data/convert.py")
+    refuses(lambda: load_rows(str(path), "--flag"), "--flag", name, "tools/convert.py")
 
 
 def test_a_link_is_read_under_its_own_name(tmp_path):

@@ -19,8 +19,8 @@ from test_readme import PRINTED
 from tokenizers import decoders, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
 
-from data import convert_reward
 from machinery import cli, models, tokens
+from tools import convert_reward
 
 EOS = 0
 SFT, RM = "trl-lib/pythia-{}-deduped-tldr-sft", "trl-lib/pythia-{}-deduped-tldr-rm"

@@ -30,9 +30,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import utils
 from benchmarks.mutations import copy_project
-from data import convert, tasks
+from data import tasks
 from machinery import cli, labels, queries, sources
 from machinery.tokens import bos, encode_answers, load_tokenizer, single_token
+from tools import convert
 
 START, END = "<|im_start|>", "<|im_end|>"
 DATA, SMOLLM2 = PAGES["docs/data.md"], "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -114,7 +115,7 @@ def test_prompts_that_are_blank_or_too_long_are_skipped_and_counted(model, tmp_p
 def test_what_is_no_text_is_refused_with_what_converts_it(prompt, model, tmp_path):
     rows = [{"prompt": "Hi", "completion": "Yes."}, {"prompt": prompt, "completion": [BLUE]}]
     task = make_task(model, rows, tmp_path / "rows.jsonl", response_column="completion")
-    what = "of row 1 is", repr(prompt), "data/convert.py"
+    what = "of row 1 is", repr(prompt), "tools/convert.py"
     refuses(lambda: load(queries.load_queries, task), "rows.jsonl: ", "prompt", *what)
     rows[1] |= {"prompt": "Hi", "completion": prompt}
     formats.write_rows(Path(task.query_dataset), rows)

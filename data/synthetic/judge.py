@@ -1,6 +1,6 @@
 """The judge of the synthetic task: a true sentiment score and a noisy labeler who sees it.
 
-The lexicon below is the only place that knows what words are worth. `benchmarks/synthetic_data.py` builds its sentences from the
+The lexicon below is the only place that knows what words are worth. `data/synthetic/make.py` builds its sentences from the
 same groups, so every feeling word of the data is a word that the judge understands. No dependencies.
 """
 

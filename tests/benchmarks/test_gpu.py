@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
 import ppo
-from benchmarks import gpu, gpu_checks, gpu_count, gpu_trials, memory
+from benchmarks import gpu, gpu_checks, gpu_count, gpu_trials
 from machinery import decoding, unpadding
+from tools import memory
 
 QUICK = ["attention, ours", "sentiment: models", "sentiment: ppo, profile"]
 QUICK += ["sentiment: unpadding"]

@@ -1,4 +1,4 @@
-"""benchmarks/same.py: the scripts compute the same on whatever they run, and it sees faults."""
+"""tools/same.py: the scripts compute the same on whatever they run, and it sees faults."""
 
 import json
 import re
@@ -131,7 +131,7 @@ def test_every_column_sees_a_fault(tmp_path):
 
 
 if __name__ == "__main__":
-    from benchmarks import same
+    from tools import same
 
     same.warm_up()
     tables = [same.table(Path(path), *map(tuple, x)) for path, *x in json.loads(sys.argv[1])]

@@ -1,6 +1,6 @@
 """How often is a response right, and one of k responses? pass@1 and pass@k of some policies.
 
-    python benchmarks/pass_at_k.py models/arithmetic/sft models/arithmetic/rloo
+    python tools/pass_at_k.py models/arithmetic/sft models/arithmetic/rloo
 
 Every policy, a folder or hub name, samples responses to the same queries: those that the first run
 of PPO or RLOO held out (policies.py). A response is right if its reward function returns at least 1. pass@k is the unbiased estimator of Chen et
@@ -23,11 +23,11 @@ import tyro
 from pydantic import PositiveInt
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.policies import PolicyArgs, policy_tasks, sample_tokens  # noqa: E402
 from data.answers import NUMBER, exact_match, final_number, gsm8k, read_number, to_number  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.rewards import Reward  # noqa: E402
 from machinery.sources import load_function  # noqa: E402
+from tools.policies import PolicyArgs, policy_tasks, sample_tokens  # noqa: E402
 from utils import decode  # noqa: E402
 
 SUMS = re.compile(r"(\d+,){3}\d+=\d+", re.A)  # the sum of each column, then the total

@@ -1,7 +1,7 @@
-"""A chat model as the judge of two summaries, for benchmarks/winrate.py.
+"""A chat model as the judge of two summaries, for tools/winrate.py.
 
-    JUDGE=Qwen/Qwen2.5-7B-Instruct python benchmarks/winrate.py models/tldr/ppo data \\
-        --query_dataset trl-lib/tldr@validation --queries 1000 --judge benchmarks/llm_judge.py:prefer
+    JUDGE=Qwen/Qwen2.5-7B-Instruct python tools/winrate.py models/tldr/ppo data \\
+        --query_dataset trl-lib/tldr@validation --queries 1000 --judge tools/llm_judge.py:prefer
 
 JUDGE is a folder or a hub name. Judges prefer what stands first: winrate.py asks in both orders and
 takes the mean. Other texts than summaries need another PROMPT, in a copy of this file.

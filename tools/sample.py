@@ -1,6 +1,6 @@
 """Several responses of a policy to each query, for somebody to label.
 
-    python benchmarks/sample.py models/synthetic/sft --out samples.jsonl
+    python tools/sample.py models/synthetic/sft --out samples.jsonl
 
 A line is a query with `--samples` responses, as texts to read and as the token ids that
 train_reward.py reads (docs/data.md): `query`, `sample0`, ..., and `best`, which is null. Set it to
@@ -18,8 +18,8 @@ import tyro
 from pydantic import NonNegativeInt, PositiveInt
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.policies import PolicyArgs, policy_tasks, sample_tokens  # noqa: E402
 from machinery import cli  # noqa: E402
+from tools.policies import PolicyArgs, policy_tasks, sample_tokens  # noqa: E402
 from utils import decode  # noqa: E402
 
 

@@ -1,7 +1,7 @@
 r"""Plot the learning curves of several runs: a picture, and a CSV with each curve's first and last values.
 
-    python benchmarks/curves.py PPO=runs/demo_ppo RLOO=runs/demo_rloo --out runs/demo.png
-    python benchmarks/curves.py "PPO=runs/ppo_*" OpenAI=tb 2023=wandb.csv \
+    python tools/curves.py PPO=runs/demo_ppo RLOO=runs/demo_rloo --out runs/demo.png
+    python tools/curves.py "PPO=runs/ppo_*" OpenAI=tb 2023=wandb.csv \
         --names elapsed/episodes=ppo/episode --out all.png
 
 A run is a folder of ours (`metrics.jsonl`), a folder of TensorBoard events, or each run in a chart

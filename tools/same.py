@@ -1,8 +1,8 @@
 """Does a script compute the same on any number of processes? Try a copy of yours before a cluster:
 
-    python benchmarks/same.py                       # ppo.py and rloo.py
-    python benchmarks/same.py mine.py --only fsdp2
-    python benchmarks/same.py mine.py -- --kl_coef 0.2 --reward_fn mine.py:score
+    python tools/same.py                       # ppo.py and rloo.py
+    python tools/same.py mine.py --only fsdp2
+    python tools/same.py mine.py -- --kl_coef 0.2 --reward_fn mine.py:score
 
 Runs it on tiny models on the CPU: again, in other micro-batches, on 1, 2 and 4 processes, sharded
 by FSDP2, killed and resumed, in bf16. Every run has the same queries, random numbers and

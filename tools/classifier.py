@@ -1,7 +1,7 @@
 """A sequence classifier with one label, such as TRL's RewardTrainer saves, as a reward function.
 
     # my_reward.py
-    from data.classifier import Classifier
+    from tools.classifier import Classifier
     score = Classifier("my_classifier")  # a folder, or a name on the hub
 
     python ppo.py --task tldr --reward_fn my_reward.py:score

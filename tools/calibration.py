@@ -1,6 +1,6 @@
 """How often is a reward model right that is 70% sure? On the labels that its training holds out.
 
-    python benchmarks/calibration.py models/synthetic/train_reward
+    python tools/calibration.py models/synthetic/train_reward
 
 Labels are sorted by confidence, the largest softmax probability of a label's candidates, into five
 groups. Prints a line of JSON for each, and draws the rewards of preferred and other responses. The
@@ -20,11 +20,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train_reward  # noqa: E402
-from benchmarks.policies import read_run  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.labels import load_labels  # noqa: E402
 from machinery.rewards import load_reward_model  # noqa: E402
 from machinery.tokens import end_tokens  # noqa: E402
+from tools.policies import read_run  # noqa: E402
 from utils import TokenIds  # noqa: E402
 
 

@@ -1,6 +1,6 @@
 """Write the arithmetic task: sums of two numbers, and worked solutions that often forget a carry.
 
-    python benchmarks/arithmetic_data.py [--out DIR]
+    python data/arithmetic/make.py [--out DIR]
 
 Every run writes the same bytes.
 """
@@ -10,7 +10,7 @@ import json
 import random
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[1] / "data/arithmetic"
+FOLDER = Path(__file__).parent
 SEED = 1
 SOLUTIONS, PROBLEMS = 12_000, 8_000
 DIGITS = 4

@@ -1,7 +1,7 @@
 """Rows of other forms → what the scripts read: a JSON object per line, with texts.
 
-    python data/convert.py rows.parquet rows.jsonl --rename question=prompt
-    python data/convert.py trl-lib/ultrafeedback_binarized pairs.jsonl --chat MODEL --end "<|im_end|>"
+    python tools/convert.py rows.parquet rows.jsonl --rename question=prompt
+    python tools/convert.py trl-lib/ultrafeedback_binarized pairs.jsonl --chat MODEL --end "<|im_end|>"
 
 SOURCE is a file, a folder (of files, or of `save_to_disk`) or a name on the hub, perhaps with
 `:configuration` or `:file`, and `@split`. With --chat, the template of the tokenizer MODEL writes

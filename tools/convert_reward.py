@@ -1,8 +1,8 @@
 """A classifier with one label, as TRL's RewardTrainer saves it → a folder for --reward_model.
 
-    python data/convert_reward.py trl-lib/pythia-1b-deduped-tldr-rm models/tldr/rm
+    python tools/convert_reward.py trl-lib/pythia-1b-deduped-tldr-rm models/tldr/rm
 
-The policy has to have its tokens; data/classifier.py is for other ones. The model then reads the
+The policy has to have its tokens; tools/classifier.py is for other ones. The model then reads the
 policy's token ids, is sharded under FSDP2, and scores as the classifier does.
 """
 
@@ -25,13 +25,13 @@ def main(name: str, out: str) -> None:
     with cli.about(name):
         config = models.disable_dropout(transformers.AutoConfig.from_pretrained(name))
         if config is not config.get_text_config():
-            raise cli.InputError(f"{config.model_type} also reads images: use data/classifier.py")
+            raise cli.InputError(f"{config.model_type} also reads images: use tools/classifier.py")
         classifier = models.load_weights(kind, name, config)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         if config.num_labels != 1 or not hasattr(classifier, "score"):
-            raise cli.InputError("is no decoder with one label: use data/classifier.py")
+            raise cli.InputError("is no decoder with one label: use tools/classifier.py")
         if config.pad_token_id is not None and config.pad_token_id == tokenizer.eos_token_id:
-            raise cli.InputError("its pad is its end of text, which it skips: data/classifier.py")
+            raise cli.InputError("its pad is its end of text, which it skips: tools/classifier.py")
         config = RewardConfig(config, config.vocab_size, begin=bos(tokenizer))
         model = RewardModel(config, classifier.base_model)
         model.head.weight = torch.nn.Parameter(classifier.score.weight)

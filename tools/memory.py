@@ -1,8 +1,8 @@
 r"""GPU memory of a PPO or RLOO run by model, task and flags, computed without any numbers.
 
-    python benchmarks/memory.py --tasks sentiment \
+    python tools/memory.py --tasks sentiment \
         --flags="--micro_batch_tokens 32768 --rollout_batch_size 512"    # a GPU's defaults
-    python benchmarks/memory.py --tasks tldr --flags="--gradient_checkpointing"
+    python tools/memory.py --tasks tldr --flags="--gradient_checkpointing"
 
 The script's own `main` runs over fake tensors, which have a shape but no contents, while the bytes
 of all living tensors are added up: GiB by phase of an update, and between two updates (`live`). One

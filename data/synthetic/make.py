@@ -1,16 +1,16 @@
 """Write the synthetic task: stories from a grammar, a tokenizer of 1000 tokens, a GPT-2 config.
 
-    python benchmarks/synthetic_data.py texts [--out DIR]
+    python data/synthetic/make.py texts [--out DIR]
     python sft.py --task synthetic
-    python benchmarks/synthetic_data.py labels [--model DIR] [--out FILE]
-    python sft.py --task synthetic_eos
-    python benchmarks/synthetic_data.py pairs [--model DIR] [--out FILE]
+    python tools/sample.py models/synthetic/sft --queries 5504 --out samples.jsonl
+    python data/synthetic/make.py labels samples.jsonl labels.jsonl
 
-Every run of `texts` writes the same bytes; `labels` and `pairs` also depend on rounding in the model.
+For `synthetic_eos`: `--queries 10496 --samples 2` and `make.py pairs`. Every run of `texts` writes
+the same bytes. The samples depend on rounding in the model; those of labels.json and
+pairs_eos.jsonl were drawn at commit 2414aa2, with other random numbers.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import random
@@ -22,14 +22,13 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread: the same BPE every
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
 from data.synthetic.judge import GROUPS, best_accuracy, gold_score, human_choice  # noqa: E402
 
-HERE = ROOT / "data/synthetic"
 SEED = 1
 STORIES, EOS_STORIES = 20_000, 12_000
-LABELS, PAIRS = 5504, 10_496  # 4992 and 9984 to train, the rest to test
+QUERY_LENGTH, RESPONSE_LENGTH = 64, 24  # tokens of a label
 OPENAI_PAD = 50259  # what OpenAI's label files are padded with
 SENTENCES = {1: 20, 2: 28, 3: 30, 4: 22}  # number of sentences in a story: weight
 MIN_WORDS, MAX_WORDS = 5, 58  # of a story, punctuation marks too: below 64 tokens
@@ -363,79 +362,40 @@ def write_texts(out):
     )
 
 
-def judged_samples(task_name, model, count, per_query, seed):
-    """Return queries, truncated samples [count * per_query, R], texts, true scores, and the pad id.
-
-    The samples are truncated as for scoring, so that judge and reward model read the same text.
-    """
-    import numpy as np
-    import torch
-
-    import ppo
-    import utils
-    from data.tasks import TASKS
-    from machinery.decoding import Decoder
-    from machinery.models import load_lm
-    from machinery.queries import load_queries
-    from machinery.tokens import load_tokenizer
-
-    task = dataclasses.replace(TASKS[task_name], base_model=model)
-    tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = load_queries(task, tokenizer, ids)
-    queries = table[utils.query_rows(len(table), count, seed, 0)].repeat_interleave(
-        per_query, dim=0
-    )
-    decoder = Decoder(load_lm(model).eval(), task.response_length)
-    size = task.response_length, len(queries)
-    uniform = utils.random_numbers(seed, 0, torch.device("cpu"), *size)
-    contexts = utils.add_affixes(queries, ids)
-    samples = ppo.sample_in_batches(decoder, contexts, uniform, ids, ppo.Args(task=task))
-    cut, _ = utils.truncate(samples, ids.ends, task.truncate_after, ids.pad)
-    texts = [utils.decode(tokenizer, tokens, ids.pad) for tokens in (queries, cut)]
-    scores = np.array(gold_score(*texts)).reshape(count, per_query)
-    best = best_accuracy(scores.tolist()), best_accuracy(scores[-512:].tolist())
-    print(f"{count} labels; true score: mean {scores.mean():.3f}, deviation {scores.std():.3f}")
-    print(f"best possible accuracy {best[0]:.3f}, on the last 512 {best[1]:.3f}")
-    return queries, cut, texts, scores, ids.pad
-
-
-def write_labels(model, out, count=LABELS, seed=SEED):
-    """Write best-of-4 labels in OpenAI's format: four samples of `model`, and which the judge prefers."""
-    queries, cut, _, scores, pad = judged_samples("synthetic", model, count, 4, seed)
+def judge_samples(samples, out, write_label, seed=SEED):
+    """Read samples as tools/sample.py writes them; write a label for each line, and print a summary."""
     rng = random.Random(seed)
-
-    def stored(tokens):  # right-padded with OpenAI's pad id
-        rows = [[token for token in row if token != pad] for row in tokens.tolist()]
-        return [row + [OPENAI_PAD] * (tokens.shape[1] - len(row)) for row in rows]
-
-    queries, cut = stored(queries[::4]), stored(cut)
-    rows = [
-        {
-            "query": queries[i],
-            **{f"sample{j}": cut[4 * i + j] for j in range(4)},
-            "best": human_choice(list(scores[i]), rng),
-        }
-        for i in range(count)
-    ]
-    out.write_text(
-        "[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n"
-    )
+    all_scores = []
+    with open(samples) as rows, open(out, "w") as labels:
+        for line in rows:
+            row = json.loads(line)
+            scores = gold_score([row["query_text"]] * len(row["texts"]), row["texts"])
+            all_scores.append(scores)
+            label = write_label(row, human_choice(scores, rng))
+            if label is not None:
+                labels.write(json.dumps(label) + "\n")
+    print(f"{len(all_scores)} labels; best possible accuracy {best_accuracy(all_scores):.3f}")
 
 
-def write_pairs(model, out, count=PAIRS, seed=SEED):
-    """Write pairs of texts: two samples of `model` after a prompt; the judge prefers `chosen`."""
-    _, _, (prompts, responses), scores, _ = judged_samples("synthetic_eos", model, count, 2, seed)
-    rng = random.Random(seed)
-    with open(out, "w") as file:
-        for i in range(count):
-            best = 2 * i + human_choice(list(scores[i]), rng)
-            row = {
-                "prompt": prompts[best],
-                "chosen": responses[best],
-                "rejected": responses[4 * i + 1 - best],
-            }
-            if row["chosen"].strip() and row["rejected"].strip():
-                file.write(json.dumps(row) + "\n")
+def best_of(row, best):
+    """A label in OpenAI's form: token ids, padded on the right with its pad id."""
+    label = {"query": pad(row["query"], QUERY_LENGTH)}
+    for j in range(len(row["texts"])):
+        label[f"sample{j}"] = pad(row[f"sample{j}"], RESPONSE_LENGTH)
+    return label | {"best": best}
+
+
+def pad(tokens, length):
+    """Token ids, padded on the right as OpenAI's label files are."""
+    return tokens + [OPENAI_PAD] * (length - len(tokens))
+
+
+def pair(row, best):
+    """A pair of texts, or None if one of them is empty."""
+    chosen, rejected = row["texts"][best], row["texts"][1 - best]
+    if not chosen.strip() or not rejected.strip():
+        return None
+    return {"prompt": row["query_text"], "chosen": chosen, "rejected": rejected}
 
 
 def main():
@@ -447,18 +407,13 @@ def main():
     texts = commands.add_parser("texts", help="stories, tokenizer and model config")
     texts.add_argument("--out", type=Path, default=HERE, help="folder to write into")
     texts.set_defaults(run=lambda args: write_texts(args.out))
-    labels = commands.add_parser("labels", help="preference labels on samples of the sft model")
-    labels.add_argument("--model", default="models/synthetic/sft", help="folder that sft.py wrote")
-    labels.add_argument("--out", type=Path, default=HERE / "labels.json", help="file to write")
-    labels.set_defaults(run=lambda args: write_labels(args.model, args.out))
-    pairs = commands.add_parser(
-        "pairs", help="preference pairs on samples of the sft model of synthetic_eos"
-    )
-    pairs.add_argument(
-        "--model", default="models/synthetic_eos/sft", help="folder that sft.py wrote"
-    )
-    pairs.add_argument("--out", type=Path, default=HERE / "pairs_eos.jsonl", help="file to write")
-    pairs.set_defaults(run=lambda args: write_pairs(args.model, args.out))
+    labels = commands.add_parser("labels", help="best-of-4 labels of samples of the sft model")
+    labels.set_defaults(run=lambda args: judge_samples(args.samples, args.out, best_of))
+    pairs = commands.add_parser("pairs", help="pairs of samples of the sft model of synthetic_eos")
+    pairs.set_defaults(run=lambda args: judge_samples(args.samples, args.out, pair))
+    for command in (labels, pairs):
+        command.add_argument("samples", help="file that tools/sample.py wrote")
+        command.add_argument("out", help="file to write")
     args = parser.parse_args()
     args.run(args)
 

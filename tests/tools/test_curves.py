@@ -1,4 +1,4 @@
-"""benchmarks/curves.py: bands by hand, three sources of runs in one picture; reproduce.sh, which draws
+"""tools/curves.py: bands by hand, three sources of runs in one picture; reproduce.sh, which draws
 with it, with tiny models and data."""
 
 import csv
@@ -17,7 +17,8 @@ from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from torch.utils.tensorboard import SummaryWriter
 
-from benchmarks import curves, mutations
+from benchmarks import mutations
+from tools import curves
 
 
 def write_chart(path: Path, x: str, columns: dict[str, dict[float, float]]) -> Path:
@@ -164,7 +165,7 @@ def test_reproduce_runs_resumes_and_draws_published_curves_where_they_are(tmp_pa
 
     killed = folder / "runs/reproduce_sentiment_ppo_7"
     killed.mkdir(parents=True)  # before its first checkpoint: moved away
-    drawn = [" benchmarks/curves.py"] * 2
+    drawn = [" tools/curves.py"] * 2
     output, calls = run()
     assert calls == drawn + [f"{gpu} {name}.py" for gpu in "01" for name in ("ppo", "train_reward")]
     assert len(list(folder.glob("runs/stopped_reproduce_sentiment_ppo_7_*"))) == 1

@@ -17,14 +17,15 @@ from conftest import SCRIPTS, settings
 
 import rloo
 import sft
-from benchmarks import against_trl, calibration, copying, growth, human, llm_judge, overoptimize
+from benchmarks import against_trl, copying, growth, human, overoptimize
+from tools import calibration, llm_judge
 
 # isort: split
-from benchmarks import pass_at_k, policies, sample, winrate
 from data import tasks
 from machinery.labels import load_labels
 from machinery.sources import import_file, load_function
 from machinery.tokens import load_tokenizer
+from tools import pass_at_k, policies, sample, winrate
 
 
 def test_ties_count_half_and_the_interval_is_of_pairs():

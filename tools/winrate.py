@@ -1,7 +1,7 @@
 """Which of two policies writes better responses to the same queries?
 
-    python benchmarks/winrate.py models/synthetic/ppo models/synthetic/sft
-    python benchmarks/winrate.py models/tldr/rloo data --judge my_judge.py:score
+    python tools/winrate.py models/synthetic/ppo models/synthetic/sft
+    python tools/winrate.py models/tldr/rloo data --judge my_judge.py:score
 
 A and B are folders or hub names of models, or `data`: the dataset's own responses
 (`response_column`). The data set and the queries that were held out are those of A's run, or of B's
@@ -26,13 +26,13 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks import policies  # noqa: E402
 from data.tasks import Task  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.queries import load_queries  # noqa: E402
 from machinery.rewards import call_reward_function  # noqa: E402
 from machinery.sources import load_function, load_rows  # noqa: E402
 from machinery.tokens import load_tokenizer  # noqa: E402
+from tools import policies  # noqa: E402
 from utils import decode  # noqa: E402
 
 

@@ -1,0 +1,57 @@
+"""Which folder may import which: no circles, and nobody imports the benchmarks."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ("ppo", "rloo", "train_reward", "sft")
+MAY_IMPORT = {
+    "data": {"data"},
+    "utils": set(),
+    "machinery": {"data", "machinery", "utils"},
+    "scripts": {"data", "machinery", "utils", "scripts"},
+    "tools": {"data", "machinery", "utils", "scripts", "tools", "tests"},
+    "benchmarks": {"data", "machinery", "utils", "scripts", "tools", "tests", "benchmarks"},
+}
+
+
+def part(name: str) -> str | None:
+    """The part of the house that a module belongs to; None if it is a library's."""
+    first = name.split(".")[0]
+    if first in SCRIPTS:
+        return "scripts"
+    if first in ("tiny", "formats", "hub"):
+        return "tests"
+    return first if first in MAY_IMPORT else None
+
+
+def imports(path: Path) -> set[str]:
+    """The parts that a file imports, at its top or inside of functions."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    return {part(name) for name in names} - {None}
+
+
+@pytest.mark.parametrize("name", MAY_IMPORT)
+def test_a_folder_imports_only_what_is_below_it(name):
+    paths = list((ROOT / name).glob("**/*.py"))
+    if name == "utils":
+        paths = [ROOT / "utils.py"]
+    if name == "scripts":
+        paths = [ROOT / f"{script}.py" for script in SCRIPTS]
+    assert paths
+    for path in paths:
+        assert imports(path) <= MAY_IMPORT[name], path
+
+
+def test_an_import_inside_a_function_counts(tmp_path):
+    (tmp_path / "x.py").write_text(
+        "def f():\n    from benchmarks import speed\n    import ppo, json"
+    )
+    assert imports(tmp_path / "x.py") == {"benchmarks", "scripts"}
