@@ -231,7 +231,7 @@ def test_an_installed_copy_has_every_module_and_every_file_of_the_tasks():
     """`pip install .`, then `python -m ppo` in any folder."""
     setup = tomllib.loads((artifacts.ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert set(setup["py-modules"]) == {path.stem for path in artifacts.ROOT.glob("*.py")}
-    assert set(setup["packages"]) == {"data", "machinery"}
+    assert set(setup["packages"]) == {"data", "machinery", "tools"}
     patterns = setup["package-data"]["data"]
     files = {path for pattern in patterns for path in (artifacts.ROOT / "data").glob(pattern)}
     local = [tasks.TASKS[name] for name in ("synthetic", "synthetic_eos", "arithmetic")]
