@@ -27,7 +27,8 @@ EOS and ends the response: what follows is masked out.
 
 Shapes: P queries, K responses to each, B sequences (P * K in a process's batch), Q query tokens, C
 context tokens (prefix + query + suffix), R response tokens, T = C + R, N real response tokens, V
-vocabulary size, D hidden size. Masks are True at real tokens. Tags such as (L3): docs/details.md.
+vocabulary size, D hidden size. Masks are True at real tokens. Tags such as (L3) stand where
+docs/details.md says more than the comment.
 machinery/ has loading, processes, files, and faster equivalents of the model calls.
 """
 
@@ -44,22 +45,21 @@ from torch import Tensor, nn
 
 from data.tasks import Task
 from machinery import cli, distributed
-from machinery.cli import RunArgs
 from machinery.decoding import Decoder
 from machinery.models import compute_logits, load_lm
 from machinery.queries import load_queries
-from machinery.rewards import Reward, check_reward, load_reward
+from machinery.rewards import check_reward, load_reward
 from machinery.runs import Run, check_run
 from machinery.tokens import load_tokenizer
 from machinery.unpadding import Unpadded
 from train_reward import RewardModel
-from utils import AdamTF, Timer, TokenIds, add_affixes, all_sum, average_gradients, decode
+from utils import AdamTF, Timer, TokenIds, add_affixes, all_sum, average_gradients
 from utils import global_mean_and_var, mean_over_processes, micro_batches
 from utils import query_rows, random_numbers, sample_token, truncate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(RunArgs):
+class Args(cli.RunArgs):
     """RLOO from human preferences."""
 
     task: Task  # model, data, lengths, temperature (data/tasks.py); its fields are also flags
@@ -117,40 +117,57 @@ class Args(RunArgs):
     """sequences that a process samples at once; affects results only by rounding"""
 
 
+def check(args: Args, processes: int) -> None:
+    """Raise `InputError` for invalid flags, before anything is loaded."""
+    check_run(args, processes)
+    check_reward(args)
+    unit = processes * args.num_minibatches * args.rloo_k
+    cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches * rloo_k")
+    if args.kl_target and args.batch_size >= 5 * args.kl_horizon:
+        # One update may lower kl_coef by the factor 1 - 0.2 * batch_size / kl_horizon.
+        raise cli.InputError(f"kl_horizon={args.kl_horizon} is below {args.batch_size // 5 + 1}")
+
+
 # --------------------------------------------------- models
 
 
 class Policy(nn.Module):
-    """A language model that returns log-probabilities and entropies (L5)."""
+    """A language model that returns log-probabilities and entropies."""
 
     def __init__(self, lm: Any, pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = Unpadded(lm.base_model)  # real tokens only; shares lm's weights
-        self.pad_id = pad_id  # outside the vocabulary: never sampled (G2)
+        self.backbone = Unpadded(lm.base_model)  # a faster way to call it; has no weights itself
+        self.pad_id = pad_id  # outside the vocabulary: never sampled
         self.temperature = temperature
 
-    def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of response tokens.
 
-        [B, C], [B, R] → [B, R] each, 0 at padding. Entropies are NaN under no_grad: not computed.
+        [B, C] padded on the left, [B, R] padded on the right → [B, R] each, 0 at padding.
         """
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # number of real tokens before each (G3)
-        where = mask[:, contexts.shape[1] :].nonzero(as_tuple=True)  # N real response tokens
+        position_ids = mask.cumsum(dim=1) - mask.long()  # number of real tokens before each
+        # Equals self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state:
         hidden = self.backbone(  # [B, T, D]; adjacent equal contexts are computed once
             tokens.masked_fill(~mask, 0), mask, position_ids, prompt_length=contexts.shape[1]
         )
-        hidden = hidden[:, contexts.shape[1] - 1 : -1][where]  # [N, D]: t predicts token t + 1
-        log_softmax = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)
-        logprobs = log_softmax.gather(1, responses[where][:, None]).squeeze(1)  # [N] (P1)
-        entropies = torch.full_like(logprobs, math.nan)
-        if torch.is_grad_enabled():  # skipped in rollouts
-            with torch.no_grad():  # only logged; without this line they have a gradient
-                entropies = -(log_softmax.exp() * log_softmax).sum(dim=-1)  # [N]
-        zeros = logprobs.new_zeros(responses.shape)
-        return tuple(zeros.index_put(where, x) for x in (logprobs, entropies))
+        hidden = hidden[:, contexts.shape[1] - 1 : -1]  # [B, R, D]: position t predicts token t + 1
+
+        # The rest is computed at the N real response tokens only.
+        real = (responses != self.pad_id).nonzero(as_tuple=True)
+        hidden = hidden[real]  # [N, D]
+        # In training, too, logits are divided by the temperature of sampling (P1).
+        log_softmax = compute_logits(self.lm, hidden).div(self.temperature).log_softmax(dim=-1)
+        logprobs = log_softmax.gather(1, responses[real][:, None]).squeeze(1)  # [N]
+        with torch.no_grad():  # entropies are only logged
+            entropies = -(log_softmax.exp() * log_softmax).sum(dim=-1)  # [N]
+
+        zeros = torch.zeros(responses.shape, device=responses.device)
+        logprobs = zeros.index_put(real, logprobs)  # [B, R]
+        entropies = zeros.index_put(real, entropies)
+        return logprobs, entropies
 
 
 # ------------------------------------------------- sampling
@@ -160,17 +177,30 @@ class Policy(nn.Module):
 def sample(
     decoder: Decoder, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args
 ) -> Tensor:
-    """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R] (G4).
+    """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R].
 
     From the full vocabulary, ignoring generation_config. In EOS tasks, ended responses leave the
     batch every 16 tokens; `score_responses` removes what was sampled after the end.
     """
+    # The decoder calls the language model, and manages its cache of keys and values. Plainly:
+    #
+    #     mask = contexts != ids.pad                                     # start
+    #     inputs, cache = contexts.masked_fill(~mask, 0), None
+    #     position_ids = mask.cumsum(dim=1) - mask.long()
+    #     for t in range(R):
+    #         out = lm(inputs, attention_mask=mask, position_ids=position_ids, past_key_values=cache)
+    #         logits = out.logits[:, -1]                                 # next_logits
+    #         tokens = sample_token(logits / temperature, uniform[t])
+    #         inputs, cache = tokens[:, None], out.past_key_values       # append
+    #         position_ids = mask.sum(dim=1, keepdim=True)
+    #         mask = F.pad(mask, (0, 1), value=True)
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
     batch = decoder.start(contexts, contexts != ids.pad)
-    for t in range(len(uniform)):  # batch.rows [b]: rows still in the batch
-        logits = batch.next_logits() / task.temperature  # [b, V], as in training (P1)
-        tokens = sample_token(logits, uniform[t][batch.rows])  # [b], by inverting the CDF
+    for t in range(len(uniform)):
+        logits = batch.next_logits() / task.temperature  # [b, V]
+        # batch.rows [b]: the rows of `contexts` still in the batch; all, before the first `drop`.
+        tokens = sample_token(logits, uniform[t][batch.rows])  # [b]
         responses[batch.rows, t] = tokens
         batch.append(tokens)
         if task.eos_task and t % 16 == 15:  # not every step: `drop` waits for the GPU
@@ -184,9 +214,11 @@ def sample(
 def sample_in_batches(
     decoder: Decoder, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args
 ) -> Tensor:
-    """Sample in batches of contexts of similar length: [B, C], [R, B] → [B, R] (X10)."""
+    """Sample in batches of contexts of similar length: [B, C], [R, B] → [B, R]."""
     responses = contexts.new_empty(uniform.T.shape)
-    order = (contexts != ids.pad).sum(dim=1).argsort(stable=True).to(uniform.device)
+    lengths = (contexts != ids.pad).sum(dim=1)
+    order = lengths.argsort(stable=True)
+    order = order.to(uniform.device)  # on Apple's GPUs, which have no float64, that is the CPU
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -201,35 +233,37 @@ def score_responses(
     """Truncate responses [B, R] after the first truncate token, then score them (P5).
 
     Truncate tokens before position `truncate_after` do not count. A response without one is not
-    cut, and `missing_eos_penalty` replaces its score. `columns`: name → B values of the data set.
-    Returns scores [B], cut responses [B, R] and `ended` [B]: found, or the task has none.
+    cut, and `missing_eos_penalty` replaces its score, also where the truncate token is a period.
+    Returns scores [B], cut responses [B, R] and whether they have a truncate token [B], which is
+    True if the task has none.
     """
     task = args.task
     cut, ended = truncate(responses, ids.ends, task.truncate_after, ids.pad)
     scores = reward(queries, cut, columns)  # [B]
     scores = torch.where(ended, scores, task.missing_eos_penalty)
     if args.clip_score is not None:
-        scores = scores.clamp(-args.clip_score, args.clip_score)  # (X2)
+        scores = scores.clamp(-args.clip_score, args.clip_score)
     return scores, cut, ended
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """Proportional controller: raise kl_coef if the KL is above kl_target (P11)."""
+    """Proportional controller: raise kl_coef if the KL is above kl_target."""
     if args.kl_target is None:
         return kl_coef
-    error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
+    error = kl / args.kl_target - 1
+    error = min(max(error, -0.2), 0.2)
     return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
 
 
 class Rollout(NamedTuple):
-    """The episodes of one update or evaluation (X10). Per-token floats are 0 at padding."""
+    """The episodes of one update or evaluation. Per-token floats are 0 at padding."""
 
     queries: Tensor  # [B, Q] padded on the left; what the reward model reads
     contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
     responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     cut: Tensor  # [B, R] responses as they were scored
     ended: Tensor  # [B] has a truncate token, or the task has none
-    mask: Tensor  # [B, R] all tokens; in EOS tasks, those up to the end (X9)
+    mask: Tensor  # [B, R] all tokens; in EOS tasks, those up to the end
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] under the sampling policy
     kl: Tensor  # [B, R] per-token estimate: log pi - log pi_ref
@@ -238,22 +272,21 @@ class Rollout(NamedTuple):
 
     def select(self, rows: Tensor | slice) -> "Rollout":
         """The episodes with these indices."""
-        return type(self)._make(x[rows] for x in self)
+        return type(self)(*[x[rows] for x in self])
 
 
-def shuffle(
-    num_episodes: int, args: Args, seed: int, update: int, device: Any
-) -> list[list[Tensor]]:
-    """For each epoch, the indices of each minibatch (P7). The first has the batch's order (L6).
+def epoch_order(epoch: int, size: int, rng: np.random.Generator, k: int) -> np.ndarray:
+    """The order [size] in which an epoch goes through the batch (P7).
 
-    The K responses to a query stay side by side: a micro-batch computes the query once.
+    The first epoch keeps the batch's order: it is random already, and step 3 has computed the old
+    log-probabilities in it, minibatch by minibatch and micro-batch by micro-batch. With the same
+    rounding, all ratios of the first Adam step are exactly 1 (L6). The k responses to a query stay
+    side by side: a micro-batch computes the query once.
     """
-    rng = np.random.default_rng([seed, update, 2])  # 2: a stream of its own
-    orders = [np.arange(num_episodes)]  # already random: see `query_rows`
-    groups = orders[0].reshape(-1, args.rloo_k)  # [P, K]
-    orders += [rng.permutation(groups).flatten() for _ in range(args.num_ppo_epochs - 1)]
-    size = num_episodes // args.num_minibatches
-    return [list(torch.as_tensor(rows, device=device).split(size)) for rows in orders]
+    order = np.arange(size)
+    if epoch == 0:
+        return order
+    return rng.permutation(order.reshape(-1, k)).flatten()
 
 
 # -------------------------------------- advantages and loss
@@ -274,101 +307,144 @@ def rloo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss and statistics of a micro-batch: [B, R], [B] → scalars.
 
-    PPO's clipped loss with the probability ratio of whole responses (L4). `num_responses`: of a
-    whole minibatch, per process.
+    PPO's clipped loss with the probability ratio of whole responses (L4). `num_responses`: of this
+    process's minibatch. So the losses of its micro-batches add up, and average over processes, to
+    the mean over all its responses.
     """
 
-    def mean(x: Tensor) -> Tensor:
-        """This micro-batch's part of the minibatch's mean over responses: [B] → scalar (P7)."""
+    def share(x: Tensor) -> Tensor:
+        """This micro-batch's share of the minibatch's mean over responses: [B] → scalar (P7)."""
         return x.sum() / num_responses
 
-    log_ratio = (logprobs - old.logprobs).sum(dim=1)  # [B], over tokens; 0 at padding (L1)
+    log_ratio = (logprobs - old.logprobs).sum(dim=1)  # [B], over tokens; 0 at padding
     ratio = log_ratio.clamp(max=40).exp()  # no inf: 0 * inf is a NaN gradient where it is clipped
+    clipped_ratio = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_losses = -advantages * ratio
-    pg_losses_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
-    pg_loss = mean(torch.max(pg_losses, pg_losses_clipped))
+    pg_losses_clipped = -advantages * clipped_ratio
+    pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
 
     with torch.no_grad():
         stats = {
             "loss/policy_avg": pg_loss,
-            "policy/approxkl_avg": 0.5 * mean(log_ratio**2),
-            "policy/clipfrac_avg": mean((pg_losses_clipped > pg_losses).float()),
-            "val/ratio": mean(ratio),
-            "val/ratio_var": mean((ratio - 1) ** 2),  # around 1, not around its mean
+            "policy/approxkl_avg": 0.5 * share(log_ratio**2),
+            "policy/clipfrac_avg": share((pg_losses_clipped > pg_losses).float()),
+            "val/ratio": share(ratio),
+            "val/ratio_var": share((ratio - 1) ** 2),  # around 1, not around its mean
         }
     return pg_loss, stats
 
 
-# -------------------------------------- metrics, evaluation
+# -------------------------------------------------- metrics
 
 
 def rollout_metrics(
-    rollout: Rollout, columns: dict[str, list], kl_coef: float, pad_id: int, gold_reward: Any
+    rollout: Rollout, columns: dict, kl_coef: float, ids: TokenIds, reward: Any
 ) -> dict[str, Any]:
-    """Metrics of the sampled responses; see docs/rloo.md."""
+    """Metrics of this process's responses, which `reward` scored last (docs/ppo.md)."""
     kl = rollout.kl.sum(dim=1).mean()
+    _, scores_var = global_mean_and_var(rollout.scores)
     metrics = {
         "objective/scores": rollout.scores.mean(),
-        "objective/scores_std": global_mean_and_var(rollout.scores)[1].sqrt(),
+        "objective/scores_std": scores_var.sqrt(),
         "objective/kl": kl,
         "objective/kl_coef": kl_coef,
         "objective/rlhf_reward": rollout.rewards.mean(),
         "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # Monte Carlo estimate
         "objective/ended": rollout.ended.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
-        "objective/cut_length": (rollout.cut != pad_id).sum(dim=1).float().mean(),
+        "objective/cut_length": (rollout.cut != ids.pad).sum(dim=1).float().mean(),
     }
-    if gold_reward:
-        gold_scores = gold_reward(rollout.queries, rollout.cut, columns)
-        metrics["objective/gold_score"] = gold_scores.mean()
+    # Parts of the scores, if a --reward_fn returns several; true scores, if the task has a gold_fn.
+    metrics.update(reward.metrics(rollout.queries, rollout.cut, columns))
     return metrics
 
 
-# In the progress line and in curves.png:
-SHOWN = [f"objective/{x}" for x in ("scores", "kl", "kl_coef", "rlhf_reward")]
+def group_metrics(rollout: Rollout, advantages: Tensor, args: Args) -> dict[str, Any]:
+    """How much the responses to a query differ."""
+    _, advantages_var = global_mean_and_var(advantages)
+    scores = rollout.scores.view(-1, args.rloo_k)  # [P, K]
+    all_equal = (scores == scores[:, :1]).all(dim=1)  # [P]
+    return {
+        "objective/advantage_std": advantages_var.sqrt(),
+        "objective/frac_reward_zero_std": all_equal.float().mean(),
+    }
 
 
-def check(args: Args, processes: int) -> None:
-    """Raise `InputError` for invalid flags, before anything is loaded."""
-    check_run(args, processes)
-    check_reward(args)
-    unit = processes * args.num_minibatches * args.rloo_k
-    cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches * rloo_k")
-    if args.kl_target and args.batch_size >= 5 * args.kl_horizon:  # kl_coef could turn negative
-        raise cli.InputError(f"kl_horizon={args.kl_horizon} is below {args.batch_size // 5 + 1}")
+def accumulate(stats: dict[str, Any], values: dict[str, Tensor], num_steps: int) -> None:
+    """Add a step's values, or a micro-batch's share of them, to the means over an update's steps."""
+    for name, value in values.items():
+        stats[f"ppo/{name}"] += value.detach() / num_steps
+
+
+# ----------------------------------------------------- main
 
 
 def main(args: Args) -> None:
     """Load everything; repeat: sample, score, optimize; save the policy."""
+    # `accelerate launch` runs this function in several processes. Each samples and learns from its
+    # own part of every batch; they meet where something is over all processes. With
+    # --mixed_precision bf16, transformers compute in bf16, by autocast around `forward`; weights,
+    # head, log-probabilities, losses and Adam remain in fp32.
     accelerator = distributed.start(args)
-    check(args, accelerator.num_processes)
-    task, device, processes = args.task, accelerator.device, accelerator.num_processes
-    tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = load_queries(task, tokenizer, ids)
-    heldout, table = table.hold_out(args.eval_queries)  # table[rows] → [len(rows), Q]
-    gold_reward = Reward("gold_fn", task, tokenizer, ids.pad) if task.gold_fn else None
-    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)  # model or --reward_fn
+    device, processes = accelerator.device, accelerator.num_processes
+    check(args, processes)
+    # Of a task (data/tasks.py), this file reads base_model, response_length, temperature, eos_task,
+    # truncate_after, missing_eos_penalty and gold_fn.
+    task = args.task
+    seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
 
+    # table[rows] → queries [B, Q]; table.columns(rows) → {name: B values} of the data set;
+    # reward(queries, responses, columns) → scores [B], of the reward model or of --reward_fn.
+    tokenizer, ids = load_tokenizer(task, task.response_length)
+    heldout, table = load_queries(task, tokenizer, ids).hold_out(args.eval_queries)
+    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)
+
+    # `prepare` and `freeze` move a model to the device and set its precision. It remains the same
+    # object, without a DDP wrapper; FSDP2 shards it in place. So policy and decoder share lm.
     lm = load_lm(task.base_model, length=ids.length)  # no dropout (P4); T tokens have to fit
     policy = Policy(lm, ids.pad, task.temperature)
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
-    policy, optimizer = distributed.prepare(accelerator, policy, optimizer, args)  # no DDP
+    policy, optimizer = distributed.prepare(accelerator, policy, optimizer, args)
     decoder = Decoder(lm, task.response_length)
     ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.length, tokenizer)
     ref = distributed.freeze(accelerator, Policy(ref_lm, ids.pad, task.temperature))
-    seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
+
     local_batch_size = args.batch_size // processes
     minibatch_size = local_batch_size // args.num_minibatches
+    num_steps = args.num_ppo_epochs * args.num_minibatches  # Adam steps per update
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     cli.say(f"{len(table)} queries to learn, {len(heldout)} held out, {num_updates} updates")
-    num_steps = args.num_ppo_epochs * args.num_minibatches  # Adam steps per update
     timer = Timer(device)
-    shown = [*SHOWN, "objective/gold_score"] if gold_reward else SHOWN
-    run = Run(args, num_updates, shown, accelerator)
+    shown = ["objective/scores", "objective/kl", "objective/kl_coef", "objective/rlhf_reward"]
+    if task.gold_fn:
+        shown.append("objective/gold_score")
+    run = Run(args, num_updates, shown, accelerator)  # shows these in the terminal, curves.png
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
+    def evaluate(update: int, kl_coef: float) -> dict[str, float]:
+        """Metrics on held-out queries, with the same random numbers each time."""
+        rows = distributed.share(accelerator, len(heldout))  # this process's part
+        queries = heldout[rows].to(device)
+        columns = heldout.columns(rows)
+        # Of all held-out queries, on every process. Updates use the steps below num_updates.
+        uniform = random_numbers(args.seed, num_updates, device, task.response_length, len(heldout))
+        rollout = make_rollout(queries, columns, uniform[:, rows], kl_coef)
+        kl = rollout.kl.sum(dim=1)
+        samples = {
+            "query": rollout.queries,
+            "response": rollout.cut,
+            "score": rollout.scores,
+            "kl": kl,
+            "total": rollout.scores - kl_coef * kl,
+            **reward.parts,  # of these scores, if a --reward_fn returns several
+        }
+        run.log_samples(update, samples, tokenizer, ids.pad)
+        metrics = rollout_metrics(rollout, columns, kl_coef, ids, reward)
+        metrics = mean_over_processes(metrics, device)
+        return {"eval/" + name.removeprefix("objective/"): x for name, x in metrics.items()}
+
     @torch.no_grad()
-    def make_rollout(queries: Tensor, columns: dict, kl_coef: float, uniform: Tensor) -> Rollout:
+    def make_rollout(queries: Tensor, columns: dict, uniform: Tensor, kl_coef: float) -> Rollout:
         """Steps 1 to 3 for queries [B, Q], with random numbers [R, B]."""
         # 1. Sample a response to each query.
         timer.start("sample")
@@ -379,49 +455,48 @@ def main(args: Args) -> None:
         # 2. Score each response with the reward model.
         timer.start("score")  # includes step 3
         scores, cut, ended = score_responses(reward, queries, responses, columns, ids, args)
-        responses = cut if task.eos_task else responses  # train on nothing after the end (X9)
+        if task.eos_task:
+            responses = cut  # train on nothing after the end
 
-        # 3. Compute log-probabilities and rewards.
+        # 3. Compute the log-probability and reward of each response.
         mask = responses != ids.pad
-        lengths = (torch.cat([contexts, responses], dim=1) != ids.pad).sum(dim=1)
-        logprobs, ref_logprobs = torch.zeros(2, *mask.shape, device=device)
-        # In the micro-batches of the first epoch: with the same rounding, ratios start at 1 (L6).
-        for rows in torch.arange(len(queries), device=device).split(minibatch_size):
-            for part in micro_batches(lengths[rows], args.micro_batch_tokens):
-                i = rows[part]
-                logprobs[i], _ = policy(contexts[i], responses[i])
-                ref_logprobs[i], _ = ref(contexts[i], responses[i])
+        lengths = (contexts != ids.pad).sum(dim=1) + mask.sum(dim=1)
+        logprobs = torch.zeros(mask.shape, device=device)  # [B, R]
+        ref_logprobs = torch.zeros_like(logprobs)
+        for minibatch_rows in torch.arange(len(queries), device=device).split(minibatch_size):
+            for part in micro_batches(lengths[minibatch_rows], args.micro_batch_tokens):
+                rows = minibatch_rows[part]  # as in the first epoch of step 5: see `epoch_order`
+                logprobs[rows], _ = policy(contexts[rows], responses[rows])
+                ref_logprobs[rows], _ = ref(contexts[rows], responses[rows])
         kl = logprobs - ref_logprobs  # Schulman's k1
-        rewards = scores - kl_coef * kl.sum(dim=1)  # a response is one action (L1, L2)
-        episodes = dict(queries=queries, contexts=contexts, responses=responses, cut=cut)
-        episodes |= dict(ended=ended, mask=mask, lengths=lengths, scores=scores, rewards=rewards)
-        return Rollout(**episodes, logprobs=logprobs, kl=kl)
-
-    def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Metrics on held-out queries, split over processes; the same random numbers each time."""
-        rows = distributed.share(accelerator, len(heldout))
-        queries, columns = heldout[rows].to(device), heldout.columns(rows)
-        uniform = random_numbers(args.seed, num_updates, device, task.response_length, len(heldout))
-        rollout = make_rollout(queries, columns, kl_coef, uniform[:, rows])  # steps 1 to 3
-        metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | reward.means()
-        texts = (decode(tokenizer, x[:4], ids.pad) for x in (queries, rollout.cut))
-        scores, kl, parts = rollout.scores, rollout.kl.sum(dim=1), reward.parts
-        run.log_samples(update, texts, score=scores, kl=kl, total=scores - kl_coef * kl, **parts)
-        metrics = mean_over_processes(metrics, device)
-        return {"eval/" + name.removeprefix("objective/"): x for name, x in metrics.items()}
+        rewards = scores - kl_coef * kl.sum(dim=1)  # a response is one action
+        return Rollout(
+            queries=queries,
+            contexts=contexts,
+            responses=responses,
+            cut=cut,
+            ended=ended,
+            mask=mask,
+            lengths=lengths,
+            logprobs=logprobs,
+            kl=kl,
+            scores=scores,
+            rewards=rewards,
+        )
 
     for update in range(start, num_updates):
         eval_metrics = evaluate(update, kl_coef) if update % args.eval_every == 0 else {}
-        lr = args.lr * (1 - update / num_updates) if args.anneal_lr else args.lr  # (G5)
+        lr = args.lr * (1 - update / num_updates) if args.anneal_lr else args.lr
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # 1-3. Sample, score, and compute log-probabilities and rewards.
+        # 1-3. Sample, score, compute log-probabilities and rewards.
         rows = query_rows(len(table), local_batch_size // args.rloo_k, seed, update)  # [P]
         rows = np.repeat(rows, args.rloo_k)  # [P * K]: the responses to a query side by side
-        queries, columns = table[rows].to(device), table.columns(rows)
+        queries = table[rows].to(device)
+        columns = table.columns(rows)
         uniform = random_numbers(seed, update, device, task.response_length, len(rows))  # [R, B]
-        rollout = make_rollout(queries, columns, kl_coef, uniform)
+        rollout = make_rollout(queries, columns, uniform, kl_coef)
 
         # 4. Compute the advantage of each response.
         timer.start("optimize")
@@ -429,40 +504,40 @@ def main(args: Args) -> None:
 
         # 5. For each epoch and minibatch, take one Adam step.
         stats: dict[str, Any] = defaultdict(float)  # means over the steps
-        for minibatches in shuffle(local_batch_size, args, seed, update, device):
-            for minibatch_rows in minibatches:
+        rng = np.random.default_rng([seed, update, 2])  # 2: other numbers than `query_rows`
+        for epoch in range(args.num_ppo_epochs):
+            order = epoch_order(epoch, local_batch_size, rng, args.rloo_k)
+            for minibatch_rows in torch.as_tensor(order, device=device).split(minibatch_size):
                 minibatch = rollout.select(minibatch_rows)
                 advantages = all_advantages[minibatch_rows]
-                num_tokens = all_sum(minibatch.mask.sum()) / processes  # per process
+                num_tokens = all_sum(minibatch.mask.sum()) / processes  # mean over processes
                 for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
                     old = minibatch.select(part)
                     logprobs, entropies = policy(old.contexts, old.responses)
                     loss, part_stats = rloo_loss(
-                        logprobs, old, advantages[part], len(minibatch_rows), args
+                        logprobs, old, advantages[part], minibatch_size, args
                     )
                     part_stats["policy/entropy_avg"] = entropies.sum() / num_tokens
-                    for name, value in part_stats.items():
-                        stats[f"ppo/{name}"] += value.detach() / num_steps
+                    accumulate(stats, part_stats, num_steps)
                     loss.backward()
                 average_gradients(policy)  # over processes; FSDP2 already did
-                if args.max_grad_norm is not None:  # (X8)
+                if args.max_grad_norm is not None:
                     nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
+        seconds = timer.stop()
 
-        seconds = timer.stop()  # of each phase's last run, in this update
-        metrics = rollout_metrics(rollout, columns, kl_coef, ids.pad, gold_reward) | reward.means()
-        metrics["objective/advantage_std"] = global_mean_and_var(all_advantages)[1].sqrt()
-        groups = rollout.scores.view(-1, args.rloo_k)  # [P, K]
-        all_equal = (groups == groups[:, :1]).all(dim=1)  # of scores
-        metrics["objective/frac_reward_zero_std"] = all_equal.float().mean()
-        metrics = mean_over_processes(metrics | stats, device)
-        metrics |= {"ppo/lr": lr, "ppo/episode": (update + 1) * args.batch_size}
-        metrics["time/episodes_per_second"] = args.batch_size / sum(seconds.values())
-        run.log(update, metrics | seconds | eval_metrics)
-
-        # 6. Adapt kl_coef to the measured KL.
+        # 6. Adapt kl_coef to the measured KL, for the next update.
+        metrics = rollout_metrics(rollout, columns, kl_coef, ids, reward)
+        metrics.update(group_metrics(rollout, all_advantages, args))
+        metrics = mean_over_processes({**metrics, **stats}, device)
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)
+
+        # Log and save.
+        metrics["ppo/lr"] = lr
+        metrics["ppo/episode"] = (update + 1) * args.batch_size
+        metrics["time/episodes_per_second"] = args.batch_size / sum(seconds.values())
+        run.log(update, {**metrics, **seconds, **eval_metrics})
         run.keep_weights(update + 1, lm, tokenizer)  # the weights, every --keep_every updates
         run.checkpoint(update + 1, policy, optimizer, kl_coef)  # all that a resumed run needs
 
@@ -472,21 +547,35 @@ def main(args: Args) -> None:
 
 
 # The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
-STORIES: dict[str, Any] = dict(total_episodes=4096, eval_every=20, batch_size=128, lr=7e-4)
-STORIES |= dict(kl_coef=0.08, kl_target=10.0, kl_horizon=1000)
-FIXED: dict[str, Any] = dict(kl_target=None)
-CHECKED = FIXED | dict(num_minibatches=4, micro_batch_tokens=8192)
+SYNTHETIC: dict[str, Any] = dict(
+    total_episodes=4096,
+    eval_every=20,
+    batch_size=128,
+    lr=7e-4,
+    kl_coef=0.08,
+    kl_target=10.0,
+    kl_horizon=1000,
+)
+FIXED_KL: dict[str, Any] = dict(kl_target=None)
+ANSWERS: dict[str, Any] = dict(FIXED_KL, num_minibatches=4, micro_batch_tokens=8192)
 PRESETS: dict[str, dict[str, Any]] = {
-    "synthetic": STORIES,
-    "synthetic_eos": STORIES,
-    "cnndm": FIXED | dict(batch_size=32, lr=2e-6, kl_coef=0.01),
-    "tldr_2019": FIXED | dict(batch_size=32, lr=2e-6, kl_coef=0.03),
-    "tldr": FIXED
-    | dict(num_ppo_epochs=2, num_minibatches=2, lr=3e-6, kl_coef=0.03)
-    | dict(micro_batch_tokens=16_384, rollout_batch_size=256),
-    "arithmetic": CHECKED
-    | dict(total_episodes=16_384, eval_every=16, batch_size=128, lr=3e-4, kl_coef=0.01),
-    "gsm8k": CHECKED | dict(total_episodes=112_000, batch_size=256, lr=1e-6, kl_coef=0.001),
+    "synthetic": SYNTHETIC,
+    "synthetic_eos": SYNTHETIC,
+    "cnndm": dict(FIXED_KL, batch_size=32, lr=2e-6, kl_coef=0.01),
+    "tldr_2019": dict(FIXED_KL, batch_size=32, lr=2e-6, kl_coef=0.03),
+    "tldr": dict(
+        FIXED_KL,
+        num_ppo_epochs=2,
+        num_minibatches=2,
+        lr=3e-6,
+        kl_coef=0.03,
+        micro_batch_tokens=16_384,
+        rollout_batch_size=256,
+    ),
+    "arithmetic": dict(
+        ANSWERS, total_episodes=16_384, eval_every=16, batch_size=128, lr=3e-4, kl_coef=0.01
+    ),
+    "gsm8k": dict(ANSWERS, total_episodes=112_000, batch_size=256, lr=1e-6, kl_coef=0.001),
 }
 
 

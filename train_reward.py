@@ -32,7 +32,7 @@ from machinery import cli, distributed
 from machinery.cli import RunArgs
 from machinery.decoding import Decoder, generate
 from machinery.labels import Labels, load_labels
-from machinery.models import Float32Linear, hidden_size, load_lm, new_backbone
+from machinery.models import ScalarHead, load_lm, new_backbone
 from machinery.queries import load_queries
 from machinery.rewards import RewardConfig, score_in_parts
 from machinery.runs import Run, check_run
@@ -84,7 +84,7 @@ class RewardModel(nn.Module):
         self.config = config
         self.backbone = new_backbone(config.backbone) if backbone is None else backbone
         self.run_backbone = Unpadded(self.backbone)  # calls it without padding; no new weights
-        self.head = Float32Linear(hidden_size(config.backbone), 1)
+        self.head = ScalarHead(config.backbone)
         nn.init.normal_(self.head.weight, std=1 / math.sqrt(self.head.in_features + 1))  # (R2)
         nn.init.zeros_(self.head.bias)
         self.gain = nn.Parameter(torch.ones(1))

@@ -79,36 +79,41 @@ def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def query_rows(num_queries: int, size: int, seed: int, step: int) -> np.ndarray:
-    """The rows [size] of a table that step `step` uses.
+    """The rows [size] of a table that step `step` uses; every epoch is a new permutation of all.
 
-    Every epoch is a new permutation of all rows. A pure function of its arguments, so that a
-    resumed run continues with the same rows.
+    A pure function of its arguments, so that a resumed run continues with the same rows.
     """
-    epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), num_queries)
-    parts = [(epoch, places[epochs == epoch]) for epoch in np.unique(epochs).tolist()]
-    return np.concatenate([permutation(num_queries, seed, epoch)[i] for epoch, i in parts])
+    rows = []
+    for i in range(step * size, (step + 1) * size):
+        epoch, place = divmod(i, num_queries)
+        rows.append(permutation(num_queries, seed, epoch)[place])
+    return np.array(rows)
 
 
 @lru_cache(maxsize=2)
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of all rows, kept for the other steps of the epoch."""
+    """A permutation of all rows; the last two are kept, for the other steps of their epochs."""
     return np.random.default_rng([seed, epoch, 1]).permutation(size)
 
 
 def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:
-    """Split B sequences of these lengths into consecutive parts of about `max_tokens` tokens.
+    """Split a batch of B sequences into consecutive parts of about `max_tokens` tokens each.
 
-    Processes with equally many sequences get equally many parts, as FSDP2 needs. Parts change
-    memory, not results (P7).
+    All processes have to call this, with equally many sequences: they get equally many parts, since
+    each forward pass under FSDP2 is one of all processes. Parts change memory, not results (P7).
     """
-    ends = lengths.cumsum(dim=0)  # tokens up to the end of each sequence
-    count = all_max((ends[-1:] + max_tokens - 1) // max_tokens).clamp(max=len(lengths))
-    *totals, count = torch.cat([ends, count]).tolist()  # one device sync
-    parts, begin = [], 0
-    for part in range(1, count + 1):
-        end = bisect_right(totals, totals[-1] * part / count)  # an equal share of the tokens
+    tokens = lengths.cumsum(dim=0)  # [B] up to the end of each sequence
+    needed = (tokens[-1:] + max_tokens - 1) // max_tokens  # [1] parts, rounded up
+    numbers = torch.cat([tokens, all_max(needed)])
+    *ends, num_parts = numbers.tolist()  # waits for the device, once
+    num_parts = min(num_parts, len(ends))
+    parts = []
+    begin = 0
+    for left in reversed(range(num_parts)):  # parts that follow this one
+        share = ends[-1] * (num_parts - left) / num_parts  # of the tokens, equal for each part
+        end = bisect_right(ends, share)
         end = max(end, begin + 1)  # this part is not empty,
-        end = min(end, len(totals) - (count - part))  # nor are those that follow
+        end = min(end, len(ends) - left)  # nor are those that follow
         parts.append(slice(begin, end))
         begin = end
     return parts
@@ -155,8 +160,9 @@ def mean_over_processes(metrics: dict[str, Any], device: torch.device) -> dict[s
     names: list[Any] = [set(metrics)] * world_size
     if world_size > 1:
         dist.all_gather_object(names, names[0])
-    if odd := set.union(*names) - set.intersection(*names):
-        raise ValueError(f"metric {min(odd)} is not on all processes: log it on all, or on none")
+    missing = set.union(*names) - set.intersection(*names)
+    if missing:
+        raise ValueError(f"metric {min(missing)} is not on all processes: log it on all, or none")
     values = [torch.as_tensor(metrics[name], dtype=torch.float32) for name in sorted(metrics)]
     sums = all_sum(torch.stack([value.to(device).squeeze() for value in values]))
     return dict(zip(sorted(metrics), (sums / world_size).tolist(), strict=True))
@@ -207,7 +213,7 @@ def random_numbers(seed: int, step: int, device: torch.device, *shape: int) -> T
     """Uniform in [0, 1), in fp64, for one step of one process; independent of all other steps."""
     state = np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0]
     device = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
-    rng = torch.Generator(device).manual_seed(int(state >> np.uint64(1)))
+    rng = torch.Generator(device).manual_seed(int(state >> np.uint64(1)))  # 63 bits, as torch takes
     return torch.rand(shape, generator=rng, device=device, dtype=torch.float64)
 
 

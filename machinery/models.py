@@ -42,6 +42,14 @@ class Float32Linear(nn.Linear):
             return nn.functional.linear(input.float(), weight, bias)[..., :size]
 
 
+class ScalarHead(Float32Linear):
+    """A number for each hidden state of a model: [..., D] → [..., 1] in fp32."""
+
+    def __init__(self, config: transformers.PretrainedConfig):
+        width = getattr(config, "word_embed_proj_dim", None)  # OPT-350m's head reads a projection
+        super().__init__(width or config.hidden_size, 1)
+
+
 def store_as_cast(model: nn.Module) -> None:
     """Store the weights of frozen linear layers in bf16: autocast would cast them in each pass.
 
@@ -200,11 +208,6 @@ def compute_logits(lm: "transformers.PreTrainedModel", hidden: Tensor) -> Tensor
     if cap := getattr(lm.config, "final_logit_softcapping", None):  # Gemma 2
         logits = cap * torch.tanh(logits / cap)
     return logits
-
-
-def hidden_size(config: transformers.PretrainedConfig) -> int:
-    """The width of what a head reads; OPT-350m projects it."""
-    return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
 
 
 def new_backbone(config: transformers.PretrainedConfig) -> Any:

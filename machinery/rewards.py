@@ -46,8 +46,13 @@ event_loop = functools.cache(asyncio.Runner)  # one, since clients belong to the
 def load_reward(
     args: Any, cls: Callable, tokenizer: Any, ids: TokenIds, accelerator: Accelerator
 ) -> "Reward":
-    """Scores of the reward model (of class `cls`), or of `--reward_fn`, which may take them."""
+    """Scores of the reward model, or of `--reward_fn`, which may take them.
+
+    `cls`: the model's class in train_reward.py; machinery imports no script.
+    """
     reward = Reward("reward_fn", args.task, tokenizer, ids.pad)
+    if args.task.gold_fn:
+        reward.gold = Reward("gold_fn", args.task, tokenizer, ids.pad)
     if not needs_model(reward.function):
         return reward
     name = args.reward_model
@@ -118,8 +123,9 @@ class Reward:
     They come from a model, from a task's function of texts, or from a function of model scores.
     """
 
-    model: Any = None  # `load_reward` sets both
+    model: Any = None  # `load_reward` sets these
     max_tokens = 0
+    gold: "Reward | None" = None  # the task's true score, for `metrics`
 
     def __init__(self, field: str, task: Task, tokenizer: Any, pad_id: int):
         self.tokenizer, self.pad_id, self.name = tokenizer, pad_id, getattr(task, field)
@@ -156,12 +162,16 @@ class Reward:
         self.parts = {name: x for name, x in parts.items() if name}
         return torch.stack([*parts.values()]).sum(dim=0)
 
-    def means(self) -> dict[str, Tensor]:
-        """The mean and the standard deviation of each part of the last scores."""
+    def metrics(self, queries: Tensor, responses: Tensor, columns: dict) -> dict[str, Tensor]:
+        """Of the last scores, which were of these: each part's mean and standard deviation, if the
+        function returns several; the mean of the true scores, if the task has a `gold_fn`.
+        """
         found: dict[str, Tensor] = {}
         for name, x in self.parts.items():
             mean, var = global_mean_and_var(x)
             found |= {f"reward/{name}": mean, f"reward/{name}_std": var.sqrt()}
+        if self.gold:
+            found["objective/gold_score"] = self.gold(queries, responses, columns).mean()
         return found
 
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterable
 from datetime import datetime
 from functools import partial
 from itertools import takewhile
@@ -25,7 +24,7 @@ from machinery import artifacts, checkpoints, cli, distributed
 from machinery.cli import InputError, about
 from machinery.progress import Progress, plot_run
 from machinery.tokens import end_tokens
-from utils import all_max
+from utils import all_max, decode
 
 SIGNALS = [getattr(signal, x) for x in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, x)]
 
@@ -194,11 +193,16 @@ class Run:
         with open(self.folder / name, "a") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
 
-    def log_samples(self, step: int, texts: Iterable[list[str]], **numbers: Tensor) -> None:
-        """Log the first queries and responses (`texts`) with numbers (scores)."""
-        names = "query", "response", *numbers
-        rows = zip(*texts, *(x.tolist() for x in numbers.values()), strict=False)
-        self.log_table(step, [dict(zip(names, row, strict=True)) for row in rows])
+    def log_samples(
+        self, step: int, columns: dict[str, Tensor], tokenizer: Any, pad_id: int
+    ) -> None:
+        """Log the first four rows of columns: tokens [B, T], as texts, or numbers [B]."""
+        values = {
+            name: x[:4].tolist() if x.dim() == 1 else decode(tokenizer, x[:4], pad_id)
+            for name, x in columns.items()
+        }
+        rows = zip(*values.values(), strict=True)
+        self.log_table(step, [dict(zip(values, row, strict=True)) for row in rows])
 
     def log_table(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Append samples to samples.jsonl and print them as a table."""

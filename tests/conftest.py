@@ -213,7 +213,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
             seen.args[name] = tiny.make_args(task, script, **sizes[name] | files, lr=1e-3)
             if name in ("ppo", "rloo"):
                 seen.epochs[name] = []
-                patch.setattr(script, "shuffle", tiny.keep(script.shuffle, seen.epochs[name]))
+                spy = tiny.keep_epochs(script, seen.args[name], seen.epochs[name])
+                patch.setattr(script, "epoch_order", spy)
             script.main(seen.args[name])
             task = tiny.replace(task, base_model="sft", truncate_token=None)
         seen.metrics = {name: read_metrics(name) for name in seen.args}

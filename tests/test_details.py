@@ -129,7 +129,7 @@ def test_G5_the_learning_rate_falls_linearly_over_a_number_of_updates_rounded_up
 @tiny.both
 def test_G6_every_process_has_its_own_seed_for_queries_samples_and_minibatches(script, monkeypatch):
     """seed + 100003 * rank. Evaluations, before and after, take their parts of the same numbers."""
-    places = {"query_rows": 2, "random_numbers": 0, "shuffle": 2}  # of the seed among the arguments
+    places = {"query_rows": 2, "random_numbers": 0, "epoch_order": 2}  # of the seed or the rng
     spies = {name: Mock(wraps=getattr(script, name)) for name in places}
     args = tiny.make_args(script=script, total_episodes=8, num_ppo_epochs=1)
     monkeypatch.setattr("machinery.distributed.share", lambda *_: slice(None))
@@ -137,15 +137,15 @@ def test_G6_every_process_has_its_own_seed_for_queries_samples_and_minibatches(s
         monkeypatch.setattr("accelerate.Accelerator.process_index", rank)
         tiny.start(script, args, **spies)
     seeds = {x: [call.args[i] for call in spies[x].call_args_list] for x, i in places.items()}
-    assert seeds["query_rows"] == seeds["shuffle"] == [1, 200_007]
+    of_rngs = [rng.bit_generator.seed_seq.entropy for rng in seeds["epoch_order"]]
+    assert seeds["query_rows"] == [1, 200_007] and of_rngs == [[1, 0, 2], [200_007, 0, 2]]
     assert seeds["random_numbers"] == [1, 1, 1] + [1, 200_007, 1]
 
 
 def test_rows_and_minibatches_are_permuted_by_other_random_numbers():
     """Eight queries in update 0, and a batch of eight: the seeds [1, 0] would give one permutation."""
-    args = tiny.make_args(num_ppo_epochs=2, num_minibatches=1)
-    _, (minibatch,) = ppo.shuffle(8, args, 1, 0, "cpu")
-    assert minibatch.tolist() != utils.query_rows(8, 8, 1, 0).tolist()
+    order = ppo.epoch_order(1, 8, np.random.default_rng([1, 0, 2]))
+    assert order.tolist() != utils.query_rows(8, 8, 1, 0).tolist()
 
 
 @torch.no_grad()

@@ -39,10 +39,9 @@ OF_PPO = [name for name in DIFFS if BASES[name] == "ppo"]
 OF_RLOO = [name for name in DIFFS if BASES[name] == "rloo" and name not in EXPERIMENTS]
 ADD_ONS = ("lora_rloo", "entropy_rloo")  # to each algorithm; the algorithms are alternatives
 ALGORITHMS = [x for x in OF_RLOO if x not in (*ADD_ONS, "whiten_advantages")]
-EXCLUSIVE = [{"lora", "freeze_layers"}]  # what is trained
-EXCLUSIVE += [{"entropy", "value_warmup"}]  # the same lines, as the next ones
+EXCLUSIVE = [{"lora", "freeze_layers"}]  # what is trained; the next ones change the same lines
 EXCLUSIVE += [{"kl_estimator", x} for x in ("schedule", "dense_rewards", "reference_on_cpu")]
-EXCLUSIVE += [{x, "distill"} for x in ADD_ONS]  # the teacher; no advantages
+EXCLUSIVE += [{"lora_rloo", "distill"}]  # the teacher
 EXCLUSIVE += [{*x} for x in combinations(OF_RLOO, 2) if not {*x} & {*ADD_ONS}]
 MEANINGLESS = [{"lora", "reference_on_cpu"}]  # no reference there
 PAIRS = [x for x in combinations(OF_PPO, 2) if {*x} not in EXCLUSIVE + MEANINGLESS]
@@ -160,9 +159,9 @@ def two_updates(script, task, precision="no", score=None, **flags):
     run.finish = lambda *_, **__: setattr(run, "save", None)  # the processes have left their group
     if score:
         spies["load_reward"] = lambda *_: tiny.fake_reward(lambda _, responses: score(responses))
-    for name, kept in (("shuffle", run.epochs), ("Rollout", run.rollouts)):
-        if hasattr(script, name):
-            spies[name] = tiny.keep(getattr(script, name), kept)
+    if hasattr(script, "Rollout"):
+        spies["Rollout"] = tiny.keep(script.Rollout, run.rollouts)
+        spies["epoch_order"] = tiny.keep_epochs(script, run.args, run.epochs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer, "step", step)
         patch.setenv("ACCELERATE_MIXED_PRECISION", precision)
@@ -383,7 +382,7 @@ def test_X3_the_estimate_is_penalized_and_logged(estimator, patched):
     policy, ref = (tiny.make_policy(seed=seed, script=script) for seed in (0, 3))
     args = tiny.make_args(script=script, kl_estimator=estimator)
     rollout = tiny.make_rollout(policy, args, script, ref=ref)
-    metrics = script.rollout_metrics(rollout, {}, 0.15, tiny.PAD, None)
+    metrics = script.rollout_metrics(rollout, {}, 0.15, tiny.IDS, tiny.fake_reward(None))
     sums = []
     for given in zip(rollout.contexts, rollout.responses, strict=True):
         log_ratio = tiny.run_alone(policy, *given)[0] - tiny.run_alone(ref, *given)[0]

@@ -33,7 +33,7 @@ system prompt: system-prompt, out of memory: memory, my own metric: metric"""
 QUESTIONS = dict(re.findall(r"(\w[^:,\n]*): ([^,\n]+)", ASKED))  # → a heading's word in using.md
 
 
-def test_every_detail_has_a_row_tags_in_the_code_a_test_and_a_mutation():
+def test_every_detail_has_a_row_a_test_and_a_mutation():
     """A test's name has it; the text that its mutation changes is in the file once."""
     rows = re.findall(r"^\| ([GRPALX]\d+) \|", PAGES["docs/details.md"], flags=re.M)
     code = "".join(path.read_text() for path in [*CODE, *PATCHES])
@@ -41,7 +41,8 @@ def test_every_detail_has_a_row_tags_in_the_code_a_test_and_a_mutation():
     counts = dict(G=6, R=4, P=11, A=1, L=6, X=15)
     assert sorted(rows) == sorted(f"{kind}{i + 1}" for kind, n in counts.items() for i in range(n))
     of_mutations = [detail for detail, *_ in mutations.DETAILS]
-    for found in (tags, re.findall(r"(?<=_)[GRPALX]\d+(?=_)", "".join(TESTS)), of_mutations):
+    assert {*tags} <= {*rows}  # only where the page says more than the comment would
+    for found in (re.findall(r"(?<=_)[GRPALX]\d+(?=_)", "".join(TESTS)), of_mutations):
         assert {*found} == {*rows}
     for detail, file, right, wrong in mutations.DETAILS:
         assert (ROOT / file).read_text().count(right) == 1 and right != wrong, detail

@@ -273,7 +273,7 @@ def test_an_evaluation_counts_a_response_to_its_end_or_all_of_it(script, eos_tas
         return (logprobs * 0 + (given + gaps) * (responses != tiny.PAD), *others)
 
     run, policy.forward = tiny.FakeRun(), surer
-    run.log_samples = lambda step, texts, **x: samples.append((step, *texts, *x.values()))
+    run.log_samples = lambda step, columns, *_: samples.append((step, *columns.values()))
     sampled = lambda lm, contexts, *args: held_out if len(contexts) == 3 else training  # noqa: E731
     reward = lambda queries, responses: (responses != tiny.PAD).sum(dim=1).float()  # noqa: E731
     args = tiny.make_args(task, script, total_episodes=8, lr=0.0, kl_coef=0.5, kl_target=None)
@@ -289,6 +289,7 @@ def test_an_evaluation_counts_a_response_to_its_end_or_all_of_it(script, eos_tas
         total = [score - 0.5 * x for score, x in zip([2, -3, -3], kl, strict=True)]
         for x, values in zip(numbers, ([2, -3, -3], kl, total), strict=True):
             assert x.tolist() == pytest.approx(values, abs=1e-4)
+        responses = utils.decode(tiny.Tokenizer(), responses, tiny.PAD)
         assert update == step and responses == [f"7 {tiny.EOS}", "7 7 7 7 7", "9 9 9 9 9"]
 
 

@@ -543,7 +543,7 @@ def test_a_copys_own_state_and_flags_of_any_type_are_resumed(here, monkeypatch):
     text = text.replace("import math\n", "import math\nfrom pathlib import Path\n", 1)
     text = text.replace("    # Optimization\n", f"{flags}\n    # Optimization\n", 1)
     text = text.replace("[args.max_length -", "[args.max_length[0] -")
-    assert text.count(line := "make_rollout(queries, columns, kl_coef, uniform)\n") == 1
+    assert text.count(line := "make_rollout(queries, columns, uniform, kl_coef)\n") == 1
     text = text.replace(line, line.replace("kl_coef", "kl_coef + price.item()"))
     Path("mine.py").write_text(text)
     monkeypatch.setitem(SCRIPTS, "mine", tiny.load_script(Path("mine.py")))

@@ -140,7 +140,7 @@ def test_a_dict_of_named_parts_is_their_sum_and_its_names_stay(task, tmp_path):
     responses = utils.pad_left([tokenizer.encode(x) for x in (" A cat .", " A")], 6, tiny.WORDS)
     assert reward(queries, responses).tolist() == [8.5, 2.5]
     assert {name: x.tolist() for name, x in reward.parts.items()} == {"a": [8, 2], "b": [0.5] * 2}
-    found = {name: x.item() for name, x in reward.means().items()}
+    found = {name: x.item() for name, x in reward.metrics(*[None] * 3).items()}
     expected = {"reward/a": 5, "reward/a_std": 3, "reward/b": 0.5, "reward/b_std": 0}
     assert found == pytest.approx(expected)
     queries[0, -1] = tokenizer.encode("!")[0]

@@ -10,7 +10,7 @@ DIFFER = {  # and why; functions inside these are twins of their own
     "Args": "each script has its own flags",
     "Rollout": "rewards and values of tokens in ppo, rewards of responses in rloo",
     "main.make_rollout": "ppo keeps values, rloo sums the KL penalty over a response",
-    "shuffle": "rloo keeps all responses to a query together",
+    "epoch_order": "rloo keeps all responses to a query together",
     "compute_advantages": "GAE in ppo (P6), leave-one-out in rloo (L3)",
     "rollout_metrics": "which metrics there are",
     "check": "which sizes have to divide",

@@ -252,7 +252,7 @@ class FakeRun:
 def fake_reward(function: Callable) -> Any:
     """In place of `Reward`: a function of queries and responses."""
     reward: Any = lambda queries, responses, columns: function(queries, responses)  # noqa: E731
-    reward.parts, reward.means = {}, dict
+    reward.parts, reward.metrics = {}, lambda *a: {}
     return reward
 
 
@@ -305,7 +305,7 @@ def start(script: Any, args: Any, *models: Any, files: bool = False, **given: An
 
 def stand_ins(script, args, policy=None, ref=None, reward=None, ids=IDS, **given) -> dict[str, Any]:
     """What is in place of what `main` loads. Of ppo and rloo: models, queries [B, Q] and responses
-    [B, R] of each update, and `epochs` in place of `shuffle`'s. Of train_reward, which normalizes on 4
+    [B, R] of each update, and `epochs` in place of `epoch_order`. Of train_reward, which normalizes on 4
     random samples: a model and `labels`. Of sft: a model and `tokens` [N, T]."""
     task, size = args.task, args.batch_size
     stand_ins: dict[str, Any] = {"load_tokenizer": lambda *a, **k: (Tokenizer(), ids)}
@@ -336,10 +336,24 @@ def stand_ins(script, args, policy=None, ref=None, reward=None, ids=IDS, **given
         "load_reward": lambda *a: fake_reward(reward),
         "load_lm": lambda *names, **more: next(lms),
         type(policy).__name__: lambda lm, *a: next(model for model in both if model.lm is lm),
-        "Reward": lambda *a: None,
         "sample_in_batches": next_responses,
     }
-    return stand_ins | ({"shuffle": lambda *a: epochs.pop(0)} if epochs else {})
+    orders = (torch.cat(list(minibatches)).numpy() for update in epochs for minibatches in update)
+    return stand_ins | ({"epoch_order": lambda *a: next(orders)} if epochs else {})
+
+
+def keep_epochs(script: Any, args: Any, kept: list[list[list[Tensor]]]) -> Callable:
+    """`epoch_order`, which also adds the indices of each minibatch of each epoch of each update."""
+    function, size = script.epoch_order, args.batch_size // args.num_minibatches
+
+    def keeping(epoch: int, *rest: Any) -> np.ndarray:
+        if epoch == 0:
+            kept.append([])
+        order = function(epoch, *rest)
+        kept[-1].append(list(torch.as_tensor(order).split(size)))
+        return order
+
+    return keeping
 
 
 def make_rollout(policy: Any, args: Any, script: Any = ppo, kl_coef=0.15, **inputs: Any) -> Any:

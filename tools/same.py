@@ -181,14 +181,16 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
             uniform[:, i] = torch.from_numpy(rng.random(len(uniform)))
         return original["sample"](*call.args, **call.kwargs)
 
-    def shuffle(total: int, args: Any, seed: int, *more: Any) -> list[list[torch.Tensor]]:
-        """Minibatches of each share, whose episodes are side by side."""
-        size, epochs = total // each, []
-        parts = [original["shuffle"](size, args, seed, *more) for seed in seeds]
-        for of_shares in zip(*parts, strict=True):
-            steps = zip(*of_shares, strict=True)
-            epochs.append([torch.cat([i * size + x for i, x in enumerate(rows)]) for rows in steps])
-        return epochs
+    rngs: list[np.random.Generator] = []  # of the shares, in this update
+
+    def epoch_order(epoch: int, total: int, rng: Any, *k: int) -> np.ndarray:
+        """The order of an epoch whose minibatches have a part of each share's, one after the other."""
+        if epoch == 0:
+            rngs[:] = [np.random.default_rng([seed, step, 2]) for seed in seeds]
+        size = total // each
+        orders = [original["epoch_order"](epoch, size, rng, *k) for rng in rngs]
+        parts = zip(*(np.split(order, args.num_minibatches) for order in orders), strict=True)
+        return np.concatenate([i * size + x for part in parts for i, x in enumerate(part)])
 
     def generate(decoder: Any, contexts: torch.Tensor, *settings: Any) -> torch.Tensor:
         """Sample each sequence alone, seeded by its context: wherever it is, it is the same."""
@@ -199,7 +201,7 @@ def draw_by_share(module: ModuleType, args: Any, rank: int, processes: int) -> N
         return torch.cat(responses)
 
     queries.TokenTable.__getitem__ = read_rows
-    for function in (query_rows, random_numbers, sample, shuffle, generate):
+    for function in (query_rows, random_numbers, sample, epoch_order, generate):
         if function.__name__ in original:
             setattr(module, function.__name__, function)
 

@@ -10,9 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FAULTS = {  # columns that see it: a line of ppo.py, a part of it, and a wrong one in its place
-    ("again",): ("orders += [rng.permutation(num_episodes)", "rng", "np.random"),
+    ("again",): ("return rng.permutation(size)", "rng", "np.random"),
     ("one micro-batch", "one-sequence micro-batches"): (
-        "return masked_sum(x, old.mask) / num_tokens",
+        "return x.masked_fill(~old.mask, 0).sum() / num_tokens",
         "num_tokens",
         "old.mask.sum()",
     ),
@@ -24,9 +24,9 @@ FAULTS = {  # columns that see it: a line of ppo.py, a part of it, and a wrong o
         "accelerator.autocast()",
     ),
     ("bf16, first ratio", "bf16, fsdp2, first ratio"): (  # old numbers kept in bf16 (L6)
-        "logprobs[i], _, values[i] = policy(contexts[i], responses[i])",
-        "responses[i])",
-        "responses[i]); logprobs[i] = logprobs[i].bfloat16().float()",
+        "logprobs[rows], _, values[rows] = policy(contexts[rows], responses[rows])",
+        "responses[rows])",
+        "responses[rows]); logprobs[rows] = logprobs[rows].bfloat16().float()",
     ),
 }
 SAID = {"fsdp2": "DTensor", "bf16, first ratio": "ppo/policy/approxkl_avg is "}
