@@ -19,7 +19,8 @@ One update (numbered as in `main`):
 
 A whole response is one action; there is no value function. With one epoch and one minibatch, as
 for most tasks, the gradient is REINFORCE's. With more steps, ratios of whole responses are clipped
-as PPO clips those of tokens. Adaptive KL and Adam are as in ppo.py.
+as PPO clips those of tokens. Adaptive KL and Adam are as in ppo.py; so are the names of flags and
+metrics (`num_ppo_epochs`, `ppo/...`), under which curves of both have been published.
 
 In OpenAI's 2019 tasks, all R tokens of a response are trained on, but the reward model sees only
 those up to the truncate token, such as a period. In EOS tasks (`eos_task`) the truncate token is
@@ -45,16 +46,16 @@ from torch import Tensor, nn
 
 from data.tasks import Task
 from machinery import cli, distributed
-from machinery.decoding import Decoder
+from machinery.decoding import DecodingBatch
 from machinery.models import compute_logits, load_lm
 from machinery.queries import load_queries
-from machinery.rewards import check_reward, load_reward
+from machinery.rewards import check_reward
 from machinery.runs import Run, check_run
 from machinery.tokens import load_tokenizer
-from machinery.unpadding import Unpadded
-from train_reward import RewardModel
-from utils import AdamTF, Timer, TokenIds, add_affixes, all_sum, average_gradients
-from utils import global_mean_and_var, mean_over_processes, micro_batches
+from machinery.unpadding import compute_hidden
+from train_reward import load_reward
+from utils import AdamTF, Timer, TokenIds, accumulate, add_affixes, all_sum, average_gradients
+from utils import count_micro_batches, global_mean_and_var, mean_over_processes, micro_batches
 from utils import query_rows, random_numbers, sample_token, truncate
 
 
@@ -110,7 +111,7 @@ class Args(cli.RunArgs):
 
     # An option from later systems
     clip_score: PositiveFloat | None = None
-    """clip scores, including missing_eos_penalty, to [-clip_score, clip_score]"""
+    """clip scores, including unfinished_score, to [-clip_score, clip_score]"""
 
     # Memory and speed. RunArgs has more, and the flags of output files.
     rollout_batch_size: PositiveInt = 512
@@ -132,12 +133,15 @@ def check(args: Args, processes: int) -> None:
 
 
 class Policy(nn.Module):
-    """A language model that returns log-probabilities and entropies."""
+    """A language model that returns log-probabilities and entropies.
+
+    Weights are fp32. Under --mixed_precision bf16 the transformer computes in bf16 by autocast
+    (`distributed.prepare`); its head, log-probabilities and the loss remain in fp32.
+    """
 
     def __init__(self, lm: Any, pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.backbone = Unpadded(lm.base_model)  # a faster way to call it; has no weights itself
         self.pad_id = pad_id  # outside the vocabulary: never sampled
         self.temperature = temperature
 
@@ -149,9 +153,11 @@ class Policy(nn.Module):
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # number of real tokens before each
-        # Equals self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state:
-        hidden = self.backbone(  # [B, T, D]; adjacent equal contexts are computed once
-            tokens.masked_fill(~mask, 0), mask, position_ids, prompt_length=contexts.shape[1]
+        # Equals self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state, but
+        # computes adjacent equal contexts once:
+        input_ids = tokens.masked_fill(~mask, 0)
+        hidden = compute_hidden(  # [B, T, D]
+            self.lm.base_model, input_ids, mask, position_ids, prompt_length=contexts.shape[1]
         )
         hidden = hidden[:, contexts.shape[1] - 1 : -1]  # [B, R, D]: position t predicts token t + 1
 
@@ -159,7 +165,8 @@ class Policy(nn.Module):
         real = (responses != self.pad_id).nonzero(as_tuple=True)
         hidden = hidden[real]  # [N, D]
         # In training, too, logits are divided by the temperature of sampling (P1).
-        log_softmax = compute_logits(self.lm, hidden).div(self.temperature).log_softmax(dim=-1)
+        logits = compute_logits(self.lm, hidden) / self.temperature  # [N, V]
+        log_softmax = logits.log_softmax(dim=-1)
         logprobs = log_softmax.gather(1, responses[real][:, None]).squeeze(1)  # [N]
         with torch.no_grad():  # entropies are only logged
             entropies = -(log_softmax.exp() * log_softmax).sum(dim=-1)  # [N]
@@ -174,17 +181,15 @@ class Policy(nn.Module):
 
 
 @torch.no_grad()
-def sample(
-    decoder: Decoder, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args
-) -> Tensor:
+def sample(lm: Any, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R].
 
     From the full vocabulary, ignoring generation_config. In EOS tasks, ended responses leave the
     batch every 16 tokens; `score_responses` removes what was sampled after the end.
     """
-    # The decoder calls the language model, and manages its cache of keys and values. Plainly:
+    # `DecodingBatch` calls the language model and manages its cache of keys and values. Plainly:
     #
-    #     mask = contexts != ids.pad                                     # start
+    #     mask = contexts != ids.pad
     #     inputs, cache = contexts.masked_fill(~mask, 0), None
     #     position_ids = mask.cumsum(dim=1) - mask.long()
     #     for t in range(R):
@@ -196,7 +201,7 @@ def sample(
     #         mask = F.pad(mask, (0, 1), value=True)
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
-    batch = decoder.start(contexts, contexts != ids.pad)
+    batch = DecodingBatch(lm, contexts, contexts != ids.pad, max_new_tokens=len(uniform))
     for t in range(len(uniform)):
         logits = batch.next_logits() / task.temperature  # [b, V]
         # batch.rows [b]: the rows of `contexts` still in the batch; all, before the first `drop`.
@@ -212,15 +217,14 @@ def sample(
 
 
 def sample_in_batches(
-    decoder: Decoder, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args
+    lm: Any, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args
 ) -> Tensor:
     """Sample in batches of contexts of similar length: [B, C], [R, B] → [B, R]."""
     responses = contexts.new_empty(uniform.T.shape)
     lengths = (contexts != ids.pad).sum(dim=1)
     order = lengths.argsort(stable=True)
-    order = order.to(uniform.device)  # on Apple's GPUs, which have no float64, that is the CPU
     for rows in order.split(args.rollout_batch_size):
-        responses[rows] = sample(decoder, contexts[rows], uniform[:, rows], ids, args)
+        responses[rows] = sample(lm, contexts[rows], uniform[:, rows], ids, args)
     return responses
 
 
@@ -229,21 +233,21 @@ def sample_in_batches(
 
 def score_responses(
     reward: Callable, queries: Tensor, responses: Tensor, columns: dict, ids: TokenIds, args: Args
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Truncate responses [B, R] after the first truncate token, then score them (P5).
 
     Truncate tokens before position `truncate_after` do not count. A response without one is not
-    cut, and `missing_eos_penalty` replaces its score, also where the truncate token is a period.
-    Returns scores [B], cut responses [B, R] and whether they have a truncate token [B], which is
-    True if the task has none.
+    cut; it is unfinished, and `unfinished_score` replaces its score.
+    Returns scores [B], cut responses [B, R], which of them are finished [B] (all, if the task has
+    no truncate token), and other numbers to log: {metric: [B]}.
     """
     task = args.task
-    cut, ended = truncate(responses, ids.ends, task.truncate_after, ids.pad)
-    scores = reward(queries, cut, columns)  # [B]
-    scores = torch.where(ended, scores, task.missing_eos_penalty)
+    cut, finished = truncate(responses, ids.ends, task.truncate_after, ids.pad)
+    scores, components = reward(queries, cut, columns)
+    scores = torch.where(finished, scores, task.unfinished_score)
     if args.clip_score is not None:
         scores = scores.clamp(-args.clip_score, args.clip_score)
-    return scores, cut, ended
+    return scores, cut, finished, components
 
 
 def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
@@ -262,12 +266,12 @@ class Rollout(NamedTuple):
     contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
     responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     cut: Tensor  # [B, R] responses as they were scored
-    ended: Tensor  # [B] has a truncate token, or the task has none
+    finished: Tensor  # [B] has a truncate token, or the task has none
     mask: Tensor  # [B, R] all tokens; in EOS tasks, those up to the end
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] under the sampling policy
     kl: Tensor  # [B, R] per-token estimate: log pi - log pi_ref
-    scores: Tensor  # [B] of the reward model, or missing_eos_penalty
+    scores: Tensor  # [B] of the reward model, or unfinished_score
     rewards: Tensor  # [B] score minus KL penalty
 
     def select(self, rows: Tensor | slice) -> "Rollout":
@@ -275,13 +279,86 @@ class Rollout(NamedTuple):
         return type(self)(*[x[rows] for x in self])
 
 
+@torch.no_grad()
+def compute_logprobs(
+    policy: Any,
+    ref: Any,
+    contexts: Tensor,
+    responses: Tensor,
+    lengths: Tensor,
+    minibatch_size: int,
+    args: Args,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the policy and of the reference.
+
+    [B, C], [B, R] → [B, R] each. In the minibatches and micro-batches of the first epoch, since the
+    result of a forward pass depends on its batch in the last bits: so the policy has not moved
+    before the first Adam step, where all ratios are exactly 1 (L6).
+    """
+    logprobs = torch.zeros(responses.shape, device=responses.device)
+    ref_logprobs = torch.zeros_like(logprobs)
+    for minibatch_rows in torch.arange(len(lengths), device=lengths.device).split(minibatch_size):
+        minibatch_lengths = lengths[minibatch_rows]
+        count = count_micro_batches(minibatch_lengths, args.micro_batch_tokens)
+        for part in micro_batches(minibatch_lengths, count):
+            rows = minibatch_rows[part]
+            logprobs[rows], _ = policy(contexts[rows], responses[rows])
+            ref_logprobs[rows], _ = ref(contexts[rows], responses[rows])
+    return logprobs, ref_logprobs
+
+
+def make_rollout(
+    policy: Any,
+    ref: Any,
+    reward: Callable,
+    queries: Tensor,
+    responses: Tensor,
+    columns: dict,
+    kl_coef: float,
+    minibatch_size: int,
+    ids: TokenIds,
+    args: Args,
+) -> tuple[Rollout, dict[str, Tensor]]:
+    """Steps 2 and 3 for queries [B, Q] and sampled responses [B, R].
+
+    Returns the episodes, and other numbers to log: {metric: [B]}.
+    """
+    # 2. Score each response with the reward model.
+    scores, cut, finished, components = score_responses(
+        reward, queries, responses, columns, ids, args
+    )
+    if args.task.eos_task:
+        responses = cut  # train on nothing after the end
+
+    # 3. Compute the log-probability and reward of each response.
+    contexts = add_affixes(queries, ids)  # [B, C]
+    mask = responses != ids.pad
+    lengths = (contexts != ids.pad).sum(dim=1) + mask.sum(dim=1)
+    logprobs, ref_logprobs = compute_logprobs(
+        policy, ref, contexts, responses, lengths, minibatch_size, args
+    )
+    kl = logprobs - ref_logprobs  # Schulman's k1
+    rollout = Rollout(
+        queries=queries,
+        contexts=contexts,
+        responses=responses,
+        cut=cut,
+        finished=finished,
+        mask=mask,
+        lengths=lengths,
+        logprobs=logprobs,
+        kl=kl,
+        scores=scores,
+        rewards=scores - kl_coef * kl.sum(dim=1),
+    )
+    return rollout, components
+
+
 def epoch_order(epoch: int, size: int, rng: np.random.Generator, k: int) -> np.ndarray:
     """The order [size] in which an epoch goes through the batch (P7).
 
-    The first epoch keeps the batch's order: it is random already, and step 3 has computed the old
-    log-probabilities in it, minibatch by minibatch and micro-batch by micro-batch. With the same
-    rounding, all ratios of the first Adam step are exactly 1 (L6). The k responses to a query stay
-    side by side: a micro-batch computes the query once.
+    The first epoch keeps the batch's order, which is random already: see `compute_logprobs`. The k
+    responses to a query stay side by side: a micro-batch computes the query once.
     """
     order = np.arange(size)
     if epoch == 0:
@@ -305,31 +382,32 @@ def compute_advantages(rewards: Tensor, args: Args) -> Tensor:
 def rloo_loss(
     logprobs: Tensor, old: Rollout, advantages: Tensor, num_responses: int, args: Args
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy loss and statistics of a micro-batch: [B, R], [B] → scalars.
+    """Policy loss and metrics of a micro-batch: [B, R], [B] → scalars.
 
     PPO's clipped loss with the probability ratio of whole responses (L4). `num_responses`: of this
-    process's minibatch. So the losses of its micro-batches add up, and average over processes, to
-    the mean over all its responses.
+    process's minibatch. Losses are shares of its mean over responses: they add up over its
+    micro-batches (P7).
     """
 
-    def share(x: Tensor) -> Tensor:
-        """This micro-batch's share of the minibatch's mean over responses: [B] → scalar (P7)."""
+    def share_of_mean(x: Tensor) -> Tensor:
         return x.sum() / num_responses
 
     log_ratio = (logprobs - old.logprobs).sum(dim=1)  # [B], over tokens; 0 at padding
-    ratio = log_ratio.clamp(max=40).exp()  # no inf: 0 * inf is a NaN gradient where it is clipped
+    # Where `max` takes the clipped loss, the other one gets the gradient 0; times exp's gradient,
+    # if that is inf, it would be NaN.
+    ratio = log_ratio.clamp(max=40).exp()
     clipped_ratio = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_losses = -advantages * ratio
     pg_losses_clipped = -advantages * clipped_ratio
-    pg_loss = share(torch.max(pg_losses, pg_losses_clipped))
+    pg_loss = share_of_mean(torch.max(pg_losses, pg_losses_clipped))
 
     with torch.no_grad():
         stats = {
-            "loss/policy_avg": pg_loss,
-            "policy/approxkl_avg": 0.5 * share(log_ratio**2),
-            "policy/clipfrac_avg": share((pg_losses_clipped > pg_losses).float()),
-            "val/ratio": share(ratio),
-            "val/ratio_var": share((ratio - 1) ** 2),  # around 1, not around its mean
+            "ppo/loss/policy_avg": pg_loss,
+            "ppo/policy/approxkl_avg": 0.5 * share_of_mean(log_ratio**2),
+            "ppo/policy/clipfrac_avg": share_of_mean((pg_losses_clipped > pg_losses).float()),
+            "ppo/val/ratio": share_of_mean(ratio),
+            "ppo/val/ratio_var": share_of_mean((ratio - 1) ** 2),  # around 1, not around its mean
         }
     return pg_loss, stats
 
@@ -338,24 +416,25 @@ def rloo_loss(
 
 
 def rollout_metrics(
-    rollout: Rollout, columns: dict, kl_coef: float, ids: TokenIds, reward: Any
+    rollout: Rollout, components: dict[str, Tensor], kl_coef: float, ids: TokenIds
 ) -> dict[str, Any]:
-    """Metrics of this process's responses, which `reward` scored last (docs/ppo.md)."""
-    kl = rollout.kl.sum(dim=1).mean()
+    """Metrics of this process's responses (docs/ppo.md)."""
     _, scores_var = global_mean_and_var(rollout.scores)
     metrics = {
         "objective/scores": rollout.scores.mean(),
         "objective/scores_std": scores_var.sqrt(),
-        "objective/kl": kl,
+        "objective/kl": rollout.kl.sum(dim=1).mean(),
         "objective/kl_coef": kl_coef,
         "objective/rlhf_reward": rollout.rewards.mean(),
         "objective/entropy": -rollout.logprobs.sum(dim=1).mean(),  # Monte Carlo estimate
-        "objective/ended": rollout.ended.float().mean(),
+        "objective/ended": rollout.finished.float().mean(),
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
         "objective/cut_length": (rollout.cut != ids.pad).sum(dim=1).float().mean(),
     }
-    # Parts of the scores, if a --reward_fn returns several; true scores, if the task has a gold_fn.
-    metrics.update(reward.metrics(rollout.queries, rollout.cut, columns))
+    for name, values in components.items():
+        _, var = global_mean_and_var(values)
+        metrics[name] = values.mean()
+        metrics[f"{name}_std"] = var.sqrt()
     return metrics
 
 
@@ -370,43 +449,34 @@ def group_metrics(rollout: Rollout, advantages: Tensor, args: Args) -> dict[str,
     }
 
 
-def accumulate(stats: dict[str, Any], values: dict[str, Tensor], num_steps: int) -> None:
-    """Add a step's values, or a micro-batch's share of them, to the means over an update's steps."""
-    for name, value in values.items():
-        stats[f"ppo/{name}"] += value.detach() / num_steps
-
-
 # ----------------------------------------------------- main
 
 
 def main(args: Args) -> None:
     """Load everything; repeat: sample, score, optimize; save the policy."""
     # `accelerate launch` runs this function in several processes. Each samples and learns from its
-    # own part of every batch; they meet where something is over all processes. With
-    # --mixed_precision bf16, transformers compute in bf16, by autocast around `forward`; weights,
-    # head, log-probabilities, losses and Adam remain in fp32.
+    # own part of every batch; they meet where something is over all processes.
     accelerator = distributed.start(args)
     device, processes = accelerator.device, accelerator.num_processes
     check(args, processes)
     # Of a task (data/tasks.py), this file reads base_model, response_length, temperature, eos_task,
-    # truncate_after, missing_eos_penalty and gold_fn.
+    # truncate_after, unfinished_score and gold_fn.
     task = args.task
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
 
     # table[rows] → queries [B, Q]; table.columns(rows) → {name: B values} of the data set;
-    # reward(queries, responses, columns) → scores [B], of the reward model or of --reward_fn.
+    # reward(queries, responses, columns) → scores [B] of the reward model or of --reward_fn.
     tokenizer, ids = load_tokenizer(task, task.response_length)
     heldout, table = load_queries(task, tokenizer, ids).hold_out(args.eval_queries)
-    reward = load_reward(args, RewardModel, tokenizer, ids, accelerator)
+    reward = load_reward(args, tokenizer, ids, accelerator)
 
     # `prepare` and `freeze` move a model to the device and set its precision. It remains the same
-    # object, without a DDP wrapper; FSDP2 shards it in place. So policy and decoder share lm.
-    lm = load_lm(task.base_model, length=ids.length)  # no dropout (P4); T tokens have to fit
+    # object, without a DDP wrapper; FSDP2 shards it in place.
+    lm = load_lm(task.base_model, length=ids.total_length)  # no dropout (P4)
     policy = Policy(lm, ids.pad, task.temperature)
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
     policy, optimizer = distributed.prepare(accelerator, policy, optimizer, args)
-    decoder = Decoder(lm, task.response_length)
-    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.length, tokenizer)
+    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.total_length, tokenizer)
     ref = distributed.freeze(accelerator, Policy(ref_lm, ids.pad, task.temperature))
 
     local_batch_size = args.batch_size // processes
@@ -422,13 +492,18 @@ def main(args: Args) -> None:
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
-        """Metrics on held-out queries, with the same random numbers each time."""
-        rows = distributed.share(accelerator, len(heldout))  # this process's part
+        """Steps 1 to 3 on held-out queries, with the same random numbers each time; not timed."""
+        rows = distributed.own_rows(accelerator, len(heldout))  # this process's part
         queries = heldout[rows].to(device)
         columns = heldout.columns(rows)
-        # Of all held-out queries, on every process. Updates use the steps below num_updates.
+        # Updates use the random numbers of the steps below num_updates.
         uniform = random_numbers(args.seed, num_updates, device, task.response_length, len(heldout))
-        rollout = make_rollout(queries, columns, uniform[:, rows], kl_coef)
+        contexts = add_affixes(queries, ids)
+        with distributed.inference(accelerator, policy):
+            responses = sample_in_batches(lm, contexts, uniform[:, rows], ids, args)
+        rollout, components = make_rollout(
+            policy, ref, reward, queries, responses, columns, kl_coef, minibatch_size, ids, args
+        )
         kl = rollout.kl.sum(dim=1)
         samples = {
             "query": rollout.queries,
@@ -436,53 +511,12 @@ def main(args: Args) -> None:
             "score": rollout.scores,
             "kl": kl,
             "total": rollout.scores - kl_coef * kl,
-            **reward.parts,  # of these scores, if a --reward_fn returns several
+            **components,
         }
         run.log_samples(update, samples, tokenizer, ids.pad)
-        metrics = rollout_metrics(rollout, columns, kl_coef, ids, reward)
-        metrics = mean_over_processes(metrics, device)
+        local_metrics = rollout_metrics(rollout, components, kl_coef, ids)
+        metrics = mean_over_processes(local_metrics, device)
         return {"eval/" + name.removeprefix("objective/"): x for name, x in metrics.items()}
-
-    @torch.no_grad()
-    def make_rollout(queries: Tensor, columns: dict, uniform: Tensor, kl_coef: float) -> Rollout:
-        """Steps 1 to 3 for queries [B, Q], with random numbers [R, B]."""
-        # 1. Sample a response to each query.
-        timer.start("sample")
-        contexts = add_affixes(queries, ids)  # [B, C]
-        with distributed.inference(accelerator, policy):  # in eval mode; FSDP2 gathers weights
-            responses = sample_in_batches(decoder, contexts, uniform, ids, args)  # [B, R]
-
-        # 2. Score each response with the reward model.
-        timer.start("score")  # includes step 3
-        scores, cut, ended = score_responses(reward, queries, responses, columns, ids, args)
-        if task.eos_task:
-            responses = cut  # train on nothing after the end
-
-        # 3. Compute the log-probability and reward of each response.
-        mask = responses != ids.pad
-        lengths = (contexts != ids.pad).sum(dim=1) + mask.sum(dim=1)
-        logprobs = torch.zeros(mask.shape, device=device)  # [B, R]
-        ref_logprobs = torch.zeros_like(logprobs)
-        for minibatch_rows in torch.arange(len(queries), device=device).split(minibatch_size):
-            for part in micro_batches(lengths[minibatch_rows], args.micro_batch_tokens):
-                rows = minibatch_rows[part]  # as in the first epoch of step 5: see `epoch_order`
-                logprobs[rows], _ = policy(contexts[rows], responses[rows])
-                ref_logprobs[rows], _ = ref(contexts[rows], responses[rows])
-        kl = logprobs - ref_logprobs  # Schulman's k1
-        rewards = scores - kl_coef * kl.sum(dim=1)  # a response is one action
-        return Rollout(
-            queries=queries,
-            contexts=contexts,
-            responses=responses,
-            cut=cut,
-            ended=ended,
-            mask=mask,
-            lengths=lengths,
-            logprobs=logprobs,
-            kl=kl,
-            scores=scores,
-            rewards=rewards,
-        )
 
     for update in range(start, num_updates):
         eval_metrics = evaluate(update, kl_coef) if update % args.eval_every == 0 else {}
@@ -490,13 +524,22 @@ def main(args: Args) -> None:
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # 1-3. Sample, score, compute log-probabilities and rewards.
+        # 1. Sample K responses to each query.
+        timer.start("sample")
         rows = query_rows(len(table), local_batch_size // args.rloo_k, seed, update)  # [P]
         rows = np.repeat(rows, args.rloo_k)  # [P * K]: the responses to a query side by side
-        queries = table[rows].to(device)
-        columns = table.columns(rows)
+        queries = table[rows].to(device)  # [B, Q]
         uniform = random_numbers(seed, update, device, task.response_length, len(rows))  # [R, B]
-        rollout = make_rollout(queries, columns, uniform, kl_coef)
+        with distributed.inference(accelerator, policy):  # in eval mode; FSDP2 gathers weights
+            contexts = add_affixes(queries, ids)  # [B, C]
+            responses = sample_in_batches(lm, contexts, uniform, ids, args)  # [B, R]
+
+        # 2-3. Score the responses; compute their log-probabilities and rewards.
+        timer.start("score")
+        columns = table.columns(rows)
+        rollout, components = make_rollout(
+            policy, ref, reward, queries, responses, columns, kl_coef, minibatch_size, ids, args
+        )
 
         # 4. Compute the advantage of each response.
         timer.start("optimize")
@@ -511,15 +554,16 @@ def main(args: Args) -> None:
                 minibatch = rollout.select(minibatch_rows)
                 advantages = all_advantages[minibatch_rows]
                 num_tokens = all_sum(minibatch.mask.sum()) / processes  # mean over processes
-                for part in micro_batches(minibatch.lengths, args.micro_batch_tokens):
+                count = count_micro_batches(minibatch.lengths, args.micro_batch_tokens)
+                for part in micro_batches(minibatch.lengths, count):
                     old = minibatch.select(part)
                     logprobs, entropies = policy(old.contexts, old.responses)
-                    loss, part_stats = rloo_loss(
+                    loss, part_metrics = rloo_loss(
                         logprobs, old, advantages[part], minibatch_size, args
                     )
-                    part_stats["policy/entropy_avg"] = entropies.sum() / num_tokens
-                    accumulate(stats, part_stats, num_steps)
                     loss.backward()
+                    part_metrics["ppo/policy/entropy_avg"] = entropies.sum() / num_tokens
+                    accumulate(stats, part_metrics, num_steps)
                 average_gradients(policy)  # over processes; FSDP2 already did
                 if args.max_grad_norm is not None:
                     nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
@@ -528,9 +572,9 @@ def main(args: Args) -> None:
         seconds = timer.stop()
 
         # 6. Adapt kl_coef to the measured KL, for the next update.
-        metrics = rollout_metrics(rollout, columns, kl_coef, ids, reward)
-        metrics.update(group_metrics(rollout, all_advantages, args))
-        metrics = mean_over_processes({**metrics, **stats}, device)
+        stats.update(rollout_metrics(rollout, components, kl_coef, ids))
+        stats.update(group_metrics(rollout, all_advantages, args))
+        metrics = mean_over_processes(stats, device)
         kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args)
 
         # Log and save.

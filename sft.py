@@ -24,19 +24,18 @@ from torch import Tensor, nn
 
 from data.tasks import ARITHMETIC, SYNTHETIC, Task
 from machinery import cli, distributed
-from machinery.cli import RunArgs, UnitFloat
-from machinery.decoding import Decoder, generate
+from machinery.decoding import generate
 from machinery.models import compute_logits, load_lm
 from machinery.queries import load_blocks, load_responses
 from machinery.runs import Run, check_run
 from machinery.tokens import check_length, load_config, load_tokenizer
-from machinery.unpadding import Unpadded
-from utils import Timer, TokenIds, all_sum, average_gradients, decode, micro_batches, permutation
-from utils import truncate
+from machinery.unpadding import compute_hidden
+from utils import Timer, TokenIds, all_sum, average_gradients, count_micro_batches, micro_batches
+from utils import permutation, truncate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(RunArgs):
+class Args(cli.RunArgs):
     """Supervised fine-tuning."""
 
     task: Task
@@ -58,7 +57,7 @@ class Args(RunArgs):
     """tokens per block, if the task has no reference responses"""
     lr: PositiveFloat = 5e-5
     """peak learning rate; linear warm-up, then linear decay to 0"""
-    warmup: UnitFloat = 0.05
+    warmup: cli.UnitFloat = 0.05
     """fraction of the steps used for warm-up"""
     weight_decay: NonNegativeFloat = 0.01
     """weight decay of AdamW"""
@@ -70,23 +69,32 @@ class Args(RunArgs):
 
 
 class LanguageModel(nn.Module):
-    """A language model whose forward pass returns the loss of each token."""
+    """A language model whose forward pass returns the loss of each token.
+
+    Weights are fp32. Under --mixed_precision bf16 the transformer computes in bf16 by autocast
+    (`distributed.prepare`); its head and the loss remain in fp32.
+    """
 
     def __init__(self, lm: "transformers.PreTrainedModel", pad_id: int):
         super().__init__()
         self.lm = lm
-        self.backbone = Unpadded(lm.base_model)  # lm's transformer, without padding; no new weights
-        self.pad_id = pad_id
+        self.pad_id = pad_id  # outside the vocabulary
 
     def forward(self, tokens: Tensor, first: int) -> Tensor:
         """Cross-entropy in nats from column `first` on: [B, T] → [B, T - first], 0 at padding."""
         mask = tokens != self.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before each position (G3)
-        hidden = self.backbone(tokens.masked_fill(~mask, 0), mask, position_ids)  # [B, T, D]
-        where = mask[:, first:].nonzero(as_tuple=True)  # the N real tokens of these columns
-        logits = compute_logits(self.lm, hidden[:, first - 1 : -1][where])  # [N, V]
-        losses = F.cross_entropy(logits, tokens[:, first:][where], reduction="none")  # [N]
-        return losses.new_zeros(mask[:, first:].shape).index_put(where, losses)
+        position_ids = mask.cumsum(dim=1) - mask.long()  # number of real tokens before each
+        # Equals self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state:
+        input_ids = tokens.masked_fill(~mask, 0)
+        hidden = compute_hidden(self.lm.base_model, input_ids, mask, position_ids)  # [B, T, D]
+        hidden = hidden[:, first - 1 : -1]  # [B, T - first, D]: position t predicts token t + 1
+
+        # The rest is computed at the N real tokens only.
+        targets = tokens[:, first:]  # [B, T - first]
+        real = (targets != self.pad_id).nonzero(as_tuple=True)
+        logits = compute_logits(self.lm, hidden[real])  # [N, V]
+        losses = F.cross_entropy(logits, targets[real], reduction="none")  # [N]
+        return torch.zeros(targets.shape, device=tokens.device).index_put(real, losses)
 
 
 @torch.no_grad()
@@ -95,17 +103,20 @@ def heldout_loss(
 ) -> float:
     """Mean loss per token of held-out sequences [num, T], sharded across processes."""
     model.eval()
+    # This process's rows; the first ones again where the last process would have none, since FSDP2
+    # needs equally many sequences on each process.
     rank, processes = accelerator.process_index, accelerator.num_processes
-    mine = torch.arange(rank, math.ceil(len(tokens) / processes) * processes, processes)
-    duplicate = mine >= len(tokens)  # FSDP2 needs equally many sequences on each process
-    tokens = tokens[mine % len(tokens)]
-    tokens[duplicate, first:] = model.pad_id  # not counted
+    rows = torch.arange(rank, math.ceil(len(tokens) / processes) * processes, processes)
+    is_duplicate = rows >= len(tokens)
+    tokens = tokens[rows % len(tokens)]
+    tokens[is_duplicate, first:] = model.pad_id  # not counted
     lengths = (tokens != model.pad_id).sum(dim=1)
-    parts = [tokens[part] for part in micro_batches(lengths, args.micro_batch_tokens)]
-    total = all_sum(sum(model(part, first).sum() for part in parts))
-    count = all_sum((tokens[:, first:] != model.pad_id).sum())
+    total = torch.zeros((), device=tokens.device)
+    for part in micro_batches(lengths, count_micro_batches(lengths, args.micro_batch_tokens)):
+        total += model(tokens[part], first).sum()
+    num_tokens = (tokens[:, first:] != model.pad_id).sum()
     model.train()
-    return (total / count).item()
+    return (all_sum(total) / all_sum(num_tokens)).item()
 
 
 def learning_rate(step: int, num_steps: int, args: Args) -> float:
@@ -119,25 +130,24 @@ def learning_rate(step: int, num_steps: int, args: Args) -> float:
 
 
 def sample_continuations(
-    lm: Any, tokens: Tensor, first: int, tokenizer: Any, ids: TokenIds, args: Args
-) -> list[dict[str, str]]:
+    lm: Any, tokens: Tensor, first: int, ids: TokenIds, args: Args
+) -> dict[str, Tensor]:
     """Continue the prompts of sequences [B, T]; without responses, the first quarter of blocks."""
     task = args.task
     n = first if task.response_column else args.block_size // 4
-    contexts, references = tokens[:, :n], tokens[:, n : n + task.response_length]
+    contexts = tokens[:, :n]
     torch.manual_seed(args.seed)
-    decoder = Decoder(lm, task.response_length)
-    responses = generate(decoder, contexts, ids.pad, task.temperature)
+    responses = generate(lm, contexts, ids.pad, task.response_length, task.temperature)
     if task.eos_task:
         responses, _ = truncate(responses, ids.ends, task.truncate_after, ids.pad)
-    columns = {"text": contexts, "continuation": responses, "reference": references}
-    texts = [decode(tokenizer, x, ids.pad) for x in columns.values()]
-    return [dict(zip(columns, row, strict=True)) for row in zip(*texts, strict=True)]
+    return {
+        "text": contexts,
+        "continuation": responses,
+        "reference": tokens[:, n : n + task.response_length],
+    }
 
 
-# ------------------------------------------------------ run
-
-SHOWN = ["loss", "heldout/loss", "heldout/perplexity", "lr"]  # in the progress line and curves.png
+# ----------------------------------------------------- main
 
 
 def check(args: Args, processes: int) -> None:
@@ -146,30 +156,42 @@ def check(args: Args, processes: int) -> None:
     cli.check_divisible("batch_size", args.batch_size, processes, "processes")
 
 
+def load_table(args: Args, tokenizer: Any, ids: TokenIds) -> tuple[Any, int]:
+    """The sequences to learn [num, T], and the first column that the loss covers."""
+    task = args.task
+    if task.response_column:
+        table = load_responses(task, tokenizer, ids)
+        return table, table.length - task.response_length
+    longest = max(args.block_size, args.block_size // 4 + task.response_length)
+    check_length(load_config(task.base_model), longest, f"block_size={args.block_size}")
+    return load_blocks(task, args.block_size, tokenizer, ids), 1
+
+
 def main(args: Args) -> None:
     """Load the data, train, print continuations."""
     accelerator = distributed.start(args)
-    check(args, accelerator.num_processes)
-    task, device, processes = args.task, accelerator.device, accelerator.num_processes
+    device, processes = accelerator.device, accelerator.num_processes
+    check(args, processes)
+    # Of a task (data/tasks.py), this file reads base_model, response_length, temperature, eos_task,
+    # truncate_after, response_column and label_dataset.
+    task = args.task
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    if task.response_column:
-        table = load_responses(task, tokenizer, ids)  # [num_sequences, T]
-        first = table.length - task.response_length
-    else:
-        config = load_config(task.base_model)
-        longest = max(args.block_size, args.block_size // 4 + task.response_length)
-        check_length(config, longest, f"block_size={args.block_size}")
-        table = load_blocks(task, args.block_size, tokenizer, ids)
-        first = 1
+    table, first = load_table(args, tokenizer, ids)
     num_heldout = args.num_heldout or min(256, math.ceil(len(table) / 10))
     heldout_table, table = table.hold_out(num_heldout, needed=args.batch_size)
     heldout = heldout_table[:].to(device)
 
     torch.manual_seed(args.seed)
-    lm = load_lm(task.base_model, allow_random=True, length=max(ids.length, table.length))
+    longest = max(ids.total_length, table.length)
+    lm = load_lm(task.base_model, allow_random=True, length=longest)
     model = LanguageModel(lm, ids.pad)
-    settings: Any = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, **settings)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=args.lr,
+        betas=(0.9, 0.95),
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
     model, optimizer = distributed.prepare(accelerator, model, optimizer, args)
 
     steps_per_epoch = len(table) // args.batch_size
@@ -178,29 +200,37 @@ def main(args: Args) -> None:
     sizes = f"{len(table)} sequences to learn, {num_heldout} held out, {num_steps} steps"
     cli.say(f"{sizes}; each epoch leaves out {unused}")
     timer = Timer(device)
-    run = Run(args, num_steps, SHOWN, accelerator)
-    start, _ = run.restore(model, optimizer)
+    shown = ["loss", "heldout/loss", "heldout/perplexity", "lr"]
+    run = Run(args, num_steps, shown, accelerator)  # shows these in the terminal, curves.png
+    start, _ = run.restore(model, optimizer)  # start = 0 if not resumed
     for step in range(start, num_steps):
         timer.start("optimize")
+        lr = learning_rate(step, num_steps, args)
         for group in optimizer.param_groups:
-            group["lr"] = lr = learning_rate(step, num_steps, args)
-        epoch, i = divmod(step, steps_per_epoch)
-        rows = permutation(len(table), args.seed, epoch)[i * args.batch_size :][: args.batch_size]
+            group["lr"] = lr
+        epoch, batch = divmod(step, steps_per_epoch)
+        order = permutation(len(table), args.seed, epoch)
+        rows = order[batch * args.batch_size : (batch + 1) * args.batch_size]
         tokens = table[rows[accelerator.process_index :: processes]].to(device)  # [B, T]
         mask = tokens != ids.pad
-        num_tokens = all_sum(mask[:, first:].sum()) / processes  # tokens per process
+        num_tokens = all_sum(mask[:, first:].sum()) / processes  # mean over processes
         total = torch.zeros((), device=device)
-        for part in micro_batches(mask.sum(dim=1), args.micro_batch_tokens):
+        lengths = mask.sum(dim=1)
+        for part in micro_batches(lengths, count_micro_batches(lengths, args.micro_batch_tokens)):
             loss = model(tokens[part], first).sum() / num_tokens
             loss.backward()
             total += loss.detach()
-        average_gradients(model)  # over processes
+        average_gradients(model)  # over processes; FSDP2 already did
         nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
 
-        metrics = {"loss": (all_sum(total) / processes).item(), "lr": lr}
-        metrics |= {"epoch": step / steps_per_epoch} | timer.stop()
+        metrics = {
+            "loss": (all_sum(total) / processes).item(),
+            "lr": lr,
+            "epoch": step / steps_per_epoch,
+            **timer.stop(),
+        }
         if (step + 1) % args.eval_every == 0 or step + 1 == num_steps:
             metrics["heldout/loss"] = heldout_loss(model, heldout, first, args, accelerator)
             metrics["heldout/perplexity"] = math.exp(metrics["heldout/loss"])
@@ -209,22 +239,30 @@ def main(args: Args) -> None:
 
     run.save(lm, tokenizer)
     with distributed.inference(accelerator, model):
-        samples = sample_continuations(lm, heldout[:4], first, tokenizer, ids, args)
-    run.log_table(num_steps, samples)
-    perplexity = math.exp(heldout_loss(model, heldout, first, args, accelerator))
+        samples = sample_continuations(lm, heldout[:4], first, ids, args)
+    run.log_samples(num_steps, samples, tokenizer, ids.pad)
     then = "train_reward" if task.label_dataset else "ppo"
-    run.finish(f"held-out perplexity: {perplexity:.3f}", then=then, flag="base_model")
+    run.finish(
+        f"held-out perplexity: {metrics['heldout/perplexity']:.3f}", then=then, flag="base_model"
+    )
 
 
 # The defaults above are for sentiment, descriptiveness and gsm8k. Overrides for the other tasks:
-FROM_SCRATCH: dict[str, Any] = dict(base_model=str(SYNTHETIC / "model"), lr=3e-3)
-SOLUTIONS = dict(query_dataset=str(ARITHMETIC / "solutions.jsonl"), response_column="completion")
+BLOCKS: dict[str, Any] = dict(batch_size=16, block_size=512)
 PRESETS: dict[str, dict[str, Any]] = {
-    "synthetic": FROM_SCRATCH | dict(num_epochs=3, batch_size=16, block_size=96),
-    "synthetic_eos": FROM_SCRATCH | dict(num_epochs=5),
-    "arithmetic": FROM_SCRATCH | dict(num_epochs=5) | SOLUTIONS,
-    "cnndm": dict(batch_size=16, block_size=512),
-    "tldr_2019": dict(batch_size=16, block_size=512),
+    "synthetic": dict(
+        base_model=str(SYNTHETIC / "model"), lr=3e-3, num_epochs=3, batch_size=16, block_size=96
+    ),
+    "synthetic_eos": dict(base_model=str(SYNTHETIC / "model"), lr=3e-3, num_epochs=5),
+    "arithmetic": dict(
+        base_model=str(SYNTHETIC / "model"),
+        query_dataset=str(ARITHMETIC / "solutions.jsonl"),
+        response_column="completion",
+        lr=3e-3,
+        num_epochs=5,
+    ),
+    "cnndm": BLOCKS,
+    "tldr_2019": BLOCKS,
     "tldr": dict(base_model="EleutherAI/pythia-1b-deduped", batch_size=128, lr=3e-6),
 }
 

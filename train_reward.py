@@ -22,28 +22,31 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
-from safetensors.torch import save_file
+from safetensors.torch import load_model, save_file
 from torch import Tensor, nn
+from transformers.initialization import no_init_weights
 
 from data.tasks import Task
 from machinery import cli, distributed
-from machinery.cli import RunArgs
-from machinery.decoding import Decoder, generate
+from machinery.decoding import generate
 from machinery.labels import Labels, load_labels
-from machinery.models import ScalarHead, load_lm, new_backbone
+from machinery.models import ScalarHead, load_lm, new_backbone, reads_weights
 from machinery.queries import load_queries
-from machinery.rewards import RewardConfig, score_in_parts
+from machinery.rewards import OTHERS, Reward, check_reward_model
 from machinery.runs import Run, check_run
+from machinery.sources import find_model
 from machinery.tokens import load_config, load_tokenizer
-from machinery.unpadding import Unpadded
-from utils import AdamTF, Timer, TokenIds, add_affixes, average_gradients, global_mean_and_var
-from utils import mean_over_processes, micro_batches, permutation, query_rows, truncate
+from machinery.unpadding import compute_hidden
+from utils import AdamTF, Timer, TokenIds, add_affixes, average_gradients
+from utils import count_micro_batches, global_mean_and_var, mean_over_processes, micro_batches
+from utils import permutation, query_rows, truncate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(RunArgs):
+class Args(cli.RunArgs):
     """Reward model from human preferences."""
 
     task: Task
@@ -76,14 +79,31 @@ class Args(RunArgs):
 # ---------------------------------------------------- model
 
 
+class RewardConfig(transformers.PretrainedConfig):
+    """Configuration of a reward model: its transformer's, its pad id, and BOS if it was converted."""
+
+    model_type = "scalar_reward"
+
+    def __init__(self, backbone: Any = None, pad_id: int = 0, begin: Any = None, **kwargs: Any):
+        if isinstance(backbone, dict):  # of config.json
+            backbone = transformers.AutoConfig.for_model(**backbone)
+        self.backbone = backbone
+        self.pad_id = pad_id
+        self.begin = begin
+        super().__init__(**kwargs)
+
+
 class RewardModel(nn.Module):
-    """A transformer with a scalar head: `gain * r + bias` at the last real token (R1)."""
+    """A transformer with a scalar head: `gain * r + bias` at the last real token (R1).
+
+    Weights are fp32. Under --mixed_precision bf16 the transformer computes in bf16 by autocast
+    (`distributed.prepare`); the head remains in fp32.
+    """
 
     def __init__(self, config: RewardConfig, backbone: Any = None):
         super().__init__()
         self.config = config
         self.backbone = new_backbone(config.backbone) if backbone is None else backbone
-        self.run_backbone = Unpadded(self.backbone)  # calls it without padding; no new weights
         self.head = ScalarHead(config.backbone)
         nn.init.normal_(self.head.weight, std=1 / math.sqrt(self.head.in_features + 1))  # (R2)
         nn.init.zeros_(self.head.bias)
@@ -91,20 +111,47 @@ class RewardModel(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
 
     def token_rewards(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
-        """A reward at every token of sequences [B, T] with padding anywhere: [B, T] (G1).
+        """A reward at every token of sequences [B, T] with padding anywhere: [B, T].
 
         The first `prompt_length` columns are computed once for neighbors that share them.
         """
         mask = tokens != self.config.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # real tokens before each position (G3)
-        hidden = self.run_backbone(tokens.masked_fill(~mask, 0), mask, position_ids, prompt_length)
+        position_ids = mask.cumsum(dim=1) - mask.long()  # number of real tokens before each
+        # Equals self.backbone(input_ids, attention_mask, position_ids).last_hidden_state:
+        input_ids = tokens.masked_fill(~mask, 0)
+        hidden = compute_hidden(self.backbone, input_ids, mask, position_ids, prompt_length)
         return self.gain * self.head(hidden).squeeze(-1) + self.bias  # (R3)
 
     def forward(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
-        """The reward at the last token that is not padding: [B, T] → [B] (R1)."""
+        """The reward at the last token that is not padding: [B, T] → [B]."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         last = torch.where(tokens == self.config.pad_id, 0, positions).amax(dim=1)
-        return self.token_rewards(tokens, prompt_length).gather(1, last[:, None]).squeeze(1)
+        rewards = self.token_rewards(tokens, prompt_length)
+        return rewards.gather(1, last[:, None]).squeeze(1)
+
+    @torch.no_grad()
+    def score(self, tokens: Tensor, max_tokens: int, prompt_length: int = 0) -> Tensor:
+        """Rewards of many sequences, about `max_tokens` tokens at a time: [B, T] → [B]."""
+        lengths = (tokens != self.config.pad_id).sum(dim=1)
+        count = count_micro_batches(lengths, max_tokens)
+        rewards = [self(tokens[part], prompt_length) for part in micro_batches(lengths, count)]
+        return torch.cat(rewards)
+
+    @classmethod
+    def from_pretrained(cls, name: str) -> "RewardModel":
+        """What `save_pretrained` wrote, in a folder or on the hub."""
+        folder = find_model(name)
+        found = RewardConfig.get_config_dict(folder)[0]
+        if found.get("model_type") != RewardConfig.model_type:
+            raise cli.InputError(
+                f"is {found.get('architectures')}, not of train_reward.py: {OTHERS}"
+            )
+        with no_init_weights():
+            model = cls(RewardConfig.from_pretrained(folder))
+        if reads_weights():  # under FSDP2, only the first process does
+            folder = find_model(name, weights=True)
+            load_model(model, Path(folder, "model.safetensors"))
+        return model.eval()
 
     def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
         """Write config.json and model.safetensors."""
@@ -113,42 +160,56 @@ class RewardModel(nn.Module):
 
 
 def new_reward_model(name: str, pad_id: int, length: int = 0) -> RewardModel:
-    """The transformer of a language model and a new head (R2), for texts of `length` tokens."""
+    """The transformer of a language model and a new head, for texts of `length` tokens."""
     lm = load_lm(name, length=length)
     return RewardModel(RewardConfig(lm.config, pad_id), lm.base_model)
+
+
+def load_reward(args: Any, tokenizer: Any, ids: TokenIds, accelerator: Any) -> Reward:
+    """For ppo.py and rloo.py: scores of the reward model, or of --reward_fn, which may use them."""
+    reward = Reward(args.task, tokenizer, ids.pad, args.micro_batch_tokens)
+    if reward.needs_model:
+        with cli.about(f"--reward_model {args.reward_model}"):
+            model = RewardModel.from_pretrained(args.reward_model)
+            check_reward_model(model, args, tokenizer)
+        reward.model = distributed.freeze(accelerator, model)
+    return reward
 
 
 # -------------------------------------------- normalization
 
 
-def sample_policy(
-    args: Args, tokenizer: Any, ids: TokenIds, accelerator: Any
-) -> list[tuple[Tensor, Tensor]]:
+def sample_policy(args: Args, tokenizer: Any, ids: TokenIds, accelerator: Any) -> list[Tensor]:
     """Sample the policy twice, to normalize before and after training (R3).
 
-    Returns two pairs of queries [S, Q] and responses [S, R], in EOS tasks with padding after EOS.
+    Returns two batches of queries with responses [S, T], in EOS tasks with padding after EOS.
     """
-    device, processes, task = accelerator.device, accelerator.num_processes, args.task
-    flag = "--policy_model" if args.policy_model else "--base_model"
-    name = args.policy_model or task.base_model
-    batch_size = args.rollout_batch_size // processes
-    local_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * batch_size
+    task = args.task
+    batch_size = args.rollout_batch_size // accelerator.num_processes
+    num_batches = math.ceil(args.normalize_samples / args.rollout_batch_size)
     table = load_queries(task, tokenizer, ids)
-    lm = distributed.freeze(accelerator, load_lm(name, flag, ids.length, tokenizer))
-    decoder = Decoder(lm, task.response_length)
-    seed = args.seed + 100003 * accelerator.process_index  # (G6)
+    name = args.policy_model or task.base_model
+    flag = "--policy_model" if args.policy_model else "--base_model"
+    lm = distributed.freeze(accelerator, load_lm(name, flag, ids.total_length, tokenizer))
+    seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
     torch.manual_seed(seed)
-    cli.say(f"sampling 2 * {local_samples * processes} responses of {name} to normalize")
+    num_samples = num_batches * batch_size * accelerator.num_processes
+    cli.say(f"sampling 2 * {num_samples} responses of {name} to normalize")
     samples = []
     for step in range(2):
-        queries = table[query_rows(len(table), local_samples, seed, step)].to(device)
-        batches = add_affixes(queries, ids).split(batch_size)
-        with distributed.inference(accelerator, lm):
-            parts = [generate(decoder, x, ids.pad, task.temperature) for x in batches]
+        rows = query_rows(len(table), num_batches * batch_size, seed, step)
+        queries = table[rows].to(accelerator.device)
+        parts = []
+        for contexts in add_affixes(queries, ids).split(batch_size):
+            with distributed.inference(accelerator, lm):
+                part = generate(lm, contexts, ids.pad, task.response_length, task.temperature)
+            parts.append(part)
         responses = torch.cat(parts)
-        if task.eos_task:  # other tasks normalize on all R tokens (X9)
+        if task.eos_task:  # other tasks normalize on all R tokens
             responses, _ = truncate(responses, ids.ends, task.truncate_after, ids.pad)
-        samples.append((queries, responses))  # the reward model reads no affixes
+        tokens = torch.cat([queries, responses], dim=1)  # the reward model reads no affixes
+        # A --policy_model may have more tokens than the reward model: these count as padding (X13).
+        samples.append(tokens.clamp(max=ids.pad))
     return samples
 
 
@@ -160,9 +221,9 @@ def normalize(model: RewardModel, tokens: Tensor, max_tokens: int) -> tuple[floa
     """
     model.gain.fill_(1)
     model.bias.fill_(0)
-    rewards = score_in_parts(model, tokens, max_tokens)
-    mean, var = (x.item() for x in global_mean_and_var(rewards))
-    std = math.sqrt(var)
+    rewards = model.score(tokens, max_tokens)
+    head_mean, head_var = global_mean_and_var(rewards)
+    mean, std = head_mean.item(), math.sqrt(head_var.item())
     if not std > 1e-6 * abs(mean):  # rewards differ only by rounding, or are NaN
         raise cli.InputError("samples of the policy have the same reward, or NaN; use more samples")
     model.gain.fill_(1 / std)
@@ -189,11 +250,12 @@ def predict(
 ) -> tuple[Tensor, Tensor]:
     """Rewards [N, K] of labels, and the index of each preferred response [N]."""
     rewards, best = [], []
-    for part in np.split(rows, range(args.batch_size, len(rows), args.batch_size)):
-        tokens, part_best, q = candidate_tokens(labels, part, pad_id, device)
-        scores = score_in_parts(model, tokens.flatten(0, 1), args.micro_batch_tokens, q)
+    for first in range(0, len(rows), args.batch_size):
+        batch = rows[first : first + args.batch_size]
+        tokens, batch_best, prompt_length = candidate_tokens(labels, batch, pad_id, device)
+        scores = model.score(tokens.flatten(0, 1), args.micro_batch_tokens, prompt_length)
         rewards.append(scores.view(tokens.shape[:2]))
-        best.append(part_best)
+        best.append(batch_best)
     return torch.cat(rewards), torch.cat(best)
 
 
@@ -203,9 +265,18 @@ def accuracies(rewards: Tensor, best: Tensor) -> Tensor:
     return largest.gather(1, best[:, None]).squeeze(1) / largest.sum(dim=1)
 
 
-# ------------------------------------------------------ run
+def heldout_metrics(rewards: Tensor, best: Tensor) -> dict[str, float]:
+    """Metrics of rewards [N, K] and preferred responses [N]."""
+    is_best = F.one_hot(best, rewards.shape[1]).bool()
+    return {
+        "heldout/accuracy": accuracies(rewards, best).mean().item(),
+        "heldout/loss": F.cross_entropy(rewards, best).item(),
+        "heldout/reward_chosen": rewards[is_best].mean().item(),
+        "heldout/reward_others": rewards[~is_best].mean().item(),
+    }
 
-SHOWN = ["loss", "accuracy", "gain", "bias", "lr"]  # in the progress line and curves.png
+
+# ----------------------------------------------------- main
 
 
 def check(args: Args, processes: int) -> None:
@@ -221,63 +292,70 @@ def check(args: Args, processes: int) -> None:
 def main(args: Args) -> None:
     """Normalize, train for one epoch, normalize, evaluate."""
     accelerator = distributed.start(args)
-    check(args, accelerator.num_processes)
-    task, device, processes = args.task, accelerator.device, accelerator.num_processes
+    device, processes = accelerator.device, accelerator.num_processes
+    check(args, processes)
+    # Of a task (data/tasks.py), this file reads base_model, response_length, temperature, eos_task,
+    # truncate_after and label_dataset.
+    task = args.task
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    config = load_config(task.base_model)
-    labels = load_labels(task, tokenizer, ids, config)
+    labels = load_labels(task, tokenizer, ids, load_config(task.base_model))
     heldout = labels.held_out(args.num_labels)[: args.num_heldout]
-    samples = sample_policy(args, tokenizer, ids, accelerator)
+    before, after = sample_policy(args, tokenizer, ids, accelerator)
 
     torch.manual_seed(args.seed)
-    model = new_reward_model(task.base_model, ids.pad, max(labels.longest(), ids.length))
+    longest = max(labels.longest(), ids.total_length)
+    model = new_reward_model(task.base_model, ids.pad, longest)
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)
     model, optimizer = distributed.prepare(accelerator, model, optimizer, args)
-    before, after = (torch.cat(x, dim=1).clamp(max=ids.pad) for x in samples)  # [S, T] each (X13)
-    normalize(model, before, args.micro_batch_tokens)
 
+    local_batch_size = args.batch_size // processes
     num_steps = args.num_labels // args.batch_size
     cli.say(f"{args.num_labels}/{len(labels)} labels, {len(heldout)} held out, {num_steps} steps")
     timer = Timer(device)
-    run = Run(args, num_steps, SHOWN, accelerator)
-    start, _ = run.restore(model, optimizer)
+    shown = ["loss", "accuracy", "gain", "bias", "lr"]  # in the progress line and curves.png
+    run = Run(args, num_steps, shown, accelerator)
+
+    # 1. Normalize the rewards of the initial policy's samples.
+    normalize(model, before, args.micro_batch_tokens)
+    start, _ = run.restore(model, optimizer)  # start = 0 if not resumed
+
+    # 2. Train for one epoch.
     order = permutation(args.num_labels, args.seed, epoch=0)
-    local_batch_size = args.batch_size // processes
     for step in range(start, num_steps):
         timer.start("optimize")
+        lr = args.lr * (1 - step / num_steps)
         for group in optimizer.param_groups:
-            group["lr"] = lr = args.lr * (1 - step / num_steps)  # (G5)
+            group["lr"] = lr
         rows = order[step * args.batch_size : (step + 1) * args.batch_size]
         rows = rows[accelerator.process_index :: processes]
-        tokens, best, prompt_length = candidate_tokens(labels, rows, ids.pad, device)
+        tokens, best, prompt_length = candidate_tokens(labels, rows, ids.pad, device)  # [B, K, T]
+        stats = {"loss": torch.zeros((), device=device), "accuracy": torch.zeros((), device=device)}
         lengths = (tokens != ids.pad).sum(dim=(1, 2))  # [B], all K responses with their query
-        stats = dict(loss=torch.zeros((), device=device), accuracy=torch.zeros((), device=device))
-        for part in micro_batches(lengths, args.micro_batch_tokens):
+        count = count_micro_batches(lengths, args.micro_batch_tokens)
+        for part in micro_batches(lengths, count):
             rewards = model(tokens[part].flatten(0, 1), prompt_length).view(-1, tokens.shape[1])
-            losses = F.cross_entropy(rewards, best[part], reduction="none")  # (R4)
+            losses = F.cross_entropy(rewards, best[part], reduction="none")  # [b] (R4)
             loss = losses.sum() / local_batch_size
             loss.backward()
             stats["loss"] += loss.detach()
             stats["accuracy"] += accuracies(rewards, best[part]).sum() / local_batch_size
-        average_gradients(model)  # over processes
+        average_gradients(model)  # over processes; FSDP2 already did
         optimizer.step()
         optimizer.zero_grad()
 
-        stats |= {x: distributed.full_tensor(getattr(model, x)) for x in ("gain", "bias")}
-        metrics = mean_over_processes(stats, device) | {"lr": lr} | timer.stop()
-        run.log(step, metrics)
+        stats["gain"] = distributed.full_tensor(model.gain)
+        stats["bias"] = distributed.full_tensor(model.bias)
+        metrics = mean_over_processes(stats, device)
+        run.log(step, {**metrics, "lr": lr, **timer.stop()})
         run.checkpoint(step + 1, model, optimizer)
 
+    # 3. Normalize again, save, and evaluate on held-out labels.
     mean, std = normalize(model, after, args.micro_batch_tokens)
     run.save(model, tokenizer)
     results = {"samples/head_mean": mean, "samples/head_std": std}
     if len(heldout):
         rewards, best = predict(model, labels, heldout, ids.pad, args, device)
-        is_best = F.one_hot(best, rewards.shape[1]).bool()
-        results["heldout/accuracy"] = accuracies(rewards, best).mean().item()
-        results["heldout/loss"] = F.cross_entropy(rewards, best).item()
-        results["heldout/reward_chosen"] = rewards[is_best].mean().item()
-        results["heldout/reward_others"] = rewards[~is_best].mean().item()
+        results.update(heldout_metrics(rewards, best))
     run.log(num_steps, results)
     text = json.dumps({name: round(value, 4) for name, value in results.items()})
     run.finish(text, then="ppo", flag="reward_model")

@@ -26,7 +26,7 @@ class TokenIds(NamedTuple):
     ends: list[int]  # end a response (P5); SFT and labels write the first one
     prefix: list[int]  # before each query
     suffix: list[int]  # after each query
-    length: int = 0  # of a context and its response
+    total_length: int = 0  # of a context and its response
 
 
 def pad_left(sequences: list[list[int]], length: int, pad_id: int) -> Tensor:
@@ -69,10 +69,10 @@ def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
 
     With torch.multinomial a token would depend on the other sequences of its batch.
     """
-    probs = logits.to(uniform.device, torch.float32).softmax(dim=-1)
+    probs = logits.float().softmax(dim=-1)
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)  # [B, V]
     tokens = torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0]
-    return tokens.clamp(max=logits.shape[1] - 1).to(logits.device)  # NaN logits: the last token
+    return tokens.clamp(max=logits.shape[1] - 1)  # NaN logits: the last token
 
 
 # -------------------------------------------------- batches
@@ -96,24 +96,28 @@ def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch, 1]).permutation(size)
 
 
-def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:
-    """Split a batch of B sequences into consecutive parts of about `max_tokens` tokens each.
+def count_micro_batches(lengths: Tensor, max_tokens: int) -> int:
+    """How many micro-batches of about `max_tokens` tokens B sequences of these lengths need.
 
-    All processes have to call this, with equally many sequences: they get equally many parts, since
-    each forward pass under FSDP2 is one of all processes. Parts change memory, not results (P7).
+    The most that a process needs: under FSDP2 all have to run equally many forward passes. So all
+    processes have to call this, with equally many sequences.
     """
-    tokens = lengths.cumsum(dim=0)  # [B] up to the end of each sequence
-    needed = (tokens[-1:] + max_tokens - 1) // max_tokens  # [1] parts, rounded up
-    numbers = torch.cat([tokens, all_max(needed)])
-    *ends, num_parts = numbers.tolist()  # waits for the device, once
-    num_parts = min(num_parts, len(ends))
+    needed = (lengths.sum() + max_tokens - 1) // max_tokens  # rounded up
+    return min(int(all_max(needed)), len(lengths))
+
+
+def micro_batches(lengths: Tensor, count: int) -> list[slice]:
+    """Split B sequences into `count` consecutive parts with about equally many tokens.
+
+    Parts change memory, and results only by rounding (P7).
+    """
+    ends = lengths.cumsum(dim=0).tolist()  # tokens up to the end of each sequence
     parts = []
     begin = 0
-    for left in reversed(range(num_parts)):  # parts that follow this one
-        share = ends[-1] * (num_parts - left) / num_parts  # of the tokens, equal for each part
-        end = bisect_right(ends, share)
+    for number in range(1, count + 1):
+        end = bisect_right(ends, ends[-1] * number / count)
         end = max(end, begin + 1)  # this part is not empty,
-        end = min(end, len(ends) - left)  # nor are those that follow
+        end = min(end, len(ends) - (count - number))  # nor are those that follow
         parts.append(slice(begin, end))
         begin = end
     return parts
@@ -168,6 +172,12 @@ def mean_over_processes(metrics: dict[str, Any], device: torch.device) -> dict[s
     return dict(zip(sorted(metrics), (sums / world_size).tolist(), strict=True))
 
 
+def accumulate(stats: dict[str, Any], metrics: dict[str, Tensor], num_steps: int) -> None:
+    """Add metrics of one of `num_steps` steps, or of a part of it, to their means over the steps."""
+    for name, value in metrics.items():
+        stats[name] += value.detach() / num_steps
+
+
 def global_mean_and_var(x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Mean and population variance over all processes (X11), of x where the mask is True."""
     mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
@@ -212,7 +222,6 @@ class AdamTF(torch.optim.Adam):
 def random_numbers(seed: int, step: int, device: torch.device, *shape: int) -> Tensor:
     """Uniform in [0, 1), in fp64, for one step of one process; independent of all other steps."""
     state = np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0]
-    device = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
     rng = torch.Generator(device).manual_seed(int(state >> np.uint64(1)))  # 63 bits, as torch takes
     return torch.rand(shape, generator=rng, device=device, dtype=torch.float64)
 

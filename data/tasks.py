@@ -59,8 +59,8 @@ class Task:
     """one token; the reward model sees responses only up to it"""
     truncate_after: NonNegativeInt = 0
     """position from which truncate_token counts"""
-    missing_eos_penalty: float = -1.0
-    """score of responses without truncate_token"""
+    unfinished_score: float = -1.0
+    """score of responses without truncate_token, in place of the reward model's"""
     eos_task: bool = False
     """responses end at truncate_token or another end of the model; the rest is masked everywhere"""
     one_end: bool = False
@@ -104,7 +104,7 @@ STORIES = replace(BOOKS, label_tokenizer=None, gold_fn=f"{SYNTHETIC / 'judge.py'
 ENDS_AT_EOS: dict[str, Any] = dict(truncate_token="<|endoftext|>", truncate_after=0, eos_task=True)
 # Answers are checked (data/answers.py): 1 if right, 0 if wrong or without an end. No labels.
 VERIFIABLE = replace(
-    BOOKS, temperature=1.0, missing_eos_penalty=0.0, label_dataset=None, label_tokenizer=None
+    BOOKS, temperature=1.0, unfinished_score=0.0, label_dataset=None, label_tokenizer=None
 )
 STEPS = 'Let\'s think step by step and output the final answer after "####".'  # as in verl
 

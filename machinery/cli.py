@@ -28,6 +28,7 @@ THEIRS = dict(learning_rate="lr", beta="kl_coef", epsilon="cliprange", num_gener
 THEIRS |= dict(num_train_epochs="num_epochs", per_device_train_batch_size="batch_size")
 THEIRS |= dict(max_completion_length="response_length", max_prompt_length="query_length")
 THEIRS |= dict(model_name_or_path="base_model", dataset_name="query_dataset")
+THEIRS |= dict(missing_eos_penalty="unfinished_score")
 CHECKPOINTS = "[0-9]" * 8 + ".safetensors"  # their names, by the updates that are done
 # Flags that a resumed run may change:
 FREE = {"save_every", "keep_every", "resume", "run_name", "output_dir", "track"}

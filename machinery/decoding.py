@@ -4,7 +4,6 @@ Shapes: `B` sequences, `b` of them still in the batch, `P` distinct prompts, `C`
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,52 +12,43 @@ from accelerate.utils import compare_versions
 from torch import Tensor
 from transformers.cache_utils import StaticCache
 
-from machinery.unpadding import Unpadded
+from machinery.unpadding import compute_hidden
 
 BLOCK = 64  # columns by which the cache grows; kernels prefer multiples of it
 MIN_ROWS = 16  # with fewer, fp32 products round differently: tokens depend on others
 
 
-def generate(decoder: "Decoder", contexts: Tensor, pad_id: int, temperature: float) -> Tensor:
-    """Sample exactly `response_length` tokens after each context: [B, C] → [B, R] (G4).
+@torch.no_grad()
+def generate(lm: Any, contexts: Tensor, pad_id: int, length: int, temperature: float) -> Tensor:
+    """Sample exactly `length` tokens after each context: [B, C] → [B, length] (G4).
 
     With torch's global generator, without a stop at EOS; ppo.py and rloo.py have their own `sample`.
     """
-    batch = decoder.start(contexts, contexts != pad_id)
-    tokens = []
-    for _ in range(decoder.response_length):
+    batch = DecodingBatch(lm, contexts, contexts != pad_id, length)
+    responses = contexts.new_empty(len(contexts), length)
+    for t in range(length):
         probs = (batch.next_logits() / temperature).softmax(dim=-1)  # [B, V]
-        tokens.append(torch.multinomial(probs, num_samples=1)[:, 0])
-        batch.append(tokens[-1])
-    return torch.stack(tokens, dim=1)
-
-
-@dataclass
-class Decoder:
-    """Samples token by token, at most `response_length` tokens."""
-
-    lm: Any
-    response_length: int
-
-    def start(self, contexts: Tensor, mask: Tensor) -> "DecodingBatch":
-        """A batch of contexts [B, C], mask True at real tokens; computes nothing yet."""
-        return DecodingBatch(self, contexts, mask)
+        tokens = torch.multinomial(probs, num_samples=1)[:, 0]
+        responses[:, t] = tokens
+        batch.append(tokens)
+    return responses
 
 
 class DecodingBatch:
-    """Sequences that grow token by token: `next_logits`, then `append`, in turn."""
+    """Sequences that grow by up to `max_new_tokens` tokens: `next_logits`, then `append`, in turn.
+
+    It begins with contexts [B, C], padded anywhere; `mask` is True at real tokens.
+    """
 
     cache: "KeyValueCache"  # from the first `next_logits` on
 
-    def __init__(self, decoder: Decoder, contexts: Tensor, mask: Tensor):
-        self.lm = decoder.lm
-        # For MPS, which has no float64, random numbers are on the CPU: `rows` index them.
-        device = torch.device("cpu") if contexts.device.type == "mps" else contexts.device
-        self.rows = torch.arange(len(contexts), device=device)  # [b]: still in the batch
+    def __init__(self, lm: Any, contexts: Tensor, mask: Tensor, max_new_tokens: int):
+        self.lm = lm
+        self.rows = torch.arange(len(contexts), device=contexts.device)  # [b]: still in the batch
         self.tokens = contexts.masked_fill(~mask, 0)  # [b, C], then [b, 1]: not yet computed
         self.mask = mask  # [b, C], then [b, columns of the cache]
         self.length = 0  # columns of the cache that are in use
-        self.max_columns = mask.shape[1] + decoder.response_length
+        self.max_columns = mask.shape[1] + max_new_tokens
 
     @torch.no_grad()
     def next_logits(self) -> Tensor:
@@ -76,19 +66,24 @@ class DecodingBatch:
         """Compute each distinct prompt once; from then on, the mask has the cache's columns."""
         from machinery.models import compute_logits  # which imports this module
 
-        first = int(self.mask.any(dim=0).byte().argmax())
-        tokens, mask = self.tokens[:, first:], self.mask[:, first:]
-        tokens = tokens.masked_fill(~mask, -1)
+        first = int(self.mask.any(dim=0).byte().argmax())  # without columns of padding alone
+        mask = self.mask[:, first:]
+        tokens = self.tokens[:, first:].masked_fill(~mask, -1)
         prompts, prompt_of = tokens.unique(dim=0, return_inverse=True)  # [P, C], [b]
         real = prompts >= 0
         position_ids = real.cumsum(dim=1) - real.long()
         self.length = mask.shape[1]
         self.cache = KeyValueCache(config=self.lm.config, max_cache_len=self.columns())
-        self.mask, real = (F.pad(x, (0, self.columns() - self.length)) for x in (mask, real))
-        real = real[:, : self.length] if self.cache.has_states() else real  # see `compute`
-        # One flat sequence: `Unpadded` sets the cache's index, by which it moves keys to [P, C].
-        backbone = Unpadded(self.lm.base_model, **{self.cache_name: self.cache})
-        hidden = backbone(prompts.clamp(min=0), real, position_ids)  # [P, C, D]
+        unused = self.columns() - self.length
+        self.mask = F.pad(mask, (0, unused))
+        if not self.cache.has_states():  # see `compute`
+            real = F.pad(real, (0, unused))
+        inputs = prompts.clamp(min=0)
+        # `compute_hidden` sets the cache's index, by which the cache moves keys to [P, C].
+        cache = {self.cache_name: self.cache}
+        hidden = compute_hidden(
+            self.lm.base_model, inputs, real, position_ids, **cache
+        )  # [P, C, D]
         self.cache.index = None
         self.cache.reorder_cache(prompt_of)  # P prompts → b sequences
         return compute_logits(self.lm, hidden[:, -1])[prompt_of].float()
@@ -102,13 +97,14 @@ class DecodingBatch:
 
         At least `MIN_ROWS` sequences stay, ended ones if necessary, or none if all have ended.
         """
-        left = int((~ended).sum())
-        number = max(left, MIN_ROWS) if left else 0
+        number = int((~ended).sum())
+        if number > 0:
+            number = max(number, MIN_ROWS)
         if number >= len(ended):
             return
         # Those that have not ended come first:
         order: Any = ended.byte().argsort(stable=True)[:number]
-        self.rows = self.rows[order.to(self.rows.device)]
+        self.rows = self.rows[order]
         self.tokens, self.mask = self.tokens[order], self.mask[order]
         self.cache.reorder_cache(order)
 
@@ -118,10 +114,11 @@ class DecodingBatch:
         for layer, like in zip(self.cache.layers, larger.layers, strict=True):
             if not hasattr(layer, "max_cache_len"):
                 continue  # a linear-attention layer
-            more = 0, 0, 0, like.max_cache_len - layer.max_cache_len  # 0 if its window is full
+            more = like.max_cache_len - layer.max_cache_len  # 0 if its window is full
             for name in ("keys", "values", "indexer_keys"):
-                if (x := getattr(layer, name, None)) is not None:
-                    setattr(layer, name, F.pad(x, more))
+                states = getattr(layer, name, None)
+                if states is not None:
+                    setattr(layer, name, F.pad(states, (0, 0, 0, more)))
             layer.max_cache_len = like.max_cache_len
         self.mask = F.pad(self.mask, (0, self.columns() - self.length))
 
@@ -144,7 +141,9 @@ class KeyValueCache(StaticCache):
     """A static cache for autocast, under which keys with rotary angles are fp32."""
 
     layers: Any  # a hybrid's linear layers have no keys and values
-    index: Tensor | None = None  # [B, T]: where tokens are in the flat batch of `Unpadded`, if any
+    index: Tensor | None = (
+        None  # [B, T]: where tokens are in the flat batch of `compute_hidden`, if any
+    )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Add a layer's keys and values; return all of them, or those of a flat batch."""

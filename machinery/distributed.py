@@ -135,7 +135,7 @@ def freeze(accelerator: Accelerator, model: nn.Module) -> Any:
     return place(accelerator, model.eval().requires_grad_(False))
 
 
-def share(accelerator: Accelerator, size: int) -> slice:
+def own_rows(accelerator: Accelerator, size: int) -> slice:
     """This process's part of `size` rows; all of them if the parts would not be equal."""
     part, rest = divmod(size, accelerator.num_processes)
     first = part * accelerator.process_index

@@ -13,10 +13,10 @@ from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from machinery.cli import InputError, about, say
-from machinery.decoding import Decoder
+from machinery.decoding import DecodingBatch
 from machinery.sources import find_model
 from machinery.tokens import check_length, same_tokens
-from machinery.unpadding import Unpadded, set_unpadding
+from machinery.unpadding import compute_hidden, set_unpadding
 from utils import pad_left
 
 # Names in a checkpoint that also reads images → names in its text model:
@@ -157,14 +157,14 @@ def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
     for longest in (length, 0):  # 0: a model that needs its padding keeps it
         set_unpadding(lm.base_model, longest)
         lm.train()
-        hidden = Unpadded(lm.base_model)(*batch, prompt_length=length // 2)[:, -3:]
+        hidden = compute_hidden(lm.base_model, *batch, prompt_length=length // 2)[:, -3:]
         lm.eval()
         gap = (compute_logits(lm, hidden).log_softmax(dim=-1) - expected).abs().max()
         if gap < limit:
             break
     else:
         raise InputError(f"log-probabilities differ by {gap:.2g} nats in training mode")
-    sampling = Decoder(lm, 2).start(tokens[:, :-2], mask[:, :-2])
+    sampling = DecodingBatch(lm, tokens[:, :-2], mask[:, :-2], max_new_tokens=2)
     steps = [sampling.next_logits()]
     for t in (-2, -1):
         sampling.append(tokens[:, t])

@@ -8,24 +8,19 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from accelerate import Accelerator
-from safetensors.torch import load_model
 from torch import Tensor
-from transformers.initialization import no_init_weights
 
 from data.tasks import Task
 from machinery import models
 from machinery.cli import InputError, about, rescues, say
-from machinery.distributed import freeze
 from machinery.sources import Rows, find_model, load_function
 from machinery.tokens import bos, check_length, same_tokens
 from machinery.unpadding import set_unpadding
-from utils import TokenIds, all_max, decode, global_mean_and_var, micro_batches, pad_left
+from utils import all_max, decode, pad_left
 
 OTHERS = "let a --reward_fn call it, as tools/classifier.py does"
 TEXTS = ("queries", "responses", "prompts", "completions", "scores")  # no columns
@@ -43,146 +38,117 @@ OTHER = "def wrapped(queries, responses): return {}(…)  # and columns, by thei
 event_loop = functools.cache(asyncio.Runner)  # one, since clients belong to theirs
 
 
-def load_reward(
-    args: Any, cls: Callable, tokenizer: Any, ids: TokenIds, accelerator: Accelerator
-) -> "Reward":
-    """Scores of the reward model, or of `--reward_fn`, which may take them.
+def check_reward_model(model: Any, args: Any, tokenizer: Any) -> None:
+    """Raise `InputError` if the reward model would read other tokens or longer texts than it can.
 
-    `cls`: the model's class in train_reward.py; machinery imports no script.
+    Chooses how to unpad.
     """
-    reward = Reward("reward_fn", args.task, tokenizer, ids.pad)
-    if args.task.gold_fn:
-        reward.gold = Reward("gold_fn", args.task, tokenizer, ids.pad)
-    if not needs_model(reward.function):
-        return reward
-    name = args.reward_model
-    model = load_reward_model(cls, name)
-    with about(f"--reward_model {name}"):
-        own = transformers.AutoTokenizer.from_pretrained(find_model(name))
-        if not same_tokens(own, tokenizer):
-            raise InputError(f"its tokens differ from those of the policy: {OTHERS}")
-        begin = [] if args.task.query_prefix else bos(tokenizer)  # of queries
-        if model.config.begin not in (None, begin):  # None: from train_reward.py
-            raise InputError(f"its texts begin with other tokens than queries, {begin}: {OTHERS}")
-        if own.chat_template and tokenizer.chat_template not in (None, own.chat_template):
-            say(f"--reward_model {name} reads texts in the policy's chat template, not its own")
-        length = args.task.query_length + args.task.response_length
-        check_length(model.config.backbone, length, "query and response")
-        if models.reads_weights():
-            check_reward_model(model, length)  # also chooses how to unpad
-        models.match_first_process(model.backbone)
-    reward.model, reward.max_tokens = freeze(accelerator, model), args.micro_batch_tokens
-    return reward
-
-
-def load_reward_model(cls: Callable, name: str) -> Any:
-    """Load train_reward.py's model as a `cls`."""
-    with about(f"--reward_model {name}"):
-        folder = find_model(name)  # from the hub only small files; the weights below
-        config = RewardConfig.get_config_dict(folder)[0]
-        if config.get("model_type") != RewardConfig.model_type:
-            raise InputError(f"is {config.get('architectures')}, not of train_reward.py: {OTHERS}")
-        with no_init_weights():
-            model = cls(RewardConfig.from_pretrained(folder))
-        if models.reads_weights():
-            folder = find_model(name, weights=True)
-            load_model(model, Path(folder, "model.safetensors"))
-        return model.eval()
-
-
-class RewardConfig(transformers.PretrainedConfig):
-    """Configuration of a reward model: its backbone's, its pad id, and BOS if it was converted."""
-
-    model_type = "scalar_reward"
-
-    def __init__(self, backbone: Any = None, pad_id: int = 0, begin: Any = None, **kwargs: Any):
-        if isinstance(backbone, dict):
-            backbone = transformers.AutoConfig.for_model(**backbone)
-        self.backbone, self.pad_id, self.begin = backbone, pad_id, begin
-        super().__init__(**kwargs)
+    own = transformers.AutoTokenizer.from_pretrained(find_model(args.reward_model))
+    if not same_tokens(own, tokenizer):
+        raise InputError(f"its tokens differ from those of the policy: {OTHERS}")
+    begin = [] if args.task.query_prefix else bos(tokenizer)  # of queries
+    if model.config.begin not in (None, begin):  # None: from train_reward.py
+        raise InputError(f"its texts begin with other tokens than queries, {begin}: {OTHERS}")
+    if own.chat_template and tokenizer.chat_template not in (None, own.chat_template):
+        say(f"--reward_model {args.reward_model} reads the policy's chat template, not its own")
+    length = args.task.query_length + args.task.response_length
+    check_length(model.config.backbone, length, "query and response")
+    if models.reads_weights():
+        choose_unpadding(model, max(3, length))
+    models.match_first_process(model.backbone)
 
 
 @torch.no_grad()
-def check_reward_model(model: Any, length: int) -> None:
-    """Choose how to unpad. Raise `InputError` if a score depends on the texts beside it."""
+def choose_unpadding(model: Any, length: int) -> None:
+    """Unpad if scores stay the same. `InputError` if they depend on the texts beside them."""
     config, pad = model.config.backbone, model.config.pad_id
-    length = max(3, length)
     texts = [[i % pad for i in range(n)] for n in (length, length, 3)]
     alone = torch.cat([model(torch.tensor([text])) for text in texts])
+    together = pad_left(texts, length, pad)
     for longest in (length, 0):  # a model that needs its padding keeps it
         set_unpadding(model.backbone, longest)
-        gap = (model(pad_left(texts, length, pad), prompt_length=length // 2) - alone).abs().max()
+        gap = (model(together, prompt_length=length // 2) - alone).abs().max()
         if gap < 0.01:
             return
     raise InputError(f"{config.model_type}: scores depend on the texts beside them, by {gap:.2g}")
 
 
 class Reward:
-    """Scores of responses: (queries [B, Q], responses [B, R], columns) → [B].
+    """Scores of responses: (queries [B, Q], responses [B, R], columns) → scores [B], components.
 
-    They come from a model, from a task's function of texts, or from a function of model scores.
+    Scores come from a model, from the task's reward function, or from both: a function with the
+    parameter `scores` gets the model's. Components are numbers to log, metric → [B]: the parts of
+    the scores, if the function returns several, and the true score, if the task has a `gold_fn`.
     """
 
-    model: Any = None  # `load_reward` sets these
-    max_tokens = 0
-    gold: "Reward | None" = None  # the task's true score, for `metrics`
+    def __init__(self, task: Task, tokenizer: Any, pad_id: int, max_tokens: int = 0):
+        self.tokenizer, self.pad_id, self.max_tokens = tokenizer, pad_id, max_tokens
+        self.flag, self.gold_flag = f"--reward_fn {task.reward_fn}", f"--gold_fn {task.gold_fn}"
+        self.function = load_scorer("reward_fn", task)
+        self.gold_function = load_scorer("gold_fn", task)
+        self.needs_model = needs_model(self.function)
+        self.model: Any = None  # `load_reward` sets it
+        self.names: dict[str, list[str]] = {}  # flag → names of the parts, the same in all calls
 
-    def __init__(self, field: str, task: Task, tokenizer: Any, pad_id: int):
-        self.tokenizer, self.pad_id, self.name = tokenizer, pad_id, getattr(task, field)
-        self.flag, self.function = f"--{field} {self.name}", load_scorer(field, task)
-        self.parts: dict[str, Tensor] = {}  # of the last scores [B], if the function names them
-
-    def __call__(self, queries: Tensor, responses: Tensor, columns: dict | None = None) -> Tensor:
-        scores: Any = None
+    def __call__(
+        self, queries: Tensor, responses: Tensor, columns: dict | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        columns = columns or {}
         tokens = torch.cat([queries, responses], dim=1)
+        scores: Any = None
+        components: dict[str, Tensor] = {}
         if self.model:
-            pad_id = self.model.config.pad_id  # ids outside its vocabulary count as padding (X13)
-            inputs = tokens.masked_fill((tokens == self.pad_id) | (tokens >= pad_id), pad_id)
-            scores = score_in_parts(self.model, inputs, self.max_tokens, queries.shape[1])
-        if self.function is None:
-            return scores
+            scores = self.score_by_model(tokens, queries.shape[1])
+        if self.function is None and self.gold_function is None:
+            return scores, components
+        texts = self.decode(queries, tokens)
+        if self.function:
+            given = dict(texts)
+            if scores is not None:
+                given["scores"] = scores.tolist()
+            parts = self.call(self.flag, self.function, given, columns, tokens.device)
+            scores = torch.stack([*parts.values()]).sum(dim=0)
+            if parts.keys() != {""}:
+                components = {f"reward/{name}": part for name, part in parts.items()}
+        if self.gold_function:
+            found = self.call(self.gold_flag, self.gold_function, texts, columns, tokens.device)
+            components["objective/gold_score"] = torch.stack([*found.values()]).sum(dim=0)
+        return scores, components
+
+    def score_by_model(self, tokens: Tensor, query_length: int) -> Tensor:
+        """Scores of the reward model: queries and responses [B, Q + R] → [B]."""
+        pad_id = self.model.config.pad_id  # ids outside its vocabulary count as padding (X13)
+        is_padding = (tokens == self.pad_id) | (tokens >= pad_id)
+        return self.model.score(
+            tokens.masked_fill(is_padding, pad_id), self.max_tokens, query_length
+        )
+
+    def decode(self, queries: Tensor, tokens: Tensor) -> dict[str, list[str]]:
+        """The texts of queries [B, Q], and of the responses after them in tokens [B, Q + R]."""
         # Alone, a response would lose the space that SentencePiece strips off a text's beginning.
-        texts, both = (decode(self.tokenizer, x, self.pad_id) for x in (queries, tokens))
-        answers = [x[len(y) :] for x, y in zip(both, texts, strict=True)]
-        given: dict[str, Any] = dict(queries=texts, responses=answers)
-        given |= {} if scores is None else dict(scores=scores.tolist())
-        here, parts, error = os.getcwd(), {}, None
+        before = decode(self.tokenizer, queries, self.pad_id)
+        both = decode(self.tokenizer, tokens, self.pad_id)
+        after = [text[len(query) :] for text, query in zip(both, before, strict=True)]
+        return {"queries": before, "responses": after}
+
+    def call(
+        self, flag: str, function: Callable, texts: dict, columns: dict, device: Any
+    ) -> dict[str, Tensor]:
+        """Parts of the scores by a user's function. An error on one process ends all of them."""
+        folder, parts, error = os.getcwd(), {}, None
         try:
-            with about(self.flag):
-                parts = call_reward_function(self.function, given, columns or {})
-                if self.parts and parts.keys() != self.parts.keys():
-                    raise InputError(f"returned {[*parts]}, and before {[*self.parts]}")
+            with about(flag):
+                parts = call_reward_function(function, texts, columns)
+                names = self.names.setdefault(flag, [*parts])
+                if names != [*parts]:
+                    raise InputError(f"returned {[*parts]}, and before {names}")
         except InputError as caught:
             error = caught
-        os.chdir(here)
-        if all_max(torch.tensor(float(error is not None), device=tokens.device)):
-            error = error or InputError(f"{self.flag} failed on another process")
+        os.chdir(folder)
+        if all_max(torch.tensor(float(error is not None), device=device)):
+            error = error or InputError(f"{flag} failed on another process")
             raise InputError("; ".join([f"{error}", *(x() for x in rescues)])) from error.__cause__
-        parts = {name: x.to(tokens.device) for name, x in parts.items()}
-        self.parts = {name: x for name, x in parts.items() if name}
-        return torch.stack([*parts.values()]).sum(dim=0)
-
-    def metrics(self, queries: Tensor, responses: Tensor, columns: dict) -> dict[str, Tensor]:
-        """Of the last scores, which were of these: each part's mean and standard deviation, if the
-        function returns several; the mean of the true scores, if the task has a `gold_fn`.
-        """
-        found: dict[str, Tensor] = {}
-        for name, x in self.parts.items():
-            mean, var = global_mean_and_var(x)
-            found |= {f"reward/{name}": mean, f"reward/{name}_std": var.sqrt()}
-        if self.gold:
-            found["objective/gold_score"] = self.gold(queries, responses, columns).mean()
-        return found
-
-
-@torch.no_grad()
-def score_in_parts(model: Any, tokens: Tensor, max_tokens: int, prompt_length: int = 0) -> Tensor:
-    """Rewards [B] of sequences [B, T], about `max_tokens` tokens at a time.
-
-    The first `prompt_length` columns are computed once for neighbors that share them.
-    """
-    parts = micro_batches((tokens != model.config.pad_id).sum(dim=1), max_tokens)
-    return torch.cat([model(tokens[part], prompt_length) for part in parts])
+        return {name: part.to(device) for name, part in parts.items()}
 
 
 def call_reward_function(function: Callable, texts: dict, columns: dict) -> dict[str, Tensor]:

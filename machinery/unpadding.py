@@ -1,6 +1,6 @@
 """Run a transformer on padded sequences without computing the padding."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,49 +12,74 @@ ONE_TOKEN = {"cuda"}  # where products are faster than SDPA's kernels for masks
 NAME = "unpadded"  # under which the library knows our attention function
 
 
-class Unpadded:
-    """A transformer called as `run(input_ids, mask, position_ids)` → hidden states [B, T, D].
+def compute_hidden(
+    backbone: Any,
+    input_ids: Tensor,
+    mask: Tensor,
+    position_ids: Tensor,
+    prompt_length: int = 0,
+    **cache: Any,
+) -> Tensor:
+    """The last hidden states of a transformer, of real tokens only: [B, T] → [B, T, D].
 
-    It sees the real tokens of a batch as one flat sequence; its attention keeps sequences apart.
-    Results at real tokens equal the plain call's; those at padding are arbitrary.
+    Equals `backbone(input_ids, attention_mask=mask, position_ids=position_ids).last_hidden_state`
+    at real tokens; at padding, results are arbitrary. The transformer sees the real tokens as one
+    flat sequence; its attention keeps the sequences of the batch apart.
     With `prompt_length=n`, the first n columns are computed once for neighbors that share them.
     `cache`: the transformer's argument for a `KeyValueCache` to fill; the mask may be as wide.
     """
+    inputs = dict(attention_mask=mask, use_cache=bool(cache), **cache)
+    mask = mask[:, : input_ids.shape[1]]
+    computed, index = share_prompts(input_ids, mask, prompt_length)
+    counts = torch.stack([computed.sum(dim=1), mask.sum(dim=1)])  # [2, B]: computed, seen
+    bounds = pad(counts.cumsum(dim=1), (1, 0)).int()  # [2, B + 1]
+    lengths, seen = counts.tolist()  # waits for the device; nothing else here does
+    longest = getattr(backbone, "max_unpadded", None)  # None before `set_unpadding`
+    if not longest or max(seen) > longest:
+        if longest is not None:
+            which = f"sequences above {longest} tokens" if longest else "all sequences"
+            say_once(f"padding is computed for {backbone.config.model_type}, in {which}")
+        return backbone(input_ids, position_ids=position_ids, **inputs).last_hidden_state
+    shared = None  # where the tokens are that each sequence sees, if prompts are shared
+    if sum(seen) > sum(lengths):
+        shared = select(index, mask, sum(seen))
+    inputs["attention_mask"] = mask.new_ones(1, 1, 1, 1)  # 4D: the library passes it on
+    inputs["plan"] = Plan(lengths, seen, [], (*bounds, max(lengths), max(seen)), shared)
+    flat_ids = select(input_ids, computed, sum(lengths))
+    flat_positions = select(position_ids, computed, sum(lengths))
+    for to_fill in cache.values():
+        to_fill.index = index
+    outputs = backbone(flat_ids[None], position_ids=flat_positions[None], **inputs)
+    hidden = outputs.last_hidden_state.squeeze(0)  # `[0]` would copy in the backward pass
+    return hidden.index_select(0, index.flatten()).view(*mask.shape, -1)
 
-    def __init__(self, backbone: Any, **cache: Any):
-        self.backbone, self.cache = backbone, cache
 
-    def __call__(
-        self, input_ids: Tensor, mask: Tensor, position_ids: Tensor, prompt_length: int = 0
-    ) -> Tensor:
-        inputs = dict(attention_mask=mask, use_cache=bool(self.cache), **self.cache)
-        mask = mask[:, : input_ids.shape[1]]
-        longest, n = getattr(self.backbone, "max_unpadded", None), prompt_length
-        rows = torch.arange(len(mask), device=mask.device)
-        prompts = input_ids.masked_fill(~mask, -1)[:, :n]
-        is_new = pad((prompts[1:] != prompts[:-1]).any(dim=1), (1, 0), value=True)
-        owners = (rows * is_new).cummax(dim=0).values  # [B]: the row that computes the prompt
-        computed = mask.clone()
-        computed[:, :n] &= (owners == rows)[:, None]
-        index = computed.flatten().cumsum(dim=0).view(mask.shape).sub(1).clamp(min=0)
-        index[:, :n] = index[owners, :n]  # [B, T]: where each token is in the flat sequence
-        counts = torch.stack([computed.sum(dim=1), mask.sum(dim=1)])  # [2, B]: computed, seen
-        bounds = pad(counts.cumsum(dim=1), (1, 0)).int()  # [2, B + 1]
-        lengths, seen = counts.tolist()  # waits for the device; nothing else here does
-        if not longest or max(seen) > longest:
-            if longest is not None:  # else `set_unpadding` is still to come
-                which = f"sequences above {longest} tokens" if longest else "all sequences"
-                say_once(f"padding is computed for {self.backbone.config.model_type}, in {which}")
-            return self.backbone(input_ids, position_ids=position_ids, **inputs).last_hidden_state
-        inputs["attention_mask"] = mask.new_ones(1, 1, 1, 1)  # 4D: the library passes it on
-        shared = select(index, mask, sum(seen)) if sum(seen) > sum(lengths) else None
-        inputs["plan"] = lengths, seen, [], (*bounds, max(lengths), max(seen)), shared
-        ids, positions = (select(x, computed, sum(lengths)) for x in (input_ids, position_ids))
-        for cache in self.cache.values():
-            cache.index = index
-        outputs = self.backbone(ids[None], position_ids=positions[None], **inputs)
-        hidden = outputs.last_hidden_state.squeeze(0)  # `[0]` would copy in the backward pass
-        return hidden.index_select(0, index.flatten()).view(*mask.shape, -1)
+def share_prompts(input_ids: Tensor, mask: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Which tokens to compute, if neighbors with the same first n columns share these.
+
+    [B, T] → whether a token is computed [B, T], and where each is in the flat sequence [B, T].
+    """
+    rows = torch.arange(len(mask), device=mask.device)
+    prompts = input_ids.masked_fill(~mask, -1)[:, :n]
+    is_new = (prompts[1:] != prompts[:-1]).any(dim=1)
+    is_new = pad(is_new, (1, 0), value=True)
+    owners = (rows * is_new).cummax(dim=0).values  # [B]: the row that computes the prompt
+    computed = mask.clone()
+    computed[:, :n] &= (owners == rows)[:, None]
+    index = computed.flatten().cumsum(dim=0).view(mask.shape) - 1
+    index = index.clamp(min=0)
+    index[:, :n] = index[owners, :n]
+    return computed, index
+
+
+class Plan(NamedTuple):
+    """How attention keeps the sequences of a flat batch apart."""
+
+    lengths: list[int]  # [B] tokens that each sequence has in the batch
+    seen: list[int]  # [B] tokens that it sees: those of a shared prompt, too
+    masks: list  # [B] which the first layer makes for all
+    of_kernel: tuple  # inputs of `varlen_attn`
+    shared: Tensor | None  # [S]: where the tokens are that are seen, if prompts are shared
 
 
 def select(x: Tensor, mask: Tensor, count: int) -> Tensor:
@@ -84,13 +109,17 @@ def set_unpadding(backbone: Any, longest: int) -> None:
 
 
 def attention(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, plan: Any = None, **rest: Any
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Any,
+    plan: Plan | None = None,
+    **rest: Any,
 ) -> tuple[Tensor, None]:
     """The library's `sdpa`; with a `plan`, that of each sequence of a flat batch.
 
-    q, k, v [1, heads, U, features] → [1, U, heads, features]. `plan`: how many tokens each sequence
-    has, how many it sees, their masks, which the first layer makes for all, inputs of `varlen_attn`,
-    and the indices [S] of all tokens that are seen, if prompts are shared.
+    q, k, v [1, heads, U, features] → [1, U, heads, features].
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
@@ -99,27 +128,45 @@ def attention(
         if q.device.type in ONE_TOKEN and q.shape[2] == 1 and is_bool and rest.get("scaling"):
             return attend_once(q, k, v, attention_mask, rest["scaling"]), None
         return sdpa(module, q, k, v, attention_mask, **rest)
-    if attention_mask.numel() > 1:  # it is not the one that `Unpadded` passed
+    if attention_mask.numel() > 1:  # it is not the one that `compute_hidden` passed
         raise InputError("makes attention masks of its own")
-    lengths, seen, masks, of_kernel, index = plan
-    if index is not None:  # prompts are shared
-        k, v = (x.index_select(2, index) for x in (k, v))  # [1, heads, S, features]
+    if plan.shared is not None:
+        k = k.index_select(2, plan.shared)  # [1, heads, S, features]
+        v = v.index_select(2, plan.shared)
     if can_use_varlen(k, v):
         from torch.nn.attention.varlen import varlen_attn
 
-        if (heads := q.shape[1] // k.shape[1]) > 1:  # torch 2.11 does not know groups
-            k, v = (x.repeat_interleave(heads, dim=1) for x in (k, v))
+        heads = q.shape[1] // k.shape[1]  # that share keys; torch 2.11 does not know groups
+        if heads > 1:
+            k = k.repeat_interleave(heads, dim=1)
+            v = v.repeat_interleave(heads, dim=1)
         # Autocast does not cast here; rotary embeddings leave queries and keys in fp32.
-        flat: Any = (x.squeeze(0).transpose(0, 1).to(v.dtype) for x in (q, k, v))
-        causal: Any = dict(window_size=(-1, 0), scale=rest.get("scaling"))
-        output: Any = varlen_attn(*flat, *of_kernel, **causal)
+        flat = [x.squeeze(0).transpose(0, 1).to(v.dtype) for x in (q, k, v)]
+        scale = rest.get("scaling")
+        output: Any = varlen_attn(*flat, *plan.of_kernel, window_size=(-1, 0), scale=scale)
         return output[None], None
-    if not masks:
-        for n, m in zip(lengths, seen, strict=True):  # the first m - n are a prompt's
-            masks.append(None if n == m else q.new_ones(1, 1, n, m).bool().tril(m - n))
-    parts = zip(q.split(lengths, 2), k.split(seen, 2), v.split(seen, 2), masks, strict=True)
-    outputs = [sdpa(module, *part, **rest)[0] for part in parts if part[0].shape[2]]
+    if not plan.masks:
+        plan.masks.extend(causal_masks(q, plan.lengths, plan.seen))
+    queries = q.split(plan.lengths, dim=2)
+    keys = k.split(plan.seen, dim=2)
+    values = v.split(plan.seen, dim=2)
+    outputs = []
+    for i, length in enumerate(plan.lengths):
+        if length > 0:
+            output, _ = sdpa(module, queries[i], keys[i], values[i], plan.masks[i], **rest)
+            outputs.append(output)
     return torch.cat(outputs, dim=1), None
+
+
+def causal_masks(q: Tensor, lengths: list[int], seen: list[int]) -> list[Tensor | None]:
+    """A mask for each sequence; None, if it sees only its own tokens: `sdpa` is causal then."""
+    masks: list[Tensor | None] = []
+    for n, m in zip(lengths, seen, strict=True):  # the first m - n tokens are a prompt's
+        mask = None
+        if n != m:
+            mask = q.new_ones(1, 1, n, m).bool().tril(m - n)
+        masks.append(mask)
+    return masks
 
 
 def attend_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
