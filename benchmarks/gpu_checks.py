@@ -82,28 +82,6 @@ def probe(*backends: str) -> dict[str, Any]:
     return verdict(not nans, f"{text} again {second:.3g} ms, widths with NaN gradients: {nans}")
 
 
-def vocabulary_product(*sizes: int) -> dict[str, Any]:
-    """Milliseconds of the head's TF32 product and its gradients, for vocabularies of these sizes.
-
-    50,257 is odd, and kernels for tensor cores need aligned rows: GPT-2's may take slower ones.
-    """
-    device, n, width = ("cuda", 8192, 768) if torch.cuda.is_available() else ("cpu", 16, 32)
-    torch.set_float32_matmul_precision("high")
-    hidden = torch.randn(n, width, device=device, requires_grad=True)
-
-    def product(size: int) -> float:
-        weight = torch.randn(size, width, device=device, requires_grad=True)
-        weight.sum().item()  # waits for the GPU
-        begin = time.perf_counter()
-        logits = torch.nn.functional.linear(hidden, weight)
-        torch.autograd.grad(logits, (hidden, weight), logits.detach())[1].sum().item()
-        return 1000 * (time.perf_counter() - begin)
-
-    found = {size: [product(size) for _ in range(4)][1:] for size in sizes or (50257, 50264)}
-    text = [f"{size}: {statistics.median(times):.3g} ms" for size, times in found.items()]
-    return verdict(True, f"{', '.join(text)}; n {n}")
-
-
 def golden(times: float = 10.0) -> dict[str, Any]:
     """Run the golden tests on the device with larger tolerances: its sums have another order."""
 
