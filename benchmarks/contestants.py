@@ -78,8 +78,7 @@ def make(job: Job, watch: Stopwatch) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     from machinery.models import disable_dropout
-    from machinery.rewards import RewardConfig
-    from train_reward import RewardModel
+    from train_reward import RewardConfig, RewardModel
 
     folder, ends = Path(job.folder), dict(bos_token_id=None, eos_token_id=None)
     settings = {"model_type": "gpt2"} | job.config | ends
@@ -193,12 +192,11 @@ def plain(job: Job, watch: Stopwatch) -> None:
     """`PlainPPO` of plain_ppo.py."""
     import ppo
     from benchmarks import plain_ppo
-    from machinery.rewards import load_reward_model
     from train_reward import RewardModel
     from utils import pad_left
 
     args = script_args(ppo, job)
-    reward = plain_ppo.reward_from(load_reward_model(RewardModel, f"{job.folder}/reward"))
+    reward = plain_ppo.reward_from(RewardModel.from_pretrained(f"{job.folder}/reward"))
     vocabulary = reward.lm.config.vocab_size
     models = load(job, "policy"), load(job, "policy"), reward
     contestant = plain_ppo.PlainPPO(*models, args, vocabulary, job.micro)

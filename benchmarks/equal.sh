@@ -6,6 +6,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 PYTHONPATH=.
 mkdir -p runs && cp ppo.py rloo.py runs/
+cat > runs/coin_flip.py << 'PYTHON'
+import random
+COIN = random.Random(1)
+def score(queries, responses): return [float(COIN.getrandbits(1)) for _ in responses]
+PYTHON
 for name in cispo dapo dr_grpo grpo gspo lora_rloo reinforce_plus_plus; do
   cp rloo.py runs/$name.py && patch --fuzz=0 runs/$name.py diffs/$name.diff
 done
@@ -21,7 +26,7 @@ run() { # name, script, flags
 arithmetic() {
   local scripts='ppo rloo grpo dr_grpo reinforce_plus_plus' script beta seed
   local task='--task arithmetic --total_episodes 4096 --gold_fn data.answers:exact_match'
-  local coin='--kl_coef 0.01 --reward_fn benchmarks/coin_flip.py:score --missing_eos_penalty 0.5'
+  local coin='--kl_coef 0.01 --reward_fn runs/coin_flip.py:score --missing_eos_penalty 0.5'
   for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do
     for script in $scripts; do
       for beta in 0 0.01 0.03 0.1; do

@@ -298,7 +298,6 @@ def plan(small: bool, folder: Path, out: Path) -> Iterator[tuple[Any, ...]]:
     pythia = long if small else PYTHIA_1B, folder / "pythia"
     yield "attention, cuDNN first", 0.25, gpu_checks.probe, "CUDNN", "EFFICIENT", "MATH"
     yield "attention, ours", 0.2, gpu_checks.probe, "FLASH", "EFFICIENT", "MATH"
-    yield "vocabulary of 50,257 and 50,264", 0.2, gpu_checks.vocabulary_product
     yield "sentiment: models", 0.4, make, *gpt2
     yield "sentiment: ppo", 0.8, update, *gpt2, "ppo", 3, []
     for flags in (["--micro_batch_tokens", "4096"], ["--rollout_batch_size", "256"]):

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks import speed
 from machinery import distributed, models
-from machinery.unpadding import Unpadded, set_unpadding
+from machinery.unpadding import compute_hidden, set_unpadding
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests/test_golden.py"
@@ -82,28 +82,6 @@ def probe(*backends: str) -> dict[str, Any]:
     return verdict(not nans, f"{text} again {second:.3g} ms, widths with NaN gradients: {nans}")
 
 
-def vocabulary_product(*sizes: int) -> dict[str, Any]:
-    """Milliseconds of the head's TF32 product and its gradients, for vocabularies of these sizes.
-
-    50,257 is odd, and kernels for tensor cores need aligned rows: GPT-2's may take slower ones.
-    """
-    device, n, width = ("cuda", 8192, 768) if torch.cuda.is_available() else ("cpu", 16, 32)
-    torch.set_float32_matmul_precision("high")
-    hidden = torch.randn(n, width, device=device, requires_grad=True)
-
-    def product(size: int) -> float:
-        weight = torch.randn(size, width, device=device, requires_grad=True)
-        weight.sum().item()  # waits for the GPU
-        begin = time.perf_counter()
-        logits = torch.nn.functional.linear(hidden, weight)
-        torch.autograd.grad(logits, (hidden, weight), logits.detach())[1].sum().item()
-        return 1000 * (time.perf_counter() - begin)
-
-    found = {size: [product(size) for _ in range(4)][1:] for size in sizes or (50257, 50264)}
-    text = [f"{size}: {statistics.median(times):.3g} ms" for size, times in found.items()]
-    return verdict(True, f"{', '.join(text)}; n {n}")
-
-
 def golden(times: float = 10.0) -> dict[str, Any]:
     """Run the golden tests on the device with larger tolerances: its sums have another order."""
 
@@ -145,7 +123,7 @@ def unpadding(work: speed.Work, folder: Path) -> dict[str, Any]:
     for bf16, columns, prompt_length in calls:
         set_unpadding(lm, columns)
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            hidden = Unpadded(lm)(*inputs, prompt_length)[mask].float()
+            hidden = compute_hidden(lm, *inputs, prompt_length)[mask].float()
         noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
         loss = (hidden * noise.to(device)).sum()
         gradients = torch.autograd.grad(loss, [*lm.parameters()])

@@ -30,7 +30,6 @@ sys.path.insert(0, str(ROOT))
 import train_reward  # noqa: E402
 from benchmarks import pretrained  # noqa: E402
 from machinery import cli  # noqa: E402
-from machinery.rewards import load_reward_model, score_in_parts  # noqa: E402
 from tools import winrate  # noqa: E402
 from tools.calibration import calibration  # noqa: E402
 from tools.curves import make_panels, provenance  # noqa: E402
@@ -145,7 +144,7 @@ def write_data(archive: Path) -> None:
 @cache
 def load_scorer(folder: str) -> tuple[Any, Any]:
     """Reward model and tokenizer of a folder."""
-    model = load_reward_model(train_reward.RewardModel, folder)
+    model = train_reward.RewardModel.from_pretrained(folder)
     return model.to(DEVICE), transformers.AutoTokenizer.from_pretrained(folder)
 
 
@@ -159,7 +158,7 @@ def score_texts(folder: str, texts: list[str], end: bool = False) -> np.ndarray:
         sequences = [ids if ids[-1:] == [period] else [*ids, period] for ids in sequences]
     tokens = pad_left(sequences, max(map(len, sequences)), model.config.pad_id).to(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):  # as in the runs
-        return score_in_parts(model, tokens, max_tokens=MAX_TOKENS).cpu().numpy()
+        return model.score(tokens, max_tokens=MAX_TOKENS).cpu().numpy()
 
 
 def true_score(queries: list[str], responses: list[str]) -> np.ndarray:

@@ -151,7 +151,7 @@ class PlainPPO:
         scores = torch.empty(len(queries))
         for rows, part in self.parts(tokens, np.arange(len(tokens))):
             scores[rows] = self.reward(part, self.pad_id)[1][:, -1]
-        scores[~ended] = self.task.missing_eos_penalty
+        scores[~ended] = self.task.unfinished_score
         return scores, cut
 
     @torch.no_grad()

@@ -7,6 +7,11 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 PYTHONPATH=. TOKENIZERS_PARALLELISM=false
 folder=runs/tricks
 mkdir -p $folder
+cat > $folder/coin_flip.py << 'PYTHON'
+import random
+COIN = random.Random(1)
+def score(queries, responses): return [float(COIN.getrandbits(1)) for _ in responses]
+PYTHON
 
 make() { # name, patches; then sed's program
   cp rloo.py "$folder/$1.py"
@@ -52,7 +57,7 @@ tricks() {
     run raft_right_$seed raft $base --seed $seed --min_score 1
     run raft_any_$seed raft $base --seed $seed --no-select_best
     run overlong_$seed overlong $base --seed $seed --gold_fn data.answers:exact_match
-    run random_$seed grpo $base --seed $seed --reward_fn benchmarks/coin_flip.py:score \
+    run random_$seed grpo $base --seed $seed --reward_fn $folder/coin_flip.py:score \
       --missing_eos_penalty 0.5 --gold_fn data.answers:exact_match
   done
 }

@@ -2,7 +2,7 @@
 
 Markdown files become pages, pictures, CSVs and notebooks are copied, scripts become listings.
 Equations become MathML, which browsers show without JavaScript. A click on a picture opens it alone.
-The search leaves out the log, and ranks listings below pages. Pages that were merged into others lead there.
+Links to the log lead to the repository. The search ranks listings below pages. Pages that were merged into others lead there.
 """
 
 import os
@@ -15,6 +15,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(([^)#\s:]+)(?:#L(\d+))?(?=[)#])")  # of a file; with its line
 MATH = re.compile(r"(?s)(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)|\$([^$]+)\$")  # code, or an equation
+LOG = re.compile(r"\[([^]]+)\]\([^)]*\blog\.md(#[^)]*)?\)")  # not in the site
 PICTURE = re.compile(r"!\[[^]]*\]\(([^)]+)\)")
 MOVED = {
     "ablations": "results.html#what-each-detail-is-worth",
@@ -44,6 +45,7 @@ def page_of(file):
 def on_files(files, config):
     """Add the files that pages link to, also those of added pages."""
     queue = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    queue.remove(ROOT / "docs/log.md")
     for file in queue:
         path = site_path(file)
         if files.get_file_from_path(path) is None:
@@ -53,21 +55,20 @@ def on_files(files, config):
             files.append(File.generated(config, path, content=content, abs_src_path=abs_src_path))
         if file.suffix == ".md":
             PAGES[path] = file
-            links = (file.parent / link[1] for link in LINK.finditer(file.read_text()))
+            links = (file.parent / link[1] for link in LINK.finditer(LOG.sub("", file.read_text())))
             queue += {link.resolve() for link in links} - set(queue)
     return files
 
 
-def on_page_markdown(markdown, page, **_):
+def on_page_markdown(markdown, page, config, **_):
     """Rewrite links to files, pictures and equations."""
     is_page = page.file.src_uri in PAGES
-    page.meta["search"] = {
-        "exclude": page.file.src_uri == "log.md",
-        "boost": 1 if is_page else 0.001,
-    }
+    page.meta["search"] = {"boost": 1 if is_page else 0.001}
     if not is_page:  # a listing
         return markdown
     folder = PAGES[page.file.src_uri].parent
+    log = rf"[\1]({config.repo_url}/blob/main/docs/log.md\2)" if config.repo_url else r"\1"
+    markdown = LOG.sub(log, markdown)
 
     def link(found):
         path = site_path((folder / found[1]).resolve())

@@ -80,7 +80,7 @@ class DecodingBatch:
             real = F.pad(real, (0, unused))
         inputs = prompts.clamp(min=0)
         # `compute_hidden` sets the cache's index, by which the cache moves keys to [P, C].
-        cache = {self.cache_name: self.cache}
+        cache: Any = {self.cache_name: self.cache}
         hidden = compute_hidden(
             self.lm.base_model, inputs, real, position_ids, **cache
         )  # [P, C, D]

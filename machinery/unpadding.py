@@ -141,7 +141,7 @@ def attention(
             k = k.repeat_interleave(heads, dim=1)
             v = v.repeat_interleave(heads, dim=1)
         # Autocast does not cast here; rotary embeddings leave queries and keys in fp32.
-        flat = [x.squeeze(0).transpose(0, 1).to(v.dtype) for x in (q, k, v)]
+        flat: Any = [x.squeeze(0).transpose(0, 1).to(v.dtype) for x in (q, k, v)]
         scale = rest.get("scaling")
         output: Any = varlen_attn(*flat, *plan.of_kernel, window_size=(-1, 0), scale=scale)
         return output[None], None

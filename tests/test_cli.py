@@ -42,7 +42,7 @@ BAD = [  # a command, words of the error
 MAY_BE_0 = {"seed", "truncate_after", "num_heldout", "lr", "kl_coef", "vf_coef", "weight_decay"}
 MAY_BE_0 |= {"gamma", "lam", "warmup"}
 OTHER_BOUNDS = dict(rloo_k=1, normalize_samples=1, block_size=3, gamma=1.01, lam=1.01, warmup=1.01)
-OTHER_BOUNDS |= {"missing_eos_penalty": float("-inf")}  # any other number is right
+OTHER_BOUNDS |= {"unfinished_score": float("-inf")}  # any other number is right
 
 
 @pytest.mark.parametrize(("script", "processes", "changes", "words"), DIVIDE)
@@ -62,7 +62,7 @@ def test_every_number_has_its_bounds(script):
         for name, hint in typing.get_type_hints(cls).items():
             kinds = {hint, *typing.get_args(hint)} & {int, float}
             wrong = [float("nan"), float("inf")] if float in kinds else []
-            if kinds and name != "missing_eos_penalty":
+            if kinds and name != "unfinished_score":
                 wrong += [-1, -1e-9 if float in kinds else -1, *[0] * (name not in may_be_0)]
             if name in OTHER_BOUNDS:
                 wrong.append(OTHER_BOUNDS[name])
@@ -198,7 +198,7 @@ def test_the_tasks_have_their_published_settings(name):
     task = parse(ppo, "--task", name).task
     names = "query_length response_length temperature truncate_token truncate_after"
     assert values(task, f"{names} query_prefix query_suffix") == SETTINGS[name]
-    found = values(task, "eos_task missing_eos_penalty start_text task")
+    found = values(task, "eos_task unfinished_score start_text task")
     assert found == (name == "tldr", -1.0, None, name)
 
 

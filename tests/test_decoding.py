@@ -1,6 +1,5 @@
 """machinery/decoding.py: logits with a static cache, and samples, are those of the plain model (G4)."""
 
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -37,7 +36,7 @@ def test_G4_decoder_gives_the_logits_of_the_plain_model(kind, settings, bf16, mo
     responses = tiny.make_responses(15, LENGTH)
     hook = lambda module, args: read.append(tuple(args[0].shape))  # noqa: E731
     pads = torch.randint(-1, 999, tokens.shape)
-    batch = decoding.Decoder(lm, LENGTH).start(tokens.where(mask, pads), mask)
+    batch = decoding.DecodingBatch(lm, tokens.where(mask, pads), mask, LENGTH)
     for step in range(LENGTH):
         mask = tokens != tiny.PAD
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -66,23 +65,17 @@ def test_G4_attention_as_products_gives_the_logits_of_the_plain_model(kind, bf16
     assert attend.call_count == tiny.make_lm(kind).config.num_hidden_layers * (LENGTH - 1)
 
 
-def ending_soon(decoder, calls: list):
-    """`decoder` with token 0, at which responses of EOS tasks end, made likely. Notes its calls."""
+def end_soon(patch: pytest.MonkeyPatch, calls: list) -> None:
+    """Make token 0 likely, at which responses of EOS tasks end; note how many rows are computed."""
+    compute = decoding.DecodingBatch.next_logits
 
-    def start(*inputs: torch.Tensor):
-        batch = decoder.start(*inputs)
-        compute = batch.next_logits
+    def next_logits(batch: decoding.DecodingBatch) -> torch.Tensor:
+        logits = compute(batch)
+        calls.append((len(batch.rows), batch.length))
+        logits[:, 0] = logits.logsumexp(dim=-1) - 2.5  # about 0.05
+        return logits
 
-        def next_logits() -> torch.Tensor:
-            logits = compute()
-            calls.append((len(batch.rows), batch.length))
-            logits[:, 0] = logits.logsumexp(dim=-1) - 2.5  # about 0.05
-            return logits
-
-        batch.next_logits = next_logits
-        return batch
-
-    return SimpleNamespace(start=start)
+    patch.setattr(decoding.DecodingBatch, "next_logits", next_logits)
 
 
 @pytest.mark.parametrize("number", range(len(KINDS)))
@@ -91,14 +84,14 @@ def test_G4_responses_that_have_ended_leave_the_batch(number, monkeypatch):
     (kind, settings), size, bf16 = KINDS[number], (1, 17, 40)[number % 3], number % 2 == 1
     monkeypatch.setattr(decoding, "BLOCK", 16)
     lm, calls = tiny.make_lm(kind, **settings), []
-    decoder = ending_soon(decoding.Decoder(lm, 50), calls)
+    end_soon(monkeypatch, calls)
     inputs = tiny.make_contexts([8, 3, 5, 8, 1] * 8, 8)[:size], tiny.uniform(50, size)
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        full = tiny.sample(decoder, *inputs)
+        full = tiny.sample(lm, *inputs)
         assert [rows for rows, _ in calls] == [size] * 50
         for after in (0, 4):
             calls.clear()
-            found = tiny.sample(decoder, *inputs, eos_task=True, truncate_after=after)
+            found = tiny.sample(lm, *inputs, eos_task=True, truncate_after=after)
             expected, ended = truncate(full, [0], after, tiny.PAD)
             assert torch.equal(truncate(found, [0], after, tiny.PAD)[0], expected)
             last = (expected != tiny.PAD).sum(dim=1)
@@ -121,5 +114,5 @@ def test_G4_generate_samples_what_a_loop_without_a_cache_does(kind):
         new = torch.multinomial((logits / 0.7).softmax(dim=-1), num_samples=1)
         tokens = torch.cat([tokens, new], dim=1)
     torch.manual_seed(0)
-    found = decoding.generate(decoding.Decoder(lm, LENGTH), CONTEXTS, tiny.PAD, 0.7)
+    found = decoding.generate(lm, CONTEXTS, tiny.PAD, LENGTH, 0.7)
     assert torch.equal(found, tokens[:, -LENGTH:])

@@ -19,10 +19,10 @@ import ppo
 import rloo
 import train_reward
 import utils
-from machinery import decoding, models
+from machinery import models
 from machinery.queries import ends_word
-from machinery.rewards import RewardConfig, load_reward_model, score_in_parts
 from machinery.tokens import load_tokenizer
+from train_reward import RewardConfig
 
 HAND = dict(atol=1e-4, rtol=0)  # for expected values that are written with four decimals
 SAME = dict(atol=2e-5, rtol=0)  # for the same number by another way through the network
@@ -50,7 +50,7 @@ def test_G2_pad_is_one_past_the_vocabulary_and_the_embedding_is_not_resized(task
 
 def sample(lm, contexts, length, temperature):
     uniform, pad_id = tiny.uniform(length, len(contexts)), lm.config.vocab_size
-    return tiny.sample(decoding.Decoder(lm, length), contexts, uniform, pad_id, temperature)
+    return tiny.sample(lm, contexts, uniform, pad_id, temperature)
 
 
 def test_G4_a_response_has_its_exact_length_whatever_the_generation_config_says():
@@ -112,8 +112,7 @@ def test_X10_the_rollout_batch_size_never_changes_what_is_sampled(script):
     for size in (1, 4, 6):
         args = tiny.make_args(script=script, rollout_batch_size=size)
         uniform = utils.random_numbers(1, 0, contexts.device, args.task.response_length, 6)
-        decoder = decoding.Decoder(lm, args.task.response_length)
-        sampled.append(script.sample_in_batches(decoder, contexts, uniform, tiny.IDS, args))
+        sampled.append(script.sample_in_batches(lm, contexts, uniform, tiny.IDS, args))
     assert torch.equal(sampled[0], sampled[2]) and torch.equal(sampled[1], sampled[2])
     assert len({tuple(row) for row in sampled[0].tolist()}) == 6
 
@@ -132,7 +131,7 @@ def test_G6_every_process_has_its_own_seed_for_queries_samples_and_minibatches(s
     places = {"query_rows": 2, "random_numbers": 0, "epoch_order": 2}  # of the seed or the rng
     spies = {name: Mock(wraps=getattr(script, name)) for name in places}
     args = tiny.make_args(script=script, total_episodes=8, num_ppo_epochs=1)
-    monkeypatch.setattr("machinery.distributed.share", lambda *_: slice(None))
+    monkeypatch.setattr("machinery.distributed.own_rows", lambda *_: slice(None))
     for rank in (0, 2):
         monkeypatch.setattr("accelerate.Accelerator.process_index", rank)
         tiny.start(script, args, **spies)
@@ -162,7 +161,7 @@ def test_G1_R1_a_reward_is_of_the_last_real_token_whatever_the_padding_and_the_b
         assert_close(model.token_rewards(tokens)[tokens != PAD], torch.cat(of_tokens), **SAME)
         assert_close(model(tokens), expected, **SAME)
         assert_close(model(tokens[1:2]), expected[1:2], **SAME)
-        assert_close(score_in_parts(model, tokens, 6), expected, **SAME)
+        assert_close(model.score(tokens, 6), expected, **SAME)
     assert_close(model(torch.tensor([[3, PAD, 4, 5, PAD]])), expected[:1], **SAME)
 
 
@@ -202,14 +201,16 @@ def test_R3_X9_the_policys_samples_end_in_eos_tasks_only(runs, accelerator, monk
         return train_reward.sample_policy(replace(args, task=task), *given, accelerator)
 
     plain = samples(truncate_token=".")
-    for queries, responses in plain:
-        assert queries.shape == responses.shape[:1] + (16,) == (8, 16) and responses.shape[1] == 5
-        assert (responses != WORDS).all()
-    assert not torch.equal(plain[0][0], plain[1][0]) and not torch.equal(plain[0][1], plain[1][1])
-    end = plain[0][1][0, 1].item()  # a token that was sampled
+    for tokens in plain:
+        assert tokens.shape == (8, 16 + 5)
+        assert (tokens[:, 16:] != WORDS).all()
+    assert not torch.equal(plain[0][:, :16], plain[1][:, :16])
+    assert not torch.equal(plain[0][:, 16:], plain[1][:, 16:])
+    end = plain[0][0, 17].item()  # a token that was sampled
     cut = samples(truncate_token=AutoTokenizer.from_pretrained("sft").decode(end), eos_task=True)
-    for (queries, whole), (same, ended) in zip(plain, cut, strict=True):
-        assert torch.equal(queries, same)
+    for whole, ended in zip(plain, cut, strict=True):
+        assert torch.equal(whole[:, :16], ended[:, :16])
+        whole, ended = whole[:, 16:], ended[:, 16:]
         for row, expected in zip(ended.tolist(), whole.tolist(), strict=True):
             length = expected.index(end) + 1 if end in expected else 5
             assert row == expected[:length] + [WORDS] * (5 - length)
@@ -259,7 +260,7 @@ def test_P4_no_dropout_even_after_train(kind, tmp_path):
     reward = train_reward.new_reward_model(folder, WORDS)
     reward.config.backbone = tiny.config(kind, vocab=WORDS, dropout=0.5)
     reward.save_pretrained(tmp_path / "r")
-    loaded = load_reward_model(train_reward.RewardModel, str(tmp_path / "r"))
+    loaded = train_reward.RewardModel.from_pretrained(str(tmp_path / "r"))
     policy = ppo.PolicyAndValue(models.load_lm(folder), WORDS, 0.7)
     of_rloo = rloo.Policy(models.load_lm(folder), WORDS, 0.7)
     torch.nn.init.normal_(policy.value_head.weight)
@@ -290,7 +291,8 @@ def test_P7_every_epoch_but_the_first_is_a_fresh_permutation_of_the_batch(script
 
 @pytest.mark.parametrize(("lengths", "tokens", "expected"), PARTS)
 def test_P7_micro_batches_have_about_as_many_tokens_as_asked_for(lengths, tokens, expected):
-    parts = utils.micro_batches(torch.tensor(lengths), tokens)
+    lengths = torch.tensor(lengths)
+    parts = utils.micro_batches(lengths, utils.count_micro_batches(lengths, tokens))
     assert [(part.start, part.stop) for part in parts] == expected
 
 
@@ -367,7 +369,7 @@ def test_X9_L2_the_mask_ends_with_eos_the_score_sits_there_minus_beta_times_the_
     rollout = tiny.make_rollout(policy, tiny.make_args(task, script), script, **inputs)
     assert rollout.mask.tolist() == [[t < n for t in range(5)] for n in REAL]
     assert rollout.scores.tolist() == [1, 2, 3, -1, 5, 6, 7, -1]
-    assert rollout.ended.tolist() == [end is not None for end in ENDS]
+    assert rollout.finished.tolist() == [end is not None for end in ENDS]
     assert (rollout.responses[~rollout.mask] == PAD).all()
     assert not rollout.logprobs[~rollout.mask].any() and not rollout.kl[~rollout.mask].any()
     for i, n in enumerate(REAL):

@@ -208,7 +208,7 @@ def test_frozen_weights_are_stored_as_autocast_casts_them(kind, bf16_accelerator
     for lm in (copy.deepcopy(model), distributed.freeze(bf16_accelerator, model)):
         lm.requires_grad_(False)
         with torch.no_grad(), bf16_accelerator.autocast():
-            batch = decoding.Decoder(lm, 2).start(contexts, mask)
+            batch = decoding.DecodingBatch(lm, contexts, mask, 2)
             plain = lm(contexts.masked_fill(~mask, 0), attention_mask=mask).logits
             logits = [plain, batch.next_logits()]
             batch.append(contexts[:, 0] * 0 + 7)

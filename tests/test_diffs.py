@@ -353,13 +353,13 @@ def test_X12_an_update_ends_after_the_epoch_that_moved_the_policy_too_far(start)
 
 def test_X14_a_token_gets_what_it_adds_to_the_score_and_the_last_one_gets_the_rest(start):
     """The score of a text is the sum of its ids, and 10."""
-    flags = dict(truncate_token=".", sample_in_batches=uneven_responses, missing_eos_penalty=-3.0)
+    flags = dict(truncate_token=".", sample_in_batches=uneven_responses, unfinished_score=-3.0)
     flags |= dict(score=lambda x: 10 + (x * (x != tiny.WORDS)).sum(dim=1).float(), kl_coef=0.5)
     rollout = start("dense_rewards", **flags).rollouts[0]
     expected = rollout.cut.masked_fill(rollout.cut == tiny.WORDS, 0).float()
     expected[:, -1] += rollout.scores - expected.sum(dim=1)
     assert_close(rollout.rewards + 0.5 * rollout.kl, expected)
-    assert rollout.ended.any() and not rollout.ended.all()
+    assert rollout.finished.any() and not rollout.finished.all()
 
 
 def test_two_lambdas_returns_have_their_own_and_that_of_advantages_rises_with_the_length(patched):
@@ -828,7 +828,7 @@ def test_vine_advantages_are_what_parts_add_to_mean_scores_of_continuations(star
             found.append(penalties[i] + torch.tensor(parts[:length]).float())
         return found
 
-    flags = EQUAL | EOS | dict(vine_every=2, vine_samples=2, missing_eos_penalty=-2.0)
+    flags = EQUAL | EOS | dict(vine_every=2, vine_samples=2, unfinished_score=-2.0)
     flags |= dict(score=lambda x: (x != tiny.WORDS).sum(dim=1).float(), sample_in_batches=responses)
     assert_updates("vine", start("vine", **flags), OWN, advantages_of)
 

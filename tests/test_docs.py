@@ -84,7 +84,7 @@ OTHERS = {  # of other programs, or of an example
     "docs/ppo.md": {"completion_ids"},
     "docs/running.md": {"WANDB_ENTITY", "terminationGracePeriodSeconds", "torchrun"}
     | {"set_requires_gradient_sync"},
-    "docs/speed.md": {"ChosenLogprobs", "Product", "gpu_count"},
+    "docs/tldr.md": {"copying", "fmeasure"},
     "docs/your-experiment.md": {"max_length"},
     "CONTRIBUTING.md": {"fix", "test_X15_", "run_python"},
 }

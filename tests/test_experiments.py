@@ -19,7 +19,7 @@ from test_diffs import RECIPES, ROOT
 import ppo
 import utils
 from data import tasks
-from machinery import cli, decoding
+from machinery import cli
 from machinery.tokens import load_tokenizer
 
 patched, start, task = test_diffs.patched, test_diffs.start, test_diffs.task
@@ -30,14 +30,14 @@ def test_tools_sampling_continues_after_what_the_tool_inserts(calls, patched, mo
     """The answer depends on the response so far, and is cut at R tokens."""
     script, lm, task = patched("tools"), tiny.make_lm(), tiny.make_task(response_length=12)
     contexts, uniform = tiny.make_contexts([3, 6, 8, 1] * 4, 8), tiny.uniform(12, 16)
-    decoder, tokenizer = decoding.Decoder(lm, 12), tiny.Tokenizer()
-    caller = tiny.sample(decoder, contexts, uniform).flatten().mode().values.item()
+    tokenizer = tiny.Tokenizer()
+    caller = tiny.sample(lm, contexts, uniform).flatten().mode().values.item()
     encode = lambda _, texts, own: ([[int(x) for x in texts[0].split()]], [], 0)  # noqa: E731
     monkeypatch.setattr(script, "encode_after", encode)
     tool = lambda contexts, responses: [f"{len(x.split())} 7" for x in responses]  # noqa: E731
     monkeypatch.setattr(script, "load_tool", lambda args: (tool, tokenizer, caller))
     args = tiny.make_args(task, script, tool_fn="mine.py:tool", tool_calls=calls)
-    found = script.sample(decoder, contexts, uniform, tiny.IDS, args)
+    found = script.sample(lm, contexts, uniform, tiny.IDS, args)
     for row, context in enumerate(contexts):
         tokens, expected, answer, left = context[context != tiny.PAD].tolist(), [], [], calls
         for t in range(12):

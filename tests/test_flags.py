@@ -4,6 +4,7 @@ import functools
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -13,6 +14,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 import ppo
 import train_reward
+from machinery import decoding
 
 OPTIMIZER = dict(seed=2, lr=2e-3, adam_eps=1e-3)
 UPDATES = OPTIMIZER | dict(total_episodes=16, eval_every=1, num_ppo_epochs=1, num_minibatches=1)
@@ -75,7 +77,7 @@ def test_X2_scores_are_clipped_and_the_penalty_with_them():
     reward = lambda queries, responses, columns: torch.tensor([-9.0, 0.5, 2.5, 1e4, 0.0])  # noqa: E731
     responses = torch.full((5, 5), tiny.EOS)
     responses[4] = tiny.EOS + 1  # no truncate token
-    task = tiny.make_task(missing_eos_penalty=-7.0)
+    task = tiny.make_task(unfinished_score=-7.0)
     for clip, expected in ((2.0, [-2.0, 0.5, 2.0, 2.0, -2.0]), (None, [-9.0, 0.5, 2.5, 1e4, -7.0])):
         args = tiny.make_args(task, clip_score=clip)
         scores, _, _ = ppo.score_responses(reward, responses, responses, {}, tiny.IDS, args)
@@ -135,9 +137,14 @@ def test_X14_ppo_without_whitened_advantages():
 
 @tiny.both
 def test_the_response_length_reaches_the_decoder(script):
-    asked, args = [], tiny.make_args(script=script, total_episodes=8)
-    tiny.start(script, args, Decoder=lambda lm, response_length: asked.append(response_length))
-    assert asked == [args.task.response_length]
+    args = tiny.make_args(script=script, total_episodes=8)
+    lm, contexts = tiny.make_lm(), tiny.make_contexts([3, 2], 8)
+    uniform = tiny.uniform(args.task.response_length, 2)
+    batch = Mock(wraps=decoding.DecodingBatch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "DecodingBatch", batch)
+        script.sample(lm, contexts, uniform, tiny.IDS, args)
+    assert batch.call_args.kwargs == {"max_new_tokens": args.task.response_length}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

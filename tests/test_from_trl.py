@@ -17,10 +17,10 @@ from test_readme import PAGES
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from machinery import cli, rewards, sources
+from machinery import cli, sources
 from tools import convert_reward
 from tools.classifier import Classifier
-from train_reward import RewardModel
+from train_reward import load_reward
 from utils import TokenIds
 
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{{ eos_token }}\n{% endfor %}"
@@ -74,9 +74,9 @@ def test_X13_a_converted_classifier_scores_as_its_own_forward(kind, tmp_path, ta
     rows = [[x for x in row if x != tiny.WORDS] for row in torch.cat([queries, cut], 1).tolist()]
     args = tiny.make_args(task, reward_model=str(tmp_path / "reward"))
     given = AutoTokenizer.from_pretrained(task.base_model), TokenIds(tiny.WORDS, [], [], [])
-    reward = rewards.load_reward(args, RewardModel, *given, Accelerator(cpu=True))
+    reward = load_reward(args, *given, Accelerator(cpu=True))
     expected = own_scores(classifier, rows)
-    assert reward(queries, cut).tolist() == pytest.approx(expected, abs=2e-5)
+    assert reward(queries, cut)[0].tolist() == pytest.approx(expected, abs=2e-5)
     assert torch.tensor(expected).std() > 0.1
 
 
@@ -91,16 +91,16 @@ def test_a_converted_classifier_reads_queries_that_begin_as_its_own_texts(tmp_pa
     plain = AutoTokenizer.from_pretrained(task.base_model)
     rest = TokenIds(tiny.WORDS, None, [], []), Accelerator(cpu=True)
     args = tiny.make_args(task, reward_model=folder)
-    rewards.load_reward(args, RewardModel, own, *rest)
+    load_reward(args, own, *rest)
     assert "template" not in capsys.readouterr().out
     other = AutoTokenizer.from_pretrained(folder, chat_template="{{ messages[0].content }}")
     other.save_pretrained(folder)
     own.chat_template = TURNS
-    rewards.load_reward(args, RewardModel, own, *rest)
-    assert f"{folder} reads texts in the policy's chat template" in capsys.readouterr().out
+    load_reward(args, own, *rest)
+    assert f"{folder} reads the policy's chat template" in capsys.readouterr().out
     prefixed = tiny.make_args(replace(task, query_prefix="Anna"), reward_model=folder)
-    for given in ((args, RewardModel, plain), (prefixed, RewardModel, own)):
-        load = partial(rewards.load_reward, *given, *rest)
+    for given in ((args, plain), (prefixed, own)):
+        load = partial(load_reward, *given, *rest)
         tiny.refuses(load, folder, "begin with other tokens", "classifier.py")
 
 

@@ -18,7 +18,7 @@ import utils
 from data import tasks
 from machinery import models, queries, unpadding
 from machinery.labels import Labels
-from machinery.rewards import RewardConfig, score_in_parts
+from train_reward import RewardConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 PPO_RECORDS = sorted(path.stem for path in GOLDEN.glob("ppo_*.json"))
@@ -107,7 +107,7 @@ def make_task(record: dict) -> tasks.Task:
     t = record["hparams"]["task"]
     same = {name: t[name] for name in ("query_length", "response_length", "truncate_after")}
     same |= dict(temperature=t["policy"]["temperature"])
-    penalty = dict(truncate_token=".", missing_eos_penalty=t["penalty_reward_value"])
+    penalty = dict(truncate_token=".", unfinished_score=t["penalty_reward_value"])
     return replace(tasks.BOOKS, task="golden", **same, **penalty)
 
 
@@ -151,15 +151,16 @@ def test_P5_truncation_and_penalty(script, name):
     record, arrays = load("score_fn")
     config, pad_id = record["configs"][name], record["padding_token"]
     model = make_reward(record["model_hparams"], tensors(arrays, "reward_weights/"), pad_id)
-    penalty = dict(missing_eos_penalty=config["penalty_reward_value"])
+    penalty = dict(unfinished_score=config["penalty_reward_value"])
     task = replace(tasks.BOOKS, truncate_after=config["truncate_after"], **penalty)
     token = config["truncate_token"]
     ids = utils.TokenIds(pad_id, [] if token is None else [token], [], [])
     texts = left(arrays["queries"], pad_id), tokens_of(arrays["responses"])
-    inputs = tiny.reward_function(model, 50), *texts, {}, ids, script.Args(task=task)
-    scores, cut, ended = script.score_responses(*inputs)
+    reward = tiny.fake_reward(tiny.reward_function(model, 50))
+    found = script.score_responses(reward, *texts, {}, ids, script.Args(task=task))
+    scores, cut, finished, _ = found
     assert torch.equal(cut, tokens_of(arrays[f"{name}/postprocessed"]))
-    assert ended.tolist() == [config["valid"][row] for row in record["row_names"]]
+    assert finished.tolist() == [config["valid"][row] for row in record["row_names"]]
     close(scores, arrays[f"{name}/scores"], atol=1e-5)
 
 
@@ -296,7 +297,7 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator):
         for i, norm in norms.items():
             same_time = norm["after_n_train_steps"] == after["after_n_train_steps"]
             if i not in estimates and same_time and i > after["index"]:
-                rewards = score_in_parts(model, torch.cat(texts[i], 1), 50)
+                rewards = model.score(torch.cat(texts[i], 1), 50)
                 close(rewards, arrays[f"norm{i}/rewards"], atol=2e-5)
 
     def check_step(step, metrics):
@@ -310,7 +311,7 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator):
         assert_weights(model, tensors(arrays, f"s{expected['step']}/weights/"))
 
     ids = utils.TokenIds(pad_id, [13], [], [])
-    samples = [texts[i] for i in estimates]
+    samples = [torch.cat(texts[i], dim=1) for i in estimates]
     spies = dict(permutation=lambda *a, **k: arrays["order"], sample_policy=lambda *a: samples)
     spies |= dict(normalize=check_normalize, Run=tiny.FakeRun(check_step))
     tiny.start(train_reward, args, model, labels=labels, ids=ids, **spies)

@@ -20,13 +20,12 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import SCRIPTS, read_metrics
 from safetensors.torch import load_file
-from test_decoding import ending_soon
+from test_decoding import end_soon
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from data import tasks
-from machinery import cli, decoding, distributed, models, rewards, sources, unpadding
-from train_reward import RewardModel
+from machinery import cli, distributed, models, rewards, sources, unpadding
 from utils import truncate
 
 KINDS = (*tiny.KINDS, "mistral_window", "qwen3_5_text")
@@ -76,7 +75,7 @@ def check_update(folder: Path, script: str) -> None:
     lines = read_metrics(folder.name)
     assert all(math.isfinite(value) for line in lines for value in line.values())
     if script == "train_reward":
-        assert rewards.load_reward_model(RewardModel, folder / "out").config.pad_id == tiny.WORDS
+        assert RewardModel.from_pretrained(folder / "out").config.pad_id == tiny.WORDS
         return
     before = models.load_lm(str(folder / "files0" / "model")).state_dict()
     after = AutoModelForCausalLM.from_pretrained(folder / "out").state_dict()
@@ -149,9 +148,10 @@ def sample_apart(rank: int) -> None:
 
     def sample(policy: torch.nn.Module) -> tuple[torch.Tensor, int]:
         calls: list = []
-        decoder = ending_soon(decoding.Decoder(policy.lm, 50), calls)
-        inputs = decoder, contexts, tiny.uniform(50, 20)[:, : len(contexts)]
-        found = tiny.sample(*inputs, eos_task=True, truncate_after=0)
+        uniform = tiny.uniform(50, 20)[:, : len(contexts)]
+        with pytest.MonkeyPatch.context() as patch:
+            end_soon(patch, calls)
+            found = tiny.sample(policy.lm, contexts, uniform, eos_task=True, truncate_after=0)
         return truncate(found, [0], 0, tiny.PAD)[0], len(calls)
 
     args = tiny.make_args()

@@ -76,7 +76,7 @@ def test_a_reward_model_whose_scores_depend_on_other_texts_is_refused(start, tmp
     """At the length of query and response, not at that of a short probe."""
     config = tiny.config("phi3", **WINDOWS["phi3"])
     torch.manual_seed(0)
-    model = train_reward.RewardModel(rewards.RewardConfig(config, tiny.WORDS))
+    model = train_reward.RewardModel(train_reward.RewardConfig(config, tiny.WORDS))
     model.save_pretrained(tmp_path / "other")
     folder = str(tiny.write_tokenizer(tmp_path / "other"))
     for script in RL:

@@ -22,7 +22,6 @@ import train_reward
 import utils
 from machinery import artifacts, checkpoints, distributed, models, queries
 from machinery.labels import Labels
-from machinery.rewards import load_reward_model
 from machinery.tokens import load_tokenizer
 
 
@@ -156,7 +155,7 @@ def test_a_reward_model_round_trips(kind, tmp_path):
     model = tiny.make_reward(kind)
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").is_file()
-    loaded = load_reward_model(train_reward.RewardModel, str(tmp_path))
+    loaded = train_reward.RewardModel.from_pretrained(str(tmp_path))
     assert not loaded.training and {p.dtype for p in loaded.parameters()} == {torch.float32}
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), atol=0, rtol=0)
     tokens = utils.pad_left([[3, 4], [5, 6, 7, 8]], 6, tiny.PAD)
@@ -260,7 +259,7 @@ def test_with_an_lr_of_0_nothing_drifts(script, updates, precision, task, here, 
 @pytest.mark.parametrize("eos_task", [True, False])
 def test_an_evaluation_counts_a_response_to_its_end_or_all_of_it(script, eos_task, accelerator):
     """The policy is surer by 1 at the first token, 2 at the second, …; a score counts tokens."""
-    task = tiny.make_task(eos_task=eos_task, truncate_after=0, missing_eos_penalty=-3.0)
+    task = tiny.make_task(eos_task=eos_task, truncate_after=0, unfinished_score=-3.0)
     held_out = torch.tensor([[7, tiny.EOS, 7, 7, 7], [7, 7, 7, 7, 7], [9, 9, 9, 9, 9]])
     training = tiny.make_responses(8, 5)
     policy, ref = tiny.make_policy(script=script), tiny.make_policy(seed=3, script=script)
@@ -301,10 +300,11 @@ def test_heldout_labels_are_predicted_in_batches_and_averaged():
     tokens = [[np.array([3 + 2 * i]), np.array([4 + 2 * i])] for i in range(5)]
     queries = [np.array([1, 2])] * 4 + [np.array([i]) for i in range(1, 6)]
     labels = Labels(queries, tokens[:4] + tokens, np.array(best[:4] + best))
-    rewards = lambda model, x, *rest: logits.flatten()[x[:, -1] - 3]  # noqa: E731
-    patches = dict(score_in_parts=rewards, normalize=lambda *a: (0.0, 1.0))
+    model = tiny.make_reward()
+    model.score = lambda x, *rest: logits.flatten()[x[:, -1] - 3]
+    patches = dict(normalize=lambda *a: (0.0, 1.0))
     args = train_reward.Args(task=tiny.make_task(), num_labels=4, batch_size=2)
-    run = tiny.start(train_reward, args, tiny.make_reward(), labels=labels, **patches)
+    run = tiny.start(train_reward, args, model, labels=labels, **patches)
     chosen = [math.log(p if right else 1 - p) for p, right in sure.items()]
     others = [math.log(1 - p if right else p) for p, right in sure.items()]
     expected = dict(accuracy=0.6, loss=-sum(chosen) / 5, reward_chosen=sum(chosen) / 5)
@@ -318,10 +318,9 @@ def test_continuations_are_compared_with_the_tokens_that_follow_their_contexts(c
     """Contexts of 4 tokens where the data has responses, and of a quarter of a block elsewhere."""
     tokens = torch.arange(10, 34).view(2, 12)
     task = tiny.make_task(response_length=3, response_column=column)
-    inputs = tiny.make_lm(), tokens, 4, tiny.Tokenizer(), tiny.IDS
-    rows = sft.sample_continuations(*inputs, sft.Args(task=task, block_size=8))
-    texts = [" ".join(map(str, range(n, n + 12))).split() for n in (10, 22)]
+    args = sft.Args(task=task, block_size=8)
+    found = sft.sample_continuations(tiny.make_lm(), tokens, 4, tiny.IDS, args)
     n = 4 if column else 2
-    assert [row["text"].split() for row in rows] == [text[:n] for text in texts]
-    assert [row["reference"].split() for row in rows] == [text[n : n + 3] for text in texts]
-    assert all(len(row["continuation"].split()) == 3 for row in rows)
+    assert torch.equal(found["text"], tokens[:, :n])
+    assert torch.equal(found["reference"], tokens[:, n : n + 3])
+    assert found["continuation"].shape == (2, 3)

@@ -41,7 +41,7 @@ def load_reward(task, folder: Path | None = None, code: str = "", **flags: Any) 
     tokenizer, ids = load_tokenizer(task, 5)
     args = tiny.make_args(task, **flags)
     rest = tokenizer, ids, Accelerator(cpu=True)
-    return rewards.load_reward(args, train_reward.RewardModel, *rest), tokenizer
+    return train_reward.load_reward(args, *rest), tokenizer
 
 
 @pytest.mark.parametrize("returned", RETURNS)
@@ -50,7 +50,7 @@ def test_a_function_without_one_finite_number_per_response_ends_the_run(returned
     reward, _ = load_reward(task, tmp_path, f"return {returned}")
     name = f"{tmp_path}/function.py:f"
     tokenizer, ids = load_tokenizer(task, 5)
-    gold = rewards.Reward("gold_fn", replace(task, gold_fn=name), tokenizer, ids.pad)
+    gold = rewards.Reward(replace(task, gold_fn=name), tokenizer, ids.pad)
     tokens = torch.full((4, 3), 14)
     for flag, score in (("--reward_fn", reward), ("--gold_fn", gold)):
         assert len(refuses(lambda score=score: score(tokens, tokens), f"{flag} {name}: ")) < 400
@@ -68,7 +68,7 @@ def test_a_reward_function_reads_texts_and_may_return_an_array(form, task, tmp_p
     reward, tokenizer = load_reward(task, tmp_path, code)
     rows = [tokenizer.encode(text) for text in ("Anna saw", "A", ".", " ..")]
     queries, responses = utils.pad_left(rows, 8, tiny.WORDS).split(2)
-    assert reward(queries, responses).tolist() == [108, 301]
+    assert reward(queries, responses)[0].tolist() == [108, 301]
 
 
 @pytest.mark.parametrize("script", ["ppo", "rloo"])
@@ -91,9 +91,9 @@ def test_an_uploaded_reward_model_loads_by_its_name_on_the_hub(hub):
     """Later from the cache, without the hub."""
     folder = hub.commit("models", "me/reward")
     tiny.write_reward(folder)
-    expected = rewards.load_reward_model(train_reward.RewardModel, str(folder)).state_dict()
+    expected = train_reward.RewardModel.from_pretrained(str(folder)).state_dict()
     for _ in range(2):
-        loaded = rewards.load_reward_model(train_reward.RewardModel, "me/reward").state_dict()
+        loaded = train_reward.RewardModel.from_pretrained("me/reward").state_dict()
         assert all(x.equal(loaded[name]) for name, x in expected.items())
         hub.shutdown()
         hub.server_close()
@@ -107,8 +107,8 @@ def test_a_response_keeps_the_space_that_it_has_after_its_query(tmp_path):
     pad = len(policy)
     code = "def f(responses):\n    return [x == ' Maria was' for x in responses]"
     (tmp_path / "f.py").write_text(code)
-    score = rewards.Reward("reward_fn", tiny.make_task(reward_fn=f"{tmp_path}/f.py:f"), policy, pad)
-    assert score(torch.tensor([[pad, *q]]), torch.tensor([[*r, pad]])).tolist() == [1]
+    score = rewards.Reward(tiny.make_task(reward_fn=f"{tmp_path}/f.py:f"), policy, pad)
+    assert score(torch.tensor([[pad, *q]]), torch.tensor([[*r, pad]]))[0].tolist() == [1]
 
 
 def test_a_reward_model_of_other_tokens_and_a_classifier_are_refused(task, tmp_path, gpt2):
@@ -123,14 +123,15 @@ def test_a_reward_model_of_other_tokens_and_a_classifier_are_refused(task, tmp_p
 
 def test_X13_models_of_one_tokenizer_may_be_padded_to_other_sizes(task):
     rows, weights = torch.tensor([[61, 61, 3, 60], [4, 58, 57, 61]]), 100 ** torch.arange(4)
-    reward = rewards.Reward("reward_fn", task, None, pad_id=61)
+    reward = rewards.Reward(task, None, pad_id=61)
     for pad, expected in (
         (58, [[58, 58, 3, 58], [4, 58, 57, 58]]),  # the ids 58 … 60 are no text to it
         (70, [[70, 70, 3, 60], [4, 58, 57, 70]]),
     ):
-        reward.model = lambda tokens, prompt_length: tokens @ weights
-        reward.model.config, reward.max_tokens = SimpleNamespace(pad_id=pad), 100
-        assert torch.equal(reward(rows[:, :2], rows[:, 2:]), torch.tensor(expected) @ weights)
+        score = lambda tokens, *rest: tokens @ weights  # noqa: E731
+        reward.model = SimpleNamespace(score=score, config=SimpleNamespace(pad_id=pad))
+        scores, _ = reward(rows[:, :2], rows[:, 2:])
+        assert torch.equal(scores, torch.tensor(expected) @ weights)
 
 
 def test_a_dict_of_named_parts_is_their_sum_and_its_names_stay(task, tmp_path):
@@ -138,11 +139,11 @@ def test_a_dict_of_named_parts_is_their_sum_and_its_names_stay(task, tmp_path):
     reward, tokenizer = load_reward(task, tmp_path, code)
     queries = torch.tensor([tokenizer.encode(text) for text in ("Anna saw", "Ben saw")])
     responses = utils.pad_left([tokenizer.encode(x) for x in (" A cat .", " A")], 6, tiny.WORDS)
-    assert reward(queries, responses).tolist() == [8.5, 2.5]
-    assert {name: x.tolist() for name, x in reward.parts.items()} == {"a": [8, 2], "b": [0.5] * 2}
-    found = {name: x.item() for name, x in reward.metrics(*[None] * 3).items()}
-    expected = {"reward/a": 5, "reward/a_std": 3, "reward/b": 0.5, "reward/b_std": 0}
-    assert found == pytest.approx(expected)
+    scores, components = reward(queries, responses)
+    assert scores.tolist() == [8.5, 2.5]
+    assert {*components} == {"reward/a", "reward/b"}
+    assert components["reward/a"].tolist() == [8, 2]
+    assert components["reward/b"].tolist() == [0.5, 0.5]
     queries[0, -1] = tokenizer.encode("!")[0]
     refuses(lambda: reward(queries, responses), "--reward_fn", "'bb'", "'b'")
 
@@ -219,7 +220,7 @@ def test_a_reward_function_with_an_argument_scores_gets_the_reward_models(task, 
     queries = tiny.make_contexts([8, 3, 1, 5], 8, vocab=tiny.WORDS)
     responses = tiny.make_contexts([5, 5, 5, 5], 5, seed=1, vocab=tiny.WORDS)
     responses[1, 1:], responses[2, 3:] = tiny.WORDS, tiny.WORDS  # padding
-    model = rewards.load_reward_model(train_reward.RewardModel, reward_folder)
+    model = train_reward.RewardModel.from_pretrained(reward_folder)
     rows = torch.cat([queries, responses], dim=1)
     alone = torch.tensor([model(row[row != tiny.WORDS][None]).item() for row in rows])
     assert alone.std() > 0.1
@@ -227,7 +228,7 @@ def test_a_reward_function_with_an_argument_scores_gets_the_reward_models(task, 
     for function, scores in expected.items():
         spec = function and f"mine.py:{function}"
         reward, _ = load_reward(task, reward_model=reward_folder, reward_fn=spec)
-        torch.testing.assert_close(reward(queries, responses), scores, atol=1e-5, rtol=0)
+        torch.testing.assert_close(reward(queries, responses)[0], scores, atol=1e-5, rtol=0)
     composed = dict(reward_fn="mine.py:composed", reward_model="./nowhere")
     refuses(lambda: load_reward(task, **composed), "--reward_model ./nowhere")
     load_reward(task, reward_fn="mine.py:plain", reward_model="./nowhere")  # needs none

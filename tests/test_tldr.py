@@ -102,15 +102,15 @@ def test_the_pages_command_scores_as_the_classifier_itself(name, size, form, her
     words += ["--lr", "0", "--output_dir", "policy"]
     script.main(cli.parse_args(script.Args, script.PRESETS, words))
     pad = lm.config.vocab_size
-    ended = torch.cat([rollout.ended for rollout in rollouts])
+    ended = torch.cat([rollout.finished for rollout in rollouts])
     assert 3 < ended.sum() < len(ended) - 3
     for rollout in rollouts:
         rows = torch.cat([rollout.queries, rollout.responses], dim=1)
         rows = [row[row != pad] for row in rows]
-        assert [bool(row[-1] == EOS) for row in rows] == rollout.ended.tolist()
+        assert [bool(row[-1] == EOS) for row in rows] == rollout.finished.tolist()
         with torch.no_grad():  # the classifier's own logit of each text, alone: at its last token
             own = torch.cat([classifier(row[None]).logits[:, 0] for row in rows])
-        own = own.where(rollout.ended, -1.0)
+        own = own.where(rollout.finished, -1.0)
         assert torch.allclose(rollout.scores, own, atol=1e-4) and own.std() > 0.1
     weights = models.load_lm("policy").state_dict()
     assert all(torch.equal(weights[name], x) for name, x in lm.state_dict().items())

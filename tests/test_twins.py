@@ -9,7 +9,8 @@ SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in ("ppo", "rloo", "
 DIFFER = {  # and why; functions inside these are twins of their own
     "Args": "each script has its own flags",
     "Rollout": "rewards and values of tokens in ppo, rewards of responses in rloo",
-    "main.make_rollout": "ppo keeps values, rloo sums the KL penalty over a response",
+    "compute_logprobs": "ppo also computes values",
+    "make_rollout": "ppo keeps values, rloo sums the KL penalty over a response",
     "epoch_order": "rloo keeps all responses to a query together",
     "compute_advantages": "GAE in ppo (P6), leave-one-out in rloo (L3)",
     "rollout_metrics": "which metrics there are",

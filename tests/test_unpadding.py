@@ -23,7 +23,9 @@ PADDED |= {"gptj"} if compare_versions("transformers", "<", "5.24") else set()
 PROMPT = 8  # columns of a prompt in `make_batch`
 MISTAKES = {
     "every token sees all others": lambda plan, _: dict(plan=None),
-    "responses see no prompt": lambda plan, _: dict(plan=(plan[0], plan[0], *plan[2:-1], None)),
+    "responses see no prompt": lambda plan, _: dict(
+        plan=plan._replace(seen=plan.lengths, shared=None)
+    ),
     "positions go on": lambda _, x: dict(position_ids=torch.arange(x.shape[1])[None]),
 }
 
@@ -93,7 +95,7 @@ def test_G3_hidden_states_and_gradients_are_those_of_the_plain_call(kind, bf16):
     inputs = make_inputs(tokens)
     expected = hidden_and_gradients(lm, partial(run_plain, lm.base_model), inputs, bf16)
     models.check_model(lm, tokens.shape[1])
-    run, read = unpadding.Unpadded(lm.base_model), spy_tokens(lm)
+    run, read = partial(unpadding.compute_hidden, lm.base_model), spy_tokens(lm)
     own_tokens = int((tokens[:, PROMPT:] != tiny.PAD).sum())
     for prompt_length, real in ((0, int(inputs[1].sum())), (PROMPT, prompt_tokens + own_tokens)):
         found = hidden_and_gradients(lm, run, inputs, bf16, prompt_length=prompt_length)
@@ -144,7 +146,7 @@ def test_varlen_attn_gives_what_the_plain_call_gives(kind, bf16, varlen_on_cpu):
     lm, inputs = tiny.make_lm(kind), make_inputs(make_batch()[0])
     expected = hidden_and_gradients(lm, partial(run_plain, lm.base_model), inputs, bf16)
     unpadding.set_unpadding(lm.base_model, 16)
-    run = unpadding.Unpadded(lm.base_model)
+    run = partial(unpadding.compute_hidden, lm.base_model)
     calls, layers = varlen_on_cpu(naive_varlen), lm.config.num_hidden_layers
     lm.gradient_checkpointing_enable({"use_reentrant": False})
     lm.train()
@@ -183,7 +185,7 @@ def test_few_or_no_tokens_in_prompts_or_after_them(prompt, own):
     tokens[:, 8 : 8 + own] = torch.arange(1, 1 + 5 * own).view(5, own)
     tokens[4, 8 + own] = 7
     lm, inputs = tiny.make_lm("llama"), make_inputs(tokens)
-    run, plain = unpadding.Unpadded(lm.base_model), partial(run_plain, lm.base_model)
+    run, plain = partial(unpadding.compute_hidden, lm.base_model), partial(run_plain, lm.base_model)
     found = hidden_and_gradients(lm, run, inputs, prompt_length=8)
     assert_close(found, hidden_and_gradients(lm, plain, inputs))
 
@@ -195,7 +197,7 @@ def test_gradients_with_checkpointing_are_those_without(kind, monkeypatch):
     tokens, _ = make_batch()
     for model in (lm, other):
         unpadding.set_unpadding(model.base_model, 16)
-    run, run_other = (unpadding.Unpadded(x.base_model) for x in (lm, other))
+    run, run_other = (partial(unpadding.compute_hidden, x.base_model) for x in (lm, other))
 
     def call(*inputs: Tensor) -> Tensor:
         half, rest = [x[:30] for x in inputs], [x[30:] for x in inputs]
@@ -239,7 +241,7 @@ def test_G3_padding_is_computed_if_local_attention_reaches_less_far(kind, window
     batches[1][0] = 1  # a sequence of 17 tokens
     inputs, longer = map(make_inputs, batches)
     models.check_model(lm, 16)
-    run, read = unpadding.Unpadded(lm.base_model), spy_tokens(lm)
+    run, read = partial(unpadding.compute_hidden, lm.base_model), spy_tokens(lm)
     with torch.no_grad():
         hidden, _ = run(*inputs), run(*inputs)
         assert torch.equal(hidden, run_plain(lm.base_model, *inputs)) == (window == 15)
@@ -255,7 +257,7 @@ def test_a_wide_batch_of_sequences_that_are_short_enough_has_no_padding():
     lengths = torch.tensor([[8, 2], [2, 8], [1, 1]])[..., None]
     real = torch.cat([torch.arange(8) >= 8 - lengths[:, 0], torch.arange(8) < lengths[:, 1]], dim=1)
     inputs = make_inputs(torch.ones(3, 16).long().masked_fill(~real, tiny.PAD))
-    run, read = unpadding.Unpadded(lm.base_model), spy_tokens(lm)
+    run, read = partial(unpadding.compute_hidden, lm.base_model), spy_tokens(lm)
     with torch.no_grad():
         hidden = run(*inputs, prompt_length=8)
         expected = run_plain(lm.base_model, *inputs)

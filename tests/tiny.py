@@ -28,7 +28,7 @@ import utils
 from data import tasks
 from machinery import cli, distributed, models, unpadding
 from machinery.labels import OPENAI_PAD
-from machinery.rewards import RewardConfig, score_in_parts
+from train_reward import RewardConfig
 
 
 def refuses(call, *words) -> str:
@@ -139,7 +139,7 @@ def make_reward(kind: str = "gpt2", seed: int = 7, pad_id: int = PAD, **settings
 
 def reward_function(model: Any, max_tokens: int = 36) -> Callable:
     """A reward model as a function of queries [B, Q] and responses [B, R] → [B]."""
-    return lambda q, r, columns=None: score_in_parts(model, torch.cat([q, r], 1), max_tokens)
+    return lambda q, r, columns=None: model.score(torch.cat([q, r], 1), max_tokens)
 
 
 def make_contexts(lengths: list[int], width: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
@@ -154,10 +154,10 @@ def uniform(length: int, rows: int) -> Tensor:
     return torch.rand(length, rows, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def sample(decoder, contexts, uniform, pad_id=PAD, temperature=0.7, **task: Any) -> Tensor:
+def sample(lm, contexts, uniform, pad_id=PAD, temperature=0.7, **task: Any) -> Tensor:
     """`ppo.sample` with token 0 as the truncate token: [B, C], [R, B] → [B, R]."""
     args = make_args(make_task(temperature=temperature, **task))
-    return ppo.sample(decoder, contexts, uniform, utils.TokenIds(pad_id, [0], [], []), args)
+    return ppo.sample(lm, contexts, uniform, utils.TokenIds(pad_id, [0], [], []), args)
 
 
 def make_task(**changes: Any) -> tasks.Task:
@@ -251,9 +251,7 @@ class FakeRun:
 
 def fake_reward(function: Callable) -> Any:
     """In place of `Reward`: a function of queries and responses."""
-    reward: Any = lambda queries, responses, columns: function(queries, responses)  # noqa: E731
-    reward.parts, reward.metrics = {}, lambda *a: {}
-    return reward
+    return lambda queries, responses, columns: (function(queries, responses), {})
 
 
 class Recorder(torch.optim.SGD):
@@ -310,11 +308,11 @@ def stand_ins(script, args, policy=None, ref=None, reward=None, ids=IDS, **given
     task, size = args.task, args.batch_size
     stand_ins: dict[str, Any] = {"load_tokenizer": lambda *a, **k: (Tokenizer(), ids)}
     if script is sft:
-        stand_ins |= dict(load_lm=lambda *a, **k: policy, sample_continuations=lambda *a: [])
+        stand_ins |= dict(load_lm=lambda *a, **k: policy, sample_continuations=lambda *a: {})
         return stand_ins | dict(load_responses=lambda *a: Sequences(given["tokens"]))
     if script is train_reward:
         samples = make_contexts([8, 2, 5, 3], 8), make_responses(4, 5)
-        texts = [tuple(x.to(policy.gain.device) for x in samples)] * 2
+        texts = [torch.cat(samples, dim=1).to(policy.gain.device)] * 2
         stand_ins |= dict(load_labels=lambda *a: given["labels"], sample_policy=lambda *a: texts)
         stand_ins |= dict(load_config=lambda name: policy.config.backbone)
         return stand_ins | dict(new_reward_model=lambda *a: policy)

@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import train_reward  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.labels import load_labels  # noqa: E402
-from machinery.rewards import load_reward_model  # noqa: E402
 from machinery.tokens import end_tokens  # noqa: E402
 from tools.policies import read_run  # noqa: E402
 from utils import TokenIds  # noqa: E402
@@ -58,7 +57,7 @@ def main(
     args = cli.parse_args(train_reward.Args, presets, [*given, *flags])
     said = f"{model}: held-out labels of {args.task.label_dataset}, after the first"
     print(said, args.num_labels, file=sys.stderr)
-    reward_model = load_reward_model(train_reward.RewardModel, model)
+    reward_model = train_reward.RewardModel.from_pretrained(model)
     pad_id = reward_model.config.pad_id
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     of_task = replace(args.task, base_model=model)  # labels may be in ids of another tokenizer

@@ -14,9 +14,8 @@ import transformers
 
 sys.path.append(str(Path(__file__).parents[1]))
 from machinery import cli, models  # noqa: E402
-from machinery.rewards import RewardConfig  # noqa: E402
 from machinery.tokens import bos  # noqa: E402
-from train_reward import RewardModel  # noqa: E402
+from train_reward import RewardConfig, RewardModel  # noqa: E402
 
 
 def main(name: str, out: str) -> None:

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaC
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train_reward  # noqa: E402
-from machinery import cli, distributed, models, rewards  # noqa: E402
+from machinery import cli, distributed, models  # noqa: E402
 from utils import TokenIds  # noqa: E402
 
 GIB = 2**30
@@ -193,17 +193,22 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
     ids = TokenIds(config.vocab_size, [], [], [])
     size = args.micro_batch_tokens // (args.task.query_length + args.task.response_length)
 
-    def random_reward(args: Any, cls: type, tokenizer: Any, ids: Any, accelerator: Any) -> Any:
-        model = cls(rewards.RewardConfig(copy.deepcopy(config), ids.pad))
-        score = accelerator.autocast()(rewards.score_in_parts)
+    def random_reward(args: Any, tokenizer: Any, ids: Any, accelerator: Any) -> Any:
+        config_of_reward = train_reward.RewardConfig(copy.deepcopy(config), ids.pad)
+        model = train_reward.RewardModel(config_of_reward)
+        score = accelerator.autocast()(train_reward.RewardModel.score)
         models.store_as_cast(model.eval().requires_grad_(False))
-        return lambda *texts: score(model, torch.cat(texts[:2], dim=1), args.micro_batch_tokens)
 
-    def micro_batches(lengths: Tensor, max_tokens: int) -> list[slice]:
+        def reward(queries: Tensor, responses: Tensor, columns: dict) -> tuple[Tensor, dict]:
+            return score(model, torch.cat([queries, responses], 1), args.micro_batch_tokens), {}
+
+        return reward
+
+    def micro_batches(lengths: Tensor, count: int) -> list[slice]:
         n = len(lengths)
         return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
-    replaced = dict(load_reward=random_reward)
+    replaced = dict(load_reward=random_reward, count_micro_batches=lambda *a: 1)
     replaced |= dict(load_lm=lambda *_, **__: random_lm(config))
     replaced |= dict(load_tokenizer=lambda *a: (None, ids), load_queries=lambda *a, **k: recorder)
     replaced |= dict(Run=lambda *a: recorder, Timer=lambda device: recorder, check=lambda *a: None)
@@ -212,7 +217,8 @@ def run_update(script: Any, args: Any, config: Any, until: str) -> dict[str, flo
         replaced |= dict(sample_in_batches=lambda *a: torch.ones(shape, dtype=torch.long))
     with (
         patch.multiple(script, micro_batches=micro_batches, **replaced),
-        patch.object(rewards, "micro_batches", micro_batches),
+        patch.object(train_reward, "micro_batches", micro_batches),
+        patch.object(train_reward, "count_micro_batches", lambda *a: 1),
         patch.object(train_reward, "load_lm", replaced["load_lm"]),  # of a separate critic
         patch.object(distributed, "check_gradients", lambda *a: None),
         patch.object(torch.nn.Module, "to", cast),

@@ -97,9 +97,9 @@ def main(args: Args) -> None:
     with cli.about(f"--reward_fn {name}"):
         reward = load_function(name)
     number = args.queries or held_out or 256
-    for task in (replace(task, reward_fn=name) for task in tasks):
+    for task in (replace(task, reward_fn=name, gold_fn=None) for task in tasks):
         tokenizer, ids, *tokens, columns = sample_tokens(task, number, args.seed, args.samples)
-        scores = Reward("reward_fn", task, tokenizer, ids.pad)(*tokens, columns)  # as in a run
+        scores, _ = Reward(task, tokenizer, ids.pad)(*tokens, columns)  # as in a run
         right = scores.view(-1, args.samples).T.cpu().numpy() >= 1  # [samples, queries]
         found = {f"pass@{k}": round(pass_at_k(right, k), 4) for k in sorted({1, args.k})}
         if reward in FORMS:

@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import ppo  # noqa: E402
 from data.tasks import TASKS, Task  # noqa: E402
 from machinery.cli import InputError  # noqa: E402
-from machinery.decoding import Decoder  # noqa: E402
 from machinery.models import load_lm  # noqa: E402
 from machinery.queries import load_queries  # noqa: E402
 from machinery.tokens import load_tokenizer  # noqa: E402
@@ -123,11 +122,10 @@ def sample_tokens(
     rows = np.repeat(np.arange(first, min(first + number, len(table))), samples)
     queries, columns = table[rows].to(device), table.columns(rows)
     lm = load_lm(task.base_model).to(device).eval()
-    decoder = Decoder(lm, task.response_length)
     settings = ppo.Args(task=task, rollout_batch_size=64)
     uniform = random_numbers(seed, 0, device, task.response_length, len(rows))
     contexts = add_affixes(queries, ids)
-    responses = ppo.sample_in_batches(decoder, contexts, uniform, ids, settings)
+    responses = ppo.sample_in_batches(lm, contexts, uniform, ids, settings)
     responses, _ = truncate(responses, ids.ends, task.truncate_after, ids.pad)
     return tokenizer, ids, queries, responses, columns
 

@@ -14,10 +14,11 @@ import pytest
 import tiny
 import torch
 from conftest import SCRIPTS, settings
+from test_readme import blocks
 
 import rloo
 import sft
-from benchmarks import against_trl, copying, growth, human, overoptimize
+from benchmarks import against_trl, growth, human, overoptimize
 from tools import calibration, llm_judge
 
 # isort: split
@@ -167,12 +168,14 @@ def test_a_chat_model_judges_summaries(tmp_path, monkeypatch):
 
 
 def test_copied_words_and_novel_bigrams():
+    copying: dict = {}
+    (code,) = (x for x in blocks("docs/tldr.md", "python") if "rouge" in x)
+    exec(code, copying)
     query = "The red house of my aunt, by the sea, burned down."
     responses = ["Red house burned down.", "burned house red", "My aunt is sad", "", "x"]
     queries = [query] * len(responses)
-    assert copying.copied(queries, responses) == [1, 1 / 3, 0.5, 0, 0]
-    assert copying.novel_bigrams(queries, responses) == [1 / 3, 1, 2 / 3, 0, 0]
-    assert copying.rouge_l(["", ""], ["a red cat", "b"], ["a cat", "c"]) == [0.8, 0]
+    assert copying["copied"](queries, responses) == [1, 1 / 3, 0.5, 0, 0]
+    assert copying["novel_bigrams"](queries, responses) == [1 / 3, 1, 2 / 3, 0, 0]
 
 
 def test_overoptimization_reads_runs_of_its_own_flags_only(here, monkeypatch):
