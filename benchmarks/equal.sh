@@ -26,7 +26,7 @@ run() { # name, script, flags
 arithmetic() {
   local scripts='ppo rloo grpo dr_grpo reinforce_plus_plus' script beta seed
   local task='--task arithmetic --total_episodes 4096 --gold_fn data.answers:exact_match'
-  local coin='--kl_coef 0.01 --reward_fn runs/coin_flip.py:score --missing_eos_penalty 0.5'
+  local coin='--kl_coef 0.01 --reward_fn runs/coin_flip.py:score --unfinished_score 0.5'
   for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do
     for script in $scripts; do
       for beta in 0 0.01 0.03 0.1; do

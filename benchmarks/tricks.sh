@@ -58,7 +58,7 @@ tricks() {
     run raft_any_$seed raft $base --seed $seed --no-select_best
     run overlong_$seed overlong $base --seed $seed --gold_fn data.answers:exact_match
     run random_$seed grpo $base --seed $seed --reward_fn $folder/coin_flip.py:score \
-      --missing_eos_penalty 0.5 --gold_fn data.answers:exact_match
+      --unfinished_score 0.5 --gold_fn data.answers:exact_match
   done
 }
 
