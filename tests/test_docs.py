@@ -246,7 +246,7 @@ def test_random_sentences_score_as_the_readme_says(capsys):
     (code,) = (x for x in blocks("docs/results.md", "python") if "happy" in x)
     exec(code, {})
     scores = map(float, capsys.readouterr().out.split())
-    found = re.findall(r"(?:stories score|happy sentences) ([\d.]+)", PAGES["README.md"])
+    found = re.findall(r"(?:stories score|happy sentences)\s([\d.]+)", PAGES["README.md"])
     assert [f"{abs(x):.1f}" for x in scores] == found
 
 
