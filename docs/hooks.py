@@ -2,9 +2,11 @@
 
 Markdown files become pages, pictures, CSVs and notebooks are copied, scripts become listings.
 Equations become MathML, which browsers show without JavaScript. A click on a picture opens it alone.
-Links to the log lead to the repository. The search ranks listings below pages. Pages that were merged into others lead there.
+Links to the log lead to the repository. The search ranks listings below pages, and finds sections by
+words that people type but that the text does not have. Pages that were merged into others lead there.
 """
 
+import json
 import os
 import re
 from pathlib import Path
@@ -27,6 +29,35 @@ MOVED = {
     "worked-examples": "your-experiment.html#worked-examples",
     "your-data": "data.html",
 }
+KEYWORDS = {  # section → what people type who look for it
+    "ppo.html#a-reward-of-your-own": "own custom reward function reward_fn",
+    "ppo.html#usage": "missing_eos_penalty truncate_token",
+    "ppo.html#which-policy-is-kept": "best checkpoint early stopping keep_every",
+    "ppo.html#a-language-model-as-the-judge": "llm judge as a reward",
+    "train_reward.html": "preference model classifier",
+    "train_reward.html#sftpy": "sft supervised fine-tuning finetune",
+    "data.html": "own dataset jsonl csv prompts",
+    "data.html#learning-rates": "learning rate lr",
+    "data.html#other-forms": "chat template messages convert",
+    "data.html#answers-that-can-be-checked": "rlvr verifiable math",
+    "running.html#out-of-memory": "oom cuda out of memory gpu",
+    "running.html#many-gpus-many-machines": "multi gpu ddp distributed",
+    "running.html#resume": "ctrl-c interrupt stop continue resume checkpoint",
+    "running.html#sampling-with-vllm": "vllm",
+    "using.html#did-it-learn-and-is-the-kl-good": "did it learn good kl",
+    "using.html#how-do-i-sample-from-the-policy-or-load-it-with-from_pretrained": "generate chat",
+    "using.html#how-do-i-measure-the-win-rate-on-my-own-data": "win rate better",
+    "using.html#how-do-i-draw-two-runs-in-one-picture": "compare runs plot curves picture",
+    "using.html#how-do-i-change-the-model-qwen-llama-or-the-system-prompt": "change model gemma",
+    "using.html#how-do-i-upload-the-model-and-where-is-lora-merged": "push hub merge adapter",
+    "using.html#how-do-i-train-for-more-episodes": "more episodes longer",
+    "using.html#what-can-i-do-if-it-runs-out-of-memory": "oom cuda out of memory",
+    "using.html#how-do-i-log-a-metric-of-my-own": "own custom metric callback",
+    "your-experiment.html#where-to-change-what": "change the loss advantage",
+    "diffs/index.html#algorithms": "grpo dapo gspo dpo patches",
+    "diffs/index.html#lora-and-less-memory": "lora peft adapter qlora",
+    "debugging.html": "nan diverges",
+}
 PAGES = {}  # path in the site → Markdown file
 
 
@@ -38,7 +69,8 @@ def site_path(file):
 
 def page_of(file):
     """The Markdown of the listing of a script."""
-    top = f"---\nhide: [toc]\n---\n# {file.name}"  # room for lines of 100 characters
+    # Room for lines of 100 characters; ppo.md has the title ppo.py, too.
+    top = f"---\nhide: [toc]\ntitle: source of {file.name}\n---\n# {file.name}"
     return f'{top}\n\n````{file.suffix[1:]} linenums="1"\n{file.read_text()}\n````'
 
 
@@ -86,7 +118,13 @@ def on_page_content(html, page, **_):
 
 
 def on_post_build(config):
-    """Write the pages that lead to where their text is now."""
+    """Write keywords into the search's index, and pages that lead to where their text is now."""
+    index_file = Path(config.site_dir, "search/search_index.json")
+    index = json.loads(index_file.read_text())
+    sections = {section["location"]: section for section in index["docs"]}
+    for place, words in KEYWORDS.items():
+        sections[place]["tags"] = [words]
+    index_file.write_text(json.dumps(index))
     for name, place in MOVED.items():
         file, _, anchor = place.partition("#")
         assert f'id="{anchor}"' in Path(config.site_dir, file).read_text() or not anchor, place

@@ -24,8 +24,7 @@ JOIN_LIMIT = timedelta(minutes=5)  # for all processes to start
 
 def start(args: Any) -> Accelerator:
     """This process's accelerator. Raises `InputError` for what would change the mathematics."""
-    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        raise InputError("DeepSpeed takes a step in every backward pass; use configs/fsdp2.yaml")
+    check_environment()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=JOIN_LIMIT)])
@@ -50,6 +49,17 @@ def start(args: Any) -> Accelerator:
     precision = "bf16" if bf16 else "fp32 (on GPUs, bf16 is faster)"
     say(f"{accelerator.device}, {precision}, processes: {accelerator.num_processes}")
     return accelerator
+
+
+def check_environment() -> None:
+    """Raise `InputError` for other engines, which a launcher's file may choose."""
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        raise InputError("DeepSpeed takes a step in every backward pass; use configs/fsdp2.yaml")
+    if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
+        raise InputError("ACCELERATE_USE_MEGATRON_LM: no Megatron-LM here; use configs/fsdp2.yaml")
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if backend.lower() != "no":
+        raise InputError(f"ACCELERATE_DYNAMO_BACKEND={backend}: use no, or diffs/compile.diff")
 
 
 def count_cpus() -> int:

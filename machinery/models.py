@@ -15,13 +15,15 @@ from transformers.pytorch_utils import Conv1D
 from machinery.cli import InputError, about, say
 from machinery.decoding import DecodingBatch
 from machinery.sources import find_model
-from machinery.tokens import check_length, same_tokens
+from machinery.tokens import check_length, read_config, read_files, same_tokens
 from machinery.unpadding import compute_hidden, set_unpadding
 from utils import pad_left
 
 # Names in a checkpoint that also reads images → names in its text model:
-TEXT_WEIGHTS = {"^(model.)?language_model.(model.)?": "model."}
-TEXT_WEIGHTS |= {"^language_model.lm_head": "lm_head"}
+TEXT_WEIGHTS = {
+    "^language_model.lm_head": "lm_head",
+    "^(model.)?language_model.(model.)?(?!lm_head)": "model.",
+}
 ALIGNMENT = {"cuda": 8}  # an odd vocabulary, such as GPT-2's, takes slower kernels
 
 
@@ -77,34 +79,39 @@ def load_lm(
     """
     with about(f"{flag} {name}"):
         folder = find_model(name)
-        own = transformers.AutoTokenizer.from_pretrained(folder) if tokenizer else None
-        if own and not same_tokens(own, tokenizer):
-            raise InputError("its tokens differ from those of the policy")
-        whole = transformers.AutoConfig.from_pretrained(folder)
+        whole = read_config(folder)
+        check_files(folder, whole, length, tokenizer)
         config = disable_dropout(whole.get_text_config())
-        check_length(config, length, "the run")
-        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise InputError(f"{whole.model_type} has no text model; use a text one, such as Qwen3")
-        weights = [*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.bin")]
-        if allow_random and Path(name).is_dir() and not weights:
+        if allow_random and Path(name).is_dir() and not has_weights(folder):
             say(f"{flag} {name} has no model.safetensors: the weights are random")
             lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        elif config is whole:
+            lm = load_weights(transformers.AutoModelForCausalLM, name, config)
         else:
-            names = {} if config is whole else TEXT_WEIGHTS
-            folder = find_model(name, weights=True)
-            lm = load_weights(transformers.AutoModelForCausalLM, folder, config, key_mapping=names)
-            if names:
-                lm._weight_conversions = None  # save the text model's names
+            names = dict(key_mapping=TEXT_WEIGHTS)
+            lm = load_weights(transformers.AutoModelForCausalLM, name, config, **names)
+            lm._weight_conversions = None  # save the text model's names
         lm.get_output_embeddings().__class__ = Float32Linear  # keeps names and tied weights
         choose_kernels(lm)
         if reads_weights():
-            rope = getattr(config, "rope_parameters", None) or {}  # Phi 3's changes with length
-            short = rope.get("original_max_position_embeddings", length)
-            use = f"sequences of up to {short} tokens" if short < length else "GPT-2, Llama or Qwen"
-            with about(f"{config.model_type} cannot be used for {length} tokens; use {use}"):
-                check_model(lm, length)
+            check_model(lm, length)
         match_first_process(lm.base_model, lm)
     return lm
+
+
+def check_files(folder: str, config: Any, length: int, tokenizer: Any) -> None:
+    """Raise `InputError` for a model that cannot be used, before its weights are read."""
+    if tokenizer and not same_tokens(read_files(transformers.AutoTokenizer, folder), tokenizer):
+        raise InputError("its tokens differ from those of the policy")
+    text = config.get_text_config()
+    check_length(text, length, "the run")
+    if type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(f"{config.model_type} has no text model; use a text one, such as Qwen3")
+
+
+def has_weights(folder: str) -> bool:
+    """Whether a folder has weights in any form."""
+    return any(Path(folder).glob("*.safetensors")) or any(Path(folder).glob("*.bin"))
 
 
 def reads_weights() -> bool:
@@ -127,8 +134,13 @@ def load_weights(cls: Any, name: str, config: Any, **options: Any) -> Any:
     if not reads_weights():
         with no_init_weights():  # memory that is never written takes no room
             return cls.from_config(config, dtype=torch.float32)
-    options |= dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
-    model, info = cls.from_pretrained(name, config=config, **options)
+    folder = find_model(name, weights=True)
+    if not any(Path(folder).glob("model*.safetensors")):
+        kind = cls.__name__
+        use = f"write them with {kind}.from_pretrained({name!r}).save_pretrained(FOLDER)"
+        raise InputError(f"has no weights in model.safetensors; {use}")
+    options |= dict(dtype=torch.float32, output_loading_info=True)
+    model, info = cls.from_pretrained(folder, config=config, **options)
     if info["missing_keys"]:
         raise InputError(f"has no {sorted(info['missing_keys'])[0]}, which would be random")
     if unused := sorted(info["unexpected_keys"]):  # the library's report is turned off
@@ -145,33 +157,45 @@ def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
     them equal: each alone, all in a batch without padding in training mode, and token by token as
     in sampling. Two are as long as the run's, so that no attention window is missed.
     """
+    kind, backbone = lm.config.model_type, lm.base_model
+    rope = getattr(lm.config, "rope_parameters", None) or {}  # Phi 3's changes with the length
+    short = rope.get("original_max_position_embeddings", length)
+    use = f"sequences of up to {short} tokens" if short < length else "GPT-2, Llama or Qwen"
+    if backbone is lm:
+        raise InputError(f"{kind} has no transformer without a head; use {use}")
     length = max(length, 6)
     texts = [[i % lm.config.vocab_size for i in range(n)] for n in (length, length, 3)]
     tokens = pad_left(texts, length, -1)
     mask = tokens >= 0
-    batch = tokens.clamp(min=0), mask, mask.cumsum(dim=1) - mask.long()
+    position_ids = mask.cumsum(dim=1) - mask.long()
     lm.eval()
-    alone = [lm(torch.tensor([text]), logits_to_keep=3).logits for text in texts[1:]]
-    expected = torch.cat([alone[0], *alone]).log_softmax(dim=-1)  # [3, 3, V]
+    first = lm(torch.tensor(texts[:1]), logits_to_keep=3).logits
+    last = lm(torch.tensor(texts[2:]), logits_to_keep=3).logits
+    expected = torch.cat([first, first, last]).log_softmax(dim=-1)  # [3, 3, V]
     limit = 0.01 * expected.std(dim=-1).mean().clamp(max=1).item()  # less if nearly uniform
+
     for longest in (length, 0):  # 0: a model that needs its padding keeps it
-        set_unpadding(lm.base_model, longest)
+        set_unpadding(backbone, longest)
         lm.train()
-        hidden = compute_hidden(lm.base_model, *batch, prompt_length=length // 2)[:, -3:]
+        inputs = tokens.clamp(min=0), mask, position_ids
+        hidden = compute_hidden(backbone, *inputs, prompt_length=length // 2)
         lm.eval()
-        gap = (compute_logits(lm, hidden).log_softmax(dim=-1) - expected).abs().max()
+        found = compute_logits(lm, hidden[:, -3:]).log_softmax(dim=-1)
+        gap = (found - expected).abs().max()
         if gap < limit:
             break
-    else:
-        raise InputError(f"log-probabilities differ by {gap:.2g} nats in training mode")
+    if not gap < limit:  # also if it is not a number
+        raise InputError(f"{kind} is wrong by {gap:.2g} nats in training mode; use {use}")
+
     sampling = DecodingBatch(lm, tokens[:, :-2], mask[:, :-2], max_new_tokens=2)
     steps = [sampling.next_logits()]
     for t in (-2, -1):
         sampling.append(tokens[:, t])
         steps.append(sampling.next_logits())
-    gap = (torch.stack(steps, dim=1).log_softmax(dim=-1) - expected).abs().max()
-    if not gap < limit:  # also if it is not a number
-        raise InputError(f"log-probabilities differ by {gap:.2g} nats when sampling with a cache")
+    found = torch.stack(steps, dim=1).log_softmax(dim=-1)
+    gap = (found - expected).abs().max()
+    if not gap < limit:
+        raise InputError(f"{kind} is wrong by {gap:.2g} nats in sampling; use {use}")
 
 
 def disable_dropout(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
@@ -179,20 +203,18 @@ def disable_dropout(config: transformers.PretrainedConfig) -> transformers.Pretr
     for key, value in config.to_dict().items():
         if ("drop" in key or "jitter" in key) and isinstance(value, float):
             setattr(config, key, 0.0)
-    if getattr(config, "attn_logit_softcapping", None):  # Gemma 2; 5.17's sdpa forgets it
+    if getattr(config, "output_router_logits", False):  # for a loss that is not computed here
+        config.output_router_logits = False
+    if getattr(config, "attn_logit_softcapping", None):  # Gemma 2; 5.19's sdpa forgets it
         config._attn_implementation = "eager"
     return config
 
 
 def choose_kernels(model: nn.Module) -> None:
-    """Compute GPT-2's `gelu_new` as one kernel, and rotary angles without TF32."""
+    """Compute GPT-2's `gelu_new` as one kernel."""
     from transformers.activations import NewGELUActivation  # slow to import
 
-    set_precision, before = torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()
     for module in model.modules():
-        if type(module).__name__.endswith("RotaryEmbedding"):  # before 5.19 a matrix product
-            module.register_forward_pre_hook(lambda *_: set_precision("highest"))
-            module.register_forward_hook(lambda *_: set_precision(before))
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
                 setattr(module, name, nn.GELU(approximate="tanh"))

@@ -16,7 +16,27 @@ PROBE = "The 1st, 22nd & 333rd: it isn't  naïve…\n\n\tx"  # tokenizers split 
 
 def load_config(name: str) -> transformers.PretrainedConfig:
     """The configuration of a model's text part."""
-    return transformers.AutoConfig.from_pretrained(find_model(name)).get_text_config()
+    return read_config(find_model(name)).get_text_config()
+
+
+def read_config(folder: str) -> transformers.PretrainedConfig:
+    """The configuration of a model, of which text may be a part."""
+    config = read_files(transformers.AutoConfig, folder)
+    for part in (config, config.get_text_config()):
+        if getattr(part, "quantization_config", None):
+            raise InputError("is quantized; use the bf16 model")
+    return config
+
+
+def read_files(cls: Any, folder: str) -> Any:
+    """`cls.from_pretrained(folder)`, for a configuration or tokenizer without code of its own."""
+    try:
+        return cls.from_pretrained(folder)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        use = "use a model that transformers has"
+        raise InputError(f"has code of its own, which is not run; {use}") from None
 
 
 def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> tuple[Any, TokenIds]:
@@ -25,7 +45,7 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
     with about(f"{flag} {name}"):
         folder = find_model(name)
         config = load_config(name)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer = read_files(transformers.AutoTokenizer, folder)
         # Without files, transformers invents one. Gemma 3's 1B has a token without an embedding.
         if not 8 <= len(tokenizer) <= config.vocab_size + 1:
             sizes = f"the tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}"

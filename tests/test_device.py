@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import ppo
 import rloo
-from machinery import decoding, distributed, models
+from machinery import decoding, distributed
 from machinery.models import Float32Linear
 
 HERE = torch.device("cpu")
@@ -231,19 +231,3 @@ def test_weights_under_adapters_are_stored_in_bf16_and_other_frozen_ones_are_not
     assert {w.dtype for w in plain.parameters()} == {torch.float32}
     bf16 = {name for name, w in adapted.named_parameters() if w.dtype == torch.bfloat16}
     assert bf16 == {name for name, _ in adapted.named_parameters() if "base_layer" in name}
-
-
-@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "falcon", "qwen2", "mistral", "gemma2"])
-def test_rotary_angles_are_never_in_tf32(kind):
-    """Before transformers 5.19 they are products: at position 2,000 wrong by up to 0.3 in TF32."""
-    lm, found, precision = tiny.make_lm(kind), [], torch.get_float32_matmul_precision
-    (rotary,) = (m for name, m in lm.named_modules() if name.endswith("rotary_emb"))
-    forward = rotary.forward
-    rotary.forward = lambda *args, **kwargs: found.append(precision()) or forward(*args, **kwargs)
-    torch.set_float32_matmul_precision("high")
-    try:
-        models.choose_kernels(lm)
-        lm(CONTEXTS.clamp(max=9))
-        assert found == ["highest"] and precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision("highest")

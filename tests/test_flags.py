@@ -74,13 +74,13 @@ def test_options_are_off_by_default_for_every_task(name):
 
 
 def test_X2_scores_are_clipped_and_the_penalty_with_them():
-    reward = lambda queries, responses, columns: torch.tensor([-9.0, 0.5, 2.5, 1e4, 0.0])  # noqa: E731
+    reward = tiny.fake_reward(lambda *texts: torch.tensor([-9.0, 0.5, 2.5, 1e4, 0.0]))
     responses = torch.full((5, 5), tiny.EOS)
     responses[4] = tiny.EOS + 1  # no truncate token
     task = tiny.make_task(unfinished_score=-7.0)
     for clip, expected in ((2.0, [-2.0, 0.5, 2.0, 2.0, -2.0]), (None, [-9.0, 0.5, 2.5, 1e4, -7.0])):
         args = tiny.make_args(task, clip_score=clip)
-        scores, _, _ = ppo.score_responses(reward, responses, responses, {}, tiny.IDS, args)
+        scores, *_ = ppo.score_responses(reward, responses, responses, {}, tiny.IDS, args)
         assert scores.tolist() == expected
 
 

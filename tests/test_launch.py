@@ -29,6 +29,8 @@ CONFIGS = ROOT / "configs"
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 REFUSED = [  # a variable, its value, words of the error
     ("ACCELERATE_USE_DEEPSPEED", "true", ("DeepSpeed", "configs/fsdp2.yaml")),
+    ("ACCELERATE_USE_MEGATRON_LM", "true", ("MEGATRON_LM", "configs/fsdp2.yaml")),
+    ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", ("=INDUCTOR", "compile.diff")),
     ("ACCELERATE_MIXED_PRECISION", "fp16", ("fp16", "use bf16")),
     ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", ("=4", "--micro_batch_tokens")),
     ("FSDP_ACTIVATION_CHECKPOINTING", "true", ("--gradient_checkpointing",)),

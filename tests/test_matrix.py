@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from data import tasks
 from machinery import cli, distributed, models, rewards, sources, unpadding
+from train_reward import RewardModel
 from utils import truncate
 
 KINDS = (*tiny.KINDS, "mistral_window", "qwen3_5_text")
@@ -75,7 +76,7 @@ def check_update(folder: Path, script: str) -> None:
     lines = read_metrics(folder.name)
     assert all(math.isfinite(value) for line in lines for value in line.values())
     if script == "train_reward":
-        assert RewardModel.from_pretrained(folder / "out").config.pad_id == tiny.WORDS
+        assert RewardModel.from_pretrained(str(folder / "out")).config.pad_id == tiny.WORDS
         return
     before = models.load_lm(str(folder / "files0" / "model")).state_dict()
     after = AutoModelForCausalLM.from_pretrained(folder / "out").state_dict()

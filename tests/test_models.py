@@ -1,6 +1,7 @@
 """Models that cannot be used are refused; nothing is random in silence, nothing is unpickled."""
 
 import functools
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +22,13 @@ SETTINGS = {
     "phimoe": dict(num_local_experts=4, router_jitter_noise=0.5, input_jitter_noise=0.5),
     "gpt_neo": dict(window_size=4),  # columns of a static cache
     "qwen3_next": tiny.QWEN | tiny.MOE | dict(shared_expert_intermediate_size=16),
+    "mixtral": dict(output_router_logits=True),
     "bert": {},  # sees later tokens
     "bert-generation": dict(initializer_range=0.02),  # the same, but nearly uniform
     "mamba": dict(state_size=4),  # takes no positions
     "llama4_text": dict(num_local_experts=2, head_dim=8),  # is its own base_model
 }
+MORE = ("qwen3_next", "mixtral", "gemma2", "phimoe")
 ROPE = dict(type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4)
 VOCABULARY = dict(vocab_size=tiny.WORDS, eos_token_id=0)
 WINDOWS = {  # of 10 tokens; GPT-Neo's is that of local attention, Phi 3's where LongRoPE changes
@@ -37,7 +40,9 @@ GEMMA = tiny.config("gemma3_text", layer_types=["full_attention"] * 2)
 WITH_TEXT = {
     "gemma3": (GEMMA, dict(num_hidden_layers=1, image_size=28, patch_size=14)),
     "qwen3_5": (tiny.config("qwen3_5_text"), dict(depth=1, num_heads=2, out_hidden_size=32)),
+    "llava": (tiny.config("llama"), dict(model_type="clip_vision_model", num_hidden_layers=1)),
 }
+LLAMA4 = dict(vision_output_dim=16, projector_input_dim=16, projector_output_dim=16)
 
 
 def check(kind: str) -> None:
@@ -48,9 +53,9 @@ def check(kind: str) -> None:
         models.check_model(lm)
 
 
-@pytest.mark.parametrize("kind", (*tiny.KINDS, *tiny.HYBRIDS, "qwen3_next", "gemma2", "phimoe"))
+@pytest.mark.parametrize("kind", (*tiny.KINDS, *tiny.HYBRIDS, *MORE))
 def test_check_model_accepts_models_that_give_one_result_in_all_ways(kind):
-    """Also with dropout, a soft cap, and noise of the router in the config (P4)."""
+    """Also with dropout, a soft cap, the router's noise (P4) and its logits in the config."""
     check(kind)
 
 
@@ -118,6 +123,33 @@ def test_the_text_model_of_a_checkpoint_that_reads_images_is_loaded_and_saved(ki
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
     for model in (lm, again):
         torch.testing.assert_close(model(text).logits, whole(text).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_the_head_of_llama_4_is_found_and_its_transformer_refused(tmp_path):
+    """Published names begin with `language_model.`, the head's, too."""
+    text = tiny.config("llama4_text", **SETTINGS["llama4_text"]).to_dict()
+    eyes = EYES | LLAMA4 | dict(num_hidden_layers=1, image_size=28, patch_size=14)
+    config = transformers.AutoConfig.for_model("llama4", text_config=text, vision_config=eyes)
+    whole = transformers.AutoModelForImageTextToText.from_config(config)
+    whole.save_pretrained(tmp_path)
+    refuses(lambda: models.load_lm(str(tmp_path)), "--base_model", "llama4_text", "use GPT-2")
+
+
+@pytest.mark.parametrize("form", ["quantized", "code", "bin"])
+def test_a_checkpoint_in_a_form_that_is_not_read_says_what_to_do(form, start, tmp_path):
+    """Before a package for quantized weights is asked for, and without flags that do not exist."""
+    folder = tiny.write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    expected = {"quantized": "bf16", "code": "not run", "bin": "save_pretrained"}[form]
+    if form == "quantized":
+        config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    if form == "code":
+        config |= dict(model_type="own", auto_map={"AutoConfig": "own.Config"})
+    if form == "bin":
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (folder / "config.json").write_text(json.dumps(config))
+    message = refuses(lambda: start("ppo", base_model=str(folder)), f"{folder}: ", expected)
+    assert len(message) < 300 and "trust_remote_code" not in message
 
 
 def test_a_model_without_a_text_model_of_its_own_is_refused_by_name(tmp_path):
@@ -205,7 +237,7 @@ def test_a_model_without_tokenizer_files_says_so(kind, start, no_weights, tmp_pa
 
 
 def test_soft_caps_of_attention_are_computed():
-    """The library's `sdpa` leaves them out, in transformers 5.17 without a word."""
+    """The library's `sdpa` leaves them out, in transformers 5.19 without a word."""
     config = tiny.config("gemma2")
     config._attn_implementation = "sdpa"
     assert models.new_backbone(config).config._attn_implementation == "eager"

@@ -20,18 +20,19 @@ import rloo
 import sft
 import train_reward
 import utils
-from machinery import artifacts, checkpoints, distributed, models, queries
+from machinery import artifacts, checkpoints, distributed, models, queries, unpadding
 from machinery.labels import Labels
 from machinery.tokens import load_tokenizer
 
 
 @tiny.both
-def test_nan_at_masked_positions_changes_nothing(script, accelerator):
+def test_nan_at_masked_positions_changes_nothing(script, accelerator, monkeypatch):
     """Neither rollout, nor gradients, nor metrics, where some responses of a micro-batch have ended."""
 
-    def fill_padding(backbone, number):
-        def run(input_ids, mask, *args, **options):
-            return backbone(input_ids, mask, *args, **options).masked_fill(~mask[..., None], number)
+    def fill_padding(number):
+        def run(backbone, input_ids, mask, *args, **options):
+            hidden = unpadding.compute_hidden(backbone, input_ids, mask, *args, **options)
+            return hidden.masked_fill(~mask[..., None], number)
 
         return run
 
@@ -41,9 +42,8 @@ def test_nan_at_masked_positions_changes_nothing(script, accelerator):
     for padding in (0.0, math.nan):
         policy, ref = (tiny.make_policy(seed=seed, script=script) for seed in (0, 3))
         reward, rollouts = tiny.make_reward(), []
-        for model in (policy, ref):
-            model.backbone = fill_padding(model.backbone, padding)
-        reward.run_backbone = fill_padding(reward.run_backbone, padding)
+        for module in (script, train_reward):
+            monkeypatch.setattr(module, "compute_hidden", fill_padding(padding))
         models = dict(ref=ref, reward=tiny.reward_function(reward))
         noisy = tiny.noisy_rollout(script, rollouts)
         run = tiny.start(script, args, policy, **models, Rollout=noisy, AdamTF=tiny.Recorder)

@@ -295,8 +295,9 @@ def test_a_reward_sees_the_columns_of_its_query_in_training_and_evaluation(scrip
     assert line["objective/gold_score"] == pytest.approx(np.mean(calls[1][0]))
     samples = [json.loads(x) for x in Path("runs/run/samples.jsonl").read_text().splitlines()]
     for row in samples:
-        assert row["e"] == row["response"].count("e") / 4
-        assert row["score"] == pytest.approx(row["e"] + row["long"]) and row["long"] > 0
+        assert row["reward/e"] == row["response"].count("e") / 4
+        assert row["reward/long"] > 0
+        assert row["score"] == pytest.approx(row["reward/e"] + row["reward/long"])
     for kind, part in (("objective", "reward"), ("eval", "eval/reward")):
         total = line[f"{part}/e"] + line[f"{part}/long"]
         assert line[f"{kind}/scores"] == pytest.approx(total, abs=1e-5)

@@ -80,7 +80,7 @@ OWN: dict[str, dict] = HYBRIDS | {  # what a kind has besides the sizes of all
     "falcon_alibi": dict(alibi=True, multi_query=False, parallel_attn=False, bias=True),  # -rw
     "gptj": dict(rotary_dim=8),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]], num_layers=2, num_heads=4),
-    "gemma2": dict(attn_implementation="eager"),  # transformers 5.17: by default without caps
+    "gemma2": dict(attn_implementation="eager"),  # transformers 5.19: by default without caps
     "mistral": dict(sliding_window=4096),  # as in the checkpoints
     "mistral_window": dict(sliding_window=6),  # narrower than the texts
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
