@@ -7,6 +7,8 @@ import os
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
+os.environ.setdefault("TQDM_DELAY", "10")  # the libraries' bars, of what takes this many seconds
+
 import utils  # noqa: E402  # imports torch
 
 if not hasattr(utils, "TokenIds"):  # a user's, in the folder of a copied script

@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch.distributed as dist
 import tyro
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
+from tqdm import tqdm
 
 from data.tasks import TASKS, Task
 
@@ -204,6 +205,12 @@ def say(message: str) -> None:
     """Print on the main process only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(escape(message), flush=True)
+
+
+def show_progress(items: Iterable[Any], what: str) -> Iterable[Any]:
+    """`items` with a bar on the main process, which appears after ten seconds."""
+    others = dist.is_initialized() and dist.get_rank() > 0
+    return tqdm(items, what, disable=others)
 
 
 say_once = functools.cache(say)

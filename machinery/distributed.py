@@ -26,7 +26,6 @@ def start(args: Any) -> Accelerator:
     """This process's accelerator. Raises `InputError` for what would change the mathematics."""
     check_environment()
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     # On a Mac the CPU: its GPU has no float64, which random numbers and sums need.
     has_mps = torch.backends.mps.is_available()
     group_limit = InitProcessGroupKwargs(timeout=JOIN_LIMIT)
