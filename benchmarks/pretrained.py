@@ -16,7 +16,7 @@ import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from machinery.artifacts import save_model  # noqa: E402
+from machinery.runs import save_model  # noqa: E402
 
 PROMPT = "The capital of France is"
 

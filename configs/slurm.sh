@@ -11,15 +11,6 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 set -u
-name="slurm-$SLURM_JOB_ID"
-if compgen -G "runs/$name/checkpoints/*.safetensors" > /dev/null; then
-    set -- "$1" --resume "runs/$name" # it knows its flags
-elif [ -e "runs/$name" ]; then # ended before its first checkpoint
-    mv "runs/$name" "runs/$name-$(date +%s)"
-    set -- "$@" --run_name "$name"
-else
-    set -- "$@" --run_name "$name"
-fi
 export WORLD_SIZE="$SLURM_NTASKS" MASTER_PORT="${MASTER_PORT:-29500}" ACCELERATE_MIXED_PRECISION=bf16
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
@@ -27,7 +18,7 @@ export MASTER_ADDR
 
 trap : USR1 TERM # ignored here: they are for the run, which ends with exit code 143
 # a process for each GPU and no launcher in between, so that signals reach every one of them
-srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --gpu-bind=none bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec python "$@"' - "$@" --save_every 20
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --gpu-bind=none bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec python "$@"' - "$@" --run_name "slurm-$SLURM_JOB_ID" --resume auto --save_every 20
 code=$?
 if [ "$code" -eq 143 ]; then
     scontrol requeue "$SLURM_JOB_ID"

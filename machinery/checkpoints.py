@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from machinery.cli import CHECKPOINTS, FREE, InputError, about, read_record
+from machinery.cli import CHECKPOINTS, FREE, ROOT, InputError, about, read_args
 from machinery.sources import COMMIT, PINNED, digest
 
 KEPT = 2  # newest checkpoints of a run
@@ -22,8 +22,9 @@ READ_WITH = dict(label_dataset="num_labels", reward_fn="reward_model", gold_fn="
 
 def names_of(model: nn.Module) -> set[str]:
     """The names of all weights and buffers that are saved, tied ones once."""
-    saved = model.state_dict().keys()  # without rotary angles and the like
-    return saved & {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    names = {name for name, _ in model.named_parameters()}
+    names.update(name for name, _ in model.named_buffers())
+    return names & model.state_dict().keys()  # without rotary angles and the like
 
 
 def full_state(model: nn.Module, *optimizers: Any) -> tuple[dict, dict]:
@@ -35,24 +36,28 @@ def full_state(model: nn.Module, *optimizers: Any) -> tuple[dict, dict]:
 
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: Any = dcp.get_state_dict(model, optimizers, options=options)
+    weights, optimizer_state = state
     names = names_of(model)
-    return {name: x.contiguous() for name, x in state[0].items() if name in names}, state[1]
+    weights = {name: x.contiguous() for name, x in weights.items() if name in names}
+    return weights, optimizer_state
+
+
+def take_tensors(x: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """`x` for JSON: tensors in nested dicts and lists move into `tensors`, named by their place."""
+    if isinstance(x, Tensor):
+        is_own_state = name.startswith("state")  # may share memory, which no file can
+        tensors[name] = x.detach().to("cpu", copy=is_own_state).contiguous()
+        return {"tensor": name, "device": x.device.type}
+    if isinstance(x, dict):
+        return {key: take_tensors(y, f"{name}/{key}", tensors) for key, y in x.items()}
+    if isinstance(x, list | tuple):
+        return [take_tensors(y, f"{name}/{i}", tensors) for i, y in enumerate(x)]
+    return x
 
 
 def dump(parts: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """JSON of nested dicts and lists, whose tensors move into `tensors`, named by their place."""
-
-    def move(x: Any, name: str) -> Any:
-        if isinstance(x, Tensor):  # a copy's own state may share memory, which no file can
-            tensors[name] = x.detach().to("cpu", copy=name.startswith("state")).contiguous()
-            return {"tensor": name, "device": x.device.type}
-        if isinstance(x, dict):
-            return {key: move(y, f"{name}/{key}") for key, y in x.items()}
-        if isinstance(x, list | tuple):
-            return [move(y, f"{name}/{i}") for i, y in enumerate(x)]
-        return x
-
-    return json.dumps({name: move(x, name) for name, x in parts.items()})
+    """JSON of nested dicts and lists; their tensors move into `tensors`."""
+    return json.dumps({name: take_tensors(x, name, tensors) for name, x in parts.items()})
 
 
 def parse(text: str, tensors: dict[str, Tensor]) -> Any:
@@ -61,7 +66,10 @@ def parse(text: str, tensors: dict[str, Tensor]) -> Any:
     def restore(x: dict[str, Any]) -> Any:
         if "tensor" in x:
             return tensors[x["tensor"]].to(x["device"])
-        return {int(key) if key.isdigit() else key: value for key, value in x.items()}
+        found: dict[Any, Any] = {}
+        for key, value in x.items():
+            found[int(key) if key.isdigit() else key] = value
+        return found
 
     return json.loads(text, object_hook=restore)
 
@@ -79,9 +87,12 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Any, s
     parts = {"step": step, "model": weights, "optimizer": optimizer_state, "state": state}
     header = dump(parts, tensors)
     folder.mkdir(exist_ok=True)
-    path = folder / f"{step:08}.safetensors"
-    save_file(tensors, path.with_suffix(".part"), {"state": header})
-    path.with_suffix(".part").replace(path)
+    part = folder / f"{step:08}.part"
+    part.touch()
+    mode = part.stat().st_mode  # as of other files; safetensors lets only the owner read its own
+    save_file(tensors, part, {"state": header})
+    part.chmod(mode)
+    part.replace(part.with_suffix(".safetensors"))
     for old in sorted(folder.glob(CHECKPOINTS))[:-KEPT]:
         old.unlink()
 
@@ -96,10 +107,14 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         weights, optimizer_state = saved.pop("model"), saved.pop("optimizer")
     if wrong := sorted(names_of(model) ^ weights.keys()):
         raise InputError(f"{path} is of another model: only one of them has {wrong[0]}")
-    # Not strict: tied weights occur once in the file.
-    options = dcp.StateDictOptions(full_state_dict=True, strict=False)
-    both: Any = dict(model_state_dict=weights, optim_state_dict=optimizer_state)
-    dcp.set_state_dict(model, optimizer, **both, options=options)
+    dcp.set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=weights,
+        optim_state_dict=optimizer_state,
+        # Not strict: tied weights occur once in the file.
+        options=dcp.StateDictOptions(full_state_dict=True, strict=False),
+    )
     for name, p in model.named_parameters():
         if name not in optimizer_state["state"]:  # no gradient; set_state_dict made zeros
             optimizer.state.pop(p, None)
@@ -107,37 +122,53 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def describe(args: Any, processes: int) -> dict[str, Any]:
-    """The flags, the folders, commits and digests of what they name, the launch."""
-    values = asdict(args) | asdict(args.task) | {"processes": processes}
+    """The flags, the folders, commits and digests of what they name, the launch.
+
+    Paths inside of the project are relative to it: `read_args` finds them in another copy.
+    """
+    values = asdict(args)
+    values.update(asdict(args.task))
+    values["processes"] = processes
     values["mixed_precision"] = AcceleratorState().mixed_precision
-    for name, value in [*values.items()]:
-        path = value if isinstance(value, str) else ""
+    inside = f"{ROOT}{os.sep}"
+    for name, value in list(values.items()):
+        if not isinstance(value, str):
+            continue
+        path = value
         if not os.path.exists(path):  # not Path's, which raises for long texts
-            path = path.rpartition(":")[0]  # without :function
+            path = value.rpartition(":")[0]  # without :function
         if os.path.isfile(path):
             values[f"sha256 of {name}"] = digest(Path(path))[:8]
         elif os.path.isdir(path) and name.endswith(("_model", "_tokenizer")):
             folder = PINNED.get(path, os.path.realpath(path))
-            values[name] = os.path.relpath(folder)
-            for x in Path(folder).glob("*.[js]*"):  # .json, .jinja, .safetensors
-                values[f"sha256 of {name}/{x.name}"] = digest(x)[:8]
-    values |= {f"commit of {name}": x for name, x in PINNED.items() if COMMIT.fullmatch(x)}
+            value = folder if folder.startswith(inside) else os.path.relpath(folder)
+            for file in Path(folder).glob("*.[js]*"):  # .json, .jinja, .safetensors
+                values[f"sha256 of {name}/{file.name}"] = digest(file)[:8]
+        values[name] = value.removeprefix(inside)
+    for name, found in PINNED.items():
+        if COMMIT.fullmatch(found):
+            values[f"commit of {name}"] = found
     return json.loads(json.dumps(values, default=str))
 
 
 def check_same_run(args: Any, processes: int) -> None:
     """Raise `InputError` if flags, or what they name, would change a run's numbers."""
-    record, given = read_record(Path(args.resume)), vars(args) | vars(args.task)
-    free = FREE | {name for name, flag in READ_WITH.items() if flag not in vars(args)}
-    commits = {name: x for name, x in record.items() if name.startswith("commit of ")}
-    PINNED.update({name.removeprefix("commit of "): x for name, x in commits.items()})
+    run = Path(args.resume).parents[1]
+    record = read_args(run)
+    given = vars(args) | vars(args.task)
+    for name, found in record.items():
+        if name.startswith("commit of "):
+            PINNED[name.removeprefix("commit of ")] = found
+    free = FREE.union(name for name, flag in READ_WITH.items() if flag not in given)
     changed = []
     for name, value in describe(args, processes).items():
         old = record.get(name, value)
         if old not in (value, given.get(name)) and name.split()[-1] not in free:
             changed.append(f"{name}={value} instead of {old}")
-    if changed:
-        run, base = Path(args.resume).parents[1], record["base_model"]
-        more = f"; for more episodes, start a new run: --base_model {run}/model --ref_model {base}"
-        words = ", ".join(changed) + more * any(x.startswith("total_episodes=") for x in changed)
-        raise InputError(f"--resume {args.resume} would change its numbers: {words}")
+    if not changed:
+        return
+    sentence = f"--resume {args.resume} would change its numbers: {', '.join(changed)}"
+    if any(change.startswith("total_episodes=") for change in changed):
+        flags = f"--base_model {run}/model --ref_model {record['base_model']}"
+        sentence += f"; for more episodes, start a new run: {flags}"
+    raise InputError(sentence)

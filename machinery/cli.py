@@ -5,9 +5,12 @@ import functools
 import glob
 import inspect
 import json
+import os
+import re
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,21 +21,32 @@ import torch.distributed as dist
 import tyro
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
+from tqdm import tqdm
 
 from data.tasks import TASKS, Task
 
+ROOT = Path(__file__).parents[1]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch's, also on other processes
 UnitFloat = Annotated[float, Field(ge=0, le=1)]  # a number in [0, 1]
-# TRL's names of flags:
-THEIRS = dict(learning_rate="lr", beta="kl_coef", epsilon="cliprange", num_generations="rloo_k")
-THEIRS |= dict(num_train_epochs="num_epochs", per_device_train_batch_size="batch_size")
-THEIRS |= dict(max_completion_length="response_length", max_prompt_length="query_length")
-THEIRS |= dict(model_name_or_path="base_model", dataset_name="query_dataset")
-THEIRS |= dict(missing_eos_penalty="unfinished_score")
+OURS = {  # TRL's names of flags → ours
+    "learning_rate": "lr",
+    "beta": "kl_coef",
+    "epsilon": "cliprange",
+    "num_generations": "rloo_k",
+    "num_train_epochs": "num_epochs",
+    "per_device_train_batch_size": "batch_size",
+    "max_completion_length": "response_length",
+    "max_prompt_length": "query_length",
+    "model_name_or_path": "base_model",
+    "dataset_name": "query_dataset",
+    "missing_eos_penalty": "unfinished_score",
+}
 CHECKPOINTS = "[0-9]" * 8 + ".safetensors"  # their names, by the updates that are done
 # Flags that a resumed run may change:
 FREE = {"save_every", "keep_every", "resume", "run_name", "output_dir", "track"}
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that terminals obey
 rescues: list[Callable[[], str]] = []  # call it if a reward function fails; it says what is saved
+saved = ["nothing is saved yet"]  # what Ctrl-C prints
 
 
 @dataclass(frozen=True, kw_only=True, config={"allow_inf_nan": False})
@@ -55,7 +69,7 @@ class RunArgs:
     save_every: PositiveInt | None = None
     """updates between checkpoints (a tenth of the run); SIGTERM, SIGUSR1, SIGHUP save one and end"""
     resume: str | None = None
-    """runs/<name>, a checkpoint file, or `latest`: continue that run with its flags"""
+    """runs/<name>, a checkpoint, or `latest`; `auto`: --run_name, if it has begun"""
     track: bool = False
     """also log to Weights & Biases"""
 
@@ -84,47 +98,84 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--task", choices=TASKS)
     parser.add_argument("--resume")
-    given, words = parser.parse_known_args(argv)
-    names = {x.name for x in (*fields(cls), *fields(Task))}
-    for name in (word.partition("=")[0].lstrip("-").replace("-", "_") for word in words):
-        if name not in names and THEIRS.get(name) in names:
-            raise InputError(f"--{name} is --{THEIRS[name]} here: docs/from_trl.md")
+    parser.add_argument("--run_name", "--run-name")
+    given, others = parser.parse_known_args(argv)
+    own = {field.name: field for field in fields(cls)}
+    of_task = {field.name for field in fields(Task)}
+    known = of_task.union(own)
+    for word in others:
+        name = word.partition("=")[0].lstrip("-").replace("-", "_")
+        if name not in known and OURS.get(name) in known:
+            raise InputError(f"--{name} is --{OURS[name]} here: docs/from_trl.md")
+
     task = TASKS[given.task or next(iter(TASKS))]
-    values, found = presets.get(task.task, {}), {}
-    if given.resume:
-        checkpoint = find_checkpoint(given.resume, Path(inspect.getfile(cls)).name, given.task)
-        values, found = read_record(checkpoint), {"resume": str(checkpoint)}
-    task = replace(task, **{x.name: values[x.name] for x in fields(Task) if x.name in values})
-    texts = {x.name: x.default for x in fields(cls) if isinstance(x.default, str)}
-    own = {name: text.replace("<task>", task.task) for name, text in texts.items()}
-    own |= {x.name: values[x.name] for x in fields(cls) if x.name in values and x.name != "task"}
-    options: Any = dict(config=(tyro.conf.OmitArgPrefixes,), use_underscores=True)
-    flags = [x for x in argv if x not in ("-h", "--help")]
-    args = tyro.cli(cls, default=cls(task=task, **own), args=flags, **options)
+    values = presets.get(task.task, {})
+    resume = given.resume
+    if resume == "auto":
+        resume = find_begun(given.run_name)
+    if resume not in (None, "auto"):
+        checkpoint = find_checkpoint(resume, Path(inspect.getfile(cls)).name, given.task)
+        values = read_args(checkpoint.parents[1])
+        resume = str(checkpoint)
+    task = replace(task, **{name: x for name, x in values.items() if name in of_task})
+    defaults = {}
+    for name, field in own.items():
+        if name in values:
+            defaults[name] = values[name]
+        elif isinstance(field.default, str):
+            defaults[name] = field.default.replace("<task>", task.task)
+    defaults["task"] = task
+
+    # --help lists fields in this order: memory and files are what people change least.
+    ordered = sorted(own, key=lambda name: name in RunArgs.__dataclass_fields__)
+    cls.__dataclass_fields__ = {name: own[name] for name in ordered}
+    about_tasks = f"{cls.__doc__}\n\n--task selects the defaults: {', '.join(TASKS)}."
+    flags = [word for word in argv if word not in ("-h", "--help")]
+    options: Any = dict(
+        config=(tyro.conf.OmitArgPrefixes,), use_underscores=True, description=about_tasks
+    )
+    args = tyro.cli(cls, default=cls(**defaults), args=flags, **options)
     if flags != argv:  # help with the values of the other flags, such as a recipe's
         tyro.cli(cls, default=args, args=["--help"], **options)
-    return replace(args, **found)
+    return replace(args, resume=resume)
+
+
+def find_begun(run_name: str | None) -> str:
+    """For `--resume auto`: the folder of this run if it has a checkpoint, else "auto"."""
+    if run_name is None:
+        raise InputError("--resume auto continues or begins the run of this --run_name: pass one")
+    folder = Path("runs", run_name)
+    return str(folder) if any(folder.glob(f"checkpoints/{CHECKPOINTS}")) else "auto"
 
 
 def find_checkpoint(name: str, script: str, task: str | None) -> Path:
     """A checkpoint file, or the newest of a run; `latest`: of this script's and task's runs."""
     source = Path("runs" if name == "latest" else name)
-    pattern = f"{glob.escape(str(source))}/**/checkpoints/{CHECKPOINTS}"  # follows links
-    files = [source] if source.is_file() else map(Path, glob.glob(pattern, recursive=True))
+    files = [source]
+    if not source.is_file():
+        pattern = f"{glob.escape(str(source))}/**/checkpoints/{CHECKPOINTS}"
+        files = [Path(path) for path in glob.glob(pattern, recursive=True)]  # follows links
     found = []
     for path in files:
         folder = path.parents[1]
-        ours = path.match(CHECKPOINTS) and (folder / script).is_file()
-        if ours and task in (None, read_record(path)["task"]):
-            found.append(((folder / "args.json").stat().st_mtime_ns, path.name, path))
+        if not path.match(CHECKPOINTS) or not (folder / script).is_file():
+            continue
+        if task in (None, read_args(folder)["task"]):
+            begun = (folder / "args.json").stat().st_mtime_ns
+            found.append((begun, path.name, path))
     if not found:
         raise InputError(f"--resume {name} has no checkpoint of {script} on task {task or '*'}")
     return max(found)[2]
 
 
-def read_record(checkpoint: Path) -> dict[str, Any]:
-    """The flags of a checkpoint's run, and what else is in `args.json`."""
-    return json.loads((checkpoint.parents[1] / "args.json").read_text())
+def read_args(folder: Path) -> dict[str, Any]:
+    """What is in `args.json`, with the paths of this project's files on this machine."""
+    values = json.loads((folder / "args.json").read_text())
+    for name, value in values.items():
+        path = str(value).partition(":")[0]  # without :function
+        if "/" in path and not os.path.exists(path) and (ROOT / path).exists():
+            values[name] = str(ROOT / value)
+    return values
 
 
 def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]] | None = None) -> None:
@@ -136,14 +187,31 @@ def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]] | None = N
     except InputError as error:
         if error.__cause__:
             traceback.print_exception(error.__cause__)
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+        sentence = f"{Path(sys.argv[0]).name}: error: {error}"
+        print(escape(sentence), file=sys.stderr, flush=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once
+        if presets is not None:
+            say(f"\n{saved[-1]}")
+        sys.exit(130)
+
+
+def escape(text: str) -> str:
+    """Show control characters as escapes: a text from data must not change the terminal."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def say(message: str) -> None:
     """Print on the main process only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(message, flush=True)
+        print(escape(message), flush=True)
+
+
+def show_progress(items: Iterable[Any], what: str) -> Iterable[Any]:
+    """`items` with a bar on the main process, which appears after ten seconds."""
+    others = dist.is_initialized() and dist.get_rank() > 0
+    return tqdm(items, what, disable=others)
 
 
 say_once = functools.cache(say)

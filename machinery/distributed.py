@@ -26,8 +26,10 @@ def start(args: Any) -> Accelerator:
     """This process's accelerator. Raises `InputError` for what would change the mathematics."""
     check_environment()
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=JOIN_LIMIT)])
+    # On a Mac the CPU: its GPU has no float64, which random numbers and sums need.
+    has_mps = torch.backends.mps.is_available()
+    group_limit = InitProcessGroupKwargs(timeout=JOIN_LIMIT)
+    accelerator = Accelerator(cpu=has_mps, kwargs_handlers=[group_limit])
     if dist.is_initialized():
         accelerator.wait_for_everyone()  # NCCL connects at the first collective
         group: Any = dist.group.WORLD
@@ -35,6 +37,8 @@ def start(args: Any) -> Accelerator:
     check_launch(accelerator)
     if accelerator.device.type == "cuda":  # launchers set 1, but models are checked on the CPU
         torch.set_num_threads(count_cpus())
+    elif "OMP_NUM_THREADS" not in os.environ:  # torch does not know of quotas
+        torch.set_num_threads(min(count_cpus(), torch.get_num_threads()))
     if accelerator.is_fsdp2:
         plugin = accelerator.state.fsdp_plugin
         plugin.mixed_precision_policy = None  # fp32 weights under autocast, as in copies
@@ -68,7 +72,8 @@ def count_cpus() -> int:
     with suppress(OSError, ValueError):  # another system, no quota
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cpus = min(cpus, int(quota) // int(period))
-    share = cpus // int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    gpus = torch.cuda.device_count()
+    share = cpus // int(os.environ.get("LOCAL_WORLD_SIZE", gpus or 1))
     if hasattr(os, "sched_getaffinity"):  # Slurm may give few
         share = min(share, len(os.sched_getaffinity(0)))
     return max(1, share)

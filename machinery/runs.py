@@ -5,10 +5,10 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from datetime import datetime
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +16,50 @@ import filelock
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.tracking import TensorBoardTracker, WandBTracker
 from accelerate.utils import broadcast_object_list
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from data.tasks import TASKS
-from machinery import artifacts, checkpoints, cli, distributed
-from machinery.cli import InputError, about
+from machinery import checkpoints, cli, distributed
+from machinery.cli import ROOT, InputError, about, say
 from machinery.progress import Progress, plot_run
 from machinery.tokens import end_tokens
 from utils import all_max, decode
 
 SIGNALS = [getattr(signal, x) for x in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, x)]
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tyro", "numpy")
+GIT = "git --git-dir=.git --work-tree=. describe --always --exclude=* --abbrev=40 --dirty"
 
 
 def check_run(args: Any, processes: int) -> None:
     """Raise `InputError` if the run would overwrite something, or resume another one."""
     link = Path("models", args.task.task, Path(inspect.getfile(type(args))).stem)
-    if args.resume is None and args.run_name and os.path.lexists(f"runs/{args.run_name}"):
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    folder = Path("runs", args.run_name or "")
+    if args.resume is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+        raise InputError("torchrun restarted the run: to continue, --run_name NAME --resume auto")
+    if ".." in folder.parts or Path("runs") not in folder.parents and args.run_name:
+        raise InputError(f"--run_name {args.run_name} is not inside of runs/; choose another name")
+    if args.resume is None and args.run_name and os.path.lexists(folder):
         raise InputError(f"--run_name {args.run_name} exists in runs/; choose another name")
     if args.output_dir and os.path.lexists(args.output_dir):
         raise InputError(f"--output_dir {args.output_dir} exists; choose another name")
     if not args.output_dir and link.exists() and not link.is_symlink():
         raise InputError(f"{link} is a folder, not a link to the weights of a run; move it away")
-    if args.resume:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            lock(Path(args.resume).parents[1]).release()  # before anything is loaded
+    if args.resume == "auto" and is_main and folder.exists():
+        lock(folder).release()
+        aside = folder.with_name(f"{folder.name}-{datetime.now():%Y%m%d-%H%M%S-%f}")
+        folder.rename(aside)
+        say(f"{folder} has no checkpoint: it is {aside} now")
+    elif args.resume not in (None, "auto"):
+        folder = Path(args.resume).parents[1]
+        if is_main:
+            lock(folder).release()  # before anything is loaded
+        functions = [x for name, x in vars(args.task).items() if name.endswith("_fn") and x]
+        if functions:
+            say(f"{folder} runs the code of {', '.join(functions)}")
         checkpoints.check_same_run(args, processes)
 
 
@@ -73,12 +92,14 @@ class Run:
     """
 
     def __init__(self, args: Any, total: int, shown: list[str], accelerator: Accelerator):
-        self.args, self.total = args, total
+        self.args = args
+        self.total = total
         self.script = Path(inspect.getfile(type(args)))  # runs and models are named after it
         self.link = Path("models", args.task.task, self.script.stem)
         self.progress = Progress(total, shown)
-        self.accelerator, self.main = accelerator, accelerator.is_main_process
-        self.source = Path(args.resume) if args.resume else None
+        self.accelerator = accelerator
+        self.main = accelerator.is_main_process
+        self.source = None if args.resume in (None, "auto") else Path(args.resume)
         self.save_every = args.save_every or max(total // 10, 10)
         self.signals: list[int] = []  # received so far
         self.in_terminal = sys.stdout.isatty()
@@ -99,23 +120,43 @@ class Run:
     def open(self) -> None:
         """On the main process: create the folder or continue in it; start trackers."""
         if not self.source:
-            task = self.args.task
-            name = f"{task.task}__{self.script.stem}__{self.args.seed}"
-            name = self.args.run_name or f"{name}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-            self.folder = Path("runs", name)
-            with about(f"--run_name {name}"):  # another run may just have made it
-                self.folder.mkdir(parents=True)
-            reward_file, _, _ = (task.reward_fn or "").rpartition(":")
-            for file in (Path(reward_file), self.script):  # the script last, if names are equal
-                if file.is_file():
-                    shutil.copy(file, self.folder / file.name)
-            record = checkpoints.describe(self.args, self.accelerator.num_processes)
-            record |= {"command": sys.argv, "device": self.accelerator.device.type}
-            record |= artifacts.describe_environment() | {"wandb_id": os.urandom(4).hex()}
-            (self.folder / "args.json").write_text(json.dumps(record, indent=1))
+            self.create()
         self.lock = lock(self.folder)
         record = json.loads((self.folder / "args.json").read_text())
-        self.accelerator.trackers = artifacts.start_trackers(self, record)
+        step = int(self.source.stem) if self.source else 0
+        folder = self.folder.absolute()
+        trackers: list[Any] = [TensorBoardTracker("", folder, purge_step=step)]
+        trackers[0].start()
+        if self.args.track:
+            project = os.environ.get("WANDB_PROJECT", "onefile-rlhf")
+            options: Any = dict(config=record, name=folder.name, dir=folder, resume="allow")
+            with about("--track; WANDB_MODE=offline works without a network"):
+                trackers.append(WandBTracker(project, id=record["wandb_id"], **options))
+                trackers[1].start()
+        self.accelerator.trackers = trackers
+
+    def create(self) -> None:
+        """Create the folder with the source, the arguments and what they named."""
+        task = self.args.task
+        now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"
+        name = self.args.run_name or f"{task.task}__{self.script.stem}__{self.args.seed}__{now}"
+        self.folder = Path("runs", name)
+        with about(f"--run_name {name}"):  # another run may just have made it
+            self.folder.mkdir(parents=True)
+        reward_file, _, _ = (task.reward_fn or "").rpartition(":")
+        for file in (Path(reward_file), self.script):  # the script last, if names are equal
+            if file.is_file():
+                shutil.copy(file, self.folder / file.name)
+        record = checkpoints.describe(self.args, self.accelerator.num_processes)
+        record["command"] = sys.argv
+        record["device"] = self.accelerator.device.type
+        # Of our own work tree; "-dirty" if tracked files have changed since; no output without git.
+        git = subprocess.run(GIT, cwd=ROOT, shell=True, capture_output=True, text=True, check=False)
+        record["commit"] = git.stdout.strip() or None
+        record["python"] = sys.version
+        record["versions"] = {x: sys.modules[x].__version__ for x in PACKAGES if x in sys.modules}
+        record["wandb_id"] = os.urandom(4).hex()
+        (self.folder / "args.json").write_text(json.dumps(record, indent=1))
 
     def restore(self, model: nn.Module, optimizer: Any, state: Any = None) -> tuple[int, Any]:
         """Return the number of updates that are done, and the state that `checkpoint` was given.
@@ -129,25 +170,29 @@ class Run:
         if self.source is None:
             return 0, checkpoints.parse(text, tensors)["state"]
         saved = checkpoints.load_checkpoint(self.source, model, optimizer)
+        cli.saved[:] = [self.describe_saved(saved["step"])]
         if self.main:
             self.cut_back(self.source, saved["step"])
             self.progress.start = saved["step"]
-            print(f"resuming {self.folder} after {saved['step']} of {self.total}", flush=True)
+            say(f"resuming {self.folder} after {saved['step']} of {self.total}")
         return saved["step"], saved["state"]
 
     def cut_back(self, source: Path, step: int) -> None:
         """Cut the run's files to what they were at the checkpoint `source`, after `step` updates."""
-
-        def is_done(line: bytes) -> bool:
-            return line.isspace() or (line.endswith(b"\n") and json.loads(line)["step"] < step)
-
         for path in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
-            if path.exists():
-                lines = path.read_bytes().splitlines(keepends=True)
-                os.truncate(path, sum(map(len, takewhile(is_done, lines))))
-        newer = (x for x in source.parent.glob(cli.CHECKPOINTS) if x.name > source.name)
-        for path in (*newer, *source.parent.glob("*.part")):
-            path.unlink()
+            if not path.exists():
+                continue
+            size = 0
+            for line in path.read_bytes().splitlines(keepends=True):
+                is_whole = line.endswith(b"\n")  # else its process was killed
+                if not is_whole or not line.isspace() and json.loads(line)["step"] >= step:
+                    break
+                size += len(line)
+            os.truncate(path, size)
+        for path in source.parent.iterdir():
+            is_newer = path.match(cli.CHECKPOINTS) and path.name > source.name
+            if is_newer or path.suffix == ".part":
+                path.unlink()
 
     def checkpoint(self, step: int, model: nn.Module, optimizer: Any, state: Any = None) -> None:
         """Write a checkpoint after `step` updates, if one is due or a signal asks for one.
@@ -173,6 +218,11 @@ class Run:
         """On all processes: write a checkpoint, and return how to resume from it."""
         checkpoints.save_checkpoint(self.folder / "checkpoints", step, *what)
         self.accelerator.wait_for_everyone()
+        cli.saved[:] = [self.describe_saved(step)]
+        return cli.saved[0]
+
+    def describe_saved(self, step: int) -> str:
+        """What is saved, and how to resume from it."""
         return f"{step} of {self.total} updates are saved: --resume {self.folder}"
 
     def keep_weights(self, update: int, model: Any, tokenizer: Any) -> None:
@@ -212,7 +262,8 @@ class Run:
         self.progress.table(rows, f"samples after {step} updates")
         if self.args.track:
             tracker = self.accelerator.get_tracker("wandb")
-            tracker.log_table("samples", list(rows[0]), [list(x.values()) for x in rows], step=step)
+            values = [list(row.values()) for row in rows]
+            tracker.log_table("samples", list(rows[0]), values, step=step)
 
     def save(self, model: Any, tokenizer: Any, name: str = "model", **heads: nn.Module) -> None:
         """Save weights as a folder of this name in the run. `model` goes to `--output_dir`, if given;
@@ -228,10 +279,10 @@ class Run:
             if config and task.eos_task:  # `generate` stops where it was trained to, too
                 ends = end_tokens(task, config, tokenizer)
                 config.eos_token_id = ends if len(ends) > 1 else ends[0]
-            artifacts.save_model(model, tokenizer, folder, state, states, replace=not out)
+            save_model(model, tokenizer, folder, state, states, replace=not out)
             shutil.copy(self.folder / "args.json", folder)  # for tools
             if folder == self.folder / "model":
-                artifacts.replace_link(self.link, folder)
+                replace_link(self.link, folder)
         self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
@@ -250,10 +301,40 @@ class Run:
         if not self.main:
             return
         plot_run(self.folder, [*self.progress.titles])
-        task, weights = self.args.task, self.args.output_dir or self.folder / "model"
+        task = self.args.task
+        weights = self.args.output_dir or self.folder / "model"
         print(*messages, f"weights: {weights}", f"curves: {self.folder}/curves.png", sep="\n")
         if then and not self.args.output_dir:
             presets = getattr(sys.modules[type(self.args).__module__], "PRESETS", {})
             defaults = vars(TASKS[task.task]) | presets.get(task.task, {})
             if vars(task).items() <= defaults.items():  # else it needs flags
                 print(f"next: python {then}.py --task {task.task} --{flag} {self.link}")
+
+
+def save_model(
+    model: Any, tokenizer: Any, folder: Path, weights: dict, heads: dict, replace: bool = False
+) -> None:
+    """Write a folder of model, tokenizer and `<head>.safetensors`, or nothing."""
+    part = folder.with_name(f".{folder.name}.part")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(part, ignore_errors=True)  # left by a run that was killed
+    model.save_pretrained(part, state_dict=weights)
+    tokenizer.save_pretrained(part)
+    for name, head in heads.items():
+        save_file(head, part / f"{name}.safetensors")
+    for path in part.glob("*.safetensors"):  # else only their owner could read them
+        shutil.copymode(part / "config.json", path)
+    if replace:  # a resumed run may save its weights again
+        shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)  # fails if it exists and is not empty
+
+
+def replace_link(link: Path, target: Path) -> None:
+    """Make `link` a relative link to a folder; a copy if that is refused."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    part = link.with_name(f".{link.name}.{os.getpid()}")  # another run may end now, too
+    try:
+        part.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))
+        part.replace(link)
+    except OSError:  # Windows without developer mode, some network drives
+        shutil.copytree(target, link)

@@ -90,7 +90,6 @@ def load_rows(source: str, flag: str, limit: int | None = None, **columns: str) 
 
     At most `limit` rows; without images, sound and video, which no function of texts reads.
     """
-    datasets.disable_progress_bars()
     with about(f"{flag} {source}"):  # added to error messages
         if Path(source).exists():
             rows = read_file(Path(source))

@@ -86,9 +86,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def as_in_a_new_process():
     """A run imports functions once, has one precision, and leaves its signal handlers on an error."""
     AcceleratorState._reset_state(True)
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)}
     sources.import_file.cache_clear()
     cli.rescues.clear()
+    cli.saved[:] = ["nothing is saved yet"]
     yield
     AcceleratorState._reset_state(True)  # fixtures of a module are made before the next reset
     sources.PINNED.clear()

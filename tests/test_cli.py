@@ -19,7 +19,7 @@ import rloo
 import sft
 import train_reward
 from data import tasks
-from machinery import artifacts, cli
+from machinery import cli
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 DIVIDE = [  # script, processes, flags, words of the error
@@ -77,7 +77,7 @@ def test_every_number_has_its_bounds(script):
 def test_bad_flags_are_named_on_stderr_with_exit_code_2(command, words, here, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", command.split())
     with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(artifacts.ROOT / sys.argv[0]), run_name="__main__")
+        runpy.run_path(str(cli.ROOT / sys.argv[0]), run_name="__main__")
     error = capsys.readouterr().err
     assert stop.value.code == 2 and not list(here.iterdir()) and "Traceback" not in error
     assert [word for word in words if word not in error] == []

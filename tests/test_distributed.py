@@ -3,6 +3,8 @@ Whole runs on one process and on several: benchmarks/test_same.py."""
 
 import contextlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import pytest
 import tiny
 import torch
 import two_processes
+from accelerate.state import AcceleratorState
 from conftest import SCRIPTS, read_metrics
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -20,6 +23,7 @@ from machinery import distributed
 # a container's quota, processes, CPUs of this process, and its threads
 CPUS = [("max 100000", 6, 96, 16), ("150000 100000", 8, 96, 1)]  # six share 96 CPUs, and one GPU
 CPUS += [("800000 100000", 2, 96, 4), (None, 1, 5, 5)]  # a container's 8 CPUs; Slurm gives 5
+CPUS += [("max 100000", 1, 1, 1), ("200000 100000", 1, 96, 2)]  # one core; docker --cpus 2
 
 
 @pytest.fixture(scope="module")
@@ -173,3 +177,42 @@ def test_threads_are_a_process_share_of_the_cpus_that_it_may_use(case, monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     assert distributed.count_cpus() == threads
+
+
+def test_on_a_cpu_too_a_run_has_its_share_of_threads(accelerator, monkeypatch):
+    """Unless the user has set OMP_NUM_THREADS. A number above torch's own, of cores, is not taken."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 32)
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    for cpus in (2, 96):
+        monkeypatch.setattr(distributed, "count_cpus", lambda cpus=cpus: cpus)
+        distributed.start(tiny.make_args())
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        distributed.start(tiny.make_args())
+    assert chosen == [2, 32, 32]
+
+
+WAITS = """
+import os, machinery, tqdm
+print(os.environ.get("GOMP_SPINCOUNT"))
+list(tqdm.tqdm(range(9)))
+"""
+
+
+@pytest.mark.parametrize(("policy", "spins"), [(None, "2000"), ("active", None)])
+def test_threads_that_wait_spin_shortly_unless_the_user_has_said_how(policy, spins):
+    """Set before torch is imported, which reads it. Nor is a bar shown that nobody waits for."""
+    env = {name: x for name, x in os.environ.items() if name[:4] not in ("OMP_", "GOMP")}
+    if policy:
+        env["OMP_WAIT_POLICY"] = policy
+    options = dict(env=env, capture_output=True, text=True, check=True)
+    found = subprocess.run([sys.executable, "-c", WAITS], **options)
+    assert (found.stdout, found.stderr) == (f"{spins}\n", "")
+
+
+def test_a_mac_computes_on_its_cpu(accelerator, monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    AcceleratorState._reset_state(True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert distributed.start(tiny.make_args()).device.type == "cpu"

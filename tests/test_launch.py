@@ -23,7 +23,7 @@ from test_resume import free_port
 
 from data import tasks
 from machinery import distributed
-from machinery.artifacts import ROOT
+from machinery.cli import ROOT
 
 CONFIGS = ROOT / "configs"
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
@@ -208,6 +208,49 @@ def test_four_processes_have_the_same_weights_after_each_update_also_resumed(tas
     _, found = launch("resumed", "--resume", "runs/killed")
     assert [lines[0].split()[:2] for lines in found] == [x[0].split()[:2] for x in expected[2:]]
     assert all(len(set(lines)) == 1 for lines in found)
+
+
+KILLER = """
+import os, signal
+from pathlib import Path
+rank = int(os.environ["RANK"])
+def score(responses):
+    calls = Path(f"{Path.cwd()}/calls{rank}")
+    with calls.open("a") as file:
+        file.write("x")
+    number = calls.stat().st_size
+    if "KILL" in os.environ and (number, rank) == (3, 0):
+        os._exit(1)
+    if "KILL" in os.environ and (number, rank) == (7, 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [float(len(response)) for response in responses]
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_torchrun_restarts_equals_an_undisturbed_one(task, tmp_path):
+    """One process ends itself, later the other one is killed. Without the variable of
+    docs/running.md new processes find the addresses of old ones."""
+    (tmp_path / "killer.py").write_text(KILLER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", 2, "--max_restarts", 3, ROOT / "ppo.py"]
+    values = dict(response_length=5, total_episodes=48, batch_size=8, num_minibatches=2)
+    values |= dict(eval_every=99, eval_queries=2, reward_fn="killer.py:score", save_every=1)
+
+    def launch(name: str, **env: str) -> str:
+        words = flags(task, **values, run_name=name, resume="auto")
+        return finish(start(tmp_path, command + words, **variables, **env))
+
+    (variable,) = re.findall(r"`export (TORCH_DISABLE.*?)`", (ROOT / "docs/running.md").read_text())
+    variables = dict([variable.split("=")])
+    launch("whole")
+    for path in tmp_path.glob("calls?"):
+        path.unlink()
+    text = launch("killed", KILL="1")
+    assert text.count("resuming runs/killed after") == 2
+    paths = [tmp_path / f"runs/{name}/metrics.jsonl" for name in ("whole", "killed")]
+    whole, killed = [without_times(list(map(json.loads, path.open()))) for path in paths]
+    assert whole == killed and len(whole) == 7
 
 
 SLEEPY = """

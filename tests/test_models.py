@@ -14,7 +14,7 @@ import transformers
 from tiny import refuses
 
 import train_reward
-from machinery import artifacts, cli, models, rewards
+from machinery import cli, models, rewards, runs
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 RL, SCRIPTS = ("ppo", "rloo"), ("ppo", "rloo", "train_reward", "sft")
@@ -119,7 +119,7 @@ def test_the_text_model_of_a_checkpoint_that_reads_images_is_loaded_and_saved(ki
     whole.save_pretrained(tmp_path / "whole")
     lm, text = models.load_lm(str(tmp_path / "whole")), torch.arange(9)[None]
     tokenizer = SimpleNamespace(save_pretrained=str)
-    artifacts.save_model(lm, tokenizer, tmp_path / "text", lm.state_dict(), {})
+    runs.save_model(lm, tokenizer, tmp_path / "text", lm.state_dict(), {})
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
     for model in (lm, again):
         torch.testing.assert_close(model(text).logits, whole(text).logits, atol=1e-5, rtol=1e-5)

@@ -20,7 +20,7 @@ import rloo
 import sft
 import train_reward
 import utils
-from machinery import artifacts, checkpoints, distributed, models, queries, unpadding
+from machinery import checkpoints, distributed, models, queries, runs, unpadding
 from machinery.labels import Labels
 from machinery.tokens import load_tokenizer
 
@@ -138,7 +138,7 @@ def test_a_saved_policy_loads_as_a_language_model_with_the_same_logits(kind, tmp
     policy(contexts, responses)[0].sum().backward()
     optimizer.step()
     lm, tokenizer = policy.lm, AutoTokenizer.from_pretrained(folder)
-    artifacts.save_model(lm, tokenizer, tmp_path / "saved", checkpoints.full_state(lm)[0], {})
+    runs.save_model(lm, tokenizer, tmp_path / "saved", checkpoints.full_state(lm)[0], {})
     loaded, start = (AutoModelForCausalLM.from_pretrained(f) for f in (tmp_path / "saved", folder))
     tokens = torch.arange(1, 9)[None]
     with torch.no_grad():

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from test_resume import at_call, checkpoint_files, exit_code, read_state
 from test_runs import two_steps
 
-from machinery import distributed, progress, runs
+from machinery import cli, distributed, progress, runs
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 
@@ -108,24 +108,43 @@ def test_equal_scores_are_said_in_a_run(home, capsys):
     assert len(found) == 2
 
 
-def test_curves_are_over_episodes_with_evaluations_as_points(tmp_path, monkeypatch, capsys):
-    """Over those that were learned from before a line's values; a reward model's accuracy is at the
-    end of its smoothed curve. What was never logged has no panel."""
-    lines = [{"step": 0, "eval/a": 1.0, "objective/a": 2.0, "ppo/episode": 8}]
-    lines += [{"step": 1, "objective/a": 3.0, "ppo/episode": 16}, {"step": 2, "eval/a": 4.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+def draw(folder: Path, lines: list[dict], names: list[str], monkeypatch) -> list:
+    """The panels of curves.png of these metrics."""
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     figures: list = []
     monkeypatch.setattr("matplotlib.figure.Figure", tiny.keep(Figure, figures))
-    progress.plot_run(tmp_path, ["objective/a", "objective/gold_score"])
-    (axis,) = figures[0].axes
+    progress.plot_run(folder, names)
+    return figures[0].axes
+
+
+def test_curves_are_over_finished_episodes_with_evaluations_as_points(
+    tmp_path, monkeypatch, capsys
+):
+    """As in tools/curves.py. What was never logged has no panel."""
+    lines = [{"step": 0, "eval/a": 1.0, "objective/a": 2.0, "ppo/episode": 8}]
+    lines += [{"step": 1, "objective/a": 3.0, "ppo/episode": 16}, {"step": 2, "eval/a": 4.0}]
+    (axis,) = draw(tmp_path, lines, ["objective/a", "objective/gold_score"], monkeypatch)
     curves = [line.get_xydata().tolist() for line in axis.lines]
-    assert curves == [[[0, 2], [8, 3]], [[0, 1], [16, 4]]]
+    assert curves == [[[8, 2], [16, 3]], [[0, 1], [16, 4]]]
     assert capsys.readouterr().out == "eval/a: 1 → 4\n" and (tmp_path / "curves.png").is_file()
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["each", "held out"]
+    legend = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert legend == ["each update", "held out"]
+
+
+def test_one_held_out_value_is_one_number_at_the_last_step(tmp_path, monkeypatch, capsys):
+    """Points are drawn once: beside their curve. Many noisy steps have a smoothed one."""
     lines = [{"step": i, "accuracy": i % 2} for i in range(100)]
-    lines += [{"step": 100, "heldout/accuracy": 1}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    progress.plot_run(tmp_path, ["accuracy"])
-    _, smooth, dot = (line.get_xydata().tolist() for line in figures[1].axes[0].lines)
-    assert dot == [[100, 1]] and len(smooth) == 100
+    lines += [{"step": 100, "heldout/accuracy": 0.75}]
+    names = ["accuracy", "heldout/accuracy"]
+    (axis,) = draw(tmp_path, lines, names, monkeypatch)
+    _, smooth, dot = (line.get_xydata().tolist() for line in axis.lines)
+    assert dot == [[100, 0.75]] and smooth[-1][0] == 100
     assert [y for _, y in smooth[4:]] == pytest.approx([0.4, 0.6] * 48)
+    assert capsys.readouterr().out == "heldout/accuracy: 0.75\n"
+
+
+def test_control_characters_of_texts_are_shown_escaped(capsys):
+    """A text that sets the terminal's title or clears it; tabs and new lines stay."""
+    progress.Progress(1, []).table([{"query": "a\x1b]0;owned\x07b\tc"}], "samples")
+    assert r"a\x1b]0;owned\x07b" in capsys.readouterr().out
+    assert cli.escape("\x1b[2J\x9b\x7f\t\n") == "\\x1b[2J\\x9b\\x7f\t\n"

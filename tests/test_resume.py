@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo
-from machinery import artifacts, checkpoints, cli, distributed, rewards, runs, sources
+from machinery import checkpoints, cli, distributed, rewards, runs, sources
 
 
 @contextmanager
@@ -115,11 +115,11 @@ def half_a_line(function: Callable, run: runs.Run, *_: Any) -> None:
     kill()
 
 
-def send(number: int) -> Callable:
+def send(number: int, times: int = 2) -> Callable:
     """The signal twice, as launchers send it."""
 
     def do(function: Callable, *args: Any) -> Any:
-        for _ in range(2):
+        for _ in range(times):
             os.kill(os.getpid(), number)
         return function(*args)
 
@@ -144,7 +144,7 @@ KILLS = {  # what → owner and name of the function that is called then, what h
     "after samples": (runs.Run, "log_table", kill_after),
     "in a resume": (runs.Run, "cut_back", kill_after),
     "before the weights": (Path, "rename", kill, lambda path, *_: ".part" in path.name),
-    "after the weights": (artifacts, "save_model", kill_after),
+    "after the weights": (runs, "save_model", kill_after),
     "before the link": (Path, "symlink_to", kill, lambda path, *_: path.parts[0] == "models"),
     "SIGTERM": (distributed, "check_gradients", send(signal.SIGTERM)),
     "SIGUSR1": (distributed, "check_gradients", send(signal.SIGUSR1)),
@@ -287,6 +287,46 @@ def test_a_signal_loses_no_finished_update(script, home, capsys):
     assert_same_run(Path("runs/ran"), Path("runs/straight"))
 
 
+def test_ctrl_c_says_what_is_saved_and_ends_within_the_update(home, capsys):
+    """A second one would end the process at once."""
+    for save_every, said in ((99, "nothing is saved yet"), (2, "2 of 6 updates are saved: ")):
+        with pytest.MonkeyPatch.context() as patch:
+            at_call(patch, distributed, "check_gradients", 4 * 2 + 1, send(signal.SIGINT, 1))
+            flags = dict(run_name=f"every_{save_every}", save_every=save_every)
+            assert exit_code("ppo", settings("ppo", **flags)) == 130
+        out, err = capsys.readouterr()
+        assert out.splitlines()[-1].startswith(said) and "Traceback" not in err
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert out.endswith("--resume runs/every_2\n")
+    assert len(Path("runs/every_2/metrics.jsonl").read_text().splitlines()) == 2
+    assert exit_code("ppo", "--resume runs/every_2") == 0
+
+
+def test_auto_begins_a_run_or_resumes_it(home, capsys):
+    """What has no checkpoint is moved aside; another's flags are compared as always."""
+    assert again("--run_name ran --resume auto").resume == "auto"
+    args = settings("ppo", run_name="ran", resume="auto", save_every=2)
+    with pytest.MonkeyPatch.context() as patch:
+        at_call(patch, distributed, "check_gradients", 1, fail)
+        pytest.raises(TimeoutError, exit_code, "ppo", args)
+    Path("runs/ran/notes.txt").write_text("mine")
+    assert exit_code("ppo", args) == 0
+    assert "runs/ran has no checkpoint: it is runs/ran-2" in capsys.readouterr().out
+    (aside,) = Path("runs").glob("ran-*")
+    assert (aside / "notes.txt").read_text() == "mine"
+    before = written(Path("runs/ran"))
+    assert exit_code("ppo", "--run_name ran --resume auto") == 0
+    assert "resuming runs/ran after 4 of 6" in capsys.readouterr().out
+    assert written(Path("runs/ran")) == before
+    with refused("lr=0.5 instead of 0.01"):
+        ppo.main(again("--run_name ran --resume auto --lr 0.5"))
+    with refused("--resume auto", "--run_name"):
+        again("--resume auto")
+    with refused("--resume runs/ran has no checkpoint of rloo.py"):
+        again("--run_name ran --resume auto", SCRIPTS["rloo"])
+
+
 FAILING = """
 import asyncio, pathlib
 def fails():
@@ -405,6 +445,31 @@ def test_a_checkpoint_of_every_kind_of_model_is_read_back(kind, tmp_path):
         assert torch.equal(x, y) and torch.equal(*moments)
 
 
+def test_a_checkpoint_is_as_readable_as_other_files(copy):
+    mode = Path("runs/ran/args.json").stat().st_mode
+    assert {path.stat().st_mode for path in checkpoint_files()} == {mode}
+
+
+def test_files_of_the_project_are_found_from_another_copy_of_it(home, accelerator, monkeypatch):
+    """Their names are relative to it, others as given."""
+    judge = "data/synthetic/judge.py:gold_score"
+    record = checkpoints.describe(settings("ppo", gold_fn=f"{cli.ROOT}/{judge}"), 1)
+    assert record["gold_fn"] == judge and record["query_dataset"] == "task/stories.txt"
+    Path("args.json").write_text(json.dumps(record))
+    other = home / "other"
+    (other / "data/synthetic").mkdir(parents=True)
+    (other / "data/synthetic/judge.py").touch()
+    monkeypatch.setattr(cli, "ROOT", other)
+    assert cli.read_args(Path()) == record | dict(gold_fn=f"{other}/{judge}")
+
+
+def test_a_resumed_run_names_the_code_that_it_runs_before_it_does(copy, capsys, accelerator):
+    Path("reward.py").write_text("assert False, 'imported'")
+    with refused("sha256 of reward_fn"):
+        ppo.check(again(), 1)
+    assert capsys.readouterr().out.startswith("runs/ran runs the code of reward.py:score\n")
+
+
 def test_a_run_that_has_finished_can_be_resumed_and_stays_the_same(ran, copy):
     for flags in ("--resume runs/ran", "--resume latest"):  # without and with the weights
         ppo.main(again(flags))
@@ -480,7 +545,7 @@ def test_a_link_that_moves_changes_nothing(home):
     Path("first").unlink()
     Path("first").symlink_to("second")
     tiny.write_reward(home / "runs/r1/model")
-    artifacts.replace_link(Path("models/synthetic/train_reward"), Path("runs/r1/model"))
+    runs.replace_link(Path("models/synthetic/train_reward"), Path("runs/r1/model"))
     shutil.rmtree("runs/ran/model")
     assert exit_code("ppo", "--resume runs/ran") == 0 and written(Path("runs/ran")) == before
     with refused("base_model=second instead of task/model"):
@@ -533,7 +598,7 @@ def test_a_copys_own_state_and_flags_of_any_type_are_resumed(here, monkeypatch):
     """The edits of docs/your-experiment.md; here, the price is taken from kl_coef."""
     monkeypatch.setattr(checkpoints, "KEPT", 100)
     write_files(here)
-    page = (artifacts.ROOT / "docs/your-experiment.md").read_text()
+    page = (cli.ROOT / "docs/your-experiment.md").read_text()
     edits = "".join(re.findall(r"```diff\n(.*?)```", page, flags=re.S))
     text = Path(ppo.__file__).read_text()
     for mark, old, new in re.findall(r"^([- ])(.*\n)((?:^\+.*\n)+)", edits, flags=re.M):

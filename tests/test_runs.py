@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 import ppo
 import sft
 from data import tasks
-from machinery import artifacts, checkpoints, distributed, runs, tokens
+from machinery import checkpoints, distributed, runs, tokens
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 SHORT = dict.fromkeys(["ppo", "rloo"], dict(total_episodes=16, num_ppo_epochs=1, eval_every=100))
@@ -124,7 +124,7 @@ def test_the_next_command_finds_the_weights_or_is_not_printed(home, capsys):
 def test_a_copy_of_a_script_has_runs_and_weights_of_its_own(name, home, monkeypatch):
     """`cp ppo.py mine.py`: the baseline's link and weights stay what they were."""
     copy = home / "mine.py"
-    copy.write_text((artifacts.ROOT / f"{name}.py").read_text() + "# mine\n")
+    copy.write_text((runs.ROOT / f"{name}.py").read_text() + "# mine\n")
     baseline, link = home / "runs/baseline/model", home / "models/synthetic" / name
     for folder in (baseline, link.parent):
         folder.mkdir(parents=True)
@@ -172,12 +172,12 @@ def test_two_runs_that_end_together_leave_a_link(home, monkeypatch):
         folder.mkdir(parents=True)
 
     def other(function, *args) -> None:
-        artifacts.replace_link(link, two)
+        runs.replace_link(link, two)
         function(*args)
 
     at_call(monkeypatch, Path, "symlink_to", 1, other)
     monkeypatch.setattr("os.getpid", iter([1, 2]).__next__)  # other processes
-    artifacts.replace_link(link, one)
+    runs.replace_link(link, one)
     assert link.is_symlink() and link.resolve() == one.resolve()
     assert os.listdir(link.parent) == ["ppo"]
 
@@ -229,34 +229,36 @@ def test_a_temperature_near_0_is_no_fault_of_the_model(home):
 
 def test_an_installed_copy_has_every_module_and_every_file_of_the_tasks():
     """`pip install .`, then `python -m ppo` in any folder."""
-    setup = tomllib.loads((artifacts.ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert set(setup["py-modules"]) == {path.stem for path in artifacts.ROOT.glob("*.py")}
+    setup = tomllib.loads((runs.ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(setup["py-modules"]) == {path.stem for path in runs.ROOT.glob("*.py")}
     assert set(setup["packages"]) == {"data", "machinery", "tools"}
     patterns = setup["package-data"]["data"]
-    files = {path for pattern in patterns for path in (artifacts.ROOT / "data").glob(pattern)}
+    files = {path for pattern in patterns for path in (runs.ROOT / "data").glob(pattern)}
     local = [tasks.TASKS[name] for name in ("synthetic", "synthetic_eos", "arithmetic")]
     named = [name for task in local for name in (task.query_dataset, task.label_dataset) if name]
     named += [local[0].gold_fn.partition(":")[0], sft.PRESETS["arithmetic"]["query_dataset"]]
     assert {Path(name) for name in named} | {*(tasks.SYNTHETIC / "model").iterdir()} <= files
 
 
+def make_commit(folder: Path) -> str:
+    """Commit all files of a folder in a new repository."""
+    git = "git -c user.name=me -c user.email=me@here -c commit.gpgsign=false"
+    command = f"git init -q && git add . && {git} commit -qm one && git rev-parse HEAD"
+    options = dict(cwd=folder, check=True, capture_output=True, text=True)
+    return subprocess.run(command, shell=True, **options).stdout.strip()
+
+
 def test_a_run_keeps_its_source_and_the_commit(home, tmp_path, monkeypatch):
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     for name in ("utils.py", "ppo.py"):
-        shutil.copy(artifacts.ROOT / name, checkout)
-    monkeypatch.setattr(artifacts, "ROOT", checkout)
+        shutil.copy(runs.ROOT / name, checkout)
+    monkeypatch.setattr(runs, "ROOT", checkout)
 
-    def git(*words: str) -> str:
-        who = ["-c", "user.name=me", "-c", "user.email=me@here", "-c", "commit.gpgsign=false"]
-        options = dict(cwd=checkout, check=True, capture_output=True, text=True)
-        return subprocess.run(["git", *who, *words], **options).stdout
-
-    for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "one")):
-        git(*words)
+    commit = make_commit(checkout)
     monkeypatch.setitem(SCRIPTS, "ppo", tiny.load_script(checkout / "ppo.py"))
     record = json.loads((new_run().folder / "args.json").read_text())
-    assert record["commit"] == git("rev-parse", "HEAD").strip()
+    assert record["commit"] == commit
     with open(checkout / "utils.py", "a") as file:
         file.write("# mine\n")
     changed = new_run().folder
@@ -264,13 +266,27 @@ def test_a_run_keeps_its_source_and_the_commit(home, tmp_path, monkeypatch):
     assert json.loads((changed / "args.json").read_text())["commit"] == record["commit"] + "-dirty"
 
 
-@pytest.mark.parametrize("missing", ["git", "repository"])
+@pytest.mark.parametrize("missing", ["git", "repository", "own repository"])
 def test_a_run_needs_neither_git_nor_a_repository(missing, home, tmp_path, monkeypatch):
+    """Nor is the commit of a repository around the project's folder recorded, or of GIT_DIR."""
+    monkeypatch.setattr(runs, "ROOT", home)
     if missing == "git":
         monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    monkeypatch.setattr(artifacts, "ROOT", home)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    if missing == "own repository":
+        assert len(make_commit(tmp_path)) == 40
+        monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
     assert json.loads((new_run().folder / "args.json").read_text())["commit"] is None
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "/tmp/x", "."])
+def test_a_run_stays_inside_of_runs(name, home, no_weights):
+    tiny.refuses(lambda: ppo.check(two_steps("ppo", run_name=name), 1), f"--run_name {name}")
+
+
+def test_a_restart_by_torchrun_is_not_taken_for_a_new_run(home, no_weights, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    tiny.refuses(lambda: ppo.check(two_steps("ppo"), 1), "--run_name NAME --resume auto")
+    ppo.check(two_steps("ppo", run_name="ran", resume="auto"), 1)
 
 
 def sentence(capsys: pytest.CaptureFixture, *words: str) -> None:

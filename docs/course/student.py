@@ -28,7 +28,7 @@ def without_solutions(cells: list[dict]) -> list[dict]:
 
 
 def main(folder: Path) -> None:
-    """Write the folder, which must not exist."""
+    """Write the folder."""
     notebook = json.loads((COURSE / "course.ipynb").read_text())
     notebook["cells"] = without_solutions(notebook["cells"])
     folder.mkdir(parents=True)
@@ -39,4 +39,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python docs/course/student.py FOLDER, a new one")
+    if Path(sys.argv[1]).exists():
+        sys.exit(f"{sys.argv[1]} exists: pass a new folder, or delete it")
     main(Path(sys.argv[1]))
