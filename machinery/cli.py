@@ -1,6 +1,7 @@
 """The command line: a task's defaults, flags, errors as one sentence."""
 
 import argparse
+import asyncio
 import functools
 import glob
 import inspect
@@ -186,7 +187,7 @@ def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]] | None = N
         main(tyro.cli(cls) if presets is None else parse_args(cls, presets))
     except InputError as error:
         if error.__cause__:
-            traceback.print_exception(error.__cause__)
+            print_cause(error.__cause__)
         sentence = f"{Path(sys.argv[0]).name}: error: {error}"
         print(escape(sentence), file=sys.stderr, flush=True)
         sys.exit(2)
@@ -200,6 +201,15 @@ def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]] | None = N
 def escape(text: str) -> str:
     """Show control characters as escapes: a text from data must not change the terminal."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def print_cause(error: BaseException) -> None:
+    """Print a traceback from the first line that is not ours: a user's file, or a library."""
+    frames = error.__traceback__
+    ours = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent), "<frozen")
+    while frames and frames.tb_next and frames.tb_frame.f_code.co_filename.startswith(ours):
+        frames = frames.tb_next
+    traceback.print_exception(error.with_traceback(frames))
 
 
 def say(message: str) -> None:

@@ -6,8 +6,8 @@ Shapes: `B` sequences, `Q` query tokens, `R` response tokens, `T` tokens.
 import asyncio
 import functools
 import inspect
-import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from data.tasks import Task
 from machinery import models
 from machinery.cli import InputError, about, rescues, say
-from machinery.sources import Rows, find_model, load_function
+from machinery.sources import Rows, find_model, load_function, users_code
 from machinery.tokens import bos, check_length, same_tokens
 from machinery.unpadding import set_unpadding
 from utils import all_max, decode, pad_left
@@ -135,7 +135,7 @@ class Reward:
         self, flag: str, function: Callable, texts: dict, columns: dict, device: Any
     ) -> dict[str, Tensor]:
         """Parts of the scores by a user's function. An error on one process ends all of them."""
-        folder, parts, error = os.getcwd(), {}, None
+        parts, error = {}, None
         try:
             with about(flag):
                 parts = call_reward_function(function, texts, columns)
@@ -144,7 +144,6 @@ class Reward:
                     raise InputError(f"returned {[*parts]}, and before {names}")
         except InputError as caught:
             error = caught
-        os.chdir(folder)
         if all_max(torch.tensor(float(error is not None), device=device)):
             error = error or InputError(f"{flag} failed on another process")
             raise InputError("; ".join([f"{error}", *(x() for x in rescues)])) from error.__cause__
@@ -162,20 +161,30 @@ def call_reward_function(function: Callable, texts: dict, columns: dict) -> dict
     given = {name: x for name, x in (columns | texts).items() if name in names}
     if both := sorted(given.keys() & texts.keys() & columns.keys()):
         raise InputError(f"{both[0]} is also a column of the data set: rename the column")
-    returned: Any = function(**given)
-    if inspect.isawaitable(returned):
-        limit = getattr(function, "timeout", 600)  # seconds
-        with about(f"awaited for at most {limit} s"):
-            returned = event_loop().run(asyncio.wait_for(returned, limit))
+    with users_code():
+        returned: Any = function(**given)
+        if inspect.isawaitable(returned):
+            limit = getattr(function, "timeout", 600)  # seconds
+            with about(f"awaited for at most {limit} s"):
+                returned = event_loop().run(asyncio.wait_for(returned, limit))
     parts = returned if isinstance(returned, dict) and returned else {"": returned}
     if taken := sorted(TOTALS & parts.keys()):
         raise InputError(f"returned {[*parts]}: return {taken[0]!r} alone, or parts to sum")
     size, found = len(texts["queries"]), {}
     for name, x in sorted(parts.items()):  # in one order on all processes
-        found[name] = torch.as_tensor(x, dtype=torch.float32)
-        if found[name].shape != (size,) or not found[name].isfinite().all():
+        found[name] = to_scores(x, size)
+        if found[name] is None:
             raise InputError(f"returned {name and f'{name}='}{x!r:.60}, not {size} finite numbers")
     return found
+
+
+def to_scores(returned: Any, size: int) -> Any:
+    """A list, array or tensor of finite numbers as a tensor [size]; None for anything else."""
+    with suppress(TypeError, ValueError, RuntimeError):
+        scores = torch.as_tensor(returned, dtype=torch.float32)
+        if scores.shape == (size,) and scores.isfinite().all():
+            return scores
+    return None
 
 
 def load_scorer(field: str, task: Task) -> Any:

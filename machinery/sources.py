@@ -9,8 +9,11 @@ import os
 import pkgutil
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,6 +21,7 @@ import datasets
 import huggingface_hub
 import numpy as np
 import pyarrow.parquet
+import torch
 import torch.distributed as dist
 import transformers
 from accelerate.utils import broadcast_object_list
@@ -33,6 +37,14 @@ MEDIA = re.compile(r"\b(Audio|Image|Video|Pdf|Nifti|Mesh)\(")  # in features of 
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # configuration and tokenizer
 WEIGHTS = ("*.json", "model*.safetensors")  # not the copies that some models have beside them
 COMMIT = re.compile(r"\b[0-9a-f]{40}\b")
+SWITCHES: tuple = (  # global ones: how to read and set them
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_device, torch.set_default_device),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+)
+links = functools.cache(tempfile.TemporaryDirectory)
 PINNED: dict[str, str] = {}  # names that the run has loaded → their folder, or commit on the hub
 transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # never ask whether to run remote code
 
@@ -182,29 +194,80 @@ def rename_prompt(columns: Sequence[str]) -> str:
     return f" --rename {found[0] if found else 'COLUMN'}=prompt"
 
 
+@contextmanager
+def users_code() -> Iterator[None]:
+    """Restore the working directory and torch's global switches, which a user's code may set."""
+    before = [get() for get, _ in SWITCHES]
+    folder = os.getcwd()
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+        for (get, restore), value in zip(SWITCHES, before, strict=True):
+            if get() != value:
+                restore(value)
+
+
 @functools.cache
 def import_file(path: Path) -> Any:
     """Import a file as a module; those beside it come before ours of the same name (utils.py)."""
-    folder, name, ours = path.parent, path.stem, {}
-    names = {x.name for x in pkgutil.iter_modules([str(folder)])} - sys.stdlib_module_names
-    for key in [x for x in sys.modules if x.partition(".")[0] in names | {name}]:
-        if folder not in Path(getattr(sys.modules[key], "__file__", None) or path).parents:
+    folder, name, ours = str(path.parent), module_name(path), {}
+    beside = {x.name for x in pkgutil.iter_modules([folder])} - sys.stdlib_module_names
+    for key, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None)
+        if key.partition(".")[0] in beside and file and path.parent not in Path(file).parents:
             ours[key] = sys.modules.pop(key)
-    sys.path.insert(0, str(folder))
+    sys.path.insert(0, folder)
     try:
         spec: Any = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        with users_code():
+            spec.loader.exec_module(module)
     finally:
-        sys.path.remove(str(folder))
-        sys.path.append(str(folder))  # for what it imports later
+        sys.path.remove(folder)
+        sys.path.append(folder)  # for what it imports later
         sys.modules.update(ours)
     return module
+
+
+def module_name(path: Path) -> str:
+    """The name of a file's module: its own, unless a library, ours or another file has it.
+
+    Then that of a link to the file, by which spawned processes can import it.
+    """
+    name = path.stem
+    spec = getattr(sys.modules.get(name), "__spec__", None) or PathFinder.find_spec(name)
+    if name not in sys.stdlib_module_names and (spec is None or spec.origin == str(path)):
+        return name
+    name += f"_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
+    link = Path(links().name, f"{name}.py")
+    if not link.exists():
+        link.symlink_to(path)
+        sys.path.append(str(link.parent))
+    return name
 
 
 def load_function(name: str) -> Callable:
     """The function `module:function` or `path.py:function`; files are imported once."""
     source, _, attribute = name.rpartition(":")
-    if not source.endswith(".py"):
-        return pkgutil.resolve_name(name)
-    return getattr(import_file(Path(source).resolve()), attribute)
+    if name.endswith(".py"):
+        source, attribute = name, ""
+    if source.endswith(".py"):
+        path = Path(source).resolve()
+        if not path.is_file():
+            raise InputError(f"{source} does not exist in {Path.cwd()}")
+        module = import_file(path)
+    else:
+        spec = None
+        with suppress(ModuleNotFoundError, ValueError):  # of a package, of an empty name
+            spec = importlib.util.find_spec(source)
+        if not spec:
+            raise InputError("is in no module; use module:function or path.py:function")
+        module = importlib.import_module(source)
+    found = getattr(module, attribute, None)
+    if found is None:
+        own = [
+            x for x, y in vars(module).items() if getattr(y, "__module__", "") == module.__name__
+        ]
+        raise InputError(f"{source} has no function {attribute!r}; it has {own}")
+    return found

@@ -1,7 +1,9 @@
 """Rewards: models, functions of users, both; what a reward model reads."""
 
+import importlib
 import json
 import re
+import sys
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -23,7 +25,7 @@ from vllm_server import serve
 
 import train_reward
 import utils
-from machinery import queries, rewards, sources
+from machinery import cli, queries, rewards, sources
 from machinery.tokens import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("accelerator")
@@ -53,7 +55,90 @@ def test_a_function_without_one_finite_number_per_response_ends_the_run(returned
     gold = rewards.Reward(replace(task, gold_fn=name), tokenizer, ids.pad)
     tokens = torch.full((4, 3), 14)
     for flag, score in (("--reward_fn", reward), ("--gold_fn", gold)):
-        assert len(refuses(lambda score=score: score(tokens, tokens), f"{flag} {name}: ")) < 400
+        with pytest.raises(cli.InputError, match=f"{flag} {name}: ") as caught:
+            score(tokens, tokens)
+        assert len(str(caught.value)) < 400
+        is_users = returned in ("1 / 0", "sys.exit(0)")
+        assert bool(caught.value.__cause__) == is_users
+
+
+MISTAKES = {  # a name of a function → what the error says
+    "mine.py": ("no function", "'score'", "'gold'"),
+    "mine.py:scor": ("'scor'", "'score'"),
+    "nowhere/mine.py:score": ("does not exist",),
+    "nothing:score": ("path.py:function",),
+    "score": ("path.py:function",),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_misspelt_function_is_one_sentence_without_a_traceback(name, task, here):
+    (here / "mine.py").write_text("import json\ndef score(responses): pass\ngold = lambda x: x\n")
+    with pytest.raises(cli.InputError) as caught:
+        rewards.load_scorer("reward_fn", replace(task, reward_fn=name))
+    assert caught.value.__cause__ is None
+    for word in (f"--reward_fn {name}: ", *MISTAKES[name]):
+        assert word in str(caught.value)
+    assert "json" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_the_traceback_of_a_users_mistake_begins_in_the_users_file(kind, task, here, capsys):
+    (here / "mine.py").write_text(f"{kind} score(responses):\n    return [len(x.wrod) for x in 0]")
+    reward, _ = load_reward(replace(task, reward_fn="mine.py:score"))
+    tokens = torch.full((1, 3), 14)
+    with pytest.raises(cli.InputError) as caught:
+        reward(tokens, tokens)
+    cli.print_cause(caught.value.__cause__)
+    first = capsys.readouterr().err.splitlines()[1]
+    assert first == f'  File "{here}/mine.py", line 2, in score'
+
+
+GLOBAL = """
+import os, torch
+def switch(*args):
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_float32_matmul_precision("medium")
+    os.chdir("/")
+    return [1.0]
+switch()
+def score(responses):
+    return switch()
+"""
+
+
+def test_torchs_global_switches_in_a_reward_file_do_not_leak(task, here):
+    (here / "mine.py").write_text(GLOBAL)
+    reward, _ = load_reward(replace(task, reward_fn="mine.py:score"))
+    for _ in range(2):
+        assert torch.is_grad_enabled() and torch.zeros(1).dtype == torch.float32
+        assert torch.zeros(1).device.type == "cpu" and Path.cwd() == here
+        assert torch.get_float32_matmul_precision() == "highest"
+        tokens = torch.full((1, 3), 14)
+        assert reward(tokens, tokens)[0].tolist() == [1.0]
+
+
+POOL = """
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+def one(response):
+    return 2.0 * len(response)
+def f(responses):
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return list(pool.map(one, responses))
+"""
+
+
+@pytest.mark.parametrize("name", ["math", "utils"])
+def test_a_reward_file_may_have_the_name_of_another_module(name, here):
+    """Also if it starts other processes, which import it by the name of its module."""
+    (here / "judges").mkdir()
+    (here / f"judges/{name}.py").write_text(POOL)
+    before = importlib.import_module(name)
+    assert sources.load_function(f"judges/{name}.py:f")(["ab"]) == [4.0]
+    assert sys.modules[name] is before and not hasattr(before, "one")
 
 
 def test_a_reward_model_with_too_few_positions_is_refused(task, tmp_path):
