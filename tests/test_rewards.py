@@ -84,7 +84,7 @@ def test_a_misspelt_function_is_one_sentence_without_a_traceback(name, task, her
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_the_traceback_of_a_users_mistake_begins_in_the_users_file(kind, task, here, capsys):
-    (here / "mine.py").write_text(f"{kind} score(responses):\n    return [len(x.wrod) for x in 0]")
+    (here / "mine.py").write_text(f"{kind} score(responses):\n    return [len(x.none) for x in 0]")
     reward, _ = load_reward(replace(task, reward_fn="mine.py:score"))
     tokens = torch.full((1, 3), 14)
     with pytest.raises(cli.InputError) as caught:
