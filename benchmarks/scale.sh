@@ -13,13 +13,10 @@ data=runs/human_data policy=runs/human_sft/model script=${SCRIPT:-ppo}
 [ -e $data ] || python benchmarks/human.py data "$archive"
 
 run() { # name, script, flags
-  local name=$1 how
-  [ ! -e "runs/$name/curves.png" ] || return 0 # it is written at the end of a run
-  how=(--task sentiment --run_name "$name" --output_dir "runs/$name/model" "${@:3}")
-  if compgen -G "runs/$name/checkpoints/*.safetensors" > /dev/null; then how=(--resume "runs/$name")
-  elif [ -e "runs/$name" ]; then mv "runs/$name" "runs/stopped_${name}_$(date +%s)"; fi
-  echo "+ python $2.py ${how[*]}"
-  python "$2.py" "${how[@]}"
+  [ ! -e "runs/$1/curves.png" ] || return 0 # it is written at the end of a run
+  set -- "$2.py" --task sentiment --run_name "$1" --resume auto --output_dir "runs/$1/model" "${@:3}"
+  echo "+ python $*"
+  python "$@"
 }
 
 run human_sft sft --base_model models/smollm2 --query_dataset $data/texts.jsonl --num_heldout 64

@@ -39,8 +39,11 @@ class Progress:
         is_due = step % max(self.total // 20, 1) == 0 or step + 1 == self.total
         if is_due or now - self.printed > 60:
             left = (now - self.began) / max(step - self.start, 1) * (self.total - step - 1)
-            values = [f"{metrics[x]:.3g}" if x in metrics else "" for x in self.titles]
-            self.row(f"{step + 1}/{self.total}", *values, str(timedelta(seconds=int(left))))
+            cells = []
+            for name in self.titles:
+                cells.append(f"{metrics[name]:.3g}" if name in metrics else "")
+            cells.append(str(timedelta(seconds=int(left))))
+            self.row(f"{step + 1}/{self.total}", *cells)
             self.printed = now
         if step == self.start:  # it also loads, compiles and evaluates
             self.began = now
@@ -60,11 +63,12 @@ class Progress:
     def warn(self, metrics: dict[str, float]) -> None:
         """Warn once of each unhealthy metric."""
         for name, (low, high, limit, cause) in WARNINGS.items():
-            count = self.unhealthy[name]
-            if count == limit:  # was said
+            if self.unhealthy[name] == limit:  # was said
                 continue
             is_unhealthy = low <= metrics.get(name, -1) <= high
-            self.unhealthy[name] = count + 1 if is_unhealthy else 0
+            self.unhealthy[name] += 1
+            if not is_unhealthy:
+                self.unhealthy[name] = 0
             if self.unhealthy[name] == limit:
                 print(f"unhealthy: {name} is {metrics[name]:.2g}; {cause}")
 
@@ -75,8 +79,9 @@ class Progress:
         for row in rows:
             cells = []
             for value in row.values():
-                text = f"{value:.2f}" if isinstance(value, float) else escape(str(value))
-                cells.append(rich.markup.escape(text))
+                if isinstance(value, float):
+                    value = f"{value:.2f}"
+                cells.append(rich.markup.escape(escape(str(value))))
             table.add_row(*cells)
         Console().print(table)
 
@@ -89,36 +94,41 @@ def plot_run(folder: Path, names: list[str]) -> None:
     from matplotlib.figure import Figure
 
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    size = lines.get("ppo/episode", [1])[0]  # episodes of an update
+    size, step, unit = 1, "step", "step"
+    if "ppo/episode" in lines:
+        size, step, unit = lines["ppo/episode"][0], "update", "episode"
     updates = lines[names[0]].count()  # later lines are of evaluations
     before = lines["step"] * size
     after = (lines["step"] + 1).clip(upper=updates) * size
-    heldout = {name: name.replace("objective/", "eval/") for name in names}
+    panels = []
     for name in names:
-        if f"heldout/{name}" in lines:
-            heldout[name] = f"heldout/{name}"
-    # A panel for each metric that was logged and is not a point in another panel:
-    names = [name for name in names if name in lines]
-    names = [name for name in names if name.removeprefix("heldout/") not in {*names} - {name}]
-    figure = Figure(figsize=(7, 2 * len(names)), layout="constrained")
+        plain = name.removeprefix("heldout/")
+        is_point = name != plain and plain in names  # in that panel
+        if name in lines and not is_point:
+            panels.append(name)
+    figure = Figure(figsize=(7, 2 * len(panels)), layout="constrained")
     figure.suptitle(folder.name)
-    for i, name in enumerate(names):
-        axis = figure.add_subplot(len(names), 1, i + 1, title=name)
+    figure.supxlabel(unit)
+    for i, name in enumerate(panels):
+        axis = figure.add_subplot(len(panels), 1, i + 1, title=name)
         axis.grid(alpha=0.3)
         values = lines[name].dropna()
+        x = after[values.index]
         style = "C0" if len(values) > 1 else "oC0"
-        each = "each update" if "ppo/episode" in lines else "each step"
-        axis.plot(after[values.index], values, style, alpha=0.5, label=each)
+        axis.plot(x, values, style, alpha=0.5, label=f"each {step}")
         n = len(values) // 20
         if n > 4:  # many noisy steps
-            axis.plot(after[values.index], values.rolling(n).mean(), "C0", label=f"mean of {n}")
-        other = heldout[name]
-        if other != name and other in lines:
-            points = lines[other].dropna()
-            at = before if other.startswith("eval/") else after  # the update of its line
+            axis.plot(x, values.rolling(n).mean(), "C0", label=f"mean of {n}")
+        # An evaluation is made before the update of its line, what is held out after it.
+        of_eval = name.replace("objective/", "eval/")
+        for heldout, at in ((of_eval, before), (f"heldout/{name}", after)):
+            if heldout == name or heldout not in lines:
+                continue
+            points = lines[heldout].dropna()
             axis.plot(at[points.index], points, "oC1", label="held out")
-            first, last = f"{points.iloc[0]:.3g}", f"{points.iloc[-1]:.3g}"
-            print(f"{other}: {first} → {last}" if len(points) > 1 else f"{other}: {last}")
+            ends = points.iloc[
+                :: max(len(points) - 1, 1)
+            ]  # the first and the last, or the only one
+            print(f"{heldout}:", " → ".join(f"{point:.3g}" for point in ends))
         axis.legend(fontsize=8)
-    figure.supxlabel("episode" if "ppo/episode" in lines else "step")
     figure.savefig(folder / "curves.png")

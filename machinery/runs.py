@@ -38,9 +38,9 @@ def check_run(args: Any, processes: int) -> None:
     link = Path("models", args.task.task, Path(inspect.getfile(type(args))).stem)
     is_main = not dist.is_initialized() or dist.get_rank() == 0
     folder = Path("runs", args.run_name or "")
-    if args.resume is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+    if args.resume is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         raise InputError("torchrun restarted the run: to continue, --run_name NAME --resume auto")
-    if ".." in folder.parts or Path("runs") not in folder.parents and args.run_name:
+    if args.run_name and Path("runs").absolute() not in Path(os.path.abspath(folder)).parents:
         raise InputError(f"--run_name {args.run_name} is not inside of runs/; choose another name")
     if args.resume is None and args.run_name and os.path.lexists(folder):
         raise InputError(f"--run_name {args.run_name} exists in runs/; choose another name")

@@ -148,68 +148,6 @@ def test_ddp_and_two_machines_give_the_same_numbers_and_fsdp2_is_refused_on_a_cp
     assert not (tmp_path / "runs/fsdp2").exists()
 
 
-FOUR = """
-import hashlib, os, signal
-import torch.distributed as dist
-import ppo
-from machinery.runs import Run
-all_reduce, prepare, checkpoint = dist.all_reduce, ppo.distributed.prepare, Run.checkpoint
-calls, policies, updates = [], [], []
-def counted(x, *args):
-    calls.append(x.numel())
-    if "KILLED" in os.environ and len(updates) == 2 and len(calls) == 9 and dist.get_rank() == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return all_reduce(x, *args)
-def prepared(*args):
-    policies.append(prepare(*args)[0])
-    return policies[-1], args[2]
-def noted(run, update, *rest):
-    weights = b"".join(x.detach().numpy().tobytes() for x in policies[0].parameters())
-    with open(f"rank{dist.get_rank()}", "a") as file:
-        print(update, hashlib.sha256(weights).hexdigest(), len(calls), file=file)
-    calls.clear()
-    updates.append(update)
-    checkpoint(run, update, *rest)
-dist.all_reduce, ppo.distributed.prepare, Run.checkpoint = counted, prepared, noted
-ppo.cli.run(ppo.main, ppo.Args, ppo.PRESETS)
-"""
-LENGTH = "def score(responses):\n    return [float(len(response)) for response in responses]\n"
-
-
-@pytest.mark.slow
-def test_four_processes_have_the_same_weights_after_each_update_also_resumed(task, tmp_path):
-    """And as many collectives. One that is killed in the third update ends the others."""
-    (tmp_path / "four.py").write_text(FOUR)
-    (tmp_path / "length.py").write_text(LENGTH)
-    values = dict(response_length=5, total_episodes=64, batch_size=16, num_minibatches=2)
-    values |= dict(eval_every=99, eval_queries=2, reward_fn="length.py:score", save_every=1)
-    values |= dict(num_ppo_epochs=2, micro_batch_tokens=24, lr=1e-3)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", 4, "four.py"]
-
-    def launch(name: str, *more: str, code: int = 0, **env: str) -> tuple[str, list[list[str]]]:
-        """What it prints; for each update, the lines of all processes: update, hash, collectives."""
-        words = flags(task, **values, run_name=name)
-        text = finish(start(tmp_path, command + (list(more) or words), **env), code)
-        paths = [tmp_path / f"rank{rank}" for rank in range(4)]
-        lines = [path.read_text().splitlines() for path in paths]
-        for path in paths:
-            path.unlink()
-        return text, list(zip(*lines, strict=True))
-
-    _, expected = launch("whole")
-    assert len(expected) == 4 and all(len(set(lines)) == 1 for lines in expected)
-    hashes, collectives = zip(*(lines[0].split()[1:] for lines in expected), strict=True)
-    assert len(set(hashes)) == 4 and len(set(collectives[1:])) == 1  # the first has an evaluation's
-    begin = time.monotonic()
-    text, found = launch("killed", code=1, KILLED="1")
-    assert time.monotonic() - begin < 200 and re.search(r"rank *: 2 .*\n.*exitcode *: -9", text)
-    assert found == expected[:2]
-    _, found = launch("resumed", "--resume", "runs/killed")
-    assert [lines[0].split()[:2] for lines in found] == [x[0].split()[:2] for x in expected[2:]]
-    assert all(len(set(lines)) == 1 for lines in found)
-
-
 KILLER = """
 import os, signal
 from pathlib import Path

@@ -31,6 +31,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import ppo
 from machinery import checkpoints, cli, distributed, rewards, runs, sources
+from tools import policies
 
 
 @contextmanager
@@ -460,7 +461,7 @@ def test_files_of_the_project_are_found_from_another_copy_of_it(home, accelerato
     (other / "data/synthetic").mkdir(parents=True)
     (other / "data/synthetic/judge.py").touch()
     monkeypatch.setattr(cli, "ROOT", other)
-    assert cli.read_args(Path()) == record | dict(gold_fn=f"{other}/{judge}")
+    assert policies.read_run(".") == record | dict(gold_fn=f"{other}/{judge}")
 
 
 def test_a_resumed_run_names_the_code_that_it_runs_before_it_does(copy, capsys, accelerator):

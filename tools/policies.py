@@ -3,7 +3,6 @@
 They read `args.json` beside the weights, print what they found to stderr, and let flags change it.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -18,7 +17,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import ppo  # noqa: E402
 from data.tasks import TASKS, Task  # noqa: E402
-from machinery.cli import InputError  # noqa: E402
+from machinery.cli import InputError, read_args  # noqa: E402
 from machinery.models import load_lm  # noqa: E402
 from machinery.queries import load_queries  # noqa: E402
 from machinery.tokens import load_tokenizer  # noqa: E402
@@ -64,8 +63,10 @@ DATA += ("end_text", "clean_fn", "num_queries")
 def read_run(model: str) -> dict[str, Any]:
     """The flags of the run that trained a model; {} if they are not beside the weights."""
     folder = Path(model).resolve()
-    files = (folder / "args.json", folder.parent / "args.json")
-    return next((json.loads(file.read_text()) for file in files if file.is_file()), {})
+    for place in (folder, folder.parent):
+        if (place / "args.json").is_file():
+            return read_args(place)
+    return {}
 
 
 def policy_tasks(models: Sequence[str], args: Any) -> tuple[list[Task], int | None]:
