@@ -165,11 +165,11 @@ class Policy(nn.Module):
         real = (responses != self.pad_id).nonzero(as_tuple=True)
         hidden = hidden[real]  # [N, D]
         # In training, too, logits are divided by the temperature of sampling (P1).
-        logits = compute_logits(self.lm, hidden) / self.temperature  # [N, V]
-        log_softmax = logits.log_softmax(dim=-1)
+        # Logits [N, V] get no name: they are large, and would stay in memory.
+        log_softmax = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)
         logprobs = log_softmax.gather(1, responses[real][:, None]).squeeze(1)  # [N]
         with torch.no_grad():  # entropies are only logged
-            entropies = -(log_softmax.exp() * log_softmax).sum(dim=-1)  # [N]
+            entropies = -log_softmax.exp().mul_(log_softmax).sum(dim=-1)  # [N]
 
         zeros = torch.zeros(responses.shape, device=responses.device)
         logprobs = zeros.index_put(real, logprobs)  # [B, R]
@@ -525,13 +525,13 @@ def main(args: Args) -> None:
             group["lr"] = lr
 
         # 1. Sample K responses to each query.
-        timer.start("sample")
         rows = query_rows(len(table), local_batch_size // args.rloo_k, seed, update)  # [P]
         rows = np.repeat(rows, args.rloo_k)  # [P * K]: the responses to a query side by side
         queries = table[rows].to(device)  # [B, Q]
         uniform = random_numbers(seed, update, device, task.response_length, len(rows))  # [R, B]
+        timer.start("sample")
+        contexts = add_affixes(queries, ids)  # [B, C]
         with distributed.inference(accelerator, policy):  # in eval mode; FSDP2 gathers weights
-            contexts = add_affixes(queries, ids)  # [B, C]
             responses = sample_in_batches(lm, contexts, uniform, ids, args)  # [B, R]
 
         # 2-3. Score the responses; compute their log-probabilities and rewards.

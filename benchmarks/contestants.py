@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -154,29 +155,25 @@ def ours(job: Job, watch: Stopwatch) -> None:
     script.main(script_args(script, job))
 
 
-def full_batches(sampler: Callable, decoder: Any, *inputs: Any) -> float:
+def full_batches(sampler: Callable, lm: Any, *inputs: Any) -> float:
     """CPU seconds of sampling the same tokens, each in a batch that no response leaves.
 
     A step counts by the share of responses that had not ended.
     """
+    from machinery.decoding import DecodingBatch
     from utils import truncate
 
     contexts, uniform, ids, args = inputs
     began = []
+    compute = DecodingBatch.next_logits
 
-    def start(*inputs: torch.Tensor) -> Any:
-        batch = decoder.start(*inputs)
-        compute = batch.next_logits
-
-        def timed() -> torch.Tensor:
-            began.append(time.process_time())
-            return compute()
-
-        batch.next_logits = timed
-        return batch
+    def timed(batch: DecodingBatch) -> torch.Tensor:
+        began.append(time.process_time())
+        return compute(batch)
 
     endless = replace(args, task=replace(args.task, eos_task=False))
-    responses = sampler(SimpleNamespace(start=start), contexts, uniform, ids, endless)
+    with patch.object(DecodingBatch, "next_logits", timed):
+        responses = sampler(lm, contexts, uniform, ids, endless)
     seconds = np.diff([*began, time.process_time()])
     real = truncate(responses, ids.ends, args.task.truncate_after, ids.pad)[0] != ids.pad
     return float(seconds @ real.double().mean(dim=0).numpy())

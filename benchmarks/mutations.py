@@ -33,7 +33,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("R2", "train_reward.py", "std=1 / math.sqrt(self.head.in_features + 1)", "std=0.02"),
     ("R3", "train_reward.py", "math.sqrt(head_var.item())", "head_var.item()"),
     ("R4", "train_reward.py", "best[part], reduction", "0 * best[part], reduction"),
-    ("P1", "ppo.py", "compute_logits(self.lm, hidden) / self.temperature", "compute_logits(self.lm, hidden)"),
+    ("P1", "ppo.py", "compute_logits(self.lm, hidden) / self.temperature)", "compute_logits(self.lm, hidden))"),
     ("P2", "ppo.py", "zeros_(self.value_head.weight)", "ones_(self.value_head.weight)"),
     ("P3", "machinery/queries.py", "+ 1) % len(ids)", "+ 1)"),
     ("P4", "machinery/models.py", 'if ("drop" in key or', 'if ("no drop" in key or'),
