@@ -1,7 +1,10 @@
 """Human preferences (docs/data.md) → token sequences. Shapes: `B` labels, `K` candidates each."""
 
 import math
-from dataclasses import dataclass
+import re
+from collections import defaultdict
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +16,11 @@ from torch.nn.utils.rnn import pad_sequence
 from data.tasks import Task
 from machinery import tokens
 from machinery.cli import InputError, about, say
-from machinery.queries import tokenize_queries
-from machinery.sources import Rows, check_texts, find_model, load_rows, rename_prompt
+from machinery.queries import say_texts, tokenize_queries
+from machinery.sources import Rows, check_texts, convert_command, find_model, is_text, load_rows
 from utils import TokenIds, pad_left
 
-Found = tuple[int, list[list[int]], int]  # a row, its query and responses, the preferred one
+FLAG = "--label_dataset"
 PAIR = ["prompt", "chosen", "rejected"]
 OPENAI_PAD = 50259  # pads OpenAI's files; GPT-2's last id is 50256
 
@@ -45,7 +48,7 @@ class Labels:
     def longest(self) -> int:
         """Tokens of the longest query with one of its responses."""
         pairs = zip(self.queries, self.responses, strict=True)
-        return max(len(query) + max(map(len, responses)) for query, responses in pairs)
+        return max(length(query, responses) for query, responses in pairs)
 
     def held_out(self, num_train: int) -> np.ndarray:
         """The rows after the first `num_train` with other queries than those."""
@@ -59,86 +62,132 @@ class Labels:
         return np.array(found, dtype=int)
 
 
+def length(query: Sized, responses: Sequence[Sized]) -> int:
+    """Tokens of a query with the longest of its responses."""
+    return len(query) + max(map(len, responses))
+
+
 def load_labels(task: Task, tokenizer: Any, ids: TokenIds, config: Any = None) -> Labels:
-    """Load `label_dataset` as token ids of `tokenizer` (R4), without what is too long for a model."""
+    """Load `label_dataset` as token ids of `tokenizer` (R4).
+
+    Skipped and counted: rows with null; without tokens in the query or a response; with equal
+    responses; too long for the model. An empty answer of a pair is its end alone.
+    """
     source = str(task.label_dataset)
-    rows = load_rows(source, "--label_dataset")
-    with about(f"--label_dataset {source}"):
-        if {*PAIR} <= {*rows.column_names}:
-            for name in PAIR:
-                check_texts(rows, name, source)
-            found = read_pairs(rows, task, tokenizer, ids)
-        elif "best" in rows.column_names:
-            found = read_best_of_k(rows, task, tokenizer, ids.pad)
+    rows = load_rows(source, FLAG)
+    names = rows.column_names
+    with about(f"{FLAG} {source}"):
+        if {*PAIR} <= {*names}:
+            found = read_texts(rows, PAIR, task, tokenizer, ids)
+            best = [0] * len(rows)
+        elif {"query", "best"} <= {*names}:
+            count = sum(re.fullmatch(r"sample\d+", name) is not None for name in names)
+            columns = ["query", *(f"sample{k}" for k in range(max(count, 2)))]
+            read = read_texts if is_text(rows, "query") else read_ids
+            found = read(rows.select_columns(columns), columns, task, tokenizer, ids)
+            best = rows["best"][:]
+            check_best(best, len(columns) - 1)
         else:
-            use = f"python tools/convert.py {source} pairs.jsonl{rename_prompt(rows.column_names)}"
-            raise InputError(f"{rows.column_names} are no labels (docs/data.md); perhaps use {use}")
+            use = convert_command(source, " --rename COLUMN=prompt")
+            raise InputError(f"{names} are no labels (docs/data.md); perhaps use {use}")
     longest = getattr(config, "max_position_embeddings", None) or math.inf
-    lengths = [len(query) + max(map(len, answers)) for _, (query, *answers), _ in found]
-    kept = [x for x, length in zip(found, lengths, strict=True) if length <= longest]
-    if skipped := len(found) - len(kept):
-        i = next(i for i, length in enumerate(lengths) if length > longest)
-        such = f"row {found[i][0]} has {lengths[i]} tokens; the model reads {longest}"
-        say(f"--label_dataset: {such}: skipped {skipped} of {len(rows)} such rows")
-        if not kept:
-            raise InputError(f"--label_dataset: {such}")
-    arrays = [[np.array(ids, np.int32) for ids in sequences] for _, sequences, _ in kept]
-    best = np.array([index for _, _, index in kept], dtype=int)
-    return Labels([x[0] for x in arrays], [x[1:] for x in arrays], best)
+    kept: list[int] = []
+    skipped = defaultdict(list)
+    for i, (query, *responses) in enumerate(found):
+        if best[i] is None or None in (query, *responses):
+            skipped["null"].append(i)
+        elif not query or not all(responses):
+            skipped["without tokens"].append(i)
+        elif responses.count(responses[0]) == len(responses):
+            skipped["with equal responses"].append(i)
+        elif length(query, responses) > longest:
+            skipped[f"with more tokens than the model reads ({longest})"].append(i)
+        else:
+            kept.append(i)
+    if skipped:
+        reasons = "; ".join(f"{len(x)} {why}, such as row {x[0]}" for why, x in skipped.items())
+        say(f"{FLAG}: skipped {len(found) - len(kept)} of {len(found)} rows: {reasons}")
+    arrays = [[np.array(ids, np.int32) for ids in found[i]] for i in kept]
+    of_kept = np.array([best[i] for i in kept], dtype=int)
+    return Labels([x[0] for x in arrays], [x[1:] for x in arrays], of_kept)
 
 
-def read_best_of_k(rows: Rows, task: Task, tokenizer: Any, vocab_size: int) -> list[Found]:
-    """OpenAI's format: ids of `label_tokenizer`, which have to be the policy's."""
+def check_best(best: list[Any], count: int) -> None:
+    """Raise `InputError` for the first value that is no index of a response, and not null."""
+    for row, value in enumerate(best):
+        if value is not None and (isinstance(value, bool) or value not in range(count)):
+            raise InputError(f"row {row}: best is {value!r}, not an index from 0 to {count - 1}")
+
+
+def read_ids(
+    rows: Rows, columns: list[str], task: Task, tokenizer: Any, ids: TokenIds
+) -> list[list[Any]]:
+    """OpenAI's format: ids of `label_tokenizer`, which have to be the policy's; None for null."""
+    vocab_size = ids.pad
     if task.label_tokenizer not in (None, task.base_model):
         with about(f"--label_tokenizer {task.label_tokenizer}"):
             own = transformers.AutoTokenizer.from_pretrained(find_model(task.label_tokenizer))
             if not tokens.same_tokens(tokenizer, own):
-                raise InputError("its ids mean other texts to --base_model: see docs/data.md")
+                use = convert_command(str(task.label_dataset), f" --ids {task.label_tokenizer}")
+                raise InputError(f"its ids mean other texts to --base_model; use {use}")
         vocab_size = len(own)
-    count = sum(name.startswith("sample") for name in rows.column_names)
-    names = ["query", *(f"sample{k}" for k in range(max(count, 2)))]
     found = []
     for i, row in enumerate(rows):
         with about(f"row {i}"):
-            sequences = [read_ids(row[name], vocab_size) for name in names]
-            (best,) = read_ids([row["best"]], len(names) - 1)
-        found.append((i, sequences, best))
+            found.append([without_padding(row[name], vocab_size) for name in columns])
     return found
 
 
-def read_ids(value: Any, vocab_size: int) -> list[int]:
-    """A list of ids without padding. Raises `InputError` for what is no id."""
+def without_padding(value: Any, vocab_size: int) -> list[int] | None:
+    """A list of ids without padding; None for null. Raises `InputError` for what is no id."""
+    if value is None:
+        return None
     pad = max(OPENAI_PAD, vocab_size)  # larger vocabularies have a pad of their own
     ids = np.array(value)
-    numbers = ids.ndim == 1 and ids.dtype.kind in "iuf"
-    if not numbers or ((ids % 1 != 0) | (ids < 0) | ((ids >= vocab_size) & (ids != pad))).any():
+    is_id = ids.ndim == 1 and (ids.dtype.kind in "iuf" or not len(ids))
+    if not is_id or ((ids % 1 != 0) | (ids < 0) | ((ids >= vocab_size) & (ids != pad))).any():
         raise InputError(f"{value!r:.60} has to be a list of ids from 0 to {vocab_size - 1}")
     return ids[ids != pad].astype(int).tolist()
 
 
-def read_pairs(rows: Rows, task: Task, tokenizer: Any, ids: TokenIds) -> list[Found]:
-    """Pairs of texts as labels with two candidates, the chosen one first (R4), with their end.
+def read_texts(
+    rows: Rows, columns: list[str], task: Task, tokenizer: Any, ids: TokenIds
+) -> list[list[Any]]:
+    """Queries with their responses as token ids; None for null.
 
-    Skipped: prompts that are blank or, in EOS tasks, too long, and empty or equal answers.
+    Prompts of pairs are cleaned and cut as queries are, and answers get their end (R4). Texts of
+    `query` and `sample0`, `sample1`, … were read and written by a policy: they stay as they are.
     """
-    columns = rows.select_columns(PAIR)[:]
-    prompts, *texts = ([text or "" for text in column] for column in columns.values())
-    full = [(x, y, z) for x, y, z in zip(prompts, *texts, strict=True) if x.strip()]
-    if full and all(y.startswith(x) and z.startswith(x) for x, y, z in full):
-        raise InputError(
-            "chosen and rejected repeat the prompt; python tools/convert.py removes it"
-        )
+    source = str(task.label_dataset)
+    for name in columns:
+        check_texts(rows, name, source, np.arange(len(rows)))
+    say_texts(rows, FLAG, columns[0], columns[1:], tokenizer)
+    prompts, *answers = rows.select_columns(columns)[:].values()
+    stop, ends = task.truncate_token, ids.ends
+    if columns == PAIR:
+        check_repeated(prompts, *answers)
+    else:
+        stop, ends = None, []
+        task = replace(task, start_text=None, end_text=None, clean_fn=None, keep_last_line=False)
+        task = replace(task, eos_task=False, query_length=2**31)
     queries = tokenize_queries(prompts, task, tokenizer)
     if long := sum(len(query) > task.query_length for query in queries):
         say(f"--query_length {task.query_length}: cut {long} of {len(queries)} prompts")
     queries = [query[: task.query_length] for query in queries]
     contexts = [ids.prefix + query + ids.suffix for query in queries]
-    options = tokenizer, task.truncate_token, ids.ends
-    sides = [tokens.encode_answers(contexts, side, *options) for side in texts]
-    found = []
-    for i, (query, *answers) in enumerate(zip(queries, *sides, strict=True)):
-        if query and all(answers) and answers[0] != answers[1]:
-            found.append((i, [query, *answers], 0))
-    if skipped := len(queries) - len(found):
-        say(f"skipped {skipped} of {len(queries)} pairs: blank, too long, or equal answers")
+    found: list[list[Any]] = []
+    for text, query in zip(prompts, queries, strict=True):
+        found.append([None if text is None else query])
+    for texts in answers:
+        full = [text or "" for text in texts]
+        encoded = tokens.encode_answers(contexts, full, tokenizer, stop, ends)
+        for row, text, answer in zip(found, texts, encoded, strict=True):
+            row.append(None if text is None else answer)
     return found
+
+
+def check_repeated(prompts: list, chosen: list, rejected: list) -> None:
+    """Raise `InputError` if all answers begin with their prompt, which would be read twice."""
+    full = [x for x in zip(prompts, chosen, rejected, strict=True) if all(x) and x[0].strip()]
+    if full and all(y.startswith(x) and z.startswith(x) for x, y, z in full):
+        raise InputError("chosen and rejected repeat the prompt; tools/convert.py removes it")

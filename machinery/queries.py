@@ -5,7 +5,6 @@ Shapes: `B` sequences of `T` tokens, `Q` query tokens. Tags such as (P3): docs/d
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,14 +13,14 @@ from typing import Any
 import datasets
 import filelock
 import numpy as np
-import pyarrow.compute
+from pyarrow import compute
 from torch import Tensor
 
 from data.tasks import DATA, Task
 from machinery import tokens
 from machinery.cli import InputError, about, say
 from machinery.rewards import check_columns
-from machinery.sources import Rows, load_function, load_rows
+from machinery.sources import Rows, convert_command, load_function, load_rows, text_column
 from utils import TokenIds, pad_left
 
 FLAG = "--query_dataset"
@@ -34,8 +33,8 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds) -> "TokenTable":
     """The table of queries [N, Q] (G2), shuffled, with all columns of the data set."""
     column, length = task.query_column, task.query_length
     rows = load_rows(task.query_dataset, FLAG, task.num_queries, query_column=column)
+    say_texts(rows, FLAG, column, [], tokenizer)
     rows = rows.select(np.random.default_rng(0).permutation(len(rows)))
-    say_if_plain(rows, task, tokenizer)
     check_columns(rows, task)
 
     def queries(batch: dict[str, list]) -> list[list[int]]:
@@ -44,11 +43,44 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds) -> "TokenTable":
     return tokenize_rows(rows, queries, length, task, tokenizer, ids.pad, "--query_length")
 
 
+def special_tokens(tokenizer: Any) -> list[str]:
+    """The texts that a tokenizer reads as special tokens, such as its ends."""
+    return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def say_texts(rows: Rows, flag: str, prompt: str, answers: Sequence[str], tokenizer: Any) -> None:
+    """Say how many texts are null or blank, and how many hold special tokens.
+
+    One at the end of an answer is its end. Others were perhaps not meant as tokens.
+    """
+    pattern = "|".join(map(re.escape, special_tokens(tokenizer))) or "$^"
+    found = []
+    for column in (prompt, *answers):
+        texts = text_column(rows, column)
+        where = f"({pattern})" if column == prompt else rf"(?s)({pattern}).*\S"
+        blank = compute.equal(compute.utf8_trim_whitespace(texts), "")
+        inside = compute.match_substring_regex(texts, where)
+        with_tokens = texts.filter(inside)
+        if texts.null_count:
+            found.append(f"{texts.null_count} {column} null")
+        if compute.any(blank).as_py():
+            found.append(f"{compute.sum(blank)} {column} blank")
+        if len(with_tokens):
+            before, token, after = re.split(f"({pattern})", with_tokens[0].as_py(), maxsplit=1)
+            example = before[-20:] + token + after[:20]
+            found.append(f"{len(with_tokens)} {column} with special tokens, as in {example!r}")
+        elif column == prompt and tokenizer.chat_template:
+            found.append(f"no {column} with special tokens of the chat template")
+    if found:
+        say(f"{flag}, {len(rows)} rows: {', '.join(found)} (docs/data.md)")
+
+
 def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[list[int]]:
     """Texts → queries; empty for blank texts and, in EOS tasks, for those too long (P3)."""
     texts = clean_texts(texts, task)
     for text in filter(ANSWERED.match, texts):
-        raise InputError(f"the answer is in a query: {text[-60:]!r}; use python tools/convert.py")
+        use = convert_command(task.query_dataset)
+        raise InputError(f"the answer is in a query: {text[-60:]!r}; use {use}")
     begin = [] if task.query_prefix else tokens.bos(tokenizer)  # with a prefix, BOS is in that
     length = task.query_length - len(begin)
     if task.keep_last_line:
@@ -59,9 +91,11 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     found, offsets, _ = tokens.encode_after(before, texts, tokenizer, offsets=end is not None)
     queries = []
     for text, row, spans in zip(texts, found, offsets, strict=True):
-        ends = None if end is None else ends_word(text, spans, end)
-        limit = length if ends else len(row)  # without ends, `tokenize_rows` cuts, and counts
-        query = cut_query(row, limit, start, ends) if text.strip() else []
+        query = row if text.strip() else []
+        if end is not None:
+            query = cut_query(query, length, start, ends_word(text, spans, end))
+        elif start is not None:
+            query = cut_query(query, len(row), start, None)  # `tokenize_rows` cuts, and counts
         query = tokens.with_bos(query, begin)
         queries.append([] if task.eos_task and len(query) > task.query_length else query)
     return queries
@@ -69,9 +103,11 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
 
 def clean_texts(texts: Sequence[Any], task: Task) -> list[str]:
     """Apply `clean_fn`; a missing text becomes an empty one."""
+    texts = [text or "" for text in texts]
+    if task.clean_fn is None:
+        return texts
     with about(f"--clean_fn {task.clean_fn}"):
-        clean = load_function(task.clean_fn) if task.clean_fn else lambda text: text
-        return [clean(text or "") for text in texts]
+        return [*map(load_function(task.clean_fn), texts)]
 
 
 def drop_lines(text: str, length: int, tokenizer: Any) -> str:
@@ -122,41 +158,44 @@ def tokenize_rows(
 ) -> "TokenTable":
     """Map `function` (batch of rows → token lists) over rows; drop those without tokens.
 
-    The first process computes and caches it; the others wait at a file lock. It is not cached if a
-    user's own function cleans texts. `flag` limits the length.
+    One process of a machine computes and caches it; the others sleep meanwhile. It is computed anew
+    if a user's own function cleans texts. `flag` limits the length.
     """
     number = datasets.Value("int32")
+    features = dict(tokens=datasets.List(number), cut=number, hash=datasets.Value("int64"))
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
         found = function(batch)
         cut = [max(len(ids) - length, 0) for ids in found]
-        return {"tokens": [ids[:length] for ids in found], "cut": cut}
+        kept = [ids[:length] for ids in found]
+        return {"tokens": kept, "cut": cut, "hash": [hash(tuple(ids)) for ids in kept]}
 
-    files = __file__, tokens.__file__, CLEAN
+    code = [Path(file).read_text("utf-8") for file in (__file__, tokens.__file__, CLEAN)]
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     key: Any = [rows._fingerprint, function.__name__, length, task, pad_id]
-    key += [getattr(tokenizer, "backend_tokenizer", tokenizer)]
-    key += [tokenizer.special_tokens_map, [Path(file).read_text("utf-8") for file in files]]
+    key += [backend, tokenizer.special_tokens_map, code]
     fingerprint = datasets.fingerprint.Hasher.hash(key)
     path = Path(datasets.config.HF_DATASETS_CACHE, f"{fingerprint}.arrow")
     path.parent.mkdir(parents=True, exist_ok=True)
-    cached = not task.clean_fn or Path(task.clean_fn.rpartition(":")[0]) == CLEAN
-    lock: Any = filelock.FileLock(f"{path}.lock") if cached else nullcontext()
-    with about(f"--query_dataset {task.query_dataset}"), lock:
+    cached = task.clean_fn is None or Path(task.clean_fn.rpartition(":")[0]) == CLEAN
+    lock = filelock.FileLock(f"{path}.lock", poll_interval=0.5)
+    with about(f"{FLAG} {task.query_dataset}"), lock:
         table = rows.map(
             encode,
             batched=True,
             remove_columns=rows.column_names,
-            features=datasets.Features({"tokens": datasets.List(number), "cut": number}),
+            features=datasets.Features(features),
             cache_file_name=str(path),
             load_from_cache_file=cached,
             new_fingerprint=fingerprint,
-        ).with_format(None)  # no `decode` of `read_file`
-        kept = np.flatnonzero(pyarrow.compute.list_value_length(table.data.column("tokens")))
-    if not len(kept):
-        raise InputError(f"--query_dataset {task.query_dataset}: no row gives tokens")
-    if skipped := len(table) - len(kept):
-        say(f"--query_dataset {task.query_dataset}: skipped {skipped} of {len(table)} rows")
+        ).with_format(None)  # no `decode` of `read_files`
+    kept = np.flatnonzero(compute.list_value_length(table.data.column("tokens")))
     cut = np.asarray(table.data.column("cut"))
+    skipped = len(table) - len(kept)
+    if not len(kept):
+        raise InputError(f"{FLAG} {task.query_dataset}: no row gives tokens")
+    if skipped:
+        say(f"{FLAG} {task.query_dataset}: skipped {skipped} of {len(table)} rows: no tokens")
     if cut.any():
         say(f"{flag}: left out {cut.sum()} tokens, ends of {(cut > 0).sum()} of {len(kept)} texts")
     source = rows if len(rows) == len(table) else table  # blocks of `load_blocks` have no columns
@@ -186,20 +225,18 @@ class TokenTable:
         """The data set's columns in these rows: name → a list of B values."""
         return self.source[rows]
 
-    def select(self, rows: list[int] | np.ndarray) -> "TokenTable":
+    def select(self, rows: np.ndarray) -> "TokenTable":
         """A table of these rows."""
-        sequences, source = (x.select(rows) for x in (self.sequences, self.source))
-        return replace(self, sequences=sequences, source=source)
+        return replace(self, sequences=self.sequences.select(rows), source=self.source.select(rows))
 
     def hold_out(self, n: int, needed: int = 1) -> tuple["TokenTable", "TokenTable"]:
         """Tables of the first `n` sequences, and without them and their duplicates."""
-        held_out = {tuple(ids) for ids in self.sequences[:n]["tokens"]}
-        all_ids = (ids for batch in self.sequences.iter(1000) for ids in batch["tokens"])
-        rest = [i for i, ids in enumerate(all_ids) if tuple(ids) not in held_out]
+        hashes = self.sequences.select_columns("hash").with_format("numpy")[:]["hash"]
+        rest = np.flatnonzero(~np.isin(hashes, hashes[:n]))
         if len(rest) < needed:
             left = f"of {len(self)} sequences leaves {len(rest)}; training needs {needed}"
             raise InputError(f"--eval_queries (of sft.py: --num_heldout): holding out {n} {left}")
-        return self.select(list(range(n))), self.select(rest)
+        return self.select(np.arange(n)), self.select(rest)
 
 
 def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> "TokenTable":
@@ -224,44 +261,43 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> "
         return blocks
 
     rows = load_rows(task.query_dataset, FLAG, task.num_queries, query_column=task.query_column)
+    say_texts(rows, FLAG, task.query_column, [], tokenizer)
     flag = f"blocks of {block_size} tokens (--block_size)"
     table = tokenize_rows(rows, to_blocks, block_size, task, tokenizer, ids.pad, flag)
     return table.select(np.random.default_rng(0).permutation(len(table)))
 
 
 def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> "TokenTable":
-    """Contexts, padded on the left, and reference responses, on the right [num, T], shuffled."""
+    """Contexts, padded on the left, and reference responses, on the right [num, T], shuffled.
+
+    Rows without a response (null) are skipped. In EOS tasks an empty one is an end alone.
+    """
     ends = ids.ends if task.eos_task else []
     column = str(task.response_column)
     width = len(ids.prefix) + task.query_length + len(ids.suffix)
+    length = width + task.response_length
 
     def to_sequences(batch: dict[str, list]) -> list[list[int]]:
         prompts = tokenize_queries(batch[task.query_column], task, tokenizer)
-        texts = [text or "" for text in batch[column]]
-        if column == task.query_column and any(texts):
-            raise InputError(f"--response_column {column} holds the queries: see docs/data.md")
         contexts = [ids.prefix + query[: task.query_length] + ids.suffix for query in prompts]
+        texts = [text or "" for text in batch[column]]
         responses = tokens.encode_answers(contexts, texts, tokenizer, task.truncate_token, ends)
-        sequences = []
-        for query, text, context, response in zip(prompts, texts, contexts, responses, strict=True):
-            sequence = [ids.pad] * (width - len(context)) + context + response
-            sequence += [ids.pad] * (width + task.response_length - len(sequence))
+        sequences: list[list[int]] = []
+        for i, (query, response) in enumerate(zip(prompts, responses, strict=True)):
+            if not query or not response or batch[column][i] is None:
+                sequences.append([])
+                continue
+            sequence = [ids.pad] * (width - len(contexts[i])) + contexts[i] + response
+            sequence += [ids.pad] * (length - len(sequence))
             sequence += [ids.pad] * (len(query) - task.query_length)  # counted as cut
-            sequences.append(sequence if query and text else [])
+            sequences.append(sequence)
         return sequences
 
+    if column == task.query_column:
+        raise InputError(f"--response_column {column} holds the queries: see docs/data.md")
     columns = dict(query_column=task.query_column, response_column=column)
     rows = load_rows(task.query_dataset, FLAG, task.num_queries, **columns)
-    say_if_plain(rows, task, tokenizer)
-    length = width + task.response_length
+    say_texts(rows, FLAG, task.query_column, [column], tokenizer)
     flag = f"--query_length {task.query_length} or --response_length {task.response_length}"
     table = tokenize_rows(rows, to_sequences, length, task, tokenizer, ids.pad, flag)
     return table.select(np.random.default_rng(0).permutation(len(table)))
-
-
-def say_if_plain(rows: Rows, task: Task, tokenizer: Any) -> None:
-    """Say that a tokenizer's chat template has not written the queries, judged by the first ten."""
-    context = f"{task.query_prefix}{task.query_suffix}{rows[:10][task.query_column]}"
-    if tokenizer.chat_template and not any(x in context for x in tokenizer.get_added_vocab()):
-        use = f"python tools/convert.py {task.query_dataset} chat.jsonl --chat {task.base_model}"
-        say(f"--query_dataset: plain texts, not in the tokenizer's chat template; for that: {use}")

@@ -1,10 +1,15 @@
 """Where models, data and functions come from: files, folders, the hub."""
 
+import bz2
+import collections
 import csv
+import errno
 import functools
+import gzip
 import hashlib
 import importlib.util
 import json
+import lzma
 import os
 import pkgutil
 import re
@@ -18,20 +23,26 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import datasets
+import filelock
 import huggingface_hub
 import numpy as np
+import pyarrow
+import pyarrow.compute
 import pyarrow.parquet
 import torch
 import torch.distributed as dist
 import transformers
 from accelerate.utils import broadcast_object_list
+from datasets.arrow_writer import ArrowWriter
 
 from machinery.cli import InputError, about, say
 
 Rows: TypeAlias = datasets.Dataset
 LOCAL = (".", "/", "~", "models/", "data/", "runs/")  # beginnings of paths
-FILES = (".jsonl", ".json", ".txt", ".csv", ".parquet")  # values of CSV files are texts
-PROMPTS = r"question|instruction|query|problem|context|history|trajectory|conv.*|messages"
+FILES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv", ".parquet")
+COMPRESSED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+GUESSING = ("csv", "json", "text")  # readers of `datasets` that take 007 for 7, NA for null
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)
 MESSAGES = r"""^\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:"""  # a text that holds some
 MEDIA = re.compile(r"\b(Audio|Image|Video|Pdf|Nifti|Mesh)\(")  # in features of `datasets`
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # configuration and tokenizer
@@ -47,11 +58,12 @@ SWITCHES: tuple = (  # global ones: how to read and set them
 links = functools.cache(tempfile.TemporaryDirectory)
 PINNED: dict[str, str] = {}  # names that the run has loaded → their folder, or commit on the hub
 transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # never ask whether to run remote code
+csv.field_size_limit(2**31 - 1)
 
 
 def check_source(name: str, kind: str = "model") -> None:
     """Raise `InputError` for a missing path; go offline if the hub cannot be reached."""
-    if name.replace(os.sep, "/").startswith(LOCAL) or Path(name).suffix in FILES:
+    if name.replace(os.sep, "/").startswith(LOCAL) or form(name) in FILES:
         made = re.fullmatch(r"models/(\w+)/(sft|train_reward|ppo|rloo)", name)
         hint = f"; create it with `python {made[2]}.py --task {made[1]}`" if made else ""
         raise InputError(f"does not exist in {Path.cwd()}{hint}")
@@ -76,8 +88,13 @@ def pin(name: str, found: str) -> str:
 def fetch(name: str, load: Callable[..., Any]) -> Any:
     """`load(revision=…)`, of one commit in the whole run, and after `--resume`."""
     for _ in range(2):  # the first process may have found another one
-        found = load(revision=PINNED.get(name))
-        path = found if isinstance(found, str) else found.cache_files[0]["filename"]
+        try:
+            found = load(revision=PINNED.get(name))
+        except (OSError, ValueError) as error:  # of the hub's client: its pages say no more
+            if getattr(error, "errno", None) in NO_LOCKS:
+                raise
+            raise InputError(f"{type(error).__name__}: {' '.join(str(error).split())}") from None
+        path = found if isinstance(found, str) else found.cache_dir
         commit = COMMIT.findall(path)[-1]
         if pin(name, commit) == commit:
             return found
@@ -103,58 +120,110 @@ def load_rows(source: str, flag: str, limit: int | None = None, **columns: str) 
     At most `limit` rows; without images, sound and video, which no function of texts reads.
     """
     with about(f"{flag} {source}"):  # added to error messages
-        if Path(source).exists():
-            rows = read_file(Path(source))
-        else:
-            name, _, split = source.partition("@")
-            name, _, part = name.partition(":")  # a configuration or a file
-            check_source(name, "dataset")
-            load: Any = partial(datasets.load_dataset, name, part or None, split=split or "train")
-            if Path(part).suffix in FILES and not split:
-                load = partial(huggingface_hub.hf_hub_download, name, part, repo_type="dataset")
-            found = fetch(source, load)
-            rows = read_file(Path(found)) if isinstance(found, str) else found
+        rows = read_source(source)
+        media = [name for name, kind in rows.features.items() if MEDIA.search(repr(kind))]
+        rows = rows.remove_columns(media)
+        if not len(rows):
+            raise InputError("has no rows with values")
+        chosen = np.arange(len(rows))
+        if limit and len(rows) > limit:
+            say(f"{flag}: {limit} of {len(rows)} rows are used (--num_queries)")
+            chosen = np.random.default_rng(0).choice(len(rows), limit, replace=False)
+            chosen.sort()
+            rows = rows.select(chosen)
         for option, name in columns.items():
             with about(f"--{option} {name}"):
-                check_texts(rows, name, source)
-    rows = rows.remove_columns([x for x, y in rows.features.items() if MEDIA.search(repr(y))])
-    if limit and len(rows) > limit:
-        say(f"{flag}: {limit} of {len(rows)} rows are used (--num_queries)")
-        chosen = np.random.default_rng(0).choice(len(rows), limit, replace=False)
-        rows = rows.select(np.sort(chosen))
+                check_texts(rows, name, source, chosen)
     return rows
 
 
-def read_file(path: Path) -> Rows:
-    """The rows of a file. Its copy, which the processes of a machine share, is found by content.
+def read_source(source: str) -> Rows:
+    """The rows of a file, or of a name on the hub, whose files of texts we read ourselves."""
+    cache = datasets.config.HF_DATASETS_CACHE
+    try:
+        if Path(source).exists():
+            return read_files([source])
+        name, _, split = source.partition("@")
+        name, _, part = name.partition(":")  # a configuration or a file
+        check_source(name, "dataset")
+        download = partial(huggingface_hub.hf_hub_download, name, repo_type="dataset")
+        if form(part) in FILES and not split:
+            return read_files([fetch(source, partial(download, part))])
+        builder = fetch(source, partial(datasets.load_dataset_builder, name, part or None))
+        split = split or "train"
+        if builder.name not in GUESSING:
+            builder.download_and_prepare()
+            return builder.as_dataset(split, in_memory=False)
+        splits = builder.config.data_files
+        if split not in splits:
+            raise InputError(f"has no split {split!r}; there are {[str(x) for x in splits]}")
+        commit = PINNED[source]
+        files = [file.partition(f"@{commit}/")[2] for file in splits[split]]
+        return read_files([download(file, revision=commit) for file in files])
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        use = f"set HF_DATASETS_CACHE ({cache}) and HF_HOME to folders of another disk"
+        raise InputError(f"the disk cannot lock files; {use}") from None
+
+
+def read_files(paths: Sequence[str]) -> Rows:
+    """The rows of files. Their copy, which the processes of a machine share, is found by content.
 
     Columns of other values than texts are stored as JSON: the library takes texts for dates, and
     its own decoder changes 0.3 and large integers.
     """
-    if path.suffix not in FILES:
-        raise InputError(f"is no file of {FILES}; use python tools/convert.py {path} rows.jsonl")
-    options: Any = dict(fingerprint=f"{digest(path)[:40]}{digest(Path(__file__))[:8]}{path.suffix}")
-    if path.suffix == ".parquet":
-        return datasets.Dataset(pyarrow.parquet.read_table(path), **options)
-    texts: dict[str, bool] = {}  # column → whether it has only texts
-    for row in read_rows(path):
-        texts |= {x: texts.get(x, True) and isinstance(y, str | None) for x, y in row.items()}
-
-    def encode() -> Iterator[dict[str, str | None]]:
-        for row in read_rows(path):
-            for name, x in texts.items():
-                text = row.get(name) if x else json.dumps(row.get(name), ensure_ascii=False)
-                row[name] = text and text.encode("utf-8", "ignore").decode()  # no lone surrogates
-            yield row
-
-    kinds = {name: datasets.Value("string" if x else "binary") for name, x in texts.items()}
-    rows = datasets.Dataset.from_generator(encode, datasets.Features(kinds), **options)
-    others = [name for name, x in texts.items() if not x]
+    for path in paths:
+        if form(path) not in FILES:
+            raise InputError(f"is no file of {FILES}; use {convert_command(path)}")
+    content = [digest(Path(path)) + form(path) for path in (*paths, __file__)]
+    key = hashlib.sha256(str(content).encode()).hexdigest()[:40]
+    if form(paths[0]) == ".parquet":
+        file = pyarrow.parquet.ParquetFile(paths[0])
+        check_names(file.schema_arrow.names)
+        return datasets.Dataset(file.read(), fingerprint=key)
+    copy = Path(datasets.config.HF_DATASETS_CACHE, f"{key}.arrow")
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(f"{copy}.lock", poll_interval=0.5):
+        if not copy.exists():
+            write_table(paths, copy)
+    rows = Rows(datasets.table.MemoryMappedTable.from_file(str(copy)), fingerprint=key)
+    others = [name for name, kind in rows.features.items() if kind.dtype == "binary"]
 
     def decode(batch: dict[str, list]) -> dict[str, list]:
-        return {x: list(map(json.loads, y)) if x in others else y for x, y in batch.items()}
+        for name in others:
+            if name in batch:
+                batch[name] = [json.loads(value) for value in batch[name]]
+        return batch
 
     return rows.with_transform(decode) if others else rows
+
+
+def write_table(paths: Sequence[str], out: Path) -> None:
+    """Write the rows of files as one Arrow file: columns of texts, and others as JSON."""
+    only_texts: dict[str, bool] = {}
+    for path in paths:
+        for row in read_rows(path):
+            for name, value in row.items():
+                is_text = value is None or isinstance(value, str)
+                only_texts[name] = only_texts.get(name, True) and is_text
+    if not only_texts:
+        raise InputError("has no rows with values")
+    kinds = {x: datasets.Value("string" if y else "binary") for x, y in only_texts.items()}
+    part = f"{out}.part"
+    with ArrowWriter(path=part, features=datasets.Features(kinds)) as writer:
+        for path in paths:
+            for row in read_rows(path):
+                for name, is_text in only_texts.items():
+                    value = row.get(name)
+                    if not is_text:
+                        value = json.dumps(value, ensure_ascii=False)
+                    if value is not None:
+                        value = value.encode("utf-8", "ignore").decode()  # no lone surrogates
+                    row[name] = value
+                writer.write(row)
+        writer.finalize()
+    os.replace(part, out)
 
 
 def digest(path: Path) -> str:
@@ -163,35 +232,95 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+def form(path: str) -> str:
+    """The ending of a file's name that says its form, before that of a compressor."""
+    name = Path(path)
+    return Path(name.stem if name.suffix in COMPRESSED else name).suffix
+
+
+def convert_command(source: str, flags: str = "") -> str:
+    """The command that makes rows with texts of a source, in a file of another name."""
+    name = re.split("[.:@]", Path(source).name)[0]
+    return f"python tools/convert.py {source} {name}_texts.jsonl{flags}"
+
+
+def read_rows(path: str) -> Iterator[dict[str, Any]]:
     """A list of objects, an object per line, a text per line, or a table of texts."""
-    with open(path, encoding="utf-8-sig", newline="" if path.suffix == ".csv" else None) as file:
-        if path.suffix == ".txt":
-            yield from ({"text": line.removesuffix("\n")} for line in file)
-        elif path.suffix == ".csv":
-            for row in csv.DictReader(file, strict=True):
+    kind = form(path)
+    is_table = kind in (".csv", ".tsv")
+    open_file = COMPRESSED.get(Path(path).suffix, open)
+    with open_file(path, "rt", encoding="utf-8-sig", newline="" if is_table else None) as file:
+        if kind == ".txt":
+            for line in file:
+                yield {"text": line.removesuffix("\n")}
+        elif is_table:
+            reader = csv.DictReader(file, delimiter="\t" if kind == ".tsv" else ",", strict=True)
+            check_names(reader.fieldnames or [])
+            for row in reader:
                 if None in row or None in row.values():
                     raise InputError(f"{row!r:.200} does not have the fields of the header")
                 yield row
         else:
-            is_list = file.read(1) == "["
-            file.seek(0)
-            yield from json.load(file) if is_list else map(json.loads, filter(str.strip, file))
+            for number, row in enumerate(read_json(file)):
+                if not isinstance(row, dict):
+                    raise InputError(f"row {number} is {row!r:.60}, no object with columns")
+                yield row
 
 
-def check_texts(rows: Rows, column: str, source: str) -> None:
-    """Raise `InputError` for the first value of a column that is no text, or JSON of messages."""
-    batches = rows.select_columns(column).iter(1000)  # an error lists the columns that there are
-    for row, value in enumerate(value for batch in batches for value in batch[column]):
-        if not isinstance(value, str | None) or re.match(MESSAGES, value or ""):
-            use = f"not a text; use python tools/convert.py {source} rows.jsonl"
-            raise InputError(f"{column} of row {row} is {value!r:.60}, {use}")
+def read_json(file: Any) -> Iterator[Any]:
+    """The objects of a JSON list, or those of lines."""
+    for number, line in enumerate(file):
+        try:
+            if line.lstrip().startswith("["):
+                yield from json.loads(line + file.read(), object_pairs_hook=make_object)
+            elif line.strip():
+                yield json.loads(line, object_pairs_hook=make_object)
+        except json.JSONDecodeError as error:
+            place = f"line {number + error.lineno}, column {error.colno}"
+            raise InputError(f"{place}: {error.msg}") from None
 
 
-def rename_prompt(columns: Sequence[str]) -> str:
-    """The flag of tools/convert.py that renames the column which looks like the prompt."""
-    found = [name for name in columns if re.fullmatch(PROMPTS, name)]
-    return f" --rename {found[0] if found else 'COLUMN'}=prompt"
+def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without a name twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        check_names([name for name, _ in pairs])
+    return found
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise `InputError` for a column that is there twice."""
+    for name, count in collections.Counter(names).items():
+        if count > 1:
+            raise InputError(f"has {count} columns {name!r}; rename one")
+
+
+def check_texts(rows: Rows, column: str, source: str, numbers: np.ndarray) -> None:
+    """Raise `InputError` for the first value that is no text, or JSON of messages.
+
+    `numbers` are those of the rows in the source.
+    """
+    values = rows.select_columns(column)
+    if is_text(values, column):
+        found = pyarrow.compute.match_substring_regex(text_column(rows, column), MESSAGES)
+        suspects = np.flatnonzero(found.fill_null(False))
+        values, numbers = values.select(suspects), numbers[suspects]
+    for number, row in zip(numbers, values, strict=True):
+        value = row[column]
+        if value is not None and (not isinstance(value, str) or re.match(MESSAGES, value)):
+            use = f"not a text; use {convert_command(source)}"
+            raise InputError(f"{column} of row {number} is {value!r:.60}, {use}")
+
+
+def is_text(rows: Rows, column: str) -> bool:
+    """Whether a column has texts only, and null."""
+    return getattr(rows.features[column], "dtype", None) in ("string", "large_string")
+
+
+def text_column(rows: Rows, column: str) -> pyarrow.ChunkedArray:
+    """A column of texts, which functions of `pyarrow.compute` read without Python."""
+    found = rows.select_columns(column).with_format("arrow")[:]
+    return found.column(column).cast(pyarrow.large_string())
 
 
 @contextmanager

@@ -2,13 +2,15 @@
 
 import gzip
 import json
+from datetime import datetime
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 
 import datasets
 import formats
 import pytest
-from formats import BLUE, GREEN, USER
+from formats import BLUE, GREEN, NIGHT, USER
 from test_readme import ROOT, blocks
 from tiny import refuses
 from transformers import AutoTokenizer
@@ -53,7 +55,7 @@ def test_a_form_becomes_its_texts_or_a_sentence_says_the_flag(case, chat, capsys
         assert case["says"] in capsys.readouterr().out and not Path("out.jsonl").exists()
         return
     (found,) = run()
-    first, _, last = capsys.readouterr().out.rpartition("\nout.jsonl: ")
+    first, _, last = capsys.readouterr().out.rpartition("\nout.jsonl: 1 rows; values in ")
     assert json.loads(first) == found and ("margin" in last) == (not computed)
     assert case.get("texts", {}).items() <= found.items()
     if "before" in case:
@@ -133,6 +135,103 @@ def test_other_sources_become_lines_of_the_same_values(form, here):
     main(Args(source, Path("out.jsonl")))
     assert [json.loads(line) for line in Path("out.jsonl").read_text().split("\n")[:-1]] == rows
     refuses(lambda: main(Args(source, Path("out.jsonl"))), "out.jsonl")
+
+
+def write(name: str, content: str) -> str:
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text(content)
+    return name
+
+
+SAID = {  # file → content, what is said of it
+    "pairs.jsonl": ('{"prompt": "Hi", "better": 1}', ["prompt 1, better 1", "no chosen, rejected"]),
+    "share.jsonl": ('{"conversations": [{"from": "human", "value": "Hi"}]}', ["no prompt"]),
+    "semicolons.csv": ("prompt;answer\nHi;Yes", ["values in prompt;answer 1", "no prompt"]),
+    "folder/a.txt": ("Hi\n\nYes\n", ["3 rows", "text 2", "no prompt"]),
+    "sft.jsonl": ('{"prompt": "Hi", "completion": "Yes"}', ["sft.py: can read it"]),
+    "null.jsonl": ('{"prompt": "Hi", "completion": null}', ["sft.py: no completion"]),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_it_says_what_a_file_has_become_and_who_can_read_it(name, here, capsys):
+    content, words = SAID[name]
+    write(name, content)
+    main(Args(name.partition("/")[0], Path("out.jsonl")))
+    said = capsys.readouterr().out
+    assert [word for word in words if word not in said] == []
+
+
+def test_names_of_columns_that_do_not_exist_or_exist_twice_are_refused(here):
+    write("a.jsonl", '{"question": "Hi", "prompt": "Ho"}')
+    for rename, word in (
+        ("questions=prompt", "questions"),
+        ("question=prompt", "'prompt'"),
+        ("a b", "OLD=NEW"),
+    ):
+        refuses(lambda x=rename: main(Args("a.jsonl", Path("out.jsonl"), rename=(x,))), word)
+        assert not Path("out.jsonl").exists()
+
+
+def test_values_that_json_does_not_have_become_texts(here):
+    row = dict(text="a", at=datetime(2024, 1, 2), cost=Decimal("1.50"), raw=b"x")
+    datasets.Dataset.from_list([row]).to_parquet("a.parquet")
+    main(Args("a.parquet", Path("out.jsonl")))
+    found = json.loads(Path("out.jsonl").read_text())
+    assert found == dict(text="a", at="2024-01-02 00:00:00", cost="1.50", raw="b'x'")
+
+
+def test_types_of_other_files_are_not_guessed(hub, here):
+    write("folder/a.tsv", "text\tanswer\nNA\t007\n")
+    (hub.commit("datasets", "owner/rows") / "train.csv").write_text("text,answer\nNA,007\n")
+    Path("a.csv.gz").write_bytes(gzip.compress(b"text,answer\nNA,007\n"))
+    for i, source in enumerate(("folder", "owner/rows", "a.csv.gz")):
+        main(Args(source, Path(f"{i}.jsonl")))
+        assert json.loads(Path(f"{i}.jsonl").read_text()) == dict(text="NA", answer="007")
+
+
+def test_the_pages_functions_make_rows_of_other_forms():
+    functions: dict = {}
+    for code in blocks("docs/data.md", "python"):
+        if "def judged" in code or "def turns" in code:
+            exec(code, functions)
+    row = dict(prompt="Hi", answer_1="a", answer_2="b")
+    first, second = ([dict(prompt="Hi", chosen=x, rejected=y)] for x, y in ("ab", "ba"))
+    for better, expected in ((1, first), ("A", first), (2, second), ("B", second), ("tie", [])):
+        assert list(functions["judged"](row | dict(better=better))) == expected
+    row = {"data": {"question": "Hi", "answers": [{"text": "Yes"}, {"text": "No"}]}}
+    assert list(functions["nested"](row)) == [dict(prompt="Hi", completion="Yes")]
+    row = dict(prompt=json.dumps([USER]), id="007")
+    assert list(functions["json_cells"](row)) == [dict(prompt=[USER], id="007")]
+    messages = [USER, BLUE, NIGHT, GREEN]
+    expected = [dict(prompt=[USER], completion=[BLUE])]
+    expected += [dict(prompt=[USER, BLUE, NIGHT], completion=[GREEN])]
+    assert list(functions["turns"](dict(messages=messages))) == expected
+
+
+def test_messages_in_a_text_are_refused_with_the_page(chat, capsys):
+    refuses(partial(convert, [{"prompt": json.dumps([USER])}], **chat), "no row")
+    assert "JSON in a text: see docs/data.md" in capsys.readouterr().out
+
+
+def test_special_tokens_in_messages_are_counted_and_can_be_left_out(chat, capsys):
+    """The template writes its own; those of a user would end the message."""
+    tokenizer = AutoTokenizer.from_pretrained("chat")
+    tokenizer.add_special_tokens({"additional_special_tokens": [END]})
+    tokenizer.save_pretrained("chat")
+    rows = [{"prompt": [USER]}, {"prompt": [USER | {"content": f"Hi{END}Ho"}]}]
+    assert len(convert(rows, **chat)) == 2
+    assert "1 rows had special tokens" in capsys.readouterr().out
+    assert len(convert(rows, drop=(END,), **chat)) == 1
+
+
+def test_token_ids_become_texts_without_padding_and_with_their_end(gpt2, here):
+    gpt2.save_pretrained("gpt2")
+    ids = dict(query=[5297, 50259], sample0=[1320, 50256, 50259], sample1=[1400], best=1)
+    Path("rows.jsonl").write_text(json.dumps(ids | {"note": [5297]}))
+    main(Args("rows.jsonl", Path("out.jsonl"), ids="gpt2", end="<end>"))
+    expected = dict(query="Yes", sample0=" That<end>", sample1=" No", best=1, note=[5297])
+    assert json.loads(Path("out.jsonl").read_text()) == expected
 
 
 def test_a_row_of_a_csv_file_with_other_fields_than_the_header_is_refused(here):

@@ -1,25 +1,26 @@
 """Labels: token ids as OpenAI's files hold them, and pairs of texts or messages as people have them."""
 
 from functools import partial
+from pathlib import Path
 
 import formats
 import numpy as np
 import pytest
-from test_readme import blocks
 from tiny import make_task, refuses
 from transformers import GPT2Config
 
 import train_reward
 from machinery.labels import Labels, load_labels
+from tools import convert
 from utils import TokenIds
 
 PADS = [(50257, [50256, 50259], [50256]), (50259, [7, 50259], [7])]  # the files' 50259 is padding
 PADS += [(50260, [7, 50259], [7, 50259])]  # in a vocabulary of more ids it is a token; the padding
 PADS += [(60_000, [50259, 60_000], [50259])]  # of such a file is the model's own pad id
 RIGHT = dict(query=[1, 2, 3, 4], sample0=[0, 1, 2], sample1=[999], best=1)
-JUNK = [None, 3, "ab", {"a": 1}, [2.5], [-1], [1000], [True], ["1"], [[1]], [None], [2**70]]
+JUNK = [3, "ab", {"a": 1}, [2.5], [-1], [1000], [True], ["1"], [[1]], [None], [2**70]]
 WRONG = [(name, value) for name in ("query", "sample1") for value in JUNK]
-WRONG += [("best", value) for value in (None, 2, -1, 0.5, "1", [1])]
+WRONG += [("best", value) for value in (2, -1, 0.5, "1", [1], True)]
 
 
 def ids_of(pad: int, truncate: int | None = None) -> TokenIds:
@@ -74,16 +75,16 @@ def test_R4_openais_padding_is_50259_or_the_models_pad_id(pad_id, query, expecte
 
 
 @pytest.mark.parametrize("vocab", [50257, 50400])  # GPT-J's is larger than its tokenizer's
-def test_labels_of_gpt2_are_read_as_they_are_or_written_anew_for_another(vocab, gpt2, hers, here):
-    """By the page's code. By 1,000 other tokens they are longer; nothing is cut."""
+def test_labels_of_gpt2_are_read_as_they_are_or_converted_for_another(vocab, gpt2, hers, here):
+    """By 1,000 other tokens they are longer; nothing is cut."""
     gpt2.save_pretrained("gpt2")
-    hers.save_pretrained("my_model")
     rows = formats.oai_labels(gpt2)
     task = label_task(here / "labels.json", rows, query_length=8, label_tokenizer="gpt2")
-    refuses(lambda: load_labels(task, hers, ids_of(1000)), "--label_tokenizer gpt2", "docs/data.md")
-    exec(next(x for x in blocks("docs/data.md", "python") if "translated.jsonl" in x), {})
-    anew = make_task(query_length=8, label_dataset="translated.jsonl", label_tokenizer=None)
-    for own, tokenizer, size in ((task, gpt2, vocab), (anew, hers, 1000)):
+    command = f"{here}/labels.json labels_texts.jsonl --ids gpt2"
+    refuses(lambda: load_labels(task, hers, ids_of(1000)), "--label_tokenizer gpt2", command)
+    convert.main(convert.Args(f"{here}/labels.json", Path("labels_texts.jsonl"), ids="gpt2"))
+    other = make_task(query_length=8, label_dataset="labels_texts.jsonl", label_tokenizer="gpt2")
+    for own, tokenizer, size in ((task, gpt2, vocab), (other, hers, 1000)):
         found = load_labels(own, tokenizer, ids_of(size))
         assert len(found) == 3 and found.best.tolist() == [2, 0, 3]
         assert found.queries[1].tolist() == tokenizer.encode("“Go,” she said.\n\nNobody went.")
@@ -111,7 +112,7 @@ def test_R4_what_is_no_pair_of_texts_is_refused(hers, tmp_path):
         (formats.MESSAGES[0], "tools/convert.py"),
         ({"prompt": "Hi", "chosen": "a", "rejected": [formats.BLUE]}, "tools/convert.py"),
         (formats.HH_RLHF[0], "tools/convert.py"),  # there is no prompt
-        (dict(question="Q", chosen="a", rejected="b"), "--rename question=prompt"),
+        (dict(question="Q", chosen="a", rejected="b"), "pairs_texts.jsonl --rename COLUMN=prompt"),
         ({"prompt": "Q:", "chosen": "Q: a", "rejected": "Q: b"}, "repeat"),  # the prompt twice
     ):
         task = label_task(tmp_path / "pairs.jsonl", [row] * 2)
@@ -129,19 +130,45 @@ def test_R4_the_first_candidate_was_chosen_and_each_has_exactly_one_end(name, he
     assert lists(found.responses) == [[[*hers.encode(side), 0] for side in sides]]
 
 
-def test_R4_blank_rows_and_equal_answers_are_skipped_and_counted(hers, tmp_path, capsys):
-    """An empty answer is blank where nothing ends it; with its end it is an answer (hh-rlhf)."""
-    sides = [(" ", " no"), ("Hi:", ""), ("So:", " no"), ("Is:", " yes"), ("It:", " yes\n")]
-    rows = [{"prompt": prompt, "chosen": " yes", "rejected": no} for prompt, no in sides]
+def test_R4_what_is_skipped_is_counted_by_its_reason(hers, tmp_path, capsys):
+    """An empty answer has no tokens where nothing ends it; with its end it is an answer (hh-rlhf)."""
+    texts = [(" ", " yes", " no"), ("Hi:", " yes", ""), ("So:", " yes", " no")]
+    texts += [("Is:", " yes", " yes"), ("It:", None, " no"), (None, " yes", " no")]
+    rows = [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in texts]
     task = label_task(tmp_path / "p.jsonl", rows)
-    (newline,) = hers.encode("\n")
-    for end, queries, skipped in ((None, ["So:", "It:"], 3), (newline, ["Hi:", "So:"], 3)):
-        found = load_labels(task, hers, ids_of(1000, end))
-        assert lists(found.queries) == [hers.encode(text) for text in queries]
-        assert len(found.responses) == len(found.best) == len(queries)
-        assert f"skipped {skipped} of 5" in capsys.readouterr().out
-    assert found.responses[0][1].tolist() == [newline]
-    assert len(load_labels(label_task(tmp_path / "p.jsonl", rows[:1]), hers, ids_of(1000, 0))) == 0
+    found = load_labels(task, hers, ids_of(1000, None))
+    assert lists(found.queries) == [hers.encode("So:")]
+    said = capsys.readouterr().out
+    assert "skipped 5 of 6 rows" in said and "2 null, such as row 4" in said
+    assert "2 without tokens, such as row 0" in said and "1 with equal responses" in said
+    assert "6 rows: 1 prompt null, 1 prompt blank, 1 chosen null, 1 rejected blank" in said
+    found = load_labels(task, hers, ids_of(1000, 0))
+    assert lists(found.queries) == [hers.encode("Hi:"), hers.encode("So:")]
+    assert found.responses[0][1].tolist() == [0] and found.best.tolist() == [0, 0]
+    assert "skipped 4 of 6 rows" in capsys.readouterr().out
+
+
+def test_R4_of_ids_rows_without_a_query_a_response_or_a_judgment_are_skipped(tmp_path, capsys):
+    rows = [RIGHT, RIGHT | {"best": None}, RIGHT | {"query": []}, RIGHT | {"sample1": None}]
+    rows += [RIGHT | {"sample0": [50259, 50259]}, RIGHT | {"sample0": [999]}, {}]
+    task = label_task(tmp_path / "l.jsonl", rows)
+    found = load_labels(task, None, ids_of(1000))
+    assert lists(found.queries) == [[1, 2, 3, 4]]
+    said = capsys.readouterr().out
+    assert "skipped 6 of 7 rows: 3 null, such as row 1; 2 without tokens, such as row 2" in said
+
+
+def test_R4_texts_of_several_responses_are_read_as_they_are(hers, tmp_path):
+    """No end is added, and nothing is cleaned or cut. Other columns beside sample0 are no samples."""
+    samples = [" It rained.", " Ben saw it\n", " No", " Yes"]
+    row = dict(query="Anna saw it. So did", sample_id="a", sample_text="b", best=2)
+    row |= {f"sample{k}": text for k, text in enumerate(samples)}
+    settings = dict(query_length=2, end_text=".", truncate_token=".", label_tokenizer="gpt2")
+    task = label_task(tmp_path / "l.jsonl", [row], **settings)
+    found = load_labels(task, hers, ids_of(1000, 0))
+    assert lists(found.queries) == [hers.encode("Anna saw it. So did")]
+    assert lists(found.responses) == [[hers.encode(text) for text in samples]]
+    assert found.best.tolist() == [2]
 
 
 @pytest.mark.parametrize("prefix", ["", "Q:"])
@@ -161,11 +188,11 @@ def test_R4_a_long_prompt_loses_its_end_or_is_skipped_in_eos_tasks(eos, hers, tm
     task = label_task(tmp_path / "p.jsonl", rows, query_length=n, **end)
     found = lists(load_labels(task, hers, ids_of(1000, 0)).queries)
     assert found == ([full[1]] if eos else [full[0][:n], full[1]])
-    assert ("skipped 1 of 2" if eos else "cut 1 of 2 prompts") in capsys.readouterr().out
+    assert ("1 without tokens" if eos else "cut 1 of 2 prompts") in capsys.readouterr().out
 
 
 def test_rows_that_are_longer_than_the_model_reads_are_skipped_and_counted(hers, tmp_path, capsys):
-    """As pairs and as ids; if none is left, the run does not start."""
+    """As pairs and as ids."""
     sizes = (1, 30, 2, 9)
     pairs = [dict(prompt="Anna", chosen=f" saw{' cats' * n}.", rejected=" no") for n in sizes]
     ids = [dict(query=[1, 2], sample0=[3] * n, sample1=[4], best=1) for n in sizes]
@@ -178,5 +205,4 @@ def test_rows_that_are_longer_than_the_model_reads_are_skipped_and_counted(hers,
         assert lists(found.responses) == lists([full.responses[i] for i in (0, 2)])
         assert found.best.tolist() == [rows is ids] * 2
         said = capsys.readouterr().out
-        assert f"row 1 has {lengths[1]} tokens" in said and "skipped 2 of 4" in said
-    refuses(lambda: load_labels(task, hers, ids_of(1000), GPT2Config(n_positions=2)), "row 0 has 3")
+        assert "skipped 2 of 4 rows: 2 with more tokens" in said and "such as row 1" in said

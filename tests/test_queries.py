@@ -29,6 +29,7 @@ SENTENCES += ["The cat slept under the table in the kitchen .", "So ."]
 EOS_TEXTS = [("Anna saw it.", " Ben saw it too."), ("Ben saw Anna.", " So."), (" ", " nothing")]
 EOS_TEXTS += [("Ben saw Anna.", " So.<|endoftext|>\n"), ("Anna", "")]  # some datasets have the end
 EOS_TEXTS += [("So", " the end of the story was that Ben was glad and so was Anna.")]
+EOS_TEXTS += [("Ben saw Anna.", None)]
 EOS_ROWS = [{"prompt": prompt, "completion": text} for prompt, text in EOS_TEXTS]
 
 
@@ -284,11 +285,14 @@ def eos_task(task, tmp_path) -> tasks.Task:
     return replace(tasks.TASKS["synthetic_eos"], **own)
 
 
-def test_X9_sft_sequences_of_an_eos_task_are_context_response_and_one_end(eos_task):
-    """Padded on both sides, as the policy sees them. A response that is too long has no end."""
+def test_X9_sft_sequences_of_an_eos_task_are_context_response_and_one_end(eos_task, capsys):
+    """Padded on both sides, as the policy sees them. A response that is too long has no end.
+
+    An empty one is an end alone; one that is not there is skipped.
+    """
     tokenizer, ids = tokens.load_tokenizer(eos_task, 8)
     expected = []
-    for row in (EOS_ROWS[i] for i in (0, 1, 1, 5)):
+    for row in (EOS_ROWS[i] for i in (0, 1, 1, 4, 5)):
         prompt = tokenizer.encode(row["prompt"])[:6]
         response = [*tokenizer.encode(row["completion"]), tokenizer.eos_token_id][:8]
         context = [*tokenizer.encode("So"), *prompt, *tokenizer.encode(" was Anna.")]
@@ -296,7 +300,25 @@ def test_X9_sft_sequences_of_an_eos_task_are_context_response_and_one_end(eos_ta
         expected.append(padded)
     found = queries.load_responses(eos_task, tokenizer, ids)[:]
     assert sorted(found.tolist()) == sorted(expected)
-    assert (found == tokenizer.eos_token_id).sum(dim=1).sort()[0].tolist() == [0, 1, 1, 1]
+    assert (found == tokenizer.eos_token_id).sum(dim=1).sort()[0].tolist() == [0, 1, 1, 1, 1]
+    said = capsys.readouterr().out
+    assert "7 rows: 1 prompt blank, 1 completion null, 1 completion blank" in said
+    assert "skipped 2 of 7 rows" in said
+
+
+def test_special_tokens_inside_of_texts_are_counted(eos_task, tmp_path, capsys):
+    """One at the end of an answer is its end."""
+    end = "<|endoftext|>"
+    rows = [dict(prompt=f"Anna {end} saw", completion=f" it.{end}\n")]
+    rows += [
+        dict(prompt="Ben", completion=f" saw{end} it.{end}"),
+        dict(prompt="Tom", completion=""),
+    ]
+    task = replace(eos_task, query_dataset=write_rows(tmp_path / "a.jsonl", rows))
+    queries.load_responses(task, *tokens.load_tokenizer(task, 8))
+    said = capsys.readouterr().out
+    assert f"1 prompt with special tokens, as in 'Anna {end} saw'" in said
+    assert f"1 completion with special tokens, as in ' saw{end} it.{end}'" in said
 
 
 def blocks_by_hand(texts: list[str], tokenizer, size: int) -> list[list[int]]:
@@ -348,12 +370,13 @@ def test_a_dialogue_with_its_answer_is_no_query(load, eos_task, tmp_path):
         refuses(start, "Then mix it", "tools/convert.py") if answered else start()
 
 
-def test_queries_without_the_tokenizers_chat_template_are_named(chat, eos_task, capsys):
+def test_queries_without_the_tokens_of_a_chat_template_are_said(chat, eos_task, tmp_path, capsys):
     ids = TokenIds(WORDS, 0, [], [])
     chat.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    for prefix, said in (("", True), ("<|im_start|>user\n", False)):
-        queries.load_queries(replace(eos_task, query_prefix=prefix), chat, ids)
-        assert ("plain texts" in capsys.readouterr().out) == said
+    for text, expected in (("Hi", "no prompt with"), ("<|im_start|>Hi", "1 prompt with")):
+        path = write_rows(tmp_path / f"{expected}.jsonl", [dict(prompt=text)])
+        queries.load_queries(replace(eos_task, query_dataset=path), chat, ids)
+        assert f"1 rows: {expected} special tokens" in capsys.readouterr().out
 
 
 def test_sounds_are_not_decoded_and_rows_that_nothing_reads_are_counted(task, tmp_path, capsys):

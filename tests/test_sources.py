@@ -1,7 +1,11 @@
 """Data sources: files, folders, the hub; what is not read."""
 
+import bz2
+import errno
+import gzip
 import hashlib
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -10,6 +14,7 @@ from pathlib import Path
 
 import datasets
 import hub as hubs
+import pyarrow.parquet
 import pytest
 import tiny
 import transformers
@@ -17,7 +22,7 @@ from formats import write_rows
 from test_resume import exit_code
 from tiny import refuses
 
-from machinery import checkpoints, models
+from machinery import checkpoints, cli, models
 from machinery.sources import load_function, load_rows
 from machinery.tokens import load_tokenizer
 
@@ -86,11 +91,106 @@ def test_a_file_that_is_replaced_is_read_again(suffix, tmp_path):
         assert load_rows(path, "--flag")["text"][:] == [text]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.ndjson", "folder"])
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.xlsx", "folder"])
 def test_other_files_and_folders_are_refused_with_what_converts_them(name, tmp_path):
     path = tmp_path / name
     path.mkdir() if name == "folder" else path.write_text('{"text": "2024-01-05"}\n')
     refuses(lambda: load_rows(str(path), "--flag"), "--flag", name, "tools/convert.py")
+
+
+@pytest.mark.parametrize("pack", [gzip, bz2, lzma], ids=["gz", "bz2", "xz"])
+def test_compressed_files_have_the_values_of_the_others(pack, tmp_path):
+    ending = {gzip: "gz", bz2: "bz2", lzma: "xz"}[pack]
+    contents = {
+        "csv": "text,answer\nNA,007\n",
+        "tsv": "text\tanswer\nNA\t007\n",
+        "ndjson": '{"text": "NA", "answer": "007"}\n',
+        "json": '[{"text": "NA", "answer": "007"}]',
+    }
+    for form, content in contents.items():
+        path = tmp_path / f"a.{form}.{ending}"
+        path.write_bytes(pack.compress(content.encode()))
+        assert list(load_rows(str(path), "--flag")) == [{"text": "NA", "answer": "007"}]
+
+
+def test_text_files_of_a_hub_name_are_read_like_local_ones(hub):
+    """`datasets` would take 007 for 7, NA for null and the text for a date."""
+    folder = hub.commit("datasets", "owner/rows")
+    (folder / "train-1.csv").write_text("text,answer\nNA,007\n")
+    (folder / "train-2.csv").write_text("text,answer\n2024-01-01,1.0\n")
+    (folder / "test.csv").write_text("text,answer\nheld out,8\n")
+    expected = [{"text": "NA", "answer": "007"}, {"text": "2024-01-01", "answer": "1.0"}]
+    assert list(load_rows("owner/rows", "--flag")) == expected
+    assert load_rows("owner/rows@test", "--flag")["answer"][:] == ["8"]
+    refuses(lambda: load_rows("owner/rows@last", "--flag"), "last", "train", "test")
+
+
+BROKEN = {  # name → content, words of the sentence
+    "empty.jsonl": ("", ["no rows"]),
+    "header.csv": ("text,answer\n", ["no rows"]),
+    "objects.jsonl": ("{}\n{}\n", ["no rows"]),
+    "texts.json": ('["Anna", "Ben"]', ["row 0", "Anna"]),
+    "null.json": ("null", ["row 0", "None"]),
+    "late.json": ('[{"text": "a"}, null]', ["row 1", "None"]),
+    "line.jsonl": ('{"text": "a"}\n\n{"text": b}\n', ["line 3", "column 10"]),
+    "list.json": ('[\n{"text": "a"},\n{"text": b}]', ["line 3", "column 10"]),
+    "twice.csv": ("text,id,text\na,1,b\n", ["'text'"]),
+    "twice.jsonl": ('{"text": "a", "id": 1, "text": "b"}\n', ["'text'"]),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_cannot_be_read_is_one_sentence_with_its_place(name, tmp_path):
+    content, words = BROKEN[name]
+    (tmp_path / name).write_text(content)
+    refuses(lambda: load_rows(str(tmp_path / name), "--flag"), f"--flag {tmp_path}/{name}", *words)
+
+
+def test_a_column_of_a_parquet_file_that_is_there_twice_is_refused(tmp_path):
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    refuses(lambda: load_rows(str(tmp_path / "a.parquet"), "--flag"), "a.parquet", "'text'")
+
+
+def test_spaces_before_a_list_and_long_fields_are_read(tmp_path):
+    (tmp_path / "a.json").write_text(' \n [{"text": "a"}]')
+    (tmp_path / "b.csv").write_text(f"text\n{'b' * 200_000}\n")
+    assert load_rows(str(tmp_path / "a.json"), "--flag")["text"][:] == ["a"]
+    assert len(load_rows(str(tmp_path / "b.csv"), "--flag")[0]["text"]) == 200_000
+
+
+def test_rows_stay_on_the_disk_whatever_the_library_would_keep_in_memory(hub, monkeypatch):
+    monkeypatch.setattr(datasets.config, "IN_MEMORY_MAX_SIZE", 1e9)
+    folder = hub.commit("datasets", "owner/rows")
+    datasets.Dataset.from_list([{"text": "a"}]).to_parquet(folder / "train.parquet")
+    assert load_rows("owner/rows", "--flag").cache_files
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_is_named_with_its_variable(code, hub, tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def refuse(*args):
+        raise OSError(code, os.strerror(code))
+
+    datasets.Dataset.from_list([{"text": "a"}]).to_parquet(
+        hub.commit("datasets", "owner/rows") / "train.parquet"
+    )
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for source in (path, "owner/rows"):
+        refuses(lambda s=source: load_rows(s, "--flag"), source, "HF_DATASETS_CACHE")
+
+
+def test_only_the_rows_that_are_used_are_checked(tmp_path):
+    """Which rows these are does not depend on what the others hold."""
+    texts = [{"text": f"Anna saw {i} cats."} for i in range(100)]
+    path = write_rows(tmp_path / "a.jsonl", texts)
+    used = {row["text"] for row in load_rows(path, "--flag", 10, query_column="text")}
+    wrong = [row if row["text"] in used else {"text": '[{"role": "user"'} for row in texts]
+    path = write_rows(tmp_path / "b.jsonl", wrong)
+    assert {row["text"] for row in load_rows(path, "--flag", 10, query_column="text")} == used
+    refuses(lambda: load_rows(path, "--flag", query_column="text"), "--query_column text", "row 0")
 
 
 def test_a_link_is_read_under_its_own_name(tmp_path):
@@ -119,7 +219,9 @@ def test_a_link_that_moves_in_a_run_leads_where_it_led_first(here):
 @pytest.mark.parametrize("source", ["abisee/cnn_dailymail:3.0.0", "OpenAI/lm:a/5k.json"])
 def test_a_dataset_that_cannot_be_reached_is_named_at_once(source, unreachable_hub):
     began = time.perf_counter()
-    refuses(lambda: load_rows(source, "--query_dataset"), f"--query_dataset {source}: ")
+    with pytest.raises(cli.InputError, match=f"--query_dataset {source}: ") as caught:
+        load_rows(source, "--query_dataset")
+    assert caught.value.__cause__ is None  # whose pages would come first
     assert time.perf_counter() - began < 15  # the libraries retry for 23 s
 
 

@@ -10,13 +10,15 @@ through its last --end. A text is then one message, after that of a column `syst
 
 Chosen and rejected may begin with the prompt, as messages or as dialogues of hh-rlhf. An answer
 that ends a prompt is its completion. `messages` keeps those of the prompt, for reward functions.
-Prints the first row as it will be read, and counts the rows that do not fit.
+With --ids, `query` and `sample0`, `sample1`, … are token ids, as in OpenAI's files of labels.
+Prints the first row as it will be read, counts the rows that do not fit, and says which scripts can
+read the others. Values that JSON does not have, such as dates, become texts.
 """
 
 import json
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
@@ -29,9 +31,14 @@ import transformers
 import tyro
 
 sys.path.append(str(Path(__file__).parents[1]))
-from machinery import cli, sources  # noqa: E402
+from machinery import cli, labels, queries, sources  # noqa: E402
 
 ANSWERS = ("completion", "chosen", "rejected")
+SCRIPTS = {  # what each one reads, beside labels as OpenAI's
+    "ppo.py, rloo.py": ("prompt",),
+    "sft.py": ("prompt", "completion"),
+    "train_reward.py": ("prompt", "chosen", "rejected"),
+}
 ROLES = dict(human="user", prompter="user", user="user", system="system", assistant="assistant")
 ROLES |= dict.fromkeys(("gpt", "chatgpt", "ai", "bot", "model"), "assistant")
 TURN = re.compile(r"\n\n(Human|Assistant):")  # in dialogues of hh-rlhf
@@ -49,24 +56,27 @@ class Args:
     """text that ends a message in this template; the --truncate_token of the runs"""
     rename: tuple[str, ...] = ()
     """OLD=NEW ...: new names of columns; OLD= drops one"""
+    ids: str | None = None
+    """tokenizer of labels that are token ids: folder or hub name"""
+    drop: tuple[str, ...] = ()
+    """TEXT ...: leave out rows with one of these texts, such as special tokens"""
 
 
 def read(source: str) -> Iterator[dict[str, Any]]:
     """The rows of a source; of a folder, those of one split."""
-    name, _, split = (source, "", "") if Path(source).exists() else source.partition("@")
-    path, split = Path(name).absolute(), split or "train"
-    if not path.exists() or path.suffix in sources.FILES:
+    path, split = Path(source), "train"
+    if not path.exists() and "@" in source:
+        path, split = Path(source.partition("@")[0]), source.partition("@")[2]
+    if not path.is_dir():
         yield from sources.load_rows(source, "SOURCE")
     elif any((path / x).is_file() for x in ("state.json", "dataset_dict.json")):
-        saved: Any = datasets.load_from_disk(name)
+        saved: Any = datasets.load_from_disk(path)
         yield from saved[split] if isinstance(saved, dict) else saved
-    elif path.is_dir():
-        files = datasets.load_dataset_builder(name).config.data_files or {}
-        print(f"{name} has the splits {', '.join(map(str, files))}; {split} is read")
+    else:
+        files = datasets.load_dataset_builder(str(path)).config.data_files or {}
+        print(f"{path} has the splits {', '.join(map(str, files))}; {split} is read")
         for file in files[split]:
-            yield from read(file)
-    else:  # such as .jsonl.gz
-        yield from datasets.load_dataset(str(path.parent), data_files=path.name, split="train")
+            yield from sources.load_rows(file, "SOURCE")
 
 
 def read_messages(value: Any, role: str) -> list[dict[str, Any]]:
@@ -76,7 +86,8 @@ def read_messages(value: Any, role: str) -> list[dict[str, Any]]:
         turns = zip(parts[::2], parts[1::2], strict=True)
         value = [{"role": x.lower(), "content": y.strip()} for x, y in turns]
     if not isinstance(value, list):
-        raise ValueError(f"neither a text nor a list of messages: {value!r:.60}")
+        hint = "; of JSON in a text: see docs/data.md" if isinstance(value, str) else ""
+        raise ValueError(f"neither a text nor a list of messages: {value!r:.60}{hint}")
     found = []
     for message in value:
         given = message.items() if isinstance(message, dict) else ()
@@ -110,7 +121,7 @@ def split_messages(row: dict[str, Any]) -> tuple[list[dict], dict[str, list[dict
             raise ValueError(f"the prompt ends with an answer, beside others: {last}")
         answers = {"completion": [last]} if last["content"] else answers
     if not messages or not messages[-1]["content"].strip():
-        missing = f"no prompt, use{sources.rename_prompt([*row])}" if prompt is None else "no text"
+        missing = "no prompt, use --rename COLUMN=prompt" if prompt is None else "no text"
         raise ValueError(f"{missing}: {row!r:.200}")
     return messages, answers
 
@@ -145,41 +156,94 @@ def write_texts(row: dict[str, Any]) -> dict[str, Any]:
     if prompt is None:
         prompt = "".join(commonprefix([chosen, rejected]).rpartition("\n\nAssistant:")[:2])
     if not prompt:
-        raise ValueError(f"no prompt, use{sources.rename_prompt([*row])}: {row!r:.200}")
+        raise ValueError(f"no prompt, use --rename COLUMN=prompt: {row!r:.200}")
     if chosen.startswith(prompt) and rejected.startswith(prompt):
         chosen, rejected = (text.removeprefix(prompt) for text in (chosen, rejected))
     return row | dict(prompt=prompt, chosen=chosen, rejected=rejected)
 
 
+def write_ids(row: dict[str, Any], tokenizer: Any, end: str) -> dict[str, Any]:
+    """The row of labels with texts in place of token ids, without their padding."""
+    texts = {}
+    for name, value in row.items():
+        if re.fullmatch(r"query|sample\d+", name) and value is not None:
+            ids = labels.without_padding(value, len(tokenizer))
+            text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            texts[name] = text.replace(tokenizer.eos_token, end or tokenizer.eos_token)
+    if "query" not in texts:
+        raise ValueError(f"no query: {row!r:.200}")
+    return row | texts
+
+
+def rename_columns(row: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """The row with new names of columns; one whose new name is empty is left out."""
+    for old in names:
+        if old not in row:
+            raise cli.InputError(f"--rename {old}={names[old]}: there are {[*row]}")
+    kept = [(names.get(old, old), value) for old, value in row.items() if names.get(old, old)]
+    sources.check_names([name for name, _ in kept])
+    return dict(kept)
+
+
+def describe(out: Path, filled: Counter, rows: int) -> None:
+    """Print what a file has become, and who can read it."""
+    print(f"{out}: {rows} rows; values in {', '.join(f'{x} {n}' for x, n in filled.items())}")
+    for script, columns in SCRIPTS.items():
+        missing = [name for name in columns if not filled[name]]
+        print(f"{script}: " + (f"no {', '.join(missing)}" if missing else "can read it"))
+    if filled["query"] and filled["sample0"] and filled["best"]:
+        print("train_reward.py: can read it as labels of several responses")
+
+
 def main(args: Args) -> None:
     """Write a line for each row."""
-    with cli.about("--chat or --rename"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(args.chat) if args.chat else None
-        names = dict(name.split("=") for name in args.rename)
+    name = args.chat or args.ids
+    with cli.about(f"--chat or --ids {name}"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name) if name else None
+    special = queries.special_tokens(tokenizer) if args.chat else []
+    for rename in args.rename:
+        if rename.count("=") != 1:
+            raise cli.InputError(f"--rename {rename}: write OLD=NEW")
+    names = dict(rename.split("=") for rename in args.rename)
     if args.out.exists():
         raise cli.InputError(f"{args.out} exists")
     skipped: dict[str, list[str]] = defaultdict(list)  # reason → what is said of each row
-    part, total, written, columns = Path(f"{args.out}.part"), 0, 0, []
+    filled: Counter = Counter()  # column → values that are neither null nor blank
+    part, total, written, with_special = Path(f"{args.out}.part"), 0, 0, []
     with cli.about(args.source), open(part, "w", encoding="utf-8", errors="ignore") as file:
-        for total, row in enumerate(read(args.source), start=1):
+        for total, given in enumerate(read(args.source), start=1):
+            row = rename_columns(given, names)
             try:
-                row = {names.get(x, x): y for x, y in row.items() if names.get(x, x)}
-                row = write_chat(row, tokenizer, args.end) if tokenizer else write_texts(row)
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                text = json.dumps(row, ensure_ascii=False, default=str)
+                if any(word in text for word in args.drop):
+                    raise ValueError(f"--drop: {text:.200}")
+                if any(token in text for token in special):
+                    with_special.append(total - 1)
+                if args.ids:
+                    row = write_ids(row, tokenizer, args.end)
+                elif tokenizer:
+                    row = write_chat(row, tokenizer, args.end)
+                else:
+                    row = write_texts(row)
+                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
                 if not written:
-                    print(json.dumps(row, ensure_ascii=False, indent=1))
-                    columns = [*row]
+                    print(json.dumps(row, ensure_ascii=False, default=str, indent=1))
                 written += 1
+                filled.update(x for x, y in row.items() if y is not None and str(y).strip())
             except (ValueError, TypeError) as error:
                 skipped[str(error).partition(":")[0]].append(f"row {total - 1}: {error}")
     for found in skipped.values():
         print(f"skipped {len(found)} of {total} rows, such as {found[0]}")
+    if with_special:
+        where = f"such as row {with_special[0]}; --drop TEXT leaves out rows with one"
+        print(
+            f"{len(with_special)} rows had special tokens before the template wrote its own, {where}"
+        )
     if not written:
         part.unlink()
         raise cli.InputError(f"{args.source}: no row was written")
     part.rename(args.out)
-    others = ", ".join(x for x in columns if x not in ("prompt", *ANSWERS))
-    print(f"{args.out}: {written} rows; columns for reward functions: {others or None}")
+    describe(args.out, filled, written)
 
 
 if __name__ == "__main__":
