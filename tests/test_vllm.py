@@ -27,8 +27,9 @@ def script(patched):
 
 
 def settings(script, url, name="run", **changes):
-    """Three updates of 4 queries with 2 responses each; 3 evaluations of 4 queries."""
-    values = conftest.settings("rloo", **dict(total_episodes=24, run_name=name) | changes)
+    """Three updates of 4 queries with 2 responses each (PPO: 8 with one); 3 evaluations of 4."""
+    base = "rloo" if hasattr(script.Args, "rloo_k") else "ppo"
+    values = conftest.settings(base, **dict(total_episodes=24, run_name=name) | changes)
     return script.Args(**vars(values), vllm_url=url)
 
 
@@ -50,9 +51,10 @@ def test_what_the_real_server_said_is_what_is_sampled(exchange, ends, script):
         assert logprobs[i, : len(tokens)].tolist() == pytest.approx(logps)
 
 
-@pytest.mark.parametrize("eos", [False, True])
-def test_L6_the_server_has_the_weights_of_each_update_and_samples_k_times(eos, script, home):
+@pytest.mark.parametrize(("name", "eos"), [("vllm", False), ("vllm", True), ("vllm_ppo", True)])
+def test_L6_the_server_has_the_weights_of_each_update_and_samples_k_times(name, eos, patched, home):
     """The head is tied. The same flags and another server give the same run."""
+    script = patched(name)
     lm = AutoModelForCausalLM.from_pretrained("task/model")
     lm.lm_head.weight.data[lm.config.eos_token_id] *= 10 if eos else 1  # some responses end
     lm.save_pretrained("task/model")
@@ -65,10 +67,38 @@ def test_L6_the_server_has_the_weights_of_each_update_and_samples_k_times(eos, s
         assert line["objective/sampling_gap"] < 1e-5 and line["ppo/val/weight_cut"] == 0
     assert (min(line["objective/response_length"] for line in lines) < 5) == eos
     sampled = [x for x in asked if "seed" in x]
-    assert [x["n"] for x in sampled] == 4 * [1] + 8 * [2] + 4 * [1] + 4 * [2] + 4 * [1]
-    assert len({x["seed"] for x in sampled if x["n"] == 2}) == 12
+    of_update, of_evaluation = [2] * 4, [1] * 4
+    if name == "vllm_ppo":
+        of_update = [1] * 8
+    expected = of_evaluation + 2 * of_update + of_evaluation + of_update + of_evaluation
+    assert [x["n"] for x in sampled] == expected
+    assert len({x["seed"] for x in sampled}) == 3 * len(of_update) + 4
     script.main(settings(script, other, "again", **form))
     assert conftest.without_times(lines) == conftest.without_times(conftest.read_metrics("again"))
+
+
+def test_both_patches_have_the_same_functions(patched):
+    names = ("ask", "sample_in_batches", "importance_weights")
+    for_rloo, for_ppo = patched("vllm"), patched("vllm_ppo")
+    for name in names:
+        assert getsource(getattr(for_rloo, name)) == getsource(getattr(for_ppo, name))
+
+
+def test_policy_gradients_of_ppo_are_weighted_by_token(patched):
+    """Weights are at most 1.5; neither the value loss nor its gradient has any."""
+    script, logprobs = patched("vllm_ppo"), torch.zeros(2, 2, requires_grad=True)
+    log_weights = torch.tensor([[0.2, 0.9], [-1.0, 0.0]])
+    mask = torch.tensor([[True, True], [True, False]])
+    zeros = torch.zeros(2, 2)
+    old = SimpleNamespace(logprobs=zeros, values=zeros, log_weights=log_weights, mask=mask)
+    args = tiny.make_args(script=script, max_weight=1.5)
+    advantages = torch.tensor([[1.0, -2.0], [3.0, 0.0]])
+    count = torch.tensor(3.0)
+    pg_loss, vf_loss, _ = script.ppo_losses(logprobs, zeros, old, advantages, zeros, count, args)
+    pg_loss.backward()
+    expected = torch.tensor([[-1.2214, 2 * 1.5], [-3 * 0.36788, 0.0]]) / 3
+    torch.testing.assert_close(logprobs.grad, expected, atol=1e-4, rtol=0)
+    assert vf_loss == 0
 
 
 def test_gradients_are_weighted_as_in_stale(script, patched):
@@ -84,7 +114,7 @@ def test_gradients_are_weighted_as_in_stale(script, patched):
     loss.backward()
     rloo.rloo_loss(logprobs[1], record, advantages * torch.tensor(weights), 8, args)[0].backward()
     torch.testing.assert_close(logprobs[0].grad, logprobs[1].grad)
-    assert 0 < stats["val/weight_cut"] == weights.count(1.5) / 8 < 1
+    assert 0 < stats["ppo/val/weight_cut"] == weights.count(1.5) / 8 < 1
 
 
 def test_a_server_with_an_old_head_or_raw_log_probabilities_ends_the_run(script, home):

@@ -3,10 +3,10 @@
 #     learning rate (X8), one epoch per batch.
 # Source: Touvron et al. 2023, arXiv 2307.09288. Its kl_coef is 0.01 for 7B and 13B, 0.005 for 34B
 #     and 70B.
-# Differs: One reward model, not two (helpfulness and safety); its scores are normalized once
-#     (R3). What the critic starts from and the coefficient of its loss are not published: here the
-#     reward model, and 1, so that its gradient is clipped at the norm of 1, too. PPO follows
-#     rejection fine-tuning there (first run a copy of rloo.py with `raft`, then pass its model as
+# Differs: One reward model, not two (helpfulness and safety); its scores are normalized once (R3).
+#     What the critic starts from and the coefficient of its loss are not published: here the reward
+#     model, and 1, so that its gradient is clipped at the norm of 1, too. PPO follows rejection
+#     fine-tuning there (first run a copy of rloo.py with `raft`, then pass its model as
 #     --base_model), for 200 to 400 iterations with early stopping: 204,800 episodes are the upper
 #     end. A response without an end scores -1 (X9), which the paper does not mention.
 # Synthetic: diffs/recipes/llama2.sh --task synthetic --total_episodes 4096 --batch_size 128 --lr

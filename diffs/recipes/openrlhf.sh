@@ -4,12 +4,12 @@
 #     clipped scores (X2), one epoch per batch.
 # Source: Hu et al. 2024, arXiv 2405.11143, and version 0.5.2: the defaults of train_ppo.py, loss.py
 #     and ppo_trainer.py.
-# Differs: Its losses are means over the tokens of each response, then over responses; here over all
-#     tokens. It whitens advantages once over the batch, here each minibatch. It writes an end token
-#     over an unfinished response, which keeps its score; here it scores -1 (X9). Later versions have
-#     other defaults.
-# Synthetic: diffs/recipes/openrlhf.sh --task synthetic --batch_size 128 --lr 1e-4
-#     --warmup_updates 1 --critic_from models/synthetic/train_reward
+# Differs: Scores are normalized once (R3); there only with --normalize_reward. Its losses are means
+#     over the tokens of each response, then over responses; here over all tokens. It whitens
+#     advantages once over the batch, here each minibatch. It writes an end token over an unfinished
+#     response, which keeps its score; here it scores -1 (X9). Later versions have other defaults.
+# Synthetic: diffs/recipes/openrlhf.sh --task synthetic --batch_size 128 --lr 1e-4 --warmup_updates
+#     1 --critic_from models/synthetic/train_reward
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [ ! -e openrlhf.py ]; then  # an existing one may have your changes
