@@ -28,7 +28,7 @@ import rloo
 import sft
 import train_reward
 from data import tasks
-from machinery import cli, rewards, sources
+from machinery import cli, sources
 from machinery.runs import SIGNALS
 
 # They fork, make pseudo-terminals, limit resources, or call bash and patch.
@@ -129,7 +129,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for script in SCRIPTS.values():
         monkeypatch.setattr(script, "load_lm", refuse)
-    monkeypatch.setattr(rewards, "load_model", refuse)
+    monkeypatch.setattr(train_reward, "load_model", refuse)
 
 
 @pytest.fixture

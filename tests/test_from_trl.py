@@ -59,7 +59,7 @@ def test_the_page_names_every_field_of_a_configuration(name):
 
 def test_the_page_has_each_name_of_trl_that_a_script_answers():
     named = set(re.findall(r"`([^`\n]+)`", PAGES["docs/from_trl.md"]))
-    assert len(cli.THEIRS) > 5 and {*cli.THEIRS, *(f"--{x}" for x in cli.THEIRS.values())} <= named
+    assert len(cli.OURS) > 5 and {*cli.OURS, *(f"--{x}" for x in cli.OURS.values())} <= named
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)

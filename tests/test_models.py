@@ -86,7 +86,7 @@ def test_a_reward_model_whose_scores_depend_on_other_texts_is_refused(start, tmp
     folder = str(tiny.write_tokenizer(tmp_path / "other"))
     for script in RL:
         refuses(lambda s=script: start(s, reward_model=folder), "--reward_model", "phi3", "texts")
-    rewards.check_reward_model(model, 6)
+    rewards.choose_unpadding(model, 6)
 
 
 def test_check_model_refuses_randomness_that_is_left_in_training_mode(monkeypatch):

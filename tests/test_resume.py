@@ -609,8 +609,9 @@ def test_a_copys_own_state_and_flags_of_any_type_are_resumed(here, monkeypatch):
     text = text.replace("import math\n", "import math\nfrom pathlib import Path\n", 1)
     text = text.replace("    # Optimization\n", f"{flags}\n    # Optimization\n", 1)
     text = text.replace("[args.max_length -", "[args.max_length[0] -")
-    assert text.count(line := "make_rollout(queries, columns, uniform, kl_coef)\n") == 1
-    text = text.replace(line, line.replace("kl_coef", "kl_coef + price.item()"))
+    line = "table.columns(rows)\n"  # before the update's `make_rollout`
+    assert text.count(line) == 1
+    text = text.replace(line, f"{line}        kl_coef += price.item()\n")
     Path("mine.py").write_text(text)
     monkeypatch.setitem(SCRIPTS, "mine", tiny.load_script(Path("mine.py")))
     SCRIPTS["mine"].main(settings("mine", run_name="full", save_every=1))

@@ -328,7 +328,7 @@ def test_a_model_with_its_own_code_is_refused_and_nobody_is_asked(home, capsys, 
     config = json.loads(path.read_text()) | dict(model_type="mine", auto_map=auto)
     path.write_text(json.dumps(config))
     assert exit_code("sft", settings("sft")) == 2
-    sentence(capsys, "--base_model task/model: ", "custom code")
+    sentence(capsys, "--base_model task/model: ", "code of its own")
     assert not Path("exploded").exists()
 
 

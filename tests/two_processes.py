@@ -122,6 +122,7 @@ def run_scripts(accelerator: Accelerator) -> dict[str, Any]:
     args = train_reward.Args(task=task, normalize_samples=8, rollout_batch_size=8)
     tokenizer, ids = load_tokenizer(args.task, args.task.response_length)
     samples = train_reward.sample_policy(args, tokenizer, ids, accelerator)
+    samples = [x.split([task.query_length, task.response_length], dim=1) for x in samples]
     seen["train_reward"] = {"samples": samples}
     return seen
 
