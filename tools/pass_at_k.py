@@ -28,7 +28,6 @@ from machinery import cli  # noqa: E402
 from machinery.rewards import Reward  # noqa: E402
 from machinery.sources import load_function  # noqa: E402
 from tools.policies import PolicyArgs, policy_tasks, sample_tokens  # noqa: E402
-from utils import decode  # noqa: E402
 
 SUMS = re.compile(r"(\d+,){3}\d+=\d+", re.A)  # the sum of each column, then the total
 
@@ -97,13 +96,14 @@ def main(args: Args) -> None:
     with cli.about(f"--reward_fn {name}"):
         reward = load_function(name)
     number = args.queries or held_out or 256
-    for task in (replace(task, reward_fn=name, gold_fn=None) for task in tasks):
-        tokenizer, ids, *tokens, columns = sample_tokens(task, number, args.seed, args.samples)
-        scores, _ = Reward(task, tokenizer, ids.pad)(*tokens, columns)  # as in a run
+    for task in (replace(task, reward_fn=name) for task in tasks):
+        policy, *tokens, columns = sample_tokens(task, number, args.seed, args.samples)
+        score = Reward("reward_fn", task, policy.tokenizer, policy.ids.pad)  # as in a run
+        scores = score(*tokens, columns)
         right = scores.view(-1, args.samples).T.cpu().numpy() >= 1  # [samples, queries]
         found = {f"pass@{k}": round(pass_at_k(right, k), 4) for k in sorted({1, args.k})}
         if reward in FORMS:
-            texts = (decode(tokenizer, x, ids.pad) for x in tokens)
+            texts = map(policy.decode, tokens)
             more = accuracies(reward, *texts, columns["answer"])
             found |= {name: round(value, 4) for name, value in more.items()}
         about = {"model": task.base_model, "queries": right.shape[1], "held_out": held_out}
