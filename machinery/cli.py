@@ -184,7 +184,7 @@ def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]] | None = N
     out: Any = sys.stdout
     out.reconfigure(errors="replace")  # not all encodings have all characters, as stderr does
     try:
-        main(tyro.cli(cls) if presets is None else parse_args(cls, presets))
+        main(tyro.cli(cls, use_underscores=True) if presets is None else parse_args(cls, presets))
     except InputError as error:
         if error.__cause__:
             print_cause(error.__cause__)

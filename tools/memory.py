@@ -67,7 +67,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Args:
-    """GPU memory of a PPO or RLOO run."""
+    """GPU memory of a PPO or RLOO run by model, task and flags, computed without any numbers."""
 
     scripts: tuple[str, ...] = ("ppo", "rloo")
     """scripts, also copies of yours"""
@@ -264,4 +264,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    cli.run(main, Args)

@@ -34,7 +34,7 @@ SUMS = re.compile(r"(\d+,){3}\d+=\d+", re.A)  # the sum of each column, then the
 
 @dataclass(frozen=True, kw_only=True)
 class Args(PolicyArgs):
-    """pass@1 and pass@k of some policies."""
+    """How often is a response right, and one of k responses? pass@1 and pass@k of some policies."""
 
     models: tyro.conf.Positional[tuple[str, ...]]
     """folders or hub names"""
@@ -97,14 +97,16 @@ def main(args: Args) -> None:
         reward = load_function(name)
     number = args.queries or held_out or 256
     for task in (replace(task, reward_fn=name) for task in tasks):
-        policy, *tokens, columns = sample_tokens(task, number, args.seed, args.samples)
+        sampled = sample_tokens(task, number, args.seed, args.samples)
+        policy, queries, responses, columns = sampled
         score = Reward("reward_fn", task, policy.tokenizer, policy.ids.pad)  # as in a run
-        scores = score(*tokens, columns)
+        scores = score(queries, responses, columns)
         right = scores.view(-1, args.samples).T.cpu().numpy() >= 1  # [samples, queries]
         found = {f"pass@{k}": round(pass_at_k(right, k), 4) for k in sorted({1, args.k})}
         if reward in FORMS:
-            texts = map(policy.decode, tokens)
-            more = accuracies(reward, *texts, columns["answer"])
+            more = accuracies(
+                reward, policy.decode(queries), policy.decode(responses), columns["answer"]
+            )
             found |= {name: round(value, 4) for name, value in more.items()}
         about = {"model": task.base_model, "queries": right.shape[1], "held_out": held_out}
         print(json.dumps(about | found))

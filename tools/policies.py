@@ -56,8 +56,8 @@ OWN = {"truncate_token", "truncate_after", "eos_task", "one_end"}
 OWN |= {"response_length", "temperature", "query_length", "query_prefix", "query_suffix"}
 OWN |= {"keep_last_line"}
 # Which rows are held out depends on these:
-DATA = ("query_dataset", "query_column", "query_length", "keep_last_line", "start_text")
-DATA += ("end_text", "clean_fn", "num_queries")
+DATA = ["query_dataset", "query_column", "query_length", "keep_last_line", "start_text"]
+DATA += ["end_text", "clean_fn", "num_queries"]
 
 
 def read_run(model: str) -> dict[str, Any]:
@@ -121,8 +121,8 @@ class Policy:
         """Queries [B, Q] → responses [B, R], cut after their ends, and whether they have ended."""
         task, ids = self.task, self.ids
         if self.decoder is None:
-            lm = load_lm(task.base_model).to(self.device).eval()
-            self.decoder = Decoder(lm, task.response_length)
+            lm: Any = load_lm(task.base_model)
+            self.decoder = Decoder(lm.to(self.device).eval(), task.response_length)
         settings = ppo.Args(task=task, rollout_batch_size=64)
         shape = task.response_length, len(queries)
         uniform = random_numbers(seed, 0, self.device, *shape)

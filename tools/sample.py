@@ -42,7 +42,7 @@ MAX_ATTEMPTS = 8  # to sample responses that end
 
 @dataclass(frozen=True, kw_only=True)
 class Args(PolicyArgs):
-    """What does a policy write? Answers in the terminal, or many in a file to label."""
+    """What does a policy write? Answers in the terminal, or many in a file for somebody to label."""
 
     model: tyro.conf.Positional[str]
     """folder or hub name of the policy"""
@@ -129,7 +129,7 @@ def write(task: Task, first: int, out: Path, args: Args) -> None:
     with out.open("w") as file:
         for row in rows:
             if row not in missing:
-                file.write(line(policy, table[[row]], found[row][: args.samples]))
+                file.write(line(policy, table[row : row + 1], found[row][: args.samples]))
     print(f"{out}: {args.samples} responses to each of {len(rows) - len(missing)} queries")
     if dropped:
         print(f"dropped {dropped} responses that have not ended, and so {len(missing)} queries")

@@ -97,6 +97,7 @@ def test_samples_become_labels_when_best_is_filled_in(task, tmp_path, monkeypatc
 
     def sample_some(policy, queries, seed):
         responses, ended = sampled(policy, queries, seed)
+        ended[:] = True
         ended[::3] = False
         return responses, ended
 
@@ -264,7 +265,7 @@ def test_calibration_reads_the_labels_that_a_models_run_held_out(task, here, mon
     monkeypatch.setitem(tasks.TASKS, "mine", replace(task, task="mine"))
     folder = tiny.write_reward(here / "reward")
     (here / "reward/args.json").write_text('{"task": "mine", "num_labels": 12, "batch_size": 4}')
-    calibration.main(folder, out="out.png")
+    calibration.main(calibration.Args(str(folder), out=Path("out.png")))
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert sum(row["labels"] for row in rows) == 4 and Path("out.png").is_file()
 
