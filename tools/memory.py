@@ -25,7 +25,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import tyro
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
