@@ -68,7 +68,7 @@ def main(args: Args, flags: tuple[str, ...] = ()) -> None:
     training = cli.parse_args(train_reward.Args, presets, [*given, *flags])
     said = f"{model}: held-out labels of {training.task.label_dataset}, after the first"
     print(said, training.num_labels, file=sys.stderr)
-    reward_model = load_reward_model(train_reward.RewardModel, model)
+    reward_model = train_reward.RewardModel.from_pretrained(model)
     pad_id = reward_model.config.pad_id
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     of_task = replace(training.task, base_model=model)  # labels may be in ids of another tokenizer

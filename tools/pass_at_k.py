@@ -96,11 +96,11 @@ def main(args: Args) -> None:
     with cli.about(f"--reward_fn {name}"):
         reward = load_function(name)
     number = args.queries or held_out or 256
-    for task in (replace(task, reward_fn=name) for task in tasks):
+    for task in (replace(task, reward_fn=name, gold_fn=None) for task in tasks):
         sampled = sample_tokens(task, number, args.seed, args.samples)
         policy, queries, responses, columns = sampled
-        score = Reward("reward_fn", task, policy.tokenizer, policy.ids.pad)  # as in a run
-        scores = score(queries, responses, columns)
+        score = Reward(task, policy.tokenizer, policy.ids.pad)  # as in a run
+        scores, _ = score(queries, responses, columns)
         right = scores.view(-1, args.samples).T.cpu().numpy() >= 1  # [samples, queries]
         found = {f"pass@{k}": round(pass_at_k(right, k), 4) for k in sorted({1, args.k})}
         if reward in FORMS:

@@ -115,19 +115,19 @@ class Policy:
         self.task = task
         self.tokenizer, self.ids = load_tokenizer(task, task.response_length)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.decoder: Any = None  # `sample` loads the weights, after the data have been read
+        self.lm: Any = None  # `sample` loads the weights, after the data have been read
 
     def sample(self, queries: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         """Queries [B, Q] → responses [B, R], cut after their ends, and whether they have ended."""
         task, ids = self.task, self.ids
-        if self.decoder is None:
+        if self.lm is None:
             lm: Any = load_lm(task.base_model)
-            self.decoder = Decoder(lm.to(self.device).eval(), task.response_length)
+            self.lm = lm.to(self.device).eval()
         settings = ppo.Args(task=task, rollout_batch_size=64)
         shape = task.response_length, len(queries)
         uniform = random_numbers(seed, 0, self.device, *shape)
         contexts = add_affixes(queries.to(self.device), ids)
-        responses = ppo.sample_in_batches(self.decoder, contexts, uniform, ids, settings)
+        responses = ppo.sample_in_batches(self.lm, contexts, uniform, ids, settings)
         return truncate(responses, ids.ends, task.truncate_after, ids.pad)
 
     def decode(self, tokens: Tensor) -> list[str]:

@@ -32,9 +32,8 @@ import ppo  # noqa: E402
 from data.tasks import Task  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.queries import tokenize_queries  # noqa: E402
-from machinery.rewards import load_reward  # noqa: E402
 from tools.policies import Policy, PolicyArgs, load_table, policy_tasks, read_run  # noqa: E402
-from train_reward import RewardModel  # noqa: E402
+from train_reward import load_reward  # noqa: E402
 from utils import pad_left  # noqa: E402
 
 MAX_ATTEMPTS = 8  # to sample responses that end
@@ -68,7 +67,7 @@ def load_scorer(policy: Policy) -> Callable | None:
         return None
     args = ppo.Args(task=policy.task, reward_model=run["reward_model"])
     try:
-        return load_reward(args, RewardModel, policy.tokenizer, policy.ids, Accelerator())
+        return load_reward(args, policy.tokenizer, policy.ids, Accelerator())
     except cli.InputError as error:
         print(f"no scores: {error}", file=sys.stderr)
         return None
@@ -92,7 +91,7 @@ def answer(prompt: str, policy: Policy, reward: Callable | None, args: Args) -> 
     print(f"\n{prompt}")
     order, scores = range(args.samples), None
     if reward is not None:
-        scores = reward(queries, responses, {})
+        scores, _ = reward(queries, responses, {})
         order = scores.argsort(descending=True).tolist()
     for i, text in enumerate(policy.decode(responses[order])):
         score = "" if scores is None else f"{scores[order[i]]:6.2f} "
