@@ -212,16 +212,20 @@ def print_cause(error: BaseException) -> None:
     traceback.print_exception(error.with_traceback(frames))
 
 
+def is_main() -> bool:
+    """Whether this is the main process, or the only one so far."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def say(message: str) -> None:
     """Print on the main process only."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_main():
         print(escape(message), flush=True)
 
 
 def show_progress(items: Iterable[Any], what: str) -> Iterable[Any]:
     """`items` with a bar on the main process, which appears after ten seconds."""
-    others = dist.is_initialized() and dist.get_rank() > 0
-    return tqdm(items, what, disable=others)
+    return tqdm(items, what, disable=not is_main())
 
 
 say_once = functools.cache(say)
