@@ -227,5 +227,3 @@ def test_help_shows_the_resolved_defaults_of_the_task(script, name, capsys, monk
     assert found == (args.lr, args.batch_size, args.task.query_length)
     assert shown["task"] == name
     assert max(map(len, text.splitlines())) <= 80
-    order = [text.index(x) for x in ("--task selects", "--lr", "--micro_batch_tokens", "--track")]
-    assert order == sorted(order)
