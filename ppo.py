@@ -30,6 +30,8 @@ T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are T
 machinery/ has loading, processes, files, and faster equivalents of the model calls.
 """
 
+import machinery  # noqa: F401  # before torch: sets how its threads wait
+
 import math
 from collections import defaultdict
 from collections.abc import Callable

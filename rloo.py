@@ -33,6 +33,8 @@ docs/details.md says more than the comment.
 machinery/ has loading, processes, files, and faster equivalents of the model calls.
 """
 
+import machinery  # noqa: F401  # before torch: sets how its threads wait
+
 import math
 from collections import defaultdict
 from collections.abc import Callable

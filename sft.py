@@ -12,6 +12,8 @@ size. The loss covers columns `first` ... T - 1: all but the first of a block, o
 a prompt. Masks are True at real tokens. Tags such as (G3) are explained in docs/details.md.
 """
 
+import machinery  # noqa: F401  # before torch: sets how its threads wait
+
 import math
 from typing import Annotated, Any
 

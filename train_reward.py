@@ -14,6 +14,8 @@ Shapes: B labels (b in a micro-batch, N held out), K responses per label, Q and 
 and response, T = Q + R, S samples. Masks are True at real tokens. Tags (R1): docs/details.md.
 """
 
+import machinery  # noqa: F401  # before torch: sets how its threads wait
+
 import json
 import math
 from pathlib import Path

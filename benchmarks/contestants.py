@@ -17,7 +17,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -185,28 +185,41 @@ def load(job: Job, name: str) -> Any:
     return kind.from_pretrained(f"{job.folder}/{name}", dtype=torch.float32)
 
 
+def plain_args(args: Any, micro_batch: int) -> Any:
+    """The settings of plain_ppo.py that are those of ppo.py's `args`."""
+    from benchmarks import plain_ppo
+
+    names = [field.name for field in fields(plain_ppo.Args) if hasattr(args, field.name)]
+    found = {name: getattr(args, name) for name in names}
+    return plain_ppo.Args(**found, micro_batch=micro_batch)
+
+
 def plain(job: Job, watch: Stopwatch) -> None:
-    """`PlainPPO` of plain_ppo.py."""
+    """The functions of plain_ppo.py."""
     import ppo
     from benchmarks import plain_ppo
-    from train_reward import RewardModel
     from utils import pad_left
 
-    args = script_args(ppo, job)
-    reward = plain_ppo.reward_from(RewardModel.from_pretrained(f"{job.folder}/reward"))
-    vocabulary = reward.lm.config.vocab_size
-    models = load(job, "policy"), load(job, "policy"), reward
-    contestant = plain_ppo.PlainPPO(*models, args, vocabulary, job.micro)
-    queries = pad_left(job.queries, args.task.query_length, vocabulary)
+    args = plain_args(script_args(ppo, job), job.micro)
+    models = load(job, "policy"), load(job, "policy")
+    pad_id = models[0].config.vocab_size
+    policy, ref = (plain_ppo.LMWithScalar(model.eval(), pad_id) for model in models)
+    ref.requires_grad_(False)
+    reward = plain_ppo.load_reward(f"{job.folder}/reward", pad_id)
+    optimizer = plain_ppo.AdamLoop(policy.parameters(), lr=args.lr, eps=args.adam_eps)
+    queries = pad_left(job.queries, args.task.query_length, pad_id)
     end = 1 if job.mean_length else None
     for update in range(job.updates + 1):
         watch("sample")
-        responses = contestant.sample(queries, update, end)
+        torch.manual_seed(update)
+        responses = plain_ppo.sample(policy, queries, end, args)
         watch("score")
-        episodes = contestant.rollout(queries, responses, KL_COEF, end)
+        models = policy, ref, reward
+        episodes = plain_ppo.rollout(*models, queries, responses, end, KL_COEF, args)
         watch("optimize")
         rng = np.random.default_rng(update)
-        contestant.train(episodes, [rng.permutation(len(queries)) for _ in range(job.epochs)])
+        orders = [rng.permutation(len(queries)) for _ in range(job.epochs)]
+        plain_ppo.train(policy, optimizer, episodes, orders, args)
         watch(None)
 
 

@@ -34,7 +34,7 @@ from tools import winrate  # noqa: E402
 from tools.calibration import calibration  # noqa: E402
 from tools.curves import make_panels, provenance  # noqa: E402
 from tools.policies import PolicyArgs, policy_tasks, sample_tokens  # noqa: E402
-from utils import decode, pad_left  # noqa: E402
+from utils import pad_left  # noqa: E402
 
 Snippet = tuple[str, list[int]]  # a text and its ratings, from -4 to 4
 PROMPT = "Review:"
@@ -195,14 +195,14 @@ def respond(folder: Path, queries: Path) -> list[dict[str, Any]]:
     args = PolicyArgs(task="sentiment", query_dataset=str(queries))
     (task,), _ = policy_tasks([f"{folder}/model"], args)
     with torch.autocast(DEVICE, torch.bfloat16):
-        tokenizer, ids, *tokens, _ = sample_tokens(task, NUM_EVAL)
-    asked, responses = (decode(tokenizer, x, ids.pad) for x in tokens)
+        policy, *tokens, _ = sample_tokens(task, NUM_EVAL)
+    asked, responses = map(policy.decode, tokens)
     texts = [q + r for q, r in zip(asked, responses, strict=True)]
     columns = {"query": asked, "response": responses, "score": score_texts(MODEL, texts).tolist()}
     columns["true score"] = score_texts(TRUE_MODEL, texts).tolist()
     columns["VADER"] = pretrained.vader(asked, responses)
     late = tokens[1][:, task.truncate_after :]
-    columns["period"] = (late == ids.ends[0]).any(dim=1).float().tolist()
+    columns["period"] = (late == policy.ids.ends[0]).any(dim=1).float().tolist()
     rows = [{name: x[i] for name, x in columns.items()} for i in range(len(asked))]
     write_lines(path, rows)
     return rows

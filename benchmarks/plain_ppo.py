@@ -1,224 +1,340 @@
-"""PPO written down as the 2023 reproduction has it: what ppo.py is measured and tested against.
+"""PPO in its plainest form: read this first, then work with ppo.py.
 
-The library's `generate`, padded batches, logits at all positions of policy, reference and reward
-model, the entropy by a second softmax, TensorFlow's Adam as a loop over the parameters. It shares
-no line with ppo.py, and one update on the same responses gives the same weights
-(tests/benchmarks/test_speed.py).
+    python sft.py --task synthetic && python train_reward.py --task synthetic
+    python benchmarks/plain_ppo.py    # metrics.jsonl and the model in runs/plain_ppo_1
+
+PPO as the 2023 reproduction of OpenAI's code has it, without what makes ppo.py fast and safe:
+the library's `generate`, padded batches, logits at all positions, TensorFlow's Adam as a loop over
+the parameters, one process, no checkpoints. It shares no line with ppo.py, and one update on the
+same responses gives the same weights (tests/benchmarks/test_speed.py).
 
 Shapes: B sequences, Q query tokens, R response tokens, T = Q + R, V vocabulary size. Queries are
-padded on the left, and responses that end on the right.
+padded on the left, and responses that end on the right. Masks are True at real tokens.
 """
 
-from collections.abc import Callable, Iterator
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+import tyro
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from data.synthetic.judge import gold_score  # noqa: E402
+from data.tasks import TASKS, Task  # noqa: E402
+from machinery.queries import load_queries  # noqa: E402
+from machinery.tokens import load_tokenizer  # noqa: E402
+from utils import decode  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Args:
+    """PPO in its plainest form. The defaults are those of `ppo.py --task synthetic`."""
+
+    seed: int = 1
+    total_episodes: int = 4096
+    batch_size: int = 128
+    num_ppo_epochs: int = 2
+    num_minibatches: int = 2
+    micro_batch: int = 64
+    """sequences at a time; changes memory, not results"""
+    lr: float = 5e-4
+    adam_eps: float = 1e-5
+    kl_coef: float = 0.08
+    kl_target: float = 10.0
+    kl_horizon: int = 1000
+    gamma: float = 1.0
+    lam: float = 0.95
+    cliprange: float = 0.2
+    cliprange_value: float = 0.2
+    vf_coef: float = 0.1
+    whiten_rewards: bool = True
+    task: tyro.conf.Suppress[Task] = TASKS["synthetic"]
 
 
 class LMWithScalar(nn.Module):
     """A language model with a scalar at every token: the policy with values, or a reward model."""
 
-    def __init__(self, lm: nn.Module, head: nn.Linear | None = None):
+    def __init__(self, lm: Any, pad_id: int):
         super().__init__()
-        self.lm = lm
-        self.head = head or nn.Linear(lm.config.hidden_size, 1)
-        if head is None:
-            nn.init.zeros_(self.head.weight)
-            nn.init.zeros_(self.head.bias)
+        self.lm, self.pad_id = lm, pad_id
+        self.head = nn.Linear(lm.config.hidden_size, 1)
+        nn.init.zeros_(self.head.weight)  # values start at 0
+        nn.init.zeros_(self.head.bias)
 
-    def forward(self, tokens: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T], padding anywhere → logits [B, T, V] and scalars [B, T]."""
-        mask = tokens != pad_id
-        inputs = dict(input_ids=tokens.masked_fill(~mask, 0), attention_mask=mask, use_cache=False)
-        inputs["position_ids"] = mask.cumsum(dim=1) - mask.long()
-        out = self.lm(**inputs, output_hidden_states=True)
+        mask = tokens != self.pad_id
+        position_ids = mask.cumsum(dim=1) - mask.long()  # padding shifts no position
+        out = self.lm(
+            input_ids=tokens.masked_fill(~mask, 0),
+            attention_mask=mask,
+            position_ids=position_ids,
+            use_cache=False,
+            output_hidden_states=True,
+        )
         return out.logits, self.head(out.hidden_states[-1]).squeeze(-1)
 
 
-def reward_from(model: Any) -> LMWithScalar:
-    """A reward model with an unused language model's head; its gain and bias are in the scalar."""
-    lm = AutoModelForCausalLM.from_config(model.config.backbone).eval()
-    lm.base_model.load_state_dict(model.backbone.state_dict())
-    head = nn.Linear(model.head.in_features, 1)
+def load_reward(folder: str, pad_id: int) -> LMWithScalar:
+    """train_reward.py's model: its scalar is gain * r + bias. The language model's head is unused."""
+    config = json.loads(Path(folder, "config.json").read_text())["backbone"]
+    weights = load_file(f"{folder}/model.safetensors")
+    gain, bias = weights.pop("gain"), weights.pop("bias")
+    reward = LMWithScalar(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)), pad_id)
     with torch.no_grad():
-        head.weight.copy_(model.gain * model.head.weight)
-        head.bias.copy_(model.gain * model.head.bias + model.bias)
-    return LMWithScalar(lm, head).requires_grad_(False)
+        reward.head.weight.copy_(gain * weights.pop("head.weight"))
+        reward.head.bias.copy_(gain * weights.pop("head.bias") + bias)
+    reward.lm.base_model.load_state_dict(
+        {name.removeprefix("backbone."): weight for name, weight in weights.items()}
+    )
+    return reward.eval().requires_grad_(False)
 
 
 class AdamLoop(torch.optim.Optimizer):
     """TensorFlow's Adam, one parameter at a time."""
 
     def __init__(self, params: Any, lr: float, eps: float):
-        super().__init__(params, dict(lr=lr, eps=eps))
+        super().__init__(params, {"lr": lr, "eps": eps, "t": 0})
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
         beta1, beta2 = 0.9, 0.999
         for group in self.param_groups:
+            group["t"] += 1
+            lr = group["lr"] * (1 - beta2 ** group["t"]) ** 0.5 / (1 - beta1 ** group["t"])
             for param in group["params"]:
                 state = self.state[param]
                 if not state:
-                    state |= dict(t=0, m=torch.zeros_like(param), v=torch.zeros_like(param))
-                state["t"] += 1
+                    state["m"] = torch.zeros_like(param)
+                    state["v"] = torch.zeros_like(param)
                 state["m"].mul_(beta1).add_(param.grad, alpha=1 - beta1)
                 state["v"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
-                lr = group["lr"] * (1 - beta2 ** state["t"]) ** 0.5 / (1 - beta1 ** state["t"])
                 param.addcdiv_(state["m"], state["v"].sqrt().add_(group["eps"]), value=-lr)
 
 
 class Episodes(NamedTuple):
-    """What an update learns from: [B, R] each."""
+    """What an update learns from."""
 
     tokens: Tensor  # [B, T]
+    cut: Tensor  # [B, R] responses as they were scored; the others, too, are [B, R]
     mask: Tensor  # real tokens of responses
     logprobs: Tensor
     values: Tensor
-    advantages: Tensor
-    returns: Tensor
+    kl: Tensor
+    rewards: Tensor
+    scores: Tensor  # [B]
 
 
-def left_aligned(tokens: Tensor, pad_id: int) -> Tensor:
-    """Move the padding of each sequence to its left."""
-    return torch.stack([torch.cat([x[x == pad_id], x[x != pad_id]]) for x in tokens])
+# ------------------------------------------- 1. sample
 
 
-def whitened(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Scale real tokens to unit variance over the batch; 0 elsewhere."""
+@torch.no_grad()
+def sample(policy: LMWithScalar, queries: Tensor, end: int | None, args: Args) -> Tensor:
+    """[B, Q] → responses [B, R] from the full vocabulary; after `end` comes anything."""
+    task = args.task
+    mask = queries != policy.pad_id
+    policy.lm.generation_config.eos_token_id = None  # exactly R tokens
+    config = GenerationConfig(do_sample=True, temperature=task.temperature, top_k=0, top_p=1.0)
+    config.max_new_tokens, config.pad_token_id = task.response_length, 0
+    config.eos_token_id = end if task.eos_task else None
+    out = policy.lm.generate(
+        inputs=queries.masked_fill(~mask, 0), attention_mask=mask.long(), generation_config=config
+    )
+    responses = out[:, queries.shape[1] :]
+    return F.pad(responses, (0, task.response_length - responses.shape[1]))
+
+
+# -------------------------------------------- 2. score
+
+
+@torch.no_grad()
+def score(
+    reward: LMWithScalar, queries: Tensor, responses: Tensor, end: int | None, args: Args
+) -> tuple[Tensor, Tensor]:
+    """Rewards [B] of responses up to their first `end`, a fixed score if there is none; and the
+    responses that were read [B, R]."""
+    cut = responses.clone()
+    ended = torch.ones(len(responses), dtype=torch.bool)
+    if end is not None:
+        for i, row in enumerate(responses.tolist()):
+            ended[i] = end in row[args.task.truncate_after :]
+            if ended[i]:
+                cut[i, row.index(end, args.task.truncate_after) + 1 :] = reward.pad_id
+    scores = torch.empty(len(queries))
+    for rows in torch.arange(len(queries)).split(args.micro_batch):
+        tokens = torch.cat([queries[rows], cut[rows]], dim=1)
+        # With the padding on the left, the last token is a real one.
+        parts = [torch.cat([x[x == reward.pad_id], x[x != reward.pad_id]]) for x in tokens]
+        scores[rows] = reward(torch.stack(parts))[1][:, -1]
+    scores[~ended] = args.task.unfinished_score
+    return scores, cut
+
+
+# ----------------------- 3. log-probabilities, values, rewards
+
+
+def forward(policy: LMWithScalar, tokens: Tensor, args: Args) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the response tokens: logits [B, R, V], log-probabilities and values [B, R]."""
+    length = args.task.response_length
+    logits, values = policy(tokens)
+    logits = logits[:, -length - 1 : -1] / args.task.temperature  # they predict the next token
+    responses = tokens[:, -length:]
+    mask = responses != policy.pad_id
+    targets = responses.masked_fill(~mask, 0)[:, :, None]
+    logprobs = F.log_softmax(logits, dim=-1).gather(2, targets).squeeze(2)
+    return logits, logprobs * mask, values[:, -length - 1 : -1] * mask
+
+
+@torch.no_grad()
+def rollout(
+    policy: LMWithScalar,
+    ref: LMWithScalar,
+    reward: LMWithScalar,
+    queries: Tensor,
+    responses: Tensor,
+    end: int | None,
+    kl_coef: float,
+    args: Args,
+) -> Episodes:
+    """Steps 2 and 3 for queries [B, Q] and sampled responses [B, R]."""
+    scores, cut = score(reward, queries, responses, end, args)
+    if args.task.eos_task:
+        responses = cut  # train on nothing after the end
+    tokens, mask = torch.cat([queries, responses], dim=1), responses != policy.pad_id
+    logprobs, ref_logprobs, values = (torch.empty(responses.shape) for _ in range(3))
+    for rows in torch.arange(len(tokens)).split(args.micro_batch):
+        _, logprobs[rows], values[rows] = forward(policy, tokens[rows], args)
+        _, ref_logprobs[rows], _ = forward(ref, tokens[rows], args)
+    kl = logprobs - ref_logprobs
+    rewards = -kl_coef * kl
+    rewards[range(len(rewards)), mask.sum(dim=1) - 1] += scores  # at the last token
+    return Episodes(tokens, cut, mask, logprobs, values, kl, rewards, scores)
+
+
+# --------------------------------------------- 4. learn
+
+
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """Scale real tokens to unit variance, and to mean 0 if `shift_mean`; 0 elsewhere."""
     mean, var = x[mask].mean(), x[mask].var(unbiased=False)
-    y = (x - mean) / torch.sqrt(var + 1e-8)
-    return (y if shift_mean else y + mean) * mask
+    whitened = (x - mean) / torch.sqrt(var + 1e-8)
+    return (whitened if shift_mean else whitened + mean) * mask
 
 
-class PlainPPO:
-    """PPO with one minibatch per epoch; `args` are those of ppo.py."""
+def compute_advantages(old: Episodes, args: Args) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation: advantages and returns [B, R]."""
+    rewards = old.rewards
+    if args.whiten_rewards:
+        rewards = whiten(rewards, old.mask, shift_mean=False)
+    advantages = torch.zeros_like(rewards)
+    last = next_value = torch.zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + args.gamma * next_value - old.values[:, t]
+        last = delta + args.gamma * args.lam * last
+        next_value = old.values[:, t]
+        advantages[:, t] = last
+    return whiten(advantages, old.mask), advantages + old.values
 
-    def __init__(self, lm: Any, ref: Any, reward: Any, args: Any, pad_id: int, micro: int):
-        self.policy, self.reward = LMWithScalar(lm), reward
-        self.ref = LMWithScalar(ref).requires_grad_(False)
-        self.args, self.task, self.pad_id, self.micro = args, args.task, pad_id, micro
-        self.optimizer = AdamLoop(self.policy.parameters(), lr=args.lr, eps=args.adam_eps)
 
-    def parts(self, tokens: Tensor, rows: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows and their tokens, `micro` sequences at a time."""
-        for part in np.split(rows, range(self.micro, len(rows), self.micro)):
-            yield torch.as_tensor(part), tokens[part]
+def train(
+    policy: LMWithScalar, optimizer: Any, old: Episodes, orders: list[np.ndarray], args: Args
+) -> dict[str, float]:
+    """An epoch for each order of the B episodes, an Adam step for each minibatch; statistics."""
+    all_stats = []
+    for order in orders:
+        for minibatch_rows in torch.from_numpy(order).split(len(order) // args.num_minibatches):
+            minibatch = Episodes(*[x[minibatch_rows] for x in old])
+            advantages, returns = compute_advantages(minibatch, args)
+            stats = torch.zeros(4)
+            for rows in torch.arange(len(minibatch_rows)).split(args.micro_batch):
+                mask, old_values = minibatch.mask[rows], minibatch.values[rows]
+                share = mask / minibatch.mask.sum()  # sums over it add up to the minibatch's mean
+                logits, logprobs, values = forward(policy, minibatch.tokens[rows], args)
 
-    def forward(self, model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T] → logits / temperature [B, R, V] and scalars [B, R] that predict the response."""
-        length = self.task.response_length
-        logits, scalars = model(tokens, self.pad_id)
-        return logits[:, -length - 1 : -1] / self.task.temperature, scalars[:, -length - 1 : -1]
+                log_ratio = logprobs - minibatch.logprobs[rows]
+                ratio = log_ratio.exp()
+                pg_losses = -advantages[rows] * ratio
+                clipped_ratio = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
+                pg_losses_clipped = -advantages[rows] * clipped_ratio
+                pg_loss = (torch.max(pg_losses, pg_losses_clipped) * share).sum()
 
-    def token_logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Log-probabilities of the response tokens [B, R]."""
-        logprobs = F.log_softmax(logits, dim=-1)
-        tokens = tokens[:, -self.task.response_length :, None]
-        real = tokens != self.pad_id
-        return logprobs.gather(2, tokens * real).masked_fill(~real, 0).squeeze(2)
+                change = (values - old_values).clamp(-args.cliprange_value, args.cliprange_value)
+                vf_losses = (values - returns[rows]) ** 2
+                vf_losses_clipped = (old_values + change - returns[rows]) ** 2
+                vf_loss = 0.5 * (torch.max(vf_losses, vf_losses_clipped) * share).sum()
 
-    @torch.no_grad()
-    def sample(self, queries: Tensor, seed: int, end: int | None = None) -> Tensor:
-        """[B, Q] → responses [B, R]; after `end` comes anything."""
-        lm, task = self.policy.lm, self.task
-        torch.manual_seed(seed)
-        mask = queries != self.pad_id
-        config = GenerationConfig(do_sample=True, temperature=task.temperature, top_k=0, top_p=1.0)
-        config.max_new_tokens, config.pad_token_id = task.response_length, 0
-        lm.generation_config.eos_token_id = None  # exactly R tokens
-        config.eos_token_id = end
-        inputs = dict(inputs=queries.masked_fill(~mask, 0), attention_mask=mask.long())
-        responses = lm.generate(**inputs, generation_config=config)[:, queries.shape[1] :]
-        return F.pad(responses, (0, task.response_length - responses.shape[1]))
-
-    @torch.no_grad()
-    def scores(
-        self, queries: Tensor, responses: Tensor, truncate: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """Rewards [B] of responses up to their `truncate` token, a penalty if there is none; and
-        the responses that were read [B, R]."""
-        cut, ended = responses.clone(), torch.ones(len(responses), dtype=torch.bool)
-        if truncate is not None:
-            for i, row in enumerate(responses.tolist()):
-                ended[i] = truncate in row[self.task.truncate_after :]
-                if ended[i]:
-                    cut[i, row.index(truncate, self.task.truncate_after) + 1 :] = self.pad_id
-        tokens = left_aligned(torch.cat([queries, cut], dim=1), self.pad_id)
-        scores = torch.empty(len(queries))
-        for rows, part in self.parts(tokens, np.arange(len(tokens))):
-            scores[rows] = self.reward(part, self.pad_id)[1][:, -1]
-        scores[~ended] = self.task.unfinished_score
-        return scores, cut
-
-    @torch.no_grad()
-    def rollout(
-        self, queries: Tensor, responses: Tensor, kl_coef: float, truncate: int | None = None
-    ) -> Episodes:
-        """Old log-probabilities and values, KL-penalized rewards and advantages [B, R]."""
-        args = self.args
-        scores, cut = self.scores(queries, responses, truncate)
-        responses = cut if self.task.eos_task else responses
-        tokens, mask = torch.cat([queries, responses], dim=1), responses != self.pad_id
-        logprobs, ref_logprobs, values = (torch.empty(responses.shape) for _ in range(3))
-        for rows, part in self.parts(tokens, np.arange(len(tokens))):
-            logits, values[rows] = self.forward(self.policy, part)
-            logprobs[rows] = self.token_logprobs(logits, part)
-            ref_logprobs[rows] = self.token_logprobs(self.forward(self.ref, part)[0], part)
-        values = values * mask
-        rewards = -kl_coef * (logprobs - ref_logprobs)
-        rewards[range(len(rewards)), mask.sum(dim=1) - 1] += scores
-        if args.whiten_rewards:
-            rewards = whitened(rewards, mask, shift_mean=False)
-        advantages, last = torch.zeros_like(rewards), torch.zeros(len(rewards))
-        for t in range(rewards.shape[1] - 1, -1, -1):
-            following = values[:, t + 1] if t + 1 < rewards.shape[1] else 0
-            delta = rewards[:, t] + args.gamma * following - values[:, t]
-            last = delta + args.gamma * args.lam * last
-            advantages[:, t] = last
-        numbers = logprobs, values, whitened(advantages, mask), advantages + values
-        return Episodes(tokens, mask, *numbers)
-
-    def train(self, old: Episodes, epochs: list[np.ndarray]) -> dict[str, float]:
-        """One optimizer step per epoch over its permutation of the episodes; return statistics."""
-        args, all_stats, num_tokens = self.args, [], old.mask.sum()
-        for order in epochs:
-            for rows, tokens in self.parts(old.tokens, order):
-
-                def mean(x: Tensor, mask: Tensor = old.mask[rows]) -> Tensor:
-                    return (x * mask).sum() / num_tokens  # this part of it
-
-                logits, values = self.forward(self.policy, tokens)
-                log_ratio = self.token_logprobs(logits, tokens) - old.logprobs[rows]
-                ratio, advantages = log_ratio.exp(), old.advantages[rows]
-                pg_losses = -advantages * ratio
-                clipped = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
-                pg_losses_clipped = -advantages * clipped
-                pg_loss = mean(torch.max(pg_losses, pg_losses_clipped))
-                before, limit = old.values[rows], args.cliprange_value
-                returns = old.returns[rows]
-                vf_losses = (values - returns) ** 2
-                vf_losses_clipped = (values.clamp(before - limit, before + limit) - returns) ** 2
-                vf_loss = 0.5 * mean(torch.max(vf_losses, vf_losses_clipped))
                 loss = pg_loss + args.vf_coef * vf_loss
                 loss.backward()
                 with torch.no_grad():
                     probs = logits.softmax(dim=-1)
                     entropy = logits.logsumexp(dim=-1) - (probs * logits).sum(dim=-1)
-                    stats = dict(
-                        policy_loss=pg_loss,
-                        value_loss=vf_loss,
-                        entropy=mean(entropy),
-                        approxkl=0.5 * mean(log_ratio**2),
-                        ratio=mean(ratio),
-                        clipfrac=mean(pg_losses_clipped > pg_losses),
-                        value_clipfrac=mean(vf_losses_clipped > vf_losses),
-                    )
-                    all_stats.append(torch.stack(list(stats.values())))
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        means = (torch.stack(all_stats).sum(dim=0) / len(epochs)).tolist()
-        return dict(zip(stats, means, strict=True))
+                    approxkl = 0.5 * log_ratio**2
+                    means = (entropy * share).sum(), (approxkl * share).sum()
+                    stats += torch.stack([pg_loss, vf_loss, *means])
+            optimizer.step()
+            optimizer.zero_grad()
+            all_stats.append(stats)
+    names = "ppo/loss/policy_avg", "ppo/loss/value_avg"
+    names += "ppo/policy/entropy_avg", "ppo/policy/approxkl_avg"
+    return dict(zip(names, torch.stack(all_stats).mean(dim=0).tolist(), strict=True))
+
+
+# ------------------------------------------------- main
+
+
+def main(args: Args) -> None:
+    """Train a policy on the synthetic task."""
+    torch.manual_seed(args.seed)
+    rng = np.random.default_rng(args.seed)
+    folder = Path(f"runs/plain_ppo_{args.seed}")
+    folder.mkdir(parents=True)
+    tokenizer, ids = load_tokenizer(args.task, args.task.response_length)
+    table = load_queries(args.task, tokenizer, ids)  # table[rows] → queries [B, Q]
+    num_heldout, (end,) = 256, ids.ends  # ppo.py evaluates on the first rows
+
+    base = AutoModelForCausalLM.from_pretrained
+    policy = LMWithScalar(base(args.task.base_model), ids.pad).eval()  # without dropout
+    ref = LMWithScalar(base(args.task.base_model), ids.pad).eval().requires_grad_(False)
+    reward = load_reward("models/synthetic/train_reward", ids.pad)
+    optimizer = AdamLoop(policy.parameters(), lr=args.lr, eps=args.adam_eps)
+
+    kl_coef = args.kl_coef
+    num_updates = args.total_episodes // args.batch_size
+    for update in range(num_updates):
+        optimizer.param_groups[0]["lr"] = args.lr * (1 - update / num_updates)
+        queries = table[rng.integers(num_heldout, len(table), args.batch_size)]
+        responses = sample(policy, queries, end, args)
+        episodes = rollout(policy, ref, reward, queries, responses, end, kl_coef, args)
+        orders = [rng.permutation(args.batch_size) for _ in range(args.num_ppo_epochs)]
+        stats = train(policy, optimizer, episodes, orders, args)
+
+        kl = episodes.kl.sum(dim=1).mean().item()
+        texts = [decode(tokenizer, x, ids.pad) for x in (queries, episodes.cut)]
+        stats["ppo/episode"] = (update + 1) * args.batch_size
+        stats["objective/scores"] = episodes.scores.mean().item()
+        stats["objective/gold_score"] = float(np.mean(gold_score(*texts)))
+        stats["objective/kl"], stats["objective/kl_coef"] = kl, kl_coef
+        with (folder / "metrics.jsonl").open("a") as file:
+            print(json.dumps(stats), file=file)
+        print(
+            f"update {update + 1} of {num_updates}: score {stats['objective/scores']:.2f}",
+            flush=True,
+        )
+
+        # 5. Adapt kl_coef to the measured KL.
+        error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
+        kl_coef *= 1 + error * args.batch_size / args.kl_horizon
+    policy.lm.save_pretrained(folder / "model")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

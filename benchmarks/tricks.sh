@@ -28,9 +28,9 @@ make clip_higher grpo 's|1 + args.cliprange)$|1 + 0.28)|'
 make dual_clip grpo \
   's|mean(torch.max(pg_losses, pg_losses_clipped))|mean(torch.max(pg_losses, pg_losses_clipped).minimum(3 * advantages.abs()))|'
 make token_mean grpo 's|return (x.masked_fill(~old.mask, 0).*|return (x * old.mask).sum() / num_responses|
-  s|logprobs, old, advantages\[part\], len(minibatch_rows), args|logprobs, old, advantages[part], num_tokens, args|'
+  s|advantages\[part\], minibatch_size, kl_coef|advantages[part], num_tokens, kl_coef|'
 make overlong grpo \
-  's|    return scores, cut, ended|    return scores - ((cut != ids.pad).sum(dim=1) - 18).clamp(0, 2) / 2, cut, ended|'
+  's|    return scores, cut, finished|    return scores - ((cut != ids.pad).sum(dim=1) - 18).clamp(0, 2) / 2, cut, finished|'
 make entropy 'grpo entropy_rloo'
 make dynamic dynamic_sampling 's|differences.sum(dim=2) / (args.rloo_k - 1)|differences.mean(dim=2) / (rewards.std(dim=1, keepdim=True) + 1e-4)|
   s|return x.sum() / num_responses|return (x.masked_fill(~old.mask, 0).sum(dim=1) / old.mask.sum(dim=1)).sum() / num_responses|

@@ -31,7 +31,7 @@ MOVED = {
 }
 KEYWORDS = {  # section → what people type who look for it
     "ppo.html#a-reward-of-your-own": "own custom reward function reward_fn",
-    "ppo.html#usage": "missing_eos_penalty truncate_token",
+    "ppo.html#usage": "missing_eos_penalty unfinished_score truncate_token",
     "ppo.html#which-policy-is-kept": "best checkpoint early stopping keep_every",
     "ppo.html#a-language-model-as-the-judge": "llm judge as a reward",
     "train_reward.html": "preference model classifier",

@@ -184,7 +184,7 @@ def run(main: Callable, cls: type, presets: dict[str, dict[str, Any]] | None = N
     out: Any = sys.stdout
     out.reconfigure(errors="replace")  # not all encodings have all characters, as stderr does
     try:
-        main(tyro.cli(cls) if presets is None else parse_args(cls, presets))
+        main(tyro.cli(cls, use_underscores=True) if presets is None else parse_args(cls, presets))
     except InputError as error:
         if error.__cause__:
             print_cause(error.__cause__)
@@ -212,16 +212,20 @@ def print_cause(error: BaseException) -> None:
     traceback.print_exception(error.with_traceback(frames))
 
 
+def is_main() -> bool:
+    """Whether this is the main process, or the only one so far."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def say(message: str) -> None:
     """Print on the main process only."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_main():
         print(escape(message), flush=True)
 
 
 def show_progress(items: Iterable[Any], what: str) -> Iterable[Any]:
     """`items` with a bar on the main process, which appears after ten seconds."""
-    others = dist.is_initialized() and dist.get_rank() > 0
-    return tqdm(items, what, disable=others)
+    return tqdm(items, what, disable=not is_main())
 
 
 say_once = functools.cache(say)

@@ -12,6 +12,7 @@ from accelerate.utils import compare_versions
 from torch import Tensor
 from transformers.cache_utils import StaticCache
 
+from machinery.cli import show_progress
 from machinery.unpadding import compute_hidden
 
 BLOCK = 64  # columns by which the cache grows; kernels prefer multiples of it
@@ -26,7 +27,7 @@ def generate(lm: Any, contexts: Tensor, pad_id: int, length: int, temperature: f
     """
     batch = DecodingBatch(lm, contexts, contexts != pad_id, length)
     responses = contexts.new_empty(len(contexts), length)
-    for t in range(length):
+    for t in show_progress(range(length), "sampling"):
         probs = (batch.next_logits() / temperature).softmax(dim=-1)  # [B, V]
         tokens = torch.multinomial(probs, num_samples=1)[:, 0]
         responses[:, t] = tokens

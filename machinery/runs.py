@@ -14,7 +14,6 @@ from typing import Any
 
 import filelock
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from accelerate.utils import broadcast_object_list
@@ -36,7 +35,6 @@ GIT = "git --git-dir=.git --work-tree=. describe --always --exclude=* --abbrev=4
 def check_run(args: Any, processes: int) -> None:
     """Raise `InputError` if the run would overwrite something, or resume another one."""
     link = Path("models", args.task.task, Path(inspect.getfile(type(args))).stem)
-    is_main = not dist.is_initialized() or dist.get_rank() == 0
     folder = Path("runs", args.run_name or "")
     if args.resume is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         raise InputError("torchrun restarted the run: to continue, --run_name NAME --resume auto")
@@ -48,18 +46,18 @@ def check_run(args: Any, processes: int) -> None:
         raise InputError(f"--output_dir {args.output_dir} exists; choose another name")
     if not args.output_dir and link.exists() and not link.is_symlink():
         raise InputError(f"{link} is a folder, not a link to the weights of a run; move it away")
-    if args.resume == "auto" and is_main and folder.exists():
+    if args.resume == "auto" and cli.is_main() and folder.exists():
         lock(folder).release()
         aside = folder.with_name(f"{folder.name}-{datetime.now():%Y%m%d-%H%M%S-%f}")
         folder.rename(aside)
         say(f"{folder} has no checkpoint: it is {aside} now")
     elif args.resume not in (None, "auto"):
         folder = Path(args.resume).parents[1]
-        if is_main:
+        if cli.is_main():
             lock(folder).release()  # before anything is loaded
-        functions = [x for name, x in vars(args.task).items() if name.endswith("_fn") and x]
-        if functions:
-            say(f"{folder} runs the code of {', '.join(functions)}")
+        for name, function in vars(args.task).items():
+            if name.endswith("_fn") and function:
+                say(f"{folder} runs the code of --{name} {function}")
         checkpoints.check_same_run(args, processes)
 
 

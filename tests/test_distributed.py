@@ -211,6 +211,13 @@ def test_threads_that_wait_spin_shortly_unless_the_user_has_said_how(policy, spi
     assert (found.stdout, found.stderr) == (f"{spins}\n", "")
 
 
+@pytest.mark.parametrize("script", SCRIPTS.values())
+def test_a_script_imports_machinery_before_torch(script):
+    lines = Path(script.__file__).read_text().splitlines()
+    imports = [line for line in lines if line.startswith(("import ", "from "))]
+    assert imports[0].startswith("import machinery ")
+
+
 def test_a_mac_computes_on_its_cpu(accelerator, monkeypatch):
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     AcceleratorState._reset_state(True)

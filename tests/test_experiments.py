@@ -30,24 +30,30 @@ def test_tools_sampling_continues_after_what_the_tool_inserts(calls, patched, mo
     """The answer depends on the response so far, and is cut at R tokens."""
     script, lm, task = patched("tools"), tiny.make_lm(), tiny.make_task(response_length=12)
     contexts, uniform = tiny.make_contexts([3, 6, 8, 1] * 4, 8), tiny.uniform(12, 16)
-    tokenizer = tiny.Tokenizer()
     caller = tiny.sample(lm, contexts, uniform).flatten().mode().values.item()
-    encode = lambda _, texts, own: ([[int(x) for x in texts[0].split()]], [], 0)  # noqa: E731
+
+    def encode(before, texts, tokenizer):
+        return [[int(x) for x in texts[0].split()]], [], 0
+
+    def tool(contexts, responses):
+        return [f"{len(x.split())} 7" for x in responses]
+
     monkeypatch.setattr(script, "encode_after", encode)
-    tool = lambda contexts, responses: [f"{len(x.split())} 7" for x in responses]  # noqa: E731
-    monkeypatch.setattr(script, "load_tool", lambda args: (tool, tokenizer, caller))
+    monkeypatch.setattr(script, "load_tool", lambda args: (tool, tiny.Tokenizer(), caller))
     args = tiny.make_args(task, script, tool_fn="mine.py:tool", tool_calls=calls)
     found = script.sample(lm, contexts, uniform, tiny.IDS, args)
     for row, context in enumerate(contexts):
-        tokens, expected, answer, left = context[context != tiny.PAD].tolist(), [], [], calls
+        tokens, expected = context[context != tiny.PAD].tolist(), []
+        answer, left = [], calls
         for t in range(12):
             logits = lm(torch.tensor([tokens])).logits[:, -1] / task.temperature
-            own = utils.sample_token(logits, uniform[t, row : row + 1]).item()
-            mark = 1 if answer else 0
-            tokens.append(answer.pop(0) if mark else own)
-            if own == caller and left and not mark:
-                mark, answer, left = -1, [t + 1, 7], left - 1
-            expected.append(tokens[-1] + mark * (tiny.PAD + 1))
+            token, mark = utils.sample_token(logits, uniform[t, row : row + 1]).item(), 0
+            if answer:
+                token, mark = answer.pop(0), 1
+            elif token == caller and left:
+                answer, left, mark = [t + 1, 7], left - 1, -1
+            tokens.append(token)
+            expected.append(token + mark * (tiny.PAD + 1))
         assert found[row].tolist() == expected
     assert (found > tiny.PAD).any() == (calls > 0)
 
@@ -86,50 +92,73 @@ def test_tools_an_answer_is_a_text_or_the_users_turn(kind, patched, here):
 
 @pytest.mark.parametrize("limit", [0, 1, 20])
 def test_dynamic_sampling_replaces_groups_with_equal_scores_until_the_limit(limit, start):
-    score, scored = lambda responses: (responses.sum(dim=1) % 4 == 0).float(), []
-    spy = lambda *_: tiny.fake_reward(lambda *x: scored.append(x) or score(x[1]))  # noqa: E731
+    scored: list = []
+
+    def score(responses):
+        return (responses.sum(dim=1) % 4 == 0).float()
+
+    def score_and_keep(queries, responses):
+        if len(queries) != 3:  # no evaluation
+            scored.append(torch.cat([queries, responses], dim=1))
+        return score(responses)
+
+    reward = tiny.fake_reward(score_and_keep)
     flags = dict(max_resamples=limit, eval_queries=3, num_minibatches=1)
-    run = start("dynamic_sampling", load_reward=spy, **flags)
-    batches = iter([torch.cat(x, dim=1) for x in scored if len(x[0]) != 3])  # no evaluations
+    run = start("dynamic_sampling", load_reward=lambda *_: reward, **flags)
+    batches = iter(scored)
     for rollout, line in zip(run.rollouts, run.metrics, strict=False):
-        missing, kept, sizes = range(4), {}, []
+        missing, kept, sizes = [0, 1, 2, 3], {}, []
         while missing and len(sizes) <= limit:
-            batch = next(batches)
+            groups = next(batches).split(4)
             sizes.append(len(missing))
-            kept |= {query: batch[4 * i : 4 * i + 4] for i, query in enumerate(missing)}
+            for query, group in zip(missing, groups, strict=True):
+                kept[query] = group
             missing = [i for i in missing if len(score(kept[i][:, 8:]).unique()) == 1]
-        found = torch.cat([rollout.queries, rollout.responses], dim=1)
-        assert all(torch.equal(found[4 * i : 4 * i + 4], kept[i]) for i in kept)
+        found = torch.cat([rollout.queries, rollout.responses], dim=1).split(4)
+        for query, group in kept.items():
+            assert torch.equal(found[query], group)
         assert line["objective/sampled_batches"] == sum(sizes) / 4
         dropped = sum(sizes[1:]) + len(missing)
         assert line["objective/frac_reward_zero_std"] == pytest.approx(dropped / sum(sizes))
-    assert not [*batches]
+    assert next(batches, None) is None
 
 
 def test_curriculum_draws_queries_by_1_minus_the_mean_score_of_their_last_responses(patched, start):
     """Weights are at least 0.3, and frequencies are those of weights."""
     own, draws = patched("curriculum").query_rows, []
-    spy = lambda weights, *x: draws.append((weights, own(weights, *x))) or draws[-1][1]  # noqa: E731
-    flags = dict(total_episodes=256, min_weight=0.3, score=lambda x: x[:, 0] % 3 - 1.0)
-    run = start("curriculum", query_rows=spy, **flags)
+
+    def draw(weights, *rest):
+        draws.append((weights, own(weights, *rest)))
+        return draws[-1][1]
+
+    def score(responses):
+        return responses[:, 0] % 3 - 1.0
+
+    run = start("curriculum", query_rows=draw, total_episodes=256, min_weight=0.3, score=score)
     success, again = np.zeros(len(draws[0][0])), 0
     for rollout, (weights, rows) in zip(run.rollouts, draws, strict=True):
         assert weights == pytest.approx(np.maximum(1 - success, 0.3))
         again += success[rows].astype(bool).sum()
-        for i, row in enumerate(rows):
-            success[row] = min(max(rollout.scores[4 * i : 4 * i + 4].mean().item(), 0), 1)
+        for row, scores in zip(rows, rollout.scores.split(4), strict=True):
+            success[row] = scores.mean().clamp(0, 1)
     assert again > 4 and len(np.unique(success)) > 3
-    found = np.bincount([own(np.array([0.3, 0.5, 1.2]), 1, 1, i).item() for i in range(2000)])
-    assert found / 2000 == pytest.approx([0.15, 0.25, 0.6], abs=0.05)
+    counts = np.zeros(3)
+    for i in range(2000):
+        counts[own(np.array([0.3, 0.5, 1.2]), 1, 1, i).item()] += 1
+    assert counts / 2000 == pytest.approx([0.15, 0.25, 0.6], abs=0.05)
 
 
 @pytest.mark.parametrize("name", ["rloo", "dapo", "dynamic_sampling"])
 def test_scores_of_a_group_are_equal_by_their_own_spread(name, start):
     """Not by one relative to their size, nor if only their mean is another one than the others'."""
     for base, spread in ((1e6, 1.0), (1e3, 0.01), (1e6, 0.0)):
-        score = lambda x, b=base, s=spread: b + s * (torch.arange(len(x)) % 4 == 1)  # noqa: E731
+
+        def score(responses, base=base, spread=spread):
+            return base + spread * (torch.arange(len(responses)) % 4 == 1)
+
         run = start(name, rloo_k=4, eval_queries=4, score=score)
-        assert {line["objective/frac_reward_zero_std"] for line in run.metrics[:2]} == {spread == 0}
+        for line in run.metrics[:2]:
+            assert line["objective/frac_reward_zero_std"] == (spread == 0)
 
 
 ALL = "kl_target=None cliprange=0.2 gamma=1.0 lam=0.95"

@@ -32,8 +32,9 @@ def load(name: str) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 def close(ours: torch.Tensor, theirs: np.ndarray | torch.Tensor, atol: float, rtol=0.0, name=""):
-    message = lambda text: f"{name}: {text}"  # noqa: E731
-    torch.testing.assert_close(ours, torch.as_tensor(theirs), atol=atol, rtol=rtol, msg=message)
+    torch.testing.assert_close(
+        ours, torch.as_tensor(theirs), atol=atol, rtol=rtol, msg=lambda text: f"{name}: {text}"
+    )
 
 
 def tokens_of(array: np.ndarray) -> torch.Tensor:
@@ -54,9 +55,13 @@ def tensors(arrays: dict, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def make_lm(hparams: dict, weights: dict[str, torch.Tensor]) -> GPT2LMHeadModel:
-    names = dict(vocab_size="n_vocab", n_positions="n_ctx")
-    names |= {name: name for name in ("n_embd", "n_layer", "n_head")}
-    config = GPT2Config(**{ours: hparams[theirs] for ours, theirs in names.items()})
+    config = GPT2Config(
+        vocab_size=hparams["n_vocab"],
+        n_positions=hparams["n_ctx"],
+        n_embd=hparams["n_embd"],
+        n_layer=hparams["n_layer"],
+        n_head=hparams["n_head"],
+    )
     lm = GPT2LMHeadModel(models.disable_dropout(config))
     of_lm = {name: x for name, x in weights.items() if name.startswith("transformer.")}
     missing, unexpected = lm.load_state_dict(of_lm, strict=False)
@@ -105,10 +110,16 @@ def assert_weights(model: torch.nn.Module, expected: dict[str, torch.Tensor]) ->
 
 def make_task(record: dict) -> tasks.Task:
     t = record["hparams"]["task"]
-    same = {name: t[name] for name in ("query_length", "response_length", "truncate_after")}
-    same |= dict(temperature=t["policy"]["temperature"])
-    penalty = dict(truncate_token=".", unfinished_score=t["penalty_reward_value"])
-    return replace(tasks.BOOKS, task="golden", **same, **penalty)
+    return replace(
+        tasks.BOOKS,
+        task="golden",
+        query_length=t["query_length"],
+        response_length=t["response_length"],
+        truncate_after=t["truncate_after"],
+        temperature=t["policy"]["temperature"],
+        truncate_token=".",
+        unfinished_score=t["penalty_reward_value"],
+    )
 
 
 @pytest.mark.parametrize("schedule", ["const", "anneal"])
@@ -179,13 +190,26 @@ def test_P3_queries_start_and_end_where_openais_do(setting):
 def ppo_args(record: dict, micro_batch_tokens: int) -> ppo.Args:
     p, r = record["hparams"]["ppo"], record["hparams"]["rewards"]
     kl = r["adaptive_kl"] or {"target": None, "horizon": 1}
-    same = ("total_episodes", "batch_size", "lr", "gamma", "lam", "cliprange", "cliprange_value")
-    same += ("vf_coef", "whiten_rewards")
-    values = {name: p[name] for name in same} | dict(micro_batch_tokens=micro_batch_tokens)
-    values |= dict(num_minibatches=p["nminibatches"], num_ppo_epochs=p["noptepochs"])
-    values |= dict(kl_coef=r["kl_coef"], kl_target=kl["target"], kl_horizon=kl["horizon"])
-    values |= dict(rollout_batch_size=5, adam_eps=record["adam"]["epsilon"])
-    return ppo.Args(task=make_task(record), **values)
+    return ppo.Args(
+        task=make_task(record),
+        total_episodes=p["total_episodes"],
+        batch_size=p["batch_size"],
+        num_minibatches=p["nminibatches"],
+        num_ppo_epochs=p["noptepochs"],
+        lr=p["lr"],
+        adam_eps=record["adam"]["epsilon"],
+        gamma=p["gamma"],
+        lam=p["lam"],
+        cliprange=p["cliprange"],
+        cliprange_value=p["cliprange_value"],
+        vf_coef=p["vf_coef"],
+        whiten_rewards=p["whiten_rewards"],
+        kl_coef=r["kl_coef"],
+        kl_target=kl["target"],
+        kl_horizon=kl["horizon"],
+        rollout_batch_size=5,
+        micro_batch_tokens=micro_batch_tokens,
+    )
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [36, 4096])

@@ -55,3 +55,13 @@ def test_an_import_inside_a_function_counts(tmp_path):
         "def f():\n    from benchmarks import speed\n    import ppo, json"
     )
     assert imports(tmp_path / "x.py") == {"benchmarks", "scripts"}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("tools/*.py")), ids=lambda path: path.stem)
+def test_the_help_of_a_tool_begins_as_its_file(path):
+    """With one sentence, which says what the tool is for."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == "Args":
+            first, *_ = str(ast.get_docstring(tree)).splitlines()
+            assert ast.get_docstring(node) == first

@@ -20,36 +20,38 @@ import rloo
 import sft
 import train_reward
 import utils
-from machinery import checkpoints, distributed, models, queries, runs, unpadding
+from machinery import checkpoints, distributed, models, queries, runs
 from machinery.labels import Labels
 from machinery.tokens import load_tokenizer
 
 
 @tiny.both
-def test_nan_at_masked_positions_changes_nothing(script, accelerator, monkeypatch):
+def test_nan_at_masked_positions_changes_nothing(script, accelerator):
     """Neither rollout, nor gradients, nor metrics, where some responses of a micro-batch have ended."""
-
-    def fill_padding(number):
-        def run(backbone, input_ids, mask, *args, **options):
-            hidden = unpadding.compute_hidden(backbone, input_ids, mask, *args, **options)
-            return hidden.masked_fill(~mask[..., None], number)
-
-        return run
-
     sizes = dict(total_episodes=8, num_ppo_epochs=1, micro_batch_tokens=4096)
     args = tiny.make_args(script=script, eos_task=True, truncate_after=0, **sizes)
+    compute_hidden = script.compute_hidden
     results = []
     for padding in (0.0, math.nan):
-        policy, ref = (tiny.make_policy(seed=seed, script=script) for seed in (0, 3))
-        reward, rollouts = tiny.make_reward(), []
-        for module in (script, train_reward):
-            monkeypatch.setattr(module, "compute_hidden", fill_padding(padding))
-        models = dict(ref=ref, reward=tiny.reward_function(reward))
-        noisy = tiny.noisy_rollout(script, rollouts)
-        run = tiny.start(script, args, policy, **models, Rollout=noisy, AdamTF=tiny.Recorder)
+
+        def fill_padding(backbone, input_ids, mask, *rest, padding=padding, **options):
+            hidden = compute_hidden(backbone, input_ids, mask, *rest, **options)
+            return hidden.masked_fill(~mask[..., None], padding)
+
+        rollouts: list = []
+        spies = dict(compute_hidden=fill_padding, AdamTF=tiny.Recorder)
+        spies["Rollout"] = tiny.noisy_rollout(script, rollouts)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_reward, "compute_hidden", fill_padding)
+            run = tiny.start(script, args, tiny.make_policy(script=script), **spies)
         assert 0 < rollouts[1].mask.float().mean() < 1
-        metrics = [torch.tensor(x) for name, x in run.metrics[0].items() if "time" not in name]
-        results.append([*rollouts[1], *sum(run.optimizer.gradients, []), *metrics])
+        found = [*rollouts[1]]
+        for gradients in run.optimizer.gradients:
+            found += gradients
+        for name, x in run.metrics[0].items():
+            if "time" not in name:
+                found.append(torch.tensor(x))
+        results.append(found)
     for clean, other in zip(*results, strict=True):
         assert clean.isfinite().all() and torch.equal(clean, other)
 
@@ -59,23 +61,32 @@ def test_R4_reward_training_follows_the_mean_over_labels(k, micro_batch_tokens, 
     """Of 6 labels with k candidates each, all of uneven length. Queries are computed once."""
     rng, model = np.random.default_rng(0), tiny.make_reward()
     queries = [rng.integers(1, tiny.PAD, n) for n in (8, 1, 3, 5, 2, 8)]
-    responses = [[rng.integers(1, tiny.PAD, n) for n in rng.integers(1, 6, k)] for _ in queries]
+    responses = []
+    for _ in queries:
+        lengths = rng.integers(1, 6, k)
+        responses.append([rng.integers(1, tiny.PAD, n) for n in lengths])
     labels = Labels(queries, responses, np.arange(6) % k)
     sizes = dict(num_labels=6, batch_size=6, num_heldout=0, micro_batch_tokens=micro_batch_tokens)
     args = train_reward.Args(task=tiny.make_task(), **sizes)
-    spies = dict(AdamTF=tiny.Recorder, normalize=lambda *a: (0.0, 1.0))
-    losses, right, seen = [], [], []
+    seen: list = []
     model.backbone.wte.register_forward_pre_hook(lambda _, x: seen.extend(x[0].flatten()))
+    spies = dict(AdamTF=tiny.Recorder, normalize=lambda *a: (0.0, 1.0))
     run = tiny.start(train_reward, args, model, labels=labels, **spies)
-    assert len(seen) == sum(map(len, sum(responses, queries)))
+    computed = len(seen)
+    num_tokens, losses, right = 0, [], 0
     for query, candidates, best in zip(queries, responses, labels.best, strict=True):
-        rows = [torch.tensor([*query, *response])[None] for response in candidates]
-        gaps = torch.cat([model(row) for row in rows]) - model(rows[best])
-        losses.append(gaps.exp().sum().log())
-        right.append(gaps.max().item() == 0)
+        rewards = []
+        for response in candidates:
+            rewards.append(model(torch.tensor([[*query, *response]])))
+            num_tokens += len(response)
+        num_tokens += len(query)
+        logits = torch.cat(rewards)
+        losses.append(logits.logsumexp(dim=0) - logits[best])
+        right += int(logits.argmax()) == best
     loss = torch.stack(losses).mean()
+    assert computed == num_tokens
     assert run.metrics[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert run.metrics[0]["accuracy"] == pytest.approx(np.mean(right))
+    assert run.metrics[0]["accuracy"] == pytest.approx(right / 6)
     tiny.assert_gradients(run, model, loss)
 
 
@@ -89,33 +100,38 @@ def test_of_n_equal_rewards_each_is_the_largest_in_1_of_n_cases():
 def test_sft_follows_the_mean_over_tokens(micro_batch_tokens, accelerator, monkeypatch):
     """Of the real tokens of responses. Clipping far above the norm hides no factor; it clips."""
     monkeypatch.setattr(torch.optim, "AdamW", tiny.Recorder)
-    lm, contexts = tiny.make_lm(), tiny.make_contexts([6, 6, 1, 3, 6], 6)
-    rows = torch.cat([contexts, tiny.make_responses(5, 5)], dim=1)
-    rows[1, 8:], rows[3, 10:] = tiny.PAD, tiny.PAD
+    lm, prompts = tiny.make_lm(), [6, 6, 1, 3, 6]
+    rows = torch.cat([tiny.make_contexts(prompts, 6), tiny.make_responses(5, 5)], dim=1)
+    rows[1, 8:] = tiny.PAD
+    rows[3, 10:] = tiny.PAD
     sizes = dict(batch_size=4, num_heldout=1, micro_batch_tokens=micro_batch_tokens)
     args = sft.Args(task=tiny.make_task(), max_grad_norm=1e6, **sizes)
-    run, losses = tiny.start(sft, args, lm, tokens=rows), []
-    for row, prompt in zip(rows[1:], (6, 1, 3, 6), strict=True):
-        real = row[row != tiny.PAD][None]
-        logits = lm(real).logits[0, prompt - 1 : -1]
-        losses += torch.nn.functional.cross_entropy(logits, real[0, prompt:], reduction="none")
+    run = tiny.start(sft, args, lm, tokens=rows)
+    losses = []
+    for i in range(1, 5):  # the first is held out
+        real = rows[i][rows[i] != tiny.PAD]
+        logprobs = lm(real[None]).logits[0].log_softmax(dim=1)
+        for t in range(prompts[i], len(real)):
+            losses.append(-logprobs[t - 1, real[t]])
     assert len(losses) == 2 + 5 + 4 + 5
     loss = torch.stack(losses).mean()
     assert run.metrics[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
     tiny.assert_gradients(run, lm, loss)
     clipped = tiny.start(sft, replace(args, max_grad_norm=0.1), tiny.make_lm(), tokens=rows)
-    norm = torch.stack([x.norm() for x in clipped.optimizer.gradients[0]]).norm()
+    norm = torch.nn.utils.get_total_norm(clipped.optimizer.gradients[0])
     assert norm.item() == pytest.approx(0.1, rel=1e-4)
 
 
 def test_sft_steps_and_rates_are_those_of_a_linear_warm_up_and_decay(runs, monkeypatch):
     """5% of so few steps are one: it has the peak rate, and then n - 1, n - 2, …, 1 parts of n - 1."""
     monkeypatch.chdir(runs.folder)
-    rates = [line["lr"] / 1e-3 for line in runs.metrics["sft"]]
-    n = len(rates)
+    lines = runs.metrics["sft"]
+    n = len(lines)
     assert 5 < n == len(sft_blocks(runs)[1]) // 2 < 30
-    assert rates == pytest.approx([1.0, *(k / (n - 1) for k in range(n - 1, 0, -1))])
-    assert [line["epoch"] for line in runs.metrics["sft"]] == [k / n for k in range(n)]  # one
+    assert lines[0]["lr"] == pytest.approx(1e-3)
+    for step in range(1, n):
+        assert lines[step]["lr"] == pytest.approx(1e-3 * (n - step) / (n - 1))
+        assert lines[step]["epoch"] == step / n
     args = sft.Args(task=tiny.make_task(), lr=1.0, warmup=0.4)
     found = [sft.learning_rate(step, 5, args) for step in range(5)]
     assert found == pytest.approx([0.5, 1.0, 1.0, 2 / 3, 1 / 3])
@@ -131,23 +147,25 @@ def sft_blocks(runs) -> tuple[torch.Tensor, queries.TokenTable]:
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_a_saved_policy_loads_as_a_language_model_with_the_same_logits(kind, tmp_path, accelerator):
     """Tied weights stay tied, and no pad was added to the embedding."""
-    folder = str(tiny.write_model(tmp_path / "start", kind))
+    folder, saved = str(tiny.write_model(tmp_path / "start", kind)), tmp_path / "saved"
     policy = rloo.Policy(models.load_lm(folder), tiny.WORDS, 0.7)
     policy, optimizer = accelerator.prepare(policy, rloo.AdamTF(policy.parameters(), lr=1e-2))
-    contexts, responses = tiny.make_contexts([2, 6], 6, vocab=tiny.WORDS), tiny.make_responses(2, 4)
-    policy(contexts, responses)[0].sum().backward()
+    contexts = tiny.make_contexts([2, 6], 6, vocab=tiny.WORDS)
+    policy(contexts, tiny.make_responses(2, 4))[0].sum().backward()
     optimizer.step()
-    lm, tokenizer = policy.lm, AutoTokenizer.from_pretrained(folder)
-    runs.save_model(lm, tokenizer, tmp_path / "saved", checkpoints.full_state(lm)[0], {})
-    loaded, start = (AutoModelForCausalLM.from_pretrained(f) for f in (tmp_path / "saved", folder))
+    lm, tokenizer = policy.lm.eval(), AutoTokenizer.from_pretrained(folder)
+    runs.save_model(lm, tokenizer, saved, checkpoints.full_state(lm)[0], {})
+    loaded = AutoModelForCausalLM.from_pretrained(saved)
+    start = AutoModelForCausalLM.from_pretrained(folder)
     tokens = torch.arange(1, 9)[None]
     with torch.no_grad():
         logits = loaded(tokens).logits
-        torch.testing.assert_close(logits, lm.eval()(tokens).logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(logits, lm(tokens).logits, atol=1e-5, rtol=0)
         assert not torch.allclose(logits, start(tokens).logits)
-    embeddings = loaded.get_input_embeddings().weight, loaded.get_output_embeddings().weight
-    assert (embeddings[0] is embeddings[1]) == lm.config.tie_word_embeddings
-    assert len(embeddings[0]) == tiny.WORDS
+    embedding = loaded.get_input_embeddings().weight
+    is_tied = embedding is loaded.get_output_embeddings().weight
+    assert is_tied == lm.config.tie_word_embeddings
+    assert len(embedding) == tiny.WORDS
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
@@ -174,26 +192,28 @@ def test_sampling_leaves_a_model_in_the_mode_that_it_was_in(accelerator):
 @tiny.both
 def test_under_bf16_probabilities_statistics_and_weights_are_fp32(script, bf16_accelerator):
     """In the rollout and in training the same: autocast in the transformer, not behind it."""
-    policy, ref = (tiny.make_policy(seed=seed, script=script) for seed in (0, 3))
     seen, rollouts = [], []
 
     def spy_logits(lm, hidden):
         logits = models.compute_logits(lm, hidden)
-        seen.append((torch.is_autocast_enabled("cpu"), logits.dtype, logits.detach()))
+        assert torch.is_autocast_enabled("cpu") and logits.dtype == torch.float32
+        seen.append(logits.detach())
         return logits
 
+    policy = tiny.make_policy(script=script)
     patches = dict(compute_logits=spy_logits, Rollout=tiny.noisy_rollout(script, rollouts))
     args = tiny.make_args(script=script, total_episodes=8)
-    run = tiny.start(script, args, policy, ref=ref, **patches)
-    assert {x[:2] for x in seen} == {(True, torch.float32)}
+    run = tiny.start(script, args, policy, **patches)
     numbers = [x for x in rollouts[1] if x.is_floating_point()]
-    states = [x for state in run.optimizer.state.values() for x in state.values()]
-    assert {x.dtype for x in (*numbers, *states, *policy.parameters())} == {torch.float32}
+    numbers += policy.parameters()
+    for state in run.optimizer.state.values():
+        numbers += state.values()
+    assert {x.dtype for x in numbers} == {torch.float32}
     contexts, responses = tiny.make_contexts([8, 3], 8), tiny.make_responses(2, 5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "compute_logits", spy_logits)
         logprobs, entropies, *_ = policy(contexts, responses)
-    exact = (seen[-1][2].double() / 0.7).log_softmax(dim=-1)
+    exact = (seen[-1].double() / 0.7).log_softmax(dim=-1)
     chosen = exact.gather(1, responses.view(-1, 1)).view(2, 5)
     torch.testing.assert_close(logprobs.double(), chosen, atol=1e-5, rtol=0)
     entropy = -(exact.exp() * exact).sum(dim=1).view(2, 5)
@@ -216,13 +236,12 @@ def test_sfts_held_out_evaluation_runs_and_is_logged(runs, monkeypatch):
     logged = [line["step"] for line in lines if "heldout/perplexity" in line]
     assert logged == sorted({*range(2, len(lines), 3), len(lines) - 1})
     monkeypatch.chdir(runs.folder)
-    lm, losses = models.load_lm("sft"), []
-    for row in sft_blocks(runs)[0][:]:
-        with torch.no_grad():
-            logprobs = lm(row[None]).logits[0, :-1].log_softmax(dim=1)
-        losses += (-logprobs[torch.arange(9), row[1:]]).tolist()
-    assert lines[-1]["heldout/loss"] == pytest.approx(np.mean(losses), rel=1e-5)
-    assert lines[-1]["heldout/perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-4)
+    blocks = sft_blocks(runs)[0][:]
+    with torch.no_grad():
+        logits = models.load_lm("sft")(blocks).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten()).item()
+    assert lines[-1]["heldout/loss"] == pytest.approx(loss, rel=1e-5)
+    assert lines[-1]["heldout/perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
 
 
 @tiny.both
@@ -237,22 +256,31 @@ def test_with_an_lr_of_0_nothing_drifts(script, updates, precision, task, here, 
     sizes |= dict(eval_queries=10, eval_every=updates // 2, num_minibatches=1, lr=0.0)
     files = dict(run_name="run", output_dir="out", reward_fn="two_processes:count_e")
     script.main(tiny.make_args(task, script, truncate_token=None, **sizes, **files))
-    batches = [rollout.queries for rollout in rollouts]
-    heldout = [queries for queries in batches if len(queries) == 10]
-    assert len(heldout) == 3 and all(torch.equal(x, heldout[0]) for x in heldout)
-    seen = {tuple(row) for x in batches if len(x) == 40 for row in x.tolist()}
-    assert len(seen) == 30 and not seen & {tuple(row) for row in heldout[0].tolist()}
+
+    heldout, seen = [], set()
+    for rollout in rollouts:
+        queries = {tuple(row) for row in rollout.queries.tolist()}
+        if len(rollout.queries) == 10:
+            heldout.append(rollout.queries.tolist())
+        else:
+            seen |= queries
+    assert len(heldout) == 3 and heldout[0] == heldout[1] == heldout[2]
+    assert len(seen) == 30 and not seen & set(map(tuple, heldout[0]))
+
     lines = [json.loads(x) for x in Path("runs/run/metrics.jsonl").read_text().splitlines()]
     for line in lines[:updates]:
         assert line["objective/kl"] == 0  # policy and reference read the same batches
         assert line["ppo/policy/approxkl_avg"] < (1e-8 if precision == "no" else 1e-3)
-    evaluations = [{k: x for k, x in line.items() if "eval/" in k} for line in lines]
-    evaluations = [x for x in evaluations if x]
-    coefs = [line.pop("eval/kl_coef") for line in evaluations]
+    evaluations, coefs = [], []
+    for line in lines:
+        if "eval/scores" in line:
+            coefs.append(line.pop("eval/kl_coef"))
+            evaluations.append({k: x for k, x in line.items() if "eval/" in k})
     assert coefs[0] > coefs[1] > coefs[2]  # the KL is below its target
-    assert evaluations[0] == evaluations[1] == evaluations[2] and "eval/scores" in evaluations[0]
-    before, after = models.load_lm(task.base_model), load_file("out/model.safetensors")
-    assert all(torch.equal(value, before.state_dict()[name]) for name, value in after.items())
+    assert evaluations[0] == evaluations[1] == evaluations[2]
+    before, after = models.load_lm(task.base_model).state_dict(), load_file("out/model.safetensors")
+    for name, value in after.items():
+        assert torch.equal(value, before[name])
 
 
 @tiny.both
@@ -263,54 +291,69 @@ def test_an_evaluation_counts_a_response_to_its_end_or_all_of_it(script, eos_tas
     held_out = torch.tensor([[7, tiny.EOS, 7, 7, 7], [7, 7, 7, 7, 7], [9, 9, 9, 9, 9]])
     training = tiny.make_responses(8, 5)
     policy, ref = tiny.make_policy(script=script), tiny.make_policy(seed=3, script=script)
-    forward, samples = policy.forward, []
-    gaps = torch.arange(1.0, 6)
+    forward, samples, run = policy.forward, [], tiny.FakeRun()
 
     def surer(contexts, responses):
         logprobs, *others = forward(contexts, responses)
         given = ref(contexts, responses)[0].detach()
-        return (logprobs * 0 + (given + gaps) * (responses != tiny.PAD), *others)
+        gaps = torch.arange(1.0, 6) * (responses != tiny.PAD)
+        return (logprobs * 0 + given + gaps, *others)
 
-    run, policy.forward = tiny.FakeRun(), surer
-    run.log_samples = lambda step, columns, *_: samples.append((step, *columns.values()))
-    sampled = lambda lm, contexts, *args: held_out if len(contexts) == 3 else training  # noqa: E731
-    reward = lambda queries, responses: (responses != tiny.PAD).sum(dim=1).float()  # noqa: E731
+    def sampled(lm, contexts, *rest):
+        return held_out if len(contexts) == 3 else training
+
+    def reward(queries, responses):
+        return (responses != tiny.PAD).sum(dim=1).float()
+
+    policy.forward = surer
+    run.log_samples = lambda step, columns, *_: samples.append(columns)
     args = tiny.make_args(task, script, total_episodes=8, lr=0.0, kl_coef=0.5, kl_target=None)
     tiny.start(script, args, policy, ref=ref, reward=reward, sample_in_batches=sampled, Run=run)
-    kl, lengths = ([3, 15, 15], [2, 5, 5]) if eos_task else ([15] * 3, [5] * 3)
-    expected = dict(scores=(2 - 3 - 3) / 3, scores_std=5 * math.sqrt(2) / 3, kl=sum(kl) / 3)
-    expected |= dict(rlhf_reward=(2 - 3 - 3) / 3 - 0.5 * sum(kl) / 3, kl_coef=0.5)
-    expected |= dict(response_length=sum(lengths) / 3, cut_length=4.0, ended=1 / 3)
+    kl, lengths = [15, 15, 15], [5, 5, 5]
+    if eos_task:
+        kl, lengths = [3, 15, 15], [2, 5, 5]
+    expected = {
+        "eval/scores": (2 - 3 - 3) / 3,
+        "eval/scores_std": 5 * math.sqrt(2) / 3,
+        "eval/kl": sum(kl) / 3,
+        "eval/rlhf_reward": (2 - 3 - 3) / 3 - 0.5 * sum(kl) / 3,
+        "eval/kl_coef": 0.5,
+        "eval/response_length": sum(lengths) / 3,
+        "eval/cut_length": 4.0,
+        "eval/ended": 1 / 3,
+    }
     first, last = run.metrics
     assert {k: v for k, v in first.items() if k.startswith("eval/")} == last
-    assert {x: last[f"eval/{x}"] for x in expected} == pytest.approx(expected, abs=1e-4)
-    for step, (update, _, responses, *numbers) in enumerate(samples):  # before and after
-        total = [score - 0.5 * x for score, x in zip([2, -3, -3], kl, strict=True)]
-        for x, values in zip(numbers, ([2, -3, -3], kl, total), strict=True):
-            assert x.tolist() == pytest.approx(values, abs=1e-4)
-        responses = utils.decode(tiny.Tokenizer(), responses, tiny.PAD)
-        assert update == step and responses == [f"7 {tiny.EOS}", "7 7 7 7 7", "9 9 9 9 9"]
+    assert {name: last[name] for name in expected} == pytest.approx(expected, abs=1e-4)
+    assert len(samples) == 2  # before and after
+    for columns in samples:
+        assert columns["score"].tolist() == [2, -3, -3]
+        assert columns["kl"].tolist() == pytest.approx(kl, abs=1e-4)
+        total = [2 - 0.5 * kl[0], -3 - 0.5 * 15, -3 - 0.5 * 15]
+        assert columns["total"].tolist() == pytest.approx(total, abs=1e-4)
+        responses = utils.decode(tiny.Tokenizer(), columns["response"], tiny.PAD)
+        assert responses == [f"7 {tiny.EOS}", "7 7 7 7 7", "9 9 9 9 9"]
 
 
 def test_heldout_labels_are_predicted_in_batches_and_averaged():
-    """Five labels with two candidates, at logits whose probabilities are known."""
-    sure = {0.9: True, 0.6: False, 0.7: True, 0.8: True, 0.55: False}
-    logits = torch.tensor([[math.log(p), math.log(1 - p)] for p in sure])
-    best = [0 if right else 1 for right in sure.values()]
+    """Five labels with two candidates: right with 0.9, 0.7 and 0.8, wrong with 0.6 and 0.55."""
+    first = torch.tensor([0.9, 0.6, 0.7, 0.8, 0.55])  # probabilities of the first candidate
+    logits = torch.stack([first, 1 - first], dim=1).log()
+    best = [0, 1, 0, 0, 1]
     tokens = [[np.array([3 + 2 * i]), np.array([4 + 2 * i])] for i in range(5)]
     queries = [np.array([1, 2])] * 4 + [np.array([i]) for i in range(1, 6)]
     labels = Labels(queries, tokens[:4] + tokens, np.array(best[:4] + best))
     model = tiny.make_reward()
     model.score = lambda x, *rest: logits.flatten()[x[:, -1] - 3]
-    patches = dict(normalize=lambda *a: (0.0, 1.0))
     args = train_reward.Args(task=tiny.make_task(), num_labels=4, batch_size=2)
-    run = tiny.start(train_reward, args, model, labels=labels, **patches)
-    chosen = [math.log(p if right else 1 - p) for p, right in sure.items()]
-    others = [math.log(1 - p if right else p) for p, right in sure.items()]
-    expected = dict(accuracy=0.6, loss=-sum(chosen) / 5, reward_chosen=sum(chosen) / 5)
-    expected["reward_others"] = sum(others) / 5
-    found = {name: run.metrics[-1][f"heldout/{name}"] for name in expected}
-    assert found == pytest.approx(expected, abs=1e-5)
+    run = tiny.start(train_reward, args, model, labels=labels, normalize=lambda *a: (0.0, 1.0))
+    chosen = np.log([0.9, 0.4, 0.7, 0.8, 0.45]).mean()
+    others = np.log([0.1, 0.6, 0.3, 0.2, 0.55]).mean()
+    found = run.metrics[-1]
+    assert found["heldout/accuracy"] == pytest.approx(0.6)
+    assert found["heldout/loss"] == pytest.approx(-chosen, abs=1e-5)
+    assert found["heldout/reward_chosen"] == pytest.approx(chosen, abs=1e-5)
+    assert found["heldout/reward_others"] == pytest.approx(others, abs=1e-5)
 
 
 @pytest.mark.parametrize("column", ["completion", None])

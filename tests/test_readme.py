@@ -79,7 +79,7 @@ def test_the_readme_says_how_long_the_scripts_are():
     rows = dict(LENGTH.findall(readme))
     assert rows.keys() == {"ppo.py", "rloo.py", "benchmarks/plain_ppo.py"}
     assert LENGTH.sub(right_length, readme) == readme, "run me with --fix"
-    assert int(rows["benchmarks/plain_ppo.py"]) < 300  # can be read in five minutes
+    assert int(rows["benchmarks/plain_ppo.py"]) < 350  # can be read in five minutes
     assert len(readme.splitlines()) <= 150
 
 
@@ -143,7 +143,8 @@ sft.py) echo --num_queries 400 --num_heldout 8 --num_epochs 1 ;;
 train_reward.py) echo --num_labels 16 --num_heldout 8 --normalize_samples 8 ;;
 ppo.py | rloo.py | mine.py) echo --total_episodes 96 --batch_size 8 --eval_queries 4 ;;
 tools/winrate.py) echo --queries 4 ;;
-tools/sample.py) echo --queries 24 ;;
+tools/sample.py) echo --queries 24 --samples 2 ;;
+benchmarks/plain_ppo.py) echo --total_episodes 16 --batch_size 8 ;;
 esac
 }
 python() { PYTHON "$@" $(tiny "$1"); }

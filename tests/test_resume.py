@@ -468,7 +468,9 @@ def test_a_resumed_run_names_the_code_that_it_runs_before_it_does(copy, capsys, 
     Path("reward.py").write_text("assert False, 'imported'")
     with refused("sha256 of reward_fn"):
         ppo.check(again(), 1)
-    assert capsys.readouterr().out.startswith("runs/ran runs the code of reward.py:score\n")
+    assert capsys.readouterr().out.startswith(
+        "runs/ran runs the code of --reward_fn reward.py:score\n"
+    )
 
 
 def test_a_run_that_has_finished_can_be_resumed_and_stays_the_same(ran, copy):

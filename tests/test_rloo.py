@@ -57,31 +57,36 @@ def test_L5_there_is_no_value_network():
 def test_X9_L1_L4_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged_rows():
     """A policy that is away from the rollout's, one response without padding at a time."""
     run, rollout, policy = eos_run(rloo)
-    rewards = rollout.rewards.double().numpy().reshape(4, 2)  # [P, K]
-    advantages = (rewards - rewards[:, ::-1]).ravel()  # k = 2
+    first, second = rollout.rewards.double().numpy().reshape(4, 2).T  # k = 2 responses
+    advantages = np.stack([first - second, second - first], axis=1).flatten()
     losses, ratios, entropies, clipped = [], [], [], 0
-    for i, a in enumerate(advantages.tolist()):
-        logprobs, entropy, *_ = tiny.run_alone(policy, rollout.contexts[i], rollout.responses[i])
+    for i, advantage in enumerate(advantages.tolist()):
+        text = rollout.contexts[i], rollout.responses[i]
+        logprobs, entropy = tiny.run_alone(policy, *text)
         ratio = (logprobs.sum() - rollout.logprobs[i].sum()).exp()
-        losses.append(torch.max(-a * ratio, -a * ratio.clamp(0.8, 1.2)))
-        clipped += ratio.item() > 1.2 if a > 0 else ratio.item() < 0.8
+        loss, loss_clipped = -advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)
+        losses.append(torch.max(loss, loss_clipped))
+        clipped += (loss_clipped > loss).item()
         ratios.append(ratio.item())
         entropies += entropy.tolist()
     assert len(entropies) == rollout.mask.sum() < 40 and 0 < clipped < 8
     assert rollout.logprobs.max() <= 0
-    tiny.assert_gradients(run, policy, torch.stack(losses).mean())
+    loss, ratios = torch.stack(losses).mean(), np.array(ratios)
+    tiny.assert_gradients(run, policy, loss)
     scores, kl = [1, 2, 3, -1, 5, 6, 7, -1], rollout.kl.sum(dim=1).mean().item()
     expected = {
-        "ppo/loss/policy_avg": torch.stack(losses).mean().item(),
+        "ppo/loss/policy_avg": loss.item(),
         "ppo/policy/approxkl_avg": np.mean(np.log(ratios) ** 2) / 2,
         "ppo/policy/clipfrac_avg": clipped / 8,
-        "ppo/val/ratio": np.mean(ratios),
-        "ppo/val/ratio_var": np.mean((np.array(ratios) - 1) ** 2),
+        "ppo/val/ratio": ratios.mean(),
+        "ppo/val/ratio_var": np.mean((ratios - 1) ** 2),
         "ppo/policy/entropy_avg": np.mean(entropies),
+        "objective/kl": kl,
+        "objective/entropy": -rollout.logprobs.sum().item() / 8,
+        "objective/rlhf_reward": np.mean(scores) - 0.15 * kl,
+        "objective/scores_std": np.std(scores),
+        "objective/advantage_std": advantages.std(),
+        "objective/response_length": len(entropies) / 8,
     }
-    objective = dict(kl=kl, entropy=rollout.logprobs.abs().sum().item() / 8)  # all are below 0
-    objective |= dict(rlhf_reward=np.mean(scores) - 0.15 * kl, scores_std=np.std(scores))
-    objective |= dict(advantage_std=advantages.std(), response_length=len(entropies) / 8)
-    expected |= {f"objective/{name}": x for name, x in objective.items()}
     found = {name: run.metrics[0][name] for name in expected}
     assert found == pytest.approx(expected, abs=2e-4)

@@ -2,7 +2,6 @@
 
 import copy
 from functools import partial
-from itertools import pairwise
 from types import SimpleNamespace
 from unittest.mock import create_autospec
 
@@ -21,13 +20,6 @@ OTHERS = ("gemma2", "opt", "gptj", "mixtral", "cohere", "phi", "afmoe")
 PADDED = {"falcon", "falcon_alibi", "gemma2"}  # models that take the plain call
 PADDED |= {"gptj"} if compare_versions("transformers", "<", "5.24") else set()
 PROMPT = 8  # columns of a prompt in `make_batch`
-MISTAKES = {
-    "every token sees all others": lambda plan, _: dict(plan=None),
-    "responses see no prompt": lambda plan, _: dict(
-        plan=plan._replace(seen=plan.lengths, shared=None)
-    ),
-    "positions go on": lambda _, x: dict(position_ids=torch.arange(x.shape[1])[None]),
-}
 
 
 def make_inputs(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,7 +53,10 @@ def run_plain(backbone, input_ids: Tensor, mask: Tensor, position_ids: Tensor, *
 def spy_tokens(lm) -> list[tuple[int, int]]:
     """For each call from here on: the real tokens (none is 0) and all tokens that it reads."""
     read = []
-    count = lambda module, args: read.append((args[0].count_nonzero().item(), args[0].numel()))  # noqa: E731
+
+    def count(module, args):
+        read.append((args[0].count_nonzero().item(), args[0].numel()))
+
     lm.get_input_embeddings().register_forward_pre_hook(count)
     return read
 
@@ -111,18 +106,17 @@ def naive_varlen(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale, window_siz
     """`varlen_attn` as torch describes it, in a loop: causal, aligned at the bottom right."""
     assert window_size == (-1, 0) and q.dtype == k.dtype == v.dtype
     assert bounds_q.dtype == bounds_k.dtype == torch.int32
-    ends = (pairwise(x.tolist()) for x in (bounds_q, bounds_k))
+    scale = q.shape[2] ** -0.5 if scale is None else scale
     outputs = []
-    for (start, end), (first, last) in zip(*ends, strict=True):
-        assert end - start <= max_q and last - first <= max_k
-        queries = q[start:end].float()
-        keys, values = (x[first:last].float() for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", queries, keys)
-        scores = scores * (q.shape[2] ** -0.5 if scale is None else scale)
-        unseen = torch.ones_like(scores, dtype=torch.bool).triu(1 + last - first - (end - start))
+    for i in range(len(bounds_q) - 1):
+        own, seen = slice(*bounds_q[i : i + 2].tolist()), slice(*bounds_k[i : i + 2].tolist())
+        queries, keys, values = q[own].float(), k[seen].float(), v[seen].float()
+        assert len(queries) <= max_q and len(keys) <= max_k
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+        unseen = torch.ones_like(scores, dtype=torch.bool).triu(1 + len(keys) - len(queries))
         shares = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1)
         outputs.append(torch.einsum("hqk,khd->qhd", shares, values).to(v.dtype))
-    assert end == len(q) and last == len(k)
+    assert bounds_q[-1] == len(q) and bounds_k[-1] == len(k)
     return torch.cat(outputs)
 
 
@@ -162,18 +156,24 @@ def test_varlen_attn_gives_what_the_plain_call_gives(kind, bf16, varlen_on_cpu):
 
 def test_varlen_attn_is_called_where_flash_attention_can_run(monkeypatch):
     """In bf16 since Ampere, for heads of up to 256 features, a multiple of 8, as wide in keys as in values."""
+    gpu = {"capability": (9, 0), "built": True}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu["capability"])
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: gpu["built"])
 
-    def fits(key, value, dtype=torch.bfloat16, capability=(9, 0), is_cuda=True, built=True) -> bool:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
-        common = dict(dtype=dtype, is_cuda=is_cuda)
-        k, v = (SimpleNamespace(shape=(9, 2, n), **common) for n in (key, value))
+    def fits(key, value, dtype=torch.bfloat16, is_cuda=True) -> bool:
+        k = SimpleNamespace(shape=(9, 2, key), dtype=dtype, is_cuda=is_cuda)
+        v = SimpleNamespace(shape=(9, 2, value), dtype=dtype, is_cuda=is_cuda)
         return unpadding.can_use_varlen(k, v)
 
-    assert fits(64, 64, capability=(8, 0)) and fits(256, 256)
+    assert fits(64, 64) and fits(256, 256)
     assert not fits(264, 264) and not fits(100, 100) and not fits(192, 128)  # DeepSeek-V3's
-    others = [dict(dtype=torch.float32), dict(capability=(7, 5)), dict(is_cuda=False)]
-    assert not any(fits(64, 64, **other) for other in [*others, dict(built=False)])
+    assert not fits(64, 64, dtype=torch.float32) and not fits(64, 64, is_cuda=False)
+    gpu["capability"] = (8, 0)
+    assert fits(64, 64)
+    gpu["capability"] = (7, 5)
+    assert not fits(64, 64)
+    gpu.update(capability=(9, 0), built=False)
+    assert not fits(64, 64)
 
 
 @pytest.mark.parametrize("own", [0, 1, 5])
@@ -220,14 +220,14 @@ def test_gradients_with_checkpointing_are_those_without(kind, monkeypatch):
 def test_calls_with_padding_and_caches_are_those_of_sdpa():
     """`lm(...)` and `generate` do not notice; a saved configuration stays."""
     lm, (inputs, mask, positions) = tiny.make_lm("llama"), make_inputs(make_batch()[0])
-    config = lm.config.to_json_string()
-    unpadding.set_unpadding(lm.base_model, 0)
-    call = lambda: lm(inputs, attention_mask=mask, position_ids=positions).logits  # noqa: E731
-    generate = lambda: lm.generate(inputs, attention_mask=mask, max_new_tokens=4, do_sample=False)  # noqa: E731
-    expected, tokens = call(), generate()
-    unpadding.set_unpadding(lm.base_model, 16)
+    config, results = lm.config.to_json_string(), []
+    for longest in (0, 16):
+        unpadding.set_unpadding(lm.base_model, longest)
+        logits = lm(inputs, attention_mask=mask, position_ids=positions).logits
+        tokens = lm.generate(inputs, attention_mask=mask, max_new_tokens=4, do_sample=False)
+        results.append((logits, tokens))
     assert lm.config._attn_implementation == unpadding.NAME
-    assert torch.equal(call(), expected) and torch.equal(generate(), tokens)
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
     assert lm.config.to_json_string() == config
 
 
@@ -265,13 +265,26 @@ def test_a_wide_batch_of_sequences_that_are_short_enough_has_no_padding():
     torch.testing.assert_close(hidden[real], expected[real], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+def see_all_tokens(plan, input_ids):
+    return {"plan": None}
+
+
+def see_no_prompt(plan, input_ids):
+    return {"plan": plan._replace(seen=plan.lengths, shared=None)}
+
+
+def continue_positions(plan, input_ids):
+    return {"position_ids": torch.arange(input_ids.shape[1])[None]}
+
+
+@pytest.mark.parametrize("mistake", [see_all_tokens, see_no_prompt, continue_positions])
 def test_the_check_notices_a_model_that_mixes_sequences(mistake):
     """Such a model is called as it is, with the attention that it had."""
 
     def mix(base, args, kwargs):
-        wrong = MISTAKES[mistake](kwargs["plan"], args[0]) if kwargs.get("plan") else {}
-        return args, kwargs | wrong
+        if kwargs.get("plan"):
+            kwargs = kwargs | mistake(kwargs["plan"], args[0])
+        return args, kwargs
 
     lm = tiny.make_lm()
     lm.base_model.register_forward_pre_hook(mix, with_kwargs=True)

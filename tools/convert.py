@@ -46,7 +46,7 @@ TURN = re.compile(r"\n\n(Human|Assistant):")  # in dialogues of hh-rlhf
 
 @dataclass
 class Args:
-    """Write rows with texts: see docs/data.md."""
+    """Rows of other forms → what the scripts read: a JSON object per line, with texts."""
 
     source: tyro.conf.Positional[str]
     out: tyro.conf.Positional[Path]

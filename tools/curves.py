@@ -1,4 +1,4 @@
-r"""Plot the learning curves of several runs: a picture, and a CSV with each curve's first and last values.
+r"""Plot the learning curves of several runs: a picture, and a CSV with first and last values.
 
     python tools/curves.py PPO=runs/demo_ppo RLOO=runs/demo_rloo --out runs/demo.png
     python tools/curves.py "PPO=runs/ppo_*" OpenAI=tb 2023=wandb.csv \
@@ -28,15 +28,21 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from machinery import cli  # noqa: E402
 from machinery.cli import InputError  # noqa: E402
 
-PANELS = ("objective/scores", "objective/gold_score", "objective/kl", "objective/kl_coef")
-PANELS += ("objective/rlhf_reward", "objective/entropy")
+PANELS = (
+    "objective/scores",
+    "objective/gold_score",
+    "objective/kl",
+    "objective/kl_coef",
+    "objective/rlhf_reward",
+    "objective/entropy",
+)
 X = "ppo/episode"  # metric of the x axis
 Lines = list[dict[str, float]]  # as in metrics.jsonl: the metrics of one step each
 
 
 @dataclass(frozen=True)
 class Args:
-    """Plot the learning curves of several runs."""
+    """Plot the learning curves of several runs: a picture, and a CSV with first and last values."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]
     """`label=path` or path each; * matches many; without a label, the name of the run"""
@@ -250,14 +256,16 @@ def write_csv(runs: list[Run], metrics: tuple[str, ...], path: Path) -> None:
         writer.writerow(("label", "run", "metric", "values", "first", "last five", "last"))
         for metric in metrics:
             for label, curves in by_label(runs, metric).items():
-                rows = [(k, len(ys), (ys[0], ys[-5:].mean(), ys[-1])) for k, (_, ys) in curves]
+                rows: list[tuple[str, Any, Any]] = []  # name, number of values, first to last
+                for name, (_, ys) in curves:
+                    rows.append((name, len(ys), (ys[0], ys[-5:].mean(), ys[-1])))
                 if len(rows) > 1:
                     middle = "interquartile mean" if len(rows) >= 10 else "mean"
                     together = band(np.array([values for _, _, values in rows]))
                     for part, values in zip((middle, "2.5%", "97.5%"), together, strict=True):
                         rows.append((f"{part} of {len(curves)}", "", values))
-                for name, count, values in rows:
-                    cells = [f"{value:.4f}" for value in values]
+                for name, count, numbers in rows:
+                    cells = [f"{number:.4f}" for number in numbers]
                     writer.writerow((label, name, metric, count, *cells))
 
 

@@ -35,8 +35,8 @@ def load() -> tuple[Any, Any]:
     """The judge's tokenizer and model."""
     name = os.environ["JUDGE"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    lm = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
-    return AutoTokenizer.from_pretrained(name), lm
+    lm: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    return AutoTokenizer.from_pretrained(name), lm.to(device).eval()
 
 
 @torch.no_grad()

@@ -25,7 +25,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import tyro
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,7 +66,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Args:
-    """GPU memory of a PPO or RLOO run."""
+    """GPU memory of a PPO or RLOO run by model, task and flags, computed without any numbers."""
 
     scripts: tuple[str, ...] = ("ppo", "rloo")
     """scripts, also copies of yours"""
@@ -264,4 +263,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    cli.run(main, Args)

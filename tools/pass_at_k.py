@@ -28,14 +28,13 @@ from machinery import cli  # noqa: E402
 from machinery.rewards import Reward  # noqa: E402
 from machinery.sources import load_function  # noqa: E402
 from tools.policies import PolicyArgs, policy_tasks, sample_tokens  # noqa: E402
-from utils import decode  # noqa: E402
 
 SUMS = re.compile(r"(\d+,){3}\d+=\d+", re.A)  # the sum of each column, then the total
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args(PolicyArgs):
-    """pass@1 and pass@k of some policies."""
+    """How often is a response right, and one of k responses? pass@1 and pass@k of some policies."""
 
     models: tyro.conf.Positional[tuple[str, ...]]
     """folders or hub names"""
@@ -98,13 +97,16 @@ def main(args: Args) -> None:
         reward = load_function(name)
     number = args.queries or held_out or 256
     for task in (replace(task, reward_fn=name, gold_fn=None) for task in tasks):
-        tokenizer, ids, *tokens, columns = sample_tokens(task, number, args.seed, args.samples)
-        scores, _ = Reward(task, tokenizer, ids.pad)(*tokens, columns)  # as in a run
+        sampled = sample_tokens(task, number, args.seed, args.samples)
+        policy, queries, responses, columns = sampled
+        score = Reward(task, policy.tokenizer, policy.ids.pad)  # as in a run
+        scores, _ = score(queries, responses, columns)
         right = scores.view(-1, args.samples).T.cpu().numpy() >= 1  # [samples, queries]
         found = {f"pass@{k}": round(pass_at_k(right, k), 4) for k in sorted({1, args.k})}
         if reward in FORMS:
-            texts = (decode(tokenizer, x, ids.pad) for x in tokens)
-            more = accuracies(reward, *texts, columns["answer"])
+            more = accuracies(
+                reward, policy.decode(queries), policy.decode(responses), columns["answer"]
+            )
             found |= {name: round(value, 4) for name, value in more.items()}
         about = {"model": task.base_model, "queries": right.shape[1], "held_out": held_out}
         print(json.dumps(about | found))

@@ -19,9 +19,9 @@ import ppo  # noqa: E402
 from data.tasks import TASKS, Task  # noqa: E402
 from machinery.cli import InputError, read_args  # noqa: E402
 from machinery.models import load_lm  # noqa: E402
-from machinery.queries import load_queries  # noqa: E402
+from machinery.queries import TokenTable, load_queries  # noqa: E402
 from machinery.tokens import load_tokenizer  # noqa: E402
-from utils import TokenIds, add_affixes, decode, random_numbers, truncate  # noqa: E402
+from utils import add_affixes, decode, random_numbers, truncate  # noqa: E402
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,8 @@ OWN = {"truncate_token", "truncate_after", "eos_task", "one_end"}
 OWN |= {"response_length", "temperature", "query_length", "query_prefix", "query_suffix"}
 OWN |= {"keep_last_line"}
 # Which rows are held out depends on these:
-DATA = ("query_dataset", "query_column", "query_length", "keep_last_line", "start_text")
-DATA += ("end_text", "clean_fn", "num_queries")
+DATA = ["query_dataset", "query_column", "query_length", "keep_last_line", "start_text"]
+DATA += ["end_text", "clean_fn", "num_queries"]
 
 
 def read_run(model: str) -> dict[str, Any]:
@@ -108,27 +108,54 @@ def name_queries(number: int, held_out: int | None) -> str:
     return f"{number} queries" + (f", {held_out} of them held out" if held_out is not None else "")
 
 
-def sample_tokens(
-    task: Task, number: int, seed: int = 1, samples: int = 1, first: int = 0
-) -> tuple[Any, TokenIds, Tensor, Tensor, dict[str, list]]:
-    """Tokenizer, ids, queries [B, Q], responses [B, R] of `task.base_model`, columns of the data.
+class Policy:
+    """A policy, ready to sample: `task.base_model` with its tokenizer and token ids."""
 
-    `number` queries from row `first` on, the `samples` responses to each side by side.
-    """
-    tokenizer, ids = load_tokenizer(task, task.response_length)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    table = load_queries(replace(task, gold_fn=None), tokenizer, ids)
+    def __init__(self, task: Task):
+        self.task = task
+        self.tokenizer, self.ids = load_tokenizer(task, task.response_length)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.lm: Any = None  # `sample` loads the weights, after the data have been read
+
+    def sample(self, queries: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """Queries [B, Q] → responses [B, R], cut after their ends, and whether they have ended."""
+        task, ids = self.task, self.ids
+        if self.lm is None:
+            lm: Any = load_lm(task.base_model)
+            self.lm = lm.to(self.device).eval()
+        settings = ppo.Args(task=task, rollout_batch_size=64)
+        shape = task.response_length, len(queries)
+        uniform = random_numbers(seed, 0, self.device, *shape)
+        contexts = add_affixes(queries.to(self.device), ids)
+        responses = ppo.sample_in_batches(self.lm, contexts, uniform, ids, settings)
+        return truncate(responses, ids.ends, task.truncate_after, ids.pad)
+
+    def decode(self, tokens: Tensor) -> list[str]:
+        """[B, T] → B texts without padding and special tokens."""
+        return decode(self.tokenizer, tokens, self.ids.pad)
+
+
+def load_table(policy: Policy, first: int) -> TokenTable:
+    """The queries of the policy's task; there is one at row `first`."""
+    table = load_queries(replace(policy.task, gold_fn=None), policy.tokenizer, policy.ids)
     if len(table) <= first:
         raise InputError(f"--first {first} skips all {len(table)} queries")
-    rows = np.repeat(np.arange(first, min(first + number, len(table))), samples)
-    queries, columns = table[rows].to(device), table.columns(rows)
-    lm = load_lm(task.base_model).to(device).eval()
-    settings = ppo.Args(task=task, rollout_batch_size=64)
-    uniform = random_numbers(seed, 0, device, task.response_length, len(rows))
-    contexts = add_affixes(queries, ids)
-    responses = ppo.sample_in_batches(lm, contexts, uniform, ids, settings)
-    responses, _ = truncate(responses, ids.ends, task.truncate_after, ids.pad)
-    return tokenizer, ids, queries, responses, columns
+    return table
+
+
+def sample_tokens(
+    task: Task, number: int, seed: int = 1, samples: int = 1
+) -> tuple[Policy, Tensor, Tensor, dict[str, list]]:
+    """The policy `task.base_model`, queries [B, Q], responses [B, R], columns of the data set.
+
+    The first `number` queries, the `samples` responses to each side by side.
+    """
+    policy = Policy(task)
+    table = load_table(policy, first=0)
+    rows = np.repeat(np.arange(min(number, len(table))), samples)
+    queries = table[rows].to(policy.device)
+    responses, _ = policy.sample(queries, seed)
+    return policy, queries, responses, table.columns(rows)
 
 
 def sample_responses(
@@ -136,6 +163,5 @@ def sample_responses(
 ) -> tuple[list[str], list[str], dict[str, list]]:
     """Queries and responses of the policy `task.base_model`, columns of the data set."""
     task = replace(task, reward_fn=None)  # its file may be elsewhere
-    tokenizer, ids, *tokens, columns = sample_tokens(task, number, seed, samples)
-    queries, responses = (decode(tokenizer, x, ids.pad) for x in tokens)
-    return queries, responses, columns
+    policy, queries, responses, columns = sample_tokens(task, number, seed, samples)
+    return policy.decode(queries), policy.decode(responses), columns

@@ -1,4 +1,6 @@
-"""Does a script compute the same on any number of processes? Try a copy of yours before a cluster:
+"""Does a script compute the same on any number of processes?
+
+Try a copy of yours before a cluster:
 
     python tools/same.py                       # ppo.py and rloo.py
     python tools/same.py mine.py --only fsdp2
@@ -30,6 +32,7 @@ import traceback
 import zlib
 from collections import Counter
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,7 +51,7 @@ import tyro  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from machinery import checkpoints, queries  # noqa: E402
+from machinery import checkpoints, cli, queries  # noqa: E402
 from machinery.runs import Run  # noqa: E402
 
 Table = dict[str, tuple[bool, str]]
@@ -97,7 +100,7 @@ COLUMNS = {  # name: a way, the way that it has to be equal to, and whether bit 
 
 @dataclass(frozen=True)
 class Args:
-    """Whether scripts compute the same whatever they run on."""
+    """Does a script compute the same on any number of processes?"""
 
     scripts: tyro.conf.Positional[tuple[Path, ...]] = (ROOT / "ppo.py", ROOT / "rloo.py")
     """files with `Args` and `main`, such as a changed copy of ppo.py"""
@@ -401,7 +404,7 @@ def warm_up() -> None:
 def main(args: Args, flags: tuple[str, ...]) -> None:
     """A table for each script."""
     if unknown := {*args.only} - {*COLUMNS}:
-        sys.exit(f"--only has no {unknown}; choose of {', '.join(COLUMNS)}")
+        raise cli.InputError(f"--only has no {unknown}; choose of {', '.join(COLUMNS)}")
     warm_up()
     tables = [table(script, args.only, flags) for script in args.scripts]
     sys.exit(not all(fine for lines in tables for fine, _ in lines.values()))
@@ -409,4 +412,5 @@ def main(args: Args, flags: tuple[str, ...]) -> None:
 
 if __name__ == "__main__":
     end = [*sys.argv, "--"].index("--")
-    main(tyro.cli(Args, args=sys.argv[1:end]), tuple(sys.argv[end + 1 :]))
+    flags, sys.argv[end:] = sys.argv[end + 1 :], []
+    cli.run(partial(main, flags=tuple(flags)), Args)

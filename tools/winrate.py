@@ -23,7 +23,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 import tyro
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from data.tasks import Task  # noqa: E402
@@ -38,7 +40,7 @@ from utils import decode  # noqa: E402
 
 @dataclass(frozen=True, kw_only=True)
 class Args(policies.PolicyArgs):
-    """Which of two policies writes better responses?"""
+    """Which of two policies writes better responses to the same queries?"""
 
     a: tyro.conf.Positional[str]
     """folder or hub name of a model, or `data`"""
@@ -53,17 +55,20 @@ def read_responses(task: Task, number: int) -> tuple[list[str], list[str], dict[
     tokenizer, ids = load_tokenizer(task, task.response_length)
     column = str(task.response_column)
     load_rows(task.query_dataset, "--query_dataset", response_column=column)  # has it
-    table, rows = (
-        load_queries(replace(task, reward_fn=None, gold_fn=None), tokenizer, ids),
-        slice(number),
-    )
+    table = load_queries(replace(task, reward_fn=None, gold_fn=None), tokenizer, ids)
+    rows = slice(number)
     columns, responses = table.columns(rows), []
-    for response in columns[task.response_column]:
+    for response in columns[column]:
         if not response:
-            raise cli.InputError(f"a row of {task.response_column} has no response: leave it out")
+            raise cli.InputError(f"a row of {column} has no response: leave it out")
         end = task.truncate_token if task.eos_task else None  # `decode` shows none
         responses.append(response.partition(end)[0] if end else response)
     return decode(tokenizer, table[rows], ids.pad), responses, columns
+
+
+def total(parts: dict[str, Tensor]) -> np.ndarray:
+    """The sum of the parts of a score [N]."""
+    return torch.stack([*parts.values()]).sum(dim=0).double().numpy()
 
 
 def win_rate(a: np.ndarray, b: np.ndarray, seed: int) -> tuple[float, float, float]:
@@ -89,7 +94,7 @@ def ask_in_both_orders(
         ask = partial(lambda x, y, responses: judge(queries, x, y), first, second)
         with cli.about(f"--judge {name}"):
             texts = dict(queries=queries, responses=first)
-            found = sum(call_reward_function(ask, texts, {}).values()).double().numpy()
+            found = total(call_reward_function(ask, texts, {}))
             if ((found < 0) | (found > 1)).any():
                 raise cli.InputError(f"returned {found}; probabilities are between 0 and 1")
         orders.append(found)
@@ -123,7 +128,7 @@ def main(args: Args) -> None:
         if not in_pairs:
             with cli.about(f"--judge {judge_name}"):
                 given = dict(queries=texts[0], responses=texts[1])
-                scores.append(sum(call_reward_function(judge, given, columns).values()).numpy())
+                scores.append(total(call_reward_function(judge, given, columns)))
     if asked[0] != asked[1]:
         raise cli.InputError("A and B skip different queries: some are too long for one tokenizer")
     queries = len(texts[0])
@@ -133,7 +138,7 @@ def main(args: Args) -> None:
         print(f"both orders of the judge agree on {agreement:.1%} of the queries")
         more = {"agreement": agreement}
     else:
-        rate, low, high = win_rate(*scores, args.seed)
+        rate, low, high = win_rate(scores[0], scores[1], args.seed)
         more = {"mean_a": float(scores[0].mean()), "mean_b": float(scores[1].mean())}
     interval = f"(95%: {low:.1%} to {high:.1%})"
     print(

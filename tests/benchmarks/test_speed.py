@@ -8,48 +8,66 @@ import tiny
 import torch
 
 import ppo
-from benchmarks import plain_ppo, speed
+from benchmarks import contestants, plain_ppo, speed
+from machinery import cli
 
 SHAPE = dict(n_layer=1, n_embd=32, n_head=2, vocab_size=101, n_positions=96)
 SMALL = speed.Work(SHAPE, episodes=8, micro=(4,))
 
 
-def plain_copy(policy, args):
-    """The models of `tiny.start`, in a PlainPPO."""
-    reward = plain_ppo.reward_from(tiny.make_reward())
-    models = copy.deepcopy(policy.lm), tiny.make_lm(seed=3), reward
-    plain = plain_ppo.PlainPPO(*models, args, tiny.PAD, micro=3)
-    plain.policy.head.load_state_dict(policy.value_head.state_dict())
-    return plain
+def plain_copy(model, head=None):
+    """A language model and a scalar head in plain_ppo.py's class."""
+    plain = plain_ppo.LMWithScalar(copy.deepcopy(model), tiny.PAD)
+    if head is not None:
+        plain.head.load_state_dict(head.state_dict())
+    return plain.eval()
 
 
 @pytest.mark.parametrize("eos_task", [False, True])
-def test_plain_ppo_and_ppo_get_the_same_weights_from_the_same_responses(eos_task):
+def test_plain_ppo_and_ppo_get_the_same_weights_from_the_same_responses(eos_task, tmp_path):
     """Four steps move weights by up to 4e-3, 400 times the tolerance."""
     task = tiny.make_task(eos_task=eos_task)
-    args = tiny.make_args(task, total_episodes=8, num_minibatches=1, num_ppo_epochs=4)
+    args = tiny.make_args(task, total_episodes=8, num_minibatches=2, num_ppo_epochs=2)
     policy = tiny.make_policy()
-    plain = plain_copy(policy, args)
-    before = copy.deepcopy(plain.policy.state_dict())
-    queries, responses = tiny.make_contexts(tiny.LENGTHS, 8), tiny.make_responses(8, 5)
-    orders = [np.random.default_rng(epoch).permutation(8) for epoch in range(4)]
-    epochs = [[torch.from_numpy(order)] for order in orders]
+    plain = plain_copy(policy.lm, policy.value_head)
+    ref = plain_copy(tiny.make_lm(seed=3))
+    tiny.make_reward().save_pretrained(tmp_path)
+    reward = plain_ppo.load_reward(str(tmp_path), tiny.PAD)
+    before = copy.deepcopy(plain.state_dict())
+    queries = tiny.make_contexts(tiny.LENGTHS, 8)
+    responses = tiny.make_responses(8, 5)
+    orders = [np.random.default_rng(epoch).permutation(8) for epoch in range(2)]
+    epochs = [[torch.from_numpy(order[:4]), torch.from_numpy(order[4:])] for order in orders]
     inputs = dict(queries=[queries], responses=[responses], epochs=[epochs])
     run = tiny.start(ppo, args, policy, **inputs)
     assert 0 < run.metrics[0]["objective/ended"] < 1  # some scores are the penalty
-    plain.train(plain.rollout(queries, responses, args.kl_coef, truncate=tiny.EOS), orders)
-    ours, theirs = policy.state_dict(), plain.policy.state_dict()
-    for name, weight in theirs.items():
+
+    plain_args = contestants.plain_args(args, micro_batch=3)
+    optimizer = plain_ppo.AdamLoop(plain.parameters(), lr=args.lr, eps=args.adam_eps)
+    models = plain, ref, reward
+    episodes = plain_ppo.rollout(*models, queries, responses, tiny.EOS, args.kl_coef, plain_args)
+    plain_ppo.train(plain, optimizer, episodes, orders, plain_args)
+    ours = policy.state_dict()
+    for name, weight in plain.state_dict().items():
         mine = ours[name.replace("head.", "value_head.") if name.startswith("head.") else name]
         torch.testing.assert_close(weight, mine, atol=1e-5, rtol=0)
-    assert max((theirs[name] - before[name]).abs().max() for name in theirs) > 1e-3
+    changes = [(x - before[name]).abs().max() for name, x in plain.state_dict().items()]
+    assert max(changes) > 1e-3
 
 
 def test_plain_samples_continue_after_the_models_eos():
-    plain = plain_copy(tiny.make_policy(), tiny.make_args())
-    assert plain.policy.lm.generation_config.eos_token_id == 0
-    responses = plain.sample(tiny.make_contexts([3] * 200, 8), seed=1)
+    plain = plain_copy(tiny.make_lm())
+    assert plain.lm.generation_config.eos_token_id == 0
+    args = contestants.plain_args(tiny.make_args(), micro_batch=3)
+    torch.manual_seed(1)
+    responses = plain_ppo.sample(plain, tiny.make_contexts([3] * 200, 8), None, args)
     assert responses.shape == (200, 5) and (responses[:, :-1] == 0).any()
+
+
+def test_the_settings_of_plain_ppo_are_those_of_ppo_on_the_synthetic_task():
+    preset = cli.parse_args(ppo.Args, ppo.PRESETS, ["--task", "synthetic"])
+    plain = plain_ppo.Args()
+    assert contestants.plain_args(preset, plain.micro_batch) == plain
 
 
 @pytest.mark.slow

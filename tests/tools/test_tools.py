@@ -88,30 +88,90 @@ def test_a_judge_of_pairs_is_asked_in_both_orders():
     tiny.refuses(lambda: ask(["1"], ["a"], ["b"]), "1.5")
 
 
-def test_samples_become_labels_when_best_is_filled_in(task, tmp_path, monkeypatch):
-    """Distinct responses to the queries after the held-out ones; the text is that of the ids."""
+def test_samples_become_labels_when_best_is_filled_in(task, tmp_path, monkeypatch, capsys):
+    """Distinct responses to the queries after the held-out ones; the text is that of the ids.
+
+    Of three responses to each query the first is as if it had not ended: three more are sampled.
+    """
+    sampled = policies.Policy.sample
+
+    def sample_some(policy, queries, seed):
+        responses, ended = sampled(policy, queries, seed)
+        ended[:] = True
+        ended[::3] = False
+        return responses, ended
+
+    monkeypatch.setattr(policies.Policy, "sample", sample_some)
     monkeypatch.setitem(tasks.TASKS, "mine", task)
     out = tmp_path / "samples.jsonl"
     settings = dict(model=task.base_model, task="mine", queries=5, samples=3, out=out)
     (Path(task.base_model).parent / "args.json").write_text('{"response_length": 3}')  # of its run
     sample.main(sample.Args(**settings, first=2))
+    printed = capsys.readouterr().out
+    assert "3 responses to each of 5 queries" in printed
+    assert "dropped 10 responses that have not ended, and so 0 queries" in printed
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     tokenizer, ids = load_tokenizer(task, task.response_length)
     table = policies.load_queries(task, tokenizer, ids)
     for i, row in enumerate(rows):
-        assert row["best"] is None and len(row["texts"]) == len(set(row["texts"])) == 3
+        responses = [row["sample0"], row["sample1"], row["sample2"]]
+        assert row["best"] is None and len(set(row["texts"])) == 3
+        assert [len(x) for x in responses] == [3, 3, 3]
         assert row["query"] == [x for x in table[[i + 2]][0].tolist() if x != ids.pad]
         assert tokenizer.decode(row["query"]) == row["query_text"]
-        assert [tokenizer.decode(row[f"sample{k}"]) for k in range(3)] == row["texts"]
-        assert max(len(row[f"sample{k}"]) for k in range(3)) == 3 < task.response_length
+        assert [tokenizer.decode(x) for x in responses] == row["texts"]
     labeled = [json.dumps(row | {"best": i % 3}) + "\n" for i, row in enumerate(rows)]
     (tmp_path / "labels.jsonl").write_text("".join(labeled))
     task = replace(task, label_dataset=str(tmp_path / "labels.jsonl"))
     labels = load_labels(task, tokenizer, ids)
     assert labels.best.tolist() == [0, 1, 2, 0, 1]
     assert labels.responses[4][2].tolist() == rows[4]["sample2"]
-    for change, named in ((dict(first=2), "exists"), (dict(out=tmp_path / "new"), "--first 256")):
-        tiny.refuses(lambda x=change: sample.main(sample.Args(**settings | x)), named)
+    tiny.refuses(lambda: sample.main(sample.Args(**settings, first=2)), "exists")
+    settings["out"] = tmp_path / "new"
+    tiny.refuses(lambda: sample.main(sample.Args(**settings)), "--first 256")
+
+
+def test_a_policy_answers_prompts_with_the_scores_of_its_runs_reward(home, capsys, monkeypatch):
+    """Of conftest: a score is the number of the letter e, divided by four."""
+    SCRIPTS["ppo"].main(settings("ppo", total_episodes=8, output_dir="mine"))
+    capsys.readouterr()
+    monkeypatch.setattr(sample.sys.stdin, "isatty", lambda: True)
+    asked = iter(["A cat", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(asked))
+    printed = []
+    for prompts in ((), ("A cat",)):
+        sample.main(sample.Args(model="mine", prompt=prompts, samples=6))
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    title, *answers = printed[0].strip().splitlines()
+    assert title == "A cat" and len(answers) == 6
+    scores = [float(answer.split()[0]) for answer in answers]
+    texts = [answer.strip().partition(" ")[2] for answer in answers]
+    assert scores == [text.removesuffix(" … (no end)").count("e") / 4 for text in texts]
+    assert scores == sorted(scores, reverse=True)
+    Path("reward.py").unlink()
+    import_file.cache_clear()
+    sample.main(sample.Args(model="mine", prompt=("A cat",)))
+    assert "no scores: --reward_fn" in capsys.readouterr().err
+    long = sample.Args(model="mine", prompt=("A cat " * 50,))
+    tiny.refuses(lambda: sample.main(long), "--query_length")
+
+
+def test_a_chat_model_is_asked_through_its_template(task, tmp_path, monkeypatch, capsys):
+    """Without a run's args.json, and with --no-template: the text itself."""
+    monkeypatch.setitem(tasks.TASKS, "mine", replace(task, query_length=40))
+    tokenizer, _ = load_tokenizer(task, task.response_length)
+    tokenizer.chat_template = formats.CHATML
+    tokenizer.save_pretrained(task.base_model)
+    read = []
+    tokenize = sample.tokenize_queries
+    monkeypatch.setattr(sample, "tokenize_queries", lambda x, *y: read.append(x) or tokenize(x, *y))
+    for template in (True, False):
+        flags = dict(model=task.base_model, task="mine", prompt=("A cat",), template=template)
+        sample.main(sample.Args(**flags))
+    chat = "<|im_start|>user\nA cat<|im_end|>\n<|im_start|>assistant\n"
+    assert read == [[chat], ["A cat"]]
+    assert "no scores" in capsys.readouterr().err
 
 
 def test_tools_take_data_columns_lengths_and_held_out_queries_from_the_run(home, capsys):
@@ -205,7 +265,7 @@ def test_calibration_reads_the_labels_that_a_models_run_held_out(task, here, mon
     monkeypatch.setitem(tasks.TASKS, "mine", replace(task, task="mine"))
     folder = tiny.write_reward(here / "reward")
     (here / "reward/args.json").write_text('{"task": "mine", "num_labels": 12, "batch_size": 4}')
-    calibration.main(folder, out="out.png")
+    calibration.main(calibration.Args(str(folder), out=Path("out.png")))
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert sum(row["labels"] for row in rows) == 4 and Path("out.png").is_file()
 
