@@ -131,8 +131,8 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
     # --help lists fields in this order: memory and files are what people change least.
     ordered = sorted(own, key=lambda name: name in RunArgs.__dataclass_fields__)
     cls.__dataclass_fields__ = {name: own[name] for name in ordered}
-    tasks = textwrap.fill(f"--task selects the defaults: {', '.join(TASKS)}.", width=80)
-    about_tasks = f"{cls.__doc__}\n\n{tasks}"
+    lines = textwrap.wrap(f"--task selects the defaults: {', '.join(TASKS)}.", width=80)
+    about_tasks = f"{cls.__doc__}\n\n" + "\n\n".join(lines)
     flags = [word for word in argv if word not in ("-h", "--help")]
     options: Any = dict(
         config=(tyro.conf.OmitArgPrefixes,), use_underscores=True, description=about_tasks
