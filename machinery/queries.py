@@ -88,7 +88,12 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     start = tokens.single_token(tokenizer, task.start_text, "--start_text")
     end = task.end_text
     before = [task.query_prefix] * len(texts)
-    found, offsets, _ = tokens.encode_after(before, texts, tokenizer, offsets=end is not None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend and end is None and not task.query_prefix:  # the same ids in two thirds of the time
+        found = [x.ids for x in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        offsets: list[Any] = [[]] * len(texts)
+    else:
+        found, offsets, _ = tokens.encode_after(before, texts, tokenizer, offsets=end is not None)
     queries = []
     for text, row, spans in zip(texts, found, offsets, strict=True):
         query = row if text.strip() else []

@@ -34,10 +34,11 @@ sys.path.append(str(Path(__file__).parents[1]))
 from machinery import cli, labels, queries, sources  # noqa: E402
 
 ANSWERS = ("completion", "chosen", "rejected")
-SCRIPTS = {  # what each one reads, beside labels as OpenAI's
+READERS = {
     "ppo.py, rloo.py": ("prompt",),
     "sft.py": ("prompt", "completion"),
-    "train_reward.py": ("prompt", "chosen", "rejected"),
+    "train_reward.py, pairs": ("prompt", "chosen", "rejected"),
+    "train_reward.py, best of several": ("query", "sample0", "sample1", "best"),
 }
 ROLES = dict(human="user", prompter="user", user="user", system="system", assistant="assistant")
 ROLES |= dict.fromkeys(("gpt", "chatgpt", "ai", "bot", "model"), "assistant")
@@ -188,11 +189,9 @@ def rename_columns(row: dict[str, Any], names: dict[str, str]) -> dict[str, Any]
 def describe(out: Path, filled: Counter, rows: int) -> None:
     """Print what a file has become, and who can read it."""
     print(f"{out}: {rows} rows; values in {', '.join(f'{x} {n}' for x, n in filled.items())}")
-    for script, columns in SCRIPTS.items():
+    for script, columns in READERS.items():
         missing = [name for name in columns if not filled[name]]
         print(f"{script}: " + (f"no {', '.join(missing)}" if missing else "can read it"))
-    if filled["query"] and filled["sample0"] and filled["best"]:
-        print("train_reward.py: can read it as labels of several responses")
 
 
 def main(args: Args) -> None:
