@@ -151,7 +151,11 @@ MISTAKES = [  # scripts, flags, words of the error
     (("sft",), dict(block_size=64, response_length=50), ("66", "64")),  # 64 / 4 + 50
     (("sft",), dict(query_dataset="twice.txt"), ("--num_heldout", "4 of 9", "leaves 0", "4")),
     (("train_reward",), dict(label_dataset="nowhere.json"), ("--label_dataset nowhere.json",)),
-    (("train_reward",), dict(label_dataset="long.json"), ("--label_dataset", "row 0 has 70", "64")),
+    (
+        ("train_reward",),
+        dict(label_dataset="long.json"),
+        ("num_labels=12", "--label_dataset has only 0"),
+    ),
     (("train_reward",), dict(num_labels=20), ("16", "num_labels=20")),
     (("train_reward",), dict(label_tokenizer="./nowhere"), ("--label_tokenizer ./nowhere: ",)),
 ]

@@ -121,7 +121,7 @@ class Policy:
         """Queries [B, Q] → responses [B, R], cut after their ends, and whether they have ended."""
         task, ids = self.task, self.ids
         if self.lm is None:
-            lm: Any = load_lm(task.base_model)
+            lm: Any = load_lm(task.base_model, length=ids.total_length)
             self.lm = lm.to(self.device).eval()
         settings = ppo.Args(task=task, rollout_batch_size=64)
         shape = task.response_length, len(queries)
