@@ -23,7 +23,7 @@ from train_reward import RewardConfig, RewardModel  # noqa: E402
 
 @dataclass(frozen=True)
 class Args:
-    """Write a classifier with one label as a folder for --reward_model."""
+    """A classifier with one label, as TRL's RewardTrainer saves it → a folder for --reward_model."""
 
     name: tyro.conf.Positional[str]
     """folder or hub name of the classifier"""
