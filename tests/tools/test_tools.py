@@ -227,7 +227,7 @@ def test_a_chat_model_judges_summaries(tmp_path, monkeypatch):
     assert found == pytest.approx([(a + c / 2) / (a + b + c)], abs=1e-5)
 
 
-def test_copied_words_and_novel_bigrams():
+def test_copied_words_by_hand():
     copying: dict = {}
     (code,) = (x for x in blocks("docs/tldr.md", "python") if "rouge" in x)
     exec(code, copying)
@@ -235,7 +235,6 @@ def test_copied_words_and_novel_bigrams():
     responses = ["Red house burned down.", "burned house red", "My aunt is sad", "", "x"]
     queries = [query] * len(responses)
     assert copying["copied"](queries, responses) == [1, 1 / 3, 0.5, 0, 0]
-    assert copying["novel_bigrams"](queries, responses) == [1 / 3, 1, 2 / 3, 0, 0]
 
 
 def test_overoptimization_reads_runs_of_its_own_flags_only(here, monkeypatch):
