@@ -30,7 +30,7 @@ T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are T
 machinery/ has loading, processes, files, and faster equivalents of the model calls.
 """
 
-import machinery  # noqa: F401  # before torch: sets how its threads wait
+import machinery  # noqa: F401  # must precede torch: sets how its idle CPU threads wait
 
 import math
 from collections import defaultdict
@@ -122,7 +122,8 @@ class Args(cli.RunArgs):
     clip_score: PositiveFloat | None = None
     """clip scores, including unfinished_score, to [-clip_score, clip_score]"""
 
-    # Memory and speed. RunArgs has more, and the flags of output files.
+    # Memory and speed. RunArgs has more, such as micro_batch_tokens (real tokens that a process
+    # computes at once), and the flags of output files.
     rollout_batch_size: PositiveInt = 512
     """sequences that a process samples at once; affects results only by rounding"""
 
@@ -148,7 +149,7 @@ class PolicyAndValue(nn.Module):
     """A language model with a value head, which the reference model does not use.
 
     Weights are fp32. Under --mixed_precision bf16 the transformer computes in bf16 by autocast
-    (`distributed.prepare`); both heads, log-probabilities, values and losses remain in fp32.
+    (`distributed.prepare`); the LM head, the value head, log-probabilities and losses remain fp32.
     """
 
     def __init__(self, lm: Any, pad_id: int, temperature: float):
@@ -223,8 +224,8 @@ def sample(lm: Any, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args
         responses[batch.rows, t] = tokens
         batch.append(tokens)
         if task.eos_task and t % 16 == 15:  # not every step: `drop` waits for the GPU
-            _, ended = truncate(responses[batch.rows], ids.ends, task.truncate_after, ids.pad)
-            batch.drop(ended)
+            _, finished = truncate(responses[batch.rows], ids.ends, task.truncate_after, ids.pad)
+            batch.drop(finished)
             if len(batch.rows) == 0:
                 break
     return responses
@@ -235,8 +236,8 @@ def sample_in_batches(
 ) -> Tensor:
     """Sample in batches of contexts of similar length: [B, C], [R, B] → [B, R]."""
     responses = contexts.new_empty(uniform.T.shape)
-    lengths = (contexts != ids.pad).sum(dim=1)
-    order = lengths.argsort(stable=True)
+    context_lengths = (contexts != ids.pad).sum(dim=1)
+    order = context_lengths.argsort(stable=True)
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(lm, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -266,7 +267,7 @@ def score_responses(
 
 def kl_penalized_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
     """-kl_coef * KL at every token [B, R], plus the score [B] at the last real one."""
-    last = mask.cumsum(dim=1).argmax(dim=1, keepdim=True)  # [B, 1] of the first maximum
+    last = mask.cumsum(dim=1).argmax(dim=1, keepdim=True)  # [B, 1]: index of the first maximum
     rewards = -kl_coef * kl
     return rewards.scatter_add(1, last, scores[:, None])
 
@@ -313,15 +314,16 @@ def compute_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities and values of the policy, and log-probabilities of the reference.
 
-    [B, C], [B, R] → [B, R] each. In the minibatches and micro-batches of the first epoch, since the
-    result of a forward pass depends on its batch in the last bits: so the policy has not moved
-    before the first Adam step, where all ratios are exactly 1 (L6).
+    [B, C], [B, R] → [B, R] each. Uses the minibatches and micro-batches of the first epoch: the
+    last bits of a forward pass depend on how it is batched, and this way all ratios are exactly 1
+    at the first Adam step (L6).
     """
     logprobs = torch.zeros(responses.shape, device=responses.device)
     values = torch.zeros_like(logprobs)
     ref_logprobs = torch.zeros_like(logprobs)
     for minibatch_rows in torch.arange(len(lengths), device=lengths.device).split(minibatch_size):
         minibatch_lengths = lengths[minibatch_rows]
+        # The same count on all processes, as FSDP2 needs it; parts are consecutive rows.
         count = count_micro_batches(minibatch_lengths, args.micro_batch_tokens)
         for part in micro_batches(minibatch_lengths, count):
             rows = minibatch_rows[part]
@@ -381,7 +383,8 @@ def make_rollout(
 def epoch_order(epoch: int, size: int, rng: np.random.Generator) -> np.ndarray:
     """The order [size] in which an epoch goes through the batch (P7).
 
-    The first epoch keeps the batch's order, which is random already: see `compute_logprobs`.
+    The first epoch keeps the batch's order, which is random already, and on which
+    `compute_logprobs` relies.
     """
     if epoch == 0:
         return np.arange(size)
@@ -450,8 +453,8 @@ def ppo_losses(
         return x.masked_fill(~old.mask, 0).sum() / num_tokens
 
     log_ratio = logprobs - old.logprobs
-    # Where `max` takes the clipped loss, the other one gets the gradient 0; times exp's gradient,
-    # if that is inf, it would be NaN.
+    # Without the clamp, exp can overflow; where `max` picks the clipped loss, the backward pass
+    # would then compute 0 * inf = NaN. At 40, the square of the ratio is finite, too.
     ratio = log_ratio.clamp(max=40).exp()
     clipped_ratio = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_losses = -advantages * ratio
@@ -485,7 +488,7 @@ def ppo_losses(
 def rollout_metrics(
     rollout: Rollout, components: dict[str, Tensor], kl_coef: float, ids: TokenIds
 ) -> dict[str, Any]:
-    """Metrics of this process's responses (docs/ppo.md)."""
+    """Metrics of this process's responses; variances are over all processes (docs/ppo.md)."""
     kl = rollout.kl.sum(dim=1).mean()
     scores = rollout.scores.mean()
     _, scores_var = global_mean_and_var(rollout.scores)
@@ -501,9 +504,9 @@ def rollout_metrics(
         "objective/response_length": rollout.mask.sum(dim=1).float().mean(),
         "objective/cut_length": (rollout.cut != ids.pad).sum(dim=1).float().mean(),
     }
-    for name, values in components.items():
-        _, var = global_mean_and_var(values)
-        metrics[name] = values.mean()
+    for name, x in components.items():
+        _, var = global_mean_and_var(x)
+        metrics[name] = x.mean()
         metrics[f"{name}_std"] = var.sqrt()
     return metrics
 
@@ -525,8 +528,8 @@ def minibatch_metrics(minibatch: Rollout, returns: Tensor) -> dict[str, Tensor]:
 
 def main(args: Args) -> None:
     """Load everything; repeat: sample, score, optimize; save the policy."""
-    # `accelerate launch` runs this function in several processes. Each samples and learns from its
-    # own part of every batch; they meet where something is over all processes.
+    # `accelerate launch` runs this function in several processes. Each samples and trains on its
+    # own part of every batch; they synchronize where a comment says "over processes".
     accelerator = distributed.start(args)
     device, processes = accelerator.device, accelerator.num_processes
     check(args, processes)
@@ -536,11 +539,13 @@ def main(args: Args) -> None:
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
 
     # table[rows] → queries [B, Q]; table.columns(rows) → {name: B values} of the data set;
-    # reward(queries, responses, columns) → scores [B] of the reward model or of --reward_fn.
-    tokenizer, ids = load_tokenizer(task, task.response_length)
+    # reward(queries, responses, columns) → scores [B] of the reward model or of --reward_fn, a
+    # Python function in its place, and other numbers to log: {metric: [B]}, such as the true score.
+    tokenizer, ids = load_tokenizer(task, task.response_length)  # ids.ends: the truncate tokens
     heldout, table = load_queries(task, tokenizer, ids).hold_out(args.eval_queries)
     reward = load_reward(args, tokenizer, ids, accelerator)
 
+    # `load_lm` checks that a model can read C + R tokens, and that a reference has the tokenizer's.
     # `prepare` and `freeze` move a model to the device and set its precision. It remains the same
     # object, without a DDP wrapper; FSDP2 shards it in place.
     lm = load_lm(task.base_model, length=ids.total_length)  # no dropout (P4)
@@ -567,7 +572,7 @@ def main(args: Args) -> None:
         rows = distributed.own_rows(accelerator, len(heldout))  # this process's part
         queries = heldout[rows].to(device)
         columns = heldout.columns(rows)
-        # Updates use the random numbers of the steps below num_updates.
+        # Update u uses the random numbers with index u; evaluations those with index num_updates.
         uniform = random_numbers(args.seed, num_updates, device, task.response_length, len(heldout))
         contexts = add_affixes(queries, ids)
         with distributed.inference(accelerator, policy):

@@ -1,7 +1,7 @@
 """Supervised fine-tuning in one file: the policy that PPO and RLOO start from.
 
     python sft.py --task synthetic                    # from scratch: there is no pretrained model
-    accelerate launch sft.py --task sentiment --num_epochs 1
+    accelerate launch sft.py --task sentiment
 
 If the task has reference responses (`response_column`), the loss covers only them. Otherwise texts
 are joined into blocks of equal length. Each block begins with the start of a text, as ppo.py's
@@ -9,10 +9,10 @@ queries do, and the rest of its last text is dropped.
 
 Shapes: B sequences per step, T tokens per sequence, N target tokens, V vocabulary size, D hidden
 size. The loss covers columns `first` ... T - 1: all but the first of a block, or the response after
-a prompt. Masks are True at real tokens. Tags such as (G3) are explained in docs/details.md.
+a prompt. Masks are True at real tokens.
 """
 
-import machinery  # noqa: F401  # before torch: sets how its threads wait
+import machinery  # noqa: F401  # must precede torch: sets how its idle CPU threads wait
 
 import math
 from typing import Annotated, Any
@@ -105,8 +105,8 @@ def heldout_loss(
 ) -> float:
     """Mean loss per token of held-out sequences [num, T], sharded across processes."""
     model.eval()
-    # This process's rows; the first ones again where the last process would have none, since FSDP2
-    # needs equally many sequences on each process.
+    # This process's rows. Rows past the end wrap around to the first ones, so that each process has
+    # equally many, as `count_micro_batches` needs.
     rank, processes = accelerator.process_index, accelerator.num_processes
     rows = torch.arange(rank, math.ceil(len(tokens) / processes) * processes, processes)
     is_duplicate = rows >= len(tokens)

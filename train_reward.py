@@ -14,7 +14,7 @@ Shapes: B labels (b in a micro-batch, N held out), K responses per label, Q and 
 and response, T = Q + R, S samples. Masks are True at real tokens. Tags (R1): docs/details.md.
 """
 
-import machinery  # noqa: F401  # before torch: sets how its threads wait
+import machinery  # noqa: F401  # must precede torch: sets how its idle CPU threads wait
 
 import json
 import math
@@ -82,7 +82,11 @@ class Args(cli.RunArgs):
 
 
 class RewardConfig(transformers.PretrainedConfig):
-    """Configuration of a reward model: its transformer's, its pad id, and BOS if it was converted."""
+    """Configuration of a reward model.
+
+    That of its transformer, its pad id, and the tokens with which its texts begin: None, or BOS if
+    tools/convert_reward.py made it.
+    """
 
     model_type = "scalar_reward"
 
@@ -136,8 +140,8 @@ class RewardModel(nn.Module):
         """Rewards of many sequences, about `max_tokens` tokens at a time: [B, T] → [B]."""
         lengths = (tokens != self.config.pad_id).sum(dim=1)
         count = count_micro_batches(lengths, max_tokens)
-        rewards = [self(tokens[part], prompt_length) for part in micro_batches(lengths, count)]
-        return torch.cat(rewards)
+        parts = micro_batches(lengths, count)  # consecutive
+        return torch.cat([self(tokens[part], prompt_length) for part in parts])
 
     @classmethod
     def from_pretrained(cls, name: str) -> "RewardModel":
@@ -210,7 +214,8 @@ def sample_policy(args: Args, tokenizer: Any, ids: TokenIds, accelerator: Any) -
         if task.eos_task:  # other tasks normalize on all R tokens
             responses, _ = truncate(responses, ids.ends, task.truncate_after, ids.pad)
         tokens = torch.cat([queries, responses], dim=1)  # the reward model reads no affixes
-        # A --policy_model may have more tokens than the reward model: these count as padding (X13).
+        # A --policy_model may have a larger vocabulary. Its other ids become padding, as ids.pad is
+        # one past the reward model's vocabulary (X13).
         samples.append(tokens.clamp(max=ids.pad))
     return samples
 
@@ -262,7 +267,7 @@ def predict(
 
 
 def accuracies(rewards: Tensor, best: Tensor) -> Tensor:
-    """1 if the preferred response has the largest of K rewards [B, K], else 0; 1/n if n have it."""
+    """1 if the preferred response has the largest of K rewards [B, K], else 0; 1/n if n share it."""
     largest = rewards == rewards.amax(dim=1, keepdim=True)
     return largest.gather(1, best[:, None]).squeeze(1) / largest.sum(dim=1)
 
@@ -301,7 +306,7 @@ def main(args: Args) -> None:
     task = args.task
     tokenizer, ids = load_tokenizer(task, task.response_length)
     labels = load_labels(task, tokenizer, ids, load_config(task.base_model))
-    heldout = labels.held_out(args.num_labels)[: args.num_heldout]
+    heldout = labels.held_out(args.num_labels)[: args.num_heldout]  # rows, of other queries
     before, after = sample_policy(args, tokenizer, ids, accelerator)
 
     torch.manual_seed(args.seed)
@@ -360,7 +365,7 @@ def main(args: Args) -> None:
         results.update(heldout_metrics(rewards, best))
     run.log(num_steps, results)
     text = json.dumps({name: round(value, 4) for name, value in results.items()})
-    run.finish(text, then="ppo", flag="reward_model")
+    run.finish(text, then="ppo", flag="reward_model")  # prints this as the next command
 
 
 # The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
