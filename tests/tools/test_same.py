@@ -19,7 +19,7 @@ FAULTS = {  # columns that see it: a line of ppo.py, a part of it, and a wrong o
     ("2 processes", "4 processes"): ("(minibatch.mask.sum()) / processes", " / processes", ""),
     ("resumed", "2 processes, resumed"): ("+ 1, policy, optimizer, kl_coef)", "kl_coef", "0.1"),
     ("fsdp2", "fsdp2, 4 processes", "fsdp2, resumed", "fsdp2, resumed without"): (
-        "with distributed.inference(accelerator, policy):",
+        "with distributed.inference(accelerator, policy):  # in eval mode",
         "distributed.inference(accelerator, policy)",
         "accelerator.autocast()",
     ),
