@@ -90,11 +90,16 @@ def added(name):
 
 def apply(path, *names):
     """Whether each patch applies to the script `path`, without fuzz."""
-    options = ["--fuzz=0", "--quiet", "--no-backup-if-mismatch", "--reject-file=-"]
+    new = path.with_suffix(".new")
     for name in names:
-        command = ["patch", *options, path, FOLDER / f"{name}.diff"]
-        if subprocess.run(command, capture_output=True).returncode:
+        command = ["patch", "--fuzz=0", "--reject-file=-", f"--output={new}", path]
+        done = subprocess.run([*command, FOLDER / f"{name}.diff"], capture_output=True, text=True)
+        if done.returncode:
             return False
+        assert done.stdout.count("patching file") == 1, (
+            f"{name}: a hunk has more lines than it says"
+        )
+        new.replace(path)
     return True
 
 
@@ -105,7 +110,9 @@ def fix(name):
     new = subprocess.run(["patch", "--output=-", "--reject-file=-", base, path], **options)
     if new.returncode:
         sys.exit(f"{path}: change what it says about the changed lines\n{new.stderr}")
-    command = ["diff", "-u", f"--label={base}", f"--label={name}.py", base, "-"]
+    hunks = re.findall(r"^@@.*\n((?: .*\n)*)", DIFFS[name], re.M)  # the context before a change
+    context = max(before.count("\n") for before in hunks)
+    command = ["diff", f"-U{context}", f"--label={base}", f"--label={name}.py", base, "-"]
     lines = subprocess.run(command, input=new.stdout, **options).stdout
     header, _ = DIFFS[name].split("--- ", 1)
     path.write_text(header + lines)
