@@ -31,33 +31,31 @@ TEST_FILES = list(ROOT.glob("tests/**/*.py"))
 TEST_SOURCE = "\n".join(path.read_text() for path in TEST_FILES)
 TESTS = {path.stem for path in TEST_FILES}.union(re.findall(r"^def (test_\w+)", TEST_SOURCE, re.M))
 # Names of other programs, or of an example:
-OTHERS = set(
-    [
-        "my_reward",
-        "render",
-        "starter",
-        "student",
-        "gym_task",
-        "chain_sum",
-        "my_sft",
-        "my_prompts",
-        "my_pairs",
-        "completion_ids",
-        "WANDB_ENTITY",
-        "terminationGracePeriodSeconds",
-        "torchrun",
-        "set_requires_gradient_sync",
-        "copying",
-        "fmeasure",
-        "ChosenLogprobs",
-        "Product",
-        "gpu_count",
-        "max_length",
-        "fix",
-        "test_X15_",
-        "run_python",
-    ]
-)
+OTHERS = {
+    "my_reward",
+    "render",
+    "starter",
+    "student",
+    "gym_task",
+    "chain_sum",
+    "my_sft",
+    "my_prompts",
+    "my_pairs",
+    "completion_ids",
+    "WANDB_ENTITY",
+    "terminationGracePeriodSeconds",
+    "torchrun",
+    "set_requires_gradient_sync",
+    "copying",
+    "fmeasure",
+    "ChosenLogprobs",
+    "Product",
+    "gpu_count",
+    "max_length",
+    "fix",
+    "test_X15_",
+    "run_python",
+}
 PAST = {"CHANGELOG.md", "docs/log.md"}  # which name what is gone
 
 
@@ -113,13 +111,10 @@ def test_a_commit_that_a_page_names_is_in_the_history():
     """Where there is one; a shallow clone has only its end."""
     if not (ROOT / ".git").exists() or (ROOT / ".git/shallow").exists():
         return
-    command = ["git", "log", "--format=%H"]
-    log = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    patches = [path.read_text() for path in ROOT.glob("diffs/**/*.*")]
-    named = re.findall(
-        r"(?<![\w.-])(?=[a-f]*\d)[0-9a-f]{7,40}\b", "\n".join([*PAGES.values(), *patches])
-    )
-    named = {name for name in named if not name.isdigit()}
+    log = subprocess.check_output(["git", "log", "--format=%H"], cwd=ROOT, text=True)
+    texts = [*PAGES.values(), *(path.read_text() for path in ROOT.glob("diffs/**/*.*"))]
+    named = re.findall(r"(?<![\w.-])(?=[a-f]*\d)[0-9a-f]{7,40}\b", "\n".join(texts))
+    named = [name for name in named if not name.isdigit()]
     assert len(named) > 20
     assert [name for name in named if f"\n{name}" not in f"\n{log}"] == []
 
