@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-import tarfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -286,29 +285,21 @@ def test_calibration_reads_the_labels_that_a_models_run_held_out(task, here, mon
 
 
 def test_parts_share_no_snippet_and_halves_no_rating(here, monkeypatch):
-    """From a file in the true form. The first half of raters likes large numbers, the other not."""
+    """The first half of raters likes large numbers, the other does not."""
     for name, value in dict(TRAIN=12, HELDOUT=6, PAIRS=40, HELDOUT_PAIRS=30).items():
         monkeypatch.setattr(human, f"NUM_{name}", value)
-    films, ratings = "", ""
-    for i in range(24):
-        films += f"{i}\t0\tcafé  {i} is a film of eight  words.\r\n"
-        ratings += f"{i}\t0\t0\t{[i // 8 + 1, -(i // 8) - 1] * 7}\r\n"
-    with tarfile.open("ratings.tar.gz", "w:gz") as archive:
-        for name, text in dict(GroundTruth=films, anonDataRatings=ratings).items():
-            path = Path(f"movieReviewSnippets_{name}.txt")
-            path.write_bytes(text.encode("latin-1"))
-            archive.add(path)
-    human.main(human.Args("data", here / "ratings.tar.gz"))
+    films = [(f"{i} is a film of eight words.", [i // 8, -(i // 8)] * 7) for i in range(24)]
+    monkeypatch.setattr(human, "read_archive", lambda path: films)
+    human.write_data(here)
     data = {path.stem: path.read_text() for path in human.DATA.iterdir()}
     assert data["first"].count("\n") == 40 and data["heldout"].count("\n") == 30
     used = []  # numbers of the films of each part
     for part in (data["texts"] + data["first"] + data["second"], data["heldout"], data["queries"]):
-        used += set(re.findall(r"\\u00e9 (\d+) is a film of", part))
+        used += set(re.findall(r"(\d+) is a film of", part))
     assert len(set(used)) == len(used) == 24
     for half, sign in (("first", 1), ("second", -1)):
         for pair in read_lines(data[half]):
-            better = int(pair["chosen"].split()[1]) // 8
-            worse = int(pair["rejected"].split()[1]) // 8
+            better, worse = (int(pair[side].split()[0]) // 8 for side in human.SIDES)
             assert sign * better > sign * worse
 
 
