@@ -463,7 +463,7 @@ def test_P5_a_response_is_cut_after_the_first_of_several_ends():
     """Of 1 and 3, at or after position 2."""
     responses = torch.tensor([[1, 3, 0, 3, 1, 5], [0, 0, 1, 2, 2, 2], [3, 1, 0, 0, 0, 0]])
     responses = torch.cat([responses, torch.tensor([[5, 5, 5, 5, 5, 3]])])
-    cut, ended = utils.truncate(responses, [1, 3], 2, PAD)
+    cut, ended = utils.truncate(responses, utils.TokenIds(PAD, [1, 3], [], [], truncate_after=2))
     assert cut.tolist() == [
         [1, 3, 0, 3, PAD, PAD],
         [0, 0, 1, PAD, PAD, PAD],

@@ -60,7 +60,7 @@ KINDS = ("gpt2", "gpt_neox", "llama", "falcon", "falcon_alibi", "qwen2", "mistra
 LENGTHS = [8, 1, 3, 5, 2, 8, 4, 1]  # of queries: uneven, so that there is padding
 HELDOUT = 3  # queries of an evaluation in `start`
 EOS = 5  # truncate token of `IDS`
-IDS = utils.TokenIds(PAD, [EOS], [], [])
+IDS = utils.TokenIds(PAD, [EOS], [], [], truncate_after=2)
 THINGS = ("cat", "old red house", "sea", "bus to the village", "soup that was very good")
 DATA = ("policy", "queries", "responses", "epochs", "ids", "ref", "reward", "labels", "tokens")
 QWEN = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, head_dim=8)
@@ -157,7 +157,8 @@ def uniform(length: int, rows: int) -> Tensor:
 def sample(lm, contexts, uniform, pad_id=PAD, temperature=0.7, **task: Any) -> Tensor:
     """`ppo.sample` with token 0 as the truncate token: [B, C], [R, B] → [B, R]."""
     args = make_args(make_task(temperature=temperature, **task))
-    return ppo.sample(lm, contexts, uniform, utils.TokenIds(pad_id, [0], [], []), args)
+    ids = utils.TokenIds(pad_id, [0], [], [], args.task.truncate_after)
+    return ppo.sample(lm, contexts, uniform, ids, args)
 
 
 def make_task(**changes: Any) -> tasks.Task:
@@ -306,6 +307,7 @@ def stand_ins(script, args, policy=None, ref=None, reward=None, ids=IDS, **given
     [B, R] of each update, and `epochs` in place of `epoch_order`. Of train_reward, which normalizes on 4
     random samples: a model and `labels`. Of sft: a model and `tokens` [N, T]."""
     task, size = args.task, args.batch_size
+    ids = ids._replace(truncate_after=task.truncate_after)
     stand_ins: dict[str, Any] = {"load_tokenizer": lambda *a, **k: (Tokenizer(), ids)}
     if script is sft:
         stand_ins |= dict(load_lm=lambda *a, **k: policy, sample_continuations=lambda *a: {})
