@@ -405,9 +405,8 @@ def main(args: Args) -> None:
         results.update(heldout_metrics(rewards, best))
     run.log(num_steps, results)
     rounded = {name: round(value, 4) for name, value in results.items()}
-    run.finish(
-        json.dumps(rounded), then="ppo", flag="reward_model"
-    )  # prints this as the next command
+    # `then`, `flag`: the next command to print.
+    run.finish(json.dumps(rounded), then="ppo", flag="reward_model")
 
 
 # The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
