@@ -589,6 +589,7 @@ def main(args: Args) -> None:
         return {"eval/" + name.removeprefix("objective/"): x for name, x in metrics.items()}
 
     for update in range(start, num_updates):
+        reward.step = update  # for a --reward_fn with the parameter `step`
         eval_metrics = evaluate(update, kl_coef) if update % args.eval_every == 0 else {}
         lr = args.lr * (1 - update / num_updates) if args.anneal_lr else args.lr
         for group in optimizer.param_groups:
@@ -656,6 +657,7 @@ def main(args: Args) -> None:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)  # all that a resumed run needs
 
     run.save(lm, tokenizer, value_head=policy.value_head)
+    reward.step = num_updates
     run.log(num_updates, evaluate(num_updates, kl_coef))
     run.finish()
 
