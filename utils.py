@@ -166,7 +166,7 @@ def average_gradients(model: nn.Module) -> None:
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     has_grad = torch.tensor([weight.grad is not None for weight in weights])
     is_used = all_max(has_grad.int().to(weights[0].device)).tolist()
-    grads = []
+    grads: list[Any] = []
     for weight, used in zip(weights, is_used, strict=True):
         if used and weight.grad is None:
             weight.grad = torch.zeros_like(weight)
