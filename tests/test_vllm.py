@@ -45,7 +45,8 @@ def test_what_the_real_server_said_is_what_is_sampled(exchange, ends, script):
     free = dict.fromkeys(("seed", "cache_salt", "temperature"))
     assert asked[0] | free == exchange["body"] | free and asked[0]["temperature"] == 0.7
     for i, choice in enumerate(exchange["answer"]["choices"]):
-        tokens, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        tokens = choice["token_ids"]
+        logps = choice["logprobs"]["token_logprobs"]
         assert 0 in tokens and (tokens.index(0) + 1 == len(tokens)) == ends
         assert responses[i].tolist() == tokens + [tiny.WORDS] * (responses.shape[1] - len(tokens))
         assert logprobs[i, : len(tokens)].tolist() == pytest.approx(logps)
@@ -59,7 +60,8 @@ def test_L6_the_server_has_the_weights_of_each_update_and_samples_k_times(name, 
     lm.lm_head.weight.data[lm.config.eos_token_id] *= 10 if eos else 1  # some responses end
     lm.save_pretrained("task/model")
     form = dict(truncate_token="<|endoftext|>", truncate_after=0, eos_task=True) if eos else {}
-    (url, asked), (other, _) = serve(), serve()
+    (url, asked) = serve()
+    (other, _) = serve()
     script.main(settings(script, url, **form))
     lines = conftest.read_metrics("run")
     assert len(lines) == 3 and lines[-1]["objective/kl"] > 0
@@ -67,7 +69,8 @@ def test_L6_the_server_has_the_weights_of_each_update_and_samples_k_times(name, 
         assert line["objective/sampling_gap"] < 1e-5 and line["ppo/val/weight_cut"] == 0
     assert (min(line["objective/response_length"] for line in lines) < 5) == eos
     sampled = [x for x in asked if "seed" in x]
-    of_update, of_evaluation = [2] * 4, [1] * 4
+    of_update = [2] * 4
+    of_evaluation = [1] * 4
     if name == "vllm_ppo":
         of_update = [1] * 8
     expected = of_evaluation + 2 * of_update + of_evaluation + of_update + of_evaluation
@@ -79,14 +82,16 @@ def test_L6_the_server_has_the_weights_of_each_update_and_samples_k_times(name, 
 
 def test_both_patches_have_the_same_functions(patched):
     names = ("ask", "sample_in_batches", "importance_weights")
-    for_rloo, for_ppo = patched("vllm"), patched("vllm_ppo")
+    for_rloo = patched("vllm")
+    for_ppo = patched("vllm_ppo")
     for name in names:
         assert getsource(getattr(for_rloo, name)) == getsource(getattr(for_ppo, name))
 
 
 def test_policy_gradients_of_ppo_are_weighted_by_token(patched):
     """Weights are at most 1.5; neither the value loss nor its gradient has any."""
-    script, logprobs = patched("vllm_ppo"), torch.zeros(2, 2, requires_grad=True)
+    script = patched("vllm_ppo")
+    logprobs = torch.zeros(2, 2, requires_grad=True)
     log_weights = torch.tensor([[0.2, 0.9], [-1.0, 0.0]])
     mask = torch.tensor([[True, True], [True, False]])
     zeros = torch.zeros(2, 2)
@@ -106,8 +111,10 @@ def test_gradients_are_weighted_as_in_stale(script, patched):
     assert getsource(script.importance_weights) == getsource(patched("stale").importance_weights)
     torch.manual_seed(0)
     log_weights, old, new = 0.6 - torch.rand(3, 8, 5)
-    weights, advantages = [min(x.sum().exp().item(), 1.5) for x in log_weights], torch.randn(8)
-    args, mask = tiny.make_args(script=script, max_weight=1.5), torch.ones(8, 5).bool()
+    weights = [min(x.sum().exp().item(), 1.5) for x in log_weights]
+    advantages = torch.randn(8)
+    args = tiny.make_args(script=script, max_weight=1.5)
+    mask = torch.ones(8, 5).bool()
     record = SimpleNamespace(logprobs=old, log_weights=log_weights, mask=mask)
     logprobs = [new.clone().requires_grad_() for _ in range(2)]
     loss, stats = script.rloo_loss(logprobs[0], record, advantages, 8, args)
@@ -138,7 +145,8 @@ def test_a_server_that_fails_in_the_second_update_ends_the_run_which_resumes(fai
         if len(reloads) > 2 and ("method" in body) == (failure == "no folder"):
             return FAILURES[failure](answer)  # the first one was for the evaluation
 
-    (url, _), (other, _) = serve(change), serve()
+    (url, _) = serve(change)
+    (other, _) = serve()
     args = settings(script, url, total_episodes=16, eval_every=50, save_every=1)
     runs = []
     with pytest.MonkeyPatch.context() as patch:

@@ -25,14 +25,17 @@ class StandIn(BaseHTTPRequestHandler):
     """Samples from the weights that it was given last; `change(body, answer)` makes it fail. As the
     real one, it keeps a tied head that is not in the files; with `stale`, one that is, too."""
 
-    lm, stale, log_message = None, False, lambda *words: None
+    lm = None
+    stale = False
+    log_message = lambda *words: None
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
         self.asked.append(body)
         said = next(x for x in RECORDED if x["path"] == self.path)
         assert body.keys() <= (said["body"] or {}).keys()
-        status, answer = said["status"], json.loads(json.dumps(said["answer"]))
+        status = said["status"]
+        answer = json.loads(json.dumps(said["answer"]))
         if said is RELOADED:
             self.reload(Path(body["kwargs"]["weights_path"]))
         if said is FIXED and self.lm:
@@ -45,8 +48,10 @@ class StandIn(BaseHTTPRequestHandler):
     do_GET = do_POST
 
     def reload(self, folder):
-        old, lm = self.lm, AutoModelForCausalLM.from_pretrained(folder)
-        head, is_tied = folder / "lm_head.safetensors", lm.config.tie_word_embeddings
+        old = self.lm
+        lm = AutoModelForCausalLM.from_pretrained(folder)
+        head = folder / "lm_head.safetensors"
+        is_tied = lm.config.tie_word_embeddings
         if self.stale and old or is_tied and not head.exists():
             lm.lm_head.weight = (old or lm).lm_head.weight
         elif is_tied:
@@ -55,7 +60,9 @@ class StandIn(BaseHTTPRequestHandler):
 
     @torch.no_grad()
     def sample(self, body, number):
-        tokens, logprobs, stop = [], [], body["stop_token_ids"]
+        tokens = []
+        logprobs = []
+        stop = body["stop_token_ids"]
         generator = torch.Generator().manual_seed(body["seed"] + number)
         while len(tokens) < body["max_tokens"] and (not tokens or tokens[-1] not in stop):
             logits = self.lm(torch.tensor([body["prompt"] + tokens])).logits[0, -1]
