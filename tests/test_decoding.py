@@ -7,7 +7,7 @@ import tiny
 import torch
 
 from machinery import decoding, unpadding
-from utils import truncate
+from utils import TokenIds, truncate
 
 KINDS: list = [(kind, {}) for kind in (*tiny.KINDS, "gemma2", "opt", "gptj", *tiny.HYBRIDS)]
 KINDS.append(("gpt_neo", dict(window_size=13)))  # local attention, as wide as context and response
@@ -97,8 +97,9 @@ def test_G4_responses_that_have_ended_leave_the_batch(number, monkeypatch):
         for after in (0, 4):
             calls.clear()
             found = tiny.sample(lm, *inputs, eos_task=True, truncate_after=after)
-            expected, ended = truncate(full, [0], after, tiny.PAD)
-            assert torch.equal(truncate(found, [0], after, tiny.PAD)[0], expected)
+            ids = TokenIds(tiny.PAD, [0], [], [], after)
+            expected, ended = truncate(full, ids)
+            assert torch.equal(truncate(found, ids)[0], expected)
             last = (expected != tiny.PAD).sum(dim=1)
             sizes = [rows for rows, _ in calls]
             for t, rows in enumerate(sizes):  # checked after every 16 tokens

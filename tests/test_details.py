@@ -503,9 +503,10 @@ def test_X9_P6_P8_P10_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged
 
 def test_P5_a_response_is_cut_after_the_first_of_several_ends():
     """Of 1 and 3, at or after position 2."""
+    ids = utils.TokenIds(PAD, [1, 3], [], [], truncate_after=2)
 
     def cut(*response):
-        tokens, ended = utils.truncate(torch.tensor([response]), [1, 3], 2, PAD)
+        tokens, ended = utils.truncate(torch.tensor([response]), ids)
         return tokens[0].tolist(), ended.item()
 
     assert cut(1, 3, 0, 3, 1, 5) == ([1, 3, 0, 3, PAD, PAD], True)

@@ -96,13 +96,13 @@ def test_tools_an_answer_is_a_text_or_the_users_turn(kind, patched, here):
     responses = torch.full((1, 60), ids.pad)
     start = 0
     for turn in turns:  # the second may call no more
-        assert not script.truncate(responses, ids.ends, 0, ids.pad)[1]
+        assert not script.truncate(responses, ids)[1]
         tokens = tokenizer.encode(turn, add_special_tokens=False)
         responses[0, start : start + len(tokens)] = torch.tensor(tokens)
         script.insert_answers(responses, responses, start + len(tokens) - 1, ids, args)
         start = int((responses != ids.pad).sum())
     responses[0, start:] = tokens[0]
-    truncated, ended = script.truncate(responses, ids.ends, 0, ids.pad)
+    truncated, ended = script.truncate(responses, ids)
     tokens = (truncated % (ids.pad + 1))[truncated != ids.pad]
     assert ended and tokenizer.decode(tokens, clean_up_tokenization_spaces=False) == text
 

@@ -169,12 +169,3 @@ def test_gradient_checkpointing_recomputes_every_block_and_changes_nothing(name,
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     assert calls["recomputed"] == calls["forward"] > 0
-
-
-@pytest.mark.parametrize("off", [False, True])
-@pytest.mark.parametrize("batch_size", [14, 16])
-def test_P9_a_minibatch_of_fewer_than_8_responses_in_all_is_warned_of(batch_size, off, capsys):
-    """Which OpenAI refuses; unless nothing is whitened."""
-    flags = dict(whiten_rewards=not off, whiten_advantages=False, num_minibatches=2)
-    ppo.check(tiny.make_args(batch_size=batch_size, reward_fn="data.answers:gsm8k", **flags), 1)
-    assert ("--batch_size" in capsys.readouterr().out) == (batch_size == 14 and not off)

@@ -164,10 +164,10 @@ def test_P5_truncation_and_penalty(script, name):
     config = record["configs"][name]
     pad_id = record["padding_token"]
     model = make_reward(record["model_hparams"], tensors(arrays, "reward_weights/"), pad_id)
-    penalty = dict(unfinished_score=config["penalty_reward_value"])
-    task = replace(tasks.BOOKS, truncate_after=config["truncate_after"], **penalty)
+    task = replace(tasks.BOOKS, unfinished_score=config["penalty_reward_value"])
     token = config["truncate_token"]
-    ids = utils.TokenIds(pad_id, [] if token is None else [token], [], [])
+    ends = [] if token is None else [token]
+    ids = utils.TokenIds(pad_id, ends, [], [], truncate_after=config["truncate_after"])
     texts = left(arrays["queries"], pad_id), tokens_of(arrays["responses"])
     reward = tiny.fake_reward(tiny.reward_function(model, 50))
     found = script.score_responses(reward, *texts, {}, ids, script.Args(task=task))

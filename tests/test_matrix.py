@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from data import tasks
 from machinery import cli, distributed, models, rewards, sources, unpadding
 from train_reward import RewardModel
-from utils import truncate
+from utils import TokenIds, truncate
 
 KINDS = (*tiny.KINDS, "mistral_window", "qwen3_5_text")
 PRECISIONS = ("no", "bf16")
@@ -157,7 +157,7 @@ def sample_apart(rank: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             end_soon(patch, calls)
             found = tiny.sample(policy.lm, contexts, uniform, eos_task=True, truncate_after=0)
-        return truncate(found, [0], 0, tiny.PAD)[0], len(calls)
+        return truncate(found, TokenIds(tiny.PAD, [0], [], []))[0], len(calls)
 
     args = tiny.make_args()
     accelerator = distributed.start(args)

@@ -63,7 +63,7 @@ KINDS = ("gpt2", "gpt_neox", "llama", "falcon", "falcon_alibi", "qwen2", "mistra
 LENGTHS = [8, 1, 3, 5, 2, 8, 4, 1]  # of queries: uneven, so that there is padding
 HELDOUT = 3  # queries of an evaluation in `start`
 EOS = 5  # truncate token of `IDS`
-IDS = utils.TokenIds(PAD, [EOS], [], [])
+IDS = utils.TokenIds(PAD, [EOS], [], [], truncate_after=2)
 THINGS = ("cat", "old red house", "sea", "bus to the village", "soup that was very good")
 DATA = ("queries", "responses", "epochs", "labels", "tokens")  # see `start`
 QWEN = dict(
@@ -198,7 +198,8 @@ def uniform(length, rows) -> Tensor:
 def sample(lm, contexts, uniform, pad_id=PAD, temperature=0.7, **task) -> Tensor:
     """`ppo.sample` with token 0 as the truncate token: [B, C], [R, B] → [B, R]."""
     args = make_args(make_task(temperature=temperature, **task))
-    return ppo.sample(lm, contexts, uniform, utils.TokenIds(pad_id, [0], [], []), args)
+    ids = utils.TokenIds(pad_id, [0], [], [], args.task.truncate_after)
+    return ppo.sample(lm, contexts, uniform, ids, args)
 
 
 def make_task(**changes) -> tasks.Task:
@@ -356,6 +357,7 @@ def start(script, args, policy=None, ref=None, reward=None, files=False, ids=IDS
     data = {name: given.pop(name) for name in DATA if name in given}
     replaced = dict(Run=FakeRun())
     if not files:
+        ids = ids._replace(truncate_after=args.task.truncate_after)
         replaced.update(check=lambda *a: None, load_tokenizer=lambda *a, **k: (Tokenizer(), ids))
         task = replace(args.task, gold_fn=None)
         if script is sft:
