@@ -43,8 +43,8 @@ if os.name != "nt":  # torch makes its thread pool anew in a fork; two threads a
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
 REWARD = """
-def score(queries, responses):
-    return [response.count('e') / 4 for response in responses]
+def score(queries, responses, step=0):
+    return [response.count('e') / 4 + step / 8 for response in responses]
 """
 
 
@@ -210,7 +210,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
         sizes = dict(train_reward=labels, ppo=rl, rloo=rl)
         sizes["sft"] = dict(num_heldout=6, batch_size=2, block_size=10, eval_every=3, num_epochs=1)
         for name in ("sft", "train_reward", "ppo", "rloo"):
-            script, files = SCRIPTS[name], dict(output_dir=name, run_name=name)
+            script = SCRIPTS[name]
+            files = dict(output_dir=name, run_name=name)
             seen.args[name] = tiny.make_args(task, script, **sizes[name] | files, lr=1e-3)
             if name in ("ppo", "rloo"):
                 seen.epochs[name] = []
