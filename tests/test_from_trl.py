@@ -99,8 +99,8 @@ def test_a_converted_classifier_reads_queries_that_begin_as_its_own_texts(tmp_pa
     plain = AutoTokenizer.from_pretrained(task.base_model)
     args = tiny.make_args(task, reward_model=folder)
 
-    def load(policys, args=args):
-        load_reward(args, policys, TokenIds(tiny.WORDS, None, [], []), Accelerator(cpu=True))
+    def load(tokenizer, args=args):
+        load_reward(args, tokenizer, TokenIds(tiny.WORDS, None, [], []), Accelerator(cpu=True))
 
     load(own)
     assert "template" not in capsys.readouterr().out
