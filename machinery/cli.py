@@ -29,6 +29,7 @@ from data.tasks import TASKS, Task
 
 ROOT = Path(__file__).parents[1]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch's, also on other processes
+RunName = Annotated[str, Field(pattern=r"^\w[^/]*(/\w[^/]*)*$")]  # inside of runs/
 UnitFloat = Annotated[float, Field(ge=0, le=1)]  # a number in [0, 1]
 OURS = {  # TRL's names of flags → ours
     "learning_rate": "lr",
@@ -64,7 +65,7 @@ class RunArgs:
     """use TF32 for fp32 matrix products under accelerate's --mixed_precision bf16"""
 
     # Files
-    run_name: str | None = None
+    run_name: RunName | None = None
     """name of the folder in runs/; default: task, script, seed and time"""
     output_dir: str | None = None
     """folder for the weights; default: in the run; models/<task>/<script> links to it"""

@@ -142,7 +142,7 @@ KILLS = {  # what → owner and name of the function that is called then, what h
     "in an update": (distributed, "check_gradients", kill),
     "in a reward": (rewards, "call_reward_function", fail),
     "in a line": (runs.Run, "append", half_a_line, lambda run, name, _: "metrics" in name),
-    "after samples": (runs.Run, "log_table", kill_after),
+    "after samples": (runs.Run, "log_samples", kill_after),
     "in a resume": (runs.Run, "cut_back", kill_after),
     "before the weights": (Path, "rename", kill, lambda path, *_: ".part" in path.name),
     "after the weights": (runs, "save_model", kill_after),
@@ -664,9 +664,6 @@ def test_a_run_that_another_process_writes_is_left_alone(copy, no_weights):
 def test_files_that_others_leave_in_a_run_are_passed_over(ran, copy):
     """A copy of a checkpoint stays."""
     best = shutil.copy(checkpoint_files()[-1], "runs/ran/checkpoints/best.safetensors")
-    for name in ("metrics", "samples"):
-        path = Path(f"runs/ran/{name}.jsonl")
-        path.write_text(path.read_text().replace("\n", "\n\n"))
     with refused("has no checkpoint of ppo.py"):
         again(f"--resume {best}")
     ppo.main(again("--resume latest --save_every 1"))
