@@ -572,6 +572,7 @@ def main(args: Args) -> None:
         rows = distributed.own_rows(accelerator, len(heldout))  # this process's part
         queries = heldout[rows].to(device)
         columns = heldout.columns(rows)
+        reward.step = update
         # Update u uses the random numbers with index u; evaluations those with index num_updates.
         uniform = random_numbers(args.seed, num_updates, device, task.response_length, len(heldout))
         contexts = add_affixes(queries, ids)
@@ -599,6 +600,7 @@ def main(args: Args) -> None:
         lr = args.lr * (1 - update / num_updates) if args.anneal_lr else args.lr
         for group in optimizer.param_groups:
             group["lr"] = lr
+        reward.step = update  # for reward functions with the parameter `step`
 
         # 1. Sample a response to each query.
         rows = query_rows(len(table), local_batch_size, seed, update)  # reshuffled every pass

@@ -23,7 +23,7 @@ from machinery.unpadding import set_unpadding
 from utils import all_max, decode, pad_left
 
 OTHERS = "let a --reward_fn call it, as tools/classifier.py does"
-TEXTS = ("queries", "responses", "prompts", "completions", "scores")  # no columns
+GIVEN = ("queries", "responses", "prompts", "completions", "scores", "step")  # no columns
 TOTALS = {"score", "scores", "reward", "rewards", "total", "kl"}  # no parts of a score
 # Lines to paste that call other systems' functions, and one to complete:
 OPENRLHF = (
@@ -77,8 +77,9 @@ class Reward:
     """Scores of responses: (queries [B, Q], responses [B, R], columns) → scores [B], components.
 
     Scores come from a model, from the task's reward function, or from both: a function with the
-    parameter `scores` gets the model's. Components are numbers to log, metric → [B]: the parts of
-    the scores, if the function returns several, and the true score, if the task has a `gold_fn`.
+    parameter `scores` gets the model's. One with `step` gets the number of the update. Components
+    are numbers to log, metric → [B]: the parts of the scores, if the function returns several, and
+    the true score, if the task has a `gold_fn`.
     """
 
     def __init__(self, task: Task, tokenizer: Any, pad_id: int, max_tokens: int = 0):
@@ -88,6 +89,7 @@ class Reward:
         self.gold_function = load_scorer("gold_fn", task)
         self.needs_model = needs_model(self.function)
         self.model: Any = None  # `load_reward` sets it
+        self.step: int | None = None  # the update's number, which scripts set
         self.names: dict[str, list[str]] = {}  # flag → names of the parts, the same in all calls
 
     def __call__(
@@ -101,7 +103,9 @@ class Reward:
             scores = self.score_by_model(tokens, queries.shape[1])
         if self.function is None and self.gold_function is None:
             return scores, components
-        texts = self.decode(queries, tokens)
+        texts: dict[str, Any] = self.decode(queries, tokens)
+        if self.step is not None:
+            texts["step"] = self.step
         if self.function:
             given = dict(texts)
             if scores is not None:
@@ -205,7 +209,7 @@ def load_scorer(field: str, task: Task) -> Any:
 
 def check_columns(rows: Rows, task: Task) -> None:
     """Raise `InputError` if a function needs a column that there is not, or can read no answer."""
-    known = {*TEXTS, *rows.column_names}
+    known = {*GIVEN, *rows.column_names}
     for field in (x for x in ("reward_fn", "gold_fn") if getattr(task, x)):
         function, flag = load_scorer(field, task), f"--{field} {getattr(task, field)}"
         for x in inspect.signature(function).parameters.values():

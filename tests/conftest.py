@@ -43,8 +43,8 @@ if os.name != "nt":  # torch makes its thread pool anew in a fork; two threads a
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "train_reward": train_reward, "sft": sft}
 REWARD = """
-def score(queries, responses):
-    return [response.count('e') / 4 for response in responses]
+def score(queries, responses, step=0):
+    return [response.count('e') / 4 + step / 8 for response in responses]
 """
 
 

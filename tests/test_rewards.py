@@ -328,11 +328,11 @@ def check(queries, number, tags):
     assert len(queries) == len(number) == len(tags) > 0
     for query, n, (tag, x) in zip(queries, number, tags):
         assert type(n) is int and query.split()[2] == tag == str(n) and x == "x"
-def score(queries, responses, tags, twin, number, missing=3.0):
+def score(queries, responses, tags, twin, number, step, missing=3.0):
     check(queries, number, tags)
     assert missing == 3.0
     with open("seen.jsonl", "a") as seen:
-        print(json.dumps([number, twin]), file=seen)
+        print(json.dumps([number, twin, step]), file=seen)
     return {"e": [x.count("e") / 4 for x in responses], "long": [len(x) / 9 for x in responses]}
 def gold(queries, responses, *, number, **columns):
     check(queries, number, columns["tags"])
@@ -368,8 +368,10 @@ def test_a_reward_sees_the_columns_of_its_query_in_training_and_evaluation(scrip
     flags = dict(reward_fn="by_column.py:score", run_name="run", output_dir="out", eval_every=1)
     flags |= dict(total_episodes=24, eval_queries=6, rollout_batch_size=3)
     script.main(tiny.make_args(task, script, **flags))
-    calls = [json.loads(line) for line in Path("seen.jsonl").read_text().splitlines()]
+    *seen, steps = zip(*map(json.loads, Path("seen.jsonl").read_text().splitlines()), strict=True)
+    calls = list(zip(*seen, strict=True))  # numbers and twins of each call
     assert [len(numbers) for numbers, _ in calls] == [6, 8] * 3 + [6]
+    assert steps == (0, 0, 1, 1, 2, 2, 3)  # an evaluation has that of the next update
     heldout = calls[0]
     assert all(call == heldout for call in calls[::2])
     if script.__name__ == "rloo":  # a query's rows are neighbors, as in TRL
@@ -396,6 +398,7 @@ SIGNATURES = {  # the table in docs/ppo.md → what each parameter gets
     "queries, responses": TEXTS,
     "queries, responses, answer": TEXTS | dict(answer=["2"]),
     "queries, responses, scores": TEXTS | dict(scores=[0.5]),
+    "responses, step": dict(responses=[" 2"], step=3),
     "responses, weight=2.0, answer=None": dict(responses=[" 2"], weight=2.0, answer=["2"]),
     "responses, **columns": dict(responses=[" 2"], columns=dict(queries=["1 + 1 ="]) | REST),
     "prompts, completions, answer": TRL | dict(answer=["2"]),
@@ -408,7 +411,7 @@ def arguments(parameters: str, columns: dict[str, list] = REST) -> dict[str, Any
     seen: dict[str, Any] = {}
     function = eval(f"lambda {parameters}: seen.update(locals()) or [1.0]", {"seen": seen})
     scores = {"scores": [0.5]} if "scores" in parameters else {}
-    rewards.call_reward_function(function, TEXTS | scores, columns)
+    rewards.call_reward_function(function, TEXTS | scores | {"step": 3}, columns)
     return seen
 
 
@@ -460,4 +463,5 @@ def test_a_column_with_the_name_of_a_text_is_refused():
     taken = REST | dict(responses=["other"])
     for parameters in ("queries, responses", "queries, responses, **columns"):
         refuses(lambda x=parameters: arguments(x, taken), "responses is also a column", "rename")
-    assert arguments("queries, responses", REST | dict(scores=["other"])) == TEXTS
+    refuses(lambda: arguments("responses, step", REST | dict(step=["1"])), "step is also a column")
+    assert arguments("queries, responses", REST | dict(scores=["other"], step=["1"])) == TEXTS
