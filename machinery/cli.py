@@ -13,15 +13,15 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import make_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import tyro
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 from tqdm import tqdm
 
@@ -133,22 +133,27 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
             defaults[name] = field.default.replace("<task>", task.task)
     defaults["task"] = task
 
-    # --help lists fields in this order: memory and files are what people change least.
+    # --help begins with the task, and ends with what people change least: memory and files.
     ordered = sorted(own, key=lambda name: name in RunArgs.__dataclass_fields__)
     cls.__dataclass_fields__ = {name: own[name] for name in ordered}
-    tasks = textwrap.wrap(f"--task selects the defaults: {', '.join(TASKS)}.")
-    parse = partial(
-        tyro.cli,
-        cls,
-        config=(tyro.conf.OmitArgPrefixes,),
-        use_underscores=True,
-        description="\n\n".join([cls.__doc__, *tasks]),
-    )
+    cls.__annotations__["task"] = tyro.conf.Suppress[tyro.conf.Fixed[Task]]
+    flat = tyro.conf.arg(name="")  # fields are flags of this name, in one list
+    parts = [
+        ("task", Annotated[Task, flat], task),
+        ("script", Annotated[cls, flat], cls(**defaults)),
+    ]
+    about_tasks = textwrap.wrap(f"--task selects the defaults: {', '.join(TASKS)}.")
     flags = [word for word in argv if word not in ("-h", "--help")]
-    args = parse(default=cls(**defaults), args=flags)
+    description = "\n\n".join([cls.__doc__, *about_tasks])
+    options: Any = dict(use_underscores=True, description=description)
+    try:
+        found = tyro.cli(make_dataclass("Flags", parts), args=flags, **options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from None
     if flags != argv:  # help with the values of the other flags, such as a recipe's
-        parse(default=args, args=["--help"])
-    return replace(args, resume=resume)
+        tyro.cli(type(found), default=found, args=["--help"], **options)
+    return replace(found.script, task=found.task, resume=resume)
 
 
 def find_checkpoint(name: str, script: str, task: str | None) -> Path:

@@ -58,8 +58,15 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
     (suffix,), _, _ = encode_after(["\n"], [task.query_suffix], tokenizer)  # no space is added
     length = len(prefix) + task.query_length + len(suffix) + new_tokens
     check_length(config, length, f"query_length={task.query_length} with affixes and response")
-    pad = max(config.vocab_size, len(tokenizer))
-    return tokenizer, TokenIds(pad, end_tokens(task, generation, tokenizer), prefix, suffix, length)
+    ids = TokenIds(
+        pad=max(config.vocab_size, len(tokenizer)),
+        ends=end_tokens(task, generation, tokenizer),
+        prefix=prefix,
+        suffix=suffix,
+        truncate_after=task.truncate_after,
+        total_length=length,
+    )
+    return tokenizer, ids
 
 
 def end_tokens(task: Task, config: Any, tokenizer: Any) -> list[int]:
