@@ -127,8 +127,8 @@ def check(args: Args, processes: int) -> None:
     unit = processes * args.num_minibatches * args.rloo_k
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches * rloo_k")
     if args.kl_target and args.batch_size >= 5 * args.kl_horizon:
-        # An update can multiply kl_coef by as little as 1 - 0.2 * batch_size / kl_horizon, which has
-        # to be positive.
+        # An update can multiply kl_coef by 1 - 0.2 * batch_size / kl_horizon, which has to be
+        # positive.
         raise cli.InputError(f"kl_horizon={args.kl_horizon} is below {args.batch_size // 5 + 1}")
 
 
@@ -471,8 +471,8 @@ def main(args: Args) -> None:
 
     # table[rows] → queries [B, Q]; table.columns(rows) → {name: B values} of the data set;
     # reward(queries, responses, columns) → scores [B] and other numbers to log, {metric: [B]}, such
-    # as the true score by `gold_fn`. Scores are the reward model's or those of --reward_fn, a Python
-    # function in its place.
+    # as the true score by `gold_fn`. Scores are those of the reward model or of --reward_fn, a
+    # Python function in its place.
     tokenizer, ids = load_tokenizer(task, task.response_length)  # ids.ends: truncate tokens
     heldout, table = load_queries(task, tokenizer, ids).hold_out(args.eval_queries)
     reward = load_reward(args, tokenizer, ids, accelerator)

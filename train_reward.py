@@ -276,7 +276,7 @@ def candidate_tokens(
     pad_id: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, int]:
-    """Each query with each of its responses [B, K, Q + R], the index of the preferred one [B], Q."""
+    """Each query with each of its responses [B, K, Q + R], the preferred ones' indices [B], Q."""
     queries, responses, best = labels.batch(rows, pad_id)
     prompt_length = queries.shape[1]
     queries = queries[:, None].expand(-1, responses.shape[1], -1)
