@@ -350,9 +350,7 @@ def main(args: Args) -> None:
     task = args.task
     tokenizer, ids = load_tokenizer(task, task.response_length)
     labels = load_labels(task, tokenizer, ids, load_config(task.base_model))
-    heldout = labels.held_out(args.num_labels)[
-        : args.num_heldout
-    ]  # rows; none has a query of a training label
+    heldout = labels.held_out(args.num_labels)[: args.num_heldout]  # rows with other queries
     before, after = sample_policy(args, tokenizer, ids, accelerator)
 
     torch.manual_seed(args.seed)  # the same new head on all processes
