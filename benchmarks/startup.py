@@ -4,9 +4,10 @@
     python benchmarks/startup.py --code ../before   # with the code of another folder
 
 The table has the form of `SamuelYang/bookcorpus` in the cache of `datasets`, memory-mapped: a
-million random sentences, again and again, of the words of docs/, which a tokenizer of GPT-2's form
-was trained on. As with `--task sentiment`, a million rows are used and tokenized. Seconds are from the name of the data set to the tables of held-out and other
-queries; CPU seconds are of user and system, of all processes together. One thread each.
+million random sentences, again and again, of the words of docs/, on which a tokenizer of GPT-2's
+form was trained. As with `--task sentiment`, a million rows are used and tokenized. Seconds are from
+the name of the data set to the tables of held-out and other queries; CPU seconds are of user and
+system, of all processes together. One thread each.
 """
 
 import json
