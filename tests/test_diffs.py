@@ -3,6 +3,7 @@
 
 import ast
 import functools
+import itertools
 import json
 import math
 import re
@@ -142,7 +143,8 @@ def patched(tmp_path_factory):
 def test_a_patch_adds_few_lines_and_has_a_command_that_works_and_a_row(name, patched):
     header, _ = DIFFS[name].split("\n--- ")
     header = " ".join(header.split()).replace("\\ ", "")
-    assert header.startswith(f"{name}: ") and " Source: " in header
+    assert header.startswith(f"{name}: ")
+    assert " Source: " in header
     _, command = header.split(" Command: ")
     command, flags = command.split(" python mine.py ")
     assert command == f"cp {BASES[name]}.py mine.py && patch --fuzz=0 mine.py diffs/{name}.diff"
@@ -731,17 +733,16 @@ AS_RLOO = (WHITENED, "entropy_rloo", "openrlhf_rloo")  # at first
 
 def returns_to_go(name, rollout, kl, kl_coef, args):
     """Rewards from each own token to the last, which has the score minus a baseline: [n] each."""
-    baselines = torch.zeros(16)
-    groups = rollout.scores.view(4, 4)
+    scores = rollout.scores
     if name == "openrlhf_rloo":
-        baselines = ((groups.sum(dim=1, keepdim=True) - groups) / 3).flatten()
+        scores = torch.cat([minus_others(group) for group in scores.split(4)])
     elif args.group_baseline:
-        baselines = groups.mean(dim=1).repeat_interleave(4)
+        scores = torch.cat([group - group.mean() for group in scores.split(4)])
         kl_coef = 0.0  # in the loss
     returns = []
-    for i, kl_of_tokens in enumerate(kl):
+    for score, kl_of_tokens in zip(scores, kl, strict=True):
         rewards = -kl_coef * kl_of_tokens
-        rewards[-1] += rollout.scores[i] - baselines[i]
+        rewards[-1] += score
         returns.append(torch.stack([rewards[t:].sum() for t in range(len(rewards))]))
     return returns
 
@@ -808,8 +809,8 @@ def assert_updates(name, run, own=OWN, advantages_of=slow_advantages):
     """Assert that a run has the steps and metrics of a slow loop over its responses."""
     ref = load_policy(run.args.ref_model)
     steps = iter(run.steps)
-    clipped = 0
     low, high = BOUNDS.get(name, (0.8, 1.2))
+    clipped = 0
     for rollout, epochs, line in zip(run.rollouts, run.epochs, run.metrics, strict=False):
         kl_coef = line["objective/kl_coef"]
         scores = rollout.scores.view(4, 4)  # [P, K]
@@ -819,28 +820,30 @@ def assert_updates(name, run, own=OWN, advantages_of=slow_advantages):
         olds = [rollout.logprobs[i][own[i]] for i in range(16)]
         kl = [olds[i] - refs[i] for i in range(16)]
         advantages = advantages_of(name, rollout, kl, kl_coef, run.args)
-        mean_ratio = mean_entropy = 0.0
-        for rows in sum(epochs, []):
+        ratios = []  # means over a minibatch
+        entropies = []
+        for rows in itertools.chain(*epochs):
             step = next(steps)
-            loss = 0.0
             run.model.load_state_dict(step.before, strict=False)
-            learned = rows[~alike[rows]] if name == "dapo" else rows
             texts = alone(run.model, rollout.select(rows), own[rows])
-            for i, (new, entropies) in zip(rows, texts, strict=True):
-                mean_entropy += entropies.sum().item() / own[rows].sum() / 4  # of steps
+            entropies.append(torch.cat([entropy for _, entropy in texts]).mean().item())
+            learned = rows[~alike[rows]] if name == "dapo" else rows
+            num_tokens = own[learned].sum()
+            loss = 0.0
+            ratio_of_step = 0.0
+            for i, (new, _) in zip(rows, texts, strict=True):
                 if i not in learned:
                     continue
                 inputs = new, olds[i], refs[i], advantages[i], kl_coef, run.args
                 ratio, losses = slow_losses(name, *inputs)
-                size = own[learned].sum()
-                if name in OF_RESPONSES:
-                    size = len(ratio) * len(rows)
-                mean_ratio += ratio.sum().item() / size / 4
+                size = len(ratio) * len(rows) if name in OF_RESPONSES else num_tokens
+                ratio_of_step += ratio.sum().item() / size
                 loss += losses.sum() / (5 * len(rows) if name == "dr_grpo" else size)
                 clipped += (ratio != ratio.clamp(low, high)).sum()
+            ratios.append(float(ratio_of_step))
             assert_step(step, run.model, loss)
-        assert line["ppo/val/ratio"] == pytest.approx(float(mean_ratio), rel=1e-4)
-        assert line["ppo/policy/entropy_avg"] == pytest.approx(float(mean_entropy), rel=1e-4)
+        assert line["ppo/val/ratio"] == pytest.approx(np.mean(ratios), rel=1e-4)
+        assert line["ppo/policy/entropy_avg"] == pytest.approx(np.mean(entropies), rel=1e-4)
         assert line["ppo/policy/approxkl_avg"] > 0
         assert line["objective/response_length"] == own.sum() / 16
         if name in (*GROUPS, *AS_RLOO):
@@ -886,40 +889,43 @@ def test_a_batch_of_equal_scores_changes_nothing(name, start):
 
 def assert_label_steps(run, loss_of):
     """Assert that gradients and losses of two steps are the means of `loss_of(row)`, a label's."""
-    order = np.random.default_rng([1, 0, 1]).permutation(8).reshape(2, 4)
-    for step, rows, line in zip(run.steps, order, run.metrics[:2], strict=True):
-        run.model.load_state_dict(step.before, strict=False)
+    order = np.random.default_rng([1, 0, 1]).permutation(8)
+    for i, rows in enumerate(order.reshape(2, 4)):
+        run.model.load_state_dict(run.steps[i].before, strict=False)
         loss = sum(loss_of(row) for row in rows) / 4
-        assert_step(step, run.model, loss, atol=1e-5)
-        assert line["loss"] == pytest.approx(loss.item(), abs=1e-5)
+        assert_step(run.steps[i], run.model, loss, atol=1e-5)
+        assert run.metrics[i]["loss"] == pytest.approx(loss.item(), abs=1e-5)
 
 
 def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(start, task):
     """Of three responses: minus the log of the softmax of beta times their log-ratios."""
     every = labels.load_labels(task, *load_tokenizer(task, 5))
-    seen = []
     few = labels.Labels(every.queries, [x[:3] for x in every.responses], every.best % 3)
     prefix = load_tokenizer(replace(task, query_prefix="Story: "), 5)[1].prefix
     assert prefix
     run = start("dpo", load_labels=lambda *_: few, beta=0.3, query_prefix="Story: ")
     ref = load_policy(task.base_model)
+    margins = []
+    accuracies = []
 
     def loss_of(row):
         context = torch.tensor([*prefix, *few.queries[row]])
         rewards = []
         for response in map(torch.tensor, few.responses[row]):
-            ours, theirs = (tiny.run_alone(x, context, response)[0].sum() for x in (run.model, ref))
-            rewards.append(0.3 * (ours - theirs.detach()))
+            ours, _ = tiny.run_alone(run.model, context, response)
+            theirs, _ = tiny.run_alone(ref, context, response)
+            rewards.append(0.3 * (ours.sum() - theirs.sum().detach()))
         best = rewards[few.best[row]]
-        ties = rewards.count(max(rewards))
-        margin = sum(best - x for x in rewards).item() / 2
-        seen.append((margin, (best >= max(rewards)) / ties))  # at first all rewards are 0: 1/3
+        margins.append(sum(best - x for x in rewards).item() / 2)
+        ties = rewards.count(max(rewards))  # at first all rewards are 0: 1/3
+        accuracies.append((best >= max(rewards)).item() / ties)
         return torch.log(sum(torch.exp(x - best) for x in rewards))
 
     assert_label_steps(run, loss_of)
-    found = [[line["margin"], line["accuracy"]] for line in run.metrics[:2]]
-    expected = np.reshape(seen, (2, 4, 2)).mean(axis=1)
-    assert np.array(found) == pytest.approx(expected, abs=1e-5)
+    for i, line in enumerate(run.metrics[:2]):
+        rows = slice(4 * i, 4 * i + 4)
+        assert line["margin"] == pytest.approx(np.mean(margins[rows]), abs=1e-5)
+        assert line["accuracy"] == pytest.approx(np.mean(accuracies[rows]), abs=1e-5)
 
 
 @pytest.mark.parametrize("last", [2, 4])
@@ -931,8 +937,8 @@ def test_X15_gradients_are_those_of_a_slow_loop_over_the_labels(last, start, tas
         ranks.append([min(1 + (k - row["best"]) % 4, last) for k in range(4)])
     if last == 4:
         ranks[0] = [1, 1, 1, 1]
-        for row, ranks_of_row in zip(rows, ranks, strict=True):
-            row["ranks"] = ranks_of_row
+        for i, row in enumerate(rows):
+            row["ranks"] = ranks[i]
     path = tmp_path / "labels.json"
     path.write_text(json.dumps(rows))
     few = labels.load_labels(task, *load_tokenizer(task, 5))
@@ -940,9 +946,9 @@ def test_X15_gradients_are_those_of_a_slow_loop_over_the_labels(last, start, tas
 
     def loss_of(i):
         rewards = []
-        losses = []
         for response in few.responses[i]:
             rewards.append(run.model(torch.tensor([[*few.queries[i], *response]])))
+        losses = []
         for a, b in product(range(4), repeat=2):
             if ranks[i][a] < ranks[i][b]:
                 losses.append(torch.log(1 + torch.exp(rewards[b] - rewards[a])))
@@ -987,14 +993,14 @@ OFF = {  # flags with which a patch only logs or saves
 
 
 @pytest.mark.parametrize("name", OFF)
-def test_a_patch_that_is_off_or_only_logs_or_saves_trains_as_its_script(name, start):
+def test_a_patch_that_is_off_or_only_logs_or_saves_trains_as_its_script(name, start, plain):
     run = start(name, **OFF[name])
-    plain = start(BASES[name])
-    assert_close(run.saved["model"], plain.saved["model"], atol=0, rtol=0)
-    for line, expected in zip(run.metrics, plain.metrics, strict=True):
+    base = plain(BASES[name])
+    assert_close(run.saved["model"], base.saved["model"], atol=0, rtol=0)
+    for line, expected in zip(run.metrics, base.metrics, strict=True):
         assert len(expected) > 8
+        assert expected.keys() <= line.keys()
         for key, x in expected.items():
-            assert key in line
             assert line[key] == x or key.startswith("time/")
 
 
@@ -1017,79 +1023,83 @@ def test_stale_samples_from_an_older_policy_and_weights_gradients(level, cut, lo
         samplers.append(deepcopy(lm.state_dict()))
         return rloo.sample_in_batches(lm, *inputs)
 
-    flags = dict(total_episodes=64, sampler_lag=2, sample_in_batches=sample)
-    flags.update(weight_level=level, weight_cut=cut, min_weight=low, max_weight=high)
-    run = start("stale", **EQUAL | flags)
-    before = [step.before for step in run.steps[::4]]
+    flags = dict(EQUAL, weight_level=level, weight_cut=cut, min_weight=low, max_weight=high)
+    run = start("stale", total_episodes=64, sampler_lag=2, sample_in_batches=sample, **flags)
     model = load_policy(run.args.task.base_model)
+
+    def load_of_update(update, sampler):
+        model.load_state_dict(run.steps[4 * update].before, strict=False)
+        assert_close(model.lm.state_dict(), sampler, atol=0, rtol=0)
 
     def advantages_of(name, rollout, kl, kl_coef, args):
         update = len(weights)
-        logprobs = []
-        of_evaluation, of_update = samplers[2 * update : 2 * update + 2]
-        for i, sampler in ((update, of_evaluation), (max(update - 2, 0), of_update)):
-            model.load_state_dict(before[i], strict=False)
-            assert_close(model.lm.state_dict(), sampler, atol=0, rtol=0)
-            logprobs.append(model(rollout.contexts, rollout.responses)[0].detach())
-        assert_close([rollout.logprobs, rollout.sampler_logprobs], logprobs)
-        log_ratios = logprobs[0] - logprobs[1]  # [16, R]
-        gap = log_ratios.abs().mean()
+        line = run.metrics[update]
+        text = rollout.contexts, rollout.responses
+        with torch.no_grad():
+            load_of_update(update, samplers[2 * update])
+            logprobs, _ = model(*text)
+            load_of_update(max(update - 2, 0), samplers[2 * update + 1])
+            of_sampler, _ = model(*text)
+        assert_close(rollout.logprobs, logprobs)
+        assert_close(rollout.sampler_logprobs, of_sampler)
+        log_ratios = logprobs - of_sampler  # [16, R]
+        gap = log_ratios.abs().mean().item()
+        assert line["objective/sampling_gap"] == pytest.approx(gap, rel=1e-3)
         kl_of_sampler = torch.stack([x.sum() for x in kl]) - log_ratios.sum(dim=1)
         assert_close(rollout.kl.sum(dim=1), kl_of_sampler, atol=1e-4, rtol=1e-4)
         if level == "sequence":
             log_ratios = log_ratios.sum(dim=1, keepdim=True).repeat(1, 5)
         ratios = log_ratios.exp()
         is_cut = (ratios < low) | (ratios > high)
-        bounded = torch.where(ratios > high, high, torch.where(ratios < low, low, ratios))
+        bounded = ratios.clamp(low, high)
         if cut == "mask":
             bounded = torch.where(is_cut, 0.0, ratios)
         weights.append(bounded)
-        line = run.metrics[update]
         assert line["ppo/val/weight"] == pytest.approx(bounded.mean().item(), rel=1e-3)
         assert line["ppo/val/weight_cut"] == pytest.approx(is_cut.float().mean().item(), rel=1e-3)
-        assert line["objective/sampling_gap"] == pytest.approx(gap.item(), rel=1e-3)
-        plain = slow_advantages("rloo", rollout, kl, kl_coef)
-        return [bounded[i] * plain[i] for i in range(16)]
+        advantages = slow_advantages("rloo", rollout, kl, kl_coef)
+        return [bounded[i] * advantages[i] for i in range(16)]
 
     assert_updates("stale", run, torch.ones(16, 5).bool(), advantages_of)
-    assert low == high or weights[-1].unique().numel() > 2
+    assert low == high or len(weights[-1].unique()) > 2
 
 
-ADAPTIVE = [  # target, coefficients of two updates, change
-    (None, [3.0, 3.0], 0),
-    (99.0, [3.005, 3.01], 0.01),  # the entropy is too low
-    (0.01, [0.0, 0.0], -0.01),  # too high
+ADAPTIVE = [  # patches, target, coefficients of two updates, change
+    ("entropy", None, [3.0, 3.0], 0),
+    ("entropy", 99.0, [3.005, 3.01], 0.01),  # the entropy is too low
+    ("entropy", 0.01, [0.0, 0.0], -0.01),  # too high
+    ("entropy_rloo", None, [3.0, 3.0], 0),
+    ("entropy_rloo+dapo", 99.0, [3.005, 3.01], 0.01),
 ]
 
 
-@pytest.mark.parametrize("names", ["entropy", "entropy_rloo", "entropy_rloo+dapo"])
-@pytest.mark.parametrize(("target", "coefs", "change"), ADAPTIVE)
+@pytest.mark.parametrize(("names", "target", "coefs", "change"), ADAPTIVE)
 def test_entropy_adds_the_gradient_of_the_mean_entropy_in_float64(
-    names, target, coefs, change, start
+    names, target, coefs, change, start, plain
 ):
-    flags = dict(lr=0.0, sample_in_batches=uneven_responses, micro_batch_tokens=20) | EOS
+    flags = dict(EOS, lr=0.0, sample_in_batches=uneven_responses, micro_batch_tokens=20)
     base = {"entropy": "ppo", "entropy_rloo": "rloo"}.get(names, "dapo")
+    without = plain(base, **flags)
     run = start(*names.split("+"), entropy_coef=3.0, entropy_target=target, **flags)
     model = deepcopy(run.model.lm).double()
-    temperature = run.args.task.temperature
-    steps = zip(run.steps, start(base, **flags).steps, strict=True)
     found = [line.get("ppo/policy/entropy_coef") for line in run.metrics]
     assert found == pytest.approx([*coefs, None])
+    pairs = zip(run.steps, without.steps, strict=True)
     for rollout, epochs, coef in zip(run.rollouts, run.epochs, coefs, strict=True):
         entropies = []
         for context, response in zip(rollout.contexts, rollout.responses, strict=True):
             tokens = torch.cat([context, response])
             tokens = tokens[tokens != tiny.WORDS]
             n = (response != tiny.WORDS).sum()
-            logits = model(tokens[None]).logits[0, -n - 1 : -1] / temperature
+            logits = model(tokens[None]).logits[0, -n - 1 : -1] / run.args.task.temperature
             probs = torch.exp(logits) / torch.exp(logits).sum(dim=1, keepdim=True)
             entropies.append(-(probs * probs.log()).sum(dim=1))
-        for rows in sum(epochs, []):
-            step, plain = next(steps)
+        for rows in itertools.chain(*epochs):
+            step, step_without = next(pairs)
             bonus = coef * torch.cat([entropies[i] for i in rows]).mean()
             grads = torch.autograd.grad(-bonus, [*model.parameters()], retain_graph=True)
             for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
-                difference = step.grads[f"lm.{name}"] - plain.grads[f"lm.{name}"]
+                difference = step.grads[f"lm.{name}"] - step_without.grads[f"lm.{name}"]
                 assert_close(difference.double(), grad, atol=2e-5, rtol=1e-3)
     assert run.model.state_dict()["entropy_coef_change"] == pytest.approx(change)
 
@@ -1105,13 +1115,15 @@ def test_raft_raises_the_likelihood_of_the_best_response_to_each_query(flags, st
     for rollout, epochs, line in zip(run.rollouts, run.epochs, run.metrics, strict=False):
         rewards = rollout.scores - line["objective/kl_coef"] * rollout.kl.sum(dim=1)
         losses = []
-        for rows in sum(epochs, []):
+        for rows in itertools.chain(*epochs):
             step = next(steps)
             chosen = []
             for group in rows.view(-1, 4).tolist():
-                i = group[0] if "select_best" in flags else max(group, key=lambda i: rewards[i])
-                if rollout.scores[i] >= flags.get("min_score", -99):
-                    chosen.append(i)
+                best = group[0]
+                if "select_best" not in flags:
+                    best = max(group, key=lambda i: rewards[i])
+                if rollout.scores[best] >= flags.get("min_score", -99):
+                    chosen.append(best)
             assert bool(chosen) == any(x.any() for x in step.grads.values())
             losses.append(0.0)
             if chosen:
@@ -1167,8 +1179,8 @@ def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, start):
 
     run = start("online_dpo", lr=0.0, num_minibatches=1, kl_coef=0.3, kl_target=None, score=score)
     rollout = run.rollouts[0]
-    ref = load_policy(run.args.ref_model)
-    ours, theirs = (alone(x, rollout, rollout.mask) for x in (run.model, ref))
+    ours = alone(run.model, rollout, rollout.mask)
+    theirs = alone(load_policy(run.args.ref_model), rollout, rollout.mask)
     log_ratios = [(ours[i][0] - theirs[i][0]).sum() for i in range(16)]
     loss = 0
     for query in range(0, 16, 4):  # the first of several that are the best, or the worst
