@@ -523,7 +523,7 @@ def main(args: Args) -> None:
             "response": rollout.cut,
             "score": rollout.scores,
             "kl": kl,
-            "total": rollout.rewards,
+            "total": rollout.scores - kl_coef * kl,
             **components,
         }
         run.log_samples(update, samples, tokenizer, ids.pad)
