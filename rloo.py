@@ -541,10 +541,8 @@ def main(args: Args) -> None:
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # 1. Sample K responses to each query.
-        rows = query_rows(
-            len(table), local_batch_size // args.rloo_k, seed, update
-        )  # [P], shuffled
+        # 1. Sample K responses to each query; every pass visits them in a new order.
+        rows = query_rows(len(table), local_batch_size // args.rloo_k, seed, update)  # [P]
         rows = np.repeat(rows, args.rloo_k)  # [P * K]: the responses to a query side by side
         queries = table[rows].to(device)  # [B, Q]
         uniform = random_numbers(seed, update, device, task.response_length, len(rows))  # [R, B]
