@@ -242,7 +242,7 @@ def main(args: Args) -> None:
     run.save(lm, tokenizer)
     with distributed.inference(accelerator, model):
         samples = sample_continuations(lm, heldout[:4], first, ids, args)
-    run.log_samples(num_steps, samples, tokenizer, ids.pad)
+    run.log_samples(num_steps, samples, tokenizer, ids)
     then = "train_reward" if task.label_dataset else "ppo"
     run.finish(
         f"held-out perplexity: {metrics['heldout/perplexity']:.3f}", then=then, flag="base_model"

@@ -173,7 +173,7 @@ def new_reward_model(name: str, pad_id: int, length: int = 0) -> RewardModel:
 
 def load_reward(args: Any, tokenizer: Any, ids: TokenIds, accelerator: Any) -> Reward:
     """For ppo.py and rloo.py: scores of the reward model, or of --reward_fn, which may use them."""
-    reward = Reward(args.task, tokenizer, ids.pad, args.micro_batch_tokens)
+    reward = Reward(args.task, tokenizer, ids, args.micro_batch_tokens)
     if reward.needs_model:
         with cli.about(f"--reward_model {args.reward_model}"):
             model = RewardModel.from_pretrained(args.reward_model)

@@ -25,7 +25,7 @@ from machinery import checkpoints, cli, distributed
 from machinery.cli import ROOT, InputError, about, say
 from machinery.progress import Progress, plot_run
 from machinery.tokens import end_tokens
-from utils import all_max, decode
+from utils import TokenIds, all_max, decode
 
 SIGNALS = [getattr(signal, x) for x in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, x)]
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tyro", "numpy")
@@ -242,11 +242,11 @@ class Run:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
 
     def log_samples(
-        self, step: int, columns: dict[str, Tensor], tokenizer: Any, pad_id: int
+        self, step: int, columns: dict[str, Tensor], tokenizer: Any, ids: TokenIds
     ) -> None:
         """Log the first four rows of columns: tokens [B, T], as texts, or numbers [B]."""
         values = {
-            name: x[:4].tolist() if x.dim() == 1 else decode(tokenizer, x[:4], pad_id)
+            name: x[:4].tolist() if x.dim() == 1 else decode(tokenizer, x[:4], ids)
             for name, x in columns.items()
         }
         rows = zip(*values.values(), strict=True)
