@@ -48,7 +48,6 @@ from machinery import cli, distributed
 from machinery.decoding import DecodingBatch
 from machinery.models import ScalarHead, compute_logits, load_lm
 from machinery.queries import load_queries
-from machinery.rewards import check_reward
 from machinery.runs import Run, check_run
 from machinery.tokens import load_tokenizer
 from machinery.unpadding import compute_hidden
@@ -131,15 +130,11 @@ class Args(cli.RunArgs):
 def check(args: Args, processes: int) -> None:
     """Raise `InputError` for invalid flags, before anything is loaded."""
     check_run(args, processes)
-    check_reward(args)
     unit = processes * args.num_minibatches
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches")
     if args.kl_target and args.batch_size >= 5 * args.kl_horizon:
         # One update may lower kl_coef by the factor 1 - 0.2 * batch_size / kl_horizon.
         raise cli.InputError(f"kl_horizon={args.kl_horizon} is below {args.batch_size // 5 + 1}")
-    size = args.batch_size // args.num_minibatches
-    if size < 8 and (args.whiten_rewards or args.whiten_advantages):  # OpenAI's code raises here
-        cli.say(f"{size} responses per minibatch are too few to whiten; raise --batch_size")
 
 
 # --------------------------------------------------- models
@@ -224,7 +219,7 @@ def sample(lm: Any, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args
         responses[batch.rows, t] = tokens
         batch.append(tokens)
         if task.eos_task and t % 16 == 15:  # not every step: `drop` waits for the GPU
-            _, finished = truncate(responses[batch.rows], ids.ends, task.truncate_after, ids.pad)
+            _, finished = truncate(responses[batch.rows], ids)
             batch.drop(finished)
             if len(batch.rows) == 0:
                 break
@@ -251,15 +246,14 @@ def score_responses(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Truncate responses [B, R] after the first truncate token, then score them (P5).
 
-    Truncate tokens before position `truncate_after` do not count. A response without one is not
-    cut; it is unfinished, and `unfinished_score` replaces its score.
+    A response without a truncate token is unfinished: it is not cut, and `unfinished_score`
+    replaces its score.
     Returns scores [B], cut responses [B, R], which of them are finished [B] (all, if the task has
     no truncate token), and other numbers to log: {metric: [B]}.
     """
-    task = args.task
-    cut, finished = truncate(responses, ids.ends, task.truncate_after, ids.pad)
+    cut, finished = truncate(responses, ids)
     scores, components = reward(queries, cut, columns)
-    scores = torch.where(finished, scores, task.unfinished_score)
+    scores = torch.where(finished, scores, args.task.unfinished_score)
     if args.clip_score is not None:
         scores = scores.clamp(-args.clip_score, args.clip_score)
     return scores, cut, finished, components
@@ -534,7 +528,7 @@ def main(args: Args) -> None:
     device, processes = accelerator.device, accelerator.num_processes
     check(args, processes)
     # Of a task (data/tasks.py), this file reads base_model, response_length, temperature, eos_task,
-    # truncate_after, unfinished_score and gold_fn.
+    # unfinished_score and gold_fn.
     task = args.task
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
 
@@ -572,7 +566,6 @@ def main(args: Args) -> None:
         rows = distributed.own_rows(accelerator, len(heldout))  # this process's part
         queries = heldout[rows].to(device)
         columns = heldout.columns(rows)
-        reward.step = update
         # Update u uses the random numbers with index u; evaluations those with index num_updates.
         uniform = random_numbers(args.seed, num_updates, device, task.response_length, len(heldout))
         contexts = add_affixes(queries, ids)
@@ -596,11 +589,11 @@ def main(args: Args) -> None:
         return {"eval/" + name.removeprefix("objective/"): x for name, x in metrics.items()}
 
     for update in range(start, num_updates):
+        reward.step = update  # for a --reward_fn with the parameter `step`
         eval_metrics = evaluate(update, kl_coef) if update % args.eval_every == 0 else {}
         lr = args.lr * (1 - update / num_updates) if args.anneal_lr else args.lr
         for group in optimizer.param_groups:
             group["lr"] = lr
-        reward.step = update  # for reward functions with the parameter `step`
 
         # 1. Sample a response to each query.
         rows = query_rows(len(table), local_batch_size, seed, update)  # reshuffled every pass
@@ -664,6 +657,7 @@ def main(args: Args) -> None:
         run.checkpoint(update + 1, policy, optimizer, kl_coef)  # all that a resumed run needs
 
     run.save(lm, tokenizer, value_head=policy.value_head)
+    reward.step = num_updates
     run.log(num_updates, evaluate(num_updates, kl_coef))
     run.finish()
 

@@ -141,7 +141,7 @@ def sample_continuations(
     torch.manual_seed(args.seed)
     responses = generate(lm, contexts, ids.pad, task.response_length, task.temperature)
     if task.eos_task:
-        responses, _ = truncate(responses, ids.ends, task.truncate_after, ids.pad)
+        responses, _ = truncate(responses, ids)
     return {
         "text": contexts,
         "continuation": responses,

@@ -18,6 +18,7 @@ import machinery  # noqa: F401  # must precede torch: sets how its idle CPU thre
 
 import json
 import math
+from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,7 +91,13 @@ class RewardConfig(transformers.PretrainedConfig):
 
     model_type = "scalar_reward"
 
-    def __init__(self, backbone: Any = None, pad_id: int = 0, begin: Any = None, **kwargs: Any):
+    def __init__(
+        self,
+        backbone: Any = None,
+        pad_id: int = 0,
+        begin: list[int] | None = None,
+        **kwargs: Any,
+    ):
         if isinstance(backbone, dict):  # of config.json
             backbone = transformers.AutoConfig.for_model(**backbone)
         self.backbone = backbone
@@ -111,7 +118,8 @@ class RewardModel(nn.Module):
         self.config = config
         self.backbone = new_backbone(config.backbone) if backbone is None else backbone
         self.head = ScalarHead(config.backbone)
-        nn.init.normal_(self.head.weight, std=1 / math.sqrt(self.head.in_features + 1))  # (R2)
+        std = 1 / math.sqrt(self.head.in_features + 1)
+        nn.init.normal_(self.head.weight, std=std)  # (R2)
         nn.init.zeros_(self.head.bias)
         self.gain = nn.Parameter(torch.ones(1))
         self.bias = nn.Parameter(torch.zeros(1))
@@ -126,12 +134,14 @@ class RewardModel(nn.Module):
         # Equals self.backbone(input_ids, attention_mask, position_ids).last_hidden_state:
         input_ids = tokens.masked_fill(~mask, 0)
         hidden = compute_hidden(self.backbone, input_ids, mask, position_ids, prompt_length)
-        return self.gain * self.head(hidden).squeeze(-1) + self.bias  # (R3)
+        rewards = self.head(hidden).squeeze(-1)  # [B, T]
+        return self.gain * rewards + self.bias  # (R3)
 
     def forward(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
         """The reward at the last token that is not padding: [B, T] → [B]."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        last = torch.where(tokens == self.config.pad_id, 0, positions).amax(dim=1)
+        is_pad = tokens == self.config.pad_id
+        last = torch.where(is_pad, 0, positions).amax(dim=1)
         rewards = self.token_rewards(tokens, prompt_length)
         return rewards.gather(1, last[:, None]).squeeze(1)
 
@@ -140,18 +150,19 @@ class RewardModel(nn.Module):
         """Rewards of many sequences, about `max_tokens` tokens at a time: [B, T] → [B]."""
         lengths = (tokens != self.config.pad_id).sum(dim=1)
         count = count_micro_batches(lengths, max_tokens)
-        parts = micro_batches(lengths, count)  # consecutive
-        return torch.cat([self(tokens[part], prompt_length) for part in parts])
+        rewards = []
+        for part in micro_batches(lengths, count):
+            rewards.append(self(tokens[part], prompt_length))
+        return torch.cat(rewards)
 
     @classmethod
     def from_pretrained(cls, name: str) -> "RewardModel":
         """What `save_pretrained` wrote, in a folder or on the hub."""
         folder = find_model(name)
-        found = RewardConfig.get_config_dict(folder)[0]
+        found, _ = RewardConfig.get_config_dict(folder)
         if found.get("model_type") != RewardConfig.model_type:
-            raise cli.InputError(
-                f"is {found.get('architectures')}, not of train_reward.py: {OTHERS}"
-            )
+            kind = found.get("architectures")
+            raise cli.InputError(f"is {kind}, not of train_reward.py: {OTHERS}")
         with no_init_weights():
             model = cls(RewardConfig.from_pretrained(folder))
         if reads_weights():  # under FSDP2, only the first process does
@@ -162,7 +173,8 @@ class RewardModel(nn.Module):
     def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
         """Write config.json and model.safetensors."""
         self.config.save_pretrained(folder)
-        save_file(state_dict or self.state_dict(), folder / "model.safetensors", {"format": "pt"})
+        weights = state_dict or self.state_dict()
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def new_reward_model(name: str, pad_id: int, length: int = 0) -> RewardModel:
@@ -171,7 +183,12 @@ def new_reward_model(name: str, pad_id: int, length: int = 0) -> RewardModel:
     return RewardModel(RewardConfig(lm.config, pad_id), lm.base_model)
 
 
-def load_reward(args: Any, tokenizer: Any, ids: TokenIds, accelerator: Any) -> Reward:
+def load_reward(
+    args: Any,
+    tokenizer: Any,
+    ids: TokenIds,
+    accelerator: Any,
+) -> Reward:
     """For ppo.py and rloo.py: scores of the reward model, or of --reward_fn, which may use them."""
     reward = Reward(args.task, tokenizer, ids, args.micro_batch_tokens)
     if reward.needs_model:
@@ -185,7 +202,12 @@ def load_reward(args: Any, tokenizer: Any, ids: TokenIds, accelerator: Any) -> R
 # -------------------------------------------- normalization
 
 
-def sample_policy(args: Args, tokenizer: Any, ids: TokenIds, accelerator: Any) -> list[Tensor]:
+def sample_policy(
+    args: Args,
+    tokenizer: Any,
+    ids: TokenIds,
+    accelerator: Any,
+) -> list[Tensor]:
     """Sample the policy twice, to normalize before and after training (R3).
 
     Returns two batches of queries with responses [S, T], in EOS tasks with padding after EOS.
@@ -196,7 +218,8 @@ def sample_policy(args: Args, tokenizer: Any, ids: TokenIds, accelerator: Any) -
     table = load_queries(task, tokenizer, ids)
     name = args.policy_model or task.base_model
     flag = "--policy_model" if args.policy_model else "--base_model"
-    lm = distributed.freeze(accelerator, load_lm(name, flag, ids.total_length, tokenizer))
+    lm = load_lm(name, flag, ids.total_length, tokenizer)
+    lm = distributed.freeze(accelerator, lm)
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
     torch.manual_seed(seed)
     num_samples = num_batches * batch_size * accelerator.num_processes
@@ -212,7 +235,7 @@ def sample_policy(args: Args, tokenizer: Any, ids: TokenIds, accelerator: Any) -
             parts.append(part)
         responses = torch.cat(parts)
         if task.eos_task:  # other tasks normalize on all R tokens
-            responses, _ = truncate(responses, ids.ends, task.truncate_after, ids.pad)
+            responses, _ = truncate(responses, ids)
         tokens = torch.cat([queries, responses], dim=1)  # the reward model reads no affixes
         # A --policy_model may have a larger vocabulary. Its other ids become padding, as ids.pad is
         # one past the reward model's vocabulary (X13).
@@ -230,7 +253,8 @@ def normalize(model: RewardModel, tokens: Tensor, max_tokens: int) -> tuple[floa
     model.bias.fill_(0)
     rewards = model.score(tokens, max_tokens)
     head_mean, head_var = global_mean_and_var(rewards)
-    mean, std = head_mean.item(), math.sqrt(head_var.item())
+    mean = head_mean.item()
+    std = math.sqrt(head_var.item())
     if not std > 1e-6 * abs(mean):  # rewards differ only by rounding, or are NaN
         raise cli.InputError("samples of the policy have the same reward, or NaN; use more samples")
     model.gain.fill_(1 / std)
@@ -242,25 +266,37 @@ def normalize(model: RewardModel, tokens: Tensor, max_tokens: int) -> tuple[floa
 
 
 def candidate_tokens(
-    labels: Labels, rows: np.ndarray, pad_id: int, device: Any
+    labels: Labels,
+    rows: np.ndarray,
+    pad_id: int,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor, int]:
     """Each query with each of its responses [B, K, Q + R], the preferred ones [B], and Q."""
     queries, responses, best = labels.batch(rows, pad_id)
-    queries = queries[:, None].expand(-1, responses.shape[1], -1)
+    num_responses = responses.shape[1]
+    prompt_length = queries.shape[1]
+    queries = queries[:, None].expand(-1, num_responses, -1)
     tokens = torch.cat([queries, responses], dim=2)
-    return tokens.to(device), best.to(device), queries.shape[2]
+    return tokens.to(device), best.to(device), prompt_length
 
 
 @torch.no_grad()
 def predict(
-    model: RewardModel, labels: Labels, rows: np.ndarray, pad_id: int, args: Args, device: Any
+    model: RewardModel,
+    labels: Labels,
+    rows: np.ndarray,
+    pad_id: int,
+    args: Args,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Rewards [N, K] of labels, and the index of each preferred response [N]."""
-    rewards, best = [], []
+    rewards = []
+    best = []
     for first in range(0, len(rows), args.batch_size):
         batch = rows[first : first + args.batch_size]
         tokens, batch_best, prompt_length = candidate_tokens(labels, batch, pad_id, device)
-        scores = model.score(tokens.flatten(0, 1), args.micro_batch_tokens, prompt_length)
+        sequences = tokens.flatten(0, 1)  # [B * K, T]
+        scores = model.score(sequences, args.micro_batch_tokens, prompt_length)
         rewards.append(scores.view(tokens.shape[:2]))
         best.append(batch_best)
     return torch.cat(rewards), torch.cat(best)
@@ -268,8 +304,9 @@ def predict(
 
 def accuracies(rewards: Tensor, best: Tensor) -> Tensor:
     """1 if the preferred response has the largest of K rewards [B, K], else 0; 1/n if n share it."""
-    largest = rewards == rewards.amax(dim=1, keepdim=True)
-    return largest.gather(1, best[:, None]).squeeze(1) / largest.sum(dim=1)
+    is_largest = rewards == rewards.amax(dim=1, keepdim=True)
+    is_right = is_largest.gather(1, best[:, None]).squeeze(1)
+    return is_right / is_largest.sum(dim=1)
 
 
 def heldout_metrics(rewards: Tensor, best: Tensor) -> dict[str, float]:
@@ -333,19 +370,22 @@ def main(args: Args) -> None:
         lr = args.lr * (1 - step / num_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        rows = order[step * args.batch_size : (step + 1) * args.batch_size]
+        first = step * args.batch_size
+        rows = order[first : first + args.batch_size]
         rows = rows[accelerator.process_index :: processes]
         tokens, best, prompt_length = candidate_tokens(labels, rows, ids.pad, device)  # [B, K, T]
-        stats = {"loss": torch.zeros((), device=device), "accuracy": torch.zeros((), device=device)}
+        stats: dict[str, Any] = defaultdict(float)
         lengths = (tokens != ids.pad).sum(dim=(1, 2))  # [B], all K responses with their query
         count = count_micro_batches(lengths, args.micro_batch_tokens)
         for part in micro_batches(lengths, count):
-            rewards = model(tokens[part].flatten(0, 1), prompt_length).view(-1, tokens.shape[1])
+            sequences = tokens[part].flatten(0, 1)  # [b * K, T]
+            rewards = model(sequences, prompt_length).view(-1, tokens.shape[1])  # [b, K]
             losses = F.cross_entropy(rewards, best[part], reduction="none")  # [b] (R4)
             loss = losses.sum() / local_batch_size
             loss.backward()
+            is_right = accuracies(rewards, best[part])  # [b]
             stats["loss"] += loss.detach()
-            stats["accuracy"] += accuracies(rewards, best[part]).sum() / local_batch_size
+            stats["accuracy"] += is_right.sum() / local_batch_size
         average_gradients(model)  # over processes; FSDP2 already did
         optimizer.step()
         optimizer.zero_grad()
@@ -364,17 +404,29 @@ def main(args: Args) -> None:
         rewards, best = predict(model, labels, heldout, ids.pad, args, device)
         results.update(heldout_metrics(rewards, best))
     run.log(num_steps, results)
-    text = json.dumps({name: round(value, 4) for name, value in results.items()})
-    run.finish(text, then="ppo", flag="reward_model")  # prints this as the next command
+    rounded = {name: round(value, 4) for name, value in results.items()}
+    # `then`, `flag`: the next command to print.
+    run.finish(json.dumps(rounded), then="ppo", flag="reward_model")
 
 
 # The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
+SUMMARIES_2019: dict[str, Any] = dict(
+    num_labels=46_000,
+    batch_size=16,
+    lr=2.5e-5,
+    rollout_batch_size=128,
+)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": dict(batch_size=8, lr=1e-3),
     "synthetic_eos": dict(num_labels=9984, batch_size=16, lr=1e-3),
-    "cnndm": dict(num_labels=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128),
-    "tldr_2019": dict(num_labels=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128),
-    "tldr": dict(num_labels=92_800, batch_size=64, lr=3e-6, rollout_batch_size=256),
+    "cnndm": SUMMARIES_2019,
+    "tldr_2019": SUMMARIES_2019,
+    "tldr": dict(
+        num_labels=92_800,
+        batch_size=64,
+        lr=3e-6,
+        rollout_batch_size=256,
+    ),
 }
 
 

@@ -20,42 +20,49 @@ from torch import Tensor, nn
 
 
 class TokenIds(NamedTuple):
-    """Token ids that a task needs."""
+    """What a task says about tokens."""
 
     pad: int  # one past the vocabulary (G2)
-    ends: list[int]  # end a response (P5); SFT and labels write the first one
+    ends: list[int]  # truncate tokens: they end a response (P5); SFT and labels write the first one
     prefix: list[int]  # before each query
     suffix: list[int]  # after each query
+    truncate_after: int = 0  # truncate tokens before this position of a response do not count
     total_length: int = 0  # of a context and its response
     hidden: tuple[int, ...] = ()  # special tokens that texts are shown without: BOS, ends
 
 
 def pad_left(sequences: list[list[int]], length: int, pad_id: int) -> Tensor:
     """Token lists → [B, length], padded on the left (G2)."""
-    padded = [[pad_id] * (length - len(tokens)) + tokens for tokens in sequences]
-    return torch.tensor(padded, dtype=torch.long).view(len(sequences), length)
+    padded = torch.full((len(sequences), length), pad_id)
+    for row, tokens in zip(padded, sequences, strict=True):
+        row[length - len(tokens) :] = torch.tensor(tokens)
+    return padded
 
 
 def add_affixes(queries: Tensor, ids: TokenIds) -> Tensor:
     """Queries [B, Q] → contexts [B, C]: prefix, query, suffix, padded on the left."""
-    rows = [[token for token in row if token != ids.pad] for row in queries.tolist()]
-    rows = [ids.prefix + row + ids.suffix for row in rows]
+    contexts = []
+    for row in queries.tolist():
+        query = [token for token in row if token != ids.pad]
+        contexts.append(ids.prefix + query + ids.suffix)
     length = len(ids.prefix) + queries.shape[1] + len(ids.suffix)
-    return pad_left(rows, length, ids.pad).to(queries.device)
+    return pad_left(contexts, length, ids.pad).to(queries.device)
 
 
-def truncate(responses: Tensor, ends: list[int], after: int, pad_id: int) -> tuple[Tensor, Tensor]:
-    """Replace what follows the first of `ends` at or after position `after` by padding (P5).
+def truncate(responses: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]:
+    """Replace by padding what follows the first truncate token (P5).
 
-    Returns the responses [B, R], and whether each has such a token [B]; True if there are no ends.
+    Returns the responses [B, R], and whether each has such a token [B]; True if the task has none.
     """
-    if not ends:
+    if not ids.ends:
         return responses, torch.ones_like(responses[:, 0], dtype=torch.bool)
     positions = torch.arange(responses.shape[1], device=responses.device)
-    is_end = torch.stack([responses == end for end in ends]).any(dim=0) & (positions >= after)
-    ended = is_end.any(dim=1)
-    last = torch.where(ended, is_end.byte().argmax(dim=1), len(positions) - 1)
-    return responses.masked_fill(positions > last[:, None], pad_id), ended
+    is_end = torch.isin(responses, torch.tensor(ids.ends, device=responses.device))
+    is_end &= positions >= ids.truncate_after
+    finished = is_end.any(dim=1)
+    first_end = is_end.byte().argmax(dim=1)
+    last = torch.where(finished, first_end, len(positions) - 1)
+    return responses.masked_fill(positions > last[:, None], ids.pad), finished
 
 
 def decode(tokenizer: Any, tokens: Tensor, ids: TokenIds) -> list[str]:
@@ -72,7 +79,8 @@ def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
     """
     probs = logits.float().softmax(dim=-1)
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)  # [B, V]
-    tokens = torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0]
+    thresholds = uniform * cdf[:, -1]
+    tokens = torch.searchsorted(cdf, thresholds[:, None], right=True).squeeze(1)
     return tokens.clamp(max=logits.shape[1] - 1)  # NaN logits: the last token
 
 
@@ -127,9 +135,16 @@ def micro_batches(lengths: Tensor, count: int) -> list[slice]:
 # ------------------------------------------------ processes
 
 
+def num_processes() -> int:
+    """How many processes run this script."""
+    if not dist.is_initialized():
+        return 1
+    return dist.get_world_size()
+
+
 def all_sum(x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """All-reduce: by default, the sum over all processes."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if num_processes() > 1:
         x = x.clone(memory_format=torch.contiguous_format)  # as NCCL needs it
         dist.all_reduce(x, op)
     return x
@@ -141,36 +156,50 @@ def all_max(x: Tensor) -> Tensor:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Average the gradients over all processes, in one message. FSDP2 has already done so.
+    """Average the gradients over all processes, in one message.
 
     A weight without a gradient counts as 0, unless it has none on any process.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1 or hasattr(model, "unshard"):
+    if num_processes() == 1:
+        return
+    if hasattr(model, "unshard"):  # FSDP2 has already averaged them
         return
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    has_grad = [weight.grad is not None for weight in weights]
-    is_used = all_max(torch.tensor(has_grad, device=weights[0].device).int()).tolist()
-    weights = [weight for weight, used in zip(weights, is_used, strict=True) if used]
-    grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in weights]
+    has_grad = torch.tensor([weight.grad is not None for weight in weights])
+    is_used = all_max(has_grad.int().to(weights[0].device)).tolist()
+    grads: list[Any] = []
+    for weight, used in zip(weights, is_used, strict=True):
+        if used and weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        if used:
+            grads.append(weight.grad)
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for weight, mean in zip(weights, flat.split([x.numel() for x in weights]), strict=True):
-        weight.grad = mean.view_as(weight)
+    flat /= num_processes()
+    begin = 0
+    for grad in grads:
+        end = begin + grad.numel()
+        grad.copy_(flat[begin:end].view_as(grad))
+        begin = end
 
 
 def mean_over_processes(metrics: dict[str, Any], device: torch.device) -> dict[str, float]:
     """The mean of each metric over all processes, with one all-reduce."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    names: list[Any] = [set(metrics)] * world_size
-    if world_size > 1:
-        dist.all_gather_object(names, names[0])
-    missing = set.union(*names) - set.intersection(*names)
-    if missing:
-        raise ValueError(f"metric {min(missing)} is not on all processes: log it on all, or none")
-    values = [torch.as_tensor(metrics[name], dtype=torch.float32) for name in sorted(metrics)]
-    sums = all_sum(torch.stack([value.to(device).squeeze() for value in values]))
-    return dict(zip(sorted(metrics), (sums / world_size).tolist(), strict=True))
+    names = sorted(metrics)
+    gathered: list[Any] = [names]
+    if num_processes() > 1:
+        gathered = [None] * num_processes()
+        dist.all_gather_object(gathered, names)
+    for others in gathered:
+        if others != names:
+            name = min(set(names) ^ set(others))
+            raise ValueError(f"metric {name} is not on all processes: log it on all, or none")
+    values = []
+    for name in names:
+        value = torch.as_tensor(metrics[name], dtype=torch.float32, device=device)
+        values.append(value.squeeze())
+    means = all_sum(torch.stack(values)) / len(gathered)
+    return dict(zip(names, means.tolist(), strict=True))
 
 
 def accumulate(stats: dict[str, Any], metrics: dict[str, Tensor], num_steps: int) -> None:
@@ -181,10 +210,12 @@ def accumulate(stats: dict[str, Any], metrics: dict[str, Tensor], num_steps: int
 
 def global_mean_and_var(x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Mean and population variance over all processes (X11), of x where the mask is True."""
-    mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+    if mask is None:
+        mask = torch.ones_like(x, dtype=torch.bool)
     count = all_sum(mask.sum())
     mean = all_sum(masked_sum(x, mask)) / count
-    return mean, all_sum(masked_sum((x - mean) ** 2, mask)) / count
+    var = all_sum(masked_sum((x - mean) ** 2, mask)) / count
+    return mean, var
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
@@ -207,13 +238,15 @@ class AdamTF(torch.optim.Adam):
     def __init__(self, params: Any, lr: float, eps: float = 1e-5, **settings: Any):
         super().__init__(params, lr=lr, eps=eps, fused=True, **settings)
         for group in self.param_groups:
-            group["eps_hat"], group["t"] = eps, 0  # saved with the optimizer's state
+            group["eps_hat"] = eps  # saved with the optimizer's state
+            group["t"] = 0
 
     def step(self, closure: Callable | None = None) -> Any:
         """Take one step."""
         for group in self.param_groups:
             group["t"] += 1
-            group["eps"] = group["eps_hat"] / math.sqrt(1 - group["betas"][1] ** group["t"])
+            beta2 = group["betas"][1]
+            group["eps"] = group["eps_hat"] / math.sqrt(1 - beta2 ** group["t"])
         return super().step(closure)
 
 
@@ -222,8 +255,10 @@ class AdamTF(torch.optim.Adam):
 
 def random_numbers(seed: int, step: int, device: torch.device, *shape: int) -> Tensor:
     """Uniform in [0, 1), in fp64, for one step of one process; independent of all other steps."""
-    state = np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0]
-    rng = torch.Generator(device).manual_seed(int(state >> np.uint64(1)))  # 63 bits, as torch takes
+    sequence = np.random.SeedSequence([seed, step])
+    state = sequence.generate_state(1, np.uint64)[0]
+    rng = torch.Generator(device)
+    rng.manual_seed(int(state >> np.uint64(1)))  # 63 bits, as torch takes
     return torch.rand(shape, generator=rng, device=device, dtype=torch.float64)
 
 
@@ -243,7 +278,8 @@ class Timer:
         now = time.perf_counter()
         if self.phase:
             self.seconds[f"time/{self.phase}"] = now - self.began
-        self.phase, self.began = phase, now
+        self.phase = phase
+        self.began = now
 
     def stop(self) -> dict[str, float]:
         """End the current phase; return `time/<phase>` of all phases."""

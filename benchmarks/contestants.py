@@ -175,7 +175,7 @@ def full_batches(sampler: Callable, lm: Any, *inputs: Any) -> float:
     with patch.object(DecodingBatch, "next_logits", timed):
         responses = sampler(lm, contexts, uniform, ids, endless)
     seconds = np.diff([*began, time.process_time()])
-    real = truncate(responses, ids.ends, args.task.truncate_after, ids.pad)[0] != ids.pad
+    real = truncate(responses, ids)[0] != ids.pad
     return float(seconds @ real.double().mean(dim=0).numpy())
 
 

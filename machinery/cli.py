@@ -14,14 +14,14 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import tyro
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 from tqdm import tqdm
 
@@ -128,19 +128,27 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
             defaults[name] = field.default.replace("<task>", task.task)
     defaults["task"] = task
 
-    # --help lists fields in this order: memory and files are what people change least.
+    # --help begins with the task, and ends with what people change least: memory and files.
     ordered = sorted(own, key=lambda name: name in RunArgs.__dataclass_fields__)
     cls.__dataclass_fields__ = {name: own[name] for name in ordered}
+    cls.__annotations__["task"] = tyro.conf.Suppress[tyro.conf.Fixed[Task]]
+    flat = tyro.conf.arg(name="")  # fields are flags of this name, in one list
+    parts = [
+        ("task", Annotated[Task, flat], task),
+        ("script", Annotated[cls, flat], cls(**defaults)),
+    ]
     lines = textwrap.wrap(f"--task selects the defaults: {', '.join(TASKS)}.", width=80)
     about_tasks = f"{cls.__doc__}\n\n" + "\n\n".join(lines)
     flags = [word for word in argv if word not in ("-h", "--help")]
-    options: Any = dict(
-        config=(tyro.conf.OmitArgPrefixes,), use_underscores=True, description=about_tasks
-    )
-    args = tyro.cli(cls, default=cls(**defaults), args=flags, **options)
+    options: Any = dict(use_underscores=True, description=about_tasks)
+    try:
+        found = tyro.cli(make_dataclass("Flags", parts), args=flags, **options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from None
     if flags != argv:  # help with the values of the other flags, such as a recipe's
-        tyro.cli(cls, default=args, args=["--help"], **options)
-    return replace(args, resume=resume)
+        tyro.cli(type(found), default=found, args=["--help"], **options)
+    return replace(found.script, task=found.task, resume=resume)
 
 
 def find_begun(run_name: str | None) -> str:

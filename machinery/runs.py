@@ -24,6 +24,7 @@ from data.tasks import TASKS
 from machinery import checkpoints, cli, distributed
 from machinery.cli import ROOT, InputError, about, say
 from machinery.progress import Progress, plot_run
+from machinery.rewards import check_reward
 from machinery.tokens import end_tokens
 from utils import TokenIds, all_max, decode
 
@@ -33,7 +34,7 @@ GIT = "git --git-dir=.git --work-tree=. describe --always --exclude=* --abbrev=4
 
 
 def check_run(args: Any, processes: int) -> None:
-    """Raise `InputError` if the run would overwrite something, or resume another one."""
+    """Raise `InputError` if the run would overwrite something, resume another one, or has no reward."""
     link = Path("models", args.task.task, Path(inspect.getfile(type(args))).stem)
     folder = Path("runs", args.run_name or "")
     if args.resume is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
@@ -59,6 +60,8 @@ def check_run(args: Any, processes: int) -> None:
             if name.endswith("_fn") and function:
                 say(f"{folder} runs the code of --{name} {function}")
         checkpoints.check_same_run(args, processes)
+    if hasattr(args, "reward_model"):
+        check_reward(args)
 
 
 def lock(folder: Path) -> filelock.BaseFileLock:

@@ -58,11 +58,19 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
     (suffix,), _, _ = encode_after(["\n"], [task.query_suffix], tokenizer)  # no space is added
     length = len(prefix) + task.query_length + len(suffix) + new_tokens
     check_length(config, length, f"query_length={task.query_length} with affixes and response")
-    pad = max(config.vocab_size, len(tokenizer))
-    ends = end_tokens(task, generation, tokenizer)
     special = special_tokens(tokenizer)
-    hidden = [x for x in (*ends, *bos(tokenizer), tokenizer.bos_token_id) if x in special]
-    return tokenizer, TokenIds(pad, ends, prefix, suffix, length, tuple(hidden))
+    ends = end_tokens(task, generation, tokenizer)
+    hidden = [*ends, *bos(tokenizer), tokenizer.bos_token_id]
+    ids = TokenIds(
+        pad=max(config.vocab_size, len(tokenizer)),
+        ends=ends,
+        prefix=prefix,
+        suffix=suffix,
+        truncate_after=task.truncate_after,
+        total_length=length,
+        hidden=tuple(x for x in hidden if x in special),
+    )
+    return tokenizer, ids
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:

@@ -210,7 +210,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
         sizes = dict(train_reward=labels, ppo=rl, rloo=rl)
         sizes["sft"] = dict(num_heldout=6, batch_size=2, block_size=10, eval_every=3, num_epochs=1)
         for name in ("sft", "train_reward", "ppo", "rloo"):
-            script, files = SCRIPTS[name], dict(output_dir=name, run_name=name)
+            script = SCRIPTS[name]
+            files = dict(output_dir=name, run_name=name)
             seen.args[name] = tiny.make_args(task, script, **sizes[name] | files, lr=1e-3)
             if name in ("ppo", "rloo"):
                 seen.epochs[name] = []

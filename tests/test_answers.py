@@ -185,7 +185,8 @@ def test_gsm8k_asks_in_its_template_and_has_the_answers_beside_the_questions(tmp
     task = replace(tasks.TASKS["gsm8k"], **files)
     tokenizer, ids = tokens.load_tokenizer(task, task.response_length)
     table = load_queries(task, tokenizer, ids)
-    contexts, columns = utils.add_affixes(table[:], ids), table.columns()
+    contexts = utils.add_affixes(table[:], ids)
+    columns = table.columns()
     texts = tokenizer.batch_decode([row[row != ids.pad] for row in contexts])
     answers = {row["question"]: row["answer"] for row in GSM8K}
     for text, question, answer in zip(texts, columns["question"], columns["answer"], strict=True):

@@ -226,6 +226,7 @@ def test_help_shows_the_resolved_defaults_of_the_task(script, name, capsys, monk
     text = capsys.readouterr().out
     pattern = r"--(\w+)\b(?:(?!\n\s*--).)*?\(default:\s(.*?)\)\s*\n"
     shown = dict(re.findall(pattern, text, re.S))
+    assert list(shown)[0] == "task" and list(shown)[-2:] == ["save_every", "track"]
     args = parse(script, "--task", name)
     found = tuple(float(shown[x]) for x in ("lr", "batch_size", "query_length"))
     assert found == (args.lr, args.batch_size, args.task.query_length)

@@ -1,13 +1,18 @@
 """machinery/decoding.py: logits with a static cache, and samples, are those of the plain model (G4)."""
 
+import inspect
+import re
+import textwrap
 from unittest.mock import Mock
 
 import pytest
 import tiny
 import torch
 
+import ppo
+import utils
 from machinery import decoding, unpadding
-from utils import truncate
+from utils import TokenIds, truncate
 
 KINDS: list = [(kind, {}) for kind in (*tiny.KINDS, "gemma2", "opt", "gptj", *tiny.HYBRIDS)]
 KINDS.append(("gpt_neo", dict(window_size=13)))  # local attention, as wide as context and response
@@ -97,8 +102,9 @@ def test_G4_responses_that_have_ended_leave_the_batch(number, monkeypatch):
         for after in (0, 4):
             calls.clear()
             found = tiny.sample(lm, *inputs, eos_task=True, truncate_after=after)
-            expected, ended = truncate(full, [0], after, tiny.PAD)
-            assert torch.equal(truncate(found, [0], after, tiny.PAD)[0], expected)
+            ids = TokenIds(tiny.PAD, [0], [], [], after)
+            expected, ended = truncate(full, ids)
+            assert torch.equal(truncate(found, ids)[0], expected)
             last = (expected != tiny.PAD).sum(dim=1)
             sizes = [rows for rows, _ in calls]
             for t, rows in enumerate(sizes):  # checked after every 16 tokens
@@ -121,3 +127,22 @@ def test_G4_generate_samples_what_a_loop_without_a_cache_does(kind):
     torch.manual_seed(0)
     found = decoding.generate(lm, CONTEXTS, tiny.PAD, LENGTH, 0.7)
     assert torch.equal(found, tokens[:, -LENGTH:])
+
+
+def test_G4_the_plain_loop_in_the_comment_of_sample_finds_the_same_tokens():
+    contexts = tiny.make_contexts([8, 2, 5], 8)
+    uniform = utils.random_numbers(1, 0, contexts.device, 6, 3)
+    found = tiny.sample(tiny.make_lm(), contexts, uniform)
+    comment = re.search(r"Plainly:\n +#\n((?: +#  .*\n)+)", inspect.getsource(ppo.sample))[1]
+    code = textwrap.dedent(re.sub("^ +#", "", comment, flags=re.M))
+    sampled = []
+
+    def sample_token(logits, numbers):
+        sampled.append(utils.sample_token(logits, numbers))
+        return sampled[-1]
+
+    names = dict(lm=tiny.make_lm(), contexts=contexts, uniform=uniform, ids=tiny.IDS)
+    names |= dict(R=6, temperature=0.7, sample_token=sample_token, F=torch.nn.functional)
+    with torch.no_grad():
+        exec(code, names)
+    assert torch.equal(torch.stack(sampled, dim=1), found)

@@ -64,7 +64,8 @@ class Elsewhere(TorchDispatchMode):
     current: "Elsewhere"
 
     def __enter__(self):
-        self.reads, Elsewhere.current = [], self
+        self.reads = []
+        Elsewhere.current = self
         return super().__enter__()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -132,7 +133,9 @@ def moved(model: Any, device: torch.device) -> Any:
 
 def update(script, kind: str, device, length: int, use, micro=4096, **spies: Any) -> tuple:
     """One update of an EOS task: tensors, metrics, and how often sampling and all of it read."""
-    reads, rollouts, sample = [], [], script.sample_in_batches
+    reads = []
+    rollouts = []
+    sample = script.sample_in_batches
 
     def spy_sample(*args):
         before = len(Elsewhere.current.reads)
@@ -173,7 +176,8 @@ def test_an_update_elsewhere_makes_the_same_numbers_without_waiting(script, kind
 @pytest.mark.parametrize("script", [ppo, rloo])
 def test_the_host_waits_at_most_twice_per_micro_batch(script, elsewhere):
     """Once for the lengths of the sequences, once for the number of response tokens."""
-    reads, loss = [], "ppo_losses" if script is ppo else "rloo_loss"
+    reads = []
+    loss = "ppo_losses" if script is ppo else "rloo_loss"
     compute_loss = getattr(script, loss)
 
     def spy(*args):
@@ -188,7 +192,8 @@ def test_the_host_waits_at_most_twice_per_micro_batch(script, elsewhere):
 class Count(TorchDispatchMode):
     def __init__(self, condition):
         super().__init__()
-        self.condition, self.count = condition, 0
+        self.condition = condition
+        self.count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += self.condition(function, args)
@@ -199,7 +204,8 @@ class Count(TorchDispatchMode):
 def test_frozen_weights_are_stored_as_autocast_casts_them(kind, bf16_accelerator):
     """The same logits to the bit, of a forward pass and of a step with a cache, without casts."""
     model = tiny.make_lm(kind)
-    contexts, mask = CONTEXTS, CONTEXTS != tiny.PAD
+    contexts = CONTEXTS
+    mask = CONTEXTS != tiny.PAD
     model.get_output_embeddings().__class__ = Float32Linear
     named = model.named_parameters()
     shapes = {w.shape for name, w in named if w.dim() == 2 and "embed" not in name}
@@ -222,7 +228,8 @@ def test_frozen_weights_are_stored_as_autocast_casts_them(kind, bf16_accelerator
 
 def test_weights_under_adapters_are_stored_in_bf16_and_other_frozen_ones_are_not(bf16_accelerator):
     """Frozen layers of a model that is trained may be saved; under adapters they are not."""
-    plain, adapted = tiny.make_lm("llama"), tiny.make_lm("llama")
+    plain = tiny.make_lm("llama")
+    adapted = tiny.make_lm("llama")
     plain.model.layers[0].requires_grad_(False)
     adapted.add_adapter(LoraConfig(r=2, target_modules="all-linear"))
     for lm in (plain, adapted):

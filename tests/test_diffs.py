@@ -105,7 +105,8 @@ def apply(path, *names):
 
 def fix(name):
     """Apply a patch, also where the context around it has changed, and write it again."""
-    path, base = FOLDER / f"{name}.diff", f"{BASES[name]}.py"
+    path = FOLDER / f"{name}.diff"
+    base = f"{BASES[name]}.py"
     options = dict(cwd=ROOT, capture_output=True, text=True)
     new = subprocess.run(["patch", "--output=-", "--reject-file=-", base, path], **options)
     if new.returncode:
@@ -186,8 +187,12 @@ SIZES = dict(
 def two_updates(script, task, precision="no", score=None, **flags):
     """Two updates of tiny models; the reference is another one. Keeps rollouts, epochs, steps, weights.
     Functions in `flags` are in place of the script's, `score(responses)` of the reward."""
-    run, folder = tiny.FakeRun(), Path(task.base_model).parent
-    run.rollouts, run.epochs, run.steps, run.saved = [], [], [], {}
+    run = tiny.FakeRun()
+    folder = Path(task.base_model).parent
+    run.rollouts = []
+    run.epochs = []
+    run.steps = []
+    run.saved = {}
     spies = {name: flags.pop(name) for name in list(flags) if callable(flags[name])}
     sizes = SIZES | dict(reward_model=str(folder), ref_model=str(folder / "reference"))
     if not hasattr(script, "Rollout"):
@@ -213,7 +218,8 @@ def two_updates(script, task, precision="no", score=None, **flags):
     def finish(*messages, **options):
         run.save = None  # the processes have left their group
 
-    run.save, run.finish = save, finish
+    run.save = save
+    run.finish = finish
     if score:
         reward = tiny.fake_reward(lambda queries, responses: score(responses))
         spies["load_reward"] = lambda *inputs: reward
@@ -295,7 +301,8 @@ def test_X1_a_value_is_the_reward_of_the_text_so_far_by_an_own_model(own, start,
         tokens = torch.cat([rollout.contexts[i], rollout.responses[i, :t]])
         expected = reward(tokens[tokens != tiny.WORDS][None])[0] * own
         assert_close(rollout.values[i, t], expected, rtol=1e-4, atol=1e-4)
-    critic, lm = run.model.value_head.backbone, run.model.lm.base_model
+    critic = run.model.value_head.backbone
+    lm = run.model.lm.base_model
     assert lm.is_gradient_checkpointing and critic.is_gradient_checkpointing
     assert critic is not lm
     if not own:
@@ -319,7 +326,8 @@ def test_X1_policy_and_critic_have_their_own_learning_rates_and_gradient_norms(s
 
 
 def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched, start, task):
-    own, other = patched("ptx").ptx_loss, Path(task.base_model).parent / "other.txt"
+    own = patched("ptx").ptx_loss
+    other = Path(task.base_model).parent / "other.txt"
     seen = []
 
     def ptx_loss(policy, texts, pad_id):
@@ -380,7 +388,8 @@ def test_X7_tokens_are_of_the_nucleus_and_no_response_ends_too_early(
     top_p, size, patched, monkeypatch
 ):
     """The nucleus is the fewest tokens with probability top_p. Token 1 ends a response."""
-    script, probs = patched("sampling"), torch.tensor([0.15, 0.5, 0.05, 0.2, 0.1])
+    script = patched("sampling")
+    probs = torch.tensor([0.15, 0.5, 0.05, 0.2, 0.1])
     batch = SimpleNamespace(rows=torch.arange(400), append=lambda tokens: None)
     batch.next_logits = lambda: (0.7 * probs.log()).repeat(400, 1)
     monkeypatch.setattr(script, "DecodingBatch", lambda *inputs, **options: batch)
@@ -474,7 +483,8 @@ def test_two_lambdas_returns_have_their_own_and_that_of_advantages_rises_with_th
 @pytest.mark.parametrize("first", [False, True])
 def test_scores_are_scaled_by_the_moments_of_those_so_far(first, shift, patched, start):
     """Of updates alone, by the formulas of Python's own library."""
-    own, seen = patched("scale_scores").compute_advantages, []
+    own = patched("scale_scores").compute_advantages
+    seen = []
 
     def compute_advantages(minibatch, args):
         seen.append(minibatch)
@@ -504,7 +514,8 @@ def test_X3_the_estimate_is_penalized_and_logged(estimator, patched):
     args = tiny.make_args(script=script, kl_estimator=estimator)
     rollout = tiny.make_rollout(policy, args, script, ref=ref)
     metrics = script.rollout_metrics(rollout, {}, 0.15, tiny.IDS)
-    sums, expected = [], []
+    sums = []
+    expected = []
     for i, score in enumerate(rollout.scores.tolist()):
         text = rollout.contexts[i], rollout.responses[i]
         log_ratio = tiny.run_alone(policy, *text)[0] - tiny.run_alone(ref, *text)[0]
@@ -528,7 +539,8 @@ LORA = {  # patch → what is trained besides adapters
 @pytest.mark.parametrize("name", LORA)
 def test_lora_trains_adapters_and_saves_them_merged(name, start, task, tmp_path):
     """Into the model that a link, such as `models/<task>/sft`, pointed to at first."""
-    loaded, of_lm = [], name != "lora_train_reward"
+    loaded = []
+    of_lm = name != "lora_train_reward"
     link = tmp_path / "link"
     link.symlink_to(task.base_model)
 
@@ -539,7 +551,8 @@ def test_lora_trains_adapters_and_saves_them_merged(name, start, task, tmp_path)
     spies = dict(Timer=timer, load_lm=tiny.keep(models.load_lm, loaded))
     run = start(name, lora_rank=2, base_model=str(link), **spies)
     assert len(loaded) == (2 if of_lm else 3)  # not in evaluations
-    policy, saved = load_policy(task.base_model), run.saved["model"]
+    policy = load_policy(task.base_model)
+    saved = run.saved["model"]
     for i, rollout in enumerate(run.rollouts):  # the reference is the initial policy
         ref, _ = policy(rollout.contexts, rollout.responses)
         assert_close(rollout.logprobs - rollout.kl, ref, rtol=1e-4, atol=1e-4)
@@ -550,10 +563,12 @@ def test_lora_trains_adapters_and_saves_them_merged(name, start, task, tmp_path)
     assert ranks == [2] * 16  # A and B of 4 layers in each of 2 blocks
     others = [key for key in grads if key.startswith(LORA[name])]
     assert others == [key for key in trained if "lora_" not in key]
-    model, prefix = run.model.backbone if not of_lm else run.model.lm.base_model, "backbone."
+    model = run.model.backbone if not of_lm else run.model.lm.base_model
+    prefix = "backbone."
     if of_lm:
         prefix = "transformer."
-    plain, inputs = policy.lm.base_model, torch.arange(1, 9)[None]
+    plain = policy.lm.base_model
+    inputs = torch.arange(1, 9)[None]
     before, found = (x(inputs).last_hidden_state for x in (plain, model))
     plain.load_state_dict({key: saved[prefix + key] for key in plain.state_dict()})
     assert_close(found, plain(inputs).last_hidden_state, rtol=1e-4, atol=1e-4)
@@ -564,7 +579,9 @@ def test_lora_trains_adapters_and_saves_them_merged(name, start, task, tmp_path)
 
 
 def test_reference_on_cpu_is_on_the_device_only_for_its_forward_passes(patched):
-    policy, ref, events = tiny.make_policy(), tiny.make_policy(), []
+    policy = tiny.make_policy()
+    ref = tiny.make_policy()
+    events = []
     ref.to = lambda device: events.append(device) or ref
     ref.register_forward_pre_hook(lambda *inputs: events.append("forward"))
     script = patched("reference_on_cpu")
@@ -611,7 +628,8 @@ def test_P4_residual_dropout_drops_what_attention_and_mlp_add(kind, start, tmp_p
     assert first == again
     assert first[0] != without[0]
     assert len({run.metrics[0]["heldout/loss"] for run in runs}) == 1
-    lm, seen = runs[1].model.lm, []
+    lm = runs[1].model.lm
+    seen = []
     assert not any(value for key, value in lm.config.to_dict().items() if "drop" in key)
     dropouts = [x for x in lm.modules() if isinstance(x, torch.nn.Dropout) and x.p]
     for module in dropouts:
@@ -747,7 +765,9 @@ def alone(model, rollout, own):
 
 def assert_updates(name, run, own=OWN, advantages_of=slow_advantages):
     """Assert that a run has the steps and metrics of a slow loop over its responses."""
-    ref, steps, clipped = load_policy(run.args.ref_model), iter(run.steps), 0
+    ref = load_policy(run.args.ref_model)
+    steps = iter(run.steps)
+    clipped = 0
     low, high = BOUNDS.get(name, (0.8, 1.2))
     for rollout, epochs, line in zip(run.rollouts, run.epochs, run.metrics, strict=False):
         kl_coef = line["objective/kl_coef"]
@@ -760,7 +780,8 @@ def assert_updates(name, run, own=OWN, advantages_of=slow_advantages):
         advantages = advantages_of(name, rollout, kl, kl_coef, run.args)
         mean_ratio = mean_entropy = 0.0
         for rows in sum(epochs, []):
-            step, loss = next(steps), 0.0
+            step = next(steps)
+            loss = 0.0
             run.model.load_state_dict(step.before, strict=False)
             learned = rows[~alike[rows]] if name == "dapo" else rows
             texts = alone(run.model, rollout.select(rows), own[rows])
@@ -791,7 +812,8 @@ def assert_updates(name, run, own=OWN, advantages_of=slow_advantages):
 @pytest.mark.parametrize("names", [*ALGORITHMS, WHITENED, *FLAGGED, *WITH_TOOLS])
 def test_gradients_of_updates_are_those_of_a_slow_loop(names, patched, start):
     """What a tool wrote is in no loss, KL, entropy or length. Only dapo leaves equal scores out."""
-    patches, tools = names.split(",")[0].split("+"), names in WITH_TOOLS
+    patches = names.split(",")[0].split("+")
+    tools = names in WITH_TOOLS
     name = "rloo" if names == "tools" else patches[-1]
     low, high = BOUNDS.get(name, (0.8, 1.2))
     flags = dict(
@@ -833,7 +855,8 @@ def assert_label_steps(run, loss_of):
 
 def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(start, task):
     """Of three responses: minus the log of the softmax of beta times their log-ratios."""
-    every, seen = labels.load_labels(task, *load_tokenizer(task, 5)), []
+    every = labels.load_labels(task, *load_tokenizer(task, 5))
+    seen = []
     few = labels.Labels(every.queries, [x[:3] for x in every.responses], every.best % 3)
     prefix = load_tokenizer(replace(task, query_prefix="Story: "), 5)[1].prefix
     assert prefix
@@ -846,7 +869,8 @@ def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(start, task):
         for response in map(torch.tensor, few.responses[row]):
             ours, theirs = (tiny.run_alone(x, context, response)[0].sum() for x in (run.model, ref))
             rewards.append(0.3 * (ours - theirs.detach()))
-        best, ties = rewards[few.best[row]], rewards.count(max(rewards))
+        best = rewards[few.best[row]]
+        ties = rewards.count(max(rewards))
         margin = sum(best - x for x in rewards).item() / 2
         seen.append((margin, (best >= max(rewards)) / ties))  # at first all rewards are 0: 1/3
         return torch.log(sum(torch.exp(x - best) for x in rewards))
@@ -874,7 +898,8 @@ def test_X15_gradients_are_those_of_a_slow_loop_over_the_labels(last, start, tas
     run = start("ranking", label_dataset=str(path))
 
     def loss_of(i):
-        rewards, losses = [], []
+        rewards = []
+        losses = []
         for response in few.responses[i]:
             rewards.append(run.model(torch.tensor([[*few.queries[i], *response]])))
         for a, b in product(range(4), repeat=2):
@@ -889,7 +914,8 @@ def test_R4_each_pair_is_there_once_and_those_of_a_prompt_side_by_side(patched, 
     rows = [{"prompt": f"Q{i % 3}", "chosen": f" a{i}", "rejected": " no"} for i in range(8)]
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    own, seen = patched("prompt_batches").candidate_tokens, []
+    own = patched("prompt_batches").candidate_tokens
+    seen = []
 
     def candidate_tokens(labels, rows, *rest):
         seen.extend(rows)
@@ -921,7 +947,8 @@ OFF = {  # flags with which a patch only logs or saves
 
 @pytest.mark.parametrize("name", OFF)
 def test_a_patch_that_is_off_or_only_logs_or_saves_trains_as_its_script(name, start):
-    run, plain = start(name, **OFF[name]), start(BASES[name])
+    run = start(name, **OFF[name])
+    plain = start(BASES[name])
     assert_close(run.saved["model"], plain.saved["model"], atol=0, rtol=0)
     for line, expected in zip(run.metrics, plain.metrics, strict=True):
         assert len(expected) > 8
@@ -942,7 +969,8 @@ CUTS = [  # level, cut, min_weight, max_weight
 @pytest.mark.parametrize(("level", "cut", "low", "high"), CUTS)
 def test_stale_samples_from_an_older_policy_and_weights_gradients(level, cut, low, high, start):
     """Of two updates ago, first from the initial policy; in an evaluation, from today's."""
-    samplers, weights = [], []
+    samplers = []
+    weights = []
 
     def sample(lm, *inputs):
         samplers.append(deepcopy(lm.state_dict()))
@@ -951,10 +979,12 @@ def test_stale_samples_from_an_older_policy_and_weights_gradients(level, cut, lo
     flags = dict(total_episodes=64, sampler_lag=2, sample_in_batches=sample)
     flags.update(weight_level=level, weight_cut=cut, min_weight=low, max_weight=high)
     run = start("stale", **EQUAL | flags)
-    before, model = [step.before for step in run.steps[::4]], load_policy(run.args.task.base_model)
+    before = [step.before for step in run.steps[::4]]
+    model = load_policy(run.args.task.base_model)
 
     def advantages_of(name, rollout, kl, kl_coef, args):
-        update, logprobs = len(weights), []
+        update = len(weights)
+        logprobs = []
         of_evaluation, of_update = samplers[2 * update : 2 * update + 2]
         for i, sampler in ((update, of_evaluation), (max(update - 2, 0), of_update)):
             model.load_state_dict(before[i], strict=False)
@@ -999,7 +1029,8 @@ def test_entropy_adds_the_gradient_of_the_mean_entropy_in_float64(
     flags = dict(lr=0.0, sample_in_batches=uneven_responses, micro_batch_tokens=20) | EOS
     base = {"entropy": "ppo", "entropy_rloo": "rloo"}.get(names, "dapo")
     run = start(*names.split("+"), entropy_coef=3.0, entropy_target=target, **flags)
-    model, temperature = deepcopy(run.model.lm).double(), run.args.task.temperature
+    model = deepcopy(run.model.lm).double()
+    temperature = run.args.task.temperature
     steps = zip(run.steps, start(base, **flags).steps, strict=True)
     found = [line.get("ppo/policy/entropy_coef") for line in run.metrics]
     assert found == pytest.approx([*coefs, None])
@@ -1007,7 +1038,8 @@ def test_entropy_adds_the_gradient_of_the_mean_entropy_in_float64(
         entropies = []
         for context, response in zip(rollout.contexts, rollout.responses, strict=True):
             tokens = torch.cat([context, response])
-            tokens, n = tokens[tokens != tiny.WORDS], (response != tiny.WORDS).sum()
+            tokens = tokens[tokens != tiny.WORDS]
+            n = (response != tiny.WORDS).sum()
             logits = model(tokens[None]).logits[0, -n - 1 : -1] / temperature
             probs = torch.exp(logits) / torch.exp(logits).sum(dim=1, keepdim=True)
             entropies.append(-(probs * probs.log()).sum(dim=1))
@@ -1033,7 +1065,8 @@ def test_raft_raises_the_likelihood_of_the_best_response_to_each_query(flags, st
         rewards = rollout.scores - line["objective/kl_coef"] * rollout.kl.sum(dim=1)
         losses = []
         for rows in sum(epochs, []):
-            step, chosen = next(steps), []
+            step = next(steps)
+            chosen = []
             for group in rows.view(-1, 4).tolist():
                 i = group[0] if "select_best" in flags else max(group, key=lambda i: rewards[i])
                 if rollout.scores[i] >= flags.get("min_score", -99):
@@ -1066,7 +1099,8 @@ def test_vine_advantages_are_what_parts_add_to_mean_scores_of_continuations(star
 
     def advantages_of(name, rollout, kl, kl_coef, args):
         equal = rollout._replace(scores=torch.zeros(16))
-        penalties, found = slow_advantages("rloo", equal, kl, kl_coef), []
+        penalties = slow_advantages("rloo", equal, kl, kl_coef)
+        found = []
         for i in range(16):
             length = i % 5 + 1
             first = i // 4 * 4
@@ -1091,7 +1125,8 @@ def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, start):
         return (1 - alike) * responses.sum(dim=1).float()
 
     run = start("online_dpo", lr=0.0, num_minibatches=1, kl_coef=0.3, kl_target=None, score=score)
-    rollout, ref = run.rollouts[0], load_policy(run.args.ref_model)
+    rollout = run.rollouts[0]
+    ref = load_policy(run.args.ref_model)
     ours, theirs = (alone(x, rollout, rollout.mask) for x in (run.model, ref))
     log_ratios = [(ours[i][0] - theirs[i][0]).sum() for i in range(16)]
     loss = 0

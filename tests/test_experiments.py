@@ -22,14 +22,19 @@ from data import tasks
 from machinery import cli
 from machinery.tokens import load_tokenizer
 
-patched, start, task = test_diffs.patched, test_diffs.start, test_diffs.task
+patched = test_diffs.patched
+start = test_diffs.start
+task = test_diffs.task
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2])
 def test_tools_sampling_continues_after_what_the_tool_inserts(calls, patched, monkeypatch):
     """The answer depends on the response so far, and is cut at R tokens."""
-    script, lm, task = patched("tools"), tiny.make_lm(), tiny.make_task(response_length=12)
-    contexts, uniform = tiny.make_contexts([3, 6, 8, 1] * 4, 8), tiny.uniform(12, 16)
+    script = patched("tools")
+    lm = tiny.make_lm()
+    task = tiny.make_task(response_length=12)
+    contexts = tiny.make_contexts([3, 6, 8, 1] * 4, 8)
+    uniform = tiny.uniform(12, 16)
     caller = tiny.sample(lm, contexts, uniform).flatten().mode().values.item()
 
     def encode(before, texts, tokenizer):
@@ -43,15 +48,21 @@ def test_tools_sampling_continues_after_what_the_tool_inserts(calls, patched, mo
     args = tiny.make_args(task, script, tool_fn="mine.py:tool", tool_calls=calls)
     found = script.sample(lm, contexts, uniform, tiny.IDS, args)
     for row, context in enumerate(contexts):
-        tokens, expected = context[context != tiny.PAD].tolist(), []
-        answer, left = [], calls
+        tokens = context[context != tiny.PAD].tolist()
+        expected = []
+        answer = []
+        left = calls
         for t in range(12):
             logits = lm(torch.tensor([tokens])).logits[:, -1] / task.temperature
-            token, mark = utils.sample_token(logits, uniform[t, row : row + 1]).item(), 0
+            token = utils.sample_token(logits, uniform[t, row : row + 1]).item()
+            mark = 0
             if answer:
-                token, mark = answer.pop(0), 1
+                token = answer.pop(0)
+                mark = 1
             elif token == caller and left:
-                answer, left, mark = [t + 1, 7], left - 1, -1
+                answer = [t + 1, 7]
+                left = left - 1
+                mark = -1
             tokens.append(token)
             expected.append(token + mark * (tiny.PAD + 1))
         assert found[row].tolist() == expected
@@ -68,24 +79,30 @@ def test_tools_an_answer_is_a_text_or_the_users_turn(kind, patched, here):
     answer = f"\n<|im_start|>user\nWhy?{end}\n<|im_start|>assistant\n"
     text = answer.join(turns)
     if kind == "llama2":
-        tool_token, end, turns, answer, text = "?", "</s>", ["7?", "8</s>"], "42", "7?42 8</s>"
+        tool_token = "?"
+        end = "</s>"
+        turns = ["7?", "8</s>"]
+        answer = "42"
+        text = "7?42 8</s>"
     tokenizer = getattr(formats if kind == "llama2" else test_tokens, f"{kind}_tokenizer")()
     tiny.make_lm(vocab=len(tokenizer)).save_pretrained(here / "model")
     tokenizer.save_pretrained(here / "model")
     (here / "tool.py").write_text(f"def ask(*texts): return [{answer!r}]")
     model = str(here / "model")  # `load_tool` is cached
     task = tiny.make_task(base_model=model, truncate_token=end, truncate_after=0, eos_task=True)
-    script, ids = patched("tools"), load_tokenizer(task, 5)[1]
+    script = patched("tools")
+    ids = load_tokenizer(task, 5)[1]
     args = tiny.make_args(task, script, tool_fn="tool.py:ask", tool_token=tool_token)
-    responses, start = torch.full((1, 60), ids.pad), 0
+    responses = torch.full((1, 60), ids.pad)
+    start = 0
     for turn in turns:  # the second may call no more
-        assert not script.truncate(responses, ids.ends, 0, ids.pad)[1]
+        assert not script.truncate(responses, ids)[1]
         tokens = tokenizer.encode(turn, add_special_tokens=False)
         responses[0, start : start + len(tokens)] = torch.tensor(tokens)
         script.insert_answers(responses, responses, start + len(tokens) - 1, ids, args)
         start = int((responses != ids.pad).sum())
     responses[0, start:] = tokens[0]
-    truncated, ended = script.truncate(responses, ids.ends, 0, ids.pad)
+    truncated, ended = script.truncate(responses, ids)
     tokens = (truncated % (ids.pad + 1))[truncated != ids.pad]
     assert ended and tokenizer.decode(tokens, clean_up_tokenization_spaces=False) == text
 
@@ -107,7 +124,9 @@ def test_dynamic_sampling_replaces_groups_with_equal_scores_until_the_limit(limi
     run = start("dynamic_sampling", load_reward=lambda *_: reward, **flags)
     batches = iter(scored)
     for rollout, line in zip(run.rollouts, run.metrics, strict=False):
-        missing, kept, sizes = [0, 1, 2, 3], {}, []
+        missing = [0, 1, 2, 3]
+        kept = {}
+        sizes = []
         while missing and len(sizes) <= limit:
             groups = next(batches).split(4)
             sizes.append(len(missing))
@@ -125,7 +144,8 @@ def test_dynamic_sampling_replaces_groups_with_equal_scores_until_the_limit(limi
 
 def test_curriculum_draws_queries_by_1_minus_the_mean_score_of_their_last_responses(patched, start):
     """Weights are at least 0.3, and frequencies are those of weights."""
-    own, draws = patched("curriculum").query_rows, []
+    own = patched("curriculum").query_rows
+    draws = []
 
     def draw(weights, *rest):
         draws.append((weights, own(weights, *rest)))
@@ -135,7 +155,8 @@ def test_curriculum_draws_queries_by_1_minus_the_mean_score_of_their_last_respon
         return responses[:, 0] % 3 - 1.0
 
     run = start("curriculum", query_rows=draw, total_episodes=256, min_weight=0.3, score=score)
-    success, again = np.zeros(len(draws[0][0])), 0
+    success = np.zeros(len(draws[0][0]))
+    again = 0
     for rollout, (weights, rows) in zip(run.rollouts, draws, strict=True):
         assert weights == pytest.approx(np.maximum(1 - success, 0.3))
         again += success[rows].astype(bool).sum()

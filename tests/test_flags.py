@@ -51,7 +51,8 @@ def results(tmp_path_factory):
 
     @functools.cache
     def results(name, **flags):
-        run, of_rl = tiny.FakeRun(), name in ("ppo", "rloo")
+        run = tiny.FakeRun()
+        of_rl = name in ("ppo", "rloo")
         run.main = False  # no pictures
         heldout = dict(num_heldout=4) if name == "train_reward" else {}
         args = tiny.make_args(None if of_rl else task, SCRIPTS[name], **heldout | flags)
@@ -117,7 +118,8 @@ def test_a_reference_with_another_tokenizer_is_refused(script, start):
 
 
 def test_X13_R3_policy_model_samples_base_model_becomes_the_reward_model(start, monkeypatch):
-    other, loaded = str(tiny.write_model(Path("other"), "llama")), []
+    other = str(tiny.write_model(Path("other"), "llama"))
+    loaded = []
     monkeypatch.setattr(train_reward, "load_lm", tiny.keep(train_reward.load_lm, loaded))
     start("train_reward", policy_model=other, output_dir="reward_model")
     assert [lm.config.model_type for lm in loaded] == ["llama", "gpt2"]
@@ -138,7 +140,8 @@ def test_X14_ppo_without_whitened_advantages():
 @tiny.both
 def test_the_response_length_reaches_the_decoder(script):
     args = tiny.make_args(script=script, total_episodes=8)
-    lm, contexts = tiny.make_lm(), tiny.make_contexts([3, 2], 8)
+    lm = tiny.make_lm()
+    contexts = tiny.make_contexts([3, 2], 8)
     uniform = tiny.uniform(args.task.response_length, 2)
     batch = Mock(wraps=decoding.DecodingBatch)
     with pytest.MonkeyPatch.context() as patch:
@@ -150,7 +153,8 @@ def test_the_response_length_reaches_the_decoder(script):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_gradient_checkpointing_recomputes_every_block_and_changes_nothing(name, runs, monkeypatch):
     monkeypatch.chdir(runs.folder)
-    forward, calls = GPT2MLP.forward, {"forward": 0, "recomputed": 0}
+    forward = GPT2MLP.forward
+    calls = {"forward": 0, "recomputed": 0}
 
     def count(self, *args):
         if torch.is_grad_enabled():
@@ -165,12 +169,3 @@ def test_gradient_checkpointing_recomputes_every_block_and_changes_nothing(name,
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     assert calls["recomputed"] == calls["forward"] > 0
-
-
-@pytest.mark.parametrize("off", [False, True])
-@pytest.mark.parametrize("batch_size", [14, 16])
-def test_P9_a_minibatch_of_fewer_than_8_responses_in_all_is_warned_of(batch_size, off, capsys):
-    """Which OpenAI refuses; unless nothing is whitened."""
-    flags = dict(whiten_rewards=not off, whiten_advantages=False, num_minibatches=2)
-    ppo.check(tiny.make_args(batch_size=batch_size, reward_fn="data.answers:gsm8k", **flags), 1)
-    assert ("--batch_size" in capsys.readouterr().out) == (batch_size == 14 and not off)

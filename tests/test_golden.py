@@ -145,7 +145,8 @@ def test_A1_adam_follows_tensorflow(schedule):
 def test_G3_P1_logprobs_entropies_and_values_of_responses(script):
     """rloo has no values."""
     record, arrays = load("model")
-    pad_id, weights = record["padding_token"], tensors(arrays, "weights/")
+    pad_id = record["padding_token"]
+    weights = tensors(arrays, "weights/")
     key = next(k for k in arrays if k.startswith("policy_analyze_T")).split("/")[0]
     temperature = float(key.removeprefix("policy_analyze_T"))
     policy = make_policy(record["model_hparams"], weights, pad_id, temperature)
@@ -160,12 +161,13 @@ def test_G3_P1_logprobs_entropies_and_values_of_responses(script):
 @tiny.both
 def test_P5_truncation_and_penalty(script, name):
     record, arrays = load("score_fn")
-    config, pad_id = record["configs"][name], record["padding_token"]
+    config = record["configs"][name]
+    pad_id = record["padding_token"]
     model = make_reward(record["model_hparams"], tensors(arrays, "reward_weights/"), pad_id)
-    penalty = dict(unfinished_score=config["penalty_reward_value"])
-    task = replace(tasks.BOOKS, truncate_after=config["truncate_after"], **penalty)
+    task = replace(tasks.BOOKS, unfinished_score=config["penalty_reward_value"])
     token = config["truncate_token"]
-    ids = utils.TokenIds(pad_id, [] if token is None else [token], [], [])
+    ends = [] if token is None else [token]
+    ids = utils.TokenIds(pad_id, ends, [], [], truncate_after=config["truncate_after"])
     texts = left(arrays["queries"], pad_id), tokens_of(arrays["responses"])
     reward = tiny.fake_reward(tiny.reward_function(model, 50))
     found = script.score_responses(reward, *texts, {}, ids, script.Args(task=task))
@@ -177,9 +179,11 @@ def test_P5_truncation_and_penalty(script, name):
 
 @pytest.mark.parametrize("setting", QUERY["outputs"])
 def test_P3_queries_start_and_end_where_openais_do(setting):
-    length, pad_id = QUERY["sequence_length"], QUERY["padding_token"]
+    length = QUERY["sequence_length"]
+    pad_id = QUERY["padding_token"]
     setting = QUERY["outputs"][setting]
-    start, end = setting["start_token"], setting["end_token"]
+    start = setting["start_token"]
+    end = setting["end_token"]
     for name, tokens in QUERY["inputs"].items():
         ends = None if end is None else [token == end for token in tokens]
         cut = queries.cut_query(tokens, length, start, ends)
@@ -188,7 +192,8 @@ def test_P3_queries_start_and_end_where_openais_do(setting):
 
 
 def ppo_args(record: dict, micro_batch_tokens: int) -> ppo.Args:
-    p, r = record["hparams"]["ppo"], record["hparams"]["rewards"]
+    p = record["hparams"]["ppo"]
+    r = record["hparams"]["rewards"]
     kl = r["adaptive_kl"] or {"target": None, "horizon": 1}
     return ppo.Args(
         task=make_task(record),
@@ -218,8 +223,10 @@ def test_ppo_reproduces_every_update(name, micro_batch_tokens, accelerator):
     """`main` on recorded queries, responses and permutations makes OpenAI's rollouts, statistics of
     each minibatch, learning rates, KL coefficients, weights and moments (G5, P1, P5-P11, A1)."""
     record, arrays = load(name)
-    args, pad_id = ppo_args(record, micro_batch_tokens), record["padding_token"]
-    temperature, hparams = args.task.temperature, record["model_hparams"]
+    args = ppo_args(record, micro_batch_tokens)
+    pad_id = record["padding_token"]
+    temperature = args.task.temperature
+    hparams = record["model_hparams"]
     policy = make_policy(hparams, tensors(arrays, "init/policy/"), pad_id, temperature)
     ref = ppo.PolicyAndValue(make_lm(hparams, tensors(arrays, "init/ref/")), pad_id, temperature)
     reward = make_reward(hparams, tensors(arrays, "init/reward/"), pad_id)
@@ -228,7 +235,8 @@ def test_ppo_reproduces_every_update(name, micro_batch_tokens, accelerator):
     updates = [below(f"u{i}/", arrays) for i in range(record["nupdates"])]
     size = args.batch_size // args.num_minibatches
     epochs = [[[*torch.from_numpy(order).split(size)] for order in u["order"]] for u in updates]
-    rollouts, steps = [], [{}]
+    rollouts = []
+    steps = [{}]
 
     def spy_losses(*arguments):
         *losses, stats = ppo_losses(*arguments)
@@ -239,7 +247,8 @@ def test_ppo_reproduces_every_update(name, micro_batch_tokens, accelerator):
     def check_update(update, metrics):
         if update == len(updates):  # the last evaluation
             return
-        u, kl_coef = updates[update], metrics["objective/kl_coef"]
+        u = updates[update]
+        kl_coef = metrics["objective/kl_coef"]
         assert kl_coef == pytest.approx(float(u["kl_coef_before"]), abs=1e-7)
         assert metrics["ppo/lr"] == pytest.approx(float(u["lr"]), rel=1e-6)
         check_rollout(rollouts[-1], u, first=update == 0)
@@ -259,7 +268,8 @@ def test_ppo_reproduces_every_update(name, micro_batch_tokens, accelerator):
             following = script.next_kl_coef(kl_coef, metrics["objective/kl"], args)
             assert following == pytest.approx(float(u["kl_coef_after"]), rel=2e-6)
 
-    ppo_losses, step = ppo.ppo_losses, ppo.AdamTF.step
+    ppo_losses = ppo.ppo_losses
+    step = ppo.AdamTF.step
     spy_step = lambda self, closure=None: (steps.append({}), step(self))  # noqa: E731
     texts = {name: [tokens_of(u[name]) for u in updates] for name in ("queries", "responses")}
     spies = dict(Run=tiny.FakeRun(check_update), Rollout=tiny.keep(ppo.Rollout, rollouts))
@@ -288,7 +298,8 @@ def check_rollout(rollout: ppo.Rollout, u: dict[str, np.ndarray], first: bool) -
 def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator):
     """`main` on recorded samples and labels: normalize, train, normalize again (R1-R4, A1, G5)."""
     record, arrays = load("reward")
-    h, pad_id = record["hparams"], record["padding_token"]
+    h = record["hparams"]
+    pad_id = record["padding_token"]
     same = ("batch_size", "lr", "normalize_samples", "rollout_batch_size")
     sizes = {name: h[name] for name in same} | dict(micro_batch_tokens=micro_batch_tokens)
     sizes |= dict(num_labels=h["labels"]["num_train"])
@@ -302,7 +313,8 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator):
     estimates = [i for i, norm in norms.items() if norm["kind"].startswith("estimate")]
     parts = ("queries", "responses")
     texts = {i: [tokens_of(arrays[f"norm{i}/{part}"]) for part in parts] for i in norms}
-    normalize, events = train_reward.normalize, []
+    normalize = train_reward.normalize
+    events = []
 
     def check_normalize(model, tokens, max_tokens):
         norm = norms[estimates[len(events)]]

@@ -27,10 +27,11 @@ from transformers import AutoModelForCausalLM
 from data import tasks
 from machinery import cli, distributed, models, rewards, sources, unpadding
 from train_reward import RewardModel
-from utils import truncate
+from utils import TokenIds, truncate
 
 KINDS = (*tiny.KINDS, "mistral_window", "qwen3_5_text")
-PRECISIONS, FORMS = ("no", "bf16"), ("fixed", "eos")
+PRECISIONS = ("no", "bf16")
+FORMS = ("fixed", "eos")
 ALL = list(product(SCRIPTS, KINDS, PRECISIONS, FORMS))
 
 
@@ -38,7 +39,9 @@ def covering_array() -> list[tuple]:
     """Each script meets each kind once; the rest are sums of their bits: an orthogonal array."""
     rows = []
     for (s, script), (k, kind) in product(enumerate(SCRIPTS), enumerate(KINDS)):
-        p, f, n = (k ^ s) & 1, (k ^ s) >> 1 & 1, (k >> 2 ^ s ^ s >> 1) & 1
+        p = (k ^ s) & 1
+        f = (k ^ s) >> 1 & 1
+        n = (k >> 2 ^ s ^ s >> 1) & 1
         rows.append((script, kind, PRECISIONS[p], FORMS[f], 1 + n))
     return rows
 
@@ -89,7 +92,8 @@ def check_update(folder: Path, script: str) -> None:
 
 
 def test_every_two_values_meet_in_one_of_36_runs():
-    rows, values = covering_array(), (SCRIPTS, KINDS, PRECISIONS, FORMS, (1, 2))
+    rows = covering_array()
+    values = (SCRIPTS, KINDS, PRECISIONS, FORMS, (1, 2))
     assert len(rows) == 36
     for i, j in combinations(range(5), 2):
         assert {(row[i], row[j]) for row in rows} == {*product(values[i], values[j])}
@@ -153,7 +157,7 @@ def sample_apart(rank: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             end_soon(patch, calls)
             found = tiny.sample(policy.lm, contexts, uniform, eos_task=True, truncate_after=0)
-        return truncate(found, [0], 0, tiny.PAD)[0], len(calls)
+        return truncate(found, TokenIds(tiny.PAD, [0], [], []))[0], len(calls)
 
     args = tiny.make_args()
     accelerator = distributed.start(args)
@@ -171,7 +175,8 @@ def sample_apart(rank: int) -> None:
 
 def two_processes(combinations: list[tuple]) -> None:
     """What each process of a launch does: each combination with copies, then sharded."""
-    rank, stop = int(os.environ["RANK"]), distributed.stop
+    rank = int(os.environ["RANK"])
+    stop = distributed.stop
     distributed.stop = lambda accelerator: accelerator.wait_for_everyone()  # one group for all
     tiny.shard_on_a_cpu()
     os.environ |= {"FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}

@@ -59,7 +59,8 @@ def test_nan_at_masked_positions_changes_nothing(script, accelerator):
 @pytest.mark.parametrize(("k", "micro_batch_tokens"), [(2, 40), (3, 1), (3, 40), (3, 4096)])
 def test_R4_reward_training_follows_the_mean_over_labels(k, micro_batch_tokens, accelerator):
     """Of 6 labels with k candidates each, all of uneven length. Queries are computed once."""
-    rng, model = np.random.default_rng(0), tiny.make_reward()
+    rng = np.random.default_rng(0)
+    model = tiny.make_reward()
     queries = [rng.integers(1, tiny.PAD, n) for n in (8, 1, 3, 5, 2, 8)]
     responses = []
     for _ in queries:
@@ -73,7 +74,9 @@ def test_R4_reward_training_follows_the_mean_over_labels(k, micro_batch_tokens, 
     spies = dict(AdamTF=tiny.Recorder, normalize=lambda *a: (0.0, 1.0))
     run = tiny.start(train_reward, args, model, labels=labels, **spies)
     computed = len(seen)
-    num_tokens, losses, right = 0, [], 0
+    num_tokens = 0
+    losses = []
+    right = 0
     for query, candidates, best in zip(queries, responses, labels.best, strict=True):
         rewards = []
         for response in candidates:
@@ -100,7 +103,8 @@ def test_of_n_equal_rewards_each_is_the_largest_in_1_of_n_cases():
 def test_sft_follows_the_mean_over_tokens(micro_batch_tokens, accelerator, monkeypatch):
     """Of the real tokens of responses. Clipping far above the norm hides no factor; it clips."""
     monkeypatch.setattr(torch.optim, "AdamW", tiny.Recorder)
-    lm, prompts = tiny.make_lm(), [6, 6, 1, 3, 6]
+    lm = tiny.make_lm()
+    prompts = [6, 6, 1, 3, 6]
     rows = torch.cat([tiny.make_contexts(prompts, 6), tiny.make_responses(5, 5)], dim=1)
     rows[1, 8:] = tiny.PAD
     rows[3, 10:] = tiny.PAD
@@ -147,13 +151,15 @@ def sft_blocks(runs) -> tuple[torch.Tensor, queries.TokenTable]:
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_a_saved_policy_loads_as_a_language_model_with_the_same_logits(kind, tmp_path, accelerator):
     """Tied weights stay tied, and no pad was added to the embedding."""
-    folder, saved = str(tiny.write_model(tmp_path / "start", kind)), tmp_path / "saved"
+    folder = str(tiny.write_model(tmp_path / "start", kind))
+    saved = tmp_path / "saved"
     policy = rloo.Policy(models.load_lm(folder), tiny.WORDS, 0.7)
     policy, optimizer = accelerator.prepare(policy, rloo.AdamTF(policy.parameters(), lr=1e-2))
     contexts = tiny.make_contexts([2, 6], 6, vocab=tiny.WORDS)
     policy(contexts, tiny.make_responses(2, 4))[0].sum().backward()
     optimizer.step()
-    lm, tokenizer = policy.lm.eval(), AutoTokenizer.from_pretrained(folder)
+    lm = policy.lm.eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     runs.save_model(lm, tokenizer, saved, checkpoints.full_state(lm)[0], {})
     loaded = AutoModelForCausalLM.from_pretrained(saved)
     start = AutoModelForCausalLM.from_pretrained(folder)
@@ -192,7 +198,8 @@ def test_sampling_leaves_a_model_in_the_mode_that_it_was_in(accelerator):
 @tiny.both
 def test_under_bf16_probabilities_statistics_and_weights_are_fp32(script, bf16_accelerator):
     """In the rollout and in training the same: autocast in the transformer, not behind it."""
-    seen, rollouts = [], []
+    seen = []
+    rollouts = []
 
     def spy_logits(lm, hidden):
         logits = models.compute_logits(lm, hidden)
@@ -209,7 +216,8 @@ def test_under_bf16_probabilities_statistics_and_weights_are_fp32(script, bf16_a
     for state in run.optimizer.state.values():
         numbers += state.values()
     assert {x.dtype for x in numbers} == {torch.float32}
-    contexts, responses = tiny.make_contexts([8, 3], 8), tiny.make_responses(2, 5)
+    contexts = tiny.make_contexts([8, 3], 8)
+    responses = tiny.make_responses(2, 5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "compute_logits", spy_logits)
         logprobs, entropies, *_ = policy(contexts, responses)
@@ -257,7 +265,8 @@ def test_with_an_lr_of_0_nothing_drifts(script, updates, precision, task, here, 
     files = dict(run_name="run", output_dir="out", reward_fn="two_processes:count_e")
     script.main(tiny.make_args(task, script, truncate_token=None, **sizes, **files))
 
-    heldout, seen = [], set()
+    heldout = []
+    seen = set()
     for rollout in rollouts:
         queries = {tuple(row) for row in rollout.queries.tolist()}
         if len(rollout.queries) == 10:
@@ -271,14 +280,16 @@ def test_with_an_lr_of_0_nothing_drifts(script, updates, precision, task, here, 
     for line in lines[:updates]:
         assert line["objective/kl"] == 0  # policy and reference read the same batches
         assert line["ppo/policy/approxkl_avg"] < (1e-8 if precision == "no" else 1e-3)
-    evaluations, coefs = [], []
+    evaluations = []
+    coefs = []
     for line in lines:
         if "eval/scores" in line:
             coefs.append(line.pop("eval/kl_coef"))
             evaluations.append({k: x for k, x in line.items() if "eval/" in k})
     assert coefs[0] > coefs[1] > coefs[2]  # the KL is below its target
     assert evaluations[0] == evaluations[1] == evaluations[2]
-    before, after = models.load_lm(task.base_model).state_dict(), load_file("out/model.safetensors")
+    before = models.load_lm(task.base_model).state_dict()
+    after = load_file("out/model.safetensors")
     for name, value in after.items():
         assert torch.equal(value, before[name])
 
@@ -290,8 +301,11 @@ def test_an_evaluation_counts_a_response_to_its_end_or_all_of_it(script, eos_tas
     task = tiny.make_task(eos_task=eos_task, truncate_after=0, unfinished_score=-3.0)
     held_out = torch.tensor([[7, tiny.EOS, 7, 7, 7], [7, 7, 7, 7, 7], [9, 9, 9, 9, 9]])
     training = tiny.make_responses(8, 5)
-    policy, ref = tiny.make_policy(script=script), tiny.make_policy(seed=3, script=script)
-    forward, samples, run = policy.forward, [], tiny.FakeRun()
+    policy = tiny.make_policy(script=script)
+    ref = tiny.make_policy(seed=3, script=script)
+    forward = policy.forward
+    samples = []
+    run = tiny.FakeRun()
 
     def surer(contexts, responses):
         logprobs, *others = forward(contexts, responses)
@@ -309,9 +323,11 @@ def test_an_evaluation_counts_a_response_to_its_end_or_all_of_it(script, eos_tas
     run.log_samples = lambda step, columns, *_: samples.append(columns)
     args = tiny.make_args(task, script, total_episodes=8, lr=0.0, kl_coef=0.5, kl_target=None)
     tiny.start(script, args, policy, ref=ref, reward=reward, sample_in_batches=sampled, Run=run)
-    kl, lengths = [15, 15, 15], [5, 5, 5]
+    kl = [15, 15, 15]
+    lengths = [5, 5, 5]
     if eos_task:
-        kl, lengths = [3, 15, 15], [2, 5, 5]
+        kl = [3, 15, 15]
+        lengths = [2, 5, 5]
     expected = {
         "eval/scores": (2 - 3 - 3) / 3,
         "eval/scores_std": 5 * math.sqrt(2) / 3,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from test_details import HAND, eos_run
+from test_details import assert_near, eos_run
 from torch.testing import assert_close
 
 import rloo
@@ -39,7 +39,7 @@ def test_L4_at_ratio_1_the_gradient_is_reinforces_as_in_the_announcement():
     """Both are [-0.1749, 0.5246, -0.1749, -0.1749] there, of what is maximized."""
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0]], requires_grad=True)
     loss_of(logits.log_softmax(dim=1)[:, 1:2]).backward()
-    assert_close(-logits.grad, torch.tensor([[-0.1749, 0.5246, -0.1749, -0.1749]]), **HAND)
+    assert_near(-logits.grad, torch.tensor([[-0.1749, 0.5246, -0.1749, -0.1749]]))
 
 
 def test_L4_a_ratio_of_12_19_nulls_a_whole_response_as_in_the_announcement():
@@ -47,7 +47,7 @@ def test_L4_a_ratio_of_12_19_nulls_a_whole_response_as_in_the_announcement():
     ratios = torch.tensor([[1.0625], [12.1875]])
     new = (ratios.log() / 9).repeat(1, 9).requires_grad_()
     loss_of(new).backward()
-    assert_close(new.grad, torch.tensor([[-1.0625] * 9, [0.0] * 9]), **HAND)
+    assert_near(new.grad, torch.tensor([[-1.0625] * 9, [0.0] * 9]))
 
 
 def test_L5_there_is_no_value_network():
@@ -59,21 +59,27 @@ def test_X9_L1_L4_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged_row
     run, rollout, policy = eos_run(rloo)
     first, second = rollout.rewards.double().numpy().reshape(4, 2).T  # k = 2 responses
     advantages = np.stack([first - second, second - first], axis=1).flatten()
-    losses, ratios, entropies, clipped = [], [], [], 0
+    losses = []
+    ratios = []
+    entropies = []
+    clipped = 0
     for i, advantage in enumerate(advantages.tolist()):
         text = rollout.contexts[i], rollout.responses[i]
         logprobs, entropy = tiny.run_alone(policy, *text)
         ratio = (logprobs.sum() - rollout.logprobs[i].sum()).exp()
-        loss, loss_clipped = -advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)
+        loss = -advantage * ratio
+        loss_clipped = -advantage * ratio.clamp(0.8, 1.2)
         losses.append(torch.max(loss, loss_clipped))
         clipped += (loss_clipped > loss).item()
         ratios.append(ratio.item())
         entropies += entropy.tolist()
     assert len(entropies) == rollout.mask.sum() < 40 and 0 < clipped < 8
     assert rollout.logprobs.max() <= 0
-    loss, ratios = torch.stack(losses).mean(), np.array(ratios)
+    loss = torch.stack(losses).mean()
+    ratios = np.array(ratios)
     tiny.assert_gradients(run, policy, loss)
-    scores, kl = [1, 2, 3, -1, 5, 6, 7, -1], rollout.kl.sum(dim=1).mean().item()
+    scores = [1, 2, 3, -1, 5, 6, 7, -1]
+    kl = rollout.kl.sum(dim=1).mean().item()
     expected = {
         "ppo/loss/policy_avg": loss.item(),
         "ppo/policy/approxkl_avg": np.mean(np.log(ratios) ** 2) / 2,

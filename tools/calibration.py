@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 import transformers
 import tyro
 from matplotlib.figure import Figure
@@ -77,7 +78,9 @@ def main(args: Args, flags: tuple[str, ...] = ()) -> None:
     suffix = tokenizer.encode(of_task.query_suffix, add_special_tokens=False)
     labels = load_labels(of_task, tokenizer, TokenIds(pad_id, ends, [], suffix), config)
     rows = labels.held_out(training.num_labels)[: training.num_heldout]
-    rewards, best = train_reward.predict(reward_model, labels, rows, pad_id, training, "cpu")
+    rewards, best = train_reward.predict(
+        reward_model, labels, rows, pad_id, training, torch.device("cpu")
+    )
     for row in calibration(rewards, best):
         print(json.dumps(row))
     is_best = train_reward.F.one_hot(best, rewards.shape[1]).bool()

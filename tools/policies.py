@@ -128,7 +128,7 @@ class Policy:
         uniform = random_numbers(seed, 0, self.device, *shape)
         contexts = add_affixes(queries.to(self.device), ids)
         responses = ppo.sample_in_batches(self.lm, contexts, uniform, ids, settings)
-        return truncate(responses, ids.ends, task.truncate_after, ids.pad)
+        return truncate(responses, ids)
 
     def decode(self, tokens: Tensor) -> list[str]:
         """[B, T] → B texts as reward functions read them."""
