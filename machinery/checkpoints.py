@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ READ_WITH = dict(label_dataset="num_labels", reward_fn="reward_model", gold_fn="
 
 def names_of(model: nn.Module) -> set[str]:
     """The names of all weights and buffers that are saved, tied ones once."""
-    names = {name for name, _ in model.named_parameters()}
-    names.update(name for name, _ in model.named_buffers())
-    return names & model.state_dict().keys()  # without rotary angles and the like
+    saved = model.state_dict().keys()  # without rotary angles and the like
+    named: list[Any] = [*model.named_parameters(), *model.named_buffers()]
+    return {name for name, _ in named if name in saved}
 
 
 def full_state(model: nn.Module, *optimizers: Any) -> tuple[dict, dict]:
@@ -35,29 +36,30 @@ def full_state(model: nn.Module, *optimizers: Any) -> tuple[dict, dict]:
     from torch.distributed.checkpoint import state_dict as dcp  # slow to import
 
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state: Any = dcp.get_state_dict(model, optimizers, options=options)
-    weights, optimizer_state = state
+    weights: Any
+    weights, optimizer_state = dcp.get_state_dict(model, optimizers, options=options)
     names = names_of(model)
     weights = {name: x.contiguous() for name, x in weights.items() if name in names}
     return weights, optimizer_state
 
 
-def take_tensors(x: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def take_tensors(x: Any, tensors: dict[str, Tensor], place: str = "") -> Any:
     """`x` for JSON: tensors in nested dicts and lists move into `tensors`, named by their place."""
     if isinstance(x, Tensor):
+        name = place.removeprefix("/")
         is_own_state = name.startswith("state")  # may share memory, which no file can
         tensors[name] = x.detach().to("cpu", copy=is_own_state).contiguous()
         return {"tensor": name, "device": x.device.type}
     if isinstance(x, dict):
-        return {key: take_tensors(y, f"{name}/{key}", tensors) for key, y in x.items()}
+        return {key: take_tensors(y, tensors, f"{place}/{key}") for key, y in x.items()}
     if isinstance(x, list | tuple):
-        return [take_tensors(y, f"{name}/{i}", tensors) for i, y in enumerate(x)]
+        return [take_tensors(y, tensors, f"{place}/{i}") for i, y in enumerate(x)]
     return x
 
 
-def dump(parts: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+def dump(x: Any, tensors: dict[str, Tensor]) -> str:
     """JSON of nested dicts and lists; their tensors move into `tensors`."""
-    return json.dumps({name: take_tensors(x, name, tensors) for name, x in parts.items()})
+    return json.dumps(take_tensors(x, tensors))
 
 
 def parse(text: str, tensors: dict[str, Tensor]) -> Any:
@@ -66,10 +68,7 @@ def parse(text: str, tensors: dict[str, Tensor]) -> Any:
     def restore(x: dict[str, Any]) -> Any:
         if "tensor" in x:
             return tensors[x["tensor"]].to(x["device"])
-        found: dict[Any, Any] = {}
-        for key, value in x.items():
-            found[int(key) if key.isdigit() else key] = value
-        return found
+        return {int(key) if key.isdigit() else key: value for key, value in x.items()}
 
     return json.loads(text, object_hook=restore)
 
@@ -87,12 +86,10 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Any, s
     parts = {"step": step, "model": weights, "optimizer": optimizer_state, "state": state}
     header = dump(parts, tensors)
     folder.mkdir(exist_ok=True)
-    part = folder / f"{step:08}.part"
-    part.touch()
-    mode = part.stat().st_mode  # as of other files; safetensors lets only the owner read its own
+    part = folder / "new.part"
     save_file(tensors, part, {"state": header})
-    part.chmod(mode)
-    part.replace(part.with_suffix(".safetensors"))
+    shutil.copymode(folder.parent / "args.json", part)  # safetensors lets only the owner read it
+    part.replace(folder / f"{step:08}.safetensors")
     for old in sorted(folder.glob(CHECKPOINTS))[:-KEPT]:
         old.unlink()
 
@@ -126,9 +123,7 @@ def describe(args: Any, processes: int) -> dict[str, Any]:
 
     Paths inside of the project are relative to it: `read_args` finds them in another copy.
     """
-    values = asdict(args)
-    values.update(asdict(args.task))
-    values["processes"] = processes
+    values = {**asdict(args), **asdict(args.task), "processes": processes}
     values["mixed_precision"] = AcceleratorState().mixed_precision
     inside = f"{ROOT}{os.sep}"
     for name, value in list(values.items()):
@@ -140,10 +135,11 @@ def describe(args: Any, processes: int) -> dict[str, Any]:
         if os.path.isfile(path):
             values[f"sha256 of {name}"] = digest(Path(path))[:8]
         elif os.path.isdir(path) and name.endswith(("_model", "_tokenizer")):
-            folder = PINNED.get(path, os.path.realpath(path))
-            value = folder if folder.startswith(inside) else os.path.relpath(folder)
-            for file in Path(folder).glob("*.[js]*"):  # .json, .jinja, .safetensors
+            value = PINNED.get(path, os.path.realpath(path))
+            for file in Path(value).glob("*.[js]*"):  # .json, .jinja, .safetensors
                 values[f"sha256 of {name}/{file.name}"] = digest(file)[:8]
+            if not value.startswith(inside):
+                value = os.path.relpath(value)
         values[name] = value.removeprefix(inside)
     for name, found in PINNED.items():
         if COMMIT.fullmatch(found):
@@ -155,7 +151,7 @@ def check_same_run(args: Any, processes: int) -> None:
     """Raise `InputError` if flags, or what they name, would change a run's numbers."""
     run = Path(args.resume).parents[1]
     record = read_args(run)
-    given = vars(args) | vars(args.task)
+    given = {**vars(args), **vars(args.task)}
     for name, found in record.items():
         if name.startswith("commit of "):
             PINNED[name.removeprefix("commit of ")] = found
@@ -165,10 +161,6 @@ def check_same_run(args: Any, processes: int) -> None:
         old = record.get(name, value)
         if old not in (value, given.get(name)) and name.split()[-1] not in free:
             changed.append(f"{name}={value} instead of {old}")
-    if not changed:
-        return
-    sentence = f"--resume {args.resume} would change its numbers: {', '.join(changed)}"
-    if any(change.startswith("total_episodes=") for change in changed):
-        flags = f"--base_model {run}/model --ref_model {record['base_model']}"
-        sentence += f"; for more episodes, start a new run: {flags}"
-    raise InputError(sentence)
+    if changed:
+        words = f"--resume {args.resume} would change its numbers: {', '.join(changed)}"
+        raise InputError(f"{words}. For more episodes, start a new run: docs/using.md")

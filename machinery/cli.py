@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import functools
 import glob
 import inspect
 import json
@@ -14,7 +13,8 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, make_dataclass, replace
+from dataclasses import make_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +29,7 @@ from data.tasks import TASKS, Task
 
 ROOT = Path(__file__).parents[1]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch's, also on other processes
+RunName = Annotated[str, Field(pattern=r"^[^./][^/]*(/[^./][^/]*)*$")]  # inside of runs/
 UnitFloat = Annotated[float, Field(ge=0, le=1)]  # a number in [0, 1]
 OURS = {  # TRL's names of flags → ours
     "learning_rate": "lr",
@@ -64,7 +65,7 @@ class RunArgs:
     """use TF32 for fp32 matrix products under accelerate's --mixed_precision bf16"""
 
     # Files
-    run_name: str | None = None
+    run_name: RunName | None = None
     """name of the folder in runs/; default: task, script, seed and time"""
     output_dir: str | None = None
     """folder for the weights; default: in the run; models/<task>/<script> links to it"""
@@ -102,9 +103,9 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
     parser.add_argument("--resume")
     parser.add_argument("--run_name", "--run-name")
     given, others = parser.parse_known_args(argv)
-    own = {field.name: field for field in fields(cls)}
-    of_task = {field.name for field in fields(Task)}
-    known = of_task.union(own)
+    own = cls.__dataclass_fields__
+    of_task = Task.__dataclass_fields__
+    known = {*own, *of_task}
     for word in others:
         name = word.partition("=")[0].lstrip("-").replace("-", "_")
         if name not in known and OURS.get(name) in known:
@@ -114,8 +115,12 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
     values = presets.get(task.task, {})
     resume = given.resume
     if resume == "auto":
-        resume = find_begun(given.run_name)
-    if resume not in (None, "auto"):
+        if given.run_name is None:
+            raise InputError("--resume auto needs the --run_name to continue or begin")
+        folder = Path("runs", given.run_name)
+        if any(folder.glob(f"checkpoints/{CHECKPOINTS}")):
+            resume = str(folder)
+    if resume and resume != "auto":
         checkpoint = find_checkpoint(resume, Path(inspect.getfile(cls)).name, given.task)
         values = read_args(checkpoint.parents[1])
         resume = str(checkpoint)
@@ -137,10 +142,10 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
         ("task", Annotated[Task, flat], task),
         ("script", Annotated[cls, flat], cls(**defaults)),
     ]
-    lines = textwrap.wrap(f"--task selects the defaults: {', '.join(TASKS)}.", width=80)
-    about_tasks = f"{cls.__doc__}\n\n" + "\n\n".join(lines)
+    about_tasks = textwrap.wrap(f"--task selects the defaults: {', '.join(TASKS)}.")
     flags = [word for word in argv if word not in ("-h", "--help")]
-    options: Any = dict(use_underscores=True, description=about_tasks)
+    description = "\n\n".join([cls.__doc__, *about_tasks])
+    options: Any = dict(use_underscores=True, description=description)
     try:
         found = tyro.cli(make_dataclass("Flags", parts), args=flags, **options)
     except ValidationError as error:
@@ -151,24 +156,14 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], argv: list[str] | N
     return replace(found.script, task=found.task, resume=resume)
 
 
-def find_begun(run_name: str | None) -> str:
-    """For `--resume auto`: the folder of this run if it has a checkpoint, else "auto"."""
-    if run_name is None:
-        raise InputError("--resume auto continues or begins the run of this --run_name: pass one")
-    folder = Path("runs", run_name)
-    return str(folder) if any(folder.glob(f"checkpoints/{CHECKPOINTS}")) else "auto"
-
-
 def find_checkpoint(name: str, script: str, task: str | None) -> Path:
     """A checkpoint file, or the newest of a run; `latest`: of this script's and task's runs."""
-    source = Path("runs" if name == "latest" else name)
-    files = [source]
-    if not source.is_file():
-        pattern = f"{glob.escape(str(source))}/**/checkpoints/{CHECKPOINTS}"
-        files = [Path(path) for path in glob.glob(pattern, recursive=True)]  # follows links
+    source = "runs" if name == "latest" else name
+    pattern = f"{glob.escape(source)}/**/checkpoints/{CHECKPOINTS}"
     found = []
-    for path in files:
-        folder = path.parents[1]
+    for file in (source, *glob.glob(pattern, recursive=True)):  # follows links
+        path = Path(file)
+        folder = path.parent.parent
         if not path.match(CHECKPOINTS) or not (folder / script).is_file():
             continue
         if task in (None, read_args(folder)["task"]):
@@ -238,7 +233,7 @@ def show_progress(items: Iterable[Any], what: str) -> Iterable[Any]:
     return tqdm(items, what, disable=not is_main())
 
 
-say_once = functools.cache(say)
+say_once = cache(say)
 
 
 def check_divisible(name: str, value: int, unit: int, reason: str) -> None:

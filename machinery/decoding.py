@@ -3,7 +3,6 @@
 Shapes: `B` sequences, `b` of them still in the batch, `P` distinct prompts, `C` context tokens.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -74,20 +73,20 @@ class DecodingBatch:
         real = prompts >= 0
         position_ids = real.cumsum(dim=1) - real.long()
         self.length = mask.shape[1]
-        self.cache = KeyValueCache(config=self.lm.config, max_cache_len=self.columns())
-        unused = self.columns() - self.length
+        columns = self.columns()
+        self.cache = KeyValueCache(config=self.lm.config, max_cache_len=columns)
+        unused = columns - self.length
         self.mask = F.pad(mask, (0, unused))
         if not self.cache.has_states():  # see `compute`
             real = F.pad(real, (0, unused))
-        inputs = prompts.clamp(min=0)
         # `compute_hidden` sets the cache's index, by which the cache moves keys to [P, C].
         cache: Any = {self.cache_name: self.cache}
-        hidden = compute_hidden(
-            self.lm.base_model, inputs, real, position_ids, **cache
-        )  # [P, C, D]
+        backbone = self.lm.base_model
+        hidden = compute_hidden(backbone, prompts.clamp(min=0), real, position_ids, **cache)
         self.cache.index = None
         self.cache.reorder_cache(prompt_of)  # P prompts → b sequences
-        return compute_logits(self.lm, hidden[:, -1])[prompt_of].float()
+        last = hidden[:, -1]  # [P, D]
+        return compute_logits(self.lm, last)[prompt_of].float()
 
     def append(self, tokens: Tensor) -> None:
         """Add one token [b] to each sequence."""
@@ -103,15 +102,16 @@ class DecodingBatch:
             number = max(number, MIN_ROWS)
         if number >= len(ended):
             return
-        # Those that have not ended come first:
-        order: Any = ended.byte().argsort(stable=True)[:number]
+        running_first: Any = ended.byte().argsort(stable=True)
+        order = running_first[:number]
         self.rows = self.rows[order]
         self.tokens, self.mask = self.tokens[order], self.mask[order]
         self.cache.reorder_cache(order)
 
     def grow(self) -> None:
         """Make room for one more token, and for the rest of its block."""
-        larger = KeyValueCache(config=self.lm.config, max_cache_len=self.columns())
+        columns = self.columns()
+        larger = KeyValueCache(config=self.lm.config, max_cache_len=columns)
         for layer, like in zip(self.cache.layers, larger.layers, strict=True):
             if not hasattr(layer, "max_cache_len"):
                 continue  # a linear-attention layer
@@ -121,11 +121,12 @@ class DecodingBatch:
                 if states is not None:
                     setattr(layer, name, F.pad(states, (0, 0, 0, more)))
             layer.max_cache_len = like.max_cache_len
-        self.mask = F.pad(self.mask, (0, self.columns() - self.length))
+        self.mask = F.pad(self.mask, (0, columns - self.length))
 
     def columns(self) -> int:
         """Columns with room for one more token: whole blocks, but at most `max_columns`."""
-        return min(math.ceil((self.length + 1) / BLOCK) * BLOCK, self.max_columns)
+        blocks = self.length // BLOCK + 1
+        return min(blocks * BLOCK, self.max_columns)
 
     # The model's parameter for the cache, which counts its columns itself:
     cache_name = "cache" if compare_versions("transformers", ">=", "5.24") else "past_key_values"
@@ -134,25 +135,26 @@ class DecodingBatch:
         """Logits [b, V] after one more token of each sequence; mask [b, columns of the cache]."""
         if self.cache.has_states():
             mask = mask[:, : self.length]  # linear-attention layers read the last columns
-        inputs = {"attention_mask": mask, "position_ids": position_ids, self.cache_name: self.cache}
-        return self.lm(tokens, use_cache=True, **inputs).logits[:, -1].float()
+        cache: Any = {self.cache_name: self.cache}
+        inputs = dict(attention_mask=mask, position_ids=position_ids, use_cache=True)
+        logits = self.lm(tokens, **inputs, **cache).logits
+        return logits[:, -1].float()
 
 
 class KeyValueCache(StaticCache):
     """A static cache for autocast, under which keys with rotary angles are fp32."""
 
     layers: Any  # a hybrid's linear layers have no keys and values
-    index: Tensor | None = (
-        None  # [B, T]: where tokens are in the flat batch of `compute_hidden`, if any
-    )
+    # [B, T]: where tokens are in the flat batch of `compute_hidden`, if any
+    index: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Add a layer's keys and values; return all of them, or those of a flat batch."""
         new = key_states.to(value_states.dtype), value_states  # attention casts the keys anyway
         if self.index is None:
             return super().update(*new, *args, **kwargs)
-        padded: Any = (x.squeeze(0)[:, self.index].transpose(0, 1) for x in new)
-        super().update(*padded, *args, **kwargs)  # [B, groups, T, features]
+        keys, values = (x.squeeze(0)[:, self.index].transpose(0, 1) for x in new)
+        super().update(keys, values, *args, **kwargs)  # [B, groups, T, features]
         return new
 
     def has_states(self) -> bool:

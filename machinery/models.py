@@ -60,8 +60,8 @@ def store_as_cast(model: nn.Module) -> None:
     """
     trained = any(weight.requires_grad for weight in model.parameters())
     for name, module in model.named_modules():
-        linear = type(module) in (nn.Linear, Conv1D)
-        if linear and (not trained or name.endswith(".base_layer")):
+        is_frozen = not trained or name.endswith(".base_layer")
+        if is_frozen and type(module) in (nn.Linear, Conv1D):
             module.to(torch.bfloat16)
 
 
@@ -83,14 +83,15 @@ def load_lm(
         check_files(folder, whole, length, tokenizer)
         config = disable_dropout(whole.get_text_config())
         config.tie_word_embeddings = whole.tie_word_embeddings  # the whole model decides
-        if allow_random and Path(name).is_dir() and not has_weights(folder):
+        cls = transformers.AutoModelForCausalLM
+        has_weights = any(Path(folder).glob("*.safetensors")) or any(Path(folder).glob("*.bin"))
+        if allow_random and Path(name).is_dir() and not has_weights:
             say(f"{flag} {name} has no model.safetensors: the weights are random")
-            lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            lm = cls.from_config(config, dtype=torch.float32)
         elif config is whole:
-            lm = load_weights(transformers.AutoModelForCausalLM, name, config)
+            lm = load_weights(cls, name, config)
         else:
-            names = dict(key_mapping=TEXT_WEIGHTS)
-            lm = load_weights(transformers.AutoModelForCausalLM, name, config, **names)
+            lm = load_weights(cls, name, config, key_mapping=TEXT_WEIGHTS)
             lm._weight_conversions = None  # save the text model's names
             tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
             lm.config.tie_word_embeddings = tied  # files of an untied head need not say so
@@ -110,11 +111,6 @@ def check_files(folder: str, config: Any, length: int, tokenizer: Any) -> None:
     check_length(text, length, "the run")
     if type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(f"{config.model_type} has no text model; use a text one, such as Qwen3")
-
-
-def has_weights(folder: str) -> bool:
-    """Whether a folder has weights in any form."""
-    return any(Path(folder).glob("*.safetensors")) or any(Path(folder).glob("*.bin"))
 
 
 def reads_weights() -> bool:
@@ -142,8 +138,8 @@ def load_weights(cls: Any, name: str, config: Any, **options: Any) -> Any:
         kind = cls.__name__
         use = f"write them with {kind}.from_pretrained({name!r}).save_pretrained(FOLDER)"
         raise InputError(f"has no weights in model.safetensors; {use}")
-    options |= dict(dtype=torch.float32, output_loading_info=True)
-    model, info = cls.from_pretrained(folder, config=config, **options)
+    options.update(config=config, dtype=torch.float32, output_loading_info=True)
+    model, info = cls.from_pretrained(folder, **options)
     if info["missing_keys"]:
         raise InputError(f"has no {sorted(info['missing_keys'])[0]}, which would be random")
     if unused := sorted(info["unexpected_keys"]):  # the library's report is turned off
@@ -160,10 +156,9 @@ def check_model(lm: "transformers.PreTrainedModel", length: int = 6) -> None:
     them equal: each alone, all in a batch without padding in training mode, and token by token as
     in sampling. Two are as long as the run's, so that no attention window is missed.
     """
-    kind, backbone = lm.config.model_type, lm.base_model
-    rope = getattr(lm.config, "rope_parameters", None) or {}  # Phi 3's changes with the length
-    short = rope.get("original_max_position_embeddings", length)
-    use = f"sequences of up to {short} tokens" if short < length else "GPT-2, Llama or Qwen"
+    kind = lm.config.model_type
+    backbone = lm.base_model
+    use = "shorter sequences, GPT-2, Llama or Qwen"  # LongRoPE changes with the length
     if backbone is lm:
         raise InputError(f"{kind} has no transformer without a head; use {use}")
     length = max(length, 6)

@@ -26,39 +26,27 @@ class Progress:
 
     def __init__(self, total: int, shown: list[str]):
         self.total = total
+        self.shown = shown
         self.start = 0
-        self.titles = {name: name.removeprefix("objective/") for name in shown}
         self.unhealthy = Counter[str]()  # metric of WARNINGS → updates in a row
         self.began = self.printed = time.monotonic()
-        self.has_header = False  # just above
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
         """Show the metrics of an update."""
         self.warn(metrics)
         now = time.monotonic()
-        is_due = step % max(self.total // 20, 1) == 0 or step + 1 == self.total
+        done = step + 1
+        is_due = step % max(self.total // 20, 1) == 0 or done == self.total
         if is_due or now - self.printed > 60:
-            left = (now - self.began) / max(step - self.start, 1) * (self.total - step - 1)
-            cells = []
-            for name in self.titles:
-                cells.append(f"{metrics[name]:.3g}" if name in metrics else "")
-            cells.append(str(timedelta(seconds=int(left))))
-            self.row(f"{step + 1}/{self.total}", *cells)
             self.printed = now
+            words = [f"{done:>6}/{self.total}"]
+            for name in self.shown:
+                if name in metrics:
+                    words.append(f"{name.removeprefix('objective/')} {metrics[name]:<8.3g}")
+            seconds = (now - self.began) / max(step - self.start, 1) * (self.total - done)
+            print(*words, f"left {timedelta(seconds=int(seconds))}", sep="  ", flush=True)
         if step == self.start:  # it also loads, compiles and evaluates
             self.began = now
-
-    def row(self, step: str, *cells: str) -> None:
-        """Print a line of the table, below its header."""
-        titles = [*self.titles.values(), "left"]
-        if not self.has_header:
-            self.has_header = True
-            self.row("step", *titles)
-        text = f"{step:>11}"
-        for cell, title in zip(cells, titles, strict=True):
-            width = max(len(title), 8) + 2
-            text += f"{cell:>{width}}"
-        print(text, flush=True)
 
     def warn(self, metrics: dict[str, float]) -> None:
         """Warn once of each unhealthy metric."""
@@ -74,7 +62,6 @@ class Progress:
 
     def table(self, rows: list[dict[str, Any]], title: str) -> None:
         """Print rows of texts and numbers."""
-        self.has_header = False
         table = Table(*rows[0], title=title, show_lines=True)
         for row in rows:
             cells = []
@@ -100,12 +87,7 @@ def plot_run(folder: Path, names: list[str]) -> None:
     updates = lines[names[0]].count()  # later lines are of evaluations
     before = lines["step"] * size
     after = (lines["step"] + 1).clip(upper=updates) * size
-    panels = []
-    for name in names:
-        plain = name.removeprefix("heldout/")
-        is_point = name != plain and plain in names  # in that panel
-        if name in lines and not is_point:
-            panels.append(name)
+    panels = [name for name in names if name in lines and not name.startswith("heldout/")]
     figure = Figure(figsize=(7, 2 * len(panels)), layout="constrained")
     figure.suptitle(folder.name)
     figure.supxlabel(unit)
@@ -114,21 +96,17 @@ def plot_run(folder: Path, names: list[str]) -> None:
         axis.grid(alpha=0.3)
         values = lines[name].dropna()
         x = after[values.index]
-        style = "C0" if len(values) > 1 else "oC0"
-        axis.plot(x, values, style, alpha=0.5, label=f"each {step}")
+        axis.plot(x, values, "C0", alpha=0.5, label=f"each {step}")
         n = len(values) // 20
         if n > 4:  # many noisy steps
             axis.plot(x, values.rolling(n).mean(), "C0", label=f"mean of {n}")
         # An evaluation is made before the update of its line, what is held out after it.
-        of_eval = name.replace("objective/", "eval/")
-        for heldout, at in ((of_eval, before), (f"heldout/{name}", after)):
-            if heldout == name or heldout not in lines:
-                continue
-            points = lines[heldout].dropna()
-            axis.plot(at[points.index], points, "oC1", label="held out")
-            ends = points.iloc[
-                :: max(len(points) - 1, 1)
-            ]  # the first and the last, or the only one
-            print(f"{heldout}:", " → ".join(f"{point:.3g}" for point in ends))
+        plain = name.removeprefix("objective/")
+        for heldout, at in ((f"eval/{plain}", before), (f"heldout/{plain}", after)):
+            if heldout in lines:
+                points = lines[heldout].dropna()
+                axis.plot(at[points.index], points, "oC1", label="held out")
+                ends = points.iloc[[0, -1]].unique()
+                print(f"{heldout}:", " → ".join(f"{value:.3g}" for value in ends))
         axis.legend(fontsize=8)
     figure.savefig(folder / "curves.png")

@@ -39,8 +39,6 @@ def check_run(args: Any, processes: int) -> None:
     folder = Path("runs", args.run_name or "")
     if args.resume is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         raise InputError("torchrun restarted the run: to continue, --run_name NAME --resume auto")
-    if args.run_name and Path("runs").absolute() not in Path(os.path.abspath(folder)).parents:
-        raise InputError(f"--run_name {args.run_name} is not inside of runs/; choose another name")
     if args.resume is None and args.run_name and os.path.lexists(folder):
         raise InputError(f"--run_name {args.run_name} exists in runs/; choose another name")
     if args.output_dir and os.path.lexists(args.output_dir):
@@ -52,7 +50,7 @@ def check_run(args: Any, processes: int) -> None:
         aside = folder.with_name(f"{folder.name}-{datetime.now():%Y%m%d-%H%M%S-%f}")
         folder.rename(aside)
         say(f"{folder} has no checkpoint: it is {aside} now")
-    elif args.resume not in (None, "auto"):
+    elif args.resume and args.resume != "auto":
         folder = Path(args.resume).parents[1]
         if cli.is_main():
             lock(folder).release()  # before anything is loaded
@@ -107,7 +105,7 @@ class Run:
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: leave it so
                 signal.signal(number, self.note_signal)
-        self.folder = self.source.parents[1] if self.source else Path()  # new: see `open`
+        self.folder = Path()  # see `open`
         if self.main:
             self.open()
         (self.folder,) = broadcast_object_list([self.folder])
@@ -120,21 +118,25 @@ class Run:
 
     def open(self) -> None:
         """On the main process: create the folder or continue in it; start trackers."""
-        if not self.source:
+        step = 0
+        if self.source:
+            self.folder = self.source.parents[1]
+            step = int(self.source.stem)
+        else:
             self.create()
         self.lock = lock(self.folder)
-        record = json.loads((self.folder / "args.json").read_text())
-        step = int(self.source.stem) if self.source else 0
         folder = self.folder.absolute()
-        trackers: list[Any] = [TensorBoardTracker("", folder, purge_step=step)]
-        trackers[0].start()
+        tensorboard: Any = TensorBoardTracker("", folder, purge_step=step)
+        tensorboard.start()
+        self.accelerator.trackers = [tensorboard]
         if self.args.track:
+            record = json.loads((folder / "args.json").read_text())
             project = os.environ.get("WANDB_PROJECT", "onefile-rlhf")
             options: Any = dict(config=record, name=folder.name, dir=folder, resume="allow")
             with about("--track; WANDB_MODE=offline works without a network"):
-                trackers.append(WandBTracker(project, id=record["wandb_id"], **options))
-                trackers[1].start()
-        self.accelerator.trackers = trackers
+                wandb: Any = WandBTracker(project, id=record["wandb_id"], **options)
+                wandb.start()
+            self.accelerator.trackers.append(wandb)
 
     def create(self) -> None:
         """Create the folder with the source, the arguments and what they named."""
@@ -144,19 +146,21 @@ class Run:
         self.folder = Path("runs", name)
         with about(f"--run_name {name}"):  # another run may just have made it
             self.folder.mkdir(parents=True)
-        reward_file, _, _ = (task.reward_fn or "").rpartition(":")
-        for file in (Path(reward_file), self.script):  # the script last, if names are equal
-            if file.is_file():
-                shutil.copy(file, self.folder / file.name)
-        record = checkpoints.describe(self.args, self.accelerator.num_processes)
-        record["command"] = sys.argv
-        record["device"] = self.accelerator.device.type
+        reward_file = Path(str(task.reward_fn).rpartition(":")[0])
+        if reward_file.is_file():
+            shutil.copy(reward_file, self.folder)
+        shutil.copy(self.script, self.folder)  # the last, if names are equal
         # Of our own work tree; "-dirty" if tracked files have changed since; no output without git.
         git = subprocess.run(GIT, cwd=ROOT, shell=True, capture_output=True, text=True, check=False)
-        record["commit"] = git.stdout.strip() or None
-        record["python"] = sys.version
-        record["versions"] = {x: sys.modules[x].__version__ for x in PACKAGES if x in sys.modules}
-        record["wandb_id"] = os.urandom(4).hex()
+        record = checkpoints.describe(self.args, self.accelerator.num_processes)
+        record.update(
+            command=sys.argv,
+            commit=git.stdout.strip() or None,
+            device=self.accelerator.device.type,
+            python=sys.version,
+            versions={name: sys.modules[name].__version__ for name in PACKAGES},
+            wandb_id=os.urandom(4).hex(),
+        )
         (self.folder / "args.json").write_text(json.dumps(record, indent=1))
 
     def restore(self, model: nn.Module, optimizer: Any, state: Any = None) -> tuple[int, Any]:
@@ -171,12 +175,13 @@ class Run:
         if self.source is None:
             return 0, checkpoints.parse(text, tensors)["state"]
         saved = checkpoints.load_checkpoint(self.source, model, optimizer)
-        cli.saved[:] = [self.describe_saved(saved["step"])]
+        step = saved["step"]
+        self.note_saved(step)
         if self.main:
-            self.cut_back(self.source, saved["step"])
-            self.progress.start = saved["step"]
-            say(f"resuming {self.folder} after {saved['step']} of {self.total}")
-        return saved["step"], saved["state"]
+            self.cut_back(self.source, step)
+            self.progress.start = step
+            say(f"resuming {self.folder} after {step} of {self.total}")
+        return step, saved["state"]
 
     def cut_back(self, source: Path, step: int) -> None:
         """Cut the run's files to what they were at the checkpoint `source`, after `step` updates."""
@@ -185,14 +190,12 @@ class Run:
                 continue
             size = 0
             for line in path.read_bytes().splitlines(keepends=True):
-                is_whole = line.endswith(b"\n")  # else its process was killed
-                if not is_whole or not line.isspace() and json.loads(line)["step"] >= step:
-                    break
+                if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
+                    break  # the process was killed while it wrote this line, or wrote it later
                 size += len(line)
             os.truncate(path, size)
-        for path in source.parent.iterdir():
-            is_newer = path.match(cli.CHECKPOINTS) and path.name > source.name
-            if is_newer or path.suffix == ".part":
+        for path in source.parent.glob(cli.CHECKPOINTS):
+            if path.name > source.name:
                 path.unlink()
 
     def checkpoint(self, step: int, model: nn.Module, optimizer: Any, state: Any = None) -> None:
@@ -219,12 +222,12 @@ class Run:
         """On all processes: write a checkpoint, and return how to resume from it."""
         checkpoints.save_checkpoint(self.folder / "checkpoints", step, *what)
         self.accelerator.wait_for_everyone()
-        cli.saved[:] = [self.describe_saved(step)]
-        return cli.saved[0]
+        return self.note_saved(step)
 
-    def describe_saved(self, step: int) -> str:
-        """What is saved, and how to resume from it."""
-        return f"{step} of {self.total} updates are saved: --resume {self.folder}"
+    def note_saved(self, step: int) -> str:
+        """Return what is saved and how to resume from it, which Ctrl-C prints, too."""
+        cli.saved[0] = f"{step} of {self.total} updates are saved: --resume {self.folder}"
+        return cli.saved[0]
 
     def keep_weights(self, update: int, model: Any, tokenizer: Any) -> None:
         """Save weights as keep_<update>/ every `keep_every` updates; on all processes."""
@@ -242,29 +245,25 @@ class Run:
     def append(self, name: str, rows: list[dict[str, Any]]) -> None:
         """Add lines to a file of the run."""
         with open(self.folder / name, "a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
+            for row in rows:
+                file.write(json.dumps(row) + "\n")
 
     def log_samples(
         self, step: int, columns: dict[str, Tensor], tokenizer: Any, ids: TokenIds
     ) -> None:
-        """Log the first four rows of columns: tokens [B, T], as texts, or numbers [B]."""
-        values = {
-            name: x[:4].tolist() if x.dim() == 1 else decode(tokenizer, x[:4], ids)
-            for name, x in columns.items()
-        }
-        rows = zip(*values.values(), strict=True)
-        self.log_table(step, [dict(zip(values, row, strict=True)) for row in rows])
-
-    def log_table(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Append samples to samples.jsonl and print them as a table."""
+        """Write and print the first four rows of columns: tokens [B, T], as texts, or numbers [B]."""
         if not self.main:
             return
+        values = []
+        for x in columns.values():
+            values.append(x[:4].tolist() if x.dim() == 1 else decode(tokenizer, x[:4], ids))
+        cells = list(zip(*values, strict=True))
+        rows = [dict(zip(columns, row, strict=True)) for row in cells]
         self.append("samples.jsonl", [{"step": step, **row} for row in rows])
         self.progress.table(rows, f"samples after {step} updates")
         if self.args.track:
             tracker = self.accelerator.get_tracker("wandb")
-            values = [list(row.values()) for row in rows]
-            tracker.log_table("samples", list(rows[0]), values, step=step)
+            tracker.log_table("samples", list(columns), cells, step=step)
 
     def save(self, model: Any, tokenizer: Any, name: str = "model", **heads: nn.Module) -> None:
         """Save weights as a folder of this name in the run. `model` goes to `--output_dir`, if given;
@@ -278,8 +277,7 @@ class Run:
             task = self.args.task
             config = getattr(model, "generation_config", None)  # a reward model has none
             if config and task.eos_task:  # `generate` stops where it was trained to, too
-                ends = end_tokens(task, config, tokenizer)
-                config.eos_token_id = ends if len(ends) > 1 else ends[0]
+                config.eos_token_id = end_tokens(task, config, tokenizer)
             save_model(model, tokenizer, folder, state, states, replace=not out)
             shutil.copy(self.folder / "args.json", folder)  # for tools
             if folder == self.folder / "model":
@@ -301,7 +299,7 @@ class Run:
         distributed.stop(self.accelerator)
         if not self.main:
             return
-        plot_run(self.folder, [*self.progress.titles])
+        plot_run(self.folder, self.progress.shown)
         task = self.args.task
         weights = self.args.output_dir or self.folder / "model"
         print(*messages, f"weights: {weights}", f"curves: {self.folder}/curves.png", sep="\n")

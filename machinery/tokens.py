@@ -84,9 +84,9 @@ def end_tokens(task: Task, config: Any, tokenizer: Any) -> list[int]:
     end = single_token(tokenizer, task.truncate_token, "--truncate_token")
     if end is None or not task.eos_task or task.one_end:
         return [] if end is None else [end]
-    others: Any = np.ravel(getattr(config, "eos_token_id", None))  # one, several, or None
+    others: Any = getattr(config, "eos_token_id", None)  # one, several, or None
     special = special_tokens(tokenizer)
-    return [end, *(int(x) for x in others if x in special and x != end)]
+    return [end, *(int(x) for x in np.ravel(others) if x in special and x != end)]
 
 
 def check_length(config: transformers.PretrainedConfig, needed: int, what: str) -> None:

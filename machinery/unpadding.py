@@ -8,7 +8,6 @@ from torch.nn.functional import pad
 
 from machinery.cli import InputError, say_once
 
-ONE_TOKEN = {"cuda"}  # where products are faster than SDPA's kernels for masks
 NAME = "unpadded"  # under which the library knows our attention function
 
 
@@ -37,14 +36,15 @@ def compute_hidden(
     longest = getattr(backbone, "max_unpadded", None)  # None before `set_unpadding`
     if not longest or max(seen) > longest:
         if longest is not None:
-            which = f"sequences above {longest} tokens" if longest else "all sequences"
-            say_once(f"padding is computed for {backbone.config.model_type}, in {which}")
+            kind = backbone.config.model_type
+            say_once(f"padding is computed for {kind}, in sequences above {longest} tokens")
         return backbone(input_ids, position_ids=position_ids, **inputs).last_hidden_state
-    shared = None  # where the tokens are that each sequence sees, if prompts are shared
-    if sum(seen) > sum(lengths):
+    shared = causal = None
+    if sum(seen) > sum(lengths):  # prompts are shared
         shared = select(index, mask, sum(seen))
+        causal = mask.new_ones(1, 1, max(seen), max(seen)).tril()
     inputs["attention_mask"] = mask.new_ones(1, 1, 1, 1)  # 4D: the library passes it on
-    inputs["plan"] = Plan(lengths, seen, [], (*bounds, max(lengths), max(seen)), shared)
+    inputs["plan"] = Plan(lengths, seen, (*bounds, max(lengths), max(seen)), shared, causal)
     flat_ids = select(input_ids, computed, sum(lengths))
     flat_positions = select(position_ids, computed, sum(lengths))
     for to_fill in cache.values():
@@ -61,13 +61,13 @@ def share_prompts(input_ids: Tensor, mask: Tensor, n: int) -> tuple[Tensor, Tens
     """
     rows = torch.arange(len(mask), device=mask.device)
     prompts = input_ids.masked_fill(~mask, -1)[:, :n]
-    is_new = (prompts[1:] != prompts[:-1]).any(dim=1)
-    is_new = pad(is_new, (1, 0), value=True)
+    differs = (prompts[1:] != prompts[:-1]).any(dim=1)  # from the one before it
+    is_new = pad(differs, (1, 0), value=True)
     owners = (rows * is_new).cummax(dim=0).values  # [B]: the row that computes the prompt
     computed = mask.clone()
     computed[:, :n] &= (owners == rows)[:, None]
-    index = computed.flatten().cumsum(dim=0).view(mask.shape) - 1
-    index = index.clamp(min=0)
+    index = computed.flatten().cumsum(dim=0) - 1
+    index = index.clamp(min=0).view(mask.shape)
     index[:, :n] = index[owners, :n]
     return computed, index
 
@@ -77,9 +77,9 @@ class Plan(NamedTuple):
 
     lengths: list[int]  # [B] tokens that each sequence has in the batch
     seen: list[int]  # [B] tokens that it sees: those of a shared prompt, too
-    masks: list  # [B] which the first layer makes for all
     of_kernel: tuple  # inputs of `varlen_attn`
     shared: Tensor | None  # [S]: where the tokens are that are seen, if prompts are shared
+    causal: Any  # [1, 1, longest, longest]: whether a token sees another, if prompts are shared
 
 
 def select(x: Tensor, mask: Tensor, count: int) -> Tensor:
@@ -96,11 +96,12 @@ def set_unpadding(backbone: Any, longest: int) -> None:
     from transformers import AttentionInterface  # slow to import
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    config, names = backbone.config, ("window", "window_size", "chunk_size")
-    found = [x for name, x in config.to_dict().items() if name.endswith(names)]
-    window = min([x for x in found if type(x) is int and x > 0], default=longest)
+    config = backbone.config
     fits = config._attn_implementation in ("sdpa", NAME) and backbone.is_backend_compatible()
-    fits = fits and window >= longest and not hasattr(config, "index_topk")
+    fits = fits and not hasattr(config, "index_topk")
+    for name, value in config.to_dict().items():
+        if name.endswith(("window", "window_size", "chunk_size")) and type(value) is int:
+            fits = fits and not 0 < value < longest
     backbone.max_unpadded = longest if fits else 0
     if fits:
         AttentionInterface.register(NAME, attention)
@@ -124,9 +125,6 @@ def attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
     if plan is None:
-        is_bool = attention_mask is None or attention_mask.dtype == torch.bool
-        if q.device.type in ONE_TOKEN and q.shape[2] == 1 and is_bool and rest.get("scaling"):
-            return attend_once(q, k, v, attention_mask, rest["scaling"]), None
         return sdpa(module, q, k, v, attention_mask, **rest)
     if attention_mask.numel() > 1:  # it is not the one that `compute_hidden` passed
         raise InputError("makes attention masks of its own")
@@ -145,41 +143,19 @@ def attention(
         scale = rest.get("scaling")
         output: Any = varlen_attn(*flat, *plan.of_kernel, window_size=(-1, 0), scale=scale)
         return output[None], None
-    if not plan.masks:
-        plan.masks.extend(causal_masks(q, plan.lengths, plan.seen))
     queries = q.split(plan.lengths, dim=2)
     keys = k.split(plan.seen, dim=2)
     values = v.split(plan.seen, dim=2)
     outputs = []
     for i, length in enumerate(plan.lengths):
+        seen = plan.seen[i]
+        mask = None  # with which `sdpa` is causal
+        if seen > length:
+            mask = plan.causal[:, :, seen - length : seen, :seen]
         if length > 0:
-            output, _ = sdpa(module, queries[i], keys[i], values[i], plan.masks[i], **rest)
+            output, _ = sdpa(module, queries[i], keys[i], values[i], mask, **rest)
             outputs.append(output)
     return torch.cat(outputs, dim=1), None
-
-
-def causal_masks(q: Tensor, lengths: list[int], seen: list[int]) -> list[Tensor | None]:
-    """A mask for each sequence; None, if it sees only its own tokens: `sdpa` is causal then."""
-    masks: list[Tensor | None] = []
-    for n, m in zip(lengths, seen, strict=True):  # the first m - n tokens are a prompt's
-        mask = None
-        if n != m:
-            mask = q.new_ones(1, 1, n, m).bool().tril(m - n)
-        masks.append(mask)
-    return masks
-
-
-def attend_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of one new token: [B, heads, 1, features] → [B, 1, heads, features].
-
-    k, v [B, groups, columns, features]; mask [B, 1, 1, columns], True at real tokens.
-    """
-    queries = (q * scale).to(v.dtype).view(len(q), k.shape[1], -1, q.shape[-1])
-    scores = queries @ k.to(v.dtype).transpose(2, 3)  # [B, groups, heads that share keys, columns]
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    output = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
-    return output.view(*q.shape[:3], -1).transpose(1, 2)
 
 
 def can_use_varlen(key: Tensor, value: Tensor) -> bool:

@@ -142,7 +142,7 @@ KILLS = {  # what → owner and name of the function that is called then, what h
     "in an update": (distributed, "check_gradients", kill),
     "in a reward": (rewards, "call_reward_function", fail),
     "in a line": (runs.Run, "append", half_a_line, lambda run, name, _: "metrics" in name),
-    "after samples": (runs.Run, "log_table", kill_after),
+    "after samples": (runs.Run, "log_samples", kill_after),
     "in a resume": (runs.Run, "cut_back", kill_after),
     "before the weights": (Path, "rename", kill, lambda path, *_: ".part" in path.name),
     "after the weights": (runs, "save_model", kill_after),
@@ -430,13 +430,15 @@ def test_a_checkpoint_is_one_safetensors_file_and_the_newest_two_are_kept(copy):
 def test_a_checkpoint_of_every_kind_of_model_is_read_back(kind, tmp_path):
     """Rotary angles are buffers that no state has."""
     models = [tiny.make_lm(kind, seed=seed) for seed in (0, 1)]
+    (tmp_path / "args.json").touch()
     first, second = (torch.optim.Adam(model.parameters(), lr=0.1) for model in models)
     models[0](torch.arange(4)[None], labels=torch.arange(4)[None]).loss.backward()
     first.step()
     x = torch.arange(1, 3)
     state = {"adam": first.state_dict(), "queue": [(True, None), {"x": x, "again": x}]}
-    checkpoints.save_checkpoint(tmp_path, 1, models[0], first, state)
-    found = checkpoints.load_checkpoint(tmp_path / "00000001.safetensors", models[1], second)
+    folder = tmp_path / "checkpoints"
+    checkpoints.save_checkpoint(folder, 1, models[0], first, state)
+    found = checkpoints.load_checkpoint(folder / "00000001.safetensors", models[1], second)
     torch.testing.assert_close(found["state"].pop("queue"), [[True, None], {"x": x, "again": x}])
     third = torch.optim.Adam(models[1].parameters())
     third.load_state_dict(found["state"].pop("adam"))
@@ -664,9 +666,6 @@ def test_a_run_that_another_process_writes_is_left_alone(copy, no_weights):
 def test_files_that_others_leave_in_a_run_are_passed_over(ran, copy):
     """A copy of a checkpoint stays."""
     best = shutil.copy(checkpoint_files()[-1], "runs/ran/checkpoints/best.safetensors")
-    for name in ("metrics", "samples"):
-        path = Path(f"runs/ran/{name}.jsonl")
-        path.write_text(path.read_text().replace("\n", "\n\n"))
     with refused("has no checkpoint of ppo.py"):
         again(f"--resume {best}")
     ppo.main(again("--resume latest --save_every 1"))
@@ -675,7 +674,7 @@ def test_files_that_others_leave_in_a_run_are_passed_over(ran, copy):
 
 
 def test_more_episodes_are_a_new_run_from_the_weights(copy):
-    with refused("total_episodes=512", "--base_model runs/ran/model --ref_model task/model"):
+    with refused("total_episodes=512", "docs/using.md"):
         ppo.main(again("--resume runs/ran --total_episodes 512"))
 
 

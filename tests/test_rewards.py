@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import formats
 import numpy as np
@@ -236,10 +237,10 @@ def test_special_tokens_are_text_but_for_bos_and_the_ends(form, tmp_path):
     )
     reward = rewards.Reward(policy.task, policy.tokenizer, policy.ids)
     assert reward(queries, responses)[0].tolist() == [1]
-    shown: list[Any] = []
-    run: Any = SimpleNamespace(log_table=lambda step, rows: shown.extend(rows))
+    run = MagicMock()
     Run.log_samples(run, 0, {"response": responses}, policy.tokenizer, policy.ids)
-    assert shown == [{"response": expected.lstrip()}]
+    row = {"step": 0, "response": expected.lstrip()}
+    run.append.assert_called_once_with("samples.jsonl", [row])
     assert policy.decode(responses) == [expected.lstrip()]
 
 

@@ -18,6 +18,7 @@ import torch
 import wandb
 from accelerate import Accelerator
 from conftest import SCRIPTS, read_metrics, settings
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from test_resume import at_call, exit_code
 from transformers import AutoModelForCausalLM
@@ -279,8 +280,9 @@ def test_a_run_needs_neither_git_nor_a_repository(missing, home, tmp_path, monke
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "/tmp/x", "."])
-def test_a_run_stays_inside_of_runs(name, home, no_weights):
-    tiny.refuses(lambda: ppo.check(two_steps("ppo", run_name=name), 1), f"--run_name {name}")
+def test_a_run_stays_inside_of_runs(name):
+    with pytest.raises(ValidationError, match="run_name"):
+        two_steps("ppo", run_name=name)
 
 
 def test_a_restart_by_torchrun_is_not_taken_for_a_new_run(home, no_weights, monkeypatch):
