@@ -529,7 +529,7 @@ def main(args: Args) -> None:
             "total": rollout.scores - kl_coef * kl,
             **components,
         }
-        run.log_samples(update, samples, tokenizer, ids.pad)
+        run.log_samples(update, samples, tokenizer, ids)
         local_metrics = rollout_metrics(rollout, components, kl_coef, ids)
         metrics = mean_over_processes(local_metrics, device)
         return {"eval/" + name.removeprefix("objective/"): x for name, x in metrics.items()}

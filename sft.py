@@ -250,7 +250,7 @@ def main(args: Args) -> None:
     run.save(lm, tokenizer)
     with distributed.inference(accelerator, model):  # autocast; FSDP2 gathers weights
         samples = sample_continuations(lm, heldout[:4], first, ids, args)
-    run.log_samples(num_steps, samples, tokenizer, ids.pad)
+    run.log_samples(num_steps, samples, tokenizer, ids)
     # Prints the next command: `then`.py with this --base_model.
     then = "train_reward" if task.label_dataset else "ppo"
     run.finish(

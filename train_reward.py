@@ -195,7 +195,7 @@ def load_reward(
     accelerator: Any,
 ) -> Reward:
     """The scorer of ppo.py and rloo.py: the reward model, or --reward_fn, which may call it."""
-    reward = Reward(args.task, tokenizer, ids.pad, args.micro_batch_tokens)
+    reward = Reward(args.task, tokenizer, ids, args.micro_batch_tokens)
     if reward.needs_model:
         with cli.about(f"--reward_model {args.reward_model}"):
             model = RewardModel.from_pretrained(args.reward_model)

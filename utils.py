@@ -29,6 +29,7 @@ class TokenIds(NamedTuple):
     suffix: list[int]  # after each query
     truncate_after: int = 0  # truncate tokens before this position of a response do not count
     total_length: int = 0  # longest context plus response
+    hidden: tuple[int, ...] = ()  # special tokens that texts are shown without: BOS, ends
 
 
 def pad_left(sequences: list[list[int]], length: int, pad_id: int) -> Tensor:
@@ -66,11 +67,11 @@ def truncate(responses: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]:
     return responses.masked_fill(positions > last[:, None], ids.pad), finished
 
 
-def decode(tokenizer: Any, tokens: Tensor, pad_id: int) -> list[str]:
-    """[B, T] → B texts without padding and special tokens."""
-    ids = [[token for token in row if token != pad_id] for row in tokens.tolist()]
-    options = dict(skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return tokenizer.batch_decode(ids, **options)
+def decode(tokenizer: Any, tokens: Tensor, ids: TokenIds) -> list[str]:
+    """[B, T] → B texts without padding, BOS and ends; other special tokens are in them."""
+    hidden = {ids.pad, *ids.hidden}
+    rows = [[token for token in row if token not in hidden] for row in tokens.tolist()]
+    return tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
 
 
 def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
