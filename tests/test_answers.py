@@ -149,11 +149,12 @@ def test_embedded_texts_are_made_again_to_the_byte(program, words, folder, names
 def test_the_5504_synthetic_labels_prefer_what_the_judge_likes(hers):
     """A perfect predictor's accuracy is near its ceiling, a coin's would be a quarter."""
     stop = hers.encode(".")[0]
-    labels = load_labels(tasks.TASKS["synthetic"], hers, utils.TokenIds(tiny.WORDS, [stop], [], []))
+    ids = utils.TokenIds(tiny.WORDS, [stop], [], [])
+    labels = load_labels(tasks.TASKS["synthetic"], hers, ids)
     assert len(labels) == 5504 and np.bincount(labels.best).min() > 1000  # the order tells nothing
     queries, responses, best = labels.batch(np.arange(1000), tiny.WORDS)
-    queries = utils.decode(hers, queries, tiny.WORDS)
-    texts = [utils.decode(hers, responses[:, k], tiny.WORDS) for k in range(4)]
+    queries = utils.decode(hers, queries, ids)
+    texts = [utils.decode(hers, responses[:, k], ids) for k in range(4)]
     scores = np.array([judge.gold_score(queries, side) for side in texts]).T
     accuracy = (scores.argmax(axis=1) == best.numpy()).mean()
     assert accuracy == pytest.approx(judge.best_accuracy(scores.tolist()), abs=0.05)

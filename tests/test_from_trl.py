@@ -67,7 +67,7 @@ def test_the_page_has_each_name_of_trl_that_a_script_answers():
         assert {theirs, f"--{ours}"} <= named
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "falcon_alibi"])
 @torch.no_grad()
 def test_X13_a_converted_classifier_scores_as_its_own_forward(kind, tmp_path, task):
     """Ours gets padding on both sides."""

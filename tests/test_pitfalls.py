@@ -353,7 +353,7 @@ def test_an_evaluation_counts_a_response_to_its_end_or_all_of_it(script, eos_tas
         assert columns["kl"].tolist() == pytest.approx([first_kl, 15, 15], abs=1e-4)
         total = [2 - 0.5 * first_kl, -3 - 0.5 * 15, -3 - 0.5 * 15]
         assert columns["total"].tolist() == pytest.approx(total, abs=1e-4)
-        responses = utils.decode(tiny.Tokenizer(), columns["response"], tiny.PAD)
+        responses = utils.decode(tiny.Tokenizer(), columns["response"], tiny.IDS)
         assert responses == [f"7 {tiny.EOS}", "7 7 7 7 7", "9 9 9 9 9"]
 
 

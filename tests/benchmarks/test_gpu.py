@@ -104,8 +104,7 @@ def test_L6_a_compiled_policy_starts_at_ratios_of_1_and_needs_no_graph_for_a_new
     ref = script.PolicyAndValue(deepcopy(plain.lm), tiny.PAD, 0.7).requires_grad_(False)
     graphs = []
     for n in (6, 9, 13):
-        lengths = [2, 3, 4, 2, 3, 4, 2, 3, 4, 2, 3, 4, 2][:n]
-        batch = tiny.make_contexts(lengths, 8), tiny.make_responses(n, 5)
+        batch = tiny.make_contexts([2, 3, 4] * n, 8)[:n], tiny.make_responses(n, 5)
         with torch.autocast("cpu", torch.bfloat16):
             expected, new = plain(*batch)[0], policy(*batch)[0]
             with torch.no_grad():

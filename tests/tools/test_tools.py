@@ -17,7 +17,7 @@ from test_readme import blocks
 
 import rloo
 import sft
-from benchmarks import against_trl, growth, human, overoptimize
+from benchmarks import against_trl, growth, human
 from tools import calibration, llm_judge
 
 # isort: split
@@ -45,12 +45,18 @@ def read_lines(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.fixture
+def mine(task, here, monkeypatch):
+    """A task of tiny files under a name of its own."""
+    task = replace(task, task="mine")
+    monkeypatch.setitem(tasks.TASKS, "mine", task)
+    return task
+
+
 def test_ties_count_half_and_the_interval_is_of_pairs():
     a, b = np.array([1.0, 2.0, 3.0, 3.0]), np.array([0.0, 2.0, 4.0, 1.0])
     rate, low, high = winrate.win_rate(a, b, seed=1)
     assert rate == 0.625 and 0 <= low < rate < high <= 1  # a win, a tie, a loss, a win
-    a = np.random.default_rng(0).normal(size=400)
-    assert winrate.win_rate(a, a, seed=1) == (0.5, 0.5, 0.5)
     assert winrate.win_rate(a + 1e-9, a, seed=1) == (1, 1, 1)  # paired, however queries differ
     wins = np.where(np.arange(400) < 240, 1.0, -1.0)  # 60%; ±1.96 · √(0.24 / 400) = ±4.8%
     assert winrate.win_rate(wins, 0 * wins, seed=1) == pytest.approx((0.6, 0.552, 0.648), abs=0.006)
@@ -105,7 +111,7 @@ def test_a_judge_of_pairs_is_asked_in_both_orders():
     tiny.refuses(ask, "1.5")
 
 
-def test_samples_become_labels_when_best_is_filled_in(task, here, monkeypatch, capsys):
+def test_samples_become_labels_when_best_is_filled_in(mine, monkeypatch, capsys):
     """Distinct responses to the queries after the held-out ones; the text is that of the ids.
 
     Of three responses to each query the first is as if it had not ended: three more are sampled.
@@ -117,17 +123,16 @@ def test_samples_become_labels_when_best_is_filled_in(task, here, monkeypatch, c
         return responses, torch.arange(len(queries)) % 3 > 0
 
     monkeypatch.setattr(policies.Policy, "sample", sample_some)
-    monkeypatch.setitem(tasks.TASKS, "mine", task)
     Path("task/args.json").write_text('{"response_length": 3}')  # of its run
-    flags = dict(model=task.base_model, task="mine", queries=5, samples=3)
+    flags = dict(model=mine.base_model, task="mine", queries=5, samples=3)
     args = sample.Args(**flags, out=Path("samples.jsonl"), first=2)
     sample.main(args)
     printed = capsys.readouterr().out
     assert "3 responses to each of 5 queries" in printed
     assert "dropped 10 responses that have not ended, and so 0 queries" in printed
     rows = read_lines(Path("samples.jsonl").read_text())
-    tokenizer, ids = load_tokenizer(task, task.response_length)
-    table = policies.load_queries(task, tokenizer, ids)
+    tokenizer, ids = load_tokenizer(mine, mine.response_length)
+    table = policies.load_queries(mine, tokenizer, ids)
     for i, row in enumerate(rows):
         query = table[[i + 2]][0]
         assert row["query"] == query[query != ids.pad].tolist()
@@ -137,8 +142,8 @@ def test_samples_become_labels_when_best_is_filled_in(task, here, monkeypatch, c
             assert len(response) == 3 and tokenizer.decode(response) == text
         assert row["best"] is None and len(set(row["texts"])) == 3
         row["best"] = i % 3
-    labeled = formats.write_rows(here / "labels.jsonl", rows)
-    labels = load_labels(replace(task, label_dataset=labeled), tokenizer, ids)
+    labeled = formats.write_rows(Path("labels.jsonl"), rows)
+    labels = load_labels(replace(mine, label_dataset=labeled), tokenizer, ids)
     assert labels.best.tolist() == [0, 1, 2, 0, 1]
     assert labels.responses[4][2].tolist() == rows[4]["sample2"]
     tiny.refuses(lambda: sample.main(args), "exists")
@@ -174,16 +179,15 @@ def test_a_policy_answers_prompts_with_the_scores_of_its_runs_reward(home, capsy
     tiny.refuses(lambda: answers("A cat " * 50), "--query_length")
 
 
-def test_a_chat_model_is_asked_through_its_template(task, chat, monkeypatch, capsys):
+def test_a_chat_model_is_asked_through_its_template(mine, chat, monkeypatch, capsys):
     """Without a run's args.json, and with --no-template: the text itself."""
-    monkeypatch.setitem(tasks.TASKS, "mine", replace(task, query_length=40))
-    chat.save_pretrained(task.base_model)
+    chat.save_pretrained(mine.base_model)
     read = []
     tokenize = sample.tokenize_queries
     monkeypatch.setattr(sample, "tokenize_queries", lambda x, *y: read.append(x) or tokenize(x, *y))
     for template in (True, False):
-        flags = dict(model=task.base_model, task="mine", prompt=("A cat",), template=template)
-        sample.main(sample.Args(**flags))
+        flags = dict(model=mine.base_model, task="mine", prompt=("A cat",), query_length=40)
+        sample.main(sample.Args(**flags, template=template))
     assert read == [["<|im_start|>user\nA cat<|im_end|>\n<|im_start|>assistant\n"], ["A cat"]]
     assert "no scores" in capsys.readouterr().err
 
@@ -248,22 +252,6 @@ def test_copied_words_by_hand():
     assert copying["copied"](queries, responses) == [1, 1 / 3, 0.5, 0, 0]
 
 
-def test_overoptimization_reads_runs_of_its_own_flags_only(here, monkeypatch):
-    """A run that is there is kept: other flags, other names."""
-    commands = {}
-
-    def run(name, command):
-        assert commands.setdefault(name, command) == command
-        return Path(name)
-
-    monkeypatch.setattr(overoptimize, "run", run)
-    monkeypatch.setattr(overoptimize, "read_run", lambda folder: [])
-    for flags in (dict(), dict(labels=32), dict(total_episodes=8), dict(betas=(0.0, 1.0))):
-        with pytest.raises(IndexError):  # there are no updates to write
-            overoptimize.main(overoptimize.Args(seeds=2, out=here / "a.csv", **flags))
-    assert len(set(commands.values())) == len(commands) == 18
-
-
 @pytest.mark.slow
 def test_growth_measures_rows_and_those_of_other_names_stay(here, monkeypatch):
     sizes = {"batch": ({}, (8,)), "labels": ({}, (20,)), "queries": ({}, (30,))}
@@ -275,9 +263,8 @@ def test_growth_measures_rows_and_those_of_other_names_stay(here, monkeypatch):
     assert all(float(row["peak GB"]) > 0.1 and float(row["cpu s"]) > 0 for row in rows)
 
 
-def test_calibration_reads_the_labels_that_a_models_run_held_out(task, here, monkeypatch, capsys):
-    monkeypatch.setitem(tasks.TASKS, "mine", replace(task, task="mine"))
-    tiny.write_reward(here / "reward")
+def test_calibration_reads_the_labels_that_a_models_run_held_out(mine, capsys):
+    tiny.write_reward(Path("reward"))
     Path("reward/args.json").write_text('{"task": "mine", "num_labels": 12, "batch_size": 4}')
     calibration.main(calibration.Args("reward", out=Path("out.png")))
     assert sum(row["labels"] for row in read_lines(capsys.readouterr().out)) == 4
