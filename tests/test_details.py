@@ -89,26 +89,30 @@ def test_G4_P1_sampled_tokens_follow_softmax_of_logits_over_temperature():
 
 def test_G4_a_token_of_probability_zero_is_never_sampled():
     never = float("-inf")
-    logits = torch.tensor([never, never, 0.0, never, 0.0, 1e-3, never, never])
+    logits = torch.tensor([[never, never, 0.0, never, 0.0, 1e-3, never, never]])
     border = 1 / (2 + math.exp(1e-3))  # between the first two possible tokens
-    uniform = torch.tensor([0.0, 5e-324, border, 1 - 2**-53, 1 - 2**-24], dtype=torch.float64)
-    tokens = utils.sample_token(logits.expand(5, -1), uniform).tolist()
-    assert tokens[:2] + tokens[3:] == [2, 2, 5, 5]
-    assert tokens[2] in (2, 4)  # never the 3 between them
+    for uniform, possible in (
+        (0.0, [2]),
+        (5e-324, [2]),
+        (border, [2, 4]),  # never the 3 between them
+        (1 - 2**-53, [5]),
+        (1 - 2**-24, [5]),
+    ):
+        uniform = torch.tensor([uniform], dtype=torch.float64)
+        assert utils.sample_token(logits, uniform).item() in possible
 
 
-def test_G4_a_token_is_that_of_the_cdf_in_float64_and_does_not_depend_on_the_batch():
+@pytest.mark.parametrize("vocab", [61, 256, 257, 5000])
+def test_G4_a_token_is_that_of_the_cdf_in_float64_and_does_not_depend_on_the_batch(vocab):
     generator = torch.Generator().manual_seed(0)
-    same = 0
-    for vocab in (61, 256, 257, 5000):
-        logits = 4 * torch.randn(480, vocab, generator=generator)
-        uniform = torch.rand(480, generator=generator, dtype=torch.float64)
-        tokens = utils.sample_token(logits, uniform)
-        cdf = logits.double().softmax(dim=-1).cumsum(dim=-1)
-        same += ((cdf < uniform[:, None]).sum(dim=1) == tokens).sum().item()
-        for i in range(0, 480, 9):
-            assert utils.sample_token(logits[i : i + 1], uniform[i : i + 1]) == tokens[i]
-    assert same >= 1900  # of 1920
+    logits = 4 * torch.randn(480, vocab, generator=generator)
+    uniform = torch.rand(480, generator=generator, dtype=torch.float64)
+    tokens = utils.sample_token(logits, uniform)
+    cdf = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    expected = (cdf < uniform[:, None]).sum(dim=1)
+    assert (tokens == expected).sum() >= 475
+    for i in range(0, 480, 9):
+        assert utils.sample_token(logits[i : i + 1], uniform[i : i + 1]) == tokens[i]
 
 
 def test_G4_logits_that_are_nan_give_a_token():
@@ -158,12 +162,6 @@ def test_G6_every_process_has_its_own_seed_for_queries_samples_and_minibatches(s
     assert seeds == [[1, 0, 2], [200_007, 0, 2]]
 
 
-def test_rows_and_minibatches_are_permuted_by_other_random_numbers():
-    """Eight queries in update 0, and a batch of eight: the seeds [1, 0] would give one permutation."""
-    order = ppo.epoch_order(1, 8, np.random.default_rng([1, 0, 2]))
-    assert order.tolist() != utils.query_rows(8, 8, 1, 0).tolist()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 def test_G1_R1_a_reward_is_of_the_last_real_token_whatever_the_padding_and_the_batch(kind):
@@ -201,7 +199,9 @@ def test_R2_a_new_reward_model_has_the_language_models_backbone_and_a_new_head(t
     model = train_reward.new_reward_model(task.base_model, WORDS)
     assert_close(model.backbone.state_dict(), lm.state_dict(), atol=0, rtol=0)
     assert model.head.weight.std().item() == pytest.approx(1 / math.sqrt(33), rel=0.4)  # 32 numbers
-    assert (model.head.bias.item(), model.gain.item(), model.bias.item()) == (0, 1, 0)
+    assert model.head.bias.item() == 0
+    assert model.gain.item() == 1
+    assert model.bias.item() == 0
 
 
 def test_R3_samples_of_one_reward_cannot_be_normalized():
@@ -432,23 +432,33 @@ def test_X9_L2_the_mask_ends_with_eos_the_score_sits_there_minus_beta_times_the_
 def test_X9_P6_P8_P10_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged_rows():
     """By gamma 0.9, lambda 0.8, clipping at 0.2, vf_coef 0.1: a mean of means would differ."""
     run, rollout, policy = eos_run(ppo)
-    fields = torch.stack([rollout.rewards, rollout.values, rollout.logprobs, rollout.kl])
+    num_tokens = sum(REAL)
+
     # Of all real tokens, one response after the other:
-    rewards, old_values, old_logprobs, kl = fields[:, rollout.mask].double().numpy()
+    def flat(x):
+        return x[rollout.mask].double().numpy()
+
+    rewards = flat(rollout.rewards)
+    old_values = flat(rollout.values)
+    old_logprobs = flat(rollout.logprobs)
     mean = rewards.mean()
     scaled = (rewards - mean) / math.sqrt(rewards.var() + 1e-8) + mean
-    advantages = np.zeros(len(rewards))
+    advantages = np.zeros(num_tokens)
+    logprobs = []
+    entropies = []
+    values = []
     begin = 0
-    for n in REAL:
+    for i, n in enumerate(REAL):
         part = slice(begin, begin + n)
         advantages[part] = naive_gae(scaled[part], old_values[part], 0.9, 0.8)
         begin += n
+        of_tokens = tiny.run_alone(policy, rollout.contexts[i], rollout.responses[i])
+        logprobs += of_tokens[0]
+        entropies += of_tokens[1]
+        values += of_tokens[2]
     returns = advantages + old_values
     advantages = (advantages - advantages.mean()) / math.sqrt(advantages.var() + 1e-8)
 
-    texts = zip(rollout.contexts, rollout.responses, strict=True)
-    alone = [tiny.run_alone(policy, *text) for text in texts]
-    logprobs, entropies, values = (torch.cat(x) for x in zip(*alone, strict=True))
     pg = []
     vf = []
     ratios = []
@@ -468,18 +478,19 @@ def test_X9_P6_P8_P10_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged
         vf.append(0.5 * torch.max(error, clipped))
         vf_clipped += (clipped > error).item()
         ratios.append(ratio.item())
-    assert len(branches) == 6 and 2 < vf_clipped < 20
-    pg_loss = torch.stack(pg).mean()
-    vf_loss = torch.stack(vf).mean()
+    assert len(branches) == 6
+    assert 2 < vf_clipped < 20
+    pg_loss = sum(pg) / num_tokens
+    vf_loss = sum(vf) / num_tokens
     tiny.assert_gradients(run, policy, pg_loss + 0.1 * vf_loss)
 
     ratios = np.array(ratios)
     scores = [1, 2, 3, -1, 5, 6, 7, -1]
-    num_tokens = sum(REAL)
+    kl = rollout.kl.sum().item() / 8
     expected = {
         "ppo/loss/policy_avg": pg_loss.item(),
         "ppo/loss/value_avg": vf_loss.item(),
-        "ppo/policy/entropy_avg": entropies.mean().item(),
+        "ppo/policy/entropy_avg": (sum(entropies) / num_tokens).item(),
         "ppo/policy/approxkl_avg": np.mean(np.log(ratios) ** 2) / 2,
         "ppo/policy/clipfrac_avg": pg_clipped / num_tokens,
         "ppo/val/clipfrac": vf_clipped / num_tokens,
@@ -489,12 +500,12 @@ def test_X9_P6_P8_P10_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged
         "ppo/returns/var": returns.var(),
         "ppo/val/mean": old_values.mean(),
         "ppo/val/var": old_values.var(),
-        "objective/kl": kl.sum() / 8,
+        "objective/kl": kl,
         "objective/entropy": -old_logprobs.sum() / 8,
         "objective/ended": 6 / 8,
         "objective/scores": np.mean(scores),
         "objective/scores_std": np.std(scores),
-        "objective/rlhf_reward": np.mean(scores) - 0.15 * kl.sum() / 8,
+        "objective/rlhf_reward": np.mean(scores) - 0.15 * kl,
         "objective/response_length": num_tokens / 8,
     }
     found = {name: run.metrics[0][name] for name in expected}
