@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from test_details import assert_near, eos_run
+from tiny import assert_gradients, make_args, make_policy, run_alone
 from torch.testing import assert_close
 
 import rloo
 
-ARGS = tiny.make_args(script=rloo)  # clips ratios to 1 ± 0.2
+ARGS = make_args(script=rloo)  # clips ratios to 1 ± 0.2
 
 
 def loss_of(new):
@@ -26,7 +26,7 @@ def loss_of(new):
 def test_L3_three_queries_with_four_responses_as_in_the_announcement():
     rewards = torch.tensor([1.0, 2, 3, 2, 3, 4, 5, 6, 7, 8, 9, 10])  # [R]'s rlhf_reward, [K, P]
     rewards = rewards.view(4, 3).T.flatten()  # [P, K]
-    found = rloo.compute_advantages(rewards, tiny.make_args(script=rloo, rloo_k=4))
+    found = rloo.compute_advantages(rewards, make_args(script=rloo, rloo_k=4))
     expected = torch.tensor([-4.0, 2 - 14 / 3, 4 / 3, 16 / 3])  # of 1, 2, 5, 8 less others
     assert_close(found, expected.repeat(3))
 
@@ -34,7 +34,7 @@ def test_L3_three_queries_with_four_responses_as_in_the_announcement():
 def test_L3_equal_rewards_have_advantages_of_exactly_0():
     """Also where the sum of three is rounded."""
     rewards = torch.tensor([0.1, 1 / 3, 1e6 + 0.3]).repeat_interleave(4)
-    assert (rloo.compute_advantages(rewards, tiny.make_args(script=rloo, rloo_k=4)) == 0).all()
+    assert (rloo.compute_advantages(rewards, make_args(script=rloo, rloo_k=4)) == 0).all()
 
 
 def test_L4_at_ratio_1_the_gradient_is_reinforces_as_in_the_announcement():
@@ -53,7 +53,7 @@ def test_L4_a_ratio_of_12_19_nulls_a_whole_response_as_in_the_announcement():
 
 
 def test_L5_there_is_no_value_network():
-    assert [name for name, _ in tiny.make_policy(script=rloo).named_children()] == ["lm"]
+    assert [name for name, _ in make_policy(script=rloo).named_children()] == ["lm"]
 
 
 def test_X9_L1_L4_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged_rows():
@@ -67,7 +67,7 @@ def test_X9_L1_L4_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged_row
     clipped = 0
     for i in range(8):
         advantage = rewards[i] - rewards[i ^ 1]  # k = 2: minus that of the other response
-        logprobs, entropy = tiny.run_alone(policy, rollout.contexts[i], rollout.responses[i])
+        logprobs, entropy = run_alone(policy, rollout.contexts[i], rollout.responses[i])
         ratio = (logprobs.sum() - rollout.logprobs[i].sum()).exp()
         loss = -advantage * ratio
         loss_clipped = -advantage * ratio.clamp(0.8, 1.2)
@@ -80,7 +80,7 @@ def test_X9_L1_L4_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged_row
     assert len(entropies) == rollout.mask.sum() < 40
     assert rollout.logprobs.max() <= 0
     loss = torch.stack(losses).mean()
-    tiny.assert_gradients(run, policy, loss)
+    assert_gradients(run, policy, loss)
     ratios = np.array(ratios)
     scores = [1, 2, 3, -1, 5, 6, 7, -1]
     kl = rollout.kl.sum().item() / 8
