@@ -49,7 +49,8 @@ def run_update(script: Any, rank: int, processes: int) -> tiny.FakeRun:
     args = tiny.make_args(task, script, total_episodes=8, micro_batch_tokens=12, **groups)
     heldout = tiny.make_contexts([4, 2, 6], 8)  # the same on every process
     table = lambda *args, **kwargs: tiny.Table([queries], heldout)  # noqa: E731
-    inputs = dict(responses=[RESPONSES[rows]], epochs=[[minibatches, minibatches[::-1]]])
+    orders = torch.stack([torch.cat(minibatches), torch.cat(minibatches[::-1])])
+    inputs = dict(responses=[RESPONSES[rows]], epochs=[orders])
     return tiny.start(script, args, **inputs, load_queries=table, AdamTF=tiny.Recorder)
 
 
