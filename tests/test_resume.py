@@ -70,10 +70,12 @@ def written(folder: Path) -> dict[str, Any]:
     """What a run writes, except times and names: metrics, samples, the bytes of all weights."""
     found: dict[str, Any] = {}
     for name in ("metrics.jsonl", "samples.jsonl"):
-        text = (folder / name).read_text() if (folder / name).exists() else ""
-        found[name] = without_times([json.loads(x) for x in text.splitlines() if x])
-    paths = [*folder.glob("model/*.safetensors"), *folder.glob("keep_*/[!a]*")]  # but args.json
-    return found | {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+        found[name] = []
+        if (folder / name).exists():
+            found[name] = without_times(list(map(json.loads, (folder / name).open())))
+    for path in [*folder.glob("model/*.safetensors"), *folder.glob("keep_*/[!a]*")]:  # not args
+        found[str(path.relative_to(folder))] = path.read_bytes()
+    return found
 
 
 def assert_same_run(folder: Path, expected: Path) -> None:
@@ -162,7 +164,7 @@ def fork(script: str, args: Any, what: str | None, n: int, log: Path, env: dict)
     try:
         out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(out, 1), os.dup2(out, 2)
-        os.environ.update(env)
+        os.environ.update({key: str(value) for key, value in env.items()})
         if what:
             owner, name, do, *when = KILLS[what]
             at_call(pytest.MonkeyPatch(), owner, name, n, do, *when)
@@ -199,19 +201,22 @@ def drive(jobs: list[dict]) -> dict[str, list[list[int]]]:
         importlib.import_module(module)  # once instead of in every fork
     codes: dict[str, list[list[int]]] = {job["name"]: [] for job in jobs}
     for job in jobs:
-        name, processes, folder = job["name"], job["processes"], Path("runs", job["name"])
+        name, processes = job["name"], job["processes"]
+        folder = Path("runs", name)
         for what, n, killed in [*job["kills"], [None, 0, 0]]:
-            resume = any(folder.glob("checkpoints/*.safetensors"))
             args: Any = f"--resume {folder}"
-            if not resume:
+            if not any(folder.glob("checkpoints/*.safetensors")):
                 args = settings(job["script"], **job["flags"], run_name=name)
                 shutil.rmtree(folder, ignore_errors=True)
-            place, pids = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())), []
+            env: dict[str, Any] = {}
+            if processes > 1:
+                env = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE=processes)
+            pids = []
             for rank in range(processes):
-                env = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes)) | place
-                env, log = env if processes > 1 else {}, Path(f"{name}.{rank}.log")
+                if processes > 1:
+                    env.update(RANK=rank, LOCAL_RANK=rank)
                 here = what if rank == killed else None
-                pids.append(fork(job["script"], args, here, n, log, env))
+                pids.append(fork(job["script"], args, here, n, Path(f"{name}.{rank}.log"), env))
             codes[name].append([wait(pid, seconds=200) for pid in pids])
     return codes
 
@@ -441,23 +446,25 @@ def test_a_checkpoint_is_one_safetensors_file_and_the_newest_two_are_kept(copy):
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_a_checkpoint_of_every_kind_of_model_is_read_back(kind, tmp_path):
     """Rotary angles are buffers that no state has."""
-    models = [tiny.make_lm(kind, seed=seed) for seed in (0, 1)]
     (tmp_path / "args.json").touch()
-    first, second = (torch.optim.Adam(model.parameters(), lr=0.1) for model in models)
-    models[0](torch.arange(4)[None], labels=torch.arange(4)[None]).loss.backward()
-    first.step()
+    first, second = tiny.make_lm(kind, seed=0), tiny.make_lm(kind, seed=1)
+    adam = torch.optim.Adam(first.parameters())
+    first(torch.arange(4)[None], labels=torch.arange(4)[None]).loss.backward()
+    adam.step()
     x = torch.arange(1, 3)
-    state = {"adam": first.state_dict(), "queue": [(True, None), {"x": x, "again": x}]}
-    folder = tmp_path / "checkpoints"
-    checkpoints.save_checkpoint(folder, 1, models[0], first, state)
-    found = checkpoints.load_checkpoint(folder / "00000001.safetensors", models[1], second)
-    torch.testing.assert_close(found["state"].pop("queue"), [[True, None], {"x": x, "again": x}])
-    third = torch.optim.Adam(models[1].parameters())
-    third.load_state_dict(found["state"].pop("adam"))
-    torch.testing.assert_close(third.state_dict(), first.state_dict(), rtol=0, atol=0)
-    for x, y in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        moments = first.state[x]["exp_avg"], second.state[y]["exp_avg"]
-        assert torch.equal(x, y) and torch.equal(*moments)
+    state = {"adam": adam.state_dict(), "queue": [(True, None), {"x": x, "again": x}]}
+    checkpoints.save_checkpoint(tmp_path / "checkpoints", 1, first, adam, state)
+    path = tmp_path / "checkpoints/00000001.safetensors"
+    restored = torch.optim.Adam(second.parameters())
+    state = checkpoints.load_checkpoint(path, second, restored)["state"]
+    own = torch.optim.Adam(second.parameters())
+    own.load_state_dict(state["adam"])
+    exactly = dict(rtol=0, atol=0)
+    torch.testing.assert_close(state["queue"], [[True, None], {"x": x, "again": x}])
+    torch.testing.assert_close(second.state_dict(), first.state_dict(), **exactly)
+    for optimizer in (restored, own):
+        found = optimizer.state_dict()["state"]
+        torch.testing.assert_close(found, adam.state_dict()["state"], **exactly)
 
 
 def test_files_of_the_project_are_found_from_another_copy_of_it(home, accelerator, monkeypatch):
