@@ -2,8 +2,8 @@
 
 Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593.
 
-    python sft.py --task synthetic              # the initial policy: base_model
-    python train_reward.py --task synthetic     # the reward model
+    python sft.py --task synthetic              # trains the initial policy, the task's base_model
+    python train_reward.py --task synthetic     # trains the reward model
     python ppo.py --task synthetic
     accelerate launch --mixed_precision bf16 ppo.py --task sentiment
 
@@ -22,15 +22,16 @@ In OpenAI's 2019 tasks, all R tokens of a response are trained on, but the rewar
 those up to the truncate token, such as a period. In EOS tasks (`eos_task`) the truncate token is
 EOS and ends the response: what follows is masked out.
 
-What differs from OpenAI's code is in docs/details.md, such as whitening over all processes (X11).
-Tags such as (P9) stand where that page says more than the comment.
+Differences from OpenAI's code, such as whitening over all processes (X11), are listed in
+docs/details.md. A tag such as (P9) stands where that page says more than the comment.
 
 Shapes: B sequences, Q query tokens, C context tokens (prefix + query + suffix), R response tokens,
 T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real tokens.
-machinery/ has loading, processes, files, and faster equivalents of the model calls.
+machinery/ has model loading, multiple processes, output files, and faster equivalents of the model
+calls; utils.py has small helpers.
 """
 
-import machinery  # noqa: F401  # must precede torch: sets how its idle CPU threads wait
+import machinery  # noqa: F401  # before torch: it sets how torch's idle CPU threads wait
 
 import math
 from collections import defaultdict
@@ -117,7 +118,7 @@ class Args(cli.RunArgs):
     whiten_advantages: bool = True
     """whiten the advantages of a minibatch"""
 
-    # An option from later systems
+    # Off by default
     clip_score: PositiveFloat | None = None
     """clip scores, including unfinished_score, to [-clip_score, clip_score]"""
 
@@ -133,7 +134,8 @@ def check(args: Args, processes: int) -> None:
     unit = processes * args.num_minibatches
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches")
     if args.kl_target and args.batch_size >= 5 * args.kl_horizon:
-        # One update may lower kl_coef by the factor 1 - 0.2 * batch_size / kl_horizon.
+        # An update can multiply kl_coef by 1 - 0.2 * batch_size / kl_horizon, which has to be
+        # positive.
         raise cli.InputError(f"kl_horizon={args.kl_horizon} is below {args.batch_size // 5 + 1}")
 
 
@@ -141,7 +143,7 @@ def check(args: Args, processes: int) -> None:
 
 
 class PolicyAndValue(nn.Module):
-    """A language model with a value head, which the reference model does not use.
+    """A language model with a value head (unused in the reference model).
 
     Weights are fp32. Under --mixed_precision bf16 the transformer computes in bf16 by autocast
     (`distributed.prepare`); the LM head, the value head, log-probabilities and losses remain fp32.
@@ -164,8 +166,8 @@ class PolicyAndValue(nn.Module):
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # number of real tokens before each
-        # Equals self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state:
-        input_ids = tokens.masked_fill(~mask, 0)
+        # At real tokens, equals lm.base_model(input_ids, mask, position_ids).last_hidden_state:
+        input_ids = tokens.masked_fill(~mask, 0)  # the pad id has no embedding
         hidden = compute_hidden(self.lm.base_model, input_ids, mask, position_ids)  # [B, T, D]
         hidden = hidden[:, contexts.shape[1] - 1 : -1]  # [B, R, D]: position t predicts token t + 1
 
@@ -173,8 +175,8 @@ class PolicyAndValue(nn.Module):
         real = (responses != self.pad_id).nonzero(as_tuple=True)
         hidden = hidden[real]  # [N, D]
         values = self.value_head(hidden).squeeze(1)  # [N]
-        # In training, too, logits are divided by the temperature of sampling (P1).
-        # Logits [N, V] get no name: they are large, and would stay in memory.
+        # Logits are divided by the sampling temperature in training, too (P1). They are not bound
+        # to a name, which would keep this large tensor [N, V] in memory.
         log_softmax = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)
         logprobs = log_softmax.gather(1, responses[real][:, None]).squeeze(1)  # [N]
         with torch.no_grad():  # entropies are only logged
@@ -194,27 +196,28 @@ class PolicyAndValue(nn.Module):
 def sample(lm: Any, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R].
 
-    From the full vocabulary, ignoring generation_config. In EOS tasks, ended responses leave the
-    batch every 16 tokens; `score_responses` removes what was sampled after the end.
+    From the full vocabulary, ignoring generation_config: `sample_token` inverts the CDF at numbers
+    in [0, 1). In EOS tasks, responses that have ended leave the batch every 16 tokens;
+    `score_responses` removes what was sampled after the end.
     """
     # `DecodingBatch` calls the language model and manages its cache of keys and values. Plainly:
     #
     #     mask = contexts != ids.pad
     #     inputs, cache = contexts.masked_fill(~mask, 0), None
-    #     position_ids = mask.cumsum(dim=1) - mask.long()
+    #     positions = mask.cumsum(dim=1) - mask.long()
     #     for t in range(R):
-    #         out = lm(inputs, attention_mask=mask, position_ids=position_ids, past_key_values=cache)
+    #         out = lm(inputs, attention_mask=mask, position_ids=positions, past_key_values=cache)
     #         logits = out.logits[:, -1]                                 # next_logits
     #         tokens = sample_token(logits / temperature, uniform[t])
     #         inputs, cache = tokens[:, None], out.past_key_values       # append
-    #         position_ids = mask.sum(dim=1, keepdim=True)
+    #         positions = mask.sum(dim=1, keepdim=True)
     #         mask = F.pad(mask, (0, 1), value=True)
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
     batch = DecodingBatch(lm, contexts, contexts != ids.pad, max_new_tokens=len(uniform))
     for t in range(len(uniform)):
         logits = batch.next_logits() / task.temperature  # [b, V]
-        # batch.rows [b]: the rows of `contexts` still in the batch; all, before the first `drop`.
+        # batch.rows [b]: the rows of `contexts` that are still in the batch; initially all.
         tokens = sample_token(logits, uniform[t][batch.rows])  # [b]
         responses[batch.rows, t] = tokens
         batch.append(tokens)
@@ -232,7 +235,7 @@ def sample_in_batches(
     """Sample in batches of contexts of similar length: [B, C], [R, B] → [B, R]."""
     responses = contexts.new_empty(uniform.T.shape)
     context_lengths = (contexts != ids.pad).sum(dim=1)
-    order = context_lengths.argsort(stable=True)
+    order = context_lengths.argsort(stable=True)  # `DecodingBatch` drops common padding
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(lm, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -244,10 +247,11 @@ def sample_in_batches(
 def score_responses(
     reward: Callable, queries: Tensor, responses: Tensor, columns: dict, ids: TokenIds, args: Args
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Truncate responses [B, R] after the first truncate token, then score them (P5).
+    """Cut responses [B, R] after the first truncate token, then score them (P5).
 
-    A response without a truncate token is unfinished: it is not cut, and `unfinished_score`
-    replaces its score.
+    Truncate tokens before position `ids.truncate_after` do not count. A response without one that
+    counts is unfinished: it is not cut, and `unfinished_score` replaces its score. `columns` are
+    the data set's, for a --reward_fn.
     Returns scores [B], cut responses [B, R], which of them are finished [B] (all, if the task has
     no truncate token), and other numbers to log: {metric: [B]}.
     """
@@ -278,17 +282,17 @@ def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 class Rollout(NamedTuple):
     """The episodes of one update or evaluation. Per-token floats are 0 at padding."""
 
-    queries: Tensor  # [B, Q] padded on the left; what the reward model reads
+    queries: Tensor  # [B, Q] padded on the left; the reward model reads them, then `cut`
     contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
     responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     cut: Tensor  # [B, R] responses as they were scored
-    finished: Tensor  # [B] has a truncate token, or the task has none
+    finished: Tensor  # [B] cut at a truncate token, or the task has none
     mask: Tensor  # [B, R] all tokens; in EOS tasks, those up to the end
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] under the sampling policy
     values: Tensor  # [B, R] of the sampling policy
     kl: Tensor  # [B, R] per-token estimate: log pi - log pi_ref
-    scores: Tensor  # [B] of the reward model, or unfinished_score
+    scores: Tensor  # [B] from `score_responses`
     rewards: Tensor  # [B, R] KL penalty, and the score at the last token
 
     def select(self, rows: Tensor | slice) -> "Rollout":
@@ -317,7 +321,7 @@ def compute_logprobs(
     ref_logprobs = torch.zeros_like(logprobs)
     for minibatch_rows in torch.arange(len(lengths), device=lengths.device).split(minibatch_size):
         minibatch_lengths = lengths[minibatch_rows]
-        # The same count on all processes, as FSDP2 needs it; parts are consecutive rows.
+        # The count is the same on all processes, as FSDP2 requires; parts are consecutive rows.
         count = count_micro_batches(minibatch_lengths, args.micro_batch_tokens)
         for part in micro_batches(minibatch_lengths, count):
             rows = minibatch_rows[part]
@@ -416,8 +420,8 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tens
 def compute_advantages(minibatch: Rollout, args: Args) -> tuple[Tensor, Tensor]:
     """Advantages and returns [B, R] of a minibatch, with its rewards and advantages whitened (P9).
 
-    Whitening scales rewards but keeps their mean, which adds a constant to each token's reward. If
-    lengths differ, as in EOS tasks, the policy could gain by length: set whiten_rewards=False.
+    Scaling rewards but keeping their mean adds a constant to every token's reward. If lengths
+    differ, as in EOS tasks, that rewards or punishes length: set whiten_rewards=False.
     """
     rewards = minibatch.rewards
     if args.whiten_rewards:
@@ -439,8 +443,8 @@ def ppo_losses(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Policy loss, value loss and metrics of a micro-batch: [B, R] each → scalars.
 
-    `old`: the micro-batch as sampled. `num_tokens`: tokens of the minibatch, per process. Losses
-    are shares of the minibatch's mean over tokens: they add up over its micro-batches (P7).
+    `old`: the micro-batch as sampled. `num_tokens`: tokens of the minibatch, a mean over processes.
+    Losses are the micro-batch's shares of the minibatch's mean: they add up to it (P7).
     """
 
     def share_of_mean(x: Tensor) -> Tensor:
@@ -523,30 +527,37 @@ def minibatch_metrics(minibatch: Rollout, returns: Tensor) -> dict[str, Tensor]:
 def main(args: Args) -> None:
     """Load everything; repeat: sample, score, optimize; save the policy."""
     # `accelerate launch` runs this function in several processes. Each samples and trains on its
-    # own part of every batch; they synchronize where a comment says "over processes".
+    # own part of every batch. They communicate in all_sum, global_mean_and_var, average_gradients,
+    # mean_over_processes and count_micro_batches; under FSDP2, also wherever weights are used.
     accelerator = distributed.start(args)
     device, processes = accelerator.device, accelerator.num_processes
     check(args, processes)
-    # Of a task (data/tasks.py), this file reads base_model, response_length, temperature, eos_task,
-    # unfinished_score and gold_fn.
+    # Task fields used in this file (see data/tasks.py): base_model, response_length, temperature,
+    # eos_task, unfinished_score and gold_fn.
     task = args.task
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
 
     # table[rows] → queries [B, Q]; table.columns(rows) → {name: B values} of the data set;
-    # reward(queries, responses, columns) → scores [B] of the reward model or of --reward_fn, a
-    # Python function in its place, and other numbers to log: {metric: [B]}, such as the true score.
-    tokenizer, ids = load_tokenizer(task, task.response_length)  # ids.ends: the truncate tokens
+    # reward(queries, responses, columns) → scores [B] and other numbers to log, {metric: [B]}, such
+    # as the true score by `gold_fn`. Scores are those of the reward model or of --reward_fn, a
+    # Python function in its place (a task's flag).
+    tokenizer, ids = load_tokenizer(task, task.response_length)  # ids: pad, ends, affixes
     heldout, table = load_queries(task, tokenizer, ids).hold_out(args.eval_queries)
     reward = load_reward(args, tokenizer, ids, accelerator)
 
-    # `load_lm` checks that a model can read C + R tokens, and that a reference has the tokenizer's.
-    # `prepare` and `freeze` move a model to the device and set its precision. It remains the same
-    # object, without a DDP wrapper; FSDP2 shards it in place.
+    # `load_lm` checks that a model can read C + R tokens, and that the reference has the same
+    # tokenizer. `prepare` and `freeze` move a model to the device and set its precision. It remains
+    # the same object (no DDP wrapper; FSDP2 shards it in place), so `lm` is the policy's.
     lm = load_lm(task.base_model, length=ids.total_length)  # no dropout (P4)
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
     policy, optimizer = distributed.prepare(accelerator, policy, optimizer, args)
-    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.total_length, tokenizer)
+    ref_lm = load_lm(
+        args.ref_model or task.base_model,
+        flag="--ref_model",  # for errors
+        length=ids.total_length,
+        tokenizer=tokenizer,
+    )
     ref = distributed.freeze(accelerator, PolicyAndValue(ref_lm, ids.pad, task.temperature))
 
     local_batch_size = args.batch_size // processes
@@ -558,12 +569,13 @@ def main(args: Args) -> None:
     shown = ["objective/scores", "objective/kl", "objective/kl_coef", "objective/rlhf_reward"]
     if task.gold_fn:
         shown.append("objective/gold_score")
-    run = Run(args, num_updates, shown, accelerator)  # shows these in the terminal, curves.png
+    run = Run(args, num_updates, shown, accelerator)  # shows these in the terminal and curves.png
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
         """Steps 1 to 3 on held-out queries, with the same random numbers each time; not timed."""
-        rows = distributed.own_rows(accelerator, len(heldout))  # this process's part
+        # This process's share, or all rows if they cannot be split evenly.
+        rows = distributed.own_rows(accelerator, len(heldout))
         queries = heldout[rows].to(device)
         columns = heldout.columns(rows)
         # Update u uses the random numbers with index u; evaluations those with index num_updates.
@@ -583,7 +595,7 @@ def main(args: Args) -> None:
             "total": rollout.scores - kl_coef * kl,
             **components,
         }
-        run.log_samples(update, samples, tokenizer, ids.pad)
+        run.log_samples(update, samples, tokenizer, ids)
         local_metrics = rollout_metrics(rollout, components, kl_coef, ids)
         metrics = mean_over_processes(local_metrics, device)
         return {"eval/" + name.removeprefix("objective/"): x for name, x in metrics.items()}
@@ -596,12 +608,12 @@ def main(args: Args) -> None:
             group["lr"] = lr
 
         # 1. Sample a response to each query.
-        rows = query_rows(len(table), local_batch_size, seed, update)  # reshuffled every pass
+        rows = query_rows(len(table), local_batch_size, seed, update)  # a new shuffle every pass
         queries = table[rows].to(device)  # [B, Q]
         uniform = random_numbers(seed, update, device, task.response_length, len(rows))  # [R, B]
         timer.start("sample")
         contexts = add_affixes(queries, ids)  # [B, C]
-        with distributed.inference(accelerator, policy):  # in eval mode; FSDP2 gathers weights
+        with distributed.inference(accelerator, policy):  # autocast; FSDP2 gathers weights
             responses = sample_in_batches(lm, contexts, uniform, ids, args)  # [B, R]
 
         # 2-3. Score the responses; compute log-probabilities, values and rewards of their tokens.
@@ -613,8 +625,8 @@ def main(args: Args) -> None:
 
         # 4. For each epoch and minibatch, compute advantages and take one Adam step.
         timer.start("optimize")
-        stats: dict[str, Any] = defaultdict(float)  # means over the steps
-        rng = np.random.default_rng([seed, update, 2])  # 2: other numbers than `query_rows`
+        stats: dict[str, Any] = defaultdict(float)  # means over the steps, detached
+        rng = np.random.default_rng([seed, update, 2])  # 2: another stream than `query_rows` has
         for epoch in range(args.num_ppo_epochs):
             order = epoch_order(epoch, local_batch_size, rng)
             for minibatch_rows in torch.as_tensor(order, device=device).split(minibatch_size):
@@ -633,7 +645,7 @@ def main(args: Args) -> None:
                     part_metrics["ppo/loss/total"] = loss
                     part_metrics["ppo/policy/entropy_avg"] = entropies.sum() / num_tokens
                     accumulate(stats, part_metrics, num_steps)
-                average_gradients(policy)  # over processes; FSDP2 already did
+                average_gradients(policy)  # over processes; nothing to do under FSDP2
                 if args.max_grad_norm is not None:
                     nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()
@@ -663,7 +675,7 @@ def main(args: Args) -> None:
 
 
 # The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
-SYNTHETIC: dict[str, Any] = dict(
+SYNTHETIC = dict(
     total_episodes=4096,
     eval_every=20,
     batch_size=128,
@@ -674,17 +686,19 @@ SYNTHETIC: dict[str, Any] = dict(
     kl_target=10.0,
     kl_horizon=1000,
 )
-UNADAPTED: dict[str, Any] = dict(kl_target=None, whiten_rewards=False)
-ANSWERS: dict[str, Any] = dict(
-    UNADAPTED, num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192
-)
+FIXED_KL_UNWHITENED = dict(kl_target=None, whiten_rewards=False)
+ANSWERS = dict(FIXED_KL_UNWHITENED, num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
     "synthetic_eos": dict(SYNTHETIC, whiten_rewards=False),
-    "cnndm": dict(UNADAPTED, batch_size=32, lr=2e-6, kl_coef=0.01),
-    "tldr_2019": dict(UNADAPTED, batch_size=32, lr=2e-6, kl_coef=0.03),
+    "cnndm": dict(FIXED_KL_UNWHITENED, batch_size=32, lr=2e-6, kl_coef=0.01),
+    "tldr_2019": dict(FIXED_KL_UNWHITENED, batch_size=32, lr=2e-6, kl_coef=0.03),
     "tldr": dict(
-        UNADAPTED, lr=3e-6, kl_coef=0.05, micro_batch_tokens=16_384, rollout_batch_size=256
+        FIXED_KL_UNWHITENED,
+        lr=3e-6,
+        kl_coef=0.05,
+        micro_batch_tokens=16_384,
+        rollout_batch_size=256,
     ),
     "arithmetic": dict(
         ANSWERS, total_episodes=16_384, eval_every=16, batch_size=128, lr=3e-4, kl_coef=0.1

@@ -2,8 +2,8 @@
 
 Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, arXiv 2402.14740.
 
-    python sft.py --task synthetic              # the initial policy: base_model
-    python train_reward.py --task synthetic     # the reward model
+    python sft.py --task synthetic              # trains the initial policy, the task's base_model
+    python train_reward.py --task synthetic     # trains the reward model
     python rloo.py --task synthetic
     accelerate launch --mixed_precision bf16 rloo.py --task sentiment
 
@@ -18,9 +18,9 @@ One update (numbered as in `main`):
     6. Adapt kl_coef to the measured KL.
 
 A whole response is one action; there is no value function. With one epoch and one minibatch, as
-for most tasks, the gradient is REINFORCE's. With more steps, ratios of whole responses are clipped
-as PPO clips those of tokens. Adaptive KL and Adam are as in ppo.py; so are the names of flags and
-metrics (`num_ppo_epochs`, `ppo/...`), since published curves of both use them.
+for most tasks, the gradient is REINFORCE's. With more steps, the ratio of each whole response is
+clipped, as PPO clips the ratio of each token. Adaptive KL and Adam are as in ppo.py. Flags and
+metrics keep ppo.py's names (`num_ppo_epochs`, `ppo/...`), as published RLOO curves do.
 
 In OpenAI's 2019 tasks, all R tokens of a response are trained on, but the reward model sees only
 those up to the truncate token, such as a period. In EOS tasks (`eos_task`) the truncate token is
@@ -30,10 +30,11 @@ Shapes: P queries, K responses to each, B sequences (P * K in a process's batch)
 context tokens (prefix + query + suffix), R response tokens, T = C + R, N real response tokens, V
 vocabulary size, D hidden size. Masks are True at real tokens. Tags such as (L3) stand where
 docs/details.md says more than the comment.
-machinery/ has loading, processes, files, and faster equivalents of the model calls.
+machinery/ has model loading, multiple processes, output files, and faster equivalents of the model
+calls; utils.py has small helpers.
 """
 
-import machinery  # noqa: F401  # must precede torch: sets how its idle CPU threads wait
+import machinery  # noqa: F401  # before torch: it sets how torch's idle CPU threads wait
 
 import math
 from collections import defaultdict
@@ -110,7 +111,7 @@ class Args(cli.RunArgs):
     cliprange: PositiveFloat = 0.2
     """clip the probability ratio of a response to [1 - cliprange, 1 + cliprange]"""
 
-    # An option from later systems
+    # Off by default
     clip_score: PositiveFloat | None = None
     """clip scores, including unfinished_score, to [-clip_score, clip_score]"""
 
@@ -126,7 +127,8 @@ def check(args: Args, processes: int) -> None:
     unit = processes * args.num_minibatches * args.rloo_k
     cli.check_divisible("batch_size", args.batch_size, unit, "processes * num_minibatches * rloo_k")
     if args.kl_target and args.batch_size >= 5 * args.kl_horizon:
-        # One update may lower kl_coef by the factor 1 - 0.2 * batch_size / kl_horizon.
+        # An update can multiply kl_coef by 1 - 0.2 * batch_size / kl_horizon, which has to be
+        # positive.
         raise cli.InputError(f"kl_horizon={args.kl_horizon} is below {args.batch_size // 5 + 1}")
 
 
@@ -154,7 +156,7 @@ class Policy(nn.Module):
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # number of real tokens before each
-        # Equals self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state, but
+        # At real tokens, equals lm.base_model(input_ids, mask, position_ids).last_hidden_state, but
         # computes adjacent equal contexts once:
         input_ids = tokens.masked_fill(~mask, 0)
         hidden = compute_hidden(  # [B, T, D]
@@ -165,8 +167,8 @@ class Policy(nn.Module):
         # The rest is computed at the N real response tokens only.
         real = (responses != self.pad_id).nonzero(as_tuple=True)
         hidden = hidden[real]  # [N, D]
-        # In training, too, logits are divided by the temperature of sampling (P1).
-        # Logits [N, V] get no name: they are large, and would stay in memory.
+        # Logits are divided by the sampling temperature in training, too (P1). They are not bound
+        # to a name, which would keep this large tensor [N, V] in memory.
         log_softmax = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)
         logprobs = log_softmax.gather(1, responses[real][:, None]).squeeze(1)  # [N]
         with torch.no_grad():  # entropies are only logged
@@ -185,27 +187,28 @@ class Policy(nn.Module):
 def sample(lm: Any, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R].
 
-    From the full vocabulary, ignoring generation_config. In EOS tasks, ended responses leave the
-    batch every 16 tokens; `score_responses` removes what was sampled after the end.
+    From the full vocabulary, ignoring generation_config: `sample_token` inverts the CDF at numbers
+    in [0, 1). In EOS tasks, responses that have ended leave the batch every 16 tokens;
+    `score_responses` removes what was sampled after the end.
     """
     # `DecodingBatch` calls the language model and manages its cache of keys and values. Plainly:
     #
     #     mask = contexts != ids.pad
     #     inputs, cache = contexts.masked_fill(~mask, 0), None
-    #     position_ids = mask.cumsum(dim=1) - mask.long()
+    #     positions = mask.cumsum(dim=1) - mask.long()
     #     for t in range(R):
-    #         out = lm(inputs, attention_mask=mask, position_ids=position_ids, past_key_values=cache)
+    #         out = lm(inputs, attention_mask=mask, position_ids=positions, past_key_values=cache)
     #         logits = out.logits[:, -1]                                 # next_logits
     #         tokens = sample_token(logits / temperature, uniform[t])
     #         inputs, cache = tokens[:, None], out.past_key_values       # append
-    #         position_ids = mask.sum(dim=1, keepdim=True)
+    #         positions = mask.sum(dim=1, keepdim=True)
     #         mask = F.pad(mask, (0, 1), value=True)
     task = args.task
     responses = contexts.new_full((len(contexts), len(uniform)), ids.pad)
     batch = DecodingBatch(lm, contexts, contexts != ids.pad, max_new_tokens=len(uniform))
     for t in range(len(uniform)):
         logits = batch.next_logits() / task.temperature  # [b, V]
-        # batch.rows [b]: the rows of `contexts` still in the batch; all, before the first `drop`.
+        # batch.rows [b]: the rows of `contexts` that are still in the batch; initially all.
         tokens = sample_token(logits, uniform[t][batch.rows])  # [b]
         responses[batch.rows, t] = tokens
         batch.append(tokens)
@@ -223,7 +226,7 @@ def sample_in_batches(
     """Sample in batches of contexts of similar length: [B, C], [R, B] → [B, R]."""
     responses = contexts.new_empty(uniform.T.shape)
     context_lengths = (contexts != ids.pad).sum(dim=1)
-    order = context_lengths.argsort(stable=True)
+    order = context_lengths.argsort(stable=True)  # `DecodingBatch` drops common padding
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(lm, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -235,10 +238,11 @@ def sample_in_batches(
 def score_responses(
     reward: Callable, queries: Tensor, responses: Tensor, columns: dict, ids: TokenIds, args: Args
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Truncate responses [B, R] after the first truncate token, then score them (P5).
+    """Cut responses [B, R] after the first truncate token, then score them (P5).
 
-    A response without a truncate token is unfinished: it is not cut, and `unfinished_score`
-    replaces its score.
+    Truncate tokens before position `ids.truncate_after` do not count. A response without one that
+    counts is unfinished: it is not cut, and `unfinished_score` replaces its score. `columns` are
+    the data set's, for a --reward_fn.
     Returns scores [B], cut responses [B, R], which of them are finished [B] (all, if the task has
     no truncate token), and other numbers to log: {metric: [B]}.
     """
@@ -266,12 +270,12 @@ class Rollout(NamedTuple):
     contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
     responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     cut: Tensor  # [B, R] responses as they were scored
-    finished: Tensor  # [B] has a truncate token, or the task has none
+    finished: Tensor  # [B] cut at a truncate token, or the task has none
     mask: Tensor  # [B, R] all tokens; in EOS tasks, those up to the end
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] under the sampling policy
     kl: Tensor  # [B, R] per-token estimate: log pi - log pi_ref
-    scores: Tensor  # [B] of the reward model, or unfinished_score
+    scores: Tensor  # [B] from `score_responses`
     rewards: Tensor  # [B] score minus KL penalty
 
     def select(self, rows: Tensor | slice) -> "Rollout":
@@ -299,7 +303,7 @@ def compute_logprobs(
     ref_logprobs = torch.zeros_like(logprobs)
     for minibatch_rows in torch.arange(len(lengths), device=lengths.device).split(minibatch_size):
         minibatch_lengths = lengths[minibatch_rows]
-        # The same count on all processes, as FSDP2 needs it; parts are consecutive rows.
+        # The count is the same on all processes, as FSDP2 requires; parts are consecutive rows.
         count = count_micro_batches(minibatch_lengths, args.micro_batch_tokens)
         for part in micro_batches(minibatch_lengths, count):
             rows = minibatch_rows[part]
@@ -386,9 +390,9 @@ def rloo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss and metrics of a micro-batch: [B, R], [B] → scalars.
 
-    PPO's clipped loss with the probability ratio of whole responses (L4). `num_responses`: in this
-    process's minibatch. Losses are shares of its mean over responses: they add up over its
-    micro-batches (P7).
+    PPO's clipped loss with the probability ratio of whole responses (L4). `num_responses`: the size
+    of this process's minibatch. Losses are the micro-batch's shares of the minibatch's mean: they
+    add up to it (P7).
     """
 
     def share_of_mean(x: Tensor) -> Tensor:
@@ -447,7 +451,7 @@ def group_metrics(rollout: Rollout, advantages: Tensor, args: Args) -> dict[str,
     all_equal = (scores == scores[:, :1]).all(dim=1)  # [P]
     return {
         "objective/advantage_std": advantages_var.sqrt(),
-        "objective/frac_reward_zero_std": all_equal.float().mean(),
+        "objective/frac_reward_zero_std": all_equal.float().mean(),  # TRL's name; of scores
     }
 
 
@@ -457,30 +461,37 @@ def group_metrics(rollout: Rollout, advantages: Tensor, args: Args) -> dict[str,
 def main(args: Args) -> None:
     """Load everything; repeat: sample, score, optimize; save the policy."""
     # `accelerate launch` runs this function in several processes. Each samples and trains on its
-    # own part of every batch; they synchronize where a comment says "over processes".
+    # own part of every batch. They communicate in all_sum, global_mean_and_var, average_gradients,
+    # mean_over_processes and count_micro_batches; under FSDP2, also wherever weights are used.
     accelerator = distributed.start(args)
     device, processes = accelerator.device, accelerator.num_processes
     check(args, processes)
-    # Of a task (data/tasks.py), this file reads base_model, response_length, temperature, eos_task,
-    # unfinished_score and gold_fn.
+    # Task fields used in this file (see data/tasks.py): base_model, response_length, temperature,
+    # eos_task, unfinished_score and gold_fn.
     task = args.task
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
 
     # table[rows] → queries [B, Q]; table.columns(rows) → {name: B values} of the data set;
-    # reward(queries, responses, columns) → scores [B] of the reward model or of --reward_fn, a
-    # Python function in its place, and other numbers to log: {metric: [B]}, such as the true score.
-    tokenizer, ids = load_tokenizer(task, task.response_length)  # ids.ends: the truncate tokens
+    # reward(queries, responses, columns) → scores [B] and other numbers to log, {metric: [B]}, such
+    # as the true score by `gold_fn`. Scores are those of the reward model or of --reward_fn, a
+    # Python function in its place (a task's flag).
+    tokenizer, ids = load_tokenizer(task, task.response_length)  # ids: pad, ends, affixes
     heldout, table = load_queries(task, tokenizer, ids).hold_out(args.eval_queries)
     reward = load_reward(args, tokenizer, ids, accelerator)
 
-    # `load_lm` checks that a model can read C + R tokens, and that a reference has the tokenizer's.
-    # `prepare` and `freeze` move a model to the device and set its precision. It remains the same
-    # object, without a DDP wrapper; FSDP2 shards it in place.
+    # `load_lm` checks that a model can read C + R tokens, and that the reference has the same
+    # tokenizer. `prepare` and `freeze` move a model to the device and set its precision. It remains
+    # the same object (no DDP wrapper; FSDP2 shards it in place), so `lm` is the policy's.
     lm = load_lm(task.base_model, length=ids.total_length)  # no dropout (P4)
     policy = Policy(lm, ids.pad, task.temperature)
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
     policy, optimizer = distributed.prepare(accelerator, policy, optimizer, args)
-    ref_lm = load_lm(args.ref_model or task.base_model, "--ref_model", ids.total_length, tokenizer)
+    ref_lm = load_lm(
+        args.ref_model or task.base_model,
+        flag="--ref_model",  # for errors
+        length=ids.total_length,
+        tokenizer=tokenizer,
+    )
     ref = distributed.freeze(accelerator, Policy(ref_lm, ids.pad, task.temperature))
 
     local_batch_size = args.batch_size // processes
@@ -492,12 +503,13 @@ def main(args: Args) -> None:
     shown = ["objective/scores", "objective/kl", "objective/kl_coef", "objective/rlhf_reward"]
     if task.gold_fn:
         shown.append("objective/gold_score")
-    run = Run(args, num_updates, shown, accelerator)  # shows these in the terminal, curves.png
+    run = Run(args, num_updates, shown, accelerator)  # shows these in the terminal and curves.png
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
         """Steps 1 to 3 on held-out queries, with the same random numbers each time; not timed."""
-        rows = distributed.own_rows(accelerator, len(heldout))  # this process's part
+        # This process's share, or all rows if they cannot be split evenly.
+        rows = distributed.own_rows(accelerator, len(heldout))
         queries = heldout[rows].to(device)
         columns = heldout.columns(rows)
         # Update u uses the random numbers with index u; evaluations those with index num_updates.
@@ -517,7 +529,7 @@ def main(args: Args) -> None:
             "total": rollout.scores - kl_coef * kl,
             **components,
         }
-        run.log_samples(update, samples, tokenizer, ids.pad)
+        run.log_samples(update, samples, tokenizer, ids)
         local_metrics = rollout_metrics(rollout, components, kl_coef, ids)
         metrics = mean_over_processes(local_metrics, device)
         return {"eval/" + name.removeprefix("objective/"): x for name, x in metrics.items()}
@@ -529,14 +541,14 @@ def main(args: Args) -> None:
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # 1. Sample K responses to each query.
+        # 1. Sample K responses to each query; every pass visits them in a new order.
         rows = query_rows(len(table), local_batch_size // args.rloo_k, seed, update)  # [P]
         rows = np.repeat(rows, args.rloo_k)  # [P * K]: the responses to a query side by side
         queries = table[rows].to(device)  # [B, Q]
         uniform = random_numbers(seed, update, device, task.response_length, len(rows))  # [R, B]
         timer.start("sample")
         contexts = add_affixes(queries, ids)  # [B, C]
-        with distributed.inference(accelerator, policy):  # in eval mode; FSDP2 gathers weights
+        with distributed.inference(accelerator, policy):  # autocast; FSDP2 gathers weights
             responses = sample_in_batches(lm, contexts, uniform, ids, args)  # [B, R]
 
         # 2-3. Score the responses; compute their log-probabilities and rewards.
@@ -551,8 +563,8 @@ def main(args: Args) -> None:
         all_advantages = compute_advantages(rollout.rewards, args)  # [B]
 
         # 5. For each epoch and minibatch, take one Adam step.
-        stats: dict[str, Any] = defaultdict(float)  # means over the steps
-        rng = np.random.default_rng([seed, update, 2])  # 2: other numbers than `query_rows`
+        stats: dict[str, Any] = defaultdict(float)  # means over the steps, detached
+        rng = np.random.default_rng([seed, update, 2])  # 2: another stream than `query_rows` has
         for epoch in range(args.num_ppo_epochs):
             order = epoch_order(epoch, local_batch_size, rng, args.rloo_k)
             for minibatch_rows in torch.as_tensor(order, device=device).split(minibatch_size):
@@ -569,7 +581,7 @@ def main(args: Args) -> None:
                     loss.backward()
                     part_metrics["ppo/policy/entropy_avg"] = entropies.sum() / num_tokens
                     accumulate(stats, part_metrics, num_steps)
-                average_gradients(policy)  # over processes; FSDP2 already did
+                average_gradients(policy)  # over processes; nothing to do under FSDP2
                 if args.max_grad_norm is not None:
                     nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()
@@ -597,7 +609,7 @@ def main(args: Args) -> None:
 
 
 # The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
-SYNTHETIC: dict[str, Any] = dict(
+SYNTHETIC = dict(
     total_episodes=4096,
     eval_every=20,
     batch_size=128,
@@ -606,8 +618,8 @@ SYNTHETIC: dict[str, Any] = dict(
     kl_target=10.0,
     kl_horizon=1000,
 )
-FIXED_KL: dict[str, Any] = dict(kl_target=None)
-ANSWERS: dict[str, Any] = dict(FIXED_KL, num_minibatches=4, micro_batch_tokens=8192)
+FIXED_KL = dict(kl_target=None)
+ANSWERS = dict(FIXED_KL, num_minibatches=4, micro_batch_tokens=8192)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
     "synthetic_eos": SYNTHETIC,

@@ -1,18 +1,20 @@
 """Supervised fine-tuning in one file: the policy that PPO and RLOO start from.
 
-    python sft.py --task synthetic                    # from scratch: there is no pretrained model
+    python sft.py --task synthetic                    # from random weights; others fine-tune
     accelerate launch sft.py --task sentiment
 
-If the task has reference responses (`response_column`), the loss covers only them. Otherwise texts
-are joined into blocks of equal length. Each block begins with the start of a text, as ppo.py's
-queries do, and the rest of its last text is dropped.
+If the task has reference responses (`response_column`), the loss covers only them. In EOS tasks
+(`eos_task`) this includes the end token that is added to each. Otherwise texts are joined by spaces
+into blocks of equal length. Each block begins with the start of a text, as ppo.py's queries do, and
+the rest of its last text is dropped.
 
-Shapes: B sequences per step, T tokens per sequence, N target tokens, V vocabulary size, D hidden
-size. The loss covers columns `first` ... T - 1: all but the first of a block, or the response after
-a prompt. Masks are True at real tokens.
+Shapes: B sequences, T tokens per sequence, N target tokens, V vocabulary size, D hidden size. The
+loss covers columns `first` to T - 1: all but the first of a block, or those of the responses.
+Prompts are padded on the left, responses on the right. Masks are True at real tokens. Tags such as
+(P4) are rows of docs/details.md.
 """
 
-import machinery  # noqa: F401  # must precede torch: sets how its idle CPU threads wait
+import machinery  # noqa: F401  # before torch: it sets how torch's idle CPU threads wait
 
 import math
 from typing import Annotated, Any
@@ -86,8 +88,8 @@ class LanguageModel(nn.Module):
         """Cross-entropy in nats from column `first` on: [B, T] → [B, T - first], 0 at padding."""
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # number of real tokens before each
-        # Equals self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state:
-        input_ids = tokens.masked_fill(~mask, 0)
+        # At real tokens, equals lm.base_model(input_ids, mask, position_ids).last_hidden_state:
+        input_ids = tokens.masked_fill(~mask, 0)  # the pad id has no embedding
         hidden = compute_hidden(self.lm.base_model, input_ids, mask, position_ids)  # [B, T, D]
         hidden = hidden[:, first - 1 : -1]  # [B, T - first, D]: position t predicts token t + 1
 
@@ -105,8 +107,8 @@ def heldout_loss(
 ) -> float:
     """Mean loss per token of held-out sequences [num, T], sharded across processes."""
     model.eval()
-    # This process's rows. Rows past the end wrap around to the first ones, so that each process has
-    # equally many, as `count_micro_batches` needs.
+    # This process's rows. Rows past the end wrap around to the first ones, so that all processes
+    # have the same number of rows, as `count_micro_batches` needs.
     rank, processes = accelerator.process_index, accelerator.num_processes
     rows = torch.arange(rank, math.ceil(len(tokens) / processes) * processes, processes)
     is_duplicate = rows >= len(tokens)
@@ -134,13 +136,16 @@ def learning_rate(step: int, num_steps: int, args: Args) -> float:
 def sample_continuations(
     lm: Any, tokens: Tensor, first: int, ids: TokenIds, args: Args
 ) -> dict[str, Tensor]:
-    """Continue the prompts of sequences [B, T]; without responses, the first quarter of blocks."""
+    """Sample a continuation of each prompt, or of the first quarter of each block.
+
+    `tokens` [B, T] → texts, continuations and references, of B rows each.
+    """
     task = args.task
     n = first if task.response_column else args.block_size // 4
     contexts = tokens[:, :n]
     torch.manual_seed(args.seed)
     responses = generate(lm, contexts, ids.pad, task.response_length, task.temperature)
-    if task.eos_task:
+    if task.eos_task:  # in other tasks, a text may go on after a truncate token
         responses, _ = truncate(responses, ids)
     return {
         "text": contexts,
@@ -159,7 +164,7 @@ def check(args: Args, processes: int) -> None:
 
 
 def load_table(args: Args, tokenizer: Any, ids: TokenIds) -> tuple[Any, int]:
-    """The sequences to learn [num, T], and the first column that the loss covers."""
+    """All sequences [num, T], and the first column that the loss covers."""
     task = args.task
     if task.response_column:
         table = load_responses(task, tokenizer, ids)
@@ -170,22 +175,23 @@ def load_table(args: Args, tokenizer: Any, ids: TokenIds) -> tuple[Any, int]:
 
 
 def main(args: Args) -> None:
-    """Load the data, train, print continuations."""
+    """Load the data, train, save the model, log sample continuations."""
     accelerator = distributed.start(args)
     device, processes = accelerator.device, accelerator.num_processes
     check(args, processes)
-    # Of a task (data/tasks.py), this file reads base_model, response_length, temperature, eos_task,
-    # truncate_after, response_column and label_dataset.
+    # Task fields used in this file (see data/tasks.py): base_model, query_dataset, response_length,
+    # temperature, eos_task, response_column and label_dataset.
     task = args.task
     tokenizer, ids = load_tokenizer(task, task.response_length)
     table, first = load_table(args, tokenizer, ids)
     num_heldout = args.num_heldout or min(256, math.ceil(len(table) / 10))
+    # The table is shuffled. Its first rows are held out; duplicates of them are not learned.
     heldout_table, table = table.hold_out(num_heldout, needed=args.batch_size)
     heldout = heldout_table[:].to(device)
 
     torch.manual_seed(args.seed)
-    longest = max(ids.total_length, table.length)
-    lm = load_lm(task.base_model, allow_random=True, length=longest)
+    longest = max(ids.total_length, table.length)  # of samples, of training
+    lm = load_lm(task.base_model, allow_random=True, length=longest)  # no dropout (P4)
     model = LanguageModel(lm, ids.pad)
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -194,16 +200,18 @@ def main(args: Args) -> None:
         weight_decay=args.weight_decay,
         fused=True,
     )
-    model, optimizer = distributed.prepare(accelerator, model, optimizer, args)
+    model, optimizer = distributed.prepare(
+        accelerator, model, optimizer, args
+    )  # no DDP: `lm` stays inside
 
     steps_per_epoch = len(table) // args.batch_size
     num_steps = args.num_epochs * steps_per_epoch
     unused = len(table) % args.batch_size
     sizes = f"{len(table)} sequences to learn, {num_heldout} held out, {num_steps} steps"
-    cli.say(f"{sizes}; each epoch leaves out {unused}")
+    cli.say(f"{sizes}; {unused} are skipped in each epoch")
     timer = Timer(device)
     shown = ["loss", "heldout/loss", "heldout/perplexity", "lr"]
-    run = Run(args, num_steps, shown, accelerator)  # shows these in the terminal, curves.png
+    run = Run(args, num_steps, shown, accelerator)  # shows these in the terminal and curves.png
     start, _ = run.restore(model, optimizer)  # start = 0 if not resumed
     for step in range(start, num_steps):
         timer.start("optimize")
@@ -222,7 +230,7 @@ def main(args: Args) -> None:
             loss = model(tokens[part], first).sum() / num_tokens
             loss.backward()
             total += loss.detach()
-        average_gradients(model)  # over processes; FSDP2 already did
+        average_gradients(model)  # over processes; nothing to do under FSDP2
         nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -240,9 +248,10 @@ def main(args: Args) -> None:
         run.checkpoint(step + 1, model, optimizer)
 
     run.save(lm, tokenizer)
-    with distributed.inference(accelerator, model):
+    with distributed.inference(accelerator, model):  # autocast; FSDP2 gathers weights
         samples = sample_continuations(lm, heldout[:4], first, ids, args)
-    run.log_samples(num_steps, samples, tokenizer, ids.pad)
+    run.log_samples(num_steps, samples, tokenizer, ids)
+    # Prints the next command: `then`.py with this --base_model.
     then = "train_reward" if task.label_dataset else "ppo"
     run.finish(
         f"held-out perplexity: {metrics['heldout/perplexity']:.3f}", then=then, flag="base_model"
@@ -250,7 +259,7 @@ def main(args: Args) -> None:
 
 
 # The defaults above are for sentiment, descriptiveness and gsm8k. Overrides for the other tasks:
-BLOCKS: dict[str, Any] = dict(batch_size=16, block_size=512)
+BLOCKS = dict(batch_size=16, block_size=512)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": dict(
         base_model=str(SYNTHETIC / "model"), lr=3e-3, num_epochs=3, batch_size=16, block_size=96

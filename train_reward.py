@@ -10,11 +10,12 @@ softmax cross-entropy over the K responses to a query; the target is the one tha
 Before and after training, gain and bias are set so that rewards of policy samples have mean 0 and
 standard deviation 1.
 
-Shapes: B labels (b in a micro-batch, N held out), K responses per label, Q and R tokens of query
-and response, T = Q + R, S samples. Masks are True at real tokens. Tags (R1): docs/details.md.
+Shapes: B labels or sequences (b in a micro-batch), N held-out labels, K responses per label, Q and
+R tokens of query and response, T = Q + R, S samples. Masks are True at real tokens. Tags such as
+(R1) are rows of docs/details.md.
 """
 
-import machinery  # noqa: F401  # must precede torch: sets how its idle CPU threads wait
+import machinery  # noqa: F401  # before torch: it sets how torch's idle CPU threads wait
 
 import json
 import math
@@ -83,10 +84,10 @@ class Args(cli.RunArgs):
 
 
 class RewardConfig(transformers.PretrainedConfig):
-    """Configuration of a reward model.
+    """The transformer's configuration, the pad id, and the tokens that texts have to begin with.
 
-    That of its transformer, its pad id, and the tokens with which its texts begin: None, or BOS if
-    tools/convert_reward.py made it.
+    `begin` is None, or BOS if tools/convert_reward.py made it. `check_reward_model` compares it
+    with what the queries of a task begin with; nothing is added to a text.
     """
 
     model_type = "scalar_reward"
@@ -98,7 +99,7 @@ class RewardConfig(transformers.PretrainedConfig):
         begin: list[int] | None = None,
         **kwargs: Any,
     ):
-        if isinstance(backbone, dict):  # of config.json
+        if isinstance(backbone, dict):  # as read from config.json
             backbone = transformers.AutoConfig.for_model(**backbone)
         self.backbone = backbone
         self.pad_id = pad_id
@@ -107,10 +108,11 @@ class RewardConfig(transformers.PretrainedConfig):
 
 
 class RewardModel(nn.Module):
-    """A transformer with a scalar head: `gain * r + bias` at the last real token (R1).
+    """A transformer with a scalar head: `gain * head + bias` at the last real token (R1).
 
     Weights are fp32. Under --mixed_precision bf16 the transformer computes in bf16 by autocast
-    (`distributed.prepare`); the head remains in fp32.
+    (`distributed.prepare`); the head remains in fp32. `load_lm` turns dropout off (P4). Gain and
+    bias are also trained.
     """
 
     def __init__(self, config: RewardConfig, backbone: Any = None):
@@ -127,12 +129,12 @@ class RewardModel(nn.Module):
     def token_rewards(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
         """A reward at every token of sequences [B, T] with padding anywhere: [B, T].
 
-        The first `prompt_length` columns are computed once for neighbors that share them.
+        Where the first `prompt_length` tokens of adjacent rows are equal, they are computed once.
         """
         mask = tokens != self.config.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # number of real tokens before each
-        # Equals self.backbone(input_ids, attention_mask, position_ids).last_hidden_state:
-        input_ids = tokens.masked_fill(~mask, 0)
+        # At real tokens, equals backbone(input_ids, mask, position_ids).last_hidden_state:
+        input_ids = tokens.masked_fill(~mask, 0)  # the pad id has no embedding
         hidden = compute_hidden(self.backbone, input_ids, mask, position_ids, prompt_length)
         rewards = self.head(hidden).squeeze(-1)  # [B, T]
         return self.gain * rewards + self.bias  # (R3)
@@ -149,20 +151,20 @@ class RewardModel(nn.Module):
     def score(self, tokens: Tensor, max_tokens: int, prompt_length: int = 0) -> Tensor:
         """Rewards of many sequences, about `max_tokens` tokens at a time: [B, T] → [B]."""
         lengths = (tokens != self.config.pad_id).sum(dim=1)
-        count = count_micro_batches(lengths, max_tokens)
+        count = count_micro_batches(lengths, max_tokens)  # the same on all processes
         rewards = []
-        for part in micro_batches(lengths, count):
+        for part in micro_batches(lengths, count):  # slices, in order
             rewards.append(self(tokens[part], prompt_length))
         return torch.cat(rewards)
 
     @classmethod
     def from_pretrained(cls, name: str) -> "RewardModel":
-        """What `save_pretrained` wrote, in a folder or on the hub."""
+        """Load what `save_pretrained` wrote, from a folder or the hub."""
         folder = find_model(name)
         found, _ = RewardConfig.get_config_dict(folder)
         if found.get("model_type") != RewardConfig.model_type:
             kind = found.get("architectures")
-            raise cli.InputError(f"is {kind}, not of train_reward.py: {OTHERS}")
+            raise cli.InputError(f"is {kind}, not a reward model of train_reward.py: {OTHERS}")
         with no_init_weights():
             model = cls(RewardConfig.from_pretrained(folder))
         if reads_weights():  # under FSDP2, only the first process does
@@ -178,7 +180,10 @@ class RewardModel(nn.Module):
 
 
 def new_reward_model(name: str, pad_id: int, length: int = 0) -> RewardModel:
-    """The transformer of a language model and a new head, for texts of `length` tokens."""
+    """A reward model with a language model's transformer and a new head.
+
+    Raises `InputError` if it cannot read texts of `length` tokens.
+    """
     lm = load_lm(name, length=length)
     return RewardModel(RewardConfig(lm.config, pad_id), lm.base_model)
 
@@ -189,8 +194,8 @@ def load_reward(
     ids: TokenIds,
     accelerator: Any,
 ) -> Reward:
-    """For ppo.py and rloo.py: scores of the reward model, or of --reward_fn, which may use them."""
-    reward = Reward(args.task, tokenizer, ids.pad, args.micro_batch_tokens)
+    """The scorer of ppo.py and rloo.py: the reward model, or --reward_fn, which may call it."""
+    reward = Reward(args.task, tokenizer, ids, args.micro_batch_tokens)
     if reward.needs_model:
         with cli.about(f"--reward_model {args.reward_model}"):
             model = RewardModel.from_pretrained(args.reward_model)
@@ -210,7 +215,8 @@ def sample_policy(
 ) -> list[Tensor]:
     """Sample the policy twice, to normalize before and after training (R3).
 
-    Returns two batches of queries with responses [S, T], in EOS tasks with padding after EOS.
+    Returns two sets of queries with responses [S, T], S of each process; in EOS tasks, EOS is
+    followed by padding.
     """
     task = args.task
     batch_size = args.rollout_batch_size // accelerator.num_processes
@@ -218,27 +224,29 @@ def sample_policy(
     table = load_queries(task, tokenizer, ids)
     name = args.policy_model or task.base_model
     flag = "--policy_model" if args.policy_model else "--base_model"
-    lm = load_lm(name, flag, ids.total_length, tokenizer)
+    # Checks that the policy reads contexts and responses, and has this tokenizer.
+    lm = load_lm(name, flag, length=ids.total_length, tokenizer=tokenizer)
     lm = distributed.freeze(accelerator, lm)
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
     torch.manual_seed(seed)
-    num_samples = num_batches * batch_size * accelerator.num_processes
+    num_samples = num_batches * args.rollout_batch_size
     cli.say(f"sampling 2 * {num_samples} responses of {name} to normalize")
     samples = []
     for step in range(2):
-        rows = query_rows(len(table), num_batches * batch_size, seed, step)
+        rows = query_rows(len(table), num_batches * batch_size, seed, step)  # of a shuffle
         queries = table[rows].to(accelerator.device)
         parts = []
         for contexts in add_affixes(queries, ids).split(batch_size):
-            with distributed.inference(accelerator, lm):
+            with distributed.inference(accelerator, lm):  # autocast; FSDP2 gathers weights
                 part = generate(lm, contexts, ids.pad, task.response_length, task.temperature)
             parts.append(part)
         responses = torch.cat(parts)
-        if task.eos_task:  # other tasks normalize on all R tokens
+        if task.eos_task:  # in other tasks, samples and labels are read in full, as OpenAI does
             responses, _ = truncate(responses, ids)
-        tokens = torch.cat([queries, responses], dim=1)  # the reward model reads no affixes
-        # A --policy_model may have a larger vocabulary. Its other ids become padding, as ids.pad is
-        # one past the reward model's vocabulary (X13).
+        # Only the policy reads the task's prefix and suffix.
+        tokens = torch.cat([queries, responses], dim=1)
+        # A --policy_model may have a larger vocabulary. Ids beyond the reward model's become
+        # padding: ids.pad is one past its vocabulary (X13).
         samples.append(tokens.clamp(max=ids.pad))
     return samples
 
@@ -256,7 +264,7 @@ def normalize(model: RewardModel, tokens: Tensor, max_tokens: int) -> tuple[floa
     mean = head_mean.item()
     std = math.sqrt(head_var.item())
     if not std > 1e-6 * abs(mean):  # rewards differ only by rounding, or are NaN
-        raise cli.InputError("samples of the policy have the same reward, or NaN; use more samples")
+        raise cli.InputError("all samples of the policy have the same reward, or it is NaN")
     model.gain.fill_(1 / std)
     model.bias.fill_(-mean / std)
     return mean, std
@@ -271,11 +279,10 @@ def candidate_tokens(
     pad_id: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, int]:
-    """Each query with each of its responses [B, K, Q + R], the preferred ones [B], and Q."""
+    """Each query with each of its responses [B, K, Q + R], the preferred one's index [B], and Q."""
     queries, responses, best = labels.batch(rows, pad_id)
-    num_responses = responses.shape[1]
     prompt_length = queries.shape[1]
-    queries = queries[:, None].expand(-1, num_responses, -1)
+    queries = queries[:, None].expand(-1, responses.shape[1], -1)
     tokens = torch.cat([queries, responses], dim=2)
     return tokens.to(device), best.to(device), prompt_length
 
@@ -303,14 +310,17 @@ def predict(
 
 
 def accuracies(rewards: Tensor, best: Tensor) -> Tensor:
-    """1 if the preferred response has the largest of K rewards [B, K], else 0; 1/n if n share it."""
+    """1 if the preferred response has the largest of K rewards [B, K], else 0; 1/n if n tie."""
     is_largest = rewards == rewards.amax(dim=1, keepdim=True)
-    is_right = is_largest.gather(1, best[:, None]).squeeze(1)
-    return is_right / is_largest.sum(dim=1)
+    correct = is_largest.gather(1, best[:, None]).squeeze(1)
+    return correct / is_largest.sum(dim=1)
 
 
 def heldout_metrics(rewards: Tensor, best: Tensor) -> dict[str, float]:
-    """Metrics of rewards [N, K] and preferred responses [N]."""
+    """Metrics of rewards [N, K] and the indices of the preferred responses [N].
+
+    The loss is of rewards that were normalized again: do not compare it with that in training.
+    """
     is_best = F.one_hot(best, rewards.shape[1]).bool()
     return {
         "heldout/accuracy": accuracies(rewards, best).mean().item(),
@@ -338,15 +348,16 @@ def main(args: Args) -> None:
     accelerator = distributed.start(args)
     device, processes = accelerator.device, accelerator.num_processes
     check(args, processes)
-    # Of a task (data/tasks.py), this file reads base_model, response_length, temperature, eos_task,
-    # truncate_after and label_dataset.
+    # Task fields used in this file (see data/tasks.py): task (its name), base_model,
+    # response_length, temperature, eos_task and label_dataset.
     task = args.task
     tokenizer, ids = load_tokenizer(task, task.response_length)
     labels = load_labels(task, tokenizer, ids, load_config(task.base_model))
-    heldout = labels.held_out(args.num_labels)[: args.num_heldout]  # rows, of other queries
+    # Rows whose queries are not among the first num_labels:
+    heldout = labels.held_out(args.num_labels)[: args.num_heldout]
     before, after = sample_policy(args, tokenizer, ids, accelerator)
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # the same new head on all processes
     longest = max(labels.longest(), ids.total_length)
     model = new_reward_model(task.base_model, ids.pad, longest)
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)
@@ -383,10 +394,10 @@ def main(args: Args) -> None:
             losses = F.cross_entropy(rewards, best[part], reduction="none")  # [b] (R4)
             loss = losses.sum() / local_batch_size
             loss.backward()
-            is_right = accuracies(rewards, best[part])  # [b]
+            correct = accuracies(rewards, best[part])  # [b]
             stats["loss"] += loss.detach()
-            stats["accuracy"] += is_right.sum() / local_batch_size
-        average_gradients(model)  # over processes; FSDP2 already did
+            stats["accuracy"] += correct.sum() / local_batch_size
+        average_gradients(model)  # over processes; nothing to do under FSDP2
         optimizer.step()
         optimizer.zero_grad()
 
@@ -405,12 +416,12 @@ def main(args: Args) -> None:
         results.update(heldout_metrics(rewards, best))
     run.log(num_steps, results)
     rounded = {name: round(value, 4) for name, value in results.items()}
-    # `then`, `flag`: the next command to print.
+    # Prints the next command: ppo.py with this --reward_model.
     run.finish(json.dumps(rounded), then="ppo", flag="reward_model")
 
 
 # The defaults above are for sentiment and descriptiveness. Overrides for the other tasks:
-SUMMARIES_2019: dict[str, Any] = dict(
+SUMMARIES_2019 = dict(
     num_labels=46_000,
     batch_size=16,
     lr=2.5e-5,

@@ -1,7 +1,8 @@
-"""Small helpers of the scripts: tokens, micro-batches, sums over processes, Adam, seeds, timing.
+"""Small helpers for the scripts: tokens, micro-batches, sums over processes, Adam, seeds, timing.
 
-Shapes: `B` sequences, `Q` query, `C` context, `R` response and `T` all tokens. Masks are True at
-real tokens. Tags such as (G2) are explained in docs/details.md.
+Shapes: B sequences, Q tokens per query, C per context (prefix + query + suffix), R per response,
+T = C + R, V vocabulary size. Masks are True at real tokens. Tags such as (G2) are explained
+in docs/details.md.
 """
 
 import math
@@ -23,11 +24,12 @@ class TokenIds(NamedTuple):
     """What a task says about tokens."""
 
     pad: int  # one past the vocabulary (G2)
-    ends: list[int]  # truncate tokens: they end a response (P5); SFT and labels write the first one
+    ends: list[int]  # truncate tokens (P5); in EOS tasks, training texts end with the first one
     prefix: list[int]  # before each query
     suffix: list[int]  # after each query
     truncate_after: int = 0  # truncate tokens before this position of a response do not count
-    total_length: int = 0  # of a context and its response
+    total_length: int = 0  # longest context plus response
+    hidden: tuple[int, ...] = ()  # special tokens that texts are shown without: BOS, ends
 
 
 def pad_left(sequences: list[list[int]], length: int, pad_id: int) -> Tensor:
@@ -49,9 +51,10 @@ def add_affixes(queries: Tensor, ids: TokenIds) -> Tensor:
 
 
 def truncate(responses: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]:
-    """Replace by padding what follows the first truncate token (P5).
+    """Replace everything after the first truncate token by padding: [B, R] → [B, R] (P5).
 
-    Returns the responses [B, R], and whether each has such a token [B]; True if the task has none.
+    Truncate tokens before position `ids.truncate_after` do not count. Also returns which responses
+    are finished [B]: they have one that counts, or the task has none.
     """
     if not ids.ends:
         return responses, torch.ones_like(responses[:, 0], dtype=torch.bool)
@@ -64,11 +67,11 @@ def truncate(responses: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]:
     return responses.masked_fill(positions > last[:, None], ids.pad), finished
 
 
-def decode(tokenizer: Any, tokens: Tensor, pad_id: int) -> list[str]:
-    """[B, T] → B texts without padding and special tokens."""
-    ids = [[token for token in row if token != pad_id] for row in tokens.tolist()]
-    options = dict(skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return tokenizer.batch_decode(ids, **options)
+def decode(tokenizer: Any, tokens: Tensor, ids: TokenIds) -> list[str]:
+    """[B, T] → B texts without padding, BOS and ends; other special tokens are in them."""
+    hidden = {ids.pad, *ids.hidden}
+    rows = [[token for token in row if token not in hidden] for row in tokens.tolist()]
+    return tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
 
 
 def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
@@ -87,7 +90,7 @@ def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def query_rows(num_queries: int, size: int, seed: int, step: int) -> np.ndarray:
-    """The rows [size] of a table that step `step` uses; every epoch is a new permutation of all.
+    """The rows [size] of a table that a step uses. Each epoch visits all rows in a new order.
 
     A pure function of its arguments, so that a resumed run continues with the same rows.
     """
@@ -100,15 +103,16 @@ def query_rows(num_queries: int, size: int, seed: int, step: int) -> np.ndarray:
 
 @lru_cache(maxsize=2)
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of all rows; the last two are kept, for the other steps of their epochs."""
-    return np.random.default_rng([seed, epoch, 1]).permutation(size)
+    """The order of an epoch's rows. The two most recent ones are cached."""
+    rng = np.random.default_rng([seed, epoch, 1])  # 1: another stream than `main` has
+    return rng.permutation(size)
 
 
 def count_micro_batches(lengths: Tensor, max_tokens: int) -> int:
     """How many micro-batches of about `max_tokens` tokens B sequences of these lengths need.
 
-    The most that a process needs: under FSDP2 all have to run equally many forward passes. So all
-    processes have to call this, with equally many sequences.
+    The maximum over processes, since under FSDP2 all have to run equally many forward passes. So
+    all processes have to call this, with equally many sequences.
     """
     needed = (lengths.sum() + max_tokens - 1) // max_tokens  # rounded up
     return min(int(all_max(needed)), len(lengths))
@@ -117,7 +121,7 @@ def count_micro_batches(lengths: Tensor, max_tokens: int) -> int:
 def micro_batches(lengths: Tensor, count: int) -> list[slice]:
     """Split B sequences into `count` consecutive parts with about equally many tokens.
 
-    Parts change memory, and results only by rounding (P7).
+    More parts need less memory; results differ only by rounding (P7).
     """
     ends = lengths.cumsum(dim=0).tolist()  # tokens up to the end of each sequence
     parts = []
@@ -155,9 +159,9 @@ def all_max(x: Tensor) -> Tensor:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Average the gradients over all processes, in one message.
+    """Average the gradients over all processes, with one all-reduce.
 
-    A weight without a gradient counts as 0, unless it has none on any process.
+    A missing gradient counts as 0; a weight without one on any process is left alone.
     """
     if num_processes() == 1:
         return
@@ -182,7 +186,10 @@ def average_gradients(model: nn.Module) -> None:
         begin = end
 
 
-def mean_over_processes(metrics: dict[str, Any], device: torch.device) -> dict[str, float]:
+def mean_over_processes(
+    metrics: dict[str, Any],
+    device: torch.device,
+) -> dict[str, float]:
     """The mean of each metric over all processes, with one all-reduce."""
     names = sorted(metrics)
     gathered: list[Any] = [names]
@@ -201,13 +208,23 @@ def mean_over_processes(metrics: dict[str, Any], device: torch.device) -> dict[s
     return dict(zip(names, means.tolist(), strict=True))
 
 
-def accumulate(stats: dict[str, Any], metrics: dict[str, Tensor], num_steps: int) -> None:
-    """Add metrics of one of `num_steps` steps, or of a part of it, to their means over the steps."""
+def accumulate(
+    stats: dict[str, Any],
+    metrics: dict[str, Tensor],
+    num_steps: int,
+) -> None:
+    """Add a step's metrics, or a micro-batch's shares of them, to means over `num_steps` steps.
+
+    Shares add up to the step's value. `stats` is a defaultdict(float); its values are detached.
+    """
     for name, value in metrics.items():
         stats[name] += value.detach() / num_steps
 
 
-def global_mean_and_var(x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def global_mean_and_var(
+    x: Tensor,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Mean and population variance over all processes (X11), of x where the mask is True."""
     if mask is None:
         mask = torch.ones_like(x, dtype=torch.bool)
@@ -252,12 +269,17 @@ class AdamTF(torch.optim.Adam):
 # ----------------------------------------- seeds and timing
 
 
-def random_numbers(seed: int, step: int, device: torch.device, *shape: int) -> Tensor:
-    """Uniform in [0, 1), in fp64, for one step of one process; independent of all other steps."""
+def random_numbers(
+    seed: int,
+    step: int,
+    device: torch.device,
+    *shape: int,
+) -> Tensor:
+    """Uniform in [0, 1), in fp64, for one step; independent of those of other steps and seeds."""
     sequence = np.random.SeedSequence([seed, step])
     state = sequence.generate_state(1, np.uint64)[0]
     rng = torch.Generator(device)
-    rng.manual_seed(int(state >> np.uint64(1)))  # 63 bits, as torch takes
+    rng.manual_seed(int(state >> np.uint64(1)))  # 63 bits: fits a signed seed
     return torch.rand(shape, generator=rng, device=device, dtype=torch.float64)
 
 
@@ -271,7 +293,7 @@ class Timer:
         self.seconds: dict[str, float] = {}
 
     def start(self, phase: str | None) -> None:
-        """Begin a phase, or none. If a phase occurs twice, only its last seconds are kept."""
+        """Begin a phase, or none. If a phase occurs twice, only its latest duration is kept."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # wait for queued kernels
         now = time.perf_counter()

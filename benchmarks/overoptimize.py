@@ -11,6 +11,7 @@ Laws for Reward Model Overoptimization, arXiv 2210.10760.
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -56,21 +57,24 @@ def policy_command(reward_model: str, beta: float, seed: int) -> str:
     return f"{command} --kl_coef {beta} --kl_target None --no-anneal_lr --eval_every 1000"
 
 
-def run(name: str, command: str) -> Path:
-    """The folder of a run, which is made if it is not there."""
-    folder = Path("runs", name)
+def run(command: str) -> Path:
+    """The folder of a run, named after its command; it is made if it is not there."""
+    folder = Path("runs", re.sub(r"\W+", "_", command))
     if not (folder / "model").exists():
         script, *flags = command.split()
-        flags += ["--run_name", name, "--output_dir", f"{folder}/model"]
+        flags += ["--run_name", folder.name, "--output_dir", f"{folder}/model"]
         subprocess.run([sys.executable, ROOT / script, *flags], check=True)
     return folder
 
 
 def read_run(folder: Path) -> list[dict[str, float]]:
     """KL, score and true score of each update."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if "objective/kl" in line]  # the last one is an evaluation
-    return [{name: line[metric] for name, metric in METRICS.items()} for line in lines]
+    found = []
+    for text in (folder / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        if "objective/kl" in line:  # the last one is an evaluation
+            found.append({name: line[metric] for name, metric in METRICS.items()})
+    return found
 
 
 def read_csv(path: Path) -> dict[float, np.ndarray]:
@@ -96,14 +100,13 @@ def main(args: Args) -> None:
     """Train, write the CSV, draw it."""
     rows = []
     for seed in range(1, args.seeds + 1):
-        name = f"overoptimize_{args.labels}_{seed}"  # `run` keeps what is there
-        reward = run(f"{name}_reward", reward_command(args.labels, seed)) / "model"
+        reward_model = run(reward_command(args.labels, seed)) / "model"
         for beta in args.betas:
-            command = policy_command(str(reward), beta, seed)
-            command += f" --total_episodes {args.total_episodes}"
-            updates = read_run(run(f"{name}_{beta:g}_{args.total_episodes}", command))
-            same = {"labels": args.labels, "kl_coef": beta, "seed": seed}
-            rows += [same | {"update": i} | row | provenance() for i, row in enumerate(updates)]
+            command = policy_command(str(reward_model), beta, seed)
+            folder = run(f"{command} --total_episodes {args.total_episodes}")
+            for i, update in enumerate(read_run(folder)):
+                row = {"labels": args.labels, "kl_coef": beta, "seed": seed, "update": i}
+                rows.append(row | update | provenance())
     with open(args.out, "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()

@@ -6,6 +6,7 @@ import re
 import statistics
 import subprocess
 import tomllib
+from collections.abc import Callable, Iterable
 from decimal import Decimal
 
 import pytest
@@ -31,33 +32,31 @@ TEST_FILES = list(ROOT.glob("tests/**/*.py"))
 TEST_SOURCE = "\n".join(path.read_text() for path in TEST_FILES)
 TESTS = {path.stem for path in TEST_FILES}.union(re.findall(r"^def (test_\w+)", TEST_SOURCE, re.M))
 # Names of other programs, or of an example:
-OTHERS = set(
-    [
-        "my_reward",
-        "render",
-        "starter",
-        "student",
-        "gym_task",
-        "chain_sum",
-        "my_sft",
-        "my_prompts",
-        "my_pairs",
-        "completion_ids",
-        "WANDB_ENTITY",
-        "terminationGracePeriodSeconds",
-        "torchrun",
-        "set_requires_gradient_sync",
-        "copying",
-        "fmeasure",
-        "ChosenLogprobs",
-        "Product",
-        "gpu_count",
-        "max_length",
-        "fix",
-        "test_X15_",
-        "run_python",
-    ]
-)
+OTHERS = {
+    "my_reward",
+    "render",
+    "starter",
+    "student",
+    "gym_task",
+    "chain_sum",
+    "my_sft",
+    "my_prompts",
+    "my_pairs",
+    "completion_ids",
+    "WANDB_ENTITY",
+    "terminationGracePeriodSeconds",
+    "torchrun",
+    "set_requires_gradient_sync",
+    "copying",
+    "fmeasure",
+    "ChosenLogprobs",
+    "Product",
+    "gpu_count",
+    "max_length",
+    "fix",
+    "test_X15_",
+    "run_python",
+}
 PAST = {"CHANGELOG.md", "docs/log.md"}  # which name what is gone
 
 
@@ -113,13 +112,10 @@ def test_a_commit_that_a_page_names_is_in_the_history():
     """Where there is one; a shallow clone has only its end."""
     if not (ROOT / ".git").exists() or (ROOT / ".git/shallow").exists():
         return
-    command = ["git", "log", "--format=%H"]
-    log = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    patches = [path.read_text() for path in ROOT.glob("diffs/**/*.*")]
-    named = re.findall(
-        r"(?<![\w.-])(?=[a-f]*\d)[0-9a-f]{7,40}\b", "\n".join([*PAGES.values(), *patches])
-    )
-    named = {name for name in named if not name.isdigit()}
+    log = subprocess.check_output(["git", "log", "--format=%H"], cwd=ROOT, text=True)
+    texts = [*PAGES.values(), *(path.read_text() for path in ROOT.glob("diffs/**/*.*"))]
+    named = re.findall(r"(?<![\w.-])(?=[a-f]*\d)[0-9a-f]{7,40}\b", "\n".join(texts))
+    named = [name for name in named if not name.isdigit()]
     assert len(named) > 20
     assert [name for name in named if f"\n{name}" not in f"\n{log}"] == []
 
@@ -183,11 +179,6 @@ def synthetic_eos(cells: Cells) -> list[float]:
     return scores + curve(file, label, KL)[1:] + curve(file, label, "objective/response_length")
 
 
-def against_trl(cells: Cells) -> list[float]:
-    columns = ["loss", "TRL", "loss difference", "largest gradient", "gradient difference"]
-    return [mean("against_trl", name, algorithm=cells[0]) for name in columns]
-
-
 def what_fits(cells: Cells) -> list[float]:
     sizes = {"sentiment": "--micro_batch_tokens 32768 --rollout_batch_size 512", "tldr": ""}
     numbers = []
@@ -201,82 +192,72 @@ def one_gpu(cells: Cells) -> list[float]:
     return [max(what_fits([f"Pythia {cells[0]}"])[2:])]
 
 
-def accuracy(cells: Cells) -> list[float]:
+WAYS = "0", "0.01", "0.03", "0.1", "random"
+
+
+def arithmetic(cells: Cells, metric: str = "gold_score", ways: Iterable = WAYS) -> list[float]:
     numbers = []
-    for way in ("0", "0.01", "0.03", "0.1", "random"):
-        numbers += seeds("arithmetic", f"{cells[0]} {way}", "gold_score")
+    for way in ways:
+        numbers += seeds("arithmetic", f"{cells[0]} {way}", metric)
     return numbers
 
 
 def arithmetic_kl(cells: Cells) -> list[float]:
-    ways = ("0", "0.01", "0.03", "0.1", "random")
-    return [seeds("arithmetic", f"{cells[0]} {way}", "kl")[0] for way in ways]
+    return arithmetic(cells, "kl")[::3]  # means only
 
 
 def long(cells: Cells) -> list[float]:
-    numbers = []
-    for metric in ("gold_score", "kl"):
-        for way in ("0.01 long", "0.1 long"):
-            numbers += seeds("arithmetic", f"{cells[0]} {way}", metric)
-    return numbers
+    ways = "0.01 long", "0.1 long"
+    return arithmetic(cells, "gold_score", ways) + arithmetic(cells, "kl", ways)
 
 
 def ablation(cells: Cells) -> list[float]:
     script, _, two = cells[0].partition(" on two")
-    what = cells[2]
-    where = dict(script=script, processes="2" if two else "1")
+    where = dict(what=cells[2], script=script, processes="2" if two else "1")
     gains = []
     for seed in "12345":
-        (true,) = column("ablations", "true score", what=what, seed=seed, **where)
-        (base,) = column("ablations", "true score", what="all details", seed=seed, **where)
-        gains.append(true - base)
-    interval = 2.776 * statistics.stdev(gains) / 5**0.5  # Student's, 95%
-    score, true, kl = (
-        mean("ablations", name, what=what, **where) for name in ("score", "true score", "KL")
-    )
-    if what == "all details":
-        return [score, true, kl]
-    return [score, true, statistics.mean(gains), interval, kl]
+        (true,) = column("ablations", "true score", seed=seed, **where)
+        base = where | dict(what="all details", seed=seed)
+        gains.append(true - mean("ablations", "true score", **base))
+    numbers = [mean("ablations", name, **where) for name in ("score", "true score", "KL")]
+    if cells[2] != "all details":
+        interval = 2.776 * statistics.stdev(gains) / 5**0.5  # Student's, 95%
+        numbers[2:2] = [statistics.mean(gains), interval]
+    return numbers
 
 
 def patch(cells: Cells) -> list[float]:
     return seeds("patches", cells[0], "gold_score") + seeds("patches", cells[0], "kl")
 
 
-def gpu(cells: Cells) -> list[float]:
-    columns = [
-        "seconds",
-        "sample",
-        "score",
-        "optimize",
-        "first",
-        "episodes/s",
-        "1M min",
-        "reserved GB",
-    ]
-    return [mean("gpu", name, what=cells[0]) for name in columns]
+def row_of(file: str, key: str, *columns: str) -> Callable[[Cells], list[float]]:
+    """Of the rows that a table's first cell names; words may follow the name."""
+    return lambda cells: [mean(file, name, **{key: cells[0].split("` ")[0]}) for name in columns]
 
 
-def gpu_trl(cells: Cells) -> list[float]:
-    what = cells[0].split("` ")[0]  # words may follow
-    columns = ["seconds", "sample", "score", "optimize", "reserved GB"]
-    return [mean("gpu_trl", name, what=what) for name in columns]
-
-
+PHASES = "sample", "score", "optimize"
+TRL = "loss", "TRL", "loss difference", "largest gradient", "gradient difference"
+GPU = "seconds", *PHASES, "first", "episodes/s", "1M min", "reserved GB"
 RESULTS = "docs/results.md"
 TABLES = [  # page, header, the columns with numbers, what they are
     ("README.md", "| claim ", 1, 2, claim),
     (RESULTS, "| | score | true score | KL | β", 1, 5, synthetic),
     (RESULTS, "| | score | true score | KL | r", 1, 5, synthetic_eos),
-    (RESULTS, "| algorithm | loss ", 1, 6, against_trl),
+    (RESULTS, "| algorithm | loss ", 1, 6, row_of("against_trl", "algorithm", *TRL)),
     (RESULTS, "| PPO | policy", 3, 5, what_fits),
     ("docs/tldr.md", "| | one GPU ", 1, 2, one_gpu),
-    (RESULTS, "| accuracy ", 1, 6, accuracy),
+    (RESULTS, "| accuracy ", 1, 6, arithmetic),
     (RESULTS, "| KL, nats ", 1, 6, arithmetic_kl),
     (RESULTS, "| 16,384 episodes ", 1, 5, long),
     (RESULTS, "|  | detail ", 3, 7, ablation),
-    ("docs/speed.md", "| one H200 ", 1, 9, gpu),
-    ("docs/speed.md", "| beside TRL ", 1, 6, gpu_trl),
+    ("docs/speed.md", "| one H200 ", 1, 9, row_of("gpu", "what", *GPU)),
+    (
+        "docs/speed.md",
+        "| beside TRL ",
+        1,
+        6,
+        row_of("gpu_trl", "what", "seconds", *PHASES, "reserved GB"),
+    ),
     ("diffs/README.md", "| script or patch ", 1, 3, patch),
 ]
 

@@ -1,7 +1,6 @@
 """docs/from_trl.md says what is so, and what TRL saves loads here; the models are built in its form,
 without TRL."""
 
-import ast
 import importlib.util
 import re
 from dataclasses import replace
@@ -39,30 +38,36 @@ def write_classifier(folder: Path, kind: str = "gpt2", num_labels: int = 1):
 
 
 def own_scores(classifier, rows: list[list[int]]) -> list[float]:
-    inputs = (torch.tensor([row]) for row in rows)
-    return [classifier(x, attention_mask=torch.ones_like(x)).logits.item() for x in inputs]
+    return [classifier(torch.tensor([row])).logits.item() for row in rows]
+
+
+def begin_with_bos(tokenizer) -> None:
+    begin = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.backend_tokenizer.post_processor = begin
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["RLOO", "GRPO", "SFT", "DPO", "Reward"])
 def test_the_page_names_every_field_of_a_configuration(name):
     """Read, not imported: TRL asks for other versions."""
-    if not (found := importlib.util.find_spec("trl")):
+    found = importlib.util.find_spec("trl")
+    if not found:
         pytest.skip("pip install --no-deps trl==1.16.0")
     (folder,) = found.submodule_search_locations
-    tree = ast.parse(Path(folder, f"trainer/{name.lower()}_config.py").read_text())
-    (node,) = (x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == f"{name}Config")
-    fields = {x.target.id for x in node.body if isinstance(x, ast.AnnAssign)}
+    source = Path(folder, f"trainer/{name.lower()}_config.py").read_text()
+    fields = set(re.findall(r"^    (\w+): ", source, re.M))
     assert len(fields) > 10
     assert fields <= set(re.findall(r"`(\w+)(?:=[^`]*)?`", PAGES["docs/from_trl.md"]))
 
 
 def test_the_page_has_each_name_of_trl_that_a_script_answers():
     named = set(re.findall(r"`([^`\n]+)`", PAGES["docs/from_trl.md"]))
-    assert len(cli.OURS) > 5 and {*cli.OURS, *(f"--{x}" for x in cli.OURS.values())} <= named
+    assert len(cli.OURS) > 5
+    for theirs, ours in cli.OURS.items():
+        assert {theirs, f"--{ours}"} <= named
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "falcon_alibi"])
 @torch.no_grad()
 def test_X13_a_converted_classifier_scores_as_its_own_forward(kind, tmp_path, task):
     """Ours gets padding on both sides."""
@@ -70,13 +75,16 @@ def test_X13_a_converted_classifier_scores_as_its_own_forward(kind, tmp_path, ta
     convert_reward.main(str(tmp_path / "trl"), str(tmp_path / "reward"))
     queries = tiny.make_contexts([8, 3, 1, 5], 8, vocab=tiny.WORDS)
     responses = tiny.make_contexts([5] * 4, 5, seed=1, vocab=tiny.WORDS)
-    cut = responses.masked_fill(torch.arange(5) >= torch.tensor([5, 1, 3, 2])[:, None], tiny.WORDS)
-    rows = [[x for x in row if x != tiny.WORDS] for row in torch.cat([queries, cut], 1).tolist()]
+    rows = []
+    for i, length in enumerate((5, 1, 3, 2)):
+        responses[i, length:] = tiny.WORDS
+        tokens = torch.cat([queries[i], responses[i]])
+        rows.append(tokens[tokens != tiny.WORDS].tolist())
     args = tiny.make_args(task, reward_model=str(tmp_path / "reward"))
     given = AutoTokenizer.from_pretrained(task.base_model), TokenIds(tiny.WORDS, [], [], [])
     reward = load_reward(args, *given, Accelerator(cpu=True))
     expected = own_scores(classifier, rows)
-    assert reward(queries, cut)[0].tolist() == pytest.approx(expected, abs=2e-5)
+    assert reward(queries, responses)[0].tolist() == pytest.approx(expected, abs=2e-5)
     assert torch.tensor(expected).std() > 0.1
 
 
@@ -84,24 +92,26 @@ def test_a_converted_classifier_reads_queries_that_begin_as_its_own_texts(tmp_pa
     """With a prefix, BOS would be before it: refused. Another template of its own is named."""
     write_classifier(tmp_path / "trl")
     own = AutoTokenizer.from_pretrained(tmp_path / "trl")
-    begin = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
-    own.backend_tokenizer.post_processor = begin
+    begin_with_bos(own)
     own.save_pretrained(tmp_path / "trl")
-    convert_reward.main(str(tmp_path / "trl"), folder := str(tmp_path / "reward"))
+    folder = str(tmp_path / "reward")
+    convert_reward.main(str(tmp_path / "trl"), folder)
     plain = AutoTokenizer.from_pretrained(task.base_model)
-    rest = TokenIds(tiny.WORDS, None, [], []), Accelerator(cpu=True)
     args = tiny.make_args(task, reward_model=folder)
-    load_reward(args, own, *rest)
+
+    def load(tokenizer, args=args):
+        load_reward(args, tokenizer, TokenIds(tiny.WORDS, None, [], []), Accelerator(cpu=True))
+
+    load(own)
     assert "template" not in capsys.readouterr().out
     other = AutoTokenizer.from_pretrained(folder, chat_template="{{ messages[0].content }}")
     other.save_pretrained(folder)
     own.chat_template = TURNS
-    load_reward(args, own, *rest)
+    load(own)
     assert f"{folder} reads the policy's chat template" in capsys.readouterr().out
     prefixed = tiny.make_args(replace(task, query_prefix="Anna"), reward_model=folder)
-    for given in ((args, plain), (prefixed, own)):
-        load = partial(load_reward, *given, *rest)
-        tiny.refuses(load, folder, "begin with other tokens", "classifier.py")
+    for refused in (partial(load, plain), partial(load, own, prefixed)):
+        tiny.refuses(refused, folder, "begin with other tokens", "classifier.py")
 
 
 def test_what_is_no_classifier_of_one_label_is_refused_before_it_is_converted(tmp_path):
@@ -113,8 +123,8 @@ def test_what_is_no_classifier_of_one_label_is_refused_before_it_is_converted(tm
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(3)
     tokenizer.save_pretrained(tmp_path / "pad")
     for name in ("two", "lm", "pad"):
-        folder = str(tmp_path / name)
-        tiny.refuses(lambda x=folder: convert_reward.main(x, str(tmp_path / "new")), folder)
+        convert = partial(convert_reward.main, str(tmp_path / name), str(tmp_path / "new"))
+        tiny.refuses(convert, str(tmp_path / name))
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match="2 labels"):
         Classifier(str(tmp_path / "two"))([""], [""])
@@ -136,22 +146,23 @@ def test_a_classifier_as_a_function_reads_as_TRL_writes(kind, tmp_path):
     classifier = write_classifier(tmp_path / "trl", kind)
     own = AutoTokenizer.from_pretrained(tmp_path / "trl")
     own.pad_token = own.convert_ids_to_tokens(3)
-    begin = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
-    own.backend_tokenizer.post_processor = begin
+    begin_with_bos(own)
     own.chat_template = TURNS
     own.save_pretrained(tmp_path / "trl")
     queries, responses = ["Anna saw", "It", "Ben was glad to see"], [" a cat.", " rained.", " him"]
     texts = [f"{x}{y}{own.eos_token}" for x, y in zip(queries, responses, strict=True)]
+    expected = own_scores(classifier, [own.encode(text) for text in texts])
     for size in (1, 2, 32):
         score = Classifier(str(tmp_path / "trl"), batch_size=size)
-        expected = own_scores(classifier, [own.encode(x) for x in texts])
         assert score(queries, responses) == pytest.approx(expected, abs=2e-5)
-    chats = [[USER], [SYSTEM, USER, BLUE, NIGHT]]
-    found = score(["?"] * 2, ["It is blue.", "Black"], messages=chats)
-    answers = [{"role": "assistant", "content": x} for x in ("It is blue.", "Black")]
-    pairs = zip(chats, answers, strict=True)
-    texts = [own.apply_chat_template([*chat, x], tokenize=False) for chat, x in pairs]
-    expected = own_scores(classifier, [own.encode(x, add_special_tokens=False) for x in texts])
-    assert found == pytest.approx(expected, abs=2e-5) and texts[0].endswith("\n")
+    chats, answers = [[USER], [SYSTEM, USER, BLUE, NIGHT]], ["It is blue.", "Black"]
+    rows = []
+    for chat, answer in zip(chats, answers, strict=True):
+        messages = [*chat, {"role": "assistant", "content": answer}]
+        text = own.apply_chat_template(messages, tokenize=False)
+        assert text.endswith("\n")
+        rows.append(own.encode(text, add_special_tokens=False))
+    found = score(["?"] * 2, answers, messages=chats)
+    assert found == pytest.approx(own_scores(classifier, rows), abs=2e-5)
     with pytest.raises(ValueError, match="over 256 tokens"):
         score(["Anna"], [" saw" * 300])

@@ -22,39 +22,40 @@ from train_reward import RewardConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 PPO_RECORDS = sorted(path.stem for path in GOLDEN.glob("ppo_*.json"))
-THEIRS = {"lm.transformer.": "transformer.", "backbone.": "transformer.", "head.": "reward_head."}
-THEIRS |= {"gain": "reward_norm.gain", "bias": "reward_norm.bias"}
+THEIRS = {  # beginnings of our parameters' names, and those in the recordings
+    "lm.transformer.": "transformer.",
+    "backbone.": "transformer.",
+    "head.": "reward_head.",
+    "gain": "reward_norm.gain",
+    "bias": "reward_norm.bias",
+}
 QUERY = json.loads((GOLDEN / "query.json").read_text())
 
 
-def load(name: str) -> tuple[dict, dict[str, np.ndarray]]:
-    return json.loads((GOLDEN / f"{name}.json").read_text()), dict(np.load(GOLDEN / f"{name}.npz"))
+def load(name):
+    """A record, and its arrays as tensors; integers are token ids and indices."""
+    tensors = {}
+    for key, array in np.load(GOLDEN / f"{name}.npz").items():
+        x = torch.from_numpy(array)
+        tensors[key] = x.long() if x.dtype == torch.int32 else x
+    return json.loads((GOLDEN / f"{name}.json").read_text()), tensors
 
 
-def close(ours: torch.Tensor, theirs: np.ndarray | torch.Tensor, atol: float, rtol=0.0, name=""):
-    torch.testing.assert_close(
-        ours, torch.as_tensor(theirs), atol=atol, rtol=rtol, msg=lambda text: f"{name}: {text}"
-    )
+def close(ours, theirs, atol, rtol=0.0):
+    torch.testing.assert_close(ours, theirs, atol=atol, rtol=rtol)
 
 
-def tokens_of(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(array).long()
+def left(tokens, pad_id):
+    """Rows of tokens, padded on the left."""
+    return utils.add_affixes(tokens, utils.TokenIds(pad_id, [], [], []))
 
 
-def left(tokens: np.ndarray, pad_id: int) -> torch.Tensor:
-    return utils.add_affixes(tokens_of(tokens), utils.TokenIds(pad_id, [], [], []))
-
-
-def below(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def below(prefix, arrays):
     """The arrays whose names begin with a prefix, without it."""
     return {key.removeprefix(prefix): x for key, x in arrays.items() if key.startswith(prefix)}
 
 
-def tensors(arrays: dict, prefix: str) -> dict[str, torch.Tensor]:
-    return {key: torch.from_numpy(np.asarray(x)) for key, x in below(prefix, arrays).items()}
-
-
-def make_lm(hparams: dict, weights: dict[str, torch.Tensor]) -> GPT2LMHeadModel:
+def make_lm(hparams, weights):
     config = GPT2Config(
         vocab_size=hparams["n_vocab"],
         n_positions=hparams["n_ctx"],
@@ -63,25 +64,25 @@ def make_lm(hparams: dict, weights: dict[str, torch.Tensor]) -> GPT2LMHeadModel:
         n_head=hparams["n_head"],
     )
     lm = GPT2LMHeadModel(models.disable_dropout(config))
-    of_lm = {name: x for name, x in weights.items() if name.startswith("transformer.")}
-    missing, unexpected = lm.load_state_dict(of_lm, strict=False)
-    assert missing in ([], ["lm_head.weight"]) and not unexpected
+    lm.transformer.load_state_dict(below("transformer.", weights))
     models.choose_kernels(lm)  # as `load_lm` does
     unpadding.set_unpadding(lm.base_model, hparams["n_ctx"])
     return lm.eval()
 
 
-def load_head(head: torch.nn.Linear, weights: dict[str, torch.Tensor], name: str) -> None:
-    head.load_state_dict({key: weights[f"{name}.{key}"][None] for key in ("weight", "bias")})
+def load_head(head, weights, name):
+    weight = weights[f"{name}.weight"]
+    bias = weights[f"{name}.bias"]
+    head.load_state_dict(dict(weight=weight[None], bias=bias[None]))
 
 
-def make_policy(hparams: dict, weights: dict, pad_id: int, temperature: float):
+def make_policy(hparams, weights, pad_id, temperature):
     policy = ppo.PolicyAndValue(make_lm(hparams, weights), pad_id, temperature)
     load_head(policy.value_head, weights, "value_head")
     return policy
 
 
-def make_reward(hparams: dict, weights: dict, pad_id: int) -> train_reward.RewardModel:
+def make_reward(hparams, weights, pad_id):
     lm = make_lm(hparams, weights)
     model = train_reward.RewardModel(RewardConfig(lm.config, pad_id))
     model.backbone.load_state_dict(lm.transformer.state_dict())
@@ -92,23 +93,27 @@ def make_reward(hparams: dict, weights: dict, pad_id: int) -> train_reward.Rewar
     return model.eval()
 
 
-def golden_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Our parameters under the names of the recordings, which have no first axis of size 1."""
-    out = {}
+def golden_names(model):
+    """Our parameters under the names of the recordings."""
+    found = {}
     for name, value in model.named_parameters():
-        prefix = next((x for x in THEIRS if name.startswith(x)), "")
-        out[THEIRS.get(prefix, "") + name.removeprefix(prefix)] = value.detach()
-    return out
+        for prefix, theirs in THEIRS.items():
+            if name.startswith(prefix):
+                name = theirs + name.removeprefix(prefix)
+                break
+        found[name] = value
+    return found
 
 
-def assert_weights(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
+def assert_weights(model, expected):
+    """The recordings have no first axis of size 1."""
     ours = golden_names(model)
     assert set(ours) == set(expected)
     for name, value in expected.items():
-        close(ours[name].view_as(value), value, atol=2e-5, name=name)
+        close(ours[name].detach().view_as(value), value, atol=2e-5)
 
 
-def make_task(record: dict) -> tasks.Task:
+def make_task(record):
     t = record["hparams"]["task"]
     return replace(
         tasks.BOOKS,
@@ -125,15 +130,18 @@ def make_task(record: dict) -> tasks.Task:
 @pytest.mark.parametrize("schedule", ["const", "anneal"])
 def test_A1_adam_follows_tensorflow(schedule):
     record, arrays = load("adam")
-    init = tensors(arrays, "init/")
+    init = below("init/", arrays)
     params = {name: torch.nn.Parameter(init[name]) for name in record["shapes"]}
-    betas = record["beta1"], record["beta2"]
-    settings = dict(lr=record["base_lr"], betas=betas, eps=record["epsilon"])
-    optimizer = utils.AdamTF(params.values(), **settings)
+    optimizer = utils.AdamTF(
+        params.values(),
+        lr=record["base_lr"],
+        betas=(record["beta1"], record["beta2"]),
+        eps=record["epsilon"],
+    )
     for step in range(record["steps"]):
         for name, param in params.items():
-            param.grad = torch.from_numpy(np.array(arrays[f"grad/{name}"][step]))
-        optimizer.param_groups[0]["lr"] = float(arrays[f"{schedule}/lr"][step])
+            param.grad = arrays[f"grad/{name}"][step]
+        optimizer.param_groups[0]["lr"] = arrays[f"{schedule}/lr"][step].item()
         optimizer.step()
         for name, param in params.items():
             close(param.detach(), arrays[f"{schedule}/params/{name}"][step], atol=2e-6)
@@ -146,13 +154,12 @@ def test_G3_P1_logprobs_entropies_and_values_of_responses(script):
     """rloo has no values."""
     record, arrays = load("model")
     pad_id = record["padding_token"]
-    weights = tensors(arrays, "weights/")
     key = next(k for k in arrays if k.startswith("policy_analyze_T")).split("/")[0]
     temperature = float(key.removeprefix("policy_analyze_T"))
-    policy = make_policy(record["model_hparams"], weights, pad_id, temperature)
+    policy = make_policy(record["model_hparams"], below("weights/", arrays), pad_id, temperature)
     if script is rloo:
         policy = rloo.Policy(policy.lm, pad_id, temperature)
-    ours = policy(left(arrays["queries"], pad_id), tokens_of(arrays["responses"]))
+    ours = policy(left(arrays["queries"], pad_id), arrays["responses"])
     for value, name in zip(ours, ("logprobs", "entropies", "values"), strict=script is ppo):
         close(value, arrays[f"{key}/{name}"], atol=1e-5)
 
@@ -163,16 +170,16 @@ def test_P5_truncation_and_penalty(script, name):
     record, arrays = load("score_fn")
     config = record["configs"][name]
     pad_id = record["padding_token"]
-    model = make_reward(record["model_hparams"], tensors(arrays, "reward_weights/"), pad_id)
+    model = make_reward(record["model_hparams"], below("reward_weights/", arrays), pad_id)
     task = replace(tasks.BOOKS, unfinished_score=config["penalty_reward_value"])
     token = config["truncate_token"]
     ends = [] if token is None else [token]
     ids = utils.TokenIds(pad_id, ends, [], [], truncate_after=config["truncate_after"])
-    texts = left(arrays["queries"], pad_id), tokens_of(arrays["responses"])
+    texts = left(arrays["queries"], pad_id), arrays["responses"]
     reward = tiny.fake_reward(tiny.reward_function(model, 50))
     found = script.score_responses(reward, *texts, {}, ids, script.Args(task=task))
     scores, cut, finished, _ = found
-    assert torch.equal(cut, tokens_of(arrays[f"{name}/postprocessed"]))
+    assert torch.equal(cut, arrays[f"{name}/postprocessed"])
     assert finished.tolist() == [config["valid"][row] for row in record["row_names"]]
     close(scores, arrays[f"{name}/scores"], atol=1e-5)
 
@@ -187,11 +194,11 @@ def test_P3_queries_start_and_end_where_openais_do(setting):
     for name, tokens in QUERY["inputs"].items():
         ends = None if end is None else [token == end for token in tokens]
         cut = queries.cut_query(tokens, length, start, ends)
-        expected = np.array([setting["results"][name] or [pad_id] * length])
+        expected = torch.tensor([setting["results"][name] or [pad_id] * length])
         assert torch.equal(utils.pad_left([cut], length, pad_id), left(expected, pad_id)), name
 
 
-def ppo_args(record: dict, micro_batch_tokens: int) -> ppo.Args:
+def ppo_args(record, micro_batch_tokens):
     p = record["hparams"]["ppo"]
     r = record["hparams"]["rewards"]
     kl = r["adaptive_kl"] or {"target": None, "horizon": 1}
@@ -220,78 +227,71 @@ def ppo_args(record: dict, micro_batch_tokens: int) -> ppo.Args:
 @pytest.mark.parametrize("micro_batch_tokens", [36, 4096])
 @pytest.mark.parametrize("name", PPO_RECORDS)
 def test_ppo_reproduces_every_update(name, micro_batch_tokens, accelerator):
-    """`main` on recorded queries, responses and permutations makes OpenAI's rollouts, statistics of
-    each minibatch, learning rates, KL coefficients, weights and moments (G5, P1, P5-P11, A1)."""
+    """`main` on recorded queries, responses and permutations makes OpenAI's rollouts, statistics,
+    learning rates, KL coefficients, weights and moments (G5, P1, P5-P11, A1)."""
     record, arrays = load(name)
     args = ppo_args(record, micro_batch_tokens)
     pad_id = record["padding_token"]
     temperature = args.task.temperature
     hparams = record["model_hparams"]
-    policy = make_policy(hparams, tensors(arrays, "init/policy/"), pad_id, temperature)
-    ref = ppo.PolicyAndValue(make_lm(hparams, tensors(arrays, "init/ref/")), pad_id, temperature)
-    reward = make_reward(hparams, tensors(arrays, "init/reward/"), pad_id)
+    policy = make_policy(hparams, below("init/policy/", arrays), pad_id, temperature)
+    ref = ppo.PolicyAndValue(make_lm(hparams, below("init/ref/", arrays)), pad_id, temperature)
+    reward = make_reward(hparams, below("init/reward/", arrays), pad_id)
     truncate_token = record["hparams"]["task"]["truncate_token"]
     ids = utils.TokenIds(pad_id, [truncate_token], record["prefix_tokens"], record["suffix_tokens"])
     updates = [below(f"u{i}/", arrays) for i in range(record["nupdates"])]
-    size = args.batch_size // args.num_minibatches
-    epochs = [[[*torch.from_numpy(order).split(size)] for order in u["order"]] for u in updates]
     rollouts = []
-    steps = [{}]
-
-    def spy_losses(*arguments):
-        *losses, stats = ppo_losses(*arguments)
-        for key, value in stats.items():
-            steps[-1][key] = steps[-1].get(key, 0) + value
-        return *losses, stats
 
     def check_update(update, metrics):
         if update == len(updates):  # the last evaluation
             return
         u = updates[update]
         kl_coef = metrics["objective/kl_coef"]
-        assert kl_coef == pytest.approx(float(u["kl_coef_before"]), abs=1e-7)
-        assert metrics["ppo/lr"] == pytest.approx(float(u["lr"]), rel=1e-6)
+        assert kl_coef == pytest.approx(u["kl_coef_before"].item(), abs=1e-7)
+        assert metrics["ppo/lr"] == pytest.approx(u["lr"].item(), rel=1e-6)
         check_rollout(rollouts[-1], u, first=update == 0)
-        own_steps = steps[-1 - args.num_ppo_epochs * args.num_minibatches : -1]
-        for key, expected in below("mb_stats/", u).items():
-            ours = key if key in own_steps[0] else f"{key}_avg"
-            if ours in own_steps[0]:  # the others are means of `step_stats` below
-                close(torch.stack([step[ours] for step in own_steps]), expected, atol=2e-5)
         for key, expected in below("step_stats/", u).items():
-            ours = key.replace("objective/score", "objective/scores")
-            ours = ours.replace("scores_total", "score_total")
-            ours = ours if ours in metrics else f"{ours}_avg"
+            ours = key.replace("score", "scores") if key == "objective/score" else key
+            if ours not in metrics:
+                ours += "_avg"
             if "elapsed" not in key:
-                assert metrics[ours] == pytest.approx(float(expected), abs=2e-5), (update, key)
-        assert_weights(policy, tensors(u, "weights/"))
+                assert metrics[ours] == pytest.approx(expected.item(), abs=2e-5), (update, key)
+        assert_weights(policy, below("weights/", u))
         for script in (ppo, rloo):
             following = script.next_kl_coef(kl_coef, metrics["objective/kl"], args)
-            assert following == pytest.approx(float(u["kl_coef_after"]), rel=2e-6)
+            assert following == pytest.approx(u["kl_coef_after"].item(), rel=2e-6)
 
-    ppo_losses = ppo.ppo_losses
-    step = ppo.AdamTF.step
-    spy_step = lambda self, closure=None: (steps.append({}), step(self))  # noqa: E731
-    texts = {name: [tokens_of(u[name]) for u in updates] for name in ("queries", "responses")}
-    spies = dict(Run=tiny.FakeRun(check_update), Rollout=tiny.keep(ppo.Rollout, rollouts))
-    spies |= dict(ppo_losses=spy_losses, AdamTF=type("Spy", (ppo.AdamTF,), {"step": spy_step}))
-    models = policy, ref, tiny.reward_function(reward, 70)
-    run = tiny.start(ppo, args, *models, epochs=epochs, ids=ids, **texts, **spies)
+    run = tiny.start(
+        ppo,
+        args,
+        policy,
+        ref,
+        tiny.reward_function(reward, 70),
+        ids=ids,
+        queries=[u["queries"] for u in updates],
+        responses=[u["responses"] for u in updates],
+        epochs=[u["order"] for u in updates],
+        Run=tiny.FakeRun(check_update),
+        Rollout=tiny.keep(ppo.Rollout, rollouts),
+    )
     assert len(run.metrics) == record["nupdates"] + 1
-    state = dict(zip(golden_names(policy), policy.parameters(), strict=True))
-    for slot, ours in (("adam_m", "exp_avg"), ("adam_v", "exp_avg_sq")):
-        for key, value in tensors(updates[-1], f"{slot}/").items():
-            moment = run.optimizer.state[state[key]][ours]
-            close(moment.view_as(value), value, atol=2e-5)
+    state = {name: run.optimizer.state[p] for name, p in golden_names(policy).items()}
+    for slot, ours in (("adam_m/", "exp_avg"), ("adam_v/", "exp_avg_sq")):
+        for key, value in below(slot, updates[-1]).items():
+            close(state[key][ours].view_as(value), value, atol=2e-5)
 
 
-def check_rollout(rollout: ppo.Rollout, u: dict[str, np.ndarray], first: bool) -> None:
+def check_rollout(rollout, u, first):
     """Compare with the recorded numbers; later, weights that are 2e-5 off are amplified."""
-    assert rollout.mask.all() and torch.equal(rollout.responses, tokens_of(u["responses"]))
-    assert torch.equal(rollout.cut, tokens_of(u["postprocessed_responses"]))
-    numbers = {name: getattr(rollout, name) for name in ("logprobs", "values", "scores", "rewards")}
-    numbers["ref_logprobs"] = rollout.logprobs - rollout.kl
-    for name, value in numbers.items():
-        close(value, u[name], atol=1e-5 if first else 1e-4)
+    assert rollout.mask.all()
+    assert torch.equal(rollout.responses, u["responses"])
+    assert torch.equal(rollout.cut, u["postprocessed_responses"])
+    atol = 1e-5 if first else 1e-4
+    close(rollout.logprobs, u["logprobs"], atol)
+    close(rollout.logprobs - rollout.kl, u["ref_logprobs"], atol)
+    close(rollout.values, u["values"], atol)
+    close(rollout.scores, u["scores"], atol)
+    close(rollout.rewards, u["rewards"], atol)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [96, 4096])
@@ -300,41 +300,48 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator):
     record, arrays = load("reward")
     h = record["hparams"]
     pad_id = record["padding_token"]
-    same = ("batch_size", "lr", "normalize_samples", "rollout_batch_size")
-    sizes = {name: h[name] for name in same} | dict(micro_batch_tokens=micro_batch_tokens)
-    sizes |= dict(num_labels=h["labels"]["num_train"])
-    args = train_reward.Args(task=make_task(record), **sizes)
-    model = make_reward(record["model_hparams"], tensors(arrays, "init/reward/"), pad_id)
-    strip = lambda tokens: [row[row != pad_id] for row in tokens]  # noqa: E731
-    names = sorted(key for key in arrays if key.startswith("labels/sample"))
-    responses = [list(row) for row in zip(*(strip(arrays[name]) for name in names), strict=True)]
-    labels = Labels(strip(arrays["labels/query"]), responses, arrays["labels/best"])
-    norms = {norm["index"]: norm for norm in record["norms"]}
-    estimates = [i for i, norm in norms.items() if norm["kind"].startswith("estimate")]
-    parts = ("queries", "responses")
-    texts = {i: [tokens_of(arrays[f"norm{i}/{part}"]) for part in parts] for i in norms}
+    args = train_reward.Args(
+        task=make_task(record),
+        num_labels=h["labels"]["num_train"],
+        batch_size=h["batch_size"],
+        lr=h["lr"],
+        normalize_samples=h["normalize_samples"],
+        rollout_batch_size=h["rollout_batch_size"],
+        micro_batch_tokens=micro_batch_tokens,
+    )
+    model = make_reward(record["model_hparams"], below("init/reward/", arrays), pad_id)
+
+    def rows(name):
+        """Without padding."""
+        array = np.array(arrays[f"labels/{name}"].tolist())
+        return [row[row != pad_id] for row in array]
+
+    samples = [rows(f"sample{k}") for k in range(4)]
+    responses = [list(row) for row in zip(*samples, strict=True)]
+    best = np.array(arrays["labels/best"].tolist())
+    labels = Labels(rows("query"), responses, best)
+    texts = []
+    for i in range(len(record["norms"])):
+        texts.append(torch.cat([arrays[f"norm{i}/queries"], arrays[f"norm{i}/responses"]], dim=1))
+    estimates = [norm for norm in record["norms"] if norm["kind"].startswith("estimate")]
     normalize = train_reward.normalize
     events = []
 
     def check_normalize(model, tokens, max_tokens):
-        norm = norms[estimates[len(events)]]
+        norm = estimates[len(events)]
         events.append(norm)
         result = normalize(model, tokens, max_tokens)
         assert result == pytest.approx((norm["mean"], norm["std"]), abs=2e-5)
-        found = model.gain.item(), model.bias.item()
-        assert found == pytest.approx((norm["gain_set"], norm["bias_set"]), abs=2e-5)
-        check_rewards(norm)
+        assert model.gain.item() == pytest.approx(norm["gain_set"], abs=2e-5)
+        assert model.bias.item() == pytest.approx(norm["bias_set"], abs=2e-5)
+        for other in record["norms"]:  # recorded samples that OpenAI scores right afterwards
+            same_time = other["after_n_train_steps"] == norm["after_n_train_steps"]
+            i = other["index"]
+            if other not in estimates and same_time and i > norm["index"]:
+                close(model.score(texts[i], 50), arrays[f"norm{i}/rewards"], atol=2e-5)
         if len(events) == 1:
-            assert_weights(model, tensors(arrays, "before_training/"))
+            assert_weights(model, below("before_training/", arrays))
         return result
-
-    def check_rewards(after):
-        """Of the recorded samples that OpenAI scores right after normalizing."""
-        for i, norm in norms.items():
-            same_time = norm["after_n_train_steps"] == after["after_n_train_steps"]
-            if i not in estimates and same_time and i > after["index"]:
-                rewards = model.score(torch.cat(texts[i], 1), 50)
-                close(rewards, arrays[f"norm{i}/rewards"], atol=2e-5)
 
     def check_step(step, metrics):
         if step == len(record["steps"]):
@@ -344,12 +351,19 @@ def test_reward_training_reproduces_every_step(micro_batch_tokens, accelerator):
         assert metrics["accuracy"] == pytest.approx(expected["accuracy"])
         for name in ("loss", "gain", "bias"):
             assert metrics[name] == pytest.approx(expected[name], abs=2e-5)
-        assert_weights(model, tensors(arrays, f"s{expected['step']}/weights/"))
+        assert_weights(model, below(f"s{expected['step']}/weights/", arrays))
 
-    ids = utils.TokenIds(pad_id, [13], [], [])
-    samples = [torch.cat(texts[i], dim=1) for i in estimates]
-    spies = dict(permutation=lambda *a, **k: arrays["order"], sample_policy=lambda *a: samples)
-    spies |= dict(normalize=check_normalize, Run=tiny.FakeRun(check_step))
-    tiny.start(train_reward, args, model, labels=labels, ids=ids, **spies)
+    order = np.array(arrays["order"].tolist())
+    tiny.start(
+        train_reward,
+        args,
+        model,
+        labels=labels,
+        ids=utils.TokenIds(pad_id, [13], [], []),
+        permutation=lambda *a, **k: order,
+        sample_policy=lambda *a: [texts[norm["index"]] for norm in estimates],
+        normalize=check_normalize,
+        Run=tiny.FakeRun(check_step),
+    )
     assert len(events) == 2
-    assert_weights(model, tensors(arrays, "final/reward/"))
+    assert_weights(model, below("final/reward/", arrays))

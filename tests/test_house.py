@@ -50,13 +50,6 @@ def test_a_folder_imports_only_what_is_below_it(name):
         assert imports(path) <= MAY_IMPORT[name], path
 
 
-def test_an_import_inside_a_function_counts(tmp_path):
-    (tmp_path / "x.py").write_text(
-        "def f():\n    from benchmarks import speed\n    import ppo, json"
-    )
-    assert imports(tmp_path / "x.py") == {"benchmarks", "scripts"}
-
-
 @pytest.mark.parametrize("path", sorted(ROOT.glob("tools/*.py")), ids=lambda path: path.stem)
 def test_the_help_of_a_tool_begins_as_its_file(path):
     """With one sentence, which says what the tool is for."""

@@ -34,29 +34,44 @@ REFUSED = [  # a variable, its value, words of the error
     ("ACCELERATE_MIXED_PRECISION", "fp16", ("fp16", "use bf16")),
     ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", ("=4", "--micro_batch_tokens")),
     ("FSDP_ACTIVATION_CHECKPOINTING", "true", ("--gradient_checkpointing",)),
-    ("ACCELERATE_USE_FSDP", "true", ("FSDP2 did not start",)),  # on a CPU
 ]
 SFT = dict(num_queries=20, num_heldout=2, batch_size=4, block_size=10, lr=1e-3)
+PPO = dict(response_length=5, batch_size=8, num_minibatches=2, eval_every=99, eval_queries=2)
+RUNNING = (ROOT / "docs/running.md").read_text()
 
 
-def flags(task: tasks.Task, **more: object) -> list[str]:
-    files = dict(base_model=task.base_model, query_dataset=task.query_dataset, query_length=8)
-    return ["--task", "synthetic", *(f"--{name}={value}" for name, value in (files | more).items())]
+def command(script: str, task: tasks.Task, **values: object) -> list:
+    """A script and its flags."""
+    words = [ROOT / script, "--task=synthetic", "--query_length=8"]
+    words += [f"--base_model={task.base_model}", f"--query_dataset={task.query_dataset}"]
+    return words + [f"--{name}={value}" for name, value in values.items()]
 
 
-def start(folder, command: list, **env: str) -> subprocess.Popen:
+def start(folder, words: list, **env: str) -> subprocess.Popen:
     """Start a command on a CPU in a folder that is not the project's."""
-    drop = ("ACCELERATE", "FSDP", "PYTEST")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-    kept |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | env
+    kept = dict(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    for name, value in os.environ.items():
+        if not name.startswith(("ACCELERATE", "FSDP", "PYTEST")):
+            kept.setdefault(name, value)
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return subprocess.Popen(list(map(str, command)), cwd=folder, env=kept, **streams)
+    return subprocess.Popen([str(word) for word in words], cwd=folder, env=kept | env, **streams)
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> str:
     text = process.communicate(timeout=200)[0]
     assert process.returncode == code, text
     return text
+
+
+def exported(name: str) -> dict[str, str]:
+    """The variables of a line of docs/running.md, of which `name` begins the first."""
+    (words,) = re.findall(rf"`export ({name}.*?)`", RUNNING)
+    return dict(word.split("=") for word in words.split())
+
+
+def metrics(folder, name: str) -> list[dict]:
+    text = (folder / f"runs/{name}/metrics.jsonl").read_text()
+    return without_times([json.loads(line) for line in text.splitlines()])
 
 
 def wait_until(condition, seconds: float = 300) -> None:
@@ -116,9 +131,9 @@ def test_a_run_needs_neither_unix_signals_nor_links_nor_utf8(task, tmp_path):
     """Played on Unix. The weights are copied to where a link would be. Nor is wandb imported."""
     (tmp_path / "windows.py").write_text(WINDOWS)
     env = dict(PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", LC_ALL="C")
-    words = ROOT / "sft.py", *flags(task, **SFT, run_name="a")
+    words = command("sft.py", task, **SFT, run_name="a")
     assert "--run_name" in tiny.run_python("windows.py", *words, cwd=tmp_path, env=env)
-    copied, weights = (tmp_path / x for x in ("models/synthetic/sft", "runs/a/model"))
+    copied, weights = tmp_path / "models/synthetic/sft", tmp_path / "runs/a/model"
     assert not copied.is_symlink()
     for path in weights.iterdir():
         assert (copied / path.name).read_bytes() == path.read_bytes()
@@ -130,18 +145,16 @@ def test_ddp_and_two_machines_give_the_same_numbers_and_fsdp2_is_refused_on_a_cp
     port = 29611 + os.getpid() % 1000
 
     def launch(name: str, offset: int, *more: object) -> subprocess.Popen:
-        command = [*ACCELERATE, "--config_file", CONFIGS / f"{name}.yaml", "--num_processes", 2]
-        command += ["--main_process_port", port + offset, *more, ROOT / "sft.py"]
-        return start(tmp_path, command + flags(task, **SFT, run_name=name))
+        words = [*ACCELERATE, "--config_file", CONFIGS / f"{name}.yaml", "--num_processes", 2]
+        words += ["--main_process_port", port + offset, *more]
+        return start(tmp_path, words + command("sft.py", task, **SFT, run_name=name))
 
-    here = "--main_process_ip", "127.0.0.1"
-    runs = [launch("two_machines", 1, *here, "--machine_rank", rank) for rank in range(2)]
-    runs.append(launch("ddp", 0))
-    for run in runs:
+    here = "--main_process_ip", "127.0.0.1", "--machine_rank"
+    runs = [launch("two_machines", 1, *here, rank) for rank in range(2)]
+    for run in (*runs, launch("ddp", 0)):
         finish(run)
-    files = (tmp_path / f"runs/{name}/metrics.jsonl" for name in ("ddp", "two_machines"))
-    ddp, two = (without_times(list(map(json.loads, file.open()))) for file in files)
-    assert ddp == two and len(ddp) >= 3
+    found = metrics(tmp_path, "ddp")
+    assert found == metrics(tmp_path, "two_machines") and len(found) >= 3
     args = json.loads((tmp_path / "runs/two_machines/args.json").read_text())
     assert (args["processes"], args["mixed_precision"]) == (2, "bf16")
     assert "FSDP2 did not start" in finish(launch("fsdp2", 2), code=1)
@@ -170,25 +183,20 @@ def test_a_run_that_torchrun_restarts_equals_an_undisturbed_one(task, tmp_path):
     """One process ends itself, later the other one is killed. Without the variable of
     docs/running.md new processes find the addresses of old ones."""
     (tmp_path / "killer.py").write_text(KILLER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", 2, "--max_restarts", 3, ROOT / "ppo.py"]
-    values = dict(response_length=5, total_episodes=48, batch_size=8, num_minibatches=2)
-    values |= dict(eval_every=99, eval_queries=2, reward_fn="killer.py:score", save_every=1)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc_per_node", 2, "--max_restarts", 3]
+    values = dict(total_episodes=48, reward_fn="killer.py:score", save_every=1, resume="auto")
 
     def launch(name: str, **env: str) -> str:
-        words = flags(task, **values, run_name=name, resume="auto")
-        return finish(start(tmp_path, command + words, **variables, **env))
+        words = torchrun + command("ppo.py", task, **PPO, **values, run_name=name)
+        return finish(start(tmp_path, words, **exported("TORCH_DISABLE"), **env))
 
-    (variable,) = re.findall(r"`export (TORCH_DISABLE.*?)`", (ROOT / "docs/running.md").read_text())
-    variables = dict([variable.split("=")])
     launch("whole")
     for path in tmp_path.glob("calls?"):
         path.unlink()
-    text = launch("killed", KILL="1")
-    assert text.count("resuming runs/killed after") == 2
-    paths = [tmp_path / f"runs/{name}/metrics.jsonl" for name in ("whole", "killed")]
-    whole, killed = [without_times(list(map(json.loads, path.open()))) for path in paths]
-    assert whole == killed and len(whole) == 7
+    assert launch("killed", KILL="1").count("resuming runs/killed after") == 2
+    whole = metrics(tmp_path, "whole")
+    assert whole == metrics(tmp_path, "killed") and len(whole) == 7
 
 
 SLEEPY = """
@@ -201,26 +209,22 @@ def score(queries, responses):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda x: x.name)
-def test_launched_processes_finish_a_long_update_and_its_checkpoint(number, task, tmp_path):
+def test_launched_processes_finish_a_long_update_and_its_checkpoint(task, tmp_path):
     """As docs/running.md says; without its two variables the launcher ends them before that."""
     (tmp_path / "sleepy.py").write_text(SLEEPY)
-    (variables,) = re.findall(r"`export (PET_.*?)` before", (ROOT / "docs/running.md").read_text())
-    env = dict(variable.split("=") for variable in variables.split())
-    values = dict(response_length=5, total_episodes=32, batch_size=8, num_minibatches=2)
-    values |= dict(eval_every=99, eval_queries=2, reward_fn="sleepy.py:score", run_name="a")
-    command = [*ACCELERATE, "--multi_gpu", "--num_processes", 2]
-    command += ["--main_process_port", free_port(), ROOT / "ppo.py", *flags(task, **values)]
-    job = start(tmp_path, command, **env)
+    words = [*ACCELERATE, "--multi_gpu", "--num_processes", 2, "--main_process_port", free_port()]
+    values = dict(total_episodes=32, reward_fn="sleepy.py:score", run_name="a")
+    words += command("ppo.py", task, **PPO, **values)
+    job = start(tmp_path, words, **exported("PET_"))
     wait_until((tmp_path / "runs/a/metrics.jsonl").exists)
     asked = (tmp_path / "asked").read_text()
     wait_until(lambda: (tmp_path / "asked").read_text() != asked)  # the next update asks for scores
     begin = time.monotonic()
-    job.send_signal(number)
+    job.send_signal(signal.SIGUSR1)
     finish(job, code=1)
     assert time.monotonic() - begin > 30
-    saved = list((tmp_path / "runs/a/checkpoints").iterdir())
-    assert len(saved) == 1 and saved[0].suffix == ".safetensors"
+    (saved,) = (tmp_path / "runs/a/checkpoints").iterdir()
+    assert saved.suffix == ".safetensors"
 
 
 SRUN = """#!/usr/bin/env bash
@@ -241,29 +245,29 @@ PYTHON = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
 @pytest.mark.slow
 def test_slurm_saves_a_checkpoint_in_time_and_the_requeued_job_resumes(task, tmp_path):
     """Slurm's signal reaches every task; the job asks to be queued again, and then resumes."""
-    commands = tmp_path / "bin"
-    commands.mkdir()
+    programs = tmp_path / "bin"
+    programs.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
-        (commands / name).write_text(text)
-        (commands / name).chmod(0o755)
-    env = dict(PATH=f"{commands}{os.pathsep}{os.environ['PATH']}", SLURM_JOB_ID="7")
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    env = dict(PATH=f"{programs}{os.pathsep}{os.environ['PATH']}", SLURM_JOB_ID="7")
     env |= dict(SLURM_NTASKS="2", SLURM_JOB_NODELIST="here", SLURM_CPUS_PER_TASK="8")
-    env |= dict(MASTER_PORT=str(30611 + os.getpid() % 1000))
-    command = ["bash", CONFIGS / "slurm.sh", ROOT / "sft.py", *flags(task, **SFT, num_epochs=60)]
+    env["MASTER_PORT"] = str(free_port())
+    words = ["bash", CONFIGS / "slurm.sh", *command("sft.py", task, **SFT, num_epochs=60)]
     (tmp_path / "runs/slurm-7").mkdir(parents=True)  # of a start that ended before its checkpoint
-    job = start(tmp_path, command, **env)
-    metrics = tmp_path / "runs/slurm-7/metrics.jsonl"
-    wait_until(lambda: metrics.exists() or job.poll() is not None, 100)
-    assert metrics.exists(), "".join(path.read_text() for path in tmp_path.glob("task*.log"))
+    job = start(tmp_path, words, **env)
+    written = tmp_path / "runs/slurm-7/metrics.jsonl"
+    wait_until(lambda: written.exists() or job.poll() is not None, 100)
+    assert written.exists(), "".join(path.read_text() for path in tmp_path.glob("task*.log"))
     for i in range(2):
         os.kill(int((tmp_path / f"task{i}.pid").read_text()), signal.SIGUSR1)
     finish(job, code=143)
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
-    assert len(list((tmp_path / "runs").glob("slurm-7-*"))) == 1  # nothing was removed
-    before = len(metrics.read_text().splitlines())
-    finish(start(tmp_path, command, **env))
+    assert len(list(tmp_path.glob("runs/slurm-7-*"))) == 1  # nothing was removed
+    before = len(metrics(tmp_path, "slurm-7"))
+    finish(start(tmp_path, words, **env))
     assert f"after {before} of" in (tmp_path / "task0.log").read_text()
-    steps = [json.loads(line)["step"] for line in metrics.open()]
+    steps = [line["step"] for line in metrics(tmp_path, "slurm-7")]
     assert steps == list(range(len(steps))) and len(steps) > before
 
 
@@ -286,16 +290,12 @@ def test_a_launch_that_would_silently_change_the_mathematics_is_refused(name, va
     tiny.refuses(lambda: launch(**{name: value}), *words)
 
 
-def test_processes_whose_gradients_fsdp2_would_not_average_are_refused(monkeypatch):
+def test_processes_whose_gradients_fsdp2_would_not_average_are_refused():
     """With tp_size=2, two copies were trained, each on half of the batch; one was saved."""
     plan = SimpleNamespace(gradient_accumulation_steps=1, mixed_precision="no", num_processes=1)
-    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
-    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
-    plan.parallelism_config = ParallelismConfig()
+    plan.parallelism_config = ParallelismConfig(dp_shard_size=2, dp_replicate_size=2)
     distributed.check_launch(plan)
-    monkeypatch.delenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
-    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
-    plan.parallelism_config = ParallelismConfig()
+    plan.parallelism_config = ParallelismConfig(dp_shard_size=2, tp_size=2)
     tiny.refuses(lambda: distributed.check_launch(plan), "tp_size", "configs/fsdp2.yaml")
 
 
@@ -307,9 +307,12 @@ def test_fsdp_has_to_be_version_2(launch, monkeypatch):
 
 
 def test_fp32_and_bf16_start_and_bf16_has_tf32_unless_it_is_off(launch):
-    cases = ("no", True, "highest"), ("bf16", False, "highest"), ("bf16", True, "high")
-    for precision, tf32, found in cases:
-        args = tiny.make_args(tf32=tf32)
-        assert launch(args, ACCELERATE_MIXED_PRECISION=precision).mixed_precision == precision
+    for precision, tf32, found in (
+        ("no", 1, "highest"),
+        ("bf16", 0, "highest"),
+        ("bf16", 1, "high"),
+    ):
+        accelerator = launch(tiny.make_args(tf32=bool(tf32)), ACCELERATE_MIXED_PRECISION=precision)
+        assert accelerator.mixed_precision == precision
         assert torch.get_float32_matmul_precision() == found
     assert not torch.backends.cuda.cudnn_sdp_enabled()

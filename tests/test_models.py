@@ -41,6 +41,8 @@ WITH_TEXT = {
     "qwen3_5": (tiny.config("qwen3_5_text"), dict(depth=1, num_heads=2, out_hidden_size=32)),
     "llava": (tiny.config("llama"), dict(model_type="clip_vision_model", num_hidden_layers=1)),
 }
+PIXTRAL = dict(model_type="pixtral", num_hidden_layers=1, head_dim=8, image_size=32, patch_size=16)
+WITH_TEXT["mistral3"] = tiny.config("mistral"), PIXTRAL
 LLAMA4 = dict(vision_output_dim=16, projector_input_dim=16, projector_output_dim=16)
 
 

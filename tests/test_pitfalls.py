@@ -13,9 +13,32 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from conftest import without_times
 from safetensors.torch import load_file
+from tiny import (
+    EOS,
+    IDS,
+    KINDS,
+    PAD,
+    WORDS,
+    FakeRun,
+    Recorder,
+    Tokenizer,
+    assert_gradients,
+    both,
+    make_args,
+    make_contexts,
+    make_lm,
+    make_policy,
+    make_responses,
+    make_reward,
+    make_task,
+    noisy_rollout,
+    write_model,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import ppo
 import rloo
 import sft
 import train_reward
@@ -25,11 +48,11 @@ from machinery.labels import Labels
 from machinery.tokens import load_tokenizer
 
 
-@tiny.both
-def test_nan_at_masked_positions_changes_nothing(script, accelerator):
+@both
+def test_nan_at_masked_positions_changes_nothing(script, accelerator, monkeypatch):
     """Neither rollout, nor gradients, nor metrics, where some responses of a micro-batch have ended."""
     sizes = dict(total_episodes=8, num_ppo_epochs=1, micro_batch_tokens=4096)
-    args = tiny.make_args(script=script, eos_task=True, truncate_after=0, **sizes)
+    args = make_args(script=script, eos_task=True, truncate_after=0, **sizes)
     compute_hidden = script.compute_hidden
     results = []
     for padding in (0.0, math.nan):
@@ -38,59 +61,52 @@ def test_nan_at_masked_positions_changes_nothing(script, accelerator):
             hidden = compute_hidden(backbone, input_ids, mask, *rest, **options)
             return hidden.masked_fill(~mask[..., None], padding)
 
-        rollouts: list = []
-        spies = dict(compute_hidden=fill_padding, AdamTF=tiny.Recorder)
-        spies["Rollout"] = tiny.noisy_rollout(script, rollouts)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train_reward, "compute_hidden", fill_padding)
-            run = tiny.start(script, args, tiny.make_policy(script=script), **spies)
+        monkeypatch.setattr(train_reward, "compute_hidden", fill_padding)
+        rollouts = []
+        rollout = noisy_rollout(script, rollouts)
+        spies = dict(compute_hidden=fill_padding, AdamTF=Recorder, Rollout=rollout)
+        run = tiny.start(script, args, make_policy(script=script), **spies)
         assert 0 < rollouts[1].mask.float().mean() < 1
-        found = [*rollouts[1]]
-        for gradients in run.optimizer.gradients:
-            found += gradients
-        for name, x in run.metrics[0].items():
-            if "time" not in name:
-                found.append(torch.tensor(x))
-        results.append(found)
+        metrics = without_times(run.metrics)[0]
+        results.append([*rollouts[1], *sum(run.optimizer.gradients, []), *metrics.values()])
     for clean, other in zip(*results, strict=True):
-        assert clean.isfinite().all() and torch.equal(clean, other)
+        assert torch.as_tensor(clean).isfinite().all()
+        assert torch.equal(torch.as_tensor(clean), torch.as_tensor(other))
 
 
 @pytest.mark.parametrize(("k", "micro_batch_tokens"), [(2, 40), (3, 1), (3, 40), (3, 4096)])
 def test_R4_reward_training_follows_the_mean_over_labels(k, micro_batch_tokens, accelerator):
     """Of 6 labels with k candidates each, all of uneven length. Queries are computed once."""
     rng = np.random.default_rng(0)
-    model = tiny.make_reward()
-    queries = [rng.integers(1, tiny.PAD, n) for n in (8, 1, 3, 5, 2, 8)]
+    queries = [rng.integers(1, PAD, n) for n in (8, 1, 3, 5, 2, 8)]
     responses = []
     for _ in queries:
-        lengths = rng.integers(1, 6, k)
-        responses.append([rng.integers(1, tiny.PAD, n) for n in lengths])
+        responses.append([rng.integers(1, PAD, n) for n in rng.integers(1, 6, k)])
     labels = Labels(queries, responses, np.arange(6) % k)
-    sizes = dict(num_labels=6, batch_size=6, num_heldout=0, micro_batch_tokens=micro_batch_tokens)
-    args = train_reward.Args(task=tiny.make_task(), **sizes)
-    seen: list = []
+    args = make_args(
+        script=train_reward,
+        num_labels=6,
+        batch_size=6,
+        num_heldout=0,
+        micro_batch_tokens=micro_batch_tokens,
+    )
+    model = make_reward()
+    seen = []
     model.backbone.wte.register_forward_pre_hook(lambda _, x: seen.extend(x[0].flatten()))
-    spies = dict(AdamTF=tiny.Recorder, normalize=lambda *a: (0.0, 1.0))
+    spies = dict(AdamTF=Recorder, normalize=lambda *a: (0.0, 1.0))
     run = tiny.start(train_reward, args, model, labels=labels, **spies)
-    computed = len(seen)
-    num_tokens = 0
+    assert len(seen) == sum(map(len, [*queries, *sum(responses, [])]))
     losses = []
     right = 0
-    for query, candidates, best in zip(queries, responses, labels.best, strict=True):
-        rewards = []
-        for response in candidates:
-            rewards.append(model(torch.tensor([[*query, *response]])))
-            num_tokens += len(response)
-        num_tokens += len(query)
-        logits = torch.cat(rewards)
+    for i, query in enumerate(queries):
+        logits = torch.cat([model(torch.tensor([[*query, *x]])) for x in responses[i]])
+        best = labels.best[i]
         losses.append(logits.logsumexp(dim=0) - logits[best])
-        right += int(logits.argmax()) == best
+        right += logits.argmax().item() == best
     loss = torch.stack(losses).mean()
-    assert computed == num_tokens
     assert run.metrics[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert run.metrics[0]["accuracy"] == pytest.approx(right / 6)
-    tiny.assert_gradients(run, model, loss)
+    assert_gradients(run, model, loss)
 
 
 def test_of_n_equal_rewards_each_is_the_largest_in_1_of_n_cases():
@@ -102,26 +118,25 @@ def test_of_n_equal_rewards_each_is_the_largest_in_1_of_n_cases():
 @pytest.mark.parametrize("micro_batch_tokens", [20, 4096])
 def test_sft_follows_the_mean_over_tokens(micro_batch_tokens, accelerator, monkeypatch):
     """Of the real tokens of responses. Clipping far above the norm hides no factor; it clips."""
-    monkeypatch.setattr(torch.optim, "AdamW", tiny.Recorder)
-    lm = tiny.make_lm()
+    monkeypatch.setattr(torch.optim, "AdamW", Recorder)
     prompts = [6, 6, 1, 3, 6]
-    rows = torch.cat([tiny.make_contexts(prompts, 6), tiny.make_responses(5, 5)], dim=1)
-    rows[1, 8:] = tiny.PAD
-    rows[3, 10:] = tiny.PAD
+    rows = torch.cat([make_contexts(prompts, 6), make_responses(5, 5)], dim=1)
+    rows[1, 8:] = PAD
+    rows[3, 10:] = PAD
     sizes = dict(batch_size=4, num_heldout=1, micro_batch_tokens=micro_batch_tokens)
-    args = sft.Args(task=tiny.make_task(), max_grad_norm=1e6, **sizes)
+    args = make_args(script=sft, max_grad_norm=1e6, **sizes)
+    lm = make_lm()
     run = tiny.start(sft, args, lm, tokens=rows)
     losses = []
-    for i in range(1, 5):  # the first is held out
-        real = rows[i][rows[i] != tiny.PAD]
-        logprobs = lm(real[None]).logits[0].log_softmax(dim=1)
-        for t in range(prompts[i], len(real)):
-            losses.append(-logprobs[t - 1, real[t]])
-    assert len(losses) == 2 + 5 + 4 + 5
-    loss = torch.stack(losses).mean()
+    for row, prompt in list(zip(rows, prompts, strict=True))[1:]:  # the first is held out
+        tokens = row[row != PAD]
+        logits = lm(tokens[None]).logits[0, prompt - 1 : -1]
+        losses.append(torch.nn.functional.cross_entropy(logits, tokens[prompt:], reduction="none"))
+    assert list(map(len, losses)) == [2, 5, 4, 5]
+    loss = torch.cat(losses).mean()
     assert run.metrics[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    tiny.assert_gradients(run, lm, loss)
-    clipped = tiny.start(sft, replace(args, max_grad_norm=0.1), tiny.make_lm(), tokens=rows)
+    assert_gradients(run, lm, loss)
+    clipped = tiny.start(sft, replace(args, max_grad_norm=0.1), make_lm(), tokens=rows)
     norm = torch.nn.utils.get_total_norm(clipped.optimizer.gradients[0])
     assert norm.item() == pytest.approx(0.1, rel=1e-4)
 
@@ -130,97 +145,91 @@ def test_sft_steps_and_rates_are_those_of_a_linear_warm_up_and_decay(runs, monke
     """5% of so few steps are one: it has the peak rate, and then n - 1, n - 2, …, 1 parts of n - 1."""
     monkeypatch.chdir(runs.folder)
     lines = runs.metrics["sft"]
+    _, blocks = sft_blocks(runs)
     n = len(lines)
-    assert 5 < n == len(sft_blocks(runs)[1]) // 2 < 30
+    assert 5 < n == len(blocks) // 2 < 30
     assert lines[0]["lr"] == pytest.approx(1e-3)
     for step in range(1, n):
         assert lines[step]["lr"] == pytest.approx(1e-3 * (n - step) / (n - 1))
         assert lines[step]["epoch"] == step / n
-    args = sft.Args(task=tiny.make_task(), lr=1.0, warmup=0.4)
+    args = sft.Args(task=make_task(), lr=1.0, warmup=0.4)
     found = [sft.learning_rate(step, 5, args) for step in range(5)]
     assert found == pytest.approx([0.5, 1.0, 1.0, 2 / 3, 1 / 3])
 
 
-def sft_blocks(runs) -> tuple[torch.Tensor, queries.TokenTable]:
+def sft_blocks(runs):
     """Held-out blocks and the others of the run of sft.py."""
-    args = runs.args["sft"]
-    tokenizer, ids = load_tokenizer(args.task, args.task.response_length)
-    return queries.load_blocks(args.task, 10, tokenizer, ids).hold_out(6)
+    task = runs.args["sft"].task
+    tokenizer, ids = load_tokenizer(task, 5)
+    return queries.load_blocks(task, 10, tokenizer, ids).hold_out(6)
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_policy_loads_as_a_language_model_with_the_same_logits(kind, tmp_path, accelerator):
     """Tied weights stay tied, and no pad was added to the embedding."""
-    folder = str(tiny.write_model(tmp_path / "start", kind))
-    saved = tmp_path / "saved"
-    policy = rloo.Policy(models.load_lm(folder), tiny.WORDS, 0.7)
-    policy, optimizer = accelerator.prepare(policy, rloo.AdamTF(policy.parameters(), lr=1e-2))
-    contexts = tiny.make_contexts([2, 6], 6, vocab=tiny.WORDS)
-    policy(contexts, tiny.make_responses(2, 4))[0].sum().backward()
-    optimizer.step()
-    lm = policy.lm.eval()
+    folder = str(write_model(tmp_path / "start", kind))
+    lm = rloo.Policy(models.load_lm(folder), WORDS, 0.7).lm.eval()
+    for p in lm.parameters():
+        p += 0.01 * torch.randn_like(p)
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    saved = tmp_path / "saved"
     runs.save_model(lm, tokenizer, saved, checkpoints.full_state(lm)[0], {})
     loaded = AutoModelForCausalLM.from_pretrained(saved)
-    start = AutoModelForCausalLM.from_pretrained(folder)
     tokens = torch.arange(1, 9)[None]
-    with torch.no_grad():
-        logits = loaded(tokens).logits
-        torch.testing.assert_close(logits, lm(tokens).logits, atol=1e-5, rtol=0)
-        assert not torch.allclose(logits, start(tokens).logits)
+    torch.testing.assert_close(loaded(tokens).logits, lm(tokens).logits, atol=1e-5, rtol=0)
     embedding = loaded.get_input_embeddings().weight
     is_tied = embedding is loaded.get_output_embeddings().weight
     assert is_tied == lm.config.tie_word_embeddings
-    assert len(embedding) == tiny.WORDS
+    assert len(embedding) == WORDS
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_reward_model_round_trips(kind, tmp_path):
-    model = tiny.make_reward(kind)
+    model = make_reward(kind)
     model.save_pretrained(tmp_path)
-    assert (tmp_path / "model.safetensors").is_file()
     loaded = train_reward.RewardModel.from_pretrained(str(tmp_path))
-    assert not loaded.training and {p.dtype for p in loaded.parameters()} == {torch.float32}
+    assert not loaded.training
+    assert loaded.config.pad_id == PAD
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), atol=0, rtol=0)
-    tokens = utils.pad_left([[3, 4], [5, 6, 7, 8]], 6, tiny.PAD)
+    tokens = utils.pad_left([[3, 4], [5, 6, 7, 8]], 6, PAD)
     torch.testing.assert_close(loaded(tokens), model(tokens), atol=1e-6, rtol=1e-6)
-    assert loaded.config.pad_id == tiny.PAD
 
 
 def test_sampling_leaves_a_model_in_the_mode_that_it_was_in(accelerator):
     for training in (True, False):  # a policy, a frozen model
-        model = tiny.make_policy().train(training)
+        model = make_policy().train(training)
         with distributed.inference(accelerator, model):
             assert not model.training
         assert model.training == training
 
 
-@tiny.both
-def test_under_bf16_probabilities_statistics_and_weights_are_fp32(script, bf16_accelerator):
+@both
+def test_under_bf16_probabilities_statistics_and_weights_are_fp32(
+    script, bf16_accelerator, monkeypatch
+):
     """In the rollout and in training the same: autocast in the transformer, not behind it."""
     seen = []
     rollouts = []
 
     def spy_logits(lm, hidden):
         logits = models.compute_logits(lm, hidden)
-        assert torch.is_autocast_enabled("cpu") and logits.dtype == torch.float32
+        assert torch.is_autocast_enabled("cpu")
+        assert logits.dtype == torch.float32
         seen.append(logits.detach())
         return logits
 
-    policy = tiny.make_policy(script=script)
-    patches = dict(compute_logits=spy_logits, Rollout=tiny.noisy_rollout(script, rollouts))
-    args = tiny.make_args(script=script, total_episodes=8)
-    run = tiny.start(script, args, policy, **patches)
+    monkeypatch.setattr(script, "compute_logits", spy_logits)
+    policy = make_policy(script=script)
+    args = make_args(script=script, total_episodes=8)
+    run = tiny.start(script, args, policy, Rollout=noisy_rollout(script, rollouts))
     numbers = [x for x in rollouts[1] if x.is_floating_point()]
     numbers += policy.parameters()
     for state in run.optimizer.state.values():
         numbers += state.values()
     assert {x.dtype for x in numbers} == {torch.float32}
-    contexts = tiny.make_contexts([8, 3], 8)
-    responses = tiny.make_responses(2, 5)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "compute_logits", spy_logits)
-        logprobs, entropies, *_ = policy(contexts, responses)
+    responses = make_responses(2, 5)
+    logprobs, entropies, *_ = policy(make_contexts([8, 3], 8), responses)
     exact = (seen[-1].double() / 0.7).log_softmax(dim=-1)
     chosen = exact.gather(1, responses.view(-1, 1)).view(2, 5)
     torch.testing.assert_close(logprobs.double(), chosen, atol=1e-5, rtol=0)
@@ -230,8 +239,8 @@ def test_under_bf16_probabilities_statistics_and_weights_are_fp32(script, bf16_a
 
 def test_checkpoints_in_half_precision_are_trained_in_fp32(tmp_path):
     folder = str(tmp_path)
-    tiny.make_lm().bfloat16().save_pretrained(folder)
-    made = [models.load_lm(folder), train_reward.new_reward_model(folder, tiny.PAD)]
+    make_lm().bfloat16().save_pretrained(folder)
+    made = [models.load_lm(folder), train_reward.new_reward_model(folder, PAD)]
     (tmp_path / "model.safetensors").unlink()
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     made.append(models.load_lm(folder, allow_random=True))
@@ -244,37 +253,58 @@ def test_sfts_held_out_evaluation_runs_and_is_logged(runs, monkeypatch):
     logged = [line["step"] for line in lines if "heldout/perplexity" in line]
     assert logged == sorted({*range(2, len(lines), 3), len(lines) - 1})
     monkeypatch.chdir(runs.folder)
-    blocks = sft_blocks(runs)[0][:]
+    heldout, _ = sft_blocks(runs)
+    blocks = heldout[:]
     with torch.no_grad():
-        logits = models.load_lm("sft")(blocks).logits[:, :-1]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten()).item()
+        loss = models.load_lm("sft")(blocks, labels=blocks).loss.item()
     assert lines[-1]["heldout/loss"] == pytest.approx(loss, rel=1e-5)
     assert lines[-1]["heldout/perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
 
 
-@tiny.both
-@pytest.mark.parametrize("updates", [2, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_with_an_lr_of_0_nothing_drifts(script, updates, precision, task, here, monkeypatch):
+SLOW = pytest.mark.slow
+DRIFTS = [
+    (ppo, "bf16", 2),
+    (rloo, "no", 2),
+    pytest.param(ppo, "no", 100, marks=SLOW),
+    pytest.param(rloo, "bf16", 100, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("script", "precision", "updates"), DRIFTS)
+def test_with_an_lr_of_0_nothing_drifts(script, precision, updates, task, here, monkeypatch):
     """Evaluations have the same unseen queries and random numbers; 10 of 40 are held out."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-    rollouts: list = []
+    rollouts = []
     monkeypatch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
-    sizes = dict(total_episodes=40 * updates, batch_size=40, micro_batch_tokens=240)
-    sizes |= dict(eval_queries=10, eval_every=updates // 2, num_minibatches=1, lr=0.0)
-    files = dict(run_name="run", output_dir="out", reward_fn="two_processes:count_e")
-    script.main(tiny.make_args(task, script, truncate_token=None, **sizes, **files))
+    args = make_args(
+        task,
+        script,
+        truncate_token=None,
+        total_episodes=40 * updates,
+        batch_size=40,
+        micro_batch_tokens=240,
+        eval_queries=10,
+        eval_every=updates // 2,
+        num_minibatches=1,
+        lr=0.0,
+        run_name="run",
+        output_dir="out",
+        reward_fn="two_processes:count_e",
+    )
+    script.main(args)
 
     heldout = []
     seen = set()
     for rollout in rollouts:
-        queries = {tuple(row) for row in rollout.queries.tolist()}
-        if len(rollout.queries) == 10:
-            heldout.append(rollout.queries.tolist())
+        queries = rollout.queries.tolist()
+        if len(queries) == 10:
+            heldout.append(queries)
         else:
-            seen |= queries
-    assert len(heldout) == 3 and heldout[0] == heldout[1] == heldout[2]
-    assert len(seen) == 30 and not seen & set(map(tuple, heldout[0]))
+            seen |= set(map(tuple, queries))
+    assert len(heldout) == 3
+    assert heldout[0] == heldout[1] == heldout[2]
+    assert len(seen) == 30
+    assert seen.isdisjoint(map(tuple, heldout[0]))
 
     lines = [json.loads(x) for x in Path("runs/run/metrics.jsonl").read_text().splitlines()]
     for line in lines[:updates]:
@@ -289,79 +319,76 @@ def test_with_an_lr_of_0_nothing_drifts(script, updates, precision, task, here, 
     assert coefs[0] > coefs[1] > coefs[2]  # the KL is below its target
     assert evaluations[0] == evaluations[1] == evaluations[2]
     before = models.load_lm(task.base_model).state_dict()
-    after = load_file("out/model.safetensors")
-    for name, value in after.items():
+    for name, value in load_file("out/model.safetensors").items():
         assert torch.equal(value, before[name])
 
 
-@tiny.both
+@both
 @pytest.mark.parametrize("eos_task", [True, False])
 def test_an_evaluation_counts_a_response_to_its_end_or_all_of_it(script, eos_task, accelerator):
     """The policy is surer by 1 at the first token, 2 at the second, …; a score counts tokens."""
-    task = tiny.make_task(eos_task=eos_task, truncate_after=0, unfinished_score=-3.0)
-    held_out = torch.tensor([[7, tiny.EOS, 7, 7, 7], [7, 7, 7, 7, 7], [9, 9, 9, 9, 9]])
-    training = tiny.make_responses(8, 5)
-    policy = tiny.make_policy(script=script)
-    ref = tiny.make_policy(seed=3, script=script)
+    held_out = torch.tensor([[7, EOS, 7, 7, 7], [7, 7, 7, 7, 7], [9, 9, 9, 9, 9]])
+    training = make_responses(8, 5)
+    policy = make_policy(script=script)
+    ref = make_policy(seed=3, script=script)
     forward = policy.forward
-    samples = []
-    run = tiny.FakeRun()
 
     def surer(contexts, responses):
         logprobs, *others = forward(contexts, responses)
         given = ref(contexts, responses)[0].detach()
-        gaps = torch.arange(1.0, 6) * (responses != tiny.PAD)
+        gaps = torch.arange(1.0, 6) * (responses != PAD)
         return (logprobs * 0 + given + gaps, *others)
 
     def sampled(lm, contexts, *rest):
         return held_out if len(contexts) == 3 else training
 
     def reward(queries, responses):
-        return (responses != tiny.PAD).sum(dim=1).float()
+        return (responses != PAD).sum(dim=1).float()
 
     policy.forward = surer
+    samples = []
+    run = FakeRun()
     run.log_samples = lambda step, columns, *_: samples.append(columns)
-    args = tiny.make_args(task, script, total_episodes=8, lr=0.0, kl_coef=0.5, kl_target=None)
-    tiny.start(script, args, policy, ref=ref, reward=reward, sample_in_batches=sampled, Run=run)
-    kl = [15, 15, 15]
-    lengths = [5, 5, 5]
-    if eos_task:
-        kl = [3, 15, 15]
-        lengths = [2, 5, 5]
+    task = make_task(eos_task=eos_task, truncate_after=0, unfinished_score=-3.0)
+    args = make_args(task, script, total_episodes=8, lr=0.0, kl_coef=0.5, kl_target=None)
+    tiny.start(script, args, policy, ref, reward, sample_in_batches=sampled, Run=run)
+    first_kl, first_length = (3, 2) if eos_task else (15, 5)
+    kl = (first_kl + 15 + 15) / 3
+    score = (2 - 3 - 3) / 3
     expected = {
-        "eval/scores": (2 - 3 - 3) / 3,
+        "eval/scores": score,
         "eval/scores_std": 5 * math.sqrt(2) / 3,
-        "eval/kl": sum(kl) / 3,
-        "eval/rlhf_reward": (2 - 3 - 3) / 3 - 0.5 * sum(kl) / 3,
+        "eval/kl": kl,
+        "eval/rlhf_reward": score - 0.5 * kl,
         "eval/kl_coef": 0.5,
-        "eval/response_length": sum(lengths) / 3,
+        "eval/response_length": (first_length + 5 + 5) / 3,
         "eval/cut_length": 4.0,
         "eval/ended": 1 / 3,
     }
     first, last = run.metrics
-    assert {k: v for k, v in first.items() if k.startswith("eval/")} == last
+    assert last.items() <= first.items()
     assert {name: last[name] for name in expected} == pytest.approx(expected, abs=1e-4)
     assert len(samples) == 2  # before and after
     for columns in samples:
         assert columns["score"].tolist() == [2, -3, -3]
-        assert columns["kl"].tolist() == pytest.approx(kl, abs=1e-4)
-        total = [2 - 0.5 * kl[0], -3 - 0.5 * 15, -3 - 0.5 * 15]
+        assert columns["kl"].tolist() == pytest.approx([first_kl, 15, 15], abs=1e-4)
+        total = [2 - 0.5 * first_kl, -3 - 0.5 * 15, -3 - 0.5 * 15]
         assert columns["total"].tolist() == pytest.approx(total, abs=1e-4)
-        responses = utils.decode(tiny.Tokenizer(), columns["response"], tiny.PAD)
-        assert responses == [f"7 {tiny.EOS}", "7 7 7 7 7", "9 9 9 9 9"]
+        responses = utils.decode(Tokenizer(), columns["response"], IDS)
+        assert responses == [f"7 {EOS}", "7 7 7 7 7", "9 9 9 9 9"]
 
 
 def test_heldout_labels_are_predicted_in_batches_and_averaged():
     """Five labels with two candidates: right with 0.9, 0.7 and 0.8, wrong with 0.6 and 0.55."""
     first = torch.tensor([0.9, 0.6, 0.7, 0.8, 0.55])  # probabilities of the first candidate
-    logits = torch.stack([first, 1 - first], dim=1).log()
-    best = [0, 1, 0, 0, 1]
+    best = np.array([0, 1, 0, 0, 1])
     tokens = [[np.array([3 + 2 * i]), np.array([4 + 2 * i])] for i in range(5)]
-    queries = [np.array([1, 2])] * 4 + [np.array([i]) for i in range(1, 6)]
-    labels = Labels(queries, tokens[:4] + tokens, np.array(best[:4] + best))
-    model = tiny.make_reward()
-    model.score = lambda x, *rest: logits.flatten()[x[:, -1] - 3]
-    args = train_reward.Args(task=tiny.make_task(), num_labels=4, batch_size=2)
+    queries = [np.array([i]) for i in range(9)]  # those of the first four labels are for training
+    labels = Labels(queries, tokens[:4] + tokens, np.concatenate([best[:4], best]))
+    logits = torch.stack([first, 1 - first], dim=1).log().flatten()
+    model = make_reward()
+    model.score = lambda x, *rest: logits[x[:, -1] - 3]
+    args = make_args(script=train_reward, num_labels=4, num_heldout=5)
     run = tiny.start(train_reward, args, model, labels=labels, normalize=lambda *a: (0.0, 1.0))
     chosen = np.log([0.9, 0.4, 0.7, 0.8, 0.45]).mean()
     others = np.log([0.1, 0.6, 0.3, 0.2, 0.55]).mean()
@@ -376,9 +403,9 @@ def test_heldout_labels_are_predicted_in_batches_and_averaged():
 def test_continuations_are_compared_with_the_tokens_that_follow_their_contexts(column):
     """Contexts of 4 tokens where the data has responses, and of a quarter of a block elsewhere."""
     tokens = torch.arange(10, 34).view(2, 12)
-    task = tiny.make_task(response_length=3, response_column=column)
+    task = make_task(response_length=3, response_column=column)
     args = sft.Args(task=task, block_size=8)
-    found = sft.sample_continuations(tiny.make_lm(), tokens, 4, tiny.IDS, args)
+    found = sft.sample_continuations(make_lm(), tokens, 4, IDS, args)
     n = 4 if column else 2
     assert torch.equal(found["text"], tokens[:, :n])
     assert torch.equal(found["reference"], tokens[:, n : n + 3])

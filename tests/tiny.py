@@ -400,7 +400,7 @@ def of_labels(model, labels):
 
 def of_rl(script, args, policy, ref, reward, queries=None, responses=None, epochs=None):
     """In place of what ppo.py and rloo.py load: models, queries [B, Q] and responses [B, R] of each
-    update, and `epochs` in place of `epoch_order`."""
+    update, and of each epoch of each update a permutation in place of `epoch_order`."""
     length = args.task.response_length
     if queries is None:
         lengths = LENGTHS[: args.batch_size // getattr(args, "rloo_k", 1)]
@@ -426,8 +426,8 @@ def of_rl(script, args, policy, ref, reward, queries=None, responses=None, epoch
         "sample_in_batches": next_responses,
     }
     if epochs:
-        orders = iter([torch.cat(list(rows)).numpy() for update in epochs for rows in update])
-        stand_ins["epoch_order"] = lambda *a: next(orders)
+        orders = iter(torch.cat(epochs).tolist())
+        stand_ins["epoch_order"] = lambda *a: np.array(next(orders))
     return stand_ins
 
 
@@ -461,7 +461,7 @@ def make_rollout(policy, args, script=ppo, kl_coef=0.15, **inputs):
     run = FakeRun()
     run.restore = lambda *args: (1, kl_coef)  # so that nothing is evaluated
     inputs.update(Run=run, Rollout=spy, query_rows=lambda *a: np.arange(0))
-    inputs.setdefault("epochs", [[[torch.arange(size)]]])
+    inputs.setdefault("epochs", [torch.arange(size)[None]])
     args = replace(args, batch_size=size, total_episodes=2 * size)
     with pytest.raises(EOFError):
         start(script, args, policy, queries=[queries], responses=[responses], **inputs)

@@ -52,8 +52,8 @@ def run_update(script: Any, rank: int, processes: int) -> tiny.FakeRun:
     args = tiny.make_args(task, script, total_episodes=8, micro_batch_tokens=12, **more)
     heldout = tiny.make_contexts([4, 2, 6], 8)  # the same on every process
     table = lambda *args, **kwargs: tiny.Table([queries], heldout)  # noqa: E731
-    epochs = [[first, second], [second, first]]
-    inputs = dict(responses=[RESPONSES[rows]], epochs=[epochs])
+    orders = torch.stack([torch.cat([first, second]), torch.cat([second, first])])
+    inputs = dict(responses=[RESPONSES[rows]], epochs=[orders])
     return tiny.start(script, args, **inputs, load_queries=table, AdamTF=tiny.Recorder)
 
 

@@ -11,7 +11,7 @@ from urllib3.util import Retry
 
 from tools import remote_reward
 
-QUERIES = [f"query {i}" for i in range(5)]
+QUERIES = ["query 0", "query 1", "query 2", "query 3", "query 4"]
 RESPONSES = ["a", "bb", "ccc", "dddd", "eeeee"]
 
 
@@ -46,12 +46,9 @@ def server(monkeypatch):
 
 def test_scores_come_in_order_and_in_batches(server):
     assert remote_reward.score(QUERIES, RESPONSES) == [1, 2, 3, 4, 5]
-    assert [texts["responses"] for texts in server.seen] == [
-        ["a", "bb"],
-        ["ccc", "dddd"],
-        ["eeeee"],
-    ]
-    assert server.seen[2]["queries"] == ["query 4"]
+    first, second, third = server.seen
+    assert first["responses"] == ["a", "bb"] and second["responses"] == ["ccc", "dddd"]
+    assert third == dict(queries=["query 4"], responses=["eeeee"])
 
 
 def test_a_busy_server_is_asked_again(server):
@@ -75,7 +72,7 @@ def test_too_few_numbers_are_an_error(server):
 
 
 def test_a_server_that_is_gone_and_an_address_that_is_not_set_are_errors(server, monkeypatch):
-    monkeypatch.setattr(remote_reward, "RETRIES", Retry(total=1, backoff_factor=0))
+    monkeypatch.setattr(remote_reward, "RETRIES", Retry(total=0))
     server.shutdown()
     server.server_close()
     with pytest.raises(requests.ConnectionError, match="127.0.0.1"):
