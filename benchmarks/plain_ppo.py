@@ -318,7 +318,7 @@ def main(args: Args) -> None:
         stats = train(policy, optimizer, episodes, orders, args)
 
         kl = episodes.kl.sum(dim=1).mean().item()
-        texts = [decode(tokenizer, x, ids.pad) for x in (queries, episodes.cut)]
+        texts = [decode(tokenizer, x, ids) for x in (queries, episodes.cut)]
         stats["ppo/episode"] = (update + 1) * args.batch_size
         stats["objective/scores"] = episodes.scores.mean().item()
         stats["objective/gold_score"] = float(np.mean(gold_score(*texts)))

@@ -82,6 +82,7 @@ def load_lm(
         whole = read_config(folder)
         check_files(folder, whole, length, tokenizer)
         config = disable_dropout(whole.get_text_config())
+        config.tie_word_embeddings = whole.tie_word_embeddings  # the whole model decides
         cls = transformers.AutoModelForCausalLM
         has_weights = any(Path(folder).glob("*.safetensors")) or any(Path(folder).glob("*.bin"))
         if allow_random and Path(name).is_dir() and not has_weights:
@@ -92,6 +93,8 @@ def load_lm(
         else:
             lm = load_weights(cls, name, config, key_mapping=TEXT_WEIGHTS)
             lm._weight_conversions = None  # save the text model's names
+            tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
+            lm.config.tie_word_embeddings = tied  # files of an untied head need not say so
         lm.get_output_embeddings().__class__ = Float32Linear  # keeps names and tied weights
         choose_kernels(lm)
         if reads_weights():

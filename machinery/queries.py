@@ -43,17 +43,12 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds) -> "TokenTable":
     return tokenize_rows(rows, queries, length, task, tokenizer, ids.pad, "--query_length")
 
 
-def special_tokens(tokenizer: Any) -> list[str]:
-    """The texts that a tokenizer reads as special tokens, such as its ends."""
-    return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-
-
 def say_texts(rows: Rows, flag: str, prompt: str, answers: Sequence[str], tokenizer: Any) -> None:
     """Say how many texts are null or blank, and how many hold special tokens.
 
     One at the end of an answer is its end. Others were perhaps not meant as tokens.
     """
-    pattern = "|".join(map(re.escape, special_tokens(tokenizer))) or "$^"
+    pattern = "|".join(map(re.escape, tokens.special_tokens(tokenizer).values())) or "$^"
     found = []
     for column in (prompt, *answers):
         texts = text_column(rows, column)

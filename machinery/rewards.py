@@ -20,7 +20,7 @@ from machinery.cli import InputError, about, rescues, say
 from machinery.sources import Rows, find_model, load_function, users_code
 from machinery.tokens import bos, check_length, same_tokens
 from machinery.unpadding import set_unpadding
-from utils import all_max, decode, pad_left
+from utils import TokenIds, all_max, decode, pad_left
 
 OTHERS = "let a --reward_fn call it, as tools/classifier.py does"
 GIVEN = ("queries", "responses", "prompts", "completions", "scores", "step")  # no columns
@@ -82,8 +82,8 @@ class Reward:
     the true score, if the task has a `gold_fn`.
     """
 
-    def __init__(self, task: Task, tokenizer: Any, pad_id: int, max_tokens: int = 0):
-        self.tokenizer, self.pad_id, self.max_tokens = tokenizer, pad_id, max_tokens
+    def __init__(self, task: Task, tokenizer: Any, ids: TokenIds, max_tokens: int = 0):
+        self.tokenizer, self.ids, self.max_tokens = tokenizer, ids, max_tokens
         self.flag, self.gold_flag = f"--reward_fn {task.reward_fn}", f"--gold_fn {task.gold_fn}"
         self.function = load_scorer("reward_fn", task)
         self.gold_function = load_scorer("gold_fn", task)
@@ -122,7 +122,7 @@ class Reward:
     def score_by_model(self, tokens: Tensor, query_length: int) -> Tensor:
         """Scores of the reward model: queries and responses [B, Q + R] → [B]."""
         pad_id = self.model.config.pad_id  # ids outside its vocabulary count as padding (X13)
-        is_padding = (tokens == self.pad_id) | (tokens >= pad_id)
+        is_padding = (tokens == self.ids.pad) | (tokens >= pad_id)
         return self.model.score(
             tokens.masked_fill(is_padding, pad_id), self.max_tokens, query_length
         )
@@ -130,8 +130,8 @@ class Reward:
     def decode(self, queries: Tensor, tokens: Tensor) -> dict[str, list[str]]:
         """The texts of queries [B, Q], and of the responses after them in tokens [B, Q + R]."""
         # Alone, a response would lose the space that SentencePiece strips off a text's beginning.
-        before = decode(self.tokenizer, queries, self.pad_id)
-        both = decode(self.tokenizer, tokens, self.pad_id)
+        before = decode(self.tokenizer, queries, self.ids)
+        both = decode(self.tokenizer, tokens, self.ids)
         after = [text[len(query) :] for text, query in zip(both, before, strict=True)]
         return {"queries": before, "responses": after}
 

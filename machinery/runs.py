@@ -26,7 +26,7 @@ from machinery.cli import ROOT, InputError, about, say
 from machinery.progress import Progress, plot_run
 from machinery.rewards import check_reward
 from machinery.tokens import end_tokens
-from utils import all_max, decode
+from utils import TokenIds, all_max, decode
 
 SIGNALS = [getattr(signal, x) for x in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, x)]
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tyro", "numpy")
@@ -249,14 +249,14 @@ class Run:
                 file.write(json.dumps(row) + "\n")
 
     def log_samples(
-        self, step: int, columns: dict[str, Tensor], tokenizer: Any, pad_id: int
+        self, step: int, columns: dict[str, Tensor], tokenizer: Any, ids: TokenIds
     ) -> None:
         """Write and print the first four rows of columns: tokens [B, T], as texts, or numbers [B]."""
         if not self.main:
             return
         values = []
         for x in columns.values():
-            values.append(x[:4].tolist() if x.dim() == 1 else decode(tokenizer, x[:4], pad_id))
+            values.append(x[:4].tolist() if x.dim() == 1 else decode(tokenizer, x[:4], ids))
         cells = list(zip(*values, strict=True))
         rows = [dict(zip(columns, row, strict=True)) for row in cells]
         self.append("samples.jsonl", [{"step": step, **row} for row in rows])

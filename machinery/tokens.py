@@ -58,25 +58,35 @@ def load_tokenizer(task: Task, new_tokens: int, flag: str = "--base_model") -> t
     (suffix,), _, _ = encode_after(["\n"], [task.query_suffix], tokenizer)  # no space is added
     length = len(prefix) + task.query_length + len(suffix) + new_tokens
     check_length(config, length, f"query_length={task.query_length} with affixes and response")
+    special = special_tokens(tokenizer)
+    ends = end_tokens(task, generation, tokenizer)
+    hidden = [*ends, *bos(tokenizer), tokenizer.bos_token_id]
     ids = TokenIds(
         pad=max(config.vocab_size, len(tokenizer)),
-        ends=end_tokens(task, generation, tokenizer),
+        ends=ends,
         prefix=prefix,
         suffix=suffix,
         truncate_after=task.truncate_after,
         total_length=length,
+        hidden=tuple(x for x in hidden if x in special),
     )
     return tokenizer, ids
 
 
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The ids that a tokenizer has for special tokens, such as its ends → their texts."""
+    added = tokenizer.added_tokens_decoder
+    return {token_id: str(token) for token_id, token in added.items() if token.special}
+
+
 def end_tokens(task: Task, config: Any, tokenizer: Any) -> list[int]:
-    """The truncate token. In EOS tasks, also the ends in a model's `config` that texts hide."""
+    """The truncate token. In EOS tasks, also the special tokens that are ends in `config`."""
     end = single_token(tokenizer, task.truncate_token, "--truncate_token")
     if end is None or not task.eos_task or task.one_end:
         return [] if end is None else [end]
     others: Any = getattr(config, "eos_token_id", None)  # one, several, or None
-    others = [x for x in np.ravel(others) if x not in (None, end) and x < len(tokenizer)]
-    return [end, *(int(x) for x in others if not tokenizer.decode([x], skip_special_tokens=True))]
+    special = special_tokens(tokenizer)
+    return [end, *(int(x) for x in np.ravel(others) if x in special and x != end)]
 
 
 def check_length(config: transformers.PretrainedConfig, needed: int, what: str) -> None:

@@ -117,10 +117,10 @@ def cnndm(task, tmp_path) -> tasks.Task:
 def test_P3_cnndm_queries_are_cleaned_end_a_sentence_and_have_prefix_and_suffix(cnndm):
     tokenizer, ids = tokens.load_tokenizer(cnndm, 8)
     queries = load_queries(cnndm)[:]
-    assert utils.decode(tokenizer, queries, ids.pad) == CLEAN[2:]
+    assert utils.decode(tokenizer, queries, ids) == CLEAN[2:]
     contexts = utils.add_affixes(queries, ids)
     expected = [f"Article:\n\n{text}\n\nTL;DR:" for text in CLEAN[2:]]
-    assert utils.decode(tokenizer, contexts, ids.pad) == expected
+    assert utils.decode(tokenizer, contexts, ids) == expected
     for row in contexts.tolist():  # all padding is on the left
         assert row == sorted(row, key=lambda token: token != ids.pad)
     assert ids.ends == tokenizer.encode("\n")

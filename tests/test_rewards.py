@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import formats
 import numpy as np
@@ -26,7 +27,9 @@ from vllm_server import serve
 import train_reward
 import utils
 from machinery import cli, queries, rewards, sources
+from machinery.runs import Run
 from machinery.tokens import load_tokenizer
+from tools.policies import Policy
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 RETURNS = ["[1.0]", "[[1.0]] * 4", "[float('nan')] * 4", "[1e39, 0, 0, 0]", "None"]
@@ -52,7 +55,7 @@ def test_a_function_without_one_finite_number_per_response_ends_the_run(returned
     reward, _ = load_reward(task, tmp_path, f"return {returned}")
     name = f"{tmp_path}/function.py:f"
     tokenizer, ids = load_tokenizer(task, 5)
-    gold = rewards.Reward(replace(task, gold_fn=name), tokenizer, ids.pad)
+    gold = rewards.Reward(replace(task, gold_fn=name), tokenizer, ids)
     tokens = torch.full((4, 3), 14)
     for flag, score in (("--reward_fn", reward), ("--gold_fn", gold)):
         with pytest.raises(cli.InputError, match=f"{flag} {name}: ") as caught:
@@ -187,13 +190,58 @@ def test_an_uploaded_reward_model_loads_by_its_name_on_the_hub(hub):
 def test_a_response_keeps_the_space_that_it_has_after_its_query(tmp_path):
     """Llama 2's decoder strips the first space of a text: alone, a response would lose it."""
     policy = formats.llama2_tokenizer(["Anna", "was", "happy", "Maria"])
+    ids = utils.TokenIds(len(policy), [], [], [])
     q, r = (policy.convert_tokens_to_ids(t.split()) for t in ("▁Anna ▁was ▁happy .", "▁Maria ▁was"))
     assert policy.decode(r) == "Maria was" and policy.decode(q + r) == "Anna was happy. Maria was"
-    pad = len(policy)
     code = "def f(responses):\n    return [x == ' Maria was' for x in responses]"
     (tmp_path / "f.py").write_text(code)
-    score = rewards.Reward(tiny.make_task(reward_fn=f"{tmp_path}/f.py:f"), policy, pad)
-    assert score(torch.tensor([[pad, *q]]), torch.tensor([[*r, pad]]))[0].tolist() == [1]
+    score = rewards.Reward(tiny.make_task(reward_fn=f"{tmp_path}/f.py:f"), policy, ids)
+    assert score(torch.tensor([[ids.pad, *q]]), torch.tensor([r]))[0].tolist() == [1]
+
+
+LLAMA2 = partial(formats.llama2_tokenizer, ["Hi", "Yes", "No"])
+ANSWERS = {  # a tokenizer's form → its end, tokens of a query and a response, the latter's text
+    "gpt2": (
+        formats.gpt2_tokenizer,
+        "<|endoftext|>",
+        "Hi .",
+        "<|channel|> final <think> ĠYes . </think> <|end|>",
+        "<|channel|>final<think> Yes.</think><|end|>",
+    ),
+    "llama2": (
+        LLAMA2,
+        "</s>",
+        "<s> ▁Hi .",
+        "<think> ▁Yes </think> <s> ▁No . <|end|>",
+        "<think> Yes</think> No.<|end|>",
+    ),
+    "another end": (LLAMA2, "<|end|>", "<s> ▁Hi </s>", "▁Yes </s> ▁No", " Yes</s> No"),
+}
+
+
+@pytest.mark.parametrize("form", ANSWERS)
+def test_special_tokens_are_text_but_for_bos_and_the_ends(form, tmp_path):
+    """To reward functions, in the table of samples and in tools. A format reward needs <think>."""
+    make, end, query, response, expected = ANSWERS[form]
+    tokenizer = make()
+    added = ["<think>", "</think>", "<|channel|>", "<|end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": added})
+    tokenizer.save_pretrained(tmp_path)
+    tiny.config(vocab=len(tokenizer)).save_pretrained(tmp_path)
+    (tmp_path / "f.py").write_text(f"def f(responses): return [responses == [{expected!r}]]")
+    task = tiny.make_task(base_model=str(tmp_path), truncate_token=end, eos_task=True)
+    policy = Policy(replace(task, reward_fn=f"{tmp_path}/f.py:f"))
+    queries, responses = (
+        torch.tensor([tokenizer.convert_tokens_to_ids(x.split())])
+        for x in (query, f"{response} {end}")
+    )
+    reward = rewards.Reward(policy.task, policy.tokenizer, policy.ids)
+    assert reward(queries, responses)[0].tolist() == [1]
+    run = MagicMock()
+    Run.log_samples(run, 0, {"response": responses}, policy.tokenizer, policy.ids)
+    row = {"step": 0, "response": expected.lstrip()}
+    run.append.assert_called_once_with("samples.jsonl", [row])
+    assert policy.decode(responses) == [expected.lstrip()]
 
 
 def test_a_reward_model_of_other_tokens_and_a_classifier_are_refused(task, tmp_path, gpt2):
@@ -208,7 +256,7 @@ def test_a_reward_model_of_other_tokens_and_a_classifier_are_refused(task, tmp_p
 
 def test_X13_models_of_one_tokenizer_may_be_padded_to_other_sizes(task):
     rows, weights = torch.tensor([[61, 61, 3, 60], [4, 58, 57, 61]]), 100 ** torch.arange(4)
-    reward = rewards.Reward(task, None, pad_id=61)
+    reward = rewards.Reward(task, None, utils.TokenIds(61, [], [], []))
     for pad, expected in (
         (58, [[58, 58, 3, 58], [4, 58, 57, 58]]),  # the ids 58 … 60 are no text to it
         (70, [[70, 70, 3, 60], [4, 58, 57, 70]]),
@@ -357,7 +405,7 @@ def test_columns_stay_beside_their_queries_in_every_table(by_column):
         table = queries.load_queries(replace(by_column, num_queries=num_queries), tokenizer, ids)
         assert len(table) in sizes and table.columns(np.array([3, 3, 0])).keys() == ROWS[0].keys()
         for part in (table, *table.hold_out(9)):
-            columns, texts = part.columns(), utils.decode(tokenizer, part[:], ids.pad)
+            columns, texts = part.columns(), utils.decode(tokenizer, part[:], ids)
             found = Counter(zip(texts, columns["number"], columns["twin"], strict=True))
             assert found <= right and found.total() == len(part)
 

@@ -368,7 +368,11 @@ def test_texts_keep_their_spaces_also_if_the_tokenizer_would_clean_them_up():
     words = tokenizers.models.WordLevel({"x": 0, ".": 1, "do": 2, "n't": 3}, "x")
     options = dict(tokenizer_object=tokenizers.Tokenizer(words), clean_up_tokenization_spaces=True)
     tokenizer, ids = formats.PreTrainedTokenizerFast(**options), torch.arange(5)[None]
-    assert utils.decode(tokenizer, ids, 4) == ["x . do n't"] != [tokenizer.decode(ids[0, :4])]
+    assert (
+        utils.decode(tokenizer, ids, utils.TokenIds(4, [], [], []))
+        == ["x . do n't"]
+        != [tokenizer.decode(ids[0, :4])]
+    )
 
 
 @pytest.mark.parametrize("text", ["»", "é", "·"])

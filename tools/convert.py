@@ -31,7 +31,7 @@ import transformers
 import tyro
 
 sys.path.append(str(Path(__file__).parents[1]))
-from machinery import cli, labels, queries, sources  # noqa: E402
+from machinery import cli, labels, sources, tokens  # noqa: E402
 
 ANSWERS = ("completion", "chosen", "rejected")
 READERS = {
@@ -199,7 +199,7 @@ def main(args: Args) -> None:
     name = args.chat or args.ids
     with cli.about(f"--chat or --ids {name}"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name) if name else None
-    special = queries.special_tokens(tokenizer) if args.chat else []
+    special = tokens.special_tokens(tokenizer).values() if args.chat else []
     for rename in args.rename:
         if rename.count("=") != 1:
             raise cli.InputError(f"--rename {rename}: write OLD=NEW")

@@ -103,7 +103,7 @@ def main(args: Args) -> None:
     for task in (replace(task, reward_fn=name, gold_fn=None) for task in tasks):
         sampled = sample_tokens(task, number, args.seed, args.samples)
         policy, queries, responses, columns = sampled
-        score = Reward(task, policy.tokenizer, policy.ids.pad)  # as in a run
+        score = Reward(task, policy.tokenizer, policy.ids)  # as in a run
         scores, _ = score(queries, responses, columns)
         right = scores.view(-1, args.samples).T.cpu().numpy() >= 1  # [samples, queries]
         found = {f"pass@{k}": round(pass_at_k(right, k), 4) for k in sorted({1, args.k})}

@@ -131,8 +131,8 @@ class Policy:
         return truncate(responses, ids)
 
     def decode(self, tokens: Tensor) -> list[str]:
-        """[B, T] → B texts without padding and special tokens."""
-        return decode(self.tokenizer, tokens, self.ids.pad)
+        """[B, T] → B texts as reward functions read them."""
+        return decode(self.tokenizer, tokens, self.ids)
 
 
 def load_table(policy: Policy, first: int) -> TokenTable:

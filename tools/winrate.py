@@ -63,7 +63,7 @@ def read_responses(task: Task, number: int) -> tuple[list[str], list[str], dict[
             raise cli.InputError(f"a row of {column} has no response: leave it out")
         end = task.truncate_token if task.eos_task else None  # `decode` shows none
         responses.append(response.partition(end)[0] if end else response)
-    return decode(tokenizer, table[rows], ids.pad), responses, columns
+    return decode(tokenizer, table[rows], ids), responses, columns
 
 
 def total(parts: dict[str, Tensor]) -> np.ndarray:
