@@ -152,7 +152,7 @@ def test_curriculum_draws_queries_by_1_minus_the_mean_score_of_their_last_respon
     def score(responses):
         return responses[:, 0] % 3 - 1.0
 
-    run = start("curriculum", query_rows=draw, total_episodes=256, min_weight=0.3, score=score)
+    run = start("curriculum", query_rows=draw, total_episodes=192, min_weight=0.3, score=score)
     success = np.zeros(len(draws[0][0]))
     again = 0
     for rollout, (weights, rows) in zip(run.rollouts, draws, strict=True):
