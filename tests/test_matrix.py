@@ -17,13 +17,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import SCRIPTS, read_metrics
 from safetensors.torch import load_file
-from test_decoding import end_soon
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 import train_reward
 from data import tasks
 from machinery import cli, distributed, models, rewards, sources, unpadding
+from machinery.decoding import DecodingBatch
 from train_reward import RewardModel
 from utils import TokenIds, truncate
 
@@ -166,13 +166,22 @@ def sample_apart(rank):
         contexts = contexts[:2]
     uniform = tiny.uniform(50, 20)[:, : len(contexts)]
 
+    next_logits = DecodingBatch.next_logits
+
     def sample(policy):
-        calls = []
+        steps = []
+
+        def likely_to_end(batch):
+            logits = next_logits(batch)
+            logits[:, 0] = logits.logsumexp(dim=-1) - 2.5  # about 0.05
+            steps.append(logits)
+            return logits
+
         with pytest.MonkeyPatch.context() as patch:
-            end_soon(patch, calls)
+            patch.setattr(DecodingBatch, "next_logits", likely_to_end)
             found = tiny.sample(policy.lm, contexts, uniform, eos_task=True, truncate_after=0)
         cut, _ = truncate(found, TokenIds(tiny.PAD, [0], [], []))
-        return cut, len(calls)
+        return cut, len(steps)
 
     policy = tiny.make_policy("llama")
     frozen = tiny.make_policy("llama")
