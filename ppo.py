@@ -2,8 +2,8 @@
 
 Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593.
 
-    python sft.py --task synthetic              # the initial policy: base_model
-    python train_reward.py --task synthetic     # the reward model
+    python sft.py --task synthetic              # trains the initial policy, the task's base_model
+    python train_reward.py --task synthetic     # trains the reward model
     python ppo.py --task synthetic
     accelerate launch --mixed_precision bf16 ppo.py --task sentiment
 
@@ -118,7 +118,7 @@ class Args(cli.RunArgs):
     whiten_advantages: bool = True
     """whiten the advantages of a minibatch"""
 
-    # An option that OpenAI's code does not have
+    # Off by default
     clip_score: PositiveFloat | None = None
     """clip scores, including unfinished_score, to [-clip_score, clip_score]"""
 
@@ -143,7 +143,7 @@ def check(args: Args, processes: int) -> None:
 
 
 class PolicyAndValue(nn.Module):
-    """A language model with a value head, which the reference model does not use.
+    """A language model with a value head (unused in the reference model).
 
     Weights are fp32. Under --mixed_precision bf16 the transformer computes in bf16 by autocast
     (`distributed.prepare`); the LM head, the value head, log-probabilities and losses remain fp32.
@@ -166,8 +166,8 @@ class PolicyAndValue(nn.Module):
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # number of real tokens before each
-        # Equals self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state:
-        input_ids = tokens.masked_fill(~mask, 0)
+        # At real tokens, equals lm.base_model(input_ids, mask, position_ids).last_hidden_state:
+        input_ids = tokens.masked_fill(~mask, 0)  # the pad id has no embedding
         hidden = compute_hidden(self.lm.base_model, input_ids, mask, position_ids)  # [B, T, D]
         hidden = hidden[:, contexts.shape[1] - 1 : -1]  # [B, R, D]: position t predicts token t + 1
 
@@ -175,8 +175,8 @@ class PolicyAndValue(nn.Module):
         real = (responses != self.pad_id).nonzero(as_tuple=True)
         hidden = hidden[real]  # [N, D]
         values = self.value_head(hidden).squeeze(1)  # [N]
-        # In training, too, logits are divided by the temperature of sampling (P1).
-        # Logits [N, V] get no name: they are large, and would stay in memory.
+        # Logits are divided by the sampling temperature in training, too (P1). They are not bound
+        # to a name, which would keep this large tensor [N, V] in memory.
         log_softmax = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)
         logprobs = log_softmax.gather(1, responses[real][:, None]).squeeze(1)  # [N]
         with torch.no_grad():  # entropies are only logged
@@ -196,8 +196,9 @@ class PolicyAndValue(nn.Module):
 def sample(lm: Any, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R].
 
-    From the full vocabulary, ignoring generation_config. In EOS tasks, responses that have ended
-    leave the batch every 16 tokens; `score_responses` removes what was sampled after the end.
+    From the full vocabulary, ignoring generation_config: `sample_token` inverts the CDF at numbers
+    in [0, 1). In EOS tasks, responses that have ended leave the batch every 16 tokens;
+    `score_responses` removes what was sampled after the end.
     """
     # `DecodingBatch` calls the language model and manages its cache of keys and values. Plainly:
     #
@@ -216,7 +217,7 @@ def sample(lm: Any, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args
     batch = DecodingBatch(lm, contexts, contexts != ids.pad, max_new_tokens=len(uniform))
     for t in range(len(uniform)):
         logits = batch.next_logits() / task.temperature  # [b, V]
-        # batch.rows [b]: the rows of `contexts` still in the batch; all, before the first `drop`.
+        # batch.rows [b]: the rows of `contexts` that are still in the batch; initially all.
         tokens = sample_token(logits, uniform[t][batch.rows])  # [b]
         responses[batch.rows, t] = tokens
         batch.append(tokens)
@@ -234,7 +235,7 @@ def sample_in_batches(
     """Sample in batches of contexts of similar length: [B, C], [R, B] → [B, R]."""
     responses = contexts.new_empty(uniform.T.shape)
     context_lengths = (contexts != ids.pad).sum(dim=1)
-    order = context_lengths.argsort(stable=True)
+    order = context_lengths.argsort(stable=True)  # `DecodingBatch` drops common padding
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(lm, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -249,7 +250,8 @@ def score_responses(
     """Cut responses [B, R] after the first truncate token, then score them (P5).
 
     Truncate tokens before position `ids.truncate_after` do not count. A response without one that
-    counts is unfinished: it is not cut, and `unfinished_score` replaces its score.
+    counts is unfinished: it is not cut, and `unfinished_score` replaces its score. `columns` are
+    the data set's, for a --reward_fn.
     Returns scores [B], cut responses [B, R], which of them are finished [B] (all, if the task has
     no truncate token), and other numbers to log: {metric: [B]}.
     """
@@ -280,7 +282,7 @@ def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 class Rollout(NamedTuple):
     """The episodes of one update or evaluation. Per-token floats are 0 at padding."""
 
-    queries: Tensor  # [B, Q] padded on the left; what the reward model reads before `cut`
+    queries: Tensor  # [B, Q] padded on the left; the reward model reads them, then `cut`
     contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
     responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     cut: Tensor  # [B, R] responses as they were scored
@@ -290,7 +292,7 @@ class Rollout(NamedTuple):
     logprobs: Tensor  # [B, R] under the sampling policy
     values: Tensor  # [B, R] of the sampling policy
     kl: Tensor  # [B, R] per-token estimate: log pi - log pi_ref
-    scores: Tensor  # [B] of the reward model, or unfinished_score
+    scores: Tensor  # [B] from `score_responses`
     rewards: Tensor  # [B, R] KL penalty, and the score at the last token
 
     def select(self, rows: Tensor | slice) -> "Rollout":
@@ -526,7 +528,7 @@ def main(args: Args) -> None:
     """Load everything; repeat: sample, score, optimize; save the policy."""
     # `accelerate launch` runs this function in several processes. Each samples and trains on its
     # own part of every batch. They communicate in all_sum, global_mean_and_var, average_gradients,
-    # mean_over_processes and count_micro_batches; under FSDP2, also in every pass of a model.
+    # mean_over_processes and count_micro_batches; under FSDP2, also wherever weights are used.
     accelerator = distributed.start(args)
     device, processes = accelerator.device, accelerator.num_processes
     check(args, processes)
@@ -538,8 +540,8 @@ def main(args: Args) -> None:
     # table[rows] → queries [B, Q]; table.columns(rows) → {name: B values} of the data set;
     # reward(queries, responses, columns) → scores [B] and other numbers to log, {metric: [B]}, such
     # as the true score by `gold_fn`. Scores are those of the reward model or of --reward_fn, a
-    # Python function in its place.
-    tokenizer, ids = load_tokenizer(task, task.response_length)  # ids.ends: truncate tokens
+    # Python function in its place (a task's flag).
+    tokenizer, ids = load_tokenizer(task, task.response_length)  # ids: pad, ends, affixes
     heldout, table = load_queries(task, tokenizer, ids).hold_out(args.eval_queries)
     reward = load_reward(args, tokenizer, ids, accelerator)
 
@@ -572,7 +574,8 @@ def main(args: Args) -> None:
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
         """Steps 1 to 3 on held-out queries, with the same random numbers each time; not timed."""
-        rows = distributed.own_rows(accelerator, len(heldout))  # a part; all, if they do not divide
+        # This process's share, or all rows if they cannot be split evenly.
+        rows = distributed.own_rows(accelerator, len(heldout))
         queries = heldout[rows].to(device)
         columns = heldout.columns(rows)
         # Update u uses the random numbers with index u; evaluations those with index num_updates.
@@ -610,7 +613,7 @@ def main(args: Args) -> None:
         uniform = random_numbers(seed, update, device, task.response_length, len(rows))  # [R, B]
         timer.start("sample")
         contexts = add_affixes(queries, ids)  # [B, C]
-        with distributed.inference(accelerator, policy):  # in eval mode; FSDP2 gathers weights
+        with distributed.inference(accelerator, policy):  # autocast; FSDP2 gathers weights
             responses = sample_in_batches(lm, contexts, uniform, ids, args)  # [B, R]
 
         # 2-3. Score the responses; compute log-probabilities, values and rewards of their tokens.
@@ -623,7 +626,7 @@ def main(args: Args) -> None:
         # 4. For each epoch and minibatch, compute advantages and take one Adam step.
         timer.start("optimize")
         stats: dict[str, Any] = defaultdict(float)  # means over the steps, detached
-        rng = np.random.default_rng([seed, update, 2])  # 2: not the stream of `query_rows`
+        rng = np.random.default_rng([seed, update, 2])  # 2: another stream than `query_rows` has
         for epoch in range(args.num_ppo_epochs):
             order = epoch_order(epoch, local_batch_size, rng)
             for minibatch_rows in torch.as_tensor(order, device=device).split(minibatch_size):
@@ -642,7 +645,7 @@ def main(args: Args) -> None:
                     part_metrics["ppo/loss/total"] = loss
                     part_metrics["ppo/policy/entropy_avg"] = entropies.sum() / num_tokens
                     accumulate(stats, part_metrics, num_steps)
-                average_gradients(policy)  # over processes; under FSDP2, `backward` has done it
+                average_gradients(policy)  # over processes; nothing to do under FSDP2
                 if args.max_grad_norm is not None:
                     nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()
@@ -683,15 +686,19 @@ SYNTHETIC = dict(
     kl_target=10.0,
     kl_horizon=1000,
 )
-UNADAPTED = dict(kl_target=None, whiten_rewards=False)  # kl_coef is fixed
-ANSWERS = dict(UNADAPTED, num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192)
+FIXED_KL_UNWHITENED = dict(kl_target=None, whiten_rewards=False)
+ANSWERS = dict(FIXED_KL_UNWHITENED, num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
     "synthetic_eos": dict(SYNTHETIC, whiten_rewards=False),
-    "cnndm": dict(UNADAPTED, batch_size=32, lr=2e-6, kl_coef=0.01),
-    "tldr_2019": dict(UNADAPTED, batch_size=32, lr=2e-6, kl_coef=0.03),
+    "cnndm": dict(FIXED_KL_UNWHITENED, batch_size=32, lr=2e-6, kl_coef=0.01),
+    "tldr_2019": dict(FIXED_KL_UNWHITENED, batch_size=32, lr=2e-6, kl_coef=0.03),
     "tldr": dict(
-        UNADAPTED, lr=3e-6, kl_coef=0.05, micro_batch_tokens=16_384, rollout_batch_size=256
+        FIXED_KL_UNWHITENED,
+        lr=3e-6,
+        kl_coef=0.05,
+        micro_batch_tokens=16_384,
+        rollout_batch_size=256,
     ),
     "arithmetic": dict(
         ANSWERS, total_episodes=16_384, eval_every=16, batch_size=128, lr=3e-4, kl_coef=0.1

@@ -2,8 +2,8 @@
 
 Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, arXiv 2402.14740.
 
-    python sft.py --task synthetic              # the initial policy: base_model
-    python train_reward.py --task synthetic     # the reward model
+    python sft.py --task synthetic              # trains the initial policy, the task's base_model
+    python train_reward.py --task synthetic     # trains the reward model
     python rloo.py --task synthetic
     accelerate launch --mixed_precision bf16 rloo.py --task sentiment
 
@@ -20,7 +20,7 @@ One update (numbered as in `main`):
 A whole response is one action; there is no value function. With one epoch and one minibatch, as
 for most tasks, the gradient is REINFORCE's. With more steps, the ratio of each whole response is
 clipped, as PPO clips the ratio of each token. Adaptive KL and Adam are as in ppo.py. Flags and
-metrics keep ppo.py's names (`num_ppo_epochs`, `ppo/...`), which published RLOO curves use, too.
+metrics keep ppo.py's names (`num_ppo_epochs`, `ppo/...`), as published RLOO curves do.
 
 In OpenAI's 2019 tasks, all R tokens of a response are trained on, but the reward model sees only
 those up to the truncate token, such as a period. In EOS tasks (`eos_task`) the truncate token is
@@ -111,7 +111,7 @@ class Args(cli.RunArgs):
     cliprange: PositiveFloat = 0.2
     """clip the probability ratio of a response to [1 - cliprange, 1 + cliprange]"""
 
-    # An option that OpenAI's code does not have
+    # Off by default
     clip_score: PositiveFloat | None = None
     """clip scores, including unfinished_score, to [-clip_score, clip_score]"""
 
@@ -156,7 +156,7 @@ class Policy(nn.Module):
         tokens = torch.cat([contexts, responses], dim=1)  # [B, T]
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # number of real tokens before each
-        # Equals self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state, but
+        # At real tokens, equals lm.base_model(input_ids, mask, position_ids).last_hidden_state, but
         # computes adjacent equal contexts once:
         input_ids = tokens.masked_fill(~mask, 0)
         hidden = compute_hidden(  # [B, T, D]
@@ -167,8 +167,8 @@ class Policy(nn.Module):
         # The rest is computed at the N real response tokens only.
         real = (responses != self.pad_id).nonzero(as_tuple=True)
         hidden = hidden[real]  # [N, D]
-        # In training, too, logits are divided by the temperature of sampling (P1).
-        # Logits [N, V] get no name: they are large, and would stay in memory.
+        # Logits are divided by the sampling temperature in training, too (P1). They are not bound
+        # to a name, which would keep this large tensor [N, V] in memory.
         log_softmax = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)
         logprobs = log_softmax.gather(1, responses[real][:, None]).squeeze(1)  # [N]
         with torch.no_grad():  # entropies are only logged
@@ -187,8 +187,9 @@ class Policy(nn.Module):
 def sample(lm: Any, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R].
 
-    From the full vocabulary, ignoring generation_config. In EOS tasks, responses that have ended
-    leave the batch every 16 tokens; `score_responses` removes what was sampled after the end.
+    From the full vocabulary, ignoring generation_config: `sample_token` inverts the CDF at numbers
+    in [0, 1). In EOS tasks, responses that have ended leave the batch every 16 tokens;
+    `score_responses` removes what was sampled after the end.
     """
     # `DecodingBatch` calls the language model and manages its cache of keys and values. Plainly:
     #
@@ -207,7 +208,7 @@ def sample(lm: Any, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args
     batch = DecodingBatch(lm, contexts, contexts != ids.pad, max_new_tokens=len(uniform))
     for t in range(len(uniform)):
         logits = batch.next_logits() / task.temperature  # [b, V]
-        # batch.rows [b]: the rows of `contexts` still in the batch; all, before the first `drop`.
+        # batch.rows [b]: the rows of `contexts` that are still in the batch; initially all.
         tokens = sample_token(logits, uniform[t][batch.rows])  # [b]
         responses[batch.rows, t] = tokens
         batch.append(tokens)
@@ -225,7 +226,7 @@ def sample_in_batches(
     """Sample in batches of contexts of similar length: [B, C], [R, B] → [B, R]."""
     responses = contexts.new_empty(uniform.T.shape)
     context_lengths = (contexts != ids.pad).sum(dim=1)
-    order = context_lengths.argsort(stable=True)
+    order = context_lengths.argsort(stable=True)  # `DecodingBatch` drops common padding
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(lm, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -240,7 +241,8 @@ def score_responses(
     """Cut responses [B, R] after the first truncate token, then score them (P5).
 
     Truncate tokens before position `ids.truncate_after` do not count. A response without one that
-    counts is unfinished: it is not cut, and `unfinished_score` replaces its score.
+    counts is unfinished: it is not cut, and `unfinished_score` replaces its score. `columns` are
+    the data set's, for a --reward_fn.
     Returns scores [B], cut responses [B, R], which of them are finished [B] (all, if the task has
     no truncate token), and other numbers to log: {metric: [B]}.
     """
@@ -273,7 +275,7 @@ class Rollout(NamedTuple):
     lengths: Tensor  # [B] real tokens of context and response
     logprobs: Tensor  # [B, R] under the sampling policy
     kl: Tensor  # [B, R] per-token estimate: log pi - log pi_ref
-    scores: Tensor  # [B] of the reward model, or unfinished_score
+    scores: Tensor  # [B] from `score_responses`
     rewards: Tensor  # [B] score minus KL penalty
 
     def select(self, rows: Tensor | slice) -> "Rollout":
@@ -460,7 +462,7 @@ def main(args: Args) -> None:
     """Load everything; repeat: sample, score, optimize; save the policy."""
     # `accelerate launch` runs this function in several processes. Each samples and trains on its
     # own part of every batch. They communicate in all_sum, global_mean_and_var, average_gradients,
-    # mean_over_processes and count_micro_batches; under FSDP2, also in every pass of a model.
+    # mean_over_processes and count_micro_batches; under FSDP2, also wherever weights are used.
     accelerator = distributed.start(args)
     device, processes = accelerator.device, accelerator.num_processes
     check(args, processes)
@@ -472,8 +474,8 @@ def main(args: Args) -> None:
     # table[rows] → queries [B, Q]; table.columns(rows) → {name: B values} of the data set;
     # reward(queries, responses, columns) → scores [B] and other numbers to log, {metric: [B]}, such
     # as the true score by `gold_fn`. Scores are those of the reward model or of --reward_fn, a
-    # Python function in its place.
-    tokenizer, ids = load_tokenizer(task, task.response_length)  # ids.ends: truncate tokens
+    # Python function in its place (a task's flag).
+    tokenizer, ids = load_tokenizer(task, task.response_length)  # ids: pad, ends, affixes
     heldout, table = load_queries(task, tokenizer, ids).hold_out(args.eval_queries)
     reward = load_reward(args, tokenizer, ids, accelerator)
 
@@ -506,7 +508,8 @@ def main(args: Args) -> None:
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
         """Steps 1 to 3 on held-out queries, with the same random numbers each time; not timed."""
-        rows = distributed.own_rows(accelerator, len(heldout))  # a part; all, if they do not divide
+        # This process's share, or all rows if they cannot be split evenly.
+        rows = distributed.own_rows(accelerator, len(heldout))
         queries = heldout[rows].to(device)
         columns = heldout.columns(rows)
         # Update u uses the random numbers with index u; evaluations those with index num_updates.
@@ -538,14 +541,14 @@ def main(args: Args) -> None:
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # 1. Sample K responses to each query.
+        # 1. Sample K responses to each query; every pass visits them in a new order.
         rows = query_rows(len(table), local_batch_size // args.rloo_k, seed, update)  # [P]
         rows = np.repeat(rows, args.rloo_k)  # [P * K]: the responses to a query side by side
         queries = table[rows].to(device)  # [B, Q]
         uniform = random_numbers(seed, update, device, task.response_length, len(rows))  # [R, B]
         timer.start("sample")
         contexts = add_affixes(queries, ids)  # [B, C]
-        with distributed.inference(accelerator, policy):  # in eval mode; FSDP2 gathers weights
+        with distributed.inference(accelerator, policy):  # autocast; FSDP2 gathers weights
             responses = sample_in_batches(lm, contexts, uniform, ids, args)  # [B, R]
 
         # 2-3. Score the responses; compute their log-probabilities and rewards.
@@ -561,7 +564,7 @@ def main(args: Args) -> None:
 
         # 5. For each epoch and minibatch, take one Adam step.
         stats: dict[str, Any] = defaultdict(float)  # means over the steps, detached
-        rng = np.random.default_rng([seed, update, 2])  # 2: not the stream of `query_rows`
+        rng = np.random.default_rng([seed, update, 2])  # 2: another stream than `query_rows` has
         for epoch in range(args.num_ppo_epochs):
             order = epoch_order(epoch, local_batch_size, rng, args.rloo_k)
             for minibatch_rows in torch.as_tensor(order, device=device).split(minibatch_size):
@@ -578,7 +581,7 @@ def main(args: Args) -> None:
                     loss.backward()
                     part_metrics["ppo/policy/entropy_avg"] = entropies.sum() / num_tokens
                     accumulate(stats, part_metrics, num_steps)
-                average_gradients(policy)  # over processes; under FSDP2, `backward` has done it
+                average_gradients(policy)  # over processes; nothing to do under FSDP2
                 if args.max_grad_norm is not None:
                     nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 optimizer.step()

@@ -1,6 +1,6 @@
 """Supervised fine-tuning in one file: the policy that PPO and RLOO start from.
 
-    python sft.py --task synthetic                    # from random weights: it has no others
+    python sft.py --task synthetic                    # from random weights; others fine-tune
     accelerate launch sft.py --task sentiment
 
 If the task has reference responses (`response_column`), the loss covers only them. In EOS tasks
@@ -9,8 +9,9 @@ into blocks of equal length. Each block begins with the start of a text, as ppo.
 the rest of its last text is dropped.
 
 Shapes: B sequences, T tokens per sequence, N target tokens, V vocabulary size, D hidden size. The
-loss covers columns `first` ... T - 1: all but the first of a block, or the responses, which are
-padded on the right, after prompts, which are padded on the left. Masks are True at real tokens.
+loss covers columns `first` to T - 1: all but the first of a block, or those of the responses.
+Prompts are padded on the left, responses on the right. Masks are True at real tokens. Tags such as
+(P4) are rows of docs/details.md.
 """
 
 import machinery  # noqa: F401  # before torch: it sets how torch's idle CPU threads wait
@@ -87,8 +88,8 @@ class LanguageModel(nn.Module):
         """Cross-entropy in nats from column `first` on: [B, T] → [B, T - first], 0 at padding."""
         mask = tokens != self.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # number of real tokens before each
-        # Equals self.lm.base_model(input_ids, attention_mask, position_ids).last_hidden_state:
-        input_ids = tokens.masked_fill(~mask, 0)
+        # At real tokens, equals lm.base_model(input_ids, mask, position_ids).last_hidden_state:
+        input_ids = tokens.masked_fill(~mask, 0)  # the pad id has no embedding
         hidden = compute_hidden(self.lm.base_model, input_ids, mask, position_ids)  # [B, T, D]
         hidden = hidden[:, first - 1 : -1]  # [B, T - first, D]: position t predicts token t + 1
 
@@ -135,7 +136,10 @@ def learning_rate(step: int, num_steps: int, args: Args) -> float:
 def sample_continuations(
     lm: Any, tokens: Tensor, first: int, ids: TokenIds, args: Args
 ) -> dict[str, Tensor]:
-    """Sample a continuation of each prompt or, of blocks, of the first quarter: [B, T]."""
+    """Sample a continuation of each prompt, or of the first quarter of each block.
+
+    `tokens` [B, T] → texts, continuations and references, of B rows each.
+    """
     task = args.task
     n = first if task.response_column else args.block_size // 4
     contexts = tokens[:, :n]
@@ -160,7 +164,7 @@ def check(args: Args, processes: int) -> None:
 
 
 def load_table(args: Args, tokenizer: Any, ids: TokenIds) -> tuple[Any, int]:
-    """The sequences to learn [num, T], and the first column that the loss covers."""
+    """All sequences [num, T], and the first column that the loss covers."""
     task = args.task
     if task.response_column:
         table = load_responses(task, tokenizer, ids)
@@ -175,18 +179,18 @@ def main(args: Args) -> None:
     accelerator = distributed.start(args)
     device, processes = accelerator.device, accelerator.num_processes
     check(args, processes)
-    # Task fields used in this file (see data/tasks.py): base_model, response_length, temperature,
-    # eos_task, response_column and label_dataset.
+    # Task fields used in this file (see data/tasks.py): base_model, query_dataset, response_length,
+    # temperature, eos_task, response_column and label_dataset.
     task = args.task
     tokenizer, ids = load_tokenizer(task, task.response_length)
     table, first = load_table(args, tokenizer, ids)
     num_heldout = args.num_heldout or min(256, math.ceil(len(table) / 10))
-    # The first sequences, which are shuffled, are held out; duplicates of them are not learned.
+    # The table is shuffled. Its first rows are held out; duplicates of them are not learned.
     heldout_table, table = table.hold_out(num_heldout, needed=args.batch_size)
     heldout = heldout_table[:].to(device)
 
     torch.manual_seed(args.seed)
-    longest = max(ids.total_length, table.length)
+    longest = max(ids.total_length, table.length)  # of samples, of training
     lm = load_lm(task.base_model, allow_random=True, length=longest)  # no dropout (P4)
     model = LanguageModel(lm, ids.pad)
     optimizer = torch.optim.AdamW(
@@ -196,7 +200,9 @@ def main(args: Args) -> None:
         weight_decay=args.weight_decay,
         fused=True,
     )
-    model, optimizer = distributed.prepare(accelerator, model, optimizer, args)  # `lm` in place
+    model, optimizer = distributed.prepare(
+        accelerator, model, optimizer, args
+    )  # no DDP: `lm` stays inside
 
     steps_per_epoch = len(table) // args.batch_size
     num_steps = args.num_epochs * steps_per_epoch
@@ -224,7 +230,7 @@ def main(args: Args) -> None:
             loss = model(tokens[part], first).sum() / num_tokens
             loss.backward()
             total += loss.detach()
-        average_gradients(model)  # over processes; under FSDP2, `backward` has done it
+        average_gradients(model)  # over processes; nothing to do under FSDP2
         nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -242,9 +248,10 @@ def main(args: Args) -> None:
         run.checkpoint(step + 1, model, optimizer)
 
     run.save(lm, tokenizer)
-    with distributed.inference(accelerator, model):
+    with distributed.inference(accelerator, model):  # autocast; FSDP2 gathers weights
         samples = sample_continuations(lm, heldout[:4], first, ids, args)
     run.log_samples(num_steps, samples, tokenizer, ids)
+    # Prints the next command: `then`.py with this --base_model.
     then = "train_reward" if task.label_dataset else "ppo"
     run.finish(
         f"held-out perplexity: {metrics['heldout/perplexity']:.3f}", then=then, flag="base_model"

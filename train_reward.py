@@ -84,9 +84,9 @@ class Args(cli.RunArgs):
 
 
 class RewardConfig(transformers.PretrainedConfig):
-    """The transformer's configuration, the pad id, and what texts have to begin with.
+    """The transformer's configuration, the pad id, and the tokens that texts have to begin with.
 
-    `begin` is None, or BOS in models of tools/convert_reward.py. `check_reward_model` compares it
+    `begin` is None, or BOS if tools/convert_reward.py made it. `check_reward_model` compares it
     with what the queries of a task begin with; nothing is added to a text.
     """
 
@@ -108,11 +108,11 @@ class RewardConfig(transformers.PretrainedConfig):
 
 
 class RewardModel(nn.Module):
-    """A transformer with a scalar head: `gain * r + bias` at the last real token (R1).
+    """A transformer with a scalar head: `gain * head + bias` at the last real token (R1).
 
     Weights are fp32. Under --mixed_precision bf16 the transformer computes in bf16 by autocast
-    (`distributed.prepare`); the head remains in fp32. There is no dropout, in training either (P4).
-    Gain and bias are trained, too.
+    (`distributed.prepare`); the head remains in fp32. `load_lm` turns dropout off (P4). Gain and
+    bias are also trained.
     """
 
     def __init__(self, config: RewardConfig, backbone: Any = None):
@@ -133,8 +133,8 @@ class RewardModel(nn.Module):
         """
         mask = tokens != self.config.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # number of real tokens before each
-        # Equals self.backbone(input_ids, attention_mask, position_ids).last_hidden_state:
-        input_ids = tokens.masked_fill(~mask, 0)
+        # At real tokens, equals backbone(input_ids, mask, position_ids).last_hidden_state:
+        input_ids = tokens.masked_fill(~mask, 0)  # the pad id has no embedding
         hidden = compute_hidden(self.backbone, input_ids, mask, position_ids, prompt_length)
         rewards = self.head(hidden).squeeze(-1)  # [B, T]
         return self.gain * rewards + self.bias  # (R3)
@@ -151,7 +151,7 @@ class RewardModel(nn.Module):
     def score(self, tokens: Tensor, max_tokens: int, prompt_length: int = 0) -> Tensor:
         """Rewards of many sequences, about `max_tokens` tokens at a time: [B, T] → [B]."""
         lengths = (tokens != self.config.pad_id).sum(dim=1)
-        count = count_micro_batches(lengths, max_tokens)
+        count = count_micro_batches(lengths, max_tokens)  # the same on all processes
         rewards = []
         for part in micro_batches(lengths, count):  # slices, in order
             rewards.append(self(tokens[part], prompt_length))
@@ -194,7 +194,7 @@ def load_reward(
     ids: TokenIds,
     accelerator: Any,
 ) -> Reward:
-    """What ppo.py and rloo.py score with: the reward model, or --reward_fn, which may call it."""
+    """The scorer of ppo.py and rloo.py: the reward model, or --reward_fn, which may call it."""
     reward = Reward(args.task, tokenizer, ids, args.micro_batch_tokens)
     if reward.needs_model:
         with cli.about(f"--reward_model {args.reward_model}"):
@@ -215,7 +215,8 @@ def sample_policy(
 ) -> list[Tensor]:
     """Sample the policy twice, to normalize before and after training (R3).
 
-    Returns two batches of queries with responses [S, T]; in EOS tasks, EOS is followed by padding.
+    Returns two sets of queries with responses [S, T], S of each process; in EOS tasks, EOS is
+    followed by padding.
     """
     task = args.task
     batch_size = args.rollout_batch_size // accelerator.num_processes
@@ -223,7 +224,8 @@ def sample_policy(
     table = load_queries(task, tokenizer, ids)
     name = args.policy_model or task.base_model
     flag = "--policy_model" if args.policy_model else "--base_model"
-    lm = load_lm(name, flag, length=ids.total_length, tokenizer=tokenizer)  # only checks these
+    # Checks that the policy reads contexts and responses, and has this tokenizer.
+    lm = load_lm(name, flag, length=ids.total_length, tokenizer=tokenizer)
     lm = distributed.freeze(accelerator, lm)
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
     torch.manual_seed(seed)
@@ -231,17 +233,18 @@ def sample_policy(
     cli.say(f"sampling 2 * {num_samples} responses of {name} to normalize")
     samples = []
     for step in range(2):
-        rows = query_rows(len(table), num_batches * batch_size, seed, step)
+        rows = query_rows(len(table), num_batches * batch_size, seed, step)  # of a shuffle
         queries = table[rows].to(accelerator.device)
         parts = []
         for contexts in add_affixes(queries, ids).split(batch_size):
-            with distributed.inference(accelerator, lm):
+            with distributed.inference(accelerator, lm):  # autocast; FSDP2 gathers weights
                 part = generate(lm, contexts, ids.pad, task.response_length, task.temperature)
             parts.append(part)
         responses = torch.cat(parts)
         if task.eos_task:  # in other tasks, samples and labels are read in full, as OpenAI does
             responses, _ = truncate(responses, ids)
-        tokens = torch.cat([queries, responses], dim=1)  # the reward model reads no affixes
+        # Only the policy reads the task's prefix and suffix.
+        tokens = torch.cat([queries, responses], dim=1)
         # A --policy_model may have a larger vocabulary. Ids beyond the reward model's become
         # padding: ids.pad is one past its vocabulary (X13).
         samples.append(tokens.clamp(max=ids.pad))
@@ -276,7 +279,7 @@ def candidate_tokens(
     pad_id: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, int]:
-    """Each query with each of its responses [B, K, Q + R], the preferred ones' indices [B], Q."""
+    """Each query with each of its responses [B, K, Q + R], the preferred one's index [B], and Q."""
     queries, responses, best = labels.batch(rows, pad_id)
     prompt_length = queries.shape[1]
     queries = queries[:, None].expand(-1, responses.shape[1], -1)
@@ -309,14 +312,14 @@ def predict(
 def accuracies(rewards: Tensor, best: Tensor) -> Tensor:
     """1 if the preferred response has the largest of K rewards [B, K], else 0; 1/n if n tie."""
     is_largest = rewards == rewards.amax(dim=1, keepdim=True)
-    is_right = is_largest.gather(1, best[:, None]).squeeze(1)
-    return is_right / is_largest.sum(dim=1)
+    correct = is_largest.gather(1, best[:, None]).squeeze(1)
+    return correct / is_largest.sum(dim=1)
 
 
 def heldout_metrics(rewards: Tensor, best: Tensor) -> dict[str, float]:
     """Metrics of rewards [N, K] and the indices of the preferred responses [N].
 
-    The loss is of normalized rewards: its scale is not that of the loss in training.
+    The loss is of rewards that were normalized again: do not compare it with that in training.
     """
     is_best = F.one_hot(best, rewards.shape[1]).bool()
     return {
@@ -345,12 +348,13 @@ def main(args: Args) -> None:
     accelerator = distributed.start(args)
     device, processes = accelerator.device, accelerator.num_processes
     check(args, processes)
-    # Task fields used in this file (see data/tasks.py): base_model, response_length, temperature,
-    # eos_task and label_dataset.
+    # Task fields used in this file (see data/tasks.py): task (its name), base_model,
+    # response_length, temperature, eos_task and label_dataset.
     task = args.task
     tokenizer, ids = load_tokenizer(task, task.response_length)
     labels = load_labels(task, tokenizer, ids, load_config(task.base_model))
-    heldout = labels.held_out(args.num_labels)[: args.num_heldout]  # rows with other queries
+    # Rows whose queries are not among the first num_labels:
+    heldout = labels.held_out(args.num_labels)[: args.num_heldout]
     before, after = sample_policy(args, tokenizer, ids, accelerator)
 
     torch.manual_seed(args.seed)  # the same new head on all processes
@@ -390,10 +394,10 @@ def main(args: Args) -> None:
             losses = F.cross_entropy(rewards, best[part], reduction="none")  # [b] (R4)
             loss = losses.sum() / local_batch_size
             loss.backward()
-            is_right = accuracies(rewards, best[part])  # [b]
+            correct = accuracies(rewards, best[part])  # [b]
             stats["loss"] += loss.detach()
-            stats["accuracy"] += is_right.sum() / local_batch_size
-        average_gradients(model)  # over processes; under FSDP2, `backward` has done it
+            stats["accuracy"] += correct.sum() / local_batch_size
+        average_gradients(model)  # over processes; nothing to do under FSDP2
         optimizer.step()
         optimizer.zero_grad()
 

@@ -1,7 +1,7 @@
 """Small helpers for the scripts: tokens, micro-batches, sums over processes, Adam, seeds, timing.
 
-Shapes: B sequences; Q, C, R and T tokens of a query, its context (with prefix and suffix), a
-response and both; V vocabulary size. Masks are True at real tokens. Tags such as (G2) are explained
+Shapes: B sequences, Q tokens per query, C per context (prefix + query + suffix), R per response,
+T = C + R, V vocabulary size. Masks are True at real tokens. Tags such as (G2) are explained
 in docs/details.md.
 """
 
@@ -24,11 +24,11 @@ class TokenIds(NamedTuple):
     """What a task says about tokens."""
 
     pad: int  # one past the vocabulary (G2)
-    ends: list[int]  # truncate tokens (P5); in EOS tasks, data to train on end with the first one
+    ends: list[int]  # truncate tokens (P5); in EOS tasks, training texts end with the first one
     prefix: list[int]  # before each query
     suffix: list[int]  # after each query
     truncate_after: int = 0  # truncate tokens before this position of a response do not count
-    total_length: int = 0  # most tokens of a context and its response
+    total_length: int = 0  # longest context plus response
     hidden: tuple[int, ...] = ()  # special tokens that texts are shown without: BOS, ends
 
 
@@ -51,10 +51,10 @@ def add_affixes(queries: Tensor, ids: TokenIds) -> Tensor:
 
 
 def truncate(responses: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]:
-    """Replace by padding what follows the first truncate token of responses [B, R] (P5).
+    """Replace everything after the first truncate token by padding: [B, R] → [B, R] (P5).
 
     Truncate tokens before position `ids.truncate_after` do not count. Also returns which responses
-    have one that counts [B]: all, if `ids.ends` is empty.
+    are finished [B]: they have one that counts, or the task has none.
     """
     if not ids.ends:
         return responses, torch.ones_like(responses[:, 0], dtype=torch.bool)
@@ -103,8 +103,8 @@ def query_rows(num_queries: int, size: int, seed: int, step: int) -> np.ndarray:
 
 @lru_cache(maxsize=2)
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of an epoch's rows. The last two are cached, for all steps of their epochs."""
-    rng = np.random.default_rng([seed, epoch, 1])  # 1: a stream of its own; minibatches use 2
+    """The order of an epoch's rows. The two most recent ones are cached."""
+    rng = np.random.default_rng([seed, epoch, 1])  # 1: another stream than `main` has
     return rng.permutation(size)
 
 
@@ -161,7 +161,7 @@ def all_max(x: Tensor) -> Tensor:
 def average_gradients(model: nn.Module) -> None:
     """Average the gradients over all processes, with one all-reduce.
 
-    A missing gradient counts as 0; a weight that has none on all processes is left alone.
+    A missing gradient counts as 0; a weight without one on any process is left alone.
     """
     if num_processes() == 1:
         return
@@ -215,7 +215,7 @@ def accumulate(
 ) -> None:
     """Add a step's metrics, or a micro-batch's shares of them, to means over `num_steps` steps.
 
-    `stats` is a defaultdict(float); its values are detached.
+    Shares add up to the step's value. `stats` is a defaultdict(float); its values are detached.
     """
     for name, value in metrics.items():
         stats[name] += value.detach() / num_steps
@@ -279,7 +279,7 @@ def random_numbers(
     sequence = np.random.SeedSequence([seed, step])
     state = sequence.generate_state(1, np.uint64)[0]
     rng = torch.Generator(device)
-    rng.manual_seed(int(state >> np.uint64(1)))  # 63 bits
+    rng.manual_seed(int(state >> np.uint64(1)))  # 63 bits: fits a signed seed
     return torch.rand(shape, generator=rng, device=device, dtype=torch.float64)
 
 
@@ -293,7 +293,7 @@ class Timer:
         self.seconds: dict[str, float] = {}
 
     def start(self, phase: str | None) -> None:
-        """Begin a phase, or none. If a phase occurs twice, only its last seconds are kept."""
+        """Begin a phase, or none. If a phase occurs twice, only its latest duration is kept."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # wait for queued kernels
         now = time.perf_counter()
