@@ -95,7 +95,7 @@ def read_messages(value: Any, role: str) -> list[dict[str, Any]]:
         raise ValueError(f"neither a text nor a list of messages: {value!r:.60}{hint}")
     found = []
     for message in value:
-        known = {}
+        known: dict[Any, Any] = {}
         for name, x in message.items() if isinstance(message, dict) else ():
             if x is not None:
                 known[SHAREGPT.get(name, name)] = x
