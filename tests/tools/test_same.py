@@ -37,7 +37,7 @@ FAULTS = [  # a line of ppo.py, a wrong one in its place; columns that see it, w
     ),
     (
         "with distributed.inference(accelerator, policy):  # in eval mode",
-        "with accelerator.autocast():",
+        "with accelerator.autocast():  # in eval mode",
         ["fsdp2", "fsdp2, 4 processes", "fsdp2, resumed", "fsdp2, resumed without"],
         "DTensor",
     ),
