@@ -170,7 +170,8 @@ class Run:
         samples are cut back to it. Without, the result is 0 and `state`.
         """
         tensors: dict[str, Tensor] = {}
-        text = checkpoints.dump({"state": state}, tensors)  # what it cannot write fails now
+        own = checkpoints.take_tensors({"state": state}, tensors)
+        text = json.dumps(own)  # what it cannot write fails now
         optimizer.register_step_pre_hook(lambda *_: cli.rescues.clear())
         if self.source is None:
             return 0, checkpoints.parse(text, tensors)["state"]

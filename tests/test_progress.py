@@ -12,36 +12,31 @@ from typing import Any
 
 import pytest
 import tiny
-from accelerate import Accelerator
 from conftest import SCRIPTS, read_metrics, settings
 from matplotlib.figure import Figure
 from test_resume import at_call, checkpoint_files, exit_code, read_state
 from test_runs import two_steps
 
-from machinery import cli, distributed, progress, runs
+from machinery import cli, distributed, progress
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 
 
-def test_a_line_is_printed_at_least_once_a_minute(home, monkeypatch, capsys):
-    """And 20 times in a run, with the last update; the metrics are in the file at once."""
-    now = [0.0]
+def test_a_line_is_printed_at_least_once_a_minute(monkeypatch, capsys):
+    """And 20 times in a run, with the last update."""
+    now = [0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
 
-    def printed(total: int, seconds: float) -> list[int]:
-        run = runs.Run(settings("ppo"), total, ["objective/a", "b/a"], Accelerator(cpu=True))
+    def printed(total: int, seconds: int) -> list[int]:
+        shown = progress.Progress(total, ["objective/a", "b/a"])
         for step in range(total):
             now[0] += seconds
-            run.log(step, {"objective/a": 0.5, "b/a": 1.0, "other": 2.0})
-            assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == step + 1
-        run.close()
+            shown.update(step, {"objective/a": 0.5, "b/a": 1.0, "other": 2.0})
         line = r"^ *(\d+)/\d+ +a 0.5 +b/a 1 +left \d:\d\d:\d\d$"
         return [int(step) for step in re.findall(line, capsys.readouterr().out, re.M)]
 
     assert printed(100, 1) == [*range(1, 100, 5), 100]
-    slow = printed(300, 25)
-    assert max(b - a for a, b in zip(slow, slow[1:], strict=False)) * 25 <= 60 + 25
-    assert 300 in slow and len(slow) < 150
+    assert printed(300, 25)[:6] == [1, 4, 7, 10, 13, 16]  # 75 seconds; every 15 updates are 5%
 
 
 class Terminal(io.TextIOWrapper):
