@@ -170,6 +170,7 @@ def update(script, kind, device, length, use, micro=4096, **spies):
         response_length=length,
         total_episodes=8,
         num_ppo_epochs=1,
+        num_minibatches=1,
         max_grad_norm=1.0,
         micro_batch_tokens=micro,
     )
@@ -222,9 +223,8 @@ def test_the_host_waits_at_most_twice_per_micro_batch(script, elsewhere):
         return compute_loss(*args)
 
     update(script, "gpt2", AWAY, 5, elsewhere, micro=20, **{loss: spy})
-    reads = np.array(reads).reshape(2, -1)  # of two minibatches
-    assert reads.shape[1] >= 2
-    assert (np.diff(reads) == 2).all()
+    assert len(reads) >= 3
+    assert set(np.diff(reads)) == {2}
 
 
 class CountCasts(TorchDispatchMode):

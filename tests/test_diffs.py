@@ -195,7 +195,7 @@ SIZES = dict(
     num_epochs=1,
     lr=1e-2,
     micro_batch_tokens=60,
-    rollout_batch_size=5,
+    rollout_batch_size=8,
     eval_every=1,
     eval_queries=4,
     num_labels=8,
@@ -894,11 +894,11 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(names, patched, start):
 @pytest.mark.parametrize("name", [*GROUPS, *AS_RLOO])
 def test_a_batch_of_equal_scores_changes_nothing(name, start):
     """Exactly: the mean of 0.9 0.9 0.9 is not 0.9 in fp32, and is divided by 0 + 1e-4."""
-    flags = dict(rloo_k=3, batch_size=12, kl_coef=0.0)
-    run = start(name, score=lambda responses: torch.full([len(responses)], 0.9), **flags)
+    score = lambda responses: torch.full([len(responses)], 0.9)  # noqa: E731
+    run = start(name, rloo_k=3, batch_size=12, total_episodes=12, kl_coef=0.0, score=score)
     for step in run.steps:
         assert not any(grad.any() for grad in step.grads.values())
-    assert [line["objective/frac_reward_zero_std"] for line in run.metrics[:2]] == [1, 1]
+    assert run.metrics[0]["objective/frac_reward_zero_std"] == 1
 
 
 def assert_label_steps(run, loss_of):
@@ -1023,7 +1023,6 @@ CUTS = [  # level, cut, min_weight, max_weight
     ("sequence", "mask", 0.6, 1.7),
     ("token", "mask", 0.8, 5),
     ("token", "truncate", 0.95, 1.05),
-    ("token", "truncate", 1.0, 1.0),  # no weights
 ]
 
 
@@ -1075,7 +1074,7 @@ def test_stale_samples_from_an_older_policy_and_weights_gradients(level, cut, lo
         return [bounded[i] * advantages[i] for i in range(16)]
 
     assert_updates("stale", run, torch.ones(16, 5).bool(), advantages_of)
-    assert low == high or len(weights[-1].unique()) > 2
+    assert len(weights[-1].unique()) > 2
 
 
 ADAPTIVE = [  # patches, target, coefficients of two updates, change
@@ -1124,12 +1123,12 @@ def test_raft_raises_the_likelihood_of_the_best_response_to_each_query(flags, st
         for rows in itertools.chain(*epochs):
             step = next(steps)
             chosen = []
-            for group in rows.view(-1, 4).tolist():
+            for group in rows.view(-1, 4):
                 best = group[0]
                 if "select_best" not in flags:
-                    best = max(group, key=lambda i: rewards[i])
+                    best = group[rewards[group].argmax()]
                 if rollout.scores[best] >= flags.get("min_score", -99):
-                    chosen.append(best)
+                    chosen.append(best.item())
             assert bool(chosen) == any(x.any() for x in step.grads.values())
             losses.append(0.0)
             if chosen:
@@ -1140,7 +1139,6 @@ def test_raft_raises_the_likelihood_of_the_best_response_to_each_query(flags, st
                 assert_step(step, run.model, loss)
         assert line["ppo/loss/policy_avg"] == pytest.approx(np.mean(losses), rel=1e-4)
     assert len(run.steps) == 8
-    assert next(steps, None) is None
 
 
 def test_vine_advantages_are_what_parts_add_to_mean_scores_of_continuations(start):
@@ -1190,9 +1188,9 @@ def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, start):
     log_ratios = [(ours[i][0] - theirs[i][0]).sum() for i in range(16)]
     loss = 0
     for query in range(0, 16, 4):  # the first of several that are the best, or the worst
-        rows = range(query, query + 4)
-        best = max(rows, key=lambda i: rollout.scores[i])
-        worst = min(rows, key=lambda i: rollout.scores[i])
+        scores = rollout.scores[query : query + 4]
+        best = query + scores.argmax()
+        worst = query + scores.argmin()
         loss -= torch.sigmoid(0.3 * (log_ratios[best] - log_ratios[worst])).log() / 4
     largest = max(grad.abs().max() for grad in run.steps[0].grads.values())
     assert alike == (largest < 1e-6)

@@ -268,17 +268,15 @@ def test_X13_models_of_one_tokenizer_may_be_padded_to_other_sizes(task):
 
 
 def test_a_dict_of_named_parts_is_their_sum_and_its_names_stay(task, tmp_path):
-    code = "return {'a': [len(x) for x in responses], 'b' * (1 + ('!' in queries[0])): [0.5] * 2}"
+    code = "return {'a': [len(x) for x in responses], 'b' * (1 + ('!' in queries[0])): [0.5]}"
     reward, tokenizer = load_reward(task, tmp_path, code)
-    queries = torch.tensor([tokenizer.encode(text) for text in ("Anna saw", "Ben saw")])
-    responses = utils.pad_left([tokenizer.encode(x) for x in (" A cat .", " A")], 6, tiny.WORDS)
-    scores, components = reward(queries, responses)
-    assert scores.tolist() == [8.5, 2.5]
-    assert {*components} == {"reward/a", "reward/b"}
-    assert components["reward/a"].tolist() == [8, 2]
-    assert components["reward/b"].tolist() == [0.5, 0.5]
-    queries[0, -1] = tokenizer.encode("!")[0]
-    refuses(lambda: reward(queries, responses), "--reward_fn", "'bb'", "'b'")
+    first, other, response = (
+        torch.tensor([tokenizer.encode(x)]) for x in ("Anna", "!", " A cat .")
+    )
+    scores, components = reward(first, response)
+    assert scores.tolist() == [8.5]
+    assert components == {"reward/a": 8, "reward/b": 0.5}
+    refuses(lambda: reward(other, response), "--reward_fn", "'bb'", "'b'")
 
 
 def test_the_judge_of_the_page_asks_in_both_orders_and_all_at_once(tmp_path, monkeypatch, gpt2):
