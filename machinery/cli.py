@@ -69,7 +69,7 @@ class RunArgs:
     output_dir: str | None = None
     """folder for the weights; default: in the run; models/<task>/<script> links to it"""
     save_every: PositiveInt | None = None
-    """updates between checkpoints (a tenth of the run); SIGTERM, SIGUSR1, SIGHUP save one and end"""
+    """updates between checkpoints (a tenth of the run); SIGTERM, SIGUSR1, SIGHUP end with one"""
     resume: str | None = None
     """runs/<name>, a checkpoint, or `latest`; `auto`: --run_name, if it has begun"""
     track: bool = False

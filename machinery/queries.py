@@ -204,8 +204,8 @@ def tokenize_rows(
 class TokenTable:
     """Token sequences in a memory-mapped file that the processes of a machine share.
 
-    `table[rows]` → [B, length], padded on the left (G2). `source`: the data set's rows that they are
-    from, with all columns.
+    `table[rows]` → [B, length], padded on the left (G2). `source`: the data set's rows, with all
+    columns.
     """
 
     sequences: Rows

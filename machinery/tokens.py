@@ -130,8 +130,8 @@ def encode_after(
     """Token ids of texts as they are in `before + text`, without those of `before`.
 
     SentencePiece would add a space to a text alone. Also returns each token's place in its text, if
-    `offsets` are asked for, and how many texts are encoded alone nevertheless, since one token would
-    hold the end of `before` and the beginning of the text.
+    `offsets` are asked for, and how many texts are encoded alone nevertheless: those where one
+    token would hold the end of `before` and the beginning of the text.
     """
     options: Any = dict(add_special_tokens=False, return_offsets_mapping=offsets)
     heads = tokenizer(before, add_special_tokens=False)["input_ids"]

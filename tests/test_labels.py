@@ -1,4 +1,4 @@
-"""Labels: token ids as OpenAI's files hold them, and pairs of texts or messages as people have them."""
+"""Labels: token ids as OpenAI's files hold them, and pairs of texts as people have them."""
 
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ def label_task(path, rows, **changes):
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
 def test_R4_openais_labels_load_from_an_array_and_lines_without_padding(suffix, tmp_path):
-    """In a batch queries are padded on the left and responses on the right, with the model's pad."""
+    """In a batch queries are padded on the left and responses on the right."""
     p = 50259
     rows = [
         dict(query=[7, 8, p, p], sample0=[1, p, p], sample1=[2, 3, p], best=1),
@@ -130,7 +130,7 @@ def test_R4_the_first_candidate_was_chosen_and_each_has_exactly_one_end(name, he
 
 
 def test_R4_what_is_skipped_is_counted_by_its_reason(hers, tmp_path, capsys):
-    """An empty answer has no tokens where nothing ends it; with its end it is an answer (hh-rlhf)."""
+    """An empty answer has no tokens where nothing ends it; with its end it is one (hh-rlhf)."""
     texts = [(" ", " yes", " no"), ("Hi:", " yes", ""), ("So:", " yes", " no")]
     texts += [("Is:", " yes", " yes"), ("It:", None, " no"), (None, " yes", " no")]
     rows = [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in texts]
@@ -158,7 +158,7 @@ def test_R4_of_ids_rows_without_a_query_a_response_or_a_judgment_are_skipped(tmp
 
 
 def test_R4_texts_of_several_responses_are_read_as_they_are(hers, tmp_path):
-    """No end is added, and nothing is cleaned or cut. Other columns beside sample0 are no samples."""
+    """No end is added, nothing is cleaned or cut. Columns such as sample_id are no samples."""
     samples = [" It rained.", " Ben saw it\n", " No", " Yes"]
     row = dict(query="Anna saw it. So did", sample_id="a", sample_text="b", best=2)
     row |= {f"sample{k}": text for k, text in enumerate(samples)}

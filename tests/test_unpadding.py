@@ -85,7 +85,9 @@ def plain(lm, inputs, bf16: bool = False) -> list[Tensor]:
 
 def assert_close(found: list[Tensor], expected: list[Tensor], bf16: bool = False) -> None:
     """Hidden states, and gradients; in bf16 the plain call's are off by up to 0.13."""
-    limit, limit_of_gradients = (5e-3, 5e-2) if bf16 else (1e-6, 2e-5)
+    limit, limit_of_gradients = 1e-6, 2e-5
+    if bf16:
+        limit, limit_of_gradients = 5e-3, 5e-2
     assert (found[0] - expected[0]).norm() < limit * expected[0].norm()
     total = torch.cat([x.flatten() for x in expected[1:]]).norm()
     for x, y in zip(found[1:], expected[1:], strict=True):
@@ -125,7 +127,8 @@ def naive_varlen(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale, window_siz
     for i in range(len(bounds_q) - 1):
         own = slice(bounds_q[i], bounds_q[i + 1])
         seen = slice(bounds_k[i], bounds_k[i + 1])
-        queries, keys, values = q[own].float(), k[seen].float(), v[seen].float()
+        queries = q[own].float()
+        keys, values = k[seen].float(), v[seen].float()
         assert len(queries) <= max_q and len(keys) <= max_k
         scores = torch.einsum("qhd,khd->hqk", queries, keys) * (scale or q.shape[2] ** -0.5)
         unseen = torch.ones_like(scores, dtype=torch.bool).triu(1 + len(keys) - len(queries))
@@ -138,7 +141,8 @@ def naive_varlen(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale, window_siz
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "opt"])
 def test_varlen_attn_gives_what_the_plain_call_gives(kind, bf16, monkeypatch):
     """Prompts shared or not, with gradient checkpointing; no layer calls SDPA. A CPU stands in."""
-    lm, inputs = tiny.make_lm(kind), make_inputs(make_batch()[0])
+    lm = tiny.make_lm(kind)
+    inputs = make_inputs(make_batch()[0])
     expected = plain(lm, inputs, bf16)
     unpadding.set_unpadding(lm.base_model, 16)
     calls = Mock(side_effect=naive_varlen)
@@ -150,7 +154,8 @@ def test_varlen_attn_gives_what_the_plain_call_gives(kind, bf16, monkeypatch):
     for count, n in ((2, PROMPT), (4, 0)):  # the forward pass and its repetition
         found = hidden_and_gradients(lm, unpadded(lm), inputs, bf16, prompt_length=n)
         if bf16:  # the naive loop rounds elsewhere
-            ours, theirs = (torch.cat([x.flatten() for x in xs]) for xs in (found, expected))
+            ours = torch.cat([x.flatten() for x in found])
+            theirs = torch.cat([x.flatten() for x in expected])
             assert (ours - theirs).norm() < 0.05 * theirs.norm()
         else:
             assert_close(found, expected)
@@ -180,10 +185,12 @@ def test_varlen_attn_is_called_where_flash_attention_can_run(monkeypatch):
 def test_few_or_no_tokens_in_prompts_or_after_them(prompt, own):
     """Two prompts for five sequences, one of which has one own token more than the others."""
     tokens = torch.full((5, 14), tiny.PAD)
-    tokens[:, 8 - prompt : 8] = torch.tensor([1, 1, 1, 2, 2])[:, None] + torch.arange(prompt)
+    of_prompt = torch.tensor([1, 1, 1, 2, 2])
+    tokens[:, 8 - prompt : 8] = of_prompt[:, None] + torch.arange(prompt)
     tokens[:, 8 : 8 + own] = torch.arange(1, 1 + 5 * own).view(5, own)
     tokens[4, 8 + own] = 7
-    lm, inputs = tiny.make_lm("llama"), make_inputs(tokens)
+    lm = tiny.make_lm("llama")
+    inputs = make_inputs(tokens)
     found = hidden_and_gradients(lm, unpadded(lm), inputs, prompt_length=8)
     assert_close(found, plain(lm, inputs))
 
@@ -191,7 +198,8 @@ def test_few_or_no_tokens_in_prompts_or_after_them(prompt, own):
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "opt"])
 def test_gradients_with_checkpointing_are_those_without(kind):
     """Two calls before one backward pass, which computes both again."""
-    lm, inputs = tiny.make_lm(kind), make_inputs(make_batch()[0])
+    lm = tiny.make_lm(kind)
+    inputs = make_inputs(make_batch()[0])
     unpadding.set_unpadding(lm.base_model, 16)
 
     def call(*inputs: Tensor) -> Tensor:
@@ -206,7 +214,8 @@ def test_gradients_with_checkpointing_are_those_without(kind):
 
 def test_calls_with_padding_and_caches_are_those_of_sdpa():
     """`lm(...)` and `generate` do not notice; a saved configuration stays."""
-    lm, (inputs, mask, position_ids) = tiny.make_lm("llama"), make_inputs(make_batch()[0])
+    lm = tiny.make_lm("llama")
+    inputs, mask, position_ids = make_inputs(make_batch()[0])
     before = lm.config.to_json_string()
     results = []
     for longest in (0, 16):
@@ -225,11 +234,14 @@ def test_G3_padding_is_computed_if_local_attention_reaches_less_far(kind, window
     """And a run says so, once; also for a sequence that is longer than those of the check."""
     unpadding.say_once.cache_clear()
     lm = tiny.make_lm(kind, sliding_window=window)
-    batches = [make_batch(n, pads_anywhere=False)[0] for n in (16, 17)]
-    batches[1][0] = 1  # a sequence of 17 tokens
-    inputs, longer = map(make_inputs, batches)
+    tokens, _ = make_batch(16, pads_anywhere=False)
+    inputs = make_inputs(tokens)
+    tokens, _ = make_batch(17, pads_anywhere=False)
+    tokens[0] = 1  # a sequence of 17 tokens
+    longer = make_inputs(tokens)
     models.check_model(lm, 16)
-    run, read = unpadded(lm), spy_tokens(lm)
+    run = unpadded(lm)
+    read = spy_tokens(lm)
     with torch.no_grad():
         hidden = run(*inputs)
         assert torch.equal(hidden, run_plain(lm.base_model, *inputs)) == (window == 15)
@@ -242,14 +254,16 @@ def test_a_wide_batch_of_sequences_that_are_short_enough_has_no_padding():
     """Long prompts beside long answers: the batch is wider than any of its sequences."""
     lm = tiny.make_lm()
     models.check_model(lm, 10)
-    lengths = torch.tensor([[8, 2], [2, 8], [1, 1]])[..., None]
-    real = torch.cat([torch.arange(8) >= 8 - lengths[:, 0], torch.arange(8) < lengths[:, 1]], dim=1)
-    inputs = make_inputs(torch.ones(3, 16).long().masked_fill(~real, tiny.PAD))
+    tokens = torch.full((3, 16), tiny.PAD)
+    for row, (prompt, answer) in enumerate([(8, 2), (2, 8), (1, 1)]):
+        tokens[row, 8 - prompt : 8 + answer] = 1
+    inputs = make_inputs(tokens)
     read = spy_tokens(lm)
     with torch.no_grad():
         hidden = unpadded(lm)(*inputs, prompt_length=8)
         expected = run_plain(lm.base_model, *inputs)
     assert read[0] == (22, 22)
+    real = inputs[1]
     torch.testing.assert_close(hidden[real], expected[real], atol=1e-5, rtol=1e-5)
 
 

@@ -64,7 +64,9 @@ def train_rewards(rank: int, processes: int) -> tiny.FakeRun:
     def texts(n: int) -> list[np.ndarray]:
         return [rng.integers(1, tiny.VOCAB, size) for size in rng.integers(1, 6, n)]
 
-    labels = Labels(texts(12), [texts(4) for _ in range(12)], np.arange(12) % 4)
+    queries = texts(12)
+    responses = [texts(4) for _ in range(12)]
+    labels = Labels(queries, responses, np.arange(12) % 4)
     samples = torch.cat([QUERIES, RESPONSES], dim=1)[rank::processes]
     model = tiny.make_reward()
     sizes = dict(num_labels=12, batch_size=6, num_heldout=0, micro_batch_tokens=48, lr=1e-3)
@@ -101,7 +103,7 @@ def count_e(queries: list[str], responses: list[str]) -> list[float]:
 
 def count_e_of_rows(queries: list[str], responses: list[str], text: list[str]) -> list[float]:
     """The same, of stories that are the queries' own: `text` is a column of stories.txt."""
-    assert all(story.startswith(query) for query, story in zip(queries, text, strict=True))
+    assert all(map(str.startswith, text, queries))
     return count_e(queries, responses)
 
 
@@ -110,7 +112,8 @@ def run_script(name: str) -> dict[str, Any]:
     script, heldout = RUNS[name]
     flags: dict = dict(run_name=name, output_dir=name, reward_fn="two_processes:count_e_of_rows")
     flags.update(total_episodes=16, eval_queries=heldout, keep_every=50)
-    rollouts, prepared, spy = [], [], Mock(wraps=rewards.call_reward_function)
+    rollouts, prepared = [], []
+    spy = Mock(wraps=rewards.call_reward_function)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
         patch.setattr(distributed, "prepare", tiny.keep(distributed.prepare, prepared))
@@ -198,7 +201,8 @@ def load(accelerator: Accelerator, folder: str) -> list[Any]:
 def load_models(accelerator: Accelerator) -> dict[str, Any]:
     """Small models, which import everything; then large ones. Their weights are added up."""
     small = load(accelerator, "small")
-    before, peak = memory(), [0]
+    before = memory()
+    peak = [0]
     threading.Thread(target=watch, args=[peak], daemon=True).start()
     both = load(accelerator, "large")
     highest = (peak[0] - before) / sum(p.numel() for p in both[0].parameters())

@@ -1,7 +1,8 @@
 """Rows of other forms → what the scripts read: a JSON object per line, with texts.
 
     python tools/convert.py rows.parquet rows.jsonl --rename question=prompt
-    python tools/convert.py trl-lib/ultrafeedback_binarized pairs.jsonl --chat MODEL --end "<|im_end|>"
+    python tools/convert.py trl-lib/ultrafeedback_binarized pairs.jsonl --chat MODEL \\
+        --end "<|im_end|>"
 
 SOURCE is a file, a folder (of files, or of `save_to_disk`) or a name on the hub, perhaps with
 `:configuration` or `:file`, and `@split`. With --chat, the template of the tokenizer MODEL writes
@@ -141,7 +142,7 @@ def split_messages(row: dict[str, Any]) -> tuple[list[dict], dict[str, list[dict
 
 
 def write_chat(row: dict[str, Any], tokenizer: Any, end: str) -> dict[str, Any]:
-    """The row with what the template writes for its messages; an answer without content is empty."""
+    """The row as the template writes its messages; an answer without content is empty."""
     messages, answers = split_messages(row)
     write = partial(tokenizer.apply_chat_template, tokenize=False)
     options: Any = row.get("chat_template_kwargs") or {}

@@ -134,10 +134,9 @@ def main(args: Args) -> None:
     else:
         rate, low, high = win_rate(scores[0], scores[1], args.seed)
         more = {"mean_a": float(scores[0].mean()), "mean_b": float(scores[1].mean())}
+    asked_of = policies.name_queries(queries, held_out)
     interval = f"(95%: {low:.1%} to {high:.1%})"
-    print(
-        f"{args.a} beats {args.b} on {rate:.1%} of {policies.name_queries(queries, held_out)} {interval}"
-    )
+    print(f"{args.a} beats {args.b} on {rate:.1%} of {asked_of} {interval}")
     found = {"win_rate": rate, "low": low, "high": high, "queries": queries, "held_out": held_out}
     print(json.dumps(found | more))
 
