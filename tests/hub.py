@@ -92,7 +92,7 @@ class Hub(http.server.ThreadingHTTPServer):
         self.root = root
         self.delay = 0.0  # seconds before the next answer
         self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def commit(self, kind: str, name: str, number: int = 1) -> Path:
         folder = self.root / kind / name / f"{number:040x}"

@@ -36,7 +36,7 @@ def server(monkeypatch):
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.statuses, server.wait, server.seen = [200] * 3, 0.0, []
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setenv("REWARD_URL", f"http://127.0.0.1:{server.server_port}/score")
     monkeypatch.setattr(remote_reward, "BATCH_SIZE", 2)
     yield server
